@@ -28,7 +28,7 @@ def callbacks() -> list[Any]:
 
 
 def pl_callbacks() -> list[Any]:
-    """The same for Trainers of ``pytorch_lightning``, which in 2.4 refuse callbacks of the other package's tree."""
+    """Return the callbacks for Trainers of ``pytorch_lightning``, which in 2.4 refuse the other package's callbacks."""
     return _callbacks_from("lightning_feed.pl")
 
 

@@ -167,7 +167,7 @@ def _transformed(images: ImageFolder, transform: Callable[[Image.Image], Tensor]
 class SmallModel(LightningModule):
     """torchvision's ShuffleNetV2 of half the width, untrained, with SGD.
 
-    Small, since a CPU has to stand in for a GPU: with a large model it would limit the epoch, which no loader mends.
+    Small, since a CPU has to stand in for a GPU: with a large model it would limit the epoch, which no loader changes.
     """
 
     def __init__(self, classes: int) -> None:
@@ -194,7 +194,7 @@ def plain_loader(images: ImageFolder) -> DataLoader[Any]:
 
 
 class FedImages(FastDataModule):
-    """The same images and the same transforms, in uint8 until they are on the device."""
+    """The images and transforms of the plain run, in uint8 until they are on the device."""
 
     def __init__(self, images: ImageFolder) -> None:
         super().__init__(batch_size=BATCH_SIZE)
@@ -215,7 +215,7 @@ class FedImages(FastDataModule):
 
 
 class AdvisedImages(ImageFolderDataModule):
-    """The same images again: of each only what the crop needs is decoded, as the report of the plain run advises."""
+    """The images of the plain run, of which only the crop is decoded, as the report of that run advises."""
 
     def __init__(self, images: ImageFolder) -> None:
         half = (0.5,) * 3
@@ -239,14 +239,14 @@ class Course(Callback):
         self.setup_s = self.epochs_s = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The data are set up: what that took is told by itself."""
+        """Note the time of the set-up, which is shown by itself."""
         self._began = time.perf_counter()
         self.setup_s = self._began - self._made
         steps = int(trainer.num_training_batches) * (trainer.max_epochs or 1)
         self._bar = tqdm(total=steps, desc=f"{self._name:8}", unit="step", disable=None)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """One step more."""
+        """Count a step."""
         self._bar.update()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -258,12 +258,12 @@ class Course(Callback):
 
 
 Figures = dict[str, float | str | None]
-"""What one run measured, by name with unit; None: the run was too short to measure it."""
+"""Measurements of a run, by name with unit; None: the run was too short for it."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What all runs share."""
+    """The settings that all runs share."""
 
     images: ImageFolder
     epochs: int
@@ -271,7 +271,7 @@ class Plan:
 
 
 class Run(NamedTuple):
-    """What came of a run."""
+    """The results of a run."""
 
     figures: Figures
     report: Report
@@ -338,7 +338,7 @@ ROWS = {
 
 
 def demo_text(outcome: Mapping[str, Any]) -> str:
-    """What :func:`run_demo` found: the report of the plain run, a table of all runs, and where the reports are."""
+    """The results of :func:`run_demo` as text: a report, a table of all runs, and paths."""
     what = "which decodes only what the crop needs" if outcome["decoder"] == "turbo-region" else "the fastest here"
     epochs_s = " : ".join(f"{outcome[name]['epoch_s']:.2f}" for name in RUNS)
     return (
@@ -357,16 +357,16 @@ def demo_text(outcome: Mapping[str, Any]) -> str:
 
 
 def _on_the_device(outcome: Mapping[str, Any]) -> str:
-    """What the device gained, where it was measured; what stands in for it on the CPU."""
+    """The waiting times of the GPU, where it was measured; on the CPU, a note on its stand-in."""
     if outcome["device"] == "CPU":
         return (
             "\nThere is no GPU here. As a stand-in, training has half of the CPUs, in all runs; fed and advised load\n"
             "with the others, which plain leaves idle. What a GPU gains only a GPU can show."
         )
     starved = (outcome[name]["starved_pct"] for name in RUNS)
-    told = ("not measured" if pct is None else f"{pct:.1f} %" for pct in starved)
+    shown = ("not measured" if pct is None else f"{pct:.1f} %" for pct in starved)
     return "\nOf each step the GPU waited for data: " + ", ".join(
-        f"{pct} ({name})" for name, pct in zip(RUNS, told, strict=True)
+        f"{pct} ({name})" for name, pct in zip(RUNS, shown, strict=True)
     )
 
 

@@ -1,8 +1,8 @@
 """All that touches Lightning's private parts.
 
 Each function says in which versions it was read, and what public thing would replace it. Objects of both packages
-(``lightning`` and ``pytorch_lightning``) pass through here, so nothing is imported from either: they are told apart by
-what they have, not by what they are.
+(``lightning`` and ``pytorch_lightning``) pass through here, so nothing is imported from either: their classes are
+recognized by name.
 """
 
 import functools
@@ -67,7 +67,7 @@ def live_fetcher(trainer: Any) -> Any:
 
 
 def stage_now(trainer: Any) -> Stage:
-    """What the running loop does: ``"fit"``, ``"validate"`` (within a fit too), ``"test"`` or ``"predict"``."""
+    """The stage of the running loop: ``"fit"``, ``"validate"`` (within a fit too), ``"test"`` or ``"predict"``."""
     if trainer.training:
         return "fit"
     if trainer.sanity_checking or trainer.validating:
@@ -94,7 +94,7 @@ def train_loaders(trainer: Any) -> list[Any]:
 
 
 def loader_names(trainer: Any, stage: str) -> list[str]:
-    """What to call the loaders of a stage: keys of a dict, else as Lightning names them in metrics.
+    """The names of the loaders of a stage: keys of a dict, else as Lightning names them in metrics.
 
     Read in 2.4.0 and 2.6.6 (``utilities/combined_loader.py``).
     """
@@ -137,12 +137,12 @@ def train_progress(trainer: Any) -> Any:
 
 
 def read_already(trainer: Any) -> bool:
-    """Whether Lightning has drawn a batch that no step was given yet, as it does for loaders without a length."""
+    """True if Lightning has drawn a batch that no step was given yet, as it does for loaders without a length."""
     return bool(trainer.fit_loop._data_fetcher.batches)
 
 
 def train_batches_to_follow(trainer: Any, *, at_most: int, step_pending: bool) -> int:
-    """How many batches the training loop will surely go straight on to after this one, up to ``at_most``.
+    """The number of batches that the training loop will surely go straight on to after this one, up to ``at_most``.
 
     None when the run ends here, and none when validation comes first: what validation draws from the global random
     generators would otherwise come after the next training batch was loaded, not before.
@@ -170,7 +170,7 @@ def train_batches_to_follow(trainer: Any, *, at_most: int, step_pending: bool) -
 def change_saved_arguments(loader: Any, changed: dict[str, Any], *, always: tuple[str, ...]) -> None:
     """Change the arguments that Lightning saw when a loader was made in a hook.
 
-    With them it makes the loader anew where it needs another sampler. Of those that were not given, ``always`` names
+    With them it makes the loader again where it needs another sampler. Of those that were not given, ``always`` names
     the ones that are added where the constructor takes them. Read in 2.4.0 and 2.6.6
     (``fabric/utilities/data.py: _wrap_dataloader_init``).
     """
@@ -235,7 +235,7 @@ def cli_config(trainer: Any) -> dict[str, Any]:
 def go_on_past_the_end(trainer: Any) -> None:
     """Let the training loop ignore ``max_epochs`` and ``max_steps`` from now on.
 
-    What the optimizers and schedulers were told of them when they were made stays. Read in 2.4.0 and 2.6.6
+    The values that optimizers and schedulers read when they were made stay. Read in 2.4.0 and 2.6.6
     (``loops/fit_loop.py: done``, ``loops/training_epoch_loop.py: _is_training_done``).
     """
     trainer.fit_loop.max_epochs = -1
@@ -262,22 +262,22 @@ def needs_metrics_every(trainer: Any) -> set[str]:
 
 
 def takes_iterator(pl_module: Any) -> bool:
-    """Whether ``training_step`` fetches for itself. Read in 2.4.0 and 2.6.6 (``loops/utilities.py``)."""
+    """Check if ``training_step`` fetches for itself. Read in 2.4.0 and 2.6.6 (``loops/utilities.py``)."""
     return "dataloader_iter" in inspect.signature(pl_module.training_step).parameters
 
 
 def is_training(trainer: Any) -> bool:
-    """Whether one of the Trainer's loops runs now. Read in 2.4.0 and 2.6.6 (``trainer/states.py``)."""
+    """Check if one of the Trainer's loops runs now. Read in 2.4.0 and 2.6.6 (``trainer/states.py``)."""
     return str(getattr(trainer.state.status, "value", trainer.state.status)) == "running"
 
 
 def shards_the_model(trainer: Any) -> bool:
-    """Whether the strategy divides one model among devices. Read in 2.4.0 and 2.6.6 (``strategies``)."""
+    """Check if the strategy divides one model among devices. Read in 2.4.0 and 2.6.6 (``strategies``)."""
     return _is_a(trainer.strategy, "FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy", "XLAFSDPStrategy")
 
 
 def detects_anomalies(trainer: Any) -> bool:
-    """Whether ``Trainer(detect_anomaly=True)``. Read in 2.4.0 and 2.6.6 (``trainer/trainer.py``)."""
+    """Check for ``Trainer(detect_anomaly=True)``. Read in 2.4.0 and 2.6.6 (``trainer/trainer.py``)."""
     return bool(getattr(trainer, "_detect_anomaly", False))
 
 
@@ -290,7 +290,7 @@ def steps_between_checkpoints(callback: Any) -> int:
 
 
 def actions(trainer: Any, stage: str) -> dict[str, str]:
-    """What the profiler calls the parts of a stage's loop: ``fetch``, ``to_device``, ``step``.
+    """The profiler's names for the parts of a stage's loop: ``fetch``, ``to_device``, ``step``.
 
     Of a fit also ``forward``, ``backward`` and ``optimizer``, but with manual optimisation: that announces no backward
     pass, and what is captured there as a CUDA graph is not to have an event of ours in it. And what lies around the
@@ -320,7 +320,7 @@ def actions(trainer: Any, stage: str) -> dict[str, str]:
 
 
 class RunBegins:
-    """In the place of a callback's ``log``, which Lightning gives it before anything else of a run: notes that.
+    """Descriptor that detects the start of a run, when Lightning sets the callback's ``log``.
 
     Then calls the method of the callback that ``tell`` names, before ``prepare_data`` and ``setup``. Read in 2.4.0 and
     2.6.6 (``connectors/callback_connector.py: _attach_model_logging_functions``); a hook at the beginning of
@@ -342,7 +342,7 @@ class RunBegins:
 
 
 def profiler_does_nothing(trainer: Any) -> bool:
-    """Whether the profiler is Lightning's empty one. Read in 2.4.0 and 2.6.6 (``profilers/base.py``)."""
+    """Check if the profiler is Lightning's empty one. Read in 2.4.0 and 2.6.6 (``profilers/base.py``)."""
     kind = type(trainer.profiler)
     return kind.__name__ == "PassThroughProfiler" and defined_by_lightning(kind)
 
@@ -363,7 +363,7 @@ def steps_logged(trainer: Any) -> int:
 
 
 def bar_printer(trainer: Any) -> Callable[[str], object] | None:
-    """What prints a line above a live progress bar; None where a plain ``print`` does.
+    """A function that prints a line above a live progress bar; None where a plain ``print`` does.
 
     Lightning's TQDM bar prints nothing at all when it is closed or disabled; other bars let a ``print`` through. Read
     in 2.4.0 and 2.6.6 (``callbacks/progress/tqdm_progress.py: print``).
@@ -377,7 +377,7 @@ def bar_printer(trainer: Any) -> Callable[[str], object] | None:
 
 
 class Wrap:
-    """``around(original, *args)`` in the place of ``owner.name(*args)``, on this one instance, until :meth:`undo`.
+    """``around(original, *args)`` instead of ``owner.name(*args)``, on this one instance, until :meth:`undo`.
 
     A wrap that another tool has wrapped in its turn cannot be taken out; it then goes dead and passes calls through.
     It pickles and deep-copies as the plain method, so a module copied or saved in the middle of a fit stays usable.
@@ -413,7 +413,7 @@ class Wrap:
 
 
 def replace_in_class(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
-    """``around(original, self, *args)`` in the place of a method, for all objects of a class and its heirs.
+    """``around(original, self, *args)`` instead of a method, for all objects of a class and its heirs.
 
     Keeps the signature: LightningCLI makes arguments of it. Returns what puts the method back.
     """
@@ -428,7 +428,7 @@ def replace_in_class(owner: Any, name: str, around: Callable[..., Any]) -> Calla
 
 
 def arguments_of(method: Callable[..., Any], owner: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """What a method is called with, by name.
+    """The arguments of a call of a method, by name.
 
     Raises:
         TypeError: when it does not take that, as the call itself would.
@@ -470,19 +470,19 @@ def transfer_early(trainer: Any, stage: Callable[..., Any], batch: Any, index: i
 
 
 def is_overridden(owner: Any, hook: str) -> bool:
-    """Whether the user's module or callback has a ``hook`` of its own, not Lightning's empty one."""
+    """Check if the user's module or callback overrides Lightning's empty ``hook``."""
     method = getattr(owner, hook, None)
     return method is not None and not defined_by_lightning(getattr(method, "__wrapped__", method))
 
 
 def defined_by_lightning(thing: Any) -> bool:
-    """Whether a class, object or function comes from Lightning or from this package."""
+    """Check if a class, object or function comes from Lightning or from this package."""
     module = getattr(thing, "__module__", None) or type(thing).__module__
     return module.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_feed")
 
 
 def optimizes_by_the_book(trainer: Any) -> bool:
-    """Whether no class of the user's has a part in the backward pass and the optimizer step.
+    """Check if no class of the user's takes part in the backward pass and the optimizer step.
 
     Strategy and precision plugin come from Lightning, optimizers and schedulers from torch. Read in 2.4.0 and 2.6.6
     (``strategies/strategy.py``).
@@ -517,7 +517,7 @@ def known_syncs(trainer: Any) -> tuple[str, ...]:
 
 
 def _logged(loop: Any) -> list[Any]:
-    """What was logged in training steps. Read in 2.4.0 and 2.6.6 (``_ResultCollection``, a dict of metrics)."""
+    """The metrics logged in training steps. Read in 2.4.0 and 2.6.6 (``_ResultCollection``, a dict of metrics)."""
     return list(getattr(loop, "_results", {}).values())
 
 

@@ -126,7 +126,7 @@ class AutotuneCallback(Callback):
         self._over = True
         self._sums: LoopSums | None = None
         self._decided: LoopSums | None = None
-        """What was summed before the last epoch, and at the last decision."""
+        """The sums at the end of the last epoch, and at the last decision."""
         self._taken_back: EpochFigures | None = None
         """The figures for which the found setting was taken back; None while it is in force."""
 
@@ -301,15 +301,9 @@ class AutotuneCallback(Callback):
         assert self._loader is not None
         assert self._goal is not None
         self._decided = self._sums
-        worst = max(known, key=lambda one: (one.late, one.step_ms))
         own, found = setting_of(self._loader), self._tuned.setting
         if self._taken_back is None:
-            if worst.late:
-                self._taken_back = worst
-                promised = 1e3 / (self._tuned.batches_per_s or 1.0)
-                waited = f"steps took {worst.step_ms:.3g} ms, {worst.data_idle_ms:.3g} of them waiting"
-                why = f"{waited}, and the trials promised a batch every {promised:.3g} ms"
-                self._change(trainer, found, own, why)
+            self._take_back(trainer, max(known, key=lambda one: (one.late, one.step_ms)), self._tuned, own)
             return
         self._over = True
         before, after = self._taken_back.step_ms, max(one.step_ms for one in known)
@@ -320,6 +314,14 @@ class AutotuneCallback(Callback):
         self._say(trainer, f"AutotuneCallback keeps {own}: {why}.")
         if trainer.local_rank == 0:
             self._guard.attempt("remember it", remember, self._loader, self._goal, self._tuned, own)
+
+    def _take_back(self, trainer: Any, worst: EpochFigures, tuned: Tuned, own: Setting) -> None:
+        if worst.late:
+            self._taken_back = worst
+            promised = 1e3 / (tuned.batches_per_s or 1.0)
+            waited = f"steps took {worst.step_ms:.3g} ms, {worst.data_idle_ms:.3g} of them waiting"
+            why = f"{waited}, and the trials promised a batch every {promised:.3g} ms"
+            self._change(trainer, tuned.setting, own, why)
 
     def _change(self, trainer: Any, before: Setting, now: Setting, why: str) -> None:
         self._now = now

@@ -143,7 +143,7 @@ class PrefetchCallback(ExactResume):
         """The stream to copy on, or None to stand aside. Override it for a device that torch has no streams for."""
         return open_stream(device)
 
-    # --- coming and going ---------------------------------------------------------------------------------------------
+    # --- begin and end ------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Adopt the training fetcher."""
@@ -185,22 +185,27 @@ class PrefetchCallback(ExactResume):
         if self._stream is None:
             self._stand_aside(trainer, f"there is no stream to copy on for device '{device}'")
             return
-        tap = adopt_fetcher(_host.live_fetcher(trainer))
+        tap = self._adopt_live(trainer)
         if tap is None:
-            keys = " (and drop_keys and host_keys do nothing there)" if self.drop_keys or self.host_keys else ""
-            self._stand_aside(trainer, f"the step takes `dataloader_iter` and fetches for itself{keys}")
             return
-        if tap.owner not in (None, self):
-            self._stand_aside(trainer, "another PrefetchCallback of this Trainer is at work")
-            return
-        if tap.closed:
-            return  # its loader yields device tensors, which was said
         tap.owner, tap.on_hand_out = self, partial(self._receive, trainer)
         self._active = True
         self._prefetcher = self._prefetcher or Prefetcher(self._stream)
         self._wrap(trainer)
         if BATCH_ENDS[stage] not in self._triggers:
             self._set_trigger(trainer, BATCH_ENDS[stage])
+
+    def _adopt_live(self, trainer: Any) -> FetcherTap | None:
+        """The tap of the running loop's fetcher; None where nothing can be prefetched."""
+        tap = adopt_fetcher(_host.live_fetcher(trainer))
+        if tap is None:
+            keys = " (and drop_keys and host_keys do nothing there)" if self.drop_keys or self.host_keys else ""
+            self._stand_aside(trainer, f"the step takes `dataloader_iter` and fetches for itself{keys}")
+        elif tap.owner not in (None, self):
+            self._stand_aside(trainer, "another PrefetchCallback of this Trainer is at work")
+        elif not tap.closed:  # else its loader yields device tensors, which was said
+            return tap
+        return None
 
     def _wrap(self, trainer: Trainer) -> None:
         if self._lean is not None:

@@ -110,7 +110,7 @@ class GPUStarvationCallback(Callback):
         return self._run.last if self._run is not None and self._run.stage == "fit" else self._last
 
     def report(self, stage: Stage = "fit") -> Diagnosis:
-        """What limits training, from all steps measured in this fit or the last one.
+        """The verdict on what limits training, from all steps measured in this fit or the last one.
 
         Args:
             stage: ``"validate"``, ``"test"`` or ``"predict"`` for the last run of that method of the Trainer.
@@ -328,12 +328,16 @@ class GPUStarvationCallback(Callback):
         if shown:
             printer = _host.bar_printer(trainer)
             self._guard.attempt("print its report", show_report, report, printer, written)
-        if not to_loggers:
-            return
+        if to_loggers:
+            self._give_to_loggers(trainer, report, ended=ended)
+
+    def _give_to_loggers(self, trainer: Any, report: Report, *, ended: bool) -> None:
         params = self._guard.attempt("tell the settings of the loader", tuned_hparams, trainer.datamodule)
         if params and ended:
             self._for_each_logger(
-                trainer, "give the settings of the loader to", lambda one: log_hparams(one, params, achieved(found))
+                trainer,
+                "give the settings of the loader to",
+                lambda one: log_hparams(one, params, achieved(report.diagnosis)),
             )
         step = trainer.global_step
         self._for_each_logger(trainer, "give its report to", lambda one: give_report(one, report, step))

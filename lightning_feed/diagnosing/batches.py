@@ -51,9 +51,9 @@ def _clone(tensor: Tensor) -> Tensor:
 
 
 def _idle_copy(loader: DataLoader[Any]) -> DataLoader[Any]:
-    mine = copy.copy(loader)
-    mine._iterator = None
-    return mine
+    idle = copy.copy(loader)
+    idle._iterator = None
+    return idle
 
 
 def own_loaders(loaders: Any, make: Callable[[DataLoader[Any]], Any] = _idle_copy) -> Any:
@@ -70,17 +70,17 @@ def own_loaders(loaders: Any, make: Callable[[DataLoader[Any]], Any] = _idle_cop
         SettingsError: for an iterator, which can be read only once.
     """
 
-    def mine(loader: Any, _: tuple[Any, ...]) -> Any:
+    def own(loader: Any, _: tuple[object, ...]) -> Any:
         if isinstance(loader, DataLoader):
             return make(loader)
         if hasattr(loader, "__next__"):
             raise SettingsError(
                 f"The training loader is a {type(loader).__name__}, an iterator that can be read only once: diagnosing "
-                "it would use it up. Give an object whose __iter__ begins anew, such as a DataLoader."
+                "it would use it up. Give an object whose __iter__ begins again, such as a DataLoader."
             )
         return loader
 
-    return map_loaders(loaders, mine)
+    return map_loaders(loaders, own)
 
 
 # --- replay -------------------------------------------------------------------------------------------------------
@@ -207,13 +207,13 @@ class Pace:
         self._wait()
         period = math.lcm(accumulate, batches)
         marks = self._stamps[::period]
-        settled = marks[max(1, len(marks) // 4) :]
-        if len(settled) <= (FEWEST_CYCLES if batches == 1 else FEWEST_PASSES):
+        counted = marks[max(1, len(marks) // 4) :]
+        if len(counted) <= (FEWEST_CYCLES if batches == 1 else FEWEST_PASSES):
             return None
-        windows = min(WINDOWS, len(settled) - 1)
-        edges = [index * (len(settled) - 1) // windows for index in range(windows + 1)]
+        windows = min(WINDOWS, len(counted) - 1)
+        edges = [index * (len(counted) - 1) // windows for index in range(windows + 1)]
         middle = statistics.median(
-            (settled[last] - settled[first]) / (last - first) for first, last in itertools.pairwise(edges)
+            (counted[last] - counted[first]) / (last - first) for first, last in itertools.pairwise(edges)
         )
         return period / middle if middle > 0 else None
 
@@ -226,7 +226,7 @@ class KeyWatch(TorchFunctionMode):
 
     A part is used when the step takes it out of a dict by its key, or hands it to any function of torch. It is unused
     when the dict was never asked for it. What was only handed out with others (unpacking, ``**batch``, ``.items()``, a
-    tuple, a dataclass) and no function of torch has seen cannot be told: the step may have kept it, or ignored it.
+    tuple, a dataclass) and no function of torch has seen may have been kept by the step, or ignored.
 
     Args:
         batch: what the step is to get. It is not written to.
@@ -237,10 +237,10 @@ class KeyWatch(TorchFunctionMode):
         self._leaves = dict(key_leaves(batch))
         self._read: set[str] = set()
         self.batch, self._handed = self._watched(batch, "")
-        """The same, with dicts that are watched; and the names of the parts that somebody may have got."""
+        """The batch with watched dicts, and the names of the parts that the step may have taken."""
 
     def uses(self) -> dict[str, bool | None]:
-        """Whether each part was used, by its place as :func:`key_leaves` names it. None: cannot be told."""
+        """The use of each part by its place, as :func:`key_leaves` names it: used, not used, or None for not known."""
         return {name: True if name in self._read else None if name in self._handed else False for name in self._leaves}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -273,7 +273,7 @@ _MAPPING: Any = MutableMapping
 
 
 class _WatchedDict:
-    """What dicts hand their values out by: all of it through ``__getitem__``. Writing needs no watching."""
+    """Methods by which dicts give their values, all of them through ``__getitem__``. Writing needs no watching."""
 
     _kind: Any = dict
     _listed = False
@@ -308,7 +308,7 @@ class _WatchedDict:
 
 
 def is_opaque(module: torch.nn.Module) -> bool:
-    """Whether parts of a batch may be read where neither dicts nor torch's functions notice: compiled code."""
+    """Check for compiled code, which may read parts of a batch where neither dicts nor torch's functions notice it."""
     scripted = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
     return any(
         type(part).__name__ == "OptimizedModule"

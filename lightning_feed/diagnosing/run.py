@@ -45,7 +45,7 @@ from lightning_feed.verdict import decide as tree
 from lightning_feed.verdict.diagnosis import Diagnosis
 
 MODEL_EXPERIMENTS = {"model": "model_per_s", "host-batch": "host_batch_per_s"}
-"""The same batches again and again, on the device and from the host; and the rates that they give."""
+"""Replays of the same batches on the device and from the host, and the fields of their rates."""
 LOADER_EXPERIMENTS = {
     "loader": ("loader", "keys", "workers"),
     "cached-files": ("cached-files", "disk"),
@@ -56,7 +56,7 @@ LOADER_EXPERIMENTS = {
 }
 """The experiments with the loader alone, and the parts that each of them has."""
 EXPERIMENTS = (*MODEL_EXPERIMENTS, *LOADER_EXPERIMENTS)
-"""What a user can ask for. The earlier names ``X1`` to ``X8`` stand for these, in this order."""
+"""Names that users can give. The earlier names ``X1`` to ``X8`` stand for these, in this order."""
 BUDGET_S, QUICK_BUDGET_S = 90.0, 30.0
 RUN_SHARE, REPLAY_SHARE = 0.17, 0.06
 """Shares of the budget for the run as it is, and for each replay. The data experiments have the rest."""

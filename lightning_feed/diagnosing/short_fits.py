@@ -41,14 +41,14 @@ from lightning_feed.measure.windows import WARM_UP_STEPS
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "device_transform")
 STEP_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 OWN_HOOKS = ("[Callback]ShortFit.", "[Callback]GPUStarvationCallback.")
-"""What a diagnosis adds to a fit is not of the user's run."""
+"""Hooks that a diagnosis adds to a fit; they are no part of the user's run."""
 ENDS = ("on_fit_end", "on_train_end", "teardown", "on_exception", "on_save_checkpoint")
 """Hooks of the user's that are not called: they may upload what they take for the result of a training."""
 AS_IT_IS = "training as it is failed"
 LATEST = 3
 """A fit ends after so many times its seconds, however few its steps."""
 PRECISIONS_BY_NAME = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
-"""Classes of precision plugins that ``Trainer(precision=...)`` makes anew from the name."""
+"""Classes of precision plugins that ``Trainer(precision=...)`` makes from the name."""
 
 
 # --- signals ------------------------------------------------------------------------------------------------------
@@ -404,7 +404,7 @@ class DiagnosisSession:
         ]
 
     def _read_elsewhere(self) -> bool:
-        """Whether hooks of the user's get the batch too, or change it before the step sees it."""
+        """Check for hooks of the user's that get the batch too, or change it before the step sees it."""
         seers = [(one, hook) for one in (self.model, self.datamodule) for hook in TRANSFER_HOOKS]
         seers += [(one, hook) for one in (self.model, *self.trainer.callbacks) for hook in STEP_HOOKS]
         return any(_host.is_overridden(one, hook) for one, hook in seers)
@@ -450,9 +450,9 @@ def plain_trainer(package: Any, accelerator: str = "auto") -> Any:
 def short_trainer(package: Any, like: Any, callbacks: list[Any], folder: str, *, prefetch: bool) -> Any:
     """A new Trainer on one device, with the settings of ``like`` that change what a step does.
 
-    Kept: accelerator, the first of the devices, precision, accumulation, clipping, ``max_epochs`` and ``max_steps`` (as
-    the optimizers are told of them), ``limit_train_batches``, ``log_every_n_steps``, anomaly detection, and
-    PrefetchCallback. A module that had a logger finds one, which drops everything.
+    Kept: accelerator, the first of the devices, precision, accumulation, clipping, ``max_epochs`` and ``max_steps``
+    (which schedulers read), ``limit_train_batches``, ``log_every_n_steps``, anomaly detection, and PrefetchCallback. A
+    module that had a logger finds one, which drops everything.
     Left out: loggers, checkpoints, validation, progress bar, profiler, all other callbacks.
     """
     device = like.strategy.root_device

@@ -32,21 +32,21 @@ _WORKER = re.compile(r"in DataLoader worker process (\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """What to change in a loader; None leaves a thing as it is."""
+    """Changes to a loader; None leaves a setting as it is."""
 
     dataset: Any = None
     """In place of its dataset, of the same kind and length."""
     num_workers: int | None = None
     workers: Literal["process", "thread"] | None = None
-    """What they are; only a FeedLoader has the choice."""
+    """The kind of workers; only a FeedLoader has the choice."""
     prefetch_factor: int | None = None
     pin_memory: bool | None = None
     persistent_workers: bool | None = None
     in_order: bool | None = None
     batches: Sequence[Any] | None = None
-    """What the sampler is to give, batch for batch: lists of indices, or indices where the loader does not batch."""
+    """Items for the sampler to give, batch for batch: lists of indices, or indices where the loader does not batch."""
     endless: bool = False
-    """Whether the sampler begins again at its end. Iterable datasets end when they end."""
+    """True to have the sampler begin again at its end. Iterable datasets end when they end."""
 
 
 class GivenOrder:
@@ -127,7 +127,7 @@ def clone_loader(loader: DataLoader[Any], changes: Changes | None = None) -> Dat
 
 
 def map_loaders(made: Any, change: Callable[[Any, tuple[Any, ...]], Any]) -> Any:
-    """The same structure of loaders, with ``change(loader, path)`` in place of each loader.
+    """Rebuild a structure of loaders, with ``change(loader, path)`` in place of each loader.
 
     Args:
         made: what a hook for loaders returned: a loader, dicts and lists of loaders, or a CombinedLoader.
@@ -152,12 +152,12 @@ def burst_of(loader: DataLoader[Any]) -> int:
 
 
 def iter_is_itself(source: Any) -> bool:
-    """Whether iterating uses ``source`` up: it is an iterator, such as a generator."""
+    """Check if iterating uses ``source`` up: it is an iterator, such as a generator."""
     return hasattr(source, "__next__") and isinstance(source, Iterator)
 
 
 def _order(loader: DataLoader[Any], changes: Changes) -> dict[str, Any]:
-    """What gives the indices, where that is to change."""
+    """The source of the indices, where it is to change."""
     if isinstance(loader.dataset, IterableDataset):
         return {}
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
@@ -165,7 +165,7 @@ def _order(loader: DataLoader[Any], changes: Changes) -> dict[str, Any]:
     if iter_is_itself(source):
         raise LoaderError(
             f"The sampler ({type(source).__name__}) is an iterator, which can be gone through only once, so the loader "
-            "cannot be tried without using it up. Give an object whose __iter__ begins anew."
+            "cannot be tried without using it up. Give an object whose __iter__ begins again."
         )
     if changes.batches is None and not changes.endless:
         return {}
@@ -221,7 +221,7 @@ def locate_failure(parts: Sequence[Any], error: BaseException, came: int | None)
 
 
 def _failing_sample(loader: DataLoader[Any], kind: str, came: int) -> Any:
-    """The sample that failed; None where it cannot be told."""
+    """The sample that failed; None where it is not found."""
     with preserve_state(loader):
         # As torch does before it asks the sampler for anything.
         with drawing_device(loader.generator):
@@ -247,14 +247,14 @@ T = TypeVar("T")
 _END = object()
 _POLL_S = 0.2
 _SOON_S = 1.0
-"""How long a call is waited for after it was told to stop."""
+"""Time for a call to end after it was asked to stop."""
 _GRACE_S = 7.0
 """And after what it waits for is gone. Torch's iterator looks every 5 s whether its workers live."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundLimits:
-    """How long to measure, and when to give up."""
+    """Limits of a measurement."""
 
     min_s: float = 1.0
     """Measure at least this long."""
@@ -270,7 +270,7 @@ class RoundLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderRate:
-    """What a loader gives."""
+    """The rate of a loader."""
 
     batches_per_s: float
     start_s: float
@@ -334,9 +334,9 @@ def time_loader(
 class _Pass:
     began: float
     stamps: list[float] = field(default_factory=list)
-    """When each batch came."""
+    """The time at which each batch came."""
     whole: bool = False
-    """Whether it came to its end."""
+    """True if it came to its end."""
     cpu_s: float = 0.0
     """CPU time of the thread that took them."""
 
@@ -391,7 +391,7 @@ class _Drain:
         )
 
     def _best(self, fewest_warm: int) -> tuple[int, float]:
-        """What was measured, less as many rounds as asked for where that leaves something, else fewer."""
+        """(batches, seconds) without the warm-up rounds asked for; with fewer where nothing else is left."""
         found = map(self._measured, range(self._limits.warm_rounds, fewest_warm - 1, -1))
         return next((one for one in found if one[1]), (0, 0.0))
 
@@ -426,7 +426,7 @@ class Heartbeat:
 def watchdog(
     work: Callable[[Heartbeat], T], *, silent_s: float, unblock: Callable[[], bool], what: Callable[[float], str]
 ) -> T:
-    """What ``work`` returns, or raises. Ctrl-C ends the work before it is raised here.
+    """Return what ``work`` returns, or raise its error. Ctrl-C ends the work before it is raised here.
 
     The work runs in a daemon thread: a call that never returns cannot be ended from outside, only left behind.
 

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def why_not_now(trainer: Any, split: str) -> str:
-    """Why ``num_workers="tune"`` is as ``"auto"`` for a loader; empty where it is to be tuned."""
+    """The reason why ``num_workers="tune"`` is as ``"auto"`` for a loader; empty where it is to be tuned."""
     if split != "train":
         return "not tuned: only training loaders are, so this is as for num_workers='auto'"
     if trainer is None or trainer.state.fn != "fit":
@@ -92,10 +92,10 @@ def _once_per_node(tune: Callable[[], Tuned], trainer: Any) -> Tuned:
     if trainer.local_rank == 0:
         try:
             mine = tune()
-        except Exception as error:  # noqa: BLE001  # raised below, when the others have heard of it
+        except Exception as error:  # noqa: BLE001  # raised below, once the others know
             mine = error
-    told = mine if not isinstance(mine, Exception) else f"{type(mine).__name__}: {mine}"
-    every = gather(trainer, (trainer.node_rank, told))
+    result = mine if not isinstance(mine, Exception) else f"{type(mine).__name__}: {mine}"
+    every = gather(trainer, (trainer.node_rank, result))
     if isinstance(mine, Exception):
         raise mine
     for node, found in every:
@@ -109,7 +109,7 @@ def _once_per_node(tune: Callable[[], Tuned], trainer: Any) -> Tuned:
 
 
 def settled(settings: LoaderSettings, tuned: Tuned | None) -> LoaderSettings:
-    """``settings`` with what was found where they leave it open; as for ``"auto"`` where nothing was."""
+    """``settings`` with the values found where they leave them open; as for ``"auto"`` without a result."""
     if tuned is None:
         return replace(settings, num_workers="auto")
     found = tuned.setting
@@ -134,7 +134,7 @@ def without_workers(settings: LoaderSettings) -> LoaderSettings:
 
 
 def explained(found: Recommendation, settings: LoaderSettings, tuned: Tuned | None, why_not: str) -> Recommendation:
-    """What was chosen, with tuning named as the reason of what it chose.
+    """The recommendation, with tuning as the reason of the values that it chose.
 
     Args:
         found: made with :func:`settled`.
@@ -145,8 +145,7 @@ def explained(found: Recommendation, settings: LoaderSettings, tuned: Tuned | No
     reasons = dict(found.reasons)
     if tuned is None:
         why_not = why_not or "not tuned: the ranks are not connected, so this is as for num_workers='auto'"
-        reasons["num_workers"] = f"{reasons['num_workers']} ({why_not})"
-        return replace(found, reasons=reasons)
+        return replace(found, reasons={**reasons, "num_workers": f"{reasons['num_workers']} ({why_not})"})
     short = "tuned" if not tuned.remembered else "tuned by an earlier run, and checked"
     rate = "" if tuned.batches_per_s is None else f", {throughput(tuned.batches_per_s, tuned.batch_size)} in the trial"
     reasons["num_workers"] = f"{short}: {tuned.reason}{rate}"
@@ -161,7 +160,7 @@ def explained(found: Recommendation, settings: LoaderSettings, tuned: Tuned | No
 
 
 def why_fixed(loader: Any) -> str:
-    """Why the workers of a training loader cannot be changed; empty where they can."""
+    """The reason why the workers of a training loader cannot be changed; empty where they can."""
     kind = type(loader)
     if not isinstance(loader, DataLoader):
         return f"the training loader ({kind.__name__}) is no DataLoader"

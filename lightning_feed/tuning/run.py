@@ -46,7 +46,7 @@ class Paste:
     where: str
     """In words: ``in your training DataLoader (Data.train_dataloader, data.py:41)``."""
     form: Literal["arguments", "settings", "override", "yaml"]
-    """What ``code`` is: arguments of the call that makes the loader, those of ``LoaderSettings``, what is appended to
+    """Kind of ``code``: arguments of the call that makes the loader, those of ``LoaderSettings``, what is appended to
     the command line, or lines of a YAML file."""
     code: str
 
@@ -113,7 +113,7 @@ def tuned_document(tuned: Tuned, place: Place | None = None) -> dict[str, Any]:
 
 
 def pastes(tuned: Tuned, place: Place | None) -> list[Paste]:
-    """What to paste, the way that fits the place first; every way where the place is not known."""
+    """Code to paste, in the form that fits the place first; in every form where the place is not known."""
     settings = Paste("in the call that makes your FastDataModule", "settings", paste_line(tuned))
     values = _values(tuned)
     if "workers" in values:  # threads: no DataLoader has them
@@ -124,23 +124,24 @@ def pastes(tuned: Tuned, place: Place | None) -> list[Paste]:
         return [Paste("in the call that makes your training DataLoader", "arguments", _arguments(values)), settings]
     if place.form == "settings":
         return [Paste(f"in {place.words}", "settings", paste_line(tuned))]
-    found, keys = [], dict(place.overrides)
-    given = {name: value for name, value in values.items() if name in keys}
-    if given:
-        line = " ".join(f"{keys[name]}={json.dumps(value)}" for name, value in given.items())
-        found.append(Paste("on the command line", "override", line))
-        above = keys["num_workers"].removeprefix("--").rpartition(".")[0]
-        yaml = "\n".join(f"{keys[name].rpartition('.')[2]}: {json.dumps(value)}" for name, value in given.items())
-        found.append(Paste(f"or in YAML, under {above}" if above else "or in YAML", "yaml", yaml))
-    names = dict(place.names)
-    rest = {
-        names.get(name, name): value
-        for name, value in values.items()
-        if name not in given and (not names or name in names)
-    }
+    keys, names = dict(place.overrides), dict(place.names)
+    found = _overrides(keys, {name: value for name, value in values.items() if name in keys})
+    rest = {names.get(name, name): value for name, value in values.items() if name not in keys}
+    rest = {name: value for name, value in rest.items() if not names or name in names.values()}
     if rest:
-        found.append(Paste(f"{'and ' if given else ''}in {place.words}", "arguments", _arguments(rest)))
+        found.append(Paste(f"{'and ' if found else ''}in {place.words}", "arguments", _arguments(rest)))
     return found
+
+
+def _overrides(keys: dict[str, str], values: dict[str, Any]) -> list[Paste]:
+    """Values for their keys on the command line, or in YAML."""
+    if not values:
+        return []
+    line = " ".join(f"{keys[name]}={json.dumps(value)}" for name, value in values.items())
+    above = keys["num_workers"].removeprefix("--").rpartition(".")[0]
+    yaml = "\n".join(f"{keys[name].rpartition('.')[2]}: {json.dumps(value)}" for name, value in values.items())
+    where = f"or in YAML, under {above}" if above else "or in YAML"
+    return [Paste("on the command line", "override", line), Paste(where, "yaml", yaml)]
 
 
 def paste_line(tuned: Tuned) -> str:
@@ -172,7 +173,7 @@ class Sweep:
     trials: tuple[Trial, ...]
     """By the number of workers. What could not run, or would have broken a limit, is among them and says why."""
     cpus: float
-    """That one rank can use."""
+    """CPUs that one rank can use."""
     batch_size: int | None = None
     """None: rates are of batches."""
     chosen: Setting | None = None
@@ -180,7 +181,7 @@ class Sweep:
     demand_per_s: float | None = None
     """Batches per second that the model can take; None: not known."""
     seconds: float = 0.0
-    """That it took in all."""
+    """Duration of the sweep."""
 
     def rate(self, trial: Trial) -> float | None:
         """Samples per second of a trial; batches where the batch size is not known; None where it could not run."""
@@ -236,17 +237,16 @@ def write_plot(found: Sweep, path: Path) -> Path:
     figure = require("matplotlib.figure", extra="plot", why="the plot of a sweep").Figure
     canvas = figure(figsize=(7, 8), layout="constrained")
     axes: Any = canvas.subplots(3, sharex=True)
-    rows: list[tuple[str, Callable[[Trial], float | None]]] = [
-        (rate_unit(found.batch_size), found.rate),
-        ("CPU share in %", found.cpu_pct),
-        ("memory of the workers in MiB", lambda one: None if one.memory_bytes is None else one.memory_bytes / _MIB),
-    ]
-    for axis, (label, value_of) in zip(axes, rows, strict=True):
-        points = [(one.setting.num_workers, value) for one in found.trials if (value := value_of(one)) is not None]
-        axis.plot([workers for workers, _ in points], [value for _, value in points], marker="o")
-        for one in found.trials:
-            if one.infeasible:
-                axis.axvline(one.setting.num_workers, color="0.8", linestyle=":")
+    rows: dict[str, Callable[[Trial], float | None]] = {
+        rate_unit(found.batch_size): found.rate,
+        "CPU share in %": found.cpu_pct,
+        "memory of the workers in MiB": lambda one: None if one.memory_bytes is None else one.memory_bytes / _MIB,
+    }
+    for axis, (label, value_of) in zip(axes, rows.items(), strict=True):
+        # matplotlib draws no point where a value is None
+        axis.plot([one.setting.num_workers for one in found.trials], [*map(value_of, found.trials)], marker="o")
+        for workers in (one.setting.num_workers for one in found.trials if one.infeasible):
+            axis.axvline(workers, color="0.8", linestyle=":")
         if found.chosen is not None:
             axis.axvline(found.chosen.num_workers, color="tab:green", label=f"tuned: {found.chosen}")
         axis.set_ylabel(label)
