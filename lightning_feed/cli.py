@@ -112,7 +112,7 @@ def _add_options(to: "argparse._ActionsContainer", options: Iterable[_Option | _
             to.add_argument(*one.names, **one.given)
 
 
-def _option(*names: str, **given: Any) -> _Option:
+def _option(*names: str, **given: object) -> _Option:
     return _Option(names, given)
 
 

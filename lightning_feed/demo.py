@@ -245,7 +245,7 @@ class Course(Callback):
         steps = int(trainer.num_training_batches) * (trainer.max_epochs or 1)
         self._bar = tqdm(total=steps, desc=f"{self._name:8}", unit="step", disable=None)
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
         """Count a step."""
         self._bar.update()
 
@@ -279,7 +279,7 @@ class Run(NamedTuple):
     """Of the report as a page."""
 
 
-def _train(name: str, data: Any, plan: Plan) -> Run:
+def _train(name: str, data: object, plan: Plan) -> Run:
     seed_everything(0, workers=True, verbose=False)
     course, starvation = Course(name), GPUStarvationCallback(report=False)  # what is shown is shown at the end
     trainer = Trainer(

@@ -19,7 +19,7 @@ Stage = Literal["fit", "validate", "test", "predict"]
 PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 
 
-def package_of(first: Any, *others: Any) -> ModuleType:
+def package_of(first: object, *others: object) -> ModuleType:
     """The package that a Trainer, a module or a data module comes from: ``lightning.pytorch`` or ``pytorch_lightning``.
 
     Raises:
@@ -82,18 +82,18 @@ def _loop_of(trainer: Any, stage: str) -> Any:
     return getattr(trainer, f"{stage}_loop")
 
 
-def loop_loaders(trainer: Any, stage: str) -> list[Any]:
+def loop_loaders(trainer: object, stage: str) -> list[Any]:
     """The loaders of a stage, flattened. Read in 2.4.0 and 2.6.6 (``setup_data`` of each loop)."""
     combined = _loop_of(trainer, stage)._combined_loader
     return [] if combined is None else list(combined.flattened)
 
 
-def train_loaders(trainer: Any) -> list[Any]:
+def train_loaders(trainer: object) -> list[Any]:
     """Those of training."""
     return loop_loaders(trainer, "fit")
 
 
-def loader_names(trainer: Any, stage: str) -> list[str]:
+def loader_names(trainer: object, stage: str) -> list[str]:
     """The names of the loaders of a stage: keys of a dict, else as Lightning names them in metrics.
 
     Read in 2.4.0 and 2.6.6 (``utilities/combined_loader.py``).
@@ -105,7 +105,7 @@ def loader_names(trainer: Any, stage: str) -> list[str]:
     return [f"dataloader_idx_{index}" for index in range(len(loaders))]
 
 
-def loop_iterators(trainer: Any, stage: str) -> list[Any]:
+def loop_iterators(trainer: object, stage: str) -> list[Any]:
     """The iterators that the batches of a stage come from now, one for each loader of the mode; empty outside of it.
 
     A mode may make others within an epoch: ``max_size_cycle`` makes a new one when a loader is at its end, and
@@ -167,7 +167,7 @@ def train_batches_to_follow(trainer: Any, *, at_most: int, step_pending: bool) -
     return at_most
 
 
-def change_saved_arguments(loader: Any, changed: dict[str, Any], *, always: tuple[str, ...]) -> None:
+def change_saved_arguments(loader: object, changed: dict[str, Any], *, always: tuple[str, ...]) -> None:
     """Change the arguments that Lightning saw when a loader was made in a hook.
 
     With them it makes the loader again where it needs another sampler. Of those that were not given, ``always`` names
@@ -207,7 +207,7 @@ def wrap_train_source(trainer: Any, around: Callable[..., Any]) -> "Wrap":
     return Wrap(trainer.fit_loop._data_source, "dataloader", around)
 
 
-def replace_train_loader(trainer: Any, loader: Any) -> None:
+def replace_train_loader(trainer: Any, loader: object) -> None:
     """Train with another loader from the next epoch on.
 
     To be called in ``on_train_epoch_start``. Read in 2.4.0 and 2.6.6 (``utilities/combined_loader.py``).
@@ -276,12 +276,12 @@ def shards_the_model(trainer: Any) -> bool:
     return _is_a(trainer.strategy, "FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy", "XLAFSDPStrategy")
 
 
-def detects_anomalies(trainer: Any) -> bool:
+def detects_anomalies(trainer: object) -> bool:
     """Check for ``Trainer(detect_anomaly=True)``. Read in 2.4.0 and 2.6.6 (``trainer/trainer.py``)."""
     return bool(getattr(trainer, "_detect_anomaly", False))
 
 
-def steps_between_checkpoints(callback: Any) -> int:
+def steps_between_checkpoints(callback: object) -> int:
     """Of a ModelCheckpoint; 0: it goes by epochs. Read in 2.4.0 and 2.6.6 (``callbacks/model_checkpoint.py``)."""
     return int(getattr(callback, "_every_n_train_steps", 0) or 0)
 
@@ -330,13 +330,13 @@ class RunBegins:
     def __init__(self, tell: str) -> None:
         self._tell = tell
 
-    def __get__(self, callback: Any, owner: Any = None) -> Any:
+    def __get__(self, callback: object, owner: object = None) -> Any:
         try:
             return vars(callback)["log"] if callback is not None else self
         except KeyError:
             raise AttributeError("log is set when a Trainer runs") from None
 
-    def __set__(self, callback: Any, log: Any) -> None:
+    def __set__(self, callback: object, log: object) -> None:
         vars(callback)["log"] = log
         getattr(callback, self._tell)()
 
@@ -383,7 +383,7 @@ class Wrap:
     It pickles and deep-copies as the plain method, so a module copied or saved in the middle of a fit stays usable.
     """
 
-    def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+    def __init__(self, owner: object, name: str, around: Callable[..., Any]) -> None:
         original = getattr(owner, name)
         # Lightning's is_overridden looks through __wrapped__. First of all: it copies attributes, those of a wrap too.
         functools.update_wrapper(self, original)
@@ -393,7 +393,7 @@ class Wrap:
         self._around: Callable[..., Any] | None = around
         setattr(owner, name, self)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         if self._around is None:
             return self._original(*args, **kwargs)
         return self._around(self._original, *args, **kwargs)
@@ -412,7 +412,7 @@ class Wrap:
         return getattr, (self._owner, self._name)
 
 
-def replace_in_class(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
+def replace_in_class(owner: object, name: str, around: Callable[..., Any]) -> Callable[[], None]:
     """``around(original, self, *args)`` instead of a method, for all objects of a class and its heirs.
 
     Keeps the signature: LightningCLI makes arguments of it. Returns what puts the method back.
@@ -420,14 +420,14 @@ def replace_in_class(owner: Any, name: str, around: Callable[..., Any]) -> Calla
     original = vars(owner)[name]
 
     @functools.wraps(original)
-    def replaced(*args: Any, **kwargs: Any) -> Any:
+    def replaced(*args: object, **kwargs: object) -> Any:
         return around(original, *args, **kwargs)
 
     setattr(owner, name, replaced)
     return functools.partial(setattr, owner, name, original)
 
 
-def arguments_of(method: Callable[..., Any], owner: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+def arguments_of(method: Callable[..., Any], owner: object, args: Any, kwargs: Any) -> dict[str, Any]:
     """The arguments of a call of a method, by name.
 
     Raises:
@@ -450,7 +450,7 @@ def wrap_transfer(trainer: Any, convert_input: Callable[..., Any], batch_hook: C
     ]
 
 
-def transfer_early(trainer: Any, stage: Callable[..., Any], batch: Any, index: int) -> Any:
+def transfer_early(trainer: Any, stage: Callable[..., Any], batch: object, index: int) -> Any:
     """``stage(batch, prepare=..., copy=...)`` with the functions by which a loop prepares and transfers a batch.
 
     Read in 2.4.0, 2.5.6 and 2.6.6 (``strategies/strategy.py: batch_to_device``, ``core/module.py: _call_batch_hook``).
@@ -469,13 +469,13 @@ def transfer_early(trainer: Any, stage: Callable[..., Any], batch: Any, index: i
         module._current_fx_name = hook_in_progress  # a hook that raises leaves its own name behind
 
 
-def is_overridden(owner: Any, hook: str) -> bool:
+def is_overridden(owner: object, hook: str) -> bool:
     """Check if the user's module or callback overrides Lightning's empty ``hook``."""
     method = getattr(owner, hook, None)
     return method is not None and not defined_by_lightning(getattr(method, "__wrapped__", method))
 
 
-def defined_by_lightning(thing: Any) -> bool:
+def defined_by_lightning(thing: object) -> bool:
     """Check if a class, object or function comes from Lightning or from this package."""
     module = getattr(thing, "__module__", None) or type(thing).__module__
     return module.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_feed")
@@ -516,12 +516,12 @@ def known_syncs(trainer: Any) -> tuple[str, ...]:
     return tuple(name for name, does in applies.items() if does)
 
 
-def _logged(loop: Any) -> list[Any]:
+def _logged(loop: object) -> list[Any]:
     """The metrics logged in training steps. Read in 2.4.0 and 2.6.6 (``_ResultCollection``, a dict of metrics)."""
     return list(getattr(loop, "_results", {}).values())
 
 
-def _in_bar(metric: Any) -> bool:
+def _in_bar(metric: object) -> bool:
     meta, value = getattr(metric, "meta", None), getattr(metric, "value", None)
     device = getattr(value, "device", None)
     return bool(getattr(meta, "prog_bar", False)) and getattr(device, "type", "cpu") != "cpu"
@@ -532,5 +532,5 @@ def _bar_is_on(trainer: Any) -> bool:
     return bar is not None and bool(getattr(bar, "is_enabled", True))
 
 
-def _is_a(thing: Any, *names: str) -> bool:
+def _is_a(thing: object, *names: str) -> bool:
     return any(kind.__name__ in names for kind in type(thing).__mro__)

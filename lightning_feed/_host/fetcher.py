@@ -163,13 +163,13 @@ def adopt_fetcher(fetcher: Any) -> FetcherTap | None:
     return tap
 
 
-def tap_of(fetcher: Any) -> FetcherTap | None:
+def tap_of(fetcher: object) -> FetcherTap | None:
     """The tap of a fetcher, if it was adopted."""
     tap: FetcherTap | None = getattr(fetcher, "_feed_tap", None)
     return tap
 
 
-def is_stateful(loader: Any) -> bool:
+def is_stateful(loader: object) -> bool:
     """Check for the two methods for which Lightning keeps the loader's state in checkpoints."""
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 

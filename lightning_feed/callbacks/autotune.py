@@ -175,13 +175,13 @@ class AutotuneCallback(Callback):
             self._guard.measure(self._compare, trainer, every)
 
     @guarded
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Look at the batch, where this callback measures for itself."""
         if self._run is not None:
             self._run.batch_came(batch)
 
     @guarded
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
         """Count the step, where this callback measures for itself."""
         if self._run is not None:
             self._run.step_ended()
@@ -196,7 +196,7 @@ class AutotuneCallback(Callback):
         """Note that there are figures now."""
         self._epochs += 1
 
-    def on_train_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+    def on_train_end(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         """Remove everything from the Trainer. Lightning does not call ``teardown`` after an exception."""
         self._guard.attempt("take out what it had put in", self._let_go)
 
@@ -216,14 +216,14 @@ class AutotuneCallback(Callback):
         self._loaders = len(found)
         return made
 
-    def _process(self, trainer: Any, original: Any, loader: Any) -> Any:
+    def _process(self, trainer: Any, original: Any, loader: object) -> Any:
         """The loader that Lightning trains with, instead of the user's."""
         if trainer.training:
             tuned = self._guard.attempt("tune the training loader", self._tune, trainer, loader)
             loader = loader if tuned is None else tuned
         return original(loader)
 
-    def _tune(self, trainer: Any, loader: Any) -> Any:
+    def _tune(self, trainer: object, loader: Any) -> Any:
         """The tuned twin of a training loader; None where the loader stays."""
         if self._loader is None:
             self._loader = loader
@@ -256,7 +256,7 @@ class AutotuneCallback(Callback):
         rate = throughput(self._tuned.batches_per_s or 0.0, self._tuned.batch_size)
         self._change(trainer, own, found, f"{self._tuned.reason} ({rate})")
 
-    def _why_not(self, loader: Any) -> str:
+    def _why_not(self, loader: object) -> str:
         if self._loaders != 1:
             return f"there are {self._loaders} training loaders, and which of them is waited for is not measured"
         if isinstance(loader, ResidentLoader):
@@ -315,7 +315,7 @@ class AutotuneCallback(Callback):
         if trainer.local_rank == 0:
             self._guard.attempt("remember it", remember, self._loader, self._goal, self._tuned, own)
 
-    def _take_back(self, trainer: Any, worst: EpochFigures, tuned: Tuned, own: Setting) -> None:
+    def _take_back(self, trainer: object, worst: EpochFigures, tuned: Tuned, own: Setting) -> None:
         if worst.late:
             self._taken_back = worst
             promised = 1e3 / (tuned.batches_per_s or 1.0)
@@ -341,7 +341,7 @@ class AutotuneCallback(Callback):
         if trainer.is_global_zero:
             say(logger, logging.INFO, line)
 
-    def _do_nothing(self, trainer: Any, why: str) -> None:
+    def _do_nothing(self, trainer: object, why: str) -> None:
         self._once.say(trainer, logging.INFO, f"AutotuneCallback does nothing: {why}.")
 
     def _log(self, trainer: Any) -> None:

@@ -58,7 +58,7 @@ class LoaderOrigin:
         return source_line(self.user_file, self.user_line) if self.user_file else ""
 
 
-def origin_of(loader: Any) -> LoaderOrigin | None:
+def origin_of(loader: object) -> LoaderOrigin | None:
     """The place where a loader was made; None: before this module was imported, or it is no DataLoader."""
     found: LoaderOrigin | None = getattr(loader, "__dict__", {}).get("_feed_origin")
     return found
@@ -107,7 +107,7 @@ def _first_argument(frame: FrameType) -> Any:
     return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
 
 
-def _takes(frame: FrameType, loader: Any) -> dict[str, Any]:
+def _takes(frame: FrameType, loader: object) -> dict[str, Any]:
     """A function on the way, or the class of its ``self``, with the parameter by which the workers can be given."""
     if _package(frame) in _HOSTS:
         return {}
@@ -144,7 +144,7 @@ def loader_location(trainer: Any, loaders: Sequence[Any]) -> Place:
     return place_of(_host.train_loader_source(trainer), trainer, trainer.datamodule, loaders)
 
 
-def place_of(owner: Any, trainer: Any, data: Any, loaders: Sequence[Any]) -> Place:
+def place_of(owner: object, trainer: object, data: object, loaders: Sequence[Any]) -> Place:
     """The location of that set-up outside of a fit.
 
     Args:
@@ -165,7 +165,7 @@ def place_of(owner: Any, trainer: Any, data: Any, loaders: Sequence[Any]) -> Pla
     return Place(words=words, names=names, overrides=overrides, datamodule=datamodule, trainer_key=key)
 
 
-def _words(owner: Any, loaders: Sequence[Any]) -> tuple[str, tuple[tuple[str, str], ...]]:
+def _words(owner: object, loaders: Sequence[Any]) -> tuple[str, tuple[tuple[str, str], ...]]:
     """The place in words, and the names of the settings there."""
     method = "" if owner is None else f"{type(owner).__name__}.train_dataloader"
     origins = [one for one in dict.fromkeys(map(origin_of, loaders)) if one is not None]
@@ -192,7 +192,7 @@ def _made_at(origin: LoaderOrigin) -> str:
     return f"made in {origin.package}, {origin.at}{called}{by}"
 
 
-def users_line(function: Any) -> str:
+def users_line(function: object) -> str:
     """``train.py:12`` of a function of the user's; empty for one of a library, or None."""
     function = inspect.unwrap(getattr(function, "__func__", function)) if callable(function) else None
     code = getattr(function, "__code__", None)
@@ -202,7 +202,7 @@ def users_line(function: Any) -> str:
 # --- the command line ---------------------------------------------------------------------------------------------
 
 
-def _overrides(trainer: Any, loaders: Sequence[Any]) -> tuple[tuple[str, str], ...]:
+def _overrides(trainer: object, loaders: Sequence[Any]) -> tuple[tuple[str, str], ...]:
     """Keys that hold the values of the loaders. Settings with no such key, or with several, are left out."""
     given, prefix = _host.cli_config(trainer), "--"
     if not given:
@@ -229,7 +229,7 @@ def _hydra_config() -> dict[str, Any]:
     return dict(_flat(omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(file)), ""))
 
 
-def _flat(value: Any, before: str) -> Iterator[tuple[str, Any]]:
+def _flat(value: object, before: str) -> Iterator[tuple[str, Any]]:
     if not isinstance(value, dict):
         yield before, value
         return

@@ -166,7 +166,7 @@ class PrefetchCallback(ExactResume):
         if trainer.state.fn == "fit":
             self._active = self._outer_active
 
-    def teardown(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+    def teardown(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         """Remove everything from the Trainer. Lightning does not call ``teardown`` after an error."""
         self._let_go()
 
@@ -240,7 +240,7 @@ class PrefetchCallback(ExactResume):
             )
         if noticed:
 
-            def after(original: Any, *args: Any, **kwargs: Any) -> Any:
+            def after(original: Any, *args: object, **kwargs: Any) -> Any:
                 result = original(*args, **kwargs)
                 self._look_ahead(trainer)
                 return result
@@ -267,7 +267,7 @@ class PrefetchCallback(ExactResume):
         if pl_module.automatic_optimization and self._triggers.get("on_before_backward"):
             self._look_ahead(trainer, step_pending=True)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
         """Look ahead while the device still works on this step."""
         if self._triggers.get("on_train_batch_end"):
             self._look_ahead(trainer)
@@ -276,8 +276,8 @@ class PrefetchCallback(ExactResume):
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
+        outputs: object,
+        batch: object,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -331,10 +331,10 @@ class PrefetchCallback(ExactResume):
             trainer.profiler.start(HAND_OUT)
             trainer.profiler.stop(HAND_OUT)
 
-    def _convert_input(self, original: Any, batch: Any) -> Any:
+    def _convert_input(self, original: Any, batch: object) -> Any:
         return original(batch) if self._in_hand is None else batch
 
-    def _batch_hook(self, trainer: Trainer, original: Any, name: str, batch: Any, *args: Any) -> Any:
+    def _batch_hook(self, trainer: Trainer, original: Any, name: str, batch: object, *args: Any) -> Any:
         """Stand in for the dispatch of the transfer hooks: a staged batch has been through the first two."""
         if name == _TRANSFER:
             return self._transfer(trainer, partial(original, name), batch, *args)
@@ -345,7 +345,7 @@ class PrefetchCallback(ExactResume):
                 self._check_first(trainer, tap_of(_host.live_fetcher(trainer)), batch, args[0] if args else 0)
         return original(name, batch, *args)
 
-    def _transfer(self, trainer: Trainer, original: Any, batch: Any, *args: Any) -> Any:
+    def _transfer(self, trainer: Trainer, original: Any, batch: object, *args: Any) -> Any:
         if self._in_hand is not None:
             assert self._prefetcher is not None
             staged, self._in_hand = self._in_hand, None
@@ -367,7 +367,7 @@ class PrefetchCallback(ExactResume):
         with traced("transfer"):
             return send(batch)
 
-    def _check_first(self, trainer: Trainer, tap: FetcherTap | None, batch: Any, dataloader_idx: int) -> None:
+    def _check_first(self, trainer: Trainer, tap: FetcherTap | None, batch: object, dataloader_idx: int) -> None:
         """A loader that yields device tensors (DALI, static buffers) may overwrite a batch in use when drawn ahead.
 
         Asked of each loader's first batch, before ``on_before_batch_transfer``, which may put tensors on the device.

@@ -257,14 +257,14 @@ class GPUStarvationCallback(Callback):
     # --- windows ------------------------------------------------------------------------------------------------------
 
     @guarded
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Note the parts of the first batch."""
         if self._run is not None:
             self._run.batch_came(batch)
 
     @guarded
     def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Note the parts of the first batch, and the loader of each."""
         if self._run is not None:
@@ -274,7 +274,7 @@ class GPUStarvationCallback(Callback):
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     @guarded
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
         """Close a window, and log it, where the Trainer logs."""
         run = self._run
         if run is None:
@@ -298,7 +298,7 @@ class GPUStarvationCallback(Callback):
         if loop.clock() - began >= SLOW_S:
             run.leave_out_step()  # what our own call takes is no part of it
 
-    def _log(self, trainer: Any, tags: dict[str, float], step: int) -> None:
+    def _log(self, trainer: object, tags: dict[str, float], step: int) -> None:
         chosen = choose_tags(tags, self.tags)
         self._for_each_logger(
             trainer, "log its figures to", lambda to: self._paces.setdefault(id(to), Pace()).give(to, chosen, step)
@@ -342,12 +342,12 @@ class GPUStarvationCallback(Callback):
         step = trainer.global_step
         self._for_each_logger(trainer, "give its report to", lambda one: give_report(one, report, step))
 
-    def _join_bar(self, bar: Any) -> None:
+    def _join_bar(self, bar: object) -> None:
         wrap = _host.Wrap(bar, "get_metrics", self._add_to_bar)
         if self._run is not None:
             self._run.also_undo(wrap.undo)
 
-    def _add_to_bar(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def _add_to_bar(self, original: Any, *args: object, **kwargs: Any) -> Any:
         items = original(*args, **kwargs)
         ours = self._guard.attempt("show its figure in the progress bar", self._bar_item)
         return {**items, **ours} if ours else items
@@ -356,7 +356,7 @@ class GPUStarvationCallback(Callback):
         last = self.summary()
         return {} if last is None or last.starved_pct is None else {"feed": f"{last.starved_pct:.0f}%"}
 
-    def _lay_out(self, to: Any) -> None:
+    def _lay_out(self, to: object) -> None:
         """Tell TensorBoard how to draw the tags, once for each of its writers."""
         if self._laid_out is None:
             self._laid_out = weakref.WeakSet()
@@ -376,7 +376,7 @@ class GPUStarvationCallback(Callback):
         return sampler
 
 
-def _write(trainer: Any, report: Report) -> list[Path]:
+def _write(trainer: object, report: Report) -> list[Path]:
     folder, stage = run_folder(trainer), report.diagnosis.measurements.facts.stage
     if folder is None:
         return []
@@ -427,7 +427,7 @@ def run_folder(trainer: Any) -> Path | None:
     return _path(getattr(trainer.checkpoint_callback, "dirpath", None) or None)
 
 
-def _path(folder: Any) -> Path | None:
+def _path(folder: object) -> Path | None:
     """None too for an address (``s3://bucket/runs``), of which a path would make a folder here."""
     if not isinstance(folder, (str, PurePath)) or "://" in str(folder):
         return None
@@ -444,7 +444,7 @@ def achieved(found: Diagnosis) -> dict[str, float]:
     return {name: value for name, value in figures.items() if value is not None}
 
 
-def give_report(to: Any, report: Report, step: int) -> None:
+def give_report(to: object, report: Report, step: int) -> None:
     """Give a report to a logger in the form that it shows best; nothing to one that takes neither pages nor text.
 
     Weights & Biases gets the page, and in the run's summary the verdict with the figures of the whole run; TensorBoard
@@ -473,7 +473,7 @@ _HPARAMS_RUN = "feed"
 """The folder in a TensorBoard run's folder, where TensorBoard finds them."""
 
 
-def tuned_hparams(datamodule: Any) -> dict[str, Any]:
+def tuned_hparams(datamodule: object) -> dict[str, Any]:
     """The settings of the training loader as hyperparameters, so that runs can be compared by them.
 
     Args:

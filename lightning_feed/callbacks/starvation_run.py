@@ -134,7 +134,7 @@ class StarvationRun:
             self.main.cpu.go_on()
             self._now, self._validation_since = self.main, None
 
-    def batch_came(self, batch: Any, dataloader_idx: int = 0) -> None:
+    def batch_came(self, batch: object, dataloader_idx: int = 0) -> None:
         """Note the loader of a batch, and the parts of the first one."""
         loop = self._now
         loop.meter.source = dataloader_idx
@@ -155,7 +155,7 @@ class StarvationRun:
             self._ranks.add(loop.ledger.fresh)
         loop.ledger.fold()
 
-    def _save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _save_checkpoint(self, original: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         self._guard.measure(self._wall.enter, "checkpoints")
         try:
             return original(*args, **kwargs)
@@ -269,7 +269,7 @@ class StarvationRun:
             self._ranks = None
         self._final = self.measurements()
 
-    def time_logger(self, logger: Any) -> None:
+    def time_logger(self, logger: object) -> None:
         """Time the calls of a logger between the steps, by name."""
         for name in ("log_metrics", "save"):
             if callable(getattr(logger, name, None)):
@@ -369,7 +369,7 @@ def _beside_training(trainer: Any) -> dict[str, Any]:
     }
 
 
-def _loaders(trainer: Any, stage: str) -> list[Any]:
+def _loaders(trainer: object, stage: str) -> list[Any]:
     """The loaders of a stage, without their wrappers."""
     return [inner for loader in _host.loop_loaders(trainer, stage) for inner in loaders_in(loader)]
 
@@ -380,7 +380,7 @@ def prefetch_active(trainer: Any) -> bool | None:
     return any(found) if found else None
 
 
-def _package(trainer: Any) -> dict[str, Any]:
+def _package(trainer: object) -> dict[str, Any]:
     """The package that trains, and its version, of whatever subclass the Trainer is."""
     modules = (kind.__module__.partition(".")[0] for kind in type(trainer).__mro__)
     found = next((name for name in modules if name in _host.PACKAGES), None)

@@ -178,7 +178,7 @@ class PlainRun:
 
     # --- what the loop does -------------------------------------------------------------------------------------------
 
-    def epoch_began(self, loader: Any, started_ns: int = 0) -> None:
+    def epoch_began(self, loader: object, started_ns: int = 0) -> None:
         """Begin an epoch on the loader, whose iterator took ``started_ns`` to make."""
         thread = threading.get_ident()
         for other, its_thread in list(_open.items()):  # a copy: loops of other threads begin and end meanwhile
@@ -196,7 +196,7 @@ class PlainRun:
         self._loop.begins(facts, self.clock() - started_ns)
         _open[self] = thread
 
-    def batch_came(self, batch: Any) -> None:
+    def batch_came(self, batch: object) -> None:
         """Note the parts of the first batch of each epoch."""
         if not self._loop.batch_seen:
             self._loop.look_at(batch)
@@ -296,7 +296,7 @@ def _facts_of(loader: Any, loaders: list[Any], device: torch.device) -> LoopFact
     return with_loaders(facts, loaders, reloaded=False)
 
 
-def _device_of(loader: Any) -> torch.device:
+def _device_of(loader: object) -> torch.device:
     """The device of a loader that puts batches there, else the accelerator that is in use, else the CPU."""
     given = getattr(loader, "device", None)
     if isinstance(given, torch.device):

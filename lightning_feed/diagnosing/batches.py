@@ -35,12 +35,12 @@ _Shapes = tuple[tuple[int, ...], ...]
 # --- copies -------------------------------------------------------------------------------------------------------
 
 
-def copy_of(batch: Any) -> Any:
+def copy_of(batch: object) -> Any:
     """A copy of a batch with its tensors, pinned where they are: a copy to the device is then as fast."""
     return _with_new_containers(batch, _clone)
 
 
-def _with_new_containers(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _with_new_containers(batch: object, change: Callable[[Tensor], Tensor]) -> Any:
     """New containers with ``change(tensor)`` for each tensor. Other objects are copied without what they hold."""
     return tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else copy.copy(leaf), batch)
 
@@ -56,7 +56,7 @@ def _idle_copy(loader: DataLoader[Any]) -> DataLoader[Any]:
     return idle
 
 
-def own_loaders(loaders: Any, make: Callable[[DataLoader[Any]], Any] = _idle_copy) -> Any:
+def own_loaders(loaders: object, make: Callable[[DataLoader[Any]], Any] = _idle_copy) -> Any:
     """``loaders`` with a copy of every DataLoader, without the workers that the user's own may have running.
 
     Dicts, lists and tuples of loaders, and ``CombinedLoader``, are rebuilt around the copies; data sets, samplers and
@@ -70,7 +70,7 @@ def own_loaders(loaders: Any, make: Callable[[DataLoader[Any]], Any] = _idle_cop
         SettingsError: for an iterator, which can be read only once.
     """
 
-    def own(loader: Any, _: tuple[object, ...]) -> Any:
+    def own(loader: object, _: tuple[object, ...]) -> Any:
         if isinstance(loader, DataLoader):
             return make(loader)
         if hasattr(loader, "__next__"):
@@ -136,7 +136,7 @@ class Sample:
         """Batches so far."""
         self._skip, self._every = skip, 1
 
-    def offer(self, batch: Any) -> None:
+    def offer(self, batch: object) -> None:
         """Keep a copy of a batch of the run, if its turn has come."""
         number, self.came = self.came, self.came + 1
         if number and (number < self._skip or (number - self._skip) % self._every):
@@ -232,7 +232,7 @@ class KeyWatch(TorchFunctionMode):
         batch: what the step is to get. It is not written to.
     """
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: object) -> None:
         super().__init__()
         self._leaves = dict(key_leaves(batch))
         self._read: set[str] = set()
@@ -243,7 +243,7 @@ class KeyWatch(TorchFunctionMode):
         """The use of each part by its place, as :func:`key_leaves` names it: used, not used, or None for not known."""
         return {name: True if name in self._read else None if name in self._handed else False for name in self._leaves}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         seen = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         self._read |= {name for name, leaf in self._leaves.items() if id(leaf) in seen}
         return func(*args, **(kwargs or {}))
@@ -255,7 +255,7 @@ class KeyWatch(TorchFunctionMode):
             names = {key: f"{place}.{key}" if place else str(key) for key in value}
             parts = {key: self._watched(part, names[key]) for key, part in value.items()}
 
-            def take(key: Any, *, by_key: bool) -> None:
+            def take(key: object, *, by_key: bool) -> None:
                 handed = parts[key][1] if key in parts else set()
                 (self._read if by_key and handed == {names[key]} else self._handed).update(handed)
 
@@ -279,10 +279,10 @@ class _WatchedDict:
     _listed = False
 
     @staticmethod
-    def _take(key: Any, *, by_key: bool) -> None:
+    def _take(key: object, *, by_key: bool) -> None:
         """Of a dict that the step made itself, from the class of its batch: nothing is watched."""
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         self._take(key, by_key=not self._listed)  # `f(**batch)` lists all keys, and then reads each by its name
         return self._kind.__getitem__(self, key)
 
@@ -297,13 +297,13 @@ class _WatchedDict:
     def copy(self) -> Any:
         return self._kind(self.items())
 
-    def __or__(self, other: Any) -> Any:
+    def __or__(self, other: object) -> Any:
         return self.copy() | other
 
-    def __ror__(self, other: Any) -> Any:
+    def __ror__(self, other: object) -> Any:
         return other | self.copy()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         return self.copy().__reduce_ex__(protocol)
 
 

@@ -160,7 +160,7 @@ def files_of_samples(part: LoaderPart, indices: list[Any]) -> list[str]:
     return found
 
 
-def _listed_file(dataset: Any, index: Any) -> str | None:
+def _listed_file(dataset: object, index: Any) -> str | None:
     """The file of a sample, where the data set has a list of them (``samples``, ``imgs``; ours); None where not."""
     listed = getattr(dataset, "samples", None) or getattr(dataset, "imgs", None)
     item = listed[index] if isinstance(listed, (list, tuple)) and -len(listed) <= index < len(listed) else None

@@ -123,7 +123,7 @@ class _Takeover:
                     undo.callback(_host.replace_in_class(trainer, "fit", self._around))
             yield
 
-    def _around(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def _around(self, original: Callable[..., Any], trainer: object, *args: object, **kwargs: object) -> Any:
         in_main_thread = threading.current_thread() is threading.main_thread()
         if self._taking and in_main_thread:
             return original(trainer, *args, **kwargs)
@@ -191,7 +191,7 @@ def end_children() -> None:
     clean_up.join(CLEAN_UP_S)
 
 
-def _fit_of(program: Program, trainer: Any, given: dict[str, Any]) -> Fit:
+def _fit_of(program: Program, trainer: object, given: dict[str, Any]) -> Fit:
     loaders, datamodule = given.get("train_dataloaders"), given.get("datamodule")
     if datamodule is None and hasattr(loaders, "train_dataloader"):  # Lightning takes it there, too
         loaders, datamodule = None, loaders
@@ -199,7 +199,7 @@ def _fit_of(program: Program, trainer: Any, given: dict[str, Any]) -> Fit:
     return Fit(trainer=trainer, model=given["model"], datamodule=datamodule, train_dataloaders=loaders, ended=ended)
 
 
-def _ended(program: Program, trainer: Any, checkpoint: Any) -> str:
+def _ended(program: Program, trainer: Any, checkpoint: object) -> str:
     """The place where the program was ended, and what would have come next, in sentences."""
     frame = next((one for one in inspect.stack(context=0) if is_users(one.filename)), None)
     at = f" at {Path(frame.filename).name}:{frame.lineno}" if frame is not None else ""
@@ -338,7 +338,7 @@ def _from_file(path: Path, name: str) -> ModuleType:
     return module
 
 
-def _pair(made: Any, text: str) -> tuple[Any, Any]:
+def _pair(made: object, text: str) -> tuple[Any, Any]:
     """(module or None, data module)."""
     parts = made if isinstance(made, (tuple, list)) else [made]
     kinds = {_kind(one): one for one in parts}
@@ -349,7 +349,7 @@ def _pair(made: Any, text: str) -> tuple[Any, Any]:
     raise SettingsError(f"TARGET {text!r} gives {got}.{alone} It must give {WANTED}.")
 
 
-def _kind(thing: Any) -> str | None:
+def _kind(thing: object) -> str | None:
     """The name of Lightning's class of an object, of either package; None for other objects."""
     ours = (base for base in type(thing).__mro__ if base.__module__.partition(".")[0] in _host.PACKAGES)
     return next((base.__name__ for base in ours if base.__name__.startswith("Lightning")), None)

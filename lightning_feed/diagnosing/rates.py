@@ -127,7 +127,7 @@ class _Constant:
         original: the data set, asked for attributes that a ``worker_init_fn`` may want.
     """
 
-    def __init__(self, sample: Any, original: Any) -> None:
+    def __init__(self, sample: object, original: Any) -> None:
         self.sample, self.original = sample, original
 
     def __getattr__(self, name: str) -> Any:
@@ -144,7 +144,7 @@ class NullDataset(_Constant, Dataset[Any]):
     def __len__(self) -> int:
         return len(self.original)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         return fresh(self.sample)
 
 
@@ -156,7 +156,7 @@ class NullStream(_Constant, IterableDataset[Any]):
             yield fresh(self.sample)
 
 
-def _null(part: LoaderPart, sample: Any) -> Any:
+def _null(part: LoaderPart, sample: object) -> Any:
     return (NullStream if part.stream else NullDataset)(sample, part.loader.dataset)
 
 
@@ -396,7 +396,7 @@ def decode_rate(part: LoaderPart, device: torch.device, max_s: float) -> float |
     return images_per_s / part.batch_size
 
 
-def _decodes_images(dataset: Any) -> bool:
+def _decodes_images(dataset: object) -> bool:
     return (
         type(dataset) is ImageDataset
         and isinstance(dataset.recipe, (TrainRecipe, EvalRecipe))

@@ -172,7 +172,7 @@ def _check_only(only: Iterable[str] | None) -> tuple[str, ...]:
     return asked
 
 
-def _open(trainer: Any, model: Any, datamodule: Any, loaders: Any, *, callbacks: bool) -> DiagnosisSession:
+def _open(trainer: object, model: object, datamodule: object, loaders: object, *, callbacks: bool) -> DiagnosisSession:
     if datamodule is not None and loaders is not None:
         raise SettingsError("Give diagnose() a datamodule or train_dataloaders, not both, as for Trainer.fit.")
     if datamodule is None and loaders is None:
@@ -254,7 +254,7 @@ class _Experiments:
         )
         return replace(measured, experiments=results)
 
-    def run(self, state: ModelState, bar: Any) -> None:
+    def run(self, state: ModelState, bar: object) -> None:
         """Run all of them.
 
         Args:
@@ -416,7 +416,7 @@ _OF_ANY_ITERABLE = {"loader", "keys", "copies"}
 
 
 def run_data_experiments(
-    loader: Any,
+    loader: object,
     *,
     device: Any = None,
     budget_s: float,

@@ -80,13 +80,13 @@ def replaced(transforms: Mapping[Site, Any]) -> Iterator[None]:
             vars(site.owner)[site.attribute] = was
 
 
-def find_sites(dataset: Any) -> list[Site]:
+def find_sites(dataset: object) -> list[Site]:
     """The transforms of a data set and of the data sets in it: subsets, concatenations, wrappers."""
     found = [Site(owner, name) for one in _data_sets_in(dataset) for owner, name in _attributes(one)]
     return list({(id(site.owner), site.attribute): site for site in found}.values())
 
 
-def _data_sets_in(dataset: Any, depth: int = 0) -> Iterator[Any]:
+def _data_sets_in(dataset: object, depth: int = 0) -> Iterator[Any]:
     """A data set, and those that it holds in its attributes or in lists there."""
     yield dataset
     values = list(vars(dataset).values()) if depth < _DEEPEST and hasattr(dataset, "__dict__") else []
@@ -96,7 +96,7 @@ def _data_sets_in(dataset: Any, depth: int = 0) -> Iterator[Any]:
                 yield from _data_sets_in(held, depth + 1)
 
 
-def _attributes(dataset: Any) -> Iterator[tuple[Any, str]]:
+def _attributes(dataset: object) -> Iterator[tuple[Any, str]]:
     if isinstance(dataset, ImageDataset):
         if not dataset.encoded:  # then it only draws by its recipe, and others apply it
             yield dataset, "recipe"
@@ -145,7 +145,7 @@ class StepTimer:
         self.steps[name] = Spent()
         return name
 
-    def call(self, step: str, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    def call(self, step: str, function: Callable[..., Any], *args: object, **named: Any) -> Any:
         """Call the function, and add the time to the step, less that of the steps within it."""
         if not self.on:
             return function(*args, **named)
@@ -169,7 +169,7 @@ class _Timed:
     def __class__(self) -> Any:
         return type(self._step)
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
+    def __call__(self, *args: object, **named: Any) -> Any:
         return self._timer.call(self._name, self._step, *args, **named)
 
     def __getattr__(self, name: str) -> Any:
@@ -197,7 +197,7 @@ def timed(transform: Any, timer: StepTimer) -> Any:
     return twin
 
 
-def _calls(transform: Any, steps: Sequence[Any]) -> bool:
+def _calls(transform: object, steps: Sequence[Any]) -> bool:
     """True for a container that calls these steps one after the other; False where they are functions that a single
     step is made of, as in albumentations' ColorJitter."""
     if not steps or type(transform).__name__ in _BY_CHANCE or not all(map(callable, steps)):
@@ -206,7 +206,7 @@ def _calls(transform: Any, steps: Sequence[Any]) -> bool:
     return named or not all(isinstance(step, (FunctionType, BuiltinFunctionType)) for step in steps)
 
 
-def name_of(step: Any) -> str:
+def name_of(step: object) -> str:
     """The name of a step for users: its class, or the function's name."""
     name = getattr(step, "__name__", None) or type(step).__name__
     return str(name).replace("<lambda>", "lambda")
@@ -292,7 +292,7 @@ def _maker(part: LoaderPart, indices: Iterable[Any], timer: StepTimer) -> Callab
     return partial(_make_in_steps if in_steps else _make_of_folder, timer, dataset)
 
 
-def _make_of_folder(timer: StepTimer, dataset: Any, index: Any) -> None:
+def _make_of_folder(timer: StepTimer, dataset: Any, index: object) -> None:
     """Make a sample of torchvision's folder, whose ``loader(path)`` reads and decodes. Reading is timed by itself."""
     base, inner = innermost(dataset, index)
     read, decode = timer.steps["read"], timer.steps["decode"]
@@ -303,7 +303,7 @@ def _make_of_folder(timer: StepTimer, dataset: Any, index: Any) -> None:
     decode.wall_ns -= read.wall_ns - before.wall_ns
 
 
-def _make_in_steps(timer: StepTimer, dataset: Any, index: Any) -> None:
+def _make_in_steps(timer: StepTimer, dataset: object, index: object) -> None:
     """Make a sample by the public methods of a CacheableDataset, past its cache."""
     base, inner = innermost(dataset, index)
     decoded = timer.call("decode", base.decode, timer.call("read", base.read, inner), inner)
@@ -344,7 +344,7 @@ class Constant:
     def __init__(self, made: Any, *, decodes: bool = False) -> None:
         self.made, self.decodes = made, decodes
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
+    def __call__(self, *args: Any, **named: object) -> Any:
         """Give the result."""
         if self.decodes:
             args[0].whole()
@@ -361,7 +361,7 @@ class _Noting:
         self.transform = transform
         self.crops = getattr(transform, "crops", False)  # recipes have it
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
+    def __call__(self, *args: object, **named: Any) -> Any:
         self.made = self.transform(*args, **named)
         self.args = (*args, *named.values())
         return self.made
@@ -457,7 +457,7 @@ def _until_sized(site: Site, note: _Noting) -> UntilSized | None:
     return UntilSized(list(pipeline)[: max(changing, default=0)])
 
 
-def _size_of(image: Any) -> list[int] | None:
+def _size_of(image: object) -> list[int] | None:
     """[height, width]; None for what is no image."""
     if isinstance(image, Image.Image) or (isinstance(image, Tensor) and image.ndim == 3):
         size: list[int] = v2.functional.get_size(image)

@@ -94,7 +94,7 @@ class LoaderPart:
         return list(chain.from_iterable(batches))[:count]
 
 
-def parts_of(loader: Any) -> tuple[LoaderPart, ...]:
+def parts_of(loader: object) -> tuple[LoaderPart, ...]:
     """The DataLoaders in what a ``train_dataloader`` returned: one, a dict or list of them, or a CombinedLoader.
 
     Raises:
@@ -102,7 +102,7 @@ def parts_of(loader: Any) -> tuple[LoaderPart, ...]:
     """
     found: list[LoaderPart] = []
 
-    def add(loader: Any, path: tuple[object, ...]) -> None:
+    def add(loader: object, path: tuple[object, ...]) -> None:
         stages = getattr(loader, "pipeline", None)
         if isinstance(stages, list) and len(stages) == 1:
             loader = stages[0]  # a WebLoader that adds nothing to the loader in it
@@ -209,7 +209,7 @@ def make_sample(part: LoaderPart, max_s: float = 60.0) -> Any:
     return samples[0]
 
 
-def fresh(sample: Any) -> Any:
+def fresh(sample: object) -> Any:
     """The sample, with dicts and lists as shallow copies: collate functions take things out of them."""
     return copy.copy(sample) if isinstance(sample, (Mapping, list)) else sample
 
@@ -353,7 +353,7 @@ class Session:
 # --- the parts of a batch -----------------------------------------------------------------------------------------
 
 
-def key_bytes(batch: Any, place: str = "") -> dict[str, int]:
+def key_bytes(batch: object, place: str = "") -> dict[str, int]:
     """The bytes of every leaf of a batch by its place in it, in order.
 
     Mappings, lists, tuples, named tuples and dataclasses are entered; any other object counts as one leaf with the
@@ -374,7 +374,7 @@ def key_bytes(batch: Any, place: str = "") -> dict[str, int]:
     return {place: size_of_leaf(leaf) for place, leaf in key_leaves(batch, place)}
 
 
-def key_leaves(batch: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+def key_leaves(batch: object, place: str = "") -> Iterator[tuple[str, Any]]:
     """The leaves of a batch in order, each with its place, as :func:`key_bytes` names them."""
     parts = named_parts(batch)
     if isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"):

@@ -152,7 +152,7 @@ class ModelState:
             one.load_state_dict(copy.deepcopy(state))
 
 
-def _on_host(value: Any) -> Any:
+def _on_host(value: object) -> Any:
     return value.to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
@@ -264,12 +264,12 @@ class DiagnosisSession:
         feed = import_module("lightning_feed" if self.package.__name__ == "lightning.pytorch" else "lightning_feed.pl")
         meter = feed.GPUStarvationCallback(nvml=False, report=False)
 
-        def on_start(trainer: Any) -> None:
+        def on_start(trainer: object) -> None:
             queue = batches_ahead(_host.train_loaders(trainer))  # for so many steps a full queue hides a slow loader
             short_fit.limits = replace(limits, most=limits.most + queue + WARM_UP_STEPS)
             short_fit.wraps += self._watch_batches(trainer, queue + WARM_UP_STEPS)
 
-        def give(loaders: Any) -> Any:
+        def give(loaders: object) -> Any:
             before.enter_context(preserve_state(loaders))
             return own_loaders(loaders)
 
@@ -302,7 +302,7 @@ class DiagnosisSession:
         """
         pace = Pace(self.device)
 
-        def on_start(trainer: Any) -> None:
+        def on_start(trainer: object) -> None:
             if on_device:
                 short_fit.wraps += _host.wrap_transfer(
                     trainer, lambda _, batch: batch, lambda _original, _name, batch, *_: batch
@@ -380,11 +380,11 @@ class DiagnosisSession:
             return []
         self.host_batches, self.device_batches = Sample(warm_up), Sample(warm_up)
 
-        def on_host(original: Any, batch: Any) -> Any:
+        def on_host(original: Any, batch: object) -> Any:
             self.host_batches.offer(batch)
             return original(batch)
 
-        def step(original: Any, batch: Any, *rest: Any, **named: Any) -> Any:
+        def step(original: Any, batch: object, *rest: Any, **named: object) -> Any:
             self.device_batches.offer(batch)
             if self.device_batches.came > 1 or self.compiled is not None or is_opaque(self.model):
                 return original(batch, *rest, **named)
@@ -410,7 +410,7 @@ class DiagnosisSession:
         return any(_host.is_overridden(one, hook) for one, hook in seers)
 
 
-def open_session(trainer: Any, model: Any, datamodule: Any = None, loaders: Any = None) -> DiagnosisSession:
+def open_session(trainer: Any, model: object, datamodule: Any = None, loaders: object = None) -> DiagnosisSession:
     """A session on what would be given to ``Trainer.fit``; without a Trainer on the device that Lightning chooses.
 
     Raises:
@@ -504,7 +504,7 @@ class ShortFit:
         self._planned = math.inf
         self._began = 0.0
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Any, pl_module: object) -> None:
         """Begin the clock, and let the fit go on past the end of the training."""
         self.stops.check()
         planned = trainer.estimated_stepping_batches
@@ -514,12 +514,12 @@ class ShortFit:
         self._began = time.perf_counter()
         self.on_start(trainer)
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: object, pl_module: object) -> None:
         """Count the passes through the loaders."""
         self.epochs += 1
         self.stops.check()  # the loader of the epoch before is gone, and with it, perhaps, a Ctrl-C
 
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, *args: object) -> None:
         """End the fit when its time is over."""
         self.stops.check()
         self.steps += 1
@@ -533,14 +533,14 @@ class ShortFit:
             self._planned = math.inf
             self.wraps += [_host.Wrap(one.scheduler, "step", nothing) for one in trainer.lr_scheduler_configs]
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: object, pl_module: object, exception: BaseException) -> None:
         """Note a Ctrl-C, which Lightning makes an exit of."""
         if isinstance(exception, KeyboardInterrupt):
             self.interrupted = True
             sys.stdin = io.StringIO()  # Lightning 2.4 calls exit(), which closes it
 
 
-def nothing(*_: Any, **__: Any) -> None:
+def nothing(*_: object, **__: object) -> None:
     """Replaces a method that is not to run."""
 
 

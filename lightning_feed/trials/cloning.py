@@ -74,7 +74,7 @@ class GivenOrder:
         return len(self.source)
 
 
-def twin_of(loader: DataLoader[Any], **values: Any) -> DataLoader[Any]:
+def twin_of(loader: DataLoader[Any], **values: object) -> DataLoader[Any]:
     """A loader of the same class, dataset, samplers and functions, without workers yet, and with other ``values``.
 
     The constructor is not called: it may take other arguments than its objects have attributes, and may do more than
@@ -151,7 +151,7 @@ def burst_of(loader: DataLoader[Any]) -> int:
     return 1 if threaded else max(1, loader.num_workers)
 
 
-def iter_is_itself(source: Any) -> bool:
+def iter_is_itself(source: object) -> bool:
     """Check if iterating uses ``source`` up: it is an iterator, such as a generator."""
     return hasattr(source, "__next__") and isinstance(source, Iterator)
 

@@ -35,7 +35,7 @@ def why_not_now(trainer: Any, split: str) -> str:
     return ""
 
 
-def goal_of(trainer: Any, loader: Any, **others: Any) -> Goal:
+def goal_of(trainer: Any, loader: object, **others: Any) -> Goal:
     """The goal of tuning for a run: all ranks of a node at once, and the fastest setting unless ``others`` say more.
 
     Threads are tried only where the user allows them: not every dataset can be read by several threads, and one that

@@ -313,7 +313,7 @@ def worker_memory(pids: Iterable[int], root: Path = Path("/")) -> int | None:
     return total
 
 
-def leaf_sizes(batch: Any, depth: int = 0) -> list[int]:
+def leaf_sizes(batch: object, depth: int = 0) -> list[int]:
     """Bytes of each tensor and array in a batch of any structure."""
     sizes = []
     for leaf in tree_leaves(batch):

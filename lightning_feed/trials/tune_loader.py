@@ -222,7 +222,9 @@ class Store:
         try:
             write_json(path, {"version": _VERSION, "key": key, "tuned": asdict(tuned)})
         except OSError as error:
-            logger.info("The result of tuning could not be stored in %s: %s. The next run tunes again.", path, error)
+            logger.info(
+                "The result of tuning could not be remembered in %s: %s. The next run tunes again.", path, error
+            )
 
     def _path(self, key: dict[str, Any]) -> Path:
         text = json.dumps([_VERSION, key], sort_keys=True)
@@ -305,12 +307,12 @@ def _sample(loader: DataLoader[Any]) -> list[Any] | None:
     return leaf_sizes(sample)
 
 
-def _name(thing: Any) -> str:
+def _name(thing: object) -> str:
     kind = thing if isinstance(thing, type) else type(thing)
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _described(thing: Any) -> str:
+def _described(thing: object) -> str:
     """Its name or repr, without what differs from run to run."""
     if thing is None:
         return ""

@@ -437,7 +437,7 @@ def _setting(loader: DataLoader[Any], workers: int) -> Setting:
 
 @contextmanager
 def open_target_session(
-    target: Any, model: Any, trainer: Any, name: str | None = None
+    target: object, model: object, trainer: object, name: str | None = None
 ) -> Iterator[tuple[DiagnosisSession, DataLoader[Any]]]:
     """The training loader of a target, with what is needed to train on it. Afterwards all is as it was before.
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_feed.diagnosing import rates, run
 from lightning_feed.diagnosing.run import DATA_EXPERIMENTS, run_data_experiments
 from lightning_feed.diagnosing.session import Session
-from lightning_feed.errors import DatasetError, LoaderError
+from lightning_feed.errors import DatasetError
 from lightning_feed.load.machine import Machine
 from lightning_feed.measure.experiment_results import ExperimentResults
 
@@ -125,20 +125,6 @@ def test_a_sample_that_cannot_be_loaded_is_named(workers: int) -> None:
     ):
         _last(loader, only=frozenset({"loader"}))
     assert torch.equal(before, torch.get_rng_state())
-
-
-class Hanging(Images):
-    """As one that was waited for in vain."""
-
-    def __getitem__(self, index: int) -> Any:
-        raise LoaderError("planted")
-
-
-def test_a_sample_that_never_comes_is_an_error_and_the_loader_is_not_iterated() -> None:
-    loader = DataLoader(Hanging())
-    with pytest.raises(LoaderError, match="planted"):
-        _last(loader)
-    assert loader._iterator is None
 
 
 def test_an_interrupt_leaves_what_was_measured_and_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
