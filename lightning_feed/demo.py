@@ -7,7 +7,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,7 +80,11 @@ def make_images(out: Path, count: int) -> Path:
         out.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=out))
         try:
-            _write_images(unfinished, count, photographs)
+            for name in photographs:
+                (unfinished / name).mkdir()
+            for index in tqdm(range(count), desc="making images", unit="image", disable=None):
+                name = SOURCES[index % len(photographs)]
+                (unfinished / name / f"{index:06d}.jpg").write_bytes(_varied_jpeg(photographs[name], index))
             unfinished.chmod(0o755)  # mkdtemp's is for the owner alone
             unfinished.rename(target)
         finally:
@@ -91,14 +94,6 @@ def make_images(out: Path, count: int) -> Path:
             f"the images could not be written to {out}: {error}. Choose another folder with --out."
         ) from error
     return target
-
-
-def _write_images(folder: Path, count: int, photographs: dict[str, Image.Image]) -> None:
-    for name in photographs:
-        (folder / name).mkdir()
-    for index in tqdm(range(count), desc="making images", unit="image", disable=None):
-        name = SOURCES[index % len(photographs)]
-        (folder / name / f"{index:06d}.jpg").write_bytes(_varied_jpeg(photographs[name], index))
 
 
 def _varied_jpeg(photograph: Image.Image, seed: int) -> bytes:
@@ -261,15 +256,6 @@ Figures = dict[str, float | str | None]
 """Measurements of a run, by name with unit; None: the run was too short for it."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The settings that all runs share."""
-
-    images: ImageFolder
-    epochs: int
-    logs: Path
-
-
 class Run(NamedTuple):
     """The results of a run."""
 
@@ -279,13 +265,13 @@ class Run(NamedTuple):
     """Of the report as a page."""
 
 
-def _train(name: str, data: object, plan: Plan) -> Run:
+def _train(name: str, data: Any, images: ImageFolder, epochs: int, logs: Path) -> Run:
     seed_everything(0, workers=True, verbose=False)
     course, starvation = Course(name), GPUStarvationCallback(report=False)  # what is shown is shown at the end
     trainer = Trainer(
-        max_epochs=plan.epochs,
+        max_epochs=epochs,
         devices=1,
-        logger=TensorBoardLogger(plan.logs, name=name),
+        logger=TensorBoardLogger(logs, name=name),
         callbacks=[*([] if name == "plain" else [PrefetchCallback()]), starvation, course],
         log_every_n_steps=10,
         enable_checkpointing=False,
@@ -293,17 +279,18 @@ def _train(name: str, data: object, plan: Plan) -> Run:
         enable_progress_bar=False,
     )
     try:
-        trainer.fit(SmallModel(len(plan.images.classes)), data)
+        trainer.fit(SmallModel(len(images.classes)), data)
     except SystemExit as stopped:
         if trainer.interrupted:  # Lightning turns Ctrl-C into exit code 1, which is ours for a FeedError
             raise KeyboardInterrupt from stopped
         raise
     report = make_report(starvation.report())
-    written = write_report(report, Path(trainer.log_dir or plan.logs))
-    return Run(_figures(report, course, plan), report, next(path for path in written if path.suffix == ".html"))
+    written = write_report(report, Path(trainer.log_dir or logs))
+    page = next(path for path in written if path.suffix == ".html")
+    return Run(_figures(report, course.setup_s, course.epochs_s / epochs, len(images)), report, page)
 
 
-def _figures(report: Report, course: Course, plan: Plan) -> Figures:
+def _figures(report: Report, setup_s: float, epoch_s: float, images: int) -> Figures:
     found, stats = report.diagnosis, report.diagnosis.stats
     return {
         "step_ms": stats.step_ms,
@@ -312,9 +299,9 @@ def _figures(report: Report, course: Course, plan: Plan) -> Figures:
         "h2d_ms": stats.h2d_ms,
         "other_ms": stats.other_ms,
         "starved_pct": stats.starved_pct,
-        "setup_s": course.setup_s,
-        "epoch_s": course.epochs_s / plan.epochs,
-        "samples_per_s": plan.epochs * len(plan.images) / course.epochs_s,  # the start of the workers included
+        "setup_s": setup_s,
+        "epoch_s": epoch_s,
+        "samples_per_s": images / epoch_s,  # the start of the workers included
         "verdict": found.grade if found.bottleneck == "unknown" else f"{found.bottleneck}: {found.grade}",
     }
 
@@ -407,12 +394,12 @@ def run_demo(*, data: Path | None, images: int, epochs: int, out: Path) -> dict[
     if data is not None and (data / "train").is_dir():
         data /= "train"
     found = find_images(data or make_images(out, images), images)
-    plan = Plan(found, epochs, out / "logs")
+    logs = out / "logs"
     fed, advised = FedImages(found), AdvisedImages(found)
     loaders = {"plain": plain_loader(found), "fed": fed, "advised": advised}
     with quiet(), _half_the_cpus():
         _warm_up(len(found.classes))
-        runs = {name: _train(name, given, plan) for name, given in loaders.items()}
+        runs = {name: _train(name, given, found, epochs, logs) for name, given in loaders.items()}
     choice, figures = advised.decoder_choice, {name: run.figures for name, run in runs.items()}
     outcome = {
         **figures,
@@ -426,7 +413,7 @@ def run_demo(*, data: Path | None, images: int, epochs: int, out: Path) -> dict[
         "workers": fed.recommendations["train"].num_workers,
         "decoder": "" if choice is None else choice.name,
         "report": out / "report.html",
-        "logs": plan.logs,
+        "logs": logs,
     }
     write_whole(out / "report.html", _page(outcome))
     return outcome

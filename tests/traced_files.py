@@ -105,6 +105,7 @@ if __name__ == "__main__":
     for road in (a_batch, a_diagnosis):
         files = sorted(trace(road))
         folders = sorted({str(Path(name).parent) for name in files})
-        print(f"{road.__name__}: {len(files)} files")
+        sys.stdout.write(f"{road.__name__}: {len(files)} files\n")
         for folder in folders:
-            print(f"  {folder}: {', '.join(Path(name).name for name in files if str(Path(name).parent) == folder)}")
+            names = ", ".join(Path(name).name for name in files if str(Path(name).parent) == folder)
+            sys.stdout.write(f"  {folder}: {names}\n")

@@ -506,8 +506,9 @@ def known_syncs(trainer: Any) -> tuple[str, ...]:
       and 2.6.6 (``callbacks/throughput_monitor.py: _update``).
     """
     loop, on_device = trainer.fit_loop.epoch_loop, trainer.strategy.root_device.type != "cpu"
+    bar_is_on = trainer.progress_bar_callback and getattr(trainer.progress_bar_callback, "is_enabled", True)
     applies = {
-        "prog_bar": on_device and _bar_is_on(trainer) and any(map(_in_bar, _logged(loop))),
+        "prog_bar": on_device and bar_is_on and any(map(_in_bar, getattr(loop, "_results", {}).values())),
         "grad_scaler": getattr(trainer.precision_plugin, "scaler", None) is not None,
         "sigterm_broadcast": trainer.world_size > 1 and hasattr(loop, "_broadcast_sigterm_tensor"),
         "throughput_monitor": trainer.strategy.root_device.type == "cuda"
@@ -516,20 +517,10 @@ def known_syncs(trainer: Any) -> tuple[str, ...]:
     return tuple(name for name, does in applies.items() if does)
 
 
-def _logged(loop: object) -> list[Any]:
-    """The metrics logged in training steps. Read in 2.4.0 and 2.6.6 (``_ResultCollection``, a dict of metrics)."""
-    return list(getattr(loop, "_results", {}).values())
-
-
 def _in_bar(metric: object) -> bool:
     meta, value = getattr(metric, "meta", None), getattr(metric, "value", None)
     device = getattr(value, "device", None)
     return bool(getattr(meta, "prog_bar", False)) and getattr(device, "type", "cpu") != "cpu"
-
-
-def _bar_is_on(trainer: Any) -> bool:
-    bar = trainer.progress_bar_callback
-    return bar is not None and bool(getattr(bar, "is_enabled", True))
 
 
 def _is_a(thing: object, *names: str) -> bool:

@@ -321,8 +321,10 @@ class GPUStarvationCallback(Callback):
         silent = found is None or (found.bottleneck == "unknown" and run.finished < SOME_STEPS)
         shown = ended or self._schedule.first or trainer.num_training_batches == math.inf
         self._schedule.came(early=silent)
-        if found is None or silent:
-            return
+        if found is not None and not silent:
+            self._show(trainer, found, shown=shown, ended=ended, to_loggers=to_loggers)
+
+    def _show(self, trainer: Any, found: Diagnosis, *, shown: bool, ended: bool, to_loggers: bool) -> None:
         report = make_report(found)
         written = self._guard.attempt("write its report", _write, trainer, report) or ()
         if shown:

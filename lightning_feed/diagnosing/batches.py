@@ -249,24 +249,31 @@ class KeyWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _watched(self, value: Any, place: str) -> tuple[Any, set[str]]:
-        """The value with its dicts watched, and the leaves in it that no dict hands out by a key."""
+        """The value with its dicts watched, and the leaves in it that no dict gives by a key."""
         leaves, kind = {name for name, _ in key_leaves(value, place)}, type(value)
         if kind in (dict, OrderedDict):
-            names = {key: f"{place}.{key}" if place else str(key) for key in value}
-            parts = {key: self._watched(part, names[key]) for key, part in value.items()}
-
-            def take(key: object, *, by_key: bool) -> None:
-                handed = parts[key][1] if key in parts else set()
-                (self._read if by_key and handed == {names[key]} else self._handed).update(handed)
-
-            watched = type(kind.__name__, (_WatchedDict, kind), {"_kind": kind})
-            made: Any = watched((key, part) for key, (part, _) in parts.items())
-            made._take = take
-            return made, set()
+            return self._watched_dict(value, place), set()
         if kind in (list, tuple) and leaves != {place or WHOLE}:
-            inside = [self._watched(part, f"{place}.{at}" if place else str(at)) for at, part in enumerate(value)]
+            inside = [self._watched(part, _place(place, at)) for at, part in enumerate(value)]
             return kind(part for part, _ in inside), set().union(*(names for _, names in inside))
         return value, leaves
+
+    def _watched_dict(self, value: dict[Any, Any], place: str) -> Any:
+        names, kind = {key: _place(place, key) for key in value}, type(value)
+        parts = {key: self._watched(part, names[key]) for key, part in value.items()}
+
+        def take(key: object, *, by_key: bool) -> None:
+            handed = parts[key][1] if key in parts else set()
+            (self._read if by_key and handed == {names[key]} else self._handed).update(handed)
+
+        watched = type(kind.__name__, (_WatchedDict, kind), {"_kind": kind})
+        made: Any = watched((key, part) for key, (part, _) in parts.items())
+        made._take = take
+        return made
+
+
+def _place(before: str, key: object) -> str:
+    return f"{before}.{key}" if before else str(key)
 
 
 _MAPPING: Any = MutableMapping

@@ -115,7 +115,7 @@ def _choose(session: Session, max_s: float, max_bytes: float) -> FirstBatches:
     for together in zip(*batches.values(), strict=False):
         found = dict(files)
         for part, batch in zip(batches, together, strict=True):
-            found |= sizes_of(files_of_samples(part, [batch] if part.loader.batch_sampler is None else list(batch)))
+            found |= sizes_of(files_of_samples(part, part.indices(batch)))
         if sum(found.values()) > max_bytes or session.clock() > deadline:
             break
         files, taken = found, taken + 1

@@ -79,9 +79,7 @@ def run_until_fit(program: Program, take: Callable[[Fit], int]) -> NoReturn:
         ProgramEnded: it ended before it called ``fit``. The traceback of an error has been printed.
     """
     _refuse_ranks(program)
-    path = None if program.is_module else Path(program.name).expanduser().absolute()
-    if path is not None and not path.is_file():
-        raise SettingsError(f"There is no file {program.name}. Give SCRIPT.py, or -m package.module.")
+    path = _path_of(program)
     try:
         with _as_main(program, path) as streams, _Takeover(program, take, streams).in_place():
             if program.is_module:
@@ -211,6 +209,13 @@ def _ended(program: Program, trainer: Any, checkpoint: object) -> str:
         f"{program} was ended where it calls fit{at}. It would now train {how_long}{resumed}. Neither this nor "
         "anything else that follows in it was run."
     )
+
+
+def _path_of(program: Program) -> Path | None:
+    path = None if program.is_module else Path(program.name).expanduser().absolute()
+    if path is not None and not path.is_file():
+        raise SettingsError(f"There is no file {program.name}. Give SCRIPT.py, or -m package.module.")
+    return path
 
 
 @contextmanager

@@ -127,7 +127,7 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
         DiagnosisInterrupted: on Ctrl-C and SIGTERM, with what was measured.
     """
     asked = _check_only(only)
-    limit_s = budget_s if budget_s is not None else QUICK_BUDGET_S if quick else BUDGET_S
+    limit_s = (QUICK_BUDGET_S if quick else BUDGET_S) if budget_s is None else budget_s
     if limit_s <= 0:
         raise SettingsError(f"budget_s={budget_s!r}: give the seconds that the experiments may take, more than 0.")
     earlier = read_document(previous) if isinstance(previous, (str, Path)) else previous
@@ -137,7 +137,7 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
     experiments = _Experiments(session, asked, limit_s, quick=quick)
     failure = _run(experiments)
     diagnosis = tree.diagnose(experiments.measurements())
-    written, problem = ([], None) if out is None else _write(diagnosis, earlier, out)
+    written, problem = _write(diagnosis, earlier, out)
     if session.stops.number is not None:
         stop = DiagnosisInterrupted("diagnose() was interrupted", diagnosis, written)
         stop.signal_number, stop.not_written = session.stops.number, str(problem or "")
@@ -149,8 +149,12 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
     return diagnosis
 
 
-def _write(diagnosis: Diagnosis, previous: Report | None, out: str | Path) -> tuple[list[Path], ReportError | None]:
+def _write(
+    diagnosis: Diagnosis, previous: Report | None, out: str | Path | None
+) -> tuple[list[Path], ReportError | None]:
     """The files written, and the error where they could not be: a full disk must not cost the verdict."""
+    if out is None:
+        return [], None
     try:
         return write_report(make_report(diagnosis, previous=previous), out), None
     except ReportError as error:
@@ -452,7 +456,7 @@ def run_data_experiments(
     for done, name in enumerate(names):
         on_progress(name, done / len(names))
         left_s = deadline - clock()
-        weights = sum(DATA_EXPERIMENTS[other].weight for other in names[done:]) or 1.0
+        weights = max(0.1, sum(DATA_EXPERIMENTS[other].weight for other in names[done:]))
         session.share_s = max(_LEAST_S, left_s * DATA_EXPERIMENTS[name].weight / weights)
         try:
             _check_possible(session, name, no_loader, late=left_s < _LEAST_S)

@@ -287,9 +287,10 @@ def _maker(part: LoaderPart, indices: Iterable[Any], timer: StepTimer) -> Callab
     if not in_steps and not (callable(getattr(base, "loader", None)) and hasattr(base, "samples")):
         # The steps of transforms are timed by themselves, and all the rest is one.
         return partial(timer.call, timer.step("load"), dataset.__getitem__)
-    for stage in ("read", "decode", "augment") if in_steps else ("read", "decode"):
+    make = _make_in_steps if in_steps else _make_of_folder
+    for stage in _STAGES[make]:
         timer.step(stage)
-    return partial(_make_in_steps if in_steps else _make_of_folder, timer, dataset)
+    return partial(make, timer, dataset)
 
 
 def _make_of_folder(timer: StepTimer, dataset: Any, index: object) -> None:
@@ -313,6 +314,9 @@ def _make_in_steps(timer: StepTimer, dataset: object, index: object) -> None:
         base.augment(decoded, inner)
     else:
         timer.call("augment", base.augment, decoded, inner)
+
+
+_STAGES = {_make_of_folder: ("read", "decode"), _make_in_steps: ("read", "decode", "augment")}
 
 
 @contextmanager

@@ -86,12 +86,14 @@ class LoaderPart:
             source = self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
             return list(islice(source, count))
 
+    def indices(self, batch: Any) -> list[Any]:
+        """Indices of the samples of a batch that the sampler gave."""
+        return [batch] if self.loader.batch_sampler is None else list(batch)
+
     def first_samples(self, count: int) -> list[Any]:
         """Indices of the first samples of a pass."""
-        if self.loader.batch_sampler is None:
-            return self.first_batches(count)
         batches = self.first_batches(math.ceil(count / (self.loader.batch_size or 1)))
-        return list(chain.from_iterable(batches))[:count]
+        return list(chain.from_iterable(map(self.indices, batches)))[:count]
 
 
 def parts_of(loader: object) -> tuple[LoaderPart, ...]:

@@ -477,8 +477,9 @@ def short_trainer(package: Any, like: Any, callbacks: list[Any], folder: str, *,
         detect_anomaly=_host.detects_anomalies(like),
         default_root_dir=folder,
     )
-    # Other packages may have added callbacks to every Trainer. None of ours is dropped by that.
-    trainer.callbacks = [callback for callback in trainer.callbacks if any(callback is one for one in mine)]
+    # Other packages may have added callbacks to every Trainer.
+    wanted = set(map(id, mine))
+    trainer.callbacks = [callback for callback in trainer.callbacks if id(callback) in wanted]
     return trainer
 
 

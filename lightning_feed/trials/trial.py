@@ -223,7 +223,7 @@ class _Pass(Iterator[Any]):
     stamps: list[float] = field(default_factory=list)
     cpu: list[tuple[int, float]] = field(default_factory=list)
     """(Batches so far, CPU seconds of this process and its workers), now and then."""
-    memory: int | None = None
+    memory: int = 0
     batch_bytes: int = 0
     batch_tensors: int = 0
     _read_at: float = -math.inf
@@ -250,8 +250,8 @@ class _Pass(Iterator[Any]):
         if now - self._read_at < _READ_EVERY_S:
             return
         self._read_at = now
-        if self.memory is None and self.pids:
-            self.memory = worker_memory(self.pids)
+        if not self.memory and self.pids:
+            self.memory = worker_memory(self.pids) or 0
         seconds = cpu_seconds(self.pids)
         if seconds is not None:
             self.cpu.append((self.taken, seconds))
@@ -269,7 +269,7 @@ def _measured(setting: Setting, rate: LoaderRate, passes: list[_Pass], seconds: 
     batches = sum(last[0] - first[0] for first, last in spans) * ranks
     cpu_s = sum(last[1] - first[1] for first, last in spans)
     gaps = sorted(gap for one in passes for gap in one.longest_gaps())
-    memory = max((one.memory or 0 for one in passes), default=0)
+    memory = max(one.memory for one in passes)
     return Trial(
         setting=setting,
         batches_per_s=rate.batches_per_s,

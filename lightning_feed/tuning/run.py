@@ -414,22 +414,18 @@ def sweep_loader(loader: DataLoader[Any], grid: Iterable[int], on_trial: Callabl
     machine, began = read_machine(), time.perf_counter()
     limits, trials = feasible(loader, machine), list[Trial]()
     for workers in sorted(set(grid)):
-        setting = _setting(loader, workers)
+        setting = Setting(
+            num_workers=workers,
+            prefetch_factor=(loader.prefetch_factor or TORCH_PREFETCH) if workers else None,
+            workers=getattr(loader, "workers", "process") if workers else "process",
+            pin_memory=loader.pin_memory,
+            in_order=loader.in_order or workers < 2,  # to overtake takes two
+        )
         why = limits.broken(setting, trials)
         trials.append(Trial(setting=setting, infeasible=why) if why else run_trial(loader, setting, RoundLimits()))
         on_trial()
     seconds = time.perf_counter() - began
     return Sweep(trials=tuple(trials), cpus=machine.usable_cpus, batch_size=batch_size_of(loader), seconds=seconds)
-
-
-def _setting(loader: DataLoader[Any], workers: int) -> Setting:
-    return Setting(
-        num_workers=workers,
-        prefetch_factor=(loader.prefetch_factor or TORCH_PREFETCH) if workers else None,
-        workers=getattr(loader, "workers", "process") if workers else "process",
-        pin_memory=loader.pin_memory,
-        in_order=loader.in_order or workers < 2,  # to overtake takes two
-    )
 
 
 # --- what is tuned, and what its model can take -----------------------------------------------------------------------
