@@ -287,13 +287,21 @@ def _diagnose(arguments: argparse.Namespace) -> None:
     # Read before anything is written: it may lie where this one goes.
     earlier = None if arguments.previous is None else read_document(arguments.previous)
     check_writable(arguments.out)  # before a program is run for minutes
-    options = {name: getattr(arguments, name) for name in ("quick", "only", "callbacks")}
-    options |= {"out": arguments.out.absolute(), "previous": earlier}  # a program may change the current folder
+    out = arguments.out.absolute()  # a program may change the current folder
+    options = {"quick": arguments.quick, "only": arguments.only, "callbacks": arguments.callbacks}
 
     def run(fit: "Fit") -> None:
         stop = None
         try:
-            found = diagnose(fit.trainer, fit.model, fit.datamodule, train_dataloaders=fit.train_dataloaders, **options)
+            found = diagnose(
+                fit.trainer,
+                fit.model,
+                fit.datamodule,
+                train_dataloaders=fit.train_dataloaders,
+                out=out,
+                previous=earlier,
+                **options,
+            )
         except (DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten) as error:  # raised below
             stop, found = error, error.diagnosis
         report = make_report(found, previous=earlier)

@@ -103,7 +103,6 @@ class AutotuneCallback(Callback):
             )
         Goal(budget_s=budget_s)  # raises for what is no budget
         self.max_workers, self.budget_s = max_workers, budget_s
-        self._moves: list[Move] = []
         self._once = Once(logger)
         self._guard = self._new_guard()
         self._wraps: list[_host.Wrap] = []
@@ -114,7 +113,7 @@ class AutotuneCallback(Callback):
         return Guard("AutotuneCallback", self._stop_measuring)
 
     def _forget(self) -> None:
-        self._moves = []
+        self._moves: list[Move] = []
         self._loader: DataLoader[Any] | None = None
         """The user's, as Lightning prepared it first."""
         self._goal: Goal | None = None

@@ -226,12 +226,13 @@ def _hydra_config() -> dict[str, Any]:
     file = Path(run.runtime.output_dir) / (run.output_subdir or ".hydra") / "config.yaml"
     if not file.is_file():
         return {}
-    return dict(_flat(omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(file)), ""))
+    return dict(flat(omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(file)), "."))
 
 
-def _flat(value: object, before: str) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, dict):
-        yield before, value
-        return
-    for key, inner in value.items():
-        yield from _flat(inner, f"{before}.{key}" if before else str(key))
+def flat(values: Mapping[str, Any], separator: str) -> Iterator[tuple[str, Any]]:
+    """The values of nested mappings, with their keys joined."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key}{separator}{inner}", held) for inner, held in flat(value, separator))
+        else:
+            yield str(key), value

@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_feed import _host
 from lightning_feed._host import Stage
+from lightning_feed.callbacks.loader_place import flat
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.errors import SettingsError
 from lightning_feed.measure import loop
@@ -508,18 +509,9 @@ def log_hparams(logger: Any, params: Mapping[str, Any], metrics: Mapping[str, fl
         logger.log_hyperparams(dict(params))
         logger.log_metrics(dict(metrics))
         return
-    users = _flat(getattr(logger, "hparams", None) or {})
+    given = flat(getattr(logger, "hparams", None) or {}, "/")
+    # TensorBoard takes plain values only.
+    users = {name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in given}
     # torch's SummaryWriter and tensorboardX's differ in the name of that argument.
     name = "run_name" if "run_name" in inspect.signature(add).parameters else "name"
     add({**users, **params}, dict(metrics), **{name: _HPARAMS_RUN})
-
-
-def _flat(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested hyperparameters with their places as names, and as text what TensorBoard does not take as it is."""
-    flat: dict[str, Any] = {}
-    for key, value in params.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}/")
-        else:
-            flat[f"{prefix}{key}"] = value if isinstance(value, (bool, int, float, str)) else str(value)
-    return flat

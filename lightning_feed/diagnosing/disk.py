@@ -7,6 +7,7 @@ import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,14 +79,8 @@ def forget_files(files: Iterable[str]) -> None:
     Needs no rights but to read them (posix_fadvise(2), POSIX_FADV_DONTNEED).
     """
     for path in files:
-        try:
-            file = os.open(path, os.O_RDONLY)
-        except OSError:
-            continue  # removed meanwhile: the loader will raise the error
-        try:
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(file)
+        with suppress(OSError), Path(path).open("rb", buffering=0) as file:  # the loader raises for missing ones
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def choose(session: Session) -> FirstBatches:

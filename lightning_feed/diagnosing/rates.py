@@ -26,7 +26,7 @@ from lightning_feed.measure.experiment_results import KeyUse
 from lightning_feed.measure.loader_state import Probe, probe_loader
 from lightning_feed.transfer.batch_tree import tensors
 from lightning_feed.transfer.gpu_decode import decode_batch
-from lightning_feed.trials.cloning import Changes, clone_loader, iter_is_itself, original_error
+from lightning_feed.trials.cloning import Changes, clone_loader, has_threads, iter_is_itself, original_error
 
 _TIMES = 3
 """Each number of workers is tried at most this often."""
@@ -191,12 +191,12 @@ def measure_hand_over(session: Session) -> None:
         NotMeasurable: why that cannot be done.
     """
     for part in session.parts:
-        method = (getattr(part.loader, "multiprocessing_context", None) or multiprocessing).get_start_method()
+        method = (part.loader.multiprocessing_context or multiprocessing).get_start_method()
         if method != "fork":
             raise NotMeasurable(f"worker processes are made by {method}: only forked ones can be measured")
-        if getattr(part.loader, "workers", "process") == "thread":
+        if has_threads(part.loader):
             raise NotMeasurable("worker threads hand nothing over")
-        if getattr(part.loader, "decode", None) is not None:
+        if isinstance(part.loader, FeedLoader) and part.loader.decode is not None:
             raise NotMeasurable(
                 "batches are decoded behind the workers, on a device that a forked process must not touch"
             )

@@ -424,7 +424,7 @@ def run_data_experiments(
     *,
     device: Any = None,
     budget_s: float,
-    only: frozenset[str] | None = None,
+    only: frozenset[str] = frozenset(DATA_EXPERIMENTS),
     on_progress: Callable[[str, float], object] = lambda *_: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[ExperimentResults]:
@@ -439,7 +439,7 @@ def run_data_experiments(
             iterable that can be iterated again, only the rate is measured.
         device: device that batches go to; None: none.
         budget_s: seconds for all experiments. One may take longer where a single batch does.
-        only: names, of :data:`DATA_EXPERIMENTS`; None: all. ``loader`` is run for each one that builds on it.
+        only: names of experiments. ``loader`` is run for each one that builds on it.
         on_progress: called with the name of the next experiment and the share of the work that is done, 0 to 1.
         clock: seconds.
 
@@ -447,7 +447,7 @@ def run_data_experiments(
         DatasetError: the loader as configured cannot load a sample, with the sample and the worker as far as known.
         LoaderError: the loader hangs or is empty.
     """
-    names = [name for name in DATA_EXPERIMENTS if only is None or name in only]
+    names = [name for name in DATA_EXPERIMENTS if name in only]
     if _BUILD_ON_LOADER.intersection(names) and "loader" not in names:
         names.insert(0, "loader")
     session = Session(loader, None if device is None else torch.device(device), clock)

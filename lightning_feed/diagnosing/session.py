@@ -28,8 +28,10 @@ from lightning_feed.trials.cloning import (
     Heartbeat,
     LoaderRate,
     RoundLimits,
+    background_of,
     burst_of,
     clone_loader,
+    has_threads,
     locate_failure,
     map_loaders,
     time_loader,
@@ -338,14 +340,14 @@ class Session:
         for part, sample in zip(self.parts, self.samples, strict=True):
             workers = part.loader.num_workers if num_workers is None else num_workers
             prefetch = part.loader.prefetch_factor or TORCH_PREFETCH
-            batches = workers * prefetch + getattr(part.loader, "background", 0) + 1
+            batches = workers * prefetch + background_of(part.loader) + 1
             taken = Footprint(
                 workers=workers,
                 batches=batches,
                 batch_bytes=part.batch_size * size_of_leaf(sample),
                 size=plural(batches, "batch", "batches"),
                 worker_bytes=0,
-                threads=not workers or getattr(part.loader, "workers", "process") == "thread",
+                threads=not workers or has_threads(part.loader),
                 sharers=len(self.parts),
             )
             if said := exceeded_limit(self.machine, taken):

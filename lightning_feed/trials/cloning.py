@@ -92,8 +92,7 @@ def twin_of(loader: DataLoader[Any], **values: object) -> DataLoader[Any]:
         values["prefetch_factor"] = TORCH_PREFETCH
     twin = object.__new__(type(loader))
     twin.__dict__.update(vars(loader), **values, _iterator=None)
-    threads = isinstance(twin, FeedLoader) and twin.workers == "thread"
-    twin.multiprocessing_context = None if threads else context
+    twin.multiprocessing_context = None if has_threads(twin) else context
     if isinstance(twin, FeedLoader):
         twin.forget()
     return twin
@@ -147,8 +146,17 @@ def map_loaders(made: Any, change: Callable[[Any, tuple[Any, ...]], Any]) -> Any
 
 def burst_of(loader: DataLoader[Any]) -> int:
     """Batches that come together: one for each worker process; 1 without, and with threads, which share a batch."""
-    threaded = getattr(loader, "workers", "process") == "thread"
-    return 1 if threaded else max(1, loader.num_workers)
+    return 1 if has_threads(loader) else max(1, loader.num_workers)
+
+
+def has_threads(loader: object) -> bool:
+    """Check for a loader whose workers are threads."""
+    return isinstance(loader, FeedLoader) and loader.workers == "thread"
+
+
+def background_of(loader: object) -> int:
+    """Batches that the loader's own thread keeps ready."""
+    return loader.background if isinstance(loader, FeedLoader) else 0
 
 
 def iter_is_itself(source: object) -> bool:

@@ -16,12 +16,14 @@ from lightning_feed.load.order import DrawsOf
 from lightning_feed.load.rank_store import connected, gather
 from lightning_feed.load.settings import LoaderSettings, RayCluster, Recommendation
 from lightning_feed.load.worker import shut_down_workers
-from lightning_feed.trials.cloning import twin_of
+from lightning_feed.trials.cloning import has_threads, twin_of
 from lightning_feed.trials.search import Goal, Tuned
 from lightning_feed.trials.trial import Setting
 from lightning_feed.trials.tune_loader import Store, tune_loader
 
 logger = logging.getLogger(__name__)
+_OPEN = ("prefetch_factor", "pin_memory", "persistent_workers")
+"""Settings that tuning chooses where the user leaves them open."""
 
 
 def why_not_now(trainer: Any, split: str) -> str:
@@ -45,7 +47,7 @@ def goal_of(trainer: Any, loader: object, **others: Any) -> Goal:
         local_ranks=trainer.num_devices,
         device_type=trainer.strategy.root_device.type,
         may_persist=not trainer.reload_dataloaders_every_n_epochs,
-        threads=getattr(loader, "workers", "process") == "thread",
+        threads=has_threads(loader),
         **others,
     )
 
@@ -117,9 +119,7 @@ def settled(settings: LoaderSettings, tuned: Tuned | None) -> LoaderSettings:
         pinned = settings.pin_memory if settings.pin_memory != "auto" else found.pin_memory
         return replace(without_workers(settings), pin_memory=pinned)
     changed: dict[str, Any] = {"num_workers": found.num_workers, "workers": found.workers}
-    for name in ("prefetch_factor", "pin_memory", "persistent_workers"):
-        if getattr(settings, name) == "auto":
-            changed[name] = getattr(found, name)
+    changed |= {name: getattr(found, name) for name in _OPEN if getattr(settings, name) == "auto"}
     if found.workers == "thread":
         changed["start_method"] = None
     if found.num_workers == 1:
@@ -149,11 +149,9 @@ def explained(found: Recommendation, settings: LoaderSettings, tuned: Tuned | No
     short = "tuned" if not tuned.remembered else "tuned by an earlier run, and checked"
     rate = "" if tuned.batches_per_s is None else f", {throughput(tuned.batches_per_s, tuned.batch_size)} in the trial"
     reasons["num_workers"] = f"{short}: {tuned.reason}{rate}"
-    for name in ("prefetch_factor", "pin_memory", "persistent_workers"):
-        # A value as the user gave it stays so; what has no effect with num_workers=0 has its own reason.
-        if getattr(settings, name) == "auto" and reasons[name] == "as given":
-            reasons[name] = short
-    return replace(found, reasons=reasons)
+    # A value of the user's stays "as given"; one without effect with num_workers=0 has its own reason.
+    chosen = {name: short for name in _OPEN if getattr(settings, name) == "auto" and reasons[name] == "as given"}
+    return replace(found, reasons=reasons | chosen)
 
 
 # --- the tuned loader ------------------------------------------------------------------------------------------------
@@ -169,7 +167,7 @@ def why_fixed(loader: Any) -> str:
     known = kind.__iter__ in (DataLoader.__iter__, FeedLoader.__iter__)
     if not known or kind._get_iterator is not DataLoader._get_iterator:
         return f"the training loader ({kind.__name__}) iterates in its own way"
-    if isinstance(getattr(loader, "workers", None), RayCluster):
+    if isinstance(loader, FeedLoader) and isinstance(loader.workers, RayCluster):
         return "Ray workers run on other machines"
     return ""
 
@@ -180,7 +178,7 @@ def setting_of(loader: DataLoader[Any]) -> Setting:
     return Setting(
         num_workers=workers,
         prefetch_factor=loader.prefetch_factor if workers else None,
-        workers=getattr(loader, "workers", "process") if workers else "process",
+        workers="thread" if workers and has_threads(loader) else "process",
         persistent_workers=loader.persistent_workers,
         pin_memory=loader.pin_memory,
     )

@@ -24,6 +24,7 @@ from lightning_feed.trials.cloning import (
     Changes,
     LoaderRate,
     RoundLimits,
+    background_of,
     burst_of,
     clone_loader,
     locate_failure,
@@ -156,7 +157,7 @@ def feasible(loader: DataLoader[Any], machine: Machine, local_ranks: int = 1) ->
         machine=machine,
         open_files=open_files_limit(),
         local_ranks=local_ranks,
-        background=getattr(loader, "background", 0),
+        background=background_of(loader),
         start_method=context.get_start_method() if context is not None else machine.start_method,
     )
 

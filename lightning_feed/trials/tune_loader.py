@@ -26,7 +26,7 @@ from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import PINNING_DEVICES
 from lightning_feed.load.worker import why_not_sent
 from lightning_feed.storage.system import cache_folder, read_json, read_text, write_json
-from lightning_feed.trials.cloning import RoundLimits, watchdog
+from lightning_feed.trials.cloning import RoundLimits, background_of, watchdog
 from lightning_feed.trials.search import Goal, Offer, Search, Tuned
 from lightning_feed.trials.trial import Kind, Setting, Trial, feasible, leaf_sizes, run_trial
 
@@ -254,7 +254,7 @@ def key_of(loader: DataLoader[Any], goal: Goal, machine: Machine, version: str) 
         "batch_size": loader.batch_size,
         "batches": _described(loader.batch_sampler),
         "collate": _described(loader.collate_fn),
-        "loader": [_name(loader), getattr(loader, "background", 0), _described(loader.multiprocessing_context)],
+        "loader": [_name(loader), background_of(loader), _described(loader.multiprocessing_context)],
         "versions": [version, str(torch.__version__), platform.python_version()],
         "goal": [
             _class_of(goal.demand_per_s, _DEMAND_STEP),

@@ -25,7 +25,7 @@ from lightning_feed.load.settings import MOST, TORCH_PREFETCH
 from lightning_feed.load.worker import end_pass
 from lightning_feed.measure.measurements import Place
 from lightning_feed.storage.system import atomic_write
-from lightning_feed.trials.cloning import Changes, RoundLimits, clone_loader
+from lightning_feed.trials.cloning import Changes, RoundLimits, clone_loader, has_threads
 from lightning_feed.trials.search import Goal, Tuned
 from lightning_feed.trials.trial import Setting, Trial, feasible, run_trial
 from lightning_feed.trials.tune_loader import Store, tune_loader
@@ -417,7 +417,7 @@ def sweep_loader(loader: DataLoader[Any], grid: Iterable[int], on_trial: Callabl
         setting = Setting(
             num_workers=workers,
             prefetch_factor=(loader.prefetch_factor or TORCH_PREFETCH) if workers else None,
-            workers=getattr(loader, "workers", "process") if workers else "process",
+            workers="thread" if workers and has_threads(loader) else "process",
             pin_memory=loader.pin_memory,
             in_order=loader.in_order or workers < 2,  # to overtake takes two
         )
