@@ -157,11 +157,12 @@ def files_of_samples(part: LoaderPart, indices: list[Any]) -> list[str]:
 
 def _listed_file(dataset: object, index: Any) -> str | None:
     """The file of a sample, where the data set has a list of them (``samples``, ``imgs``; ours); None where not."""
-    listed = getattr(dataset, "samples", None) or getattr(dataset, "imgs", None)
-    item = listed[index] if isinstance(listed, (list, tuple)) and -len(listed) <= index < len(listed) else None
-    if item is None and isinstance(dataset, ImageDataset):
-        item = str(dataset.source.name(index))
-    path = item[0] if isinstance(item, (list, tuple)) and item else item
+    listed = [getattr(dataset, name, None) for name in ("samples", "imgs")]
+    items = [one[index] for one in listed if isinstance(one, (list, tuple)) and -len(one) <= index < len(one)]
+    if isinstance(dataset, ImageDataset):
+        items.append(str(dataset.source.name(index)))
+    path = items[0] if items else None
+    path = path[0] if isinstance(path, (list, tuple)) and path else path
     return os.fspath(path) if isinstance(path, (str, os.PathLike)) and Path(path).is_file() else None
 
 

@@ -222,7 +222,8 @@ def _in_a_process(work: Callable[[], Any]) -> Any:
         except NotMeasurable as reason:
             there.send(reason)
         except Exception as error:  # noqa: BLE001  # of the user's collate function, or memory: raised in the parent
-            there.send(NotMeasurable(": ".join(filter(None, original_error(error)))))
+            kind, text = original_error(error)
+            there.send(NotMeasurable(": ".join(filter(None, (kind, text.rpartition("\n")[2])))))
 
     here, there = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(target=answer, args=(there,), daemon=False)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diagnosing.made_data import Broken, Files, Images, Stream, machine_of, part_of, session_of
@@ -250,3 +251,9 @@ def test_facts_of_a_disk(tmp_path: Path) -> None:
     assert disk is not None
     assert (disk.mean_file_bytes, disk.files_per_s, disk.read_mb_per_s) == (3000, 2000, 6.0)
     assert (disk.file_system, disk.kind) == file_system(tmp_path)
+
+
+def test_a_list_of_samples_that_is_an_array_is_no_list_of_files() -> None:
+    dataset = Images()
+    dataset.samples = np.zeros(3)  # type: ignore[attr-defined]
+    assert files_of_samples(part_of(dataset), [0]) == []

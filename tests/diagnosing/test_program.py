@@ -264,7 +264,7 @@ def test_trainers_of_a_started_process_are_refused(
     with pytest.raises(Left):
         callbacks()
     os._exit.assert_called_once_with(1)
-    assert "train.py is only looked at, and makes a Trainer in another process" in capfd.readouterr().err
+    assert "train.py is only examined, and makes a Trainer in another process" in capfd.readouterr().err
 
 
 # --- TARGET -------------------------------------------------------------------------------------------------------
