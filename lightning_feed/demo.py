@@ -61,8 +61,8 @@ def make_images(out: Path, count: int) -> Path:
     The folder appears under its name only when it is complete: it is written beside it and renamed.
 
     Args:
-        out: where the folder ``pictures-<count>`` goes.
-        count: how many, 1 to 100,000.
+        out: the folder for ``pictures-<count>``.
+        count: number of images, 1 to 100,000.
 
     Raises:
         SettingsError: when ``count`` is out of range.
@@ -373,9 +373,9 @@ def run_demo(*, data: Path | None, images: int, epochs: int, out: Path) -> dict[
     Args:
         data: a folder of class folders, or one that holds such a folder named ``train``; None makes images in ``out``,
             or reuses those made before.
-        images: how many images to make, or to take from ``data`` at most.
-        epochs: of each run, 1 or more.
-        out: where images, reports and TensorBoard logs go.
+        images: number of images to make, or to take from ``data`` at most.
+        epochs: epochs of each run, 1 or more.
+        out: folder for images, reports and TensorBoard logs.
 
     Raises:
         SettingsError: when ``images`` or ``epochs`` is out of range.

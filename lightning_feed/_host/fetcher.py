@@ -34,7 +34,7 @@ class FetcherTap:
         self.owner: Any = None
         """The prefetcher that draws ahead, if there is one."""
         self.checked: set[int] = set()
-        """The loaders, by ``dataloader_idx``, whose first batch the prefetcher has looked at."""
+        """The loaders, by ``dataloader_idx``, whose first batch the prefetcher has checked."""
         self.closed = False
         """True once the prefetcher does not touch this fetcher any more."""
         self.epoch_over = False

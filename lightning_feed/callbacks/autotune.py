@@ -361,7 +361,7 @@ def is_late(tuned: Tuned, own: Setting, *, step_ms: float, data_idle_ms: float) 
     With workers a loader has the whole step to make a batch; without, the time that the step waits for it.
 
     Args:
-        tuned: what the trials found.
+        tuned: the result of the trials.
         own: the setting of the user's loader.
         step_ms: mean time of a step.
         data_idle_ms: the part of it in which the step waits for data.

@@ -35,9 +35,9 @@ class StarvationRun:
     """The clocks and taps of one run, and its measurements so far.
 
     Args:
-        trainer: that fits, validates, tests or predicts.
+        trainer: the Trainer that fits, validates, tests or predicts.
         every: steps between two windows.
-        guard: of the callback, around the functions that the loop calls.
+        guard: the callback's guard, around the functions that the loop calls.
         wall: the clock of the whole run, which may have begun before.
         stage: whose loop is measured. A fit has that of its validation beside it.
 

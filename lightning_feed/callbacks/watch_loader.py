@@ -149,12 +149,12 @@ class PlainRun:
     """The clocks of one loop, over all of its epochs. It does not keep the loader alive.
 
     Attributes:
-        device: where the model computes; None: to be found out when the first epoch begins.
+        device: device of the model; None: determined when the first epoch begins.
         folder: for the files of reports, or None.
-        shows: whether it reports by itself.
+        shows: True to report by itself.
         live: the iterator that the loop goes through now, or nothing.
         clock: the host's.
-        closed: whether measuring has ended.
+        closed: True once measuring has ended.
     """
 
     def __init__(self, *, clock: Clock = host_clock) -> None:

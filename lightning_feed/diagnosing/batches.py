@@ -93,7 +93,7 @@ class Replay:
     first step wrote into them: then each step gets copies.
 
     Args:
-        batches: what the loop gets, one after the other. Kept as they are.
+        batches: the batches for the loop, one after the other. They are not written to.
         length: batches per epoch.
     """
 
@@ -229,7 +229,7 @@ class KeyWatch(TorchFunctionMode):
     tuple, a dataclass) and no function of torch has seen may have been kept by the step, or ignored.
 
     Args:
-        batch: what the step is to get. It is not written to.
+        batch: the batch for the step. It is not written to.
     """
 
     def __init__(self, batch: object) -> None:

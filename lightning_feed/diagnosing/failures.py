@@ -86,7 +86,7 @@ def loading_failed(
         doing: the activity that failed.
         error: the error raised.
         model: the user's. Loading in its own methods is not by a training loader.
-        loaders: of the training, restored to before the pass, as are the global random generators.
+        loaders: the training loaders, restored to before the pass, as are the global random generators.
         first_pass: True for the first pass through them. A later one draws another order.
 
     Returns:

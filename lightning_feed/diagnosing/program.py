@@ -70,7 +70,7 @@ def run_until_fit(program: Program, take: Callable[[Fit], int]) -> NoReturn:
     the process, or for a signal. The files that it has open are flushed before.
 
     Args:
-        program: what to run.
+        program: the program to run.
         take: called within the program, where it calls ``fit``, with the standard streams as they were before the
             program. Returns the exit code of the process. Its errors are printed with their traceback.
 
@@ -283,7 +283,7 @@ def fit_of_target(text: str, accelerator: str) -> Fit:
 
     Args:
         text: ``module.py:NAME`` or ``package.module:NAME``.
-        accelerator: of the Trainer, which has one device.
+        accelerator: accelerator of the Trainer, which has one device.
 
     Raises:
         SettingsError: for whatever is wrong with it.

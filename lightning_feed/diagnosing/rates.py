@@ -368,7 +368,7 @@ def decode_rate(part: LoaderPart, device: torch.device, max_s: float) -> float |
 
     Args:
         part: the loader.
-        device: that decodes.
+        device: the device that decodes.
         max_s: seconds after which no further round begins.
 
     Raises:

@@ -262,7 +262,7 @@ class _Experiments:
         """Run all of them.
 
         Args:
-            state: of the module, to begin each replay with.
+            state: the module's state, with which each replay begins.
             bar: a tqdm bar of 100 steps.
 
         Raises:

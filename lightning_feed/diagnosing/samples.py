@@ -228,14 +228,14 @@ def sample_costs(
     """The cost of each step that makes a sample, in this process, with one thread where workers would have one.
 
     Each sample is made twice and timed the second time, so that its files are in the page cache; of an iterable data
-    set every second one is timed. Data sets that tell reading from decoding (a :class:`CacheableDataset`, torchvision's
-    folders) have both by name; of others, all that is no transform is ``load``.
+    set every second one is timed. Data sets that separate reading from decoding (a :class:`CacheableDataset`,
+    torchvision's folders) have both by name; of others, all that is no transform is ``load``.
 
     Args:
         part: a loader with a map-style or an iterable data set.
-        max_s: how long at most.
+        max_s: seconds to take at most.
         timer: keeps the times; its clocks count nanoseconds.
-        samples: how many at most.
+        samples: number of samples at most.
 
     Raises:
         DatasetError: when a sample cannot be made.

@@ -178,8 +178,8 @@ def not_hanging(work: Callable[[Heartbeat], T], silent_s: float, what: str) -> T
 
     Args:
         work: calls ``beat()`` at least every ``silent_s``.
-        silent_s: how long it may be silent.
-        what: what takes so long, for the message.
+        silent_s: seconds that it may be silent.
+        what: subject of the message.
 
     Raises:
         LoaderError: the work was silent for longer.
@@ -226,8 +226,8 @@ class Session:
     """The loaders under experiment, and the results so far.
 
     Args:
-        loader: what ``train_dataloader`` returned.
-        device: that batches go to; None: none.
+        loader: the result of ``train_dataloader``.
+        device: device that batches go to; None: none.
         clock: seconds.
     """
 
@@ -365,7 +365,7 @@ def key_bytes(batch: object, place: str = "") -> dict[str, int]:
 
     Args:
         batch: as a loader gives it.
-        place: of the batch itself, where it is part of another.
+        place: place of the batch itself, where it is part of another.
 
     Returns:
         ``{"image": 602112, "meta.path": 1830}``, ``{"0": 602112, "1": 32}`` for a tuple, ``{"batch": 602112}`` for a

@@ -123,7 +123,7 @@ class ModelState:
 
     Args:
         model: the module; None: nothing of it is kept.
-        callbacks: of the user's.
+        callbacks: callbacks of the user's.
     """
 
     def __init__(self, model: nn.Module | None, callbacks: Sequence[Any] = ()) -> None:
@@ -178,12 +178,12 @@ class DiagnosisSession:
         model: the user's, or None.
         datamodule: the user's, or None.
         loaders: the user's training loaders; None where the data module or the module has them.
-        compiled: what ``torch.compile`` made of ``model``, if that is what the user has.
+        compiled: the user's module from ``torch.compile``, if ``model`` was compiled.
         callbacks: the user's that run in the training as it is.
         stops: signals that end the fits.
-        train_loaders: what the data module gave: loaders, dicts or lists of them. Fits and experiments get copies.
-        measured: of the training as it is.
-        host_batches: of it, as the loader gave them.
+        train_loaders: the data module's loaders, or dicts or lists of them. Fits and experiments get copies.
+        measured: measurements of the training as it is.
+        host_batches: batches of that training, as the loader gave them.
         device_batches: the same as the step got them.
         uses: for each part of the batch, True if the first step read it, None if that is not known.
     """
@@ -297,7 +297,7 @@ class DiagnosisSession:
 
         Args:
             batches: as the step gets them, if they are on the device, else as the loader gives them.
-            limits: how long.
+            limits: length of the fit.
             on_device: leave the transfer to the device out, with its hooks.
         """
         pace = Pace(self.device)

@@ -81,7 +81,7 @@ def twin_of(loader: DataLoader[Any], **values: object) -> DataLoader[Any]:
     once what must be done once. Where there are no workers, what only workers have is left out.
 
     Args:
-        loader: of torch, of a class derived from it, or ours. It stays as it is.
+        loader: a DataLoader, of a derived class, or ours. It stays as it is.
         **values: attributes of the twin. ``prefetch_factor=None`` beside workers gives torch's default.
     """
     context = loader.multiprocessing_context
@@ -105,8 +105,8 @@ def clone_loader(loader: DataLoader[Any], changes: Changes | None = None) -> Dat
     :func:`preserve_state`, which puts back what they draw and change. A FeedLoader's clone has no order of its own.
 
     Args:
-        loader: of torch, of a class derived from it, or ours. It is not iterated, and its workers are left alone.
-        changes: what is to differ.
+        loader: a DataLoader, of a derived class, or ours. It is not iterated, and its workers are left alone.
+        changes: the differences.
 
     Raises:
         LoaderError: when it cannot be cloned: its sampler can be gone through only once, or it keeps an iterator of its
@@ -129,7 +129,7 @@ def map_loaders(made: Any, change: Callable[[Any, tuple[Any, ...]], Any]) -> Any
     """Rebuild a structure of loaders, with ``change(loader, path)`` in place of each loader.
 
     Args:
-        made: what a hook for loaders returned: a loader, dicts and lists of loaders, or a CombinedLoader.
+        made: the result of a hook for loaders: a loader, dicts and lists of loaders, or a CombinedLoader.
         change: given a loader and the keys and numbers that lead to it.
     """
 
@@ -296,7 +296,7 @@ def time_loader(
     clock: Callable[[], float] = time.perf_counter,
     prepare: Callable[[], object] | None = None,
 ) -> LoaderRate:
-    """Drain a loader and tell how fast it is.
+    """Drain a loader and measure its rate.
 
     A pass that ends before enough was measured is followed by a new one. What lies between the two is not counted: the
     broken round at the end, the start-up, and the first batch and rounds of the new pass. Where passes are too short
@@ -305,7 +305,7 @@ def time_loader(
     Args:
         begin: begins a pass. The loader is used up: its workers are ended, persistent ones too.
         burst: batches of a round: the loader's ``num_workers``, or 1.
-        limits: how long.
+        limits: limits of the measurement.
         clock: seconds.
         prepare: called before each pass; its time belongs to nothing that is measured.
 
@@ -440,7 +440,7 @@ def watchdog(
 
     Args:
         work: calls ``beat()`` at least every ``silent_s``.
-        silent_s: how long it may be silent.
+        silent_s: seconds that it may be silent.
         unblock: called to let the work past what it waits for; returns whether there was anything to do.
         what: the message for so many seconds of silence.
 

@@ -59,9 +59,9 @@ def tune_for_fit(loader: DataLoader[Any], trainer: Any, name: str, goal: Goal | 
 
     Args:
         loader: as it would be without tuning.
-        trainer: of the run.
-        name: of the loader, for the progress bar.
-        goal: of :func:`goal_of`, with what else is asked for.
+        trainer: the Trainer of the run.
+        name: name of the loader, for the progress bar.
+        goal: result of :func:`goal_of`, with further limits.
 
     Returns:
         What was found; None, on all ranks, where they are not connected by torch.distributed.
@@ -139,8 +139,8 @@ def explained(found: Recommendation, settings: LoaderSettings, tuned: Tuned | No
     Args:
         found: made with :func:`settled`.
         settings: the user's.
-        tuned: what tuning found.
-        why_not: why there was none; empty where the ranks could not agree.
+        tuned: the result of tuning.
+        why_not: the reason for no tuning; empty where the ranks could not agree.
     """
     reasons = dict(found.reasons)
     if tuned is None:
@@ -239,7 +239,7 @@ class SameDraws:
 
     Args:
         source: the sampler.
-        loader: that it was taken from.
+        loader: the loader that it was taken from.
     """
 
     def __init__(self, source: Any, loader: DataLoader[Any]) -> None:

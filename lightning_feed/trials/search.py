@@ -131,14 +131,14 @@ class Tuned:
 
 
 class Search:
-    """Ask for a setting, try it, tell what it gave, and ask again until there is none.
+    """Proposes one setting after the other, each by the results of those before.
 
     Attributes:
         trials: the results so far.
         rejected: settings that were not tried because they would have broken a limit, and which limit.
 
     Args:
-        offer: what the loader can be given.
+        offer: the settings that the loader can have.
         goal: the demand, and how many trials there may be.
         broken: the limit of the machine that a setting would break, as a sentence, empty for none. It is also given
             the trials so far, which say how large a batch and a worker are.

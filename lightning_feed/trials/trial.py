@@ -111,8 +111,8 @@ class Feasible:
         """The limit that a setting would break, as a sentence; empty when all hold.
 
         Args:
-            setting: what would be run.
-            trials: so far. The first tells the size of a batch, those with workers what a worker takes.
+            setting: the setting to check.
+            trials: the trials so far. The first gives the size of a batch, those with workers the memory of a worker.
         """
         workers, threads = setting.num_workers, setting.workers == "thread"
         if workers == 0:

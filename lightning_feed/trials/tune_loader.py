@@ -61,8 +61,8 @@ def tune_loader(  # noqa: PLR0913  # all but the loader and its goal are by name
 
     Args:
         loader: any DataLoader, or a FeedLoader, for which threads are tried too.
-        goal: what for; None looks for the fastest setting.
-        store: where results are remembered; None remembers nothing.
+        goal: target and limits; None looks for the fastest setting.
+        store: the store of results; None remembers nothing.
         fresh: tune again, whatever is remembered.
         on_trial: called with each trial when it is over.
         machine: its limits; None reads them.
@@ -87,9 +87,9 @@ def remember(loader: DataLoader[Any], goal: Goal, tuned: Tuned, taken: Setting) 
     """Store another setting as the result of a tuning, where it was among the trials, because it trained better.
 
     Args:
-        loader: that was tuned.
-        goal: what for.
-        tuned: what the trials found.
+        loader: the loader that was tuned.
+        goal: target and limits.
+        tuned: the result of the trials.
         taken: the better setting.
     """
     trial = next((one for one in tuned.trials if one.setting == taken), None)
@@ -237,10 +237,10 @@ def key_of(loader: DataLoader[Any], goal: Goal, machine: Machine, version: str) 
     One sample is made, unless that takes long or fails: then the key goes without its shape.
 
     Args:
-        loader: what is tuned.
-        goal: what for.
+        loader: the loader to tune.
+        goal: target and limits.
         machine: its limits.
-        version: of this package.
+        version: version of this package.
     """
     return {
         "machine": {

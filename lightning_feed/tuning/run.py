@@ -55,8 +55,8 @@ def tuned_text(tuned: Tuned, place: Place | None = None) -> str:
     """A table of the trials, what was chosen and why, what it predicts, and what to paste where.
 
     Args:
-        tuned: what was found.
-        place: where the loader is set up; None: not known.
+        tuned: the result.
+        place: the place where the loader is set up; None: not known.
     """
     lines = [f"workers  ahead  {rate_unit(tuned.batch_size):>11}  start  note"]
     lines += [_row(trial, tuned) for trial in tuned.trials]
@@ -293,12 +293,12 @@ def tune(  # noqa: PLR0913  # all but the target are by name, and have a default
         target: a LightningDataModule, which is prepared and set up for "fit", or torch DataLoaders.
         model: the LightningModule. How fast it trains is measured, on one batch for some seconds.
         trainer: the Trainer that will train it. It is only read; loaders are tried for each of its local ranks at once.
-        batch_size: samples in a batch, for figures in samples per second where the loader does not tell it.
+        batch_size: samples in a batch, for figures in samples per second where the loader does not say it.
         demand_per_s: batches per second that the model can train, in place of measuring that.
         budget_s: seconds for the trials. None is begun later.
         max_trials: the most trials, with the first one, which has no workers.
         fresh: ignore remembered results.
-        loader: which of several training loaders is tuned: its key or its number, such as ``"cls"``.
+        loader: the key or the number of the loader to tune, among several training loaders, such as ``"cls"``.
 
     Raises:
         SettingsError: for a target that cannot be tuned, or values that leave nothing to try.
@@ -329,7 +329,7 @@ def find(
     Args:
         session: with a module, whose demand is measured unless the goal has one.
         loader: the training loader.
-        goal: what for; the Trainer says for which device, and whether workers may live on.
+        goal: target and limits; the Trainer gives the device, and whether workers may live on.
         batch_size: as for :func:`tune`.
         fresh: as for :func:`tune`.
     """
@@ -345,7 +345,7 @@ def find(
 
 
 def batch_size_of(loader: DataLoader[Any]) -> int | None:
-    """Samples in a batch; None where the loader does not tell."""
+    """Samples in a batch; None where the loader does not say it."""
     return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
 
 
@@ -364,12 +364,12 @@ def run_tune(  # the options of the command, by name
     """Tune, and sweep where that is wanted, with the tuner's choice marked; and where the loader is set up, if known.
 
     Args:
-        fit: what is to train, and on what.
+        fit: the module and the data.
         goal: the budget.
-        samples_per_s: that the model can take; None: measured where there is a module.
+        samples_per_s: rate that the model can take; None: measured where there is a module.
         fresh: as for :func:`tune`.
         grid: numbers of workers to sweep; None: no sweep.
-        loader: which of several loaders: its place.
+        loader: the place of the loader among several.
 
     Raises:
         FeedError: as for ``tune``; and for a demand in samples where nothing says how many a batch has.
