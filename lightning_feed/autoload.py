@@ -28,23 +28,19 @@ def callbacks() -> list[Any]:
 
 
 def pl_callbacks() -> list[Any]:
-    """The same for Trainers of ``pytorch_lightning``, which in 2.4 refuse callbacks of the other package's tree."""
+    """Return the callbacks for Trainers of ``pytorch_lightning``, which in 2.4 refuse the other package's callbacks."""
     return _callbacks_from("lightning_feed.pl")
 
 
-def _refuse_children() -> None:
+def _callbacks_from(module: str) -> list[Any]:
     number, _, program = os.environ.get(PROGRAM, "").partition(" ")
     if number and number != str(os.getpid()):
         said = (
-            f"lightning-feed: {program} is only looked at, and makes a Trainer in another process, which is not. "
+            f"lightning-feed: {program} is only examined, and makes a Trainer in another process, which is not. "
             "Nothing was trained there. Name the program that runs in that process.\n"
         )
         os.write(2, said.encode(errors="backslashreplace"))
         os._exit(1)  # an exception would run what follows a training: `finally: torch.save(...)`
-
-
-def _callbacks_from(module: str) -> list[Any]:
-    _refuse_children()
     value = os.environ.get(VARIABLE, "")
     if value in ("", "0"):
         return []

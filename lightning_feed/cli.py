@@ -13,16 +13,15 @@ import os
 import signal
 import sys
 import webbrowser
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from lightning_feed import __version__
 from lightning_feed.errors import FeedError, SettingsError, printable
 
 if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
     from lightning_feed.diagnosing.program import Fit
     from lightning_feed.report.report import Report
 
@@ -83,34 +82,50 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lightning-feed", description="Keep the GPU fed in PyTorch Lightning.")
     parser.add_argument("--version", action="version", version=f"lightning-feed {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_demo, _add_pack, _add_stage, _add_report, _add_compare, _add_diagnose, _add_tune, _add_doctor):
-        add(commands)
+    for run, options in _COMMANDS.items():
+        name = run.__name__.strip("_")
+        summary, _, description = inspect.cleandoc(run.__doc__ or "").partition("\n\n")
+        usage = f"lightning-feed {name} [options] {_PROGRAM_USAGE}" if run in (_diagnose, _tune) else None
+        command = commands.add_parser(name, help=summary, description=description, usage=usage)
+        command.set_defaults(run=run)
+        _add_options(command, options)
     return parser
 
 
-def _add(
-    commands: "Commands",
-    name: str,
-    run: Callable[[argparse.Namespace], None],
-    *,
-    json: str = "",
-    usage: str | None = None,
-) -> argparse.ArgumentParser:
-    """A command, explained by its function's docstring, and what its option --json prints as JSON."""
-    summary, _, description = inspect.cleandoc(run.__doc__ or "").partition("\n\n")
-    command = commands.add_parser(name, help=summary, description=description, usage=usage)
-    command.set_defaults(run=run)
-    if json:
-        _flag(command, "--json", f"print {json} as JSON")
-    return command
+class _Option(NamedTuple):
+    names: tuple[str, ...]
+    given: dict[str, Any]
 
 
-def _flag(command: "argparse._ActionsContainer", name: str, text: str) -> None:
-    command.add_argument(name, action="store_true", help=text)
+class _OneOf(NamedTuple):
+    """Options that exclude each other."""
+
+    options: tuple[_Option, ...]
+    required: bool = False
+
+
+def _add_options(to: "argparse._ActionsContainer", options: Iterable[_Option | _OneOf]) -> None:
+    for one in options:
+        if isinstance(one, _OneOf):
+            _add_options(to.add_mutually_exclusive_group(required=one.required), one.options)
+        else:
+            to.add_argument(*one.names, **one.given)
+
+
+def _option(*names: str, **given: object) -> _Option:
+    return _Option(names, given)
+
+
+def _flag(name: str, text: str) -> _Option:
+    return _option(name, action="store_true", help=text)
+
+
+def _json(what: str) -> _Option:
+    return _flag("--json", f"print {what} as JSON")
 
 
 class _Gone(argparse.Action):
-    """An option that went. What to do instead is its constant, and the error of who gives it."""
+    """A removed option. Its constant, printed as the error, says what to do instead."""
 
     def __init__(self, **given: object) -> None:
         super().__init__(**given, help=argparse.SUPPRESS)  # type: ignore[arg-type]
@@ -120,16 +135,6 @@ class _Gone(argparse.Action):
 
 
 # --- demo, pack, stage --------------------------------------------------------------------------------------------
-
-
-def _add_demo(commands: "Commands") -> None:
-    demo = _add(commands, "demo", _demo, json="the figures")
-    demo.add_argument("--data", type=Path, metavar="DIR", help="a folder of class folders (default: make images)")
-    images = "images to make, or to take from DIR (default: 512)"
-    demo.add_argument("--images", type=int, default=512, metavar="N", help=images)
-    demo.add_argument("--epochs", type=int, default=3, metavar="N", help="epochs of each run (default: 3)")
-    demo.add_argument("--out", type=Path, default=Path("feed_demo"), metavar="DIR", help="default: feed_demo")
-    _flag(demo, "--open", "open the report in a browser")
 
 
 def _demo(arguments: argparse.Namespace) -> None:
@@ -145,21 +150,6 @@ def _demo(arguments: argparse.Namespace) -> None:
     _print_found(arguments, outcome, demo_text(outcome))
     if arguments.open and not webbrowser.open(outcome["report"].absolute().as_uri()):
         _say(f"no browser could be started: open {outcome['report']} yourself")
-
-
-def _add_pack(commands: "Commands") -> None:
-    pack = _add(commands, "pack", _pack, json="what was done")
-    pack.add_argument("source", metavar="SRC", help="a folder of class folders, or its URL (s3://...)")
-    pack.add_argument("dest", type=Path, metavar="DEST", help="where the pack is to be")
-    pack.add_argument("--format", type=_pack_format, choices=("lmdb", "hdf5"), default="lmdb", help="default: lmdb")
-    pack.add_argument("--short-side", type=int, metavar="PX", help="resize larger images once, to this shorter side")
-    quality = "of JPEGs that are written anew: those that --short-side makes smaller (default: 95), or all"
-    pack.add_argument("--quality", type=int, metavar="Q", help=quality)
-    _flag(pack, "--decoded", "store decoded pixels in place of files")
-    pack.add_argument("--workers", type=int, metavar="N", help="processes (default: one for each CPU)")
-    pack.add_argument("--on-error", choices=("raise", "skip"), default="raise", help="for images that cannot be read")
-    _flag(pack, "--force", "replace a pack that is there")
-    _flag(pack, "--verify", "read everything back and compare checksums")
 
 
 def _pack_format(text: str) -> str:
@@ -189,17 +179,6 @@ def _pack(arguments: argparse.Namespace) -> None:
     _print_found(arguments, dataclasses.asdict(done), text)
 
 
-def _add_stage(commands: "Commands") -> None:
-    stage = _add(commands, "stage", _stage, json="what was done")
-    stage.add_argument("source", metavar="SRC", help="a folder or a file, or its URL (s3://...)")
-    where = "a folder in memory (/dev/shm/<user>) or on a local disk"
-    stage.add_argument("dest", type=Path, metavar="DEST", help=where)
-    stage.add_argument("--hash", nargs=0, action=_Gone, const="sizes and times of change are compared now")
-    _flag(stage, "--force", "remove what lies there and copy everything")
-    stage.add_argument("--wait", type=float, metavar="S", help="seconds to wait for another process that copies")
-    _flag(stage, "--remove", "remove the copy instead")
-
-
 def _stage(arguments: argparse.Namespace) -> None:
     """Copy data to memory or a local disk, or bring the copy there up to date.
 
@@ -223,17 +202,6 @@ def _stage(arguments: argparse.Namespace) -> None:
 
 
 # --- report, compare, doctor --------------------------------------------------------------------------------------
-
-
-def _add_report(commands: "Commands") -> None:
-    report = _add(commands, "report", _report)
-    report.add_argument("folder", type=Path, metavar="RUN", help="a run's folder, or its feed_report.json")
-    report.add_argument("--fail-above", type=_percent, metavar="PCT", help="exit with 1 above this share, 0 to 100")
-    form = report.add_mutually_exclusive_group()
-    _flag(form, "--json", "print the report as JSON")
-    form.add_argument("--html", type=Path, metavar="FILE", help="write the report as one HTML page")
-    instead = "the report as Markdown is the file feed_report.md beside feed_report.json"
-    form.add_argument("--markdown", nargs=0, action=_Gone, const=instead)
 
 
 def _percent(text: str) -> float:
@@ -275,12 +243,6 @@ def _as_text(report: "Report") -> str:
     return "\n".join([as_text(report.diagnosis), *(f"card  {check_text(one)}" for one in report.report_card)])
 
 
-def _add_compare(commands: "Commands") -> None:
-    compare = _add(commands, "compare", _compare, json="the comparison")
-    compare.add_argument("before", type=Path, metavar="A", help="the earlier run's folder, or its feed_report.json")
-    compare.add_argument("after", type=Path, metavar="B", help="the later run's")
-
-
 def _compare(arguments: argparse.Namespace) -> None:
     """Compare two reports: what changed, what was predicted, what was achieved.
 
@@ -291,11 +253,6 @@ def _compare(arguments: argparse.Namespace) -> None:
 
     found = compare(read_document(arguments.before), read_document(arguments.after))
     _print_found(arguments, to_plain(found), comparison_text(found))
-
-
-def _add_doctor(commands: "Commands") -> None:
-    doctor = _add(commands, "doctor", _doctor, json="the findings")
-    doctor.add_argument("--data", metavar="PATH", help="say too on which file system this lies, or how fast a URL is")
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
@@ -314,24 +271,6 @@ def _doctor(arguments: argparse.Namespace) -> None:
 # --- diagnose, tune -----------------------------------------------------------------------------------------------
 
 
-def _add_diagnose(commands: "Commands") -> None:
-    diagnose = _add(
-        commands,
-        "diagnose",
-        _diagnose,
-        json="the report",
-        usage="lightning-feed diagnose [options] (SCRIPT.py | -m MODULE | TARGET) [-- ARGS]",
-    )
-    _add_target(diagnose)
-    _flag(diagnose, "--quick", "a third of the time, figures less certain")
-    diagnose.add_argument("--only", metavar="LIST", help="experiments to run, such as model,loader (default: all)")
-    out = Path("feed_diagnosis")
-    diagnose.add_argument("--out", type=Path, default=out, metavar="DIR", help=f"default: {out}")
-    previous = "of an earlier run: say what became of its predictions"
-    diagnose.add_argument("--previous", type=Path, metavar="REPORT", help=previous)
-    _flag(diagnose, "--callbacks", "run callbacks of your own classes too, whatever they write or upload")
-
-
 def _diagnose(arguments: argparse.Namespace) -> None:
     """Find what limits training by experiments, and what each remedy would give.
 
@@ -341,23 +280,29 @@ def _diagnose(arguments: argparse.Namespace) -> None:
     LightningModule and a LightningDataModule. Takes about 90 s.
     """
     from lightning_feed.diagnosing import diagnose
-    from lightning_feed.diagnosing.safety import DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten
+    from lightning_feed.diagnosing.failures import DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten
     from lightning_feed.report.document import as_json, make_report, read_document
     from lightning_feed.report.files import check_writable
 
     # Read before anything is written: it may lie where this one goes.
     earlier = None if arguments.previous is None else read_document(arguments.previous)
     check_writable(arguments.out)  # before a program is run for minutes
-    options = {name: getattr(arguments, name) for name in ("quick", "only", "callbacks")}
-    options |= {"out": arguments.out.absolute(), "previous": earlier}  # a program may change the current folder
+    out = arguments.out.absolute()  # a program may change the current folder
+    options = {"quick": arguments.quick, "only": arguments.only, "callbacks": arguments.callbacks}
 
-    early = (DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten)
-
-    def look(fit: "Fit") -> None:
+    def run(fit: "Fit") -> None:
         stop = None
         try:
-            found = diagnose(fit.trainer, fit.model, fit.datamodule, train_dataloaders=fit.train_dataloaders, **options)
-        except early as error:  # raised again when all is told
+            found = diagnose(
+                fit.trainer,
+                fit.model,
+                fit.datamodule,
+                train_dataloaders=fit.train_dataloaders,
+                out=out,
+                previous=earlier,
+                **options,
+            )
+        except (DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten) as error:  # raised below
             stop, found = error, error.diagnosis
         report = make_report(found, previous=earlier)
         _print(as_json(report).removesuffix("\n") if arguments.json else _as_text(report))
@@ -367,34 +312,13 @@ def _diagnose(arguments: argparse.Namespace) -> None:
             _print(f"Written to {arguments.out}.", sys.stderr)
         elif stop.written:
             _say(f"what was measured until then is in {arguments.out}")
-        if isinstance(stop, DiagnosisInterrupted) and stop.not_written:
-            _say(stop.not_written)
-        if fit.ended:
-            _say(fit.ended)
+        for line in (getattr(stop, "not_written", ""), fit.ended):
+            if line:
+                _say(line)
         if stop is not None:
             raise stop
 
-    _with_fit(arguments, look)
-
-
-def _add_tune(commands: "Commands") -> None:
-    tune = _add(
-        commands,
-        "tune",
-        _tune,
-        json="what was found",
-        usage="lightning-feed tune [options] (SCRIPT.py | -m MODULE | TARGET) [-- ARGS]",
-    )
-    _add_target(tune)
-    tune.add_argument("--loader", metavar="NAME", help="which of several training loaders: its key or number")
-    tune.add_argument("--budget", type=float, default=30.0, metavar="S", help="seconds for the trials (default: 30)")
-    tune.add_argument("--trials", type=int, default=5, metavar="N", help="at most so many trials (default: 5)")
-    _flag(tune, "--fresh", "look anew, whatever is remembered")
-    demand = "what the model can take (default: measured)"
-    tune.add_argument("--demand", type=float, metavar="SAMPLES_PER_S", help=demand)
-    sweep, grid = "try a whole grid of workers too (default LIST: 0,5,10,...,50)", tuple(range(0, 51, 5))
-    tune.add_argument("--sweep", type=_workers_grid, nargs="?", const=grid, metavar="LIST", help=sweep)
-    tune.add_argument("--plot", type=Path, metavar="FILE", help="draw the sweep into this PNG file")
+    _with_fit(arguments, run)
 
 
 def _workers_grid(text: str) -> tuple[int, ...]:
@@ -413,8 +337,7 @@ def _tune(arguments: argparse.Namespace) -> None:
     """
     from lightning_feed.extras import require
     from lightning_feed.trials.search import Goal
-    from lightning_feed.tuning.output import tuned_document, tuned_text, write_plot
-    from lightning_feed.tuning.run import run_tune
+    from lightning_feed.tuning.run import run_tune, tuned_document, tuned_text, write_plot
 
     plot = None if arguments.plot is None else arguments.plot.absolute()  # a program may change the current folder
     if plot is not None:
@@ -422,15 +345,16 @@ def _tune(arguments: argparse.Namespace) -> None:
             raise SettingsError("--plot draws a sweep, and there is none. Add --sweep, or leave --plot out.")
         require("matplotlib", extra="plot", why="--plot")  # before a minute is spent on trials
     goal = Goal(budget_s=arguments.budget, max_trials=arguments.trials)
-    wanted = {
-        "samples_per_s": arguments.demand,
-        "fresh": arguments.fresh,
-        "grid": arguments.sweep,
-        "loader": arguments.loader,
-    }
 
-    def look(fit: "Fit") -> None:
-        tuned, swept, place = run_tune(fit, goal, **wanted)
+    def run(fit: "Fit") -> None:
+        tuned, swept, place = run_tune(
+            fit,
+            goal,
+            samples_per_s=arguments.demand,
+            fresh=arguments.fresh,
+            grid=arguments.sweep,
+            loader=arguments.loader,
+        )
         document, text = tuned_document(tuned, place), tuned_text(tuned, place)
         if swept is not None:
             document, text = {**document, "sweep": swept.to_dict()}, f"{text}\n\n{swept.text()}"
@@ -440,28 +364,137 @@ def _tune(arguments: argparse.Namespace) -> None:
         if fit.ended:
             _say(fit.ended)
 
-    _with_fit(arguments, look)
+    _with_fit(arguments, run)
 
 
-def _add_target(command: argparse.ArgumentParser) -> None:
-    what = command.add_mutually_exclusive_group(required=True)
-    target = "your program (train.py), or module.py:NAME, package.module:NAME"
-    what.add_argument("target", nargs="?", metavar="TARGET", help=target)
-    what.add_argument("-m", dest="module", metavar="MODULE", help="your program, as for python -m")
-    command.add_argument("--accelerator", metavar="A", help="of TARGET's Trainer (default: auto)")
-
-
-def _with_fit(arguments: argparse.Namespace, look: "Callable[[Fit], None]") -> None:
-    """Call ``look`` with what TARGET makes; or with the first fit of a program, and end the process with it."""
+def _with_fit(arguments: argparse.Namespace, run: "Callable[[Fit], None]") -> None:
+    """Call ``run`` with the objects of TARGET; or with the first fit of a program, and end the process with it."""
     from lightning_feed.diagnosing.program import Program, fit_of_target, run_until_fit
 
     target, given = arguments.target, tuple(arguments.program_arguments)
     if target is not None and ":" in target and not target.endswith(".py"):
         if given:
             raise SettingsError(f"What follows -- are arguments of a program, and {target} is none. Leave them out.")
-        look(fit_of_target(target, arguments.accelerator or "auto"))
+        run(fit_of_target(target, arguments.accelerator or "auto"))
         return
     if arguments.accelerator is not None:
         raise SettingsError("--accelerator is for TARGET: a program has a Trainer of its own. Set it there.")
     program = Program(arguments.module or target, given, is_module=target is None)
-    run_until_fit(program, lambda fit: _run(partial(look, fit)))
+    run_until_fit(program, lambda fit: _run(partial(run, fit)))
+
+
+# --- the commands and their options -------------------------------------------------------------------------------
+
+_PROGRAM_USAGE = "(SCRIPT.py | -m MODULE | TARGET) [-- ARGS]"
+_TARGET = (
+    _OneOf(
+        (
+            _option(
+                "target",
+                nargs="?",
+                metavar="TARGET",
+                help="your program (train.py), or module.py:NAME, package.module:NAME",
+            ),
+            _option("-m", dest="module", metavar="MODULE", help="your program, as for python -m"),
+        ),
+        required=True,
+    ),
+    _option("--accelerator", metavar="A", help="of TARGET's Trainer (default: auto)"),
+)
+_COMMANDS: dict[Callable[[argparse.Namespace], None], tuple[_Option | _OneOf, ...]] = {
+    _demo: (
+        _json("the figures"),
+        _option("--data", type=Path, metavar="DIR", help="a folder of class folders (default: make images)"),
+        _option(
+            "--images", type=int, default=512, metavar="N", help="images to make, or to take from DIR (default: 512)"
+        ),
+        _option("--epochs", type=int, default=3, metavar="N", help="epochs of each run (default: 3)"),
+        _option("--out", type=Path, default=Path("feed_demo"), metavar="DIR", help="default: feed_demo"),
+        _flag("--open", "open the report in a browser"),
+    ),
+    _pack: (
+        _json("what was done"),
+        _option("source", metavar="SRC", help="a folder of class folders, or its URL (s3://...)"),
+        _option("dest", type=Path, metavar="DEST", help="where the pack is to be"),
+        _option("--format", type=_pack_format, choices=("lmdb", "hdf5"), default="lmdb", help="default: lmdb"),
+        _option("--short-side", type=int, metavar="PX", help="resize larger images once, to this shorter side"),
+        _option(
+            "--quality",
+            type=int,
+            metavar="Q",
+            help="of JPEGs that are written anew: those that --short-side makes smaller (default: 95), or all",
+        ),
+        _flag("--decoded", "store decoded pixels in place of files"),
+        _option("--workers", type=int, metavar="N", help="processes (default: one for each CPU)"),
+        _option("--on-error", choices=("raise", "skip"), default="raise", help="for images that cannot be read"),
+        _flag("--force", "replace a pack that is there"),
+        _flag("--verify", "read everything back and compare checksums"),
+    ),
+    _stage: (
+        _json("what was done"),
+        _option("source", metavar="SRC", help="a folder or a file, or its URL (s3://...)"),
+        _option("dest", type=Path, metavar="DEST", help="a folder in memory (/dev/shm/<user>) or on a local disk"),
+        _option("--hash", nargs=0, action=_Gone, const="sizes and times of change are compared now"),
+        _flag("--force", "remove what lies there and copy everything"),
+        _option("--wait", type=float, metavar="S", help="seconds to wait for another process that copies"),
+        _flag("--remove", "remove the copy instead"),
+    ),
+    _report: (
+        _option("folder", type=Path, metavar="RUN", help="a run's folder, or its feed_report.json"),
+        _option("--fail-above", type=_percent, metavar="PCT", help="exit with 1 above this share, 0 to 100"),
+        _OneOf(
+            (
+                _json("the report"),
+                _option("--html", type=Path, metavar="FILE", help="write the report as one HTML page"),
+                _option(
+                    "--markdown",
+                    nargs=0,
+                    action=_Gone,
+                    const="the report as Markdown is the file feed_report.md beside feed_report.json",
+                ),
+            )
+        ),
+    ),
+    _compare: (
+        _json("the comparison"),
+        _option("before", type=Path, metavar="A", help="the earlier run's folder, or its feed_report.json"),
+        _option("after", type=Path, metavar="B", help="the later run's"),
+    ),
+    _diagnose: (
+        _json("the report"),
+        *_TARGET,
+        _flag("--quick", "a third of the time, figures less certain"),
+        _option("--only", metavar="LIST", help="experiments to run, such as model,loader (default: all)"),
+        _option("--out", type=Path, default=Path("feed_diagnosis"), metavar="DIR", help="default: feed_diagnosis"),
+        _option(
+            "--previous",
+            type=Path,
+            metavar="REPORT",
+            help="of an earlier run: say what became of its predictions",
+        ),
+        _flag("--callbacks", "run callbacks of your own classes too, whatever they write or upload"),
+    ),
+    _tune: (
+        _json("what was found"),
+        *_TARGET,
+        _option("--loader", metavar="NAME", help="which of several training loaders: its key or number"),
+        _option("--budget", type=float, default=30.0, metavar="S", help="seconds for the trials (default: 30)"),
+        _option("--trials", type=int, default=5, metavar="N", help="at most so many trials (default: 5)"),
+        _flag("--fresh", "look anew, whatever is remembered"),
+        _option("--demand", type=float, metavar="SAMPLES_PER_S", help="what the model can take (default: measured)"),
+        _option(
+            "--sweep",
+            type=_workers_grid,
+            nargs="?",
+            const=tuple(range(0, 51, 5)),
+            metavar="LIST",
+            help="try a whole grid of workers too (default LIST: 0,5,10,...,50)",
+        ),
+        _option("--plot", type=Path, metavar="FILE", help="draw the sweep into this PNG file"),
+    ),
+    _doctor: (
+        _json("the findings"),
+        _option("--data", metavar="PATH", help="say too on which file system this lies, or how fast a URL is"),
+    ),
+}
+"""By the function that runs a command, which its name and its description are from."""

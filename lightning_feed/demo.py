@@ -7,7 +7,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,8 +61,8 @@ def make_images(out: Path, count: int) -> Path:
     The folder appears under its name only when it is complete: it is written beside it and renamed.
 
     Args:
-        out: where the folder ``pictures-<count>`` goes.
-        count: how many, 1 to 100,000.
+        out: the folder for ``pictures-<count>``.
+        count: number of images, 1 to 100,000.
 
     Raises:
         SettingsError: when ``count`` is out of range.
@@ -81,7 +80,11 @@ def make_images(out: Path, count: int) -> Path:
         out.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=out))
         try:
-            _write_images(unfinished, count, photographs)
+            for name in photographs:
+                (unfinished / name).mkdir()
+            for index in tqdm(range(count), desc="making images", unit="image", disable=None):
+                name = SOURCES[index % len(photographs)]
+                (unfinished / name / f"{index:06d}.jpg").write_bytes(_varied_jpeg(photographs[name], index))
             unfinished.chmod(0o755)  # mkdtemp's is for the owner alone
             unfinished.rename(target)
         finally:
@@ -91,14 +94,6 @@ def make_images(out: Path, count: int) -> Path:
             f"the images could not be written to {out}: {error}. Choose another folder with --out."
         ) from error
     return target
-
-
-def _write_images(folder: Path, count: int, photographs: dict[str, Image.Image]) -> None:
-    for name in photographs:
-        (folder / name).mkdir()
-    for index in tqdm(range(count), desc="making images", unit="image", disable=None):
-        name = SOURCES[index % len(photographs)]
-        (folder / name / f"{index:06d}.jpg").write_bytes(_varied_jpeg(photographs[name], index))
 
 
 def _varied_jpeg(photograph: Image.Image, seed: int) -> bytes:
@@ -167,7 +162,7 @@ def _transformed(images: ImageFolder, transform: Callable[[Image.Image], Tensor]
 class SmallModel(LightningModule):
     """torchvision's ShuffleNetV2 of half the width, untrained, with SGD.
 
-    Small, since a CPU has to stand in for a GPU: with a large model it would limit the epoch, which no loader mends.
+    Small, since a CPU has to stand in for a GPU: with a large model it would limit the epoch, which no loader changes.
     """
 
     def __init__(self, classes: int) -> None:
@@ -194,7 +189,7 @@ def plain_loader(images: ImageFolder) -> DataLoader[Any]:
 
 
 class FedImages(FastDataModule):
-    """The same images and the same transforms, in uint8 until they are on the device."""
+    """The images and transforms of the plain run, in uint8 until they are on the device."""
 
     def __init__(self, images: ImageFolder) -> None:
         super().__init__(batch_size=BATCH_SIZE)
@@ -215,7 +210,7 @@ class FedImages(FastDataModule):
 
 
 class AdvisedImages(ImageFolderDataModule):
-    """The same images again: of each only what the crop needs is decoded, as the report of the plain run advises."""
+    """The images of the plain run, of which only the crop is decoded, as the report of that run advises."""
 
     def __init__(self, images: ImageFolder) -> None:
         half = (0.5,) * 3
@@ -239,14 +234,14 @@ class Course(Callback):
         self.setup_s = self.epochs_s = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The data are set up: what that took is told by itself."""
+        """Note the time of the set-up, which is shown by itself."""
         self._began = time.perf_counter()
         self.setup_s = self._began - self._made
         steps = int(trainer.num_training_batches) * (trainer.max_epochs or 1)
         self._bar = tqdm(total=steps, desc=f"{self._name:8}", unit="step", disable=None)
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """One step more."""
+    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
+        """Count a step."""
         self._bar.update()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -258,20 +253,11 @@ class Course(Callback):
 
 
 Figures = dict[str, float | str | None]
-"""What one run measured, by name with unit; None: the run was too short to measure it."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What all runs share."""
-
-    images: ImageFolder
-    epochs: int
-    logs: Path
+"""Measurements of a run, by name with unit; None: the run was too short for it."""
 
 
 class Run(NamedTuple):
-    """What came of a run."""
+    """The results of a run."""
 
     figures: Figures
     report: Report
@@ -279,13 +265,13 @@ class Run(NamedTuple):
     """Of the report as a page."""
 
 
-def _train(name: str, data: Any, plan: Plan) -> Run:
+def _train(name: str, data: Any, images: ImageFolder, epochs: int, logs: Path) -> Run:
     seed_everything(0, workers=True, verbose=False)
     course, starvation = Course(name), GPUStarvationCallback(report=False)  # what is shown is shown at the end
     trainer = Trainer(
-        max_epochs=plan.epochs,
+        max_epochs=epochs,
         devices=1,
-        logger=TensorBoardLogger(plan.logs, name=name),
+        logger=TensorBoardLogger(logs, name=name),
         callbacks=[*([] if name == "plain" else [PrefetchCallback()]), starvation, course],
         log_every_n_steps=10,
         enable_checkpointing=False,
@@ -293,17 +279,18 @@ def _train(name: str, data: Any, plan: Plan) -> Run:
         enable_progress_bar=False,
     )
     try:
-        trainer.fit(SmallModel(len(plan.images.classes)), data)
+        trainer.fit(SmallModel(len(images.classes)), data)
     except SystemExit as stopped:
         if trainer.interrupted:  # Lightning turns Ctrl-C into exit code 1, which is ours for a FeedError
             raise KeyboardInterrupt from stopped
         raise
     report = make_report(starvation.report())
-    written = write_report(report, Path(trainer.log_dir or plan.logs))
-    return Run(_figures(report, course, plan), report, next(path for path in written if path.suffix == ".html"))
+    written = write_report(report, Path(trainer.log_dir or logs))
+    page = next(path for path in written if path.suffix == ".html")
+    return Run(_figures(report, course.setup_s, course.epochs_s / epochs, len(images)), report, page)
 
 
-def _figures(report: Report, course: Course, plan: Plan) -> Figures:
+def _figures(report: Report, setup_s: float, epoch_s: float, images: int) -> Figures:
     found, stats = report.diagnosis, report.diagnosis.stats
     return {
         "step_ms": stats.step_ms,
@@ -312,9 +299,9 @@ def _figures(report: Report, course: Course, plan: Plan) -> Figures:
         "h2d_ms": stats.h2d_ms,
         "other_ms": stats.other_ms,
         "starved_pct": stats.starved_pct,
-        "setup_s": course.setup_s,
-        "epoch_s": course.epochs_s / plan.epochs,
-        "samples_per_s": plan.epochs * len(plan.images) / course.epochs_s,  # the start of the workers included
+        "setup_s": setup_s,
+        "epoch_s": epoch_s,
+        "samples_per_s": images / epoch_s,  # the start of the workers included
         "verdict": found.grade if found.bottleneck == "unknown" else f"{found.bottleneck}: {found.grade}",
     }
 
@@ -338,7 +325,7 @@ ROWS = {
 
 
 def demo_text(outcome: Mapping[str, Any]) -> str:
-    """What :func:`run_demo` found: the report of the plain run, a table of all runs, and where the reports are."""
+    """The results of :func:`run_demo` as text: a report, a table of all runs, and paths."""
     what = "which decodes only what the crop needs" if outcome["decoder"] == "turbo-region" else "the fastest here"
     epochs_s = " : ".join(f"{outcome[name]['epoch_s']:.2f}" for name in RUNS)
     return (
@@ -357,16 +344,16 @@ def demo_text(outcome: Mapping[str, Any]) -> str:
 
 
 def _on_the_device(outcome: Mapping[str, Any]) -> str:
-    """What the device gained, where it was measured; what stands in for it on the CPU."""
+    """The waiting times of the GPU, where it was measured; on the CPU, a note on its stand-in."""
     if outcome["device"] == "CPU":
         return (
             "\nThere is no GPU here. As a stand-in, training has half of the CPUs, in all runs; fed and advised load\n"
             "with the others, which plain leaves idle. What a GPU gains only a GPU can show."
         )
     starved = (outcome[name]["starved_pct"] for name in RUNS)
-    told = ("not measured" if pct is None else f"{pct:.1f} %" for pct in starved)
+    shown = ("not measured" if pct is None else f"{pct:.1f} %" for pct in starved)
     return "\nOf each step the GPU waited for data: " + ", ".join(
-        f"{pct} ({name})" for name, pct in zip(RUNS, told, strict=True)
+        f"{pct} ({name})" for name, pct in zip(RUNS, shown, strict=True)
     )
 
 
@@ -386,9 +373,9 @@ def run_demo(*, data: Path | None, images: int, epochs: int, out: Path) -> dict[
     Args:
         data: a folder of class folders, or one that holds such a folder named ``train``; None makes images in ``out``,
             or reuses those made before.
-        images: how many images to make, or to take from ``data`` at most.
-        epochs: of each run, 1 or more.
-        out: where images, reports and TensorBoard logs go.
+        images: number of images to make, or to take from ``data`` at most.
+        epochs: epochs of each run, 1 or more.
+        out: folder for images, reports and TensorBoard logs.
 
     Raises:
         SettingsError: when ``images`` or ``epochs`` is out of range.
@@ -407,12 +394,12 @@ def run_demo(*, data: Path | None, images: int, epochs: int, out: Path) -> dict[
     if data is not None and (data / "train").is_dir():
         data /= "train"
     found = find_images(data or make_images(out, images), images)
-    plan = Plan(found, epochs, out / "logs")
+    logs = out / "logs"
     fed, advised = FedImages(found), AdvisedImages(found)
     loaders = {"plain": plain_loader(found), "fed": fed, "advised": advised}
     with quiet(), _half_the_cpus():
         _warm_up(len(found.classes))
-        runs = {name: _train(name, given, plan) for name, given in loaders.items()}
+        runs = {name: _train(name, given, found, epochs, logs) for name, given in loaders.items()}
     choice, figures = advised.decoder_choice, {name: run.figures for name, run in runs.items()}
     outcome = {
         **figures,
@@ -426,7 +413,7 @@ def run_demo(*, data: Path | None, images: int, epochs: int, out: Path) -> dict[
         "workers": fed.recommendations["train"].num_workers,
         "decoder": "" if choice is None else choice.name,
         "report": out / "report.html",
-        "logs": plan.logs,
+        "logs": logs,
     }
     write_whole(out / "report.html", _page(outcome))
     return outcome

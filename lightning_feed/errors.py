@@ -11,7 +11,7 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """The same for a message, whose line ends stay."""
+    """Printable text of a message, whose line ends stay."""
     return "\n".join(map(printable, text.split("\n")))
 
 

@@ -11,9 +11,9 @@ def require(module: str, *, extra: str, why: str) -> ModuleType:
     """Import an optional module, or say how to install it.
 
     Args:
-        module: what to import, for example ``"skimage.data"``.
+        module: the module to import, for example ``"skimage.data"``.
         extra: the extra of this package that brings it.
-        why: what needs it, as the subject of a sentence ("making the demo's images").
+        why: the feature that needs it, as the subject of a sentence ("making the demo's images").
 
     Raises:
         MissingExtraError: when the module is not installed.

@@ -46,19 +46,19 @@ def test_module_and_command_are_the_same() -> None:
 def test_stops_are_told_in_one_line(
     raised: BaseException, code: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stop(arguments: object) -> None:
+    def stop(**_: object) -> None:
         raise raised
 
-    monkeypatch.setattr(cli, "_demo", stop)
+    monkeypatch.setattr("lightning_feed.demo.run_demo", stop)
     assert cli.main(["demo"]) == code
     assert capsys.readouterr() == ("", message + "\n")
 
 
 def test_our_own_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def bug(arguments: object) -> None:
+    def bug(**_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(cli, "_demo", bug)
+    monkeypatch.setattr("lightning_feed.demo.run_demo", bug)
     with pytest.raises(ZeroDivisionError):
         cli.main(["demo"])
 

@@ -1,8 +1,8 @@
 """All that touches Lightning's private parts.
 
 Each function says in which versions it was read, and what public thing would replace it. Objects of both packages
-(``lightning`` and ``pytorch_lightning``) pass through here, so nothing is imported from either: they are told apart by
-what they have, not by what they are.
+(``lightning`` and ``pytorch_lightning``) pass through here, so nothing is imported from either: their classes are
+recognized by name.
 """
 
 import functools
@@ -11,14 +11,15 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from lightning_feed.errors import SettingsError
 
+Stage = Literal["fit", "validate", "test", "predict"]
 PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 
 
-def package_of(first: Any, *others: Any) -> ModuleType:
+def package_of(first: object, *others: object) -> ModuleType:
     """The package that a Trainer, a module or a data module comes from: ``lightning.pytorch`` or ``pytorch_lightning``.
 
     Raises:
@@ -65,8 +66,8 @@ def live_fetcher(trainer: Any) -> Any:
     return _loop_of(trainer, stage_now(trainer))._data_fetcher if known else None
 
 
-def stage_now(trainer: Any) -> str:
-    """What the running loop does: ``"fit"``, ``"validate"`` (within a fit too), ``"test"`` or ``"predict"``."""
+def stage_now(trainer: Any) -> Stage:
+    """The stage of the running loop: ``"fit"``, ``"validate"`` (within a fit too), ``"test"`` or ``"predict"``."""
     if trainer.training:
         return "fit"
     if trainer.sanity_checking or trainer.validating:
@@ -81,19 +82,19 @@ def _loop_of(trainer: Any, stage: str) -> Any:
     return getattr(trainer, f"{stage}_loop")
 
 
-def loop_loaders(trainer: Any, stage: str) -> list[Any]:
+def loop_loaders(trainer: object, stage: str) -> list[Any]:
     """The loaders of a stage, flattened. Read in 2.4.0 and 2.6.6 (``setup_data`` of each loop)."""
     combined = _loop_of(trainer, stage)._combined_loader
     return [] if combined is None else list(combined.flattened)
 
 
-def train_loaders(trainer: Any) -> list[Any]:
+def train_loaders(trainer: object) -> list[Any]:
     """Those of training."""
     return loop_loaders(trainer, "fit")
 
 
-def loader_names(trainer: Any, stage: str) -> list[str]:
-    """What to call the loaders of a stage: keys of a dict, else as Lightning names them in metrics.
+def loader_names(trainer: object, stage: str) -> list[str]:
+    """The names of the loaders of a stage: keys of a dict, else as Lightning names them in metrics.
 
     Read in 2.4.0 and 2.6.6 (``utilities/combined_loader.py``).
     """
@@ -104,7 +105,7 @@ def loader_names(trainer: Any, stage: str) -> list[str]:
     return [f"dataloader_idx_{index}" for index in range(len(loaders))]
 
 
-def loop_iterators(trainer: Any, stage: str) -> list[Any]:
+def loop_iterators(trainer: object, stage: str) -> list[Any]:
     """The iterators that the batches of a stage come from now, one for each loader of the mode; empty outside of it.
 
     A mode may make others within an epoch: ``max_size_cycle`` makes a new one when a loader is at its end, and
@@ -136,12 +137,12 @@ def train_progress(trainer: Any) -> Any:
 
 
 def read_already(trainer: Any) -> bool:
-    """Whether Lightning has drawn a batch that no step was given yet, as it does for loaders without a length."""
+    """True if Lightning has drawn a batch that no step was given yet, as it does for loaders without a length."""
     return bool(trainer.fit_loop._data_fetcher.batches)
 
 
 def train_batches_to_follow(trainer: Any, *, at_most: int, step_pending: bool) -> int:
-    """How many batches the training loop will surely go straight on to after this one, up to ``at_most``.
+    """The number of batches that the training loop will surely go straight on to after this one, up to ``at_most``.
 
     None when the run ends here, and none when validation comes first: what validation draws from the global random
     generators would otherwise come after the next training batch was loaded, not before.
@@ -166,10 +167,10 @@ def train_batches_to_follow(trainer: Any, *, at_most: int, step_pending: bool) -
     return at_most
 
 
-def change_saved_arguments(loader: Any, changed: dict[str, Any], *, always: tuple[str, ...]) -> None:
+def change_saved_arguments(loader: object, changed: dict[str, Any], *, always: tuple[str, ...]) -> None:
     """Change the arguments that Lightning saw when a loader was made in a hook.
 
-    With them it makes the loader anew where it needs another sampler. Of those that were not given, ``always`` names
+    With them it makes the loader again where it needs another sampler. Of those that were not given, ``always`` names
     the ones that are added where the constructor takes them. Read in 2.4.0 and 2.6.6
     (``fabric/utilities/data.py: _wrap_dataloader_init``).
     """
@@ -206,7 +207,7 @@ def wrap_train_source(trainer: Any, around: Callable[..., Any]) -> "Wrap":
     return Wrap(trainer.fit_loop._data_source, "dataloader", around)
 
 
-def replace_train_loader(trainer: Any, loader: Any) -> None:
+def replace_train_loader(trainer: Any, loader: object) -> None:
     """Train with another loader from the next epoch on.
 
     To be called in ``on_train_epoch_start``. Read in 2.4.0 and 2.6.6 (``utilities/combined_loader.py``).
@@ -234,7 +235,7 @@ def cli_config(trainer: Any) -> dict[str, Any]:
 def go_on_past_the_end(trainer: Any) -> None:
     """Let the training loop ignore ``max_epochs`` and ``max_steps`` from now on.
 
-    What the optimizers and schedulers were told of them when they were made stays. Read in 2.4.0 and 2.6.6
+    The values that optimizers and schedulers read when they were made stay. Read in 2.4.0 and 2.6.6
     (``loops/fit_loop.py: done``, ``loops/training_epoch_loop.py: _is_training_done``).
     """
     trainer.fit_loop.max_epochs = -1
@@ -261,26 +262,26 @@ def needs_metrics_every(trainer: Any) -> set[str]:
 
 
 def takes_iterator(pl_module: Any) -> bool:
-    """Whether ``training_step`` fetches for itself. Read in 2.4.0 and 2.6.6 (``loops/utilities.py``)."""
+    """Check if ``training_step`` fetches for itself. Read in 2.4.0 and 2.6.6 (``loops/utilities.py``)."""
     return "dataloader_iter" in inspect.signature(pl_module.training_step).parameters
 
 
 def is_training(trainer: Any) -> bool:
-    """Whether one of the Trainer's loops runs now. Read in 2.4.0 and 2.6.6 (``trainer/states.py``)."""
+    """Check if one of the Trainer's loops runs now. Read in 2.4.0 and 2.6.6 (``trainer/states.py``)."""
     return str(getattr(trainer.state.status, "value", trainer.state.status)) == "running"
 
 
 def shards_the_model(trainer: Any) -> bool:
-    """Whether the strategy divides one model among devices. Read in 2.4.0 and 2.6.6 (``strategies``)."""
+    """Check if the strategy divides one model among devices. Read in 2.4.0 and 2.6.6 (``strategies``)."""
     return _is_a(trainer.strategy, "FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy", "XLAFSDPStrategy")
 
 
-def detects_anomalies(trainer: Any) -> bool:
-    """Whether ``Trainer(detect_anomaly=True)``. Read in 2.4.0 and 2.6.6 (``trainer/trainer.py``)."""
+def detects_anomalies(trainer: object) -> bool:
+    """Check for ``Trainer(detect_anomaly=True)``. Read in 2.4.0 and 2.6.6 (``trainer/trainer.py``)."""
     return bool(getattr(trainer, "_detect_anomaly", False))
 
 
-def steps_between_checkpoints(callback: Any) -> int:
+def steps_between_checkpoints(callback: object) -> int:
     """Of a ModelCheckpoint; 0: it goes by epochs. Read in 2.4.0 and 2.6.6 (``callbacks/model_checkpoint.py``)."""
     return int(getattr(callback, "_every_n_train_steps", 0) or 0)
 
@@ -289,7 +290,7 @@ def steps_between_checkpoints(callback: Any) -> int:
 
 
 def actions(trainer: Any, stage: str) -> dict[str, str]:
-    """What the profiler calls the parts of a stage's loop: ``fetch``, ``to_device``, ``step``.
+    """The profiler's names for the parts of a stage's loop: ``fetch``, ``to_device``, ``step``.
 
     Of a fit also ``forward``, ``backward`` and ``optimizer``, but with manual optimisation: that announces no backward
     pass, and what is captured there as a CUDA graph is not to have an event of ours in it. And what lies around the
@@ -319,7 +320,7 @@ def actions(trainer: Any, stage: str) -> dict[str, str]:
 
 
 class RunBegins:
-    """In the place of a callback's ``log``, which Lightning gives it before anything else of a run: notes that.
+    """Descriptor that detects the start of a run, when Lightning sets the callback's ``log``.
 
     Then calls the method of the callback that ``tell`` names, before ``prepare_data`` and ``setup``. Read in 2.4.0 and
     2.6.6 (``connectors/callback_connector.py: _attach_model_logging_functions``); a hook at the beginning of
@@ -329,19 +330,19 @@ class RunBegins:
     def __init__(self, tell: str) -> None:
         self._tell = tell
 
-    def __get__(self, callback: Any, owner: Any = None) -> Any:
+    def __get__(self, callback: object, owner: object = None) -> Any:
         try:
             return vars(callback)["log"] if callback is not None else self
         except KeyError:
             raise AttributeError("log is set when a Trainer runs") from None
 
-    def __set__(self, callback: Any, log: Any) -> None:
+    def __set__(self, callback: object, log: object) -> None:
         vars(callback)["log"] = log
         getattr(callback, self._tell)()
 
 
 def profiler_does_nothing(trainer: Any) -> bool:
-    """Whether the profiler is Lightning's empty one. Read in 2.4.0 and 2.6.6 (``profilers/base.py``)."""
+    """Check if the profiler is Lightning's empty one. Read in 2.4.0 and 2.6.6 (``profilers/base.py``)."""
     kind = type(trainer.profiler)
     return kind.__name__ == "PassThroughProfiler" and defined_by_lightning(kind)
 
@@ -362,7 +363,7 @@ def steps_logged(trainer: Any) -> int:
 
 
 def bar_printer(trainer: Any) -> Callable[[str], object] | None:
-    """What prints a line above a live progress bar; None where a plain ``print`` does.
+    """A function that prints a line above a live progress bar; None where a plain ``print`` does.
 
     Lightning's TQDM bar prints nothing at all when it is closed or disabled; other bars let a ``print`` through. Read
     in 2.4.0 and 2.6.6 (``callbacks/progress/tqdm_progress.py: print``).
@@ -376,13 +377,13 @@ def bar_printer(trainer: Any) -> Callable[[str], object] | None:
 
 
 class Wrap:
-    """``around(original, *args)`` in the place of ``owner.name(*args)``, on this one instance, until :meth:`undo`.
+    """``around(original, *args)`` instead of ``owner.name(*args)``, on this one instance, until :meth:`undo`.
 
     A wrap that another tool has wrapped in its turn cannot be taken out; it then goes dead and passes calls through.
     It pickles and deep-copies as the plain method, so a module copied or saved in the middle of a fit stays usable.
     """
 
-    def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+    def __init__(self, owner: object, name: str, around: Callable[..., Any]) -> None:
         original = getattr(owner, name)
         # Lightning's is_overridden looks through __wrapped__. First of all: it copies attributes, those of a wrap too.
         functools.update_wrapper(self, original)
@@ -392,7 +393,7 @@ class Wrap:
         self._around: Callable[..., Any] | None = around
         setattr(owner, name, self)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         if self._around is None:
             return self._original(*args, **kwargs)
         return self._around(self._original, *args, **kwargs)
@@ -411,23 +412,23 @@ class Wrap:
         return getattr, (self._owner, self._name)
 
 
-def replace_in_class(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
-    """``around(original, self, *args)`` in the place of a method, for all objects of a class and its heirs.
+def replace_in_class(owner: object, name: str, around: Callable[..., Any]) -> Callable[[], None]:
+    """``around(original, self, *args)`` instead of a method, for all objects of a class and its heirs.
 
     Keeps the signature: LightningCLI makes arguments of it. Returns what puts the method back.
     """
     original = vars(owner)[name]
 
     @functools.wraps(original)
-    def replaced(*args: Any, **kwargs: Any) -> Any:
+    def replaced(*args: object, **kwargs: object) -> Any:
         return around(original, *args, **kwargs)
 
     setattr(owner, name, replaced)
     return functools.partial(setattr, owner, name, original)
 
 
-def arguments_of(method: Callable[..., Any], owner: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """What a method is called with, by name.
+def arguments_of(method: Callable[..., Any], owner: object, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call of a method, by name.
 
     Raises:
         TypeError: when it does not take that, as the call itself would.
@@ -449,20 +450,39 @@ def wrap_transfer(trainer: Any, convert_input: Callable[..., Any], batch_hook: C
     ]
 
 
-def is_overridden(owner: Any, hook: str) -> bool:
-    """Whether the user's module or callback has a ``hook`` of its own, not Lightning's empty one."""
+def transfer_early(trainer: Any, stage: Callable[..., Any], batch: object, index: int) -> Any:
+    """``stage(batch, prepare=..., copy=...)`` with the functions by which a loop prepares and transfers a batch.
+
+    Read in 2.4.0, 2.5.6 and 2.6.6 (``strategies/strategy.py: batch_to_device``, ``core/module.py: _call_batch_hook``).
+    """
+    module, device = trainer.lightning_module, trainer.strategy.root_device
+    hook_in_progress = module._current_fx_name
+    try:
+        return stage(
+            batch,
+            prepare=lambda host: module._on_before_batch_transfer(
+                trainer.precision_plugin.convert_input(host), dataloader_idx=index
+            ),
+            copy=lambda host: module._call_batch_hook("transfer_batch_to_device", host, device, index),
+        )
+    finally:
+        module._current_fx_name = hook_in_progress  # a hook that raises leaves its own name behind
+
+
+def is_overridden(owner: object, hook: str) -> bool:
+    """Check if the user's module or callback overrides Lightning's empty ``hook``."""
     method = getattr(owner, hook, None)
     return method is not None and not defined_by_lightning(getattr(method, "__wrapped__", method))
 
 
-def defined_by_lightning(thing: Any) -> bool:
-    """Whether a class, object or function comes from Lightning or from this package."""
+def defined_by_lightning(thing: object) -> bool:
+    """Check if a class, object or function comes from Lightning or from this package."""
     module = getattr(thing, "__module__", None) or type(thing).__module__
     return module.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_feed")
 
 
 def optimizes_by_the_book(trainer: Any) -> bool:
-    """Whether no class of the user's has a part in the backward pass and the optimizer step.
+    """Check if no class of the user's takes part in the backward pass and the optimizer step.
 
     Strategy and precision plugin come from Lightning, optimizers and schedulers from torch. Read in 2.4.0 and 2.6.6
     (``strategies/strategy.py``).
@@ -486,8 +506,9 @@ def known_syncs(trainer: Any) -> tuple[str, ...]:
       and 2.6.6 (``callbacks/throughput_monitor.py: _update``).
     """
     loop, on_device = trainer.fit_loop.epoch_loop, trainer.strategy.root_device.type != "cpu"
+    bar_is_on = trainer.progress_bar_callback and getattr(trainer.progress_bar_callback, "is_enabled", True)
     applies = {
-        "prog_bar": on_device and _bar_is_on(trainer) and any(map(_in_bar, _logged(loop))),
+        "prog_bar": on_device and bar_is_on and any(map(_in_bar, getattr(loop, "_results", {}).values())),
         "grad_scaler": getattr(trainer.precision_plugin, "scaler", None) is not None,
         "sigterm_broadcast": trainer.world_size > 1 and hasattr(loop, "_broadcast_sigterm_tensor"),
         "throughput_monitor": trainer.strategy.root_device.type == "cuda"
@@ -496,21 +517,11 @@ def known_syncs(trainer: Any) -> tuple[str, ...]:
     return tuple(name for name, does in applies.items() if does)
 
 
-def _logged(loop: Any) -> list[Any]:
-    """What was logged in training steps. Read in 2.4.0 and 2.6.6 (``_ResultCollection``, a dict of metrics)."""
-    return list(getattr(loop, "_results", {}).values())
-
-
-def _in_bar(metric: Any) -> bool:
+def _in_bar(metric: object) -> bool:
     meta, value = getattr(metric, "meta", None), getattr(metric, "value", None)
     device = getattr(value, "device", None)
     return bool(getattr(meta, "prog_bar", False)) and getattr(device, "type", "cpu") != "cpu"
 
 
-def _bar_is_on(trainer: Any) -> bool:
-    bar = trainer.progress_bar_callback
-    return bar is not None and bool(getattr(bar, "is_enabled", True))
-
-
-def _is_a(thing: Any, *names: str) -> bool:
+def _is_a(thing: object, *names: str) -> bool:
     return any(kind.__name__ in names for kind in type(thing).__mro__)

@@ -19,13 +19,13 @@ class Fetched:
     states: list[dict[str, Any]] | None = None
     """States of the stateful loaders with which a run goes on after this batch was trained. None: as they stand."""
     ahead: bool = False
-    """Whether it was drawn before the loop asked for it."""
+    """True if it was drawn before the loop asked for it."""
     staged: Any = None
-    """What the prefetcher made of the batch."""
+    """The batch as the prefetcher staged it."""
 
 
 class FetcherTap:
-    """What an adopted fetcher carries: batches drawn ahead of the loop, and the loader states that belong to them."""
+    """State of an adopted fetcher: batches drawn ahead of the loop, and the loader states that belong to them."""
 
     def __init__(self, fetcher: Any) -> None:
         # Weak: the fetcher holds its tap, and a ring of the two would keep the loader's workers alive.
@@ -34,9 +34,9 @@ class FetcherTap:
         self.owner: Any = None
         """The prefetcher that draws ahead, if there is one."""
         self.checked: set[int] = set()
-        """The loaders, by ``dataloader_idx``, whose first batch the prefetcher has looked at."""
+        """The loaders, by ``dataloader_idx``, whose first batch the prefetcher has checked."""
         self.closed = False
-        """Whether the prefetcher will not touch this fetcher any more."""
+        """True once the prefetcher does not touch this fetcher any more."""
         self.epoch_over = False
         """True where the epoch is trained: a resumed run draws no batch before its next ``iter()``."""
         self.on_hand_out: Callable[[Fetched], None] | None = None
@@ -156,20 +156,26 @@ def adopt_fetcher(fetcher: Any) -> FetcherTap | None:
     """
     if not hasattr(fetcher, "prefetch_batches"):
         return None
-    tap: FetcherTap | None = getattr(fetcher, "_feed_tap", None)
+    tap = tap_of(fetcher)
     if tap is None:
         tap = fetcher._feed_tap = FetcherTap(fetcher)
         fetcher.__class__ = _adopted(type(fetcher))  # type: ignore[arg-type]  # every class is hashable
     return tap
 
 
-def is_stateful(loader: Any) -> bool:
+def tap_of(fetcher: object) -> FetcherTap | None:
+    """The tap of a fetcher, if it was adopted."""
+    tap: FetcherTap | None = getattr(fetcher, "_feed_tap", None)
+    return tap
+
+
+def is_stateful(loader: object) -> bool:
     """Check for the two methods for which Lightning keeps the loader's state in checkpoints."""
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 def more_to_draw(fetcher: Any) -> bool:
-    """Whether the fetcher, with what was drawn ahead of it, has another batch to give."""
+    """Check if the fetcher has another batch after those drawn ahead of it."""
     ahead = fetcher._feed_tap.ahead
     last = ahead[-1] if ahead else fetcher
     return not last.done and not (ahead and ahead[-1].error is not None)
@@ -188,7 +194,7 @@ def checkpoint_loader_states(checkpoint: dict[str, Any]) -> list[dict[str, Any]]
 
 
 def write_loader_states(checkpoint: dict[str, Any], states: list[dict[str, Any]]) -> None:
-    """Put ``states`` in the place of those that Lightning took; none at all where nothing was trained yet."""
+    """Replace Lightning's loader states by ``states``; remove them where nothing was trained yet."""
     fit_loop = checkpoint["loops"]["fit_loop"]["state_dict"]
     if states:
         fit_loop["combined_loader"] = states
@@ -211,7 +217,7 @@ def write_progress_of_ranks(checkpoint: dict[str, Any], progress: list[dict[str,
 
 
 def take_progress_of_rank(checkpoint: dict[str, Any], rank: int, ranks: int) -> None:
-    """Put the counts of ``rank`` in the place of those of rank 0, where there are as many ranks as there were."""
+    """Replace the counts of rank 0 by those of ``rank``, if the number of ranks is unchanged."""
     fit_loop = checkpoint["loops"]["fit_loop"]
     progress = fit_loop.pop("by_rank", [])
     if len(progress) == ranks:

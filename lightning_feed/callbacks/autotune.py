@@ -19,11 +19,10 @@ from lightning_feed.measure.guard import Guard, Once, guarded, say
 from lightning_feed.measure.loop import LoopSums
 from lightning_feed.transfer.resident import ResidentLoader
 from lightning_feed.trials.cloning import map_loaders
-from lightning_feed.trials.in_fit import goal_of, tune_for_fit
+from lightning_feed.trials.in_fit import end_workers, goal_of, setting_of, tune_for_fit, why_fixed, with_setting
 from lightning_feed.trials.search import Goal, Tuned
 from lightning_feed.trials.trial import Setting
 from lightning_feed.trials.tune_loader import remember
-from lightning_feed.trials.tuned_loader import end_workers, setting_of, why_fixed, with_setting
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +34,8 @@ LATE = 0.2
 WORSE = 0.05
 """Steps longer by this share are worse. Smaller differences are seen between epochs of the same settings."""
 FEWEST_STEPS = 20
-"""Steps that figures must rest on."""
-_TAKE_OUT = "take out what it had put in"
+"""Fewest steps for figures to be compared."""
+_SET = ("num_workers", "prefetch_factor", "persistent_workers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +59,7 @@ class EpochFigures:
     data_idle_ms: float
     """Of a step: waiting for data."""
     late: bool
-    """Whether training is starved, and batches take longer than the trials promised."""
+    """True if training is starved, and batches take longer than in the trials."""
 
 
 class AutotuneCallback(Callback):
@@ -104,7 +103,6 @@ class AutotuneCallback(Callback):
             )
         Goal(budget_s=budget_s)  # raises for what is no budget
         self.max_workers, self.budget_s = max_workers, budget_s
-        self._moves: list[Move] = []
         self._once = Once(logger)
         self._guard = self._new_guard()
         self._wraps: list[_host.Wrap] = []
@@ -115,7 +113,7 @@ class AutotuneCallback(Callback):
         return Guard("AutotuneCallback", self._stop_measuring)
 
     def _forget(self) -> None:
-        self._moves = []
+        self._moves: list[Move] = []
         self._loader: DataLoader[Any] | None = None
         """The user's, as Lightning prepared it first."""
         self._goal: Goal | None = None
@@ -127,7 +125,7 @@ class AutotuneCallback(Callback):
         self._over = True
         self._sums: LoopSums | None = None
         self._decided: LoopSums | None = None
-        """What was summed before the last epoch, and at the last decision."""
+        """The sums at the end of the last epoch, and at the last decision."""
         self._taken_back: EpochFigures | None = None
         """The figures for which the found setting was taken back; None while it is in force."""
 
@@ -171,18 +169,18 @@ class AutotuneCallback(Callback):
         if self._run is not None:
             self._guard.measure(self._run.epoch_began)
         if self._epochs and not self._over:
-            mine = self._guard.measure(self._figures, trainer)  # asked by a rank that has failed, too: others wait
+            mine = self._guard.measure(self._figures, trainer)  # on a rank that has failed, too: the others wait
             every = self._guard.attempt("ask the other ranks", gather, trainer, mine)
             self._guard.measure(self._compare, trainer, every)
 
     @guarded
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Look at the batch, where this callback measures for itself."""
         if self._run is not None:
             self._run.batch_came(batch)
 
     @guarded
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
         """Count the step, where this callback measures for itself."""
         if self._run is not None:
             self._run.step_ended()
@@ -197,22 +195,15 @@ class AutotuneCallback(Callback):
         """Note that there are figures now."""
         self._epochs += 1
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure no more."""
-        self._guard.attempt(_TAKE_OUT, self._let_go)
+    def on_train_end(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
+        """Remove everything from the Trainer. Lightning does not call ``teardown`` after an exception."""
+        self._guard.attempt("take out what it had put in", self._let_go)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Take out what was put in: teardown is not called after an exception."""
-        self._guard.attempt(_TAKE_OUT, self._let_go)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take out what was put in."""
-        self._guard.attempt(_TAKE_OUT, self._let_go)
+    on_exception = teardown = on_train_end
 
     def _let_go(self) -> None:
-        wraps, self._wraps = self._wraps, []
-        for wrap in wraps:
-            wrap.undo()
+        while self._wraps:
+            self._wraps.pop().undo()
         self._stop_measuring()
 
     # --- when the loader is made --------------------------------------------------------------------------------------
@@ -224,14 +215,14 @@ class AutotuneCallback(Callback):
         self._loaders = len(found)
         return made
 
-    def _process(self, trainer: Any, original: Any, loader: Any) -> Any:
-        """The loader that Lightning trains with, in the place of the user's."""
+    def _process(self, trainer: Any, original: Any, loader: object) -> Any:
+        """The loader that Lightning trains with, instead of the user's."""
         if trainer.training:
             tuned = self._guard.attempt("tune the training loader", self._tune, trainer, loader)
             loader = loader if tuned is None else tuned
         return original(loader)
 
-    def _tune(self, trainer: Any, loader: Any) -> Any:
+    def _tune(self, trainer: object, loader: Any) -> Any:
         """The tuned twin of a training loader; None where the loader stays."""
         if self._loader is None:
             self._loader = loader
@@ -264,7 +255,7 @@ class AutotuneCallback(Callback):
         rate = throughput(self._tuned.batches_per_s or 0.0, self._tuned.batch_size)
         self._change(trainer, own, found, f"{self._tuned.reason} ({rate})")
 
-    def _why_not(self, loader: Any) -> str:
+    def _why_not(self, loader: object) -> str:
         if self._loaders != 1:
             return f"there are {self._loaders} training loaders, and which of them is waited for is not measured"
         if isinstance(loader, ResidentLoader):
@@ -309,15 +300,9 @@ class AutotuneCallback(Callback):
         assert self._loader is not None
         assert self._goal is not None
         self._decided = self._sums
-        worst = max(known, key=lambda one: (one.late, one.step_ms))
         own, found = setting_of(self._loader), self._tuned.setting
         if self._taken_back is None:
-            if worst.late:
-                self._taken_back = worst
-                promised = 1e3 / (self._tuned.batches_per_s or 1.0)
-                waited = f"steps took {worst.step_ms:.3g} ms, {worst.data_idle_ms:.3g} of them waiting"
-                why = f"{waited}, and the trials promised a batch every {promised:.3g} ms"
-                self._change(trainer, found, own, why)
+            self._take_back(trainer, max(known, key=lambda one: (one.late, one.step_ms)), self._tuned, own)
             return
         self._over = True
         before, after = self._taken_back.step_ms, max(one.step_ms for one in known)
@@ -329,18 +314,18 @@ class AutotuneCallback(Callback):
         if trainer.local_rank == 0:
             self._guard.attempt("remember it", remember, self._loader, self._goal, self._tuned, own)
 
+    def _take_back(self, trainer: object, worst: EpochFigures, tuned: Tuned, own: Setting) -> None:
+        if worst.late:
+            self._taken_back = worst
+            promised = 1e3 / (tuned.batches_per_s or 1.0)
+            waited = f"steps took {worst.step_ms:.3g} ms, {worst.data_idle_ms:.3g} of them waiting"
+            why = f"{waited}, and the trials promised a batch every {promised:.3g} ms"
+            self._change(trainer, tuned.setting, own, why)
+
     def _change(self, trainer: Any, before: Setting, now: Setting, why: str) -> None:
         self._now = now
-        epoch = trainer.current_epoch
-        self._moves.append(
-            Move(
-                epoch=epoch,
-                num_workers=now.num_workers,
-                prefetch_factor=now.prefetch_factor,
-                persistent_workers=now.persistent_workers,
-                reason=why,
-            )
-        )
+        epoch, changed = trainer.current_epoch, {name: getattr(now, name) for name in _SET}
+        self._moves.append(Move(epoch=epoch, **changed, reason=why))
         same = "" if self._epochs else " The order of samples stays; random numbers drawn inside workers differ."
         self._say(trainer, f"AutotuneCallback, epoch {epoch}: {_described(before, now)}: {why}.{same}")
         if self._epochs and before != now:
@@ -351,20 +336,19 @@ class AutotuneCallback(Callback):
 
     # --- output -------------------------------------------------------------------------------------------------------
 
-    def _say(self, trainer: Any, what: str) -> None:
+    def _say(self, trainer: Any, line: str) -> None:
         if trainer.is_global_zero:
-            say(logger, logging.INFO, what)
+            say(logger, logging.INFO, line)
 
-    def _do_nothing(self, trainer: Any, why: str) -> None:
+    def _do_nothing(self, trainer: object, why: str) -> None:
         self._once.say(trainer, logging.INFO, f"AutotuneCallback does nothing: {why}.")
 
     def _log(self, trainer: Any) -> None:
         """The settings of the epochs to come, as metrics."""
         if not trainer.is_global_zero or self._now is None:
             return
-        tags = {"feed/num_workers": float(self._now.num_workers)}
-        if self._now.prefetch_factor is not None:
-            tags["feed/prefetch_factor"] = float(self._now.prefetch_factor)
+        settings = {"num_workers": self._now.num_workers, "prefetch_factor": self._now.prefetch_factor}
+        tags = {f"feed/{name}": float(value) for name, value in settings.items() if value is not None}
         step = _host.steps_logged(trainer)
         for number, each in enumerate(trainer.loggers):
             task = f"log its settings to {type(each).__name__} (trainer.loggers[{number}])"
@@ -372,28 +356,26 @@ class AutotuneCallback(Callback):
 
 
 def is_late(tuned: Tuned, own: Setting, *, step_ms: float, data_idle_ms: float) -> bool:
-    """Whether training is starved by a loader that is slower than the trials promised, and than its own setting was.
+    """Check if training is starved by a loader that is slower than in the trials, and than its own setting was there.
 
     With workers a loader has the whole step to make a batch; without, the time that the step waits for it.
 
     Args:
-        tuned: what the trials found.
+        tuned: the result of the trials.
         own: the setting of the user's loader.
         step_ms: mean time of a step.
-        data_idle_ms: how long of it the step waits for data.
+        data_idle_ms: the part of it in which the step waits for data.
     """
     if 100 * data_idle_ms < STARVED_PCT * step_ms:
         return False
     rates = {trial.setting: trial.batches_per_s for trial in tuned.trials}
     limits = {tuned.setting: (1 + LATE, tuned.batches_per_s), own: (1.0, rates.get(own))}
-    for setting, (share, per_s) in limits.items():
-        took_ms = step_ms if setting.num_workers else data_idle_ms
-        if per_s and took_ms <= share * 1e3 / per_s:
-            return False
-    return True
+    return not any(
+        per_s and (step_ms if setting.num_workers else data_idle_ms) <= share * 1e3 / per_s
+        for setting, (share, per_s) in limits.items()
+    )
 
 
 def _described(before: Setting, now: Setting) -> str:
-    names = ("num_workers", "prefetch_factor", "persistent_workers")
-    changed = [(name, getattr(before, name), getattr(now, name)) for name in names]
+    changed = [(name, getattr(before, name), getattr(now, name)) for name in _SET]
     return ", ".join(f"{name} {old} -> {new}" for name, old, new in changed if old != new)

@@ -4,7 +4,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,23 +58,23 @@ class LoaderOrigin:
         return source_line(self.user_file, self.user_line) if self.user_file else ""
 
 
-def origin_of(loader: Any) -> LoaderOrigin | None:
+def origin_of(loader: object) -> LoaderOrigin | None:
     """The place where a loader was made; None: before this module was imported, or it is no DataLoader."""
-    found = getattr(loader, "__dict__", {}).get("_feed_origin")
-    return found if isinstance(found, LoaderOrigin) else None
+    found: LoaderOrigin | None = getattr(loader, "__dict__", {}).get("_feed_origin")
+    return found
 
 
-def _note_making() -> None:
-    """Have each DataLoader that is made from now on note its origin."""
-    make = DataLoader.__init__
+_make = DataLoader.__init__
 
-    @functools.wraps(make)
-    def noting(self: Any, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        with suppress(Exception):  # frames hold whatever the user has
-            vars(self)["_feed_origin"] = _origin_on_stack(self, sys._getframe(1))
 
-    DataLoader.__init__ = noting  # type: ignore[method-assign]
+@functools.wraps(_make)
+def _make_and_note_origin(self: Any, *args: Any, **kwargs: Any) -> None:
+    _make(self, *args, **kwargs)
+    with suppress(Exception):  # frames hold whatever the user has
+        vars(self)["_feed_origin"] = _origin_on_stack(self, sys._getframe(1))
+
+
+DataLoader.__init__ = _make_and_note_origin  # type: ignore[method-assign]
 
 
 def _origin_on_stack(loader: Any, frame: FrameType | None) -> LoaderOrigin | None:
@@ -91,18 +91,11 @@ def _origin_on_stack(loader: Any, frame: FrameType | None) -> LoaderOrigin | Non
     maker = on_the_way[0] if on_the_way else frame
     if maker is None:
         return None
-    taker, parameter, names = next(filter(None, (_takes(one, loader) for one in reversed(on_the_way))), ("", "", ()))
-    return LoaderOrigin(
-        file=maker.f_code.co_filename,
-        line=maker.f_lineno,
-        function=maker.f_code.co_name,
-        package=_package(maker) if on_the_way else "",
-        user_file="" if frame is None else frame.f_code.co_filename,
-        user_line=0 if frame is None else frame.f_lineno,
-        parameter=parameter,
-        taker=taker,
-        names=names,
-    )
+    found: dict[str, Any] = next(filter(None, (_takes(one, loader) for one in reversed(on_the_way))), {})
+    if frame is not None:
+        found |= {"user_file": frame.f_code.co_filename, "user_line": frame.f_lineno}
+    code, package = maker.f_code, _package(maker) if on_the_way else ""
+    return LoaderOrigin(file=code.co_filename, line=maker.f_lineno, function=code.co_name, package=package, **found)
 
 
 def _package(frame: FrameType) -> str:
@@ -114,39 +107,34 @@ def _first_argument(frame: FrameType) -> Any:
     return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
 
 
-def _takes(frame: FrameType, loader: Any) -> tuple[str, str, tuple[tuple[str, str], ...]] | None:
+def _takes(frame: FrameType, loader: object) -> dict[str, Any]:
     """A function on the way, or the class of its ``self``, with the parameter by which the workers can be given."""
     if _package(frame) in _HOSTS:
-        return None
+        return {}
     code, owner = frame.f_code, _first_argument(frame)
     flags = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
     parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + flags]
-    found = _parameter_of(parameters, frame.f_locals, loader)
-    if found is None and code.co_varnames[:1] == ("self",):
+    found, taker = _parameter_of(parameters, frame.f_locals, loader), code.co_name
+    if not found and code.co_varnames[:1] == ("self",):
         of_class = tuple(inspect.signature(type(owner)).parameters)
-        found = _parameter_of(of_class, getattr(owner, "__dict__", {}), loader)
-        return None if found is None else (type(owner).__name__, *found)
-    return None if found is None else (code.co_name, *found)
+        found, taker = _parameter_of(of_class, getattr(owner, "__dict__", {}), loader), type(owner).__name__
+    return {"taker": taker, **found} if found else {}
 
 
-def _parameter_of(
-    parameters: Sequence[str], values: Any, loader: Any
-) -> tuple[str, tuple[tuple[str, str], ...]] | None:
+def _parameter_of(parameters: Sequence[str], values: Mapping[str, Any], loader: Any) -> dict[str, Any]:
     for name in WORKER_NAMES:
         # One with another value does not lead to this loader.
         if name in parameters and values.get(name, loader.num_workers) == loader.num_workers:
             others = ((one, one) for one in SETTINGS[1:] if one in parameters)
-            return name, (("num_workers", name), *others)
+            return {"parameter": name, "names": (("num_workers", name), *others)}
     handed_on = next(filter(_HANDED_ON.fullmatch, parameters), None)
-    return None if handed_on is None else (handed_on, ())
+    return {"parameter": handed_on} if handed_on else {}
 
-
-_note_making()
 
 # --- in words -----------------------------------------------------------------------------------------------------
 
 
-def find_place(trainer: Any, loaders: Sequence[Any]) -> Place:
+def loader_location(trainer: Any, loaders: Sequence[Any]) -> Place:
     """Location of the set-up of a Trainer's training loaders.
 
     Args:
@@ -156,7 +144,7 @@ def find_place(trainer: Any, loaders: Sequence[Any]) -> Place:
     return place_of(_host.train_loader_source(trainer), trainer, trainer.datamodule, loaders)
 
 
-def place_of(owner: Any, trainer: Any, data: Any, loaders: Sequence[Any]) -> Place:
+def place_of(owner: object, trainer: object, data: object, loaders: Sequence[Any]) -> Place:
     """The location of that set-up outside of a fit.
 
     Args:
@@ -177,7 +165,7 @@ def place_of(owner: Any, trainer: Any, data: Any, loaders: Sequence[Any]) -> Pla
     return Place(words=words, names=names, overrides=overrides, datamodule=datamodule, trainer_key=key)
 
 
-def _words(owner: Any, loaders: Sequence[Any]) -> tuple[str, tuple[tuple[str, str], ...]]:
+def _words(owner: object, loaders: Sequence[Any]) -> tuple[str, tuple[tuple[str, str], ...]]:
     """The place in words, and the names of the settings there."""
     method = "" if owner is None else f"{type(owner).__name__}.train_dataloader"
     origins = [one for one in dict.fromkeys(map(origin_of, loaders)) if one is not None]
@@ -204,8 +192,8 @@ def _made_at(origin: LoaderOrigin) -> str:
     return f"made in {origin.package}, {origin.at}{called}{by}"
 
 
-def users_line(function: Any) -> str:
-    """``train.py:12`` of a function of the user's; empty for one of a library, or none."""
+def users_line(function: object) -> str:
+    """``train.py:12`` of a function of the user's; empty for one of a library, or None."""
     function = inspect.unwrap(getattr(function, "__func__", function)) if callable(function) else None
     code = getattr(function, "__code__", None)
     return source_line(code.co_filename, code.co_firstlineno) if code and is_users(code.co_filename) else ""
@@ -214,26 +202,23 @@ def users_line(function: Any) -> str:
 # --- the command line ---------------------------------------------------------------------------------------------
 
 
-def _overrides(trainer: Any, loaders: Sequence[Any]) -> tuple[tuple[str, str], ...]:
-    """Keys that hold what the loaders have. A setting that no key, or more than one, can be meant by is left out."""
+def _overrides(trainer: object, loaders: Sequence[Any]) -> tuple[tuple[str, str], ...]:
+    """Keys that hold the values of the loaders. Settings with no such key, or with several, are left out."""
     given, prefix = _host.cli_config(trainer), "--"
     if not given:
         given, prefix = _hydra_config(), ""
-    found = []
+    numbers = {key: value for key, value in given.items() if type(value) in (int, bool)}
+    found = {}
     for setting in SETTINGS:
         values = {getattr(loader, setting, None) for loader in loaders}
-        keys = [
-            key
-            for key, value in given.items()
-            if key.rpartition(".")[2] == setting and type(value) in (int, bool) and {value} == values
-        ]
+        keys = [key for key, value in numbers.items() if key.rpartition(".")[2] == setting and {value} == values]
         if len(keys) == 1:
-            found.append((setting, f"{prefix}{keys[0]}"))
-    return tuple(found) if found and found[0][0] == "num_workers" else ()
+            found[setting] = f"{prefix}{keys[0]}"
+    return tuple(found.items()) if "num_workers" in found else ()
 
 
 def _hydra_config() -> dict[str, Any]:
-    """What Hydra was called with, by its dotted keys; empty where it was not."""
+    """Hydra's config by its dotted keys; empty without Hydra."""
     hydra, omegaconf = sys.modules.get("hydra.core.hydra_config"), sys.modules.get("omegaconf")
     if hydra is None or omegaconf is None or not hydra.HydraConfig.initialized():
         return {}
@@ -241,12 +226,13 @@ def _hydra_config() -> dict[str, Any]:
     file = Path(run.runtime.output_dir) / (run.output_subdir or ".hydra") / "config.yaml"
     if not file.is_file():
         return {}
-    return dict(_flat(omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(file)), ""))
+    return dict(flat(omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(file)), "."))
 
 
-def _flat(value: Any, before: str) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, dict):
-        yield before, value
-        return
-    for key, inner in value.items():
-        yield from _flat(inner, f"{before}.{key}" if before else str(key))
+def flat(values: Mapping[str, Any], separator: str) -> Iterator[tuple[str, Any]]:
+    """The values of nested mappings, with their keys joined."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key}{separator}{inner}", held) for inner, held in flat(value, separator))
+        else:
+            yield str(key), value

@@ -1,15 +1,16 @@
-"""PrefetchCallback: the next batch is fetched and copied to the device while the present step computes."""
+"""PrefetchCallback: fetches the next batch and copies it to the device while the present step computes."""
 
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_feed import _host
-from lightning_feed._host.fetcher import Fetched, FetcherTap, adopt_fetcher, more_to_draw
+from lightning_feed._host import Stage
+from lightning_feed._host.fetcher import Fetched, FetcherTap, adopt_fetcher, more_to_draw, tap_of
 from lightning_feed.data.exact_resume import ExactResume
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.collate import check_drop_keys
@@ -20,8 +21,7 @@ from lightning_feed.transfer.prefetcher import Prefetcher, SideStream, Staged, o
 
 logger = logging.getLogger(__name__)
 
-Stage = Literal["fit", "validate", "test", "predict"]
-BATCH_ENDS: dict[Any, str] = {
+BATCH_ENDS: dict[Stage, str] = {
     "fit": "on_train_batch_end",
     "validate": "on_validation_batch_end",
     "test": "on_test_batch_end",
@@ -135,14 +135,14 @@ class PrefetchCallback(ExactResume):
 
     @property
     def active(self) -> bool:
-        """Whether the loop that runs now, or ran last, has its batches prefetched."""
+        """True if the loop that runs now, or ran last, has its batches prefetched."""
         return self._active
 
     def open_stream(self, device: torch.device) -> SideStream | None:
         """The stream to copy on, or None to stand aside. Override it for a device that torch has no streams for."""
         return open_stream(device)
 
-    # --- coming and going ---------------------------------------------------------------------------------------------
+    # --- begin and end ------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Adopt the training fetcher."""
@@ -150,34 +150,26 @@ class PrefetchCallback(ExactResume):
         self._begin(trainer, "fit")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Adopt it again: reloading the loaders makes a new one. A run resumed in mid-epoch skips this hook."""
+        """Adopt the new fetcher of reloaded loaders. A run resumed in mid-epoch skips this hook."""
         super().on_train_epoch_start(trainer, pl_module)
         self._begin(trainer, "fit")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Adopt the fetcher of this validation run."""
-        self._begin(trainer, "validate")
+        """Adopt the fetcher of this validation, test or prediction."""
+        self._begin(trainer, _host.stage_now(trainer))
+
+    on_test_start = on_predict_start = on_validation_start
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A validation inside a fit is over: training goes on as before."""
+        """Return to training after a validation inside a fit."""
         if trainer.state.fn == "fit":
             self._active = self._outer_active
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Adopt the fetcher of this test run."""
-        self._begin(trainer, "test")
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Adopt the fetcher of this prediction run."""
-        self._begin(trainer, "predict")
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave no trace on the trainer."""
+    def teardown(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
+        """Remove everything from the Trainer. Lightning does not call ``teardown`` after an error."""
         self._let_go()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """The same after an error: Lightning does not call ``teardown`` then."""
-        self._let_go()
+    on_exception = teardown
 
     def _begin(self, trainer: Trainer, stage: Stage) -> None:
         self._outer_active = self._active
@@ -186,31 +178,33 @@ class PrefetchCallback(ExactResume):
             return
         if self.drop_keys or self.host_keys:
             self._wrap(trainer)  # prefetched or not, the step sees the same batches
-        stream = self._stream_on(trainer.strategy.root_device)
-        if stream is None:
-            self._stand_aside(trainer, f"there is no stream to copy on for device '{trainer.strategy.root_device}'")
+        device = trainer.strategy.root_device
+        if self._stream is None or device != self._device:  # a callback may serve one Trainer after another
+            self._stream, self._device = self.open_stream(device), device
+        if self._stream is None:
+            self._stand_aside(trainer, f"there is no stream to copy on for device '{device}'")
             return
-        tap = adopt_fetcher(_host.live_fetcher(trainer))
+        tap = self._adopt_live(trainer)
         if tap is None:
-            keys = " (and drop_keys and host_keys do nothing there)" if self.drop_keys or self.host_keys else ""
-            self._stand_aside(trainer, f"the step takes `dataloader_iter` and fetches for itself{keys}")
             return
-        if tap.owner not in (None, self):
-            self._stand_aside(trainer, "another PrefetchCallback of this Trainer is at work")
-            return
-        if tap.closed:
-            return  # its loader yields device tensors, which was said
         tap.owner, tap.on_hand_out = self, partial(self._receive, trainer)
         self._active = True
-        self._prefetcher = self._prefetcher or Prefetcher(stream)
+        self._prefetcher = self._prefetcher or Prefetcher(self._stream)
         self._wrap(trainer)
         if BATCH_ENDS[stage] not in self._triggers:
             self._set_trigger(trainer, BATCH_ENDS[stage])
 
-    def _stream_on(self, device: torch.device) -> SideStream | None:
-        if self._stream is None or device != self._device:  # a callback may serve one Trainer after another
-            self._stream, self._device = self.open_stream(device), device
-        return self._stream
+    def _adopt_live(self, trainer: Any) -> FetcherTap | None:
+        """The tap of the running loop's fetcher; None where nothing can be prefetched."""
+        tap = adopt_fetcher(_host.live_fetcher(trainer))
+        if tap is None:
+            keys = " (and drop_keys and host_keys do nothing there)" if self.drop_keys or self.host_keys else ""
+            self._stand_aside(trainer, f"the step takes `dataloader_iter` and fetches for itself{keys}")
+        elif tap.owner not in (None, self):
+            self._stand_aside(trainer, "another PrefetchCallback of this Trainer is at work")
+        elif not tap.closed:  # else its loader yields device tensors, which was said
+            return tap
+        return None
 
     def _wrap(self, trainer: Trainer) -> None:
         if self._lean is not None:
@@ -245,7 +239,7 @@ class PrefetchCallback(ExactResume):
             )
         if noticed:
 
-            def after(original: Any, *args: Any, **kwargs: Any) -> Any:
+            def after(original: Any, *args: object, **kwargs: Any) -> Any:
                 result = original(*args, **kwargs)
                 self._look_ahead(trainer)
                 return result
@@ -272,7 +266,7 @@ class PrefetchCallback(ExactResume):
         if pl_module.automatic_optimization and self._triggers.get("on_before_backward"):
             self._look_ahead(trainer, step_pending=True)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
         """Look ahead while the device still works on this step."""
         if self._triggers.get("on_train_batch_end"):
             self._look_ahead(trainer)
@@ -281,12 +275,12 @@ class PrefetchCallback(ExactResume):
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
+        outputs: object,
+        batch: object,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """The same."""
+        """Look ahead in a validation, test or prediction."""
         if self._triggers.get(BATCH_ENDS[_host.stage_now(trainer)]):
             self._look_ahead(trainer)
 
@@ -294,49 +288,39 @@ class PrefetchCallback(ExactResume):
 
     def _look_ahead(self, trainer: Any, *, step_pending: bool = False) -> None:
         fetcher = _host.live_fetcher(trainer)
-        tap: FetcherTap | None = getattr(fetcher, "_feed_tap", None)
+        tap = tap_of(fetcher)
         if tap is None or tap.owner is not self or len(tap.ahead) >= self.depth:
             return
         depth = self.depth
         if trainer.training:
             depth = _host.train_batches_to_follow(trainer, at_most=depth, step_pending=step_pending)
-        if len(tap.ahead) >= depth or not more_to_draw(fetcher):
-            return
-        if self._stream is None or self._stream.is_capturing():
+        if len(tap.ahead) >= depth or not more_to_draw(fetcher) or self._stream is None or self._stream.is_capturing():
             return
         trainer.profiler.start(LOOK_AHEAD)
         try:
             with traced("look_ahead"):
-                while len(tap.ahead) < depth and more_to_draw(fetcher):
-                    item = tap.look_ahead()
-                    if item.error is not None:
-                        break
-                    batch, _, dataloader_idx = item.value
-                    self._look_at_first(trainer, tap, batch, dataloader_idx)
-                    if tap.closed:
-                        break  # it stays as it is until the loop takes it: no other is drawn before
-                    item.staged = self._stage(trainer, batch, 0 if trainer.training else dataloader_idx)
+                while len(tap.ahead) < depth and more_to_draw(fetcher) and self._draw(trainer, tap):
+                    pass
         finally:
             trainer.profiler.stop(LOOK_AHEAD)
 
-    def _stage(self, trainer: Trainer, batch: Any, index: int) -> Staged:
-        """Do to the batch what the loop would do, up to and with the transfer."""
+    def _draw(self, trainer: Any, tap: FetcherTap) -> bool:
+        """Draw one batch ahead and stage it; False where no other may be drawn before the loop takes it."""
         assert self._prefetcher is not None
-        module: Any = trainer.lightning_module
-        device = trainer.strategy.root_device
-        hook_in_progress = module._current_fx_name
+        item = tap.look_ahead()
+        if item.error is not None:
+            return False
+        batch, _, dataloader_idx = item.value
+        self._check_first(trainer, tap, batch, dataloader_idx)
+        if tap.closed:
+            return False
         self._staging = True
         try:
-            return self._prefetcher.stage(
-                batch,
-                prepare=lambda host: module._on_before_batch_transfer(
-                    trainer.precision_plugin.convert_input(host), dataloader_idx=index
-                ),
-                copy=lambda host: module._call_batch_hook(_TRANSFER, host, device, index),
-            )
+            index = 0 if trainer.training else dataloader_idx
+            item.staged = _host.transfer_early(trainer, self._prefetcher.stage, batch, index)
         finally:
             self._staging = False
-            module._current_fx_name = hook_in_progress  # a hook that raises leaves its own name behind
+        return True
 
     # --- what the loop sees -------------------------------------------------------------------------------------------
 
@@ -346,10 +330,10 @@ class PrefetchCallback(ExactResume):
             trainer.profiler.start(HAND_OUT)
             trainer.profiler.stop(HAND_OUT)
 
-    def _convert_input(self, original: Any, batch: Any) -> Any:
+    def _convert_input(self, original: Any, batch: object) -> Any:
         return original(batch) if self._in_hand is None else batch
 
-    def _batch_hook(self, trainer: Trainer, original: Any, name: str, batch: Any, *args: Any) -> Any:
+    def _batch_hook(self, trainer: Trainer, original: Any, name: str, batch: object, *args: Any) -> Any:
         """Stand in for the dispatch of the transfer hooks: a staged batch has been through the first two."""
         if name == _TRANSFER:
             return self._transfer(trainer, partial(original, name), batch, *args)
@@ -357,33 +341,32 @@ class PrefetchCallback(ExactResume):
             if self._in_hand is not None:
                 return batch
             if not self._staging:
-                self._look_at_first(trainer, _tap_of(trainer), batch, args[0] if args else 0)
+                self._check_first(trainer, tap_of(_host.live_fetcher(trainer)), batch, args[0] if args else 0)
         return original(name, batch, *args)
 
-    def _transfer(self, trainer: Trainer, original: Any, batch: Any, *args: Any) -> Any:
+    def _transfer(self, trainer: Trainer, original: Any, batch: object, *args: Any) -> Any:
         if self._in_hand is not None:
             assert self._prefetcher is not None
             staged, self._in_hand = self._in_hand, None
             return self._prefetcher.take(staged)
-        stage = _host.stage_now(trainer)
 
         def copy(left: Any) -> Any:
             return original(left, *args)
 
         send: Callable[[Any], Any] = copy
-        if self._lean is not None and stage in self.stages:
+        if self._lean is not None and _host.stage_now(trainer) in self.stages:
             if trainer.training or trainer.state.fn != "fit" or "fit" not in self.stages:
                 self._lean.look(batch)  # validation inside a fit may have other keys than training
             send = partial(self._lean.send, copy=copy)
         if self._staging:
             return send(batch)
-        tap = _tap_of(trainer)
+        tap = tap_of(_host.live_fetcher(trainer))
         if self._prefetcher is not None and not (tap is not None and tap.closed):
             return self._prefetcher.pass_on(batch, send)  # stages that are not prefetched share what `copy` keeps
         with traced("transfer"):
             return send(batch)
 
-    def _look_at_first(self, trainer: Trainer, tap: FetcherTap | None, batch: Any, dataloader_idx: int) -> None:
+    def _check_first(self, trainer: Trainer, tap: FetcherTap | None, batch: object, dataloader_idx: int) -> None:
         """A loader that yields device tensors (DALI, static buffers) may overwrite a batch in use when drawn ahead.
 
         Asked of each loader's first batch, before ``on_before_batch_transfer``, which may put tensors on the device.
@@ -395,9 +378,3 @@ class PrefetchCallback(ExactResume):
             tap.closed, tap.owner = True, None  # what is staged already is still received
             self._active = False
             self._stand_aside(trainer, "the loader yields tensors that are on the device already")
-
-
-def _tap_of(trainer: Any) -> FetcherTap | None:
-    """What the running loop's fetcher carries, if it was adopted."""
-    tap: FetcherTap | None = getattr(_host.live_fetcher(trainer), "_feed_tap", None)
-    return tap

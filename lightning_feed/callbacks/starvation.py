@@ -1,27 +1,21 @@
 """GPUStarvationCallback: how long each step waits for data, for the copy, and for its own computing."""
 
+import inspect
+import io
 import logging
 import math
 import weakref
-from collections.abc import Callable
-from pathlib import Path
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePath
 from typing import Any, get_args
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_feed import _host
-from lightning_feed.callbacks.prefetch import Stage
-from lightning_feed.callbacks.starvation_report import (
-    SLOW_S,
-    Pace,
-    achieved,
-    give_report,
-    log_hparams,
-    run_folder,
-    tells_nothing,
-    tuned_hparams,
-)
+from lightning_feed._host import Stage
+from lightning_feed.callbacks.loader_place import flat
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.errors import SettingsError
 from lightning_feed.measure import loop
@@ -29,11 +23,11 @@ from lightning_feed.measure.guard import Guard, Once, guarded
 from lightning_feed.measure.loop import Schedule
 from lightning_feed.measure.measurements import Measurements
 from lightning_feed.measure.nvml import NvmlSampler
-from lightning_feed.measure.stats import StarvationStats, Which, choose_tags, custom_scalar_layout
+from lightning_feed.measure.stats import SOME_STEPS, StarvationStats, Which, choose_tags, custom_scalar_layout, to_tags
 from lightning_feed.measure.wall import WallClock
-from lightning_feed.report.document import make_report
-from lightning_feed.report.files import show_report, write_report
-from lightning_feed.report.report import Report
+from lightning_feed.report.document import as_json, make_report
+from lightning_feed.report.files import as_html, diagnosis_markdown, show_report, write_report
+from lightning_feed.report.report import Report, headline
 from lightning_feed.verdict.decide import diagnose
 from lightning_feed.verdict.diagnosis import Diagnosis
 
@@ -117,7 +111,7 @@ class GPUStarvationCallback(Callback):
         return self._run.last if self._run is not None and self._run.stage == "fit" else self._last
 
     def report(self, stage: Stage = "fit") -> Diagnosis:
-        """What limits training, from all steps measured in this fit or the last one.
+        """The verdict on what limits training, from all steps measured in this fit or the last one.
 
         Args:
             stage: ``"validate"``, ``"test"`` or ``"predict"`` for the last run of that method of the Trainer.
@@ -132,7 +126,7 @@ class GPUStarvationCallback(Callback):
         """The fit that is measured now."""
         return self._run if self._run is not None and self._run.stage == "fit" else None
 
-    # --- coming and going ---------------------------------------------------------------------------------------------
+    # --- begin and end ------------------------------------------------------------------------------------------------
 
     log = _host.RunBegins("_run_begins")
 
@@ -142,28 +136,20 @@ class GPUStarvationCallback(Callback):
 
     @guarded
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Its time is told by itself."""
+        """Begin to measure the sanity check by itself."""
         self._wall.enter("sanity check")
 
     @guarded
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The rest is set-up."""
+        """Count the time that follows as set-up."""
         self._wall.leave()
 
     @guarded
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set the clocks up, unless another instance measures already."""
-        self._begin(trainer, "fit")
+        """Begin to measure a fit, test or prediction, unless another instance measures already."""
+        self._begin(trainer, _host.stage_now(trainer))
 
-    @guarded
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The same."""
-        self._begin(trainer, "test")
-
-    @guarded
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The same."""
-        self._begin(trainer, "predict")
+    on_test_start = on_predict_start = on_train_start
 
     def _new_guard(self) -> Guard:
         return Guard("GPUStarvationCallback", self._let_go)
@@ -205,7 +191,7 @@ class GPUStarvationCallback(Callback):
 
     @guarded
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin an epoch: its first batch has a figure of its own."""
+        """Begin an epoch, whose first batch is measured by itself."""
         if self._run is not None:
             self._run.epoch_began()
 
@@ -236,7 +222,7 @@ class GPUStarvationCallback(Callback):
 
     @guarded
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read what is still on the device, and report."""
+        """Read the times of the last steps from the device, and report."""
         run = self._run
         if run is None:
             return
@@ -246,7 +232,7 @@ class GPUStarvationCallback(Callback):
 
     @guarded
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Report what was measured, and take out what was put in: teardown is not called after an exception.
+        """Report what was measured, and remove everything from the Trainer: teardown is not called after an exception.
 
         Ctrl-C and SIGTERM come here, too. Nothing waits for the device, other ranks, or a server of a logger.
         """
@@ -256,7 +242,7 @@ class GPUStarvationCallback(Callback):
 
     @guarded
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take out what was put in."""
+        """Remove everything from the Trainer."""
         self._let_go()
 
     def _let_go(self) -> None:
@@ -272,16 +258,16 @@ class GPUStarvationCallback(Callback):
     # --- windows ------------------------------------------------------------------------------------------------------
 
     @guarded
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Look at what a batch is made of, once."""
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
+        """Note the parts of the first batch."""
         if self._run is not None:
             self._run.batch_came(batch)
 
     @guarded
     def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """The same, and note which of several loaders it is from."""
+        """Note the parts of the first batch, and the loader of each."""
         if self._run is not None:
             self._run.batch_came(batch, dataloader_idx)
             self._run.step_ended()
@@ -289,7 +275,7 @@ class GPUStarvationCallback(Callback):
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     @guarded
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
         """Close a window, and log it, where the Trainer logs."""
         run = self._run
         if run is None:
@@ -313,7 +299,7 @@ class GPUStarvationCallback(Callback):
         if loop.clock() - began >= SLOW_S:
             run.leave_out_step()  # what our own call takes is no part of it
 
-    def _log(self, trainer: Any, tags: dict[str, float], step: int) -> None:
+    def _log(self, trainer: object, tags: dict[str, float], step: int) -> None:
         chosen = choose_tags(tags, self.tags)
         self._for_each_logger(
             trainer, "log its figures to", lambda to: self._paces.setdefault(id(to), Pace()).give(to, chosen, step)
@@ -332,32 +318,39 @@ class GPUStarvationCallback(Callback):
             return
         self._reported_steps = run.finished
         found = self._guard.attempt("make its report", lambda: self.report(run.stage))
-        silent = found is None or tells_nothing(found, run.finished)
+        # Of a fit with so few steps nobody expects a verdict.
+        silent = found is None or (found.bottleneck == "unknown" and run.finished < SOME_STEPS)
         shown = ended or self._schedule.first or trainer.num_training_batches == math.inf
         self._schedule.came(early=silent)
-        if found is None or silent:
-            return
+        if found is not None and not silent:
+            self._show(trainer, found, shown=shown, ended=ended, to_loggers=to_loggers)
+
+    def _show(self, trainer: Any, found: Diagnosis, *, shown: bool, ended: bool, to_loggers: bool) -> None:
         report = make_report(found)
         written = self._guard.attempt("write its report", _write, trainer, report) or ()
         if shown:
             printer = _host.bar_printer(trainer)
             self._guard.attempt("print its report", show_report, report, printer, written)
-        if not to_loggers:
-            return
+        if to_loggers:
+            self._give_to_loggers(trainer, report, ended=ended)
+
+    def _give_to_loggers(self, trainer: Any, report: Report, *, ended: bool) -> None:
         params = self._guard.attempt("tell the settings of the loader", tuned_hparams, trainer.datamodule)
         if params and ended:
             self._for_each_logger(
-                trainer, "give the settings of the loader to", lambda one: log_hparams(one, params, achieved(found))
+                trainer,
+                "give the settings of the loader to",
+                lambda one: log_hparams(one, params, achieved(report.diagnosis)),
             )
         step = trainer.global_step
         self._for_each_logger(trainer, "give its report to", lambda one: give_report(one, report, step))
 
-    def _join_bar(self, bar: Any) -> None:
+    def _join_bar(self, bar: object) -> None:
         wrap = _host.Wrap(bar, "get_metrics", self._add_to_bar)
         if self._run is not None:
             self._run.also_undo(wrap.undo)
 
-    def _add_to_bar(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def _add_to_bar(self, original: Any, *args: object, **kwargs: Any) -> Any:
         items = original(*args, **kwargs)
         ours = self._guard.attempt("show its figure in the progress bar", self._bar_item)
         return {**items, **ours} if ours else items
@@ -366,7 +359,7 @@ class GPUStarvationCallback(Callback):
         last = self.summary()
         return {} if last is None or last.starved_pct is None else {"feed": f"{last.starved_pct:.0f}%"}
 
-    def _lay_out(self, to: Any) -> None:
+    def _lay_out(self, to: object) -> None:
         """Tell TensorBoard how to draw the tags, once for each of its writers."""
         if self._laid_out is None:
             self._laid_out = weakref.WeakSet()
@@ -386,8 +379,139 @@ class GPUStarvationCallback(Callback):
         return sampler
 
 
-def _write(trainer: Any, report: Report) -> list[Path]:
+def _write(trainer: object, report: Report) -> list[Path]:
     folder, stage = run_folder(trainer), report.diagnosis.measurements.facts.stage
     if folder is None:
         return []
     return write_report(report, folder if stage == "fit" else folder / stage)  # that of the fit stays
+
+
+# --- what loggers get ------------------------------------------------------------------------------------------------
+
+TEXT_TAG = "feed/report"
+SLOW_S = 1e-3
+"""A call of a logger that takes longer is slow."""
+
+
+class Pace:
+    """Gives figures to one logger: where each of its calls takes long, only so often that they cost 1 % of the time."""
+
+    def __init__(self) -> None:
+        self._took: deque[float] = deque(maxlen=3)
+        self._next_s = -math.inf
+
+    def give(self, to: Any, tags: dict[str, float], step: int) -> None:
+        """Log the figures, or leave this window out."""
+        began = loop.clock()
+        if not tags or began < self._next_s:
+            return
+        to.log_metrics(tags, step=step)
+        self._took.append(loop.clock() - began)
+        least = min(self._took)  # one slow call may have other reasons
+        if len(self._took) == self._took.maxlen and least >= SLOW_S:
+            self._next_s = loop.clock() + 100 * least
+
+
+def run_folder(trainer: Any) -> Path | None:
+    """The folder of this run: of the first logger that has one on this machine, else that of the checkpoints.
+
+    Not ``trainer.log_dir``: that is a broadcast, which all ranks have to take part in. Loggers may give anything; an
+    empty ``log_dir`` is none, and not the current folder.
+    """
+    if not trainer.loggers or trainer.fast_dev_run:
+        return None
+    for one in trainer.loggers:
+        found = _path(getattr(one, "log_dir", None) or None)
+        if found is None and (saved := _path(getattr(one, "save_dir", None))) is not None:
+            version = one.version if isinstance(one.version, str) else f"version_{one.version}"
+            found = saved / str(one.name) / version  # where ModelCheckpoint puts its checkpoints
+        if found is not None:
+            return found
+    return _path(getattr(trainer.checkpoint_callback, "dirpath", None) or None)
+
+
+def _path(folder: object) -> Path | None:
+    """None too for an address (``s3://bucket/runs``), of which a path would make a folder here."""
+    if not isinstance(folder, (str, PurePath)) or "://" in str(folder):
+        return None
+    return Path(folder)
+
+
+def achieved(found: Diagnosis) -> dict[str, float]:
+    """The results of a run's settings, for a table of runs. What was not measured is absent."""
+    stats, size = found.stats, found.measurements.facts.batch_size
+    figures = {
+        "feed_final/starved_pct": stats.starved_pct,
+        "feed_final/samples_per_s": 1e3 * size / stats.step_ms if stats.step_ms and size else None,
+    }
+    return {name: value for name, value in figures.items() if value is not None}
+
+
+def give_report(to: object, report: Report, step: int) -> None:
+    """Give a report to a logger in the form that it shows best; nothing to one that takes neither pages nor text.
+
+    Weights & Biases gets the page, and in the run's summary the verdict with the figures of the whole run; TensorBoard
+    and Comet get Markdown; MLflow the files ``feed_report.md`` and ``feed_report.json`` as artifacts.
+    """
+    found = report.diagnosis
+    experiment: Any = getattr(to, "experiment", None)
+    if any(kind.__name__ == "WandbLogger" for kind in type(to).__mro__):
+        import wandb
+
+        experiment.log({TEXT_TAG: wandb.Html(io.StringIO(as_html(report))), "trainer/global_step": step})
+        whole = choose_tags(to_tags(found.stats), "core")
+        experiment.summary.update({**whole, "feed/verdict": headline(found)})  # else W&B shows the last window there
+    elif callable(getattr(experiment, "add_text", None)):
+        experiment.add_text(TEXT_TAG, diagnosis_markdown(found), step)
+    elif callable(getattr(experiment, "log_text", None)):
+        run_id = getattr(to, "run_id", None)
+        if run_id is None:
+            experiment.log_text(diagnosis_markdown(found), step=step)
+        else:
+            experiment.log_text(run_id, diagnosis_markdown(found), "feed_report.md")
+            experiment.log_text(run_id, as_json(report), "feed_report.json")
+
+
+_HPARAMS_RUN = "feed"
+"""The folder in a TensorBoard run's folder, where TensorBoard finds them."""
+
+
+def tuned_hparams(datamodule: object) -> dict[str, Any]:
+    """The settings of the training loader as hyperparameters, so that runs can be compared by them.
+
+    Args:
+        datamodule: a FastDataModule or a wrapped data module whose training loader was made.
+
+    Returns:
+        ``feed/num_workers`` and so on; of several training loaders with their names. Empty for other data modules, and
+        before the loader is made.
+    """
+    found = getattr(datamodule, "recommendations", None)
+    found = found if isinstance(found, Mapping) else {}
+    chosen = {name: one for name, one in found.items() if name == "train" or str(name).startswith("train[")}
+    settings = ("num_workers", "workers", "prefetch_factor", "pin_memory", "persistent_workers")
+    values = {(name, setting): getattr(one, setting) for name, one in chosen.items() for setting in settings}
+    return {
+        f"feed/{setting}" if len(chosen) == 1 else f"feed/{name}/{setting}": 0 if value is None else value
+        for (name, setting), value in values.items()
+    }
+
+
+def log_hparams(logger: Any, params: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+    """Give a logger of Lightning's hyperparameters with what they led to. Once, at the end of a fit, on rank 0.
+
+    TensorBoard takes the first hyperparameters of a run and no others, and those are the user's: so these go, with the
+    user's, into a run of their own in the folder ``feed`` of that run. Other loggers get them as further
+    hyperparameters, and the metrics as metrics.
+    """
+    add = getattr(logger.experiment, "add_hparams", None)
+    if add is None:
+        logger.log_hyperparams(dict(params))
+        logger.log_metrics(dict(metrics))
+        return
+    given = flat(getattr(logger, "hparams", None) or {}, "/")
+    # TensorBoard takes plain values only.
+    users = {name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in given}
+    # torch's SummaryWriter and tensorboardX's differ in the name of that argument.
+    name = "run_name" if "run_name" in inspect.signature(add).parameters else "name"
+    add({**users, **params}, dict(metrics), **{name: _HPARAMS_RUN})

@@ -2,15 +2,16 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from lightning_feed import _host
-from lightning_feed.callbacks.loader_place import find_place, users_line
-from lightning_feed.callbacks.prefetch import HAND_OUT, LOOK_AHEAD, PrefetchCallback, Stage
+from lightning_feed._host import Stage
+from lightning_feed.callbacks.loader_place import loader_location, users_line
+from lightning_feed.callbacks.prefetch import HAND_OUT, LOOK_AHEAD, PrefetchCallback
 from lightning_feed.load.machine import read_machine
 from lightning_feed.measure.facts import batches_ahead, with_loaders
 from lightning_feed.measure.guard import Guard
@@ -27,16 +28,16 @@ from lightning_feed.measure.wall import Part, WallClock
 from lightning_feed.storage.shared_cache import CacheStats
 
 _PART: dict[Stage, Part] = {"fit": "epoch starts", "validate": "validation", "test": "test", "predict": "predict"}
-"""What of the wall time the loop of a stage begins with."""
+"""The part of the wall time that the loop of a stage begins with."""
 
 
 class StarvationRun:
-    """The clocks and taps of one run, and what they have given so far.
+    """The clocks and taps of one run, and its measurements so far.
 
     Args:
-        trainer: that fits, validates, tests or predicts.
+        trainer: the Trainer that fits, validates, tests or predicts.
         every: steps between two windows.
-        guard: of the callback, around what the loop calls here by itself.
+        guard: the callback's guard, around the functions that the loop calls.
         wall: the clock of the whole run, which may have begun before.
         stage: whose loop is measured. A fit has that of its validation beside it.
 
@@ -66,7 +67,7 @@ class StarvationRun:
         self._cache_began = self._cache_before = _cache_stats(trainer)
         self._undo = ExitStack()  # calls each, and the others where one fails
         self.also_undo = self._undo.callback
-        self.also_undo(self._stop_nvml)
+        self.also_undo(lambda: self.nvml.stop() if self.nvml is not None else None)
         self.also_undo(self.main.loaders.close)
         self.also_undo(self._tap())
         self.also_undo(_host.Wrap(trainer, "save_checkpoint", self._save_checkpoint).undo)
@@ -78,7 +79,7 @@ class StarvationRun:
         device = self._trainer.strategy.root_device
         ring = open_ring(device)
         self.sees_device = ring is not None or device.type == "cpu"
-        """Whether the clock is that of what computes; else it is the host's beside a device."""
+        """True if the clock is that of the device that computes, False for the host's clock beside a device."""
         return MeasuredLoop(
             facts_of(self._trainer, self._guard, stage),
             partial(_host.loop_iterators, self._trainer, stage),
@@ -98,7 +99,7 @@ class StarvationRun:
     # --- what the loop does -------------------------------------------------------------------------------------------
 
     def epoch_began(self) -> None:
-        """The first batch of an epoch has a figure of its own."""
+        """Begin an epoch, whose first batch is measured by itself."""
         self._wall.go_on("epoch starts")
         self._begin(self.main, self.stage)
         self._hooks.leave_out_step()
@@ -109,14 +110,14 @@ class StarvationRun:
         self._hooks.leave_out_step()
 
     def _validation_comes(self) -> None:
-        """Its loaders are iterated next."""
+        """Note that the loaders of a validation are iterated next."""
         if self._now is self.main:
             self._wall.enter("validation")
             self.main.cpu.pause()
             self._validation_since = host_clock()
 
     def validation_began(self) -> None:
-        """A validation within a fit: leave out the training step in which it lies, and measure its own."""
+        """Begin a validation within a fit: leave out the training step around it, and measure its own."""
         if self._validation_since is None:
             self._validation_comes()
         self.leave_out_step()
@@ -127,14 +128,14 @@ class StarvationRun:
         self._begin(self._now, "validate", self._validation_since)
 
     def _validation_ended(self) -> None:
-        """Or, without batches, never began."""
+        """End a validation, which without batches never began."""
         if self._validation_since is not None:
             self._wall.leave()
             self.main.cpu.go_on()
             self._now, self._validation_since = self.main, None
 
-    def batch_came(self, batch: Any, dataloader_idx: int = 0) -> None:
-        """Note whose batch it is, and look at the first."""
+    def batch_came(self, batch: object, dataloader_idx: int = 0) -> None:
+        """Note the loader of a batch, and the parts of the first one."""
         loop = self._now
         loop.meter.source = dataloader_idx
         if not loop.batch_seen:
@@ -149,12 +150,12 @@ class StarvationRun:
             self._fold(loop)
 
     def _fold(self, loop: MeasuredLoop) -> None:
-        """Sum up the steps held one by one; the other ranks are still to be told of those of training."""
+        """Sum up the steps held one by one; those of training are still to be sent to the other ranks."""
         if self._ranks is not None and loop is self.main:
             self._ranks.add(loop.ledger.fresh)
         loop.ledger.fold()
 
-    def _save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _save_checkpoint(self, original: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         self._guard.measure(self._wall.enter, "checkpoints")
         try:
             return original(*args, **kwargs)
@@ -227,12 +228,12 @@ class StarvationRun:
         return loop_tags(stage, stats, loop.by_loader())
 
     def settled(self) -> LoopSums | None:
-        """What was summed since the warm-up; None in it."""
+        """The sums since the warm-up; None during it."""
         self._fold(self.main)
         return self.main.settled()
 
     def measurements(self) -> Measurements:
-        """All that was measured so far, without the warm-up; once the run is over, always the same."""
+        """All measurements so far, without the warm-up; fixed once the run is over."""
         if self._final is not None:
             return self._final
         validation, cpus = self._validation, self._cpus
@@ -251,13 +252,13 @@ class StarvationRun:
         )
 
     def _syncs(self) -> tuple[str, ...]:
-        """Those that were seen at any time: a metric in the progress bar shows only once it was logged."""
+        """All that were found at any time: a metric in the progress bar appears only once it was logged."""
         return tuple(sorted({*self.main.facts.syncs, *_host.known_syncs(self._trainer)}))
 
     # --- its end ------------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """The loop is over: read what the device and the other ranks have not told yet."""
+        """Read the last times of the device and of the other ranks."""
         self.main.meter.end()
         if self._validation is not None:
             self._validation.meter.end()
@@ -268,24 +269,20 @@ class StarvationRun:
             self._ranks = None
         self._final = self.measurements()
 
-    def time_logger(self, logger: Any) -> None:
-        """Name what its calls take between the steps."""
+    def time_logger(self, logger: object) -> None:
+        """Time the calls of a logger between the steps, by name."""
         for name in ("log_metrics", "save"):
             if callable(getattr(logger, name, None)):
                 around = partial(self._hooks.call, f"logger {type(logger).__name__}.{name}")
                 self.also_undo(_host.Wrap(logger, name, around).undo)
 
     def close(self) -> None:
-        """Take out what was put in. Figures can still be asked for, where they were before."""
+        """Remove everything from the Trainer. The measurements stay."""
         self._undo.close()
-
-    def _stop_nvml(self) -> None:
-        if self.nvml is not None:
-            self.nvml.stop()
 
 
 def _cache_stats(trainer: Any) -> CacheStats | None:
-    """What our data module's caches have done. A user's own may mean anything by that name."""
+    """The caches' statistics of our data modules. A user's own may mean anything by that name."""
     ours = getattr(trainer.datamodule, "_feed_facts", None) is not None
     return trainer.datamodule.cache_stats() if ours else None
 
@@ -293,20 +290,22 @@ def _cache_stats(trainer: Any) -> CacheStats | None:
 def _hit_pct(before: CacheStats | None, after: CacheStats | None) -> float | None:
     if after is None:
         return None
-    hits = after.hits - (before.hits if before is not None else 0)
-    misses = after.misses - (before.misses if before is not None else 0)
+    hits, misses = after.hits, after.misses
+    if before is not None:
+        hits, misses = hits - before.hits, misses - before.misses
     return 100 * hits / (hits + misses) if hits + misses else None
 
 
 # --- facts of a run ---------------------------------------------------------------------------------------------------
 
 _INTERVALS = ("every_n_steps", "log_every_n_steps", "every_n_train_steps", "refresh_rate")
-"""What a callback's constructor calls the number of steps from one time that it does its work to the next."""
+"""Names in a callback's constructor for the number of steps between two times that it does its work."""
+_STEP_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 def facts_of(trainer: Any, guard: Guard, stage: Stage = "fit", *, before: LoopFacts | None = None) -> LoopFacts:
-    """All that can be told of a stage's loop before its first batch, and what its batches have told ``before``."""
+    """The facts known of a stage's loop before its first batch, and those from its batches so far (``before``)."""
     machine = read_machine()
     facts = LoopFacts(
         stage=stage,
@@ -330,7 +329,7 @@ def facts_of(trainer: Any, guard: Guard, stage: Stage = "fit", *, before: LoopFa
         return with_loaders(facts, loaders)
     place = before.place if before is not None else None
     # These read the user's source, objects and settings, which may be anything.
-    place = place or guard.attempt("tell where the training loader is made", find_place, trainer, loaders)
+    place = place or guard.attempt("tell where the training loader is made", loader_location, trainer, loaders)
     hooks = before.hook_places if before is not None else guard.attempt("find the hooks", _hook_places, trainer)
     facts = replace(facts, place=place, hook_places=hooks or (), bar_refresh_rate=_host.bar_refresh_rate(trainer))
     return with_loaders(facts, loaders, reloaded=bool(trainer.reload_dataloaders_every_n_epochs))
@@ -338,31 +337,28 @@ def facts_of(trainer: Any, guard: Guard, stage: Stage = "fit", *, before: LoopFa
 
 def _hook_places(trainer: Any) -> tuple[HookPlace, ...]:
     module = trainer.lightning_module
-    named = [(one, f"[Callback]{type(one).__qualname__}") for one in trainer.callbacks]
-    named.append((module, f"[LightningModule]{type(module).__name__}"))
-    return tuple(place for owner, name in named for place in _places(owner, name))
-
-
-def _places(owner: Any, name: str) -> Iterator[HookPlace]:
-    parameters = inspect.signature(type(owner)).parameters if name.startswith("[Callback]") else {}
-    given = {one: getattr(owner, one, None) for one in _INTERVALS if one in parameters}
-    interval = next((one for one, steps in given.items() if type(steps) is int and steps == 1), "")
-    for hook in ("on_train_batch_start", "on_train_batch_end"):
-        at = users_line(getattr(owner, hook, None))
-        if at:
-            yield HookPlace(name=f"{name}.{hook}", at=at, interval=interval)
+    owners = {f"[Callback]{type(one).__qualname__}": one for one in trainer.callbacks}
+    owners[f"[LightningModule]{type(module).__name__}"] = module
+    found = []
+    for name, owner in owners.items():
+        parameters = inspect.signature(type(owner)).parameters if owner is not module else {}
+        given = {one: getattr(owner, one, None) for one in _INTERVALS if one in parameters}
+        interval = next((one for one, steps in given.items() if type(steps) is int and steps == 1), "")
+        places = {hook: users_line(getattr(owner, hook, None)) for hook in _STEP_HOOKS}
+        found += [HookPlace(name=f"{name}.{hook}", at=at, interval=interval) for hook, at in places.items() if at]
+    return tuple(found)
 
 
 def _beside_training(trainer: Any) -> dict[str, Any]:
-    """How many epochs there are; how often a validation, where it may be made rarer, and a checkpoint."""
+    """The number of epochs; the intervals of validations, where they may be longer, and of checkpoints."""
     every, between = trainer.check_val_every_n_epoch, trainer.val_check_batch
-    if between in (float("inf"), trainer.num_training_batches) and every is not None:
+    if between is None:
+        every = None  # validation goes by time
+    elif every is not None and between in (float("inf"), trainer.num_training_batches):
         between = None  # at the end of an epoch
-    elif between is None:
-        every = None  # by time
     needed = _host.needs_metrics_every(trainer)
     if "step" in needed or ("epoch" in needed and None in (every, between)):
-        every = between = None  # rarer, a scheduler would find no metric, and that ends the fit
+        every = between = None  # with longer intervals a scheduler would find no metric, and that ends the fit
     savers = [_host.steps_between_checkpoints(one) for one in trainer.checkpoint_callbacks]
     return {
         "max_epochs": trainer.max_epochs if (trainer.max_epochs or 0) > 0 else None,
@@ -373,22 +369,19 @@ def _beside_training(trainer: Any) -> dict[str, Any]:
     }
 
 
-def _loaders(trainer: Any, stage: str) -> list[Any]:
-    """The loaders of a stage; in the place of a wrapper what is in it."""
+def _loaders(trainer: object, stage: str) -> list[Any]:
+    """The loaders of a stage, without their wrappers."""
     return [inner for loader in _host.loop_loaders(trainer, stage) for inner in loaders_in(loader)]
 
 
 def prefetch_active(trainer: Any) -> bool | None:
-    """Whether a PrefetchCallback of this Trainer is at work; None: it has none."""
+    """True if a PrefetchCallback of this Trainer is active; None: it has none."""
     found = [callback.active for callback in trainer.callbacks if isinstance(callback, PrefetchCallback)]
     return any(found) if found else None
 
 
-def _package(trainer: Any) -> dict[str, Any]:
-    """What trains, and its version: a user's subclass of Trainer lives elsewhere."""
+def _package(trainer: object) -> dict[str, Any]:
+    """The package that trains, and its version, of whatever subclass the Trainer is."""
     modules = (kind.__module__.partition(".")[0] for kind in type(trainer).__mro__)
-    found = next((name for name in modules if name in ("lightning", "pytorch_lightning")), None)
-    if found is None:
-        return {}
-    package = "lightning.pytorch" if found == "lightning" else found
-    return {"package": package, "lightning": str(sys.modules[found].__version__)}
+    found = next((name for name in modules if name in _host.PACKAGES), None)
+    return {"package": _host.PACKAGES[found], "lightning": str(sys.modules[found].__version__)} if found else {}

@@ -1,4 +1,4 @@
-"""watch_loader: how long a loop of one's own waits for its data, in plain PyTorch, Fabric or accelerate."""
+"""watch_loader: measures how long a loop in plain PyTorch, Fabric or accelerate waits for its data."""
 
 import contextlib
 import os
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _runs: "weakref.WeakKeyDictionary[Any, PlainRun]" = weakref.WeakKeyDictionary()
-"""Of loaders that live: each epoch may call watch_loader anew."""
+"""By loader that lives: each epoch may call watch_loader again."""
 _open: "dict[PlainRun, int]" = {}
-"""Those in the middle of an epoch, and the threads that their loops run in."""
+"""Runs in the middle of an epoch, and the threads of their loops."""
 
 
 def watch_loader(
@@ -39,7 +39,7 @@ def watch_loader(
     folder: str | Path | None = None,
     report: bool = True,
 ) -> "WatchedLoader[T]":
-    """The same loader, measured: how long each step of the loop waits for its batch, why, and what to change.
+    """Measure how long each step of a loop waits for its batch, why, and what to change.
 
     Gives the same batches in the same order. Waiting for data is the time inside ``next(loader)``; on a GPU only the
     part in which the GPU had nothing to do, by events on the compute stream, without waiting for it. All else is
@@ -80,7 +80,7 @@ def watch_loader(
 
 
 class WatchedLoader(Generic[T]):
-    """What :func:`watch_loader` gives. All else is asked of the loader in it: its length, data set, sampler."""
+    """The loader that :func:`watch_loader` returns, with all attributes of the loader in it."""
 
     def __init__(self, loader: Iterable[T], run: "PlainRun") -> None:
         self._loader, self._run = loader, run
@@ -128,11 +128,11 @@ class WatchedLoader(Generic[T]):
         self.close()
 
     def summary(self) -> StarvationStats:
-        """How the steps so far divide, without the first ones, in which queues fill."""
+        """The parts of the steps so far, without the first ones, in which queues fill."""
         return self._run.measurements().stats
 
     def report(self) -> "Diagnosis":
-        """What limits training, from all steps so far, and what to change."""
+        """The verdict on what limits training, from all steps so far, and what to change."""
         from lightning_feed.verdict.decide import diagnose  # here: a loop that is only measured needs no verdict
 
         return diagnose(self._run.measurements())
@@ -148,12 +148,12 @@ class PlainRun:
     """The clocks of one loop, over all of its epochs. It does not keep the loader alive.
 
     Attributes:
-        device: where the model computes; None: to be found out when the first epoch begins.
+        device: device of the model; None: determined when the first epoch begins.
         folder: for the files of reports, or None.
-        shows: whether it reports by itself.
+        shows: True to report by itself.
         live: the iterator that the loop goes through now, or nothing.
         clock: the host's.
-        closed: whether measuring has ended.
+        closed: True once measuring has ended.
     """
 
     def __init__(self, *, clock: Clock = host_clock) -> None:
@@ -177,8 +177,8 @@ class PlainRun:
 
     # --- what the loop does -------------------------------------------------------------------------------------------
 
-    def epoch_began(self, loader: Any, started_ns: int = 0) -> None:
-        """The loop begins to go through the loader, whose iterator took so long to make."""
+    def epoch_began(self, loader: object, started_ns: int = 0) -> None:
+        """Begin an epoch on the loader, whose iterator took ``started_ns`` to make."""
         thread = threading.get_ident()
         for other, its_thread in list(_open.items()):  # a copy: loops of other threads begin and end meanwhile
             if its_thread == thread:
@@ -195,18 +195,18 @@ class PlainRun:
         self._loop.begins(facts, self.clock() - started_ns)
         _open[self] = thread
 
-    def batch_came(self, batch: Any) -> None:
-        """Look at the first batch of each epoch."""
+    def batch_came(self, batch: object) -> None:
+        """Note the parts of the first batch of each epoch."""
         if not self._loop.batch_seen:
             self._loop.look_at(batch)
 
     def epoch_ended(self) -> None:
-        """The loop is at its end, or was left."""
+        """End an epoch, or leave it early."""
         _open.pop(self, None)
         self._loop.cpu.pause()
 
     def leave_out_step(self) -> None:
-        """Another loop lies in this step."""
+        """Do not count the present step: another loop lies in it."""
         self._loop.meter.leave_out_step()
 
     def _fetch_began(self) -> None:
@@ -231,18 +231,18 @@ class PlainRun:
             loop.meter.leave_out_step()  # the next one, in which this lies
 
     def measurements(self) -> Measurements:
-        """All that was measured so far, without the warm-up."""
+        """All measurements so far, without the warm-up."""
         if self._loop is None:
             return Measurements(stats=StarvationStats(steps=0, confidence="low"), facts=LoopFacts(loop="plain"))
         found = self._loop.measurements(prefetch_active=None)
-        # Neither the copy to the device nor the time between steps can be told from the step itself.
+        # Neither the copy to the device nor the time between steps is seen from the step itself.
         stats = replace(found.stats, h2d_ms=None, other_ms=None)
         return Measurements(stats=stats, facts=found.facts, loaders=found.loaders)
 
     # --- reports ------------------------------------------------------------------------------------------------------
 
     def close(self, *, wait: bool = True) -> None:
-        """Read what the device has not told yet, report it, and let the loader be.
+        """Read the last times of the device, report them, and stop measuring.
 
         Args:
             wait: for the steps that the device still works on; else they are left out.
@@ -300,7 +300,7 @@ def _facts_of(loader: Any, loaders: list[Any], device: torch.device) -> LoopFact
     return with_loaders(facts, loaders, reloaded=False)
 
 
-def _device_of(loader: Any) -> torch.device:
+def _device_of(loader: object) -> torch.device:
     """The device of a loader that puts batches there, else the accelerator that is in use, else the CPU."""
     given = getattr(loader, "device", None)
     if isinstance(given, torch.device):
@@ -313,7 +313,7 @@ def _device_of(loader: Any) -> torch.device:
 
 
 def _number(variable: str, otherwise: int) -> int:
-    """What launchers tell each rank by its environment; with torch.distributed set up, what that says."""
+    """A number that torch.distributed, or else the launcher's environment, gives each rank."""
     distributed: Any = torch.distributed
     if variable != "LOCAL_WORLD_SIZE" and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank() if variable == "RANK" else distributed.get_world_size())

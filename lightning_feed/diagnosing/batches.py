@@ -35,12 +35,12 @@ _Shapes = tuple[tuple[int, ...], ...]
 # --- copies -------------------------------------------------------------------------------------------------------
 
 
-def copy_of(batch: Any) -> Any:
+def copy_of(batch: object) -> Any:
     """A copy of a batch with its tensors, pinned where they are: a copy to the device is then as fast."""
     return _with_new_containers(batch, _clone)
 
 
-def _with_new_containers(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _with_new_containers(batch: object, change: Callable[[Tensor], Tensor]) -> Any:
     """New containers with ``change(tensor)`` for each tensor. Other objects are copied without what they hold."""
     return tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else copy.copy(leaf), batch)
 
@@ -51,12 +51,12 @@ def _clone(tensor: Tensor) -> Tensor:
 
 
 def _idle_copy(loader: DataLoader[Any]) -> DataLoader[Any]:
-    mine = copy.copy(loader)
-    mine._iterator = None
-    return mine
+    idle = copy.copy(loader)
+    idle._iterator = None
+    return idle
 
 
-def own_loaders(loaders: Any, make: Callable[[DataLoader[Any]], Any] = _idle_copy) -> Any:
+def own_loaders(loaders: object, make: Callable[[DataLoader[Any]], Any] = _idle_copy) -> Any:
     """``loaders`` with a copy of every DataLoader, without the workers that the user's own may have running.
 
     Dicts, lists and tuples of loaders, and ``CombinedLoader``, are rebuilt around the copies; data sets, samplers and
@@ -70,17 +70,17 @@ def own_loaders(loaders: Any, make: Callable[[DataLoader[Any]], Any] = _idle_cop
         SettingsError: for an iterator, which can be read only once.
     """
 
-    def mine(loader: Any, _: tuple[Any, ...]) -> Any:
+    def own(loader: object, _: tuple[object, ...]) -> Any:
         if isinstance(loader, DataLoader):
             return make(loader)
         if hasattr(loader, "__next__"):
             raise SettingsError(
                 f"The training loader is a {type(loader).__name__}, an iterator that can be read only once: diagnosing "
-                "it would use it up. Give an object whose __iter__ begins anew, such as a DataLoader."
+                "it would use it up. Give an object whose __iter__ begins again, such as a DataLoader."
             )
         return loader
 
-    return map_loaders(loaders, mine)
+    return map_loaders(loaders, own)
 
 
 # --- replay -------------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ class Replay:
     first step wrote into them: then each step gets copies.
 
     Args:
-        batches: what the loop gets, one after the other. Kept as they are.
+        batches: the batches for the loop, one after the other. They are not written to.
         length: batches per epoch.
     """
 
@@ -136,7 +136,7 @@ class Sample:
         """Batches so far."""
         self._skip, self._every = skip, 1
 
-    def offer(self, batch: Any) -> None:
+    def offer(self, batch: object) -> None:
         """Keep a copy of a batch of the run, if its turn has come."""
         number, self.came = self.came, self.came + 1
         if number and (number < self._skip or (number - self._skip) % self._every):
@@ -207,13 +207,13 @@ class Pace:
         self._wait()
         period = math.lcm(accumulate, batches)
         marks = self._stamps[::period]
-        settled = marks[max(1, len(marks) // 4) :]
-        if len(settled) <= (FEWEST_CYCLES if batches == 1 else FEWEST_PASSES):
+        counted = marks[max(1, len(marks) // 4) :]
+        if len(counted) <= (FEWEST_CYCLES if batches == 1 else FEWEST_PASSES):
             return None
-        windows = min(WINDOWS, len(settled) - 1)
-        edges = [index * (len(settled) - 1) // windows for index in range(windows + 1)]
+        windows = min(WINDOWS, len(counted) - 1)
+        edges = [index * (len(counted) - 1) // windows for index in range(windows + 1)]
         middle = statistics.median(
-            (settled[last] - settled[first]) / (last - first) for first, last in itertools.pairwise(edges)
+            (counted[last] - counted[first]) / (last - first) for first, last in itertools.pairwise(edges)
         )
         return period / middle if middle > 0 else None
 
@@ -226,63 +226,70 @@ class KeyWatch(TorchFunctionMode):
 
     A part is used when the step takes it out of a dict by its key, or hands it to any function of torch. It is unused
     when the dict was never asked for it. What was only handed out with others (unpacking, ``**batch``, ``.items()``, a
-    tuple, a dataclass) and no function of torch has seen cannot be told: the step may have kept it, or ignored it.
+    tuple, a dataclass) and no function of torch has seen may have been kept by the step, or ignored.
 
     Args:
-        batch: what the step is to get. It is not written to.
+        batch: the batch for the step. It is not written to.
     """
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: object) -> None:
         super().__init__()
         self._leaves = dict(key_leaves(batch))
         self._read: set[str] = set()
         self.batch, self._handed = self._watched(batch, "")
-        """The same, with dicts that are watched; and the names of the parts that somebody may have got."""
+        """The batch with watched dicts, and the names of the parts that the step may have taken."""
 
     def uses(self) -> dict[str, bool | None]:
-        """Whether each part was used, by its place as :func:`key_leaves` names it. None: cannot be told."""
+        """The use of each part by its place, as :func:`key_leaves` names it: used, not used, or None for not known."""
         return {name: True if name in self._read else None if name in self._handed else False for name in self._leaves}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         seen = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         self._read |= {name for name, leaf in self._leaves.items() if id(leaf) in seen}
         return func(*args, **(kwargs or {}))
 
     def _watched(self, value: Any, place: str) -> tuple[Any, set[str]]:
-        """The value with its dicts watched, and the leaves in it that no dict hands out by a key."""
+        """The value with its dicts watched, and the leaves in it that no dict gives by a key."""
         leaves, kind = {name for name, _ in key_leaves(value, place)}, type(value)
         if kind in (dict, OrderedDict):
-            names = {key: f"{place}.{key}" if place else str(key) for key in value}
-            parts = {key: self._watched(part, names[key]) for key, part in value.items()}
-
-            def take(key: Any, *, by_key: bool) -> None:
-                handed = parts[key][1] if key in parts else set()
-                (self._read if by_key and handed == {names[key]} else self._handed).update(handed)
-
-            watched = type(kind.__name__, (_WatchedDict, kind), {"_kind": kind})
-            made: Any = watched((key, part) for key, (part, _) in parts.items())
-            made._take = take
-            return made, set()
+            return self._watched_dict(value, place), set()
         if kind in (list, tuple) and leaves != {place or WHOLE}:
-            inside = [self._watched(part, f"{place}.{at}" if place else str(at)) for at, part in enumerate(value)]
+            inside = [self._watched(part, _place(place, at)) for at, part in enumerate(value)]
             return kind(part for part, _ in inside), set().union(*(names for _, names in inside))
         return value, leaves
+
+    def _watched_dict(self, value: dict[Any, Any], place: str) -> Any:
+        names, kind = {key: _place(place, key) for key in value}, type(value)
+        parts = {key: self._watched(part, names[key]) for key, part in value.items()}
+
+        def take(key: object, *, by_key: bool) -> None:
+            handed = parts[key][1] if key in parts else set()
+            (self._read if by_key and handed == {names[key]} else self._handed).update(handed)
+
+        watched = type(kind.__name__, (_WatchedDict, kind), {"_kind": kind})
+        made: Any = watched((key, part) for key, (part, _) in parts.items())
+        made._take = take
+        return made
+
+
+def _place(before: str, key: object) -> str:
+    return f"{before}.{key}" if before else str(key)
 
 
 _MAPPING: Any = MutableMapping
 
 
 class _WatchedDict:
-    """What dicts hand their values out by: all of it through ``__getitem__``. Writing needs no watching."""
+    """Methods by which dicts give their values, all of them through ``__getitem__``. Writing needs no watching."""
 
     _kind: Any = dict
     _listed = False
 
     @staticmethod
-    def _take(key: Any, *, by_key: bool) -> None:
+    def _take(key: object, *, by_key: bool) -> None:
         """Of a dict that the step made itself, from the class of its batch: nothing is watched."""
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         self._take(key, by_key=not self._listed)  # `f(**batch)` lists all keys, and then reads each by its name
         return self._kind.__getitem__(self, key)
 
@@ -297,18 +304,18 @@ class _WatchedDict:
     def copy(self) -> Any:
         return self._kind(self.items())
 
-    def __or__(self, other: Any) -> Any:
+    def __or__(self, other: object) -> Any:
         return self.copy() | other
 
-    def __ror__(self, other: Any) -> Any:
+    def __ror__(self, other: object) -> Any:
         return other | self.copy()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         return self.copy().__reduce_ex__(protocol)
 
 
 def is_opaque(module: torch.nn.Module) -> bool:
-    """Whether parts of a batch may be read where neither dicts nor torch's functions notice: compiled code."""
+    """Check for compiled code, which may read parts of a batch where neither dicts nor torch's functions notice it."""
     scripted = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
     return any(
         type(part).__name__ == "OptimizedModule"

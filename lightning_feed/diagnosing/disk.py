@@ -7,13 +7,14 @@ import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import ConcatDataset, Subset
 
-from lightning_feed.diagnosing.session import LeftOut, LoaderPart, Session, naming
+from lightning_feed.diagnosing.session import LoaderPart, NotMeasurable, Session, naming
 from lightning_feed.images.image_dataset import ImageDataset
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.measure.experiment_results import DiskFacts
@@ -42,13 +43,13 @@ class FirstBatches:
 
     batches: dict[LoaderPart, list[Any]]
     files: dict[str, int]
-    """That their samples are made of, with their sizes in bytes; empty where none was found."""
+    """The files of their samples, with sizes in bytes; empty where none was found."""
 
 
 def measure_cached(session: Session) -> None:
     """The rate over the first batches, again and again. The first time through is not counted: it fetches the files."""
     if _remote_samples(session):
-        raise LeftOut("the samples are read from a URL, of which the page cache holds nothing")
+        raise NotMeasurable("the samples are read from a URL, of which the page cache holds nothing")
     first = choose(session)
     burst = max(burst_of(part.loader) for part in session.parts)
     once = math.ceil(min(map(len, first.batches.values())) / burst)
@@ -62,12 +63,12 @@ def measure_cold(session: Session) -> None:
     """The rate over the first batches, whose files leave the page cache before each time through."""
     first = choose(session)
     if not hasattr(os, "posix_fadvise"):
-        raise LeftOut("this system has no posix_fadvise, by which files are taken out of the page cache")
+        raise NotMeasurable("this system has no posix_fadvise, by which files are taken out of the page cache")
     if not first.files:
-        raise LeftOut(_NO_FILE)
+        raise NotMeasurable(_NO_FILE)
     system, kind = file_system(next(iter(first.files)))
     if kind == "memory":
-        raise LeftOut(f"the files lie in memory ({system})")
+        raise NotMeasurable(f"the files lie in memory ({system})")
     rate = session.rate(lambda part: Changes(batches=first.batches[part]), prepare=lambda: forget_files(first.files))
     session.note(cold_per_s=rate)
 
@@ -78,27 +79,21 @@ def forget_files(files: Iterable[str]) -> None:
     Needs no rights but to read them (posix_fadvise(2), POSIX_FADV_DONTNEED).
     """
     for path in files:
-        try:
-            file = os.open(path, os.O_RDONLY)
-        except OSError:
-            continue  # gone since: it cannot be read at all, and the loader will say so
-        try:
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(file)
+        with suppress(OSError), Path(path).open("rb", buffering=0) as file:  # the loader raises for missing ones
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def choose(session: Session) -> FirstBatches:
     """The first batches that the samplers give, as many as can be gone through in time and fit in memory.
 
     Raises:
-        LeftOut: why there are none.
+        NotMeasurable: why there are none.
         DatasetError: a sample cannot be made.
     """
     if session.subset is None:
         session.check_memory()
         if any(part.stream for part in session.parts):
-            raise LeftOut("an iterable data set decides itself which samples come")
+            raise NotMeasurable("an iterable data set decides itself which samples come")
         memory = session.machine.available_memory_bytes
         session.subset = _choose(session, session.share_s / 3, math.inf if memory is None else _FILES_SHARE * memory)
     found: FirstBatches = session.subset
@@ -115,12 +110,14 @@ def _choose(session: Session, max_s: float, max_bytes: float) -> FirstBatches:
     for together in zip(*batches.values(), strict=False):
         found = dict(files)
         for part, batch in zip(batches, together, strict=True):
-            found |= sizes_of(files_of_samples(part, [batch] if part.loader.batch_sampler is None else list(batch)))
+            found |= sizes_of(files_of_samples(part, part.indices(batch)))
         if sum(found.values()) > max_bytes or session.clock() > deadline:
             break
         files, taken = found, taken + 1
     if taken < 1 + burst:
-        raise LeftOut(f"too little time or memory: {taken} batches fit, and a round of the workers has {1 + burst}")
+        raise NotMeasurable(
+            f"too little time or memory: {taken} batches fit, and a round of the workers has {1 + burst}"
+        )
     return FirstBatches({part: given[:taken] for part, given in batches.items()}, files)
 
 
@@ -142,8 +139,8 @@ def innermost(dataset: Any, index: Any) -> tuple[Any, Any]:
 
 
 def files_of_samples(part: LoaderPart, indices: list[Any]) -> list[str]:
-    """The files that these samples are made of: by the data set's list of them, or by making the samples in this
-    process and listening to what is opened.
+    """The files of these samples: by the data set's list of them, or by making the samples in this process and noting
+    which files are opened.
 
     Raises:
         DatasetError: when a sample cannot be made.
@@ -158,53 +155,51 @@ def files_of_samples(part: LoaderPart, indices: list[Any]) -> list[str]:
     return found
 
 
-def _listed_file(dataset: Any, index: Any) -> str | None:
+def _listed_file(dataset: object, index: Any) -> str | None:
     """The file of a sample, where the data set has a list of them (``samples``, ``imgs``; ours); None where not."""
     listed = [getattr(dataset, name, None) for name in ("samples", "imgs")]
     items = [one[index] for one in listed if isinstance(one, (list, tuple)) and -len(one) <= index < len(one)]
     if isinstance(dataset, ImageDataset):
         items.append(str(dataset.source.name(index)))
-    first = items[0] if items else None
-    first = first[0] if isinstance(first, (list, tuple)) and first else first
-    return os.fspath(first) if isinstance(first, (str, os.PathLike)) and Path(first).is_file() else None
+    path = items[0] if items else None
+    path = path[0] if isinstance(path, (list, tuple)) and path else path
+    return os.fspath(path) if isinstance(path, (str, os.PathLike)) and Path(path).is_file() else None
 
 
 def opened_by(work: Callable[[], object]) -> list[str]:
     """The files of data that ``work`` opens for reading, in this thread, each once.
 
     Python reports every ``open`` of its own to audit hooks (https://docs.python.org/3/library/audit_events.html).
-    Libraries that open files in C, as OpenCV and HDF5 do, are not seen. A hook cannot be removed again, so one is
-    installed when this is called first, and does nothing but look into an empty dict afterwards.
+    Libraries that open files in C, as OpenCV and HDF5 do, are not seen. A hook cannot be removed, so one is installed
+    at the first call, and afterwards only checks that a dict is empty.
     """
     _install_hook()
-    heard: list[str] = []
-    _heard[threading.get_ident()] = heard
+    found: list[str] = []
+    _opened[threading.get_ident()] = found
     try:
         work()
     finally:
-        del _heard[threading.get_ident()]
-    return [path for path in dict.fromkeys(heard) if _is_data(path)]
+        del _opened[threading.get_ident()]
+    return [path for path in dict.fromkeys(found) if _is_data(path)]
 
 
-_heard: dict[int, list[str]] = {}
-"""Files opened so far, by the thread that is listened to."""
+_opened: dict[int, list[str]] = {}
+"""Files opened so far, by the thread that is observed."""
 
 
 @functools.cache
 def _install_hook() -> None:
-    sys.addaudithook(_hear)
+    sys.addaudithook(_note_open)
 
 
-def _hear(event: str, arguments: tuple[Any, ...]) -> None:
-    if not _heard or event != "open":
+def _note_open(event: str, arguments: tuple[Any, ...]) -> None:
+    if not _opened or event != "open":
         return
-    paths = _heard.get(threading.get_ident())
     path, mode, flags = (*arguments, None, None)[:3]
-    writes = isinstance(mode, str) and set(mode) & set("wax+")
-    if paths is None or writes or not isinstance(path, (str, bytes, os.PathLike)):
-        return
-    if not (isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR)):
-        paths.append(os.fsdecode(path))
+    writes = isinstance(mode, str) and bool(set(mode) & set("wax+"))
+    writes = writes or (isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR)))
+    if not writes and isinstance(path, (str, bytes, os.PathLike)):
+        _opened.get(threading.get_ident(), []).append(os.fsdecode(path))
 
 
 def _is_data(path: str) -> bool:
@@ -214,7 +209,7 @@ def _is_data(path: str) -> bool:
 
 
 def sizes_of(paths: Iterable[str]) -> dict[str, int]:
-    """Bytes of each file that is there."""
+    """Bytes of each file that exists."""
     return {path: Path(path).stat().st_size for path in paths if Path(path).is_file()}
 
 
@@ -225,17 +220,17 @@ def measure_disk(session: Session) -> None:
     """The file system of some samples' files, and the rate at which the loader alone reads them."""
     assert session.alone is not None, "it is measured first"
     if any(part.stream for part in session.parts):
-        raise LeftOut("an iterable data set does not tell which files a sample is made of")
+        raise NotMeasurable("an iterable data set does not tell which files a sample is made of")
     if (remote := _remote_samples(session)) is not None:
         session.note(disk=_measure_url(*remote))
         return
     opened = {part: part.first_samples(_SAMPLES_OPENED) for part in session.parts}
     files = [path for part, indices in opened.items() for path in dict.fromkeys(files_of_samples(part, indices))]
-    if not files:
-        raise LeftOut(_NO_FILE)
     sizes = sizes_of(files)
-    mean = sum(sizes.values()) / len(sizes) if sizes else None
-    per_sample = len(files) / max(1, sum(map(len, opened.values())))
+    if not sizes:
+        raise NotMeasurable(_NO_FILE)
+    mean = sum(sizes.values()) / len(sizes)
+    per_sample = len(files) / sum(map(len, opened.values()))
     files_per_s = None
     if per_sample >= 0.9:  # else many samples are of one file, and files are not opened at the rate of samples
         files_per_s = session.alone.batches_per_s * (session.results.batch_size or 1) * per_sample
@@ -244,7 +239,7 @@ def measure_disk(session: Session) -> None:
         disk=DiskFacts(
             file_system=system,
             kind=kind,
-            read_mb_per_s=None if mean is None or files_per_s is None else mean * files_per_s / 1e6,
+            read_mb_per_s=None if files_per_s is None else mean * files_per_s / 1e6,
             files_per_s=files_per_s,
             mean_file_bytes=mean,
         )
@@ -252,12 +247,11 @@ def measure_disk(session: Session) -> None:
 
 
 def _remote_samples(session: Session) -> tuple[RemoteSource, list[int]] | None:
-    """The samples that we read from a URL, and the numbers there of the first; None where there are none."""
+    """The samples read from a URL, and the numbers of the first ones; None where there are none."""
     for part in session.parts:
         samples = [] if part.stream else part.first_samples(TOGETHER)
         found = [innermost(part.loader.dataset, sample) for sample in samples]
-        find = getattr(found[0][0], "remote_reads", None) if found else None
-        remote = find() if find is not None else None
+        remote = found[0][0].remote_reads() if found and hasattr(found[0][0], "remote_reads") else None
         if isinstance(remote, RemoteSamples):
             numbers = [int(number) for _, number in found]
             picked = numbers if remote.numbers is None else [int(remote.numbers[number]) for number in numbers]
@@ -271,7 +265,7 @@ def _measure_url(reads: RemoteSource, numbers: list[int]) -> DiskFacts:
         Wanted(reads.index.path(number), int(reads.sizes[number])) for number in numbers if reads.sizes[number] > 0
     ]
     if not wanted:
-        raise LeftOut("the server does not tell how long its files are")
+        raise NotMeasurable("the server does not give the sizes of its files")
     speed = measure_speed(reads.place, wanted)
     return DiskFacts(
         file_system=reads.place.url.partition("://")[0],

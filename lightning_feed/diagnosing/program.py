@@ -1,4 +1,4 @@
-"""The user's own program, run until its first ``Trainer.fit``, or what ``module.py:NAME`` gives: what is diagnosed."""
+"""The fit to diagnose or tune: the first one of the user's program, or the objects that ``module.py:NAME`` gives."""
 
 import gc
 import importlib.util
@@ -22,13 +22,13 @@ from typing import Any, NoReturn, TextIO
 
 from lightning_feed import _host
 from lightning_feed.autoload import PROGRAM
-from lightning_feed.diagnosing.safety import ProgramEnded, in_a_line
+from lightning_feed.diagnosing.failures import ProgramEnded, in_a_line
 from lightning_feed.diagnosing.short_fits import plain_trainer, quiet
 from lightning_feed.errors import SettingsError, plural
 from lightning_feed.measure.user_code import is_users
 
 CLEAN_UP_S = 5.0
-"""The most that ending child processes may take."""
+"""Longest time for ending child processes."""
 WANTED = "a LightningDataModule, or a pair of a LightningModule and a LightningDataModule"
 
 
@@ -47,7 +47,7 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What is to be trained: what a program gave to its first ``Trainer.fit``."""
+    """The objects to train: the arguments of a program's first ``Trainer.fit``."""
 
     trainer: Any
     model: Any
@@ -62,7 +62,7 @@ class Fit:
 
 
 def run_until_fit(program: Program, take: Callable[[Fit], int]) -> NoReturn:
-    """Run a program, call ``take`` in the place of its first ``Trainer.fit``, and end the process there.
+    """Run a program, call ``take`` instead of its first ``Trainer.fit``, and end the process there.
 
     The program runs in this process as ``__main__``, with its own ``sys.argv`` and ``sys.path[0]``, and with the fit of
     ``lightning.pytorch`` and ``pytorch_lightning`` replaced. From the fit on not a line of it is run: its stack is not
@@ -70,7 +70,7 @@ def run_until_fit(program: Program, take: Callable[[Fit], int]) -> NoReturn:
     the process, or for a signal. The files that it has open are flushed before.
 
     Args:
-        program: what to run.
+        program: the program to run.
         take: called within the program, where it calls ``fit``, with the standard streams as they were before the
             program. Returns the exit code of the process. Its errors are printed with their traceback.
 
@@ -88,13 +88,11 @@ def run_until_fit(program: Program, take: Callable[[Fit], int]) -> NoReturn:
                 runpy.run_path(str(path), run_name="__main__")
     except SystemExit as end:
         code = _exit_code(end)
-        said = f"{program} ended by an exit with {code} before it called Trainer.fit."
-        raise ProgramEnded(said, code or 1) from end
+        raise ProgramEnded(f"{program} ended by an exit with {code} before it called Trainer.fit.", code or 1) from end
     except Exception as error:
         theirs = _theirs(error.__traceback__)
         if program.is_module and isinstance(error, ImportError) and theirs is None:  # not a line was reached
-            said = f"{program} cannot be run: {error}. Give SCRIPT.py, or -m package.module."
-            raise SettingsError(said) from error
+            raise SettingsError(f"{program} cannot be run: {error}. Give SCRIPT.py, or -m package.module.") from error
         sys.excepthook(type(error), error.with_traceback(theirs), error.__traceback__)
         raise ProgramEnded(f"{program} failed before it called Trainer.fit.", 1) from error
     given = " ".join(program.arguments) or "none"
@@ -115,13 +113,15 @@ class _Takeover:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Replace the fit of every Trainer until the end."""
+        """A context in which the fit of every Trainer is replaced."""
         with ExitStack() as undo:
-            for package in _installed():
-                undo.callback(_host.replace_in_class(package.Trainer, "fit", self._around))
+            for name in _host.PACKAGES.values():
+                with quiet(), suppress(Exception):  # a package that cannot be imported trains nothing
+                    trainer = importlib.import_module(name).Trainer
+                    undo.callback(_host.replace_in_class(trainer, "fit", self._around))
             yield
 
-    def _around(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def _around(self, original: Callable[..., Any], trainer: object, *args: object, **kwargs: object) -> Any:
         in_main_thread = threading.current_thread() is threading.main_thread()
         if self._taking and in_main_thread:
             return original(trainer, *args, **kwargs)
@@ -189,36 +189,21 @@ def end_children() -> None:
     clean_up.join(CLEAN_UP_S)
 
 
-def _installed() -> Iterator[Any]:
-    """The packages with a Trainer that the program may use."""
-    for name in _host.PACKAGES.values():
-        with quiet(), suppress(Exception):  # one that cannot be imported is not what the program trains with
-            yield importlib.import_module(name)
-
-
-def _fit_of(program: Program, trainer: Any, given: dict[str, Any]) -> Fit:
+def _fit_of(program: Program, trainer: object, given: dict[str, Any]) -> Fit:
     loaders, datamodule = given.get("train_dataloaders"), given.get("datamodule")
     if datamodule is None and hasattr(loaders, "train_dataloader"):  # Lightning takes it there, too
         loaders, datamodule = None, loaders
-    return Fit(
-        trainer=trainer,
-        model=given["model"],
-        datamodule=datamodule,
-        train_dataloaders=loaders,
-        ended=_ended(program, trainer, given.get("ckpt_path")),
-    )
+    ended = _ended(program, trainer, given.get("ckpt_path"))
+    return Fit(trainer=trainer, model=given["model"], datamodule=datamodule, train_dataloaders=loaders, ended=ended)
 
 
-def _ended(program: Program, trainer: Any, checkpoint: Any) -> str:
+def _ended(program: Program, trainer: Any, checkpoint: object) -> str:
     """The place where the program was ended, and what would have come next, in sentences."""
     frame = next((one for one in inspect.stack(context=0) if is_users(one.filename)), None)
     at = f" at {Path(frame.filename).name}:{frame.lineno}" if frame is not None else ""
-    limits = [
-        plural(number, word)
-        for number, word in ((trainer.max_epochs, "epoch"), (trainer.max_steps, "step"))
-        if number not in (None, -1)
-    ]
-    how_long = f"for {' or '.join(limits)}" if limits else "without an end"
+    limits = {"epoch": trainer.max_epochs, "step": trainer.max_steps}
+    until = [plural(number, word) for word, number in limits.items() if number not in (None, -1)]
+    how_long = f"for {' or '.join(until)}" if until else "without an end"
     resumed = f" from the checkpoint {checkpoint}, which was not loaded" if checkpoint is not None else ""
     return (
         f"{program} was ended where it calls fit{at}. It would now train {how_long}{resumed}. Neither this nor "
@@ -227,17 +212,15 @@ def _ended(program: Program, trainer: Any, checkpoint: Any) -> str:
 
 
 def _path_of(program: Program) -> Path | None:
-    if program.is_module:
-        return None
-    path = Path(program.name).expanduser()
-    if not path.is_file():
+    path = None if program.is_module else Path(program.name).expanduser().absolute()
+    if path is not None and not path.is_file():
         raise SettingsError(f"There is no file {program.name}. Give SCRIPT.py, or -m package.module.")
-    return path.absolute()
+    return path
 
 
 @contextmanager
 def _as_main(program: Program, path: Path | None) -> Iterator[tuple[TextIO, TextIO]]:
-    """A context for the program. Gives stdout and stderr, whatever it does to them, and puts these in place after."""
+    """A context that runs the program as ``__main__``. Gives stdout and stderr, and restores both afterwards."""
     argv, search, folder = sys.argv, sys.path[:], Path.cwd()
     streams = _copy_of(sys.stdout), _copy_of(sys.stderr)
     sys.argv = [program.name, *program.arguments]  # the first is set by runpy
@@ -255,7 +238,7 @@ def _as_main(program: Program, path: Path | None) -> Iterator[tuple[TextIO, Text
 
 
 def _copy_of(stream: TextIO) -> TextIO:
-    """A stream of our own to the same file, which the program cannot close; the same one where there is no file."""
+    """A stream to the same file that the program cannot close; the stream itself where it has no file."""
     try:
         number = os.dup(stream.fileno())
     except (AttributeError, OSError, ValueError):
@@ -267,7 +250,7 @@ def _refuse_ranks(program: Program) -> None:
     ranks = os.environ.get("WORLD_SIZE", "1")
     if ranks.isdigit() and int(ranks) > 1:
         if os.environ.get("RANK", "0") != "0":
-            raise SystemExit(1)  # the first says it for all
+            raise SystemExit(1)  # rank 0 prints the error
         raise SettingsError(
             f"This is one of {ranks} processes that torchrun, or another launcher, has started, and experiments "
             f"are made in one, on one device. Run it without the launcher: lightning-feed diagnose {program} -- ARGS. "
@@ -276,7 +259,7 @@ def _refuse_ranks(program: Program) -> None:
 
 
 def _exit_code(end: SystemExit) -> int:
-    """The exit code of an exit, whose message is printed, as Python does."""
+    """The exit code of an exit, whose message is printed as Python does."""
     if end.code is not None and not isinstance(end.code, int):
         print(end.code, file=sys.stderr)  # noqa: T201
     return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
@@ -300,7 +283,7 @@ def fit_of_target(text: str, accelerator: str) -> Fit:
 
     Args:
         text: ``module.py:NAME`` or ``package.module:NAME``.
-        accelerator: of the Trainer, which has one device.
+        accelerator: accelerator of the Trainer, which has one device.
 
     Raises:
         SettingsError: for whatever is wrong with it.
@@ -316,8 +299,9 @@ def fit_of_target(text: str, accelerator: str) -> Fit:
         if callable(found) and _kind(found) is None:
             found = found()
     except (Exception, SystemExit) as error:
-        said = f"TARGET {text!r} failed: {in_a_line(error)}. NAME is called without arguments where it can be called."
-        raise SettingsError(said) from error
+        raise SettingsError(
+            f"TARGET {text!r} failed: {in_a_line(error)}. NAME is called without arguments where it can be called."
+        ) from error
     model, datamodule = _pair(found, text)
     package = _host.package_of(*(one for one in (model, datamodule) if one is not None))
     try:
@@ -345,7 +329,7 @@ def _import(place: str) -> ModuleType:
 
 
 def _from_file(path: Path, name: str) -> ModuleType:
-    """Import this very file: its name may have dots, and a package or a module of Python's may have the same."""
+    """Import this very file: its name may have dots, or be that of another module."""
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError("it is no Python file")
@@ -359,7 +343,7 @@ def _from_file(path: Path, name: str) -> ModuleType:
     return module
 
 
-def _pair(made: Any, text: str) -> tuple[Any, Any]:
+def _pair(made: object, text: str) -> tuple[Any, Any]:
     """(module or None, data module)."""
     parts = made if isinstance(made, (tuple, list)) else [made]
     kinds = {_kind(one): one for one in parts}
@@ -370,9 +354,7 @@ def _pair(made: Any, text: str) -> tuple[Any, Any]:
     raise SettingsError(f"TARGET {text!r} gives {got}.{alone} It must give {WANTED}.")
 
 
-def _kind(thing: Any) -> str | None:
-    """The class of Lightning's that an object is of, of either package."""
-    for base in type(thing).__mro__:
-        if base.__name__.startswith("Lightning") and base.__module__.partition(".")[0] in _host.PACKAGES:
-            return base.__name__
-    return None
+def _kind(thing: object) -> str | None:
+    """The name of Lightning's class of an object, of either package; None for other objects."""
+    ours = (base for base in type(thing).__mro__ if base.__module__.partition(".")[0] in _host.PACKAGES)
+    return next((base.__name__ for base in ours if base.__name__.startswith("Lightning")), None)

@@ -16,7 +16,7 @@ import torch.multiprocessing as torch_mp
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_feed.diagnosing.disk import innermost
-from lightning_feed.diagnosing.session import LeftOut, LoaderPart, Session, fresh, key_bytes
+from lightning_feed.diagnosing.session import LoaderPart, NotMeasurable, Session, fresh, key_bytes
 from lightning_feed.errors import DatasetError, FeedError, LoaderError
 from lightning_feed.images.crop import EvalRecipe, TrainRecipe
 from lightning_feed.images.image_dataset import ImageDataset, collate_encoded
@@ -26,7 +26,7 @@ from lightning_feed.measure.experiment_results import KeyUse
 from lightning_feed.measure.loader_state import Probe, probe_loader
 from lightning_feed.transfer.batch_tree import tensors
 from lightning_feed.transfer.gpu_decode import decode_batch
-from lightning_feed.trials.cloning import Changes, clone_loader, iter_is_itself
+from lightning_feed.trials.cloning import Changes, clone_loader, has_threads, iter_is_itself, original_error
 
 _TIMES = 3
 """Each number of workers is tried at most this often."""
@@ -35,7 +35,7 @@ _EACH = 1 / 8
 _WARM, _BATCHES = 2, 20
 """Batches of a pass of the hand-over that do not count, and those that do."""
 _FULL_S, _POLL_S = 0.5, 0.0005
-"""Time for the queue to fill up, and between two looks at it."""
+"""Time for the queue to fill up, and between two checks of it."""
 _CHILD_S = 20.0
 
 
@@ -46,8 +46,14 @@ def measure_loader(session: Session) -> None:
         LoaderError: nothing can be taken from it, or it hangs.
         DatasetError: a sample cannot be loaded.
     """
-    if not session.parts:
-        _check_iterable(session.loader)
+    kind = type(session.loader).__name__
+    if not session.parts and not hasattr(session.loader, "__iter__"):
+        raise LoaderError(
+            f"The training loader is a {kind}, which is not iterable. Give a DataLoader, a dict or list of them, or "
+            "another iterable."
+        )
+    if not session.parts and iter_is_itself(session.loader):
+        raise NotMeasurable(f"a {kind} can be gone through only once, and training needs it")
     session.check_memory()
     workers = [part.loader.num_workers for part in session.parts]
     rate, session.first = session.drain()
@@ -58,18 +64,6 @@ def measure_loader(session: Session) -> None:
         taking_ms=rate.taking_ms if all(workers) else None,
         worker_scaling=((max(workers), rate.batches_per_s),) if workers else (),
     )
-
-
-def _check_iterable(loader: Any) -> None:
-    """See that batches can be taken from what is no DataLoader, and that there are as many afterwards."""
-    kind = type(loader).__name__
-    if not hasattr(loader, "__iter__"):
-        raise LoaderError(
-            f"The training loader is a {kind}, which nothing can be taken from. Give a DataLoader, a dict or list of "
-            "them, or another iterable."
-        )
-    if iter_is_itself(loader):
-        raise LeftOut(f"a {kind} can be gone through only once, and training needs it")
 
 
 def measure_keys(session: Session) -> None:
@@ -84,8 +78,7 @@ def measure_keys(session: Session) -> None:
 
 
 def workers_to_try(session: Session) -> list[int]:
-    """Numbers of workers around the configured one and the number of CPUs, the most telling first; none is 0. The
-    configured one is among them."""
+    """Numbers of workers around the configured one and the number of CPUs, the most informative first; 0 is none."""
     now = max(part.loader.num_workers for part in session.parts)
     cpus = max(1, session.machine.usable_cpus // len(session.parts))
     wanted = [cpus, 0, 1, 2 * now, now // 2, max(1, cpus // 2), now + 1]
@@ -96,50 +89,45 @@ def workers_to_try(session: Session) -> list[int]:
 
 def measure_scaling(session: Session) -> None:
     """The rate with each number of workers, all of them again and again while there is time: rates of the same loader
-    differ, and by how much tells what a difference between two numbers is worth.
+    vary, and only a larger difference between two numbers counts.
 
     Raises:
-        LeftOut: which numbers were not tried, and why.
+        NotMeasurable: some numbers were not tried; the message says why.
     """
     deadline = session.clock() + session.share_s
     rates = {now: [rate] for now, rate in session.results.worker_scaling}
-    numbers, reasons = workers_to_try(session), list[str]()
-    for _ in range(_TIMES):
-        for number in tuple(numbers):
-            if session.clock() >= deadline - session.counted_s(_EACH):
-                break
-            try:
-                session.check_memory(number)
-                rate = session.rate(partial(_with_workers, number), share=_EACH)
-            except (LeftOut, FeedError) as error:
-                numbers.remove(number)
-                reasons.append(f"{number} workers: {error}")
-                continue
+    reasons: dict[int, str] = {}
+    for number in workers_to_try(session) * _TIMES:
+        if session.clock() >= deadline - session.counted_s(_EACH):
+            break
+        if number in reasons:
+            continue
+        try:
+            session.check_memory(number)
+            rate = session.rate(partial(LoaderPart.changes, num_workers=number), share=_EACH)
             rates.setdefault(number, []).append(rate)
             session.note(
                 worker_scaling=tuple((each, statistics.median(rates[each])) for each in sorted(rates)),
                 worker_spread=tuple((each, min(of), max(of)) for each, of in sorted(rates.items()) if len(of) > 1),
             )
+        except (NotMeasurable, FeedError) as error:
+            reasons[number] = f"{number} workers: {error}"
     if reasons:
-        raise LeftOut("; ".join(reasons))
-
-
-def _with_workers(number: int, part: LoaderPart) -> Changes:
-    return Changes(num_workers=number, endless=not part.stream)
+        raise NotMeasurable("; ".join(reasons.values()))
 
 
 # --- constant samples -------------------------------------------------------------------------------------------------
 
 
 class _Constant:
-    """A stand-in for a data set that gives one sample again and again.
+    """Replaces a data set, and gives one sample again and again.
 
     Args:
-        sample: what it gives.
-        original: the data set that it stands for, asked for attributes that a ``worker_init_fn`` may want.
+        sample: the sample to give.
+        original: the data set, asked for attributes that a ``worker_init_fn`` may want.
     """
 
-    def __init__(self, sample: Any, original: Any) -> None:
+    def __init__(self, sample: object, original: Any) -> None:
         self.sample, self.original = sample, original
 
     def __getattr__(self, name: str) -> Any:
@@ -156,7 +144,7 @@ class NullDataset(_Constant, Dataset[Any]):
     def __len__(self) -> int:
         return len(self.original)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         return fresh(self.sample)
 
 
@@ -168,7 +156,7 @@ class NullStream(_Constant, IterableDataset[Any]):
             yield fresh(self.sample)
 
 
-def _null(part: LoaderPart, sample: Any) -> Any:
+def _null(part: LoaderPart, sample: object) -> Any:
     return (NullStream if part.stream else NullDataset)(sample, part.loader.dataset)
 
 
@@ -176,7 +164,7 @@ def measure_ceiling(session: Session) -> None:
     """The rate of the loaders with constant samples: what handing over, collating and pinning allow.
 
     Raises:
-        LeftOut: for a loader of a class that needs a data set of its own kind, such as LitData's.
+        NotMeasurable: for a loader of a class that needs a data set of its own kind, such as LitData's.
     """
     session.check_memory()
     samples = dict(zip(session.parts, session.samples, strict=True))
@@ -184,9 +172,9 @@ def measure_ceiling(session: Session) -> None:
         rate = session.rate(lambda part: Changes(dataset=_null(part, samples[part]), endless=True))
     except DatasetError as error:
         kinds = ", ".join(sorted({type(part.loader).__name__ for part in session.parts}))
-        lines = str(error.__cause__).strip().splitlines() or [type(error.__cause__).__name__]
-        why = lines[-1] if lines[0].startswith("Caught ") else lines[0]  # a worker's has its traceback before it
-        raise LeftOut(f"a {kinds} takes no constant samples in place of its data set: {why}") from error
+        kind, text = original_error(error.__cause__ or error)
+        why = text.partition("\n")[0] or kind
+        raise NotMeasurable(f"a {kinds} takes no constant samples in place of its data set: {why}") from error
     session.note(ceiling_per_s=rate)
 
 
@@ -200,40 +188,42 @@ def measure_hand_over(session: Session) -> None:
     helpers of torch live as long as the process that received a tensor.
 
     Raises:
-        LeftOut: why that cannot be done.
+        NotMeasurable: why that cannot be done.
     """
     for part in session.parts:
-        method = (getattr(part.loader, "multiprocessing_context", None) or multiprocessing).get_start_method()
+        method = (part.loader.multiprocessing_context or multiprocessing).get_start_method()
         if method != "fork":
-            raise LeftOut(f"worker processes are made by {method}: only forked ones can be measured")
-        if getattr(part.loader, "workers", "process") == "thread":
-            raise LeftOut("worker threads hand nothing over")
-        if getattr(part.loader, "decode", None) is not None:
-            raise LeftOut("batches are decoded behind the workers, on a device that a forked process must not touch")
+            raise NotMeasurable(f"worker processes are made by {method}: only forked ones can be measured")
+        if has_threads(part.loader):
+            raise NotMeasurable("worker threads hand nothing over")
+        if isinstance(part.loader, FeedLoader) and part.loader.decode is not None:
+            raise NotMeasurable(
+                "batches are decoded behind the workers, on a device that a forked process must not touch"
+            )
     session.check_memory()
     now, ms = _in_a_process(lambda: _compare(session))
-    others = [taken for strategy, taken in ms.items() if strategy != now]
-    session.note(sharing_strategy=now, hand_over_ms=ms[now], hand_over_file_system_ms=others[0] if others else None)
+    others = [taken for strategy, taken in ms.items() if strategy != now] or [None]
+    session.note(sharing_strategy=now, hand_over_ms=ms[now], hand_over_file_system_ms=others[0])
 
 
 def _in_a_process(work: Callable[[], Any]) -> Any:
     """The result of ``work`` in a forked process.
 
     Raises:
-        LeftOut: it fails there, takes too long, or ends the process.
+        NotMeasurable: it fails there, takes too long, or ends the process.
     """
 
     def answer(there: Connection) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told, and ends it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it, and ends this process
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         torch.set_num_threads(1)  # OpenMP would wait for threads of the parent, to shuffle a large set for example
         try:
             there.send(work())
-        except LeftOut as reason:
+        except NotMeasurable as reason:
             there.send(reason)
-        except Exception as error:  # noqa: BLE001  # of the user's collate function, or memory: told in the parent
-            # A worker's has its traceback before it.
-            there.send(LeftOut(f"{type(error).__name__}: {error}".rstrip().rpartition("\n")[2]))
+        except Exception as error:  # noqa: BLE001  # of the user's collate function, or memory: raised in the parent
+            kind, text = original_error(error)
+            there.send(NotMeasurable(": ".join(filter(None, (kind, text.rpartition("\n")[2])))))
 
     here, there = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(target=answer, args=(there,), daemon=False)
@@ -242,15 +232,15 @@ def _in_a_process(work: Callable[[], Any]) -> Any:
         child.start()  # as torch's loaders do for each worker
     there.close()
     try:
-        given = here.recv() if here.poll(_CHILD_S) else LeftOut(f"no batch was handed over within {_CHILD_S:g} s")
+        given = here.recv() if here.poll(_CHILD_S) else NotMeasurable(f"no batch was handed over within {_CHILD_S:g} s")
     except EOFError:
-        given = LeftOut("the process that measured it ended before it was done")
+        given = NotMeasurable("the process that measured it ended before it was done")
     finally:
         child.join(1.0)
         child.kill()  # its workers see it, and end
         child.join()
         here.close()
-    if isinstance(given, LeftOut):
+    if isinstance(given, NotMeasurable):
         raise given
     return given
 
@@ -258,28 +248,22 @@ def _in_a_process(work: Callable[[], Any]) -> Any:
 def _compare(session: Session) -> tuple[str, dict[str, float]]:
     """(strategy in force, milliseconds of each strategy)."""
     now: str = torch_mp.get_sharing_strategy()
-    total = {now: 0.0}
-    if sys.platform.startswith("linux"):
-        total["file_system"] = 0.0
+    total = dict.fromkeys([now, "file_system"] if sys.platform.startswith("linux") else [now], 0.0)
     for part, sample in zip(session.parts, session.samples, strict=True):
+        # The device is not touched in a forked process, so nothing is pinned.
+        changes = Changes(dataset=_null(part, sample), num_workers=1, pin_memory=False, endless=True)
         taken: dict[str, list[float]] = {strategy: [] for strategy in total}
         for strategy in [*total, *total]:
             torch_mp.set_sharing_strategy(strategy)
-            taken[strategy] += taking_times(_constant_loader(part, sample))
+            loader = clone_loader(part.loader, changes)
+            if isinstance(loader, FeedLoader):
+                loader.background = 0  # its thread would take the batches, and hide the time for that
+            taken[strategy] += taking_times(loader)
+        if not all(taken.values()):
+            raise NotMeasurable("the queue of the worker did not fill up")
         for strategy, times in taken.items():
-            if not times:
-                raise LeftOut("the queue of the worker did not fill up")
             total[strategy] += 1e3 * statistics.median(times)
     return now, total
-
-
-def _constant_loader(part: LoaderPart, sample: Any) -> Iterable[Any]:
-    # The device is not touched in a forked process, so nothing is pinned.
-    changes = Changes(dataset=_null(part, sample), num_workers=1, pin_memory=False, endless=True)
-    made = clone_loader(part.loader, changes)
-    if isinstance(made, FeedLoader):
-        made.background = 0  # a thread that takes them would hide what it takes
-    return made
 
 
 def taking_times(loader: Iterable[Any]) -> list[float]:
@@ -298,7 +282,7 @@ def taking_times(loader: Iterable[Any]) -> list[float]:
 
 
 def _full(probe: Probe) -> bool:
-    """Wait until all is made that may be; whether it was."""
+    """Wait for the queue to fill up; False where it does not in time."""
     for _ in range(round(_FULL_S / _POLL_S)):
         state, capacity = probe.read(), probe.held
         if state is None or capacity is None:
@@ -314,7 +298,7 @@ def _full(probe: Probe) -> bool:
 BUFFER_BYTES = 64 << 20
 _REPEATS = 7
 MOST_IMAGES = 256
-"""Decoded together: a longer list tells no more, and takes its time to be read."""
+"""Images that are decoded together: more would not change the rate, and would take longer to read."""
 FEWEST_ROUNDS = 2
 
 
@@ -322,18 +306,18 @@ def measure_copies(session: Session) -> None:
     """Copy a buffer of 64 MiB and the first batch to a CUDA device, several times each; medians.
 
     Raises:
-        LeftOut: why there is nothing to measure.
+        NotMeasurable: why there is nothing to measure.
     """
     device = session.device
     if device is None or device.type == "cpu":
-        raise LeftOut("nothing is copied: the device is the CPU")
+        raise NotMeasurable("nothing is copied: the device is the CPU")
     if device.type != "cuda":
-        raise LeftOut(f"copies are timed by CUDA events, and the device is of type '{device.type}'")
+        raise NotMeasurable(f"copies are timed by CUDA events, and the device is of type '{device.type}'")
     leaves = [tensor for tensor in tensors(session.first) if tensor.device.type == "cpu"]
     batch_bytes = sum(tensor.numel() * tensor.element_size() for tensor in leaves)
     free, _ = torch.cuda.mem_get_info(device)
     if 2 * (batch_bytes + BUFFER_BYTES) > free:
-        raise LeftOut(
+        raise NotMeasurable(
             f"a batch of {batch_bytes >> 20} MiB and a buffer would take more than half of the free device memory"
         )
     pageable = torch.ones(BUFFER_BYTES, dtype=torch.uint8, device="cpu")  # written: else its pages are not there
@@ -369,15 +353,14 @@ def measure_device_decode(session: Session) -> None:
     Nothing is noted where that is not possible.
 
     Raises:
-        LeftOut: it failed.
+        NotMeasurable: it failed.
     """
-    if session.device is None or session.device.type != "cuda" or len(session.parts) != 1:
-        return
-    try:
-        per_s = decode_rate(session.parts[0], session.device, session.counted_s())
-    except (FeedError, RuntimeError) as error:  # of nvJPEG, or memory on the device
-        raise LeftOut(str(error).partition("\n")[0]) from error
-    session.note(device_decode_per_s=per_s)
+    if session.device is not None and session.device.type == "cuda" and len(session.parts) == 1:
+        try:
+            per_s = decode_rate(session.parts[0], session.device, session.counted_s())
+        except (FeedError, RuntimeError) as error:  # of nvJPEG, or memory on the device
+            raise NotMeasurable(str(error).partition("\n")[0]) from error
+        session.note(device_decode_per_s=per_s)
 
 
 def decode_rate(part: LoaderPart, device: torch.device, max_s: float) -> float | None:
@@ -387,8 +370,8 @@ def decode_rate(part: LoaderPart, device: torch.device, max_s: float) -> float |
 
     Args:
         part: the loader.
-        device: that decodes.
-        max_s: when no further round begins.
+        device: the device that decodes.
+        max_s: seconds after which no further round begins.
 
     Raises:
         DatasetError: an image cannot be read or decoded, with its name.
@@ -416,7 +399,7 @@ def decode_rate(part: LoaderPart, device: torch.device, max_s: float) -> float |
     return images_per_s / part.batch_size
 
 
-def _decodes_images(dataset: Any) -> bool:
+def _decodes_images(dataset: object) -> bool:
     return (
         type(dataset) is ImageDataset
         and isinstance(dataset.recipe, (TrainRecipe, EvalRecipe))

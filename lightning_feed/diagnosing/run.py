@@ -1,28 +1,37 @@
-"""diagnose: one part of the input pipeline changed at a time, timed, and what training changed put back."""
+"""diagnose: which experiments are run, in what order, for how long, and the verdict on their results."""
 
 import math
 import signal
-from collections.abc import Iterable
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm.auto import tqdm
 
 from lightning_feed import _host
+from lightning_feed.diagnosing import disk, rates, samples
 from lightning_feed.diagnosing.batches import FEWEST_CYCLES, Sample, own_loaders
-from lightning_feed.diagnosing.data_experiments import EXPERIMENTS as DATA_EXPERIMENTS
-from lightning_feed.diagnosing.data_experiments import run_data_experiments
-from lightning_feed.diagnosing.safety import (
+from lightning_feed.diagnosing.failures import (
     DiagnosisFailed,
     DiagnosisInterrupted,
     DiagnosisNotWritten,
-    ModelState,
     in_a_line,
-    told,
+    user_errors,
 )
-from lightning_feed.diagnosing.session import key_bytes, parts_of
-from lightning_feed.diagnosing.short_fits import AS_IT_IS, LATEST, DiagnosisSession, Limits, open_session, quiet
+from lightning_feed.diagnosing.session import NotMeasurable, Session, key_bytes, parts_of
+from lightning_feed.diagnosing.short_fits import (
+    AS_IT_IS,
+    LATEST,
+    DiagnosisSession,
+    Limits,
+    ModelState,
+    open_session,
+    quiet,
+)
 from lightning_feed.errors import FeedError, LoaderError, ReportError, SettingsError
 from lightning_feed.load.machine import read_machine
 from lightning_feed.measure.experiment_results import ExperimentResults, KeyUse
@@ -36,7 +45,7 @@ from lightning_feed.verdict import decide as tree
 from lightning_feed.verdict.diagnosis import Diagnosis
 
 MODEL_EXPERIMENTS = {"model": "model_per_s", "host-batch": "host_batch_per_s"}
-"""The same batches again and again, on the device and from the host; and the rates that they give."""
+"""Replays of the same batches on the device and from the host, and the fields of their rates."""
 LOADER_EXPERIMENTS = {
     "loader": ("loader", "keys", "workers"),
     "cached-files": ("cached-files", "disk"),
@@ -47,7 +56,7 @@ LOADER_EXPERIMENTS = {
 }
 """The experiments with the loader alone, and the parts that each of them has."""
 EXPERIMENTS = (*MODEL_EXPERIMENTS, *LOADER_EXPERIMENTS)
-"""What a user can ask for. The earlier names ``X1`` to ``X8`` stand for these, in this order."""
+"""Names that users can give. The earlier names ``X1`` to ``X8`` stand for these, in this order."""
 BUDGET_S, QUICK_BUDGET_S = 90.0, 30.0
 RUN_SHARE, REPLAY_SHARE = 0.17, 0.06
 """Shares of the budget for the run as it is, and for each replay. The data experiments have the rest."""
@@ -118,7 +127,7 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
         DiagnosisInterrupted: on Ctrl-C and SIGTERM, with what was measured.
     """
     asked = _check_only(only)
-    limit_s = budget_s if budget_s is not None else QUICK_BUDGET_S if quick else BUDGET_S
+    limit_s = (QUICK_BUDGET_S if quick else BUDGET_S) if budget_s is None else budget_s
     if limit_s <= 0:
         raise SettingsError(f"budget_s={budget_s!r}: give the seconds that the experiments may take, more than 0.")
     earlier = read_document(previous) if isinstance(previous, (str, Path)) else previous
@@ -128,13 +137,7 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
     experiments = _Experiments(session, asked, limit_s, quick=quick)
     failure = _run(experiments)
     diagnosis = tree.diagnose(experiments.measurements())
-    written: list[Path] = []
-    problem: ReportError | None = None
-    if out is not None:
-        try:
-            written = write_report(make_report(diagnosis, previous=earlier), out)
-        except ReportError as error:  # a full disk must not cost the verdict
-            problem = error
+    written, problem = _write(diagnosis, earlier, out)
     if session.stops.number is not None:
         stop = DiagnosisInterrupted("diagnose() was interrupted", diagnosis, written)
         stop.signal_number, stop.not_written = session.stops.number, str(problem or "")
@@ -144,6 +147,18 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
     if problem is not None:
         raise DiagnosisNotWritten(str(problem), diagnosis, written) from problem
     return diagnosis
+
+
+def _write(
+    diagnosis: Diagnosis, previous: Report | None, out: str | Path | None
+) -> tuple[list[Path], ReportError | None]:
+    """The files written, and the error where they could not be: a full disk must not cost the verdict."""
+    if out is None:
+        return [], None
+    try:
+        return write_report(make_report(diagnosis, previous=previous), out), None
+    except ReportError as error:
+        return [], error
 
 
 def _check_only(only: Iterable[str] | None) -> tuple[str, ...]:
@@ -161,7 +176,7 @@ def _check_only(only: Iterable[str] | None) -> tuple[str, ...]:
     return asked
 
 
-def _open(trainer: Any, model: Any, datamodule: Any, loaders: Any, *, callbacks: bool) -> DiagnosisSession:
+def _open(trainer: object, model: object, datamodule: object, loaders: object, *, callbacks: bool) -> DiagnosisSession:
     if datamodule is not None and loaders is not None:
         raise SettingsError("Give diagnose() a datamodule or train_dataloaders, not both, as for Trainer.fit.")
     if datamodule is None and loaders is None:
@@ -177,7 +192,7 @@ def _open(trainer: Any, model: Any, datamodule: Any, loaders: Any, *, callbacks:
 
 
 def _run(experiments: "_Experiments") -> FeedError | None:
-    """Make the experiments, and put back what they changed. The failure that ended them is given, a signal is noted.
+    """Run the experiments, restore what they changed, and return the failure that ended them. Signals are noted.
 
     Raises:
         FeedError: a failure before anything was measured.
@@ -192,16 +207,16 @@ def _run(experiments: "_Experiments") -> FeedError | None:
     except Exception as error:
         # Ctrl-C reaches the workers too, and the loader fails of it.
         if stops.number is None:
-            if not isinstance(error, FeedError) or not experiments.anything():
+            if not isinstance(error, FeedError) or not experiments.found_anything():
                 raise
             return error
     return None
 
 
 class _Experiments:
-    """The experiments of one diagnosis, and what they gave so far.
+    """The experiments of one diagnosis, and their results so far.
 
-    Ctrl-C comes through; one that Python dropped ends it between the steps of a fit, and between the experiments.
+    Ctrl-C is raised through; where Python dropped it, it is raised between steps of a fit and between experiments.
     """
 
     def __init__(self, session: DiagnosisSession, asked: tuple[str, ...], budget_s: float, *, quick: bool) -> None:
@@ -213,35 +228,41 @@ class _Experiments:
         """Of the replays, by field of the results."""
         self._left_out: dict[str, str] = {}
 
-    def anything(self) -> bool:
-        """Whether something was measured."""
+    def found_anything(self) -> bool:
+        """Check for results of an experiment, or of the run as it is."""
         measured = self.session.measured
         found = self._results != ExperimentResults() or any(self._rates.values())
         return found or (measured is not None and measured.stats.step_ms is not None)
 
     def measurements(self) -> Measurements:
-        """All of it, for the verdict."""
+        """All measurements so far, for the verdict."""
         session, results = self.session, self._results
-        measured = session.measured or Measurements(
-            stats=StarvationStats(steps=0, confidence="low"), facts=_facts_without_a_fit(session)
-        )
-        keys, first = results.keys, session.host_batches.first
-        if not keys and first is not None:
-            keys = tuple(KeyUse(name=name, bytes_per_batch=size, used=None) for name, size in key_bytes(first).items())
+        measured = session.measured
+        if measured is None:
+            loaders: list[Any] = []
+            with suppress(LoaderError):  # no DataLoader: nothing is known of it
+                loaders = [part.loader for part in parts_of(session.train_loaders)]
+            facts = LoopFacts(device_type=session.device.type, usable_cpus=read_machine().usable_cpus)
+            none = StarvationStats(steps=0, confidence="low")
+            measured = Measurements(stats=none, facts=with_loaders(facts, loaders))
+        first = session.host_batches.first
+        sizes = {key.name: key.bytes_per_batch for key in results.keys} or ({} if first is None else key_bytes(first))
         results = replace(
             results,
             **self._rates,
             batch_size=results.batch_size or measured.facts.batch_size,
-            keys=tuple(replace(key, used=session.uses.get(key.name)) for key in keys),
+            keys=tuple(
+                KeyUse(name=name, bytes_per_batch=size, used=session.uses.get(name)) for name, size in sizes.items()
+            ),
             left_out=tuple(sorted((*results.left_out, *self._left_out.items()))),
         )
         return replace(measured, experiments=results)
 
-    def run(self, state: ModelState, bar: Any) -> None:
-        """Make them all.
+    def run(self, state: ModelState, bar: object) -> None:
+        """Run all of them.
 
         Args:
-            state: of the module, to begin each replay with.
+            state: the module's state, with which each replay begins.
             bar: a tqdm bar of 100 steps.
 
         Raises:
@@ -250,13 +271,13 @@ class _Experiments:
         session, self._bar = self.session, bar
         if session.model is None:
             self._left_out.update({name: "no module was given" for name in MODEL_EXPERIMENTS if name in self._asked})
-            with told("the data module could not be set up"):
+            with user_errors("the data module could not be set up"):
                 session.set_up()
         else:
             self._run_as_it_is()
             # The same weights in each: a long fit of one batch ends in other numbers than training.
             for name, sample in (("model", session.device_batches), ("host-batch", session.host_batches)):
-                session.stops.look()
+                session.stops.check()
                 if name in self._asked:
                     state.restore()
                     self._replay(name, sample)
@@ -266,7 +287,7 @@ class _Experiments:
             session.tear_down()
         except Exception as error:  # noqa: BLE001  # what was measured is worth more
             self._left_out["teardown"] = f"the data module's failed: {in_a_line(error)}"
-        session.stops.look()
+        session.stops.check()
         self._bar.update(self._bar.total - self._bar.n)
 
     def _run_as_it_is(self) -> None:
@@ -274,7 +295,7 @@ class _Experiments:
         steps = QUICK_RUN_STEPS if self._quick else RUN_STEPS
         limits = Limits(least=FEWEST_RUN_STEPS, most=steps, seconds=RUN_SHARE * self._budget_s)
         self._show("the run as it is", 0.0)
-        with told(AS_IT_IS):
+        with user_errors(AS_IT_IS):
             session.run_as_it_is(limits)
         beside = _left_out_of_the_fit(session)
         if beside:
@@ -299,7 +320,7 @@ class _Experiments:
         try:
             per_s = session.replay(batches, limits, on_device=on_device)
         except Exception as error:  # noqa: BLE001  # the other experiments do not need this one
-            session.stops.look()  # Ctrl-C reaches the workers too, and they fail of it
+            session.stops.check()  # Ctrl-C reaches the workers too, and they fail of it
             self._left_out[name] = f"it failed: {in_a_line(error)}"
             return
         self._rates[MODEL_EXPERIMENTS[name]] = per_s
@@ -331,7 +352,7 @@ class _Experiments:
         begun: list[str] = []
 
         def on_progress(name: str, share: float) -> None:
-            session.stops.look()
+            session.stops.check()
             begun.append(name)
             what = f"{name}: {DATA_EXPERIMENTS[name].what}" if name else name
             self._show(what, spent + (1 - spent) * share)
@@ -352,17 +373,110 @@ class _Experiments:
             self._left_out.update(dict.fromkeys(unmade, str(error)))
 
     def _show(self, words: str, share: float) -> None:
-        """Say on the bar what is run now, and the share of the time that is over."""
+        """Show on the bar the present experiment, and the share of the time that is over."""
         self._bar.set_description_str(words)
         self._bar.update(100 * share - self._bar.n)
 
 
-def _facts_without_a_fit(session: DiagnosisSession) -> LoopFacts:
-    try:
-        loaders = [part.loader for part in parts_of(session.train_loaders)]
-    except LoaderError:  # no DataLoader: nothing is known of it
-        loaders = []
-    return with_loaders(LoopFacts(device_type=session.device.type, usable_cpus=read_machine().usable_cpus), loaders)
+# --- experiments on loading ---------------------------------------------------------------------------------------
+
+_LEAST_S = 0.3
+"""A share is never smaller; with less time left, an experiment is not begun."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An experiment on loading."""
+
+    what: str
+    """A few words for the progress bar."""
+    measure: Callable[[Session], None]
+    """Adds figures to the session's results, or raises NotMeasurable."""
+    weight: float
+    """Its relative part of the time."""
+
+
+DATA_EXPERIMENTS = {
+    "loader": Experiment("the loader alone, as configured", rates.measure_loader, 4.0),
+    "keys": Experiment("bytes of each part of a batch", rates.measure_keys, 0.0),
+    "disk": Experiment("the files that samples are made of", disk.measure_disk, 0.5),
+    "constant-samples": Experiment("constant samples, same workers", rates.measure_ceiling, 1.6),
+    "hand-over": Experiment("a ready batch, from worker to training", rates.measure_hand_over, 0.4),
+    "transforms": Experiment("reading, decoding and each transform", samples.measure_costs, 1.3),
+    "functions": Experiment("your functions, by time", samples.measure_functions, 0.7),
+    "no-transforms": Experiment("transforms left out", samples.measure_without_transforms, 1.0),
+    "uint8": Experiment("pixel work left to the device", samples.measure_as_uint8, 1.0),
+    "device-decode": Experiment("decoding on the device", rates.measure_device_decode, 0.7),
+    "cached-files": Experiment("files in the page cache", disk.measure_cached, 3.0),
+    "cold-files": Experiment("files out of the page cache", disk.measure_cold, 3.0),
+    "workers": Experiment("other numbers of workers", rates.measure_scaling, 4.0),
+    "copies": Experiment("copies to the device", rates.measure_copies, 0.5),
+}
+"""By name, in the order in which they are run."""
+_BUILD_ON_LOADER = {"keys", "disk", "cached-files", "cold-files", "workers", "copies"}
+"""Experiments that need the result of ``loader``."""
+_OF_ANY_ITERABLE = {"loader", "keys", "copies"}
+"""Experiments that need no DataLoader."""
+
+
+def run_data_experiments(
+    loader: object,
+    *,
+    device: Any = None,
+    budget_s: float,
+    only: frozenset[str] = frozenset(DATA_EXPERIMENTS),
+    on_progress: Callable[[str, float], object] = lambda *_: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[ExperimentResults]:
+    """Run the experiments one after the other, and yield all results so far after each of them.
+
+    The user's loaders, data sets, samplers and all random generators are restored after each ``next()``, also when it
+    raises: a KeyboardInterrupt leaves the results that were yielded before it. Each experiment builds its own loaders;
+    the user's are never iterated.
+
+    Args:
+        loader: the result of ``train_dataloader``: a DataLoader, a dict or list of them, a CombinedLoader; of any other
+            iterable that can be iterated again, only the rate is measured.
+        device: device that batches go to; None: none.
+        budget_s: seconds for all experiments. One may take longer where a single batch does.
+        only: names of experiments. ``loader`` is run for each one that builds on it.
+        on_progress: called with the name of the next experiment and the share of the work that is done, 0 to 1.
+        clock: seconds.
+
+    Raises:
+        DatasetError: the loader as configured cannot load a sample, with the sample and the worker as far as known.
+        LoaderError: the loader hangs or is empty.
+    """
+    names = [name for name in DATA_EXPERIMENTS if name in only]
+    if _BUILD_ON_LOADER.intersection(names) and "loader" not in names:
+        names.insert(0, "loader")
+    session = Session(loader, None if device is None else torch.device(device), clock)
+    deadline = clock() + budget_s
+    no_loader = session.prepare()
+    for done, name in enumerate(names):
+        on_progress(name, done / len(names))
+        left_s = deadline - clock()
+        weights = max(0.1, sum(DATA_EXPERIMENTS[other].weight for other in names[done:]))
+        session.share_s = max(_LEAST_S, left_s * DATA_EXPERIMENTS[name].weight / weights)
+        try:
+            _check_possible(session, name, no_loader, late=left_s < _LEAST_S)
+            DATA_EXPERIMENTS[name].measure(session)
+        except (NotMeasurable, FeedError) as reason:
+            if name == "loader" and isinstance(reason, FeedError):
+                raise
+            session.note(left_out=(*session.results.left_out, (name, str(reason))))
+        yield session.results
+    on_progress("", 1.0)
+
+
+def _check_possible(session: Session, name: str, no_loader: str | None, *, late: bool) -> None:
+    """Raise NotMeasurable for an experiment that cannot be run with this loader, or in time."""
+    if no_loader is not None and name not in _OF_ANY_ITERABLE:
+        raise NotMeasurable(no_loader)
+    if late and name not in ("loader", "keys"):
+        raise NotMeasurable("no time was left for it")
+    if name in _BUILD_ON_LOADER and session.alone is None:
+        raise NotMeasurable("it builds on the loader alone, which was not measured")
 
 
 # --- what is not run ----------------------------------------------------------------------------------------------
@@ -378,11 +492,12 @@ def _own_callbacks(trainer: Any) -> list[Any]:
 
 
 def _left_out_of_the_fit(session: DiagnosisSession) -> str:
-    """What a diagnosis does not run of a fit, by name; empty where there is nothing."""
+    """The names of the parts of a fit that a diagnosis does not run; empty where there are none."""
     trainer, model, data = session.trainer, session.model, session.datamodule
     has_data = data is None or any(_host.is_overridden(one, "val_dataloader") for one in (model, data))
     validates = has_data and trainer.limit_val_batches and _host.is_overridden(model, "validation_step")
-    callbacks = [one for one in _own_callbacks(trainer) if not any(one is each for each in session.callbacks)]
+    run = set(map(id, session.callbacks))
+    callbacks = [one for one in _own_callbacks(trainer) if id(one) not in run]
     names = ["validation"] if validates else []
     names += [type(one).__name__ for one in (*trainer.checkpoint_callbacks, *trainer.loggers, *callbacks)]
     if not names:

@@ -1,6 +1,7 @@
-"""The loaders under experiment, and what the experiments on them share."""
+"""The loaders under experiment, with the state and the measurements that all experiments share."""
 
 import copy
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -27,8 +28,10 @@ from lightning_feed.trials.cloning import (
     Heartbeat,
     LoaderRate,
     RoundLimits,
+    background_of,
     burst_of,
     clone_loader,
+    has_threads,
     locate_failure,
     map_loaders,
     time_loader,
@@ -47,8 +50,8 @@ _LEAST_S = 2.0
 _NUMBER_BYTES = 8
 
 
-class LeftOut(Exception):
-    """The reason why an experiment is left out."""
+class NotMeasurable(Exception):
+    """An experiment cannot be run; the message is the reason."""
 
 
 # --- the loaders --------------------------------------------------------------------------------------------------
@@ -64,22 +67,19 @@ class LoaderPart:
 
     @property
     def stream(self) -> bool:
-        """Whether its data set is iterable, not map-style."""
+        """True for an iterable data set, False for a map-style one."""
         return isinstance(self.loader.dataset, IterableDataset)
-
-    @property
-    def data_kind(self) -> str:
-        """The class of its data set, for messages."""
-        return type(self.loader.dataset).__name__
 
     @property
     def batch_size(self) -> int:
         """Samples of a batch."""
-        if self.loader.batch_size is not None:
-            return self.loader.batch_size
-        if self.stream or self.loader.batch_sampler is None:
-            return 1
-        return len(next(iter(self.first_batches(1)), [None]))
+        if self.loader.batch_size is None and self.loader.batch_sampler is not None and not self.stream:
+            return len(next(iter(self.first_batches(1)), [None]))
+        return self.loader.batch_size or 1
+
+    def changes(self, **changed: Any) -> Changes:
+        """These changes to the loader, whose sampler begins again at its end."""
+        return Changes(endless=not self.stream, **changed)
 
     def first_batches(self, count: int) -> list[Any]:
         """Indices of the first batches of a pass, as its sampler gives them: lists, or indices where the loader does
@@ -88,15 +88,17 @@ class LoaderPart:
             source = self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
             return list(islice(source, count))
 
+    def indices(self, batch: Any) -> list[Any]:
+        """Indices of the samples of a batch that the sampler gave."""
+        return [batch] if self.loader.batch_sampler is None else list(batch)
+
     def first_samples(self, count: int) -> list[Any]:
         """Indices of the first samples of a pass."""
-        if self.loader.batch_sampler is None:
-            return self.first_batches(count)
-        per_batch = max(1, self.loader.batch_size or 1)
-        return list(chain.from_iterable(self.first_batches(-(-count // per_batch))))[:count]
+        batches = self.first_batches(math.ceil(count / (self.loader.batch_size or 1)))
+        return list(chain.from_iterable(map(self.indices, batches)))[:count]
 
 
-def parts_of(loader: Any) -> tuple[LoaderPart, ...]:
+def parts_of(loader: object) -> tuple[LoaderPart, ...]:
     """The DataLoaders in what a ``train_dataloader`` returned: one, a dict or list of them, or a CombinedLoader.
 
     Raises:
@@ -104,10 +106,10 @@ def parts_of(loader: Any) -> tuple[LoaderPart, ...]:
     """
     found: list[LoaderPart] = []
 
-    def add(loader: Any, path: tuple[Any, ...]) -> None:
+    def add(loader: object, path: tuple[object, ...]) -> None:
         stages = getattr(loader, "pipeline", None)
         if isinstance(stages, list) and len(stages) == 1:
-            loader = stages[0]  # of a WebLoader that gives the batches as they come
+            loader = stages[0]  # a WebLoader that adds nothing to the loader in it
         if not isinstance(loader, DataLoader):
             name = type(loader).__name__
             raise LoaderError(f"a {name} is no torch DataLoader, so it cannot be built again with changes")
@@ -119,13 +121,13 @@ def parts_of(loader: Any) -> tuple[LoaderPart, ...]:
     return tuple(found)
 
 
-class Together(Iterator[Any]):
-    """Passes side by side: a batch of each is one batch. Keeps the first one, and counts them.
+class Together(Iterator[list[Any]]):
+    """Passes side by side: a batch of each loader is one batch. Keeps the first one, and counts them.
 
     Attributes:
-        iterators: of the loaders.
-        first: a batch of each.
-        came: how many batches came.
+        iterators: those of the loaders.
+        first: the first batch of each loader.
+        came: number of batches so far.
     """
 
     def __init__(self, iterators: list[Iterator[Any]]) -> None:
@@ -144,20 +146,15 @@ class Together(Iterator[Any]):
             end_pass(one)
 
 
-def as_configured(part: LoaderPart) -> Changes:
-    """The loader as it is; samplers begin again at their end."""
-    return Changes(endless=not part.stream)
-
-
 # --- samples made in this process ---------------------------------------------------------------------------------
 
 
 @contextmanager
-def naming(dataset: Any, index: Any) -> Iterator[None]:
-    """Within it, an error of the data set becomes one that names the sample.
+def naming(dataset: object, index: object) -> Iterator[None]:
+    """A context in which an error of the data set becomes one that names the sample.
 
     Raises:
-        DatasetError: in place of the data set's own error.
+        DatasetError: instead of the data set's own error.
     """
     try:
         yield
@@ -172,7 +169,7 @@ def naming(dataset: Any, index: Any) -> Iterator[None]:
                 "what is bound to a thread in each thread that uses it."
             ) from error
         raise DatasetError(
-            f"The data set ({kind}) cannot give sample {index}: {why}. Mend it, or leave the sample out."
+            f"The data set ({kind}) cannot give sample {index}: {why}. Fix or exclude this sample."
         ) from error
 
 
@@ -181,15 +178,17 @@ def not_hanging(work: Callable[[Heartbeat], T], silent_s: float, what: str) -> T
 
     Args:
         work: calls ``beat()`` at least every ``silent_s``.
-        silent_s: how long it may be silent.
-        what: what takes so long, for the message.
+        silent_s: seconds that it may be silent.
+        what: subject of the message.
 
     Raises:
         LoaderError: the work was silent for longer.
     """
-    where = "a lock, a connection, a file system that does not answer"
-    said = f"{what} took longer than {silent_s:g} s. See what it waits for: {where}."
-    return watchdog(work, silent_s=silent_s, unblock=lambda: False, what=lambda _: said)
+    message = (
+        f"{what} took longer than {silent_s:g} s. See what it waits for: a lock, a connection, a file system that does "
+        "not answer."
+    )
+    return watchdog(work, silent_s=silent_s, unblock=lambda: False, what=lambda _: message)
 
 
 def make_sample(part: LoaderPart, max_s: float = 60.0) -> Any:
@@ -208,14 +207,14 @@ def make_sample(part: LoaderPart, max_s: float = 60.0) -> Any:
         return list(islice(iter(dataset), 1)) if part.stream else [dataset[indices[0]]]
 
     with naming(dataset, indices[0]):
-        samples = not_hanging(make, max_s, f"Sample {indices[0]} of the data set ({part.data_kind})")
+        samples = not_hanging(make, max_s, f"Sample {indices[0]} of the data set ({type(dataset).__name__})")
     if not samples:
         raise DatasetError("The iterable data set gives nothing at all. Check where it reads from.")
     return samples[0]
 
 
-def fresh(sample: Any) -> Any:
-    """The same sample once more: dicts and lists as shallow copies, since collate functions take things out."""
+def fresh(sample: object) -> Any:
+    """The sample, with dicts and lists as shallow copies: collate functions take things out of them."""
     return copy.copy(sample) if isinstance(sample, (Mapping, list)) else sample
 
 
@@ -227,8 +226,8 @@ class Session:
     """The loaders under experiment, and the results so far.
 
     Args:
-        loader: what ``train_dataloader`` returned.
-        device: that batches go to; None: none.
+        loader: the result of ``train_dataloader``.
+        device: device that batches go to; None: none.
         clock: seconds.
     """
 
@@ -240,7 +239,7 @@ class Session:
     parts: tuple[LoaderPart, ...] = ()
     """Empty for what is no DataLoader."""
     samples: list[Any] = field(default_factory=list)
-    """One of each loader."""
+    """A sample of each loader."""
     first: list[Any] = field(default_factory=list)
     """The first batch of each loader."""
     alone: LoaderRate | None = None
@@ -248,27 +247,26 @@ class Session:
     share_s: float = 1.0
     """Seconds that the present experiment has."""
     subset: Any = None
-    """The first batches, and the files that they are made of; the same for all experiments, so that they compare."""
+    """The first batches, and the files that they are made of; chosen once, so that experiments can be compared."""
 
     def prepare(self) -> str | None:
-        """Look at the loaders, and draw a sample of each.
+        """Find the DataLoaders, and draw a sample of each.
 
         Returns:
-            Why they cannot be built anew; None when they can.
+            The reason why they cannot be built again with changes; None when they can.
 
         Raises:
             DatasetError: a sample cannot be made.
             LoaderError: one takes very long.
         """
-        try:
-            parts = parts_of(self.loader)
-            with preserve_state([part.loader for part in parts]):
+        with preserve_state(self.loader):
+            try:
+                parts = parts_of(self.loader)
                 for part in parts:
                     clone_loader(part.loader)
-        except LoaderError as error:
-            return str(error)
-        self.parts = parts
-        with preserve_state([part.loader for part in parts]):
+            except LoaderError as error:
+                return str(error)
+            self.parts = parts
             self.samples = [make_sample(part) for part in parts]
         self.note(batch_size=sum(part.batch_size for part in parts))
         return None
@@ -277,21 +275,17 @@ class Session:
         """Put figures among the results."""
         self.results = replace(self.results, **figures)
 
-    def leave_out(self, name: str, reason: str) -> None:
-        """Say why an experiment is left out."""
-        self.note(left_out=(*self.results.left_out, (name, reason)))
-
     def counted_s(self, share: float = 1.0) -> float:
         """The part of the experiment's time, or of a share of it, that is counted; the rest is start-up and warm-up."""
         return max(0.1, min(3.0, 0.4 * share * self.share_s))
 
-    def rate(self, change: Callable[[LoaderPart], Changes] = as_configured, **options: Any) -> float:
+    def rate(self, change: Callable[[LoaderPart], Changes] = LoaderPart.changes, **options: Any) -> float:
         """Batches per second of the loaders with changes; options as for :meth:`drain`."""
         return self.drain(change, **options)[0].batches_per_s
 
     def drain(
         self,
-        change: Callable[[LoaderPart], Changes] = as_configured,
+        change: Callable[[LoaderPart], Changes] = LoaderPart.changes,
         *,
         share: float = 1.0,
         warm_rounds: int = 2,
@@ -299,17 +293,17 @@ class Session:
     ) -> tuple[LoaderRate, list[Any]]:
         """Drain the loaders together, each with its changes; (rate, first batch of each).
 
-        The user's loaders are as before afterwards, whatever happens.
+        The user's loaders are restored afterwards, whatever happens.
 
         Args:
-            change: what to change in each.
-            share: of the experiment's time.
+            change: gives the changes to each loader.
+            share: share of the experiment's time.
             warm_rounds: rounds of each pass that do not count.
-            prepare: called before each pass, its time not counted.
+            prepare: called before each pass; its time is not counted.
 
         Raises:
-            DatasetError: when loading fails, with the worker and the sample as far as they can be told.
-            LoaderError: when a loader hangs, is empty or cannot be built anew.
+            DatasetError: when loading fails, with the worker and the sample as far as they are known.
+            LoaderError: when a loader hangs, is empty or cannot be built again.
         """
         start_s = START_S if self.alone is None else 2 * self.alone.start_s
         max_s = max(share * self.share_s, _LEAST_S) + start_s
@@ -317,7 +311,7 @@ class Session:
         passes: list[Together] = []
         try:
             with preserve_state([part.loader for part in self.parts] or self.loader), warnings.catch_warnings():
-                # As clone_loader does: torch warns once more when a pass begins. The user's own run has told both.
+                # As clone_loader does: torch warns once more when a pass begins. The user's own run has said both.
                 warnings.filterwarnings("ignore", message="This DataLoader will create")
                 warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")
                 clones = [clone_loader(part.loader, change(part)) for part in self.parts]
@@ -338,32 +332,32 @@ class Session:
         """Make sure that the loaders' queues fit into memory.
 
         Args:
-            num_workers: in place of those that are configured.
+            num_workers: instead of the configured ones.
 
         Raises:
-            LeftOut: they would take too much.
+            NotMeasurable: they would take too much.
         """
         for part, sample in zip(self.parts, self.samples, strict=True):
             workers = part.loader.num_workers if num_workers is None else num_workers
             prefetch = part.loader.prefetch_factor or TORCH_PREFETCH
-            batches = workers * prefetch + getattr(part.loader, "background", 0) + 1
+            batches = workers * prefetch + background_of(part.loader) + 1
             taken = Footprint(
                 workers=workers,
                 batches=batches,
                 batch_bytes=part.batch_size * size_of_leaf(sample),
                 size=plural(batches, "batch", "batches"),
                 worker_bytes=0,
-                threads=not workers or getattr(part.loader, "workers", "process") == "thread",
+                threads=not workers or has_threads(part.loader),
                 sharers=len(self.parts),
             )
             if said := exceeded_limit(self.machine, taken):
-                raise LeftOut(said)
+                raise NotMeasurable(said)
 
 
 # --- the parts of a batch -----------------------------------------------------------------------------------------
 
 
-def key_bytes(batch: Any, place: str = "") -> dict[str, int]:
+def key_bytes(batch: object, place: str = "") -> dict[str, int]:
     """The bytes of every leaf of a batch by its place in it, in order.
 
     Mappings, lists, tuples, named tuples and dataclasses are entered; any other object counts as one leaf with the
@@ -371,7 +365,7 @@ def key_bytes(batch: Any, place: str = "") -> dict[str, int]:
 
     Args:
         batch: as a loader gives it.
-        place: of the batch itself, where it is part of another.
+        place: place of the batch itself, where it is part of another.
 
     Returns:
         ``{"image": 602112, "meta.path": 1830}``, ``{"0": 602112, "1": 32}`` for a tuple, ``{"batch": 602112}`` for a
@@ -384,9 +378,12 @@ def key_bytes(batch: Any, place: str = "") -> dict[str, int]:
     return {place: size_of_leaf(leaf) for place, leaf in key_leaves(batch, place)}
 
 
-def key_leaves(batch: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+def key_leaves(batch: object, place: str = "") -> Iterator[tuple[str, Any]]:
     """The leaves of a batch in order, each with its place, as :func:`key_bytes` names them."""
-    parts = _named_parts(batch)
+    parts = named_parts(batch)
+    if isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"):
+        holds_parts = any(isinstance(part, (Tensor, np.ndarray)) or named_parts(part) is not None for part in batch)
+        parts = parts if holds_parts else None  # a list of plain values is a leaf
     if parts is None:
         yield place or WHOLE, batch
         return
@@ -396,8 +393,6 @@ def key_leaves(batch: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 def size_of_leaf(leaf: Any) -> int:
     """Bytes of a leaf; of a whole sample or batch too."""
-    if isinstance(leaf, Tensor):
-        return leaf.numel() * leaf.element_size()
     if isinstance(leaf, np.ndarray):
         return int(leaf.nbytes)
     if isinstance(leaf, str):
@@ -410,13 +405,4 @@ def size_of_leaf(leaf: Any) -> int:
         return sum(map(size_of_leaf, leaf.values() if isinstance(leaf, Mapping) else leaf))
     if hasattr(leaf, "getbands"):
         return int(leaf.width * leaf.height * len(leaf.getbands()))  # a PIL image
-    return sum(map(size_of_leaf, tensors(leaf)))
-
-
-def _named_parts(value: Any) -> dict[Any, Any] | None:
-    """The named parts of a container; None for a leaf, as a list of plain values is."""
-    parts = named_parts(value)
-    if not isinstance(value, (list, tuple)) or hasattr(value, "_fields"):
-        return parts
-    holds_parts = any(isinstance(part, (Tensor, np.ndarray)) or named_parts(part) is not None for part in value)
-    return parts if holds_parts else None
+    return sum(tensor.nbytes for tensor in tensors(leaf))

@@ -1,29 +1,36 @@
-"""Short fits on the user's objects: the training as it is, and on the same batches again and again."""
+"""Short fits on the user's objects: the training as it is, and replays of its batches; signals, and state restored."""
 
 import copy
 import gc
 import io
 import logging
 import math
+import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map
 
 from lightning_feed import _host
 from lightning_feed.callbacks.loader_place import place_of
 from lightning_feed.callbacks.prefetch import PrefetchCallback
 from lightning_feed.diagnosing.batches import KeyWatch, Pace, Replay, Sample, copy_of, is_opaque, own_loaders
-from lightning_feed.diagnosing.safety import ModelState, StopSignals, loading_failed
+from lightning_feed.diagnosing.failures import loading_failed
 from lightning_feed.diagnosing.session import parts_of
 from lightning_feed.errors import FeedError, SettingsError
 from lightning_feed.load.random_state import preserve_state
@@ -34,19 +41,127 @@ from lightning_feed.measure.windows import WARM_UP_STEPS
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "device_transform")
 STEP_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 OWN_HOOKS = ("[Callback]ShortFit.", "[Callback]GPUStarvationCallback.")
-"""What a diagnosis adds to a fit is not of the user's run."""
+"""Hooks that a diagnosis adds to a fit; they are no part of the user's run."""
 ENDS = ("on_fit_end", "on_train_end", "teardown", "on_exception", "on_save_checkpoint")
 """Hooks of the user's that are not called: they may upload what they take for the result of a training."""
 AS_IT_IS = "training as it is failed"
 LATEST = 3
 """A fit ends after so many times its seconds, however few its steps."""
 PRECISIONS_BY_NAME = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
-"""Classes of precision plugins that ``Trainer(precision=...)`` makes anew from the name."""
+"""Classes of precision plugins that ``Trainer(precision=...)`` makes from the name."""
+
+
+# --- signals ------------------------------------------------------------------------------------------------------
+
+
+class StopSignals:
+    """A context in which Ctrl-C and SIGTERM are noted, besides raising KeyboardInterrupt where they come.
+
+    Python drops a KeyboardInterrupt that is raised in a ``__del__`` or in the callback of a weak reference ("Exception
+    ignored in"), and torch's loaders and ``logging`` have both. So :meth:`check` raises it again.
+
+    SIGTERM is handled where it would end the process, Ctrl-C where it is not ignored; a handler of the user's own is
+    called first, and decides whether it interrupts. Outside of the main thread no signal is handled.
+
+    Attributes:
+        number: number of the first signal that came; None: none.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._before: dict[int, Any] = {}
+        self._held, self._pid = False, os.getpid()
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():
+            if callable(signal.getsignal(signal.SIGINT)):  # neither ignored nor set by C code
+                self._before[signal.SIGINT] = signal.getsignal(signal.SIGINT)
+            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+                self._before[signal.SIGTERM] = signal.SIG_DFL
+            for number in self._before:
+                signal.signal(number, self._hear)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def hold_back(self) -> None:
+        """Note signals from now on without raising: what runs now must not be interrupted."""
+        self._held = True
+
+    def note(self, number: int) -> None:
+        """Note a signal. Only the first counts."""
+        self.number = self.number or number
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if a signal has come."""
+        if self.number is not None:
+            raise KeyboardInterrupt
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        before = self._before[number]
+        if os.getpid() != self._pid and before is signal.SIG_DFL:  # a worker that was forked just now
+            signal.signal(number, before)
+            os.kill(os.getpid(), number)
+        elif self._held:
+            self.note(number)
+        else:
+            try:
+                (before if callable(before) else signal.default_int_handler)(number, frame)
+            except KeyboardInterrupt:
+                self.note(number)
+                raise
+
+
+# --- the state of a module ----------------------------------------------------------------------------------------
+
+
+class ModelState:
+    """The ``state_dict`` of a module, of the optimizers and schedulers that its attributes are, and of callbacks;
+    ``train()``, ``eval()`` and ``requires_grad``. Tensors are kept in host memory.
+
+    Args:
+        model: the module; None: nothing of it is kept.
+        callbacks: callbacks of the user's.
+    """
+
+    def __init__(self, model: nn.Module | None, callbacks: Sequence[Any] = ()) -> None:
+        self._model = nn.Module() if model is None else model
+        modules = list(self._model.modules())
+        self._modes = [(one, one.training) for one in modules]
+        self._learning = [(one, one.requires_grad) for one in self._model.parameters() if not is_lazy(one)]
+        held = [value for one in modules for value in vars(one).values() if isinstance(value, (Optimizer, LRScheduler))]
+        self._states = [(one, tree_map(_on_host, copy.deepcopy(one.state_dict()))) for one in [*held, *callbacks]]
+        # That of the class: a module of the user's may leave parameters out of what it saves.
+        self._values = {
+            name: _on_host(value)
+            for name, value in nn.Module.state_dict(self._model).items()
+            if not (is_lazy(value) or getattr(value, "is_meta", False))
+        }
+
+    def restore(self) -> None:
+        """Restore the state, and drop gradients. May be called more than once."""
+        for module, mode in self._modes:
+            module.training = mode
+        for parameter, learns in self._learning:
+            parameter.requires_grad_(learns)
+            parameter.grad = None
+        nn.Module.load_state_dict(self._model, self._values, strict=False)
+        for one, state in self._states:
+            one.load_state_dict(copy.deepcopy(state))
+
+
+def _on_host(value: object) -> Any:
+    return value.to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+# --- the session --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How long a fit goes on: to ``most`` steps, or until ``seconds`` are over, then to ``least`` steps."""
+    """The length of a fit: ``most`` steps, or ``seconds`` with no fewer than ``least`` steps."""
 
     least: int
     most: int
@@ -55,7 +170,7 @@ class Limits:
 
 @dataclass
 class DiagnosisSession:
-    """What the experiments share: the user's objects, and what the first of them found.
+    """The user's objects that experiments train on, and the measurements of the training as it is.
 
     Attributes:
         package: ``lightning.pytorch`` or ``pytorch_lightning``.
@@ -63,14 +178,14 @@ class DiagnosisSession:
         model: the user's, or None.
         datamodule: the user's, or None.
         loaders: the user's training loaders; None where the data module or the module has them.
-        compiled: what ``torch.compile`` made of ``model``, if that is what the user has.
+        compiled: the user's module from ``torch.compile``, if ``model`` was compiled.
         callbacks: the user's that run in the training as it is.
         stops: signals that end the fits.
-        train_loaders: what the data module gave: loaders, dicts or lists of them. Fits and experiments get copies.
-        measured: of the training as it is.
-        host_batches: of it, as the loader gave them.
+        train_loaders: the data module's loaders, or dicts or lists of them. Fits and experiments get copies.
+        measured: measurements of the training as it is.
+        host_batches: batches of that training, as the loader gave them.
         device_batches: the same as the step got them.
-        uses: whether its first step read each part of the batch.
+        uses: for each part of the batch, True if the first step read it, None if that is not known.
     """
 
     package: ModuleType
@@ -89,18 +204,18 @@ class DiagnosisSession:
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """The device on which the model computes."""
         device: torch.device = self.trainer.strategy.root_device
         return device
 
     @property
     def loader_owner(self) -> Any:
-        """What has the ``train_dataloader``; None where the loaders were given."""
+        """The object with the ``train_dataloader``; None where the loaders were given."""
         return None if self.loaders is not None else self.model if self.datamodule is None else self.datamodule
 
     @contextmanager
     def restoring(self) -> Iterator[ModelState]:
-        """A context that hears signals, and after which what the fits change is as before. Gives the module's state."""
+        """A context that handles signals, and restores what the fits change. Gives the module's state."""
         if self.device.type == "cuda":
             torch.cuda.init()  # its generators are kept too
         with self.stops, preserve_state(self.datamodule, self.loaders):
@@ -137,7 +252,7 @@ class DiagnosisSession:
             self.datamodule.teardown("fit")
 
     def place(self) -> Place | None:
-        """Where the user sets the training loader up; their own Trainer knows the keys of the command line."""
+        """The place where the user sets the training loader up; their Trainer knows the keys of the command line."""
         try:
             loaders = [part.loader for part in parts_of(self.train_loaders)]
             return place_of(self.loader_owner, self.trainer, self.datamodule, loaders)
@@ -149,12 +264,12 @@ class DiagnosisSession:
         feed = import_module("lightning_feed" if self.package.__name__ == "lightning.pytorch" else "lightning_feed.pl")
         meter = feed.GPUStarvationCallback(nvml=False, report=False)
 
-        def on_start(trainer: Any) -> None:
+        def on_start(trainer: object) -> None:
             queue = batches_ahead(_host.train_loaders(trainer))  # for so many steps a full queue hides a slow loader
             short_fit.limits = replace(limits, most=limits.most + queue + WARM_UP_STEPS)
             short_fit.wraps += self._watch_batches(trainer, queue + WARM_UP_STEPS)
 
-        def give(loaders: Any) -> Any:
+        def give(loaders: object) -> Any:
             before.enter_context(preserve_state(loaders))
             return own_loaders(loaders)
 
@@ -182,12 +297,12 @@ class DiagnosisSession:
 
         Args:
             batches: as the step gets them, if they are on the device, else as the loader gives them.
-            limits: how long.
+            limits: length of the fit.
             on_device: leave the transfer to the device out, with its hooks.
         """
         pace = Pace(self.device)
 
-        def on_start(trainer: Any) -> None:
+        def on_start(trainer: object) -> None:
             if on_device:
                 short_fit.wraps += _host.wrap_transfer(
                     trainer, lambda _, batch: batch, lambda _original, _name, batch, *_: batch
@@ -202,7 +317,7 @@ class DiagnosisSession:
     def _short_fit(
         self, limits: Limits, on_start: Callable[[Any], None], on_step: Callable[[], object] = lambda: None
     ) -> Any:
-        """The callback that ends a fit. Lightning tells callbacks by their class."""
+        """The callback that ends a fit. Lightning recognizes callbacks by their class."""
         return type("ShortFit", (ShortFit, self.package.Callback), {})(limits, self.stops, on_start, on_step)
 
     def _fit(
@@ -214,7 +329,7 @@ class DiagnosisSession:
         set_up: bool = True,
         prefetch: bool = True,
     ) -> None:
-        """A short fit on ``give(loaders)``. ``set_up=False``: the data module was set up by one before."""
+        """Run a short fit on ``give(loaders)``; with ``set_up=False`` on a data module that is set up already."""
 
         def given(original: Callable[[], Any]) -> Any:
             self.train_loaders = original() if set_up else self.train_loaders
@@ -265,11 +380,11 @@ class DiagnosisSession:
             return []
         self.host_batches, self.device_batches = Sample(warm_up), Sample(warm_up)
 
-        def on_host(original: Any, batch: Any) -> Any:
+        def on_host(original: Any, batch: object) -> Any:
             self.host_batches.offer(batch)
             return original(batch)
 
-        def step(original: Any, batch: Any, *rest: Any, **named: Any) -> Any:
+        def step(original: Any, batch: object, *rest: Any, **named: object) -> Any:
             self.device_batches.offer(batch)
             if self.device_batches.came > 1 or self.compiled is not None or is_opaque(self.model):
                 return original(batch, *rest, **named)
@@ -289,13 +404,13 @@ class DiagnosisSession:
         ]
 
     def _read_elsewhere(self) -> bool:
-        """Whether hooks of the user's get the batch too, or change it before the step sees it."""
+        """Check for hooks of the user's that get the batch too, or change it before the step sees it."""
         seers = [(one, hook) for one in (self.model, self.datamodule) for hook in TRANSFER_HOOKS]
         seers += [(one, hook) for one in (self.model, *self.trainer.callbacks) for hook in STEP_HOOKS]
         return any(_host.is_overridden(one, hook) for one, hook in seers)
 
 
-def open_session(trainer: Any, model: Any, datamodule: Any = None, loaders: Any = None) -> DiagnosisSession:
+def open_session(trainer: Any, model: object, datamodule: Any = None, loaders: object = None) -> DiagnosisSession:
     """A session on what would be given to ``Trainer.fit``; without a Trainer on the device that Lightning chooses.
 
     Raises:
@@ -327,7 +442,7 @@ def open_session(trainer: Any, model: Any, datamodule: Any = None, loaders: Any 
 
 
 def plain_trainer(package: Any, accelerator: str = "auto") -> Any:
-    """A Trainer on one device that writes nothing."""
+    """A Trainer on one device that writes no files."""
     with quiet():
         return package.Trainer(accelerator=accelerator, devices=1, logger=False, enable_checkpointing=False)
 
@@ -335,9 +450,9 @@ def plain_trainer(package: Any, accelerator: str = "auto") -> Any:
 def short_trainer(package: Any, like: Any, callbacks: list[Any], folder: str, *, prefetch: bool) -> Any:
     """A new Trainer on one device, with the settings of ``like`` that change what a step does.
 
-    Kept: accelerator, the first of the devices, precision, accumulation, clipping, ``max_epochs`` and ``max_steps`` (as
-    the optimizers are told of them), ``limit_train_batches``, ``log_every_n_steps``, anomaly detection, and
-    PrefetchCallback. A module that had a logger finds one, which drops everything.
+    Kept: accelerator, the first of the devices, precision, accumulation, clipping, ``max_epochs`` and ``max_steps``
+    (which schedulers read), ``limit_train_batches``, ``log_every_n_steps``, anomaly detection, and PrefetchCallback. A
+    module that had a logger finds one, which drops everything.
     Left out: loggers, checkpoints, validation, progress bar, profiler, all other callbacks.
     """
     device = like.strategy.root_device
@@ -362,8 +477,9 @@ def short_trainer(package: Any, like: Any, callbacks: list[Any], folder: str, *,
         detect_anomaly=_host.detects_anomalies(like),
         default_root_dir=folder,
     )
-    # Other packages may have added callbacks to every Trainer. None of ours is dropped by that.
-    trainer.callbacks = [callback for callback in trainer.callbacks if any(callback is one for one in mine)]
+    # Other packages may have added callbacks to every Trainer.
+    wanted = set(map(id, mine))
+    trainer.callbacks = [callback for callback in trainer.callbacks if id(callback) in wanted]
     return trainer
 
 
@@ -376,7 +492,7 @@ def _precision(like: Any) -> dict[str, Any]:
 
 
 class ShortFit:
-    """Ends a fit in time, and tells each step to ``on_step``. Mixed into the Callback of either package."""
+    """Ends a fit in time, and calls ``on_step`` after each step. Mixed into the Callback of either package."""
 
     def __init__(
         self, limits: Limits, stops: StopSignals, on_start: Callable[[Any], None], on_step: Callable[[], object]
@@ -389,9 +505,9 @@ class ShortFit:
         self._planned = math.inf
         self._began = 0.0
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Any, pl_module: object) -> None:
         """Begin the clock, and let the fit go on past the end of the training."""
-        self.stops.look()
+        self.stops.check()
         planned = trainer.estimated_stepping_batches
         self._planned = math.inf if planned == -1 else planned
         _host.go_on_past_the_end(trainer)
@@ -399,14 +515,14 @@ class ShortFit:
         self._began = time.perf_counter()
         self.on_start(trainer)
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: object, pl_module: object) -> None:
         """Count the passes through the loaders."""
         self.epochs += 1
-        self.stops.look()  # the loader of the epoch before is gone, and with it, perhaps, a Ctrl-C
+        self.stops.check()  # the loader of the epoch before is gone, and with it, perhaps, a Ctrl-C
 
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, *args: object) -> None:
         """End the fit when its time is over."""
-        self.stops.look()
+        self.stops.check()
         self.steps += 1
         self.on_step()
         took = time.perf_counter() - self._began
@@ -418,15 +534,15 @@ class ShortFit:
             self._planned = math.inf
             self.wraps += [_host.Wrap(one.scheduler, "step", nothing) for one in trainer.lr_scheduler_configs]
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: object, pl_module: object, exception: BaseException) -> None:
         """Note a Ctrl-C, which Lightning makes an exit of."""
         if isinstance(exception, KeyboardInterrupt):
             self.interrupted = True
             sys.stdin = io.StringIO()  # Lightning 2.4 calls exit(), which closes it
 
 
-def nothing(*_: Any, **__: Any) -> None:
-    """In the place of a method that is not to run."""
+def nothing(*_: object, **__: object) -> None:
+    """Replaces a method that is not to run."""
 
 
 @contextmanager

@@ -33,21 +33,21 @@ _WORKER = re.compile(r"in DataLoader worker process (\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """What to change in a loader; None leaves a thing as it is."""
+    """Changes to a loader; None leaves a setting as it is."""
 
     dataset: Any = None
     """In place of its dataset, of the same kind and length."""
     num_workers: int | None = None
     workers: Literal["process", "thread"] | None = None
-    """What they are; only a FeedLoader has the choice."""
+    """The kind of workers; only a FeedLoader has the choice."""
     prefetch_factor: int | None = None
     pin_memory: bool | None = None
     persistent_workers: bool | None = None
     in_order: bool | None = None
     batches: Sequence[Any] | None = None
-    """What the sampler is to give, batch for batch: lists of indices, or indices where the loader does not batch."""
+    """Items for the sampler to give, batch for batch: lists of indices, or indices where the loader does not batch."""
     endless: bool = False
-    """Whether the sampler begins again at its end. Iterable datasets end when they end."""
+    """True to have the sampler begin again at its end. Iterable datasets end when they end."""
 
 
 class GivenOrder:
@@ -75,14 +75,14 @@ class GivenOrder:
         return len(self.source)
 
 
-def twin_of(loader: DataLoader[Any], **values: Any) -> DataLoader[Any]:
+def twin_of(loader: DataLoader[Any], **values: object) -> DataLoader[Any]:
     """A loader of the same class, dataset, samplers and functions, without workers yet, and with other ``values``.
 
     The constructor is not called: it may take other arguments than its objects have attributes, and may do more than
     once what must be done once. Where there are no workers, what only workers have is left out.
 
     Args:
-        loader: of torch, of a class derived from it, or ours. It stays as it is.
+        loader: a DataLoader, of a derived class, or ours. It stays as it is.
         **values: attributes of the twin. ``prefetch_factor=None`` beside workers gives torch's default.
     """
     context = loader.multiprocessing_context
@@ -93,8 +93,7 @@ def twin_of(loader: DataLoader[Any], **values: Any) -> DataLoader[Any]:
         values["prefetch_factor"] = TORCH_PREFETCH
     twin = object.__new__(type(loader))
     twin.__dict__.update(vars(loader), **values, _iterator=None)
-    threads = isinstance(twin, FeedLoader) and twin.workers == "thread"
-    twin.multiprocessing_context = None if threads else context
+    twin.multiprocessing_context = None if has_threads(twin) else context
     if isinstance(twin, FeedLoader):
         twin.forget()
     return twin
@@ -107,8 +106,8 @@ def clone_loader(loader: DataLoader[Any], changes: Changes | None = None) -> Dat
     :func:`preserve_state`, which puts back what they draw and change. A FeedLoader's clone has no order of its own.
 
     Args:
-        loader: of torch, of a class derived from it, or ours. It is not iterated, and its workers are left alone.
-        changes: what is to differ.
+        loader: a DataLoader, of a derived class, or ours. It is not iterated, and its workers are left alone.
+        changes: the differences.
 
     Raises:
         LoaderError: when it cannot be cloned: its sampler can be gone through only once, or it keeps an iterator of its
@@ -128,10 +127,10 @@ def clone_loader(loader: DataLoader[Any], changes: Changes | None = None) -> Dat
 
 
 def map_loaders(made: Any, change: Callable[[Any, tuple[Any, ...]], Any]) -> Any:
-    """The same structure of loaders, with ``change(loader, path)`` in place of each loader.
+    """Rebuild a structure of loaders, with ``change(loader, path)`` in place of each loader.
 
     Args:
-        made: what a hook for loaders returned: a loader, dicts and lists of loaders, or a CombinedLoader.
+        made: the result of a hook for loaders: a loader, dicts and lists of loaders, or a CombinedLoader.
         change: given a loader and the keys and numbers that lead to it.
     """
 
@@ -148,17 +147,26 @@ def map_loaders(made: Any, change: Callable[[Any, tuple[Any, ...]], Any]) -> Any
 
 def burst_of(loader: DataLoader[Any]) -> int:
     """Batches that come together: one for each worker process; 1 without, and with threads, which share a batch."""
-    threaded = getattr(loader, "workers", "process") == "thread"
-    return 1 if threaded else max(1, loader.num_workers)
+    return 1 if has_threads(loader) else max(1, loader.num_workers)
 
 
-def iter_is_itself(source: Any) -> bool:
-    """Whether iterating uses ``source`` up: it is an iterator, such as a generator."""
+def has_threads(loader: object) -> bool:
+    """Check for a loader whose workers are threads."""
+    return isinstance(loader, FeedLoader) and loader.workers == "thread"
+
+
+def background_of(loader: object) -> int:
+    """Batches that the loader's own thread keeps ready."""
+    return loader.background if isinstance(loader, FeedLoader) else 0
+
+
+def iter_is_itself(source: object) -> bool:
+    """Check if iterating uses ``source`` up: it is an iterator, such as a generator."""
     return hasattr(source, "__next__") and isinstance(source, Iterator)
 
 
 def _order(loader: DataLoader[Any], changes: Changes) -> dict[str, Any]:
-    """What gives the indices, where that is to change."""
+    """The source of the indices, where it is to change."""
     if isinstance(loader.dataset, IterableDataset):
         return {}
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
@@ -166,7 +174,7 @@ def _order(loader: DataLoader[Any], changes: Changes) -> dict[str, Any]:
     if iter_is_itself(source):
         raise LoaderError(
             f"The sampler ({type(source).__name__}) is an iterator, which can be gone through only once, so the loader "
-            "cannot be tried without using it up. Give an object whose __iter__ begins anew."
+            "cannot be tried without using it up. Give an object whose __iter__ begins again."
         )
     if changes.batches is None and not changes.endless:
         return {}
@@ -185,23 +193,30 @@ def _refuse_kept_iterator(loader: DataLoader[Any]) -> None:
 # --- with their failures located ------------------------------------------------------------------------------------
 
 
+def original_error(error: BaseException) -> tuple[str, str]:
+    """Class name and message of an error; of one that comes from a worker, those of the original."""
+    kind, text = type(error).__name__, str(error).strip()
+    if text.startswith("Caught "):  # torch puts the worker's traceback into the message
+        text = text.rpartition("\n")[2]
+        name, _, rest = text.partition(":")
+        if name.replace(".", "").isidentifier():
+            return name.rpartition(".")[2], rest.strip()
+    return kind, text
+
+
 def locate_failure(parts: Sequence[Any], error: BaseException, came: int | None) -> DatasetError:
-    """The error to raise for one that a loader raised, with the worker and the sample as far as they can be told.
+    """The error to raise for one that a loader raised, with the worker and the sample as far as they are known.
 
     The sampler's draws are repeated up to the batch that failed, and its samples are made in this process: the one that
     raises the same kind of error is named.
 
     Args:
-        parts: the loaders, as before the pass.
-        error: what was raised.
+        parts: the loaders, restored to before the pass.
+        error: the error raised.
         came: batches that came before, in the first pass; None: not known.
     """
+    kind, text = original_error(error)
     worker = _WORKER.search(str(error))
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    kind, text = type(error).__name__, str(error).strip()
-    if lines and _WORKER.search(lines[0]):  # torch made one text of a worker's traceback
-        kind, _, text = (part.strip() for part in lines[-1].partition(":"))
-        kind = kind.rpartition(".")[2]
     where = [f"worker {worker.group(1)}"] if worker else []
     if came is not None and len(parts) == 1 and not parts[0].stream:
         sample = _failing_sample(parts[0].loader, kind, came)
@@ -210,12 +225,12 @@ def locate_failure(parts: Sequence[Any], error: BaseException, came: int | None)
     place = f" in {', '.join(where)}" if where else ""
     end = "" if text.endswith((".", "!", "?")) else "."
     return DatasetError(
-        f"Loading from the data set ({data}) failed{place}: {kind}: {text}{end} Mend it, or leave it out."
+        f"Loading from the data set ({data}) failed{place}: {kind}: {text}{end} Fix or exclude this sample."
     )
 
 
 def _failing_sample(loader: DataLoader[Any], kind: str, came: int) -> Any:
-    """The sample that failed; None where it cannot be told."""
+    """The sample that failed; None where it is not found."""
     with preserve_state(loader):
         # As torch does before it asks the sampler for anything.
         with drawing_device(loader.generator):
@@ -241,14 +256,14 @@ T = TypeVar("T")
 _END = object()
 _POLL_S = 0.2
 _SOON_S = 1.0
-"""How long a call is waited for after it was told to stop."""
+"""Time for a call to end after it was asked to stop."""
 _GRACE_S = 7.0
 """And after what it waits for is gone. Torch's iterator looks every 5 s whether its workers live."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundLimits:
-    """How long to measure, and when to give up."""
+    """Limits of a measurement."""
 
     min_s: float = 1.0
     """Measure at least this long."""
@@ -264,7 +279,7 @@ class RoundLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderRate:
-    """What a loader gives."""
+    """The rate of a loader."""
 
     batches_per_s: float
     start_s: float
@@ -282,7 +297,7 @@ def time_loader(
     clock: Callable[[], float] = time.perf_counter,
     prepare: Callable[[], object] | None = None,
 ) -> LoaderRate:
-    """Drain a loader and tell how fast it is.
+    """Drain a loader and measure its rate.
 
     A pass that ends before enough was measured is followed by a new one. What lies between the two is not counted: the
     broken round at the end, the start-up, and the first batch and rounds of the new pass. Where passes are too short
@@ -291,7 +306,7 @@ def time_loader(
     Args:
         begin: begins a pass. The loader is used up: its workers are ended, persistent ones too.
         burst: batches of a round: the loader's ``num_workers``, or 1.
-        limits: how long.
+        limits: limits of the measurement.
         clock: seconds.
         prepare: called before each pass; its time belongs to nothing that is measured.
 
@@ -328,9 +343,9 @@ def time_loader(
 class _Pass:
     began: float
     stamps: list[float] = field(default_factory=list)
-    """When each batch came."""
+    """The time at which each batch came."""
     whole: bool = False
-    """Whether it came to its end."""
+    """True if it came to its end."""
     cpu_s: float = 0.0
     """CPU time of the thread that took them."""
 
@@ -385,7 +400,7 @@ class _Drain:
         )
 
     def _best(self, fewest_warm: int) -> tuple[int, float]:
-        """What was measured, less as many rounds as asked for where that leaves something, else fewer."""
+        """(batches, seconds) without the warm-up rounds asked for; with fewer where nothing else is left."""
         found = map(self._measured, range(self._limits.warm_rounds, fewest_warm - 1, -1))
         return next((one for one in found if one[1]), (0, 0.0))
 
@@ -420,13 +435,13 @@ class Heartbeat:
 def watchdog(
     work: Callable[[Heartbeat], T], *, silent_s: float, unblock: Callable[[], bool], what: Callable[[float], str]
 ) -> T:
-    """What ``work`` returns, or raises. Ctrl-C ends the work before it is raised here.
+    """Return what ``work`` returns, or raise its error. Ctrl-C ends the work before it is raised here.
 
     The work runs in a daemon thread: a call that never returns cannot be ended from outside, only left behind.
 
     Args:
         work: calls ``beat()`` at least every ``silent_s``.
-        silent_s: how long it may be silent.
+        silent_s: seconds that it may be silent.
         unblock: called to let the work past what it waits for; returns whether there was anything to do.
         what: the message for so many seconds of silence.
 

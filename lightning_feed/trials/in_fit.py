@@ -1,24 +1,33 @@
 """``num_workers="tune"`` in a fit: trials with a training loader, and their result in the settings."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, IterableDataset
 from tqdm.auto import tqdm
 
 from lightning_feed.errors import LoaderError, throughput
+from lightning_feed.load.build import size_of
+from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.order import DrawsOf
 from lightning_feed.load.rank_store import connected, gather
-from lightning_feed.load.settings import LoaderSettings, Recommendation
+from lightning_feed.load.settings import LoaderSettings, RayCluster, Recommendation
+from lightning_feed.load.worker import shut_down_workers
+from lightning_feed.trials.cloning import has_threads, twin_of
 from lightning_feed.trials.search import Goal, Tuned
+from lightning_feed.trials.trial import Setting
 from lightning_feed.trials.tune_loader import Store, tune_loader
 
 logger = logging.getLogger(__name__)
+_OPEN = ("prefetch_factor", "pin_memory", "persistent_workers")
+"""Settings that tuning chooses where the user leaves them open."""
 
 
 def why_not_now(trainer: Any, split: str) -> str:
-    """Why ``num_workers="tune"`` is as ``"auto"`` for a loader; empty where it is to be tuned."""
+    """The reason why ``num_workers="tune"`` is as ``"auto"`` for a loader; empty where it is to be tuned."""
     if split != "train":
         return "not tuned: only training loaders are, so this is as for num_workers='auto'"
     if trainer is None or trainer.state.fn != "fit":
@@ -28,7 +37,7 @@ def why_not_now(trainer: Any, split: str) -> str:
     return ""
 
 
-def goal_of(trainer: Any, loader: Any, **others: Any) -> Goal:
+def goal_of(trainer: Any, loader: object, **others: Any) -> Goal:
     """The goal of tuning for a run: all ranks of a node at once, and the fastest setting unless ``others`` say more.
 
     Threads are tried only where the user allows them: not every dataset can be read by several threads, and one that
@@ -38,7 +47,7 @@ def goal_of(trainer: Any, loader: Any, **others: Any) -> Goal:
         local_ranks=trainer.num_devices,
         device_type=trainer.strategy.root_device.type,
         may_persist=not trainer.reload_dataloaders_every_n_epochs,
-        threads=getattr(loader, "workers", "process") == "thread",
+        threads=has_threads(loader),
         **others,
     )
 
@@ -50,9 +59,9 @@ def tune_for_fit(loader: DataLoader[Any], trainer: Any, name: str, goal: Goal | 
 
     Args:
         loader: as it would be without tuning.
-        trainer: of the run.
-        name: of the loader, for the progress bar.
-        goal: of :func:`goal_of`, with what else is asked for.
+        trainer: the Trainer of the run.
+        name: name of the loader, for the progress bar.
+        goal: result of :func:`goal_of`, with further limits.
 
     Returns:
         What was found; None, on all ranks, where they are not connected by torch.distributed.
@@ -85,10 +94,10 @@ def _once_per_node(tune: Callable[[], Tuned], trainer: Any) -> Tuned:
     if trainer.local_rank == 0:
         try:
             mine = tune()
-        except Exception as error:  # noqa: BLE001  # raised below, when the others have heard of it
+        except Exception as error:  # noqa: BLE001  # raised below, once the others know
             mine = error
-    told = mine if not isinstance(mine, Exception) else f"{type(mine).__name__}: {mine}"
-    every = gather(trainer, (trainer.node_rank, told))
+    result = mine if not isinstance(mine, Exception) else f"{type(mine).__name__}: {mine}"
+    every = gather(trainer, (trainer.node_rank, result))
     if isinstance(mine, Exception):
         raise mine
     for node, found in every:
@@ -102,7 +111,7 @@ def _once_per_node(tune: Callable[[], Tuned], trainer: Any) -> Tuned:
 
 
 def settled(settings: LoaderSettings, tuned: Tuned | None) -> LoaderSettings:
-    """``settings`` with what was found where they leave it open; as for ``"auto"`` where nothing was."""
+    """``settings`` with the values found where they leave them open; as for ``"auto"`` without a result."""
     if tuned is None:
         return replace(settings, num_workers="auto")
     found = tuned.setting
@@ -110,9 +119,7 @@ def settled(settings: LoaderSettings, tuned: Tuned | None) -> LoaderSettings:
         pinned = settings.pin_memory if settings.pin_memory != "auto" else found.pin_memory
         return replace(without_workers(settings), pin_memory=pinned)
     changed: dict[str, Any] = {"num_workers": found.num_workers, "workers": found.workers}
-    for name in ("prefetch_factor", "pin_memory", "persistent_workers"):
-        if getattr(settings, name) == "auto":
-            changed[name] = getattr(found, name)
+    changed |= {name: getattr(found, name) for name in _OPEN if getattr(settings, name) == "auto"}
     if found.workers == "thread":
         changed["start_method"] = None
     if found.num_workers == 1:
@@ -127,24 +134,128 @@ def without_workers(settings: LoaderSettings) -> LoaderSettings:
 
 
 def explained(found: Recommendation, settings: LoaderSettings, tuned: Tuned | None, why_not: str) -> Recommendation:
-    """What was chosen, with tuning named as the reason of what it chose.
+    """The recommendation, with tuning as the reason of the values that it chose.
 
     Args:
         found: made with :func:`settled`.
         settings: the user's.
-        tuned: what tuning found.
-        why_not: why there was none; empty where the ranks could not agree.
+        tuned: the result of tuning.
+        why_not: the reason for no tuning; empty where the ranks could not agree.
     """
     reasons = dict(found.reasons)
     if tuned is None:
         why_not = why_not or "not tuned: the ranks are not connected, so this is as for num_workers='auto'"
-        reasons["num_workers"] = f"{reasons['num_workers']} ({why_not})"
-        return replace(found, reasons=reasons)
+        return replace(found, reasons={**reasons, "num_workers": f"{reasons['num_workers']} ({why_not})"})
     short = "tuned" if not tuned.remembered else "tuned by an earlier run, and checked"
     rate = "" if tuned.batches_per_s is None else f", {throughput(tuned.batches_per_s, tuned.batch_size)} in the trial"
     reasons["num_workers"] = f"{short}: {tuned.reason}{rate}"
-    for name in ("prefetch_factor", "pin_memory", "persistent_workers"):
-        # A value as the user gave it stays so; what has no effect with num_workers=0 has its own reason.
-        if getattr(settings, name) == "auto" and reasons[name] == "as given":
-            reasons[name] = short
-    return replace(found, reasons=reasons)
+    # A value of the user's stays "as given"; one without effect with num_workers=0 has its own reason.
+    chosen = {name: short for name in _OPEN if getattr(settings, name) == "auto" and reasons[name] == "as given"}
+    return replace(found, reasons=reasons | chosen)
+
+
+# --- the tuned loader ------------------------------------------------------------------------------------------------
+
+
+def why_fixed(loader: Any) -> str:
+    """The reason why the workers of a training loader cannot be changed; empty where they can."""
+    kind = type(loader)
+    if not isinstance(loader, DataLoader):
+        return f"the training loader ({kind.__name__}) is no DataLoader"
+    if isinstance(loader.dataset, IterableDataset):
+        return "the dataset is iterable, so its samples depend on the number of workers"
+    known = kind.__iter__ in (DataLoader.__iter__, FeedLoader.__iter__)
+    if not known or kind._get_iterator is not DataLoader._get_iterator:
+        return f"the training loader ({kind.__name__}) iterates in its own way"
+    if isinstance(loader, FeedLoader) and isinstance(loader.workers, RayCluster):
+        return "Ray workers run on other machines"
+    return ""
+
+
+def setting_of(loader: DataLoader[Any]) -> Setting:
+    """The present setting of a loader."""
+    workers = loader.num_workers
+    return Setting(
+        num_workers=workers,
+        prefetch_factor=loader.prefetch_factor if workers else None,
+        workers="thread" if workers and has_threads(loader) else "process",
+        persistent_workers=loader.persistent_workers,
+        pin_memory=loader.pin_memory,
+    )
+
+
+def with_setting(loader: DataLoader[Any], setting: Setting) -> DataLoader[Any]:
+    """A twin of a loader with the workers of ``setting``, in the same order of samples.
+
+    Its workers are seeded by a generator of their own, and the seed that the given loader would draw for its workers is
+    drawn all the same: the numbers that samplers and model draw afterwards stay what they were.
+
+    Args:
+        loader: one of which :func:`why_fixed` says nothing. It is left as it is.
+        setting: to take ``num_workers``, ``workers``, ``prefetch_factor`` and ``persistent_workers`` from. Workers of
+            a loader that has persistent ones stay persistent.
+    """
+    values: dict[str, Any] = {
+        "num_workers": setting.num_workers,
+        "prefetch_factor": setting.prefetch_factor,
+        "persistent_workers": setting.persistent_workers or loader.persistent_workers,
+    }
+    if isinstance(loader, FeedLoader):
+        if setting.num_workers:
+            values["workers"] = setting.workers
+        if loader.draws is None:
+            values |= {"draws": DrawsOf(loader), "generator": _seeds_for(loader)}
+    else:
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        source = getattr(loader, name)
+        if not isinstance(source, SameDraws):
+            values |= {name: SameDraws(source, loader), "generator": _seeds_for(loader)}
+    twin = twin_of(loader, **values)
+    if isinstance(twin, FeedLoader) and isinstance(loader, FeedLoader):
+        twin.follow(loader)
+    return twin
+
+
+def end_workers(loader: DataLoader[Any]) -> None:
+    """End the workers that a loader keeps from pass to pass."""
+    if isinstance(loader, FeedLoader):
+        loader.close()  # a thread that reads ahead would go on
+    iterator, loader._iterator = loader._iterator, None
+    shut_down_workers(iterator)
+
+
+def _seeds_for(loader: DataLoader[Any]) -> torch.Generator:
+    own = loader.generator
+    seed = torch.initial_seed() if own is None else own.initial_seed()
+    return torch.Generator(torch.empty(0).device if own is None else own.device).manual_seed(seed)
+
+
+class SameDraws:
+    """A sampler that draws, with any workers, what it drew with those of the loader that it was taken from.
+
+    When a pass begins, torch begins an iteration of the sampler, draws a seed for the workers, and begins another
+    iteration where it has started worker processes (torch 2.6 to 2.15, ``_BaseDataLoaderIter.__init__`` and
+    ``_MultiProcessingDataLoaderIter._reset``).
+
+    Args:
+        source: the sampler.
+        loader: the loader that it was taken from.
+    """
+
+    def __init__(self, source: Any, loader: DataLoader[Any]) -> None:
+        self.source = source
+        self._draws = DrawsOf(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        indices = iter(self.source)
+        if self._draws.draw_seed() and self._draws.processes:
+            indices = iter(self.source)
+        yield from self._draws.walk(indices, size_of(self.source))
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "source":  # not there yet, in a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.source, name)

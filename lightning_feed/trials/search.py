@@ -29,7 +29,7 @@ _IN_THE_WAY = 0.6
 KEEP = 0.10
 """A given setting is kept unless another gives more by this share: rates vary by as much from trial to trial."""
 TURNS = 0.8
-"""What a loader without workers gives counts for so much where the demand is not known: it and the model take turns."""
+"""Weight of the rate without workers where the demand is not known: the loader and the model take turns."""
 _BUSY = 0.95
 """Share of what the CPUs can give at all, from which more workers are not worth a trial."""
 _CLOSE = 0.85
@@ -40,7 +40,7 @@ _EVEN = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """What the loader is tuned for, and what tuning may take.
+    """The target of tuning, and its limits.
 
     Raises:
         SettingsError: for values that leave nothing to try.
@@ -59,9 +59,9 @@ class Goal:
     most_workers: int | None = None
     """Never more than this; None: 16, or twice the CPUs if that is more."""
     may_persist: bool = True
-    """Whether workers may live on from epoch to epoch; False where the Trainer makes loaders anew."""
+    """True if workers may live on from epoch to epoch; False where the Trainer reloads the loaders."""
     threads: bool = True
-    """Whether worker threads may be tried, where the loader can have them."""
+    """True if worker threads may be tried, where the loader can have them."""
     given: Setting | None = None
     """The loader's own setting, which is tried too, and kept unless another is clearly faster; None: any will do."""
 
@@ -74,7 +74,7 @@ class Goal:
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """What a loader can be given."""
+    """The settings that a loader can have."""
 
     cpus: float
     """For one rank."""
@@ -82,7 +82,7 @@ class Offer:
     kinds: tuple[Kind, ...] = ("process",)
     pin_memory: bool = False
     may_persist: bool = False
-    """Whether worker processes may live on from epoch to epoch, which saves starting them again."""
+    """True if worker processes may live on from epoch to epoch, which saves starting them again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class Tuned:
 
     setting: Setting
     reason: str
-    """Why this one, in one sentence."""
+    """The reason for it, in one sentence."""
     trials: tuple[Trial, ...]
     """In the order in which they were run."""
     rejected: tuple[tuple[Setting, str], ...] = ()
@@ -105,7 +105,7 @@ class Tuned:
     """Predicted: 100 * (1 - rate / demand_per_s), 0 or more; None without a demand. The rate is ``batches_per_s``;
     without workers, where loading and training take turns, 1 / (1 / batches_per_s + 1 / demand_per_s)."""
     remembered: bool = False
-    """Whether it was found by an earlier run, and only checked by this one."""
+    """True if it was found by an earlier run, and only checked by this one."""
     seconds: float = 0.0
     """Duration of the whole tuning."""
 
@@ -123,7 +123,7 @@ class Tuned:
 
     @property
     def settings(self) -> LoaderSettings:
-        """The same as settings of a FastDataModule."""
+        """The setting as settings of a FastDataModule."""
         values = asdict(self.setting)
         if values["prefetch_factor"] is None:
             values["prefetch_factor"] = "auto"
@@ -131,14 +131,14 @@ class Tuned:
 
 
 class Search:
-    """Ask for a setting, try it, tell what it gave, and ask again until there is none.
+    """Proposes one setting after the other, each by the results of those before.
 
     Attributes:
-        trials: told so far.
+        trials: the results so far.
         rejected: settings that were not tried because they would have broken a limit, and which limit.
 
     Args:
-        offer: what the loader can be given.
+        offer: the settings that the loader can have.
         goal: the demand, and how many trials there may be.
         broken: the limit of the machine that a setting would break, as a sentence, empty for none. It is also given
             the trials so far, which say how large a batch and a worker are.
@@ -162,11 +162,7 @@ class Search:
         best = self._best()
         if self._meets(best) and not best.setting.num_workers:
             return None
-        fastest = {kind: max(map(self._effective, self._of(kind)), default=math.inf) for kind in self._offer.kinds}
-        kinds = [kind for kind in fastest if fastest[kind] >= _CLOSE * self._effective(best)]
-        if self._meets(best):
-            kinds = [kind for kind in kinds if kind == best.setting.workers]
-        kinds.sort(key=lambda kind: -fastest[kind])
+        kinds = [best.setting.workers] if self._meets(best) else self._promising_kinds(best)
         found = (self._untried(kind, workers) for kind in kinds for workers in self._promising_counts(kind))
         return next(filter(None, found), None)
 
@@ -232,7 +228,7 @@ class Search:
 
     @property
     def _worker_s(self) -> float:
-        """What one worker alone needs for a batch, from the trial without workers."""
+        """Seconds that one worker alone needs for a batch, from the trial without workers."""
         probe = self.trials[0]
         return max(1 / (probe.batches_per_s or 1.0), probe.cpu_s_per_batch or 0.0)
 
@@ -244,6 +240,12 @@ class Search:
 
     def _wanted_per_s(self) -> float:
         return math.inf if self._goal.demand_per_s is None else SPARE * self._goal.demand_per_s
+
+    def _promising_kinds(self, best: Trial) -> list[Kind]:
+        """The kinds of workers that are nearly as fast as the best, or untried; the fastest first."""
+        fastest = {kind: max(map(self._effective, self._of(kind)), default=math.inf) for kind in self._offer.kinds}
+        near = [kind for kind in fastest if fastest[kind] >= _CLOSE * self._effective(best)]
+        return sorted(near, key=lambda kind: -fastest[kind])
 
     def _promising_counts(self, kind: Kind) -> list[int]:
         """Workers of a kind to try: as many as its best trial had, with more ahead if need be, then more or fewer."""
@@ -287,7 +289,7 @@ class Search:
         return None
 
     def _was_tried(self, setting: Setting) -> bool:
-        """Whether as many workers were tried, with as much ahead or at least more than by default."""
+        """Check if as many workers were tried, with as many batches ahead or at least more than by default."""
         enough = min(setting.prefetch_factor or 0, TORCH_PREFETCH + 1)
         return any(
             trial.setting.num_workers == setting.num_workers and (trial.setting.prefetch_factor or 0) >= enough
@@ -307,7 +309,7 @@ class Search:
         return TORCH_PREFETCH if uneven <= _EVEN else min(MOST_PREFETCH, math.ceil(2 * uneven))
 
     def _unevenness(self) -> float:
-        """How long a slow batch takes, in usual ones: 1 where all are alike.
+        """The time of a slow batch as a multiple of the usual one: 1 where all are alike.
 
         From 99th percentiles, not from means: in order, all workers wait for the one that makes a slow batch.
         """
@@ -340,5 +342,5 @@ class Search:
 
 
 def _size(trial: Trial) -> tuple[int, int, float]:
-    """What makes a setting small: workers, then batches ahead; of equal ones the faster is taken."""
+    """The key by which settings are small: workers, then prefetched batches; of equal ones the faster."""
     return trial.setting.num_workers, trial.setting.prefetch_factor or 0, -(trial.batches_per_s or 0.0)

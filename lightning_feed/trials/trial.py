@@ -24,6 +24,7 @@ from lightning_feed.trials.cloning import (
     Changes,
     LoaderRate,
     RoundLimits,
+    background_of,
     burst_of,
     clone_loader,
     locate_failure,
@@ -84,13 +85,13 @@ class Trial:
     batch_bytes: int | None = None
     """Of the tensors and arrays of one batch, the largest of the first ones."""
     batch_tensors: int | None = None
-    """How many tensors and arrays a batch has."""
+    """Number of tensors and arrays in a batch."""
     gap_p99_s: float | None = None
     """99th percentile, over rounds of ``num_workers`` batches, of the longest time between two batches."""
     seconds: float = 0.0
     """Duration of the trial."""
     infeasible: str | None = None
-    """Why it could not run."""
+    """The reason why it could not run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,19 +100,19 @@ class Feasible:
 
     machine: Machine
     open_files: float = math.inf
-    """That this process may have."""
+    """Files that this process may have open."""
     local_ranks: int = 1
     background: int = 0
     """Batches that the loader's own thread keeps ready."""
     start_method: str = "fork"
-    """How the loader's workers start."""
+    """Start method of the loader's workers."""
 
     def broken(self, setting: Setting, trials: Sequence[Trial] = ()) -> str:
         """The limit that a setting would break, as a sentence; empty when all hold.
 
         Args:
-            setting: what would be run.
-            trials: so far. The first tells the size of a batch, those with workers what a worker takes.
+            setting: the setting to check.
+            trials: the trials so far. The first gives the size of a batch, those with workers the memory of a worker.
         """
         workers, threads = setting.num_workers, setting.workers == "thread"
         if workers == 0:
@@ -128,18 +129,14 @@ class Feasible:
             threads=threads,
             sharers=self.local_ranks,
         )
-        return exceeded_limit(self.machine, taken) or (
-            "" if threads else self._too_many_files(workers, batches, trials)
-        )
+        said = exceeded_limit(self.machine, taken)
+        return said if said or threads else self._too_many_files(workers, batches, trials)
 
     def _worker_bytes(self, trials: Sequence[Trial]) -> int:
-        """As measured, where it was."""
-        measured = [
-            trial.memory_bytes // trial.setting.num_workers
-            for trial in trials
-            if trial.memory_bytes and trial.setting.num_workers and trial.setting.workers == "process"
-        ]
-        return max(measured) if measured else WORKER_BYTES[self.start_method]
+        """Memory of a worker process, as measured where it was."""
+        ran = [one for one in trials if one.memory_bytes and one.setting.workers == "process"]
+        measured = [(one.memory_bytes or 0) // one.setting.num_workers for one in ran if one.setting.num_workers]
+        return max(measured, default=WORKER_BYTES[self.start_method])
 
     def _too_many_files(self, workers: int, batches: int, trials: Sequence[Trial]) -> str:
         kept = multiprocessing.get_sharing_strategy() == "file_descriptor"
@@ -160,7 +157,7 @@ def feasible(loader: DataLoader[Any], machine: Machine, local_ranks: int = 1) ->
         machine=machine,
         open_files=open_files_limit(),
         local_ranks=local_ranks,
-        background=getattr(loader, "background", 0),
+        background=background_of(loader),
         start_method=context.get_start_method() if context is not None else machine.start_method,
     )
 
@@ -171,14 +168,14 @@ _DEEPEST = 8
 
 
 def run_trial(loader: DataLoader[Any], setting: Setting, limits: RoundLimits, *, copies: int = 1) -> Trial:
-    """Run a loader with a setting. The loader, its samplers and generators, and all random state are left as before.
+    """Run a loader with a setting. The loader, its samplers and generators, and all random state are restored.
 
     A setting that cannot run gives a trial that says why. A data set that fails is an error: no setting would help.
 
     Args:
         loader: any DataLoader. Map-style ones begin again at their end, so few samples suffice.
-        setting: what to run it with.
-        limits: how long.
+        setting: the setting to run it with.
+        limits: limits of the measurement.
         copies: loaders that run at once, as those of so many local ranks would. Only with workers.
 
     Raises:
@@ -188,14 +185,14 @@ def run_trial(loader: DataLoader[Any], setting: Setting, limits: RoundLimits, *,
     began = time.perf_counter()
     copies = copies if setting.num_workers else 1
     passes: list[_Pass] = []
+    stream = isinstance(loader.dataset, IterableDataset)
     try:
         with preserve_state(loader), warnings.catch_warnings():
-            # More workers than CPUs: on purpose. Pinning without a device: the user was told by their own loader.
+            # More workers than CPUs: on purpose. Pinning without a device: torch said so for the user's own loader.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")
             own = asdict(replace(setting, persistent_workers=False))  # each trial ends its own
-            changes = Changes(**own, endless=not isinstance(loader.dataset, IterableDataset))
-            variants = [clone_loader(loader, changes) for _ in range(copies)]
+            variants = [clone_loader(loader, Changes(**own, endless=not stream)) for _ in range(copies)]
             burst = burst_of(variants[0])
 
             def begin() -> _Pass:
@@ -206,15 +203,15 @@ def run_trial(loader: DataLoader[Any], setting: Setting, limits: RoundLimits, *,
     except FeedError as error:
         if not setting.num_workers or isinstance(error, DatasetError):
             raise
-        return Trial(setting=setting, infeasible=str(error), seconds=time.perf_counter() - began)
+        reason = str(error)
     except Exception as error:
-        died = ended_worker(passes[-1], error) if passes else None
-        if died is None:
+        reason = (ended_worker(passes[-1], error) if passes else None) or ""
+        if not reason:
             came = passes[-1].taken if len(passes) == 1 and copies == 1 else None
-            part = SimpleNamespace(loader=loader, stream=isinstance(loader.dataset, IterableDataset))
-            raise locate_failure([part], error, came) from error
-        return Trial(setting=setting, infeasible=died, seconds=time.perf_counter() - began)
-    return _measured(setting, rate, passes, time.perf_counter() - began)
+            raise locate_failure([SimpleNamespace(loader=loader, stream=stream)], error, came) from error
+    else:
+        return _measured(setting, rate, passes, time.perf_counter() - began)
+    return Trial(setting=setting, infeasible=reason, seconds=time.perf_counter() - began)
 
 
 @dataclass
@@ -227,7 +224,7 @@ class _Pass(Iterator[Any]):
     stamps: list[float] = field(default_factory=list)
     cpu: list[tuple[int, float]] = field(default_factory=list)
     """(Batches so far, CPU seconds of this process and its workers), now and then."""
-    memory: int | None = None
+    memory: int = 0
     batch_bytes: int = 0
     batch_tensors: int = 0
     _read_at: float = -math.inf
@@ -254,8 +251,8 @@ class _Pass(Iterator[Any]):
         if now - self._read_at < _READ_EVERY_S:
             return
         self._read_at = now
-        if self.memory is None and self.pids:
-            self.memory = worker_memory(self.pids)
+        if not self.memory and self.pids:
+            self.memory = worker_memory(self.pids) or 0
         seconds = cpu_seconds(self.pids)
         if seconds is not None:
             self.cpu.append((self.taken, seconds))
@@ -271,14 +268,15 @@ def _measured(setting: Setting, rate: LoaderRate, passes: list[_Pass], seconds: 
     ranks = len(passes[0].iterators)
     spans = [(one.cpu[0], one.cpu[-1]) for one in passes if len(one.cpu) > 1]
     batches = sum(last[0] - first[0] for first, last in spans) * ranks
+    cpu_s = sum(last[1] - first[1] for first, last in spans)
     gaps = sorted(gap for one in passes for gap in one.longest_gaps())
-    memory = [one.memory for one in passes if one.memory is not None]
+    memory = max(one.memory for one in passes)
     return Trial(
         setting=setting,
         batches_per_s=rate.batches_per_s,
         start_s=rate.start_s,
-        cpu_s_per_batch=sum(last[1] - first[1] for first, last in spans) / batches if batches else None,
-        memory_bytes=max(memory) // ranks if memory else None,
+        cpu_s_per_batch=cpu_s / batches if batches else None,
+        memory_bytes=memory // ranks if memory else None,
         batch_bytes=max(one.batch_bytes for one in passes),
         batch_tensors=max(one.batch_tensors for one in passes),
         gap_p99_s=gaps[int(0.99 * (len(gaps) - 1))] if gaps else None,
@@ -316,7 +314,7 @@ def worker_memory(pids: Iterable[int], root: Path = Path("/")) -> int | None:
     return total
 
 
-def leaf_sizes(batch: Any, depth: int = 0) -> list[int]:
+def leaf_sizes(batch: object, depth: int = 0) -> list[int]:
     """Bytes of each tensor and array in a batch of any structure."""
     sizes = []
     for leaf in tree_leaves(batch):

@@ -26,7 +26,7 @@ from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import PINNING_DEVICES
 from lightning_feed.load.worker import why_not_sent
 from lightning_feed.storage.system import cache_folder, read_json, read_text, write_json
-from lightning_feed.trials.cloning import RoundLimits, watchdog
+from lightning_feed.trials.cloning import RoundLimits, background_of, watchdog
 from lightning_feed.trials.search import Goal, Offer, Search, Tuned
 from lightning_feed.trials.trial import Kind, Setting, Trial, feasible, leaf_sizes, run_trial
 
@@ -61,9 +61,9 @@ def tune_loader(  # noqa: PLR0913  # all but the loader and its goal are by name
 
     Args:
         loader: any DataLoader, or a FeedLoader, for which threads are tried too.
-        goal: what for; None looks for the fastest setting.
-        store: where results are remembered; None remembers nothing.
-        fresh: tune anew, whatever is remembered.
+        goal: target and limits; None looks for the fastest setting.
+        store: the store of results; None remembers nothing.
+        fresh: tune again, whatever is remembered.
         on_trial: called with each trial when it is over.
         machine: its limits; None reads them.
         clock: seconds.
@@ -87,9 +87,9 @@ def remember(loader: DataLoader[Any], goal: Goal, tuned: Tuned, taken: Setting) 
     """Store another setting as the result of a tuning, where it was among the trials, because it trained better.
 
     Args:
-        loader: that was tuned.
-        goal: what for.
-        tuned: what the trials found.
+        loader: the loader that was tuned.
+        goal: target and limits.
+        tuned: the result of the trials.
         taken: the better setting.
     """
     trial = next((one for one in tuned.trials if one.setting == taken), None)
@@ -122,7 +122,7 @@ class _Run:
             return None
         trial = self._try(kept.setting, RoundLimits(min_s=_CHECK_S, max_s=self.goal.budget_s, silent_s=_SILENT_S))
         if trial.batches_per_s is None or abs(trial.batches_per_s / kept.batches_per_s - 1) > SAME_WITHIN:
-            logger.info("A remembered loader setting gives other than it gave, so the loader is tuned anew.")
+            logger.info("A remembered loader setting gives other than it gave, so the loader is tuned again.")
             return None
         own = [one for one in kept.trials if one.setting == self.goal.given != kept.setting]
         return replace(kept, trials=(trial, *own), remembered=True, seconds=self._clock() - self._began)
@@ -138,10 +138,9 @@ class _Run:
             measure = min(_MEASURE_S, self.goal.budget_s / 8)
             longest = max(measure, left if not search.trials else left / 2)
             search.take(self._try(setting, RoundLimits(min_s=measure, max_s=longest, silent_s=_SILENT_S)))
+        failed = [trial for trial in search.trials if trial.infeasible]
         failures = [
-            f"num_workers={trial.setting.num_workers} ({trial.setting.workers}): {trial.infeasible}"
-            for trial in search.trials
-            if trial.infeasible
+            f"num_workers={one.setting.num_workers} ({one.setting.workers}): {one.infeasible}" for one in failed
         ]
         found = search.found()
         if found is None:
@@ -155,22 +154,16 @@ class _Run:
         return trial
 
     def _offer(self) -> Offer:
-        """What the loader and the machine allow; what they do not is noted."""
-        most = self.goal.most_workers
-        if most is None:
-            most = max(MOST_WORKERS if self.goal.local_ranks == 1 else 4, int(2 * self._cpus))
-        if self._method != "fork":  # as many as there are CPUs, or as start within a quarter of the budget
-            most = min(most, max(1, int(self._cpus), int(self._cpus * self.goal.budget_s / 4 / IMPORT_S)))
-        kinds: tuple[Kind, ...] = ("process",)
+        """The settings that the loader and the machine allow; notes name the others."""
         stream = isinstance(self.loader.dataset, IterableDataset)
-        if isinstance(self.loader, FeedLoader) and self.goal.threads and not stream:
-            kinds = ("process", "thread")
-        why = why_not_sent(self.loader, self._method)
-        if why:
+        threads = isinstance(self.loader, FeedLoader) and self.goal.threads and not stream
+        kinds: tuple[Kind, ...] = ("process", "thread") if threads else ("process",)
+        if why := why_not_sent(self.loader, self._method):
             self._notes.append(f"no worker processes: {why}")
             kinds = kinds[1:]
         if self._cpus < 1:
             self._notes.append(f"there is {self._cpus:.2g} of a CPU for each rank ({self.machine.cpu_reason})")
+        most = self._most_workers()
         if stream and most > 1 and not divides_among_workers(self.loader):
             most = 1
             self._notes.append(
@@ -180,6 +173,14 @@ class _Run:
         given = self.goal.given
         pin = self.goal.device_type in PINNING_DEVICES if given is None else given.pin_memory
         return Offer(cpus=self._cpus, most_workers=most, kinds=kinds, pin_memory=pin, may_persist=self.goal.may_persist)
+
+    def _most_workers(self) -> int:
+        most = self.goal.most_workers
+        if most is None:
+            most = max(MOST_WORKERS if self.goal.local_ranks == 1 else 4, int(2 * self._cpus))
+        if self._method != "fork":  # as many as there are CPUs, or as start within a quarter of the budget
+            most = min(most, max(1, int(self._cpus), int(self._cpus * self.goal.budget_s / 4 / IMPORT_S)))
+        return most
 
 
 # --- remembered between runs ------------------------------------------------------------------------------------------
@@ -204,7 +205,7 @@ class Store:
         self.folder = folder if folder is not None else cache_folder() / "tuning"
 
     def load(self, key: dict[str, Any]) -> Tuned | None:
-        """What was saved under ``key``; None where there is nothing that fits."""
+        """The result saved under ``key``; None where there is none."""
         path = self._path(key)
         kept = read_json(path)
         try:
@@ -221,7 +222,9 @@ class Store:
         try:
             write_json(path, {"version": _VERSION, "key": key, "tuned": asdict(tuned)})
         except OSError as error:
-            logger.info("The result of tuning could not be remembered in %s: %s. The next run tunes anew.", path, error)
+            logger.info(
+                "The result of tuning could not be remembered in %s: %s. The next run tunes again.", path, error
+            )
 
     def _path(self, key: dict[str, Any]) -> Path:
         text = json.dumps([_VERSION, key], sort_keys=True)
@@ -229,15 +232,15 @@ class Store:
 
 
 def key_of(loader: DataLoader[Any], goal: Goal, machine: Machine, version: str) -> dict[str, Any]:
-    """What must be the same for a result to hold: machine, data set, batch size, versions, what was looked for.
+    """The conditions under which a result holds: machine, data set, batch size, versions, and the goal.
 
     One sample is made, unless that takes long or fails: then the key goes without its shape.
 
     Args:
-        loader: what is tuned.
-        goal: what for.
+        loader: the loader to tune.
+        goal: target and limits.
         machine: its limits.
-        version: of this package.
+        version: version of this package.
     """
     return {
         "machine": {
@@ -251,7 +254,7 @@ def key_of(loader: DataLoader[Any], goal: Goal, machine: Machine, version: str) 
         "batch_size": loader.batch_size,
         "batches": _described(loader.batch_sampler),
         "collate": _described(loader.collate_fn),
-        "loader": [_name(loader), getattr(loader, "background", 0), _described(loader.multiprocessing_context)],
+        "loader": [_name(loader), background_of(loader), _described(loader.multiprocessing_context)],
         "versions": [version, str(torch.__version__), platform.python_version()],
         "goal": [
             _class_of(goal.demand_per_s, _DEMAND_STEP),
@@ -267,7 +270,7 @@ def key_of(loader: DataLoader[Any], goal: Goal, machine: Machine, version: str) 
 
 
 def _tuned(kept: dict[str, Any]) -> Tuned:
-    for gone in [kept, *kept["trials"]]:  # told in earlier versions
+    for gone in [kept, *kept["trials"]]:  # written by earlier versions
         gone.pop("options", None), gone.pop("head_of_line_pct", None)
     kept["setting"] = Setting(**kept["setting"])
     kept["trials"] = tuple(Trial(**{**one, "setting": Setting(**one["setting"])}) for one in kept["trials"])
@@ -279,18 +282,13 @@ def _tuned(kept: dict[str, Any]) -> Tuned:
 
 
 def _data(loader: DataLoader[Any]) -> dict[str, Any]:
-    dataset, parts = loader.dataset, []
-    for _ in range(_NESTED):
-        transforms = {
-            name: _described(getattr(dataset, name))
-            for name in ("transform", "transforms", "target_transform")
-            if getattr(dataset, name, None) is not None
-        }
+    dataset: Any = loader.dataset
+    parts: list[list[object]] = []
+    while dataset is not None and len(parts) < _NESTED:
+        held = {name: getattr(dataset, name, None) for name in ("transform", "transforms", "target_transform")}
+        transforms = {name: _described(one) for name, one in held.items() if one is not None}
         parts.append([_name(dataset), size_of(dataset), transforms])
-        inner = getattr(dataset, "dataset", None)
-        if inner is None:
-            break
-        dataset = inner
+        dataset = getattr(dataset, "dataset", None)
     return {"parts": parts, "sample": _sample(loader)}
 
 
@@ -309,12 +307,12 @@ def _sample(loader: DataLoader[Any]) -> list[Any] | None:
     return leaf_sizes(sample)
 
 
-def _name(thing: Any) -> str:
+def _name(thing: object) -> str:
     kind = thing if isinstance(thing, type) else type(thing)
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _described(thing: Any) -> str:
+def _described(thing: object) -> str:
     """Its name or repr, without what differs from run to run."""
     if thing is None:
         return ""

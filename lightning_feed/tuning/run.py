@@ -1,32 +1,274 @@
 """``tune`` and its command: loader settings found by a few trials, everything left as it was."""
 
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Literal
 
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from lightning_feed.diagnosing.batches import own_loaders
+from lightning_feed.diagnosing.failures import user_errors
 from lightning_feed.diagnosing.program import Fit
-from lightning_feed.diagnosing.safety import told
 from lightning_feed.diagnosing.session import parts_of
 from lightning_feed.diagnosing.short_fits import DiagnosisSession, Limits, open_session, quiet
-from lightning_feed.errors import LoaderError, SettingsError
+from lightning_feed.errors import LoaderError, SettingsError, in_rate, plural, rate_unit, throughput
+from lightning_feed.extras import require
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.processes import end_pass
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import MOST, TORCH_PREFETCH
 from lightning_feed.measure.measurements import Place
-from lightning_feed.trials.cloning import Changes, RoundLimits, clone_loader
+from lightning_feed.storage.system import atomic_write
+from lightning_feed.trials.cloning import Changes, RoundLimits, clone_loader, has_threads
 from lightning_feed.trials.search import Goal, Tuned
 from lightning_feed.trials.trial import Setting, Trial, feasible, run_trial
 from lightning_feed.trials.tune_loader import Store, tune_loader
-from lightning_feed.tuning.output import Sweep
 
 REPLAY_STEPS, FEWEST_STEPS, REPLAY_S = 300, 12, 5.0
+
+# --- results as text, JSON, code to paste, and a plot ----------------------------------------------------------------
+
+SCHEMA = "lightning_feed.tuning/1"
+_BAR = 30
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Paste:
+    """One way to give a loader what was found."""
+
+    where: str
+    """In words: ``in your training DataLoader (Data.train_dataloader, data.py:41)``."""
+    form: Literal["arguments", "settings", "override", "yaml"]
+    """Kind of ``code``: arguments of the call that makes the loader, those of ``LoaderSettings``, what is appended to
+    the command line, or lines of a YAML file."""
+    code: str
+
+
+def tuned_text(tuned: Tuned, place: Place | None = None) -> str:
+    """A table of the trials, what was chosen and why, what it predicts, and what to paste where.
+
+    Args:
+        tuned: the result.
+        place: the place where the loader is set up; None: not known.
+    """
+    lines = [f"workers  ahead  {rate_unit(tuned.batch_size):>11}  start  note"]
+    lines += [_row(trial, tuned) for trial in tuned.trials]
+    lines += [f"not run: {_short(setting)}: {why}" for setting, why in tuned.rejected]
+    known = "remembered, and checked now" if tuned.remembered else plural(len(tuned.trials), "trial")
+    lines += ["", f"{_short(tuned.setting)}: {tuned.reason}", f"{known}, {tuned.seconds:.0f} s"]
+    if tuned.batches_per_s is not None:
+        starved = "; what the model can take is not known"
+        if tuned.starved_pct is not None and tuned.demand_per_s is not None:
+            can_take = throughput(tuned.demand_per_s, tuned.batch_size)
+            starved = f"; the model can take {can_take}, so it starves {tuned.starved_pct:.0f} %"
+        lines.append(f"predicted: {throughput(tuned.batches_per_s, tuned.batch_size)}{starved}")
+    for one in pastes(tuned, place):
+        lines += ["", f"{one.where}:", *(f"    {line}" for line in one.code.splitlines())]
+    return "\n".join(lines)
+
+
+def _row(trial: Trial, tuned: Tuned) -> str:
+    setting, chosen = trial.setting, tuned.setting
+    head = f"{setting.num_workers:>7}  {setting.prefetch_factor or '-':>5}  "
+    if trial.batches_per_s is None:
+        return f"{head}{'-':>11}  {'-':>5}  could not run: {trial.infeasible}"
+    start = f"{trial.start_s:.2f}" if trial.start_s is not None else "-"
+    note = "threads " if setting.workers == "thread" and setting.num_workers else ""
+    if _same_workers(setting, chosen) and setting.prefetch_factor == chosen.prefetch_factor:
+        note += "<- chosen"
+    per_s = in_rate(trial.batches_per_s * (tuned.batch_size or 1))
+    return f"{head}{per_s:>11}  {start:>5}  {note}".rstrip()
+
+
+def _same_workers(one: Setting, other: Setting) -> bool:
+    return (one.num_workers, one.workers) == (other.num_workers, other.workers)
+
+
+def _short(setting: Setting) -> str:
+    ahead = f", prefetch_factor={setting.prefetch_factor}" if setting.num_workers else ""
+    return f"{plural(setting.num_workers, 'thread' if setting.workers == 'thread' else 'worker')}{ahead}"
+
+
+def tuned_document(tuned: Tuned, place: Place | None = None) -> dict[str, Any]:
+    """For JSON, with the name of its schema. Rates are in batches per second, times in seconds."""
+    rate, size = tuned.batches_per_s, tuned.batch_size
+    return {
+        "schema": SCHEMA,
+        **asdict(tuned),
+        "rejected": [{"setting": asdict(setting), "why": why} for setting, why in tuned.rejected],
+        "samples_per_s": rate * size if rate is not None and size else None,
+        "code": paste_line(tuned),
+        "paste": [asdict(one) for one in pastes(tuned, place)],
+    }
+
+
+# --- what to paste ----------------------------------------------------------------------------------------------------
+
+
+def pastes(tuned: Tuned, place: Place | None) -> list[Paste]:
+    """Code to paste, in the form that fits the place first; in every form where the place is not known."""
+    settings = Paste("in the call that makes your FastDataModule", "settings", paste_line(tuned))
+    values = _values(tuned)
+    if "workers" in values:  # threads: no DataLoader has them
+        return [settings]
+    if not tuned.setting.num_workers:  # beside what needs workers, torch refuses 0
+        values |= {"prefetch_factor": None, "persistent_workers": False}
+    if place is None:
+        return [Paste("in the call that makes your training DataLoader", "arguments", _arguments(values)), settings]
+    if place.form == "settings":
+        return [Paste(f"in {place.words}", "settings", paste_line(tuned))]
+    keys, names = dict(place.overrides), dict(place.names)
+    found = _overrides(keys, {name: value for name, value in values.items() if name in keys})
+    rest = {names.get(name, name): value for name, value in values.items() if name not in keys}
+    rest = {name: value for name, value in rest.items() if not names or name in names.values()}
+    if rest:
+        found.append(Paste(f"{'and ' if found else ''}in {place.words}", "arguments", _arguments(rest)))
+    return found
+
+
+def _overrides(keys: dict[str, str], values: dict[str, Any]) -> list[Paste]:
+    """Values for their keys on the command line, or in YAML."""
+    if not values:
+        return []
+    line = " ".join(f"{keys[name]}={json.dumps(value)}" for name, value in values.items())
+    above = keys["num_workers"].removeprefix("--").rpartition(".")[0]
+    yaml = "\n".join(f"{keys[name].rpartition('.')[2]}: {json.dumps(value)}" for name, value in values.items())
+    where = f"or in YAML, under {above}" if above else "or in YAML"
+    return [Paste("on the command line", "override", line), Paste(where, "yaml", yaml)]
+
+
+def paste_line(tuned: Tuned) -> str:
+    """The line of code that gives a FastDataModule these settings."""
+    return f"loader=LoaderSettings({_arguments(_values(tuned))})"
+
+
+def _values(tuned: Tuned) -> dict[str, Any]:
+    found = tuned.setting
+    values: dict[str, Any] = {"num_workers": found.num_workers}
+    if found.num_workers:
+        if found.workers != "process":
+            values["workers"] = found.workers
+        values |= {"prefetch_factor": found.prefetch_factor, "persistent_workers": found.persistent_workers}
+    return {**values, "pin_memory": found.pin_memory}
+
+
+def _arguments(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())
+
+
+# --- sweeps -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """The rates of a loader with each number of workers of a grid."""
+
+    trials: tuple[Trial, ...]
+    """By the number of workers. What could not run, or would have broken a limit, is among them and says why."""
+    cpus: float
+    """CPUs that one rank can use."""
+    batch_size: int | None = None
+    """None: rates are of batches."""
+    chosen: Setting | None = None
+    """The tuner's choice; its number of workers need not be on the grid."""
+    demand_per_s: float | None = None
+    """Batches per second that the model can take; None: not known."""
+    seconds: float = 0.0
+    """Duration of the sweep."""
+
+    def rate(self, trial: Trial) -> float | None:
+        """Samples per second of a trial; batches where the batch size is not known; None where it could not run."""
+        return None if trial.batches_per_s is None else trial.batches_per_s * (self.batch_size or 1)
+
+    def cpu_pct(self, trial: Trial) -> float | None:
+        """Share of the CPUs that a trial kept busy, 0 to 100."""
+        if trial.batches_per_s is None or trial.cpu_s_per_batch is None:
+            return None
+        return 100 * trial.batches_per_s * trial.cpu_s_per_batch / self.cpus
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        rows = [
+            {**asdict(trial), "cpu_pct": self.cpu_pct(trial), "tuned": self._is_chosen(trial)} for trial in self.trials
+        ]
+        return {**asdict(self), "trials": rows}
+
+    def text(self) -> str:
+        """A table with a bar for each rate, in plain characters."""
+        top = max((self.rate(trial) or 0.0 for trial in self.trials), default=0.0)
+        lines = [f"workers {rate_unit(self.batch_size):>11}    CPU   memory"]
+        lines += [self._line(trial, top) + ("  <- tuned" if self._is_chosen(trial) else "") for trial in self.trials]
+        if self.chosen is not None and not any(map(self._is_chosen, self.trials)):
+            lines.append(f"tuned: {self.chosen}, which is not on this grid")
+        if self.demand_per_s is not None:
+            lines.append(f"the model can take {throughput(self.demand_per_s, self.batch_size)}")
+        return "\n".join(lines)
+
+    def _is_chosen(self, trial: Trial) -> bool:
+        return self.chosen is not None and _same_workers(self.chosen, trial.setting)
+
+    def _line(self, trial: Trial, top: float) -> str:
+        workers, rate = trial.setting.num_workers, self.rate(trial)
+        if rate is None:
+            return f"{workers:>7} {'-':>11}  {trial.infeasible or 'it could not run'}"
+        cpu, memory = self.cpu_pct(trial), trial.memory_bytes
+        cpu_text = f"{cpu:.0f} %" if cpu is not None else "-"
+        memory_text = f"{memory / _MIB:,.0f}M" if memory is not None else "-"
+        bar = "#" * max(1, round(_BAR * rate / top)) if top else ""
+        return f"{workers:>7} {in_rate(rate):>11} {cpu_text:>6} {memory_text:>8}  {bar:<{_BAR}}".rstrip()
+
+
+def write_plot(found: Sweep, path: Path) -> Path:
+    """Draw samples per second, CPU share and memory against the number of workers, into a PNG file.
+
+    The file is there whole or not at all. Matplotlib's global state, its backend included, is not touched.
+
+    Raises:
+        MissingExtraError: without matplotlib.
+        OSError: when the file cannot be written.
+    """
+    figure = require("matplotlib.figure", extra="plot", why="the plot of a sweep").Figure
+    canvas = figure(figsize=(7, 8), layout="constrained")
+    axes: Any = canvas.subplots(3, sharex=True)
+    rows: dict[str, Callable[[Trial], float | None]] = {
+        rate_unit(found.batch_size): found.rate,
+        "CPU share in %": found.cpu_pct,
+        "memory of the workers in MiB": lambda one: None if one.memory_bytes is None else one.memory_bytes / _MIB,
+    }
+    for axis, (label, value_of) in zip(axes, rows.items(), strict=True):
+        # matplotlib draws no point where a value is None
+        axis.plot([one.setting.num_workers for one in found.trials], [*map(value_of, found.trials)], marker="o")
+        for workers in (one.setting.num_workers for one in found.trials if one.infeasible):
+            axis.axvline(workers, color="0.8", linestyle=":")
+        if found.chosen is not None:
+            axis.axvline(found.chosen.num_workers, color="tab:green", label=f"tuned: {found.chosen}")
+        axis.set_ylabel(label)
+        axis.set_ylim(bottom=0)
+    if found.demand_per_s is not None:
+        axes[0].axhline(
+            found.demand_per_s * (found.batch_size or 1),
+            color="tab:red",
+            linestyle="--",
+            label="what the model can take",
+        )
+    if axes[0].get_legend_handles_labels()[0]:
+        axes[0].legend()
+    axes[-1].set_xlabel("num_workers")
+    drawn = BytesIO()
+    canvas.savefig(drawn, format="png")
+    with atomic_write(path) as file:
+        file.write(drawn.getvalue())
+    return path
+
+
+# --- tune ------------------------------------------------------------------------------------------------------------
 
 
 def tune(  # noqa: PLR0913  # all but the target are by name, and have a default
@@ -51,12 +293,12 @@ def tune(  # noqa: PLR0913  # all but the target are by name, and have a default
         target: a LightningDataModule, which is prepared and set up for "fit", or torch DataLoaders.
         model: the LightningModule. How fast it trains is measured, on one batch for some seconds.
         trainer: the Trainer that will train it. It is only read; loaders are tried for each of its local ranks at once.
-        batch_size: samples in a batch, for figures in samples per second where the loader does not tell it.
+        batch_size: samples in a batch, for figures in samples per second where the loader does not say it.
         demand_per_s: batches per second that the model can train, in place of measuring that.
         budget_s: seconds for the trials. None is begun later.
         max_trials: the most trials, with the first one, which has no workers.
         fresh: ignore remembered results.
-        loader: which of several training loaders is tuned: its key or its number, such as ``"cls"``.
+        loader: the key or the number of the loader to tune, among several training loaders, such as ``"cls"``.
 
     Raises:
         SettingsError: for a target that cannot be tuned, or values that leave nothing to try.
@@ -87,7 +329,7 @@ def find(
     Args:
         session: with a module, whose demand is measured unless the goal has one.
         loader: the training loader.
-        goal: what for; the Trainer says for which device, and whether workers may live on.
+        goal: target and limits; the Trainer gives the device, and whether workers may live on.
         batch_size: as for :func:`tune`.
         fresh: as for :func:`tune`.
     """
@@ -103,7 +345,7 @@ def find(
 
 
 def batch_size_of(loader: DataLoader[Any]) -> int | None:
-    """Samples in a batch; None where the loader does not tell."""
+    """Samples in a batch; None where the loader does not say it."""
     return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
 
 
@@ -122,12 +364,12 @@ def run_tune(  # the options of the command, by name
     """Tune, and sweep where that is wanted, with the tuner's choice marked; and where the loader is set up, if known.
 
     Args:
-        fit: what is to train, and on what.
+        fit: the module and the data.
         goal: the budget.
-        samples_per_s: that the model can take; None: measured where there is a module.
+        samples_per_s: rate that the model can take; None: measured where there is a module.
         fresh: as for :func:`tune`.
         grid: numbers of workers to sweep; None: no sweep.
-        loader: which of several loaders: its place.
+        loader: the place of the loader among several.
 
     Raises:
         FeedError: as for ``tune``; and for a demand in samples where nothing says how many a batch has.
@@ -172,7 +414,13 @@ def sweep_loader(loader: DataLoader[Any], grid: Iterable[int], on_trial: Callabl
     machine, began = read_machine(), time.perf_counter()
     limits, trials = feasible(loader, machine), list[Trial]()
     for workers in sorted(set(grid)):
-        setting = _setting(loader, workers)
+        setting = Setting(
+            num_workers=workers,
+            prefetch_factor=(loader.prefetch_factor or TORCH_PREFETCH) if workers else None,
+            workers="thread" if workers and has_threads(loader) else "process",
+            pin_memory=loader.pin_memory,
+            in_order=loader.in_order or workers < 2,  # to overtake takes two
+        )
         why = limits.broken(setting, trials)
         trials.append(Trial(setting=setting, infeasible=why) if why else run_trial(loader, setting, RoundLimits()))
         on_trial()
@@ -180,22 +428,12 @@ def sweep_loader(loader: DataLoader[Any], grid: Iterable[int], on_trial: Callabl
     return Sweep(trials=tuple(trials), cpus=machine.usable_cpus, batch_size=batch_size_of(loader), seconds=seconds)
 
 
-def _setting(loader: DataLoader[Any], workers: int) -> Setting:
-    return Setting(
-        num_workers=workers,
-        prefetch_factor=(loader.prefetch_factor or TORCH_PREFETCH) if workers else None,
-        workers=getattr(loader, "workers", "process") if workers else "process",
-        pin_memory=loader.pin_memory,
-        in_order=loader.in_order or workers < 2,  # to overtake takes two
-    )
-
-
 # --- what is tuned, and what its model can take -----------------------------------------------------------------------
 
 
 @contextmanager
 def open_target_session(
-    target: Any, model: Any, trainer: Any, name: str | None = None
+    target: object, model: object, trainer: object, name: str | None = None
 ) -> Iterator[tuple[DiagnosisSession, DataLoader[Any]]]:
     """The training loader of a target, with what is needed to train on it. Afterwards all is as it was before.
 
@@ -213,7 +451,7 @@ def open_target_session(
     datamodule, loaders = (target, None) if hasattr(target, "train_dataloader") else (None, target)
     session = open_session(trainer, model, None if target is model else datamodule, loaders)
     with quiet(), session.restoring():
-        with told("the data module could not be set up"):
+        with user_errors("the data module could not be set up"):
             session.set_up()
         yield session, _named_loader(session, name)
 
@@ -227,13 +465,13 @@ def measure_demand(session: DiagnosisSession) -> float:
     Raises:
         FeedError: the fit fails, or is too slow to be measured.
     """
-    with told("a batch could not be loaded"), preserve_state(session.train_loaders):
+    with user_errors("a batch could not be loaded"), preserve_state(session.train_loaders):
         batch = _first_batch(session)
     if batch is None:
         raise LoaderError("The training loader gives no batch. Check the length of the data set, and drop_last.")
     accumulate = session.trainer.accumulate_grad_batches
     limits = Limits(least=FEWEST_STEPS * accumulate, most=REPLAY_STEPS * accumulate, seconds=REPLAY_S)
-    with told("training on one batch again and again failed"):
+    with user_errors("training on one batch again and again failed"):
         per_s = session.replay([batch], limits, on_device=False)
     if per_s is None:
         raise LoaderError(

@@ -16,7 +16,7 @@ from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, get_worker_info
 
 from lightning_feed import FastDataModule, LoaderSettings
-from lightning_feed.callbacks.loader_place import find_place, origin_of
+from lightning_feed.callbacks.loader_place import loader_location, origin_of
 from lightning_feed.callbacks.starvation_run import facts_of
 from lightning_feed.load.iterable import divides_among_workers
 from lightning_feed.measure.facts import may_leave_process, may_persist
@@ -174,7 +174,7 @@ def test_a_loader_that_was_made_before_anything_of_ours(program: ModuleType) -> 
     del vars(loader)["_feed_origin"]
     owner = program.Given(loader)
     assert origin_of(loader) is None
-    assert find_place(_source(owner), [loader]).words == "your training DataLoader (Given.train_dataloader)"
+    assert loader_location(_source(owner), [loader]).words == "your training DataLoader (Given.train_dataloader)"
 
 
 PACKAGE = """
@@ -222,7 +222,7 @@ def package(tmp_path: Path) -> ModuleType:
 def test_a_loader_that_a_packages_function_makes(package: ModuleType, program: ModuleType) -> None:
     loader = package.make_loader(program.ROWS)
     here, line = Path(__file__).name, sys._getframe().f_lineno - 1
-    assert find_place(_source(None), [loader]) == Place(
+    assert loader_location(_source(None), [loader]) == Place(
         words=f"your call of make_loader ({here}:{line})", names=(("num_workers", "workers"),)
     )
     origin = origin_of(loader)
@@ -232,12 +232,12 @@ def test_a_loader_that_a_packages_function_makes(package: ModuleType, program: M
 
     loader = package.make_alone(program.ROWS)  # which does not give its number to the loader
     made = f"made in readymade, readymade.py:11, called from {here}:{sys._getframe().f_lineno - 1}"
-    words = find_place(_source(None), [loader]).words
+    words = loader_location(_source(None), [loader]).words
     assert words == f"your training DataLoader, which trainer.fit is given ({made})"
 
     loader = package.train(program.ROWS)
     made = f"made in readymade, readymade.py:19, called from {here}:{sys._getframe().f_lineno - 1}"
-    words = find_place(_source(None), [loader]).words
+    words = loader_location(_source(None), [loader]).words
     by = "where train(loader_kwargs=...) may set it"
     assert words == f"your training DataLoader, which trainer.fit is given ({made}, {by})"
 
@@ -362,10 +362,10 @@ def test_hydra_has_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progra
     (tmp_path / ".hydra").mkdir()
     omegaconf.OmegaConf.save({"data": {"num_workers": 0, "n": 3}, "seed": 0}, tmp_path / ".hydra" / "config.yaml")
     monkeypatch.setitem(sys.modules, "hydra.core.hydra_config", _Hydra(tmp_path))
-    place = find_place(_source(program.Plain()), [DataLoader(program.ROWS)])
+    place = loader_location(_source(program.Plain()), [DataLoader(program.ROWS)])
     assert place.overrides == (("num_workers", "data.num_workers"),)
     omegaconf.OmegaConf.save({"a": {"num_workers": 0}, "b": {"num_workers": 0}}, tmp_path / ".hydra" / "config.yaml")
-    assert find_place(_source(program.Plain()), [DataLoader(program.ROWS)]).overrides == ()
+    assert loader_location(_source(program.Plain()), [DataLoader(program.ROWS)]).overrides == ()
 
 
 class _Hydra(ModuleType):

@@ -13,10 +13,10 @@ from diagnosing.made_data import Broken, Files, Images, Slow
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
-from lightning_feed.diagnosing import data_experiments, rates
-from lightning_feed.diagnosing.data_experiments import EXPERIMENTS, run_data_experiments
+from lightning_feed.diagnosing import rates, run
+from lightning_feed.diagnosing.run import DATA_EXPERIMENTS, run_data_experiments
 from lightning_feed.diagnosing.session import Session
-from lightning_feed.errors import DatasetError, LoaderError
+from lightning_feed.errors import DatasetError
 from lightning_feed.load.machine import Machine
 from lightning_feed.measure.experiment_results import ExperimentResults
 
@@ -59,7 +59,7 @@ def test_all_of_them_on_a_slow_data_set(monkeypatch: pytest.MonkeyPatch) -> None
     assert (results.functions[0].name, results.functions[0].stage) == ("burn", "samples")
     assert {name for name, _ in results.left_out} == {"disk", "cold-files", "copies"}
     assert results.cached_bytes_per_s is not None
-    assert [name for name, _ in told] == [*EXPERIMENTS, ""]
+    assert [name for name, _ in told] == [*DATA_EXPERIMENTS, ""]
     assert [share for _, share in told] == sorted(share for _, share in told)
     assert told[-1][1] == 1.0
     assert torch.equal(before[0], torch.get_rng_state())
@@ -106,7 +106,7 @@ def test_other_iterables() -> None:
     assert results.loader_per_s is not None
     assert [(key.name, key.bytes_per_batch) for key in results.keys] == [("x", 24)]
     left_out = dict(results.left_out)
-    assert set(left_out) == set(EXPERIMENTS) - {"loader", "keys"}
+    assert set(left_out) == set(DATA_EXPERIMENTS) - {"loader", "keys"}
     assert left_out["transforms"] == "a Batches is no torch DataLoader, so it cannot be built again with changes"
     used_up = iter(Batches())
     results = _last(used_up)
@@ -121,24 +121,10 @@ def test_a_sample_that_cannot_be_loaded_is_named(workers: int) -> None:
     before = torch.get_rng_state()
     where = "sample 13" if not workers else "worker 0, sample 13"
     with pytest.raises(
-        DatasetError, match=rf"\(Broken\) failed in {where}: ValueError: the picture is cut short. Mend it"
+        DatasetError, match=rf"\(Broken\) failed in {where}: ValueError: the picture is cut short. Fix or"
     ):
         _last(loader, only=frozenset({"loader"}))
     assert torch.equal(before, torch.get_rng_state())
-
-
-class Hanging(Images):
-    """As one that was waited for in vain."""
-
-    def __getitem__(self, index: int) -> Any:
-        raise LoaderError("planted")
-
-
-def test_a_sample_that_never_comes_is_an_error_and_the_loader_is_not_iterated() -> None:
-    loader = DataLoader(Hanging())
-    with pytest.raises(LoaderError, match="planted"):
-        _last(loader)
-    assert loader._iterator is None
 
 
 def test_an_interrupt_leaves_what_was_measured_and_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +169,7 @@ def test_what_would_take_too_much_memory_is_not_run(monkeypatch: pytest.MonkeyPa
         free_shm_bytes=100_000,
         start_method="fork",
     )
-    monkeypatch.setattr(data_experiments, "Session", partial(Session, machine=small))
+    monkeypatch.setattr(run, "Session", partial(Session, machine=small))
     iterated: list[int] = []
 
     class Counting(Images):

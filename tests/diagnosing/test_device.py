@@ -11,14 +11,14 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings
 from lightning_feed.diagnosing import rates
-from lightning_feed.diagnosing.data_experiments import run_data_experiments
 from lightning_feed.diagnosing.rates import (
     BUFFER_BYTES,
     MOST_IMAGES,
     decode_rate,
     measure_copies,
 )
-from lightning_feed.diagnosing.session import LeftOut, LoaderPart, Session
+from lightning_feed.diagnosing.run import run_data_experiments
+from lightning_feed.diagnosing.session import LoaderPart, NotMeasurable, Session
 from lightning_feed.errors import DatasetError
 from lightning_feed.measure.experiment_results import ExperimentResults
 
@@ -104,7 +104,7 @@ def test_a_broken_image_is_named(class_folders: Path) -> None:
 
 
 def _why_no_copies(kind: torch.device | None) -> str:
-    with pytest.raises(LeftOut) as reason:
+    with pytest.raises(NotMeasurable) as reason:
         measure_copies(Session(None, kind, first=[torch.ones(5)]))
     return str(reason.value)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diagnosing.made_data import Broken, Files, Images, Stream, machine_of, part_of, session_of
@@ -27,7 +28,7 @@ from lightning_feed.diagnosing.disk import (
     measure_disk,
     opened_by,
 )
-from lightning_feed.diagnosing.session import LeftOut, Session
+from lightning_feed.diagnosing.session import NotMeasurable, Session
 from lightning_feed.errors import DatasetError
 from lightning_feed.images.crop import TrainRecipe
 from lightning_feed.images.image_dataset import ImageDataset
@@ -116,11 +117,13 @@ def test_the_first_batches_are_bounded_in_time_and_memory(tmp_path: Path) -> Non
     session.clock = lambda: next(ticks)
     assert _taken(session) == [4]
     assert _taken(_session(files, Files(tmp_path / "b", size=60), memory=96 * 3000)) == [6, 6]
-    with pytest.raises(LeftOut, match="too little time or memory: 0 batches fit, and a round of the workers has 2"):
+    with pytest.raises(
+        NotMeasurable, match="too little time or memory: 0 batches fit, and a round of the workers has 2"
+    ):
         choose(_session(files, memory=12_400))
-    with pytest.raises(LeftOut, match="0 batches fit"):
+    with pytest.raises(NotMeasurable, match="0 batches fit"):
         choose(_session(files, rate=0.01))
-    with pytest.raises(LeftOut, match="iterable"):
+    with pytest.raises(NotMeasurable, match="iterable"):
         choose(_session(Stream()))
 
 
@@ -174,7 +177,7 @@ def test_listening_hears_one_thread_and_ends(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         opened_by(lambda: 1 / 0)
     assert opened_by(paths[2].read_text) == [str(paths[2])]
-    assert disk._heard == {}  # the hook that stays has nothing to do
+    assert disk._opened == {}  # the hook that stays has nothing to do
 
 
 # --- where they lie ---------------------------------------------------------------------------------------------------
@@ -248,3 +251,9 @@ def test_facts_of_a_disk(tmp_path: Path) -> None:
     assert disk is not None
     assert (disk.mean_file_bytes, disk.files_per_s, disk.read_mb_per_s) == (3000, 2000, 6.0)
     assert (disk.file_system, disk.kind) == file_system(tmp_path)
+
+
+def test_a_list_of_samples_that_is_an_array_is_no_list_of_files() -> None:
+    dataset = Images()
+    dataset.samples = np.zeros(3)  # type: ignore[attr-defined]
+    assert files_of_samples(part_of(dataset), [0]) == []

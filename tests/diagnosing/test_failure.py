@@ -11,7 +11,7 @@ from diagnosing.small_runs import make_parts, make_trainer, short_diagnosis
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_feed.diagnosing.safety import DiagnosisFailed, in_a_line
+from lightning_feed.diagnosing.failures import DiagnosisFailed, in_a_line
 from lightning_feed.errors import FeedError
 from lightning_feed.report.document import read_document
 
@@ -60,7 +60,7 @@ def test_a_sample_that_fails_in_the_run(order: str, workers: int, where: str, pa
     error = fails(loader, package)
     assert str(error).startswith(
         f"training as it is failed. Loading from the data set (BadPhoto) failed in {where}: ValueError: bad photo 41. "
-        f"Mend it, or leave it out. Raised in {HERE}:"
+        f"Fix or exclude this sample. Raised in {HERE}:"
     )
     assert isinstance(error.__cause__, ValueError)
 

@@ -12,8 +12,8 @@ from diagnosing.small_runs import PACKAGES
 
 from lightning_feed.autoload import PROGRAM, callbacks
 from lightning_feed.diagnosing import program
+from lightning_feed.diagnosing.failures import ProgramEnded
 from lightning_feed.diagnosing.program import Fit, Program, fit_of_target, run_until_fit
-from lightning_feed.diagnosing.safety import ProgramEnded
 from lightning_feed.errors import SettingsError
 
 PARTS = """
@@ -264,7 +264,7 @@ def test_trainers_of_a_started_process_are_refused(
     with pytest.raises(Left):
         callbacks()
     os._exit.assert_called_once_with(1)
-    assert "train.py is only looked at, and makes a Trainer in another process" in capfd.readouterr().err
+    assert "train.py is only examined, and makes a Trainer in another process" in capfd.readouterr().err
 
 
 # --- TARGET -------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from lightning_feed.diagnosing.rates import (
     measure_scaling,
     workers_to_try,
 )
-from lightning_feed.diagnosing.session import LeftOut, Session
+from lightning_feed.diagnosing.session import NotMeasurable, Session
 from lightning_feed.load.machine import Machine
 
 # --- other numbers of workers -----------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ def _scaled(loader: Any, machine: Machine, share_s: float = 10.0, kind: type[Rat
     session.prepare()
     try:
         measure_scaling(session)
-    except LeftOut as reason:
+    except NotMeasurable as reason:
         return session, str(reason)
     return session, ""
 
@@ -141,7 +141,9 @@ class Choosy(DataLoader[Any]):
 
 def test_a_loader_that_needs_its_own_kind_of_data_set_has_no_ceiling() -> None:
     session = session_of(Choosy(Images(), batch_size=4))
-    with pytest.raises(LeftOut, match="a Choosy takes no constant samples in place of its data set: this is no data"):
+    with pytest.raises(
+        NotMeasurable, match="a Choosy takes no constant samples in place of its data set: this is no data"
+    ):
         measure_ceiling(session)
 
 
@@ -163,7 +165,7 @@ def test_both_sharing_strategies_are_tried_and_nothing_of_it_stays(data: type, w
 
 
 def _why_not(loader: Any) -> str:
-    with pytest.raises(LeftOut) as reason:
+    with pytest.raises(NotMeasurable) as reason:
         measure_hand_over(session_of(loader))
     return str(reason.value)
 

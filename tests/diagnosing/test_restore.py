@@ -27,8 +27,8 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
-from lightning_feed.diagnosing.safety import DiagnosisInterrupted, ModelState, StopSignals
-from lightning_feed.diagnosing.short_fits import open_session
+from lightning_feed.diagnosing.failures import DiagnosisInterrupted
+from lightning_feed.diagnosing.short_fits import ModelState, StopSignals, open_session
 from lightning_feed.errors import FeedError
 from lightning_feed.load.random_state import preserve_state
 
@@ -285,12 +285,12 @@ def _as_in_a_shell() -> Any:
 class TestSignals:
     def test_only_the_first_counts_and_handlers_are_put_back(self) -> None:
         with StopSignals() as stops:
-            stops.look()
+            stops.check()
             for number in (signal.SIGTERM, signal.SIGINT):
                 with pytest.raises(KeyboardInterrupt):
                     signal.raise_signal(number)
             with pytest.raises(KeyboardInterrupt):
-                stops.look()
+                stops.check()
         assert stops.number == signal.SIGTERM
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -21,7 +21,7 @@ from lightning_feed._host import package_of
 from lightning_feed.diagnosing import batches, diagnose, run
 from lightning_feed.diagnosing import short_fits as session
 from lightning_feed.diagnosing.batches import Pace
-from lightning_feed.diagnosing.safety import DiagnosisInterrupted
+from lightning_feed.diagnosing.failures import DiagnosisInterrupted
 from lightning_feed.diagnosing.short_fits import DiagnosisSession, Limits
 from lightning_feed.errors import SettingsError
 from lightning_feed.report.document import read_document

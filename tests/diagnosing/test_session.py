@@ -15,7 +15,7 @@ from PIL import Image
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_feed.diagnosing.session import LeftOut, LoaderPart, key_bytes, make_sample, size_of_leaf
+from lightning_feed.diagnosing.session import LoaderPart, NotMeasurable, key_bytes, make_sample, size_of_leaf
 from lightning_feed.errors import DatasetError, LoaderError
 
 Pair = namedtuple("Pair", "image label")
@@ -66,7 +66,7 @@ def _fits(*loaders: Any, **limits: int) -> bool:
     session.samples = [torch.zeros(1000, dtype=torch.uint8)] * len(loaders)
     try:
         session.check_memory()
-    except LeftOut:
+    except NotMeasurable:
         return False
     return True
 

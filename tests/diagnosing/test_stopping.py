@@ -17,7 +17,7 @@ from diagnosing.small_runs import (
     state_of_process,
 )
 
-from lightning_feed.diagnosing.safety import DiagnosisInterrupted
+from lightning_feed.diagnosing.failures import DiagnosisInterrupted
 from lightning_feed.measure.windows import WARM_UP_STEPS
 from lightning_feed.report.document import read_document
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from verdict.cases import ASLEEP, BUSY, measured
 
 from lightning_feed import FastDataModule, GPUStarvationCallback, ImageFolderDataModule, LoaderSettings, cli
-from lightning_feed.diagnosing.data_experiments import run_data_experiments
+from lightning_feed.diagnosing.run import run_data_experiments
 from lightning_feed.errors import ArchiveError
 from lightning_feed.measure.experiment_results import DiskFacts
 from lightning_feed.measure.kernel import count_connections

@@ -15,8 +15,7 @@ from lightning_feed.load.machine import read_machine
 from lightning_feed.trials.cloning import RoundLimits
 from lightning_feed.trials.trial import Setting, Trial
 from lightning_feed.tuning import run as sweep_file
-from lightning_feed.tuning.output import Sweep, write_plot
-from lightning_feed.tuning.run import sweep_loader
+from lightning_feed.tuning.run import Sweep, sweep_loader, write_plot
 
 
 def trial(setting: Setting) -> Trial:

@@ -13,15 +13,14 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from lightning_feed import FastDataModule, LoaderSettings
-from lightning_feed.callbacks.starvation_report import log_hparams, tuned_hparams
+from lightning_feed.callbacks.starvation import log_hparams, tuned_hparams
 from lightning_feed.cli import main
 from lightning_feed.errors import FeedError, LoaderError, SettingsError
 from lightning_feed.measure.measurements import Place
 from lightning_feed.trials.search import Tuned
 from lightning_feed.trials.trial import Setting, Trial
 from lightning_feed.tuning import run as tuning
-from lightning_feed.tuning.output import pastes, tuned_document, tuned_text
-from lightning_feed.tuning.run import tune
+from lightning_feed.tuning.run import pastes, tune, tuned_document, tuned_text
 
 FOUND = Setting(num_workers=2, prefetch_factor=4, persistent_workers=True)
 TRIALS = (
