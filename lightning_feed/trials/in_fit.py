@@ -10,12 +10,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from tqdm.auto import tqdm
 
 from lightning_feed.errors import LoaderError, throughput
-from lightning_feed.load.build import size_of
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.order import DrawsOf
+from lightning_feed.load.order import DrawsOf, size_of
+from lightning_feed.load.processes import shut_down_workers
 from lightning_feed.load.rank_store import connected, gather
 from lightning_feed.load.settings import LoaderSettings, RayCluster, Recommendation
-from lightning_feed.load.worker import shut_down_workers
 from lightning_feed.trials.cloning import has_threads, twin_of
 from lightning_feed.trials.search import Goal, Tuned
 from lightning_feed.trials.trial import Setting

@@ -16,15 +16,8 @@ from skimage.metrics import peak_signal_noise_ratio
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed.decode import choose, decoders
-from lightning_feed.decode.choose import (
-    DECODER_NAMES,
-    Choice,
-    FallbackDecoder,
-    SharedCounts,
-    make_decoder,
-    psnr_db,
-    with_fallback,
-)
+from lightning_feed.decode.choose import DECODER_NAMES, Choice, FallbackDecoder, make_decoder, psnr_db, with_fallback
+from lightning_feed.decode.counts import SharedCounts
 from lightning_feed.decode.decoders import Decoder, PillowDecoder, Pixels, Region, TurboDecoder
 from lightning_feed.decode.header import Encoded
 from lightning_feed.errors import DecodeError, MissingExtraError, SettingsError
