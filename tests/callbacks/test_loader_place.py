@@ -19,7 +19,7 @@ from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.callbacks.loader_place import loader_location, origin_of
 from lightning_feed.callbacks.starvation_run import facts_of
 from lightning_feed.load.iterable import divides_among_workers
-from lightning_feed.measure.facts import may_leave_process, may_persist
+from lightning_feed.measure.facts import with_loaders
 from lightning_feed.measure.guard import Guard
 from lightning_feed.measure.measurements import HookPlace, LoopFacts, Place
 
@@ -463,7 +463,7 @@ class Around(Stream):
     ],
 )
 def test_whether_a_stream_may_live_in_a_worker(dataset: Any, may: bool | None) -> None:
-    assert may_leave_process(DataLoader(dataset)) is may
+    assert with_loaders(LoopFacts(), [DataLoader(dataset)], reloaded=False).may_leave_process is may
 
 
 class Slow(Callback):
@@ -510,5 +510,6 @@ class Told(Dataset[int]):
     ],
 )
 def test_whether_workers_may_live_on(datasets: list[Any], may: bool) -> None:
-    assert may_persist([DataLoader(one) for one in datasets], reloaded=False) is may
-    assert not may_persist([DataLoader(one) for one in datasets], reloaded=True)
+    loaders = [DataLoader(one) for one in datasets]
+    assert with_loaders(LoopFacts(), loaders, reloaded=False).may_persist is may
+    assert not with_loaders(LoopFacts(), loaders, reloaded=True).may_persist
