@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_feed.measure.hook_times import EVERY, FIRST_TIMED, FIRST_COUNT, HookTimes, tap_profiler
+from lightning_feed.measure.hook_times import EVERY, FIRST_COUNT, FIRST_TIMED, HookTimes, tap_profiler
 
 
 class Clock:
