@@ -132,11 +132,11 @@ def _between(before: WorkerReading, after: WorkerReading) -> WorkerTime:
     wall = after.at_ns - before.at_ns
     # A thread that is new began with nothing.
     times = [(now, before.threads.get(thread, (0, 0))) for thread, now in after.threads.items()]
-    on_cpu, run_queue = (sum(now[which] - then[which] for now, then in times) for which in (0, 1))
-    backwards = any(now[0] < then[0] or now[1] < then[1] for now, then in times)
+    passed = [(now[0] - then[0], now[1] - then[1]) for now, then in times]
     # A kernel without these statistics writes zeros: nothing is known then, rather than that everything is blocked.
-    if wall <= 0 or backwards or not any(map(any, after.threads.values())):
+    if wall <= 0 or min(map(min, passed)) < 0 or not any(map(any, after.threads.values())):
         return WorkerTime()
+    on_cpu, run_queue = map(sum, zip(*passed, strict=True))
     scale = wall / max(wall, on_cpu + run_queue)
     did = WorkerTime(wall_ns=wall, on_cpu_ns=on_cpu * scale, run_queue_ns=run_queue * scale)
     if before.io is not None and after.io is not None:
