@@ -422,10 +422,15 @@ def decoders(sources: Sources) -> Iterator[Finding]:
         ).only_if(count > 1)
 
 
+def _installed_dali(sources: Sources) -> dict[int, Version]:
+    """By the CUDA that each is built for."""
+    versions = {cuda: sources.version(package) for cuda, package in DALI_PACKAGES.items()}
+    return {cuda: Version(version) for cuda, version in versions.items() if version is not None}
+
+
 def dali(sources: Sources) -> Iterator[Finding]:
     """The installed DALI, and whether it is built for torch's CUDA. It is not imported."""
-    versions = {cuda: sources.version(package) for cuda, package in DALI_PACKAGES.items()}
-    installed = {cuda: Version(version) for cuda, version in versions.items() if version is not None}
+    installed = _installed_dali(sources)
     ours, _ = torch_cuda(sources) or (None, None)
     package = DALI_PACKAGES[12 if ours is not None and ours < 13 else 13]
     value = ", ".join(f"{version} for CUDA {cuda}" for cuda, version in installed.items())

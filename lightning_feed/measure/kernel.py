@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,13 +115,14 @@ class WorkerClock:
 
     def meet(self, workers: Workers, now_ns: int) -> None:
         """Read those not met before, so that the next :meth:`take` counts them."""
-        self._last = self._read(workers, now_ns) | self._last
+        self._last |= self._read(workers, now_ns, known=self._last)
 
-    def _read(self, workers: Workers, now_ns: int) -> dict[str, WorkerReading]:
-        """The readings by the folder in ``proc``."""
+    def _read(self, workers: Workers, now_ns: int, known: Container[str] = ()) -> dict[str, WorkerReading]:
+        """The readings by the folder in ``proc``, without the ``known`` ones."""
         processes = [f"{self.root}/proc/{pid}" for pid in workers.pids]
-        threads = {folder: _threads_in(f"{folder}/task") for folder in processes}
-        threads |= {folder: [folder] for folder in (f"{self.root}/proc/self/task/{tid}" for tid in workers.thread_ids)}
+        own_threads = [f"{self.root}/proc/self/task/{tid}" for tid in workers.thread_ids]
+        threads = {folder: _threads_in(f"{folder}/task") for folder in processes if folder not in known}
+        threads |= {folder: [folder] for folder in own_threads if folder not in known}
         found = {folder: WorkerReading(now_ns, _times_of(own), _io(f"{folder}/io")) for folder, own in threads.items()}
         return {folder: reading for folder, reading in found.items() if reading.threads}
 
@@ -131,11 +132,11 @@ def _between(before: WorkerReading, after: WorkerReading) -> WorkerTime:
     wall = after.at_ns - before.at_ns
     # A thread that is new began with nothing.
     times = [(now, before.threads.get(thread, (0, 0))) for thread, now in after.threads.items()]
-    on_cpu, run_queue = (sum(now[which] - then[which] for now, then in times) for which in (0, 1))
-    backwards = any(now[0] < then[0] or now[1] < then[1] for now, then in times)
+    passed = [(now[0] - then[0], now[1] - then[1]) for now, then in times]
     # A kernel without these statistics writes zeros: nothing is known then, rather than that everything is blocked.
-    if wall <= 0 or backwards or not any(map(any, after.threads.values())):
+    if wall <= 0 or min(map(min, passed)) < 0 or not any(map(any, after.threads.values())):
         return WorkerTime()
+    on_cpu, run_queue = map(sum, zip(*passed, strict=True))
     scale = wall / max(wall, on_cpu + run_queue)
     did = WorkerTime(wall_ns=wall, on_cpu_ns=on_cpu * scale, run_queue_ns=run_queue * scale)
     if before.io is not None and after.io is not None:

@@ -222,11 +222,7 @@ class RankExchange:
         sent = [_unpack(value, window) for value in values]
         rows = [mine, *(each for each in sent if each is not None)]
         if len(rows) < self.world_size:
-            self._missed += 1
-            if self._missed == WINDOWS_MISSED:
-                logger.info(
-                    "The ranks are not compared: GPUStarvationCallback must be on all ranks, with the same interval."
-                )
+            self._miss()
             return None
         self._missed = 0
         rows = [torch.cat(both) for both in zip(self._left, rows, strict=True)]
@@ -244,6 +240,13 @@ class RankExchange:
     def _read(self, keys: list[str]) -> list[bytes] | None:
         """The values of all ``keys``; None where one of them is not there: to get it would be to wait for it."""
         return read_all(self._store, keys) if self._store.check(keys) else None
+
+    def _miss(self) -> None:
+        self._missed += 1
+        if self._missed == WINDOWS_MISSED:
+            logger.info(
+                "The ranks are not compared: GPUStarvationCallback must be on all ranks, with the same interval."
+            )
 
     def _await_others(self, patience_s: float) -> None:
         for _ in range(round(patience_s / _POLL_S)):

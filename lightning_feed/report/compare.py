@@ -175,7 +175,7 @@ def _figures(*reports: Report) -> Iterator[Figure]:
 
 def _overlap(before: StarvationStats, after: StarvationStats) -> bool | None:
     one, other = before.interval_pct, after.interval_pct
-    return None if one is None or other is None else max(one[0], other[0]) <= min(one[1], other[1])
+    return None if one is None or other is None else one[0] <= other[1] and other[0] <= one[1]
 
 
 def _verdict(report: Report) -> str:

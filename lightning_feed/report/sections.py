@@ -119,7 +119,8 @@ def _sample_parts(costs: tuple[NamedCost, ...], facts: LoopFacts, batch_size: in
     for name in _SAMPLE_PARTS:
         per_s, most = rate(wall_ms[name], max(facts.num_workers, 1)), rate(cpu_ms[name], facts.usable_cpus)
         if per_s is not None:
-            yield "part", name, min(per_s, most or per_s) / batch_size, "cost of one sample, shared by the workers"
+            per_s = per_s if most is None else min(per_s, most)
+            yield "part", name, per_s / batch_size, "cost of one sample, shared by the workers"
 
 
 def _mark(bars: list[Bar]) -> list[Bar]:
