@@ -147,9 +147,10 @@ def load_resident(
     """
     _check_kind(dataset)
     size = len(dataset)
-    part = range(shard.rank, size, shard.ranks) if shard is not None else range(size)
+    rank, ranks = (0, 1) if shard is None else (shard.rank, shard.ranks)
+    part = range(rank, size, ranks)
     if not part:
-        raise DatasetError(f"A dataset of {size} samples cannot be divided among {shard.ranks if shard else 1} ranks.")
+        raise DatasetError(f"A dataset of {size} samples cannot be divided among {ranks} ranks.")
     collate = collate_fn or default_collate
     first = _shapes_of(_plain(dataset, part[0]), part[0])
     samples = _Plain(dataset, part, first)
