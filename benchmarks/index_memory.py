@@ -29,7 +29,7 @@ from PIL import Image
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings
 from lightning_feed.storage.folder import FolderIndex
-from lightning_feed.storage.system import find_mount
+from lightning_feed.storage.file_system import find_mount
 
 CLASSES = 1000
 WORKERS, BATCH = 2, 256
