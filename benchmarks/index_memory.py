@@ -28,8 +28,8 @@ import numpy as np
 from PIL import Image
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings
-from lightning_feed.storage.folder import FolderIndex
 from lightning_feed.storage.file_system import find_mount
+from lightning_feed.storage.folder import FolderIndex
 
 CLASSES = 1000
 WORKERS, BATCH = 2, 256
