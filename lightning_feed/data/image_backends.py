@@ -86,6 +86,11 @@ def check_backend(backend: str, quality: str, dali: DaliOptions | None, only_tor
         )
     if dali is None:
         return DaliOptions()
+    _check_dali(backend, dali)
+    return dali
+
+
+def _check_dali(backend: str, dali: DaliOptions) -> None:
     if backend not in DALI_BACKENDS:
         raise SettingsError(
             f"dali=DaliOptions(...) would have no effect with backend={backend!r}. Leave it out, or use "
@@ -97,7 +102,6 @@ def check_backend(backend: str, quality: str, dali: DaliOptions | None, only_tor
                 f"DaliOptions({name}={vars(dali)[name]!r}) is for decoding on the GPU and has no effect with "
                 'backend="dali-cpu". Leave it out.'
             )
-    return dali
 
 
 def check_available(backend: str, device: torch.device) -> None:

@@ -77,12 +77,7 @@ class FeedImageFolder(FeedDataModule):
         if quality == "fast":
             require("cv2", extra="images", why='quality="fast"')
         check_whole("image_size", image_size, "pixels")
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise SettingsError(
-                f"dtype={dtype!r} cannot hold normalised images. Give torch.float32, bfloat16 or float16."
-            )
-        if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
-            raise SettingsError(f"mean={mean!r}, std={std!r}: give three numbers each, for R, G and B, std above 0.")
+        _check_normalisation(dtype, mean, std)
         self.image_size = image_size
         self.mean, self.std, self.dtype = tuple(mean), tuple(std), dtype
         self.decoder, self.quality, self.backend = decoder, quality, backend
@@ -319,6 +314,13 @@ class FeedImageFolder(FeedDataModule):
             held = (epoch, torch.Generator(device).manual_seed(seed))
             self._images_generators[device] = held
         return held[1]
+
+
+def _check_normalisation(dtype: object, mean: Sequence[float], std: Sequence[float]) -> None:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise SettingsError(f"dtype={dtype!r} cannot hold normalised images. Give torch.float32, bfloat16 or float16.")
+    if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
+        raise SettingsError(f"mean={mean!r}, std={std!r}: give three numbers each, for R, G and B, std above 0.")
 
 
 @lru_cache

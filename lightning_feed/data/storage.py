@@ -149,19 +149,16 @@ class Storage:
             return
         from lightning_feed.load.cacheable import open_caches
 
-        if self.run is None:
-            run = uuid.uuid4().hex
-            self.run = run if trainer is None or trainer.world_size == 1 else trainer.strategy.broadcast(run)
+        self.run = self.run or _common_name(trainer)
         self.makings += 1
-        first = self.total_bytes is None
         limit = self.cache_limit if self.total_bytes is None else self.total_bytes - _limit_of(self.caches)
-        if not first and int(limit) <= 0:
+        if isinstance(limit, int) and limit <= 0:
             logger.info("cache_limit is used up by earlier splits: %s is read each time.", ", ".join(dict(made)))
             return
         named = [found for split, dataset in made for found in name_datasets(dataset, split)]
         opened = open_caches(named, kind=self.cache, limit=limit, run=f"{self.run}/{self.makings}")
         self.caches.update(opened)
-        if first:
+        if self.total_bytes is None:
             self.total_bytes = _limit_of(opened)
 
     def stats(self) -> "CacheStats | None":
@@ -183,6 +180,12 @@ class Storage:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state, caches=WeakSet())
+
+
+def _common_name(trainer: "Trainer | None") -> str:
+    """A random name, the same on all ranks."""
+    name = uuid.uuid4().hex
+    return name if trainer is None or trainer.world_size == 1 else str(trainer.strategy.broadcast(name))
 
 
 def _limit_of(caches: "WeakSet[SampleCache] | list[SampleCache]") -> int:

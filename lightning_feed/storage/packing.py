@@ -107,16 +107,7 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
             _fill(one, workers, on_error)
         for one in written:
             one.check_source()
-        manifest = Manifest(
-            format=format,
-            kind=written[0].part.kind,
-            classes=classes,
-            parts={one.name: one.samples for one in written},
-            total_bytes=sum(one.total_bytes for one in written),
-            options={"short_side": short_side, "quality": shrink.written_quality},
-            files={name: size for one in written for name, size in one.files().items()},
-            indexes={one.name: one.digest for one in written},
-        )
+        manifest = _manifest(written, format, classes, shrink)
         manifest.save(folder)
         if verify:
             verify_pack(folder)
@@ -127,6 +118,19 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
         total_bytes=manifest.total_bytes,
         skipped=tuple(problem for one in written for problem in one.problems),
         took_s=time.monotonic() - began_s,
+    )
+
+
+def _manifest(written: "list[PartWriter]", format: Format, classes: tuple[str, ...], shrink: Shrink) -> Manifest:
+    return Manifest(
+        format=format,
+        kind=written[0].part.kind,
+        classes=classes,
+        parts={one.name: one.samples for one in written},
+        total_bytes=sum(one.total_bytes for one in written),
+        options={"short_side": shrink.short_side, "quality": shrink.written_quality},
+        files={name: size for one in written for name, size in one.files().items()},
+        indexes={one.name: one.digest for one in written},
     )
 
 

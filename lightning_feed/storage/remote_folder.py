@@ -213,11 +213,10 @@ def parse_entries(entries: list[dict[str, object]], folder: str, path: str) -> t
         base, itself = name.rstrip("/").rpartition("/")[2], name.strip("/") == path.strip("/")
         if base in (".", "..") or "\0" in base:
             raise ArchiveError(f"{printable(name)} has a name that leads out of its folder. Remove it there.")
-        if itself and (folder or entry["type"] == "directory"):
-            continue
-        if entry["type"] == "directory":
+        kind, place_itself = entry["type"], itself and not folder
+        if kind == "directory" and not itself:
             inside.append(below(folder, base))
-        elif entry["type"] == "file" and not name.endswith("/"):
+        elif kind == "file" and (place_itself or not itself) and not name.endswith("/"):
             files.append(_file("" if itself else below(folder, base), entry))
     return files, inside
 

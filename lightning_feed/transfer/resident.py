@@ -145,16 +145,12 @@ def load_resident(
         DatasetError: for a stream, and when a sample has another shape than the first, or holds what cannot be on a
             device.
     """
-    if isinstance(dataset, IterableDataset):
-        raise DatasetError(
-            f"A stream (an IterableDataset, here {type(dataset).__name__}) has no samples by index, so it cannot be "
-            "kept on the device. Leave cache='device' out, or give a map-style dataset."
-        )
-    _warn_of_frozen(dataset)
+    _check_kind(dataset)
     size = len(dataset)
-    part = range(shard.rank, size, shard.ranks) if shard is not None else range(size)
+    rank, ranks = (0, 1) if shard is None else (shard.rank, shard.ranks)
+    part = range(rank, size, ranks)
     if not part:
-        raise DatasetError(f"A dataset of {size} samples cannot be divided among {shard.ranks if shard else 1} ranks.")
+        raise DatasetError(f"A dataset of {size} samples cannot be divided among {ranks} ranks.")
     collate = collate_fn or default_collate
     first = _shapes_of(_plain(dataset, part[0]), part[0])
     samples = _Plain(dataset, part, first)
@@ -167,17 +163,20 @@ def load_resident(
     chunk = max(1, min(_MOST_IN_CHUNK, _CHUNK_BYTES // max(1, sample_bytes)))
     # A generator of its own: from the default one, which the training draws from, nothing is taken.
     options = {**(reading or {}), "batch_size": chunk, "collate_fn": collate, "generator": torch.Generator()}
-    loader = FeedLoader(samples, **options)
     with tqdm(total=len(part), desc=f"Loading onto {device}", unit=" samples", disable=None, leave=False) as bar:
         start = 0
-        for batch in loader:
+        for batch in FeedLoader(samples, **options):
             count = min(chunk, len(part) - start)
-            _check_rows(batch, count)
-            for whole, one in zip(leaves, tree_flatten(batch)[0], strict=True):
-                whole.fill(start, one)
+            _fill(leaves, batch, start, count)
             start += count
             bar.update(count)
     return ResidentData(leaves, form, size, shard)
+
+
+def _fill(leaves: list[_Leaf], batch: object, start: int, count: int) -> None:
+    _check_rows(batch, count)
+    for whole, one in zip(leaves, tree_flatten(batch)[0], strict=True):
+        whole.fill(start, one)
 
 
 def free_device_bytes(device: torch.device) -> int | None:
@@ -239,10 +238,16 @@ def _plain(dataset: Any, index: int) -> Any:
     return dataset[index]
 
 
-def _warn_of_frozen(dataset: object) -> None:
+def _check_kind(dataset: object) -> None:
+    """Refuse streams, and warn of samples that may be augmented."""
+    if isinstance(dataset, IterableDataset):
+        raise DatasetError(
+            f"A stream (an IterableDataset, here {type(dataset).__name__}) has no samples by index, so it cannot be "
+            "kept on the device. Leave cache='device' out, or give a map-style dataset."
+        )
     if isinstance(dataset, (Subset, ConcatDataset)):
         for inner in [dataset.dataset] if isinstance(dataset, Subset) else dataset.datasets:
-            _warn_of_frozen(inner)
+            _check_kind(inner)
     elif not isinstance(dataset, (CacheableDataset, TensorDataset)):
         logger.warning(
             "The samples of %s are kept on the device as they come now. If they are augmented at random, they will be "

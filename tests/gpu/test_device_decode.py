@@ -127,34 +127,34 @@ def crops() -> tuple[dict[int, Tensor], dict[int, CropSpec]]:
     """Random crops of 31 images, and the middle of one of 12 megapixels."""
     torch.manual_seed(0)
     wholes = {place: noise(*((375, 500), (500, 333), (480, 640), (1200, 1600))[place % 4]) for place in range(31)}
-    cuts = {place: RECIPES[0].spec(*whole.shape[1:]) for place, whole in wholes.items()}
+    crops = {place: RECIPES[0].spec(*whole.shape[1:]) for place, whole in wholes.items()}
     wholes[31] = torch.from_numpy(np.array(photo(3000, 4000))).permute(2, 0, 1).contiguous()
-    cuts[31] = RECIPES[1].spec(3000, 4000)
-    return {place: whole.to(CUDA) for place, whole in wholes.items()}, cuts
+    crops[31] = RECIPES[1].spec(3000, 4000)
+    return {place: whole.to(CUDA) for place, whole in wholes.items()}, crops
 
 
-def resized(wholes: dict[int, Tensor], cuts: dict[int, CropSpec]) -> Tensor:
+def resized(wholes: dict[int, Tensor], crops: dict[int, CropSpec]) -> Tensor:
     """uint8, shape (B, 64, 64, 3)."""
-    pixels = torch.empty((len(cuts), 64, 64, 3), dtype=torch.uint8, device=CUDA)
-    crop_on_device(wholes, cuts, "exact", pixels)
+    pixels = torch.empty((len(crops), 64, 64, 3), dtype=torch.uint8, device=CUDA)
+    crop_on_device(wholes, crops, "exact", pixels)
     return pixels
 
 
 def test_crops_are_within_a_grey_level_of_torchvisions() -> None:
-    wholes, cuts = crops()
-    found = resized(wholes, cuts).permute(0, 3, 1, 2).int().cpu()
-    for place, cut in cuts.items():
+    wholes, crops = crops()
+    found = resized(wholes, crops).permute(0, 3, 1, 2).int().cpu()
+    for place, cut in crops.items():
         true, coarse = (obvious(wholes[place].cpu(), cut, antialias=way).int() for way in (True, False))
         assert (found[place] - true).abs().max() <= 1, cut
         assert (found[place] - coarse).abs().max() > 50, cut  # the control
 
 
 def test_resizing_waits_for_nothing() -> None:
-    wholes, cuts = crops()
-    expected = resized(wholes, cuts)  # makes the memory that is used again below
+    wholes, crops = crops()
+    expected = resized(wholes, crops)  # makes the memory that is used again below
     try:
         torch.cuda.set_sync_debug_mode("error")
-        found = resized(wholes, cuts)
+        found = resized(wholes, crops)
         with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):  # the control
             found.sum().item()
     finally:
@@ -178,12 +178,12 @@ def test_decoding_passes_torchs_check_for_waiting() -> None:
 def test_resizing_takes_bounded_memory() -> None:
     """For boxes that take four times as much in all; one image stands for all of them."""
     wholes = dict.fromkeys(range(16), noise(3000, 4000).to(CUDA))
-    cuts = dict.fromkeys(wholes, RECIPES[1].spec(3000, 4000))
-    resized(wholes, cuts)  # cuBLAS keeps some memory for good
+    crops = dict.fromkeys(wholes, RECIPES[1].spec(3000, 4000))
+    resized(wholes, crops)  # cuBLAS keeps some memory for good
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    resized(wholes, cuts)
+    resized(wholes, crops)
     assert MOST_BYTES / 2 < torch.cuda.max_memory_allocated() - before <= MOST_BYTES
 
 

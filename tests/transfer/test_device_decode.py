@@ -91,10 +91,10 @@ def test_fast_pixels_are_no_further_from_exact_ones_than_on_the_cpu(height: int,
 # --- the resize: many boxes at once, against torchvision's of each ----------------------------------------------------
 
 
-def crop_image(wholes: dict[int, Tensor], cuts: dict[int, CropSpec], quality: Any, size: tuple[int, int]) -> Tensor:
+def crop_image(wholes: dict[int, Tensor], crops: dict[int, CropSpec], quality: Any, size: tuple[int, int]) -> Tensor:
     """int, shape (B, 3, height, width)."""
-    pixels = torch.empty((len(cuts), *size, 3), dtype=torch.uint8)
-    crop_on_device(wholes, cuts, quality, pixels)
+    pixels = torch.empty((len(crops), *size, 3), dtype=torch.uint8)
+    crop_on_device(wholes, crops, quality, pixels)
     return pixels.permute(0, 3, 1, 2).int()
 
 
@@ -149,11 +149,11 @@ def test_fast_leaves_the_antialiasing_out_down_to_a_half(quality: Any, resized: 
 def test_what_is_white_stays_white() -> None:
     """The sums of rounded weights are not 1 to the bit, and 256 would be black."""
     white = torch.full((3, 97, 61), 255, dtype=torch.uint8)
-    cuts = {
+    crops = {
         place: CropSpec(region=Region(0, 0, 97, 61), resized=(side, side), window=Region(0, 0, 16, 16), flipped=False)
         for place, side in enumerate((16, 37, 61, 224))
     }
-    assert (crop_image(dict.fromkeys(cuts, white), cuts, "exact", (16, 16)) == 255).all()
+    assert (crop_image(dict.fromkeys(crops, white), crops, "exact", (16, 16)) == 255).all()
 
 
 def test_autocast_does_not_make_it_coarser() -> None:
@@ -182,9 +182,9 @@ def test_an_image_takes_a_copy_and_its_two_views() -> None:
 
     def asked(count: int) -> Counter[str]:
         generator = torch.Generator().manual_seed(0)
-        cuts = {place: TRAIN.spec(60, 80, generator) for place in range(count)}
+        crops = {place: TRAIN.spec(60, 80, generator) for place in range(count)}
         with Operations() as operations:
-            crop_image(dict.fromkeys(cuts, torch.zeros((3, 60, 80), dtype=torch.uint8)), cuts, "exact", (32, 32))
+            crop_image(dict.fromkeys(crops, torch.zeros((3, 60, 80), dtype=torch.uint8)), crops, "exact", (32, 32))
         return operations.names
 
     one, many = asked(1), asked(101)
@@ -197,21 +197,21 @@ def test_boxes_are_resized_in_bounded_memory(monkeypatch: pytest.MonkeyPatch, tm
     """Also where one is high and another is wide."""
     shapes = [(2000, 3), (3, 2000), (60, 80), (1, 1), (600, 400)] * 6
     window = Region(0, 0, 16, 16)
-    cuts = {
+    crops = {
         place: CropSpec(region=Region(0, 0, *shape), resized=(16, 16), window=window, flipped=False)
         for place, shape in enumerate(shapes)
     }
     monkeypatch.setattr(device_decode, "MOST_BYTES", most := 2**22)
-    groups = list(device_decode._groups(cuts, 16, 16))
-    assert sorted(place for group, _, _ in groups for place in group) == list(cuts)
+    groups = list(device_decode._groups(crops, 16, 16))
+    assert sorted(place for group, _, _ in groups for place in group) == list(crops)
     for group, high, wide in groups:
-        assert all(cuts[place].region.height <= high and cuts[place].region.width <= wide for place in group)
+        assert all(crops[place].region.height <= high and crops[place].region.width <= wide for place in group)
         boxes, weights = 6 * high * wide, 6 * 16 * (high + wide)
         assert len(group) * (boxes + weights) <= most
-    assert len(groups) < len(cuts) / 2
+    assert len(groups) < len(crops) / 2
     wholes = {place: noise(*shape) for place, shape in enumerate(shapes)}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        crop_image(wholes, cuts, "exact", (16, 16))
+        crop_image(wholes, crops, "exact", (16, 16))
     profile.export_chrome_trace(str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     held = [*accumulate(event["args"]["Bytes"] for event in events if event["name"] == "[memory]")]
