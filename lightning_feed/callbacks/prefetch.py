@@ -299,7 +299,7 @@ class PrefetchCallback(ExactResume):
         trainer.profiler.start(LOOK_AHEAD)
         try:
             with traced("look_ahead"):
-                while len(tap.ahead) < depth and more_to_draw(fetcher) and self._draw(trainer, tap):
+                while self._draw(trainer, tap) and len(tap.ahead) < depth and more_to_draw(fetcher):
                     pass
         finally:
             trainer.profiler.stop(LOOK_AHEAD)
@@ -311,7 +311,8 @@ class PrefetchCallback(ExactResume):
         if item.error is not None:
             return False
         batch, _, dataloader_idx = item.value
-        self._check_first(trainer, tap, batch, dataloader_idx)
+        if dataloader_idx not in tap.checked:
+            self._check_first(trainer, tap, batch, dataloader_idx)
         if tap.closed:
             return False
         self._staging = True
