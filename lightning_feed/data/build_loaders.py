@@ -29,7 +29,6 @@ from lightning_feed.load.worker import WorkerInit
 from lightning_feed.storage.system import parse_limit
 
 if TYPE_CHECKING:
-    from lightning_feed.data.datamodule import FeedDataModule
     from lightning_feed.transfer.resident import ResidentData
     from lightning_feed.trials.search import Tuned
 
@@ -105,9 +104,7 @@ class Loaders(ChosenSettings):
     resident: "dict[str, tuple[object, ResidentData]]" = field(default_factory=dict)
     """Each dataset that is kept on the device, and its data there, by the name of the loader."""
 
-    def build(
-        self, datamodule: "FeedDataModule", dataset: object, part: Part, job: Job, storage: Storage
-    ) -> FeedLoader:
+    def build(self, datamodule: Any, dataset: object, part: Part, job: Job, storage: Storage) -> FeedLoader:
         """The loader of one dataset of ``datamodule``."""
         trainer = datamodule.trainer
 

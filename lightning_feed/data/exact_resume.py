@@ -32,9 +32,7 @@ from lightning_feed._host.fetcher import (
     write_progress_of_ranks,
 )
 from lightning_feed.errors import LoaderError, ResumeError
-from lightning_feed.load.elastic_resume import WAY_OUT, begin_next_epoch, is_feed_state, state_of_rank
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.state_schema import check_state
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +62,8 @@ class ExactResume(Callback):
         """
         if trainer.state.fn != "fit":
             return  # ``trainer.validate(ckpt_path=...)``: no training loader is given a state
+        from lightning_feed.load.elastic_resume import begin_next_epoch, is_feed_state  # only a resumed run needs it
+
         take_progress_of_rank(checkpoint, trainer.global_rank, trainer.world_size)
         states = checkpoint_loader_states(checkpoint) or []
         ours = all(map(is_feed_state, states))
@@ -88,6 +88,9 @@ class ExactResume(Callback):
 
     @staticmethod
     def _check(checkpoint: dict[str, object], states: list[dict[str, object]]) -> None:
+        from lightning_feed.load.elastic_resume import state_of_rank
+        from lightning_feed.load.state_schema import check_state
+
         # Of several loaders, the shorter ones may have begun again.
         skipped = batches_to_skip(checkpoint) if len(states) == 1 else 0
         unfinished = len(states) == 1 and not epoch_is_trained(checkpoint)
@@ -106,6 +109,8 @@ class ExactResume(Callback):
         loaders = _host.train_loaders(trainer)
         resumed, self._resumed = self._resumed, ""
         if resumed == "without a place" and any(isinstance(loader, FeedLoader) for loader in loaders):
+            from lightning_feed.load.elastic_resume import WAY_OUT
+
             raise ResumeError(
                 "The checkpoint was saved in the middle of an epoch and holds no state of the training loader, so the "
                 "samples that were trained would be trained again. It was saved without a FastDataModule, or its "
