@@ -123,7 +123,7 @@ def test_device_memory_does_not_grow_over_200_batches() -> None:
 # --- the resize alone -------------------------------------------------------------------------------------------------
 
 
-def crops() -> tuple[dict[int, Tensor], dict[int, CropSpec]]:
+def random_crops() -> tuple[dict[int, Tensor], dict[int, CropSpec]]:
     """Random crops of 31 images, and the middle of one of 12 megapixels."""
     torch.manual_seed(0)
     wholes = {place: noise(*((375, 500), (500, 333), (480, 640), (1200, 1600))[place % 4]) for place in range(31)}
@@ -141,7 +141,7 @@ def resized(wholes: dict[int, Tensor], crops: dict[int, CropSpec]) -> Tensor:
 
 
 def test_crops_are_within_a_grey_level_of_torchvisions() -> None:
-    wholes, crops = crops()
+    wholes, crops = random_crops()
     found = resized(wholes, crops).permute(0, 3, 1, 2).int().cpu()
     for place, cut in crops.items():
         true, coarse = (obvious(wholes[place].cpu(), cut, antialias=way).int() for way in (True, False))
@@ -150,7 +150,7 @@ def test_crops_are_within_a_grey_level_of_torchvisions() -> None:
 
 
 def test_resizing_waits_for_nothing() -> None:
-    wholes, crops = crops()
+    wholes, crops = random_crops()
     expected = resized(wholes, crops)  # makes the memory that is used again below
     try:
         torch.cuda.set_sync_debug_mode("error")
