@@ -11,10 +11,18 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from lightning_feed.errors import SettingsError
 
+AnyTrainer: TypeAlias = Any
+"""A Trainer of lightning or pytorch_lightning."""
+AnyModule: TypeAlias = Any
+"""A LightningModule of either package."""
+AnyDataModule: TypeAlias = Any
+"""A LightningDataModule of either package."""
+Original: TypeAlias = Callable[..., Any]
+"""A method of Lightning's, or of the user's, that a wrap calls."""
 Stage = Literal["fit", "validate", "test", "predict"]
 PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 
@@ -40,7 +48,7 @@ def package_of(first: object, *others: object) -> ModuleType:
     return import_module(found[0])
 
 
-def epochs_processed(trainer: Any) -> int:
+def epochs_processed(trainer: AnyTrainer) -> int:
     """Training epochs that were trained to their end, which is the number of the epoch to train now.
 
     Lightning gives this number to ``sampler.set_epoch``. ``trainer.current_epoch`` is behind it on a resumed run until
@@ -49,7 +57,7 @@ def epochs_processed(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_progress.current.processed)
 
 
-def ranks_that_share_samples(trainer: Any) -> int:
+def ranks_that_share_samples(trainer: AnyTrainer) -> int:
     """Among how many ranks Lightning divides the samples of a map-style dataset.
 
     Read in 2.4.0 and 2.6.6 (``connectors/data_connector.py: _requires_distributed_sampler``).
@@ -58,7 +66,7 @@ def ranks_that_share_samples(trainer: Any) -> int:
     return int(trainer.world_size) if connector.use_distributed_sampler and connector.is_distributed else 1
 
 
-def live_fetcher(trainer: Any) -> Any:
+def live_fetcher(trainer: AnyTrainer) -> Any:
     """The fetcher of the loop that runs now, or None before it exists. Read in 2.4.0, 2.5.6 and 2.6.6."""
     if trainer.training:  # first of all: it is asked for in each step
         return trainer.fit_loop._data_fetcher
@@ -66,7 +74,7 @@ def live_fetcher(trainer: Any) -> Any:
     return _loop_of(trainer, stage_now(trainer))._data_fetcher if known else None
 
 
-def stage_now(trainer: Any) -> Stage:
+def stage_now(trainer: AnyTrainer) -> Stage:
     """The stage of the running loop: ``"fit"``, ``"validate"`` (within a fit too), ``"test"`` or ``"predict"``."""
     if trainer.training:
         return "fit"
@@ -75,7 +83,7 @@ def stage_now(trainer: Any) -> Stage:
     return "test" if trainer.testing else "predict"
 
 
-def _loop_of(trainer: Any, stage: str) -> Any:
+def _loop_of(trainer: AnyTrainer, stage: str) -> Any:
     """The loop of a stage, as :func:`stage_now` names them. Read in 2.4.0, 2.5.6 and 2.6.6 (``trainer/trainer.py``)."""
     if stage == "validate" and trainer.state.fn == "fit":
         return trainer.fit_loop.epoch_loop.val_loop
@@ -117,7 +125,7 @@ def loop_iterators(trainer: object, stage: str) -> list[Any]:
     return list(getattr(getattr(combined, "_iterator", None), "iterators", None) or ())
 
 
-def batches_of(trainer: Any, stage: str) -> int | None:
+def batches_of(trainer: AnyTrainer, stage: str) -> int | None:
     """Batches of an epoch of a stage, those of all loaders; None for an endless one.
 
     Read in 2.4.0 and 2.6.6 (``loops/evaluation_loop.py: max_batches``).
@@ -126,22 +134,22 @@ def batches_of(trainer: Any, stage: str) -> int | None:
     return None if every == float("inf") else int(every)
 
 
-def train_fetcher(trainer: Any) -> Any:
+def train_fetcher(trainer: AnyTrainer) -> Any:
     """The training loop's fetcher, or None outside of a fit. Read in 2.4.0, 2.5.6 and 2.6.6."""
     return trainer.fit_loop._data_fetcher
 
 
-def train_progress(trainer: Any) -> Any:
+def train_progress(trainer: AnyTrainer) -> Any:
     """The training loop's count of its batches. Read in 2.4.0 and 2.6.6 (``loops/progress.py: _BatchProgress``)."""
     return trainer.fit_loop.epoch_loop.batch_progress
 
 
-def read_already(trainer: Any) -> bool:
+def read_already(trainer: AnyTrainer) -> bool:
     """True if Lightning has drawn a batch that no step was given yet, as it does for loaders without a length."""
     return bool(trainer.fit_loop._data_fetcher.batches)
 
 
-def train_batches_to_follow(trainer: Any, *, at_most: int, step_pending: bool) -> int:
+def train_batches_to_follow(trainer: AnyTrainer, *, at_most: int, step_pending: bool) -> int:
     """The number of batches that the training loop will surely go straight on to after this one, up to ``at_most``.
 
     None when the run ends here, and none when validation comes first: what validation draws from the global random
@@ -190,7 +198,7 @@ def change_saved_arguments(loader: object, changed: dict[str, Any], *, always: t
     kept["__pl_saved_args"], kept["__pl_saved_kwargs"] = tuple(values), saved
 
 
-def train_loader_source(trainer: Any) -> Any:
+def train_loader_source(trainer: AnyTrainer) -> Any:
     """The module or data module whose ``train_dataloader`` gives the loaders; None where ``trainer.fit`` got them.
 
     Read in 2.4.0 and 2.6.6 (``connectors/data_connector.py: _DataLoaderSource``).
@@ -199,7 +207,7 @@ def train_loader_source(trainer: Any) -> Any:
     return source.instance if source.is_module() else None
 
 
-def wrap_train_source(trainer: Any, around: Callable[..., Any]) -> "Wrap":
+def wrap_train_source(trainer: AnyTrainer, around: Callable[..., Any]) -> "Wrap":
     """Put ``around(original)`` before what gives the training loaders of a fit, whenever they are made.
 
     Read in 2.4.0 and 2.6.6 (``connectors/data_connector.py: _DataLoaderSource.dataloader``).
@@ -207,7 +215,7 @@ def wrap_train_source(trainer: Any, around: Callable[..., Any]) -> "Wrap":
     return Wrap(trainer.fit_loop._data_source, "dataloader", around)
 
 
-def replace_train_loader(trainer: Any, loader: object) -> None:
+def replace_train_loader(trainer: AnyTrainer, loader: object) -> None:
     """Train with another loader from the next epoch on.
 
     To be called in ``on_train_epoch_start``. Read in 2.4.0 and 2.6.6 (``utilities/combined_loader.py``).
@@ -215,13 +223,13 @@ def replace_train_loader(trainer: Any, loader: object) -> None:
     trainer.fit_loop._combined_loader.flattened = [loader]
 
 
-def bar_refresh_rate(trainer: Any) -> int | None:
+def bar_refresh_rate(trainer: AnyTrainer) -> int | None:
     """Batches between two drawings of the progress bar; None: there is none, or it is of another kind."""
     rate = getattr(trainer.progress_bar_callback, "refresh_rate", None)
     return rate if type(rate) is int else None
 
 
-def cli_config(trainer: Any) -> dict[str, Any]:
+def cli_config(trainer: AnyTrainer) -> dict[str, Any]:
     """The arguments that LightningCLI was called with, by their dotted keys; empty without one.
 
     Read in 2.4.0 and 2.6.6 (``cli.py: SaveConfigCallback``), which has them without the name of the subcommand.
@@ -232,7 +240,7 @@ def cli_config(trainer: Any) -> dict[str, Any]:
     return {}
 
 
-def go_on_past_the_end(trainer: Any) -> None:
+def go_on_past_the_end(trainer: AnyTrainer) -> None:
     """Let the training loop ignore ``max_epochs`` and ``max_steps`` from now on.
 
     The values that optimizers and schedulers read when they were made stay. Read in 2.4.0 and 2.6.6
@@ -242,7 +250,7 @@ def go_on_past_the_end(trainer: Any) -> None:
     trainer.fit_loop.epoch_loop.max_steps = -1
 
 
-def keep_plateaus(trainer: Any) -> None:
+def keep_plateaus(trainer: AnyTrainer) -> None:
     """Leave the learning rates that follow a metric as they are: without validation there may be no such metric.
 
     Read in 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py: _update_learning_rates``).
@@ -252,7 +260,7 @@ def keep_plateaus(trainer: Any) -> None:
             config.frequency = sys.maxsize
 
 
-def needs_metrics_every(trainer: Any) -> set[str]:
+def needs_metrics_every(trainer: AnyTrainer) -> set[str]:
     """``"epoch"`` and ``"step"``, where a learning rate follows a metric and the fit fails without one by then.
 
     Read in 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py: _update_learning_rates``).
@@ -261,17 +269,17 @@ def needs_metrics_every(trainer: Any) -> set[str]:
     return {config.interval for config in configs if config.reduce_on_plateau and config.strict}
 
 
-def takes_iterator(pl_module: Any) -> bool:
+def takes_iterator(pl_module: AnyModule) -> bool:
     """Check if ``training_step`` fetches for itself. Read in 2.4.0 and 2.6.6 (``loops/utilities.py``)."""
     return "dataloader_iter" in inspect.signature(pl_module.training_step).parameters
 
 
-def is_training(trainer: Any) -> bool:
+def is_training(trainer: AnyTrainer) -> bool:
     """Check if one of the Trainer's loops runs now. Read in 2.4.0 and 2.6.6 (``trainer/states.py``)."""
     return str(getattr(trainer.state.status, "value", trainer.state.status)) == "running"
 
 
-def shards_the_model(trainer: Any) -> bool:
+def shards_the_model(trainer: AnyTrainer) -> bool:
     """Check if the strategy divides one model among devices. Read in 2.4.0 and 2.6.6 (``strategies``)."""
     return _is_a(trainer.strategy, "FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy", "XLAFSDPStrategy")
 
@@ -289,7 +297,7 @@ def steps_between_checkpoints(callback: object) -> int:
 # --- what is announced, logged and shown -----------------------------------------------------------------------------
 
 
-def actions(trainer: Any, stage: str) -> dict[str, str]:
+def actions(trainer: AnyTrainer, stage: str) -> dict[str, str]:
     """The profiler's names for the parts of a stage's loop: ``fetch``, ``to_device``, ``step``.
 
     Of a fit also ``forward``, ``backward`` and ``optimizer``, but with manual optimisation: that announces no backward
@@ -341,13 +349,13 @@ class RunBegins:
         getattr(callback, self._tell)()
 
 
-def profiler_does_nothing(trainer: Any) -> bool:
+def profiler_does_nothing(trainer: AnyTrainer) -> bool:
     """Check if the profiler is Lightning's empty one. Read in 2.4.0 and 2.6.6 (``profilers/base.py``)."""
     kind = type(trainer.profiler)
     return kind.__name__ == "PassThroughProfiler" and defined_by_lightning(kind)
 
 
-def step_to_log(trainer: Any, every: int) -> int | None:
+def step_to_log(trainer: AnyTrainer, every: int) -> int | None:
     """The loggers' number of the step that just ended, if one in ``every`` falls on it; None while accumulating.
 
     Read in 2.4.0 and 2.6.6 (``connectors/logger_connector: should_update_logs, update_train_step_metrics``).
@@ -357,12 +365,12 @@ def step_to_log(trainer: Any, every: int) -> int | None:
     return None if (step + 1) % every or loop._should_accumulate() else step
 
 
-def steps_logged(trainer: Any) -> int:
+def steps_logged(trainer: AnyTrainer) -> int:
     """The loggers' number of the step that comes next. Read in 2.4.0 and 2.6.6, as above."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
-def bar_printer(trainer: Any) -> Callable[[str], object] | None:
+def bar_printer(trainer: AnyTrainer) -> Callable[[str], object] | None:
     """A function that prints a line above a live progress bar; None where a plain ``print`` does.
 
     Lightning's TQDM bar prints nothing at all when it is closed or disabled; other bars let a ``print`` through. Read
@@ -436,7 +444,7 @@ def arguments_of(method: Callable[..., Any], owner: object, args: Any, kwargs: A
     return inspect.signature(method).bind(owner, *args, **kwargs).arguments
 
 
-def wrap_transfer(trainer: Any, convert_input: Callable[..., Any], batch_hook: Callable[..., Any]) -> list[Wrap]:
+def wrap_transfer(trainer: AnyTrainer, convert_input: Callable[..., Any], batch_hook: Callable[..., Any]) -> list[Wrap]:
     """Put ``around`` functions before the three things that every loop does to a fetched batch.
 
     ``convert_input(original, batch)`` stands in for the precision plugin's, and
@@ -450,7 +458,7 @@ def wrap_transfer(trainer: Any, convert_input: Callable[..., Any], batch_hook: C
     ]
 
 
-def transfer_early(trainer: Any, stage: Callable[..., Any], batch: object, index: int) -> Any:
+def transfer_early(trainer: AnyTrainer, stage: Callable[..., Any], batch: object, index: int) -> Any:
     """``stage(batch, prepare=..., copy=...)`` with the functions by which a loop prepares and transfers a batch.
 
     Read in 2.4.0, 2.5.6 and 2.6.6 (``strategies/strategy.py: batch_to_device``, ``core/module.py: _call_batch_hook``).
@@ -481,7 +489,7 @@ def defined_by_lightning(thing: object) -> bool:
     return module.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_feed")
 
 
-def optimizes_by_the_book(trainer: Any) -> bool:
+def optimizes_by_the_book(trainer: AnyTrainer) -> bool:
     """Check if no class of the user's takes part in the backward pass and the optimizer step.
 
     Strategy and precision plugin come from Lightning, optimizers and schedulers from torch. Read in 2.4.0 and 2.6.6
@@ -492,7 +500,7 @@ def optimizes_by_the_book(trainer: Any) -> bool:
     return of_torch and all(defined_by_lightning(type(one)) for one in (trainer.strategy, trainer.precision_plugin))
 
 
-def known_syncs(trainer: Any) -> tuple[str, ...]:
+def known_syncs(trainer: AnyTrainer) -> tuple[str, ...]:
     """Names of ``measure.measurements.SYNCS`` that apply to a running fit.
 
     - ``prog_bar``: a progress bar is on, and a metric on the device is logged with ``prog_bar=True``, which only shows

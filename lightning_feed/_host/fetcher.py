@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_feed._host import AnyTrainer
+
 
 @dataclass
 class Fetched:
@@ -246,10 +248,10 @@ def batches_to_skip(checkpoint: dict[str, Any]) -> int:
 
 
 def end_epoch(checkpoint: dict[str, Any]) -> bool:
-    """Count an epoch whose batches are all trained as over, so that a resumed run begins the next one with batch 0.
+    """Mark an epoch as finished if all its batches are trained, so that a resumed run starts the next one at batch 0.
 
-    Lightning compares the old count of batches with the loader's present length, which may be another one. An epoch
-    whose ``on_train_epoch_end`` is still to run stays as it is.
+    Lightning compares the saved batch count with the loader's current length, which may differ. An epoch whose
+    ``on_train_epoch_end`` has yet to run is left unchanged.
 
     Returns:
         True where the epoch is over now.
@@ -284,7 +286,7 @@ def reopen_epoch(checkpoint: dict[str, Any]) -> None:
             part["completed"] = part["processed"]
 
 
-def count_the_batch_in_hand(trainer: Any, checkpoint: dict[str, Any]) -> None:
+def count_the_batch_in_hand(trainer: AnyTrainer, checkpoint: dict[str, Any]) -> None:
     """Let an older Lightning know that a batch was trained whose ``on_train_batch_end`` was still running.
 
     ``ModelCheckpoint(every_n_train_steps=...)`` saves there. 2.6.6 counts that batch, and 2.4.0 would train one more in
@@ -301,7 +303,7 @@ def count_the_batch_in_hand(trainer: Any, checkpoint: dict[str, Any]) -> None:
             part["completed"] += 1
 
 
-def load_states_once(trainer: Any, states: list[dict[str, Any]]) -> None:
+def load_states_once(trainer: AnyTrainer, states: list[dict[str, Any]]) -> None:
     """Give the training loaders ``states`` when they are made. Lightning does so only inside an epoch.
 
     Read in 2.4.0 and 2.6.6 (``loops/fit_loop.py: _load_combined_loader_states``).
@@ -314,12 +316,12 @@ def load_states_once(trainer: Any, states: list[dict[str, Any]]) -> None:
     trainer.fit_loop._load_combined_loader_states = load
 
 
-def forget_states(trainer: Any) -> None:
+def forget_states(trainer: AnyTrainer) -> None:
     """Drop what :func:`load_states_once` left with a Trainer whose fit ended before it made its loaders."""
     vars(trainer.fit_loop).pop("_load_combined_loader_states", None)
 
 
-def begin_epoch(trainer: Any) -> None:
+def begin_epoch(trainer: AnyTrainer) -> None:
     """Let a resumed run begin a new epoch, also where Lightning counts by steps alone and takes all of them as begun.
 
     To be called in ``on_train_start``. Read in 2.4.0 and 2.6.6 (``loops/fit_loop.py: restarting``).
@@ -327,7 +329,7 @@ def begin_epoch(trainer: Any) -> None:
     trainer.fit_loop.epoch_loop.restarting = False
 
 
-def shift_batches(trainer: Any, shift: int) -> None:
+def shift_batches(trainer: AnyTrainer, shift: int) -> None:
     """Add ``shift`` to the batches of the resumed epoch: its loader makes others of the same samples.
 
     To be called in ``on_train_start``, before the loop compares them with the loader's length. Read in 2.4.0 and 2.6.6

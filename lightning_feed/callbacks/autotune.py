@@ -10,9 +10,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_feed import _host
+from lightning_feed._host import AnyTrainer, Original
 from lightning_feed.callbacks.starvation import GPUStarvationCallback
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.errors import SettingsError, throughput
+from lightning_feed.load.kinds import AnyLoader, Batch
 from lightning_feed.load.rank_store import gather
 from lightning_feed.load.settings import MOST
 from lightning_feed.measure.guard import Guard, Once, guarded, say
@@ -114,7 +116,7 @@ class AutotuneCallback(Callback):
 
     def _forget(self) -> None:
         self._moves: list[Move] = []
-        self._loader: DataLoader[Any] | None = None
+        self._loader: DataLoader[Batch] | None = None
         """The user's, as Lightning prepared it first."""
         self._goal: Goal | None = None
         self._tuned: Tuned | None = None
@@ -146,7 +148,7 @@ class AutotuneCallback(Callback):
             self._guard = self._new_guard()
             self._guard.measure(self._begin, trainer)
 
-    def _begin(self, trainer: Any) -> None:
+    def _begin(self, trainer: AnyTrainer) -> None:
         self._let_go()
         self._forget()
         first = next(one for one in trainer.callbacks if isinstance(one, AutotuneCallback))
@@ -208,21 +210,21 @@ class AutotuneCallback(Callback):
 
     # --- when the loader is made --------------------------------------------------------------------------------------
 
-    def _count(self, original: Any) -> Any:
+    def _count(self, original: Original) -> Any:
         made = original()
         found: list[Any] = []
         map_loaders(made, lambda loader, _: found.append(loader))
         self._loaders = len(found)
         return made
 
-    def _process(self, trainer: Any, original: Any, loader: object) -> Any:
+    def _process(self, trainer: AnyTrainer, original: Original, loader: object) -> Any:
         """The loader that Lightning trains with, instead of the user's."""
         if trainer.training:
             tuned = self._guard.attempt("tune the training loader", self._tune, trainer, loader)
             loader = loader if tuned is None else tuned
         return original(loader)
 
-    def _tune(self, trainer: object, loader: Any) -> Any:
+    def _tune(self, trainer: object, loader: AnyLoader) -> Any:
         """The tuned twin of a training loader; None where the loader stays."""
         if self._loader is None:
             self._loader = loader
@@ -233,7 +235,7 @@ class AutotuneCallback(Callback):
         warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
         return with_setting(loader, self._now)
 
-    def _find(self, trainer: Any, loader: Any) -> None:
+    def _find(self, trainer: AnyTrainer, loader: AnyLoader) -> None:
         every = gather(trainer, self._why_not(loader))  # so that all ranks try, or none
         why_not = next(filter(None, every), "")
         if why_not:
@@ -264,7 +266,7 @@ class AutotuneCallback(Callback):
 
     # --- between epochs -----------------------------------------------------------------------------------------------
 
-    def _start_measuring(self, trainer: Any) -> None:
+    def _start_measuring(self, trainer: AnyTrainer) -> None:
         if self._now is not None:
             self._log(trainer)
         if not self._over and not any(isinstance(one, GPUStarvationCallback) for one in trainer.callbacks):
@@ -275,7 +277,7 @@ class AutotuneCallback(Callback):
         if run is not None:
             run.close()
 
-    def _figures(self, trainer: Any) -> EpochFigures | None:
+    def _figures(self, trainer: AnyTrainer) -> EpochFigures | None:
         """The figures since the last decision; None while there are too few steps."""
         beside = (one.measured_fit for one in trainer.callbacks if isinstance(one, GPUStarvationCallback))
         run = self._run or next((run for run in beside if run is not None), None)
@@ -290,7 +292,7 @@ class AutotuneCallback(Callback):
         late = is_late(self._tuned, own, step_ms=stats.step_ms, data_idle_ms=stats.data_idle_ms)
         return EpochFigures(step_ms=stats.step_ms, data_idle_ms=stats.data_idle_ms, late=late)
 
-    def _compare(self, trainer: Any, every: list[EpochFigures | None] | None) -> None:
+    def _compare(self, trainer: AnyTrainer, every: list[EpochFigures | None] | None) -> None:
         """Take back a setting that gives less than promised; then keep the better of the two."""
         known = [one for one in every or [] if one is not None]
         if every is None or len(known) < len(every):
@@ -322,7 +324,7 @@ class AutotuneCallback(Callback):
             why = f"{waited}, and the trials promised a batch every {promised:.3g} ms"
             self._change(trainer, tuned.setting, own, why)
 
-    def _change(self, trainer: Any, before: Setting, now: Setting, why: str) -> None:
+    def _change(self, trainer: AnyTrainer, before: Setting, now: Setting, why: str) -> None:
         self._now = now
         epoch, changed = trainer.current_epoch, {name: getattr(now, name) for name in _SET}
         self._moves.append(Move(epoch=epoch, **changed, reason=why))
@@ -336,14 +338,14 @@ class AutotuneCallback(Callback):
 
     # --- output -------------------------------------------------------------------------------------------------------
 
-    def _say(self, trainer: Any, line: str) -> None:
+    def _say(self, trainer: AnyTrainer, line: str) -> None:
         if trainer.is_global_zero:
             say(logger, logging.INFO, line)
 
     def _do_nothing(self, trainer: object, why: str) -> None:
         self._once.say(trainer, logging.INFO, f"AutotuneCallback does nothing: {why}.")
 
-    def _log(self, trainer: Any) -> None:
+    def _log(self, trainer: AnyTrainer) -> None:
         """The settings of the epochs to come, as metrics."""
         if not trainer.is_global_zero or self._now is None:
             return

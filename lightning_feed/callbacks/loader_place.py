@@ -14,7 +14,9 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_feed import _host
+from lightning_feed._host import AnyTrainer
 from lightning_feed.errors import source_line
+from lightning_feed.load.kinds import AnyLoader
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.measure.measurements import Place
 from lightning_feed.measure.user_code import is_users
@@ -54,7 +56,7 @@ class LoaderOrigin:
 
     @property
     def user_at(self) -> str:
-        """The user's line; empty where there is none."""
+        """The user's source line; empty if none."""
         return source_line(self.user_file, self.user_line) if self.user_file else ""
 
 
@@ -77,7 +79,7 @@ def _make_and_note_origin(self: Any, *args: Any, **kwargs: Any) -> None:
 DataLoader.__init__ = _make_and_note_origin  # type: ignore[method-assign]
 
 
-def _origin_on_stack(loader: Any, frame: FrameType | None) -> LoaderOrigin | None:
+def _origin_on_stack(loader: AnyLoader, frame: FrameType | None) -> LoaderOrigin | None:
     while frame is not None and _first_argument(frame) is loader:  # constructors, and wrappers around them
         frame = frame.f_back
     on_the_way: list[FrameType] = []
@@ -121,7 +123,7 @@ def _takes(frame: FrameType, loader: object) -> dict[str, Any]:
     return {"taker": taker, **found} if found else {}
 
 
-def _parameter_of(parameters: Sequence[str], values: Mapping[str, Any], loader: Any) -> dict[str, Any]:
+def _parameter_of(parameters: Sequence[str], values: Mapping[str, Any], loader: AnyLoader) -> dict[str, Any]:
     for name in WORKER_NAMES:
         # One with another value does not lead to this loader.
         if name in parameters and values.get(name, loader.num_workers) == loader.num_workers:
@@ -134,7 +136,7 @@ def _parameter_of(parameters: Sequence[str], values: Mapping[str, Any], loader: 
 # --- in words -----------------------------------------------------------------------------------------------------
 
 
-def loader_location(trainer: Any, loaders: Sequence[Any]) -> Place:
+def loader_location(trainer: AnyTrainer, loaders: Sequence[AnyLoader]) -> Place:
     """Location of the set-up of a Trainer's training loaders.
 
     Args:
@@ -144,7 +146,7 @@ def loader_location(trainer: Any, loaders: Sequence[Any]) -> Place:
     return place_of(_host.train_loader_source(trainer), trainer, trainer.datamodule, loaders)
 
 
-def place_of(owner: object, trainer: object, data: object, loaders: Sequence[Any]) -> Place:
+def place_of(owner: object, trainer: object, data: object, loaders: Sequence[AnyLoader]) -> Place:
     """The location of that set-up outside of a fit.
 
     Args:
@@ -165,7 +167,7 @@ def place_of(owner: object, trainer: object, data: object, loaders: Sequence[Any
     return Place(words=words, names=names, overrides=overrides, datamodule=datamodule, trainer_key=key)
 
 
-def _words(owner: object, loaders: Sequence[Any]) -> tuple[str, tuple[tuple[str, str], ...]]:
+def _words(owner: object, loaders: Sequence[AnyLoader]) -> tuple[str, tuple[tuple[str, str], ...]]:
     """The place in words, and the names of the settings there."""
     method = "" if owner is None else f"{type(owner).__name__}.train_dataloader"
     origins = [one for one in dict.fromkeys(map(origin_of, loaders)) if one is not None]
@@ -202,7 +204,7 @@ def users_line(function: object) -> str:
 # --- the command line ---------------------------------------------------------------------------------------------
 
 
-def _overrides(trainer: object, loaders: Sequence[Any]) -> tuple[tuple[str, str], ...]:
+def _overrides(trainer: object, loaders: Sequence[AnyLoader]) -> tuple[tuple[str, str], ...]:
     """Keys that hold the values of the loaders. Settings with no such key, or with several, are left out."""
     given, prefix = _host.cli_config(trainer), "--"
     if not given:

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_feed import _host
-from lightning_feed._host import Stage
+from lightning_feed._host import AnyTrainer, Original, Stage
 from lightning_feed._host.fetcher import Fetched, FetcherTap, adopt_fetcher, more_to_draw, tap_of
 from lightning_feed.data.exact_resume import ExactResume
 from lightning_feed.errors import SettingsError
@@ -109,8 +109,8 @@ class PrefetchCallback(ExactResume):
             )
         if pack_small is not None:
             raise SettingsError(
-                f"PrefetchCallback(pack_small={pack_small!r}): small tensors are not packed any more. Leave pack_small "
-                "out; where many small tensors make the copy slow, let collate make one tensor of them."
+                f"PrefetchCallback(pack_small={pack_small!r}): small tensors are no longer packed. Remove pack_small; "
+                "if many small tensors slow the copy, combine them into one in collate."
             )
         super().__init__()
         self.depth = depth
@@ -150,7 +150,7 @@ class PrefetchCallback(ExactResume):
         self._begin(trainer, "fit")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Adopt the new fetcher of reloaded loaders. A run resumed in mid-epoch skips this hook."""
+        """Adopt the new fetcher after loaders are reloaded. Runs resumed mid-epoch skip this hook."""
         super().on_train_epoch_start(trainer, pl_module)
         self._begin(trainer, "fit")
 
@@ -194,7 +194,7 @@ class PrefetchCallback(ExactResume):
         if BATCH_ENDS[stage] not in self._triggers:
             self._set_trigger(trainer, BATCH_ENDS[stage])
 
-    def _adopt_live(self, trainer: Any) -> FetcherTap | None:
+    def _adopt_live(self, trainer: AnyTrainer) -> FetcherTap | None:
         """The tap of the running loop's fetcher; None where nothing can be prefetched."""
         tap = adopt_fetcher(_host.live_fetcher(trainer))
         if tap is None:
@@ -216,7 +216,7 @@ class PrefetchCallback(ExactResume):
         )
         self._wraps += _host.wrap_transfer(trainer, self._convert_input, partial(self._batch_hook, trainer))
 
-    def _set_trigger(self, trainer: Any, batch_end: str) -> None:
+    def _set_trigger(self, trainer: AnyTrainer, batch_end: str) -> None:
         """Choose the moment of the look-ahead: as early as nobody else's code can notice.
 
         Best is our own hook, before the progress bar reads metrics off the device. But code of the user's that runs
@@ -239,7 +239,7 @@ class PrefetchCallback(ExactResume):
             )
         if noticed:
 
-            def after(original: Any, *args: object, **kwargs: Any) -> Any:
+            def after(original: Original, *args: object, **kwargs: Any) -> Any:
                 result = original(*args, **kwargs)
                 self._look_ahead(trainer)
                 return result
@@ -286,7 +286,7 @@ class PrefetchCallback(ExactResume):
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
-    def _look_ahead(self, trainer: Any, *, step_pending: bool = False) -> None:
+    def _look_ahead(self, trainer: AnyTrainer, *, step_pending: bool = False) -> None:
         fetcher = _host.live_fetcher(trainer)
         tap = tap_of(fetcher)
         if tap is None or tap.owner is not self or len(tap.ahead) >= self.depth:
@@ -304,7 +304,7 @@ class PrefetchCallback(ExactResume):
         finally:
             trainer.profiler.stop(LOOK_AHEAD)
 
-    def _draw(self, trainer: Any, tap: FetcherTap) -> bool:
+    def _draw(self, trainer: AnyTrainer, tap: FetcherTap) -> bool:
         """Draw one batch ahead and stage it; False where no other may be drawn before the loop takes it."""
         assert self._prefetcher is not None
         item = tap.look_ahead()
@@ -325,16 +325,16 @@ class PrefetchCallback(ExactResume):
 
     # --- what the loop sees -------------------------------------------------------------------------------------------
 
-    def _receive(self, trainer: Any, item: Fetched) -> None:
+    def _receive(self, trainer: AnyTrainer, item: Fetched) -> None:
         self._in_hand = item.staged
         if item.ahead:
             trainer.profiler.start(HAND_OUT)
             trainer.profiler.stop(HAND_OUT)
 
-    def _convert_input(self, original: Any, batch: object) -> Any:
+    def _convert_input(self, original: Original, batch: object) -> Any:
         return original(batch) if self._in_hand is None else batch
 
-    def _batch_hook(self, trainer: Trainer, original: Any, name: str, batch: object, *args: Any) -> Any:
+    def _batch_hook(self, trainer: Trainer, original: Original, name: str, batch: object, *args: Any) -> Any:
         """Stand in for the dispatch of the transfer hooks: a staged batch has been through the first two."""
         if name == _TRANSFER:
             return self._transfer(trainer, partial(original, name), batch, *args)
@@ -345,7 +345,7 @@ class PrefetchCallback(ExactResume):
                 self._check_first(trainer, tap_of(_host.live_fetcher(trainer)), batch, args[0] if args else 0)
         return original(name, batch, *args)
 
-    def _transfer(self, trainer: Trainer, original: Any, batch: object, *args: Any) -> Any:
+    def _transfer(self, trainer: Trainer, original: Original, batch: object, *args: Any) -> Any:
         if self._in_hand is not None:
             assert self._prefetcher is not None
             staged, self._in_hand = self._in_hand, None

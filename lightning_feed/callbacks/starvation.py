@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_feed import _host
-from lightning_feed._host import Stage
+from lightning_feed._host import AnyTrainer, Original, Stage
 from lightning_feed.callbacks.loader_place import flat
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.errors import SettingsError
@@ -154,7 +154,7 @@ class GPUStarvationCallback(Callback):
     def _new_guard(self) -> Guard:
         return Guard("GPUStarvationCallback", self._let_go)
 
-    def _begin(self, trainer: Any, stage: Stage) -> None:
+    def _begin(self, trainer: AnyTrainer, stage: Stage) -> None:
         self._let_go()
         if next(one for one in trainer.callbacks if isinstance(one, GPUStarvationCallback)) is not self:
             self._once.say(
@@ -305,14 +305,16 @@ class GPUStarvationCallback(Callback):
             trainer, "log its figures to", lambda to: self._paces.setdefault(id(to), Pace()).give(to, chosen, step)
         )
 
-    def _for_each_logger(self, trainer: Any, task: str, give: Callable[[Any], object]) -> None:
+    def _for_each_logger(self, trainer: AnyTrainer, task: str, give: Callable[[Any], object]) -> None:
         """Logger by logger: one that fails takes nothing from the others."""
         for number, each in enumerate(trainer.loggers):
             self._guard.attempt(f"{task} {type(each).__name__} (trainer.loggers[{number}])", give, each)
 
     # --- what users see -----------------------------------------------------------------------------------------------
 
-    def _publish(self, trainer: Any, run: StarvationRun, *, ended: bool = False, to_loggers: bool = True) -> None:
+    def _publish(
+        self, trainer: AnyTrainer, run: StarvationRun, *, ended: bool = False, to_loggers: bool = True
+    ) -> None:
         """Write the report into the folder of the run, show it, and give it to the loggers."""
         if not self.print_report or not trainer.is_global_zero or run.finished == self._reported_steps:
             return
@@ -325,7 +327,7 @@ class GPUStarvationCallback(Callback):
         if found is not None and not silent:
             self._show(trainer, found, shown=shown, ended=ended, to_loggers=to_loggers)
 
-    def _show(self, trainer: Any, found: Diagnosis, *, shown: bool, ended: bool, to_loggers: bool) -> None:
+    def _show(self, trainer: AnyTrainer, found: Diagnosis, *, shown: bool, ended: bool, to_loggers: bool) -> None:
         report = make_report(found)
         written = self._guard.attempt("write its report", _write, trainer, report) or ()
         if shown:
@@ -334,7 +336,7 @@ class GPUStarvationCallback(Callback):
         if to_loggers:
             self._give_to_loggers(trainer, report, ended=ended)
 
-    def _give_to_loggers(self, trainer: Any, report: Report, *, ended: bool) -> None:
+    def _give_to_loggers(self, trainer: AnyTrainer, report: Report, *, ended: bool) -> None:
         params = self._guard.attempt("tell the settings of the loader", tuned_hparams, trainer.datamodule)
         if params and ended:
             self._for_each_logger(
@@ -350,7 +352,7 @@ class GPUStarvationCallback(Callback):
         if self._run is not None:
             self._run.also_undo(wrap.undo)
 
-    def _add_to_bar(self, original: Any, *args: object, **kwargs: Any) -> Any:
+    def _add_to_bar(self, original: Original, *args: object, **kwargs: Any) -> Any:
         items = original(*args, **kwargs)
         ours = self._guard.attempt("show its figure in the progress bar", self._bar_item)
         return {**items, **ours} if ours else items
@@ -412,7 +414,7 @@ class Pace:
             self._next_s = loop.clock() + 100 * least
 
 
-def run_folder(trainer: Any) -> Path | None:
+def run_folder(trainer: AnyTrainer) -> Path | None:
     """The folder of this run: of the first logger that has one on this machine, else that of the checkpoints.
 
     Not ``trainer.log_dir``: that is a broadcast, which all ranks have to take part in. Loggers may give anything; an
@@ -438,7 +440,7 @@ def _path(folder: object) -> Path | None:
 
 
 def achieved(found: Diagnosis) -> dict[str, float]:
-    """The results of a run's settings, for a table of runs. What was not measured is absent."""
+    """Results of a run's settings, for a table of runs. Unmeasured values are omitted."""
     stats, size = found.stats, found.measurements.facts.batch_size
     figures = {
         "feed_final/starved_pct": stats.starved_pct,

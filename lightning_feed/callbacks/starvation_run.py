@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from lightning_feed import _host
-from lightning_feed._host import Stage
+from lightning_feed._host import AnyTrainer, Stage
 from lightning_feed.callbacks.loader_place import loader_location, users_line
 from lightning_feed.callbacks.prefetch import HAND_OUT, LOOK_AHEAD, PrefetchCallback
 from lightning_feed.load.machine import read_machine
@@ -49,7 +49,7 @@ class StarvationRun:
     """
 
     def __init__(
-        self, trainer: Any, *, every: int, guard: Guard, wall: WallClock | None = None, stage: Stage = "fit"
+        self, trainer: AnyTrainer, *, every: int, guard: Guard, wall: WallClock | None = None, stage: Stage = "fit"
     ) -> None:
         self._trainer, self.every, self._guard, self.stage = trainer, every, guard, stage
         self.last: StarvationStats | None = None
@@ -281,7 +281,7 @@ class StarvationRun:
         self._undo.close()
 
 
-def _cache_stats(trainer: Any) -> CacheStats | None:
+def _cache_stats(trainer: AnyTrainer) -> CacheStats | None:
     """The caches' statistics of our data modules. A user's own may mean anything by that name."""
     ours = getattr(trainer.datamodule, "_feed_facts", None) is not None
     return trainer.datamodule.cache_stats() if ours else None
@@ -304,7 +304,7 @@ _STEP_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-def facts_of(trainer: Any, guard: Guard, stage: Stage = "fit", *, before: LoopFacts | None = None) -> LoopFacts:
+def facts_of(trainer: AnyTrainer, guard: Guard, stage: Stage = "fit", *, before: LoopFacts | None = None) -> LoopFacts:
     """The facts known of a stage's loop before its first batch, and those from its batches so far (``before``)."""
     machine = read_machine()
     facts = LoopFacts(
@@ -335,7 +335,7 @@ def facts_of(trainer: Any, guard: Guard, stage: Stage = "fit", *, before: LoopFa
     return with_loaders(facts, loaders, reloaded=bool(trainer.reload_dataloaders_every_n_epochs))
 
 
-def _hook_places(trainer: Any) -> tuple[HookPlace, ...]:
+def _hook_places(trainer: AnyTrainer) -> tuple[HookPlace, ...]:
     module = trainer.lightning_module
     owners = {f"[Callback]{type(one).__qualname__}": one for one in trainer.callbacks}
     owners[f"[LightningModule]{type(module).__name__}"] = module
@@ -349,7 +349,7 @@ def _hook_places(trainer: Any) -> tuple[HookPlace, ...]:
     return tuple(found)
 
 
-def _beside_training(trainer: Any) -> dict[str, Any]:
+def _beside_training(trainer: AnyTrainer) -> dict[str, Any]:
     """The number of epochs; the intervals of validations, where they may be longer, and of checkpoints."""
     every, between = trainer.check_val_every_n_epoch, trainer.val_check_batch
     if between is None:
@@ -374,7 +374,7 @@ def _loaders(trainer: object, stage: str) -> list[Any]:
     return [inner for loader in _host.loop_loaders(trainer, stage) for inner in loaders_in(loader)]
 
 
-def prefetch_active(trainer: Any) -> bool | None:
+def prefetch_active(trainer: AnyTrainer) -> bool | None:
     """True if a PrefetchCallback of this Trainer is active; None: it has none."""
     found = [callback.active for callback in trainer.callbacks if isinstance(callback, PrefetchCallback)]
     return any(found) if found else None

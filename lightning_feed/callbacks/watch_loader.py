@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
+from lightning_feed.load.kinds import AnyLoader
 from lightning_feed.load.machine import STREAM_BACKENDS, read_machine
 from lightning_feed.measure.facts import batches_ahead, with_loaders
 from lightning_feed.measure.guard import Guard
@@ -196,7 +197,7 @@ class PlainRun:
         _open[self] = thread
 
     def batch_came(self, batch: object) -> None:
-        """Note the parts of the first batch of each epoch."""
+        """Record the parts of each epoch's first batch."""
         if not self._loop.batch_seen:
             self._loop.look_at(batch)
 
@@ -284,7 +285,7 @@ class PlainRun:
         _open.pop(self, None)
 
 
-def _facts_of(loader: Any, loaders: list[Any], device: torch.device) -> LoopFacts:
+def _facts_of(loader: AnyLoader, loaders: list[AnyLoader], device: torch.device) -> LoopFacts:
     batches: int | None = None
     with contextlib.suppress(Exception):  # of the user's, who may have written anything there
         batches = len(loader)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
@@ -18,8 +18,10 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from lightning_feed import _host
+from lightning_feed._host import AnyDataModule, AnyTrainer
 from lightning_feed.data.storage import Storage
 from lightning_feed.load.build import Part, build_loader, even_batch_size
+from lightning_feed.load.kinds import AnyDataset
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import size_of
@@ -104,7 +106,7 @@ class Loaders(ChosenSettings):
     resident: "dict[str, tuple[object, ResidentData]]" = field(default_factory=dict)
     """Each dataset that is kept on the device, and its data there, by the name of the loader."""
 
-    def build(self, datamodule: Any, dataset: object, part: Part, job: Job, storage: Storage) -> FeedLoader:
+    def build(self, datamodule: AnyDataModule, dataset: object, part: Part, job: Job, storage: Storage) -> FeedLoader:
         """The loader of one dataset of ``datamodule``."""
         trainer = datamodule.trainer
 
@@ -173,7 +175,7 @@ class Loaders(ChosenSettings):
         return loader, found
 
     def _load(
-        self, trainer: Trainer | None, dataset: Any, part: Part, storage: Storage, job: Job, device: torch.device
+        self, trainer: Trainer | None, dataset: AnyDataset, part: Part, storage: Storage, job: Job, device: torch.device
     ) -> "ResidentData":
         from lightning_feed.transfer.resident import Shard, free_device_bytes, load_resident
 
@@ -196,8 +198,8 @@ class Loaders(ChosenSettings):
         return replace(self, chosen=dict(self.chosen), tuned=dict(self.tuned), even={}, resident={})
 
 
-def job_of(trainer: Any) -> Job:
-    """The facts of a Trainer's run that loaders need; without a Trainer, those of a loader used by itself."""
+def job_of(trainer: AnyTrainer) -> Job:
+    """Details of a Trainer's run that loaders need; without a Trainer, those of a standalone loader."""
     if trainer is None:
         return Job()
     seeding = int(os.environ.get("PL_SEED_WORKERS", "0"))

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import default_collate
 
 from lightning_feed import _host
+from lightning_feed._host import AnyDataModule, AnyTrainer
 from lightning_feed.data.build_loaders import SPLITS, Loaders, ignore_warning, job_of
 from lightning_feed.data.exact_resume import ExactResume
 from lightning_feed.data.storage import Cache, Storage
@@ -20,6 +21,7 @@ from lightning_feed.errors import DatasetError, LoaderError, SettingsError
 from lightning_feed.load.build import Part, like, name_datasets
 from lightning_feed.load.collate import DroppingCollate, check_drop_keys
 from lightning_feed.load.decoding import BatchDecoder
+from lightning_feed.load.kinds import AnyDataset, Batch
 from lightning_feed.load.order import EpochOrder, mix_seed
 from lightning_feed.load.settings import SEEDS, LoaderSettings, Recommendation
 from lightning_feed.load.trace import traced
@@ -74,7 +76,7 @@ class FeedDataModule:
     Names that begin with ``_feed_`` are ours, all others are the user's.
     """
 
-    trainer: Any
+    trainer: AnyTrainer
     _feed_seed: int | None = None
     """Of the run's training order. None until it is asked for, or loaded from a checkpoint."""
 
@@ -153,11 +155,11 @@ class FeedDataModule:
         """Make a batch of a list of samples. Runs in the workers."""
         return default_collate(samples)
 
-    def sampler(self, dataset: Any, split: str) -> Any:
+    def sampler(self, dataset: AnyDataset, split: str) -> Any:
         """The order of a map-style dataset: a sampler, or None for ours (training shuffled, the rest in order)."""
         return None
 
-    def device_transform(self, batch: Any, split: str) -> Any:
+    def device_transform(self, batch: Batch, split: str) -> Any:
         """Change a batch once it is on the device; on the prefetch stream, where ``PrefetchCallback`` is active."""
         return batch
 
@@ -192,7 +194,7 @@ class FeedDataModule:
 
     @final
     def val_dataloader(self) -> Any:
-        """The validation loader, or a dict or list of them; an empty list without that split."""
+        """The validation loader, or a dict or list of them; an empty list if no such split."""
         return self._feed_loaders("val")
 
     @final
@@ -224,7 +226,7 @@ class FeedDataModule:
     # --- to call ------------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def wrap(datamodule: Any, loader: LoaderSettings | None = None) -> Any:
+    def wrap(datamodule: AnyDataModule, loader: LoaderSettings | None = None) -> Any:
         """The same data module, of either package, whose loaders come with workers that fit the machine.
 
         Data sets, samplers, collate functions, generators and batch sizes stay; ``num_workers``, ``prefetch_factor``,
@@ -263,7 +265,7 @@ class FeedDataModule:
         if not isinstance(place, Path):
             raise SettingsError(
                 f"data_dir={str(place)!r} is a URL, so there is no folder to read from. Read from self.remote_dir, or "
-                "give stage_to without stage_limit, which copies it whole."
+                "pass stage_to without stage_limit to copy it whole."
             )
         return place
 

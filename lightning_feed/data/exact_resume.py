@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_feed import _host
+from lightning_feed._host import AnyTrainer
 from lightning_feed._host.fetcher import (
     FetcherTap,
     adopt_fetcher,
@@ -112,9 +113,9 @@ class ExactResume(Callback):
             from lightning_feed.load.elastic_resume import WAY_OUT
 
             raise ResumeError(
-                "The checkpoint was saved in the middle of an epoch and holds no state of the training loader, so the "
-                "samples that were trained would be trained again. It was saved without a FastDataModule, or its "
-                f"'combined_loader' was removed. {WAY_OUT}"
+                "The checkpoint was saved in the middle of an epoch without the state of the training loader, so "
+                "samples that were trained already would be trained again. It was saved without a FastDataModule, or "
+                f"its 'combined_loader' was removed. {WAY_OUT}"
             )
         tap = self._adopt(trainer, self._loaded)
         self._loaded = []
@@ -169,7 +170,7 @@ class ExactResume(Callback):
         return tap
 
 
-def check_equal_ranks(trainer: Any) -> bool:
+def check_equal_ranks(trainer: AnyTrainer) -> bool:
     """Compare the batches of an epoch on all ranks, where they are known. Every rank takes part.
 
     Ranks wait for each other in each step. One that has no batch left ends its epoch, and the others hang for ever.

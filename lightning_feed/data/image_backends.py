@@ -5,12 +5,13 @@ import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
+from typing import Literal, TypeAlias, TypeVar, cast, get_args
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from PIL import Image
 
+from lightning_feed._host import AnyDataModule
 from lightning_feed.decode.choose import Choice, make_decoder
 from lightning_feed.errors import DatasetError, DecodeError, FeedError, LoaderError, SettingsError
 from lightning_feed.images.dali_binding import DaliOptions, require_dali
@@ -211,7 +212,7 @@ class PassEnds(Callback):
     A loop that ends early, as with ``limit_val_batches``, does not close its loader, and Lightning keeps its iterator.
     """
 
-    def __init__(self, datamodule: Any) -> None:
+    def __init__(self, datamodule: AnyDataModule) -> None:
         self.datamodule = datamodule
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

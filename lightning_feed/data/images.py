@@ -29,6 +29,7 @@ from lightning_feed.images.dali_decoder import DaliImageDecoder, PipelineSpec
 from lightning_feed.images.image_dataset import EncodedBatch, ImageDataset, collate_encoded, collate_images
 from lightning_feed.load.collate import BadSamples, OnError
 from lightning_feed.load.decoding import BatchDecoder
+from lightning_feed.load.kinds import Batch
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import mix_seed
 from lightning_feed.load.settings import LoaderSettings
@@ -125,7 +126,7 @@ class FeedImageFolder(FeedDataModule):
         """(images, labels): uint8 images stay uint8, channels last; encoded ones stay encoded. Runs in the workers."""
         return collate_images(samples) if self._images_settle() == "torch" else collate_encoded(samples)
 
-    def device_transform(self, batch: Any, split: str) -> Any:
+    def device_transform(self, batch: Batch, split: str) -> Any:
         """uint8 images -> normalised ones of ``dtype``. Images that a transform of the user's made float are left."""
         batch = self._feed_on_device(batch, split)  # called by hand, it may be one that is still encoded
         images, labels, *aspects = batch

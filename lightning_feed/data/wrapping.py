@@ -10,8 +10,10 @@ from typing import Any, SupportsIndex
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed import _host
+from lightning_feed._host import AnyTrainer
 from lightning_feed.data.build_loaders import SPLITS, ChosenSettings, job_of
 from lightning_feed.errors import SettingsError
+from lightning_feed.load.kinds import AnyLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import size_of
 from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, Workload, recommend
@@ -149,7 +151,7 @@ class WrappedLoaders(ChosenSettings):
 
         return map_loaders(made, change)
 
-    def _change(self, trainer: Any, split: str, name: str, loader: Any, together: int) -> Any:
+    def _change(self, trainer: AnyTrainer, split: str, name: str, loader: AnyLoader, together: int) -> Any:
         if not isinstance(loader, DataLoader):
             return self._leave(name, loader)
         settings, explain = self.settings_for(trainer, split, name, lambda: loader)

@@ -225,8 +225,8 @@ _AS_STORED = False
 class TorchvisionDecoder(_LibraryDecoder):
     """``torchvision.io.decode_image``; nothing to install.
 
-    torchvision deprecates it since 0.29 in favour of torchcodec. That is not used: it turns images by their EXIF
-    rotation, and cannot be configured otherwise.
+    Deprecated since torchvision 0.29 in favour of torchcodec, which is not used here because it always applies EXIF
+    rotation.
     """
 
     name = "torchvision"

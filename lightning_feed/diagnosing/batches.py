@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_feed.diagnosing.session import WHOLE, key_leaves
 from lightning_feed.errors import SettingsError
+from lightning_feed.load.kinds import Batch
 from lightning_feed.measure.step_meter import event_maker
 from lightning_feed.transfer.batch_tree import tensors
 from lightning_feed.trials.cloning import map_loaders
@@ -35,12 +36,12 @@ _Shapes = tuple[tuple[int, ...], ...]
 # --- copies -------------------------------------------------------------------------------------------------------
 
 
-def copy_of(batch: object) -> Any:
+def copy_of(batch: object) -> Batch:
     """A copy of a batch with its tensors, pinned where they are: a copy to the device is then as fast."""
     return _with_new_containers(batch, _clone)
 
 
-def _with_new_containers(batch: object, change: Callable[[Tensor], Tensor]) -> Any:
+def _with_new_containers(batch: object, change: Callable[[Tensor], Tensor]) -> Batch:
     """New containers with ``change(tensor)`` for each tensor. Other objects are copied without what they hold."""
     return tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else copy.copy(leaf), batch)
 
@@ -50,13 +51,13 @@ def _clone(tensor: Tensor) -> Tensor:
     return copied.pin_memory() if tensor.is_pinned() else copied
 
 
-def _idle_copy(loader: DataLoader[Any]) -> DataLoader[Any]:
+def _idle_copy(loader: DataLoader[Batch]) -> DataLoader[Batch]:
     idle = copy.copy(loader)
     idle._iterator = None
     return idle
 
 
-def own_loaders(loaders: object, make: Callable[[DataLoader[Any]], Any] = _idle_copy) -> Any:
+def own_loaders(loaders: object, make: Callable[[DataLoader[Batch]], Any] = _idle_copy) -> Any:
     """``loaders`` with a copy of every DataLoader, without the workers that the user's own may have running.
 
     Dicts, lists and tuples of loaders, and ``CombinedLoader``, are rebuilt around the copies; data sets, samplers and
@@ -75,8 +76,8 @@ def own_loaders(loaders: object, make: Callable[[DataLoader[Any]], Any] = _idle_
             return make(loader)
         if hasattr(loader, "__next__"):
             raise SettingsError(
-                f"The training loader is a {type(loader).__name__}, an iterator that can be read only once: diagnosing "
-                "it would use it up. Give an object whose __iter__ begins again, such as a DataLoader."
+                f"The training loader is a {type(loader).__name__}, an iterator that can be read only once, and "
+                "diagnosing would exhaust it. Pass an object that can be iterated again, such as a DataLoader."
             )
         return loader
 
@@ -97,7 +98,7 @@ class Replay:
         length: batches per epoch.
     """
 
-    def __init__(self, batches: Sequence[Any], length: int) -> None:
+    def __init__(self, batches: Sequence[Batch], length: int) -> None:
         self._batches = batches
         self._length = length
 
@@ -129,9 +130,9 @@ class Sample:
     """
 
     def __init__(self, skip: int = 0) -> None:
-        self.first: Any = None
+        self.first: Batch = None
         self._kept: list[_Shapes] = []
-        self._batches: dict[_Shapes, Any] = {}
+        self._batches: dict[_Shapes, Batch] = {}
         self.came = 0
         """Batches so far."""
         self._skip, self._every = skip, 1
@@ -155,7 +156,7 @@ class Sample:
             self._every *= 2
             self._batches = {one: self._batches[one] for one in self._kept}
 
-    def take(self, count: int) -> list[Any]:
+    def take(self, count: int) -> list[Batch]:
         """``count`` batches, as large as those of the run were; one where all are alike, and where ``count`` is one.
 
         There must be a ``first``.
@@ -177,7 +178,7 @@ class Pace:
         self._wait: Callable[[], object] = (
             (lambda: None) if device.type == "cpu" else torch.get_device_module(device).synchronize
         )
-        self._ahead: deque[Any] = deque()
+        self._ahead: deque[Batch] = deque()
         self._stamps: list[float] = []
 
     def stamp(self) -> None:
@@ -287,7 +288,7 @@ class _WatchedDict:
 
     @staticmethod
     def _take(key: object, *, by_key: bool) -> None:
-        """Of a dict that the step made itself, from the class of its batch: nothing is watched."""
+        """Note that a value was read. Does nothing for a dict that the step made itself from the class of its batch."""
 
     def __getitem__(self, key: object) -> Any:
         self._take(key, by_key=not self._listed)  # `f(**batch)` lists all keys, and then reads each by its name

@@ -16,6 +16,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 from lightning_feed.diagnosing.session import LoaderPart, NotMeasurable, Session, naming
 from lightning_feed.images.image_dataset import ImageDataset
+from lightning_feed.load.kinds import AnyDataset, Index
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.measure.experiment_results import DiskFacts
 from lightning_feed.measure.user_code import is_users
@@ -41,7 +42,7 @@ _SYSTEM = ("/proc/", "/sys/", "/dev/")
 class FirstBatches:
     """The first batches of each loader."""
 
-    batches: dict[LoaderPart, list[Any]]
+    batches: dict[LoaderPart, list[Index]]
     files: dict[str, int]
     """The files of their samples, with sizes in bytes; empty where none was found."""
 
@@ -124,7 +125,7 @@ def _choose(session: Session, max_s: float, max_bytes: float) -> FirstBatches:
 # --- the files of samples ---------------------------------------------------------------------------------------------
 
 
-def innermost(dataset: Any, index: Any) -> tuple[Any, Any]:
+def innermost(dataset: AnyDataset, index: Index) -> tuple[AnyDataset, Index]:
     """The data set under subsets and concatenations, and the sample's index there."""
     while True:
         if isinstance(dataset, Subset):
@@ -138,14 +139,14 @@ def innermost(dataset: Any, index: Any) -> tuple[Any, Any]:
             return dataset, index
 
 
-def files_of_samples(part: LoaderPart, indices: list[Any]) -> list[str]:
+def files_of_samples(part: LoaderPart, indices: list[Index]) -> list[str]:
     """The files of these samples: by the data set's list of them, or by making the samples in this process and noting
     which files are opened.
 
     Raises:
         DatasetError: when a sample cannot be made.
     """
-    dataset: Any = part.loader.dataset
+    dataset: AnyDataset = part.loader.dataset
     found: list[str] = []
     with preserve_state(part.loader):
         for index in indices:
@@ -155,7 +156,7 @@ def files_of_samples(part: LoaderPart, indices: list[Any]) -> list[str]:
     return found
 
 
-def _listed_file(dataset: object, index: Any) -> str | None:
+def _listed_file(dataset: object, index: Index) -> str | None:
     """The file of a sample, where the data set has a list of them (``samples``, ``imgs``; ours); None where not."""
     listed = [getattr(dataset, name, None) for name in ("samples", "imgs")]
     items = [one[index] for one in listed if isinstance(one, (list, tuple)) and -len(one) <= index < len(one)]

@@ -21,10 +21,12 @@ from types import ModuleType, TracebackType
 from typing import Any, NoReturn, TextIO
 
 from lightning_feed import _host
+from lightning_feed._host import AnyDataModule, AnyModule, AnyTrainer
 from lightning_feed.autoload import PROGRAM
 from lightning_feed.diagnosing.failures import ProgramEnded, in_a_line
 from lightning_feed.diagnosing.short_fits import plain_trainer, quiet
 from lightning_feed.errors import SettingsError, plural
+from lightning_feed.load.kinds import AnyLoader
 from lightning_feed.measure.user_code import is_users
 
 CLEAN_UP_S = 5.0
@@ -49,11 +51,11 @@ class Program:
 class Fit:
     """The objects to train: the arguments of a program's first ``Trainer.fit``."""
 
-    trainer: Any
-    model: Any
+    trainer: AnyTrainer
+    model: AnyModule
     """None: the loader alone."""
-    datamodule: Any = None
-    train_dataloaders: Any = None
+    datamodule: AnyDataModule = None
+    train_dataloaders: AnyLoader = None
     ended: str = ""
     """The place where the program is ended, and what would have come next, in sentences; empty without a program."""
 
@@ -197,7 +199,7 @@ def _fit_of(program: Program, trainer: object, given: dict[str, Any]) -> Fit:
     return Fit(trainer=trainer, model=given["model"], datamodule=datamodule, train_dataloaders=loaders, ended=ended)
 
 
-def _ended(program: Program, trainer: Any, checkpoint: object) -> str:
+def _ended(program: Program, trainer: AnyTrainer, checkpoint: object) -> str:
     """The place where the program was ended, and what would have come next, in sentences."""
     frame = next((one for one in inspect.stack(context=0) if is_users(one.filename)), None)
     at = f" at {Path(frame.filename).name}:{frame.lineno}" if frame is not None else ""

@@ -15,11 +15,13 @@ import torch
 import torch.multiprocessing as torch_mp
 from torch.utils.data import Dataset, IterableDataset
 
+from lightning_feed._host import Original
 from lightning_feed.diagnosing.disk import innermost
 from lightning_feed.diagnosing.session import LoaderPart, NotMeasurable, Session, fresh, key_bytes
 from lightning_feed.errors import DatasetError, FeedError, LoaderError
 from lightning_feed.images.crop import EvalRecipe, TrainRecipe
 from lightning_feed.images.image_dataset import ImageDataset, collate_encoded
+from lightning_feed.load.kinds import AnyDataset, Sample
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.measure.experiment_results import KeyUse
@@ -127,7 +129,7 @@ class _Constant:
         original: the data set, asked for attributes that a ``worker_init_fn`` may want.
     """
 
-    def __init__(self, sample: object, original: Any) -> None:
+    def __init__(self, sample: object, original: Original) -> None:
         self.sample, self.original = sample, original
 
     def __getattr__(self, name: str) -> Any:
@@ -138,17 +140,17 @@ class _Constant:
         return getattr(self.original, name)
 
 
-class NullDataset(_Constant, Dataset[Any]):
+class NullDataset(_Constant, Dataset[Sample]):
     """Gives the same sample for every index."""
 
     def __len__(self) -> int:
         return len(self.original)
 
-    def __getitem__(self, index: object) -> Any:
+    def __getitem__(self, index: object) -> Sample:
         return fresh(self.sample)
 
 
-class NullStream(_Constant, IterableDataset[Any]):
+class NullStream(_Constant, IterableDataset[Sample]):
     """Gives the same sample without end."""
 
     def __iter__(self) -> Iterator[Any]:
@@ -198,7 +200,7 @@ def measure_hand_over(session: Session) -> None:
             raise NotMeasurable("worker threads hand nothing over")
         if isinstance(part.loader, FeedLoader) and part.loader.decode is not None:
             raise NotMeasurable(
-                "batches are decoded behind the workers, on a device that a forked process must not touch"
+                "batches are decoded after the workers, on a device that a forked process must not touch"
             )
     session.check_memory()
     now, ms = _in_a_process(lambda: _compare(session))
@@ -381,7 +383,7 @@ def decode_rate(part: LoaderPart, device: torch.device, max_s: float) -> float |
         return None
     with preserve_state(part.loader):
         samples = [innermost(part.loader.dataset, index) for index in part.first_samples(MOST_IMAGES)]
-        dataset: Any = samples[0][0] if samples else None
+        dataset: AnyDataset = samples[0][0] if samples else None
         if not _decodes_images(dataset) or any(base is not dataset for base, _ in samples):
             return None
         encoded = ImageDataset(

@@ -13,6 +13,7 @@ import torch
 from tqdm.auto import tqdm
 
 from lightning_feed import _host
+from lightning_feed._host import AnyDataModule, AnyModule, AnyTrainer
 from lightning_feed.diagnosing import disk, rates, samples
 from lightning_feed.diagnosing.batches import FEWEST_CYCLES, Sample, own_loaders
 from lightning_feed.diagnosing.failures import (
@@ -33,6 +34,7 @@ from lightning_feed.diagnosing.short_fits import (
     quiet,
 )
 from lightning_feed.errors import FeedError, LoaderError, ReportError, SettingsError
+from lightning_feed.load.kinds import AnyLoader, Batch
 from lightning_feed.load.machine import read_machine
 from lightning_feed.measure.experiment_results import ExperimentResults, KeyUse
 from lightning_feed.measure.facts import with_loaders
@@ -77,11 +79,11 @@ BAR = "{desc} {bar} {percentage:3.0f}%"
 
 
 def diagnose(  # noqa: PLR0913  # one call that says what to train and how far to go; all but three by name
-    trainer: Any,
-    model: Any,
-    datamodule: Any = None,
+    trainer: AnyTrainer,
+    model: AnyModule,
+    datamodule: AnyDataModule = None,
     *,
-    train_dataloaders: Any = None,
+    train_dataloaders: AnyLoader = None,
     quick: bool = False,
     only: Iterable[str] | None = None,
     out: str | Path | None = None,
@@ -239,7 +241,7 @@ class _Experiments:
         session, results = self.session, self._results
         measured = session.measured
         if measured is None:
-            loaders: list[Any] = []
+            loaders: list[AnyLoader] = []
             with suppress(LoaderError):  # no DataLoader: nothing is known of it
                 loaders = [part.loader for part in parts_of(session.train_loaders)]
             facts = LoopFacts(device_type=session.device.type, usable_cpus=read_machine().usable_cpus)
@@ -327,7 +329,7 @@ class _Experiments:
         if per_s is None:
             self._left_out[name] = "too few steps in the time that there was: give it more, or leave --quick out"
 
-    def _batches_and_limits(self, sample: Sample) -> tuple[list[Any], Limits]:
+    def _batches_and_limits(self, sample: Sample) -> tuple[list[Batch], Limits]:
         """As many batches of the run as can be replayed often enough in the time that there is."""
         session, seconds = self.session, REPLAY_SHARE * self._budget_s
         accumulate = session.trainer.accumulate_grad_batches
@@ -482,7 +484,7 @@ def _check_possible(session: Session, name: str, no_loader: str | None, *, late:
 # --- what is not run ----------------------------------------------------------------------------------------------
 
 
-def _own_callbacks(trainer: Any) -> list[Any]:
+def _own_callbacks(trainer: AnyTrainer) -> list[Any]:
     """The callbacks of the user's own classes that take part in training."""
     return [
         one

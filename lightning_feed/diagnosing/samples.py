@@ -27,6 +27,7 @@ from lightning_feed.errors import FeedError, LoaderError
 from lightning_feed.images.crop import UserTransform
 from lightning_feed.images.image_dataset import ImageDataset
 from lightning_feed.load.cacheable import CacheableDataset
+from lightning_feed.load.kinds import AnyDataset, Batch, Sample
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.measure.experiment_results import FunctionCost, NamedCost
 from lightning_feed.measure.user_code import is_users
@@ -207,7 +208,7 @@ def _calls(transform: object, steps: Sequence[Any]) -> bool:
 
 
 def name_of(step: object) -> str:
-    """The name of a step for users: its class, or the function's name."""
+    """The user-facing name of a step: its class or function name."""
     name = getattr(step, "__name__", None) or type(step).__name__
     return str(name).replace("<lambda>", "lambda")
 
@@ -242,7 +243,7 @@ def sample_costs(
         LoaderError: when one takes longer than ``max_s``.
     """
     timer = timer or StepTimer()
-    dataset: Any = part.loader.dataset
+    dataset: AnyDataset = part.loader.dataset
     indices = range(samples) if part.stream else part.first_samples(samples)
     with preserve_state(part.loader), threads_of_a_worker(part):
         make = _maker(part, indices, timer)
@@ -276,7 +277,7 @@ _END = object()
 
 def _maker(part: LoaderPart, indices: Iterable[Any], timer: StepTimer) -> Callable[[Any], Any]:
     """A function that makes the sample of an index, and times its stages."""
-    dataset: Any = part.loader.dataset
+    dataset: AnyDataset = part.loader.dataset
     if part.stream:
         stream, load = iter(dataset), timer.step("load")
         return lambda _: timer.call(load, next, stream, _END)
@@ -293,7 +294,7 @@ def _maker(part: LoaderPart, indices: Iterable[Any], timer: StepTimer) -> Callab
     return partial(make, timer, dataset)
 
 
-def _make_of_folder(timer: StepTimer, dataset: Any, index: object) -> None:
+def _make_of_folder(timer: StepTimer, dataset: AnyDataset, index: object) -> None:
     """Make a sample of torchvision's folder, whose ``loader(path)`` reads and decodes. Reading is timed by itself."""
     base, inner = innermost(dataset, index)
     read, decode = timer.steps["read"], timer.steps["decode"]
@@ -566,7 +567,7 @@ def time_batches(part: LoaderPart, max_s: float) -> tuple[dict[Stage, float], li
     """
     tally = StackTally()
 
-    def collate(beat: Heartbeat, samples: Any) -> None:
+    def collate(beat: Heartbeat, samples: list[Sample]) -> None:
         tally.enter("collate", time.perf_counter())
         part.loader.collate_fn(samples)
         tally.enter("samples", time.perf_counter())
@@ -596,7 +597,7 @@ def time_batches(part: LoaderPart, max_s: float) -> tuple[dict[Stage, float], li
     return tally.result(counted)
 
 
-def _in_this_process(part: LoaderPart, collate: Callable[[Any], object]) -> DataLoader[Any]:
+def _in_this_process(part: LoaderPart, collate: Callable[[Any], object]) -> DataLoader[Batch]:
     """A plain loader of the same samples without workers."""
     loader = part.loader
     order: dict[str, Any] = {"batch_sampler": loader.batch_sampler}

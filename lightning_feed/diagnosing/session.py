@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed.errors import DatasetError, FeedError, LoaderError, plural
 from lightning_feed.load.collate import named_parts
+from lightning_feed.load.kinds import AnyLoader, Batch, Index, Sample
 from lightning_feed.load.machine import Footprint, Machine, exceeded_limit, read_machine
 from lightning_feed.load.processes import end_pass
 from lightning_feed.load.random_state import preserve_state
@@ -63,7 +64,7 @@ class LoaderPart:
 
     name: str
     """Its place among several: ``real``, ``0``; empty for a single one."""
-    loader: DataLoader[Any]
+    loader: DataLoader[Batch]
 
     @property
     def stream(self) -> bool:
@@ -81,18 +82,18 @@ class LoaderPart:
         """These changes to the loader, whose sampler begins again at its end."""
         return Changes(endless=not self.stream, **changed)
 
-    def first_batches(self, count: int) -> list[Any]:
+    def first_batches(self, count: int) -> list[Batch]:
         """Indices of the first batches of a pass, as its sampler gives them: lists, or indices where the loader does
         not batch. Fewer where the pass is shorter."""
         with preserve_state(self.loader):
             source = self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
             return list(islice(source, count))
 
-    def indices(self, batch: Any) -> list[Any]:
+    def indices(self, batch: Batch) -> list[Index]:
         """Indices of the samples of a batch that the sampler gave."""
         return [batch] if self.loader.batch_sampler is None else list(batch)
 
-    def first_samples(self, count: int) -> list[Any]:
+    def first_samples(self, count: int) -> list[Sample]:
         """Indices of the first samples of a pass."""
         batches = self.first_batches(math.ceil(count / (self.loader.batch_size or 1)))
         return list(chain.from_iterable(map(self.indices, batches)))[:count]
@@ -112,7 +113,7 @@ def parts_of(loader: object) -> tuple[LoaderPart, ...]:
             loader = stages[0]  # a WebLoader that adds nothing to the loader in it
         if not isinstance(loader, DataLoader):
             name = type(loader).__name__
-            raise LoaderError(f"a {name} is no torch DataLoader, so it cannot be built again with changes")
+            raise LoaderError(f"a {name} is not a torch DataLoader, so it cannot be rebuilt with changes")
         found.append(LoaderPart(".".join(map(str, path)), loader))
 
     map_loaders(loader, add)
@@ -121,7 +122,7 @@ def parts_of(loader: object) -> tuple[LoaderPart, ...]:
     return tuple(found)
 
 
-class Together(Iterator[list[Any]]):
+class Together(Iterator[list[Batch]]):
     """Passes side by side: a batch of each loader is one batch. Keeps the first one, and counts them.
 
     Attributes:
@@ -130,12 +131,12 @@ class Together(Iterator[list[Any]]):
         came: number of batches so far.
     """
 
-    def __init__(self, iterators: list[Iterator[Any]]) -> None:
+    def __init__(self, iterators: list[Iterator[Batch]]) -> None:
         self.iterators = iterators
-        self.first: list[Any] = []
+        self.first: list[Batch] = []
         self.came = 0
 
-    def __next__(self) -> list[Any]:
+    def __next__(self) -> list[Batch]:
         batch = [next(one) for one in self.iterators]
         self.first, self.came = self.first or batch, self.came + 1
         return batch
@@ -169,7 +170,7 @@ def naming(dataset: object, index: object) -> Iterator[None]:
                 "what is bound to a thread in each thread that uses it."
             ) from error
         raise DatasetError(
-            f"The data set ({kind}) cannot give sample {index}: {why}. Fix or exclude this sample."
+            f"The data set ({kind}) failed to return sample {index}: {why}. Fix or exclude this sample."
         ) from error
 
 
@@ -191,7 +192,7 @@ def not_hanging(work: Callable[[Heartbeat], T], silent_s: float, what: str) -> T
     return watchdog(work, silent_s=silent_s, unblock=lambda: False, what=lambda _: message)
 
 
-def make_sample(part: LoaderPart, max_s: float = 60.0) -> Any:
+def make_sample(part: LoaderPart, max_s: float = 60.0) -> Sample:
     """The first sample of the part, made in this process, as a worker would.
 
     Raises:
@@ -203,7 +204,7 @@ def make_sample(part: LoaderPart, max_s: float = 60.0) -> Any:
     if not indices:
         raise DatasetError("The sampler gives no batch at all. Check the length of the data set, and drop_last.")
 
-    def make(_: Heartbeat) -> list[Any]:
+    def make(_: Heartbeat) -> list[Sample]:
         return list(islice(iter(dataset), 1)) if part.stream else [dataset[indices[0]]]
 
     with naming(dataset, indices[0]):
@@ -213,7 +214,7 @@ def make_sample(part: LoaderPart, max_s: float = 60.0) -> Any:
     return samples[0]
 
 
-def fresh(sample: object) -> Any:
+def fresh(sample: object) -> Sample:
     """The sample, with dicts and lists as shallow copies: collate functions take things out of them."""
     return copy.copy(sample) if isinstance(sample, (Mapping, list)) else sample
 
@@ -231,16 +232,16 @@ class Session:
         clock: seconds.
     """
 
-    loader: Any
+    loader: AnyLoader
     device: torch.device | None = None
     clock: Callable[[], float] = time.monotonic
     machine: Machine = field(default_factory=read_machine)
     results: ExperimentResults = field(default_factory=ExperimentResults)
     parts: tuple[LoaderPart, ...] = ()
     """Empty for what is no DataLoader."""
-    samples: list[Any] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
     """A sample of each loader."""
-    first: list[Any] = field(default_factory=list)
+    first: list[Batch] = field(default_factory=list)
     """The first batch of each loader."""
     alone: LoaderRate | None = None
     """The rate of the loaders as configured."""
@@ -290,7 +291,7 @@ class Session:
         share: float = 1.0,
         warm_rounds: int = 2,
         prepare: Callable[[], object] | None = None,
-    ) -> tuple[LoaderRate, list[Any]]:
+    ) -> tuple[LoaderRate, list[Batch]]:
         """Drain the loaders together, each with its changes; (rate, first batch of each).
 
         The user's loaders are restored afterwards, whatever happens.

@@ -27,12 +27,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
 
 from lightning_feed import _host
+from lightning_feed._host import AnyDataModule, AnyModule, AnyTrainer, Original
 from lightning_feed.callbacks.loader_place import place_of
 from lightning_feed.callbacks.prefetch import PrefetchCallback
 from lightning_feed.diagnosing.batches import KeyWatch, Pace, Replay, Sample, copy_of, is_opaque, own_loaders
 from lightning_feed.diagnosing.failures import loading_failed
 from lightning_feed.diagnosing.session import parts_of
 from lightning_feed.errors import FeedError, SettingsError
+from lightning_feed.load.kinds import AnyLoader, Batch
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.measure.facts import batches_ahead
 from lightning_feed.measure.measurements import Measurements, Place
@@ -189,14 +191,14 @@ class DiagnosisSession:
     """
 
     package: ModuleType
-    trainer: Any
-    model: Any
-    datamodule: Any = None
-    loaders: Any = None
+    trainer: AnyTrainer
+    model: AnyModule
+    datamodule: AnyDataModule = None
+    loaders: AnyLoader = None
     compiled: Any = None
     callbacks: list[Any] = field(default_factory=list)
     stops: StopSignals = field(default_factory=StopSignals)
-    train_loaders: Any = None
+    train_loaders: AnyLoader = None
     measured: Measurements | None = None
     host_batches: Sample = field(default_factory=Sample)
     device_batches: Sample = field(default_factory=Sample)
@@ -227,7 +229,7 @@ class DiagnosisSession:
                 state.restore()
 
     def set_up(self) -> None:
-        """Get the training loaders without a fit, as Lightning would.
+        """Get the training loaders as Lightning would, without fitting.
 
         Raises:
             SettingsError: when there are none.
@@ -292,7 +294,7 @@ class DiagnosisSession:
             # The wall time is that of this short fit, and nobody's.
             self.measured = replace(measured, hooks=theirs, facts=facts, wall=None)
 
-    def replay(self, batches: Sequence[Any], limits: Limits, *, on_device: bool) -> float | None:
+    def replay(self, batches: Sequence[Batch], limits: Limits, *, on_device: bool) -> float | None:
         """Batches per second of a fit whose steps get ``batches`` again and again. None: too few steps.
 
         Args:
@@ -362,7 +364,7 @@ class DiagnosisSession:
         wraps += [] if owner is None else [_host.Wrap(owner, "train_dataloader", given)]
         return wraps + [_host.Wrap(one, name, nothing) for one, name in silenced]
 
-    def _run_fit(self, trainer: Any, short_fit: Any, data: dict[str, Any]) -> None:
+    def _run_fit(self, trainer: AnyTrainer, short_fit: Any, data: dict[str, Any]) -> None:
         """``trainer.fit``, from which Ctrl-C and SIGTERM come as KeyboardInterrupt, other exits as they are."""
         try:
             trainer.fit(self.model if self.compiled is None else self.compiled, **data)
@@ -374,17 +376,17 @@ class DiagnosisSession:
                 raise
             raise KeyboardInterrupt from end
 
-    def _watch_batches(self, trainer: Any, warm_up: int) -> list[_host.Wrap]:
+    def _watch_batches(self, trainer: AnyTrainer, warm_up: int) -> list[_host.Wrap]:
         """Keep batches of a fit, before and after the transfer to the device, and watch the first step read its own."""
         if _host.takes_iterator(self.model):
             return []
         self.host_batches, self.device_batches = Sample(warm_up), Sample(warm_up)
 
-        def on_host(original: Any, batch: object) -> Any:
+        def on_host(original: Original, batch: object) -> Any:
             self.host_batches.offer(batch)
             return original(batch)
 
-        def step(original: Any, batch: object, *rest: Any, **named: object) -> Any:
+        def step(original: Original, batch: object, *rest: Any, **named: object) -> Any:
             self.device_batches.offer(batch)
             if self.device_batches.came > 1 or self.compiled is not None or is_opaque(self.model):
                 return original(batch, *rest, **named)
@@ -410,7 +412,9 @@ class DiagnosisSession:
         return any(_host.is_overridden(one, hook) for one, hook in seers)
 
 
-def open_session(trainer: Any, model: object, datamodule: Any = None, loaders: object = None) -> DiagnosisSession:
+def open_session(
+    trainer: AnyTrainer, model: object, datamodule: AnyDataModule = None, loaders: object = None
+) -> DiagnosisSession:
     """A session on what would be given to ``Trainer.fit``; without a Trainer on the device that Lightning chooses.
 
     Raises:
@@ -505,7 +509,7 @@ class ShortFit:
         self._planned = math.inf
         self._began = 0.0
 
-    def on_train_start(self, trainer: Any, pl_module: object) -> None:
+    def on_train_start(self, trainer: AnyTrainer, pl_module: object) -> None:
         """Begin the clock, and let the fit go on past the end of the training."""
         self.stops.check()
         planned = trainer.estimated_stepping_batches
@@ -520,7 +524,7 @@ class ShortFit:
         self.epochs += 1
         self.stops.check()  # the loader of the epoch before is gone, and with it, perhaps, a Ctrl-C
 
-    def on_train_batch_end(self, trainer: Any, *args: object) -> None:
+    def on_train_batch_end(self, trainer: AnyTrainer, *args: object) -> None:
         """End the fit when its time is over."""
         self.stops.check()
         self.steps += 1

@@ -73,7 +73,7 @@ def cpus(sources: Sources) -> Iterator[Finding]:
 
 
 def clock(sources: Sources) -> Iterator[Finding]:
-    """The frequency governor, where one can be seen."""
+    """The CPU frequency governor, if visible."""
     folder = sources.root / "sys/devices/system/cpu/cpu0/cpufreq"
     governor, driver = read_text(folder / "scaling_governor"), read_text(folder / "scaling_driver")
     if not governor:

@@ -172,7 +172,7 @@ def raise_if_no_memory(error: Exception, device: torch.device) -> None:
     if any(text in str(error).lower() for text in _NO_MEMORY):
         advice = "Use a smaller batch_size, DaliOptions(prefetch=1) or fewer DaliOptions(threads=...)."
         if device.type == "cuda":
-            raise torch.OutOfMemoryError(f"CUDA out of memory: DALI said: {reason_of(error)} {advice}") from error
+            raise torch.OutOfMemoryError(f"CUDA out of memory in DALI: {reason_of(error)} {advice}") from error
         raise LoaderError(f"DALI has not enough memory. It said: {reason_of(error)} {advice}") from error
 
 

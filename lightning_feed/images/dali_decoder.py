@@ -92,7 +92,7 @@ class ImagePipeline:
         self._pipeline.schedule_run()
 
     def take(self) -> Tensor:
-        """Wait for the batch that was fed first.
+        """Wait for the oldest batch fed.
 
         Raises:
             RuntimeError: what DALI says. It is not known which batch or image is at fault.
@@ -373,7 +373,7 @@ class DaliImageDecoder:
         return {place: reason for place, reason in reasons.items() if reason}
 
     def _put_host_images(self, batch: Tensor, done: _Waiting) -> tuple[Tensor, Tensor]:
-        """The batch with what the host decodes in its places, or what ``on_error`` puts there, and the labels.
+        """Fill in samples decoded on the host, or their ``on_error`` replacements. Returns the batch and the labels.
 
         Raises:
             DatasetError: when one cannot be decoded and ``on_error`` does not deal with it, with its name.

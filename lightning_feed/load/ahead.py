@@ -31,11 +31,11 @@ class Outcome:
 
 
 class BackgroundIterator(Stage):
-    """Iterates over ``source`` in a thread of its own, ``depth`` items ahead.
+    """Iterates over ``source`` in its own thread, ``depth`` items ahead.
 
-    Items come in the order of the source, each once. What the source raises, KeyboardInterrupt included, is raised to
-    the consumer after the items before it, with its traceback. The thread ends with the source, on :meth:`close`, on an
-    exception, and when this object is garbage; it then drops the source.
+    Items keep the order of the source, each once. Exceptions from the source, including KeyboardInterrupt, reach the
+    consumer after the preceding items, with their traceback. The thread ends with the source, on :meth:`close`, on an
+    exception, or when this object is garbage-collected; it then drops the source.
 
     Args:
         source: drawn from in the thread only.

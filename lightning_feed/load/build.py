@@ -121,7 +121,7 @@ def _batches(dataset: AnyDataset, part: Part, job: Job, *, drop_last: bool) -> i
 # --- the datasets of a split ------------------------------------------------------------------------------------------
 
 
-def name_datasets(made: Any, split: str) -> list[tuple[str, AnyDataset]]:
+def name_datasets(made: object, split: str) -> list[tuple[str, AnyDataset]]:
     """The datasets in ``made``, each with its name in reports and errors.
 
     Args:
@@ -151,7 +151,7 @@ def name_datasets(made: Any, split: str) -> list[tuple[str, AnyDataset]]:
     return named
 
 
-def like(made: Any, values: list[Any]) -> Any:
+def like(made: object, values: list[Any]) -> Any:
     """One value for each dataset, in the structure of ``made``: a value, a list or a dict."""
     if isinstance(made, dict):
         return dict(zip(made, values, strict=True))

@@ -3,15 +3,13 @@
 import hashlib
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lightning_feed.decode.header import Encoded
 from lightning_feed.errors import DatasetError
-from lightning_feed.load.kinds import AnyDataset, Sample
+from lightning_feed.load.kinds import AnyDataset, Array, Sample
 from lightning_feed.load.machine import Machine, read_machine
 from lightning_feed.storage.shared_cache import Kind, SampleCache
 from lightning_feed.storage.system import parse_limit
@@ -53,7 +51,7 @@ class CacheableDataset(Dataset[Sample]):
         """Read the encoded bytes of a sample from storage."""
         raise NotImplementedError(f"{type(self).__name__} has no read. Write read(self, index), which gives bytes.")
 
-    def decode(self, data: Encoded, index: int) -> npt.NDArray[Any]:
+    def decode(self, data: Encoded, index: int) -> Array:
         """Decode the bytes into an array, the same one in each epoch.
 
         Args:
@@ -64,11 +62,11 @@ class CacheableDataset(Dataset[Sample]):
             f"{type(self).__name__} has no decode. Write decode(self, data, index), which gives an array."
         )
 
-    def augment(self, decoded: npt.NDArray[Any], index: int) -> Sample:
+    def augment(self, decoded: Array, index: int) -> Sample:
         """Make the sample from the array, at random if you like. The array belongs to this call and may be changed."""
         return decoded
 
-    def plain(self, decoded: npt.NDArray[Any], index: int) -> Sample:
+    def plain(self, decoded: Array, index: int) -> Sample:
         """Make the sample without randomness, always of one shape, for ``cache="device"``."""
         if type(self).augment is not CacheableDataset.augment:
             raise DatasetError(
@@ -91,7 +89,7 @@ class CacheableDataset(Dataset[Sample]):
             cache.put(index, held)
         return held.data.toreadonly() if held.ndim == 1 and held.dtype == np.uint8 else held
 
-    def cached_decoded(self, index: int) -> npt.NDArray[Any]:
+    def cached_decoded(self, index: int) -> Array:
         """The result of :meth:`decode`, from the cache where it is there. Do not write to it."""
         cache = self.cache
         if cache is None or cache.kind != "decoded":

@@ -95,7 +95,7 @@ class BadSamples:
         logger.warning("%s on_error=%r: the run goes on. (%d so far)", error, self.on_error, failures)
         if failures > self.max_failures:
             raise DatasetError(
-                f"{failures} samples could not be read, and max_failures={self.max_failures}. The last one: {error} "
+                f"{failures} samples could not be read (max_failures={self.max_failures}). The last error: {error} "
                 "Fix the data, or raise max_failures."
             )
 
@@ -140,8 +140,8 @@ def fill_skipped(samples: list[Sample]) -> list[Sample]:
     if not good:
         skipped = ", ".join(str(sample.index) for sample in samples[:10]) + (", ..." if len(samples) > 10 else "")
         raise DatasetError(
-            f"No sample of a batch of {len(samples)} could be read (samples {skipped}), so "
-            "nothing is left to fill it with. Fix the data, use larger batches, or on_error='substitute'."
+            f"None of the {len(samples)} samples of a batch could be read (samples {skipped}), so nothing is left "
+            "to fill it with. Fix the data, use larger batches, or set on_error='substitute'."
         )
     places = iter(range(len(samples)))
     return [good[next(places) % len(good)] if isinstance(sample, Skipped) else sample for sample in samples]
@@ -174,8 +174,8 @@ def drop(batch: Batch, keys: frozenset[str]) -> Batch:
     left = _without(batch, keys)
     if isinstance(left, Mapping) and not left and batch:
         raise SettingsError(
-            f"drop_keys={tuple(sorted(keys))!r} leaves nothing of the batch, whose keys are "
-            f"{', '.join(map(repr, batch))}. Drop only what the step does not read."
+            f"drop_keys={tuple(sorted(keys))!r} would drop every key of the batch: {', '.join(map(repr, batch))}. "
+            "Drop only keys that the step does not read."
         )
     return left
 
@@ -235,7 +235,7 @@ def _moves_itself(value: object) -> bool:
     return isinstance(value, (list, tuple)) and hasattr(value, "to")
 
 
-def named_parts(value: Any) -> dict[Any, Any] | None:
+def named_parts(value: object) -> dict[object, Any] | None:
     """The parts of a container by key, field or position; None for anything else."""
     if isinstance(value, Mapping):
         return dict(value)
@@ -293,7 +293,7 @@ def _without(value: Any, keys: frozenset[str], *, fields: bool = True) -> Any:
     return rebuild(value, left)
 
 
-def _keys(value: Any) -> Iterator[Any]:
+def _keys(value: object) -> Iterator[object]:
     parts = {} if _moves_itself(value) else named_parts(value) or {}
     if not isinstance(value, (list, tuple)) or hasattr(value, "_fields"):
         yield from parts

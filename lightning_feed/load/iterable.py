@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from lightning_feed.load.kinds import AnyDataset, Batch, Sample, SavedState, State
+from lightning_feed.load.kinds import AnyDataset, AnyIterator, AnyLoader, Batch, Sample, SavedState, State
 from lightning_feed.load.order import EpochOrder, Pass
 from lightning_feed.load.processes import TorchBatches
 
@@ -52,7 +52,7 @@ _MARKER = object()
 """Not a sample: a worker that yields it skips its turn."""
 
 
-def _has_state(thing: Any) -> bool:
+def _has_state(thing: object) -> bool:
     """Check that a dataset, or an iterator over one, has a state that can be saved."""
     tell = getattr(thing, "state_dict", None)
     if not callable(tell) or not callable(getattr(thing, "load_state_dict", None)):
@@ -156,7 +156,7 @@ def _open(dataset: AnyDataset, saved: SavedState | None) -> Iterator[Sample]:
         dataset.load_state_dict(_beginnings[dataset])
     if saved["ended"]:
         return iter(())  # its state may already be that of a new beginning
-    iterator: Any = iter(dataset)
+    iterator: AnyIterator = iter(dataset)
     if saved["iterator"] is not None and _has_state(iterator):
         iterator.load_state_dict(saved["iterator"])
     elif not of_dataset:
@@ -259,7 +259,7 @@ _SHARDING_PACKAGES = ("litdata", "streaming")
 """Packages whose streams divide themselves among workers."""
 
 
-def divides_among_workers(loader: Any) -> bool | None:
+def divides_among_workers(loader: AnyLoader) -> bool | None:
     """Check that the stream of a loader divides itself among workers; None for a dataset that is no stream.
 
     It does where several workers serve it already, its code calls ``get_worker_info``, or its package is known for it.

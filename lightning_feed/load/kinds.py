@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+import numpy.typing as npt
+
 Sample: TypeAlias = Any
 """A sample of a dataset."""
 Batch: TypeAlias = Any
@@ -11,8 +13,14 @@ Index: TypeAlias = Any
 """An item of a sampler or batch sampler."""
 AnyDataset: TypeAlias = Any
 """A dataset, map-style or iterable: torch's contract, but not always its class."""
+AnyLoader: TypeAlias = Any
+"""A loader: a DataLoader, or an iterable of another package."""
+AnyIterator: TypeAlias = Any
+"""An iterator over a loader: torch's with its private parts, ours, or of another package."""
 AnySampler: TypeAlias = Any
 """A sampler or batch sampler: torch's contract, but not always its class."""
+Array: TypeAlias = npt.NDArray[Any]
+"""A decoded sample."""
 State: TypeAlias = dict[str, Any]
 """The state of a loader or of a part of it, as it is pickled into a checkpoint."""
 SavedState: TypeAlias = Mapping[str, Any]

@@ -111,7 +111,7 @@ class FeedLoader(DataLoader[Batch]):
         self.forget()
 
     def forget(self) -> None:
-        """Reset to a new loader with these attributes, without a place and without workers."""
+        """Reset to a new loader with these attributes, and no position or workers."""
         self._stream = isinstance(self.dataset, IterableDataset)
         self._ours = self.workers != "process" and self.num_workers > 0
         if self._ours:

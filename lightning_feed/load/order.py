@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from lightning_feed.errors import ResumeError
-from lightning_feed.load.kinds import AnyDataset, AnySampler, Batch, Index, SavedState, State
+from lightning_feed.load.kinds import AnyDataset, AnyLoader, AnySampler, Batch, Index, SavedState, State
 
 if TYPE_CHECKING:
     from lightning_feed.storage.read_ahead import ReadAhead
@@ -96,7 +96,7 @@ class DrawsOf:
         loader: a DataLoader.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: AnyLoader) -> None:
         self.generator: torch.Generator | None = loader.generator
         self.processes = loader.num_workers > 0 and getattr(loader, "workers", "process") == "process"
         self._ahead = loader.num_workers * (loader.prefetch_factor or 1) + getattr(loader, "background", 0)

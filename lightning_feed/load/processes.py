@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data._utils import signal_handling
 
 from lightning_feed.errors import LoaderError, plural
-from lightning_feed.load.kinds import Batch
+from lightning_feed.load.kinds import AnyIterator, Batch
 from lightning_feed.load.order import Pass
 from lightning_feed.load.stage import Maker, shortened, stack_here
 from lightning_feed.load.worker import stack_of
@@ -29,7 +29,7 @@ class TorchBatches(Maker):
     """
 
     def __init__(self, iterator: Iterator[Batch], position: Pass) -> None:
-        self._iterator: Any = iterator
+        self._iterator: AnyIterator = iterator
         self._position = position
         self._thread = 0
         self._shut_down = False
@@ -73,7 +73,7 @@ class TorchBatches(Maker):
         return f"The training process loads it itself{at}. Its stack:\n{stack_here(self._thread)}"
 
 
-def _open_tasks(iterator: Any, position: Pass) -> str:
+def _open_tasks(iterator: AnyIterator, position: Pass) -> str:
     """Torch's list of open tasks: a worker does its own in their order. Read in torch 2.6 and 2.15 (``_task_info``).
 
     A thread of the worker sends what is ready, so the worker may be at a later task than the first that did not come.
@@ -160,7 +160,7 @@ def end_pass(batches: Iterator[Batch]) -> None:
         shut_down_workers(iterator)
 
 
-def shut_down_workers(iterator: Any) -> None:
+def shut_down_workers(iterator: AnyIterator) -> None:
     """End the worker processes of an iterator of torch, if it has any, as torch does."""
     shut_down = getattr(iterator, "_shutdown_workers", None)
     if shut_down is not None:

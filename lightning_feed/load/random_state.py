@@ -163,7 +163,7 @@ def _generator(value: object) -> Undo | None:
     return None
 
 
-def _kept(value: Any) -> Iterator[Undo]:
+def _kept(value: object) -> Iterator[Undo]:
     if isinstance(value, (list, dict, set, deque)) and len(value) <= _LONG:
         yield partial(_refill, value, dict(value) if isinstance(value, dict) else list(value))
     attributes = getattr(value, "__dict__", None)
@@ -180,12 +180,12 @@ def _refill(container: Any, before: Any) -> None:
     getattr(container, "update" if isinstance(container, (dict, set)) else "extend")(before)
 
 
-def _inside(value: Any) -> list[Any]:
+def _inside(value: object) -> list[object]:
     if isinstance(value, FunctionType):
         return list(value.__closure__ or ())
     if isinstance(value, (CellType, MethodType, partial)):
         return gc.get_referents(value)
-    inside: list[Any] = []
+    inside: list[object] = []
     if isinstance(value, (dict, list, tuple, set, frozenset, deque)) and len(value) <= _ENTERED:
         inside += value.values() if isinstance(value, dict) else value
     attributes = getattr(value, "__dict__", None)

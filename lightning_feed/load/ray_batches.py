@@ -240,7 +240,7 @@ def take_reports(key: str) -> list[str]:
 
 
 def close_passes(key: str, last: int) -> None:
-    """Mark the passes over a loader as closed, up to this one."""
+    """Mark a loader's passes up to this one as closed."""
     _store()._internal_kv_put(f"closed/{key}", str(last), **_NAMESPACE)
 
 

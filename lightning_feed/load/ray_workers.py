@@ -142,7 +142,7 @@ class RemotePlan:
         _in_use[self.key] = self
 
     def make(self, after: Any, *job: Any) -> Any:
-        """Request a batch that starts after the end of another. Returns references to its end and to itself."""
+        """Request a batch that starts once another finishes. Returns references to its completion and to the batch."""
         keys = (self.key, *(key for key in _in_use if key != self.key))
         # One argument in place of seven: Ray would serialise each by itself.
         packed = self.ray.cloudpickle.dumps(Job(keys, REPORT_S, GRACE_S, *job))
@@ -175,9 +175,8 @@ class RemotePlan:
             except Exception:  # noqa: BLE001  # of whatever the user's objects hold
                 name, thing = "collate_fn", plan.collate
             raise LoaderError(
-                f"The Ray workers cannot be given the {name} ({shortened(thing)}), which has to be pickled: "
-                f"{error.__cause__ or error}. "
-                "Open files and connections in the first __getitem__, keep no locks, or use workers='process' with "
+                f"Cannot pickle the {name} ({shortened(thing)}) for the Ray workers: {error.__cause__ or error}. Open "
+                "files and connections in the first __getitem__, hold no locks, or use workers='process' with "
                 "start_method='fork', which does not pickle."
             ) from error
 
@@ -334,9 +333,9 @@ class RayPass(OwnPass):
             self._worked = now - WAIT_FOR_WORKER_S + 6 * REPORT_S
             return
         raise LoaderError(
-            f"No Ray worker has begun with any of {len(self._asked)} batches for {now - began:.0f} s. "
-            f"{self._plan.cpus()}. Others may hold them, or workers do not start: see `ray status` and `ray logs`. "
-            "Add machines, or end what takes their CPUs."
+            f"No Ray worker has started any of {len(self._asked)} batches in {now - began:.0f} s. "
+            f"{self._plan.cpus()}. Others may hold the CPUs, or workers fail to start: see `ray status` and `ray "
+            "logs`. Add machines, or stop what is using their CPUs."
         )
 
     def _check_head(self, now: float) -> None:

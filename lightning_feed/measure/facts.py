@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, Subset
 
+from lightning_feed.load.kinds import AnyDataset, AnyLoader, Batch
 from lightning_feed.measure.measurements import LoopFacts
 from lightning_feed.transfer.batch_tree import tensors
 
@@ -16,7 +17,7 @@ _SETTINGS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers
 _DEEPEST = 4
 
 
-def with_loaders(facts: LoopFacts, every: Sequence[Any], *, reloaded: bool | None = None) -> LoopFacts:
+def with_loaders(facts: LoopFacts, every: Sequence[AnyLoader], *, reloaded: bool | None = None) -> LoopFacts:
     """The facts, with those of the training loaders. Of several, the one with the fewest workers counts.
 
     A loader among them without ``num_workers`` may be the one that is waited for: the settings of the others are then
@@ -42,13 +43,13 @@ def with_loaders(facts: LoopFacts, every: Sequence[Any], *, reloaded: bool | Non
     return replace(facts, **known)
 
 
-def with_batch(facts: LoopFacts, batch: Any) -> LoopFacts:
+def with_batch(facts: LoopFacts, batch: Batch) -> LoopFacts:
     """The facts, with the size of a batch."""
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors(batch)]
     return replace(facts, batch_bytes=sum(sizes), batch_tensors=len(sizes))
 
 
-def batches_ahead(loaders: Sequence[Any]) -> int:
+def batches_ahead(loaders: Sequence[AnyLoader]) -> int:
     """Batches that the training loaders may hold ready: workers x prefetch_factor, and the background queue."""
     ready = [
         (getattr(loader, "num_workers", 0) or 0) * (getattr(loader, "prefetch_factor", 0) or 0)
@@ -64,7 +65,7 @@ def is_instance(value: object, module: str, name: str) -> bool:
     return kind is not None and isinstance(value, kind)
 
 
-def _batches_of(slowest: Any, loaders: Sequence[Any]) -> dict[str, Any]:
+def _batches_of(slowest: Any, loaders: Sequence[AnyLoader]) -> dict[str, Any]:
     sampler = getattr(slowest, "batch_sampler", None)
     # Loaders that are not torch's need have no dataset at all.
     datasets = [getattr(loader, "dataset", None) for loader in loaders]
@@ -75,7 +76,7 @@ def _batches_of(slowest: Any, loaders: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _for_remedies(every: Sequence[Any], *, reloaded: bool) -> dict[str, Any]:
+def _for_remedies(every: Sequence[AnyLoader], *, reloaded: bool) -> dict[str, Any]:
     datasets = [getattr(loader, "dataset", None) for loader in every]
     streams = [dataset for dataset in datasets if isinstance(dataset, IterableDataset)]
     known = {
@@ -92,7 +93,7 @@ def _for_remedies(every: Sequence[Any], *, reloaded: bool) -> dict[str, Any]:
     return known
 
 
-def _decodes_whole(dataset: Any) -> bool:
+def _decodes_whole(dataset: AnyDataset) -> bool:
     while type(dataset) is Subset:
         dataset = dataset.dataset
     if not is_instance(dataset, "torchvision.datasets", "ImageFolder"):
@@ -104,10 +105,10 @@ def _decodes_whole(dataset: Any) -> bool:
 
 
 def _keeps_nothing(stream: Any, deeper: int) -> bool:
-    """True where a copy of the stream in a worker process serves as well as the stream itself.
+    """True if a copy of the stream in a worker process is as good as the stream itself.
 
-    False where a method other than ``__init__`` sets an attribute, which may be a count that goes on from epoch to
-    epoch, and where there is a ``state_dict`` that somebody may ask for.
+    False if a method other than ``__init__`` sets an attribute, which may be a count kept across epochs, or if there is
+    a ``state_dict`` that a caller may request.
     """
     from lightning_feed.load.iterable import methods_of  # as above
 
@@ -123,7 +124,7 @@ def _sets_attribute(code: CodeType) -> bool:
     return any(one.opname == "STORE_ATTR" for one in dis.get_instructions(code)) or any(map(_sets_attribute, inner))
 
 
-def _needs_each_epoch(dataset: Any) -> bool:
+def _needs_each_epoch(dataset: AnyDataset) -> bool:
     """True where the workers have to learn of each epoch: a stream or a ``set_epoch``, in the data set or inside it."""
     for _ in range(_DEEPEST):
         if dataset is None or isinstance(dataset, IterableDataset) or hasattr(dataset, "set_epoch"):

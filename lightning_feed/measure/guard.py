@@ -55,7 +55,7 @@ class Guard:
         return tapped
 
     def attempt(self, task: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """The result of ``call``; None where it fails, and whenever ``task`` has failed before. Measuring goes on.
+        """Return the result of ``call``, or None if it fails or ``task`` has failed before. Measuring continues.
 
         Args:
             task: what it does, to follow "could not": ``"print its report"``.

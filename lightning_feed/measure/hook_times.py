@@ -108,7 +108,7 @@ class HookTimes:
 
     @contextmanager
     def timed(self, name: str, action: AbstractContextManager[T]) -> Iterator[T]:
-        """``action``, timed."""
+        """Run ``action``, and time it."""
         with action as given:
             self.measure(self.entered, name)
             try:

@@ -323,9 +323,9 @@ class CpuShare:
         self._began = self._read()
 
     def others_pct(self, usable_cpus: int | None) -> float | None:
-        """Share of ``usable_cpus`` that others took, 0 to 100; None: not known.
+        """Percentage of ``usable_cpus`` used by other processes; None if unknown.
 
-        Time on CPUs beyond those that this run may use is not counted: it could not have had them anyway.
+        Excludes CPUs that this run may not use, since it could not have used their time anyway.
         """
         now, before = self._read(), self._began
         if now is None or before is None or not usable_cpus or now[1] <= before[1]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch.utils.data import DataLoader
 
+from lightning_feed.load.kinds import AnyIterator
 from lightning_feed.measure.facts import is_instance
 from lightning_feed.measure.kernel import Workers
 from lightning_feed.measure.step_meter import Clock, host_clock
@@ -118,7 +119,7 @@ class Probe:
         clock: measures waiting.
     """
 
-    def __init__(self, iterator: Any, clock: Clock = host_clock) -> None:
+    def __init__(self, iterator: AnyIterator, clock: Clock = host_clock) -> None:
         self._iterator = self._outer = weakref.ref(iterator)
         self._clock = clock
         self.taken = 0
@@ -161,17 +162,17 @@ class Probe:
     def close(self) -> None:
         """Undo all changes to the iterator."""
 
-    def _state(self, it: Any) -> QueueState:
+    def _state(self, it: AnyIterator) -> QueueState:
         return QueueState(0, None, it._num_yielded)
 
-    def _capacity(self, it: Any) -> int:
+    def _capacity(self, it: AnyIterator) -> int:
         return 0
 
-    def _workers(self, it: Any) -> Workers:
+    def _workers(self, it: AnyIterator) -> Workers:
         return Workers()
 
 
-def probe_loader(iterator: Any, clock: Clock = host_clock) -> Probe | None:
+def probe_loader(iterator: AnyIterator, clock: Clock = host_clock) -> Probe | None:
     """A probe of ``iterator``, which ``iter(loader)`` gave; None for an unknown kind."""
     if _is_ours(iterator):
         return PassProbe(iterator, clock)
@@ -195,7 +196,7 @@ class TorchProbe(Probe):
     replacement does not hold the iterator: torch ends workers when it is garbage.
     """
 
-    def __init__(self, iterator: Any, clock: Clock = host_clock) -> None:
+    def __init__(self, iterator: AnyIterator, clock: Clock = host_clock) -> None:
         super().__init__(iterator, clock)
         self._pins = getattr(iterator, "_pin_memory_thread", None) is not None
         self._head_of_line_ns: float | None = None
@@ -217,12 +218,12 @@ class TorchProbe(Probe):
 
     def close(self) -> None:
         """Put ``_try_get_data`` back."""
-        it: Any = self._iterator()
+        it: AnyIterator = self._iterator()
         if it is not None and vars(it).get("_try_get_data") == self._try_get_data:
             del it._try_get_data
 
     def _try_get_data(self, *args: Any, **kwargs: Any) -> Any:
-        iterator: Any = self._iterator()
+        iterator: AnyIterator = self._iterator()
         idle = 0.0
         try:
             idle = _idle_share(iterator)
@@ -237,24 +238,24 @@ class TorchProbe(Probe):
             if idle and self._head_of_line_ns is not None:
                 self._head_of_line_ns += idle * (self._clock() - began)
 
-    def _state(self, it: Any) -> QueueState:
+    def _state(self, it: AnyIterator) -> QueueState:
         unpinned = it._worker_result_queue.qsize() if self._pins else None
         return QueueState(it._data_queue.qsize() + _kept(it), unpinned, it._num_yielded)
 
-    def _capacity(self, it: Any) -> int:
+    def _capacity(self, it: AnyIterator) -> int:
         return int(it._num_workers * it._prefetch_factor)
 
-    def _workers(self, it: Any) -> Workers:
+    def _workers(self, it: AnyIterator) -> Workers:
         return Workers(pids=tuple(worker.pid for worker in it._workers if worker.pid is not None))
 
 
-def _kept(iterator: Any) -> int:
+def _kept(iterator: AnyIterator) -> int:
     """Batches that came before those in front of them. Tasks are ``(worker,)``, and ``(worker, batch)`` once kept."""
     tasks = iterator._task_info
     return sum(map(len, tasks.values())) - len(tasks)
 
 
-def _idle_share(iterator: Any) -> float:
+def _idle_share(iterator: AnyIterator) -> float:
     """Of the workers, those that have done all that they may before the next batch comes, 0 to 1."""
     tasks, count = iterator._task_info, iterator._num_workers
     if not _kept(iterator) or len(tasks) < count * iterator._prefetch_factor:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning_feed.load.kinds import Batch
 from lightning_feed.measure.facts import with_batch
 from lightning_feed.measure.kernel import CpuTimes
 from lightning_feed.measure.loader_watch import LoaderSums, LoaderWatch
@@ -82,7 +83,7 @@ class MeasuredLoop:
         self.meter.begin(epoch=True, since=since)
         self.loaders.epoch_began()
 
-    def look_at(self, batch: Any) -> None:
+    def look_at(self, batch: Batch) -> None:
         """Add the size of a batch to the facts."""
         self.batch_seen = True
         self.facts = with_batch(self.facts, batch)

@@ -161,10 +161,10 @@ class RankExchange:
         self._windows += 1
 
     def take(self) -> RankStats | None:
-        """On rank 0, after :meth:`send`: the figures of the window before the one just sent. Never waits.
+        """Return the previous window's figures, on rank 0, after :meth:`send`. Never blocks.
 
-        None on other ranks, after the first window, and where a rank sent nothing or no step was measured by all of
-        them.
+        Returns None on other ranks, after the first window, and if a rank sent nothing or no step was measured by all
+        of them.
         """
         if self.rank or not self._works or self._windows < 2:
             return None

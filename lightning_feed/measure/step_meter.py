@@ -309,7 +309,7 @@ class StepMeter:
         self._counted = False
 
     def end(self, *, wait: bool = True) -> None:
-        """Training is over: read what the device has finished; with ``wait`` all, for which the host waits once."""
+        """Finish training: read what the device has completed, or everything if ``wait``, blocking the host once."""
         if self._ring is not None:
             if wait:
                 self._ring.wait()

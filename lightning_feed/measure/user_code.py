@@ -8,7 +8,7 @@ import torch
 
 
 def is_users(file: str) -> bool:
-    """True for files that are neither Python's, nor of an installed package, nor ours, and for cells of notebooks."""
+    """True for notebook cells, and for files outside Python, installed packages and this package."""
     if file.startswith("<"):
         return file.startswith(("<ipython", "<stdin"))
     return not file.startswith(_LIBRARIES) and "site-packages" not in file and "dist-packages" not in file

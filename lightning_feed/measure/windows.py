@@ -209,7 +209,7 @@ class Ledger:
         self._sums.epoch_start_s += seconds
 
     def fold(self) -> None:
-        """Sum the fresh steps up."""
+        """Sum up the new steps."""
         for step in self.fresh:
             warming = self._warm_up_left > 0
             self._warm_up_left -= warming

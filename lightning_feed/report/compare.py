@@ -109,7 +109,7 @@ _NOT_CHOSEN = (
 
 
 def _settings(report: Report) -> dict[str, Setting]:
-    """The settings that a user chose, by name; a synchronisation is named by itself and True where it is set up."""
+    """Settings chosen by the user, by name. A configured synchronisation is an entry of its own, set to True."""
     facts = report.diagnosis.measurements.facts
     chosen = {
         name: value for name, value in vars(facts).items() if name not in _NOT_CHOSEN and not name.endswith("_ms")

@@ -174,7 +174,7 @@ def _find_report(path: Path) -> Path:
 
 
 def from_document(document: object, *, path: Path | None = None) -> Report:
-    """The report that :func:`as_document` made a JSON object of.
+    """Rebuild a report from the JSON object made by :func:`as_document`.
 
     Args:
         document: the result of ``json.loads``.

@@ -165,7 +165,7 @@ def to_bytes(sample: object) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """The sample that :func:`to_bytes` was given. Arrays and tensors are copies that may be written to.
+    """Decode a sample encoded by :func:`to_bytes`. Arrays and tensors are writable copies.
 
     Raises:
         ArchiveError: when the bytes are not such a sample.
@@ -175,7 +175,9 @@ def from_bytes(data: bytes) -> Any:
         tree = json.loads(data[8:at])
         return _Reader(data, at).build(tree)
     except Exception as error:  # of JSON, NumPy or torch: a stranger may have written it
-        raise ArchiveError(f"{len(data)} bytes that are no packed sample: {error}. Pack the source again.") from error
+        raise ArchiveError(
+            f"{len(data)} bytes are not a valid packed sample: {error}. Pack the source again."
+        ) from error
 
 
 def _describe(value: Any, arrays: list[npt.NDArray[Any]], place: str) -> dict[str, Any]:

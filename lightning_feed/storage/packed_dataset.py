@@ -298,7 +298,7 @@ class PackedDataset(Dataset[Any]):
         self.labels: npt.NDArray[np.int64] = self.index.labels
         known = self.manifest.kind == "samples" or np.isin(self.labels, np.arange(len(self.classes))).all()
         if len(self) != parts[self.part] or not known:
-            raise ArchiveError(f"{self.path}/{self.part} does not fit its index. Copy or pack it again.")
+            raise ArchiveError(f"{self.path}/{self.part} does not match its index. Copy or pack it again.")
         self._check_files()
         self._identity = self.manifest.identity
         self._checked = np.zeros(len(self), bool)

@@ -135,7 +135,7 @@ def _manifest(written: "list[PartWriter]", format: Format, classes: tuple[str, .
 
 
 def verify_pack(path: str | Path) -> int:
-    """Read every sample of a pack, and compare its size and its checksum with those of when it was packed.
+    """Read every sample of a pack, and check its size and checksum against those recorded at packing.
 
     Returns:
         How many samples there are.
@@ -186,7 +186,7 @@ def _check_target(target: Path, *, force: bool) -> None:
 
 
 def _check_outside(target: Path, parts: dict[str, Payloads]) -> None:
-    """Refuse a pack inside what is packed. By device and inode: a path may lead there by a link or another mount."""
+    """Reject a pack inside its own source. Compares device and inode, as links and mounts can hide it."""
     sources = [part.source for part in parts.values() if isinstance(part.source, FolderSource)]
     for root in [source.root for source in sources if not isinstance(source, RemoteSource)]:
         if any(folder.exists() and folder.samefile(root) for folder in target.absolute().resolve().parents):
@@ -275,7 +275,7 @@ _LOCK = "lock"
 
 @contextmanager
 def in_the_making(target: Path) -> Iterator[Path]:
-    """A folder to pack to, locked, and removed after an error. What a killed process left there is removed first.
+    """A locked folder to pack into, removed on error. Leftovers from a killed process are removed first.
 
     Raises:
         ArchiveError: when another process packs there, when the folder cannot be made or is another user's, or in
@@ -331,7 +331,7 @@ def _replaced(target: Path) -> Path:
 
 
 def _put_back(target: Path) -> None:
-    """Put back the pack that was about to be replaced when its process ended between two renames."""
+    """Restore the old pack after the process replacing it died between two renames."""
     old = _replaced(target)
     if is_pack(old) and not os.path.lexists(target):
         old.rename(target)

@@ -141,7 +141,7 @@ def _indices_in(entry: object) -> list[int]:
 
 
 def fetch_in_child() -> None:
-    """Fetch what the parent sends numbers of, until it ends."""
+    """Fetch items by the numbers the parent sends, until it exits."""
     given = sys.stdin.buffer
     parent, source = pickle.load(given)  # of the parent alone
     os.nice(5)

@@ -95,8 +95,8 @@ class ReadThrough:
             free = find_room(self.folder).left_bytes
         except OSError as error:
             raise ArchiveError(
-                f"{self.folder} cannot be used for a cache: {error.strerror or error}. Give a folder of your own as "
-                "stage_to, on a local disk or in memory."
+                f"{self.folder} cannot be used as a cache: {error.strerror or error}. Set stage_to to a folder that "
+                "you own, on a local disk or in memory."
             ) from error
         self.limit_bytes = min(limit_bytes, self.used_bytes() + int(free * RAM_SHARE))
         if self.limit_bytes < limit_bytes:

@@ -165,7 +165,7 @@ _connections: "dict[tuple[int, str, float], Connection]" = {}
 
 
 class Connection:
-    """A file system of fsspec in this process, and the event loop that its requests run in."""
+    """An fsspec file system in this process, and the event loop that runs its requests."""
 
     def __init__(self, place: RemotePlace) -> None:
         self.place = place

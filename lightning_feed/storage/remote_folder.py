@@ -117,7 +117,7 @@ def list_files(place: RemotePlace, *, fresh: bool = False) -> Listing:
         kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = FileLock(f"{kept}.lock", fallback_to_soft=False).acquire()
     except (OSError, NotImplementedError) as error:  # not implemented: locks, by a network file system
-        logger.info("No listing can be remembered in %s: %s. Each process lists by itself.", kept.parent, error)
+        logger.info("Cannot keep listings in %s: %s. Each process lists the files again.", kept.parent, error)
         return _take(place)
     with lock:
         listing = None if fresh else _load(kept)
@@ -258,8 +258,8 @@ def same_version(stamp: int, headers: Mapping[str, str]) -> dict[str, Any]:
         if response.status in (200, 206) and sent and stamp < 10**9 and stamp not in versions:
             response.close()
             raise ReplacedError(
-                f"its {' or '.join(sent)} has changed since it was listed: it was replaced, or the server gives "
-                "another with each answer, so that nothing can be cached (leave out stage_limit)"
+                f"its {' or '.join(sent)} has changed since it was listed: the file was replaced, or the server "
+                "returns a different value each time, which prevents caching (leave out stage_limit)"
             )
 
     # Compressed, the same version has another ETag.

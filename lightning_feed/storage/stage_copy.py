@@ -127,7 +127,7 @@ class RemoteOrigin:
             size = int(listing.sizes[number])
             if size < 0:
                 url = self._place.url_of(name)
-                raise ArchiveError(f"{url} has no size that its server tells, so no copy can be checked.")
+                raise ArchiveError(f"The server reports no size for {url}, so copies cannot be verified.")
             files[name] = FileStamp(size, int(listing.stamps[number]))
             if name:
                 folders |= dict.fromkeys(["", *(name[:at] for at, letter in enumerate(name) if letter == "/")])

@@ -74,7 +74,7 @@ def owner_of(path: str | os.PathLike[str]) -> int | None:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that only this user can enter, or take one in which nobody else can have changed anything.
+    """Create a folder that only this user can access, or reuse one whose contents nobody else could have changed.
 
     Raises:
         OSError: when it cannot be made, or is not such a folder.
@@ -121,7 +121,7 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The document that :func:`write_json` wrote; empty where there is none, or none to be trusted."""
+    """Read the document written by :func:`write_json`; empty if missing or untrusted."""
     try:
         found = json.loads(read_private(path))
         if isinstance(found, dict):
@@ -177,7 +177,7 @@ class RefcountedFile:
                 os.close(self.fd)
 
     def is_linked(self) -> bool:
-        """True if it is the file that lies under its path now."""
+        """True if this file is still the one at its path."""
         try:
             return os.path.samestat(os.fstat(self.fd), self.path.lstat())
         except OSError:
@@ -341,7 +341,7 @@ def parse_limit(limit: int | str, available: int | None) -> int:
             )
         size = int(float(found[1]) / 100 * available)
     if size < 1:
-        raise SettingsError(f"A limit of {limit!r} is not possible. Give a size ('8GiB') or a share ('50%').")
+        raise SettingsError(f"The limit {limit!r} is not possible. Pass a size ('8GiB') or a percentage ('50%').")
     return size
 
 

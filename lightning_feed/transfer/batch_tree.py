@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_feed.load.collate import drop, missing_keys, rebuild
+from lightning_feed.load.kinds import Batch
 
 _OPAQUE = (str, bytes, bytearray, int, float, complex, bool, type(None), torch.dtype, torch.device)
 _CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
@@ -49,7 +50,7 @@ def record_stream(batch: object, stream: Any) -> None:
 
 
 def off_host(batch: object) -> bool:
-    """True if any tensor of ``batch`` is outside host memory already."""
+    """True if any tensor in ``batch`` is already outside host memory."""
     return any(tensor.device.type != "cpu" for tensor in tensors(batch))
 
 
@@ -87,7 +88,7 @@ def _enter(batch: object, change: Callable[[object, object], object]) -> object:
     return rebuild(batch, change) if plain else batch
 
 
-def _leaves(batch: object, *, to_record: bool = False) -> Iterator[Any]:
+def _leaves(batch: object, *, to_record: bool = False) -> Iterator[Batch]:
     """Tensors, and ``to_record`` what has a ``record_stream``. Every object is visited once, so cycles end."""
     seen: set[int] = set()
     stack = [batch]

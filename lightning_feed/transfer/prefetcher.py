@@ -97,7 +97,7 @@ class DeviceStream(SideStream):
         self._handed_over.append((reached, bytes_off_host(batch)))
 
     def follow_compute(self, batch: object = None) -> None:
-        """Let what is issued from here on begin after what the compute stream was given so far, and read ``batch``."""
+        """Order later work after everything given to the compute stream so far, and let it read ``batch``."""
         self._stream.wait_stream(self._backend.current_stream(self._device))
         if off_host(batch):
             record_stream(batch, self._stream)

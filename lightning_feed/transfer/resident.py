@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from lightning_feed.errors import DatasetError, LoaderError, SettingsError
 from lightning_feed.load.cacheable import CacheableDataset
+from lightning_feed.load.kinds import AnyDataset, AnySampler
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import EpochOrder, mix_seed
@@ -96,8 +97,8 @@ class ResidentData(Dataset[object]):
         row, rank = divmod(index % self._size, shard.ranks)
         if rank != shard.rank:
             raise DatasetError(
-                f"Sample {index} is not on rank {shard.rank}, which holds every {shard.ranks}th sample only. Samplers "
-                "of your own need the whole set on each rank: leave out sharding."
+                f"Sample {index} is not on rank {shard.rank}, which holds only one in {shard.ranks} samples. Custom "
+                "samplers need the whole set on each rank: leave out sharding."
             )
         return row
 
@@ -119,7 +120,7 @@ class _Leaf:
 
 
 def load_resident(
-    dataset: Any,
+    dataset: AnyDataset,
     *,
     device: torch.device,
     limit_bytes: int | None = None,
@@ -226,7 +227,7 @@ def _shapes_of(sample: object, index: int) -> dict[str, str]:
     return shapes
 
 
-def _plain(dataset: Any, index: int) -> Any:
+def _plain(dataset: AnyDataset, index: int) -> Any:
     """A sample without augmentation, where the dataset tells what that is."""
     if isinstance(dataset, Subset):
         return _plain(dataset.dataset, dataset.indices[index])
@@ -318,7 +319,7 @@ class ResidentLoader(FeedLoader):
 class _Batches:
     """The batches of a plain BatchSampler, as slices of one tensor of row numbers on the device."""
 
-    def __init__(self, sampler: Any, plain: BatchSampler, data: ResidentData) -> None:
+    def __init__(self, sampler: AnySampler, plain: BatchSampler, data: ResidentData) -> None:
         self.sampler, self.plain, self.data = sampler, plain, data
 
     def __len__(self) -> int:

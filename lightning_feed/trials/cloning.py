@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed.errors import DatasetError, LoaderError
+from lightning_feed.load.kinds import AnyDataset, Batch
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import drawing_device
 from lightning_feed.load.processes import end_pass, stop_workers
@@ -35,7 +36,7 @@ _WORKER = re.compile(r"in DataLoader worker process (\d+)")
 class Changes:
     """Changes to a loader; None leaves a setting as it is."""
 
-    dataset: Any = None
+    dataset: AnyDataset = None
     """In place of its dataset, of the same kind and length."""
     num_workers: int | None = None
     workers: Literal["process", "thread"] | None = None
@@ -62,7 +63,7 @@ class GivenOrder:
         self.source = source
         self.endless = endless
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         while True:
             empty = True
             for item in self.source:
@@ -75,7 +76,7 @@ class GivenOrder:
         return len(self.source)
 
 
-def twin_of(loader: DataLoader[Any], **values: object) -> DataLoader[Any]:
+def twin_of(loader: DataLoader[Batch], **values: object) -> DataLoader[Batch]:
     """A loader of the same class, dataset, samplers and functions, without workers yet, and with other ``values``.
 
     The constructor is not called: it may take other arguments than its objects have attributes, and may do more than
@@ -99,7 +100,7 @@ def twin_of(loader: DataLoader[Any], **values: object) -> DataLoader[Any]:
     return twin
 
 
-def clone_loader(loader: DataLoader[Any], changes: Changes | None = None) -> DataLoader[Any]:
+def clone_loader(loader: DataLoader[Batch], changes: Changes | None = None) -> DataLoader[Batch]:
     """A loader for trials: of the same class, dataset, samplers, collate function and settings, but for the changes.
 
     Its dataset, samplers and generator are the loader's own objects, so it draws the same order: iterate it within
@@ -145,7 +146,7 @@ def map_loaders(made: Any, change: Callable[[Any, tuple[Any, ...]], Any]) -> Any
     return tree_map_with_path(each, made)
 
 
-def burst_of(loader: DataLoader[Any]) -> int:
+def burst_of(loader: DataLoader[Batch]) -> int:
     """Batches that come together: one for each worker process; 1 without, and with threads, which share a batch."""
     return 1 if has_threads(loader) else max(1, loader.num_workers)
 
@@ -165,7 +166,7 @@ def iter_is_itself(source: object) -> bool:
     return hasattr(source, "__next__") and isinstance(source, Iterator)
 
 
-def _order(loader: DataLoader[Any], changes: Changes) -> dict[str, Any]:
+def _order(loader: DataLoader[Batch], changes: Changes) -> dict[str, Any]:
     """The source of the indices, where it is to change."""
     if isinstance(loader.dataset, IterableDataset):
         return {}
@@ -181,7 +182,7 @@ def _order(loader: DataLoader[Any], changes: Changes) -> dict[str, Any]:
     return {name: GivenOrder(source, endless=changes.endless)}
 
 
-def _refuse_kept_iterator(loader: DataLoader[Any]) -> None:
+def _refuse_kept_iterator(loader: DataLoader[Batch]) -> None:
     for name, value in vars(loader).items():
         if name not in _KNOWN and hasattr(value, "__next__") and not isinstance(value, type):
             raise LoaderError(
@@ -229,7 +230,7 @@ def locate_failure(parts: Sequence[Any], error: BaseException, came: int | None)
     )
 
 
-def _failing_sample(loader: DataLoader[Any], kind: str, came: int) -> Any:
+def _failing_sample(loader: DataLoader[Batch], kind: str, came: int) -> Any:
     """The sample that failed; None where it is not found."""
     with preserve_state(loader):
         # As torch does before it asks the sampler for anything.
@@ -290,7 +291,7 @@ class LoaderRate:
 
 
 def time_loader(
-    begin: Callable[[], Iterator[Any]],
+    begin: Callable[[], Iterator[Batch]],
     *,
     burst: int,
     limits: RoundLimits | None = None,
@@ -316,7 +317,7 @@ def time_loader(
     """
     limits = limits or RoundLimits()
     drain = _Drain(max(1, burst), limits, clock)
-    batches: Iterator[Any] | None = None
+    batches: Iterator[Batch] | None = None
     try:
         while not drain.enough():
             if prepare is not None:
@@ -358,7 +359,7 @@ class _Drain:
         self._started = clock()
         self.passes: list[_Pass] = []
 
-    def run(self, batches: Iterator[Any], heartbeat: "Heartbeat") -> None:
+    def run(self, batches: Iterator[Batch], heartbeat: "Heartbeat") -> None:
         now, began = self.passes[-1], time.thread_time()
         while next(batches, _END) is not _END:
             now.stamps.append(self._clock())

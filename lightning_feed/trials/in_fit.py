@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tqdm.auto import tqdm
 
 from lightning_feed.errors import LoaderError, throughput
+from lightning_feed.load.kinds import AnyLoader, Batch
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import DrawsOf, size_of
 from lightning_feed.load.processes import shut_down_workers
@@ -51,7 +52,7 @@ def goal_of(trainer: Any, loader: object, **others: Any) -> Goal:
     )
 
 
-def tune_for_fit(loader: DataLoader[Any], trainer: Any, name: str, goal: Goal | None = None) -> Tuned | None:
+def tune_for_fit(loader: DataLoader[Batch], trainer: Any, name: str, goal: Goal | None = None) -> Tuned | None:
     """The settings for a training loader of a run that is about to begin. The loader is not iterated.
 
     On several ranks one of each node runs the trials, for all of its ranks at once; the others wait for it.
@@ -102,7 +103,7 @@ def _once_per_node(tune: Callable[[], Tuned], trainer: Any) -> Tuned:
     for node, found in every:
         if isinstance(found, str):  # on all nodes: ranks that went on to train would wait for those that do not
             raise LoaderError(
-                f"The rank that tunes the loaders for node {node} failed: {found} Its own message says more. Give "
+                f"The rank that tunes the loaders for node {node} failed: {found} See its own error for details. Pass "
                 "LoaderSettings(num_workers=...) to train without tuning."
             )
     tuned: Tuned = next(found for node, found in every if node == trainer.node_rank and found is not None)
@@ -156,7 +157,7 @@ def explained(found: Recommendation, settings: LoaderSettings, tuned: Tuned | No
 # --- the tuned loader ------------------------------------------------------------------------------------------------
 
 
-def why_fixed(loader: Any) -> str:
+def why_fixed(loader: AnyLoader) -> str:
     """The reason why the workers of a training loader cannot be changed; empty where they can."""
     kind = type(loader)
     if not isinstance(loader, DataLoader):
@@ -171,7 +172,7 @@ def why_fixed(loader: Any) -> str:
     return ""
 
 
-def setting_of(loader: DataLoader[Any]) -> Setting:
+def setting_of(loader: DataLoader[Batch]) -> Setting:
     """The present setting of a loader."""
     workers = loader.num_workers
     return Setting(
@@ -183,7 +184,7 @@ def setting_of(loader: DataLoader[Any]) -> Setting:
     )
 
 
-def with_setting(loader: DataLoader[Any], setting: Setting) -> DataLoader[Any]:
+def with_setting(loader: DataLoader[Batch], setting: Setting) -> DataLoader[Batch]:
     """A twin of a loader with the workers of ``setting``, in the same order of samples.
 
     Its workers are seeded by a generator of their own, and the seed that the given loader would draw for its workers is
@@ -215,7 +216,7 @@ def with_setting(loader: DataLoader[Any], setting: Setting) -> DataLoader[Any]:
     return twin
 
 
-def end_workers(loader: DataLoader[Any]) -> None:
+def end_workers(loader: DataLoader[Batch]) -> None:
     """End the workers that a loader keeps from pass to pass."""
     if isinstance(loader, FeedLoader):
         loader.close()  # a thread that reads ahead would go on
@@ -223,7 +224,7 @@ def end_workers(loader: DataLoader[Any]) -> None:
     shut_down_workers(iterator)
 
 
-def _seeds_for(loader: DataLoader[Any]) -> torch.Generator:
+def _seeds_for(loader: DataLoader[Batch]) -> torch.Generator:
     own = loader.generator
     seed = torch.initial_seed() if own is None else own.initial_seed()
     return torch.Generator(torch.empty(0).device if own is None else own.device).manual_seed(seed)
@@ -241,11 +242,11 @@ class SameDraws:
         loader: the loader that it was taken from.
     """
 
-    def __init__(self, source: Any, loader: DataLoader[Any]) -> None:
+    def __init__(self, source: Any, loader: DataLoader[Batch]) -> None:
         self.source = source
         self._draws = DrawsOf(loader)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         indices = iter(self.source)
         if self._draws.draw_seed() and self._draws.processes:
             indices = iter(self.source)

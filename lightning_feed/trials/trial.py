@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed.errors import DatasetError, FeedError, plural
+from lightning_feed.load.kinds import Batch
 from lightning_feed.load.machine import THREAD_BYTES, WORKER_BYTES, Footprint, Machine, exceeded_limit
 from lightning_feed.load.processes import ended_worker, worker_processes
 from lightning_feed.load.random_state import preserve_state
@@ -150,7 +151,7 @@ class Feasible:
         )
 
 
-def feasible(loader: DataLoader[Any], machine: Machine, local_ranks: int = 1) -> Feasible:
+def feasible(loader: DataLoader[Batch], machine: Machine, local_ranks: int = 1) -> Feasible:
     """The limits of this process for a loader."""
     context: Any = loader.multiprocessing_context
     return Feasible(
@@ -167,7 +168,7 @@ _READ_EVERY_S = 0.1
 _DEEPEST = 8
 
 
-def run_trial(loader: DataLoader[Any], setting: Setting, limits: RoundLimits, *, copies: int = 1) -> Trial:
+def run_trial(loader: DataLoader[Batch], setting: Setting, limits: RoundLimits, *, copies: int = 1) -> Trial:
     """Run a loader with a setting. The loader, its samplers and generators, and all random state are restored.
 
     A setting that cannot run gives a trial that says why. A data set that fails is an error: no setting would help.
@@ -215,7 +216,7 @@ def run_trial(loader: DataLoader[Any], setting: Setting, limits: RoundLimits, *,
 
 
 @dataclass
-class _Pass(Iterator[Any]):
+class _Pass(Iterator[Batch]):
     """Iterators side by side, one for each rank, with the times at which batches came and what they took."""
 
     iterators: list[Any]
@@ -288,7 +289,7 @@ def _measured(setting: Setting, rate: LoaderRate, passes: list[_Pass], seconds: 
 
 
 def cpu_seconds(pids: Iterable[int], root: Path = Path("/")) -> float | None:
-    """CPU time so far of this process and of the workers, all their threads. None where a worker's cannot be read."""
+    """CPU time used so far by all threads of this process and its workers. None if a worker's is unreadable."""
     total = time.process_time()
     for pid in pids:
         try:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_feed.errors import LoaderError
 from lightning_feed.extras import installed_version
 from lightning_feed.load.iterable import divides_among_workers
+from lightning_feed.load.kinds import AnyDataset, Batch
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine, read_machine
 from lightning_feed.load.order import size_of
@@ -45,7 +46,7 @@ IMPORT_S = 2.5
 
 
 def tune_loader(  # noqa: PLR0913  # all but the loader and its goal are by name, and have a default
-    loader: DataLoader[Any],
+    loader: DataLoader[Batch],
     goal: Goal | None = None,
     *,
     store: "Store | None" = None,
@@ -83,7 +84,7 @@ def tune_loader(  # noqa: PLR0913  # all but the loader and its goal are by name
     return tuned
 
 
-def remember(loader: DataLoader[Any], goal: Goal, tuned: Tuned, taken: Setting) -> None:
+def remember(loader: DataLoader[Batch], goal: Goal, tuned: Tuned, taken: Setting) -> None:
     """Store another setting as the result of a tuning, where it was among the trials, because it trained better.
 
     Args:
@@ -103,7 +104,7 @@ class _Run:
 
     def __init__(
         self,
-        loader: DataLoader[Any],
+        loader: DataLoader[Batch],
         goal: Goal,
         machine: Machine,
         on_trial: Callable[[Trial], object],
@@ -195,7 +196,7 @@ _MEMORY_STEP = 4.0
 
 
 class Store:
-    """A folder of results. One that cannot be read or written is as good as none, and is no error.
+    """A folder of results. An unreadable or unwritable one is treated as missing, not as an error.
 
     Args:
         folder: None for ``tuning`` in the user's cache folder.
@@ -231,7 +232,7 @@ class Store:
         return self.folder / f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.json"
 
 
-def key_of(loader: DataLoader[Any], goal: Goal, machine: Machine, version: str) -> dict[str, Any]:
+def key_of(loader: DataLoader[Batch], goal: Goal, machine: Machine, version: str) -> dict[str, Any]:
     """The conditions under which a result holds: machine, data set, batch size, versions, and the goal.
 
     One sample is made, unless that takes long or fails: then the key goes without its shape.
@@ -281,8 +282,8 @@ def _tuned(kept: dict[str, Any]) -> Tuned:
     return tuned
 
 
-def _data(loader: DataLoader[Any]) -> dict[str, Any]:
-    dataset: Any = loader.dataset
+def _data(loader: DataLoader[Batch]) -> dict[str, Any]:
+    dataset: AnyDataset = loader.dataset
     parts: list[list[object]] = []
     while dataset is not None and len(parts) < _NESTED:
         held = {name: getattr(dataset, name, None) for name in ("transform", "transforms", "target_transform")}
@@ -292,7 +293,7 @@ def _data(loader: DataLoader[Any]) -> dict[str, Any]:
     return {"parts": parts, "sample": _sample(loader)}
 
 
-def _sample(loader: DataLoader[Any]) -> list[Any] | None:
+def _sample(loader: DataLoader[Batch]) -> list[Any] | None:
     """Sizes of the tensors of the first sample; None where there is none to be had."""
     if isinstance(loader.dataset, IterableDataset):
         return None

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
+from lightning_feed._host import AnyModule, AnyTrainer
 from lightning_feed.diagnosing.batches import own_loaders
 from lightning_feed.diagnosing.failures import user_errors
 from lightning_feed.diagnosing.program import Fit
@@ -19,6 +20,7 @@ from lightning_feed.diagnosing.session import parts_of
 from lightning_feed.diagnosing.short_fits import DiagnosisSession, Limits, open_session, quiet
 from lightning_feed.errors import LoaderError, SettingsError, in_rate, plural, rate_unit, throughput
 from lightning_feed.extras import require
+from lightning_feed.load.kinds import Batch
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.processes import end_pass
 from lightning_feed.load.random_state import preserve_state
@@ -274,8 +276,8 @@ def write_plot(found: Sweep, path: Path) -> Path:
 def tune(  # noqa: PLR0913  # all but the target are by name, and have a default
     target: Any,
     *,
-    model: Any = None,
-    trainer: Any = None,
+    model: AnyModule = None,
+    trainer: AnyTrainer = None,
     batch_size: int | None = None,
     demand_per_s: float | None = None,
     budget_s: float = 30.0,
@@ -283,11 +285,11 @@ def tune(  # noqa: PLR0913  # all but the target are by name, and have a default
     fresh: bool = False,
     loader: str | None = None,
 ) -> Tuned:
-    """Find the loader settings for a data module or a DataLoader, and leave everything as it was.
+    """Find loader settings for a data module or a DataLoader, leaving everything as it was.
 
-    With a model, or ``demand_per_s``, it looks for the smallest setting that gives a tenth more than the model can
-    train; without, for the fastest. The result is remembered for this machine, data set, batch size and these versions,
-    and checked by one short trial the next time.
+    Given a model or ``demand_per_s``, picks the smallest setting that delivers 10 % more than the model can consume;
+    otherwise, the fastest. The result is kept per machine, data set, batch size and package versions, and checked with
+    one short trial next time.
 
     Args:
         target: a LightningDataModule, which is prepared and set up for "fit", or torch DataLoaders.
@@ -322,7 +324,7 @@ def tune(  # noqa: PLR0913  # all but the target are by name, and have a default
 
 
 def find(
-    session: DiagnosisSession, loader: DataLoader[Any], goal: Goal, *, batch_size: int | None, fresh: bool
+    session: DiagnosisSession, loader: DataLoader[Batch], goal: Goal, *, batch_size: int | None, fresh: bool
 ) -> Tuned:
     """The settings for a loader, with a progress bar on stderr.
 
@@ -344,7 +346,7 @@ def find(
     return replace(tuned, batch_size=tuned.batch_size or batch_size or batch_size_of(loader))
 
 
-def batch_size_of(loader: DataLoader[Any]) -> int | None:
+def batch_size_of(loader: DataLoader[Batch]) -> int | None:
     """Samples in a batch; None where the loader does not say it."""
     return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
 
@@ -396,7 +398,7 @@ def run_tune(  # the options of the command, by name
     return tuned, replace(swept, chosen=tuned.setting, demand_per_s=tuned.demand_per_s), place
 
 
-def sweep_loader(loader: DataLoader[Any], grid: Iterable[int], on_trial: Callable[[], object]) -> Sweep:
+def sweep_loader(loader: DataLoader[Batch], grid: Iterable[int], on_trial: Callable[[], object]) -> Sweep:
     """Try a loader with each number of workers of a grid, all else as it is. It is left as before.
 
     Args:
@@ -434,7 +436,7 @@ def sweep_loader(loader: DataLoader[Any], grid: Iterable[int], on_trial: Callabl
 @contextmanager
 def open_target_session(
     target: object, model: object, trainer: object, name: str | None = None
-) -> Iterator[tuple[DiagnosisSession, DataLoader[Any]]]:
+) -> Iterator[tuple[DiagnosisSession, DataLoader[Batch]]]:
     """The training loader of a target, with what is needed to train on it. Afterwards all is as it was before.
 
     Args:
@@ -496,7 +498,7 @@ def _first_batch(session: DiagnosisSession) -> Any:
     return batch
 
 
-def _named_loader(session: DiagnosisSession, name: str | None) -> DataLoader[Any]:
+def _named_loader(session: DiagnosisSession, name: str | None) -> DataLoader[Batch]:
     try:
         parts = {part.name: part.loader for part in parts_of(session.train_loaders)}
     except LoaderError as error:

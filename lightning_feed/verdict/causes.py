@@ -186,7 +186,7 @@ FASTER, NO_FASTER = 1.25, 1.1
 
 @dataclass(frozen=True)
 class Reason:
-    """A cause, with the figures that speak for it."""
+    """A cause and the figures that support it."""
 
     cause: Cause
     because: Sequence[str] = ()
@@ -461,7 +461,7 @@ def _beside_the_copy(measured: Measurements, alone: float | None, step_ms: float
 
 
 def compute_cause(measured: Measurements, shares: Shares) -> Reason:
-    """The step itself: the work of the device, or the host's work to issue it."""
+    """The step itself: device work, or the host work to launch it."""
     facts, compute, alone = measured.facts, measured.stats.compute_ms or 0.0, model_alone_ms(measured)
     because = []
     if alone is not None and compute >= FAR * alone:

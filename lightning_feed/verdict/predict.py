@@ -276,7 +276,7 @@ def in_any_order(measured: Measurements, shares: Shares) -> float | None:
 
 
 def _beside(measured: Measurements, shares: Shares, rate: float, now: float | None) -> float:
-    """Milliseconds for a batch beside training, of a loader that gives so many alone, where it gave ``now``."""
+    """Milliseconds per batch during training, for a loader that reaches ``rate`` alone and reached ``now`` before."""
     running = period_ms(measured, shares)
     if now and running is not None and running * now > 1e3 * SAME:
         return running * now / rate

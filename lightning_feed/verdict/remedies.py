@@ -294,8 +294,8 @@ def persistent_workers(finding: Finding) -> Remedy | None:
 
 
 def any_order(finding: Finding) -> Remedy | None:
-    """A finished batch was seen to wait for a slow one while workers had nothing to do. Not in ``trainer.predict``:
-    its results are told apart by their order alone."""
+    """Remedy for finished batches that wait for a slow one while workers are idle. Not for ``trainer.predict``, whose
+    results are identified only by their order."""
     facts = finding.facts
     if finding.data != "head of line" or facts.in_order is False or (facts.num_workers or 0) < 2:
         return None

@@ -107,7 +107,7 @@ def test_other_iterables() -> None:
     assert [(key.name, key.bytes_per_batch) for key in results.keys] == [("x", 24)]
     left_out = dict(results.left_out)
     assert set(left_out) == set(DATA_EXPERIMENTS) - {"loader", "keys"}
-    assert left_out["transforms"] == "a Batches is no torch DataLoader, so it cannot be built again with changes"
+    assert left_out["transforms"] == "a Batches is not a torch DataLoader, so it cannot be rebuilt with changes"
     used_up = iter(Batches())
     results = _last(used_up)
     assert "gone through only once" in dict(results.left_out)["loader"]

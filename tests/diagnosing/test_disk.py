@@ -148,7 +148,7 @@ def test_listed_files_are_found_without_making_samples(class_folders: Path) -> N
 def test_other_files_are_found_by_listening(tmp_path: Path) -> None:
     dataset = Files(tmp_path / "data")
     assert files_of_samples(part_of(dataset), [4, 2]) == [str(dataset.paths[4]), str(dataset.paths[2])]
-    with pytest.raises(DatasetError, match="cannot give sample 13"):
+    with pytest.raises(DatasetError, match="failed to return sample 13"):
         files_of_samples(part_of(Broken()), [13])
 
 

@@ -206,7 +206,7 @@ def test_another_version_is_reported(packed: Callable[[str], Path]) -> None:
 def test_a_hostile_manifest_is_refused(change: dict[str, Any], packed: Callable[[str], Path]) -> None:
     path = packed("lmdb")
     as_earlier_versions_wrote_it(path, **change)
-    with pytest.raises(ArchiveError, match=r"pack\.json cannot be read|does not fit its index"):
+    with pytest.raises(ArchiveError, match=r"pack\.json cannot be read|does not match its index"):
         PackedDataset(path)
 
 

@@ -111,7 +111,7 @@ def test_a_checkpoint_without_a_loader_state_is_refused_inside_an_epoch(tmp_path
     loaded = checkpoint(path, Data(24, 4))
     del loaded["loops"]["fit_loop"]["state_dict"]["combined_loader"]
     torch.save(loaded, path)
-    with pytest.raises(ResumeError, match="middle of an epoch and holds no state of the training loader"):
+    with pytest.raises(ResumeError, match="middle of an epoch without the state of the training loader"):
         go(Data(24, 4), ckpt_path=path)
     for moment in ("on_validation_end", "on_train_epoch_end"):
         loaded = checkpoint(path, Data(24, 4), moment, 0)

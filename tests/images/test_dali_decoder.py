@@ -343,7 +343,7 @@ def test_a_lack_of_memory_on_a_device_is_said_as_torch_says_it(monkeypatch: pyte
     """Lightning's batch size finder goes by that."""
     made = dataset(jpegs(2))
     fail(monkeypatch, "__init__", "CUDA allocation failed")
-    with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory: DALI said: CUDA allocation") as raised:
+    with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory in DALI: CUDA allocation") as raised:
         list(decoder(made, device=torch.device("cuda", 0), largest_image=(9, 9)).run(iter(batches(made, 2))))
     assert is_oom_error(raised.value)
 

@@ -16,17 +16,12 @@ SIZE, BATCH = 11, 2  # six batches, the last of one sample
 
 
 class Numbers(Dataset[int]):
-    """Number i at place i; one of them cannot be read."""
-
-    def __init__(self, broken: int | None = None) -> None:
-        self.broken = broken
+    """Number i at place i."""
 
     def __len__(self) -> int:
         return SIZE
 
     def __getitem__(self, index: int) -> int:
-        if index == self.broken:
-            raise ValueError(f"number {index} is broken")
         return index
 
 
@@ -92,16 +87,6 @@ WORKERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", WORKERS, ids=str)
-def test_all_batches_come_decoded_in_their_order_in_each_pass(options: dict[str, Any]) -> None:
-    loader, decode = made(**options)
-    for passes in (1, 2):
-        assert [batch.tolist() for batch in loader] == DOUBLED
-        assert (decode.begun, decode.closed, decode.taken) == (passes, passes, passes * len(DOUBLED))
-    assert len(loader) == len(DOUBLED)
-    loader.close()
-
-
-@pytest.mark.parametrize("options", WORKERS, ids=str)
 @pytest.mark.parametrize("handed_out", [1, 6])
 def test_its_place_is_in_batches_handed_out_not_in_batches_taken(options: dict[str, Any], handed_out: int) -> None:
     def shuffled(**more: Any) -> tuple[FeedLoader, AheadDecoder]:
@@ -140,19 +125,6 @@ def test_closed_in_the_middle_it_leaves_nothing_running(options: dict[str, Any])
     for thread in set(threading.enumerate()) - before:
         thread.join(10)
     assert {thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("feed")} == set()
-
-
-@pytest.mark.parametrize("options", WORKERS, ids=str)
-def test_an_error_of_the_source_comes_in_its_place(options: dict[str, Any]) -> None:
-    loader, decode = made(dataset=Numbers(broken=7), **options)
-    batches = iter(loader)
-    assert [next(batches).tolist() for _ in range(3)] == DOUBLED[:3]
-    with pytest.raises(ValueError, match="number 7 is broken"):
-        next(batches)
-    assert decode.closed == 1
-    with pytest.raises(LoaderError, match="ended with ValueError"):
-        next(batches)
-    loader.close()
 
 
 @pytest.mark.parametrize("options", WORKERS, ids=str)

@@ -121,16 +121,16 @@ def test_bad_samples_are_counted_over_all_workers(caplog):
     assert list(loader) == [[0, 0, 2, 3], [4, 5, 4, 5], [8, 9, 10, 11]]
     assert bad.failures == 3
     assert caplog.text.count("is torn on_error='skip'") == 3
-    with pytest.raises(DatasetError, match="6 samples could not be read, and max_failures=5"):
+    with pytest.raises(DatasetError, match="6 samples could not be read .max_failures=5"):
         list(loader)
 
 
 def test_a_dataset_that_does_not_pickle():
     held = Rows()
     held.lock = lock = threading.Lock()
-    with pytest.raises(LoaderError, match=r"cannot be given the dataset .*pickled: cannot pickle '_thread.lock"):
+    with pytest.raises(LoaderError, match=r"Cannot pickle the dataset .*: cannot pickle '_thread.lock"):
         iter(on_ray(held))
-    with pytest.raises(LoaderError, match="cannot be given the collate_fn"):
+    with pytest.raises(LoaderError, match="Cannot pickle the collate_fn"):
         iter(on_ray(Rows(), collate_fn=lambda samples: (lock, samples)))
 
 

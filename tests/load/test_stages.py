@@ -153,7 +153,14 @@ def test_a_waiting_pass_says_what_it_waits_for(maker, ahead, decoded, tmp_path):
     assert named in where
 
 
-@every_composition
+@pytest.mark.parametrize(
+    ("maker", "ahead", "decoded"),
+    [
+        # With a thread ahead of worker processes it takes the 5 s after which torch looks whether they live.
+        pytest.param(maker, ahead, decoded, marks=SLOW if maker == "ray" else pytest.mark.slow if ahead else ())
+        for maker, ahead, decoded in product(MAKERS, (0, 2), (False, True))
+    ],
+)
 def test_ctrl_c_ends_a_waiting_pass(maker, ahead, decoded, tmp_path):
     dataset = Hanging(tmp_path)
     before = running()

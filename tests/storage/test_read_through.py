@@ -207,7 +207,7 @@ def test_an_error_of_the_source_is_raised_as_it_is(store: ObjectStore, tmp_path:
 
 
 def test_a_folder_that_cannot_be_written_is_refused() -> None:
-    with pytest.raises(ArchiveError, match=r"cannot be used for a cache.*Give a folder of your own"):
+    with pytest.raises(ArchiveError, match=r"cannot be used as a cache.*a folder that you own"):
         ReadThrough("/proc/none", _MIB)
 
 

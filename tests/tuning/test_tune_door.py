@@ -127,7 +127,7 @@ def test_a_loader_is_tuned_as_it_is(tunes: Tunes) -> None:
 @pytest.mark.parametrize(
     ("target", "options", "said"),
     [
-        (Rows(), {}, "a Rows is no torch DataLoader, .* Give a LightningDataModule, or torch DataLoaders"),
+        (Rows(), {}, "a Rows is not a torch DataLoader, .* Give a LightningDataModule, or torch DataLoaders"),
         (Two(), {}, "2 training loaders: a, b. Tune them one by one: .*, loader='a' in a call"),
         (Two(), {"loader": "c"}, "2 training loaders: a, b. None is named 'c'"),
         (Data(), {"loader": "a"}, "there is one training loader only"),
