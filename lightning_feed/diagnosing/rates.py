@@ -15,7 +15,6 @@ import torch
 import torch.multiprocessing as torch_mp
 from torch.utils.data import Dataset, IterableDataset
 
-from lightning_feed._host import Original
 from lightning_feed.diagnosing.disk import innermost
 from lightning_feed.diagnosing.session import LoaderPart, NotMeasurable, Session, fresh, key_bytes
 from lightning_feed.errors import DatasetError, FeedError, LoaderError
@@ -129,7 +128,7 @@ class _Constant:
         original: the data set, asked for attributes that a ``worker_init_fn`` may want.
     """
 
-    def __init__(self, sample: object, original: Original) -> None:
+    def __init__(self, sample: object, original: AnyDataset) -> None:
         self.sample, self.original = sample, original
 
     def __getattr__(self, name: str) -> Any:

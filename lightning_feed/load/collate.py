@@ -235,7 +235,7 @@ def _moves_itself(value: object) -> bool:
     return isinstance(value, (list, tuple)) and hasattr(value, "to")
 
 
-def named_parts(value: object) -> dict[object, Any] | None:
+def named_parts(value: Any) -> dict[Any, Any] | None:
     """The parts of a container by key, field or position; None for anything else."""
     if isinstance(value, Mapping):
         return dict(value)

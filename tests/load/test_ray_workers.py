@@ -121,7 +121,7 @@ def test_bad_samples_are_counted_over_all_workers(caplog):
     assert list(loader) == [[0, 0, 2, 3], [4, 5, 4, 5], [8, 9, 10, 11]]
     assert bad.failures == 3
     assert caplog.text.count("is torn on_error='skip'") == 3
-    with pytest.raises(DatasetError, match="6 samples could not be read .max_failures=5"):
+    with pytest.raises(DatasetError, match=r"6 samples could not be read \(max_failures=5\)"):
         list(loader)
 
 
