@@ -157,9 +157,7 @@ class _Worker:
                 continue
             job, since = at
             if now - max(reported, since) >= job.report_s:
-                report(
-                    job.keys[0], self.name, f"{self.name} is {self._doing}, and at this batch for {now - since:.0f} s"
-                )
+                report(job.keys[0], self.name, f"{self.name} is {self._doing}, in this batch for {now - since:.0f} s")
                 reported = now
             if is_closed(job.keys[0], job.of_pass):
                 closed = now if closed < since else closed

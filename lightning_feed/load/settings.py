@@ -94,7 +94,7 @@ class LoaderSettings:
         for name, zero in (("timeout_s", "to wait for ever"), ("warn_after_s", "to say nothing")):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-                raise SettingsError(f"{name}={value!r} is not possible. Pass seconds, or 0 {zero}.")
+                raise SettingsError(f"{name}={value!r} is not possible. Give seconds, or 0 {zero}.")
         self._refuse_without_effect()
         self._check_ray()
 

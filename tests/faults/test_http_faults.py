@@ -235,5 +235,5 @@ def test_a_listing_is_that_of_the_run(store: HttpStore, monkeypatch: pytest.Monk
 def test_a_file_read_by_name_is_checked_too(store: HttpStore, tmp_path: Path) -> None:
     folder = RemoteFolder(RemotePlace(store.url, cache=ReadThrough(tmp_path, 1 << 20)))
     store.put(path_of(3), content(3, "new"))
-    with pytest.raises(GoneError, match="it was replaced"):
+    with pytest.raises(GoneError, match="the file was replaced"):
         folder.read(path_of(3))

@@ -67,6 +67,7 @@ def in_processes(ranks: int, work: Callable[[int], object], *, most_s: float = 6
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         slurm = {"JOB_ID": 4242, "JOB_NAME": "train", "NTASKS": ranks, "NTASKS_PER_NODE": ranks, "PROCID": rank}
         slurm |= {"LOCALID": rank, "NODEID": 0}
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not that of Ray, where its tests ran in this process before
         os.environ |= meeting | {f"SLURM_{name}": str(value) for name, value in slurm.items()}
         work(rank)
 
