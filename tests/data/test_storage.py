@@ -93,7 +93,7 @@ def test_a_copy_of_the_module_has_caches_of_its_own() -> None:
     ("given", "words"),
     [
         ({"cache": "ram"}, "cache='ram'"),
-        ({"cache": "bytes", "cache_limit": "half"}, "limit of 'half'"),
+        ({"cache": "bytes", "cache_limit": "half"}, "limit 'half'"),
         ({"cache": "bytes", "cache_shard": True}, "cache_shard"),
         ({"stage_to": "/dev/shm/x"}, "Give data_dir"),
         ({"stage_wait": False}, "stage_wait=False is not possible: training begins when the copy is there"),

@@ -42,7 +42,7 @@ def test_all_of_them_on_a_slow_data_set(monkeypatch: pytest.MonkeyPatch) -> None
     assert results.ceiling_per_s is not None
     assert results.no_transform_per_s is not None
     assert results.loader_start_s is not None
-    assert results.loader_per_s <= 1 / (4 * 0.004)
+    assert results.loader_per_s <= 1.1 / (4 * 0.004)  # workers had made the first ones before the clock began
     assert results.ceiling_per_s > 1.5 * results.loader_per_s
     assert results.no_transform_per_s > 1.5 * results.loader_per_s
     assert max(results.costs, key=lambda cost: cost.cpu_ms).name == "Slow"

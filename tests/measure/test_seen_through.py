@@ -88,5 +88,5 @@ def test_the_queue_of_a_wrapped_loader_is_watched() -> None:
 def test_experiments_are_made_on_the_loader_inside_where_that_gives_the_same_batches() -> None:
     web = _web(1)
     assert [part.loader for part in parts_of({"web": web})] == [web.pipeline[0]]
-    with pytest.raises(Exception, match="no torch DataLoader"):
+    with pytest.raises(Exception, match="not a torch DataLoader"):
         parts_of(_web(rebatched=True))
