@@ -247,7 +247,7 @@ def test_without_a_free_cpu_the_wait_ends_with_what_is_missing(monkeypatch, tmp_
     held = ray.remote(num_cpus=2)(hold).remote()
     wait_until(lambda: ray.available_resources().get("CPU", 0) == 0)
     batches = iter(on_ray(Rows(), batch_size=4))
-    with pytest.raises(LoaderError, match=r"begun with any of 4 batches for . s. The Ray cluster has 2 CPUs, 0 of"):
+    with pytest.raises(LoaderError, match=r"started any of 4 batches in . s. The Ray cluster has 2 CPUs, 0 of"):
         next(batches)
     (tmp_path / "free").touch()
     ray.get(held)
