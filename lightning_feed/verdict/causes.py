@@ -19,7 +19,7 @@ StepPart = Literal["framework", "copy", "data"]
 
 FRAMEWORK_PCT, COPY_PCT, DATA_PCT = 10.0, 5.0, 5.0
 """Shares of a step from which its parts are at fault."""
-JITTER_PCT, HIGH_PCT = 2.0, 20.0
+MODERATE_PCT, HIGH_PCT = 10.0, 20.0
 """Further limits of the grade; 5 and 20 are those of TensorFlow's input-pipeline analyzer."""
 MODEL_SHARE, MODEL_MOST = 0.95, 1.1
 """From this share of a step that the model alone takes, no loader makes the step much shorter. It cannot take more than
@@ -96,10 +96,10 @@ def _waiting_of(measured: Measurements, own_pct: float, step_ms: float) -> tuple
 
 def grade_of(data_pct: float) -> Grade:
     """Degree of starvation, by the share of the step that waits for data."""
-    if data_pct < JITTER_PCT:
-        return "fed"
     if data_pct < DATA_PCT:
-        return "fed, some jitter"
+        return "OK"
+    if data_pct < MODERATE_PCT:
+        return "slightly data-bound"
     return "moderately data-bound" if data_pct < HIGH_PCT else "highly data-bound"
 
 

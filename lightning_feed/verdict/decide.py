@@ -74,7 +74,7 @@ def _of_steps(measured: Measurements) -> Diagnosis:
     found = Diagnosis(
         bottleneck=parts[0],
         cause=first.cause,
-        grade="fed" if shares.compute_bound_confirmed else grade_of(shares.data_pct),
+        grade="OK" if shares.compute_bound_confirmed else grade_of(shares.data_pct),
         confidence=_confidence(measured, shares, first),
         evidence=_evidence(measured, shares, because),
         notes=(toy,) if toy else (),

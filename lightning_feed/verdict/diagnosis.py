@@ -8,7 +8,7 @@ from lightning_feed.measure.measurements import Measurements
 from lightning_feed.measure.stats import Confidence, StarvationStats
 
 Bottleneck = Literal["data", "copy", "framework", "compute", "validation", "checkpoints", "unknown"]
-Grade = Literal["fed", "fed, some jitter", "moderately data-bound", "highly data-bound", "not measured"]
+Grade = Literal["OK", "slightly data-bound", "moderately data-bound", "highly data-bound", "not measured"]
 Cause = Literal[
     "hooks", "synchronisation",
     "unpinned", "not overlapped", "link", "small tensors", "transfer hooks", "decoding on the GPU",
@@ -75,7 +75,7 @@ class Diagnosis:
     cause: Cause = "unknown"
     """The cause, as far as the measurements tell: see :data:`Cause`."""
     grade: Grade
-    """Degree of starvation, whatever the bottleneck: under 2 % fed, under 5 % jitter, under 20 % moderately."""
+    """Degree of starvation, whatever the bottleneck: OK below 5 %, slightly below 10 %, moderately below 20 %."""
     confidence: Confidence
     """Trust in it."""
     evidence: tuple[str, ...]

@@ -29,7 +29,7 @@ FED = sample_stats(
 
 def _after(stats: Any = FED, **facts: Any) -> Report:
     found = sample(
-        stats=stats, facts=sample_facts(**facts), bottleneck="compute", cause="compute", grade="fed, some jitter"
+        stats=stats, facts=sample_facts(**facts), bottleneck="compute", cause="compute", grade="OK"
     )
     return sample_report(found)
 
@@ -135,7 +135,7 @@ def test_a_difference_within_noise(low: float | None, high: float, noise: bool |
 
 def test_the_verdict() -> None:
     found = compare(sample_report(), _after())
-    assert (found.verdict_before, found.verdict_after) == ("data (cpu), highly data-bound", "compute, fed, some jitter")
+    assert (found.verdict_before, found.verdict_after) == ("data (cpu), highly data-bound", "compute, OK")
     assert found.verdict_changed
     assert not compare(sample_report(), sample_report()).verdict_changed
     assert compare(sample_report(), sample_report(sample(cause="waiting"))).verdict_changed
@@ -165,7 +165,7 @@ def test_the_comparison_in_words() -> None:
         "before   the earlier report",
         "after    the later report",
         "result   1.45 times as fast: 367.0 -> 533.3 samples/s",
-        "verdict  data (cpu), highly data-bound -> compute, fed, some jitter",
+        "verdict  data (cpu), highly data-bound -> compute, OK",
         "changed  num_workers 6 -> 14; pin_memory True -> False",
         "                   before      after",
         "samples_per_s       367.0      533.3     +45 %",

@@ -112,15 +112,15 @@ def test_no_verdict() -> None:
     ("changes", "headline"),
     [
         (
-            {"bottleneck": "compute", "cause": "compute", "grade": "fed"},
+            {"bottleneck": "compute", "cause": "compute", "grade": "OK"},
             "FEED  OK: limited by the model. 34 % of time waiting for data. (95",
         ),
         (
-            {"bottleneck": "compute", "cause": "oversubscribed", "grade": "fed"},
+            {"bottleneck": "compute", "cause": "oversubscribed", "grade": "OK"},
             "FEED  limited by the step itself, not by data: 34 % of time waiting for data (95",
         ),
         (
-            {"bottleneck": "framework", "grade": "fed"},
+            {"bottleneck": "framework", "grade": "OK"},
             "FEED  framework-bound: 4 % of each step between the steps; GPU idle 34 % of each step waiting for data",
         ),
         (
@@ -131,7 +131,7 @@ def test_no_verdict() -> None:
             {
                 "bottleneck": "compute",
                 "cause": "compute",
-                "grade": "fed",
+                "grade": "OK",
                 "facts": sample_facts(device_type="cpu", others_cpu_pct=78.0),
             },
             "FEED  OK: limited by the model, beside other programs that take 78 % of the CPUs. ",
