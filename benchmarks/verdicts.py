@@ -6,7 +6,10 @@ has the label right in 95 % of the scenarios, and the same label in each repeat.
 in which other processes took more than 12 % of the CPUs is repeated, `--patience` times at most, each after waiting
 up to 20 s for them.
 
-    python benchmarks/verdicts.py [--repeat 3] [--only head,jitter] [--data DIR] [--json FILE]
+With `--beside` the fits run beside programs that compute. A label is then right, "cannot tell", or wrong; a good run
+has none wrong.
+
+    python benchmarks/verdicts.py [--repeat 3] [--only head,jitter] [--beside "1 program"] [--data DIR] [--json FILE]
 """
 
 import argparse
@@ -22,9 +25,11 @@ from typing import Any
 
 import torch
 from verdict_fits import hush, run_fit, two_cpus
-from verdict_quiet import QUIET_PCT, Others, wait_until_quiet
+from verdict_quiet import BESIDE, QUIET_PCT, Others, programs_beside, wait_until_quiet
 from verdict_scenarios import SCENARIOS
 from verdict_work import calibrate, make_files
+
+from lightning_feed.verdict.diagnosis import Diagnosis
 
 GOAL_PCT = 95.0
 PATIENCE_S = 20.0
@@ -37,6 +42,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="names or families, or parts of them, with commas between")
     parser.add_argument("--data", type=Path, help="folder on a disk for the files to read; default: temporary")
     parser.add_argument("--patience", type=int, default=3, help="repeats of a fit that others disturbed")
+    parser.add_argument("--beside", choices=BESIDE, default="nothing", help="programs that compute beside each fit")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     wanted = [part for part in arguments.only.split(",") if part]
@@ -54,14 +60,15 @@ def main() -> int:
         flush=True,
     )
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(dir=arguments.data) as files:
+    quiet = arguments.beside == "nothing"
+    with tempfile.TemporaryDirectory(dir=arguments.data) as files, programs_beside(arguments.beside):
         make_files(Path(files))
         began = time.monotonic()
         print("| scenario | expected | found | starved, % | confidence | agrees | s | others, % |")
         print("|---|---|---|---:|---|---|---:|---:|")
         for number in range(arguments.repeat):
             for name in names:
-                rows.append(_run(name, Path(files), number, arguments.patience))
+                rows.append(_run(name, Path(files), number, arguments.patience if quiet else -1))
                 _show(rows[-1])
                 if arguments.json is not None:
                     arguments.json.write_text(json.dumps(rows, indent=1))
@@ -70,20 +77,24 @@ def main() -> int:
     disturbed = sum(row["others_pct"] > QUIET_PCT for row in rows)
     repeats = sum(row["repeats"] for row in rows)
     print(f"{seconds / arguments.repeat:.0f} s a round; {repeats} fits repeated, {disturbed} disturbed all the same")
-    return 0 if agreed >= GOAL_PCT else 1
+    wrong = any(not row["agrees"] and not row["cannot_tell"] for row in rows)
+    return 0 if agreed >= GOAL_PCT and (quiet or not wrong) else 1
 
 
 def _run(name: str, files: Path, number: int, patience: int) -> dict[str, Any]:
+    if patience < 0:
+        return _try(name, files, number)
+    wait_until_quiet(PATIENCE_S)
     row = _try(name, files, number)
     for repeats in range(1, patience + 1):
         if row["others_pct"] <= QUIET_PCT:
             break
+        wait_until_quiet(PATIENCE_S)
         row = _try(name, files, number) | {"repeats": repeats}
     return row
 
 
 def _try(name: str, files: Path, number: int) -> dict[str, Any]:
-    wait_until_quiet(PATIENCE_S)
     scenario, began, others = SCENARIOS[name], time.monotonic(), Others()
     diagnosis = run_fit(scenario, files)
     seconds, others_pct = time.monotonic() - began, others.took_pct()
@@ -94,7 +105,8 @@ def _try(name: str, files: Path, number: int) -> dict[str, Any]:
         "round": number,
         "expected": "/".join(scenario.expect),
         "found": f"{diagnosis.bottleneck}/{diagnosis.cause}",
-        "agrees": (diagnosis.bottleneck, diagnosis.cause) == scenario.expect,
+        "agrees": _agrees(diagnosis, scenario.expect),
+        "cannot_tell": diagnosis.bottleneck == "unknown",
         "confidence": diagnosis.confidence,
         "seconds": seconds,
         "others_pct": others_pct,
@@ -108,11 +120,19 @@ def _try(name: str, files: Path, number: int) -> dict[str, Any]:
     }
 
 
+def _agrees(found: Diagnosis, expect: tuple[str, str]) -> bool:
+    """Of a model that takes the time, "batches are ready; other programs have the CPUs" is right, too."""
+    beside_load = found.measurements.facts.crowded and expect[0] == found.bottleneck == "compute"
+    return (found.bottleneck, found.cause) == expect or (beside_load and found.cause == "oversubscribed")
+
+
 def _show(row: dict[str, Any]) -> None:
     starved = row["stats"]["starved_pct"]
+    label = "cannot tell" if row["cannot_tell"] else "**no**"
+    label = "yes" if row["agrees"] else label
     print(
         f"| {row['scenario']} | {row['expected']} | {row['found']} | {'' if starved is None else f'{starved:.0f}'} | "
-        f"{row['confidence']} | {'yes' if row['agrees'] else '**no**'} | {row['seconds']:.1f} | "
+        f"{row['confidence']} | {label} | {row['seconds']:.1f} | "
         f"{row['others_pct']:.0f} |",
         flush=True,
     )
@@ -130,8 +150,13 @@ def _summarise(rows: list[dict[str, Any]]) -> float:
         others = ", ".join(f"{label} {count}" for label, count in counts.most_common() if label != expected)
         print(f"| {expected} | {counts.total()} | {counts[expected]} | {others} |")
     agreed = 100.0 * sum(bool(row["agrees"]) for row in rows) / max(1, len(rows))
+    untold = sum(row["cannot_tell"] and not row["agrees"] for row in rows)
+    wrong = sum(not row["cannot_tell"] and not row["agrees"] for row in rows)
     steady = sum(len(each) == 1 for each in labels.values())
-    print(f"\n{agreed:.1f} % agree (goal {GOAL_PCT:.0f}); the same label in each round: {steady} of {len(labels)}")
+    print(
+        f"\n{agreed:.1f} % agree (goal {GOAL_PCT:.0f}), {untold} cannot tell, {wrong} wrong; "
+        f"the same label in each round: {steady} of {len(labels)}"
+    )
     return agreed
 
 

@@ -483,6 +483,22 @@ def is_overridden(owner: object, hook: str) -> bool:
     return method is not None and not defined_by_lightning(getattr(method, "__wrapped__", method))
 
 
+_BASES = ("Callback", "ModelHooks", "DataHooks", "LightningModule", "Strategy")
+
+
+def is_empty_hook(trainer: AnyTrainer, action: str) -> bool:
+    """Check if an action, as Lightning names it to its profiler, is a hook that does nothing since nobody overrides it.
+
+    Read in 2.4.0 and 2.6.6 (``trainer/call.py``).
+    """
+    module, strategy = trainer.lightning_module, trainer.strategy
+    owners: dict[str, Any] = {f"[Callback]{one.state_key}": one for one in trainer.callbacks}
+    owners |= {f"[LightningModule]{type(module).__name__}": module, f"[Strategy]{type(strategy).__name__}": strategy}
+    owner, _, hook = action.rpartition(".")
+    method = getattr(type(owners.get(owner)), hook, None)
+    return defined_by_lightning(method) and getattr(method, "__qualname__", "").partition(".")[0] in _BASES
+
+
 def defined_by_lightning(thing: object) -> bool:
     """Check if a class, object or function comes from Lightning or from this package."""
     module = getattr(thing, "__module__", None) or type(thing).__module__

@@ -13,13 +13,13 @@ from lightning_feed._host import AnyTrainer, Stage
 from lightning_feed.callbacks.loader_place import loader_location, users_line
 from lightning_feed.callbacks.prefetch import HAND_OUT, LOOK_AHEAD, PrefetchCallback
 from lightning_feed.load.machine import read_machine
+from lightning_feed.measure.cpu_time import CpuShare, own_clock
 from lightning_feed.measure.facts import batches_ahead, with_loaders
 from lightning_feed.measure.guard import Guard
 from lightning_feed.measure.hook_times import Calls, HookTimes, tap_profiler
-from lightning_feed.measure.kernel import CpuShare
 from lightning_feed.measure.loader_state import loaders_in
 from lightning_feed.measure.loop import LoopSums, MeasuredLoop
-from lightning_feed.measure.measurements import HookPlace, LoopFacts, Measurements
+from lightning_feed.measure.measurements import HookPlace, HookTime, LoopFacts, Measurements
 from lightning_feed.measure.nvml import NvmlSampler
 from lightning_feed.measure.ranks import open_rank_exchange
 from lightning_feed.measure.stats import RankStats, StarvationStats, loop_tags, to_tags
@@ -59,7 +59,7 @@ class StarvationRun:
         self.main = self._now = self._make_loop(stage)
         self._validation: MeasuredLoop | None = None
         self._validation_since: int | None = None
-        self._hooks = HookTimes(lambda: self._now.meter.between_steps, measure=guard.measure)
+        self._hooks = HookTimes(lambda: self._now.meter.between_steps, own_clock, measure=guard.measure)
         self._ranks = open_rank_exchange(warm_up=self.main.warm_up) if stage == "fit" else None
         self._rank_total: RankStats | None = None
         self._cpus = CpuShare() if trainer.world_size == 1 else None
@@ -146,6 +146,8 @@ class StarvationRun:
         loop = self._now
         if loop is self.main:
             self._hooks.step_ended(loop.meter.finished)
+            if self._cpus is not None and self._cpus.sample():
+                self.leave_out_step()  # a sample takes some milliseconds, which are not training's
         if loop.step_ended():
             self._fold(loop)
 
@@ -239,17 +241,26 @@ class StarvationRun:
         validation, cpus = self._validation, self._cpus
         self._fold(self.main)
         found = self.main.measurements(prefetch_active=prefetch_active(self._trainer))
-        others = cpus.others_pct(found.facts.usable_cpus) if cpus is not None else None
+        others: dict[str, Any] = {}
+        if cpus is not None:
+            usable = found.facts.usable_cpus
+            others = {
+                "others_cpu_pct": cpus.others_pct(usable),
+                "others_cpu_median_pct": cpus.median_others_pct(usable),
+            }
         return Measurements(
             stats=found.stats,
-            facts=replace(found.facts, syncs=self._syncs(), others_cpu_pct=others),
+            facts=replace(found.facts, syncs=self._syncs(), **others),
             loaders=replace(found.loaders, cache_hit_pct=_hit_pct(self._cache_began, _cache_stats(self._trainer))),
-            hooks=self._hooks.result(),
+            hooks=self._guard.attempt("tell the slowest hooks", self._slow_hooks) or (),
             ranks=self._rank_total or (self._ranks.total() if self._ranks is not None else None),
             by_loader=found.by_loader,
             wall=self._wall.stats(),
             validation=validation.measurements(prefetch_active=None) if validation is not None else None,
         )
+
+    def _slow_hooks(self) -> tuple[HookTime, ...]:
+        return tuple(one for one in self._hooks.result() if not _host.is_empty_hook(self._trainer, one.name))
 
     def _syncs(self) -> tuple[str, ...]:
         """All that were found at any time: a metric in the progress bar appears only once it was logged."""

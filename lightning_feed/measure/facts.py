@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, Subset
 
+from lightning_feed.errors import source_line
 from lightning_feed.load.kinds import AnyDataset, AnyLoader, Batch
 from lightning_feed.measure.measurements import LoopFacts
 from lightning_feed.transfer.batch_tree import tensors
@@ -29,7 +30,8 @@ def with_loaders(facts: LoopFacts, every: Sequence[AnyLoader], *, reloaded: bool
         reloaded: whether new ones are made every few epochs. None: leave out what only remedies need.
     """
     loaders = [loader for loader in every if isinstance(getattr(loader, "num_workers", None), int)]
-    known: dict[str, Any] = {}
+    other = next((loader for loader in every if not isinstance(getattr(loader, "num_workers", None), int)), None)
+    known: dict[str, Any] = {"generator": "" if other is None else _name_of(other)}
     if loaders:
         slowest = min(loaders, key=lambda loader: loader.num_workers)
         known = _batches_of(slowest, loaders)
@@ -63,6 +65,16 @@ def is_instance(value: object, module: str, name: str) -> bool:
     """``isinstance`` without importing the class: before its module is imported, there are no objects of it."""
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(value, kind)
+
+
+def _name_of(loader: AnyLoader) -> str:
+    """``batches (train.py:12)``: a generator, or the class of another iterable, with the line of its code."""
+    code, name = getattr(loader, "gi_code", None), type(loader).__name__
+    if code is None:
+        code = getattr(getattr(type(loader), "__iter__", None), "__code__", None)
+    else:
+        name = code.co_name
+    return name if code is None else f"{name} ({source_line(code.co_filename, code.co_firstlineno)})"
 
 
 def _batches_of(slowest: Any, loaders: Sequence[AnyLoader]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Counters of the kernel: times of workers, pressure and throttling, CPU time per step and of other programs.
+"""Counters of the kernel: times of workers, pressure and throttling.
 
 Read from ``/proc`` and ``/sys`` of Linux. Elsewhere, and in sandboxes without these files, nothing is known.
 """
@@ -6,12 +6,11 @@ Read from ``/proc`` and ``/sys`` of Linux. Elsewhere, and in sandboxes without t
 import contextlib
 import os
 import re
-import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lightning_feed.measure.stats import Additive
 from lightning_feed.storage.system import cgroup_folders, read_text
@@ -162,8 +161,12 @@ def _times_of(folders: Iterable[str]) -> dict[str, tuple[int, int]]:
 
 
 def _schedstat(path: str) -> tuple[int, int] | None:
+    return schedstat_of(read_small(path))
+
+
+def schedstat_of(content: bytes) -> tuple[int, int] | None:
     """The first two numbers of ``schedstat`` (proc(5)): nanoseconds on a CPU, and ready to run without one."""
-    numbers = read_small(path).split()[:2]
+    numbers = content.split()[:2]
     if len(numbers) < 2 or not all(map(bytes.isdigit, numbers)):
         return None
     return int(numbers[0]), int(numbers[1])
@@ -298,154 +301,3 @@ def _periods(path: Path) -> tuple[int, int] | None:
     """``nr_throttled`` and ``nr_periods`` of a ``cpu.stat``, which v1 and v2 call the same."""
     values = _numbers(read_text(path), " ")
     return (values["nr_throttled"], values["nr_periods"]) if {"nr_throttled", "nr_periods"} <= set(values) else None
-
-
-# --- CPU time ---------------------------------------------------------------------------------------------------------
-
-_USER, _NICE, _SYSTEM, _STEAL = 0, 1, 2, 7
-"""Columns of ``/proc/stat``, see proc(5); of ``/proc/PID/stat``, counted behind the name, ``utime`` to ``cstime``:"""
-_FIRST, _LAST = 11, 14
-
-
-class CpuShare:
-    """Share of the CPUs that other programs took since this was made.
-
-    The time of this process and all of its descendants counts as the run's own. The rest went to other programs, and on
-    a virtual machine to other guests of the host. Interrupts count for nobody. Reading takes some 20 microseconds for
-    each process of the machine: it is for reports, and not for steps.
-
-    Args:
-        root: the file system to read ``proc`` from.
-    """
-
-    def __init__(self, root: Path = Path("/")) -> None:
-        self._proc = root / "proc"
-        self._began = self._read()
-
-    def others_pct(self, usable_cpus: int | None) -> float | None:
-        """Percentage of ``usable_cpus`` used by other processes; None if unknown.
-
-        Excludes CPUs that this run may not use, since it could not have used their time anyway.
-        """
-        now, before = self._read(), self._began
-        if now is None or before is None or not usable_cpus or now[1] <= before[1]:
-            return None
-        cpus, whole, busy, own = now[0], now[1] - before[1], now[2] - before[2], now[3] - before[3]
-        others = cpus * max(0, busy - own) / whole
-        return 100 * min(1.0, max(0.0, others - max(0, cpus - usable_cpus)) / usable_cpus)
-
-    def _read(self) -> tuple[int, int, int, int] | None:
-        """CPUs, and ticks since the machine started: all, those in which programs ran, and those of this run."""
-        lines = [line.split() for line in read_text(self._proc / "stat").splitlines()]
-        allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)} if hasattr(os, "sched_getaffinity") else set()
-        cpus = [[int(each) for each in line[1:]] for line in lines if line and line[0] in allowed]
-        if not cpus or len(cpus[0]) <= _STEAL:
-            return None
-        programs = (_USER, _NICE, _SYSTEM, _STEAL)
-        whole = sum(sum(line[: _STEAL + 1]) for line in cpus)  # what guests take is in `user` already
-        return len(cpus), whole, sum(line[at] for line in cpus for at in programs), self._own()
-
-    def _own(self) -> int:
-        """Ticks of this process and its descendants, and of those that ended and were waited for."""
-        parents: dict[int, int] = {}
-        ticks: dict[int, int] = {}
-        for folder in self._proc.iterdir():
-            if folder.name.isdigit():
-                # After the name, which may hold anything: state, parent, ... utime, stime, cutime, cstime.
-                fields = read_text(folder / "stat").rpartition(")")[2].split()
-                if len(fields) > _LAST:
-                    parents[int(folder.name)] = int(fields[1])
-                    ticks[int(folder.name)] = sum(map(int, fields[_FIRST : _LAST + 1]))
-        own, found = set[int](), {os.getpid()}
-        while found:
-            own |= found
-            found = {pid for pid, parent in parents.items() if parent in own} - own
-        return sum(ticks.get(pid, 0) for pid in own)
-
-
-thread_clock, process_clock = time.thread_time_ns, time.process_time_ns  # bound here: programs patch `time`
-
-
-def run_queue_clock() -> int | None:
-    """Nanoseconds for which this thread was ready to run and had no CPU; None where the kernel does not count them."""
-    on_cpu, ready = _schedstat("/proc/thread-self/schedstat") or (0, 0)
-    return ready if on_cpu else None
-
-
-class CpuTimes:
-    """CPU time since this was made, or the warm-up ended, without the time from :meth:`pause` to :meth:`go_on`.
-
-    Args:
-        loads_here: whether the process itself makes the batches; only then is fetching one timed, for 20 microseconds.
-        thread: the CPU time of this thread in nanoseconds.
-        process: the CPU time of all threads of the process.
-        run_queue: the time for which this thread waited for a CPU, in nanoseconds; None where that is not known.
-    """
-
-    def __init__(
-        self,
-        *,
-        loads_here: bool,
-        thread: Callable[[], int] = thread_clock,
-        process: Callable[[], int] = process_clock,
-        run_queue: Callable[[], int | None] = run_queue_clock,
-    ) -> None:
-        self._loads_here, self._thread, self._process, self._run_queue = loads_here, thread, process, run_queue
-        self._steps_before, self._paused = 0, False
-        self._spent = [0, 0]
-        self._began = self._now()
-        self._loading = self._fetch_began = 0
-        self._queued: int | None = 0
-        self._queue_began: int | None = None
-
-    def settle(self, steps: int) -> None:
-        """Start over after so many steps."""
-        self._steps_before, self._spent, self._loading, self._queued = steps, [0, 0], 0, 0
-        self._began = self._now()
-
-    def pause(self) -> None:
-        """Training stops for a while."""
-        if not self._paused:
-            self._add()
-            self._paused = True
-
-    def go_on(self) -> None:
-        """Training goes on."""
-        if self._paused:
-            self._paused, self._began = False, self._now()
-
-    def fetch_began(self) -> None:
-        """A batch is drawn from the loader."""
-        if self._loads_here:
-            self._fetch_began, self._queue_began = self._process(), self._run_queue()
-
-    def fetch_ended(self) -> None:
-        """The batch has come."""
-        if self._loads_here and self._fetch_began:
-            self._loading += self._process() - self._fetch_began
-            self._fetch_began, queue = 0, self._run_queue()
-            if queue is None or self._queue_began is None or self._queued is None:
-                self._queued = None
-            else:
-                self._queued += queue - self._queue_began
-
-    def per_step(self, steps: int) -> dict[str, Any]:
-        """Fields of ``LoopFacts`` in milliseconds, by all steps that ended; empty before the first."""
-        counted = steps - self._steps_before
-        if counted <= 0:
-            return {}
-        if not self._paused:
-            self._add()
-        host, whole = self._spent
-        known: dict[str, int | None] = {"host_cpu_ms": host, "process_cpu_ms": whole}
-        if self._loads_here:
-            known |= {"load_cpu_ms": self._loading, "load_queue_ms": self._queued}
-        return {name: 1e-6 * ns / counted for name, ns in known.items() if ns is not None}
-
-    def _now(self) -> tuple[int, int]:
-        return self._thread(), self._process()
-
-    def _add(self) -> None:
-        now = self._now()
-        self._spent = [spent + at - began for spent, at, began in zip(self._spent, now, self._began, strict=True)]
-        self._began = now

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_feed.load.kinds import Batch
+from lightning_feed.measure.cpu_time import CpuTimes
 from lightning_feed.measure.facts import with_batch
-from lightning_feed.measure.kernel import CpuTimes
 from lightning_feed.measure.loader_watch import LoaderSums, LoaderWatch
 from lightning_feed.measure.measurements import LoopFacts, LoopMeasurements
 from lightning_feed.measure.stats import Additive, LoaderSteps
@@ -60,7 +60,7 @@ class MeasuredLoop:
         trusted = ring is not None or facts.device_type == "cpu"
         self.ledger = Ledger(queue=queue, trusted_clock=trusted, period=max(1, facts.num_workers or 0))
         self.warm_up, self._settled = WARM_UP_STEPS + queue, False
-        self.cpu = CpuTimes(loads_here=facts.num_workers == 0)
+        self.cpu = CpuTimes(loads_here=None if facts.num_workers is None else facts.num_workers == 0)
         self.meter = StepMeter(self._keep, clock=clock, ring=ring)
         self.meter.on_epoch_start = self.ledger.epoch_started
         self.meter.begin(epoch=False)

@@ -111,6 +111,8 @@ class LoopFacts:
     others_cpu_pct: float | None = None
     """Share of the CPUs that this run may use which other programs took meanwhile, 0 to 100. From 20 the figures are
     theirs as much as this run's. Linux, one process training; elsewhere None."""
+    others_cpu_median_pct: float | None = None
+    """The same share as a median of samples, for predictions: a program that ran for a while does not change it."""
     usable_cpus: int | None = None
     """CPUs that this rank may use."""
     world_size: int = 1
@@ -123,10 +125,15 @@ class LoopFacts:
     process_cpu_ms: float | None = None
     """CPU time of the training process per step, of all of its threads but without its workers."""
     load_cpu_ms: float | None = None
-    """CPU time of the training process in ``next(loader)`` per step, without workers: the cost of loading."""
+    """CPU time in ``next(loader)`` per step: of the training process without workers, of the training thread if the
+    loader is not a DataLoader. None with workers."""
     load_queue_ms: float | None = None
-    """Time in ``next(loader)`` per step in which the training thread was ready to run and other threads or programs had
-    the CPUs. In the rest it was blocked: for storage, a network, a lock. Linux; elsewhere None."""
+    """Time in ``next(loader)`` per step for which the training thread was ready to run and other threads or programs
+    had the CPUs. Linux; elsewhere None."""
+    host_queue_ms: float | None = None
+    """The same time over the whole step."""
+    generator: str = ""
+    """The loader, if it is not a DataLoader: ``generator batches (train.py:12)``."""
     shards_by_worker: bool | None = None
     """Of an iterable data set: it was seen to divide its samples among workers."""
     may_leave_process: bool | None = None
@@ -149,6 +156,17 @@ class LoopFacts:
     def crowded(self) -> bool:
         """Other programs take so many of the CPUs that the figures are theirs as much as this run's."""
         return (self.others_cpu_pct or 0.0) >= OTHERS_PCT
+
+    @property
+    def copies_nothing(self) -> bool:
+        """Batches stay on the CPU as they are: nothing of the user's is in their transfer."""
+        return self.device_type == "cpu" and self.batch_hooks is False and not self.device_transform
+
+    @property
+    def others_share(self) -> float:
+        """Share of the CPUs that other programs usually take, 0 to 1; 0 if not known."""
+        pct = self.others_cpu_pct if self.others_cpu_median_pct is None else self.others_cpu_median_pct
+        return (pct or 0.0) / 100
 
     @property
     def loaders_beside(self) -> int:

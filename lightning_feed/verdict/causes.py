@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
 
-from lightning_feed.measure.measurements import SYNCS, HookTime, Measurements
+from lightning_feed.measure.measurements import SYNCS, HookTime, LoopFacts, Measurements
 from lightning_feed.measure.stats import MIN_STEPS
 from lightning_feed.verdict.diagnosis import Cause, Grade
 
@@ -46,6 +46,12 @@ class Shares:
     """The parts over their limits, the largest first."""
     compute_bound_confirmed: bool
     """Waiting is over its limit, but the model alone takes as long as a step."""
+    without_cpu_ms: float = 0.0
+    """Time in ``next(loader)`` with a batch at hand, and no CPU for the training thread: other programs had them. It is
+    not part of ``data_ms``."""
+    fed_if_idle: bool | None = False
+    """Waiting is over its limit, but the workers would keep up if other programs left them the CPUs. None: too close to
+    tell."""
 
     @property
     def floor_ms(self) -> float:
@@ -59,16 +65,24 @@ def shares_of(measured: Measurements) -> Shares | None:
     if stats.steps < MIN_STEPS or stats.starved_pct is None or stats.input_pct is None or not stats.step_ms:
         return None
     waiting_pct, data_ms, by_ranks = _waiting_of(measured, stats.starved_pct, stats.step_ms)
+    without_cpu = 0.0 if by_ranks else without_cpu_share(measured)
+    without_cpu_ms = data_ms * without_cpu
+    data_ms -= without_cpu_ms
+    waiting_pct *= 1 - without_cpu
     epoch_pct = _epoch_pct(measured, stats.step_ms)
+    copy_pct = max(0.0, stats.input_pct - stats.starved_pct)
     pcts: dict[StepPart, float] = {
         "framework": 100 * (stats.other_ms or 0.0) / stats.step_ms,
-        "copy": max(0.0, stats.input_pct - stats.starved_pct),
+        "copy": copy_pct,
         "data": max(waiting_pct, epoch_pct or 0.0),
     }
+    if measured.facts.copies_nothing:  # the little that Lightning does there is no transfer
+        pcts |= {"framework": pcts["framework"] + copy_pct, "copy": 0.0}
     over = [part for part in sorted(pcts, key=lambda part: -pcts[part]) if pcts[part] >= _LIMITS[part]]
     of_steps = "data" in over and (epoch_pct or 0.0) < DATA_PCT and not by_ranks
     confirmed = of_steps and _model_takes_all(measured)
-    if confirmed:
+    fed_if_idle = _fed_if_idle(measured) if of_steps and not confirmed else False
+    if confirmed or fed_if_idle:
         over.remove("data")
     return Shares(
         step_ms=stats.step_ms,
@@ -80,6 +94,8 @@ def shares_of(measured: Measurements) -> Shares | None:
         by_ranks=by_ranks,
         over=tuple(over),
         compute_bound_confirmed=confirmed,
+        without_cpu_ms=without_cpu_ms,
+        fed_if_idle=fed_if_idle,
     )
 
 
@@ -92,6 +108,37 @@ def _waiting_of(measured: Measurements, own_pct: float, step_ms: float) -> tuple
     if ranks is None or ranks.starved_pct is None or ranks.starved_pct <= own_pct:
         return own_pct, own_ms, False
     return ranks.starved_pct, max(own_ms, min(step_ms, ranks.max_data_idle_ms or 0.0)), True
+
+
+def without_cpu_share(measured: Measurements) -> float:
+    """Share of the wait in ``next(loader)`` for which other programs had the CPUs that the training thread needed to
+    take a batch from its workers, 0 to 1."""
+    facts, wait = measured.facts, measured.stats.next_wait_ms
+    if not facts.crowded or not facts.num_workers or not wait or facts.load_queue_ms is None:
+        return 0.0
+    return min(1.0, facts.load_queue_ms / wait)
+
+
+KEEPS_UP, FALLS_BEHIND = 0.85, 1.15
+"""Time in which the workers make a batch over that of a training step, both without the time that other programs had
+the CPUs: below the first the workers keep up, above the second they do not."""
+
+
+def _fed_if_idle(measured: Measurements) -> bool | None:
+    """Whether workers that are too slow beside other programs would keep up without them; None: too close to tell."""
+    facts, stats, loaders = measured.facts, measured.stats, measured.loaders
+    queue, step_ms = loaders.workers_run_queue_pct, stats.step_ms or 0.0
+    if not facts.crowded or not facts.num_workers or facts.num_workers > (facts.usable_cpus or math.inf):
+        return False
+    if queue is None:
+        return None
+    making_ms = step_ms * (1 - queue / 100)
+    own_queue_ms = max(0.0, (facts.host_queue_ms or 0.0) - (facts.load_queue_ms or 0.0))
+    training_ms = step_ms - (stats.data_idle_ms or 0.0) - own_queue_ms
+    ratio = making_ms / training_ms if training_ms > 0 else math.inf
+    if ratio >= FALLS_BEHIND:
+        return False
+    return True if ratio <= KEEPS_UP else None
 
 
 def grade_of(data_pct: float) -> Grade:
@@ -224,28 +271,44 @@ def _one_rank(measured: Measurements, _: Shares) -> Iterator[Reason]:
 
 def _no_workers(measured: Measurements, shares: Shares) -> Iterator[Reason]:
     facts, wait, step = measured.facts, measured.stats.next_wait_ms, shares.step_ms
-    cpu, queue, because = facts.load_cpu_ms, facts.load_queue_ms, []
+    cpu, queue, because, busy = facts.load_cpu_ms, facts.load_queue_ms, [], 0.0
     if wait and cpu is not None and queue is not None:
         cpu = min(wait, cpu)
         queue = min(wait - cpu, queue)
-        said = f"of {in_ms(wait, step)} ms that loading takes, {in_ms(cpu, step)} are on a CPU"
+        busy = 100 * (cpu + queue) / wait
+        loading = f"{facts.generator} takes in the training process" if facts.generator else "loading takes"
+        said = f"of {in_ms(wait, step)} ms that {loading}, {in_ms(cpu, step)} are on a CPU"
         if queue >= QUEUE_SHARE * wait:
             said += f", and in {in_ms(queue, step)} other threads or programs have the CPUs"
         because.append(said)
-    if facts.num_workers == 0:
+    if facts.num_workers == 0 or (facts.generator and busy >= BUSY_PCT):
         yield Reason("no workers", because)
+    elif facts.generator and because:
+        yield Reason("unknown", [*because, "in the rest the training thread is blocked"], sure=False)
 
 
 def _oversubscribed(measured: Measurements, _: Shares) -> Iterator[Reason]:
     facts, loaders = measured.facts, measured.loaders
     queue, throttled = loaders.workers_run_queue_pct, loaders.throttled_pct or 0.0
-    if queue is not None and queue >= RUN_QUEUE_PCT:
+    if queue is not None and queue >= RUN_QUEUE_PCT and not _queue_is_of_others(facts):
         because = [f"workers are ready to run, without a CPU, {queue:.0f} % of their time"]
         if 0 < (facts.num_workers or 0) <= (facts.usable_cpus or 0):
             because.append("there are no more workers than CPUs, so other threads or other programs take them")
         yield Reason("oversubscribed", because)
     if throttled >= THROTTLED_PCT:
         yield Reason("oversubscribed", [f"the CPU quota is used up in {throttled:.0f} % of the scheduler's periods"])
+
+
+def _queue_is_of_others(facts: LoopFacts) -> bool:
+    """True if workers wait for CPUs because other programs have them: there are no more workers than CPUs."""
+    return facts.crowded and (facts.num_workers or 0) <= (facts.usable_cpus or 0)
+
+
+def _ready_without_cpu(measured: Measurements, shares: Shares) -> Iterator[Reason]:
+    facts, wait = measured.facts, measured.stats.next_wait_ms
+    if facts.num_workers and wait and (facts.load_queue_ms or 0.0) >= READY_SHARE * wait:
+        waited = f"{in_ms(facts.load_queue_ms, shares.step_ms)} of {in_ms(wait, shares.step_ms)} ms"
+        yield Reason("oversubscribed", [f"the training thread waits {waited} for a CPU, to take a batch that is ready"])
 
 
 def _more_workers_than_cpus(measured: Measurements, _: Shares) -> Iterator[Reason]:
@@ -290,6 +353,8 @@ def _busy_pct(measured: Measurements) -> float | None:
     """Share of the workers' time on a CPU or ready for one."""
     loaders = measured.loaders
     on_cpu, queue, blocked = loaders.workers_on_cpu_pct, loaders.workers_run_queue_pct, loaders.workers_blocked_pct
+    if on_cpu is not None and blocked is not None and on_cpu + blocked > 0 and _queue_is_of_others(measured.facts):
+        return 100 * on_cpu / (on_cpu + blocked)
     if blocked is not None:
         return max(0.0, 100.0 - blocked)
     return None if on_cpu is None or queue is None else min(100.0, on_cpu + queue)
@@ -377,8 +442,8 @@ def _unknown(_: Measurements, __: Shares) -> Iterator[Reason]:
 
 
 DATA_RULES = (
-    _epoch_start, _one_rank, _no_workers, _oversubscribed, _more_workers_than_cpus, _pin_thread, _idle_workers,
-    _workers, _experiments, _unknown,
+    _epoch_start, _one_rank, _no_workers, _oversubscribed, _more_workers_than_cpus, _pin_thread, _ready_without_cpu,
+    _idle_workers, _workers, _experiments, _unknown,
 )  # fmt: skip
 
 
@@ -463,6 +528,9 @@ def _beside_the_copy(measured: Measurements, alone: float | None, step_ms: float
 def compute_cause(measured: Measurements, shares: Shares) -> Reason:
     """The step itself: device work, or the host work to launch it."""
     facts, compute, alone = measured.facts, measured.stats.compute_ms or 0.0, model_alone_ms(measured)
+    waiting = _waiting_without_cpus(measured, shares)
+    if waiting:
+        return Reason("oversubscribed", waiting)
     because = []
     if alone is not None and compute >= FAR * alone:
         return _not_the_model(measured, shares, alone)
@@ -477,6 +545,20 @@ def compute_cause(measured: Measurements, shares: Shares) -> Reason:
         said = f"the training thread computes {in_ms(host, shares.step_ms)} ms a step to issue what the device does"
         return Reason("launch", [*because, said], sure=False)
     return Reason("compute", because)
+
+
+def _waiting_without_cpus(measured: Measurements, shares: Shares) -> list[str]:
+    """The figures of waiting that would not be if other programs left their CPUs to this run; none else."""
+    facts, queue = measured.facts, measured.loaders.workers_run_queue_pct
+    if not facts.crowded or shares.compute_bound_confirmed or (measured.stats.starved_pct or 0.0) < DATA_PCT:
+        return []
+    said = []
+    if shares.without_cpu_ms > 0:
+        waited = f"{in_ms(shares.without_cpu_ms, shares.step_ms)} of {in_ms(shares.step_ms, shares.step_ms)} ms"
+        said.append(f"batches are ready; other programs have the CPUs: the training thread waits {waited} for one")
+    if shares.fed_if_idle and queue is not None:
+        said.append(f"the workers have no CPU {queue:.0f} % of their time, and with one they would keep up")
+    return said
 
 
 def _not_the_model(measured: Measurements, shares: Shares, alone: float) -> Reason:

@@ -13,6 +13,7 @@ from lightning_feed.verdict.causes import (
     DATA_PCT,
     HIGH_PCT,
     LOOP_WORDS,
+    NAMED_SHARE,
     Reason,
     Shares,
     StepPart,
@@ -28,7 +29,7 @@ from lightning_feed.verdict.causes import (
     toy_sentence,
 )
 from lightning_feed.verdict.diagnosis import Bottleneck, Diagnosis, Remedy
-from lightning_feed.verdict.notes import notes_for, why_not
+from lightning_feed.verdict.notes import MOST, notes_for, why_not
 from lightning_feed.verdict.remedies import LEAST_PCT, PLACE, Finding, largest, remedies_for, trainer_remedy
 
 _FIND: dict[Bottleneck, Callable[[Measurements, Shares], Reason]] = {
@@ -44,7 +45,8 @@ def diagnose(measured: Measurements) -> Diagnosis:
     """Find what limits a run, and why: its training steps, or validation and checkpoints where they take more time."""
     steps, limit, one = _of_steps(measured), _limit_of(measured), measured.validation
     if limit is None:
-        return steps
+        beside = _beside_training(measured)
+        return replace(steps, notes=(beside, *steps.notes)[:MOST]) if beside else steps
     if limit == "checkpoints" or one is None:
         return _of_the_run(limit, steps, None)
     inside = Measurements(stats=one.stats, facts=one.facts, loaders=one.loaders, by_loader=one.by_loader)
@@ -65,6 +67,9 @@ def _of_steps(measured: Measurements) -> Diagnosis:
     shares = shares_of(measured)
     if shares is None:
         return _not_measured(measured)
+    doubt = _doubt(measured, shares)
+    if doubt:
+        return _cannot_tell(measured, shares, doubt)
     parts: tuple[Bottleneck, ...] = shares.over or ("compute",)
     reasons = {part: _FIND[part](measured, shares) for part in parts}
     because = [line for one in reasons.values() for line in one.because]
@@ -97,6 +102,30 @@ def _not_measured(measured: Measurements) -> Diagnosis:
         reason = "only the loader was measured; whether training waits for it takes a LightningModule"
     return Diagnosis(
         bottleneck="unknown", grade="not measured", confidence="low", evidence=(reason,), measurements=measured
+    )
+
+
+def _doubt(measured: Measurements, shares: Shares) -> str:
+    """The figure that other programs may have made, and nothing that was measured explains; empty for none."""
+    first, step_ms, other_ms = next(iter(shares.over), "compute"), shares.step_ms, measured.stats.other_ms or 0.0
+    if not measured.facts.crowded:
+        return ""
+    if first == "data" and shares.fed_if_idle is None:
+        return f"training waits {shares.data_pct:.0f} % of each step for data"
+    explained = sum(hook.ms_per_step for hook in measured.hooks) >= NAMED_SHARE * other_ms
+    if first == "framework" and not explained and not measured.facts.syncs:
+        return f"{in_ms(other_ms, step_ms)} of {in_ms(step_ms, step_ms)} ms lie between the steps"
+    return ""
+
+
+def _cannot_tell(measured: Measurements, shares: Shares, doubt: str) -> Diagnosis:
+    taken = f"other programs have {measured.facts.others_cpu_pct:.0f} % of the CPUs"
+    return Diagnosis(
+        bottleneck="unknown",
+        grade=grade_of(shares.data_pct),
+        confidence="low",
+        evidence=(f"{taken}: {doubt}, and on an idle machine that may not be so", *_loading(measured)),
+        measurements=measured,
     )
 
 
@@ -150,7 +179,10 @@ def _beside(measured: Measurements, step_ms: float) -> Iterator[str]:
     if stats.epoch_start_s is not None and stats.epoch_start_s >= SLOW_START_S:
         yield f"the first batch of an epoch comes after {stats.epoch_start_s:.1f} s"
     if facts.crowded:
-        yield f"{facts.others_cpu_pct:.0f} % of the CPUs were taken by other programs: low confidence"
+        waited = ""
+        if facts.host_queue_ms is not None:
+            waited = f", and the training thread waited {in_ms(facts.host_queue_ms, step_ms)} ms a step for one"
+        yield f"other programs had {facts.others_cpu_pct:.0f} % of the CPUs{waited}: low confidence"
     if stats.lost_steps:
         yield f"{stats.lost_steps} steps could not be measured on the device"
 
@@ -199,7 +231,9 @@ def _part(measured: Measurements, shares: Shares, part: StepPart) -> str:
 
 Limit = Literal["validation", "checkpoints"]
 LEAST_S = 2.0
-"""Seconds of validation and checkpoints from which they are worth a verdict."""
+"""Seconds of validation and checkpoints from which they are worth a verdict, or a note."""
+NOTED_SHARE = 0.15
+"""Share of the wall time from which they are worth a note."""
 AT_MOST = 0.25
 """Validation, or checkpoints, are to take so much of the time of training, or less."""
 FACTORS = (2, 5, 10)
@@ -215,6 +249,15 @@ def _limit_of(measured: Measurements) -> Limit | None:
     if validation + checkpoints < max(LEAST_S, wall.seconds("train", "epoch starts")):
         return None
     return "validation" if validation >= checkpoints else "checkpoints"
+
+
+def _beside_training(measured: Measurements) -> str:
+    """The note on validation and checkpoints that take a good part of a fit; empty if they do not."""
+    wall = measured.wall
+    if wall is None or measured.facts.stage != "fit":
+        return ""
+    taken_s = wall.seconds("validation") + wall.seconds("checkpoints")
+    return share_text(measured) if taken_s >= max(LEAST_S, NOTED_SHARE * wall.wall_s) else ""
 
 
 def share_text(measured: Measurements) -> str:

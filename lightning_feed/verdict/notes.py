@@ -121,10 +121,12 @@ def _hand_over(finding: Finding) -> Iterator[str]:
             f"a batch has {facts.batch_tensors} tensors, each handed over by itself: fewer, larger ones are sooner "
             "handed over"
         )
-    if facts.num_workers:
+    making_ms, taking_ms = predict.loading_cpu_ms(finding.measured, finding.shares), finding.shares.data_ms
+    if facts.num_workers and 0 < making_ms < taking_ms:
+        step = finding.shares.step_ms
         yield (
-            "batches are ready, and taking them from the workers takes the time: where they are made quickly, fewer "
-            "workers or num_workers=0 can be faster. `lightning-feed tune` tries it"
+            f"a batch takes {in_ms(making_ms, step)} ms of CPU time to make, and {in_ms(taking_ms, step)} to take from "
+            "the workers: num_workers=0 may be faster. `lightning-feed tune` tries it"
         )
 
 
@@ -281,7 +283,7 @@ def _copy(finding: Finding) -> Iterator[str]:
 
 
 def _fed(finding: Finding) -> Iterator[str]:
-    """Fewer workers that would do: by the rates of loader and model, else half of them."""
+    """Fewer workers that would do, by the rates of loader and model."""
     loaders, found, workers = finding.measured.loaders, finding.measured.found, finding.facts.num_workers or 0
     ready, capacity = loaders.queue_ready or 0.0, loaders.queue_capacity or 0.0
     if finding.causes.get("compute") == "launch":
@@ -289,9 +291,9 @@ def _fed(finding: Finding) -> Iterator[str]:
     # Other programs make the step long; by itself it may want more workers.
     if "compute" not in finding.causes or finding.facts.crowded or not ready >= FULL_SHARE * capacity > 0:
         return
-    fewer = (workers + 1) // 2
-    if found.model_per_s and found.loader_per_s:
-        fewer = max(1, int(-(-workers * SPARE * found.model_per_s // found.loader_per_s)))
+    if not found.model_per_s or not found.loader_per_s:
+        return
+    fewer = max(1, int(-(-workers * SPARE * found.model_per_s // found.loader_per_s)))
     if workers >= 2 and fewer < workers:
         ready_text = f"{ready:.1f} of {capacity:.0f} batches are ready on average"
         yield f"num_workers={fewer} would do: with {workers}, {ready_text}"

@@ -104,7 +104,7 @@ def crowding_ms(measured: Measurements, shares: Shares, loading_ms: float, worke
         return 0.0
     cpus = facts.usable_cpus
     width = min(cpus, max(1.0, training / rest))
-    left = cpus * rest * (1 - (facts.others_cpu_pct or 0.0) / 100) - training
+    left = cpus * rest * (1 - facts.others_share) - training
     fair = rest * max(0.0, (width + workers) / cpus - 1)
     return min(fair, max(0.0, loading_ms - max(0.0, left)) * width / cpus)
 
@@ -132,7 +132,7 @@ def filled_ms(
         return step
     training = training_cpu_ms(measured, shares) or 0.0
     now = (training + loading_cpu_ms(measured, shares)) / shares.step_ms
-    free = facts.usable_cpus * (1 - (facts.others_cpu_pct or 0.0) / 100)
+    free = facts.usable_cpus * (1 - facts.others_share)
     idle = _IDLE_CPUS if facts.usable_cpus > 1 or facts.world_size > 1 else 0.0  # ranks wait for each other, too
     left = max(now, free - idle, min(_seen_to_get(measured), facts.usable_cpus - idle))
     spent = (training + loading_ms) * (slower if left > 1 else 1.0)
@@ -306,7 +306,7 @@ def _taking_ms(measured: Measurements) -> float:
     """The time that taking a batch from a worker would take: as it was measured, else by its tensors and bytes."""
     if measured.found.hand_over_ms is not None:
         return measured.found.hand_over_ms
-    others = (measured.facts.others_cpu_pct or 0.0) / 100  # they slow it down as they do training
+    others = measured.facts.others_share  # other programs slow this down as they do training
     return handing_ms(measured.facts) * min(_SLOWEST, 1 / max(1e-9, 1 - others))
 
 

@@ -1,8 +1,13 @@
 """CPU time per step counts training, without the warm-up and without validation."""
 
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import pytest
 
-from lightning_feed.measure.kernel import CpuTimes, run_queue_clock
+from lightning_feed.measure.cpu_time import CpuTimes, _statistics, own_clock, run_queue_clock
 
 MS = 1_000_000
 
@@ -15,7 +20,7 @@ class Clock:
         return self.now * MS
 
 
-def _times(*, loads_here: bool) -> tuple[CpuTimes, Clock, Clock]:
+def _times(*, loads_here: bool | None) -> tuple[CpuTimes, Clock, Clock]:
     thread, process = Clock(), Clock()
     thread.now, process.now = 7, 9
     made = CpuTimes(loads_here=loads_here, thread=thread, process=process, run_queue=lambda: None)
@@ -49,7 +54,7 @@ def test_what_is_not_training_does_not_count() -> None:
     assert times.per_step(2) == {"host_cpu_ms": 10.0, "process_cpu_ms": 20.0}
 
 
-def test_with_workers_fetching_is_not_timed() -> None:
+def test_with_workers_the_cpu_time_of_fetching_is_not_that_of_loading() -> None:
     times, thread, _ = _times(loads_here=False)
     times.fetch_began()
     thread.now += 5
@@ -57,18 +62,58 @@ def test_with_workers_fetching_is_not_timed() -> None:
     assert "load_cpu_ms" not in times.per_step(1)
 
 
-def test_waiting_for_a_cpu_counts_while_a_batch_is_made() -> None:
+def test_a_loader_of_unknown_kind_takes_the_time_of_the_thread() -> None:
+    times, thread, process = _times(loads_here=None)
+    times.fetch_began()
+    thread.now, process.now = thread.now + 5, process.now + 50  # other threads of the process compute meanwhile
+    times.fetch_ended()
+    assert times.per_step(1)["load_cpu_ms"] == 5.0
+
+
+@pytest.mark.parametrize("loads_here", [True, False, None])
+def test_the_wait_for_a_cpu_in_fetches_and_in_all(*, loads_here: bool | None) -> None:
     queue = Clock()
-    times = CpuTimes(loads_here=True, thread=Clock(), process=queue, run_queue=queue)
+    queue.now = 5
+    times = CpuTimes(loads_here=loads_here, thread=Clock(), process=Clock(), run_queue=queue)
     for now in (5, 7, 20, 21):
         queue.now = now
         (times.fetch_began if now in (5, 20) else times.fetch_ended)()
-    assert times.per_step(1)["load_queue_ms"] == pytest.approx(3.0)
+    found = times.per_step(1)
+    assert (found["load_queue_ms"], found["host_queue_ms"]) == (pytest.approx(3.0), pytest.approx(16.0))
     times.settle(1)
     assert times.per_step(2)["load_queue_ms"] == 0.0
 
 
+def test_a_wait_for_a_cpu_is_not_known_everywhere() -> None:
+    times, _, _ = _times(loads_here=True)
+    assert not {"load_queue_ms", "host_queue_ms"} & times.per_step(1).keys()
+
+
 def test_what_the_kernel_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     for line, expected in [(b"12 34 5\n", 34), (b"0 0 0\n", None), (b"", None)]:  # none: not Linux, or a sandbox
-        monkeypatch.setattr("lightning_feed.measure.kernel.read_small", lambda _, line=line: line)
+        monkeypatch.setattr("lightning_feed.measure.cpu_time._statistics.read", lambda line=line: line)
         assert run_queue_clock() == expected
+        assert own_clock(lambda: 100) == 100 - (expected or 0)
+
+
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the kernel does not count")
+def test_each_thread_and_each_forked_process_reads_its_own() -> None:
+    def own() -> tuple[bytes, bytes]:
+        kept, thread = _statistics.read(), f"/proc/self/task/{threading.get_native_id()}/schedstat"
+        return kept.split()[0], Path(thread).read_bytes().split()[0]
+
+    def close(kept: bytes, now: bytes) -> bool:
+        return 0 <= int(now) - int(kept) < 1_000_000_000
+
+    assert close(*own())
+    with ThreadPoolExecutor(1) as pool:
+        assert close(*pool.submit(own).result())
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(writing, b"yes" if close(*own()) else b"no")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reading, 9) == b"yes"
+    os.close(reading)
+    os.close(writing)

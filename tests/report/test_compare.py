@@ -28,9 +28,7 @@ FED = sample_stats(
 
 
 def _after(stats: Any = FED, **facts: Any) -> Report:
-    found = sample(
-        stats=stats, facts=sample_facts(**facts), bottleneck="compute", cause="compute", grade="OK"
-    )
+    found = sample(stats=stats, facts=sample_facts(**facts), bottleneck="compute", cause="compute", grade="OK")
     return sample_report(found)
 
 

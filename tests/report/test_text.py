@@ -205,7 +205,7 @@ def test_the_headline_of_a_slow_start_is_of_epochs_as_the_verdict_is() -> None:
         "highly data-bound: GPU idle 67 % of each epoch waiting for its first batch"
     )
     assert "CI" not in diagnosis_markdown(_slow_start())
-    assert headline(_slow_start(start_s=0.05)) == "moderately data-bound: training waits for data 6 % of each step"
+    assert headline(_slow_start(start_s=0.05)) == "slightly data-bound: training waits for data 6 % of each step"
 
 
 def test_the_headline_says_why_waiting_does_not_count() -> None:

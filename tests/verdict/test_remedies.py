@@ -376,11 +376,13 @@ def test_rates_that_lie_apart_are_noise() -> None:
 
 def test_32_milliseconds_instead_of_32_are_no_remedy_but_a_note() -> None:
     full = {"queue_ready": 15.8, "queue_capacity": 16.0}
-    fed = diagnose(measured(step=32.0, data=0.1, num_workers=8, loaders=full))
+    assert diagnose(measured(step=32.0, data=0.1, num_workers=8, loaders=full)).notes == ()  # nothing was tried
+    rates = {"model_per_s": 31.0, "loader_per_s": 70.0}
+    fed = diagnose(measured(step=32.0, data=0.1, num_workers=8, loaders=full, found=rates))
     assert fed.remedies == ()
     assert fed.notes == ("num_workers=4 would do: with 8, 15.8 of 16 batches are ready on average",)
     # Beside other programs steps may be long for want of CPUs, and a worker less made one 43 % longer.
-    crowded = diagnose(measured(step=32.0, data=0.1, num_workers=8, loaders=full, others_cpu_pct=36.0))
+    crowded = diagnose(measured(step=32.0, data=0.1, num_workers=8, loaders=full, found=rates, others_cpu_pct=36.0))
     assert not any("would do" in note for note in crowded.notes)
 
 

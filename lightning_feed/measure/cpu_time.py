@@ -1,0 +1,240 @@
+"""CPU time: of the training thread and its process per step, of the wait for a CPU, and of other programs."""
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from lightning_feed.measure.kernel import schedstat_of
+from lightning_feed.storage.system import read_text
+
+# --- other programs ---------------------------------------------------------------------------------------------------
+
+_USER, _NICE, _SYSTEM, _STEAL = 0, 1, 2, 7
+"""Columns of ``/proc/stat``, see proc(5); of ``/proc/PID/stat``, counted behind the name, ``utime`` to ``cstime``:"""
+_FIRST, _LAST = 11, 14
+SAMPLE_S = 2.0
+"""Seconds between two samples of the CPUs' use."""
+MOST_SAMPLES = 1800
+"""Samples kept: those of the last hour."""
+
+
+class CpuTicks(NamedTuple):
+    """Ticks since the machine started, over the CPUs that this process may use."""
+
+    cpus: int
+    whole: int
+    busy: int
+    """Ticks in which programs ran."""
+    own: int
+    """Ticks of this process and its descendants."""
+
+
+class CpuShare:
+    """Share of the CPUs that other programs took since this was made.
+
+    The time of this process and all of its descendants counts as the run's own. The rest went to other programs, and on
+    a virtual machine to other guests of the host. Interrupts count for nobody. A reading takes some 20 microseconds for
+    each process of the machine: :meth:`sample` therefore reads every 2 seconds at most.
+
+    Args:
+        root: the file system to read ``proc`` from.
+        clock: seconds.
+    """
+
+    def __init__(self, root: Path = Path("/"), clock: Callable[[], float] = time.monotonic) -> None:
+        self._proc, self._clock = root / "proc", clock
+        self._began = self._last = self._read()
+        self._next_s = clock() + SAMPLE_S
+        self._samples: deque[tuple[CpuTicks, CpuTicks]] = deque(maxlen=MOST_SAMPLES)
+
+    def others_pct(self, usable_cpus: int | None) -> float | None:
+        """Mean percentage of ``usable_cpus`` that other programs used; None: not known.
+
+        Excludes CPUs that this run may not use, since it could not have used their time anyway.
+        """
+        return _others_pct(self._began, self._read(), usable_cpus)
+
+    def sample(self) -> bool:
+        """Take a sample of the CPUs' use if one is due. Returns whether it did."""
+        now_s = self._clock()
+        if now_s < self._next_s:
+            return False
+        before, self._last = self._last, self._read()
+        if before is not None and self._last is not None:
+            self._samples.append((before, self._last))
+        took_s = self._clock() - now_s
+        self._next_s = now_s + max(SAMPLE_S, 300 * took_s)
+        return True
+
+    def median_others_pct(self, usable_cpus: int | None) -> float | None:
+        """Median of the samples, which a program that ran for a while does not change as it does the mean; None: there
+        is no sample."""
+        known = [_others_pct(before, after, usable_cpus) for before, after in self._samples]
+        found = [pct for pct in known if pct is not None]
+        return median(found) if found else None
+
+    def _read(self) -> CpuTicks | None:
+        lines = [line.split() for line in read_text(self._proc / "stat").splitlines()]
+        allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)} if hasattr(os, "sched_getaffinity") else set()
+        cpus = [[int(each) for each in line[1:]] for line in lines if line and line[0] in allowed]
+        if not cpus or len(cpus[0]) <= _STEAL:
+            return None
+        programs = (_USER, _NICE, _SYSTEM, _STEAL)
+        whole = sum(sum(line[: _STEAL + 1]) for line in cpus)  # what guests take is in `user` already
+        return CpuTicks(len(cpus), whole, sum(line[at] for line in cpus for at in programs), self._own())
+
+    def _own(self) -> int:
+        """Ticks of this process and its descendants, and of those that ended and were waited for."""
+        parents: dict[int, int] = {}
+        ticks: dict[int, int] = {}
+        for folder in self._proc.iterdir():
+            if folder.name.isdigit():
+                # After the name, which may hold anything: state, parent, ... utime, stime, cutime, cstime.
+                fields = read_text(folder / "stat").rpartition(")")[2].split()
+                if len(fields) > _LAST:
+                    parents[int(folder.name)] = int(fields[1])
+                    ticks[int(folder.name)] = sum(map(int, fields[_FIRST : _LAST + 1]))
+        own, found = set[int](), {os.getpid()}
+        while found:
+            own |= found
+            found = {pid for pid, parent in parents.items() if parent in own} - own
+        return sum(ticks.get(pid, 0) for pid in own)
+
+
+def _others_pct(before: CpuTicks | None, now: CpuTicks | None, usable_cpus: int | None) -> float | None:
+    if now is None or before is None or not usable_cpus or now.whole <= before.whole:
+        return None
+    busy, own = now.busy - before.busy, now.own - before.own
+    others = now.cpus * max(0, busy - own) / (now.whole - before.whole)
+    return 100 * min(1.0, max(0.0, others - max(0, now.cpus - usable_cpus)) / usable_cpus)
+
+
+# --- the training thread ----------------------------------------------------------------------------------------------
+
+thread_clock, process_clock = time.thread_time_ns, time.process_time_ns  # bound here: programs patch `time`
+
+
+class _ThreadStatistics(threading.local):
+    """The kernel's scheduling statistics of the calling thread, kept open: a reading takes 0.7 us, and 3 with opening
+    the file each time."""
+
+    thread, handle = 0, -1
+
+    def read(self) -> bytes:
+        thread = threading.get_native_id()
+        try:
+            if thread != self.thread:  # the first reading, or the first after a fork
+                self.thread = thread
+                self.handle = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+            return os.pread(self.handle, 64, 0)
+        except OSError:  # not Linux, or a sandbox
+            return b""
+
+
+_statistics = _ThreadStatistics()
+
+
+def run_queue_clock() -> int | None:
+    """Nanoseconds for which this thread was ready to run and had no CPU; None where the kernel does not count them."""
+    on_cpu, ready = schedstat_of(_statistics.read()) or (0, 0)
+    return ready if on_cpu else None
+
+
+def own_clock(now: Callable[[], int] = time.perf_counter_ns) -> int:
+    """The host's clock in nanoseconds, without the time for which this thread waited for a CPU."""
+    return now() - (run_queue_clock() or 0)
+
+
+class CpuTimes:
+    """CPU time since this was made, or the warm-up ended, without the time from :meth:`pause` to :meth:`go_on`.
+
+    Args:
+        loads_here: whether the process itself makes the batches. None: not known; the batches may come from a
+            generator, whose time is that of the thread.
+        thread: the CPU time of this thread in nanoseconds.
+        process: the CPU time of all threads of the process.
+        run_queue: the time for which this thread waited for a CPU, in nanoseconds; None: not known.
+    """
+
+    def __init__(
+        self,
+        *,
+        loads_here: bool | None,
+        thread: Callable[[], int] = thread_clock,
+        process: Callable[[], int] = process_clock,
+        run_queue: Callable[[], int | None] = run_queue_clock,
+    ) -> None:
+        self._thread, self._process, self._run_queue = thread, process, run_queue
+        self._load_clock = {True: process, None: thread, False: None}[loads_here]
+        self._steps_before, self._paused = 0, False
+        self._spent = CpuSums()
+        self._began = self._now()
+        self._loaded = self._load_queued = 0
+        self._fetch_began: tuple[int, int | None] | None = None
+
+    def settle(self, steps: int) -> None:
+        """Start over after so many steps."""
+        self._steps_before, self._spent = steps, CpuSums()
+        self._loaded = self._load_queued = 0
+        self._began = self._now()
+
+    def pause(self) -> None:
+        """Training stops for a while."""
+        if not self._paused:
+            self._add()
+            self._paused = True
+
+    def go_on(self) -> None:
+        """Training goes on."""
+        if self._paused:
+            self._paused, self._began = False, self._now()
+
+    def fetch_began(self) -> None:
+        """The loop asks for a batch."""
+        self._fetch_began = (self._load_clock() if self._load_clock else 0), self._run_queue()
+
+    def fetch_ended(self) -> None:
+        """The batch has come."""
+        if self._fetch_began is None:
+            return
+        load, queue = self._fetch_began
+        self._fetch_began, queue_now = None, self._run_queue()
+        if self._load_clock is not None:
+            self._loaded += self._load_clock() - load
+        if queue is not None and queue_now is not None:
+            self._load_queued += queue_now - queue
+
+    def per_step(self, steps: int) -> dict[str, Any]:
+        """Fields of ``LoopFacts`` in milliseconds, by all steps that ended; empty before the first."""
+        counted = steps - self._steps_before
+        if counted <= 0:
+            return {}
+        if not self._paused:
+            self._add()
+        known = {"host_cpu_ms": self._spent.thread, "process_cpu_ms": self._spent.process}
+        if self._load_clock is not None:
+            known["load_cpu_ms"] = self._loaded
+        if self._run_queue() is not None:
+            known |= {"host_queue_ms": self._spent.run_queue, "load_queue_ms": self._load_queued}
+        return {name: 1e-6 * ns / counted for name, ns in known.items()}
+
+    def _now(self) -> "CpuSums":
+        return CpuSums(self._thread(), self._process(), self._run_queue() or 0)
+
+    def _add(self) -> None:
+        now = self._now()
+        passed = (spent + at - began for spent, at, began in zip(self._spent, now, self._began, strict=True))
+        self._spent, self._began = CpuSums(*passed), now
+
+
+class CpuSums(NamedTuple):
+    """Nanoseconds of the training thread on a CPU, of its process, and of the thread's wait for a CPU."""
+
+    thread: int = 0
+    process: int = 0
+    run_queue: int = 0

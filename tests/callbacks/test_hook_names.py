@@ -1,0 +1,40 @@
+"""Hooks that nobody overrides are never named as slow."""
+
+import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_feed import _host
+
+
+class Overrides(Callback):
+    def on_train_batch_end(self, *args: object) -> None: ...
+
+
+class Empty(Callback): ...
+
+
+class Module(LightningModule):
+    def on_train_batch_end(self, *args: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("action", "empty"),
+    [
+        ("[Callback]Overrides.on_train_batch_end", False),
+        ("[Callback]Overrides.on_train_batch_start", True),
+        ("[Callback]Empty.on_train_batch_end", True),
+        ("[LightningModule]Module.on_train_batch_end", False),
+        ("[LightningModule]Module.on_train_batch_start", True),
+        ("[Strategy]SingleDeviceStrategy.on_train_batch_start", True),
+        ("run_training_batch", False),
+        ("logger Slow.log_metrics", False),
+        ("[Callback]Unknown.on_train_batch_end", False),
+    ],
+)
+def test_empty_hooks(action: str, *, empty: bool) -> None:
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, callbacks=[Overrides(), Empty(), ModelCheckpoint()])
+    trainer.strategy.connect(Module())
+    assert _host.is_empty_hook(trainer, action) == empty
+    saver = next(one for one in trainer.callbacks if isinstance(one, ModelCheckpoint))
+    assert not _host.is_empty_hook(trainer, f"[Callback]{saver.state_key}.on_train_batch_end")

@@ -1,0 +1,117 @@
+"""The verdict beside other programs: who has the CPUs decides, and what cannot be told is not guessed."""
+
+from typing import Any
+
+import pytest
+from verdict.cases import READY, measured
+
+from lightning_feed.measure.measurements import HookTime
+from lightning_feed.measure.wall import Part, WallPart, WallStats
+from lightning_feed.verdict.decide import diagnose
+
+TWO = {"num_workers": 2, "usable_cpus": 2}
+BUSY_MACHINE = TWO | {"others_cpu_pct": 60.0}
+
+
+def _workers(on_cpu: float, queue: float, **more: float) -> dict[str, Any]:
+    return {
+        "workers_on_cpu_pct": on_cpu,
+        "workers_run_queue_pct": queue,
+        "workers_blocked_pct": 100.0 - on_cpu - queue,
+        **more,
+    }
+
+
+def test_a_ready_batch_and_a_thread_without_a_cpu_is_not_the_loaders_fault() -> None:
+    busy = measured(step=24.0, data=8.0, loaders=READY, load_queue_ms=7.5, host_queue_ms=9.0, **BUSY_MACHINE)
+    found = diagnose(busy)
+    assert (found.bottleneck, found.cause, found.grade) == ("compute", "oversubscribed", "OK")
+    assert "batches are ready; other programs have the CPUs" in found.evidence[1]
+    assert not found.remedies
+    assert not any("num_workers" in note for note in found.notes)
+
+
+def test_a_ready_batch_and_own_threads_on_the_cpus_is_oversubscription() -> None:
+    found = diagnose(measured(step=24.0, data=8.0, loaders=READY, load_queue_ms=7.5, **TWO))
+    assert (found.bottleneck, found.cause) == ("data", "oversubscribed")
+    assert "the training thread waits 7.5 of 8.0 ms for a CPU" in found.evidence[1]
+
+
+def test_handing_over_that_takes_time_on_a_cpu_stays_hand_over() -> None:
+    found = diagnose(measured(step=24.0, data=8.0, loaders=READY, load_queue_ms=0.5, **BUSY_MACHINE))
+    assert (found.bottleneck, found.cause) == ("data", "hand-over")
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "queue", "cause"),
+    [(38.0, 60.0, "cpu"), (5.0, 10.0, "waiting")],
+)
+def test_the_queue_that_other_programs_make_does_not_hide_the_cause(on_cpu: float, queue: float, cause: str) -> None:
+    """A step of 100 ms waits 80: workers without other programs would still take far longer than the other 20."""
+    loaders = _workers(on_cpu, queue, page_cache_pct=100.0, disk_mb_per_s=0.0)
+    found = diagnose(measured(data=80.0, loaders=loaders, load_queue_ms=1.0, host_queue_ms=2.0, **BUSY_MACHINE))
+    assert (found.bottleneck, found.cause) == ("data", cause)
+
+
+def test_workers_that_would_keep_up_with_a_cpu_are_not_too_slow() -> None:
+    loaders = _workers(30.0, 65.0)
+    found = diagnose(measured(data=40.0, loaders=loaders, load_queue_ms=1.0, host_queue_ms=2.0, **BUSY_MACHINE))
+    assert (found.bottleneck, found.cause) == ("compute", "oversubscribed")
+    assert any("the workers have no CPU 65 % of their time" in one for one in found.evidence)
+
+
+def test_too_close_to_tell() -> None:
+    """A batch in 57 ms without other programs, beside 59 ms of training."""
+    loaders = _workers(50.0, 43.0)
+    found = diagnose(measured(data=40.0, loaders=loaders, load_queue_ms=1.0, host_queue_ms=2.0, **BUSY_MACHINE))
+    assert (found.bottleneck, found.grade, found.confidence) == ("unknown", "highly data-bound", "low")
+    assert found.evidence[0].startswith("other programs have 60 % of the CPUs: training waits 39 %")
+    assert found.remedies == ()
+
+
+def test_too_many_workers_are_oversubscribed_whoever_else_computes() -> None:
+    loaders = _workers(20.0, 75.0)
+    found = diagnose(measured(data=40.0, loaders=loaders, **BUSY_MACHINE | {"num_workers": 8}))
+    assert (found.bottleneck, found.cause) == ("data", "oversubscribed")
+
+
+def test_time_between_the_steps_that_no_hook_explains() -> None:
+    between = {"data": 1.0, "other": 20.0, **BUSY_MACHINE}
+    assert diagnose(measured(**between)).bottleneck == "unknown"
+    named = (HookTime(name="[Callback]Slow.on_train_batch_end", ms_per_step=18.0),)
+    assert diagnose(measured(hooks=named, **between)).bottleneck == "framework"
+    assert diagnose(measured(**between | {"others_cpu_pct": 5.0})).bottleneck == "framework"
+
+
+def test_no_transfer_hook_is_blamed_if_there_is_none() -> None:
+    on_cpu = {"data": 1.0, "h2d": 8.0, "other": 1.0, "usable_cpus": 2}
+    assert diagnose(measured(batch_hooks=False, **on_cpu)).bottleneck == "compute"
+    assert diagnose(measured(batch_hooks=True, **on_cpu)).bottleneck == "copy"
+    assert diagnose(measured(batch_hooks=False, device_transform=True, **on_cpu)).bottleneck == "copy"
+
+
+@pytest.mark.parametrize(
+    ("cpu_ms", "queue_ms", "cause"),
+    [(38.0, 0.0, "no workers"), (20.0, 18.0, "no workers"), (2.0, 0.0, "unknown")],
+)
+def test_a_generator_is_named_with_its_cost(cpu_ms: float, queue_ms: float, cause: str) -> None:
+    plain = {"num_workers": None, "generator": "batches (train.py:12)"}
+    found = diagnose(measured(load_cpu_ms=cpu_ms, load_queue_ms=queue_ms, **plain))
+    assert (found.bottleneck, found.cause) == ("data", cause)
+    assert (
+        f"of 40.0 ms that batches (train.py:12) takes in the training process, {cpu_ms:.1f} are on a CPU"
+        in found.evidence[1]
+    )
+
+
+def _part(name: Part, seconds: float) -> WallPart:
+    return WallPart(name=name, seconds=seconds, times=3)
+
+
+@pytest.mark.parametrize(("validation_s", "noted"), [(1.4, False), (2.4, True)])
+def test_validation_of_a_good_part_of_the_run_is_noted(validation_s: float, *, noted: bool) -> None:
+    parts = (_part("train", 9.0), _part("validation", validation_s))
+    wall = WallStats(wall_s=sum(part.seconds for part in parts), parts=parts)
+    found = diagnose(measured(data=1.0, wall=wall))
+    assert found.bottleneck == "compute"
+    assert any("validation takes" in note for note in found.notes) == noted
