@@ -43,7 +43,7 @@ def programs_beside(name: str) -> Iterator[None]:
 
 def _start_detached(arguments: list[str]) -> int:
     """Start a program whose parent is not this process. Returns its number."""
-    code = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL).pid)"
+    code = "from subprocess import *; import sys; print(Popen(sys.argv[1:], stdout=DEVNULL, stderr=DEVNULL).pid)"
     made = subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True)
     return int(made.stdout)
 

@@ -495,7 +495,7 @@ def is_empty_hook(trainer: AnyTrainer, action: str) -> bool:
     owners: dict[str, Any] = {f"[Callback]{one.state_key}": one for one in trainer.callbacks}
     owners |= {f"[LightningModule]{type(module).__name__}": module, f"[Strategy]{type(strategy).__name__}": strategy}
     owner, _, hook = action.rpartition(".")
-    method = getattr(type(owners.get(owner)), hook, None)
+    method = getattr(owners.get(owner), hook, None)
     return defined_by_lightning(method) and getattr(method, "__qualname__", "").partition(".")[0] in _BASES
 
 

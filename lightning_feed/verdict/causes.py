@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
 
-from lightning_feed.measure.measurements import SYNCS, HookTime, LoopFacts, Measurements
+from lightning_feed.measure.measurements import SYNCS, HookTime, Measurements
 from lightning_feed.measure.stats import MIN_STEPS
 from lightning_feed.verdict.diagnosis import Cause, Grade
 
@@ -125,13 +125,15 @@ the CPUs: below the first the workers keep up, above the second they do not."""
 
 
 def _fed_if_idle(measured: Measurements) -> bool | None:
-    """Whether workers that are too slow beside other programs would keep up without them; None: too close to tell."""
+    """True if workers that are too slow beside other programs would keep up without them; None: too close to tell."""
     facts, stats, loaders = measured.facts, measured.stats, measured.loaders
     queue, step_ms = loaders.workers_run_queue_pct, stats.step_ms or 0.0
-    if not facts.crowded or not facts.num_workers or facts.num_workers > (facts.usable_cpus or math.inf):
+    if not facts.crowded or not facts.num_workers:
         return False
     if queue is None:
         return None
+    if not _queue_is_of_others(measured):
+        return False
     making_ms = step_ms * (1 - queue / 100)
     own_queue_ms = max(0.0, (facts.host_queue_ms or 0.0) - (facts.load_queue_ms or 0.0))
     training_ms = step_ms - (stats.data_idle_ms or 0.0) - own_queue_ms
@@ -290,7 +292,7 @@ def _no_workers(measured: Measurements, shares: Shares) -> Iterator[Reason]:
 def _oversubscribed(measured: Measurements, _: Shares) -> Iterator[Reason]:
     facts, loaders = measured.facts, measured.loaders
     queue, throttled = loaders.workers_run_queue_pct, loaders.throttled_pct or 0.0
-    if queue is not None and queue >= RUN_QUEUE_PCT and not _queue_is_of_others(facts):
+    if queue is not None and queue >= RUN_QUEUE_PCT and not _queue_is_of_others(measured):
         because = [f"workers are ready to run, without a CPU, {queue:.0f} % of their time"]
         if 0 < (facts.num_workers or 0) <= (facts.usable_cpus or 0):
             because.append("there are no more workers than CPUs, so other threads or other programs take them")
@@ -299,14 +301,18 @@ def _oversubscribed(measured: Measurements, _: Shares) -> Iterator[Reason]:
         yield Reason("oversubscribed", [f"the CPU quota is used up in {throttled:.0f} % of the scheduler's periods"])
 
 
-def _queue_is_of_others(facts: LoopFacts) -> bool:
-    """True if workers wait for CPUs because other programs have them: there are no more workers than CPUs."""
-    return facts.crowded and (facts.num_workers or 0) <= (facts.usable_cpus or 0)
+def _queue_is_of_others(measured: Measurements) -> bool:
+    """True if workers wait for CPUs because other programs have them: no more workers want one than there are."""
+    facts, loaders = measured.facts, measured.loaders
+    wanted = (facts.num_workers or 0) * ((loaders.workers_on_cpu_pct or 0.0) + (loaders.workers_run_queue_pct or 0.0))
+    return facts.crowded and wanted <= 100 * (facts.usable_cpus or 0)
 
 
 def _ready_without_cpu(measured: Measurements, shares: Shares) -> Iterator[Reason]:
     facts, wait = measured.facts, measured.stats.next_wait_ms
-    if facts.num_workers and wait and (facts.load_queue_ms or 0.0) >= READY_SHARE * wait:
+    if facts.crowded or not facts.num_workers or not wait:
+        return
+    if (facts.load_queue_ms or 0.0) >= READY_SHARE * wait:
         waited = f"{in_ms(facts.load_queue_ms, shares.step_ms)} of {in_ms(wait, shares.step_ms)} ms"
         yield Reason("oversubscribed", [f"the training thread waits {waited} for a CPU, to take a batch that is ready"])
 
@@ -353,11 +359,24 @@ def _busy_pct(measured: Measurements) -> float | None:
     """Share of the workers' time on a CPU or ready for one."""
     loaders = measured.loaders
     on_cpu, queue, blocked = loaders.workers_on_cpu_pct, loaders.workers_run_queue_pct, loaders.workers_blocked_pct
-    if on_cpu is not None and blocked is not None and on_cpu + blocked > 0 and _queue_is_of_others(measured.facts):
-        return 100 * on_cpu / (on_cpu + blocked)
     if blocked is not None:
         return max(0.0, 100.0 - blocked)
     return None if on_cpu is None or queue is None else min(100.0, on_cpu + queue)
+
+
+def unclear_beside_others(measured: Measurements, cause: Cause) -> bool:
+    """True if other programs may have made a cause of waiting for data.
+
+    They delay the start of workers, and the thread that takes ready batches. And of workers that lack a CPU for much of
+    their time nobody can say whether they compute or wait most.
+    """
+    queue, blocked = measured.loaders.workers_run_queue_pct or 0.0, measured.loaders.workers_blocked_pct or 0.0
+    if cause in _OF_WORKERS:
+        return min(queue, blocked) >= RUN_QUEUE_PCT
+    return cause in ("epoch start", "hand-over", "jitter")
+
+
+_OF_WORKERS: tuple[Cause, ...] = ("cpu", "cold reads", "remote reads", "waiting")
 
 
 def _blocked(measured: Measurements) -> Reason:

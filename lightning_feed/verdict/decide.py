@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 from lightning_feed.errors import plural, source_line
+from lightning_feed.measure.hook_times import LEAST_MS
 from lightning_feed.measure.measurements import LoopFacts, Measurements
 from lightning_feed.measure.stats import MIN_STEPS, Confidence
 from lightning_feed.measure.wall import WallStats
@@ -27,8 +28,9 @@ from lightning_feed.verdict.causes import (
     model_disturbed,
     shares_of,
     toy_sentence,
+    unclear_beside_others,
 )
-from lightning_feed.verdict.diagnosis import Bottleneck, Diagnosis, Remedy
+from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Diagnosis, Remedy
 from lightning_feed.verdict.notes import MOST, notes_for, why_not
 from lightning_feed.verdict.remedies import LEAST_PCT, PLACE, Finding, largest, remedies_for, trainer_remedy
 
@@ -67,11 +69,11 @@ def _of_steps(measured: Measurements) -> Diagnosis:
     shares = shares_of(measured)
     if shares is None:
         return _not_measured(measured)
-    doubt = _doubt(measured, shares)
-    if doubt:
-        return _cannot_tell(measured, shares, doubt)
     parts: tuple[Bottleneck, ...] = shares.over or ("compute",)
     reasons = {part: _FIND[part](measured, shares) for part in parts}
+    doubt = _doubt(measured, shares, reasons[parts[0]].cause)
+    if doubt:
+        return _cannot_tell(measured, shares, doubt)
     because = [line for one in reasons.values() for line in one.because]
     if shares.compute_bound_confirmed and shares.over:
         because += compute_cause(measured, shares).because
@@ -105,14 +107,15 @@ def _not_measured(measured: Measurements) -> Diagnosis:
     )
 
 
-def _doubt(measured: Measurements, shares: Shares) -> str:
+def _doubt(measured: Measurements, shares: Shares, cause: Cause) -> str:
     """The figure that other programs may have made, and nothing that was measured explains; empty for none."""
     first, step_ms, other_ms = next(iter(shares.over), "compute"), shares.step_ms, measured.stats.other_ms or 0.0
     if not measured.facts.crowded:
         return ""
-    if first == "data" and shares.fed_if_idle is None:
+    if first == "data" and (shares.fed_if_idle is None or unclear_beside_others(measured, cause)):
         return f"training waits {shares.data_pct:.0f} % of each step for data"
-    explained = sum(hook.ms_per_step for hook in measured.hooks) >= NAMED_SHARE * other_ms
+    own_ms = other_ms - max(0.0, (measured.facts.host_queue_ms or 0.0) - (measured.facts.load_queue_ms or 0.0))
+    explained = sum(hook.ms_per_step for hook in measured.hooks) >= max(LEAST_MS, NAMED_SHARE * own_ms)
     if first == "framework" and not explained and not measured.facts.syncs:
         return f"{in_ms(other_ms, step_ms)} of {in_ms(step_ms, step_ms)} ms lie between the steps"
     return ""

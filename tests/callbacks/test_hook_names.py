@@ -14,6 +14,11 @@ class Overrides(Callback):
 class Empty(Callback): ...
 
 
+class OfTheInstance(Callback):
+    def __init__(self) -> None:
+        self.on_train_batch_end = lambda *_: None  # type: ignore[method-assign]
+
+
 class Module(LightningModule):
     def on_train_batch_end(self, *args: object) -> None: ...
 
@@ -29,11 +34,13 @@ class Module(LightningModule):
         ("[Strategy]SingleDeviceStrategy.on_train_batch_start", True),
         ("run_training_batch", False),
         ("logger Slow.log_metrics", False),
+        ("[Callback]OfTheInstance.on_train_batch_end", False),
         ("[Callback]Unknown.on_train_batch_end", False),
     ],
 )
 def test_empty_hooks(action: str, *, empty: bool) -> None:
-    trainer = Trainer(accelerator="cpu", devices=1, logger=False, callbacks=[Overrides(), Empty(), ModelCheckpoint()])
+    callbacks = [Overrides(), Empty(), OfTheInstance(), ModelCheckpoint()]
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, callbacks=callbacks)
     trainer.strategy.connect(Module())
     assert _host.is_empty_hook(trainer, action) == empty
     saver = next(one for one in trainer.callbacks if isinstance(one, ModelCheckpoint))
