@@ -6,8 +6,9 @@ has the label right in 95 % of the scenarios, and the same label in each repeat.
 in which other processes took more than 12 % of the CPUs is repeated, `--patience` times at most, each after waiting
 up to 20 s for them.
 
-With `--beside` the fits run beside programs that compute. A label is then right, "cannot tell", or wrong; a good run
-has none wrong.
+With `--beside` the fits run beside programs that compute. A label is then right, or the verdict names the other
+programs ("batches are ready; other programs have the CPUs"), or says that it cannot tell, or is wrong. A good run has
+none wrong.
 
     python benchmarks/verdicts.py [--repeat 3] [--only head,jitter] [--beside "1 program"] [--data DIR] [--json FILE]
 """
@@ -77,8 +78,9 @@ def main() -> int:
     disturbed = sum(row["others_pct"] > QUIET_PCT for row in rows)
     repeats = sum(row["repeats"] for row in rows)
     print(f"{seconds / arguments.repeat:.0f} s a round; {repeats} fits repeated, {disturbed} disturbed all the same")
-    wrong = any(not row["agrees"] and not row["cannot_tell"] for row in rows)
-    return 0 if agreed >= GOAL_PCT and (quiet or not wrong) else 1
+    if quiet:
+        return 0 if agreed >= GOAL_PCT else 1
+    return int(any(not row["agrees"] and not row["instead"] for row in rows))
 
 
 def _run(name: str, files: Path, number: int, patience: int) -> dict[str, Any]:
@@ -106,7 +108,7 @@ def _try(name: str, files: Path, number: int) -> dict[str, Any]:
         "expected": "/".join(scenario.expect),
         "found": f"{diagnosis.bottleneck}/{diagnosis.cause}",
         "agrees": _agrees(diagnosis, scenario.expect),
-        "cannot_tell": diagnosis.bottleneck == "unknown",
+        "instead": _instead(diagnosis),
         "confidence": diagnosis.confidence,
         "seconds": seconds,
         "others_pct": others_pct,
@@ -122,14 +124,20 @@ def _try(name: str, files: Path, number: int) -> dict[str, Any]:
 
 def _agrees(found: Diagnosis, expect: tuple[str, str]) -> bool:
     """Of a model that takes the time, "batches are ready; other programs have the CPUs" is right, too."""
-    beside_load = found.measurements.facts.crowded and expect[0] == found.bottleneck == "compute"
-    return (found.bottleneck, found.cause) == expect or (beside_load and found.cause == "oversubscribed")
+    return (found.bottleneck, found.cause) == expect or (expect[0] == "compute" and _instead(found) == "names others")
+
+
+def _instead(found: Diagnosis) -> str:
+    """What a verdict says instead of a cause, if it says so."""
+    if found.bottleneck == "unknown":
+        return "cannot tell"
+    others = found.measurements.facts.crowded and (found.bottleneck, found.cause) == ("compute", "oversubscribed")
+    return "names others" if others else ""
 
 
 def _show(row: dict[str, Any]) -> None:
     starved = row["stats"]["starved_pct"]
-    label = "cannot tell" if row["cannot_tell"] else "**no**"
-    label = "yes" if row["agrees"] else label
+    label = "yes" if row["agrees"] else row["instead"] or "**no**"
     print(
         f"| {row['scenario']} | {row['expected']} | {row['found']} | {'' if starved is None else f'{starved:.0f}'} | "
         f"{row['confidence']} | {label} | {row['seconds']:.1f} | "
@@ -150,12 +158,12 @@ def _summarise(rows: list[dict[str, Any]]) -> float:
         others = ", ".join(f"{label} {count}" for label, count in counts.most_common() if label != expected)
         print(f"| {expected} | {counts.total()} | {counts[expected]} | {others} |")
     agreed = 100.0 * sum(bool(row["agrees"]) for row in rows) / max(1, len(rows))
-    untold = sum(row["cannot_tell"] and not row["agrees"] for row in rows)
-    wrong = sum(not row["cannot_tell"] and not row["agrees"] for row in rows)
+    instead = Counter(row["instead"] or "wrong" for row in rows if not row["agrees"])
     steady = sum(len(each) == 1 for each in labels.values())
     print(
-        f"\n{agreed:.1f} % agree (goal {GOAL_PCT:.0f}), {untold} cannot tell, {wrong} wrong; "
-        f"the same label in each round: {steady} of {len(labels)}"
+        f"\n{agreed:.1f} % agree (goal {GOAL_PCT:.0f}), {instead['names others']} name the other programs, "
+        f"{instead['cannot tell']} cannot tell, {instead['wrong']} wrong; the same label in each round: {steady} of "
+        f"{len(labels)}"
     )
     return agreed
 

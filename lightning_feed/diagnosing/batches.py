@@ -25,7 +25,7 @@ from lightning_feed.trials.cloning import map_loaders
 MOST_KEPT, MOST_BYTES = 32, 256 * 2**20
 """Batches that a sample of a run holds at most, and their memory."""
 WINDOWS = 5
-FEWEST_CYCLES = WINDOWS
+FEWEST_CYCLES = 3
 """Optimizer steps behind the warm-up with which a rate is given."""
 FEWEST_PASSES = 2
 """Times that several batches must have come behind the warm-up."""

@@ -36,7 +36,7 @@ from lightning_feed.diagnosing.short_fits import (
 from lightning_feed.errors import FeedError, LoaderError, ReportError, SettingsError
 from lightning_feed.load.kinds import AnyLoader, Batch
 from lightning_feed.load.machine import read_machine
-from lightning_feed.measure.experiment_results import ExperimentResults, KeyUse
+from lightning_feed.measure.experiment_results import REST_OF_THE_FIT, ExperimentResults, KeyUse
 from lightning_feed.measure.facts import with_loaders
 from lightning_feed.measure.measurements import LoopFacts, Measurements
 from lightning_feed.measure.stats import StarvationStats
@@ -301,7 +301,7 @@ class _Experiments:
             session.run_as_it_is(limits)
         beside = _left_out_of_the_fit(session)
         if beside:
-            self._left_out["the rest of the fit"] = beside
+            self._left_out[REST_OF_THE_FIT] = beside
         if session.trainer.num_devices * session.trainer.num_nodes > 1:
             self._left_out["ranks"] = (
                 "trained on one device; GPUStarvationCallback() measures in the run itself what ranks cost each other"
@@ -401,11 +401,11 @@ class Experiment:
 DATA_EXPERIMENTS = {
     "loader": Experiment("the loader alone, as configured", rates.measure_loader, 4.0),
     "keys": Experiment("bytes of each part of a batch", rates.measure_keys, 0.0),
+    "functions": Experiment("your functions, by time", samples.measure_functions, 0.7),
     "disk": Experiment("the files that samples are made of", disk.measure_disk, 0.5),
     "constant-samples": Experiment("constant samples, same workers", rates.measure_ceiling, 1.6),
     "hand-over": Experiment("a ready batch, from worker to training", rates.measure_hand_over, 0.4),
     "transforms": Experiment("reading, decoding and each transform", samples.measure_costs, 1.3),
-    "functions": Experiment("your functions, by time", samples.measure_functions, 0.7),
     "no-transforms": Experiment("transforms left out", samples.measure_without_transforms, 1.0),
     "uint8": Experiment("pixel work left to the device", samples.measure_as_uint8, 1.0),
     "device-decode": Experiment("decoding on the device", rates.measure_device_decode, 0.7),

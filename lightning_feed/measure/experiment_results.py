@@ -63,6 +63,9 @@ class DiskFacts:
     """Of a URL: with many requests at the same time."""
 
 
+REST_OF_THE_FIT = "the rest of the fit"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExperimentResults:
     """Rates in batches per second, each of whole rounds after warm-up."""
@@ -119,7 +122,12 @@ class ExperimentResults:
     keys: tuple[KeyUse, ...] = ()
     disk: DiskFacts | None = None
     left_out: tuple[tuple[str, str], ...] = ()
-    """(experiment, why it was not run)."""
+    """(experiment, why it was not run); under :data:`REST_OF_THE_FIT` the parts of the fit that were not run."""
+
+    @property
+    def stripped(self) -> str:
+        """The parts of the user's fit that a diagnosis did not run: ``validation, ModelCheckpoint``. Empty: none."""
+        return dict(self.left_out).get(REST_OF_THE_FIT, "").partition(":")[0]
 
     @property
     def noise_pct(self) -> float | None:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Literal
 
 from lightning_feed.errors import plural, source_line
-from lightning_feed.measure.hook_times import LEAST_MS
 from lightning_feed.measure.measurements import LoopFacts, Measurements
 from lightning_feed.measure.stats import MIN_STEPS, Confidence
 from lightning_feed.measure.wall import WallStats
@@ -90,8 +89,21 @@ def _of_steps(measured: Measurements) -> Diagnosis:
     if toy:
         return found
     finding = Finding(measured=measured, shares=shares, causes={part: one.cause for part, one in reasons.items()})
-    remedies = remedies_for(finding)
-    return replace(found, remedies=remedies, notes=notes_for(finding, remedies), why_not=why_not(finding, remedies))
+    stripped = _stripped(measured, shares)
+    remedies = () if stripped else remedies_for(finding)
+    notes = (*stripped, *notes_for(finding, remedies))[:MOST]
+    return replace(found, remedies=remedies, notes=notes, why_not=why_not(finding, remedies))
+
+
+def _stripped(measured: Measurements, shares: Shares) -> tuple[str, ...]:
+    """The note on a diagnosis whose fit ran without callbacks, loggers or validation, and hardly waited for data.
+
+    Its steps are shorter than those of the user's fit, so that small waits are a larger share of them.
+    """
+    if not measured.found.stripped or shares.data_pct >= HIGH_PCT:
+        return ()
+    said = "not run here, and the rest hardly waits. Train with LIGHTNING_FEED=1 to measure them"
+    return (f"{measured.found.stripped}: {said}",)
 
 
 def _not_measured(measured: Measurements) -> Diagnosis:
@@ -115,7 +127,8 @@ def _doubt(measured: Measurements, shares: Shares, cause: Cause) -> str:
     if first == "data" and (shares.fed_if_idle is None or unclear_beside_others(measured, cause)):
         return f"training waits {shares.data_pct:.0f} % of each step for data"
     own_ms = other_ms - max(0.0, (measured.facts.host_queue_ms or 0.0) - (measured.facts.load_queue_ms or 0.0))
-    explained = sum(hook.ms_per_step for hook in measured.hooks) >= max(LEAST_MS, NAMED_SHARE * own_ms)
+    hooks = measured.hooks
+    explained = bool(hooks) and sum(hook.ms_per_step for hook in hooks) >= NAMED_SHARE * own_ms
     if first == "framework" and not explained and not measured.facts.syncs:
         return f"{in_ms(other_ms, step_ms)} of {in_ms(step_ms, step_ms)} ms lie between the steps"
     return ""

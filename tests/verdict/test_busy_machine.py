@@ -3,8 +3,9 @@
 from typing import Any
 
 import pytest
-from verdict.cases import READY, measured
+from verdict.cases import READY, ROOM, measured
 
+from lightning_feed.measure.experiment_results import REST_OF_THE_FIT
 from lightning_feed.measure.measurements import HookTime
 from lightning_feed.measure.wall import Part, WallPart, WallStats
 from lightning_feed.verdict.decide import diagnose
@@ -47,7 +48,9 @@ def test_handing_over_is_not_blamed_beside_other_programs() -> None:
 
 def test_workers_that_lack_a_cpu_may_be_busy_or_blocked() -> None:
     """As with two loaders, of which one computes and one sleeps: on a CPU 8 %, ready 42 %, blocked 50 %."""
-    found = diagnose(measured(data=80.0, loaders=_workers(8.0, 42.0), load_queue_ms=1.0, **BUSY_MACHINE))
+    found = diagnose(
+        measured(data=80.0, loaders=_workers(8.0, 42.0, page_cache_pct=100.0), load_queue_ms=1.0, **BUSY_MACHINE)
+    )
     assert found.bottleneck == "unknown"
 
 
@@ -124,3 +127,13 @@ def test_validation_of_a_good_part_of_the_run_is_noted(validation_s: float, *, n
     found = diagnose(measured(data=1.0, wall=wall))
     assert found.bottleneck == "compute"
     assert any("validation takes" in note for note in found.notes) == noted
+
+
+@pytest.mark.parametrize(("data", "fixed"), [(12.0, False), (40.0, True)])
+def test_a_diagnosis_without_the_users_callbacks_fixes_only_what_is_surely_the_loader(
+    data: float, *, fixed: bool
+) -> None:
+    tried = {"worker_scaling": ((2, 10.0), (4, 20.0)), "left_out": ((REST_OF_THE_FIT, "SlowCallback: not run, since"),)}
+    found = diagnose(measured(data=data, found=tried, **ROOM))
+    assert bool(found.remedies) == fixed
+    assert any(note.startswith("SlowCallback: not run here") for note in found.notes) != fixed
