@@ -4,9 +4,11 @@ Each workload is diagnosed by experiment (``lightning_feed.diagnose``), then tra
 turns, on two CPUs of this machine. Predicted is the remedy's ``predicted_step_ms``, achieved the mean step of the
 run with it, as ``lightning-feed compare`` holds them against each other. The table has medians over the rounds. The
 device is simulated where it says so: the step waits without CPU. A good run is within 10 % in every row. Let nothing
-else run beside it: a round in which other processes took more than 12 % of the CPUs is repeated.
+else run beside it: a round in which other processes took more than 12 % of the CPUs is repeated. With `--beside`
+programs compute beside all three fits; a good run is then within 15 % in nine rows of ten.
 
-    python benchmarks/predictions.py [--rounds 3] [--only decode,blocking] [--budget 30] [--data DIR] [--json FILE]
+    python benchmarks/predictions.py [--rounds 3] [--only "decode;blocking"] [--budget 30] [--beside "1 program"]
+        [--data DIR] [--json FILE]
 """
 
 import argparse
@@ -23,14 +25,14 @@ import torch
 from lightning.pytorch import Trainer
 from prediction_workloads import Data, Workload, make_workloads
 from verdict_fits import hush, two_cpus
-from verdict_quiet import QUIET_PCT, Others, wait_until_quiet
+from verdict_quiet import BESIDE, QUIET_PCT, Others, programs_beside, wait_until_quiet
 
 from lightning_feed import GPUStarvationCallback, diagnose
 from lightning_feed.report.compare import compare
 from lightning_feed.report.document import make_report
 from lightning_feed.verdict.diagnosis import Diagnosis, Remedy
 
-GOAL_PCT = 10.0
+GOAL_PCT, GOAL_BESIDE_PCT = 10.0, 15.0
 PATIENCE_S = 20.0
 STEPS = 150
 """Of a run with or without the remedy; at least this many, warm-up included."""
@@ -45,8 +47,10 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="folder on a disk for the files to read; default: temporary")
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="folder in memory")
     parser.add_argument("--patience", type=int, default=2, help="repeats of a round that others disturbed")
+    parser.add_argument("--beside", choices=BESIDE, default="nothing", help="programs that compute beside each fit")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
+    quiet = arguments.beside == "nothing"
     hush()
     print(
         f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} CPUs, load "
@@ -59,6 +63,7 @@ def main() -> int:
         tempfile.TemporaryDirectory(dir=arguments.data) as folder,
         tempfile.TemporaryDirectory(dir=arguments.memory) as memory,
         warnings.catch_warnings(),
+        programs_beside(arguments.beside),
     ):
         warnings.simplefilter("ignore")  # of few workers, of no validation: that is what is measured here
         workloads = make_workloads(Path(folder), Path(memory))
@@ -70,7 +75,9 @@ def main() -> int:
         }
         for number in range(arguments.rounds):
             for name, workload in chosen.items():
-                for _ in range(1 + arguments.patience):
+                for _ in range(1 + arguments.patience if quiet else 1):
+                    if quiet:
+                        wait_until_quiet(PATIENCE_S)
                     row = _round(name, workload, arguments.budget)
                     if row["others_pct"] <= QUIET_PCT:
                         break
@@ -78,12 +85,11 @@ def main() -> int:
                 print(f"round {number} {_line(rows[-1])}", flush=True)
                 if arguments.json is not None:
                     arguments.json.write_text(json.dumps(rows, indent=1))
-    return _summarise(rows)
+    return _summarise(rows, GOAL_PCT if quiet else GOAL_BESIDE_PCT, least=1.0 if quiet else 0.9)
 
 
 def _round(name: str, workload: Workload, budget_s: float) -> dict[str, Any]:
     """One diagnosis, then a run without and one with its remedy."""
-    wait_until_quiet(PATIENCE_S)
     others = Others()
     workload.between()
     found = diagnose(_trainer(), workload.model(), workload.before(), budget_s=budget_s)
@@ -139,11 +145,11 @@ def _line(row: dict[str, Any]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _summarise(rows: list[dict[str, Any]]) -> int:
-    """Print the table. Returns the exit code."""
+def _summarise(rows: list[dict[str, Any]], goal_pct: float, *, least: float) -> int:
+    """Print the table. Returns the exit code: 0 where at least a share ``least`` of the predictions is that near."""
     print("\n| workload | remedy | step before, ms | predicted, ms | achieved, ms | error, % | of each round |")
     print("|---|---|---:|---:|---:|---:|---|")
-    within, names = 0, list(dict.fromkeys(row["workload"] for row in rows))
+    within, predicted_rows, names = 0, 0, list(dict.fromkeys(row["workload"] for row in rows))
     for name in names:
         mine = [row for row in rows if row["workload"] == name and row["error_pct"] is not None]
         if not mine:
@@ -154,15 +160,17 @@ def _summarise(rows: list[dict[str, Any]]) -> int:
             median(row[key] for row in mine) for key in ("before_ms", "predicted_ms", "achieved_ms")
         )
         error = median(row["error_pct"] for row in mine)
-        within += abs(error) <= GOAL_PCT
+        predicted_rows += 1
+        within += abs(error) <= goal_pct
         each = ", ".join(f"{row['error_pct']:+.0f}" for row in mine)
         print(
             f"| {name} | {mine[0]['remedy']}: `{changes}` | {before:.1f} | {predicted:.1f} | {achieved:.1f} | "
             f"{error:+.1f} | {each} |"
         )
     disturbed = sum(row["others_pct"] > QUIET_PCT for row in rows)
-    print(f"\n{within} of {len(names)} within {GOAL_PCT:.0f} %; others disturbed {disturbed} of {len(rows)} rounds")
-    return 0 if within == len(names) else 1
+    print(f"\n{within} of {predicted_rows} within {goal_pct:.0f} %; others disturbed {disturbed} of {len(rows)} rounds")
+    whole = len(names) if least == 1.0 else predicted_rows
+    return 0 if within >= least * whole else 1
 
 
 if __name__ == "__main__":

@@ -241,13 +241,7 @@ class StarvationRun:
         validation, cpus = self._validation, self._cpus
         self._fold(self.main)
         found = self.main.measurements(prefetch_active=prefetch_active(self._trainer))
-        others: dict[str, Any] = {}
-        if cpus is not None:
-            usable = found.facts.usable_cpus
-            others = {
-                "others_cpu_pct": cpus.others_pct(usable),
-                "others_cpu_median_pct": cpus.median_others_pct(usable),
-            }
+        others = cpus.others(found.facts.usable_cpus) if cpus is not None else {}
         return Measurements(
             stats=found.stats,
             facts=replace(found.facts, syncs=self._syncs(), **others),

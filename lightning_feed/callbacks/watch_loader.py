@@ -14,6 +14,7 @@ import torch
 
 from lightning_feed.load.kinds import AnyLoader
 from lightning_feed.load.machine import STREAM_BACKENDS, read_machine
+from lightning_feed.measure.cpu_time import CpuShare
 from lightning_feed.measure.facts import batches_ahead, with_loaders
 from lightning_feed.measure.guard import Guard
 from lightning_feed.measure.loader_state import loaders_in
@@ -169,6 +170,8 @@ class PlainRun:
         self.step_ended = guard.tap(self._step_ended)
         self._loop: Any = None
         """A MeasuredLoop from the first epoch on."""
+        self._cpus: CpuShare | None = None
+        """Use of the CPUs by other programs, from the first epoch on; None with several ranks."""
         self._schedule = Schedule(self._seconds)
         self._reported_steps = self._next_read = 0
         self.closed = False
@@ -190,6 +193,7 @@ class PlainRun:
         if self._loop is None:
             ring, queue = open_ring(device), batches_ahead(loaders)
             self._loop = MeasuredLoop(facts, lambda: self.live, queue=queue, ring=ring, clock=self.clock)
+            self._cpus = CpuShare() if facts.world_size == 1 else None
             self._schedule = Schedule(self._seconds)
         self._loop.cpu.go_on()
         self._loop.batch_seen = False
@@ -226,6 +230,8 @@ class PlainRun:
         if now >= self._next_read:  # workers take their counters with them when an epoch ends
             self._next_read = now + READ_EVERY_NS
             loop.loaders.take()
+            if self._cpus is not None and self._cpus.sample():
+                loop.meter.leave_out_step()  # a sample takes some milliseconds, which are not training's
         steps = loop.meter.finished
         if steps >= MIN_STEPS and self._schedule.due(steps):
             self._report()
@@ -238,7 +244,8 @@ class PlainRun:
         found = self._loop.measurements(prefetch_active=None)
         # Neither the copy to the device nor the time between steps is seen from the step itself.
         stats = replace(found.stats, h2d_ms=None, other_ms=None)
-        return Measurements(stats=stats, facts=found.facts, loaders=found.loaders)
+        others = self._cpus.others(found.facts.usable_cpus) if self._cpus is not None else {}
+        return Measurements(stats=stats, facts=replace(found.facts, **others), loaders=found.loaders)
 
     # --- reports ------------------------------------------------------------------------------------------------------
 

@@ -78,6 +78,11 @@ class CpuShare:
         found = [pct for pct in known if pct is not None]
         return median(found) if found else None
 
+    def others(self, usable_cpus: int | None) -> dict[str, Any]:
+        """Fields of ``LoopFacts``: the mean and the median."""
+        mean, middle = self.others_pct(usable_cpus), self.median_others_pct(usable_cpus)
+        return {"others_cpu_pct": mean, "others_cpu_median_pct": middle}
+
     def _read(self) -> CpuTicks | None:
         lines = [line.split() for line in read_text(self._proc / "stat").splitlines()]
         allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)} if hasattr(os, "sched_getaffinity") else set()
