@@ -226,9 +226,7 @@ DISK_MB_PER_S = 0.05
 IO_PRESSURE_PCT = 20.0
 CONNECTED = 0.5
 """Connections over the network of each worker, from which it counts as reading from there."""
-DALI_DECODES = (
-    "DALI works on the GPU, and a batch that it is not done with is waited for there: its decoding is part of this time"
-)
+DALI_DECODES = "DALI decodes on the GPU, so this time includes its decoding"
 FASTER, NO_FASTER = 1.25, 1.1
 """Speed-up of the loader without a stage that is at fault, and the most without one that is not."""
 
@@ -261,13 +259,13 @@ def _epoch_start(measured: Measurements, shares: Shares) -> Iterator[Reason]:
     pct, batches = shares.epoch_pct, measured.facts.batches_per_epoch
     if pct is not None and pct >= max(DATA_PCT, 100 * shares.data_ms / shares.step_ms):
         took = f"before its first batch ({measured.stats.epoch_start_s:.2f} s)"
-        yield Reason("epoch start", [f"{pct:.0f} % of an epoch of {batches} steps goes by {took}"])
+        yield Reason("epoch start", [f"{pct:.0f} % of an epoch of {batches} steps passes {took}"])
 
 
 def _one_rank(measured: Measurements, _: Shares) -> Iterator[Reason]:
     ranks = measured.ranks
     if ranks is not None and ranks.slow_rank is not None:
-        said = f"rank {ranks.slow_rank} of {ranks.world_size} waits longest, the others wait for it"
+        said = f"rank {ranks.slow_rank} of {ranks.world_size} waits longest, and the others wait for it"
         yield Reason("one rank", [said])
 
 
@@ -278,24 +276,24 @@ def _no_workers(measured: Measurements, shares: Shares) -> Iterator[Reason]:
         cpu = min(wait, cpu)
         queue = min(wait - cpu, queue)
         busy = 100 * (cpu + queue) / wait
-        loading = f"{facts.generator} takes in the training process" if facts.generator else "loading takes"
-        said = f"of {in_ms(wait, step)} ms that {loading}, {in_ms(cpu, step)} are on a CPU"
+        who, where = (facts.generator, " in the training process") if facts.generator else ("loading", "")
+        said = f"{who} takes {in_ms(wait, step)} ms{where}, {in_ms(cpu, step)} of them on a CPU"
         if queue >= QUEUE_SHARE * wait:
-            said += f", and in {in_ms(queue, step)} other threads or programs have the CPUs"
+            said += f" and {in_ms(queue, step)} waiting for one"
         because.append(said)
     if facts.num_workers == 0 or (facts.generator and busy >= BUSY_PCT):
         yield Reason("no workers", because)
     elif facts.generator and because:
-        yield Reason("unknown", [*because, "in the rest the training thread is blocked"], sure=False)
+        yield Reason("unknown", [*because, "the training thread is blocked for the rest"], sure=False)
 
 
 def _oversubscribed(measured: Measurements, _: Shares) -> Iterator[Reason]:
     facts, loaders = measured.facts, measured.loaders
     queue, throttled = loaders.workers_run_queue_pct, loaders.throttled_pct or 0.0
     if queue is not None and queue >= RUN_QUEUE_PCT and not _queue_is_of_others(measured):
-        because = [f"workers are ready to run, without a CPU, {queue:.0f} % of their time"]
+        because = [f"workers wait for a CPU {queue:.0f} % of their time"]
         if 0 < (facts.num_workers or 0) <= (facts.usable_cpus or 0):
-            because.append("there are no more workers than CPUs, so other threads or other programs take them")
+            because.append("there are no more workers than CPUs: other threads or programs have them")
         yield Reason("oversubscribed", because)
     if throttled >= THROTTLED_PCT:
         yield Reason("oversubscribed", [f"the CPU quota is used up in {throttled:.0f} % of the scheduler's periods"])
@@ -329,7 +327,7 @@ def _more_workers_than_cpus(measured: Measurements, _: Shares) -> Iterator[Reaso
 def _pin_thread(measured: Measurements, _: Shares) -> Iterator[Reason]:
     lag, wait = measured.loaders.pin_lag_ms, measured.stats.next_wait_ms
     if lag and wait and lag >= PIN_SHARE * wait and measured.facts.pin_memory is not False:
-        yield Reason("pin thread", [f"batches that were there had to be pinned first: {lag:.1f} ms a wait"])
+        yield Reason("pin thread", [f"finished batches wait {lag:.1f} ms for the thread that pins them"])
 
 
 def _idle_workers(measured: Measurements, _: Shares) -> Iterator[Reason]:
@@ -342,10 +340,12 @@ def _idle_workers(measured: Measurements, _: Shares) -> Iterator[Reason]:
     if held >= HEAD_OF_LINE_PCT:
         yield Reason("head of line", [f"a later batch was ready in {held:.0f} % of the waiting"])
     if handed >= HANDOVER_PCT:
-        said = f"batches were ready in {handed:.0f} % of the waiting: handing one over takes most of {wait:.1f} ms"
+        said = (
+            f"batches were ready in {handed:.0f} % of the waiting: most of the {wait:.1f} ms goes to handing one over"
+        )
         yield Reason("hand-over", [said])
     if ready >= READY_SHARE * most > 0:
-        yield Reason("jitter", [f"{ready:.1f} of {most:.0f} batches are ready on average, yet not always one"])
+        yield Reason("jitter", [f"{ready:.1f} of {most:.0f} batches are ready on average, but sometimes none is"])
 
 
 def _workers(measured: Measurements, _: Shares) -> Iterator[Reason]:
@@ -383,13 +383,13 @@ def _blocked(measured: Measurements) -> Reason:
     """Workers neither compute nor could: do they wait for storage, or for something else?"""
     gain = _gain(measured, "cached_bytes_per_s")
     if gain is not None and gain >= FASTER:
-        return Reason("cold reads", [f"with its files in memory the loader is {gain:.1f} x as fast"])
+        return Reason("cold reads", [f"with its files in memory, the loader is {gain:.1f} x as fast"])
     same = gain is not None and gain < NO_FASTER
     found, remote = None if same else _cold_reads(measured), _remote(measured)
     if found is None and remote:
         return Reason("remote reads", remote)
     if same:
-        return Reason("waiting", ["with its files in memory the loader is no faster"])
+        return Reason("waiting", ["with its files in memory, the loader is no faster"])
     return found or _waiting(measured)
 
 
@@ -410,7 +410,7 @@ def _waiting(measured: Measurements) -> Reason:
     cached, pressure = loaders.page_cache_pct, loaders.io_pressure_pct
     if cached is None and loaders.disk_mb_per_s is None:
         if pressure is None:
-            return Reason("unknown", ["whether workers wait for storage is not known"], sure=False)
+            return Reason("unknown", ["it is not known if workers wait for storage"], sure=False)
         if pressure >= IO_PRESSURE_PCT:
             return Reason("cold reads", [f"some task waits for storage {pressure:.0f} % of the time"], sure=False)
     read = "" if cached is None else f": {cached:.0f} % of the bytes come from the page cache"
@@ -422,11 +422,11 @@ def _remote(measured: Measurements) -> list[str]:
     facts, connections, disk = measured.facts, measured.loaders.connections or 0.0, measured.found.disk
     said = []
     if connections >= CONNECTED * (facts.num_workers or 1):
-        said.append(f"the workers are blocked, with {connections:.0f} of their connections over the network open")
+        said.append(f"the workers are blocked, with {connections:.0f} network connections open")
     elif facts.remote:
         said.append("the data are read from a URL, and the workers are blocked")
     if disk is not None and disk.latency_ms is not None:
-        line = "" if disk.line_mb_per_s is None else f", and {disk.line_mb_per_s:.0f} MB/s come with many at once"
+        line = "" if disk.line_mb_per_s is None else f", and {disk.line_mb_per_s:.0f} MB/s with many requests at once"
         said.append(f"a request takes {disk.latency_ms:.1f} ms{line}")
     return said
 
@@ -435,7 +435,7 @@ def _experiments(measured: Measurements, _: Shares) -> Iterator[Reason]:
     """Nothing is known of the workers: the loader's gain from leaving a stage out."""
     found, cached, ceiling = measured.found, _gain(measured, "cached_bytes_per_s"), _gain(measured, "ceiling_per_s")
     if cached is not None and cached >= FASTER:
-        yield Reason("cold reads", [f"with its files in memory the loader is {cached:.1f} x as fast"])
+        yield Reason("cold reads", [f"with its files in memory, the loader is {cached:.1f} x as fast"])
     wall = sum(cost.wall_ms for cost in found.costs)
     if wall > 0:
         cpu_pct = 100 * sum(cost.cpu_ms for cost in found.costs) / wall
@@ -443,7 +443,7 @@ def _experiments(measured: Measurements, _: Shares) -> Iterator[Reason]:
         if cpu_pct >= BUSY_PCT:
             yield Reason("cpu", [said])
         if cpu_pct <= 100 - BLOCKED_PCT and cached is not None:
-            yield Reason("waiting", [said, "with its files in memory the loader is no faster"])
+            yield Reason("waiting", [said, "with its files in memory, the loader is no faster"])
     if ceiling is not None and ceiling < NO_FASTER:
         said = "constant samples load no faster: collating and sending batches is the limit"
         yield Reason("cpu", [said], sure=False)
@@ -457,7 +457,7 @@ def _gain(measured: Measurements, rate: Literal["cached_bytes_per_s", "ceiling_p
 
 
 def _unknown(_: Measurements, __: Shares) -> Iterator[Reason]:
-    yield Reason("unknown", ["what the workers do meanwhile is not known"], sure=False)
+    yield Reason("unknown", ["it is not known what the workers do meanwhile"], sure=False)
 
 
 DATA_RULES = (
@@ -511,7 +511,7 @@ def copy_cause(measured: Measurements, shares: Shares) -> Reason:
 def _slow_copies(measured: Measurements) -> Iterator[Reason]:
     facts = measured.facts
     if facts.pin_memory is False:
-        yield Reason("unpinned", ["batches lie in pageable memory"])
+        yield Reason("unpinned", ["batches are in pageable memory"])
     count, size = facts.batch_tensors or 0, facts.batch_bytes
     if size is not None and count >= MANY_TENSORS and size <= count * SMALL_BYTES:
         yield Reason("small tensors", [f"a batch has {count} tensors of {size / count / 1024:.1f} kB"])
@@ -526,8 +526,8 @@ def _link(measured: Measurements, step_ms: float) -> Iterator[Reason]:
     most = measured.found.pinned_gb_per_s or 0.0
     rate = size / h2d_ms * 1e-6 if h2d_ms else 0.0
     if rate >= LINK_SHARE * most > 0:
-        yield Reason("link", [f"{rate:.1f} GB/s of the {most:.1f} that the link gives"])
-    yield Reason("unknown", ["whether batches are pinned, or what the link gives, is not known"], sure=False)
+        yield Reason("link", [f"{rate:.1f} GB/s of the {most:.1f} GB/s of the link"])
+    yield Reason("unknown", ["it is not known if batches are pinned, or how fast the link is"], sure=False)
 
 
 def _beside_the_copy(measured: Measurements, alone: float | None, step_ms: float) -> Iterator[Reason]:
@@ -538,7 +538,7 @@ def _beside_the_copy(measured: Measurements, alone: float | None, step_ms: float
         yield Reason("transfer hooks", [f"nothing is copied on the CPU: {takes} the time"])
     hidden = alone is not None and alone < COPY_SHARE * (measured.stats.h2d_ms or 0.0)
     if facts.backend == "nvjpeg" and (alone is None or hidden):
-        said = "nvJPEG decodes in the transfer to the device, and the host waits for it: this is decoding, not the copy"
+        said = "nvJPEG decodes during the transfer, and the host waits for it: this time is decoding, not the copy"
         yield Reason("decoding on the GPU", [said])
     if hidden:
         yield Reason("transfer hooks", [f"the copy alone takes {in_ms(alone, step_ms)} ms, hooks the rest"])
@@ -555,13 +555,13 @@ def compute_cause(measured: Measurements, shares: Shares) -> Reason:
         return _not_the_model(measured, shares, alone)
     if shares.compute_bound_confirmed:
         because.append(
-            f"the model alone takes {in_ms(alone, shares.step_ms)} ms a step with one batch again and again: "
+            f"the model alone takes {in_ms(alone, shares.step_ms)} ms a step with one batch repeated: "
             "faster loading would not help here"
         )
     # A thread that waits for the device spins, and so looks busy: with a known synchronisation that means nothing.
     host = 0.0 if facts.device_type == "cpu" or facts.syncs else facts.host_cpu_ms or 0.0
     if host >= LAUNCH_SHARE * compute > 0:
-        said = f"the training thread computes {in_ms(host, shares.step_ms)} ms a step to issue what the device does"
+        said = f"the training thread computes {in_ms(host, shares.step_ms)} ms a step to launch the work of the device"
         return Reason("launch", [*because, said], sure=False)
     return Reason("compute", because)
 
@@ -585,7 +585,7 @@ def _not_the_model(measured: Measurements, shares: Shares, alone: float) -> Reas
     whole, pressure = shares.step_ms, measured.loaders.cpu_pressure_pct
     said = (
         f"the model alone takes {in_ms(alone, whole)} of the {in_ms(measured.stats.compute_ms, whole)} ms of the step "
-        "itself: others take its processors, or the step does what the model does not"
+        "itself: other programs take its CPUs, or the step does more than the model"
     )
     if pressure is None or pressure < CPU_PRESSURE_PCT:
         return Reason("unknown", [said], contradicted=True)

@@ -113,7 +113,7 @@ def _not_measured(measured: Measurements) -> Diagnosis:
         "validation do not count"
     )
     if not steps and measured.found.loader_per_s:
-        reason = "only the loader was measured; whether training waits for it takes a LightningModule"
+        reason = "only the loader was measured: give a LightningModule, too, to see if training waits for it"
     return Diagnosis(
         bottleneck="unknown", grade="not measured", confidence="low", evidence=(reason,), measurements=measured
     )
@@ -151,7 +151,7 @@ def _without_model(measured: Measurements) -> Diagnosis:
     found = _of_steps(replace(measured, experiments=replace(measured.found, model_per_s=None)))
     said = (
         f"the model alone took {in_ms(alone, step_ms)} ms, more than the {in_ms(step_ms, step_ms)} ms of a step: "
-        "something disturbed that experiment, and it does not count"
+        "something disturbed that experiment, so it is ignored"
     )
     return replace(found, confidence=_LOWER[found.confidence], evidence=(*found.evidence, said), measurements=measured)
 
@@ -191,9 +191,9 @@ def _beside(measured: Measurements, step_ms: float) -> Iterator[str]:
     stats, facts = measured.stats, measured.facts
     if stats.hidden_wait_ms is not None and stats.hidden_wait_ms >= SLACK_SHARE * step_ms:
         hidden, wait = in_ms(stats.hidden_wait_ms, step_ms), in_ms(stats.next_wait_ms, step_ms)
-        yield f"{hidden} of {wait} ms in next(loader) cost nothing: the device computes meanwhile"
+        yield f"{hidden} of {wait} ms in next(loader) are hidden: the device computes meanwhile"
     if stats.epoch_start_s is not None and stats.epoch_start_s >= SLOW_START_S:
-        yield f"the first batch of an epoch comes after {stats.epoch_start_s:.1f} s"
+        yield f"the first batch of an epoch takes {stats.epoch_start_s:.1f} s"
     if facts.crowded:
         waited = ""
         if facts.host_queue_ms is not None:
@@ -345,8 +345,8 @@ def rarer_validation(measured: Measurements, wall: WallStats) -> Remedy | None:
         taken += wall.seconds("checkpoints")  # ModelCheckpoint saves behind a validation, if it was given no interval
     gain = 100 * taken * (1 - 1 / rarer) / wall.wall_s
     why = (
-        f"validation {rarer:.3g} times as rare; so is what follows it: early stopping, the choice of the best "
-        f"checkpoint, schedulers of a validation metric{_saves(gain)}"
+        f"validation runs {rarer:.3g} times less often, and so do early stopping, the choice of the best "
+        f"checkpoint and schedulers that use a validation metric{_saves(gain)}"
     )
     return trainer_remedy(facts.place or PLACE, name, now, then, why=why, predicted_gain_pct=gain)
 

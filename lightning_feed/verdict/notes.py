@@ -18,8 +18,8 @@ MOSTLY_BUSY = 0.8
 SPARE = 1.1
 """Times that the loader has to be faster than the model, where workers are given back."""
 _SHARD = (
-    "the data set is a stream, and was not seen to divide itself among workers: with num_workers=2 every sample would "
-    "come twice. Divide it by torch.utils.data.get_worker_info() before you have more than one"
+    "the dataset is a stream that does not seem to divide itself among workers: with num_workers=2 every sample would "
+    "come twice. Divide it by torch.utils.data.get_worker_info() before you use more than one worker"
 )
 _ASK: tuple[Cause, ...] = ("no workers", "cpu", "oversubscribed", "waiting", "unknown")
 """Causes by which making samples or batches takes the time."""
@@ -27,7 +27,7 @@ _WAYS_OUT = {
     "prog_bar": "self.log(..., prog_bar=False) avoids it",
     "grad_scaler": 'precision="bf16-mixed" needs no scaler',
     "sigterm_broadcast": "there is no switch for it",
-    "throughput_monitor": "leave that callback out once you have its figures",
+    "throughput_monitor": "remove that callback once you have its figures",
 }
 
 
@@ -106,7 +106,7 @@ def _one_rank(finding: Finding) -> Iterator[str]:
 def _jitter(finding: Finding) -> Iterator[str]:
     depth = finding.facts.prefetch_factor
     if depth is not None:
-        more = f"More batches in stock may bridge the slow ones: try prefetch_factor={2 * depth}"
+        more = f"More prefetched batches may cover the slow ones: try prefetch_factor={2 * depth}"
         yield f"the loader is fast enough on average. {more}"
 
 
@@ -118,8 +118,8 @@ def _hand_over(finding: Finding) -> Iterator[str]:
     facts = finding.facts
     if (facts.batch_tensors or 0) >= MANY_TENSORS:
         yield (
-            f"a batch has {facts.batch_tensors} tensors, each handed over by itself: fewer, larger ones are sooner "
-            "handed over"
+            f"a batch has {facts.batch_tensors} tensors, and each is sent separately: fewer, larger tensors are "
+            "faster to send"
         )
     making_ms, taking_ms = predict.loading_cpu_ms(finding.measured, finding.shares), finding.shares.data_ms
     if facts.num_workers and 0 < making_ms < taking_ms:
@@ -134,7 +134,7 @@ def _cold(finding: Finding) -> Iterator[str]:
     if finding.facts.cache != "bytes":
         how = "`lightning-feed pack`" + ("" if finding.facts.loop == "plain" else ", FastDataModule(stage_to=...)")
         what = "a copy in memory or on a local disk, or fewer and larger files, is read faster"
-        yield f"reads come from storage: {what} ({how})"
+        yield f"files are read from storage: {what} ({how})"
 
 
 def _over_the_network(finding: Finding) -> Iterator[str]:
@@ -142,18 +142,18 @@ def _over_the_network(finding: Finding) -> Iterator[str]:
     facts, disk = finding.facts, finding.measured.found.disk
     if facts.remote and not facts.staged:
         near = predict.with_files_near(finding.measured, finding.shares)
-        then = "" if near is None else f": from then on a step takes {in_ms(near, finding.shares.step_ms)} ms"
+        then = "" if near is None else f": after that, a step takes {in_ms(near, finding.shares.step_ms)} ms"
         yield (
-            "samples are read from a URL as they are needed; FastDataModule(stage_to=..., stage_limit=...) reads them "
+            "samples are read from a URL one by one; FastDataModule(stage_to=..., stage_limit=...) reads them "
             f"ahead, and from a local disk in the second epoch{then}"
         )
     elif not facts.remote:
-        said = "a worker that reads one object after the other has one request in flight: fetch the samples of a batch"
+        said = "a worker that reads one object at a time has one request in flight: fetch the samples of a batch"
         ours = ", or give the URL to ImageFolderDataModule or FastDataModule(data_dir=...)"
         yield f"{said} together (__getitems__){'' if facts.loop == 'plain' else ours}"
     if disk is not None and disk.line_mb_per_s and disk.mean_file_bytes:
         most = disk.line_mb_per_s * 1e6 / disk.mean_file_bytes
-        yield f"the line gives {disk.line_mb_per_s:.0f} MB/s, {most:.0f} samples/s: no loader reads them faster"
+        yield f"the network gives {disk.line_mb_per_s:.0f} MB/s, or {most:.0f} samples/s: no loader is faster"
 
 
 def _missing_cpus(finding: Finding) -> Iterator[str]:
@@ -167,7 +167,7 @@ def _missing_cpus(finding: Finding) -> Iterator[str]:
     missing = used_ms / floor_ms - cpus
     if used_ms < MOSTLY_BUSY * cpus * shares.step_ms or missing < 0.5:
         return
-    said = f"the CPUs of this rank ({cpus}) are busy: about {missing:.0f} more would feed the device"
+    said = f"all {cpus} CPUs of this rank are busy: about {missing:.0f} more would keep the device busy"
     if facts.batch_bytes and facts.loop == "trainer":
         rate = facts.batch_bytes / floor_ms * 1e-3
         said += f'; other machines\' (LoaderSettings(workers="ray")) would send {rate:.0f} MB/s of batches'
@@ -182,7 +182,7 @@ def _crowded(finding: Finding) -> Iterator[str]:
         yield f"{workers} workers share {cpus} CPUs: fewer may be as fast. `lightning-feed tune` tries it"
         return
     yield (
-        "other threads or programs take the workers' CPUs. If they are threads of the training process, "
+        "other threads or programs take the workers' CPUs. If these are threads of the training process, "
         "torch.set_num_threads(1) at the start of your program gives them back"
     )
 
@@ -218,7 +218,7 @@ def _pixels(finding: Finding) -> Iterator[str]:
     if found.as_uint8_per_s >= found.loader_per_s * predict.SAME:
         yield (
             f"the loader alone gives {throughput(found.loader_per_s, found.batch_size)}, and "
-            f"{throughput(found.as_uint8_per_s, found.batch_size)} where the transforms end with uint8 images and the "
+            f"{throughput(found.as_uint8_per_s, found.batch_size)} if transforms end with uint8 images and the "
             "device does the rest (device_transform)"
         )
 
@@ -232,7 +232,7 @@ def _transforms(finding: Finding, step: float) -> Iterator[str]:
         return
     slowest = sorted(costs, key=lambda cost: cost.cpu_ms, reverse=True)[:2]
     named = " and ".join(f"{cost.name} ({cost.cpu_ms:.1f} ms)" for cost in slowest)
-    yield f"the slowest transforms of a sample are {named}; without any of them a step takes {in_ms(then, step)} ms"
+    yield f"the slowest transforms of a sample are {named}; without transforms a step takes {in_ms(then, step)} ms"
 
 
 # --- the other parts of a step ------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def _slow_hook(finding: Finding, hook: HookTime) -> str:
     place = next((one for one in finding.facts.hook_places if one.name == name), None)
     at, step = f" ({place.at})" if place is not None else "", finding.shares.step_ms
     then = in_ms(predict.without(finding.shares, hook.ms_per_step), step)
-    way = f"done rarely, a step takes {then} ms. Where it only observes, every 50th step is enough"
+    way = f"without it, a step takes {then} ms. If it only observes, every 50th step is enough"
     if place is not None and place.interval:
         way += f" ({place.interval}=50)"
     if "ProgressBar" in name:
@@ -273,11 +273,11 @@ def _copy(finding: Finding) -> Iterator[str]:
     cause = finding.causes.get("copy")
     if cause is not None and finding.facts.device_type == "cpu":
         hook = "device_transform" if finding.facts.device_transform else "your transfer hooks"
-        yield f"nothing is copied on a CPU, so this is {hook}: done in the dataset, workers can do it beside training"
+        yield f"nothing is copied on a CPU, so this is {hook}: move it to the dataset, and workers do it meanwhile"
     elif cause == "unpinned":
-        yield "batches lie in pageable memory, and copying them makes the host wait: try pin_memory=True"
+        yield "batches are in pageable memory, and the host waits for their copies: try pin_memory=True"
     elif cause == "small tensors" and finding.measured.stats.prefetch_active:
-        yield "each of the many small tensors is a copy of its own: let collate make one tensor of them"
+        yield "each of the many small tensors is copied separately: combine them into one tensor in collate"
     elif cause == "decoding on the GPU":
         yield 'to compare decoders: ImageFolderDataModule(backend="torch"), or "dali-gpu"'
 
@@ -287,7 +287,7 @@ def _fed(finding: Finding) -> Iterator[str]:
     loaders, found, workers = finding.measured.loaders, finding.measured.found, finding.facts.num_workers or 0
     ready, capacity = loaders.queue_ready or 0.0, loaders.queue_capacity or 0.0
     if finding.causes.get("compute") == "launch":
-        yield 'model.compile(mode="reduce-overhead") issues many operations at once'
+        yield 'model.compile(mode="reduce-overhead") launches many operations at once'
     # Other programs make the step long; by itself it may want more workers.
     if "compute" not in finding.causes or finding.facts.crowded or not ready >= FULL_SHARE * capacity > 0:
         return

@@ -163,11 +163,11 @@ def more_workers(finding: Finding) -> Remedy | None:
     best = min(predicted.values())
     number = min(number for number, step in predicted.items() if step <= NEARLY * best)
     now, cpus = finding.facts.num_workers, finding.facts.usable_cpus
-    why = "batches are made beside training, not in turn with it" if now == 0 else "they make batches side by side"
+    why = "batches are made while the model trains" if now == 0 else "more workers make more batches at once"
     if not may_have_workers(finding):
-        why += "; the data set then lives in the one worker, which gives its stream whole"
+        why += "; the one worker reads the whole stream"
     if cpus is not None and number > cpus:
-        why += "; workers that wait need no CPU each"
+        why += "; workers that wait need little CPU"
     kept = _with_kept_workers(finding)[1] if now == 0 else {}
     return loader_remedy(finding, why, predicted[number], num_workers=number, **kept)
 
@@ -257,9 +257,13 @@ def fewer_workers(finding: Finding) -> Remedy | None:
         return None
     number = min(known, key=lambda one: known[one])
     if number:
-        return loader_remedy(finding, "so many workers take CPUs from each other", known[number], num_workers=number)
+        return loader_remedy(finding, "the workers compete for CPUs", known[number], num_workers=number)
     return loader_remedy(
-        finding, "a batch is made sooner than one is handed over", known[0], num_workers=0, **(without or {})
+        finding,
+        "making a batch is faster than sending it from a worker",
+        known[0],
+        num_workers=0,
+        **(without or {}),
     )
 
 
@@ -288,7 +292,7 @@ def persistent_workers(finding: Finding) -> Remedy | None:
         return None
     making_s = 1e-3 * facts.num_workers * finding.shares.step_ms  # at most: each makes one batch in so many steps
     saved_ms = 1e3 * max(0.0, start_s - making_s) / (facts.batches_per_epoch or 1)
-    why = f"workers are started anew for each epoch: its first batch comes after {start_s:.2f} s"
+    why = f"workers are started again for each epoch, whose first batch takes {start_s:.2f} s"
     gain_pct = 100 * saved_ms / finding.step_with_start_ms
     return loader_remedy(finding, why, None, gain_pct=gain_pct, persistent_workers=True)
 
@@ -303,7 +307,7 @@ def any_order(finding: Finding) -> Remedy | None:
         return None
     return loader_remedy(
         finding,
-        "a finished batch overtakes a slow one; the order of batches is then left to chance",
+        "finished batches do not wait for a slow one; the order of batches is then random",
         predict.in_any_order(finding.measured, finding.shares),
         in_order=False,
     )
@@ -321,7 +325,7 @@ def shared_files(finding: Finding) -> Remedy | None:
         code='torch.multiprocessing.set_sharing_strategy("file_system")',
         form="line",
         where="sharing strategy: file_descriptor -> file_system, at the start of your script, after `import torch`",
-        why=f"a batch has {count} tensors: taking it from a worker takes {now:.1f} ms, and through files {then:.1f} ms",
+        why=f"a batch has {count} tensors: taking it from a worker takes {now:.1f} ms, or {then:.1f} ms through files",
         predicted_step_ms=predict.without(finding.shares, min(finding.shares.data_ms, now - then)),
         changes="sharing_strategy='file_system'",
     )
@@ -336,7 +340,7 @@ def files_in_memory(finding: Finding) -> Remedy | None:
     if found.cached_bytes_per_s:
         step = predict.with_rate(finding.measured, finding.shares, found.cached_bytes_per_s, found.loader_per_s)
     return datamodule_remedy(
-        finding, "cache", "bytes", "files are kept in host memory from the first epoch on, those that fit", step
+        finding, "cache", "bytes", "files that fit are kept in host memory from the first epoch on", step
     )
 
 
@@ -350,7 +354,7 @@ def nvjpeg(finding: Finding) -> Remedy | None:
         return None
     if not found.device_decode_per_s or not found.batch_size:
         return None
-    rate = f"{found.device_decode_per_s * found.batch_size:,.0f} images/s with nothing beside it"
+    rate = f"{found.device_decode_per_s * found.batch_size:,.0f} images/s if the GPU does nothing else"
     why = f"nvJPEG decodes on the GPU ({rate}); workers only read"
     step = predict.decoded_on_device(finding.measured, finding.shares, found.device_decode_per_s)
     return datamodule_remedy(finding, "backend", "nvjpeg", why, step)
@@ -371,7 +375,7 @@ def pinned_memory(finding: Finding) -> Remedy | None:
         return None
     return loader_remedy(
         finding,
-        "a copy from pageable memory makes the host wait and does not overlap",
+        "the host waits for copies from pageable memory",
         predict.with_pinned(finding.measured, finding.shares),
         pin_memory=True,
     )

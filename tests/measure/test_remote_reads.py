@@ -111,7 +111,7 @@ def test_a_fit_whose_workers_wait_for_a_server() -> None:
     found = callback.report()
     assert found.measurements.loaders.connections == 2
     assert (found.bottleneck, found.cause) == ("data", "remote reads")
-    assert "the workers are blocked, with 2 of their connections over the network open" in found.evidence
+    assert "the workers are blocked, with 2 network connections open" in found.evidence
 
 
 # --- what is said of it -----------------------------------------------------------------------------------------------
@@ -148,9 +148,9 @@ def test_more_workers_than_cpus_are_advised_for_they_only_wait() -> None:
 
 def test_a_url_that_is_read_as_it_comes_is_to_be_read_ahead() -> None:
     found = diagnose(measured(loaders=ASLEEP, remote=True, staged=False, found={"disk": DISK}))
-    assert "a request takes 21.0 ms, and 60 MB/s come with many at once" in found.evidence
+    assert "a request takes 21.0 ms, and 60 MB/s with many requests at once" in found.evidence
     assert any("stage_limit" in note and "a step takes 60.0 ms" in note for note in found.notes)
-    assert any("60 MB/s, 600 samples/s" in note for note in found.notes)
+    assert any("60 MB/s, or 600 samples/s" in note for note in found.notes)
     staged = diagnose(measured(loaders=ASLEEP, remote=True, staged=True, found={"disk": DISK}))
     assert not any("stage_limit" in note for note in staged.notes)
 
@@ -165,7 +165,7 @@ def test_how_many_cpus_are_missing() -> None:
     busy = BUSY | {"workers_on_cpu_pct": 95.0, "workers_blocked_pct": 0.0}
     run = {"device_type": "cuda", "num_workers": 8, "usable_cpus": 8, "host_cpu_ms": 40.0, "batch_bytes": 38_000_000}
     found = diagnose(measured(data=75.0, loaders=busy, **run))
-    [said] = [note for note in found.notes if "more would feed the device" in note]
+    [said] = [note for note in found.notes if "more would keep the device busy" in note]
     # 8 workers at 95 % of 100 ms, and 40 ms of training, in the 25 ms that a step needs: 32 CPUs of which 8 are there
     assert "about 24 more" in said
     assert 'LoaderSettings(workers="ray")) would send 1520 MB/s of batches' in said

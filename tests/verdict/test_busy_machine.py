@@ -111,7 +111,7 @@ def test_a_generator_is_named_with_its_cost(cpu_ms: float, queue_ms: float, caus
     found = diagnose(measured(load_cpu_ms=cpu_ms, load_queue_ms=queue_ms, **plain))
     assert (found.bottleneck, found.cause) == ("data", cause)
     assert (
-        f"of 40.0 ms that batches (train.py:12) takes in the training process, {cpu_ms:.1f} are on a CPU"
+        f"batches (train.py:12) takes 40.0 ms in the training process, {cpu_ms:.1f} of them on a CPU"
         in found.evidence[1]
     )
 

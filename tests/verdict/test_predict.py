@@ -116,10 +116,7 @@ def test_time_in_the_run_queue_is_no_waiting() -> None:
     found = diagnose(measured(**run))
     assert (found.remedies, found.confidence) == ((), "low")
     assert found.why_not[0].endswith("no gain worth it: other programs take 86 % of the CPUs")
-    assert (
-        "of 2200.0 ms that loading takes, 610.0 are on a CPU, and in 1560.0 other threads or programs have the CPUs"
-        in (found.evidence)
-    )
+    assert "loading takes 2200.0 ms, 610.0 of them on a CPU and 1560.0 waiting for one" in (found.evidence)
 
 
 def test_workers_for_a_loader_that_waits_beside_other_programs() -> None:
@@ -240,7 +237,7 @@ def test_loading_that_waits_takes_no_cpu() -> None:
     waits = measured(data=80.0, num_workers=0, usable_cpus=1, load_cpu_ms=1.0, load_queue_ms=0.0, process_cpu_ms=20.0)
     (remedy,) = diagnose(waits).remedies
     assert remedy.changes == "num_workers=4"
-    assert "workers that wait need no CPU each" in remedy.why
+    assert "workers that wait need little CPU" in remedy.why
     assert remedy.predicted_step_ms == pytest.approx(20.7 + 1.8 - 1e-9, rel=0.1)
 
 
@@ -344,7 +341,7 @@ def test_slow_transforms_are_named_with_the_most_that_faster_ones_give() -> None
     )
     found = {"loader_per_s": 20.0, "no_transform_per_s": 25.0, "costs": costs}
     said = "the slowest transforms of a sample are Blur (4.0 ms) and Jitter (3.5 ms); "
-    said += "without any of them a step takes 80.0 ms"
+    said += "without transforms a step takes 80.0 ms"
     assert diagnose(measured(found=found, loaders=BUSY, usable_cpus=2, host_cpu_ms=0.0)).notes == (said,)
     for changed in ({"no_transform_per_s": 20.1}, {"costs": costs[:2]}, {"costs": ()}):  # nothing to gain, or to name
         assert diagnose(measured(found=found | changed, loaders=BUSY, usable_cpus=2, host_cpu_ms=0.0)).notes == ()

@@ -517,7 +517,7 @@ def test_a_stream_is_told_to_divide_itself_first() -> None:
         measured(num_workers=0, data=60.0, load_cpu_ms=60.0, map_style=False, may_leave_process=True)
     ).remedies  # of which two workers, where it divides itself, would be the better number
     assert (remedy.changes, remedy.predicted_step_ms) == ("num_workers=1", pytest.approx(72.8))
-    assert "gives its stream whole" in remedy.why
+    assert "reads the whole stream" in remedy.why
     kept = measured(num_workers=0, data=80.0, load_cpu_ms=80.0, map_style=False, may_leave_process=False)
     assert diagnose(kept).remedies == ()
     one = measured(num_workers=1, data=80.0, loaders=BUSY, map_style=False, may_leave_process=True)

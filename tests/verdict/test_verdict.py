@@ -117,5 +117,5 @@ def test_the_verdict_is_as_sure_as_its_figures() -> None:
 
 def test_slack_and_lost_steps_are_told() -> None:
     found = _diagnose(next_wait_ms=30.0, hidden_wait_ms=30.0, lost_steps=7)
-    assert "30.0 of 30.0 ms in next(loader) cost nothing: the device computes meanwhile" in found.evidence
+    assert "30.0 of 30.0 ms in next(loader) are hidden: the device computes meanwhile" in found.evidence
     assert "7 steps could not be measured on the device" in found.evidence
