@@ -95,7 +95,7 @@ def test_every_cause_over_its_limit_is_named_and_treated() -> None:
 
 
 def test_workers_that_are_started_each_epoch() -> None:
-    assert any("after 2.0 s" in line for line in _diagnose(epoch_start_s=2.0).evidence)
+    assert any("takes 2.0 s" in line for line in _diagnose(epoch_start_s=2.0).evidence)
 
 
 def test_what_waits_for_the_device_between_steps_is_noted() -> None:
