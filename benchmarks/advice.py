@@ -12,10 +12,11 @@ from the end of one to the end of the next, with all that lies between: first ba
 
 The two runs of a round follow each other, so that a machine that gets slower does so for both. Noise is what the mean
 of the rounds' differences may be off by, at 95 % (Student's t), and 2 % of a step at least. Where the two sides are no
-further apart than that, there are more rounds, nine at most. Let nothing else run beside it.
-With ``--json FILE`` what was done is kept after each case, and not done again.
+further apart than that, there are more rounds, nine at most. Let nothing else run beside it, but what ``--beside``
+starts. With ``--json FILE`` finished cases are kept, and not run again.
 
-    python benchmarks/advice.py [--rounds 3] [--only timm,gan] [--steps 150] [--quick] [--json FILE]
+    python benchmarks/advice.py [--rounds 3] [--only timm,gan] [--steps 150] [--quick] [--beside "1 program"]
+        [--json FILE]
 """
 
 import argparse
@@ -31,7 +32,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from verdict_quiet import QUIET_PCT, Others, wait_until_quiet
+from verdict_quiet import BESIDE, QUIET_PCT, Others, programs_beside, wait_until_quiet
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -57,6 +58,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=150, help="training steps of each run")
     parser.add_argument("--only", default="", help="parts of projects' names, with commas between")
     parser.add_argument("--quick", action="store_true", help="one round of few steps on little data, to try the script")
+    parser.add_argument("--beside", choices=BESIDE, default="nothing", help="programs that compute beside each run")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     if arguments.quick:
@@ -78,9 +80,11 @@ def main() -> int:
         for fault in (AS_WRITTEN, *project.faults):
             if (name, fault) in known:
                 continue
-            wait_until_quiet(PATIENCE_S)
+            if arguments.beside == "nothing":
+                wait_until_quiet(PATIENCE_S)
             others = Others()
-            row = _case(project, fault, arguments)
+            with programs_beside(arguments.beside):
+                row = _case(project, fault, arguments)
             done.append(row | {"others_pct": others.took_pct()})
             print(_line(done[-1]), flush=True)
             if arguments.json is not None:
