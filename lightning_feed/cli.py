@@ -236,11 +236,13 @@ def _report(arguments: argparse.Namespace) -> None:
         _say(check_starved(report, above_pct=arguments.fail_above))
 
 
-def _as_text(report: "Report") -> str:
+def _as_text(report: "Report", arguments: str | None = None) -> str:
     from lightning_feed.report.compare import check_text
     from lightning_feed.report.files import as_text
+    from lightning_feed.report.next_step import ARGUMENTS
 
-    return "\n".join([as_text(report.diagnosis), *(f"card  {check_text(one)}" for one in report.report_card)])
+    card = [f"card  {check_text(one)}" for one in report.report_card]
+    return as_text(report.diagnosis, report.run, beside=card, arguments=arguments or ARGUMENTS)
 
 
 def _compare(arguments: argparse.Namespace) -> None:
@@ -283,6 +285,7 @@ def _diagnose(arguments: argparse.Namespace) -> None:
     from lightning_feed.diagnosing.failures import DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten
     from lightning_feed.report.document import as_json, make_report, read_document
     from lightning_feed.report.files import check_writable
+    from lightning_feed.report.report import arguments_now
 
     # Read before anything is written: it may lie where this one goes.
     earlier = None if arguments.previous is None else read_document(arguments.previous)
@@ -305,7 +308,7 @@ def _diagnose(arguments: argparse.Namespace) -> None:
         except (DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten) as error:  # raised below
             stop, found = error, error.diagnosis
         report = make_report(found, previous=earlier)
-        _print(as_json(report).removesuffix("\n") if arguments.json else _as_text(report))
+        _print(as_json(report).removesuffix("\n") if arguments.json else _as_text(report, arguments_now()))
         if earlier is not None and not report.report_card:
             _say(f"no remedy of {earlier.path} that can be checked is in effect")
         if stop is None:

@@ -158,6 +158,8 @@ def pytest_configure(config: pytest.Config) -> None:
         multiprocessing.set_forkserver_preload(PRELOADED)
     # Ray gives its workers so low a priority that they starve beside other tests.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # Reports are as wide as the terminal: tests look for sentences in them.
+    os.environ["COLUMNS"] = "500"
     # cuBLAS is deterministic with this only, and reads it once.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 

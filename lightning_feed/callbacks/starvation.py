@@ -26,7 +26,7 @@ from lightning_feed.measure.nvml import NvmlSampler
 from lightning_feed.measure.stats import SOME_STEPS, StarvationStats, Which, choose_tags, custom_scalar_layout, to_tags
 from lightning_feed.measure.wall import WallClock
 from lightning_feed.report.document import as_json, make_report
-from lightning_feed.report.files import as_html, diagnosis_markdown, show_report, write_report
+from lightning_feed.report.files import as_html, short_markdown, show_report, write_report
 from lightning_feed.report.report import Report, headline
 from lightning_feed.verdict.decide import diagnose
 from lightning_feed.verdict.diagnosis import Diagnosis
@@ -464,13 +464,13 @@ def give_report(to: object, report: Report, step: int) -> None:
         whole = choose_tags(to_tags(found.stats), "core")
         experiment.summary.update({**whole, "feed/verdict": headline(found)})  # else W&B shows the last window there
     elif callable(getattr(experiment, "add_text", None)):
-        experiment.add_text(TEXT_TAG, diagnosis_markdown(found), step)
+        experiment.add_text(TEXT_TAG, short_markdown(report), step)
     elif callable(getattr(experiment, "log_text", None)):
         run_id = getattr(to, "run_id", None)
         if run_id is None:
-            experiment.log_text(diagnosis_markdown(found), step=step)
+            experiment.log_text(short_markdown(report), step=step)
         else:
-            experiment.log_text(run_id, diagnosis_markdown(found), "feed_report.md")
+            experiment.log_text(run_id, short_markdown(report), "feed_report.md")
             experiment.log_text(run_id, as_json(report), "feed_report.json")
 
 

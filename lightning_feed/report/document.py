@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from datetime import datetime, timezone
 from numbers import Integral, Real
 from pathlib import Path
@@ -16,7 +16,15 @@ from lightning_feed.measure.measurements import HookTime, LoopFacts, LoopMeasure
 from lightning_feed.measure.stats import Confidence, LoaderStats, LoaderSteps, RankStats, StarvationStats
 from lightning_feed.measure.wall import WallStats
 from lightning_feed.report.compare import compare
-from lightning_feed.report.report import Environment, RemedyCheck, Report, rate, read_environment
+from lightning_feed.report.report import (
+    Environment,
+    RemedyCheck,
+    Report,
+    RunIdentity,
+    rate,
+    read_environment,
+    read_identity,
+)
 from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Diagnosis, Grade, Remedy
 
 NAME = "feed_report"
@@ -61,6 +69,7 @@ class ReportedRemedy(Remedy):
 class Parts:
     """The parts of ``feed_report.json`` beside ``schema`` and ``written_at``. All are always there."""
 
+    identity: RunIdentity = field(default_factory=RunIdentity)
     environment: Environment
     run: LoopFacts
     verdict: Verdict
@@ -85,6 +94,7 @@ def _parts_of(report: Report) -> Parts:
     ]
     return Parts(
         **_shared(measured, Parts),
+        identity=report.run,
         environment=report.environment,
         run=measured.facts,
         verdict=Verdict(**_shared(found, Verdict)),
@@ -99,7 +109,9 @@ def _report_of(parts: Parts, **more: Any) -> Report:
     measured = Measurements(stats=parts.step, facts=parts.run, **_shared(parts, Measurements))
     remedies = tuple(Remedy(**_shared(one, Remedy)) for one in parts.remedies)
     diagnosis = Diagnosis(**vars(parts.verdict), remedies=remedies, measurements=measured)
-    return Report(diagnosis=diagnosis, environment=parts.environment, report_card=parts.report_card, **more)
+    return Report(
+        diagnosis=diagnosis, environment=parts.environment, run=parts.identity, report_card=parts.report_card, **more
+    )
 
 
 def _shared(value: object, kind: Any) -> dict[str, Any]:
@@ -111,16 +123,17 @@ def _shared(value: object, kind: Any) -> dict[str, Any]:
 # --- reports as JSON ----------------------------------------------------------------------------------------------
 
 
-def make_report(diagnosis: Diagnosis, *, previous: Report | None = None) -> Report:
+def make_report(diagnosis: Diagnosis, *, previous: Report | None = None, run: RunIdentity | None = None) -> Report:
     """A report of a verdict, here and now.
 
     Args:
         diagnosis: the verdict.
+        run: the run that it is of. None: one that no other report is of.
         previous: the report of an earlier run. Its predictions for remedies that are in effect now are checked, and
             the result is the new report's ``report_card``.
     """
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    report = Report(diagnosis=diagnosis, environment=read_environment(), written_at=now)
+    report = Report(diagnosis=diagnosis, environment=read_environment(), written_at=now, run=run or read_identity())
     return report if previous is None else replace(report, report_card=compare(previous, report).predictions)
 
 
