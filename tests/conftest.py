@@ -15,7 +15,8 @@ import pytest
 @pytest.fixture(autouse=True)
 def _no_callbacks_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """A developer's LIGHTNING_FEED=1 must not add callbacks to the Trainers of the tests."""
-    monkeypatch.delenv("LIGHTNING_FEED", raising=False)
+    for name in ("LIGHTNING_FEED", "LIGHTNING_FEED_DIR"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +101,15 @@ def no_slow_logger(monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_feed.callbacks import starvation
 
     monkeypatch.setattr(starvation, "SLOW_S", float("inf"))
+
+
+@pytest.fixture(autouse=True)
+def _each_test_is_a_process(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Reports of runs without a logger go to a folder of the test's own; its first fit shows a whole report."""
+    from lightning_feed.callbacks import starvation
+
+    monkeypatch.setattr(starvation, "IN_ROOT", tmp_path_factory.getbasetemp() / "feed_reports")
+    monkeypatch.setattr(starvation, "_shown_fits", set())
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from datetime import datetime, timezone
@@ -151,7 +152,7 @@ def read_document(path: str | Path) -> Report:
     """Read a report and check it.
 
     Args:
-        path: the file, or a folder with a ``feed_report.json`` in it or below it; of several the newest.
+        path: the file, or a folder with reports in it, else below it; of several the newest.
 
     Raises:
         ReportError: when there is none, or it cannot be read, is no JSON, not of this version, or lacks a part.
@@ -174,16 +175,16 @@ def _find_report(path: Path) -> Path:
         return path
     if not path.is_dir():
         raise ReportError(f"{path} does not exist. Give a feed_report.json, or the folder of a run.")
-    inside = path / f"{NAME}.json"
-    if inside.is_file():
-        return inside
-    below = [file for file in path.rglob(inside.name) if file.is_file()]
-    if not below:
+    names = re.compile(rf"{NAME}(-\d+)?\.json")
+    inside = [file for file in path.iterdir() if names.fullmatch(file.name) and file.is_file()]
+    found = inside or [file for file in path.rglob(f"{NAME}*.json") if names.fullmatch(file.name) and file.is_file()]
+    if not found:
         raise ReportError(
-            f"there is no {NAME}.json in {path} or below it. GPUStarvationCallback writes one into the Trainer's "
-            "log_dir at the end of fit, and `lightning-feed diagnose` where --out says."
+            f"there is no {NAME}.json in {path} or below it. GPUStarvationCallback writes one into the folder of the "
+            "logger, or into feed_reports of the Trainer's default_root_dir, and `lightning-feed diagnose` where --out "
+            "says."
         )
-    return max(below, key=lambda file: file.stat().st_mtime_ns)
+    return max(found, key=lambda file: (file.stat().st_mtime_ns, len(file.name), file.name))
 
 
 def from_document(document: object, *, path: Path | None = None) -> Report:

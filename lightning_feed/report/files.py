@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from html import escape
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -269,16 +269,30 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
 def write_report(report: Report, folder: str | Path) -> list[Path]:
     """Write ``feed_report.json``, ``.md`` and ``.html`` into a folder, which is made where needed.
 
-    Each file is whole or not there; a file of that name is replaced.
+    Each file is whole or not there. Earlier files of the same run are replaced; beside those of another run it is
+    ``feed_report-2``, and so on.
 
     Raises:
         ReportError: when one cannot be written.
     """
     forms = {"json": as_json(report), "md": as_markdown(report), "html": as_html(report)}
-    paths = [Path(folder) / f"{NAME}.{form}" for form in forms]
+    numbered = (Path(folder) / (f"{NAME}-{number}" if number > 1 else NAME) for number in count(1))
+    first = next(one for one in numbered if _is_free(one.with_suffix(".json"), report.run.id))
+    paths = [first.with_suffix(f".{form}") for form in forms]
     for path, text in zip(paths, forms.values(), strict=True):
         write_whole(path, text)
     return paths
+
+
+def _is_free(path: Path, run_id: str) -> bool:
+    """True if a report of this run may be written there: there is none, or it is of the same run."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError as error:
+        raise ReportError(f"{path} could not be read: {error.strerror or error}.") from error
+    return bool(run_id) and f'"{run_id}"' in text
 
 
 def write_whole(path: Path, text: str) -> None:

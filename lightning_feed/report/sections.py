@@ -167,8 +167,8 @@ class CodeLine(NamedTuple):
 
 
 def folded(line: str, width: int, indent: str = "      ") -> str:
-    """A line of prose, broken to fit the width. Code in backquotes stays whole, and so do words and paths."""
-    kept = re.sub("`[^`]*`", lambda code: code[0].replace(" ", "\0"), line)
+    """A line of prose, broken to fit the width. Code in backquotes, shares and words stay whole."""
+    kept = re.sub(r"`[^`]*`|\d %", lambda code: code[0].replace(" ", "\0"), line)
     broken = textwrap.fill(kept, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return broken.replace("\0", " ")
 
