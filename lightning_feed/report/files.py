@@ -195,7 +195,7 @@ _COLOURS: dict[Grade, str] = {
 
 
 def _colour(diagnosis: Diagnosis) -> str:
-    found = _COLOURS.get(diagnosis.grade, "other")
+    found = "other" if diagnosis.bottleneck == "unknown" else _COLOURS.get(diagnosis.grade, "other")
     return "copy" if found == "good" and diagnosis.bottleneck != "compute" else found
 
 

@@ -4,8 +4,10 @@ import shlex
 
 from lightning_feed.errors import source_line
 from lightning_feed.measure.stats import MIN_STEPS
+from lightning_feed.measure.wall import Part
 from lightning_feed.report.report import RunIdentity, is_toy, takes_turns
 from lightning_feed.verdict.causes import LOOP_WORDS
+from lightning_feed.verdict.decide import share_text
 from lightning_feed.verdict.diagnosis import Cause, Diagnosis, Remedy
 
 REST_OF_FIT = "the rest of the fit"
@@ -39,10 +41,15 @@ def next_step(found: Diagnosis, run: RunIdentity | None = None, *, arguments: st
         return _for_data(found, run, given)
     if found.bottleneck == "compute":
         return _for_compute(found, run, given)
-    return found.notes[0] if found.notes else _WITHOUT_NOTE[found.bottleneck]
+    return next(iter(_notes(found)), _WITHOUT_NOTE[found.bottleneck])
 
 
-_WITHOUT_NOTE = {
+def _notes(found: Diagnosis) -> list[str]:
+    """The notes that say what to do. One only says what validation and checkpoints take."""
+    return [one for one in found.notes if one != share_text(found.measurements)]
+
+
+_WITHOUT_NOTE: dict[str, str] = {
     "framework": '`Trainer(profiler="simple")` names the callback or hook that takes the time between the steps',
     "copy": "send fewer bytes: a smaller dtype, such as uint8 images, or smaller batches",
     "validation": "validate less often: `Trainer(check_val_every_n_epoch=...)`, or on less: `limit_val_batches=...`",
@@ -78,10 +85,11 @@ def _for_data(found: Diagnosis, run: RunIdentity, given: str) -> str:
         slowest = measured.found.functions[0]
         place = source_line(slowest.file, slowest.line)
         return f"{turns}make {slowest.name} ({place}) faster: it takes {slowest.ms_per_batch:.1f} ms for each batch"
-    if measured.experiments is None and (found.cause in _IN_YOUR_CODE or not found.notes):
+    notes = _notes(found)
+    if measured.experiments is None and (found.cause in _IN_YOUR_CODE or not notes):
         return turns + _ask_more(found, run, given)
-    if found.notes:
-        return turns + found.notes[0]
+    if notes:
+        return turns + notes[0]
     return f"{turns}make a batch with less work: no setting of the loader that was tried is faster"
 
 
@@ -95,11 +103,15 @@ def _ask_more(found: Diagnosis, run: RunIdentity, given: str) -> str:
 
 
 def _for_compute(found: Diagnosis, run: RunIdentity, given: str) -> str:
-    measured = found.measurements
+    measured, notes = found.measurements, _notes(found)
     if found.cause in ("oversubscribed", "unknown"):  # the model alone is much faster than the step
-        return _IDLE if measured.facts.crowded else (*found.notes, _WITHOUT_NOTE["framework"])[0]
-    if found.cause == "launch" and found.notes:
-        return found.notes[0]
+        return _IDLE if measured.facts.crowded else next(iter(notes), _WITHOUT_NOTE["framework"])
+    if found.cause == "launch" and notes:
+        return notes[0]
+    wall = measured.wall
+    if wall is not None and len(notes) < len(found.notes):
+        parts: tuple[Part, Part] = ("validation", "checkpoints")
+        return f"the loader keeps up; {_WITHOUT_NOTE[max(parts, key=wall.seconds)]}"
     left_out = dict(measured.found.left_out).get(REST_OF_FIT, "").partition(":")[0]
     if left_out:
         return f"{_train_measured(run, given)} to measure what was left out here ({left_out}): the loader keeps up"

@@ -8,10 +8,12 @@ import pytest
 from report.sample_reports import nothing_measured, sample, sample_facts, sample_stats
 
 from lightning_feed.measure.experiment_results import ExperimentResults, FunctionCost
+from lightning_feed.measure.wall import WallPart, WallStats
 from lightning_feed.report.document import make_report
 from lightning_feed.report.files import as_html, as_markdown, as_text
 from lightning_feed.report.next_step import next_step
 from lightning_feed.report.report import RunIdentity
+from lightning_feed.verdict.decide import share_text
 from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Diagnosis, Grade, Remedy
 
 RUN = RunIdentity(program="train.py", has_arguments=True)
@@ -114,6 +116,19 @@ MODEL_ONLY: dict[str, Any] = {"bottleneck": "compute", "cause": "compute", "grad
 )
 def test_the_step(found: Diagnosis, step: str) -> None:
     assert next_step(found, RUN, arguments="--epochs 2") == step
+
+
+def test_a_note_on_what_validation_takes_is_no_step() -> None:
+    parts = (WallPart(name="train", seconds=6.0, times=1), WallPart(name="validation", seconds=4.0, times=1))
+    for bottleneck, cause, step in (
+        ("compute", "compute", "the loader keeps up; validate less often: `Trainer(check_val_every_n_epoch=...)`"),
+        ("framework", "hooks", "do it rarely"),
+        ("data", "jitter", "do it rarely"),
+    ):
+        found = _found(bottleneck=bottleneck, cause=cause, grade="OK")
+        measured = replace(found.measurements, wall=WallStats(wall_s=10.0, parts=parts))
+        notes = (share_text(measured), "do it rarely")
+        assert next_step(replace(found, measurements=measured, notes=notes), RUN).startswith(step)
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,14 @@ def test_lines_fit_the_terminal_and_code_stays_whole(width: int) -> None:
     assert lines[start + 1].startswith("      ")
 
 
+def test_a_saving_is_named_once() -> None:
+    said = "checkpoints are rarer (predicted to save 57 % of the run)"
+    remedy = Remedy(code="Trainer()", why=said, predicted_gain_pct=57.0)
+    assert as_text(_bare(remedies=(remedy,))).count("57 %") == 1
+    other = Remedy(code="Trainer()", why="rarer", predicted_gain_pct=57.0)
+    assert "# rarer (predicted: 57 % less time)" in as_text(_bare(remedies=(other,)))
+
+
 def test_parts_of_lists_are_named_together() -> None:
     keys = tuple(KeyUse(name=f"1.{at}.image_id", bytes_per_batch=500, used=None) for at in range(9))
     keys += (KeyUse(name="0", bytes_per_batch=9_000, used=True), KeyUse(name="mask", bytes_per_batch=2, used=False))
