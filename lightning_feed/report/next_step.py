@@ -10,12 +10,12 @@ from lightning_feed.verdict.causes import LOOP_WORDS
 from lightning_feed.verdict.decide import share_text
 from lightning_feed.verdict.diagnosis import Cause, Diagnosis, Remedy
 
-REST_OF_FIT = "the rest of the fit"
-"""Name of what a diagnosis leaves out of the fit, among the experiments that were left out."""
 ENOUGH_STEPS = 30
 """Steps that a verdict takes: the warm-up, and those that count."""
 ARGUMENTS = "ARGUMENTS"
 """Stands for arguments that are not known."""
+MEASURE_THE_REST = "Train with LIGHTNING_FEED=1"
+"""In the note of a diagnosis that gives no fix, since what it left out may be to blame."""
 _IDLE = "run again when the machine is idle, or reserve CPUs for this run (Slurm: `--cpus-per-task`)"
 _IN_YOUR_CODE: tuple[Cause, ...] = ("no workers", "cpu", "oversubscribed", "waiting", "unknown")
 """Causes of which an experiment finds the lines in the user's code."""
@@ -37,6 +37,9 @@ def next_step(found: Diagnosis, run: RunIdentity | None = None, *, arguments: st
         return _to_a_verdict(found, run, given)
     if found.remedies:
         return _fix(found.remedies[0])
+    left_out = found.measurements.found.stripped
+    if left_out and any(MEASURE_THE_REST in one for one in found.notes):
+        return f"{_train_measured(run, given)} to measure what was left out here ({left_out}): the rest hardly waits"
     if found.bottleneck == "data":
         return _for_data(found, run, given)
     if found.bottleneck == "compute":
@@ -112,9 +115,9 @@ def _for_compute(found: Diagnosis, run: RunIdentity, given: str) -> str:
     if wall is not None and len(notes) < len(found.notes):
         parts: tuple[Part, Part] = ("validation", "checkpoints")
         return f"the loader keeps up; {_WITHOUT_NOTE[max(parts, key=wall.seconds)]}"
-    left_out = dict(measured.found.left_out).get(REST_OF_FIT, "").partition(":")[0]
-    if left_out:
-        return f"{_train_measured(run, given)} to measure what was left out here ({left_out}): the loader keeps up"
+    if measured.found.stripped:
+        what = f"to measure what was left out here ({measured.found.stripped})"
+        return f"{_train_measured(run, given)} {what}: the loader keeps up"
     return "nothing, the loader keeps up"
 
 

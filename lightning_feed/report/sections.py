@@ -14,6 +14,7 @@ from lightning_feed.measure.measurements import LoopFacts, LoopMeasurements, Mea
 from lightning_feed.measure.stats import LoaderStats, StarvationStats
 from lightning_feed.measure.wall import WallStats
 from lightning_feed.report.compare import check_text
+from lightning_feed.report.next_step import MEASURE_THE_REST
 from lightning_feed.report.report import Report, cause_text, if_free, rate, takes_turns
 from lightning_feed.verdict.causes import in_ms, model_disturbed
 from lightning_feed.verdict.diagnosis import Bottleneck, Diagnosis, Remedy
@@ -287,8 +288,8 @@ def _validation_sections(validation: LoopMeasurements, *, shown: bool) -> Iterat
 # --- advice -------------------------------------------------------------------------------------------------------
 
 
-_EARLIER_NOTE = "diagnose your_script.py"
-"""In a note of reports of earlier versions. The last line says it now, with the name of the program."""
+_COMMANDS = ("diagnose your_script.py", MEASURE_THE_REST)
+"""In notes that name a command. The last line does so with the name of the program."""
 
 
 def advice_sections(diagnosis: Diagnosis, step: str) -> Iterator[Section]:
@@ -300,7 +301,8 @@ def advice_sections(diagnosis: Diagnosis, step: str) -> Iterator[Section]:
         rows = [_remedy_row(one, diagnosis) for one in diagnosis.remedies]
         header = ("change", "why", "predicted step", "predicted rate")
         yield Section("What to change", rows, header, "remedies", list(_remedy_lines(diagnosis)))
-    notes = [one for one in diagnosis.notes if not step.endswith(one) and _EARLIER_NOTE not in one]
+    said = (one for one in diagnosis.notes if not any(command in one for command in _COMMANDS))
+    notes = [one for one in said if not step.endswith(one)]
     lines = [f"not   {one}" for one in diagnosis.why_not] + [f"note  {one}" for one in notes]
     yield from _list("Notes", [*(f"not {one}" for one in diagnosis.why_not), *notes], lines)
 

@@ -101,6 +101,11 @@ MODEL_ONLY: dict[str, Any] = {"bottleneck": "compute", "cause": "compute", "grad
             "train with `LIGHTNING_FEED=1 python train.py --epochs 2` to measure what was left out here (validation, "
             "CSVLogger): the loader keeps up",
         ),
+        (
+            _found(LEFT_OUT, notes=("validation: not run here. Train with LIGHTNING_FEED=1 to measure them",)),
+            "train with `LIGHTNING_FEED=1 python train.py --epochs 2` to measure what was left out here (validation, "
+            "CSVLogger): the rest hardly waits",
+        ),
         (_found(**{**MODEL_ONLY, "cause": "launch"}, notes=("compile",)), "compile"),
         (_found(**{**MODEL_ONLY, "cause": "oversubscribed"}, facts=sample_facts(others_cpu_pct=60.0)), IDLE),
         (
@@ -173,6 +178,14 @@ def test_every_report_ends_with_one(bottleneck: Bottleneck) -> None:
     for text in (as_text(found), as_markdown(report)):
         assert [line for line in text.splitlines() if line.startswith("next: ")] == [text.splitlines()[-1]]
     assert as_html(report).count("<b>next:</b>") == 1
+
+
+def test_a_command_is_said_once_with_the_name_of_the_program() -> None:
+    note = "validation: not run here, and the rest hardly waits. Train with LIGHTNING_FEED=1 to measure them"
+    text = as_text(_found(LEFT_OUT, notes=(note,)), RUN)
+    assert text.count("LIGHTNING_FEED=1") == 1
+    earlier = "`lightning-feed diagnose your_script.py -- ARGUMENTS` finds the lines of your code that take the time"
+    assert "your_script.py" not in as_text(_found(cause="cpu", notes=(earlier,)), RUN)
 
 
 def test_a_note_that_is_the_next_step_is_said_once() -> None:
