@@ -62,11 +62,17 @@ class PairSums:
     def step_interval_ns(self, period: int = 1) -> tuple[float, float] | None:
         """95 % percentile interval of the mean step; None for too few steps.
 
+        Its blocks are longer than those of the shares, since other programs come and go for seconds: ten of them, as
+        few as Schmeiser recommends (1982, "Batch size effects in the analysis of simulation output", Operations
+        Research 30).
+
         Args:
             period: steps after which waits repeat: the number of workers.
         """
         length = self._block_length(period)
-        return None if length is None else ratio_interval(self.step, [float(self.chunk)] * len(self.step), length)
+        if length is None:
+            return None
+        return ratio_interval(self.step, [float(self.chunk)] * len(self.step), max(length, len(self.step) // 10))
 
     def _block_length(self, period: int) -> int | None:
         """Chunks in a block; None for too few steps."""

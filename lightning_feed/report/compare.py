@@ -115,8 +115,8 @@ def compare(before: Report, after: Report) -> Comparison:
 
 _NOT_CHOSEN = (
     "syncs", "usable_cpus", "lightning", "batch_hooks", "place", "may_persist", "shards_by_worker", "free_shm_bytes",
-    "others_cpu_pct", "every_num_workers", "may_leave_process", "hook_places", "package",
-    "batch_bytes",  # of the first batch, where each may have another length
+    "others_cpu_pct", "others_cpu_median_pct", "generator", "every_num_workers", "may_leave_process", "hook_places",
+    "package", "batch_bytes",  # of the first batch, where each may have another length
 )  # fmt: skip
 
 
