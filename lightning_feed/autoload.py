@@ -21,6 +21,8 @@ def callbacks() -> list[Any]:
         ``[PrefetchCallback(), GPUStarvationCallback()]`` with ``LIGHTNING_FEED=1``, an ``AutotuneCallback()`` before
         them with ``LIGHTNING_FEED=tune``, else an empty list.
 
+    Only loggers of Lightning get figures and reports then.
+
     Raises:
         SettingsError: when the variable holds anything else but 0 or nothing.
     """
@@ -51,4 +53,6 @@ def _callbacks_from(module: str) -> list[Any]:
         )
     home = import_module(module)
     tuner = [home.AutotuneCallback()] if value == "tune" else []
-    return [*tuner, home.PrefetchCallback(), home.GPUStarvationCallback()]
+    starvation = home.GPUStarvationCallback()
+    starvation.any_logger = False  # some packages keep their figures in a logger of their own, which users read
+    return [*tuner, home.PrefetchCallback(), starvation]

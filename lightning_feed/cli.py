@@ -10,6 +10,7 @@ import inspect
 import io
 import json
 import os
+import shlex
 import signal
 import sys
 import webbrowser
@@ -37,7 +38,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given[:1] in (["diagnose"], ["tune"]) and "--" in given:  # what follows is the program's, whatever it is
         at = given.index("--")
         given, program_arguments = given[:at], given[at + 1 :]
-    arguments = _parser().parse_args(given)
+    parser = _parser()
+    if given[:1] in (["diagnose"], ["tune"]):
+        ours, theirs = _divided(given)
+        if theirs:
+            line = shlex.join(["lightning-feed", *ours, "--", *theirs, *program_arguments])
+            parser.error(
+                f"unrecognized arguments: {' '.join(theirs)}. Those of your program come after two dashes: {line}"
+            )
+    arguments = parser.parse_args(given)
     arguments.program_arguments = program_arguments
     if sys.stderr is None:  # closed by whoever started this: a file of data must not become its number 2
         sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - until the process ends
@@ -90,6 +99,28 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         _add_options(command, options)
     return parser
+
+
+def _divided(given: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments of diagnose or tune: those up to the program and options of the command, and all others."""
+    run = {"diagnose": _diagnose, "tune": _tune}[given[0]]
+    groups = (one.options if isinstance(one, _OneOf) else (one,) for one in _COMMANDS[run])
+    options = {name: one.given for group in groups for one in group for name in one.names if name.startswith("-")}
+    options |= {name: {"action": "help"} for name in ("-h", "--help")}
+    ours, theirs, rest, has_program = [given[0]], [], list(given[1:]), False
+    while rest:
+        word = rest.pop(0)
+        name = next((one for one in options if word.startswith("-") and one.startswith(word.partition("=")[0])), None)
+        if name is None and has_program:
+            theirs.append(word)
+            continue
+        ours.append(word)
+        if name is None and word.startswith("-"):
+            return [*ours, *rest], []  # before the program: argparse refuses it
+        has_program = has_program or name in (None, "-m")
+        takes = name is not None and "=" not in word and "action" not in options[name]
+        ours += [rest.pop(0)] if takes and rest and not rest[0].startswith("-") else []
+    return ours, theirs
 
 
 class _Option(NamedTuple):
@@ -236,11 +267,13 @@ def _report(arguments: argparse.Namespace) -> None:
         _say(check_starved(report, above_pct=arguments.fail_above))
 
 
-def _as_text(report: "Report") -> str:
+def _as_text(report: "Report", arguments: str | None = None) -> str:
     from lightning_feed.report.compare import check_text
     from lightning_feed.report.files import as_text
+    from lightning_feed.report.next_step import ARGUMENTS
 
-    return "\n".join([as_text(report.diagnosis), *(f"card  {check_text(one)}" for one in report.report_card)])
+    card = [f"card  {check_text(one)}" for one in report.report_card]
+    return as_text(report.diagnosis, report.run, beside=card, arguments=arguments or ARGUMENTS)
 
 
 def _compare(arguments: argparse.Namespace) -> None:
@@ -283,6 +316,7 @@ def _diagnose(arguments: argparse.Namespace) -> None:
     from lightning_feed.diagnosing.failures import DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten
     from lightning_feed.report.document import as_json, make_report, read_document
     from lightning_feed.report.files import check_writable
+    from lightning_feed.report.report import arguments_now
 
     # Read before anything is written: it may lie where this one goes.
     earlier = None if arguments.previous is None else read_document(arguments.previous)
@@ -305,7 +339,7 @@ def _diagnose(arguments: argparse.Namespace) -> None:
         except (DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten) as error:  # raised below
             stop, found = error, error.diagnosis
         report = make_report(found, previous=earlier)
-        _print(as_json(report).removesuffix("\n") if arguments.json else _as_text(report))
+        _print(as_json(report).removesuffix("\n") if arguments.json else _as_text(report, arguments_now()))
         if earlier is not None and not report.report_card:
             _say(f"no remedy of {earlier.path} that can be checked is in effect")
         if stop is None:

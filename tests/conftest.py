@@ -15,7 +15,8 @@ import pytest
 @pytest.fixture(autouse=True)
 def _no_callbacks_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """A developer's LIGHTNING_FEED=1 must not add callbacks to the Trainers of the tests."""
-    monkeypatch.delenv("LIGHTNING_FEED", raising=False)
+    for name in ("LIGHTNING_FEED", "LIGHTNING_FEED_DIR"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +103,15 @@ def no_slow_logger(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starvation, "SLOW_S", float("inf"))
 
 
+@pytest.fixture(autouse=True)
+def _each_test_is_a_process(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Reports of runs without a logger go to a folder of the test's own; its first fit shows a whole report."""
+    from lightning_feed.callbacks import starvation
+
+    monkeypatch.setattr(starvation, "IN_ROOT", tmp_path_factory.getbasetemp() / "feed_reports")
+    monkeypatch.setattr(starvation, "_shown_fits", set())
+
+
 @pytest.fixture
 def class_folders(tmp_path: Path) -> Path:
     """A folder of two class folders with six small JPEGs each."""
@@ -158,6 +168,8 @@ def pytest_configure(config: pytest.Config) -> None:
         multiprocessing.set_forkserver_preload(PRELOADED)
     # Ray gives its workers so low a priority that they starve beside other tests.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # Reports are as wide as the terminal: tests look for sentences in them.
+    os.environ["COLUMNS"] = "500"
     # cuBLAS is deterministic with this only, and reads it once.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 

@@ -1,7 +1,10 @@
 """Switching on by environment: real Trainers of both packages, built in a program that never names this one."""
 
+import importlib
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,3 +59,45 @@ def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         autoload.callbacks()
     with pytest.raises(SettingsError):
         autoload.pl_callbacks()
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_only_loggers_of_lightning_get_figures(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some packages keep the history that their users read in a logger of their own."""
+    monkeypatch.setenv("LIGHTNING_FEED", "1")
+    loggers = importlib.import_module(f"{package}.loggers")
+    boring = importlib.import_module(f"{package}.demos.boring_classes")
+
+    class Kept(loggers.logger.Logger):  # type: ignore[misc, name-defined]
+        name, version = "kept", 0
+
+        def __init__(self) -> None:
+            self.rows: list[dict[str, float]] = []
+
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            self.rows.append(metrics)
+
+        def log_hyperparams(self, *args: object) -> None:
+            pass
+
+    class Mine(loggers.CSVLogger):  # type: ignore[misc, name-defined]
+        pass
+
+    def logged(*callbacks: Any) -> tuple[set[str], set[str]]:
+        kept, mine = Kept(), Mine(tmp_path)
+        trainer = importlib.import_module(package).Trainer(
+            max_epochs=1, limit_train_batches=60, limit_val_batches=0, log_every_n_steps=5, accelerator="cpu",
+            logger=[kept, mine], callbacks=list(callbacks), enable_checkpointing=False, enable_progress_bar=False,
+        )  # fmt: skip
+        trainer.fit(boring.BoringModel())
+        rows = mine.experiment.metrics
+        return {name for row in kept.rows for name in row}, {name for row in rows for name in row}
+
+    monkeypatch.setattr(loggers.csv_logs.ExperimentWriter, "save", lambda self: None)
+    theirs, own = logged()
+    assert not [name for name in theirs if name.startswith("feed")]
+    assert "feed/starved_pct" in own
+    monkeypatch.delenv("LIGHTNING_FEED")
+    home = lightning_feed if package == "lightning.pytorch" else pl
+    theirs, own = logged(home.GPUStarvationCallback())
+    assert "feed/starved_pct" in theirs & own

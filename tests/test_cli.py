@@ -23,6 +23,34 @@ def test_wrong_usage_is_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -
     assert "usage: lightning-feed" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ("diagnose train.py --epochs 2", "diagnose train.py -- --epochs 2"),
+        ("diagnose --quick train.py --epochs 2 --out x", "diagnose --quick train.py --out x -- --epochs 2"),
+        ("diagnose -m pkg.train --epochs 2 lr=3", "diagnose -m pkg.train -- --epochs 2 lr=3"),
+        ("diagnose train.py --epochs 2 -- --lr 3", "diagnose train.py -- --epochs 2 --lr 3"),
+        ("tune --sweep 0,2 train.py --name=a", "tune --sweep 0,2 train.py -- --name=a"),
+        ("tune train.py model.size=4", "tune train.py -- model.size=4"),
+    ],
+)
+def test_arguments_of_a_program_without_two_dashes(given: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(given.split())
+    assert caught.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("lightning-feed: error: unrecognized arguments: ")
+    assert said.endswith(f"Those of your program come after two dashes: lightning-feed {line}")
+
+
+@pytest.mark.parametrize("given", ["diagnose --epochs 2 train.py", "diagnose --budget", "diagnose"])
+def test_what_no_program_stands_before_is_plain_wrong_usage(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(given.split())
+    assert caught.value.code == 2
+    assert "two dashes" not in capsys.readouterr().err
+
+
 def test_module_and_command_are_the_same() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "lightning_feed", "--version"], capture_output=True, text=True, timeout=60, check=True

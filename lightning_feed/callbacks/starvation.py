@@ -4,9 +4,12 @@ import inspect
 import io
 import logging
 import math
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, get_args
 
@@ -26,12 +29,18 @@ from lightning_feed.measure.nvml import NvmlSampler
 from lightning_feed.measure.stats import SOME_STEPS, StarvationStats, Which, choose_tags, custom_scalar_layout, to_tags
 from lightning_feed.measure.wall import WallClock
 from lightning_feed.report.document import as_json, make_report
-from lightning_feed.report.files import as_html, diagnosis_markdown, show_report, write_report
-from lightning_feed.report.report import Report, headline
+from lightning_feed.report.files import Form, as_html, short_markdown, show_report, write_report
+from lightning_feed.report.next_step import ENOUGH_STEPS, next_step
+from lightning_feed.report.report import Report, RunIdentity, headline, read_identity
 from lightning_feed.verdict.decide import diagnose
 from lightning_feed.verdict.diagnosis import Diagnosis
 
 logger = logging.getLogger(__name__)
+FOLDER_VARIABLE = "LIGHTNING_FEED_DIR"
+IN_ROOT = "feed_reports"
+"""The folder of reports in the Trainer's ``default_root_dir``."""
+_shown_fits: set[str] = set()
+"""The runs whose reports this process showed: those of further fits are a line."""
 _NOTHING = Measurements(stats=StarvationStats(steps=0, confidence="low"))
 
 
@@ -48,13 +57,18 @@ class GPUStarvationCallback(Callback):
         every_n_steps: log figures every so many steps, over these steps; None: the Trainer's ``log_every_n_steps``.
         nvml: also read the GPU's utilisation, memory, power and PCIe traffic, once a second.
         report: print the report after 200 steps or a minute, at the end of the fit, and when Ctrl-C, SIGTERM or an
-            error ends it; in endless streams every 10 minutes. Each is written to ``feed_report.html``, ``.json`` and
-            ``.md`` in the folder of the first logger that has one, else beside the checkpoints. Loggers get it, too,
-            but not after Ctrl-C, SIGTERM or an error.
+            error ends it; in endless streams every 10 minutes. The later ones print only the verdict and the next step
+            where these are the same. Fits of fewer than 30 steps, and all but the first of a process, print one line.
+            Each report is written to ``feed_report.html``, ``.json`` and ``.md``; loggers get it, too, but not after
+            Ctrl-C, SIGTERM or an error.
         tags: ``"core"`` logs how fast training is and what it waits for; ``"all"`` also what helps to find the cause.
+        folder: for these files. None: that of the environment variable ``LIGHTNING_FEED_DIR``, of the first logger that
+            has one on this machine, or of the checkpoints; else ``feed_reports`` in the Trainer's ``default_root_dir``.
+            Reports of other runs stay: the next is ``feed_report-2.html``.
 
     Raises:
-        SettingsError: when ``every_n_steps`` is not a positive integer, or ``tags`` neither of the two.
+        SettingsError: when ``every_n_steps`` is not a positive integer, ``tags`` neither of the two, or the folder is
+            on another machine.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -72,6 +86,7 @@ class GPUStarvationCallback(Callback):
         report: bool = True,  # noqa: FBT001, FBT002  # as above
         *,
         tags: Which = "core",
+        folder: str | Path | None = None,
     ) -> None:
         whole = isinstance(every_n_steps, int) and not isinstance(every_n_steps, bool)
         if every_n_steps is not None and (not whole or every_n_steps < 1):
@@ -81,14 +96,22 @@ class GPUStarvationCallback(Callback):
             )
         if tags not in get_args(Which):
             raise SettingsError(f'GPUStarvationCallback(tags={tags!r}): give "core" or "all".')
+        chosen = folder or os.environ.get(FOLDER_VARIABLE) or None
+        self.folder = _path(chosen)
+        if self.folder is None and chosen is not None:
+            given = f"folder={folder!r}" if folder else f"{FOLDER_VARIABLE}={chosen}"
+            raise SettingsError(f"GPUStarvationCallback: {given} is not on this machine. Give a local folder.")
         self.every_n_steps, self.tags = every_n_steps, tags
         self.nvml = nvml
+        self.any_logger = True
+        """Loggers of other packages get figures and reports, too."""
         self.print_report = report
         self._run: StarvationRun | None = None
         self._wall = WallClock()
         self._measured: dict[Stage, Measurements] = {}
         self._last: StarvationStats | None = None
         self._schedule, self._reported_steps = Schedule(), 0
+        self._identity, self._told = RunIdentity(), ""
         self._paces: dict[int, Pace] = {}
         self._laid_out: weakref.WeakSet[Any] | None = None
         self._once = Once(logger)
@@ -165,6 +188,7 @@ class GPUStarvationCallback(Callback):
         self._measured.pop(stage, None)
         self._last = None if stage == "fit" else self._last
         self._schedule, self._reported_steps = Schedule(), 0
+        self._identity, self._told = read_identity(), ""
         run = self._run = StarvationRun(trainer, every=every, guard=self._guard, wall=self._wall, stage=stage)
         device = trainer.strategy.root_device
         if not run.sees_device:
@@ -308,7 +332,8 @@ class GPUStarvationCallback(Callback):
     def _for_each_logger(self, trainer: AnyTrainer, task: str, give: Callable[[Any], object]) -> None:
         """Logger by logger: one that fails takes nothing from the others."""
         for number, each in enumerate(trainer.loggers):
-            self._guard.attempt(f"{task} {type(each).__name__} (trainer.loggers[{number}])", give, each)
+            if self.any_logger or _of_lightning(each):
+                self._guard.attempt(f"{task} {type(each).__name__} (trainer.loggers[{number}])", give, each)
 
     # --- what users see -----------------------------------------------------------------------------------------------
 
@@ -322,19 +347,38 @@ class GPUStarvationCallback(Callback):
         found = self._guard.attempt("make its report", lambda: self.report(run.stage))
         # Of a fit with so few steps nobody expects a verdict.
         silent = found is None or (found.bottleneck == "unknown" and run.finished < SOME_STEPS)
-        shown = ended or self._schedule.first or trainer.num_training_batches == math.inf
+        first = self._schedule.first
         self._schedule.came(early=silent)
-        if found is not None and not silent:
-            self._show(trainer, found, shown=shown, ended=ended, to_loggers=to_loggers)
-
-    def _show(self, trainer: AnyTrainer, found: Diagnosis, *, shown: bool, ended: bool, to_loggers: bool) -> None:
-        report = make_report(found)
-        written = self._guard.attempt("write its report", _write, trainer, report) or ()
-        if shown:
+        if found is None or silent:
+            return
+        report = make_report(found, run=self._identity_in(trainer))
+        written = self._guard.attempt("write its report", _write, trainer, report, self.folder) or ()
+        form = self._form(trainer, run, report, ended=ended, first=first)
+        if form is not None:
             printer = _host.bar_printer(trainer)
-            self._guard.attempt("print its report", show_report, report, printer, written)
+            self._guard.attempt("print its report", partial(show_report, form=form), report, printer, written)
         if to_loggers:
             self._give_to_loggers(trainer, report, ended=ended)
+
+    def _identity_in(self, trainer: AnyTrainer) -> RunIdentity:
+        folder = run_folder(trainer, self.folder)
+        name = "" if folder is None or folder == _fallback(trainer) else folder.name
+        return replace(self._identity, folder=name)
+
+    def _form(
+        self, trainer: AnyTrainer, run: StarvationRun, report: Report, *, ended: bool, first: bool
+    ) -> Form | None:
+        """The part of a report that is shown now; None: it is only written."""
+        endless = trainer.num_training_batches == math.inf
+        if run.stage == "fit" and ((_shown_fits - {self._identity.id}) or (ended and run.finished < ENOUGH_STEPS)):
+            return "line" if ended or endless else None
+        if not (ended or first or endless):
+            return None
+        if run.stage == "fit":
+            _shown_fits.add(self._identity.id)
+        found = report.diagnosis
+        told, self._told = self._told, f"{found.bottleneck}, {found.cause}, {found.grade}, {next_step(found)}"
+        return "short" if told == self._told else "full"
 
     def _give_to_loggers(self, trainer: AnyTrainer, report: Report, *, ended: bool) -> None:
         params = self._guard.attempt("tell the settings of the loader", tuned_hparams, trainer.datamodule)
@@ -381,11 +425,11 @@ class GPUStarvationCallback(Callback):
         return sampler
 
 
-def _write(trainer: object, report: Report) -> list[Path]:
-    folder, stage = run_folder(trainer), report.diagnosis.measurements.facts.stage
+def _write(trainer: AnyTrainer, report: Report, chosen: Path | None) -> list[Path]:
+    folder, stage = run_folder(trainer, chosen), report.diagnosis.measurements.facts.stage
     if folder is None:
         return []
-    return write_report(report, folder if stage == "fit" else folder / stage)  # that of the fit stays
+    return write_report(report, folder if stage == "fit" else folder / stage)
 
 
 # --- what loggers get ------------------------------------------------------------------------------------------------
@@ -414,14 +458,17 @@ class Pace:
             self._next_s = loop.clock() + 100 * least
 
 
-def run_folder(trainer: AnyTrainer) -> Path | None:
-    """The folder of this run: of the first logger that has one on this machine, else that of the checkpoints.
+def run_folder(trainer: AnyTrainer, chosen: Path | None = None) -> Path | None:
+    """The folder for the reports of this run: the chosen one, that of the first logger that has one on this machine, or
+    that of the checkpoints; else one in ``default_root_dir``. None: there is none, as in a ``fast_dev_run``.
 
     Not ``trainer.log_dir``: that is a broadcast, which all ranks have to take part in. Loggers may give anything; an
     empty ``log_dir`` is none, and not the current folder.
     """
-    if not trainer.loggers or trainer.fast_dev_run:
+    if trainer.fast_dev_run:
         return None
+    if chosen is not None:
+        return chosen
     for one in trainer.loggers:
         found = _path(getattr(one, "log_dir", None) or None)
         if found is None and (saved := _path(getattr(one, "save_dir", None))) is not None:
@@ -429,7 +476,19 @@ def run_folder(trainer: AnyTrainer) -> Path | None:
             found = saved / str(one.name) / version  # where ModelCheckpoint puts its checkpoints
         if found is not None:
             return found
-    return _path(getattr(trainer.checkpoint_callback, "dirpath", None) or None)
+    beside = getattr(trainer.checkpoint_callback, "dirpath", None) if trainer.loggers else None
+    return _path(beside or None) or _fallback(trainer)
+
+
+def _fallback(trainer: AnyTrainer) -> Path | None:
+    root = _path(trainer.default_root_dir)
+    return None if root is None else root / IN_ROOT
+
+
+def _of_lightning(logger: object) -> bool:
+    """True for Lightning's own loggers, and classes made of one. Those of other packages have only its base class."""
+    kinds = [one for one in type(logger).__mro__ if one.__module__.partition(".")[0] in _host.PACKAGES]
+    return any(one.__name__ != "Logger" for one in kinds)
 
 
 def _path(folder: object) -> Path | None:
@@ -464,13 +523,13 @@ def give_report(to: object, report: Report, step: int) -> None:
         whole = choose_tags(to_tags(found.stats), "core")
         experiment.summary.update({**whole, "feed/verdict": headline(found)})  # else W&B shows the last window there
     elif callable(getattr(experiment, "add_text", None)):
-        experiment.add_text(TEXT_TAG, diagnosis_markdown(found), step)
+        experiment.add_text(TEXT_TAG, short_markdown(report), step)
     elif callable(getattr(experiment, "log_text", None)):
         run_id = getattr(to, "run_id", None)
         if run_id is None:
-            experiment.log_text(diagnosis_markdown(found), step=step)
+            experiment.log_text(short_markdown(report), step=step)
         else:
-            experiment.log_text(run_id, diagnosis_markdown(found), "feed_report.md")
+            experiment.log_text(run_id, short_markdown(report), "feed_report.md")
             experiment.log_text(run_id, as_json(report), "feed_report.json")
 
 

@@ -24,6 +24,7 @@ from lightning_feed.measure.stats import MIN_STEPS, StarvationStats
 from lightning_feed.measure.step_meter import Clock, host_clock, open_ring
 
 if TYPE_CHECKING:
+    from lightning_feed.report.report import RunIdentity
     from lightning_feed.verdict.diagnosis import Diagnosis
 
 T = TypeVar("T")
@@ -161,6 +162,7 @@ class PlainRun:
     def __init__(self, *, clock: Clock = host_clock) -> None:
         self.device: torch.device | None = None
         self.folder: Path | None = None
+        self._identity: RunIdentity | None = None
         self.shows = True
         self.live: list[Any] = []
         self.clock, self._process = clock, os.getpid()
@@ -276,9 +278,11 @@ class PlainRun:
         # Imported when a report is due: a loop that is only measured needs none of it.
         from lightning_feed.report.document import make_report
         from lightning_feed.report.files import show_report, write_report
+        from lightning_feed.report.report import read_identity
         from lightning_feed.verdict.decide import diagnose
 
-        report = make_report(diagnose(self.measurements()))
+        self._identity = self._identity or read_identity("" if self.folder is None else self.folder.name)
+        report = make_report(diagnose(self.measurements()), run=self._identity)
         written = []
         if self.folder is not None:
             written = self._guard.attempt("write its report", write_report, report, self.folder) or []

@@ -79,7 +79,8 @@ class ChosenSettings:
         """Log the settings of a loader on one rank if they are new, and suppress Lightning's advice on them."""
         if self.chosen.get(name) != found and (trainer is None or trainer.is_global_zero):
             with suppress(Exception):  # a handler of the user's may raise, as Python's do once stderr was closed
-                logger.info("%s", "\n".join(f"{name}: {line}" for line in found.describe().splitlines()))
+                values = ", ".join(f"{setting}={vars(found)[setting]}" for setting in found.reasons)
+                logger.info("%s: %s (loader_report() has the reasons)", name, values)
                 for warning in found.warnings:
                     logger.warning("%s: %s", name, warning)
         self.chosen[name] = found

@@ -273,7 +273,8 @@ class FeedImageFolder(FeedDataModule):
         """The backend's name, checked when it is first asked for: the device is known by then."""
         if self._images_backend is None:
             image_backends.check_available(self.backend, device_of(self.trainer))
-            self._images_backend = BackendChoice(self.backend, f"backend={self.backend!r}, as asked for")
+            reason = "the default" if self.backend == "torch" else "as asked for"
+            self._images_backend = BackendChoice(self.backend, f"backend={self.backend!r}, {reason}")
             if self._images_threads and self.backend != "torch":
                 # Reading alone is left to the workers, for which threads do.
                 self._feed.loaders.settings = LoaderSettings(workers="thread")

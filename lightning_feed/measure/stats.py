@@ -154,6 +154,10 @@ class StarvationStats:
 
     step_ms: float | None = tagged("feed_step/step_ms")
     """Mean step, from the end of one to the end of the next. Low is fast."""
+    step_low_ms: float | None = None
+    """Lower end of the 95 % interval of step_ms, by the same bootstrap."""
+    step_high_ms: float | None = None
+    """Its upper end."""
     compute_ms: float | None = tagged("feed_step/compute_ms")
     """Mean time from the batch being on the device to the end of the step. Near step_ms: compute-bound."""
     forward_ms: float | None = tagged("feed_step/forward_ms")

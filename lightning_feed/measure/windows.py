@@ -53,11 +53,32 @@ class PairSums:
         Args:
             period: steps after which waits repeat: the number of workers.
         """
+        length = self._block_length(period)
+        if length is None:
+            return None
+        low, high = ratio_interval(self.data, self.step, length)
+        return max(0.0, 100 * low), min(100.0, 100 * high)
+
+    def step_interval_ns(self, period: int = 1) -> tuple[float, float] | None:
+        """95 % percentile interval of the mean step; None for too few steps.
+
+        Its blocks are longer than those of the shares, since other programs come and go for seconds: ten of them, as
+        few as Schmeiser recommends (1982, "Batch size effects in the analysis of simulation output", Operations
+        Research 30).
+
+        Args:
+            period: steps after which waits repeat: the number of workers.
+        """
+        length = self._block_length(period)
+        if length is None:
+            return None
+        return ratio_interval(self.step, [float(self.chunk)] * len(self.step), max(length, len(self.step) // 10))
+
+    def _block_length(self, period: int) -> int | None:
+        """Chunks in a block; None for too few steps."""
         count = len(self.data)
         length = block_length(count, self.chunk, period)
-        if count < FEWEST_BLOCKS * length or sum(self.step) <= 0:
-            return None
-        return ratio_interval_pct(self.data, self.step, length)
+        return None if count < FEWEST_BLOCKS * length or sum(self.step) <= 0 else length
 
 
 def block_length(count: int, chunk: int, period: int) -> int:
@@ -75,9 +96,9 @@ def block_length(count: int, chunk: int, period: int) -> int:
     return whole * math.ceil(max(fewest, round(math.pow(count, 1 / 3))) / whole)
 
 
-def ratio_interval_pct(data: list[float], step: list[float], length: int) -> tuple[float, float]:
-    """Interval of ``100 * sum(data) / sum(step)`` from blocks of ``length`` neighbours, by a generator of its own."""
-    pairs = torch.tensor([data, step], dtype=torch.float64, device="cpu")  # whatever the default device is
+def ratio_interval(above: list[float], below: list[float], length: int) -> tuple[float, float]:
+    """95 % interval of ``sum(above) / sum(below)`` from blocks of ``length`` neighbours, by a generator of its own."""
+    pairs = torch.tensor([above, below], dtype=torch.float64, device="cpu")  # whatever the default device is
     count = pairs.shape[1]
     circle = torch.cat([torch.zeros(2, 1, dtype=torch.float64, device="cpu"), pairs, pairs[:, :length]], dim=1).cumsum(
         dim=1
@@ -86,11 +107,11 @@ def ratio_interval_pct(data: list[float], step: list[float], length: int) -> tup
     generator = torch.Generator("cpu").manual_seed(_SEED)
     blocks = max(1, round(count / length))
     drawn = torch.randint(count, (REPLICATES * blocks,), generator=generator, device="cpu")
-    waited, took = (sums.index_select(0, drawn).view(REPLICATES, blocks).sum(dim=1) for sums in of_block)
-    shares = 100 * waited / took.clamp(min=torch.finfo(torch.float64).tiny)
+    upper, lower = (sums.index_select(0, drawn).view(REPLICATES, blocks).sum(dim=1) for sums in of_block)
+    ratios = upper / lower.clamp(min=torch.finfo(torch.float64).tiny)
     tail = _tail(blocks)
-    low, high = shares.quantile(pairs.new_tensor((tail, 1 - tail))).tolist()
-    return max(0.0, low), min(100.0, high)
+    low, high = ratios.quantile(pairs.new_tensor((tail, 1 - tail))).tolist()
+    return low, high
 
 
 def _tail(blocks: int) -> float:
@@ -244,13 +265,20 @@ class Ledger:
     def total(self, *, prefetch_active: bool | None, lost: int = 0) -> StarvationStats:
         """The figures of the run so far without its warm-up; with it, where hardly anything else is left.
 
-        Without the warm-up, and with enough steps, they have the 95 % interval of ``starved_pct``.
+        Without the warm-up, and with enough steps, they have the 95 % intervals of ``starved_pct`` and ``step_ms``.
         """
         sums = self.settled()
         settled = sums.steps >= FEW_STEPS
         sums = replace(sums if settled else self._sums, lost=lost)
         stats = sums.stats(settled=settled, trusted_clock=self.trusted_clock, prefetch_active=prefetch_active)
         interval = self._pairs.interval_pct(self.period) if settled else None
-        if interval is None or stats.starved_pct is None:
+        step_ns = self._pairs.step_interval_ns(self.period) if settled else None
+        if interval is None or step_ns is None or stats.starved_pct is None:
             return stats
-        return replace(stats, starved_low_pct=interval[0], starved_high_pct=interval[1])
+        return replace(
+            stats,
+            starved_low_pct=interval[0],
+            starved_high_pct=interval[1],
+            step_low_ms=step_ns[0] * 1e-6,
+            step_high_ms=step_ns[1] * 1e-6,
+        )

@@ -1,5 +1,6 @@
 """Two reports compared: changes, and which predictions came true. And a gate for CI."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -58,6 +59,12 @@ class Comparison:
     versions: tuple[Changed, ...]
     """Of packages and machine."""
     figures: tuple[Figure, ...]
+    times_as_fast: float | None
+    """Rate of samples after / before; of steps where the batch size is not known. None: neither is."""
+    times_low: float | None
+    """Lower end of its 95 % interval. None: one of the reports does not have that of its steps."""
+    times_high: float | None
+    """Its upper end. Within noise: 1 lies between the two."""
     verdict_changed: bool
     """Another bottleneck, cause or grade."""
     verdict_before: str
@@ -80,6 +87,8 @@ def compare(before: Report, after: Report) -> Comparison:
     """
     old, new = _settings(before), _settings(after)
     settings = tuple(_changed(old, new))
+    figures = tuple(_figures(before, after))
+    times, low, high = _times_as_fast(figures, before.diagnosis.stats, after.diagnosis.stats)
     remedies = [(one, wanted_settings(one)) for one in before.diagnosis.remedies]
     unchecked = [one.changes for one, wanted in remedies if not wanted or wanted.keys() - old.keys()]
     return Comparison(
@@ -87,7 +96,10 @@ def compare(before: Report, after: Report) -> Comparison:
         after="the later report" if after.path is None else str(after.path),
         settings=settings,
         versions=tuple(_changed(_versions(before), _versions(after))),
-        figures=tuple(_figures(before, after)),
+        figures=figures,
+        times_as_fast=times,
+        times_low=low,
+        times_high=high,
         verdict_changed=_verdict(before) != _verdict(after),
         verdict_before=_verdict(before),
         verdict_after=_verdict(after),
@@ -103,8 +115,8 @@ def compare(before: Report, after: Report) -> Comparison:
 
 _NOT_CHOSEN = (
     "syncs", "usable_cpus", "lightning", "batch_hooks", "place", "may_persist", "shards_by_worker", "free_shm_bytes",
-    "others_cpu_pct", "every_num_workers", "may_leave_process", "hook_places", "package",
-    "batch_bytes",  # of the first batch, where each may have another length
+    "others_cpu_pct", "others_cpu_median_pct", "generator", "every_num_workers", "may_leave_process", "hook_places",
+    "package", "batch_bytes",  # of the first batch, where each may have another length
 )  # fmt: skip
 
 
@@ -173,6 +185,42 @@ def _figures(*reports: Report) -> Iterator[Figure]:
         yield Figure(name=name, before=old, after=new, change_pct=change)
 
 
+def _known(figures: tuple[Figure, ...]) -> dict[str, tuple[float, float]]:
+    """The figures of both reports by name, where both are known and more than 0."""
+    return {one.name: (one.before, one.after) for one in figures if one.before and one.after}
+
+
+def _times_as_fast(
+    figures: tuple[Figure, ...], before: StarvationStats, after: StarvationStats
+) -> tuple[float | None, float | None, float | None]:
+    """The quotient of two rates, and the ends of its 95 % interval, from those of the two mean steps.
+
+    By the method of variance estimates recovery, MOVER (Zou and Donner 2008, "Construction of confidence limits about
+    effect measures: a general approach", Statistics in Medicine 27), on the logarithms. The intervals are of the steps
+    within each run: what changes from run to run of the same program is not in them.
+    """
+    known = _known(figures)
+    if "samples_per_s" in known:
+        first, second = known["samples_per_s"]
+    elif "step_ms" in known:
+        second, first = known["step_ms"]
+    else:
+        return None, None, None
+    times, old, new = second / first, _spread(before), _spread(after)
+    if not 0 < times < math.inf or old is None or new is None:
+        return times, None, None
+    down, up = math.hypot(old[0], new[1]), math.hypot(old[1], new[0])
+    return times, times * math.exp(-down), times * math.exp(min(up, 700.0))  # beyond are figures that no run has
+
+
+def _spread(stats: StarvationStats) -> tuple[float, float] | None:
+    """Logarithms of the mean step over the lower end of its interval, and of the upper end over it."""
+    mean, low, high = stats.step_ms, stats.step_low_ms, stats.step_high_ms
+    if mean is None or low is None or high is None or not 0 < low <= mean <= high < math.inf:
+        return None
+    return math.log(mean / low), math.log(high / mean)
+
+
 def _overlap(before: StarvationStats, after: StarvationStats) -> bool | None:
     one, other = before.interval_pct, after.interval_pct
     return None if one is None or other is None else one[0] <= other[1] and other[0] <= one[1]
@@ -224,7 +272,8 @@ def _figure_lines(found: Comparison) -> Iterator[str]:
     yield from (_row(one) for one in found.figures if (one.before, one.after) != (None, None))
     if found.starved_within_noise is not None:
         said = "overlap: within noise" if found.starved_within_noise else "do not overlap: more than noise"
-        yield f"noise    of starved_pct: the 95 % intervals {said}; of step times it is not known"
+        unknown = "; of step times it is not known" if found.times_low is None else ""
+        yield f"noise    of starved_pct: the 95 % intervals {said}{unknown}"
 
 
 def _outcome_lines(found: Comparison) -> Iterator[str]:
@@ -238,13 +287,18 @@ def _outcome_lines(found: Comparison) -> Iterator[str]:
 
 def _result(found: Comparison) -> Iterator[str]:
     """The speed-up: by samples a second where they are known, since batch sizes may differ."""
-    known = {one.name: (one.before, one.after) for one in found.figures if one.before and one.after}
+    known = _known(found.figures)
+    if found.times_as_fast is None:
+        return
     if "samples_per_s" in known:
-        before, after = known["samples_per_s"]
-        yield f"result   {after / before:.2f} times as fast: {before:.1f} -> {after:.1f} samples/s"
-    elif "step_ms" in known:
-        before, after = known["step_ms"]
-        yield f"result   {before / after:.2f} times as fast: step {before:.1f} -> {after:.1f} ms"
+        rates = "{:.1f} -> {:.1f} samples/s".format(*known["samples_per_s"])
+    else:
+        rates = "step {:.1f} -> {:.1f} ms".format(*known["step_ms"])
+    times = f"{found.times_as_fast:.2f} times as fast"
+    if found.times_low is not None and found.times_high is not None:
+        within = "within noise: " if found.times_low <= 1 <= found.times_high else ""
+        times = f"{within}{times} ({found.times_low:.2f} to {found.times_high:.2f})"
+    yield f"result   {times}: {rates}"
 
 
 def check_text(check: RemedyCheck) -> str:

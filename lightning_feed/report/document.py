@@ -2,8 +2,9 @@
 
 import json
 import math
+import re
 import sys
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from datetime import datetime, timezone
 from numbers import Integral, Real
 from pathlib import Path
@@ -16,7 +17,15 @@ from lightning_feed.measure.measurements import HookTime, LoopFacts, LoopMeasure
 from lightning_feed.measure.stats import Confidence, LoaderStats, LoaderSteps, RankStats, StarvationStats
 from lightning_feed.measure.wall import WallStats
 from lightning_feed.report.compare import compare
-from lightning_feed.report.report import Environment, RemedyCheck, Report, rate, read_environment
+from lightning_feed.report.report import (
+    Environment,
+    RemedyCheck,
+    Report,
+    RunIdentity,
+    rate,
+    read_environment,
+    read_identity,
+)
 from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Diagnosis, Grade, Remedy
 
 NAME = "feed_report"
@@ -61,6 +70,7 @@ class ReportedRemedy(Remedy):
 class Parts:
     """The parts of ``feed_report.json`` beside ``schema`` and ``written_at``. All are always there."""
 
+    identity: RunIdentity = field(default_factory=RunIdentity)
     environment: Environment
     run: LoopFacts
     verdict: Verdict
@@ -85,6 +95,7 @@ def _parts_of(report: Report) -> Parts:
     ]
     return Parts(
         **_shared(measured, Parts),
+        identity=report.run,
         environment=report.environment,
         run=measured.facts,
         verdict=Verdict(**_shared(found, Verdict)),
@@ -99,7 +110,9 @@ def _report_of(parts: Parts, **more: Any) -> Report:
     measured = Measurements(stats=parts.step, facts=parts.run, **_shared(parts, Measurements))
     remedies = tuple(Remedy(**_shared(one, Remedy)) for one in parts.remedies)
     diagnosis = Diagnosis(**vars(parts.verdict), remedies=remedies, measurements=measured)
-    return Report(diagnosis=diagnosis, environment=parts.environment, report_card=parts.report_card, **more)
+    return Report(
+        diagnosis=diagnosis, environment=parts.environment, run=parts.identity, report_card=parts.report_card, **more
+    )
 
 
 def _shared(value: object, kind: Any) -> dict[str, Any]:
@@ -111,16 +124,17 @@ def _shared(value: object, kind: Any) -> dict[str, Any]:
 # --- reports as JSON ----------------------------------------------------------------------------------------------
 
 
-def make_report(diagnosis: Diagnosis, *, previous: Report | None = None) -> Report:
+def make_report(diagnosis: Diagnosis, *, previous: Report | None = None, run: RunIdentity | None = None) -> Report:
     """A report of a verdict, here and now.
 
     Args:
         diagnosis: the verdict.
+        run: the run that it is of. None: one that no other report is of.
         previous: the report of an earlier run. Its predictions for remedies that are in effect now are checked, and
             the result is the new report's ``report_card``.
     """
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    report = Report(diagnosis=diagnosis, environment=read_environment(), written_at=now)
+    report = Report(diagnosis=diagnosis, environment=read_environment(), written_at=now, run=run or read_identity())
     return report if previous is None else replace(report, report_card=compare(previous, report).predictions)
 
 
@@ -138,7 +152,7 @@ def read_document(path: str | Path) -> Report:
     """Read a report and check it.
 
     Args:
-        path: the file, or a folder with a ``feed_report.json`` in it or below it; of several the newest.
+        path: the file, or a folder with reports in it, else below it; of several the newest.
 
     Raises:
         ReportError: when there is none, or it cannot be read, is no JSON, not of this version, or lacks a part.
@@ -161,16 +175,16 @@ def _find_report(path: Path) -> Path:
         return path
     if not path.is_dir():
         raise ReportError(f"{path} does not exist. Give a feed_report.json, or the folder of a run.")
-    inside = path / f"{NAME}.json"
-    if inside.is_file():
-        return inside
-    below = [file for file in path.rglob(inside.name) if file.is_file()]
-    if not below:
+    names = re.compile(rf"{NAME}(-\d+)?\.json")
+    inside = [file for file in path.iterdir() if names.fullmatch(file.name) and file.is_file()]
+    found = inside or [file for file in path.rglob(f"{NAME}*.json") if names.fullmatch(file.name) and file.is_file()]
+    if not found:
         raise ReportError(
-            f"there is no {NAME}.json in {path} or below it. GPUStarvationCallback writes one into the Trainer's "
-            "log_dir at the end of fit, and `lightning-feed diagnose` where --out says."
+            f"there is no {NAME}.json in {path} or below it. GPUStarvationCallback writes one into the folder of the "
+            "logger, or into feed_reports of the Trainer's default_root_dir, and `lightning-feed diagnose` where --out "
+            "says."
         )
-    return max(below, key=lambda file: file.stat().st_mtime_ns)
+    return max(found, key=lambda file: (file.stat().st_mtime_ns, len(file.name), file.name))
 
 
 def from_document(document: object, *, path: Path | None = None) -> Report:

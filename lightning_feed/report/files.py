@@ -2,23 +2,36 @@
 
 import os
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from html import escape
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_feed.errors import ReportError, in_rate, printable, printable_lines
+from lightning_feed.errors import ReportError, in_rate, plural, printable, printable_lines
 from lightning_feed.report import sections
 from lightning_feed.report.document import NAME, as_json, make_report
-from lightning_feed.report.report import Report, headline, headline_parts, if_free, is_toy, rate, speedup, trust
+from lightning_feed.report.next_step import ARGUMENTS, next_step
+from lightning_feed.report.report import (
+    Report,
+    RunIdentity,
+    arguments_now,
+    headline,
+    headline_parts,
+    if_free,
+    is_toy,
+    rate,
+    speedup,
+    trust,
+)
 from lightning_feed.report.sections import Section
 from lightning_feed.storage.system import atomic_write
 from lightning_feed.verdict.causes import in_ms, toy_sentence
-from lightning_feed.verdict.diagnosis import Diagnosis
+from lightning_feed.verdict.diagnosis import Diagnosis, Grade
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -29,23 +42,71 @@ Printer = Callable[[str], object]
 # --- the console --------------------------------------------------------------------------------------------------
 
 
-def as_text(diagnosis: Diagnosis) -> str:
-    """The verdict, how a step divides, why, and what to change; a line each. With experiments, the pipeline behind it.
+NARROWEST, NO_TERMINAL = 40, 100
+"""Characters of a line, at least; and where there is no terminal."""
+
+
+def as_text(
+    diagnosis: Diagnosis,
+    run: RunIdentity | None = None,
+    *,
+    beside: Sequence[str] = (),
+    width: int | None = None,
+    arguments: str = ARGUMENTS,
+) -> str:
+    """The verdict, how a step divides, why, what to change, and the next step. With experiments, the pipeline behind.
 
     Of steps so short that Python takes most of them: one sentence, and what experiments found.
+
+    Args:
+        diagnosis: the verdict.
+        run: the run that it is of; None: not known.
+        beside: lines before the last, which are not broken.
+        width: characters of a line; None: as the terminal has.
+        arguments: of the program, as they are typed, for the command that tells more.
     """
-    measured = diagnosis.measurements
+    measured, step = diagnosis.measurements, next_step(diagnosis, run, arguments=arguments)
     shown: list[Iterable[Section]] = [sections.pipeline_sections(diagnosis), sections.measured_sections(measured)]
-    if diagnosis.bottleneck == "unknown" or diagnosis.stats.step_ms is None:
-        first = f"no verdict: {next(iter(diagnosis.evidence), 'nothing was measured')}."
-    elif is_toy(diagnosis):
-        first = str(toy_sentence(diagnosis.stats.step_ms))
-    else:
-        first = f"{headline(diagnosis)} ({trust(diagnosis)})"
+    if _judged(diagnosis):
         time = sections.step_sections(diagnosis), sections.time_sections(measured)
-        shown = [*time, sections.advice_sections(diagnosis), *shown]
-    lines = chain.from_iterable(one.console_lines() for one in chain.from_iterable(shown))
-    return printable_lines("\n".join([f"FEED  {first}", *lines]))
+        shown = [*time, sections.advice_sections(diagnosis, step), *shown]
+    return _in_lines(_first_line(diagnosis), step, chain.from_iterable(shown), beside, width)
+
+
+def as_short_text(
+    report: Report, *, beside: Sequence[str] = (), width: int | None = None, arguments: str = ARGUMENTS
+) -> str:
+    """The verdict and the next step, for a report whose rest was shown before."""
+    step = next_step(report.diagnosis, report.run, arguments=arguments)
+    return _in_lines(_first_line(report.diagnosis), step, (), beside, width)
+
+
+def as_line(report: Report, written: Sequence[Path] = ()) -> str:
+    """The verdict in one line, for one of many short fits."""
+    found = report.diagnosis
+    page = next((f", {one}" for one in written if one.suffix == ".html"), "")
+    return printable(f"FEED  {headline(found)} ({plural(found.stats.steps, 'step')}{page})")
+
+
+def _judged(diagnosis: Diagnosis) -> bool:
+    """True where there is a verdict with advice."""
+    return diagnosis.bottleneck != "unknown" and diagnosis.stats.step_ms is not None and not is_toy(diagnosis)
+
+
+def _first_line(diagnosis: Diagnosis) -> str:
+    if _judged(diagnosis):
+        return f"{headline(diagnosis)} ({trust(diagnosis)})"
+    if is_toy(diagnosis):
+        return str(toy_sentence(diagnosis.stats.step_ms))
+    return f"no verdict: {next(iter(diagnosis.evidence), 'nothing was measured')}."
+
+
+def _in_lines(first: str, step: str, shown: Iterable[Section], beside: Sequence[str], width: int | None) -> str:
+    if width is None:
+        width = max(NARROWEST, shutil.get_terminal_size((NO_TERMINAL, 24)).columns)
+    lines = chain.from_iterable(one.console_lines(width) for one in shown)
+    folded = sections.folded(f"FEED  {first}", width), *lines, *beside, sections.folded(f"next: {step}", width)
+    return printable_lines("\n".join(folded))
 
 
 # --- Markdown -----------------------------------------------------------------------------------------------------
@@ -53,23 +114,35 @@ def as_text(diagnosis: Diagnosis) -> str:
 
 def as_markdown(report: Report) -> str:
     """The whole report: verdict, step, causes, remedies, earlier predictions, pipeline, measurements, versions."""
-    return "\n\n".join((diagnosis_markdown(report.diagnosis), *map(_markdown, sections.other_sections(report)))) + "\n"
+    shown = (*_first_sections(report), *sections.other_sections(report))
+    return _in_markdown(report, shown) + "\n"
 
 
-def diagnosis_markdown(diagnosis: Diagnosis) -> str:
+def short_markdown(report: Report) -> str:
     """The verdict, the step and the remedies: short enough for a logger's text."""
+    return _in_markdown(report, _first_sections(report))
+
+
+def _first_sections(report: Report) -> tuple[Section, ...]:
+    diagnosis, step = report.diagnosis, next_step(report.diagnosis, report.run)
+    advice = () if is_toy(diagnosis) else sections.advice_sections(diagnosis, step)
+    return (*sections.step_sections(diagnosis), *advice)
+
+
+def _in_markdown(report: Report, shown: Iterable[Section]) -> str:
+    diagnosis = report.diagnosis
     free = "" if is_toy(diagnosis) else if_free(diagnosis)
     said = "; ".join(one for one in (trust(diagnosis), free) if one)
-    blocks = [f"# {_text(headline(diagnosis))}", f"{said[0].upper()}{said[1:]}."]
-    advice = () if is_toy(diagnosis) else sections.advice_sections(diagnosis)
-    return "\n\n".join([*blocks, *map(_markdown, (*sections.step_sections(diagnosis), *advice))])
+    title = ": ".join(filter(None, (report.run.name, headline(diagnosis))))
+    blocks = [f"# {_text(title)}", f"{said[0].upper()}{said[1:]}.", *map(_markdown, shown)]
+    return "\n\n".join([*blocks, f"next: {_with_code(next_step(diagnosis, report.run))}"])
 
 
 def _markdown(section: Section) -> str:
     if section.form == "list":
-        body = "\n".join(f"- {_text(line)}" for (line,) in section.rows)
+        body = "\n".join(f"- {_with_code(line)}" for (line,) in section.rows)
     elif section.pipeline is not None:
-        lines = "\n".join(section.console_lines()).strip()
+        lines = "\n".join(sections.pipeline_text(section.pipeline))
         fence = _fence(lines, least=3)
         body = f"{fence}text\n{lines}\n{fence}"
     else:
@@ -79,7 +152,11 @@ def _markdown(section: Section) -> str:
 
 
 def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    cells = [header, tuple("---" for _ in header), *((_code(first), *map(_text, others)) for first, *others in rows)]
+    cells = [
+        header,
+        tuple("---" for _ in header),
+        *((_code(first), *map(_with_code, others)) for first, *others in rows),
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
@@ -87,6 +164,11 @@ def _text(words: str) -> str:
     """Text that stays text in Markdown, also in the cell of a table."""
     flat = printable(re.sub(r"\s+", " ", words)).replace("&", "&amp;").replace("<", "&lt;")
     return re.sub(r"([\\`*_\[\]|])", r"\\\1", flat)
+
+
+def _with_code(words: str) -> str:
+    """Text in which what stands between backquotes is code."""
+    return "".join(_code(code) if code else _text(text) for text, code in in_backquotes(words))
 
 
 def _code(words: str) -> str:
@@ -103,8 +185,18 @@ def _fence(text: str, least: int = 1) -> str:
 
 # --- HTML ---------------------------------------------------------------------------------------------------------
 
-_COLOURS = {"data": "data", "copy": "copy", "compute": "good"}
-"""Bottleneck -> colour of its mark; grey for others."""
+_COLOURS: dict[Grade, str] = {
+    "OK": "good",
+    "slightly data-bound": "copy",
+    "moderately data-bound": "copy",
+    "highly data-bound": "data",
+}
+"""Grade -> colour of the mark: green, amber and red; grey for others."""
+
+
+def _colour(diagnosis: Diagnosis) -> str:
+    found = "other" if diagnosis.bottleneck == "unknown" else _COLOURS.get(diagnosis.grade, "other")
+    return "copy" if found == "good" and diagnosis.bottleneck != "compute" else found
 
 
 def as_html(report: Report) -> str:
@@ -114,16 +206,23 @@ def as_html(report: Report) -> str:
     """
     diagnosis = report.diagnosis
     verdict, waits = headline_parts(diagnosis)
-    advice = () if is_toy(diagnosis) else sections.advice_sections(diagnosis)
     return _template().render(
         report=report,
-        colour=_COLOURS.get(diagnosis.bottleneck, "other"),
-        verdict=verdict[:1].upper() + verdict[1:],
+        colour=_colour(diagnosis),
+        title=f"{report.run.name}: {verdict}" if report.run.name else verdict[:1].upper() + verdict[1:],
+        next_step=next_step(diagnosis, report.run),
         said=[f"{one[:1].upper()}{one[1:]}." for one in (waits, trust(diagnosis)) if one],
         tiles=_tiles(report),
-        sections=[*sections.step_sections(diagnosis), *advice, *sections.other_sections(report)],
+        sections=[*_first_sections(report), *sections.other_sections(report)],
         in_rate=in_rate,
+        in_backquotes=in_backquotes,
     )
+
+
+def in_backquotes(words: str) -> list[tuple[str, str]]:
+    """The parts of a sentence, as (text, "") or ("", code), by its backquotes."""
+    parts = enumerate(re.split("`([^`]+)`", words))
+    return [("", part) if at % 2 else (part, "") for at, part in parts if part]
 
 
 def in_frame(page: str) -> str:
@@ -153,7 +252,6 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
     stats, facts = report.diagnosis.stats, report.diagnosis.measurements.facts
     per_s, faster = rate(stats.step_ms, facts.batch_size), speedup(report.diagnosis)
     tiles = [
-        ("" if stats.starved_pct is None else f"{stats.starved_pct:.1f}", "%", "of each step waiting for data"),
         (in_ms(stats.step_ms, stats.step_ms) if stats.step_ms else "", "ms", "a step on average"),
         (
             "" if per_s is None else in_rate(per_s),
@@ -171,16 +269,30 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
 def write_report(report: Report, folder: str | Path) -> list[Path]:
     """Write ``feed_report.json``, ``.md`` and ``.html`` into a folder, which is made where needed.
 
-    Each file is whole or not there; a file of that name is replaced.
+    Each file is whole or not there. Earlier files of the same run are replaced; beside those of another run it is
+    ``feed_report-2``, and so on.
 
     Raises:
         ReportError: when one cannot be written.
     """
     forms = {"json": as_json(report), "md": as_markdown(report), "html": as_html(report)}
-    paths = [Path(folder) / f"{NAME}.{form}" for form in forms]
+    numbered = (Path(folder) / (f"{NAME}-{number}" if number > 1 else NAME) for number in count(1))
+    first = next(one for one in numbered if _is_free(one.with_suffix(".json"), report.run.id))
+    paths = [first.with_suffix(f".{form}") for form in forms]
     for path, text in zip(paths, forms.values(), strict=True):
         write_whole(path, text)
     return paths
+
+
+def _is_free(path: Path, run_id: str) -> bool:
+    """True if a report of this run may be written there: there is none, or it is of the same run."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError as error:
+        raise ReportError(f"{path} could not be read: {error.strerror or error}.") from error
+    return bool(run_id) and f'"{run_id}"' in text
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -217,23 +329,37 @@ def check_writable(folder: Path) -> None:
 # --- showing ------------------------------------------------------------------------------------------------------
 
 
-def show_report(report: Report, printer: Printer | None = None, written: Sequence[Path] = ()) -> None:
-    """Show a report and where its files are: in a notebook as a page, else as text.
+Form = Literal["full", "short", "line"]
+"""The part of a report that the console shows: all of it, the verdict with the next step, or a line."""
+
+
+def show_report(
+    report: Report, printer: Printer | None = None, written: Sequence[Path] = (), *, form: Form = "full"
+) -> None:
+    """Show a report of this process and where its files are: in a notebook as a page, else as text.
 
     Args:
         report: what to show.
         printer: prints above a live progress bar that would otherwise be drawn over the text; None: none does.
         written: its files, which differ in their endings alone.
+        form: the part of it that the console shows.
     """
-    text = as_text(report.diagnosis)
-    if written:
-        first, *others = sorted(written)
-        text += f"\nfiles {', '.join([str(first), *(one.suffix for one in others)])}"
+    files, arguments = _files_line(written), arguments_now()
+    full = as_text(report.diagnosis, report.run, beside=files, arguments=arguments)
     show = _notebook_display()
-    if show is None:
-        print_text(text, printer)
+    if show is not None:
+        show({"text/plain": full, "text/html": in_frame(as_html(report))}, raw=True)
+    elif form == "line":
+        print_text(as_line(report, written), printer)
     else:
-        show({"text/plain": text, "text/html": in_frame(as_html(report))}, raw=True)
+        print_text(full if form == "full" else as_short_text(report, beside=files, arguments=arguments), printer)
+
+
+def _files_line(written: Sequence[Path]) -> list[str]:
+    if not written:
+        return []
+    first, *others = sorted(written)
+    return [f"files {', '.join([str(first), *(one.suffix for one in others)])}"]
 
 
 def print_text(text: str, printer: Printer | None = None) -> None:

@@ -1,9 +1,11 @@
 """A report: a verdict with its headline, and where and when it was found."""
 
 import platform
+import shlex
 import sys
+import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -44,6 +46,26 @@ class Environment:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunIdentity:
+    """The run that a report is of. Empty: not known, as in reports of earlier versions."""
+
+    program: str = ""
+    """The program as Python was given it: ``train.py``, ``-m package.train``; ``notebook`` in one."""
+    has_arguments: bool = False
+    """The program was given arguments. A report does not keep them: they may hold passwords."""
+    folder: str = ""
+    """Name of the folder of the run: ``version_3``."""
+    id: str = ""
+    """Random, another for each run."""
+
+    @property
+    def name(self) -> str:
+        """The run as a title names it: ``train.py, version_3``."""
+        program = self.program.removeprefix("-m ")
+        return ", ".join(filter(None, (Path(program).name, self.folder)))
+
+
+@dataclass(frozen=True, kw_only=True)
 class RemedyCheck:
     """The step time that a remedy was predicted to give, and the one that a later run with it achieved."""
 
@@ -69,6 +91,8 @@ class Report:
     environment: Environment
     written_at: str
     """ISO 8601, UTC."""
+    run: RunIdentity = field(default_factory=RunIdentity)
+    """The run that it is of."""
     report_card: tuple[RemedyCheck, ...] = ()
     """Predictions of an earlier report for this run. Empty: there was none to compare with, or none of its remedies
     is in effect."""
@@ -107,6 +131,37 @@ def read_environment(root: Path = Path("/")) -> Environment:
         cpu=_cpu_model(root),
         device=str(torch.cuda.get_device_name()) if torch is not None and torch.cuda.is_initialized() else None,
     )
+
+
+_NO_PROGRAM = ("", "-", "-c", "-m")
+_OURS = ("lightning-feed", "lightning_feed")
+
+
+def read_identity(folder: str = "") -> RunIdentity:
+    """The identity of a run that begins in this process.
+
+    Args:
+        folder: name of its folder.
+    """
+    program = read_program()
+    has_arguments = bool(program) and program != "notebook" and len(sys.argv) > 1
+    return RunIdentity(program=program, has_arguments=has_arguments, folder=folder, id=uuid.uuid4().hex)
+
+
+def read_program() -> str:
+    """The program that runs in this process, as in :attr:`RunIdentity.program`."""
+    if "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None:
+        return "notebook"
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    name = spec.name.removesuffix(".__main__") if spec is not None else (*sys.argv, "")[0]
+    if name in _NO_PROGRAM or Path(name).name in _OURS:
+        return ""
+    return name if spec is None else f"-m {name}"
+
+
+def arguments_now() -> str:
+    """The arguments of this process, as they are typed in a shell."""
+    return shlex.join(sys.argv[1:])
 
 
 def rate(step_ms: float | None, batch_size: int | None) -> float | None:
@@ -181,6 +236,13 @@ def is_toy(diagnosis: Diagnosis) -> bool:
     return judged and toy_sentence(diagnosis.stats.step_ms) is not None
 
 
+def takes_turns(diagnosis: Diagnosis) -> bool:
+    """True where the training process loads, and no number of workers is a remedy: one waits for the other, and
+    neither is the bottleneck."""
+    workers = any(one.changes.startswith("num_workers=") for one in diagnosis.remedies)
+    return diagnosis.bottleneck == "data" and diagnosis.measurements.facts.num_workers == 0 and not workers
+
+
 def trust(diagnosis: Diagnosis) -> str:
     """The trust in the verdict: ``95 % CI 32-36, confidence high, 412 steps``.
 
@@ -210,8 +272,11 @@ def _waits(diagnosis: Diagnosis, starved_pct: float) -> str:
         proven = shares is not None and shares.compute_bound_confirmed
         more = ", which faster loading would not change: the model alone takes as long as a step"
         return f"{starved_pct:.0f} % of time waiting for data{more if proven else ''}"
+    loop = LOOP_WORDS[measured.facts.stage]
+    if takes_turns(diagnosis) and not on_cpu:
+        return f"{share} is loading, in turn with {loop}"
     if diagnosis.device_type == "cpu":
-        return f"{LOOP_WORDS[measured.facts.stage]} waits for data {share}{on_cpu}"
+        return f"{loop} waits for data {share}{on_cpu}"
     return f"GPU idle {share}{on_gpu}"
 
 

@@ -1,6 +1,8 @@
 """The sections of a report, described once: rows for Markdown and HTML, and lines for the console."""
 
 import math
+import re
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,15 +14,20 @@ from lightning_feed.measure.measurements import LoopFacts, LoopMeasurements, Mea
 from lightning_feed.measure.stats import LoaderStats, StarvationStats
 from lightning_feed.measure.wall import WallStats
 from lightning_feed.report.compare import check_text
-from lightning_feed.report.report import Report, cause_text, if_free, rate
+from lightning_feed.report.next_step import MEASURE_THE_REST
+from lightning_feed.report.report import Report, cause_text, if_free, rate, takes_turns
 from lightning_feed.verdict.causes import in_ms, model_disturbed
-from lightning_feed.verdict.diagnosis import Diagnosis, Remedy
+from lightning_feed.verdict.diagnosis import Bottleneck, Diagnosis, Remedy
 from lightning_feed.verdict.predict import NOT_TRANSFORMS, step_of
 
 # --- the pipeline from disk to model ------------------------------------------------------------------------------
 
-_CHARACTERS = 32
-"""Of the longest bar."""
+_CHARACTERS, _FEWEST_CHARACTERS = 32, 8
+"""Of the longest bar; and in a narrow terminal."""
+_REMARK = 17
+"""Characters of the longest remark behind a bar."""
+WIDE = 120
+"""Characters of a line, as long as any line of the pipeline."""
 _CUT = 3
 """The longest bar shows this many times the lowest rate; longer bars are cut. A copy may be 100 times as fast."""
 Kind = Literal["stage", "part", "fit", "if", "remedy"]
@@ -71,33 +78,37 @@ def read_pipeline(diagnosis: Diagnosis) -> Pipeline | None:
         *(("remedy", one.code, rate(one.predicted_step_ms, 1), "") for one in diagnosis.remedies),
     ]
     scaled = [(kind, name, (size or 1) * per_s, note) for kind, name, per_s, note in rows if per_s is not None]
-    bars = _mark([Bar(name, per_s, kind, note) for kind, name, per_s, note in scaled if 0 < per_s < math.inf])
+    bars = [Bar(name, per_s, kind, note) for kind, name, per_s, note in scaled if 0 < per_s < math.inf]
+    bars = _mark(bars, diagnosis)
     rates = [one.per_s for one in bars if one.kind in ("stage", "part")]
     if not rates:
         return None
     return Pipeline(rate_unit(size), bars, min(max(rates), _CUT * min(rates)))
 
 
-def pipeline_text(pipeline: Pipeline) -> list[str]:
+def pipeline_text(pipeline: Pipeline, width: int = WIDE) -> list[str]:
     """The pipeline as bars of characters, a line for each."""
     leads = {"stage": "", "part": "  ", "fit": "", "if": "if: loader, ", "remedy": "with: "}
-    names = [leads[one.kind] + _short(one.name) for one in pipeline.bars]
+    beside = 13 + 2 + 2 + _REMARK  # the rate, the spaces around the bar, and the remark
+    names = [_short(leads[one.kind] + one.name, width - beside - _FEWEST_CHARACTERS) for one in pipeline.bars]
     title = f"Pipeline ({pipeline.unit})"
-    width = max(len(title) - 13, *map(len, names))
+    column = max(len(title) - 13, *map(len, names))
+    most = min(_CHARACTERS, max(_FEWEST_CHARACTERS, width - column - beside))
     lines = [title]
     for name, one in zip(names, pipeline.bars, strict=True):
-        bar = "#" * max(1, round(_CHARACTERS * min(1.0, one.per_s / pipeline.full_per_s)))
+        bar = "#" * max(1, round(most * min(1.0, one.per_s / pipeline.full_per_s)))
         if one.per_s > pipeline.full_per_s:
             bar = bar[:-1] + ">"
         remark = "predicted" if one.kind == "remedy" else ""
         if one.narrowest:
             remark = "<- bottleneck" if one.kind == "stage" else "<- slowest part"
-        lines.append(f"{name:{width}}{in_rate(one.per_s):>13}  {bar:{_CHARACTERS}}  {remark}".rstrip())
+        lines.append(f"{name:{column}}{in_rate(one.per_s):>13}  {bar:{most}}  {remark}".rstrip())
     return lines
 
 
-def _short(code: str, most: int = 44) -> str:
-    code = " ".join(code.split())
+def _short(name: str, most: int) -> str:
+    indent, words, most = name[: len(name) - len(name.lstrip())], name.split(), max(12, min(50, most))
+    code = indent + " ".join(words)
     return code if len(code) <= most else f"{code[: most - 3]}..."
 
 
@@ -123,11 +134,17 @@ def _sample_parts(costs: tuple[NamedCost, ...], facts: LoopFacts, batch_size: in
             yield "part", name, per_s / batch_size, "cost of one sample, shared by the workers"
 
 
-def _mark(bars: list[Bar]) -> list[Bar]:
-    """Mark the narrowest of several stages, and the slowest part of a loader that is the narrowest."""
+_STAGE_NAMED: dict[Bottleneck, str] = {"data": "loader", "copy": "copy", "compute": "model"}
+"""Bottleneck -> the stage that the headline names with it."""
+
+
+def _mark(bars: list[Bar], diagnosis: Diagnosis) -> list[Bar]:
+    """Mark the narrowest of several stages if the headline names it, and the slowest part of a loader that is the
+    narrowest."""
     stages, parts = ([one for one in bars if one.kind == kind] for kind in ("stage", "part"))
     narrow = min(stages, key=lambda one: one.per_s) if len(stages) > 1 else None
-    marked = [narrow] if narrow else []
+    named = narrow is not None and narrow.name == _STAGE_NAMED.get(diagnosis.bottleneck) and not takes_turns(diagnosis)
+    marked = [narrow] if narrow and named else []
     if len(parts) > 1 and (narrow is None or narrow.name == "loader"):
         marked.append(min(parts, key=lambda one: one.per_s))
     return [one._replace(narrowest=one in marked) for one in bars]
@@ -143,6 +160,31 @@ ROWS_NAMED = 6
 Row = tuple[str, ...]
 
 
+class CodeLine(NamedTuple):
+    """Code to paste, as lines of the console that are never broken, and a comment behind the last of them."""
+
+    lines: Sequence[str]
+    comment: str
+
+
+def folded(line: str, width: int, indent: str = "      ") -> str:
+    """A line of prose, broken to fit the width. Code in backquotes, shares and words stay whole."""
+    kept = re.sub(r"`[^`]*`|\d %", lambda code: code[0].replace(" ", "\0"), line)
+    broken = textwrap.fill(kept, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return broken.replace("\0", " ")
+
+
+def _folded_code(code: CodeLine, width: int) -> Iterator[str]:
+    *first, last = code.lines
+    yield from first
+    if len(last) + len("    # ") + len(code.comment) <= width:
+        yield f"{last}    # {code.comment}"
+        return
+    yield last
+    indent = " " * 8
+    yield folded(f"{indent}# {code.comment}", width, f"{indent}# ")
+
+
 @dataclass(frozen=True)
 class Section:
     """One topic of a report, for pages as rows, and for the console as lines."""
@@ -153,19 +195,23 @@ class Section:
     header: Row = ()
     form: Literal["table", "list", "step", "remedies", "pipeline", "pairs"] = "table"
     """Its form on a page: a ``table``, a ``list`` (a single column), or one of its own."""
-    console: Sequence[str] | str = ()
+    console: Sequence[str | CodeLine] | str = ()
     """Lines, or a word that a line of the rows begins with. Empty: the console does not show it."""
     note: str = ""
     """A sentence below."""
     pipeline: Pipeline | None = None
 
-    def console_lines(self) -> Sequence[str]:
-        """The lines on the console."""
-        if not isinstance(self.console, str):
-            return self.console
-        named = [f"{row[0]}: {row[1]}" for row in self.rows[:ROWS_NAMED]]
-        more = [f"{len(self.rows) - ROWS_NAMED} more"] if len(self.rows) > ROWS_NAMED else []
-        return [f"{self.console:<5} {'; '.join(named + more)}"]
+    def console_lines(self, width: int) -> Iterator[str]:
+        """The lines on the console, broken at the width."""
+        if self.pipeline is not None:
+            yield from ("", *pipeline_text(self.pipeline, width))
+        elif isinstance(self.console, str):
+            named = [f"{row[0]}: {row[1]}" for row in self.rows[:ROWS_NAMED]]
+            more = [f"{len(self.rows) - ROWS_NAMED} more"] if len(self.rows) > ROWS_NAMED else []
+            yield folded(f"{self.console:<5} {'; '.join(named + more)}", width)
+        else:
+            for line in self.console:
+                yield from _folded_code(line, width) if isinstance(line, CodeLine) else [folded(line, width)]
 
 
 def step_sections(diagnosis: Diagnosis) -> Iterator[Section]:
@@ -242,18 +288,23 @@ def _validation_sections(validation: LoopMeasurements, *, shown: bool) -> Iterat
 # --- advice -------------------------------------------------------------------------------------------------------
 
 
-def advice_sections(diagnosis: Diagnosis) -> Iterator[Section]:
-    """Causes, remedies and notes."""
+_COMMANDS = ("diagnose your_script.py", MEASURE_THE_REST)
+"""In notes that name a command. The last line does so with the name of the program."""
+
+
+def advice_sections(diagnosis: Diagnosis, step: str) -> Iterator[Section]:
+    """Causes, remedies and notes, without the one that is the next step."""
     cause, evidence = cause_text(diagnosis), diagnosis.evidence
     lines = [f"cause {cause}"] * bool(cause) + ["why   " + "; ".join(evidence)] * bool(evidence)
     yield from _list("Why", [one for one in (cause, *evidence) if one], lines)
     if diagnosis.remedies:
         rows = [_remedy_row(one, diagnosis) for one in diagnosis.remedies]
-        lines = list(_remedy_lines(diagnosis))
         header = ("change", "why", "predicted step", "predicted rate")
-        yield Section("What to change", rows, header, "remedies", lines)
-    lines = [f"not   {one}" for one in diagnosis.why_not] + [f"note  {one}" for one in diagnosis.notes]
-    yield from _list("Notes", [*diagnosis.why_not, *diagnosis.notes], lines)
+        yield Section("What to change", rows, header, "remedies", list(_remedy_lines(diagnosis)))
+    said = (one for one in diagnosis.notes if not any(command in one for command in _COMMANDS))
+    notes = [one for one in said if not step.endswith(one)]
+    lines = [f"not   {one}" for one in diagnosis.why_not] + [f"note  {one}" for one in notes]
+    yield from _list("Notes", [*(f"not {one}" for one in diagnosis.why_not), *notes], lines)
 
 
 def _list(title: str, lines: Iterable[str], console: Sequence[str] = ()) -> Iterator[Section]:
@@ -273,19 +324,19 @@ def _remedy_row(remedy: Remedy, diagnosis: Diagnosis) -> Row:
     )
 
 
-def _remedy_lines(diagnosis: Diagnosis) -> Iterator[str]:
+def _remedy_lines(diagnosis: Diagnosis) -> Iterator[str | CodeLine]:
     lead = "fix   "
     for remedy in diagnosis.remedies:
-        then = "" if remedy.predicted_gain_pct is None else f" (predicted: {remedy.predicted_gain_pct:.0f} % less time)"
+        then = ""
         if remedy.predicted_step_ms is not None:
             then = f" (predicted step {in_ms(remedy.predicted_step_ms, diagnosis.stats.step_ms or 0.0)} ms)"
+        elif remedy.predicted_gain_pct is not None and "predicted" not in remedy.why:
+            then = f" (predicted: {remedy.predicted_gain_pct:.0f} % less time)"
         if remedy.where:
             yield f"{lead}{remedy.where}"
-            lead = "        "
-        *first, last = remedy.code.split("\n")
-        yield from (f"{lead}{one}" for one in first)
-        yield f"{lead}{last}    # {remedy.why}{then}"
-        lead = "      "
+            lead = " " * 8
+        yield CodeLine([f"{lead}{one}" for one in remedy.code.split("\n")], f"{remedy.why}{then}")
+        lead = " " * 6
 
 
 # --- measurements -------------------------------------------------------------------------------------------------
@@ -298,8 +349,8 @@ def pipeline_sections(diagnosis: Diagnosis) -> Iterator[Section]:
         return
     cut = any(one.per_s > pipeline.full_per_s for one in pipeline.bars)
     note = f"Bars end at {in_rate(pipeline.full_per_s)} {pipeline.unit}; longer ones are cut." if cut else ""
-    title, lines = f"Pipeline: {pipeline.unit} that each part could do", ["", *pipeline_text(pipeline)]
-    yield Section(title, (), form="pipeline", console=lines, note=note, pipeline=pipeline)
+    title = f"Pipeline: {pipeline.unit} that each part could do"
+    yield Section(title, (), form="pipeline", note=note, pipeline=pipeline)
 
 
 def measured_sections(measured: Measurements) -> Iterator[Section]:

@@ -12,9 +12,11 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from measure.small_fits import Memory, make_loader, make_trainer
+from report.sample_reports import sample
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed import GPUStarvationCallback
+from lightning_feed.callbacks import starvation
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.measure import loop
 
@@ -66,6 +68,31 @@ def _reports(capsys: pytest.CaptureFixture[str]) -> int:
 def test_after_200_steps_and_at_the_end(batches: int, times: int, capsys: pytest.CaptureFixture[str]) -> None:
     _fit({}, make_loader(batches))
     assert _reports(capsys) == times
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_verdict_that_was_shown_is_repeated_in_short(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starvation, "diagnose", lambda _: sample())
+    _fit({}, make_loader(210))
+    first, second = capsys.readouterr().out.split("FEED  ")[1:]
+    assert [line.split()[0] for line in second.splitlines()] == ["highly", "files", "next:"]
+    assert first.splitlines()[0] == second.splitlines()[0]
+    assert len(first.splitlines()) > 10
+
+
+@pytest.mark.usefixtures("clock")
+def test_short_fits_and_further_fits_are_told_in_a_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starvation, "diagnose", lambda _: sample())
+    lines = []
+    for batches in (29, 30, 210, 29):
+        _fit({}, make_loader(batches))
+        lines.append(len(capsys.readouterr().out.splitlines()))
+    assert lines[1] > 10
+    assert [*lines[:1], *lines[2:]] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(("endless", "shown"), [(True, 4), (False, 2)])

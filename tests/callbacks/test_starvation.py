@@ -16,7 +16,9 @@ from measure.small_fits import CpuPrefetch, Memory, Slow, make_loader, make_trai
 from torch.utils.data import DataLoader
 
 from lightning_feed import GPUStarvationCallback
+from lightning_feed.callbacks import starvation as starvation_module
 from lightning_feed.callbacks import starvation_run
+from lightning_feed.errors import SettingsError
 from lightning_feed.measure import loop
 from lightning_feed.report.document import read_document
 from lightning_feed.report.report import headline
@@ -215,7 +217,11 @@ def test_tensorboard_shows_the_report_and_its_folder_holds_it(
     events.Reload()
     (text,) = events.Tensors("feed/report/text_summary")
     assert text.step == 40
-    assert text.tensor_proto.string_val[0].decode() in (folder / "feed_report.md").read_text()
+    *shown, last = text.tensor_proto.string_val[0].decode().splitlines()
+    written = (folder / "feed_report.md").read_text().splitlines()
+    assert shown == written[: len(shown)]
+    assert last == written[-1]
+    assert last.startswith("next: ")
 
 
 def test_without_a_folder_of_a_logger_reports_lie_beside_the_checkpoints(
@@ -224,6 +230,52 @@ def test_without_a_folder_of_a_logger_reports_lie_beside_the_checkpoints(
     run_fit(starvation, logger=Memory(), default_root_dir=tmp_path, enable_checkpointing=True)
     (report,) = tmp_path.rglob("feed_report.json")
     assert list(report.parent.glob("*.ckpt"))
+
+
+def _reports(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("feed_report*.json"))
+
+
+@pytest.mark.parametrize("logger", [False, "bucket"])
+def test_without_a_folder_reports_lie_in_the_root_of_the_trainer(
+    logger: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Bucket(Memory):
+        save_dir = log_dir = "s3://bucket/runs"
+
+    monkeypatch.setattr(starvation_module, "IN_ROOT", "feed_reports")
+    monkeypatch.chdir(tmp_path)
+    given = Bucket() if logger else False
+    run_fit(GPUStarvationCallback(nvml=False), batches=40, logger=given, default_root_dir=tmp_path)
+    assert _reports(tmp_path) == ["feed_reports/feed_report.json"]
+    assert f"files {tmp_path}/feed_reports/feed_report.html, .json, .md\n" in capsys.readouterr().out
+    assert read_document(tmp_path).run.folder == ""
+    run_fit(GPUStarvationCallback(nvml=False), fast_dev_run=True, default_root_dir=tmp_path / "other")
+    assert _reports(tmp_path) == ["feed_reports/feed_report.json"]
+
+
+def test_the_folder_of_reports_by_argument_and_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_FEED_DIR", str(tmp_path / "variable"))
+    logger = CSVLogger(tmp_path / "logger")
+    run_fit(GPUStarvationCallback(nvml=False), batches=40, logger=logger)
+    run_fit(GPUStarvationCallback(nvml=False, folder=tmp_path / "argument"), batches=40, logger=logger)
+    assert _reports(tmp_path) == ["argument/feed_report.json", "variable/feed_report.json"]
+    assert read_document(tmp_path / "argument").run.folder == "argument"
+    monkeypatch.setenv("LIGHTNING_FEED_DIR", "s3://bucket/runs")
+    with pytest.raises(SettingsError, match="LIGHTNING_FEED_DIR=s3://bucket/runs is not on this machine"):
+        GPUStarvationCallback()
+    with pytest.raises(SettingsError, match="folder='s3://bucket/other' is not on this machine"):
+        GPUStarvationCallback(folder="s3://bucket/other")
+
+
+def test_a_report_stays_when_the_next_run_has_the_same_folder(tmp_path: Path) -> None:
+    both = GPUStarvationCallback(nvml=False, folder=tmp_path)
+    run_fit(both, batches=205)  # reports twice
+    first = (tmp_path / "feed_report.json").read_text()
+    run_fit(both, batches=40)
+    assert _reports(tmp_path) == ["feed_report-2.json", "feed_report.json"]
+    assert (tmp_path / "feed_report.json").read_text() == first
+    assert read_document(tmp_path).diagnosis == both.report()
 
 
 def test_a_report_that_cannot_be_written_does_not_end_the_run(

@@ -187,6 +187,17 @@ def test_the_same_loader_goes_on_with_the_options_given_last(tmp_path: Path) -> 
 # --- reports ------------------------------------------------------------------------------------------------------
 
 
+def test_the_reports_of_a_run_are_one_file_and_another_run_leaves_it(tmp_path: Path) -> None:
+    for _ in range(2):
+        loader = watch_loader(DataLoader(Numbers(), batch_size=1), folder=tmp_path, device="cpu")
+        for _ in range(20):  # a report after 200 steps
+            for _ in loader:
+                pass
+        loader.close()
+    names = sorted(path.name for path in tmp_path.glob("feed_report*.json"))
+    assert names == ["feed_report-2.json", "feed_report.json"]
+
+
 def test_the_first_report_comes_after_200_steps_and_another_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     source = Source(250)
     with _watched(source, shows=True) as loader:

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from lightning_feed.measure.step_meter import StepTimes
-from lightning_feed.measure.windows import MOST_CHUNKS, WARM_UP_STEPS, Ledger, PairSums, ratio_interval_pct
+from lightning_feed.measure.windows import MOST_CHUNKS, WARM_UP_STEPS, Ledger, PairSums, ratio_interval
 
 WORKERS, STEPS, SEEDS, SEEDS_ALONE = 8, 800, 200, 40
 TRUE_PCT = 100 * math.exp(0.125) * 10 / (math.exp(0.125) * 10 + 10)
@@ -30,8 +30,8 @@ def test_the_truth_is_inside_and_would_not_be_if_steps_were_drawn_one_by_one() -
         assert found is not None
         inside += found[0] <= TRUE_PCT <= found[1]
         if seed < SEEDS_ALONE:
-            low, high = ratio_interval_pct(sums.data, sums.step, 1)
-            alone += low <= TRUE_PCT <= high
+            low, high = ratio_interval(sums.data, sums.step, 1)
+            alone += 100 * low <= TRUE_PCT <= 100 * high
     assert inside >= 0.9 * SEEDS
     assert alone < 0.8 * SEEDS_ALONE
 
@@ -43,8 +43,8 @@ def test_waits_that_repeat_exactly_leave_no_doubt() -> None:
         wait = 0.0 if number % 8 else 40.0
         sums.add(wait, wait + 10)
     assert sums.interval_pct(8) == pytest.approx((100 * 40 / 120, 100 * 40 / 120))
-    low, high = ratio_interval_pct(sums.data, sums.step, 1)
-    assert high - low > 5
+    low, high = ratio_interval(sums.data, sums.step, 1)
+    assert high - low > 0.05
 
 
 def test_million_steps_in_bounded_memory() -> None:
@@ -56,6 +56,27 @@ def test_million_steps_in_bounded_memory() -> None:
     assert sum(sums.step) + sums._open[2] == pytest.approx(400_000)
     assert len(sums.data) == len(sums.step) >= MOST_CHUNKS // 2
     assert sums.interval_pct(6) == pytest.approx((25, 25))
+    assert sums.step_interval_ns(6) == pytest.approx((4, 4))
+
+
+def test_the_mean_step_is_inside_its_interval() -> None:
+    truth, inside = 10 * math.exp(0.125) + 10, 0
+    for seed in range(SEEDS):
+        found = _round_by_round(seed).step_interval_ns(WORKERS)
+        assert found is not None
+        inside += found[0] <= truth <= found[1]
+    assert inside >= 0.9 * SEEDS
+    assert PairSums().step_interval_ns() is None
+
+
+def test_another_program_that_comes_and_goes_widens_the_interval_of_the_mean_step() -> None:
+    """Two runs of the same program, half as fast for some part of them, are within the noise of each other."""
+    sums = PairSums()
+    for number in range(400):
+        sums.add(0.0, 20.0 if 100 <= number < 200 else 10.0)
+    low, high = sums.step_interval_ns() or (0.0, 0.0)
+    assert low < 10.5
+    assert high > 14.5
 
 
 def test_the_total_of_a_run_has_an_interval_its_windows_have_none() -> None:

@@ -7,7 +7,7 @@ from lightning_feed.measure.experiment_results import DiskFacts, ExperimentResul
 from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements
 from lightning_feed.measure.stats import LoaderStats, RankStats, StarvationStats
 from lightning_feed.report.document import make_report
-from lightning_feed.report.report import Environment, Report
+from lightning_feed.report.report import Environment, Report, RunIdentity
 from lightning_feed.verdict.diagnosis import Diagnosis, Remedy
 
 WHEN = "2026-03-01T12:30:00+00:00"
@@ -163,5 +163,5 @@ def sample_environment(**changes: Any) -> Environment:
 
 
 def sample_report(diagnosis: Diagnosis | None = None, *, previous: Report | None = None) -> Report:
-    report = make_report(diagnosis or sample(), previous=previous)
+    report = make_report(diagnosis or sample(), previous=previous, run=RunIdentity())
     return replace(report, environment=sample_environment(), written_at=WHEN)

@@ -1,6 +1,7 @@
 """Two reports compared: what changed, and what became of the predictions."""
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -179,6 +180,36 @@ def test_the_comparison_in_words() -> None:
         "noise    of starved_pct: the 95 % intervals do not overlap: more than noise; of step times it is not known",
         "check    num_workers=14: predicted step 57.6 ms, achieved 60.0 ms, error -4.0 % (also changed: pin_memory)",
     ]
+
+
+def _times(before: tuple[float, float, float], after: tuple[float, float, float]) -> Comparison:
+    """Of two mean steps with their intervals."""
+    steps = [sample_stats(step_low_ms=low, step_ms=mean, step_high_ms=high) for low, mean, high in (before, after)]
+    return compare(*(sample_report(sample(stats=stats)) for stats in steps))
+
+
+def test_the_speed_up_has_an_interval_of_both_runs() -> None:
+    found = _times((76.0, 80.0, 84.0), (54.0, 60.0, 66.0))
+    assert found.times_as_fast == pytest.approx(80 / 60)
+    down, up = math.hypot(math.log(80 / 76), math.log(66 / 60)), math.hypot(math.log(84 / 80), math.log(60 / 54))
+    assert (found.times_low, found.times_high) == pytest.approx((80 / 60 / math.exp(down), 80 / 60 * math.exp(up)))
+    text = comparison_text(found)
+    assert "result   1.33 times as fast (1.20 to 1.50): 400.0 -> 533.3 samples/s" in text
+    assert "of step times it is not known" not in text
+
+
+@pytest.mark.parametrize(
+    ("after", "noise"), [((54.0, 60.0, 90.0), True), ((79.0, 80.0, 81.0), True), ((95.0, 100.0, 105.0), False)]
+)
+def test_a_speed_up_within_noise(after: tuple[float, float, float], noise: bool) -> None:
+    assert ("result   within noise: " in comparison_text(_times((76.0, 80.0, 84.0), after))) == noise
+
+
+def test_without_the_interval_of_one_run_the_factor_stands_for_itself() -> None:
+    old = sample_report()  # as those of earlier versions
+    found = compare(old, sample_report(sample(stats=sample_stats(step_low_ms=1.0, step_ms=2.0, step_high_ms=3.0))))
+    assert (found.times_low, found.times_high) == (None, None)
+    assert found.times_as_fast == pytest.approx(43.6)
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example])

@@ -27,7 +27,7 @@ from lightning_feed.report.document import (
     read_document,
 )
 from lightning_feed.report.files import check_writable, write_report
-from lightning_feed.report.report import Report, read_environment
+from lightning_feed.report.report import Report, RunIdentity, read_environment, read_identity
 
 ANY = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -129,8 +129,26 @@ def test_written_and_read(tmp_path: Path) -> None:
     assert sorted(written[0].parent.iterdir()) == sorted(written)
 
 
+def test_reports_of_other_runs_stay(tmp_path: Path) -> None:
+    first, second = (replace(sample_report(), run=read_identity()) for _ in range(2))
+    (tmp_path / "feed_report.json").write_text("of an earlier version, or cut off")
+    names = [write_report(one, tmp_path)[0].name for one in (first, second, first, second)]
+    assert names == ["feed_report-2.json", "feed_report-3.json"] * 2
+    assert (tmp_path / "feed_report.json").read_text() == "of an earlier version, or cut off"
+    assert read_document(tmp_path).run == second.run
+    os.utime(tmp_path / "feed_report-2.json", (2e9, 2e9))
+    assert read_document(tmp_path).run == first.run
+
+
+def test_a_report_without_the_run_it_is_of_is_read() -> None:
+    document = as_document(sample_report())
+    del document["identity"]
+    assert from_document(document).run == RunIdentity()
+
+
 def test_a_write_that_fails_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = write_report(sample_report(), tmp_path)
+    run = read_identity()
+    written = write_report(replace(sample_report(), run=run), tmp_path)
     path = written[0]
     before = path.read_bytes()
 
@@ -139,7 +157,7 @@ def test_a_write_that_fails_leaves_the_old_report(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(ReportError, match=r"feed_report\.json could not be written: No space left on device"):
-        write_report(sample_report(nothing_measured()), tmp_path)
+        write_report(replace(sample_report(nothing_measured()), run=run), tmp_path)
     assert path.read_bytes() == before
     assert sorted(tmp_path.iterdir()) == sorted(written)
 

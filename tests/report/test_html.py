@@ -20,7 +20,7 @@ from lightning_feed.measure.experiment_results import KeyUse, NamedCost
 from lightning_feed.measure.measurements import HookTime
 from lightning_feed.report.files import as_html
 from lightning_feed.report.report import Report
-from lightning_feed.verdict.diagnosis import Diagnosis, Remedy
+from lightning_feed.verdict.diagnosis import Bottleneck, Diagnosis, Grade, Remedy
 
 
 class _Page(HTMLParser):
@@ -84,6 +84,37 @@ def test_the_page_of_nothing() -> None:
     page = _Page(as_html(sample_report(nothing_measured())))
     assert "No verdict" in page.words
     assert "svg" not in page.tags
+
+
+@pytest.mark.parametrize(
+    ("bottleneck", "grade", "colour"),
+    [
+        ("compute", "OK", "good"),
+        ("framework", "OK", "copy"),
+        ("data", "slightly data-bound", "copy"),
+        ("data", "moderately data-bound", "copy"),
+        ("data", "highly data-bound", "data"),
+        ("unknown", "not measured", "other"),
+        ("unknown", "highly data-bound", "other"),
+    ],
+)
+def test_the_mark_has_the_colour_of_the_grade(bottleneck: Bottleneck, grade: Grade, colour: str) -> None:
+    page = as_html(sample_report(sample(bottleneck=bottleneck, grade=grade)))
+    assert f'<i class="verdict {colour}">' in page
+
+
+def test_code_and_the_word_not_are_on_the_page() -> None:
+    found = sample(notes=("`lightning-feed tune` tries it",), why_not=("more workers: no gain",), remedies=())
+    page = as_html(sample_report(found))
+    assert "<li><code>lightning-feed tune</code> tries it</li>" in page
+    assert "<li>not more workers: no gain</li>" in page
+    assert "`" not in page
+
+
+def test_no_share_is_named_four_times() -> None:
+    drawn = re.compile("<svg.*?</svg>", re.DOTALL)  # with what is shown under the pointer
+    words = " ".join(_Page(drawn.sub("", as_html(sample_report(sample())))).words)
+    assert len(re.findall(r"\b3(4|3\.9) %", words)) <= 3
 
 
 def test_nothing_comes_from_outside() -> None:

@@ -3,7 +3,9 @@
 import io
 import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,16 +25,18 @@ from lightning_feed.measure.experiment_results import ExperimentResults, KeyUse
 from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements
 from lightning_feed.report.files import (
     as_html,
+    as_line,
     as_markdown,
+    as_short_text,
     as_text,
-    diagnosis_markdown,
     print_text,
+    short_markdown,
     show_report,
 )
-from lightning_feed.report.report import Report, headline
+from lightning_feed.report.report import Report, RunIdentity, headline, read_identity
 from lightning_feed.report.sections import Pipeline, pipeline_text, read_pipeline
 from lightning_feed.verdict.decide import diagnose
-from lightning_feed.verdict.diagnosis import Diagnosis, Remedy
+from lightning_feed.verdict.diagnosis import Bottleneck, Diagnosis, Remedy
 
 ANY = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -58,6 +62,7 @@ def test_the_report_of_a_starved_gpu() -> None:
         "(predicted step 57.6 ms)",
         '      ImageFolderDataModule(root, decoder="turbo")    # decodes in less CPU time (predicted step 61.0 ms)',
         "      def device_transform(self, batch, split): ...    # uint8 batches are smaller",
+        "next: `FastDataModule(loader=LoaderSettings(num_workers=14))`",
     ]
 
 
@@ -76,7 +81,10 @@ def test_without_a_verdict_the_experiments_are_shown_all_the_same() -> None:
 
 def test_toy_steps_are_one_sentence() -> None:
     found = _bare(stats=sample_stats(step_ms=0.71))
-    assert as_text(found) == "FEED  Steps of 0.7 ms: Python overhead dominates; use larger batches."
+    assert as_text(found).splitlines() == [
+        "FEED  Steps of 0.7 ms: Python overhead dominates; use larger batches.",
+        "next: use larger batches: no other setting makes steps this short faster",
+    ]
     for page in (as_markdown(sample_report(found)), as_html(sample_report(found))):
         assert "Steps of 0.7 ms: Python overhead dominates; use larger batches" in page
         assert "num_workers=14" not in page
@@ -85,6 +93,33 @@ def test_toy_steps_are_one_sentence() -> None:
 def test_on_a_cpu_nothing_is_copied() -> None:
     found = _bare(facts=sample_facts(device_type="cpu", num_workers=0))
     assert "step 87.2 ms = compute 52.9 | data 29.6 | other 4.7" in as_text(found)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_lines_fit_the_terminal_and_code_stays_whole(width: int) -> None:
+    code = "def on_after_batch_transfer(self, batch, dataloader_idx):\n    return {key: batch[key] for key in SENT}"
+    place = "in your training DataLoader (BirdData.train_dataloader, projects/birds/data.py:41)"
+    remedies = (Remedy(code=code, where=place, why="fewer bytes are sent " * 8), Remedy(code="x" * 90, why="short"))
+    notes = ("`lightning-feed tune train.py -- --epochs 2 --lr 0.1` " * 3 + "words " * 40,)
+    path = "files /a/folder with spaces/that/is/rather/long/and/has/to/stay/in/one/piece/feed_report.html, .json, .md"
+    text = as_text(sample(remedies=remedies, notes=notes), beside=[path], width=width)
+    lines = text.splitlines()
+    whole = ("x" * 90, *code.splitlines(), path)
+    assert all(any(one in line for line in lines) for one in whole)
+    assert "`lightning-feed tune train.py -- --epochs 2 --lr 0.1`" in text
+    wide = [one for one in lines if len(one) > width and not any(part in one for part in (*whole, "`"))]
+    assert wide == []
+    assert f"        # {'fewer bytes'}" in text
+    start = next(at for at, line in enumerate(lines) if line.startswith("note  "))
+    assert lines[start + 1].startswith("      ")
+
+
+def test_a_saving_is_named_once() -> None:
+    said = "checkpoints are rarer (predicted to save 57 % of the run)"
+    remedy = Remedy(code="Trainer()", why=said, predicted_gain_pct=57.0)
+    assert as_text(_bare(remedies=(remedy,))).count("57 %") == 1
+    other = Remedy(code="Trainer()", why="rarer", predicted_gain_pct=57.0)
+    assert "# rarer (predicted: 57 % less time)" in as_text(_bare(remedies=(other,)))
 
 
 def test_parts_of_lists_are_named_together() -> None:
@@ -104,8 +139,11 @@ def _keys_line(keys: tuple[KeyUse, ...], *, steps: int = 412) -> str | None:
 
 
 def test_no_verdict() -> None:
-    assert as_text(nothing_measured()) == "FEED  no verdict: 3 steps were measured, and a verdict needs 10."
-    assert as_text(replace(nothing_measured(), evidence=())) == "FEED  no verdict: nothing was measured."
+    assert as_text(nothing_measured()).splitlines() == [
+        "FEED  no verdict: 3 steps were measured, and a verdict needs 10.",
+        "next: train for 30 steps or more",
+    ]
+    assert as_text(replace(nothing_measured(), evidence=())).startswith("FEED  no verdict: nothing was measured.\n")
 
 
 @pytest.mark.parametrize(
@@ -146,7 +184,7 @@ def test_what_experiments_found_beside_the_pipeline() -> None:
     found = sample()
     results = replace(sample_experiments(), keys=(KeyUse(name="meta.path", bytes_per_batch=2500, used=False),))
     lines = as_text(replace(found, measurements=replace(found.measurements, experiments=results))).splitlines()
-    assert lines[-3:] == [
+    assert lines[-4:-1] == [
         "disk  file system: ext4 on local; files: 371 a second; mean size of a file: 118 kB",
         "keys  meta.path: 2.5 kB a batch, never used by the model",
         "skip  cold-files: the files belong to another user",
@@ -157,9 +195,56 @@ def test_printing(capsys: pytest.CaptureFixture[str]) -> None:
     show_report(sample_report())
     assert capsys.readouterr().out == as_text(sample()) + "\n"
     lines: list[str] = []
-    show_report(sample_report(), lines.append, [Path("run/feed_report.json"), Path("run/feed_report.html")])
-    assert lines == [f"{as_text(sample())}\nfiles run/feed_report.html, .json"]
+    written = [Path("run/feed_report.json"), Path("run/feed_report.html")]
+    show_report(sample_report(), lines.append, written)
+    *before, last = as_text(sample()).splitlines()
+    assert lines[0].splitlines() == [*before, "files run/feed_report.html, .json", last]
+    show_report(sample_report(), lines.append, written, form="short")
+    assert lines[1].splitlines() == [before[0], "files run/feed_report.html, .json", last]
+    show_report(sample_report(), lines.append, written, form="line")
+    assert lines[2] == (
+        "FEED  highly data-bound: GPU idle 34 % of each step waiting for data (412 steps, run/feed_report.html)"
+    )
+    assert as_line(sample_report()).endswith("(412 steps)")
     assert capsys.readouterr().out == ""
+
+
+def test_reports_name_their_run() -> None:
+    run = RunIdentity(program="src/train.py", has_arguments=True, folder="version_3")
+    report = replace(sample_report(sample(cause="cpu", remedies=())), run=run)
+    bare = replace(report, diagnosis=replace(_bare(remedies=(), cause="cpu")))
+    assert as_markdown(report).startswith("# train.py, version\\_3: highly data-bound: GPU idle 34 %")
+    assert short_markdown(bare).splitlines()[-1] == (
+        "next: `lightning-feed diagnose src/train.py -- ARGUMENTS` finds the lines of your code that take the time"
+    )
+    typed = as_short_text(bare, arguments="--epochs 2").splitlines()[-1]
+    assert "`lightning-feed diagnose src/train.py -- --epochs 2`" in typed
+    page = as_html(report)
+    assert "<title>train.py, version_3: highly data-bound</title>" in page
+    assert "<h1>train.py, version_3: highly data-bound</h1>" in page
+
+
+def test_the_program_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    main: Any = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__spec__", None)
+    for argv, program, has_arguments in (
+        (["src/train.py", "--epochs", "2"], "src/train.py", True),
+        (["/venv/bin/chemprop"], "/venv/bin/chemprop", False),
+        (["-c"], "", False),
+        ([""], "", False),
+        ([], "", False),
+        (["/venv/bin/lightning-feed", "diagnose", "data.py:make"], "", False),
+    ):
+        monkeypatch.setattr(sys, "argv", argv)
+        found = read_identity("version_3")
+        assert (found.program, found.has_arguments, found.folder) == (program, has_arguments, "version_3")
+    assert read_identity().id != read_identity().id
+    monkeypatch.setattr(main, "__spec__", ModuleSpec("package.train", None))
+    assert read_identity().program == "-m package.train"
+    monkeypatch.setattr(main, "__spec__", ModuleSpec("package.__main__", None))
+    assert read_identity().program == "-m package"
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=object))  # type: ignore[arg-type]
+    assert read_identity().program == "notebook"
 
 
 def test_lines_are_written_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +289,7 @@ def test_the_headline_of_a_slow_start_is_of_epochs_as_the_verdict_is() -> None:
     assert headline(_slow_start(device="cuda")) == (
         "highly data-bound: GPU idle 67 % of each epoch waiting for its first batch"
     )
-    assert "CI" not in diagnosis_markdown(_slow_start())
+    assert "CI" not in short_markdown(sample_report(_slow_start()))
     assert headline(_slow_start(start_s=0.05)) == "slightly data-bound: training waits for data 6 % of each step"
 
 
@@ -227,8 +312,10 @@ def test_any_report_can_be_told(report: Report) -> None:
 # --- the pipeline -------------------------------------------------------------------------------------------------
 
 
-def _pipeline(facts: Any = None, remedies: tuple[Remedy, ...] = (), **changes: Any) -> Any:
-    found = sample(facts=facts, remedies=remedies)
+def _pipeline(
+    facts: Any = None, remedies: tuple[Remedy, ...] = (), bottleneck: Bottleneck = "data", **changes: Any
+) -> Any:
+    found = sample(facts=facts, remedies=remedies, bottleneck=bottleneck)
     measured = replace(found.measurements, experiments=ExperimentResults(**changes))
     return read_pipeline(replace(found, measurements=measured))
 
@@ -261,6 +348,29 @@ def test_the_rates_of_the_stages() -> None:
     assert _rates(pipeline, "if")["files in memory"] == pytest.approx(412.8)
     assert [round(per_s) for per_s in _rates(pipeline, "remedy").values()] == [556, 525]
     assert pipeline.full_per_s == pytest.approx(3 * 371.2)
+
+
+def test_only_the_stage_that_the_headline_names_is_marked() -> None:
+    rates = {"loader_per_s": 10.0, "model_per_s": 20.0, "batch_size": 32}
+    marks = {
+        bottleneck: _narrowest(_pipeline(bottleneck=bottleneck, **rates))
+        for bottleneck in ("data", "copy", "framework", "compute", "unknown")
+    }
+    assert marks == {"data": ["loader"], "copy": [], "framework": [], "compute": [], "unknown": []}
+    slow_model = {**rates, "loader_per_s": 15.0, "model_per_s": 12.0}
+    assert _narrowest(_pipeline(bottleneck="compute", **slow_model)) == ["model"]
+    assert _narrowest(_pipeline(bottleneck="data", **slow_model)) == []
+
+
+def test_where_loading_and_training_take_turns_no_stage_is_marked() -> None:
+    rates = {"loader_per_s": 10.0, "model_per_s": 20.0, "batch_size": 32}
+    facts = sample_facts(device_type="cpu", num_workers=0)
+    assert _narrowest(_pipeline(facts, **rates)) == []
+    workers = (Remedy(code="num_workers=2", why="", changes="num_workers=2"),)
+    assert _narrowest(_pipeline(facts, workers, **rates)) == ["loader"]
+    found = _bare(facts=facts, remedies=())
+    assert headline(found) == "highly data-bound: 34 % of each step is loading, in turn with training"
+    assert headline(replace(found, remedies=workers)).endswith("training waits for data 34 % of each step")
 
 
 def test_a_model_alone_that_was_disturbed_is_no_stage() -> None:

@@ -1,0 +1,145 @@
+"""The last line of a report: one step to take next, or that there is none."""
+
+import shlex
+
+from lightning_feed.errors import source_line
+from lightning_feed.measure.stats import MIN_STEPS
+from lightning_feed.measure.wall import Part
+from lightning_feed.report.report import RunIdentity, is_toy, takes_turns
+from lightning_feed.verdict.causes import LOOP_WORDS
+from lightning_feed.verdict.decide import share_text
+from lightning_feed.verdict.diagnosis import Cause, Diagnosis, Remedy
+
+ENOUGH_STEPS = 30
+"""Steps that a verdict takes: the warm-up, and those that count."""
+ARGUMENTS = "ARGUMENTS"
+"""Stands for arguments that are not known."""
+MEASURE_THE_REST = "Train with LIGHTNING_FEED=1"
+"""In the note of a diagnosis that gives no fix, since what it left out may be to blame."""
+_IDLE = "run again when the machine is idle, or reserve CPUs for this run (Slurm: `--cpus-per-task`)"
+_IN_YOUR_CODE: tuple[Cause, ...] = ("no workers", "cpu", "oversubscribed", "waiting", "unknown")
+"""Causes of which an experiment finds the lines in the user's code."""
+
+
+def next_step(found: Diagnosis, run: RunIdentity | None = None, *, arguments: str = ARGUMENTS) -> str:
+    """The best fix with its place; else the command that tells more; else that nothing is to be gained.
+
+    Args:
+        found: the verdict.
+        run: the run that it is of; None: not known.
+        arguments: of the program, as they are typed, if it has any.
+    """
+    run = RunIdentity() if run is None else run
+    given = arguments if run.has_arguments else ""
+    if is_toy(found):
+        return "use larger batches: no other setting makes steps this short faster"
+    if found.bottleneck == "unknown":
+        return _to_a_verdict(found, run, given)
+    if found.remedies:
+        return _fix(found.remedies[0])
+    left_out = found.measurements.found.stripped
+    if left_out and any(MEASURE_THE_REST in one for one in found.notes):
+        return f"{_train_measured(run, given)} to measure what was left out here ({left_out}): the rest hardly waits"
+    if found.bottleneck == "data":
+        return _for_data(found, run, given)
+    if found.bottleneck == "compute":
+        return _for_compute(found, run, given)
+    return next(iter(_notes(found)), _WITHOUT_NOTE[found.bottleneck])
+
+
+def _notes(found: Diagnosis) -> list[str]:
+    """The notes that say what to do. One only says what validation and checkpoints take."""
+    return [one for one in found.notes if one != share_text(found.measurements)]
+
+
+_WITHOUT_NOTE: dict[str, str] = {
+    "framework": '`Trainer(profiler="simple")` names the callback or hook that takes the time between the steps',
+    "copy": "send fewer bytes: a smaller dtype, such as uint8 images, or smaller batches",
+    "validation": "validate less often: `Trainer(check_val_every_n_epoch=...)`, or on less: `limit_val_batches=...`",
+    "checkpoints": "save less often: `ModelCheckpoint(every_n_train_steps=...)`",
+}
+"""Bottleneck -> the step, where the verdict has no note on it."""
+
+
+def _fix(remedy: Remedy) -> str:
+    if "\n" in remedy.code:
+        return f"{remedy.where}: the code of the first fix"
+    return f"{remedy.where}: `{remedy.code}`" if remedy.where else f"`{remedy.code}`"
+
+
+def _to_a_verdict(found: Diagnosis, run: RunIdentity, given: str) -> str:
+    measured = found.measurements
+    if measured.stats.steps >= MIN_STEPS:
+        return _IDLE if measured.facts.crowded else _diagnose(run, given, "measures each part alone")
+    if not measured.stats.steps and measured.found.loader_per_s:
+        return "diagnose a program that trains, or a TARGET that returns a LightningModule too"
+    return f"train for {ENOUGH_STEPS} steps or more"
+
+
+def _for_data(found: Diagnosis, run: RunIdentity, given: str) -> str:
+    measured, facts = found.measurements, found.measurements.facts
+    if facts.crowded:
+        return _IDLE
+    turns = ""
+    if takes_turns(found):
+        turns = f"loading and {LOOP_WORDS[facts.stage]} take turns"
+        turns += ", and workers would gain nothing; " if found.why_not else "; "
+    if measured.found.functions:
+        slowest = measured.found.functions[0]
+        place = source_line(slowest.file, slowest.line)
+        return f"{turns}make {slowest.name} ({place}) faster: it takes {slowest.ms_per_batch:.1f} ms for each batch"
+    notes = _notes(found)
+    if measured.experiments is None and (found.cause in _IN_YOUR_CODE or not notes):
+        return turns + _ask_more(found, run, given)
+    if notes:
+        return turns + notes[0]
+    return f"{turns}make a batch with less work: no setting of the loader that was tried is faster"
+
+
+def _ask_more(found: Diagnosis, run: RunIdentity, given: str) -> str:
+    facts = found.measurements.facts
+    if facts.loop == "trainer" and facts.stage == "fit":
+        return _diagnose(run, given, "finds the lines of your code that take the time")
+    if takes_turns(found) and found.why_not:
+        return "make a batch with less work"
+    return "`lightning_feed.tune(loader)` tries other settings of this loader"
+
+
+def _for_compute(found: Diagnosis, run: RunIdentity, given: str) -> str:
+    measured, notes = found.measurements, _notes(found)
+    if found.cause in ("oversubscribed", "unknown"):  # the model alone is much faster than the step
+        return _IDLE if measured.facts.crowded else next(iter(notes), _WITHOUT_NOTE["framework"])
+    if found.cause == "launch" and notes:
+        return notes[0]
+    wall = measured.wall
+    if wall is not None and len(notes) < len(found.notes):
+        parts: tuple[Part, Part] = ("validation", "checkpoints")
+        return f"the loader keeps up; {_WITHOUT_NOTE[max(parts, key=wall.seconds)]}"
+    if measured.found.stripped:
+        what = f"to measure what was left out here ({measured.found.stripped})"
+        return f"{_train_measured(run, given)} {what}: the loader keeps up"
+    return "nothing, the loader keeps up"
+
+
+# --- commands -----------------------------------------------------------------------------------------------------
+
+
+def _diagnose(run: RunIdentity, given: str, what: str) -> str:
+    """The command, or the call, that diagnoses the same training."""
+    if run.program == "notebook":
+        return f"`lightning_feed.diagnose(trainer, model)` in a cell, with what `trainer.fit` is given, {what}"
+    program = _quoted(run.program) or "SCRIPT.py"
+    return f"`lightning-feed diagnose {program}{f' -- {given}' if given else ''}` {what}"
+
+
+def _train_measured(run: RunIdentity, given: str) -> str:
+    """The command that runs the program with our callbacks."""
+    if run.program == "notebook":
+        return "train with `GPUStarvationCallback()`"
+    program = _quoted(run.program) or "SCRIPT.py"
+    python = "" if run.program and not run.program.startswith("-m ") and not run.program.endswith(".py") else "python "
+    return f"train with `LIGHTNING_FEED=1 {python}{program}{f' {given}' if given else ''}`"
+
+
+def _quoted(program: str) -> str:
+    return program if not program or program.startswith("-m ") else shlex.quote(program)

@@ -1,0 +1,194 @@
+"""The last line of a report: one step to take, whatever the verdict."""
+
+from dataclasses import replace
+from itertools import product
+from typing import Any, get_args
+
+import pytest
+from report.sample_reports import nothing_measured, sample, sample_facts, sample_stats
+
+from lightning_feed.measure.experiment_results import ExperimentResults, FunctionCost
+from lightning_feed.measure.wall import WallPart, WallStats
+from lightning_feed.report.document import make_report
+from lightning_feed.report.files import as_html, as_markdown, as_text
+from lightning_feed.report.next_step import next_step
+from lightning_feed.report.report import RunIdentity
+from lightning_feed.verdict.decide import share_text
+from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Diagnosis, Grade, Remedy
+
+RUN = RunIdentity(program="train.py", has_arguments=True)
+WORKERS = Remedy(
+    code="num_workers=2",
+    where="num_workers: 0 -> 2 in your training DataLoader (Data.train_dataloader, data.py:41)",
+    why="",
+    changes="num_workers=2",
+)
+BIRDS = FunctionCost(
+    name="Birds.__getitem__", file="project/birds.py", line=41, calls=None, stage="samples", ms_per_batch=120.0
+)
+FINDS = "finds the lines of your code that take the time"
+IDLE = "run again when the machine is idle, or reserve CPUs for this run (Slurm: `--cpus-per-task`)"
+
+
+def _found(experiments: ExperimentResults | None = None, facts: Any = None, **changes: Any) -> Diagnosis:
+    """A verdict without a remedy."""
+    found = sample(facts=facts or sample_facts(), **{"remedies": (), **changes})
+    return replace(found, measurements=replace(found.measurements, experiments=experiments))
+
+
+ON_CPU = {"device_type": "cpu", "num_workers": 0}
+LEFT_OUT = ExperimentResults(left_out=(("the rest of the fit", "validation, CSVLogger: not run, since it may write"),))
+MODEL_ONLY: dict[str, Any] = {"bottleneck": "compute", "cause": "compute", "grade": "OK"}
+
+
+@pytest.mark.parametrize(
+    ("found", "step"),
+    [
+        (_found(remedies=(WORKERS,)), f"{WORKERS.where}: `num_workers=2`"),
+        (
+            _found(remedies=(Remedy(code="def a():\n    b", where="in Model", why=""),)),
+            "in Model: the code of the first fix",
+        ),
+        (_found(cause="cpu"), f"`lightning-feed diagnose train.py -- --epochs 2` {FINDS}"),
+        (_found(cause="cpu", notes=("a note",)), f"`lightning-feed diagnose train.py -- --epochs 2` {FINDS}"),
+        (_found(cause="jitter", notes=("a note",)), "a note"),
+        (_found(cause="jitter"), f"`lightning-feed diagnose train.py -- --epochs 2` {FINDS}"),
+        (
+            _found(cause="no workers", facts=sample_facts(**ON_CPU), why_not=("more workers: no gain",)),
+            "loading and training take turns, and workers would gain nothing; "
+            f"`lightning-feed diagnose train.py -- --epochs 2` {FINDS}",
+        ),
+        (
+            _found(ExperimentResults(functions=(BIRDS,)), sample_facts(**ON_CPU), cause="no workers"),
+            "loading and training take turns; make Birds.__getitem__ (birds.py:41) faster: it takes 120.0 ms for each "
+            "batch",
+        ),
+        (_found(ExperimentResults(), notes=("a note",)), "a note"),
+        (
+            _found(ExperimentResults()),
+            "make a batch with less work: no setting of the loader that was tried is faster",
+        ),
+        (
+            _found(cause="cpu", facts=sample_facts(loop="plain")),
+            "`lightning_feed.tune(loader)` tries other settings of this loader",
+        ),
+        (
+            _found(cause="waiting", facts=sample_facts(stage="validate")),
+            "`lightning_feed.tune(loader)` tries other settings of this loader",
+        ),
+        (_found(cause="cpu", facts=sample_facts(others_cpu_pct=60.0)), IDLE),
+        (_found(bottleneck="unknown", grade="not measured", facts=sample_facts(others_cpu_pct=60.0)), IDLE),
+        (
+            _found(bottleneck="unknown", grade="not measured"),
+            "`lightning-feed diagnose train.py -- --epochs 2` measures each part alone",
+        ),
+        (nothing_measured(), "train for 30 steps or more"),
+        (
+            _found(
+                ExperimentResults(loader_per_s=4.0),
+                bottleneck="unknown",
+                grade="not measured",
+                stats=sample_stats(steps=0),
+            ),
+            "diagnose a program that trains, or a TARGET that returns a LightningModule too",
+        ),
+        (_found(stats=sample_stats(step_ms=0.7)), "use larger batches: no other setting makes steps this short faster"),
+        (_found(**MODEL_ONLY), "nothing, the loader keeps up"),
+        (_found(**MODEL_ONLY, notes=("fewer workers would do",)), "nothing, the loader keeps up"),
+        (_found(**MODEL_ONLY, facts=sample_facts(others_cpu_pct=60.0)), "nothing, the loader keeps up"),
+        (
+            _found(LEFT_OUT, **MODEL_ONLY),
+            "train with `LIGHTNING_FEED=1 python train.py --epochs 2` to measure what was left out here (validation, "
+            "CSVLogger): the loader keeps up",
+        ),
+        (
+            _found(LEFT_OUT, notes=("validation: not run here. Train with LIGHTNING_FEED=1 to measure them",)),
+            "train with `LIGHTNING_FEED=1 python train.py --epochs 2` to measure what was left out here (validation, "
+            "CSVLogger): the rest hardly waits",
+        ),
+        (_found(**{**MODEL_ONLY, "cause": "launch"}, notes=("compile",)), "compile"),
+        (_found(**{**MODEL_ONLY, "cause": "oversubscribed"}, facts=sample_facts(others_cpu_pct=60.0)), IDLE),
+        (
+            _found(**{**MODEL_ONLY, "cause": "unknown"}),
+            '`Trainer(profiler="simple")` names the callback or hook that takes the time between the steps',
+        ),
+        (
+            _found(bottleneck="framework", cause="hooks", notes=("Slow.on_train_batch_end takes 4 ms",)),
+            "Slow.on_train_batch_end takes 4 ms",
+        ),
+        (_found(bottleneck="checkpoints"), "save less often: `ModelCheckpoint(every_n_train_steps=...)`"),
+    ],
+)
+def test_the_step(found: Diagnosis, step: str) -> None:
+    assert next_step(found, RUN, arguments="--epochs 2") == step
+
+
+def test_a_note_on_what_validation_takes_is_no_step() -> None:
+    parts = (WallPart(name="train", seconds=6.0, times=1), WallPart(name="validation", seconds=4.0, times=1))
+    for bottleneck, cause, step in (
+        ("compute", "compute", "the loader keeps up; validate less often: `Trainer(check_val_every_n_epoch=...)`"),
+        ("framework", "hooks", "do it rarely"),
+        ("data", "jitter", "do it rarely"),
+    ):
+        found = _found(bottleneck=bottleneck, cause=cause, grade="OK")
+        measured = replace(found.measurements, wall=WallStats(wall_s=10.0, parts=parts))
+        notes = (share_text(measured), "do it rarely")
+        assert next_step(replace(found, measurements=measured, notes=notes), RUN).startswith(step)
+
+
+@pytest.mark.parametrize(
+    ("run", "diagnosed", "trained"),
+    [
+        (RunIdentity(), "`lightning-feed diagnose SCRIPT.py`", "`LIGHTNING_FEED=1 python SCRIPT.py`"),
+        (
+            RunIdentity(program="a b/train.py"),
+            "`lightning-feed diagnose 'a b/train.py'`",
+            "`LIGHTNING_FEED=1 python 'a b/train.py'`",
+        ),
+        (
+            RunIdentity(program="-m project.train", has_arguments=True),
+            "`lightning-feed diagnose -m project.train -- ARGUMENTS`",
+            "`LIGHTNING_FEED=1 python -m project.train ARGUMENTS`",
+        ),
+        (
+            RunIdentity(program="/bin/chemprop", has_arguments=True),
+            "`lightning-feed diagnose /bin/chemprop -- ARGUMENTS`",
+            "`LIGHTNING_FEED=1 /bin/chemprop ARGUMENTS`",
+        ),
+        (RunIdentity(program="notebook"), "`lightning_feed.diagnose(trainer, model)`", "`GPUStarvationCallback()`"),
+    ],
+)
+def test_commands_have_the_real_name(run: RunIdentity, diagnosed: str, trained: str) -> None:
+    assert diagnosed in next_step(_found(cause="cpu"), run)
+    assert trained in next_step(_found(LEFT_OUT, **MODEL_ONLY), run)
+
+
+@pytest.mark.parametrize("bottleneck", get_args(Bottleneck))
+def test_every_report_ends_with_one(bottleneck: Bottleneck) -> None:
+    """Of each cause and grade, with and without a remedy, experiments, workers and other programs."""
+    remedies, results = ((), (WORKERS,)), (None, ExperimentResults())
+    facts = [sample_facts(num_workers=workers, others_cpu_pct=pct) for workers, pct in product((0, 4), (0.0, 60.0))]
+    for cause, grade, *rest in product(get_args(Cause), get_args(Grade), remedies, results, facts):
+        tried, experiments, fact = rest
+        found = _found(experiments, fact, bottleneck=bottleneck, cause=cause, grade=grade, remedies=tried)
+        step = next_step(found, RUN)
+        assert step
+        assert "\n" not in step
+    report = make_report(found)
+    for text in (as_text(found), as_markdown(report)):
+        assert [line for line in text.splitlines() if line.startswith("next: ")] == [text.splitlines()[-1]]
+    assert as_html(report).count("<b>next:</b>") == 1
+
+
+def test_a_command_is_said_once_with_the_name_of_the_program() -> None:
+    note = "validation: not run here, and the rest hardly waits. Train with LIGHTNING_FEED=1 to measure them"
+    text = as_text(_found(LEFT_OUT, notes=(note,)), RUN)
+    assert text.count("LIGHTNING_FEED=1") == 1
+    earlier = "`lightning-feed diagnose your_script.py -- ARGUMENTS` finds the lines of your code that take the time"
+    assert "your_script.py" not in as_text(_found(cause="cpu", notes=(earlier,)), RUN)
+
+
+def test_a_note_that_is_the_next_step_is_said_once() -> None:
+    text = as_text(_found(cause="jitter", notes=("try a larger prefetch_factor", "another")))
+    assert text.count("try a larger prefetch_factor") == 1
+    assert "note  another" in text
