@@ -6,10 +6,10 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, get_args
 
 from torch.utils.data import DataLoader
 
@@ -25,14 +25,17 @@ SETTINGS = ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory"
 """Settings that remedies change."""
 WORKER_NAMES = ("num_workers", "workers", "n_workers", "nworkers")
 """Names of parameters that take the number of workers."""
-_HANDED_ON = re.compile(r"(.*(data|load|split).*_)?kwargs")
-"""Names of parameters that take a loader's arguments as a dict, or as further arguments."""
-_HOSTS = ("lightning_feed", "lightning", "pytorch_lightning", "torch")
+_TAKES_DICT = re.compile(r"(?!val|test|pred|eval).*(loader|splitter|data_?module)\w*_(kwargs|args|options|params)")
+"""Names of parameters that take a loader's arguments as a dict."""
+_LOADER_DICT = re.compile(r"(train_?)?(data_?)?loader")
+"""The same, if their default is a dict."""
+_HOSTS = ("lightning_feed", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "torch", "hydra")
+"""Packages that make and run loaders for others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOrigin:
-    """The place where a DataLoader was made, from the stack at that time."""
+    """The place where a DataLoader was made, from the stack at that time; or where ``trainer.fit`` was given it."""
 
     file: str
     line: int
@@ -44,15 +47,21 @@ class LoaderOrigin:
     user_line: int = 0
     parameter: str = ""
     """A parameter by which its number of workers, or its arguments, can be given; empty: none was seen."""
+    as_dict: bool = False
+    """It takes the arguments as a dict."""
     taker: str = ""
     """The function, or the class, that has this parameter."""
     names: tuple[tuple[str, str], ...] = ()
     """(setting, what ``taker`` calls it), where it takes the number of workers itself."""
+    made: bool = True
+    """False: it was made before this module was imported, and is given to ``trainer.fit`` here."""
 
     @property
     def at(self) -> str:
-        """Its line, as users find it."""
-        return source_line(self.file, self.line)
+        """Its line, as users find it; of a package, from its folder on."""
+        parts, line = Path(self.file).parts, source_line(self.file, self.line)
+        folders = parts[parts.index(self.package) : -1] if self.package in parts[:-1] else ()
+        return "/".join((*folders, line))
 
     @property
     def user_at(self) -> str:
@@ -83,25 +92,54 @@ def _origin_on_stack(loader: AnyLoader, frame: FrameType | None) -> LoaderOrigin
     while frame is not None and _first_argument(frame) is loader:  # constructors, and wrappers around them
         frame = frame.f_back
     on_the_way: list[FrameType] = []
-    while frame is not None and not is_users(frame.f_code.co_filename):
+    while frame is not None and not _is_users(frame):
         for held in frame.f_locals.values():
             # Lightning and accelerate make a loader out of the user's, with another sampler.
-            if isinstance(held, DataLoader) and held is not loader and held.dataset is loader.dataset:
+            is_one = issubclass(type(held), DataLoader)  # isinstance would ask objects that may raise
+            if is_one and held is not loader and held.dataset is loader.dataset:
                 return origin_of(held)
         on_the_way.append(frame)
         frame = frame.f_back
-    maker = on_the_way[0] if on_the_way else frame
+    return _origin(loader, on_the_way, frame)
+
+
+def _origin(loader: AnyLoader, on_the_way: Sequence[FrameType], user: FrameType | None) -> LoaderOrigin | None:
+    of_packages = [one for one in on_the_way if not _has_no_file(one) and _package(one) not in _HOSTS]
+    maker = next(iter(of_packages), user) or next(iter(on_the_way), None)
     if maker is None:
         return None
-    found: dict[str, Any] = next(filter(None, (_takes(one, loader) for one in reversed(on_the_way))), {})
-    if frame is not None:
-        found |= {"user_file": frame.f_code.co_filename, "user_line": frame.f_lineno}
-    code, package = maker.f_code, _package(maker) if on_the_way else ""
-    return LoaderOrigin(file=code.co_filename, line=maker.f_lineno, function=code.co_name, package=package, **found)
+    found = _parameter(of_packages, loader) if of_packages else {}
+    if user is not None:
+        found |= {"user_file": _file(user), "user_line": user.f_lineno}
+    package = _package(maker) if of_packages else ""
+    return LoaderOrigin(file=_file(maker), line=maker.f_lineno, function=maker.f_code.co_name, package=package, **found)
 
 
 def _package(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _file(frame: FrameType) -> str:
+    """The file of a frame. A package without its source was compiled elsewhere, and its code names a file there."""
+    loaded, named = frame.f_globals.get("__file__"), frame.f_code.co_filename
+    return loaded if isinstance(loaded, str) and loaded.endswith((".pyc", ".so", ".pyd")) else named
+
+
+def _has_no_file(frame: FrameType) -> bool:
+    """True for code that exec runs, also for that of dataclasses and of frozen modules."""
+    file = frame.f_code.co_filename
+    return file.startswith("<") and not is_users(file)
+
+
+def _is_users(frame: FrameType) -> bool:
+    """True for the user's own code; of code that exec runs, for the line that runs it, or for itself if that is none of
+    the user's, as in notebooks that do not name their cells."""
+    outer: FrameType | None = frame
+    while outer is not None and _has_no_file(outer):
+        outer = outer.f_back
+    if outer is frame:
+        return is_users(_file(frame))
+    return frame.f_globals.get("__name__") == "__main__" and (outer is None or not is_users(_file(outer)))
 
 
 def _first_argument(frame: FrameType) -> Any:
@@ -109,28 +147,118 @@ def _first_argument(frame: FrameType) -> Any:
     return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
 
 
-def _takes(frame: FrameType, loader: object) -> dict[str, Any]:
-    """A function on the way, or the class of its ``self``, with the parameter by which the workers can be given."""
-    if _package(frame) in _HOSTS:
-        return {}
+# --- the parameter on the way -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call on the way to a loader: of a function, or that which made the object whose method runs."""
+
+    taker: str
+    parameters: Mapping[str, inspect.Parameter]
+    values: Mapping[str, Any]
+    """The values of its parameters, as far as they are known."""
+
+
+def _parameter(frames: Sequence[FrameType], loader: AnyLoader) -> dict[str, Any]:
+    """The parameter of a call by which the workers can be given: the user's own call first, then those inside."""
+    calls: list[_Call] = []
+    for frame in reversed(frames):
+        with suppress(Exception):  # signatures and values of others
+            calls += _calls(frame)
+    for found in (_workers, _dict, _config):
+        for call in calls:
+            with suppress(Exception):
+                if one := found(call, loader):
+                    return {"taker": call.taker, **one}
+    if len(frames) == 1 and calls and _further(calls[0]):  # which the user calls, and which makes the loader
+        return {"taker": calls[0].taker, "parameter": _further(calls[0])}
+    return {}
+
+
+def _calls(frame: FrameType) -> Iterator[_Call]:
     code, owner = frame.f_code, _first_argument(frame)
-    flags = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
-    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + flags]
-    found, taker = _parameter_of(parameters, frame.f_locals, loader), code.co_name
-    if not found and code.co_varnames[:1] == ("self",):
-        of_class = tuple(inspect.signature(type(owner)).parameters)
-        found, taker = _parameter_of(of_class, getattr(owner, "__dict__", {}), loader), type(owner).__name__
-    return {"taker": taker, **found} if found else {}
+    number = code.co_argcount + code.co_kwonlyargcount
+    kinds: dict[str, Any] = dict.fromkeys(code.co_varnames[:number], inspect.Parameter.KEYWORD_ONLY)
+    if code.co_flags & inspect.CO_VARKEYWORDS:
+        further = number + bool(code.co_flags & inspect.CO_VARARGS)
+        kinds[code.co_varnames[further]] = inspect.Parameter.VAR_KEYWORD
+    is_method = code.co_varnames[:1] == ("self",)
+    taker = f"{type(owner).__name__}.{code.co_name}" if is_method else code.co_name
+    parameters = {name: inspect.Parameter(name, kind) for name, kind in kinds.items() if name.isidentifier()}
+    yield _Call(taker, parameters, frame.f_locals)  # a comprehension's is called `.0`
+    if is_method:
+        yield _Call(type(owner).__name__, _signature(type(owner)), getattr(owner, "__dict__", {}))
 
 
-def _parameter_of(parameters: Sequence[str], values: Mapping[str, Any], loader: AnyLoader) -> dict[str, Any]:
+def _signature(kind: type) -> dict[str, inspect.Parameter]:
+    """The parameters of a class, and of those that it hands ``**kwargs`` on to."""
+    found: dict[str, inspect.Parameter] = {}
+    for one in kind.__mro__:
+        made_by = vars(one).get("__init__")
+        if not inspect.isfunction(made_by):  # in C, or that of a base
+            continue
+        try:
+            own = inspect.signature(made_by, eval_str=True).parameters
+        except (NameError, AttributeError, TypeError, ValueError, SyntaxError):  # names that only a type checker has
+            own = inspect.signature(made_by).parameters
+        found = {**own, **found}
+        if all(parameter.kind != parameter.VAR_KEYWORD for parameter in own.values()):
+            break
+    return found
+
+
+def _workers(call: _Call, loader: AnyLoader) -> dict[str, Any]:
+    """Takes the number of workers itself. One with another value does not lead to this loader."""
     for name in WORKER_NAMES:
-        # One with another value does not lead to this loader.
-        if name in parameters and values.get(name, loader.num_workers) == loader.num_workers:
-            others = ((one, one) for one in SETTINGS[1:] if one in parameters)
-            return {"parameter": name, "names": (("num_workers", name), *others)}
-    handed_on = next(filter(_HANDED_ON.fullmatch, parameters), None)
-    return {"parameter": handed_on} if handed_on else {}
+        if name in call.parameters and call.values.get(name, loader.num_workers) == loader.num_workers:
+            return {"parameter": name, "names": _names(name, call.parameters)}
+    return {}
+
+
+def _further(call: _Call) -> str:
+    """The name of its ``**kwargs``; empty: it has none."""
+    kinds = {name: parameter.kind for name, parameter in call.parameters.items()}
+    return next((name for name, kind in kinds.items() if kind == inspect.Parameter.VAR_KEYWORD), "")
+
+
+def _names(workers: str, parameters: Mapping[str, inspect.Parameter]) -> tuple[tuple[str, str], ...]:
+    return (("num_workers", workers), *((one, one) for one in SETTINGS[1:] if one in parameters))
+
+
+def _dict(call: _Call, loader: AnyLoader) -> dict[str, Any]:
+    """Takes a loader's arguments as a dict, or as further arguments, which it was seen to do."""
+    for name, parameter in call.parameters.items():
+        is_one = _TAKES_DICT.fullmatch(name) or (isinstance(parameter.default, dict) and _LOADER_DICT.fullmatch(name))
+        given = call.values.get(name)
+        number = given.get("num_workers", loader.num_workers) if isinstance(given, Mapping) else loader.num_workers
+        if is_one and number == loader.num_workers:
+            return {"parameter": name, "as_dict": parameter.kind != parameter.VAR_KEYWORD}
+    further = call.values.get(_further(call))
+    seen = isinstance(further, Mapping) and further.get("num_workers") == loader.num_workers
+    return {"parameter": _further(call)} if seen else {}
+
+
+def _config(call: _Call, loader: AnyLoader) -> dict[str, Any]:
+    """Takes an object of a class that is made with the number of workers."""
+    for name, parameter in call.parameters.items():
+        given = call.values.get(name)
+        for kind in (type(given), *_classes(parameter.annotation)):
+            if issubclass(kind, DataLoader) or kind.__module__.partition(".")[0] in (*_HOSTS, "builtins"):
+                continue
+            of_class = _signature(kind)
+            number = getattr(given, "num_workers", loader.num_workers)
+            if "num_workers" in of_class and number == loader.num_workers:
+                return {"parameter": name, "taker": kind.__name__, "names": _names("num_workers", of_class)}
+    return {}
+
+
+def _classes(annotation: object) -> Iterator[type]:
+    """The classes that an annotation names, as in ``DataConfig | str | None``."""
+    if isinstance(annotation, type):
+        yield annotation
+    for one in get_args(annotation):
+        yield from _classes(one)
 
 
 # --- in words -----------------------------------------------------------------------------------------------------
@@ -158,40 +286,48 @@ def place_of(owner: object, trainer: object, data: object, loaders: Sequence[Any
     datamodule = type(data).__name__ if data is not None else ""
     if loaders and all(isinstance(loader, FeedLoader) for loader in loaders):
         return Place(words=f"loader=LoaderSettings(...) of your {datamodule}", form="settings", datamodule=datamodule)
-    words, names = _words(owner, loaders)
+    origins = [one for one in dict.fromkeys(map(origin_of, loaders)) if one is not None]
+    if not origins and owner is None and loaders:
+        with suppress(Exception):  # as above
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and not (frame.f_code.co_name == "fit" and _first_argument(frame) is trainer):
+                frame = frame.f_back
+            given = _origin_on_stack(loaders[0], frame)
+            origins = [replace(given, made=False)] if given is not None else []
+    words = _words(owner, origins, len(loaders))
     if "_feed_wrapped" in getattr(owner, "__dict__", {}):
         wrapped = f"the LoaderSettings(...) of FastDataModule.wrap({type(owner).__name__}(...), LoaderSettings(...))"
         return Place(words=wrapped, form="settings", inner=words, datamodule=datamodule)
     overrides = _overrides(trainer, loaders)
     key = "--trainer." if trainer is not None and _host.cli_config(trainer) else ""
-    return Place(words=words, names=names, overrides=overrides, datamodule=datamodule, trainer_key=key)
+    place = Place(words=words, overrides=overrides, datamodule=datamodule, trainer_key=key)
+    if not origins or not origins[0].package:
+        return place
+    first = origins[0]
+    if not first.parameter:
+        return replace(place, form="callback") if first.made and not overrides else place
+    return replace(place, names=first.names, argument=first.parameter if first.as_dict else "")
 
 
-def _words(owner: object, loaders: Sequence[AnyLoader]) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """The place in words, and the names of the settings there."""
+def _words(owner: object, origins: Sequence[LoaderOrigin], number: int) -> str:
+    """The place in words."""
+    first = next(iter(origins), None)
+    if first is not None and first.parameter:
+        argument = f"{first.parameter} of " if first.as_dict else ""
+        return f"{argument}your {first.taker}(...) (loader {_made_at(first)})"
+    which = "your training DataLoader" if number < 2 else f"each of your {number} training DataLoaders"
+    given = ", which trainer.fit is given" if owner is None and (first is None or first.made) else ""
     method = "" if owner is None else f"{type(owner).__name__}.train_dataloader"
-    origins = [one for one in dict.fromkeys(map(origin_of, loaders)) if one is not None]
-    first = origins[0] if origins else None
-    if first is not None and first.names:
-        made = first.user_at if first.taker != type(owner).__name__ else first.at
-        call = "call of" if first.taker != type(owner).__name__ else "call that makes"
-        return f"your {call} {first.taker}{_in_brackets(method, made)}", first.names
-    which = "your training DataLoader" if len(loaders) < 2 else f"each of your {len(loaders)} training DataLoaders"
-    given = ", which trainer.fit is given" if owner is None else ""
-    return f"{which}{given}{_in_brackets(method, ' and '.join(map(_made_at, origins)))}", ()
-
-
-def _in_brackets(*parts: str) -> str:
-    said = ", ".join(filter(None, parts))
-    return f" ({said})" if said else ""
+    said = ", ".join(filter(None, (method, " and ".join(map(_made_at, origins)))))
+    return f"{which}{given}" + (f" ({said})" if said else "")
 
 
 def _made_at(origin: LoaderOrigin) -> str:
+    done = "made in" if origin.made else "passed to trainer.fit in"
     if not origin.package:
-        return origin.at
-    called = f", called from {origin.user_at}" if origin.user_file else ""
-    by = f", where {origin.taker}({origin.parameter}=...) may set it" if origin.parameter else ""
-    return f"made in {origin.package}, {origin.at}{called}{by}"
+        return origin.at if origin.made else f"{done} {origin.at}"
+    called = f", called from your {origin.user_at}" if origin.user_file else ""
+    return f"{done} {origin.at}{called}"
 
 
 def users_line(function: object) -> str:

@@ -14,8 +14,9 @@ class Place:
 
     words: str
     """The call to change: ``your training DataLoader (Data.train_dataloader, data.py:41)``."""
-    form: Literal["arguments", "settings"] = "arguments"
-    """It takes a loader's keyword arguments, or those of LoaderSettings."""
+    form: Literal["arguments", "settings", "callback"] = "arguments"
+    """It takes a loader's keyword arguments, or those of LoaderSettings. ``callback``: a package makes the loader and
+    has no parameter for the workers, so AutotuneCallback sets them."""
     inner: str = ""
     """Of a wrapped data module: the loader inside it, for the settings that ``wrap`` does not change."""
     names: tuple[tuple[str, str], ...] = ()
@@ -26,6 +27,16 @@ class Place:
     """The class of the data module. Empty: there is none."""
     trainer_key: str = ""
     """Prefix of the Trainer's arguments on the command line (``--trainer.``), where LightningCLI makes it."""
+    argument: str = ""
+    """The argument that takes the settings as a dict (``dataloader_kwargs``), where a package makes the loader."""
+
+    def code(self, **settings: object) -> str:
+        """Settings as they are written there: ``num_workers=2``, or ``dataloader_kwargs={"num_workers": 2}``."""
+        if self.argument:
+            entries = ", ".join(f'"{name}": {value!r}' for name, value in settings.items())
+            return f"{self.argument}={{{entries}}}"
+        names = dict(self.names)
+        return ", ".join(f"{names.get(name, name)}={value!r}" for name, value in settings.items())
 
 
 @dataclass(frozen=True, kw_only=True)

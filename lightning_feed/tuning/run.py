@@ -47,9 +47,10 @@ class Paste:
 
     where: str
     """In words: ``in your training DataLoader (Data.train_dataloader, data.py:41)``."""
-    form: Literal["arguments", "settings", "override", "yaml"]
+    form: Literal["arguments", "settings", "override", "yaml", "callback"]
     """Kind of ``code``: arguments of the call that makes the loader, those of ``LoaderSettings``, what is appended to
-    the command line, or lines of a YAML file."""
+    the command line, lines of a YAML file, or a callback for the Trainer, where a package makes the loader and takes no
+    settings."""
     code: str
 
 
@@ -126,12 +127,14 @@ def pastes(tuned: Tuned, place: Place | None) -> list[Paste]:
         return [Paste("in the call that makes your training DataLoader", "arguments", _arguments(values)), settings]
     if place.form == "settings":
         return [Paste(f"in {place.words}", "settings", paste_line(tuned))]
-    keys, names = dict(place.overrides), dict(place.names)
+    if place.form == "callback":
+        return [Paste(f"in callbacks=[...] of the Trainer: {place.words}", "callback", "AutotuneCallback()")]
+    keys = dict(place.overrides)
     found = _overrides(keys, {name: value for name, value in values.items() if name in keys})
-    rest = {names.get(name, name): value for name, value in values.items() if name not in keys}
-    rest = {name: value for name, value in rest.items() if not names or name in names.values()}
+    rest = {name: value for name, value in values.items() if name not in keys}
+    rest = {name: value for name, value in rest.items() if not place.names or name in dict(place.names)}
     if rest:
-        found.append(Paste(f"{'and ' if found else ''}in {place.words}", "arguments", _arguments(rest)))
+        found.append(Paste(f"{'and ' if found else ''}in {place.words}", "arguments", place.code(**rest)))
     return found
 
 

@@ -35,11 +35,11 @@ Form = Literal["arguments", "settings", "datamodule", "override", "method", "tra
 """The kind of text that a remedy's ``code`` is, so that a program can apply it, too.
 
 ``arguments``: keyword arguments for the call that makes the training loader; one that is there already gets the new
-value. ``settings``: the same for LoaderSettings, which a FastDataModule takes as ``loader=`` and ``wrap`` as its second
-argument. ``datamodule``: the same for the call that makes the data module. ``trainer``: the same for the Trainer.
-``override``: what LightningCLI or Hydra takes on the command line. ``callback``: a callback to add to the Trainer's;
-one of its class that is there already gets these arguments. ``method``: a method for the class that ``where`` names.
-``line``: a line to run before the loaders are made.
+value; of a dict (``dataloader_kwargs={"num_workers": 2}``), its entry does. ``settings``: the same for LoaderSettings,
+which a FastDataModule takes as ``loader=`` and ``wrap`` as its second argument. ``datamodule``: the same for the call
+that makes the data module. ``trainer``: the same for the Trainer. ``override``: what LightningCLI or Hydra takes on the
+command line. ``callback``: a callback to add to the Trainer's; one of its class that is there already gets these
+arguments. ``method``: a method for the class that ``where`` names. ``line``: a line to run before the loaders are made.
 """
 
 

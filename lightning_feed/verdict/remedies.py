@@ -53,6 +53,8 @@ class Finding:
 
     def can_set(self, name: str) -> bool:
         """True where a setting can be given there."""
+        if self.place.form == "callback":
+            return name in ("num_workers", "prefetch_factor", "persistent_workers")
         return name in dict(self.place.overrides) or not self.place.names or name in dict(self.place.names)
 
     def can_set_with_workers(self, name: str) -> bool:
@@ -69,10 +71,13 @@ def loader_remedy(
 ) -> Remedy:
     """A remedy that gives the training loader other settings; the first of them names it."""
     place, (name, value) = finding.place, next(iter(settings.items()))
-    keys, names = dict(place.overrides), dict(place.names)
+    keys = dict(place.overrides)
     form: Form = place.form
     where = f"in {place.words}"
-    code = ", ".join(f"{names.get(one, one)}={given!r}" for one, given in settings.items())
+    code = place.code(**settings)
+    if form == "callback":
+        code = "AutotuneCallback()"
+        where = f"by AutotuneCallback in callbacks=[...] of the Trainer, or by LIGHTNING_FEED=tune, in {place.words}"
     if name in keys:
         form, where = "override", "on the command line"
         code = " ".join(f"{keys[one]}={json.dumps(given)}" for one, given in settings.items() if one in keys)

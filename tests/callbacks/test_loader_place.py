@@ -1,6 +1,8 @@
 """Where the user's program makes the training loader, in the shapes in which programs make it."""
 
+import importlib
 import importlib.util
+import py_compile
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -178,6 +180,9 @@ def test_a_loader_that_was_made_before_anything_of_ours(program: ModuleType) -> 
 
 
 PACKAGE = """
+from dataclasses import dataclass, field
+from typing import Optional, Union
+
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
@@ -190,7 +195,7 @@ def make_alone(rows, workers=2):
     return DataLoader(rows, num_workers=0)
 
 
-def train(rows, loader_kwargs=None, **trainer_kwargs):
+def train(rows, val_loader_kwargs=None, loader_kwargs=None, **trainer_kwargs):
     return make_it(rows, **(loader_kwargs or {}))
 
 
@@ -207,7 +212,67 @@ class Data(LightningDataModule):
         return self.loader(self.rows)
 
     def loader(self, rows):
-        return DataLoader(rows, num_workers=self.num_workers)
+        return [DataLoader(one, num_workers=self.num_workers) for one in [rows]][0]
+
+
+class Images(Data):
+    def __init__(self, rows, size=8, **kwargs):
+        super().__init__(rows, **kwargs)
+
+
+class Forecast:
+    def __init__(self, horizon, dataloader_kwargs=None, **trainer_kwargs):
+        self.dataloader_kwargs = dataloader_kwargs
+
+    def fit(self, rows, **kwargs):
+        return make_it(rows, **(self.dataloader_kwargs or {}))
+
+
+class Atoms:
+    def __init__(self, rows, train_dataloader: dict = {}, val_dataloader: dict = {}):
+        self.rows, self.config = rows, train_dataloader
+
+    def loader(self):
+        return DataLoader(self.rows, **self.config)
+
+
+class Graphs:
+    def __init__(self, rows, **kwargs):
+        self.rows, self.kwargs = rows, {"num_workers": 0, **kwargs}
+
+    def loader(self):
+        return make_it(self.rows, **self.kwargs)
+
+
+@dataclass
+class TableConfig:
+    target: str = "y"
+    num_workers: int = 0
+
+
+class Tables:
+    def __init__(self, table_config: Optional[Union[TableConfig, str]] = None, verbose: bool = True):
+        self.settings = {**vars(table_config)}
+
+    def fit(self, rows):
+        return DataLoader(rows, num_workers=self.settings["num_workers"])
+
+
+class Lazy:
+    def __init__(self, config: "OnlyForTypeCheckers | None" = None):
+        pass
+
+    def fit(self, rows, plan_kwargs=None, dataset_kwargs=None):
+        return DataLoader(rows)
+
+
+@dataclass
+class Holder:
+    rows: list
+    loader: object = field(init=False)
+
+    def __post_init__(self):
+        self.loader = DataLoader(self.rows)
 """
 
 
@@ -219,33 +284,189 @@ def package(tmp_path: Path) -> ModuleType:
     return _imported(file)
 
 
-def test_a_loader_that_a_packages_function_makes(package: ModuleType, program: ModuleType) -> None:
-    loader = package.make_loader(program.ROWS)
-    here, line = Path(__file__).name, sys._getframe().f_lineno - 1
-    assert loader_location(_source(None), [loader]) == Place(
-        words=f"your call of make_loader ({here}:{line})", names=(("num_workers", "workers"),)
-    )
-    origin = origin_of(loader)
-    assert origin is not None
-    found = (origin.at, origin.function, origin.package, origin.user_at, origin.parameter, origin.taker)
-    assert found == ("readymade.py:7", "make_loader", "readymade", f"{here}:{line}", "workers", "make_loader")
+def _line_of(text: str) -> int:
+    return PACKAGE.splitlines().index(text) + 1
 
-    loader = package.make_alone(program.ROWS)  # which does not give its number to the loader
-    made = f"made in readymade, readymade.py:11, called from {here}:{sys._getframe().f_lineno - 1}"
-    words = loader_location(_source(None), [loader]).words
-    assert words == f"your training DataLoader, which trainer.fit is given ({made})"
 
-    loader = package.train(program.ROWS)
-    made = f"made in readymade, readymade.py:19, called from {here}:{sys._getframe().f_lineno - 1}"
-    words = loader_location(_source(None), [loader]).words
-    by = "where train(loader_kwargs=...) may set it"
-    assert words == f"your training DataLoader, which trainer.fit is given ({made}, {by})"
+def _place_of(loader: object) -> Place:
+    return loader_location(_source(None), [loader])
+
+
+DIRECT = "    return DataLoader(rows, **kwargs)"
+
+
+@pytest.mark.parametrize(
+    ("make", "words", "made", "code"),
+    [
+        (
+            lambda package, rows: package.make_loader(rows),
+            "your make_loader(...)", "    return DataLoader(rows, num_workers=workers)", "workers=1",
+        ),
+        (lambda package, rows: package.make_it(rows, batch_size=2), "your make_it(...)", DIRECT, "num_workers=1"),
+        (
+            lambda package, rows: package.train(rows),
+            "loader_kwargs of your train(...)", DIRECT, 'loader_kwargs={"num_workers": 1}',
+        ),
+        (
+            lambda package, rows: package.train(rows, loader_kwargs={"num_workers": 0}),
+            "loader_kwargs of your train(...)", DIRECT, 'loader_kwargs={"num_workers": 1}',
+        ),
+        (
+            lambda package, rows: package.Forecast(2).fit(rows, verbose=True),
+            "dataloader_kwargs of your Forecast(...)", DIRECT, 'dataloader_kwargs={"num_workers": 1}',
+        ),
+        (
+            lambda package, rows: package.Atoms(rows).loader(),
+            "train_dataloader of your Atoms(...)", "        return DataLoader(self.rows, **self.config)",
+            'train_dataloader={"num_workers": 1}',
+        ),
+        (lambda package, rows: package.Graphs(rows).loader(), "your Graphs(...)", DIRECT, "num_workers=1"),
+        (
+            lambda package, rows: package.Tables(package.TableConfig()).fit(rows),
+            "your TableConfig(...)", '        return DataLoader(rows, num_workers=self.settings["num_workers"])',
+            "num_workers=1",
+        ),
+        (
+            lambda package, rows: package.Images(rows).train_dataloader(),
+            "your Images(...)",
+            "        return [DataLoader(one, num_workers=self.num_workers) for one in [rows]][0]", "num_workers=1",
+        ),
+    ],
+    ids=["function", "kwargs", "dict", "given dict", "class dict", "dict by default", "kept kwargs", "config", "base"],
+)  # fmt: skip
+def test_the_parameter_by_which_a_package_takes_workers(
+    package: ModuleType, program: ModuleType, make: Any, words: str, made: str, code: str
+) -> None:
+    place = _place_of(make(package, program.ROWS))
+    called = f"called from your {Path(__file__).name}:{make.__code__.co_firstlineno}"
+    assert place.words == f"{words} (loader made in readymade.py:{_line_of(made)}, {called})"
+    assert (place.form, place.code(num_workers=1)) == ("arguments", code)
+
+
+def test_a_package_without_such_a_parameter(package: ModuleType, program: ModuleType) -> None:
+    loaders = [
+        package.make_alone(program.ROWS),  # which does not give its number to the loader
+        package.Lazy().fit(program.ROWS),
+        package.Holder(program.ROWS).loader,
+    ]
+    line = sys._getframe().f_lineno
+    for back, made, loader in zip((4, 3, 2), ("num_workers=0)", "DataLoader(rows)", "rows)"), loaders, strict=True):
+        place = _place_of(loader)
+        assert place.form == "callback"
+        assert place.words.startswith("your training DataLoader, which trainer.fit is given (made in readymade.py:")
+        at, _, called = place.words.partition("readymade.py:")[2].partition(", ")
+        assert PACKAGE.splitlines()[int(at) - 1].endswith(made)
+        assert called == f"called from your {Path(__file__).name}:{line - back})"
 
 
 def test_a_loader_that_a_packages_data_module_makes(package: ModuleType, program: ModuleType) -> None:
     place = _place(datamodule=package.Data(program.ROWS))
-    assert place.words == "your call that makes Data (Data.train_dataloader, readymade.py:31)"
+    assert place.words.startswith("your Data(...) (loader made in readymade.py:")
     assert place.names == (("num_workers", "num_workers"), ("in_order", "in_order"))
+
+
+def test_the_place_within_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: ModuleType) -> None:
+    folder = tmp_path / "site-packages" / "deepmade" / "data"
+    folder.mkdir(parents=True)
+    (folder / "loading.py").write_text(PACKAGE)
+    monkeypatch.syspath_prepend(folder.parents[1])
+    origin = origin_of(importlib.import_module("deepmade.data.loading").make_loader(program.ROWS))
+    assert origin is not None
+    line = _line_of("    return DataLoader(rows, num_workers=workers)")
+    assert (origin.at, origin.package) == (f"deepmade/data/loading.py:{line}", "deepmade")
+
+
+# --- code without a file ------------------------------------------------------------------------------------------
+
+CELL = "from torch.utils.data import DataLoader\n\ndef make(rows):\n    return DataLoader(rows)\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "at"),
+    [
+        ("/tmp/ipykernel_7/123.py", "123.py:4"),
+        ("<ipython-input-3-0a1b>", "<ipython-input-3-0a1b>:4"),
+    ],
+)
+def test_a_loader_that_a_notebook_cell_makes(program: ModuleType, file: str, at: str) -> None:
+    cell: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(CELL, file, "exec"), cell)
+    place = _place_of(cell["make"](program.ROWS))
+    assert (place.words, place.form) == (f"your training DataLoader, which trainer.fit is given ({at})", "arguments")
+
+
+def test_a_loader_that_exec_makes_is_made_by_the_line_that_runs_it(program: ModuleType) -> None:
+    for names in ({}, {"__name__": "__main__"}):
+        made: dict[str, Any] = {**names, "rows": program.ROWS}
+        exec(CELL + "loader = make(rows)\n", made)
+        at = f"{Path(__file__).name}:{sys._getframe().f_lineno - 1}"
+        assert _place_of(made["loader"]).words == f"your training DataLoader, which trainer.fit is given ({at})"
+
+
+def test_a_cell_without_a_name_that_a_notebook_of_a_package_runs(tmp_path: Path, program: ModuleType) -> None:
+    file = tmp_path / "site-packages" / "shell.py"
+    file.parent.mkdir()
+    file.write_text("def run(code, names):\n    exec(code, names)\n")
+    cell: dict[str, Any] = {"__name__": "__main__", "rows": program.ROWS}
+    _imported(file).run(compile(CELL + "loader = make(rows)\n", "<command-12>", "exec"), cell)
+    assert _place_of(cell["loader"]).words.endswith("which trainer.fit is given (<command-12>:4)")
+
+
+def test_a_package_without_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: ModuleType) -> None:
+    source, folder = tmp_path / "sourceless.py", tmp_path / "site-packages"
+    source.write_text(PACKAGE)
+    folder.mkdir()
+    py_compile.compile(str(source), cfile=str(folder / "sourceless.pyc"))
+    source.unlink()
+    monkeypatch.syspath_prepend(folder)
+    place = _place_of(importlib.import_module("sourceless").train(program.ROWS))
+    line = sys._getframe().f_lineno - 1
+    made = f"sourceless.pyc:{_line_of(DIRECT)}, called from your {Path(__file__).name}:{line}"
+    assert place.words == f"loader_kwargs of your train(...) (loader made in {made})"
+
+
+def test_a_loader_that_code_in_c_makes_has_the_line_that_calls_it(program: ModuleType) -> None:
+    (loader,) = map(DataLoader, [program.ROWS])
+    at = f"{Path(__file__).name}:{sys._getframe().f_lineno - 1}"
+    assert _place_of(loader).words == f"your training DataLoader, which trainer.fit is given ({at})"
+
+
+class Odd:
+    """Raises at whatever it is asked."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError
+
+
+def test_odd_values_on_the_way_neither_raise_nor_hide_the_place(package: ModuleType, program: ModuleType) -> None:
+    place = _place_of(package.make_alone(program.ROWS, workers=Odd()))
+    assert place.words.startswith("your training DataLoader, which trainer.fit is given (made in readymade.py:")
+
+
+def test_a_loader_from_before_that_a_package_passes_to_fit(tmp_path: Path, program: ModuleType) -> None:
+    file = tmp_path / "site-packages" / "runner.py"
+    file.parent.mkdir()
+    file.write_text("def run(trainer, model, loader):\n    trainer.fit(model, loader)\n")
+    run = _imported(file).run
+    here = Path(__file__).name
+    for call, words in (
+        (lambda trainer, loader: trainer.fit(Tiny(), loader), "passed to trainer.fit in {here}:{line}"),
+        (
+            lambda trainer, loader: run(trainer, Tiny(), loader),
+            "passed to trainer.fit in runner.py:2, called from your {here}:{line}",
+        ),
+    ):
+        loader: DataLoader[Any] = DataLoader(program.ROWS)
+        del vars(loader)["_feed_origin"]  # as of one that was made before this package was imported
+        look, trainer = _looking()
+        call(trainer, loader)
+        assert look.facts is not None
+        assert look.facts.place is not None
+        words = words.format(here=here, line=call.__code__.co_firstlineno)
+        assert look.facts.place.words == f"your training DataLoader ({words})"
 
 
 def test_a_loader_that_lightning_makes_of_the_users_has_the_place_of_that(program: ModuleType) -> None:

@@ -218,6 +218,27 @@ IN_DATA = Place(words="your training DataLoader (Data.train_dataloader, data.py:
             [("in your call of make_loader (main, train.py:3)", "workers=2")],
         ),
         (
+            Place(words="dataloader_kwargs of your NHITS(...)", argument="dataloader_kwargs"),
+            FOUND,
+            [
+                (
+                    "in dataloader_kwargs of your NHITS(...)",
+                    'dataloader_kwargs={"num_workers": 2, "prefetch_factor": 4, "persistent_workers": True, '
+                    '"pin_memory": False}',
+                )
+            ],
+        ),
+        (
+            Place(words="your training DataLoader (made in cells/fit.py:3)", form="callback"),
+            FOUND,
+            [
+                (
+                    "in callbacks=[...] of the Trainer: your training DataLoader (made in cells/fit.py:3)",
+                    "AutotuneCallback()",
+                )
+            ],
+        ),
+        (
             Place(words="loader=LoaderSettings(...) of your Birds", form="settings"),
             NONE,
             [

@@ -412,6 +412,19 @@ def test_32_milliseconds_instead_of_32_are_no_remedy_but_a_note() -> None:
             "num_workers: 2 -> 4 in your call of create_loader (train.py:9)",
         ),
         (
+            Place(words="dataloader_kwargs of your NHITS(...)", argument="dataloader_kwargs"),
+            "arguments",
+            'dataloader_kwargs={"num_workers": 4}',
+            "num_workers: 2 -> 4 in dataloader_kwargs of your NHITS(...)",
+        ),
+        (
+            Place(words="your training DataLoader (made in cells/fit.py:3)", form="callback"),
+            "callback",
+            "AutotuneCallback()",
+            "num_workers: 2 -> 4 by AutotuneCallback in callbacks=[...] of the Trainer, or by LIGHTNING_FEED=tune, in "
+            "your training DataLoader (made in cells/fit.py:3)",
+        ),
+        (
             Place(words="x", overrides=(("num_workers", "--data.num_workers"),)),
             "override",
             "--data.num_workers=4",
@@ -448,6 +461,8 @@ def test_what_the_command_line_cannot_set_is_set_in_the_program() -> None:
 
 def test_what_a_function_does_not_take_is_no_remedy() -> None:
     place = Place(words="your call of create_loader (train.py:9)", names=(("num_workers", "workers"),))
+    assert diagnose(measured(loaders=ASLEEP | {"head_of_line_pct": 50.0}, place=place)).remedies == ()
+    place = Place(words="your training DataLoader (made in cells/fit.py:3)", form="callback")
     assert diagnose(measured(loaders=ASLEEP | {"head_of_line_pct": 50.0}, place=place)).remedies == ()
 
 

@@ -211,13 +211,13 @@ def _only(calls: list[Call], what: str) -> Call:
 def _loader_calls(source: Source, where: str) -> list[Call]:
     """The calls that make the training loaders: those of the lines that are named, else the only one in the function
     that is, else the only one that is for training by its name. The last in a file comes first, so that places hold."""
-    factory = re.search(r"your call of (\w+)", where)
+    factory = re.search(r"your (\w+)\(\.\.\.\)", where)
     calls = source.calls(*((factory.group(1),) if factory else LOADERS))
     loader = re.search(r'loader "([^"]+)"', where)
     if loader is not None:
         calls = [call for call in calls if _key_of(source, call) == loader.group(1)]
     files = {path.name for path, _ in source.cells}
-    lines = [(file, line) for file, line in re.findall(r"([\w-]+\.py):(\d+)", where) if file in files]
+    lines = [(file, line) for file, line in re.findall(r"(?<![\w/-])([\w-]+\.py):(\d+)", where) if file in files]
     if not lines and "which trainer.fit is given" in where:
         calls = [call for call in calls if _is_given_to_fit(source, call)]
     found = [
