@@ -335,6 +335,8 @@ def check_starved(report: Report, *, above_pct: float) -> str:
     waits for another; and the share of an epoch before its first batch, which lies in no step. Where the model alone
     takes as long as a step nothing is lost, as the verdict says.
 
+    Waiting of the training thread for a CPU that other programs had does not count.
+
     Args:
         report: of the run.
         above_pct: the largest share of step time that may be spent waiting for data, 0 to 100.
@@ -353,8 +355,9 @@ def check_starved(report: Report, *, above_pct: float) -> str:
         raise ReportError(
             f"nothing to compare with the limit of {above_pct:g} %: {stats.steps} steps were measured. {todo}"
         )
+    without_cpu_pct = 100 * shares.without_cpu_ms / shares.step_ms if shares is not None else 0.0
     candidates = {
-        "starved_pct": stats.starved_pct,
+        "starved_pct": stats.starved_pct - without_cpu_pct,
         "ranks.starved_pct": getattr(measured.ranks, "starved_pct", None),
         "the share of each epoch before its first batch": getattr(shares, "epoch_pct", None),
     }

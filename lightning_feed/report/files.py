@@ -98,7 +98,7 @@ def _first_line(diagnosis: Diagnosis) -> str:
         return f"{headline(diagnosis)} ({trust(diagnosis)})"
     if is_toy(diagnosis):
         return str(toy_sentence(diagnosis.stats.step_ms))
-    return f"no verdict: {next(iter(diagnosis.evidence), 'nothing was measured')}."
+    return f"{headline(diagnosis)}: {next(iter(diagnosis.evidence), 'nothing was measured')}."
 
 
 def _in_lines(first: str, step: str, shown: Iterable[Section], beside: Sequence[str], width: int | None) -> str:

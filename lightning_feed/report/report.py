@@ -190,7 +190,7 @@ _OF_THE_RUN = ("validation", "checkpoints")
 
 
 def headline(diagnosis: Diagnosis) -> str:
-    """The verdict in a line. Of what was not measured: ``no verdict``."""
+    """The verdict in a line; ``no verdict`` if too little was measured, ``cannot tell`` on a busy machine."""
     verdict, share = headline_parts(diagnosis)
     if not share:
         return verdict
@@ -203,7 +203,8 @@ def headline_parts(diagnosis: Diagnosis) -> tuple[str, str]:
     if diagnosis.bottleneck in _OF_THE_RUN:
         return f"limited by {diagnosis.bottleneck}", share_text(diagnosis.measurements)
     if diagnosis.bottleneck == "unknown" or stats.starved_pct is None:
-        return "no verdict", ""
+        crowded = stats.starved_pct is not None and diagnosis.measurements.facts.crowded
+        return "cannot tell" if crowded else "no verdict", ""
     toy = toy_sentence(stats.step_ms)
     if toy is not None:
         return toy.rstrip("."), ""
@@ -252,6 +253,7 @@ def trust(diagnosis: Diagnosis) -> str:
     said = f"confidence {diagnosis.confidence}, {plural(diagnosis.stats.steps, 'step')}"
     low, high = diagnosis.stats.interval_pct or (0.0, 0.0)
     of_steps = _counted(diagnosis) == "steps" and diagnosis.bottleneck not in _OF_THE_RUN
+    of_steps &= not _without_cpu_ms(diagnosis)
     if not of_steps or f"{low:.0f}" == f"{high:.0f}":
         return said
     return f"95 % CI {low:.0f}-{high:.0f}, {said}"
@@ -264,6 +266,11 @@ def _waits(diagnosis: Diagnosis, starved_pct: float) -> str:
     if counted == "ranks" and ranks is not None:
         whose = "one of them" if ranks.slow_rank is None else f"rank {ranks.slow_rank}"
         return f"all ranks wait {ranks.starved_pct:.0f} % of each step for the data of {whose}"
+    without_cpu = _without_cpu_ms(diagnosis)
+    if without_cpu and shares is not None:
+        waits, loop = 100 * shares.data_ms / shares.step_ms, LOOP_WORDS[measured.facts.stage]
+        for_cpu = f"{100 * without_cpu / shares.step_ms:.0f} % for a CPU, with a batch at hand"
+        return f"{loop} waits {waits:.0f} % of each step for data, and {for_cpu}"
     share, on_cpu, on_gpu = f"{starved_pct:.0f} % of each step", "", " waiting for data"
     if counted == "epochs" and shares is not None:
         share = f"{shares.epoch_pct:.0f} % of each epoch"
@@ -278,6 +285,12 @@ def _waits(diagnosis: Diagnosis, starved_pct: float) -> str:
     if diagnosis.device_type == "cpu":
         return f"{loop} waits for data {share}{on_cpu}"
     return f"GPU idle {share}{on_gpu}"
+
+
+def _without_cpu_ms(diagnosis: Diagnosis) -> float:
+    """The part of the waiting in which other programs had the CPUs; 0.0 if that is not told apart."""
+    shares = shares_of(diagnosis.measurements)
+    return 0.0 if shares is None else shares.without_cpu_ms
 
 
 def _counted(diagnosis: Diagnosis) -> Literal["steps", "ranks", "epochs"]:
@@ -310,6 +323,9 @@ def speedup(diagnosis: Diagnosis) -> float | None:
     measured, counted = diagnosis.measurements, _counted(diagnosis)
     stats, ranks, batches = measured.stats, measured.ranks, measured.facts.batches_per_epoch or 0
     if counted == "steps":
+        shares = shares_of(measured)
+        if shares is not None and shares.without_cpu_ms and shares.floor_ms:
+            return shares.step_ms / shares.floor_ms
         return stats.speedup_if_free
     if counted == "ranks":
         whole, busy = 100.0, 100.0 - ((ranks.starved_pct if ranks is not None else None) or 0.0)
