@@ -1,8 +1,8 @@
-"""Causes: which part of a step is over its limit, and why it takes what it takes.
+"""Causes: the part of a step that is over its limit, and the reason.
 
-For waiting, the first rule that the figures meet. Workers are blocked, too, when they have nothing to do. So their work
-counts only while training waits for them, and reasons for idling meanwhile (one slow batch in front, a queue that is
-full most of the time) come first.
+The cause of waiting is the first rule that matches. Workers with nothing to do are blocked, too, so their times count
+only while training waits for them. Reasons for idle workers (one slow batch in front, a queue that is mostly full)
+therefore come first.
 """
 
 import math
@@ -18,34 +18,34 @@ from lightning_feed.verdict.diagnosis import Cause, Grade
 StepPart = Literal["framework", "copy", "data"]
 
 FRAMEWORK_PCT, COPY_PCT, DATA_PCT = 10.0, 5.0, 5.0
-"""Shares of a step from which its parts are at fault."""
+"""Limits of the parts of a step, in percent: a part at its limit or above is a bottleneck."""
 MODERATE_PCT, HIGH_PCT = 10.0, 20.0
 """Further limits of the grade; 5 and 20 are those of TensorFlow's input-pipeline analyzer."""
 MODEL_SHARE, MODEL_MOST = 0.95, 1.1
-"""From this share of a step that the model alone takes, no loader makes the step much shorter. It cannot take more than
-all of it: beyond the usual difference of two measurements, something disturbed the one of it alone."""
+"""A model that takes this share of a step, measured without the loader, leaves a loader nothing to gain. A larger share
+than the second cannot be: something disturbed the experiment."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """Shares of a step. Percentages of the mean step; a part whose time is not known has 0."""
+    """Shares of the mean step, in percent; 0 for a part whose time is not known."""
 
     step_ms: float
     framework_pct: float
     copy_pct: float
     data_pct: float
-    """Of waiting for data: this rank's, or what the slowest rank of each step costs all, or what the first batch of
-    each epoch costs an epoch: the largest."""
+    """Waiting for data: the largest of this rank's share, the share that the slowest rank of each step costs all ranks,
+    and the share of an epoch that its first batch costs."""
     data_ms: float
-    """Waiting for data per step that a loader without fault would save."""
+    """Waiting per step that a perfect loader would save."""
     epoch_pct: float | None
-    """Share of an epoch that its first batch takes beyond what any other batch takes. None: not known."""
+    """Share of an epoch that its first batch takes, beyond the time of any other batch. None: not known."""
     by_ranks: bool
-    """Waiting is that of the slowest rank in each step, and more than this rank's own."""
+    """The waiting is that of the slowest rank in each step, which is more than this rank's own."""
     over: tuple[StepPart, ...]
     """The parts over their limits, the largest first."""
     compute_bound_confirmed: bool
-    """Waiting is over its limit, but the model alone takes as long as a step."""
+    """The waiting is over its limit, but the model without the loader takes as long as a step."""
     without_cpu_ms: float = 0.0
     """Time in ``next(loader)`` with a batch at hand, and no CPU for the training thread: other programs had them. It is
     not part of ``data_ms``."""
@@ -55,12 +55,12 @@ class Shares:
 
     @property
     def floor_ms(self) -> float:
-        """Step time with nothing to wait for in the loader."""
+        """Step time without waiting for the loader."""
         return max(0.0, self.step_ms - self.data_ms)
 
 
 def shares_of(measured: Measurements) -> Shares | None:
-    """The shares; None where too little was measured for any."""
+    """The shares of a run; None if too little was measured."""
     stats = measured.stats
     if stats.steps < MIN_STEPS or stats.starved_pct is None or stats.input_pct is None or not stats.step_ms:
         return None
@@ -103,7 +103,7 @@ _LIMITS: dict[StepPart, float] = {"framework": FRAMEWORK_PCT, "copy": COPY_PCT, 
 
 
 def _waiting_of(measured: Measurements, own_pct: float, step_ms: float) -> tuple[float, float, bool]:
-    """Share and milliseconds of a step that wait for data, and whether they are those of the slowest rank."""
+    """Waiting for data as a share of a step and in milliseconds, and whether it is that of the slowest rank."""
     ranks, own_ms = measured.ranks, measured.stats.data_idle_ms or 0.0
     if ranks is None or ranks.starved_pct is None or ranks.starved_pct <= own_pct:
         return own_pct, own_ms, False
@@ -164,12 +164,12 @@ def _epoch_pct(measured: Measurements, step_ms: float) -> float | None:
 
 
 def model_alone_ms(measured: Measurements) -> float | None:
-    """Step time of the model with the same batch repeated; None where that was not measured."""
+    """Step time of the model with the same batch repeated; None if not measured."""
     return 1e3 / measured.found.model_per_s if measured.found.model_per_s else None
 
 
 def model_disturbed(measured: Measurements) -> bool:
-    """True where the model alone took longer than the steps that it is a part of: its figure is then useless."""
+    """True if the model alone took longer than the steps that contain it, so that its figure is useless."""
     alone, step_ms = model_alone_ms(measured), measured.stats.step_ms
     return alone is not None and step_ms is not None and alone > MODEL_MOST * step_ms
 
@@ -182,19 +182,19 @@ def _model_takes_all(measured: Measurements) -> bool:
 
 
 LOOP_WORDS = {"fit": "training", "validate": "validation", "test": "test", "predict": "prediction"}
-"""Stage -> what its loop is called."""
+"""Stage -> the word for its loop."""
 SHORT_STEP_MS = 10.0
 TOY_STEP_MS = 2.0
-"""Steps below this are those of a first try: no setting of a loader makes them faster."""
+"""Shorter steps are those of toy models: no loader setting makes them faster."""
 
 
 def in_ms(value: float | None, step_ms: float) -> str:
-    """Milliseconds as text, with a digit more where steps are short."""
+    """Milliseconds as text, with two decimals for short steps."""
     return "?" if value is None else f"{value:.{1 if step_ms >= SHORT_STEP_MS else 2}f}"
 
 
 def toy_sentence(step_ms: float | None) -> str | None:
-    """All there is to say about steps so short that Python takes most of them; None for longer ones."""
+    """The one sentence about steps so short that Python dominates them; None for longer steps."""
     if not step_ms or step_ms >= TOY_STEP_MS:
         return None
     return f"Steps of {step_ms:.1f} ms: Python overhead dominates; use larger batches."
@@ -203,32 +203,32 @@ def toy_sentence(step_ms: float | None) -> str | None:
 # --- the cause of each --------------------------------------------------------------------------------------------
 
 HEAD_OF_LINE_PCT = 25.0
-"""Share of the waiting in which a later batch was ready."""
+"""Limit of the share of waiting during which a later batch was ready."""
 PIN_SHARE = 0.5
-"""Mean wait for the pin thread over the mean wait of a step."""
+"""Limit of the mean wait for the pin thread, as a share of the mean wait."""
 RUN_QUEUE_PCT = 30.0
 THROTTLED_PCT = 20.0
 CPU_PRESSURE_PCT = 30.0
 BUSY_PCT, BLOCKED_PCT = 70.0, 50.0
-"""Shares of the workers' time on a CPU or ready for one, and neither."""
+"""Limits of the workers' busy time (on a CPU, or ready for one) and of their blocked time."""
 READY_SHARE = 0.5
-"""Share of the queue that is full on average. Workers in step with each other, who finish all at once, leave it less
-than half full: (workers - 1) / 2 of at least ``workers`` batches."""
+"""Limit of the mean fill of the queue. Lockstep workers, which deliver batches in bursts, leave it less than half full:
+(workers - 1) / 2 of at least ``workers`` batches."""
 HANDOVER_PCT = 80.0
-"""Share of the waiting that began with batches ready from which handing them over is the cause. Where a queue runs dry
-now and then, the millisecond that each of the other batches takes is a good part of it, too."""
+"""Limit of the share of waiting that began with batches ready. It is high, since a queue that is sometimes empty also
+spends much of its waiting on the millisecond that each ready batch takes."""
 QUEUE_SHARE = 0.1
-"""Share of loading without a CPU from which the evidence names it."""
+"""Share of loading spent waiting for a CPU from which the evidence names it."""
 WARM_PCT = 80.0
-"""Share of the bytes from the page cache from which the disk is not the reason."""
+"""Share of bytes from the page cache above which the disk is not the reason."""
 DISK_MB_PER_S = 0.05
-"""A disk that gives less than this is not what workers wait for, were it one of random 4 kB reads (100 a second)."""
+"""Workers do not wait for a disk that gives less: even random 4 kB reads give more (100 a second)."""
 IO_PRESSURE_PCT = 20.0
 CONNECTED = 0.5
-"""Connections over the network of each worker, from which it counts as reading from there."""
+"""Network connections per worker from which workers count as reading over the network."""
 DALI_DECODES = "DALI decodes on the GPU, so this time includes its decoding"
 FASTER, NO_FASTER = 1.25, 1.1
-"""Speed-up of the loader without a stage that is at fault, and the most without one that is not."""
+"""Speed-up of the loader without a stage: above the first the stage is at fault, below the second it is not."""
 
 
 @dataclass(frozen=True)
@@ -239,16 +239,16 @@ class Reason:
     because: Sequence[str] = ()
     """One sentence each."""
     sure: bool = True
-    """No figure is missing that could say otherwise."""
+    """No figure that could change the cause is missing."""
     contradicted: bool = False
-    """An experiment says otherwise: confidence is low, however good the figures."""
+    """An experiment contradicts it: confidence is low, however good the figures are."""
 
 
 # --- waiting for data ---------------------------------------------------------------------------------------------
 
 
 def data_cause(measured: Measurements, shares: Shares) -> Reason:
-    """The cause of waiting for data: the first that the figures show."""
+    """The cause of waiting for data: the first rule that matches."""
     found = next(reason for rule in DATA_RULES for reason in rule(measured, shares))
     if measured.facts.backend == "dali-gpu":
         return replace(found, because=[*found.because, DALI_DECODES])
@@ -300,7 +300,7 @@ def _oversubscribed(measured: Measurements, _: Shares) -> Iterator[Reason]:
 
 
 def _queue_is_of_others(measured: Measurements) -> bool:
-    """True if workers wait for CPUs because other programs have them: no more workers want one than there are."""
+    """True if workers wait for CPUs that other programs have: the workers do not want more CPUs than there are."""
     facts, loaders = measured.facts, measured.loaders
     wanted = (facts.num_workers or 0) * ((loaders.workers_on_cpu_pct or 0.0) + (loaders.workers_run_queue_pct or 0.0))
     return facts.crowded and wanted <= 100 * (facts.usable_cpus or 0)
@@ -331,7 +331,7 @@ def _pin_thread(measured: Measurements, _: Shares) -> Iterator[Reason]:
 
 
 def _idle_workers(measured: Measurements, _: Shares) -> Iterator[Reason]:
-    """Workers that are never idle lose nothing to the order or the hand-over, and are not fast enough on average."""
+    """Reasons for idle workers. Workers that are never idle are too slow on average, whatever the order of batches."""
     loaders, wait = measured.loaders, measured.stats.next_wait_ms or 0.0
     held, handed = loaders.head_of_line_pct or 0.0, loaders.handover_pct or 0.0
     ready, most = loaders.queue_ready or 0.0, loaders.queue_capacity or 0.0
@@ -349,7 +349,7 @@ def _idle_workers(measured: Measurements, _: Shares) -> Iterator[Reason]:
 
 
 def _workers(measured: Measurements, _: Shares) -> Iterator[Reason]:
-    """Workers that are busy, or blocked. Their shares of time are in the evidence whatever the cause."""
+    """Busy or blocked workers. The evidence has their shares of time, whatever the cause."""
     busy = _busy_pct(measured)
     if busy is not None:
         yield _blocked(measured) if 100.0 - busy >= BLOCKED_PCT else Reason("cpu", sure=busy >= BUSY_PCT)
@@ -380,7 +380,7 @@ _OF_WORKERS: tuple[Cause, ...] = ("cpu", "cold reads", "remote reads", "waiting"
 
 
 def _blocked(measured: Measurements) -> Reason:
-    """Workers neither compute nor could: do they wait for storage, or for something else?"""
+    """Blocked workers: they wait for storage, for the network, or for something else."""
     gain = _gain(measured, "cached_bytes_per_s")
     if gain is not None and gain >= FASTER:
         return Reason("cold reads", [f"with its files in memory, the loader is {gain:.1f} x as fast"])
@@ -432,7 +432,7 @@ def _remote(measured: Measurements) -> list[str]:
 
 
 def _experiments(measured: Measurements, _: Shares) -> Iterator[Reason]:
-    """Nothing is known of the workers: the loader's gain from leaving a stage out."""
+    """The loader's gain without a stage, if nothing is known of the workers."""
     found, cached, ceiling = measured.found, _gain(measured, "cached_bytes_per_s"), _gain(measured, "ceiling_per_s")
     if cached is not None and cached >= FASTER:
         yield Reason("cold reads", [f"with its files in memory, the loader is {cached:.1f} x as fast"])
@@ -450,7 +450,7 @@ def _experiments(measured: Measurements, _: Shares) -> Iterator[Reason]:
 
 
 def _gain(measured: Measurements, rate: Literal["cached_bytes_per_s", "ceiling_per_s"]) -> float | None:
-    """The rate of the loader with something changed, over its rate as configured."""
+    """Rate of the loader with one change over its rate as configured."""
     changed: float | None = vars(measured.found)[rate]
     now = measured.found.loader_per_s
     return None if changed is None or not now else changed / now
@@ -469,25 +469,25 @@ DATA_RULES = (
 # --- the other parts of a step ------------------------------------------------------------------------------------
 
 NAMED_SHARE = 0.5
-"""Share of the time between the steps that hooks must take to be its cause, and not a wait for the device."""
+"""Share of the time between steps that hooks must take to be its cause. Else it is a wait for the device."""
 HOOKS_SAID = 3
 SMALL_BYTES, MANY_TENSORS = 64 * 1024, 8
-"""A batch of many small tensors has so many or more, of at most so many bytes in the mean."""
+"""A batch of many small tensors has at least so many, of at most so many bytes on average."""
 COPY_SHARE = 0.5
-"""Share of the time in the transfer to the device that the copy alone takes, or else hooks are at fault."""
+"""Share of the transfer time that the copy alone must take. Else hooks are at fault."""
 LINK_SHARE = 0.5
-"""Share of the speed of a pinned copy from which the link is the limit."""
+"""Share of the speed of a pinned copy above which the link is the limit."""
 LAUNCH_SHARE = 0.9
 """CPU time of the training thread over the time of the step on the device."""
 FAR = 1.5
-"""The step itself over the model alone, from which it is not the model that takes the time. Below, it may be workers
-that share its CPUs as they should."""
+"""Ratio of the step to the model alone above which the model is not the reason. Below, workers may share its CPUs as
+they should."""
 WAITING_HOOKS = ("ProgressBar", "ThroughputMonitor")
-"""Callbacks of Lightning that wait for the device when they read a metric or measure: their time is such a wait."""
+"""Callbacks of Lightning that wait for the device to read a metric or to measure: their time counts as that wait."""
 
 
 def framework_cause(measured: Measurements, shares: Shares) -> Reason:
-    """Hooks, or what makes the host wait for the device so that nothing is queued when it comes to the next step."""
+    """The cause of time between steps: hooks, or a wait for the device that leaves it with an empty queue."""
     hooks, facts = measured.hooks, measured.facts
     said = [f"{hook.name} takes {in_ms(hook.ms_per_step, shares.step_ms)} ms a step" for hook in hooks[:HOOKS_SAID]]
     working = sum(hook.ms_per_step for hook in hooks if not _waits(hook))
@@ -567,7 +567,7 @@ def compute_cause(measured: Measurements, shares: Shares) -> Reason:
 
 
 def _waiting_without_cpus(measured: Measurements, shares: Shares) -> list[str]:
-    """The figures of waiting that would not be if other programs left their CPUs to this run; none else."""
+    """Figures of the waiting that other programs cause; empty if they cause none."""
     facts, queue = measured.facts, measured.loaders.workers_run_queue_pct
     if not facts.crowded or shares.compute_bound_confirmed or (measured.stats.starved_pct or 0.0) < DATA_PCT:
         return []
@@ -581,7 +581,7 @@ def _waiting_without_cpus(measured: Measurements, shares: Shares) -> list[str]:
 
 
 def _not_the_model(measured: Measurements, shares: Shares, alone: float) -> Reason:
-    """The step takes much longer than the model in it: what else is known to take the CPUs."""
+    """The cause of a step that takes much longer than its model: other users of the CPUs."""
     whole, pressure = shares.step_ms, measured.loaders.cpu_pressure_pct
     said = (
         f"the model alone takes {in_ms(alone, whole)} of the {in_ms(measured.stats.compute_ms, whole)} ms of the step "

@@ -1,4 +1,4 @@
-"""The verdict: what limits training, or the whole run, with the figures that it rests on and what to change."""
+"""The verdict: the bottleneck of training or of the whole run, its figures, and the changes to make."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +43,7 @@ _LOWER: dict[Confidence, Confidence] = {"high": "medium", "medium": "low", "low"
 
 
 def diagnose(measured: Measurements) -> Diagnosis:
-    """Find what limits a run, and why: its training steps, or validation and checkpoints where they take more time."""
+    """Find the bottleneck of a run and its cause: in the training steps, or in validation and checkpoints."""
     steps, limit, one = _of_steps(measured), _limit_of(measured), measured.validation
     if limit is None:
         beside = _beside_training(measured)
@@ -120,7 +120,7 @@ def _not_measured(measured: Measurements) -> Diagnosis:
 
 
 def _doubt(measured: Measurements, shares: Shares, cause: Cause) -> str:
-    """The figure that other programs may have made, and nothing that was measured explains; empty for none."""
+    """A figure that other programs may have caused, and that no measurement explains; empty if there is none."""
     first, step_ms, other_ms = next(iter(shares.over), "compute"), shares.step_ms, measured.stats.other_ms or 0.0
     if not measured.facts.crowded:
         return ""
@@ -146,7 +146,7 @@ def _cannot_tell(measured: Measurements, shares: Shares, doubt: str) -> Diagnosi
 
 
 def _without_model(measured: Measurements) -> Diagnosis:
-    """The verdict without the impossible figure of the model alone."""
+    """The verdict that ignores an impossible figure of the model alone."""
     alone, step_ms = model_alone_ms(measured) or 0.0, measured.stats.step_ms or 0.0
     found = _of_steps(replace(measured, experiments=replace(measured.found, model_per_s=None)))
     said = (
@@ -157,7 +157,7 @@ def _without_model(measured: Measurements) -> Diagnosis:
 
 
 def _confidence(measured: Measurements, shares: Shares, found: Reason) -> Confidence:
-    """Confidence of the figures; lower where their interval holds a limit, or figures of the cause are missing."""
+    """Confidence of the figures, lower if a limit lies in their interval or figures of the cause are missing."""
     stats, confidence = measured.stats, measured.stats.confidence
     low, high = stats.interval_pct or (0.0, 0.0)
     wide = any(low < limit <= high for limit in (DATA_PCT, HIGH_PCT))
@@ -169,13 +169,13 @@ def _confidence(measured: Measurements, shares: Shares, found: Reason) -> Confid
 
 
 SLOW_START_S = 1.0
-"""Time to the first batch of an epoch from which the evidence names it."""
+"""Time to the first batch of an epoch above which the evidence names it."""
 SLACK_SHARE = 0.01
-"""Share of a step from which the evidence names a hidden wait."""
+"""Share of a step above which the evidence names a hidden wait."""
 
 
 def _evidence(measured: Measurements, shares: Shares, because: Sequence[str]) -> tuple[str, ...]:
-    """The largest parts of a step, their cause (``because``), and further facts that bear on it."""
+    """Evidence: the largest parts of a step, the figures of their cause (``because``), and related facts."""
     stats, whole = measured.stats, shares.step_ms
     said = [_part(measured, shares, part) for part in shares.over]
     if not shares.over:
@@ -204,7 +204,7 @@ def _beside(measured: Measurements, step_ms: float) -> Iterator[str]:
 
 
 def _loading(measured: Measurements) -> list[str]:
-    """The workers, and their shares of time on a CPU, ready for one, and blocked."""
+    """Evidence: the workers, and their shares of time on a CPU, ready for one, and blocked."""
     facts, loaders = measured.facts, measured.loaders
     if not facts.num_workers:
         turns = f"num_workers=0, so loading and {LOOP_WORDS[facts.stage]} take turns"
@@ -218,7 +218,7 @@ def _loading(measured: Measurements) -> list[str]:
 
 
 def _making(measured: Measurements) -> list[str]:
-    """The larger part of the time for a batch, samples or collating, and its place in the user's code."""
+    """Evidence: samples or collating, whichever takes more of a batch, and its slowest function in the user's code."""
     found = measured.found
     if found.samples_ms is None or not found.collate_ms:
         return []
@@ -247,17 +247,17 @@ def _part(measured: Measurements, shares: Shares, part: StepPart) -> str:
 
 Limit = Literal["validation", "checkpoints"]
 LEAST_S = 2.0
-"""Seconds of validation and checkpoints from which they are worth a verdict, or a note."""
+"""Seconds of validation and checkpoints above which they are worth a verdict or a note."""
 NOTED_SHARE = 0.15
-"""Share of the wall time from which they are worth a note."""
+"""Share of the wall time above which they are worth a note."""
 AT_MOST = 0.25
-"""Validation, or checkpoints, are to take so much of the time of training, or less."""
+"""Goal for validation or checkpoints, as a share of the training time."""
 FACTORS = (2, 5, 10)
-"""So many times rarer a validation may be."""
+"""Factors by which validation may run less often."""
 
 
 def _limit_of(measured: Measurements) -> Limit | None:
-    """The part of a fit that takes longer than training, epoch starts included; None where training takes most."""
+    """The part of a fit that takes longer than training with its epoch starts; None if training takes longest."""
     wall = measured.wall
     if wall is None or measured.facts.stage != "fit":
         return None
@@ -268,7 +268,7 @@ def _limit_of(measured: Measurements) -> Limit | None:
 
 
 def _beside_training(measured: Measurements) -> str:
-    """The note on validation and checkpoints that take a good part of a fit; empty if they do not."""
+    """The note on validation and checkpoints that take much of a fit; empty if they do not."""
     wall = measured.wall
     if wall is None or measured.facts.stage != "fit":
         return ""
@@ -277,7 +277,7 @@ def _beside_training(measured: Measurements) -> str:
 
 
 def share_text(measured: Measurements) -> str:
-    """``validation takes 60 % of the run, and waits for data 80 % of its time``; with checkpoints where they count."""
+    """``validation takes 60 % of the run, and waits for data 80 % of its time``; with checkpoints if they take much."""
     wall, validation = measured.wall, measured.validation
     if wall is None or wall.wall_s <= 0:
         return ""  # of a report from elsewhere
@@ -293,12 +293,12 @@ def share_text(measured: Measurements) -> str:
 
 
 def _of_the_run(limit: Limit, steps: Diagnosis, validation: Diagnosis | None) -> Diagnosis:
-    """The verdict on a fit that is limited by what is not training.
+    """The verdict on a fit that is limited by validation or checkpoints.
 
     Args:
-        limit: by what.
-        steps: the verdict on its training steps.
-        validation: the verdict on its validation; None where it is not the limit, or was not measured.
+        limit: validation or checkpoints.
+        steps: the verdict on the training steps.
+        validation: the verdict on the validation; None if it is not the limit, or was not measured.
     """
     measured, wall = steps.measurements, steps.measurements.wall
     assert wall is not None
@@ -319,7 +319,7 @@ def _of_the_run(limit: Limit, steps: Diagnosis, validation: Diagnosis | None) ->
 
 
 def _in_the_run(remedy: Remedy, wall: WallStats) -> Remedy:
-    """A remedy for the validation's loader, with its saving as a share of the run."""
+    """A remedy for the validation loader, with its saving as a share of the run."""
     gain = (remedy.predicted_gain_pct or 0.0) * wall.seconds("validation") / wall.wall_s
     why = f"in validation: {remedy.why}{_saves(gain)}"
     return replace(remedy, why=why, predicted_step_ms=None, predicted_gain_pct=gain)
@@ -333,7 +333,7 @@ def _saves(pct: float) -> str:
 
 
 def rarer_validation(measured: Measurements, wall: WallStats) -> Remedy | None:
-    """There was more than one validation: every so many epochs or steps."""
+    """Remedy: validate less often, if there was more than one validation."""
     facts, taken, train = measured.facts, wall.seconds("validation"), wall.seconds("train", "epoch starts")
     factors = [one for one in FACTORS if one <= wall.times("validation")]  # one at least is to be left
     times = next((one for one in factors if taken / one <= AT_MOST * train), factors[-1]) if factors else 0
@@ -352,7 +352,7 @@ def rarer_validation(measured: Measurements, wall: WallStats) -> Remedy | None:
 
 
 def _rarer_setting(facts: LoopFacts, times: int) -> tuple[str, int, int | float, float] | None:
-    """(setting of the Trainer, now, then, times as rare). None: it goes by time, or what is set is not known."""
+    """(setting of the Trainer, old value, new value, factor); None if validation goes by time or is not known."""
     every, between, epoch = facts.check_val_every_n_epoch, facts.val_check_batches, facts.batches_per_epoch
     if between is None:
         return None if every is None else ("check_val_every_n_epoch", every, every * times, times)
@@ -362,7 +362,7 @@ def _rarer_setting(facts: LoopFacts, times: int) -> tuple[str, int, int | float,
 
 
 def rarer_checkpoints(measured: Measurements, wall: WallStats) -> Remedy | None:
-    """One ModelCheckpoint saves every so many steps, and has done so four times: more rarely."""
+    """Remedy: save less often, if a single ModelCheckpoint saves by steps and has saved at least four times."""
     facts, taken, times = measured.facts, wall.seconds("checkpoints"), wall.times("checkpoints")
     now, train = facts.checkpoint_steps, wall.seconds("train", "epoch starts")
     most = times // 2  # one at least is to be left, and ``save_last`` may save each twice

@@ -59,14 +59,14 @@ class Remedy:
     """The change and its place, in words: ``num_workers: 0 -> 2 in your training DataLoader (Data.train_dataloader,
     data.py:41)``."""
     why: str
-    """The reason why it helps."""
+    """The reason that it helps."""
     predicted_step_ms: float | None = None
-    """Step time to expect. None: cannot be computed from what was measured, or steps stay as they are."""
+    """Predicted step time. None: it cannot be computed from the measurements, or steps do not change."""
     predicted_gain_pct: float | None = None
-    """Share of an epoch's time, first batch included, that it is to save, 0 to 100. By this they are sorted. Where
-    validation or checkpoints limit the run: the share of the run."""
+    """Predicted saving as a share of an epoch with its first batch, 0 to 100; remedies are sorted by it. If validation
+    or checkpoints limit the run: the share of the run."""
     changes: str = ""
-    """Name of what it changes, the same in every report, by which a later run is compared: ``num_workers=8``."""
+    """The change in a fixed form, by which a later run is compared: ``num_workers=8``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,27 +74,27 @@ class Diagnosis:
     """The limit of training, the evidence for it, and the remedies."""
 
     bottleneck: Bottleneck
-    """``data``, ``copy``, ``framework`` (between the steps), ``compute`` (the GPU is fed), or ``unknown``. Where they
-    take more of the run than training does: ``validation`` or ``checkpoints``."""
+    """``data``, ``copy``, ``framework`` (between the steps), ``compute`` (the GPU is fed) or ``unknown``;
+    ``validation`` or ``checkpoints`` if they take longer than training."""
     cause: Cause = "unknown"
-    """The cause, as far as the measurements tell: see :data:`Cause`."""
+    """The cause, as far as it is known: see :data:`Cause`."""
     grade: Grade
-    """Degree of starvation, whatever the bottleneck: OK below 5 %, slightly below 10 %, moderately below 20 %."""
+    """Degree of starvation, for any bottleneck: OK below 5 %, slightly below 10 %, moderately below 20 %."""
     confidence: Confidence
-    """Trust in it."""
+    """Confidence in the verdict."""
     evidence: tuple[str, ...]
-    """The figures it rests on, one sentence each."""
+    """The figures behind the verdict, one sentence each."""
     remedies: tuple[Remedy, ...] = ()
-    """Changes, the largest predicted gain first; at most three, and none that gains nothing."""
+    """At most three changes that save time, the largest predicted gain first."""
     notes: tuple[str, ...] = ()
-    """Further things worth knowing or trying, a sentence each, where no gain can be predicted."""
+    """Further facts and things to try without a predicted gain, a sentence each."""
     why_not: tuple[str, ...] = ()
-    """Obvious changes that would not help, with the figures that speak against them, a sentence each."""
+    """Obvious changes that would not help, with the reason, a sentence each."""
     measurements: Measurements
     """All that was measured."""
 
     page: ClassVar[Callable[["Diagnosis"], str] | None] = None
-    """Makes the page that a notebook shows; set by the report, where it is loaded."""
+    """Makes the page that a notebook shows; set when the report module is imported."""
 
     def __repr__(self) -> str:
         return f"<Diagnosis: {self.bottleneck}, {self.cause}; {self.grade}>"

@@ -1,4 +1,4 @@
-"""Notes beside the remedies: changes without a prediction, and why the obvious one would not help."""
+"""Notes: changes without a prediction, and reasons that the obvious change would not help."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -13,18 +13,18 @@ from lightning_feed.verdict.remedies import MADE_ON_CPU, Finding, least_gain_pct
 
 MOST = 3
 FULL_SHARE = 0.8
-"""Share of the queue that is full on average where workers could be given back."""
+"""Mean fill of the queue above which there may be too many workers."""
 MOSTLY_BUSY = 0.8
-"""Share of the available CPU time from which all CPUs count as busy."""
+"""Share of the available CPU time above which all CPUs count as busy."""
 SPARE = 1.1
-"""Times that the loader has to be faster than the model, where workers are given back."""
+"""Factor by which the loader must be faster than the model with fewer workers."""
 _SHARD = (
     "the dataset is a stream that does not seem to divide itself among workers: with num_workers=2 every sample would "
     "come twice. Divide it by torch.utils.data.get_worker_info() before you use more than one worker"
 )
 _DIAGNOSE = "`lightning-feed diagnose your_script.py -- ARGUMENTS`"
 _ASK: tuple[Cause, ...] = ("no workers", "cpu", "oversubscribed", "waiting", "unknown")
-"""Causes by which making samples or batches takes the time."""
+"""Causes in the making of samples or batches."""
 _WAYS_OUT = {
     "prog_bar": "self.log(..., prog_bar=False) avoids it",
     "grad_scaler": 'precision="bf16-mixed" needs no scaler',
@@ -34,13 +34,13 @@ _WAYS_OUT = {
 
 
 def notes_for(finding: Finding, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
-    """Further things worth knowing or trying, the most useful first."""
+    """Further facts and things to try, the most useful first."""
     said = [*_framework(finding, remedies), *_copy(finding), *_data(finding, remedies), *_fed(finding)]
     return tuple(dict.fromkeys(said))[:MOST]
 
 
 def why_not(finding: Finding, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
-    """The reason why more workers are no remedy, where they were tried or can be predicted."""
+    """The reason that more workers would not help, if they were tried or can be predicted."""
     if finding.data is None or any(remedy.changes.startswith("num_workers=") for remedy in remedies):
         return ()
     said = _tried_in_vain(finding) or _predicted_in_vain(finding)
@@ -159,7 +159,7 @@ def _cold(finding: Finding) -> Iterator[str]:
 
 
 def _over_the_network(finding: Finding) -> Iterator[str]:
-    """Ways to ask for more at a time, and the most that the line gives."""
+    """Ways to read more at a time, and the limit of the network."""
     facts, disk = finding.facts, finding.measured.found.disk
     near = predict.with_files_near(finding.measured, finding.shares)
     if facts.remote and not facts.staged and near is not None:
@@ -179,7 +179,7 @@ def _over_the_network(finding: Finding) -> Iterator[str]:
 
 
 def _missing_cpus(finding: Finding) -> Iterator[str]:
-    """All CPUs are busy, and the device is not: how many more would feed it, and what others' batches would cost."""
+    """The number of CPUs that are missing if all are busy and the device is not, and the cost of loading elsewhere."""
     measured, shares, facts = finding.measured, finding.shares, finding.facts
     floor_ms, cpus = predict.floor_ms(measured, shares), facts.usable_cpus
     training_ms = predict.training_cpu_ms(measured, shares)
@@ -215,14 +215,14 @@ _TRY: dict[Cause, Callable[[Finding], Iterator[str]]] = {
     "cold reads": _cold,
     "cpu": _missing_cpus,
 }
-"""Cause -> notes where there is no remedy."""
+"""Cause -> notes if there is no remedy."""
 _HINTS: dict[Cause, Callable[[Finding], Iterator[str]]] = {
     "remote reads": _over_the_network,
     "one rank": _one_rank,
     "jitter": _jitter,
     "pin thread": _pin_thread,
 }
-"""Cause -> notes, remedies or not."""
+"""Cause -> notes, with or without a remedy."""
 
 
 def _whole_images(finding: Finding, cause: Cause) -> Iterator[str]:
@@ -243,7 +243,7 @@ def _pixels(finding: Finding) -> Iterator[str]:
 
 
 def _transforms(finding: Finding, step: float) -> Iterator[str]:
-    """The slowest transforms by name, and the step without any: the most that faster ones can give."""
+    """The slowest transforms, and the step without transforms: the limit of what faster ones can gain."""
     found = finding.measured.found
     costs = [cost for cost in found.costs if predict.step_of(cost.name) not in predict.NOT_TRANSFORMS]
     then = predict.with_rate(finding.measured, finding.shares, found.no_transform_per_s, found.loader_per_s)
@@ -275,7 +275,7 @@ def _treated(hook: HookTime, remedies: tuple[Remedy, ...]) -> bool:
 
 
 def _slow_hook(finding: Finding, hook: HookTime) -> str:
-    """Nobody can know whether a hook of the user's may be left out."""
+    """The note on a slow hook. It is not a remedy, since the hook may be needed."""
     name = re.sub(r"\{.*\}", "", hook.name)  # without its callback's settings, which Lightning puts into it
     place = next((one for one in finding.facts.hook_places if one.name == name), None)
     at, step = f" ({place.at})" if place is not None else "", finding.shares.step_ms
