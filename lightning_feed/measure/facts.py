@@ -19,10 +19,9 @@ _DEEPEST = 4
 
 
 def with_loaders(facts: LoopFacts, every: Sequence[AnyLoader], *, reloaded: bool | None = None) -> LoopFacts:
-    """The facts, with those of the training loaders. Of several, the one with the fewest workers counts.
+    """Add the facts of the training loaders. Of several, the one with the fewest workers counts.
 
-    A loader among them without ``num_workers`` may be the one that is waited for: the settings of the others are then
-    left out.
+    If one has no ``num_workers``, training may wait for that one: the settings of the others are then left out.
 
     Args:
         facts: of the run.
@@ -46,13 +45,13 @@ def with_loaders(facts: LoopFacts, every: Sequence[AnyLoader], *, reloaded: bool
 
 
 def with_batch(facts: LoopFacts, batch: Batch) -> LoopFacts:
-    """The facts, with the size of a batch."""
+    """Add the size of a batch."""
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors(batch)]
     return replace(facts, batch_bytes=sum(sizes), batch_tensors=len(sizes))
 
 
 def batches_ahead(loaders: Sequence[AnyLoader]) -> int:
-    """Batches that the training loaders may hold ready: workers x prefetch_factor, and the background queue."""
+    """Most batches that the training loaders may hold ready: workers x prefetch_factor, plus the background queue."""
     ready = [
         (getattr(loader, "num_workers", 0) or 0) * (getattr(loader, "prefetch_factor", 0) or 0)
         + (getattr(loader, "background", 0) or 0)
@@ -62,7 +61,7 @@ def batches_ahead(loaders: Sequence[AnyLoader]) -> int:
 
 
 def is_instance(value: object, module: str, name: str) -> bool:
-    """``isinstance`` without importing the class: before its module is imported, there are no objects of it."""
+    """``isinstance`` without importing the class: a class that was never imported has no objects."""
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(value, kind)
 
@@ -137,7 +136,7 @@ def _sets_attribute(code: CodeType) -> bool:
 
 
 def _needs_each_epoch(dataset: AnyDataset) -> bool:
-    """True where the workers have to learn of each epoch: a stream or a ``set_epoch``, in the data set or inside it."""
+    """True if workers must be told of each epoch: a stream or a ``set_epoch``, in the dataset or inside it."""
     for _ in range(_DEEPEST):
         if dataset is None or isinstance(dataset, IterableDataset) or hasattr(dataset, "set_epoch"):
             return True

@@ -1,4 +1,4 @@
-"""Hook times, and the profiler through which a loop announces what it starts and ends."""
+"""Hook times, and the tap on the profiler that tells when each action starts and ends."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,14 +14,13 @@ from lightning_feed.measure.step_meter import Clock, host_clock
 T = TypeVar("T")
 
 FIRST_TIMED, FIRST_COUNT = 3, 5
-"""The steps after this one are timed, so many, so that short runs have some."""
+"""The first timed step, and the number of timed steps that follow it, so that short runs have some."""
 EVERY = 47
-"""Steps from one timed step to the next afterwards: a prime, so that what is done every 10 or 50 steps is met as often
-as it happens, neither always nor never."""
+"""Steps between timed steps afterwards: a prime, so that work done every 10 or 50 steps is sampled in proportion."""
 LEAST_MS = 0.05
 """Shorter hooks are not named: most do nothing at all."""
 OWN = "]GPUStarvationCallback."
-"""In the names of our own hooks, which are no advice to anyone."""
+"""Part of the names of our own hooks, which are not reported."""
 
 
 class HookTimes:
@@ -44,19 +43,19 @@ class HookTimes:
         measure: Callable[..., Any] = call_plainly,
     ) -> None:
         self.timing = False
-        """All actions are timed now."""
+        """True while all actions are timed."""
         self.measure = measure
         self._between, self._clock = between, clock
         self._next_turn = FIRST_TIMED
         self._begun = self._timed_steps = self._steps = 0
-        """Timed steps that began, those that count, and steps whose calls count."""
+        """Numbers of timed steps that began, of those that count, and of steps whose calls count."""
         self._left_out = self._leaves_out_calls = False
         self._sums: Counter[str] = Counter()
         self._fresh: Counter[str] = Counter()
-        """Of the last timed step, which may still be left out."""
+        """Times of the last timed step, which may still be left out."""
         self._calls: Counter[str] = Counter()
         self._fresh_calls: Counter[str] = Counter()
-        """Of the present step, which may still be left out."""
+        """Times of calls in the present step, which may still be left out."""
         self._stack: list[_Open] = []
 
     def call(self, name: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -68,7 +67,7 @@ class HookTimes:
             self.measure(self.left)
 
     def step_ended(self, finished: int) -> None:
-        """A step is over, with which ``finished`` have ended: time the next one, or stop."""
+        """End a step, the ``finished``-th, and start or stop timing."""
         if not self._leaves_out_calls:
             self._steps += 1
             self._calls.update(self._fresh_calls)
@@ -117,12 +116,12 @@ class HookTimes:
                 self.measure(self.left)
 
     def entered(self, name: str, *, every: bool = False) -> None:
-        """An action begins; ``every``: it is one that is timed in every step."""
+        """Begin an action; ``every``: it is timed in every step."""
         sums = self._fresh_calls if every else self._fresh
         self._stack.append(_Open(name if self._between() else None, self._clock(), sums))
 
     def left(self) -> None:
-        """The innermost action ends. It may end after the timing does, which was switched off inside it."""
+        """End the innermost action, possibly after timing was switched off inside it."""
         if not self._stack:
             return
         action = self._stack.pop()
@@ -142,14 +141,14 @@ class HookTimes:
 
 @dataclass(slots=True)
 class _Open:
-    """An action that has begun."""
+    """A running action."""
 
     name: str | None
     """None: it is not counted."""
     began: int
     sums: Counter[str]
     inside: int = 0
-    """Nanoseconds of the actions in it."""
+    """Nanoseconds of the actions inside it."""
 
 
 Calls = dict[str, Callable[[], object]]

@@ -18,7 +18,7 @@ from lightning_feed.measure.windows import UNFOLDED_STEPS, WARM_UP_STEPS, Ledger
 READ_EVERY_NS = 250_000_000
 """The kernel's counters of the workers are read four times a second at most, however often windows are logged."""
 FIRST_STEPS, FIRST_S = 200, 60.0
-"""The first report comes after so many steps or seconds, whichever is sooner."""
+"""Steps and seconds to the first report, whichever is sooner."""
 EVERY_S = 600.0
 """Seconds from one report to the next."""
 clock = time.monotonic
@@ -72,7 +72,7 @@ class MeasuredLoop:
     # --- what the loop does -------------------------------------------------------------------------------------------
 
     def begins(self, facts: LoopFacts, since: int | None = None) -> None:
-        """The loop begins, once more: ``since`` then, by the host's clock. Its loaders may have got other settings."""
+        """Begin the loop again; ``since``: when it began, by the host's clock. Its loaders may have changed."""
         before, ran = self.facts, self.meter.finished - self._began_at
         self._began_at = self.meter.finished
         self.facts = replace(
@@ -126,7 +126,7 @@ class MeasuredLoop:
         return LoopSums(self.ledger.settled(), self.loaders.settled()) if self._settled else None
 
     def by_loader(self) -> tuple[LoaderSteps, ...]:
-        """Each of several loaders that are drawn from one after the other; empty for a single one."""
+        """Steps of each of several loaders that are read one after the other; empty for a single loader."""
         found = []
         for source, sums in sorted(self._by_loader.items()):
             if source < len(self.names):

@@ -13,7 +13,7 @@ class Place:
     """The place in the user's program that sets up the training loader."""
 
     words: str
-    """The call to change: ``your training DataLoader (Data.train_dataloader, data.py:41)``."""
+    """Words for the call to change: ``your training DataLoader (Data.train_dataloader, data.py:41)``."""
     form: Literal["arguments", "settings", "callback"] = "arguments"
     """It takes a loader's keyword arguments, or those of LoaderSettings. ``callback``: a package makes the loader and
     has no parameter for the workers, so AutotuneCallback sets them."""
@@ -41,7 +41,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class HookPlace:
-    """A hook of the user's, and the setting to run it less often."""
+    """A hook of the user, and the setting to run it less often."""
 
     name: str
     """As Lightning names it to its profiler, without a callback's settings."""
@@ -53,7 +53,7 @@ class HookPlace:
 
 
 OTHERS_PCT = 20.0
-"""Share of the CPUs that other programs take, from which the figures are theirs as much as this run's."""
+"""Share of the CPUs of other programs above which the figures depend on them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,37 +61,37 @@ class LoopFacts:
     """Facts of the run besides its times. None: not known."""
 
     loop: Literal["trainer", "plain"] = "trainer"
-    """Whose loop this is: Lightning's Trainer, or the user's own, which has no callbacks, hooks or data modules."""
+    """Lightning's Trainer, or a plain loop of the user, which has no callbacks, hooks or data modules."""
     stage: Literal["fit", "validate", "test", "predict"] = "fit"
-    """Whose loop this is: the loaders, the batches and the steps are those of this stage."""
+    """Stage of the loaders, batches and steps."""
     device_type: str = "cpu"
     """``cpu``, ``cuda``, ...: where the steps run."""
     num_workers: int | None = None
-    """Of the training loader; the smallest where there are several."""
+    """Workers of the training loader; the fewest of several loaders."""
     every_num_workers: tuple[int, ...] = ()
-    """Of each of the training loaders. Empty: not known."""
+    """Workers of each training loader. Empty: not known."""
     prefetch_factor: int | None = None
     pin_memory: bool | None = None
     persistent_workers: bool | None = None
     in_order: bool | None = None
     workers: Literal["process", "thread"] | None = None
     map_style: bool | None = None
-    """All training data sets are map-style."""
+    """True if all training datasets are map-style."""
     decodes_whole: bool | None = None
     """One of them is torchvision's ImageFolder whose transform begins with a RandomResizedCrop: each image is decoded
     whole, and cropped then."""
     ours: bool | None = None
-    """A FastDataModule made the training loaders."""
+    """True if a FastDataModule made the training loaders."""
     batch_size: int | None = None
     batch_bytes: int | None = None
-    """Of all tensors of a training batch on the host."""
+    """Bytes of all tensors of a training batch on the host."""
     batch_tensors: int | None = None
     """Number of tensors of a training batch."""
     batch_hooks: bool | None = None
-    """A hook of the user's can change a batch in its transfer, other than ``device_transform``."""
+    """True if a hook of the user other than ``device_transform`` can change a batch during its transfer."""
     batches_per_epoch: int | None = None
     breaks_off: bool | None = None
-    """The Trainer has a limit that may end an epoch before its loaders do."""
+    """True if the Trainer has a limit that may end an epoch before its loaders do."""
     decoder: str | None = None
     """Of an ImageFolderDataModule."""
     quality: str | None = None
@@ -102,13 +102,13 @@ class LoopFacts:
     """Of an ImageFolderDataModule: transforms, a ``collate`` of the user's, or ``drop_keys`` follow decoding in the
     workers."""
     cache: str | None = None
-    """Of a FastDataModule: ``bytes``, ``decoded``, ``device`` or ``off``."""
+    """Cache of a FastDataModule: ``bytes``, ``decoded``, ``device`` or ``off``."""
     remote: bool | None = None
-    """A FastDataModule reads its data from a URL."""
+    """True if a FastDataModule reads its data from a URL."""
     staged: bool | None = None
-    """A FastDataModule reads from a copy."""
+    """True if a FastDataModule reads from a staged copy."""
     device_transform: bool | None = None
-    """A FastDataModule transforms batches on the device."""
+    """True if a FastDataModule transforms batches on the device."""
     max_epochs: int | None = None
     """Of the fit; None: without bound."""
     log_every_n_steps: int | None = None
@@ -116,12 +116,12 @@ class LoopFacts:
     check_val_every_n_epoch: int | None = None
     """Of the Trainer. None: validation goes by steps, and not by epochs."""
     val_check_batches: int | None = None
-    """Training batches between two validations, where there are several in an epoch or they go by steps."""
+    """Training batches between validations, if there are several per epoch or they go by steps."""
     checkpoint_steps: int | None = None
-    """Training steps between two checkpoints. None: not one ModelCheckpoint saves by steps."""
+    """Training steps between checkpoints. None: unless exactly one ModelCheckpoint saves by steps."""
     others_cpu_pct: float | None = None
-    """Share of the CPUs that this run may use which other programs took meanwhile, 0 to 100. From 20 the figures are
-    theirs as much as this run's. Linux, one process training; elsewhere None."""
+    """Share of this run's CPUs that other programs used, 0 to 100. Above 20 the figures depend on them. Linux, a single
+    training process; elsewhere None."""
     others_cpu_median_pct: float | None = None
     """The same share as a median of samples, for predictions: a program that ran for a while does not change it."""
     usable_cpus: int | None = None
@@ -146,31 +146,31 @@ class LoopFacts:
     generator: str = ""
     """The loader, if it is not a DataLoader: ``generator batches (train.py:12)``."""
     shards_by_worker: bool | None = None
-    """Of an iterable data set: it was seen to divide its samples among workers."""
+    """True if an iterable dataset seems to divide its samples among workers."""
     may_leave_process: bool | None = None
-    """Of an iterable data set: it may live in one worker process. Not where it counts from epoch to epoch, or has a
+    """True if an iterable dataset may live in one worker process: it counts nothing from epoch to epoch, and has no
     state that this process may ask for."""
     may_persist: bool | None = None
-    """Workers may live on between epochs: no ``set_epoch`` of the data set has to reach them."""
+    """True if workers may persist between epochs: no ``set_epoch`` of the dataset must reach them."""
     free_shm_bytes: int | None = None
     """Free space of /dev/shm before training. None: there is no limit."""
     bar_refresh_rate: int | None = None
-    """Batches between two drawings of the progress bar; 0: it is off."""
+    """Batches between updates of the progress bar; 0: it is off."""
     place: Place | None = None
     """The place that makes the training loader."""
     hook_places: tuple[HookPlace, ...] = ()
-    """Hooks of the user's that are called around each training step."""
+    """Hooks of the user that run around each training step."""
     syncs: tuple[str, ...] = ()
-    """Sources of a wait of the host for the device in each step: of :data:`SYNCS`."""
+    """Reasons that the host waits for the device in each step: keys of :data:`SYNCS`."""
 
     @property
     def crowded(self) -> bool:
-        """Other programs take so many of the CPUs that the figures are theirs as much as this run's."""
+        """True if other programs use so many of the CPUs that the figures depend on them."""
         return (self.others_cpu_pct or 0.0) >= OTHERS_PCT
 
     @property
     def copies_nothing(self) -> bool:
-        """Batches stay on the CPU as they are: nothing of the user's is in their transfer."""
+        """True if batches stay on the CPU unchanged, without a hook or transform of the user in their transfer."""
         return self.device_type == "cpu" and self.batch_hooks is False and not self.device_transform
 
     @property
@@ -181,7 +181,7 @@ class LoopFacts:
 
     @property
     def loaders_beside(self) -> int:
-        """Number of training loaders that give a part of each batch."""
+        """Number of training loaders that each provide a part of a batch."""
         return max(1, len(self.every_num_workers))
 
 
@@ -209,14 +209,14 @@ class LoopMeasurements:
     """Measurements of the validation within a fit."""
 
     stats: StarvationStats
-    """The parts of its steps: those of ``validation_step``."""
+    """The parts of its steps."""
     facts: LoopFacts
-    """Of its loaders."""
+    """Facts of its loaders."""
     loaders: LoaderStats = field(default_factory=LoaderStats)
     by_loader: tuple[LoaderSteps, ...] = ()
-    """Each of several loaders; empty for a single one."""
+    """Steps of each of several loaders; empty for a single loader."""
     waited_s: float
-    """Seconds of waiting for data, with that for the first batch of each validation."""
+    """Seconds of waiting for data, including the first batch of each validation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,10 +226,10 @@ class Measurements:
     stats: StarvationStats
     facts: LoopFacts = field(default_factory=LoopFacts)
     loaders: LoaderStats = field(default_factory=LoaderStats)
-    """Over all of the run that counts, not of the last window."""
+    """Figures of the whole run without its warm-up, not of the last window."""
     ranks: RankStats | None = None
     hooks: tuple[HookTime, ...] = ()
-    """The most expensive between the steps first."""
+    """Hooks between the steps, the slowest first."""
     by_loader: tuple[LoaderSteps, ...] = ()
     """Of a validation, test or prediction: each of several loaders."""
     wall: WallStats | None = None
@@ -240,5 +240,5 @@ class Measurements:
 
     @property
     def found(self) -> ExperimentResults:
-        """The results of experiments; without them, empty ones."""
+        """The results of experiments, or empty results."""
         return self.experiments or ExperimentResults()

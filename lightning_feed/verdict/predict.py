@@ -18,64 +18,63 @@ SAME = 1.1
 """Usual difference of two measurements of the same setting: of 67 fits that were measured twice within a minute, 58
 agreed within a tenth (``benchmarks/predictions.py`` on a virtual machine with 2 CPUs)."""
 NOT_TRANSFORMS = ("read", "decode", "load")
-"""Steps of a sample's way that are no transforms, as experiments name them: see :func:`step_of`."""
+"""Costs of a sample other than transforms, as experiments name them: see :func:`step_of`."""
 
 _TAKE = (0.5, 0.1, 0.5)
 """Cost of taking a batch from a worker process, for the training process: ms, ms a tensor, ms a megabyte. Of lists of 1
 to 64 tensors of 100 B to 40 MB on a virtual machine with 2 CPUs, torch 2.15."""
 _SEND = (0.3, 0.25, 0.75)
-"""The same for the worker, that moves it into shared memory and answers for each tensor."""
+"""Cost of the same for the worker, which moves the batch into shared memory and answers for each tensor."""
 _SLOWEST = 3.0
-"""Times as long, at most, as it takes where no other program runs."""
+"""Limit of the factor by which other programs slow down taking a batch."""
 _TENSORS = 32
-"""Tensors of a batch in which none, or an unknown number, was found: a class of the user's may hide many."""
+"""Tensors assumed in a batch of a user's class, which may hide many."""
 _IDLE_CPUS = 0.3
-"""CPUs that stay idle where training and its workers ask for more than there are, since each waits for the other now
-and then: 0.24 to 0.34 of 2 CPUs in three projects of ``tests/zoo``."""
+"""CPUs that stay idle although training and its workers want more than there are, since each sometimes waits for the
+other: 0.24 to 0.34 of 2 CPUs in three projects of ``tests/zoo``."""
 _SIDE_BY_SIDE = 1.2
-"""Times the CPU time, where loading and training take turns on the CPU now, and then work at once: they share caches,
-memory and clock. Of 18 first workers in ``tests/zoo`` on two days the steps were 0.96 to 1.40 times those predicted
+"""Factor on the CPU time of loading and training that took turns and then run at once: they share caches, memory and
+clock. Of 18 first workers in ``tests/zoo`` on two days the steps were 0.96 to 1.40 times those predicted
 without it, nine of ten at most 1.34."""
 _START_MS = 100.0
-"""To start a worker process in each epoch, and to end it: 50 ms where the process that forks it holds 0.5 GB, and 100
-where that holds 2.5, of 1 to 8 workers on a virtual machine with 2 CPUs, torch 2.15."""
+"""Time to start and end a worker process in each epoch: 50 ms if the process that forks it holds 0.5 GB, and 100 if it
+holds 2.5 GB, with 1 to 8 workers on a virtual machine with 2 CPUs, torch 2.15."""
 
 _AHEAD = 2
-"""Batches that a worker is asked for ahead: torch's ``prefetch_factor``, where none is given."""
+"""Batches that a worker prefetches: torch's default ``prefetch_factor``."""
 
 
 def step_of(name: str) -> str:
-    """The name of a cost without that of its loader, which several loaders put before it: ``load`` of ``"a: load"``."""
+    """The name of a cost without the name of its loader: ``load`` of ``"a: load"``."""
     return name.rpartition(": ")[2]
 
 
 def without(shares: Shares, part_ms: float) -> float:
-    """Step time without so much of it."""
+    """Step time without ``part_ms`` of it."""
     return shares.step_ms - min(max(0.0, part_ms), shares.step_ms)
 
 
 def serial(facts: LoopFacts) -> bool:
-    """True where the training process itself loads, so that loading and training take turns."""
+    """True if the training process itself loads, so that loading and training take turns."""
     return facts.num_workers == 0
 
 
 def period_ms(measured: Measurements, shares: Shares) -> float | None:
-    """Time in which the loader makes a batch while training waits for it.
-
-    With workers that is a step; without, what ``next(loader)`` takes. None: not known.
+    """Time in which the loader makes a batch while training waits for it: with workers a step, else the time in
+    ``next(loader)``. None: not known.
     """
     return measured.stats.next_wait_ms if serial(measured.facts) else shares.step_ms
 
 
 def floor_ms(measured: Measurements, shares: Shares) -> float:
-    """Step time when no batch is waited for: the rest of the step, or the model alone where that takes longer; and the
-    time to take a batch that is ready, which counts as waiting while none is."""
+    """Step time without waiting: the rest of the step, or the model alone if that takes longer, with the time to take a
+    ready batch, which counts as waiting otherwise."""
     taking = measured.found.taking_ms or 0.0
     return min(shares.step_ms, taking + max(shares.floor_ms, model_alone_ms(measured) or 0.0))
 
 
 def with_batch_in(measured: Measurements, shares: Shares, after_ms: float) -> float | None:
-    """Step time with the same workers, or none, when a batch is made in so many milliseconds. None: not known."""
+    """Step time if the same workers, or none, make a batch in ``after_ms``. None: not known."""
     running = period_ms(measured, shares)
     if running is None:
         return None
@@ -86,16 +85,16 @@ def with_batch_in(measured: Measurements, shares: Shares, after_ms: float) -> fl
 
 
 def with_rate(measured: Measurements, shares: Shares, rate: float | None, now: float | None) -> float | None:
-    """Step time with a loader that gives ``rate`` batches per second where it gave ``now``, both alone.
+    """Step time if the loader alone reaches ``rate`` batches per second, and reached ``now`` before.
 
-    Beside training a loader is slower than alone. Where it is by more than :data:`SAME`, it is taken to be with the
-    remedy too; else the rate counts as it is.
+    A loader is slower while a model trains. If it was slower by more than :data:`SAME`, the same factor is assumed with
+    the remedy.
     """
     return with_batch_in(measured, shares, _beside(measured, shares, rate, now)) if rate else None
 
 
 def crowding_ms(measured: Measurements, shares: Shares, loading_ms: float, workers: int) -> float:
-    """By how much steps get longer when workers take ``loading_ms`` of CPU time for each of them. 0.0: not known.
+    """Increase of the step time if workers take ``loading_ms`` of CPU time for each step. 0.0: not known.
 
     CPUs that training and other programs do not use cost nothing. The rest is taken from training: from a single
     thread its share, and from threads that compute on all CPUs together all of it, since each of them waits for the one
@@ -143,9 +142,9 @@ def filled_ms(
 
 
 def _seen_to_get(measured: Measurements) -> float:
-    """CPUs that the threads that load got when they were ready for one; 0.0: not known.
+    """CPUs that the loading threads got whenever they were ready for one; 0.0: not known.
 
-    They ask seldom where they are mostly blocked, so the run has few CPUs now, and would have more.
+    Threads that are mostly blocked seldom ask for a CPU: the run uses few CPUs now, and could use more.
     """
     facts, loaders = measured.facts, measured.loaders
     if serial(facts):
@@ -158,8 +157,8 @@ def _seen_to_get(measured: Measurements) -> float:
 
 
 def blocked_share(measured: Measurements) -> float:
-    """Share of the time for a batch in which who makes it is blocked, so that another could have the CPU, 0 to 1; 0.0
-    where that was not seen."""
+    """Share of the time for a batch during which its worker is blocked, so that others could use the CPU, 0 to 1; 0.0
+    if not measured."""
     facts, wait, pct = measured.facts, measured.stats.next_wait_ms, measured.loaders.workers_blocked_pct
     if not serial(facts):
         return (pct or 0.0) / 100
@@ -169,7 +168,7 @@ def blocked_share(measured: Measurements) -> float:
 
 
 def with_files_near(measured: Measurements, shares: Shares) -> float | None:
-    """Step time when workers are no longer blocked while they make a batch. None: not known."""
+    """Step time if workers are never blocked while they make a batch. None: not known."""
     running, blocked = period_ms(measured, shares), measured.loaders.workers_blocked_pct
     if running is None or blocked is None:
         return None
@@ -177,10 +176,10 @@ def with_files_near(measured: Measurements, shares: Shares) -> float | None:
 
 
 def with_workers(measured: Measurements, shares: Shares, number: int) -> float | None:
-    """Step time with so many worker processes, 1 or more, where there are fewer now, or none.
+    """Step time with ``number`` worker processes, more than now.
 
-    By the rates that were tried, where both numbers were. Else each worker adds its rate, as far as there are CPUs.
-    None: not known.
+    Uses the rates of both numbers if they were tried. Else each worker adds its rate, as far as there are CPUs. None:
+    not known.
     """
     facts = measured.facts
     running, now = period_ms(measured, shares), facts.num_workers
@@ -241,7 +240,7 @@ def with_crops(measured: Measurements, shares: Shares) -> dict[int, float]:
 
 
 def without_workers(measured: Measurements, shares: Shares) -> float | None:
-    """Step time without workers, where loading a batch in one process was timed; else None."""
+    """Step time without workers, if loading a batch in one process was timed; else None."""
     found, alone = measured.found, tried_rates(measured).get(0)
     if alone:
         return shares.floor_ms + 1e3 / alone
@@ -251,7 +250,7 @@ def without_workers(measured: Measurements, shares: Shares) -> float | None:
 
 
 def by_trial(measured: Measurements, shares: Shares, number: int) -> float | None:
-    """Step time with so many workers, where that number and the present one were both tried; else None."""
+    """Step time with ``number`` workers, if that number and the present one were both tried; else None."""
     tried, now = tried_rates(measured), measured.facts.num_workers
     if now is None or number not in tried or now not in tried:
         return None
@@ -259,26 +258,26 @@ def by_trial(measured: Measurements, shares: Shares, number: int) -> float | Non
 
 
 def tried_rates(measured: Measurements) -> dict[int, float]:
-    """Batches per second by number of workers, of the loader alone. Empty: none was tried."""
+    """Batches per second of the loader alone, by number of workers. Empty: none was tried."""
     return {number: rate for number, rate in measured.found.worker_scaling if rate > 0}
 
 
 def handing_ms(facts: LoopFacts, cost: tuple[float, float, float] = _TAKE) -> float:
-    """The time that handing a batch over between processes takes one of them, by its tensors and bytes."""
+    """Time that one of two processes spends on passing a batch, by the number of its tensors and bytes."""
     once, each, megabyte = cost
     by_size = each * (facts.batch_tensors or _TENSORS) + megabyte * (facts.batch_bytes or 0) * 1e-6
     return facts.loaders_beside * once + by_size
 
 
 def read_share(measured: Measurements) -> float | None:
-    """Share of reading in the time for a sample, 0 to 1; None where the two are not known."""
+    """Share of reading in the time for a sample, 0 to 1; None if not known."""
     costs = {cost.name: cost.wall_ms for cost in measured.found.costs}
     whole = sum(costs.values())
     return costs["read"] / whole if "read" in costs and whole > 0 else None
 
 
 def decoded_on_device(measured: Measurements, shares: Shares, device_per_s: float) -> float | None:
-    """Step time when workers only read files, and the device decodes them beside the step.
+    """Step time if workers only read files, and the device decodes them during the step.
 
     Args:
         measured: all figures.
@@ -297,7 +296,7 @@ def decoded_on_device(measured: Measurements, shares: Shares, device_per_s: floa
 
 
 def with_pinned(measured: Measurements, shares: Shares) -> float | None:
-    """Step time with copies from pinned memory: what of the copy is left is as the two speeds."""
+    """Step time with copies from pinned memory, which shortens the copy by the ratio of the two speeds."""
     found, h2d = measured.found, measured.stats.h2d_ms
     if not found.pinned_gb_per_s or not found.pageable_gb_per_s or h2d is None:
         return None
@@ -322,7 +321,7 @@ def _beside(measured: Measurements, shares: Shares, rate: float, now: float | No
 
 
 def loading_cpu_ms(measured: Measurements, shares: Shares) -> float:
-    """CPU time that goes into loading a batch: what was seen, or all the time that it takes without workers."""
+    """CPU time of loading a batch: as measured, or all of the loading time without workers."""
     facts, on_cpu = measured.facts, measured.loaders.workers_on_cpu_pct
     if serial(facts):
         return (measured.stats.next_wait_ms or 0.0) if facts.load_cpu_ms is None else facts.load_cpu_ms
@@ -330,7 +329,7 @@ def loading_cpu_ms(measured: Measurements, shares: Shares) -> float:
 
 
 def training_cpu_ms(measured: Measurements, shares: Shares) -> float | None:
-    """CPU time of the training process per step without what it loads itself; None: not known."""
+    """CPU time of the training process per step without loading; None: not known."""
     facts = measured.facts
     spent = facts.process_cpu_ms if facts.process_cpu_ms is not None else facts.host_cpu_ms
     if spent is None:
@@ -341,7 +340,7 @@ def training_cpu_ms(measured: Measurements, shares: Shares) -> float | None:
 
 
 def _taking_ms(measured: Measurements) -> float:
-    """The time that taking a batch from a worker would take: as it was measured, else by its tensors and bytes."""
+    """Time to take a batch from a worker: as measured, else by the number of its tensors and bytes."""
     if measured.found.hand_over_ms is not None:
         return measured.found.hand_over_ms
     others = measured.facts.others_share  # other programs slow this down as they do training
@@ -349,14 +348,14 @@ def _taking_ms(measured: Measurements) -> float:
 
 
 def _restarting_ms(facts: LoopFacts, number: int) -> float:
-    """The time for starting workers in each epoch, per step; 0.0 where they live on."""
+    """Time for starting workers in each epoch, per step; 0.0 for persistent workers."""
     if facts.may_persist or not facts.batches_per_epoch:
         return 0.0
     return facts.loaders_beside * number * _START_MS / facts.batches_per_epoch
 
 
 def _left_over_ms(facts: LoopFacts, one_ms: float) -> float:
-    """The time for batches that workers make in vain, per step: those asked for ahead when an epoch breaks off."""
+    """Time for prefetched batches that are dropped if an epoch ends early, per step."""
     if not facts.breaks_off or not facts.batches_per_epoch:
         return 0.0
     return _AHEAD * one_ms / facts.batches_per_epoch

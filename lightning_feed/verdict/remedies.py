@@ -1,4 +1,4 @@
-"""Remedies: all of them, the text to paste for each, and the choice of those that are printed."""
+"""Remedies: the rules, the text to paste, and the choice of those to print."""
 
 import json
 import re
@@ -14,19 +14,19 @@ from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Form, Remedy
 
 PLACE = Place(words="your training DataLoader")
 OUR_PLACE = Place(words="loader=LoaderSettings(...) of your data module", form="settings")
-"""The places where nothing more is known."""
+"""Places for loaders of which nothing more is known."""
 _WRAPPED = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
 """Settings that ``wrap`` changes; the rest is set in the loader inside."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A run whose limit was found: what was measured, and why its parts over their limits take what they take."""
+    """A run with its measurements, and the cause of each part of a step over its limit."""
 
     measured: Measurements
     shares: Shares
     causes: Mapping[Bottleneck, Cause]
-    """Of each part of a step that is over its limit; of the step itself where none is."""
+    """The cause of each part of a step that is over its limit, or of the step itself if none is."""
 
     @property
     def facts(self) -> LoopFacts:
@@ -35,12 +35,12 @@ class Finding:
 
     @property
     def data(self) -> Cause | None:
-        """The cause of waiting for data; None: there is none."""
+        """The cause of waiting for data; None if that is below its limit."""
         return self.causes.get("data")
 
     @property
     def step_with_start_ms(self) -> float:
-        """Time of an epoch for each of its steps, that to its first batch included where it is known."""
+        """Time of an epoch per step, with the time to its first batch if known."""
         batches, start_s = self.facts.batches_per_epoch, self.measured.stats.epoch_start_s
         return self.shares.step_ms + (1e3 * start_s / batches if batches and start_s is not None else 0.0)
 
@@ -52,7 +52,7 @@ class Finding:
         return self.facts.place or OUR_PLACE
 
     def can_set(self, name: str) -> bool:
-        """True where a setting can be given there."""
+        """True if a setting can be given at that place."""
         if self.place.form == "callback":
             return name in ("num_workers", "prefetch_factor", "persistent_workers")
         return name in dict(self.place.overrides) or not self.place.names or name in dict(self.place.names)
@@ -69,7 +69,7 @@ class Finding:
 def loader_remedy(
     finding: Finding, why: str, step_ms: float | None, *, gain_pct: float | None = None, **settings: object
 ) -> Remedy:
-    """A remedy that gives the training loader other settings; the first of them names it."""
+    """A remedy that changes settings of the training loader; the first setting names it."""
     place, (name, value) = finding.place, next(iter(settings.items()))
     keys = dict(place.overrides)
     form: Form = place.form
@@ -96,7 +96,7 @@ def loader_remedy(
 
 
 def datamodule_remedy(finding: Finding, name: str, value: str, why: str, step_ms: float | None) -> Remedy:
-    """A remedy that gives an ImageFolderDataModule another argument."""
+    """A remedy that changes an argument of an ImageFolderDataModule."""
     change = f"{name}: {vars(finding.facts)[name] or 'not set'} -> {value}"
     where = f"{change} in the call that makes your {finding.place.datamodule or 'ImageFolderDataModule'}"
     code, changes = f'{name}="{value}"', f"{name}={value!r}"
@@ -104,7 +104,7 @@ def datamodule_remedy(finding: Finding, name: str, value: str, why: str, step_ms
 
 
 def trainer_remedy(place: Place, name: str, now: object, value: object, **more: Any) -> Remedy:
-    """A remedy that gives the Trainer another argument; ``more``: its ``why``, and its prediction."""
+    """A remedy that changes an argument of the Trainer; ``more``: its ``why`` and its prediction."""
     form: Form = "override" if place.trainer_key else "trainer"
     return Remedy(
         code=f"{place.trainer_key}{name}={value}",
@@ -144,13 +144,13 @@ def callback_remedy(
 # --- the loader ---------------------------------------------------------------------------------------------------
 
 MOST_WAITING = 4
-"""Times as many workers, at most, where they only wait."""
+"""Limit of the factor on the number of workers that only wait."""
 MOSTLY = 0.5
-"""Share of the time for a batch from which its maker counts as waiting."""
+"""Share of the time for a batch above which its worker counts as waiting."""
 MOST_WORKERS = 16
-"""More are never named where there are none."""
+"""Limit of the number of workers suggested for a loader without workers."""
 NEARLY = 1.02
-"""Fewer workers than the best number do, where the step takes no longer than this times its step."""
+"""Factor on the best step time within which fewer workers are preferred."""
 _MADE_SLOWLY: tuple[Cause, ...] = ("no workers", "cpu", "cold reads", "remote reads", "waiting", "unknown")
 _READ_SLOWLY: tuple[Cause, ...] = ("cold reads", "remote reads", "waiting")
 MADE_ON_CPU: tuple[Cause, ...] = ("cpu", "no workers", "oversubscribed")
@@ -178,7 +178,7 @@ def more_workers(finding: Finding) -> Remedy | None:
 
 
 def steps_with_more(finding: Finding) -> dict[int, float]:
-    """The step time to expect by number of workers, of each that is possible; empty where more are no remedy."""
+    """Predicted step time by number of workers; empty if more workers would not help."""
     facts, now = finding.facts, finding.facts.num_workers
     if now is None or not facts.usable_cpus or facts.workers == "thread" or finding.data not in _MADE_SLOWLY:
         return {}
@@ -194,7 +194,7 @@ def steps_with_more(finding: Finding) -> dict[int, float]:
 
 
 def _numbers_to_name(finding: Finding, now: int) -> Iterable[int]:
-    """Those tried, else all up to the most; a stream that does not divide itself may have one worker."""
+    """The numbers tried, else all up to the limit; only one for a stream that does not divide itself."""
     if not _can_change_workers(finding):
         return []
     if not may_have_workers(finding):
@@ -204,12 +204,12 @@ def _numbers_to_name(finding: Finding, now: int) -> Iterable[int]:
 
 
 def may_have_workers(finding: Finding) -> bool:
-    """True where two workers or more give the samples that one gives: a stream has to divide them."""
+    """True if several workers yield the same samples as one: a stream has to divide them."""
     return finding.facts.map_style is not False or finding.facts.shards_by_worker is True
 
 
 def _can_change_workers(finding: Finding) -> bool:
-    """True where all of the training loaders can get the same number."""
+    """True if all training loaders can get the same number of workers."""
     return finding.can_set("num_workers") and len(set(finding.facts.every_num_workers)) <= 1
 
 
@@ -225,7 +225,7 @@ def _with_kept_workers(finding: Finding) -> tuple[Measurements, dict[str, Any]]:
 
 
 def _most_workers(finding: Finding) -> int:
-    """As many as there are CPUs; more where they are blocked most of the time, as many as then keep the CPUs busy."""
+    """The number of CPUs; for workers that are mostly blocked, the number that keeps the CPUs busy."""
     facts, now = finding.facts, finding.facts.num_workers or 0
     most = cpus = max(1, (facts.usable_cpus or 1) // facts.loaders_beside)
     blocked = predict.blocked_share(finding.measured) if now == 0 or finding.data in _READ_SLOWLY else 0.0
@@ -235,7 +235,7 @@ def _most_workers(finding: Finding) -> int:
 
 
 def _fits(finding: Finding, workers: int) -> bool:
-    """True where /dev/shm has room for the batches that so many workers keep ready: a worker without it dies."""
+    """True if /dev/shm has room for the batches that ``workers`` keep ready: a worker without room dies."""
     facts = finding.facts
     if facts.free_shm_bytes is None or facts.batch_bytes is None:
         return True
@@ -396,7 +396,7 @@ def nvjpeg(finding: Finding) -> Remedy | None:
 # --- the transfer, callbacks and loggers --------------------------------------------------------------------------
 
 RARELY = 50
-"""Steps between two drawings of the progress bar, or two calls of the loggers."""
+"""Steps between two updates of the progress bar, or two calls of the loggers."""
 _BARS = ("TQDMProgressBar", "RichProgressBar")
 _LOGGING = re.compile(r"^logger .*\.log_metrics$")
 
@@ -466,15 +466,15 @@ def _sum(hooks: list[HookTime]) -> float:
 
 
 def _rarer(finding: Finding, takes_ms: float, every: int) -> float:
-    """Step time with what is done every so many steps done every 50."""
+    """Step time if something done every ``every`` steps is done every 50 steps."""
     return predict.without(finding.shares, min(takes_ms, finding.measured.stats.other_ms or 0.0) * (1 - every / RARELY))
 
 
 # --- which of them are printed ------------------------------------------------------------------------------------
 
 LEAST_PCT, LEAST_UNSURE_PCT = 5.0, 10.0
-"""A remedy has to save so much of an epoch's time; and where the figures are of low confidence, or a first worker would
-share the CPUs that train."""
+"""Least saving of a remedy, as a share of an epoch; the second for figures of low confidence, and for a first worker
+that shares the CPUs that train."""
 LEAST_SHARED_PCT = 20.0
 """The same where workers are busy and training computes on the same CPUs: a step of 17.6 ms was predicted, of 21.5, for
 all CPUs kept busy all the time, and 20.9 achieved (``benchmarks/advice.py`` on a virtual machine with 2 CPUs)."""
@@ -483,12 +483,11 @@ RULES = (
     more_workers, fewer_workers, persistent_workers, any_order, shared_files, files_in_memory, crops_only, nvjpeg,
     pinned_memory, prefetch_callback, rare_progress_bar, log_rarely,
 )  # fmt: skip
-"""Each gives its remedy, with what is predicted; None where its condition does not hold. Where two save as much, the
-first is printed first."""
+"""Rules: each returns its remedy with a prediction, or None. Of two that save the same, the first is printed first."""
 
 
 def remedies_for(finding: Finding) -> tuple[Remedy, ...]:
-    """Those that save what is worth it, the largest saving first; of two that set the same, the better."""
+    """The remedies worth printing, the largest saving first; of two for the same setting, the better."""
     found = [remedy for rule in RULES if (remedy := rule(finding)) is not None]
     if finding.facts.loop == "plain":
         found = [remedy for remedy in found if remedy.form in ("arguments", "line")]
@@ -500,7 +499,7 @@ def remedies_for(finding: Finding) -> tuple[Remedy, ...]:
 
 
 def largest(remedies: list[Remedy], least_pct: float) -> tuple[Remedy, ...]:
-    """The three that save most, and at least so much; of those that set the same, the best."""
+    """The three remedies that save most, and at least ``least_pct``; of those for the same setting, the best."""
     gains = [remedy for remedy in remedies if (remedy.predicted_gain_pct or 0.0) >= least_pct]
     gains.sort(key=lambda remedy: -(remedy.predicted_gain_pct or 0.0))
     best = {remedy.changes.partition("=")[0]: remedy for remedy in reversed(gains)}
@@ -508,14 +507,14 @@ def largest(remedies: list[Remedy], least_pct: float) -> tuple[Remedy, ...]:
 
 
 def _gain_pct(finding: Finding, remedy: Remedy) -> float | None:
-    """Share of an epoch's time, first batch included, that a remedy saves; what it predicts itself, where it does."""
+    """Share of an epoch with its first batch that a remedy saves: its own prediction, else by its step time."""
     if remedy.predicted_gain_pct is not None or remedy.predicted_step_ms is None:
         return remedy.predicted_gain_pct
     return 100 * (finding.shares.step_ms - remedy.predicted_step_ms) / finding.step_with_start_ms
 
 
 def least_gain_pct(finding: Finding) -> float:
-    """The gain from which a remedy is printed: 5 %, or more where noise hides that."""
+    """Least gain of a printed remedy: 5 %, or more if noise is larger."""
     stats, facts = finding.measured.stats, finding.facts
     low, high = stats.interval_pct or (0.0, 0.0)
     least = LEAST_UNSURE_PCT if stats.confidence == "low" or facts.crowded else LEAST_PCT
