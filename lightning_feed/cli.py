@@ -343,7 +343,8 @@ def _diagnose(arguments: argparse.Namespace) -> None:
         if earlier is not None and not report.report_card:
             _say(f"no remedy of {earlier.path} that can be checked is in effect")
         if stop is None:
-            _print(f"Written to {arguments.out}.", sys.stderr)
+            newest = read_document(out).path or out
+            _print(f"Written to {arguments.out / newest.stem}.html, .json and .md.", sys.stderr)
         elif stop.written:
             _say(f"what was measured until then is in {arguments.out}")
         for line in (getattr(stop, "not_written", ""), fit.ended):

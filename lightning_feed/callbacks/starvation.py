@@ -346,7 +346,7 @@ class GPUStarvationCallback(Callback):
         self._reported_steps = run.finished
         found = self._guard.attempt("make its report", lambda: self.report(run.stage))
         # Of a fit with so few steps nobody expects a verdict.
-        silent = found is None or (found.bottleneck == "unknown" and run.finished < SOME_STEPS)
+        silent = found is None or (found.grade == "not measured" and run.finished < SOME_STEPS)
         first = self._schedule.first
         self._schedule.came(early=silent)
         if found is None or silent:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning_feed.errors import ReportError, in_rate, plural, printable, printable_lines
 from lightning_feed.report import sections
 from lightning_feed.report.document import NAME, as_json, make_report
-from lightning_feed.report.next_step import ARGUMENTS, next_step
+from lightning_feed.report.next_step import ARGUMENTS, next_step, other_notes
 from lightning_feed.report.report import (
     Report,
     RunIdentity,
@@ -69,7 +69,8 @@ def as_text(
     shown: list[Iterable[Section]] = [sections.pipeline_sections(diagnosis), sections.measured_sections(measured)]
     if _judged(diagnosis):
         time = sections.step_sections(diagnosis), sections.time_sections(measured)
-        shown = [*time, sections.advice_sections(diagnosis, step), *shown]
+        notes = other_notes(diagnosis, run, arguments=arguments)
+        shown = [*time, sections.advice_sections(diagnosis, notes), *shown]
     return _in_lines(_first_line(diagnosis), step, chain.from_iterable(shown), beside, width)
 
 
@@ -124,8 +125,8 @@ def short_markdown(report: Report) -> str:
 
 
 def _first_sections(report: Report) -> tuple[Section, ...]:
-    diagnosis, step = report.diagnosis, next_step(report.diagnosis, report.run)
-    advice = () if is_toy(diagnosis) else sections.advice_sections(diagnosis, step)
+    diagnosis, notes = report.diagnosis, other_notes(report.diagnosis, report.run)
+    advice = () if is_toy(diagnosis) else sections.advice_sections(diagnosis, notes)
     return (*sections.step_sections(diagnosis), *advice)
 
 

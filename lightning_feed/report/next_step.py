@@ -14,7 +14,9 @@ ENOUGH_STEPS = 30
 """Steps that a verdict takes: the warm-up, and those that count."""
 ARGUMENTS = "ARGUMENTS"
 """Stands for arguments that are not known."""
-MEASURE_THE_REST = "Train with LIGHTNING_FEED=1"
+_DIAGNOSE = "lightning-feed diagnose your_script.py -- ARGUMENTS"
+"""The command in notes, which know no program."""
+_MEASURE_THE_REST = "Train with LIGHTNING_FEED=1"
 """In the note of a diagnosis that gives no fix, since what it left out may be to blame."""
 _IDLE = "run again when the machine is idle, or reserve CPUs for this run (Slurm: `--cpus-per-task`)"
 _IN_YOUR_CODE: tuple[Cause, ...] = ("no workers", "cpu", "oversubscribed", "waiting", "unknown")
@@ -38,18 +40,26 @@ def next_step(found: Diagnosis, run: RunIdentity | None = None, *, arguments: st
     if found.remedies:
         return _fix(found.remedies[0])
     left_out = found.measurements.found.stripped
-    if left_out and any(MEASURE_THE_REST in one for one in found.notes):
+    if left_out and any(_MEASURE_THE_REST in one for one in found.notes):
         return f"{_train_measured(run, given)} to measure what was left out here ({left_out}): the rest hardly waits"
     if found.bottleneck == "data":
         return _for_data(found, run, given)
     if found.bottleneck == "compute":
         return _for_compute(found, run, given)
-    return next(iter(_notes(found)), _WITHOUT_NOTE[found.bottleneck])
+    return next(iter(_notes(found, run, given)), _WITHOUT_NOTE[found.bottleneck])
 
 
-def _notes(found: Diagnosis) -> list[str]:
+def other_notes(found: Diagnosis, run: RunIdentity | None = None, *, arguments: str = ARGUMENTS) -> list[str]:
+    """The notes that the next step does not repeat, with the name of the program. Arguments as for it."""
+    step, run = next_step(found, run, arguments=arguments), RunIdentity() if run is None else run
+    notes = [one.replace(_DIAGNOSE, _command(run, arguments if run.has_arguments else "")) for one in found.notes]
+    return [one for one in notes if not step.endswith(one) and _MEASURE_THE_REST not in one]
+
+
+def _notes(found: Diagnosis, run: RunIdentity, given: str) -> list[str]:
     """The notes that say what to do. One only says what validation and checkpoints take."""
-    return [one for one in found.notes if one != share_text(found.measurements)]
+    said = share_text(found.measurements)
+    return [one.replace(_DIAGNOSE, _command(run, given)) for one in found.notes if one != said]
 
 
 _WITHOUT_NOTE: dict[str, str] = {
@@ -88,9 +98,10 @@ def _for_data(found: Diagnosis, run: RunIdentity, given: str) -> str:
         slowest = measured.found.functions[0]
         place = source_line(slowest.file, slowest.line)
         return f"{turns}make {slowest.name} ({place}) faster: it takes {slowest.ms_per_batch:.1f} ms for each batch"
-    notes = _notes(found)
+    notes = _notes(found, run, given)
     if measured.experiments is None and (found.cause in _IN_YOUR_CODE or not notes):
-        return turns + _ask_more(found, run, given)
+        asked = (one for one in notes if _command(run, given) in one)
+        return turns + next(asked, _ask_more(found, run, given))
     if notes:
         return turns + notes[0]
     return f"{turns}make a batch with less work: no setting of the loader that was tried is faster"
@@ -106,7 +117,7 @@ def _ask_more(found: Diagnosis, run: RunIdentity, given: str) -> str:
 
 
 def _for_compute(found: Diagnosis, run: RunIdentity, given: str) -> str:
-    measured, notes = found.measurements, _notes(found)
+    measured, notes = found.measurements, _notes(found, run, given)
     if found.cause in ("oversubscribed", "unknown"):  # the model alone is much faster than the step
         return _IDLE if measured.facts.crowded else next(iter(notes), _WITHOUT_NOTE["framework"])
     if found.cause == "launch" and notes:
@@ -125,11 +136,16 @@ def _for_compute(found: Diagnosis, run: RunIdentity, given: str) -> str:
 
 
 def _diagnose(run: RunIdentity, given: str, what: str) -> str:
+    how = " in a cell, with what `trainer.fit` is given," if run.program == "notebook" else ""
+    return f"`{_command(run, given)}`{how} {what}"
+
+
+def _command(run: RunIdentity, given: str) -> str:
     """The command, or the call, that diagnoses the same training."""
     if run.program == "notebook":
-        return f"`lightning_feed.diagnose(trainer, model)` in a cell, with what `trainer.fit` is given, {what}"
+        return "lightning_feed.diagnose(trainer, model)"
     program = _quoted(run.program) or "SCRIPT.py"
-    return f"`lightning-feed diagnose {program}{f' -- {given}' if given else ''}` {what}"
+    return f"lightning-feed diagnose {program}{f' -- {given}' if given else ''}"
 
 
 def _train_measured(run: RunIdentity, given: str) -> str:

@@ -14,7 +14,6 @@ from lightning_feed.measure.measurements import LoopFacts, LoopMeasurements, Mea
 from lightning_feed.measure.stats import LoaderStats, StarvationStats
 from lightning_feed.measure.wall import WallStats
 from lightning_feed.report.compare import check_text
-from lightning_feed.report.next_step import MEASURE_THE_REST
 from lightning_feed.report.report import Report, cause_text, if_free, rate, takes_turns
 from lightning_feed.verdict.causes import in_ms, model_disturbed
 from lightning_feed.verdict.diagnosis import Bottleneck, Diagnosis, Remedy
@@ -288,12 +287,8 @@ def _validation_sections(validation: LoopMeasurements, *, shown: bool) -> Iterat
 # --- advice -------------------------------------------------------------------------------------------------------
 
 
-_COMMANDS = ("diagnose your_script.py", MEASURE_THE_REST)
-"""In notes that name a command. The last line does so with the name of the program."""
-
-
-def advice_sections(diagnosis: Diagnosis, step: str) -> Iterator[Section]:
-    """Causes, remedies and notes, without the one that is the next step."""
+def advice_sections(diagnosis: Diagnosis, notes: Sequence[str]) -> Iterator[Section]:
+    """Causes, remedies, and the notes that are no next step."""
     cause, evidence = cause_text(diagnosis), diagnosis.evidence
     lines = [f"cause {cause}"] * bool(cause) + ["why   " + "; ".join(evidence)] * bool(evidence)
     yield from _list("Why", [one for one in (cause, *evidence) if one], lines)
@@ -301,8 +296,6 @@ def advice_sections(diagnosis: Diagnosis, step: str) -> Iterator[Section]:
         rows = [_remedy_row(one, diagnosis) for one in diagnosis.remedies]
         header = ("change", "why", "predicted step", "predicted rate")
         yield Section("What to change", rows, header, "remedies", list(_remedy_lines(diagnosis)))
-    said = (one for one in diagnosis.notes if not any(command in one for command in _COMMANDS))
-    notes = [one for one in said if not step.endswith(one)]
     lines = [f"not   {one}" for one in diagnosis.why_not] + [f"note  {one}" for one in notes]
     yield from _list("Notes", [*(f"not {one}" for one in diagnosis.why_not), *notes], lines)
 

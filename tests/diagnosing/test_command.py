@@ -89,7 +89,7 @@ def test_a_training(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr()
     assert printed.out.startswith("FEED  ")
     assert "keys  mask: 0.1 kB a batch, never used by the model" in printed.out
-    assert printed.err.splitlines()[-1] == "Written to feed_diagnosis."
+    assert printed.err.splitlines()[-1] == "Written to feed_diagnosis/feed_report.html, .json and .md."
     assert {one.name for one in Path("feed_diagnosis").iterdir()} == {
         f"feed_report.{end}" for end in ("json", "md", "html")
     }
@@ -182,18 +182,20 @@ def test_what_an_earlier_report_predicted(file: Path, capsys: pytest.CaptureFixt
     argv = ["diagnose", f"{file}:pair", "--quick", "--only", "model", "--accelerator", "cpu", "--previous"]
     assert cli.main([*argv, "feed_diagnosis"]) == 0
     said = r"num_workers=0: predicted step 57\.6 ms, achieved \d+\.\d ms, error \+\d+\.\d %"
-    assert re.search(rf"^card  {said}", capsys.readouterr().out, re.MULTILINE)
-    (row,) = json.loads(Path("feed_diagnosis/feed_report.json").read_text())["report_card"]
+    printed = capsys.readouterr()
+    assert re.search(rf"^card  {said}", printed.out, re.MULTILINE)
+    assert "Written to feed_diagnosis/feed_report-2.html, .json and .md.\n" in printed.err
+    (row,) = json.loads(Path("feed_diagnosis/feed_report-2.json").read_text())["report_card"]
     assert (row["changes"], row["predicted_step_ms"]) == ("num_workers=0", 57.6)
     assert row["achieved_step_ms"] > 0
-    assert re.search(said.replace("_", r"\\?_"), Path("feed_diagnosis/feed_report.md").read_text())
-    assert re.search(said, Path("feed_diagnosis/feed_report.html").read_text())
+    assert re.search(said.replace("_", r"\\?_"), Path("feed_diagnosis/feed_report-2.md").read_text())
+    assert re.search(said, Path("feed_diagnosis/feed_report-2.html").read_text())
     assert cli.main(["report", "feed_diagnosis"]) == 0
     assert re.search(rf"^card  {said}", capsys.readouterr().out, re.MULTILINE)
     assert cli.main([*argv, "feed_diagnosis", "--json"]) == 0  # the one before is of the same settings
     printed = capsys.readouterr()
     assert json.loads(printed.out)["report_card"] == []
-    assert "no remedy of feed_diagnosis/feed_report.json that can be checked is in effect" in printed.err
+    assert "no remedy of feed_diagnosis/feed_report-2.json that can be checked is in effect" in printed.err
 
 
 @pytest.mark.parametrize(

@@ -253,7 +253,7 @@ def test_nothing_of_a_program_is_run_after_its_fit(project: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["verdict"]["bottleneck"]
     assert done.stderr.splitlines()[-2:] == [
-        "Written to feed_diagnosis.",
+        "Written to feed_diagnosis/feed_report.html, .json and .md.",
         "lightning-feed: careless.py was ended where it calls fit at careless.py:13. It would now train for 2 epochs. "
         f"{END}",
     ]
@@ -340,7 +340,10 @@ def test_programs_are_diagnosed_and_not_run(
     done = run(project, *QUICK, *arguments)
     assert done.returncode == 0, done.stderr
     assert "FEED  " in done.stdout
-    assert done.stderr.splitlines()[-2:] == ["Written to feed_diagnosis.", f"lightning-feed: {end} {END}"]
+    assert done.stderr.splitlines()[-2:] == [
+        "Written to feed_diagnosis/feed_report.html, .json and .md.",
+        f"lightning-feed: {end} {END}",
+    ]
     report = json.loads((project / "feed_diagnosis" / "feed_report.json").read_text())
     assert report["run"]["batch_size"] == batch_size
     new = {str(one.relative_to(project)) for one in project.rglob("*") if str(one) not in before}

@@ -95,7 +95,7 @@ def test_output_in_ascii(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     file = (tmp_path / "out").open("w", encoding="ascii")
     monkeypatch.setattr(sys, "stdout", file)
     monkeypatch.setattr(sys, "__stdout__", file)
-    run_fit(GPUStarvationCallback(nvml=False), others=(Wächter(),))
+    run_fit(GPUStarvationCallback(nvml=False), batches=40, others=(Wächter(),))
     file.close()
     assert r"W\xe4chter.on_train_batch_end" in (tmp_path / "out").read_text()
 

@@ -185,7 +185,14 @@ def test_a_command_is_said_once_with_the_name_of_the_program() -> None:
     text = as_text(_found(LEFT_OUT, notes=(note,)), RUN)
     assert text.count("LIGHTNING_FEED=1") == 1
     earlier = "`lightning-feed diagnose your_script.py -- ARGUMENTS` finds the lines of your code that take the time"
-    assert "your_script.py" not in as_text(_found(cause="cpu", notes=(earlier,)), RUN)
+    crops = "each image is decoded whole: `lightning-feed diagnose your_script.py -- ARGUMENTS` times the crops"
+    for notes, last in (((earlier,), f"train.py` {FINDS}"), ((crops, earlier), "train.py` times the crops")):
+        text = as_text(_found(cause="cpu", notes=notes), RunIdentity(program="train.py"))
+        assert "your_script.py" not in text
+        assert text.endswith(last)
+        assert text.count("train.py") == len(notes)
+    hidden = as_text(_found(cause="jitter", notes=("try it", crops)), RunIdentity(program="notebook"))
+    assert "note  each image is decoded whole: `lightning_feed.diagnose(trainer, model)` times the crops" in hidden
 
 
 def test_a_note_that_is_the_next_step_is_said_once() -> None:
