@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,13 +27,19 @@ from lightning_feed.callbacks.prefetch import PrefetchCallback
 from lightning_feed.callbacks.starvation import GPUStarvationCallback
 from lightning_feed.data.datamodule import FastDataModule
 from lightning_feed.data.images import ImageFolderDataModule
+from lightning_feed.diagnosing.run import run_data_experiments
 from lightning_feed.diagnosing.short_fits import quiet
 from lightning_feed.errors import DatasetError, SettingsError, plural
 from lightning_feed.extras import require
 from lightning_feed.load.machine import read_machine
+from lightning_feed.load.settings import LoaderSettings
+from lightning_feed.measure.experiment_results import ExperimentResults
+from lightning_feed.report.compare import wanted_settings
 from lightning_feed.report.document import make_report
 from lightning_feed.report.files import as_text, check_writable, write_report, write_whole
 from lightning_feed.report.report import Report
+from lightning_feed.verdict.decide import diagnose
+from lightning_feed.verdict.diagnosis import Remedy
 
 PIXELS = 64
 """Side of the model's input: small, so that the demo ends soon on two CPU cores."""
@@ -42,6 +49,8 @@ SIDES = 768, 1024
 """Least and most pixels of a side of the images that are made. Photos of today are larger still, and data sets keep
 about so many; with thumbnails of 300 pixels there would be little decoding to save."""
 MOST_IMAGES = 100_000
+TRIAL_S = 6.0
+"""Time for decoding whole images and crops in turn, after the plain run."""
 # Photographs in scikit-image's wheel (nothing is downloaded), freed for any use by their docstrings in skimage.data:
 # public domain: astronaut (NASA), hubble_deep_field (NASA), rocket (SpaceX);
 # CC0: brick, camera (Lav Varshney), chelsea (Stefan van der Walt), coffee (Rachel Michetti), grass, gravel,
@@ -180,12 +189,16 @@ class SmallModel(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
 
 
-def plain_loader(images: ImageFolder) -> DataLoader[Any]:
-    """As most people write it first: normalised float32 images from the loader, no workers."""
+def plain_transform() -> v2.Compose:
+    """RandomResizedCrop and flip, to normalised float32 images."""
     crop, flip = v2.RandomResizedCrop(PIXELS), v2.RandomHorizontalFlip()
     floats = v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.5] * 3)
-    dataset = _transformed(images, v2.Compose([crop, flip, *floats]))
-    return DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True)
+    return v2.Compose([crop, flip, *floats])
+
+
+def plain_loader(images: ImageFolder) -> DataLoader[Any]:
+    """As most people write it first: normalised float32 images from the loader, no workers."""
+    return DataLoader(_transformed(images, plain_transform()), batch_size=BATCH_SIZE, shuffle=True)
 
 
 class FedImages(FastDataModule):
@@ -210,11 +223,13 @@ class FedImages(FastDataModule):
 
 
 class AdvisedImages(ImageFolderDataModule):
-    """The images of the plain run, of which only the crop is decoded, as the report of that run advises."""
+    """The images and the transform of the plain run, of which only the crop is decoded, as its report advises."""
 
-    def __init__(self, images: ImageFolder) -> None:
-        half = (0.5,) * 3
-        super().__init__(images.root, BATCH_SIZE, image_size=PIXELS, val_fraction=0, mean=half, std=half)
+    def __init__(self, images: ImageFolder, advice: Remedy | None) -> None:
+        settings = LoaderSettings()
+        if advice is not None:
+            settings = LoaderSettings(num_workers=int(wanted_settings(advice)["num_workers"]))
+        super().__init__(images.root, BATCH_SIZE, transform=plain_transform(), val_fraction=0, loader=settings)
         self._most = len(images)
 
     def make_dataset(self, split: str) -> Any:
@@ -272,7 +287,7 @@ def _train(name: str, data: Any, images: ImageFolder, epochs: int, logs: Path) -
         max_epochs=epochs,
         devices=1,
         logger=TensorBoardLogger(logs, name=name),
-        callbacks=[*([] if name == "plain" else [PrefetchCallback()]), starvation, course],
+        callbacks=[*([PrefetchCallback()] if name == "fed" else []), starvation, course],
         log_every_n_steps=10,
         enable_checkpointing=False,
         enable_model_summary=False,
@@ -284,10 +299,26 @@ def _train(name: str, data: Any, images: ImageFolder, epochs: int, logs: Path) -
         if trainer.interrupted:  # Lightning turns Ctrl-C into exit code 1, which is ours for a FeedError
             raise KeyboardInterrupt from stopped
         raise
-    report = make_report(starvation.report())
+    found = starvation.report()
+    if name == "plain":
+        found = diagnose(replace(found.measurements, experiments=_timed_crops(data)))
+    report = make_report(found)
     written = write_report(report, Path(trainer.log_dir or logs))
     page = next(path for path in written if path.suffix == ".html")
     return Run(_figures(report, course.setup_s, course.epochs_s / epochs, len(images)), report, page)
+
+
+def _timed_crops(loader: DataLoader[Any]) -> ExperimentResults:
+    """The images decoded whole and as crops, timed as ``lightning-feed diagnose`` does."""
+    results = ExperimentResults()
+    for results in run_data_experiments(loader, budget_s=TRIAL_S, only=frozenset({"crops"})):  # noqa: B007
+        pass
+    return results
+
+
+def _advice(report: Report) -> Remedy | None:
+    """The remedy of the plain run that the advised run follows; None where it has none."""
+    return next((one for one in report.diagnosis.remedies if one.form == "replacement"), None)
 
 
 def _figures(report: Report, setup_s: float, epoch_s: float, images: int) -> Figures:
@@ -333,10 +364,11 @@ def demo_text(outcome: Mapping[str, Any]) -> str:
         f"{plural(outcome['epochs'], 'epoch')} each, on {outcome['device']} with {plural(outcome['cpus'], 'CPU')}\n"
         "plain:   DataLoader as most people write it (float32, no workers)\n"
         f"fed:     FastDataModule (uint8, {plural(outcome['workers'], 'worker')}) and PrefetchCallback\n"
-        f"advised: ImageFolderDataModule (decoder {outcome['decoder']!r}, {what}) and PrefetchCallback\n\n"
+        f"advised: ImageFolderDataModule (decoder {outcome['decoder']!r}, {what})\n\n"
         f"The report of the plain run:\n\n{outcome['plain_report']}\n\n{_table(outcome)}\n\n"
         f"seconds per epoch, plain : fed : advised = {epochs_s}\n"
-        f"advised is {outcome['ratio']:.2f} times as fast as plain\n{_on_the_device(outcome)}\n\n"
+        f"advised is {outcome['ratio']:.2f} times as fast as plain\n{outcome['prediction']}\n"
+        f"{_on_the_device(outcome)}\n\n"
         f"Report:       {outcome['report']}\n"
         + "".join(f"  {name:9}   {outcome['reports'][name]}\n" for name in RUNS)
         + f"TensorBoard:  tensorboard --logdir {outcome['logs']}"
@@ -395,15 +427,19 @@ def run_demo(*, data: Path | None, images: int, epochs: int, out: Path) -> dict[
         data /= "train"
     found = find_images(data or make_images(out, images), images)
     logs = out / "logs"
-    fed, advised = FedImages(found), AdvisedImages(found)
-    loaders = {"plain": plain_loader(found), "fed": fed, "advised": advised}
+    fed = FedImages(found)
     with quiet(), _half_the_cpus():
         _warm_up(len(found.classes))
-        runs = {name: _train(name, given, found, epochs, logs) for name, given in loaders.items()}
+        runs = {"plain": _train("plain", plain_loader(found), found, epochs, logs)}
+        runs["fed"] = _train("fed", fed, found, epochs, logs)
+        advice = _advice(runs["plain"].report)
+        advised = AdvisedImages(found, advice)
+        runs["advised"] = _train("advised", advised, found, epochs, logs)
     choice, figures = advised.decoder_choice, {name: run.figures for name, run in runs.items()}
     outcome = {
         **figures,
         "ratio": float(figures["plain"]["epoch_s"] or 0.0) / float(figures["advised"]["epoch_s"] or 1.0),
+        "prediction": _prediction(advice, figures["advised"]["step_ms"]),
         "plain_report": as_text(runs["plain"].report.diagnosis),
         "reports": {name: run.path for name, run in runs.items()},
         "pictures": len(found),
@@ -417,6 +453,14 @@ def run_demo(*, data: Path | None, images: int, epochs: int, out: Path) -> dict[
     }
     write_whole(out / "report.html", _page(outcome))
     return outcome
+
+
+def _prediction(advice: Remedy | None, achieved_ms: object) -> str:
+    if advice is None or advice.predicted_step_ms is None or not isinstance(achieved_ms, float):
+        return "the report of the plain run predicts nothing for it"
+    return (
+        f"the report of the plain run predicted a step of {advice.predicted_step_ms:.1f} ms: {achieved_ms:.1f} achieved"
+    )
 
 
 def _page(outcome: Mapping[str, Any]) -> str:

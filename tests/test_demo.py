@@ -108,7 +108,8 @@ def test_the_demo_shows_the_report_of_the_plain_run_and_all_three_side_by_side(
         assert str(folder / "feed_report.html") in table
     plain = read_document(tmp_path / "logs" / "plain" / "version_0")
     assert as_text(plain.diagnosis) in told  # as it was written, not made up
-    assert "ImageFolderDataModule(FOLDER" in told  # and it does advise what the third run does
+    assert "ImageFolderDataModule(" in told  # and it does advise what the third run does
+    assert re.search(r"predicted a step of [\d.]+ ms: [\d.]+ achieved", table)
     page = (tmp_path / "report.html").read_text()
     assert page.count("<span") == 3
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["logs", "pictures-192", "report.html"]

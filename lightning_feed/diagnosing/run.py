@@ -51,7 +51,7 @@ MODEL_EXPERIMENTS = {"model": "model_per_s", "host-batch": "host_batch_per_s"}
 LOADER_EXPERIMENTS = {
     "loader": ("loader", "keys", "workers"),
     "cached-files": ("cached-files", "disk"),
-    "transforms": ("transforms", "functions", "no-transforms", "uint8", "device-decode"),
+    "transforms": ("transforms", "functions", "no-transforms", "uint8", "crops", "device-decode"),
     "cold-files": ("cold-files", "disk"),
     "constant-samples": ("constant-samples", "hand-over"),
     "copies": ("copies",),
@@ -408,6 +408,7 @@ DATA_EXPERIMENTS = {
     "transforms": Experiment("reading, decoding and each transform", samples.measure_costs, 1.3),
     "no-transforms": Experiment("transforms left out", samples.measure_without_transforms, 1.0),
     "uint8": Experiment("pixel work left to the device", samples.measure_as_uint8, 1.0),
+    "crops": Experiment("only the crops decoded", samples.measure_crops, 1.0),
     "device-decode": Experiment("decoding on the device", rates.measure_device_decode, 0.7),
     "cached-files": Experiment("files in the page cache", disk.measure_cached, 3.0),
     "cold-files": Experiment("files out of the page cache", disk.measure_cold, 3.0),

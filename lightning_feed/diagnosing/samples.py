@@ -14,13 +14,16 @@ from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torchvision.transforms as v1
 from PIL import Image
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, default_collate
+from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
+from lightning_feed.data.image_backends import choose_decoder
 from lightning_feed.diagnosing.disk import innermost
 from lightning_feed.diagnosing.session import LoaderPart, Session, fresh, make_sample, naming, not_hanging
 from lightning_feed.errors import FeedError, LoaderError
@@ -29,7 +32,9 @@ from lightning_feed.images.image_dataset import ImageDataset
 from lightning_feed.load.cacheable import CacheableDataset
 from lightning_feed.load.kinds import AnyDataset, Batch, Sample
 from lightning_feed.load.random_state import preserve_state
-from lightning_feed.measure.experiment_results import FunctionCost, NamedCost
+from lightning_feed.measure.experiment_results import CropTrial, FunctionCost, NamedCost
+from lightning_feed.measure.facts import with_loaders
+from lightning_feed.measure.measurements import LoopFacts
 from lightning_feed.measure.user_code import is_users
 from lightning_feed.trials.cloning import Heartbeat
 
@@ -468,6 +473,104 @@ def _size_of(image: object) -> list[int] | None:
         size: list[int] = v2.functional.get_size(image)
         return size
     return None
+
+
+# --- only the crops decoded -------------------------------------------------------------------------------------------
+
+
+class _Files:
+    """The files of an image folder, read whole: a SampleSource."""
+
+    def __init__(self, folder: ImageFolder) -> None:
+        self.classes = tuple(folder.classes)
+        self.labels = np.array([label for _, label in folder.samples], dtype=np.int64)
+        self._paths: list[str] = [path for path, _ in folder.samples]
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def name(self, index: int) -> str:
+        return self._paths[index]
+
+    def read(self, index: int) -> bytes:
+        return Path(self._paths[index]).read_bytes()
+
+
+def measure_crops(session: Session) -> None:
+    """The cost of a sample of an image folder, and its cost with only the crop decoded.
+
+    Each sample is made both ways in turn, with the same random numbers and the user's transform, so that other programs
+    slow both down alike. Nothing is noted for loaders that ImageFolderDataModule cannot replace: see
+    :func:`folder_to_crop`.
+
+    Raises:
+        DatasetError: when a sample cannot be made.
+        LoaderError: when one takes very long.
+    """
+    part = session.parts[0]
+    dataset: AnyDataset = part.loader.dataset
+    folder = folder_to_crop(part.loader) if len(session.parts) == 1 else None
+    if folder is None:
+        return
+    timer = StepTimer()
+    ways = {timer.step("whole"): dataset, timer.step("crop"): _cropping(dataset, folder)}
+
+    def work(beat: Heartbeat) -> int:
+        began, done = time.monotonic(), 0
+        for done, index in enumerate(part.first_samples(_MOST_SAMPLES)):
+            for name, made_of in ways.items():
+                torch.manual_seed(done)
+                with naming(dataset, index):
+                    timer.call(name, made_of.__getitem__, index)
+            if beat.stopped or (done and time.monotonic() - began > session.share_s):
+                break
+            beat.beat()
+            timer.on = True  # the first sample of each does not count
+        return done
+
+    with preserve_state(part.loader), threads_of_a_worker(part):
+        count = not_hanging(work, _SILENT_S, "A sample of the image folder")
+    if not count:
+        return
+    whole_ms, crop_ms = (timer.steps[name].cpu_ns / count / 1e6 for name in ways)
+    root = Path(folder.root)
+    has_splits = root.name == "train"
+    session.note(
+        crops=CropTrial(
+            folder=str(root.parent if has_splits else root),
+            val_fraction=None if has_splits else round(1 - len(dataset) / len(folder), 3),
+            whole_ms=whole_ms,
+            crop_ms=crop_ms,
+        )
+    )
+
+
+def folder_to_crop(loader: DataLoader[Batch]) -> ImageFolder | None:
+    """The image folder of a loader that ImageFolderDataModule can replace; None for another loader.
+
+    The transform begins with a RandomResizedCrop, images are read as RGB, labels are left alone, samples come in random
+    order, each once, and are collated by torch.
+    """
+    if not with_loaders(LoopFacts(), [loader]).decodes_whole or loader.collate_fn is not default_collate:
+        return None
+    if type(loader.sampler) is not RandomSampler or loader.sampler.replacement or loader.batch_size is None:
+        return None
+    folder: AnyDataset = loader.dataset
+    while isinstance(folder, Subset):
+        folder = folder.dataset
+    path = folder.samples[0][0]
+    made = folder.loader(path)
+    with Image.open(path) as file:
+        plain = isinstance(made, Image.Image) and np.array_equal(np.asarray(made), np.asarray(file.convert("RGB")))
+    return folder if plain and folder.target_transform is None else None
+
+
+def _cropping(dataset: AnyDataset, folder: ImageFolder) -> AnyDataset:
+    """The same samples with only the crops decoded."""
+    if isinstance(dataset, Subset):
+        return Subset(_cropping(dataset.dataset, folder), dataset.indices)
+    files = _Files(folder)
+    return ImageDataset(files, choose_decoder(files, crops=True).decoder, UserTransform(folder.transform))
 
 
 # --- functions by time ------------------------------------------------------------------------------------------------

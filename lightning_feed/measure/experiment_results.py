@@ -67,6 +67,20 @@ REST_OF_THE_FIT = "the rest of the fit"
 
 
 @dataclass(frozen=True, kw_only=True)
+class CropTrial:
+    """Samples of an image folder made with each image decoded whole, and with only its crop decoded, in turn."""
+
+    folder: str
+    """The folder to give to an ImageFolderDataModule."""
+    val_fraction: float | None = None
+    """The share of its images that the training loader leaves out. None: the folder has its own splits."""
+    whole_ms: float
+    """CPU time per sample as configured."""
+    crop_ms: float
+    """The same with only the crop decoded."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExperimentResults:
     """Rates in batches per second, each of whole rounds after warm-up."""
 
@@ -89,6 +103,8 @@ class ExperimentResults:
     """The loader with uint8 images at their final size: what else the transforms do is left to the device."""
     device_decode_per_s: float | None = None
     """The rate at which the device decodes, crops and resizes an image folder, with nothing beside it."""
+    crops: CropTrial | None = None
+    """The samples of an image folder with only the crops decoded. None: no images are decoded whole and cropped."""
     costs: tuple[NamedCost, ...] = ()
     """Per sample: reading, decoding, and every transform by name."""
     samples_ms: float | None = None

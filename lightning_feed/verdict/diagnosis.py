@@ -31,7 +31,9 @@ alone is much faster than the step: ``oversubscribed`` (tasks wait for a CPU), o
 """
 
 
-Form = Literal["arguments", "settings", "datamodule", "override", "method", "trainer", "callback", "line"]
+Form = Literal[
+    "arguments", "settings", "datamodule", "replacement", "override", "method", "trainer", "callback", "line"
+]
 """The kind of text that a remedy's ``code`` is, so that a program can apply it, too.
 
 ``arguments``: keyword arguments for the call that makes the training loader; one that is there already gets the new
@@ -39,7 +41,8 @@ value. ``settings``: the same for LoaderSettings, which a FastDataModule takes a
 argument. ``datamodule``: the same for the call that makes the data module. ``trainer``: the same for the Trainer.
 ``override``: what LightningCLI or Hydra takes on the command line. ``callback``: a callback to add to the Trainer's;
 one of its class that is there already gets these arguments. ``method``: a method for the class that ``where`` names.
-``line``: a line to run before the loaders are made.
+``line``: a line to run before the loaders are made. ``replacement``: a data module for ``trainer.fit`` in place of the
+training loader, with ``...`` for what only the user has.
 """
 
 

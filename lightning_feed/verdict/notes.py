@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Callable, Iterator
+from typing import TypeGuard
 
-from lightning_feed.errors import in_rate, plural, rate_unit, throughput
+from lightning_feed.errors import in_rate, plural, rate_unit
 from lightning_feed.measure.measurements import SYNCS, HookTime
 from lightning_feed.verdict import predict
 from lightning_feed.verdict.causes import MANY_TENSORS, in_ms
@@ -21,6 +22,7 @@ _SHARD = (
     "the dataset is a stream that does not seem to divide itself among workers: with num_workers=2 every sample would "
     "come twice. Divide it by torch.utils.data.get_worker_info() before you use more than one worker"
 )
+_DIAGNOSE = "`lightning-feed diagnose your_script.py -- ARGUMENTS`"
 _ASK: tuple[Cause, ...] = ("no workers", "cpu", "oversubscribed", "waiting", "unknown")
 """Causes by which making samples or batches takes the time."""
 _WAYS_OUT = {
@@ -87,10 +89,21 @@ def _data(finding: Finding, remedies: tuple[Remedy, ...]) -> Iterator[str]:
     yield from _transforms(finding, finding.shares.step_ms)
 
 
+def _may_diagnose(finding: Finding) -> bool:
+    """True for the report of a fit, which diagnose can measure further."""
+    return finding.measured.experiments is None and finding.facts.loop == "trainer" and finding.facts.stage == "fit"
+
+
+def _is_worth_it(step: float | None, finding: Finding) -> TypeGuard[float]:
+    """True for a known step time that saves as much as remedies have to."""
+    if step is None:
+        return False
+    return 100 * (finding.shares.step_ms - step) / finding.step_with_start_ms >= least_gain_pct(finding)
+
+
 def _without_remedy(finding: Finding, cause: Cause) -> Iterator[str]:
-    facts = finding.facts
-    if finding.measured.experiments is None and cause in _ASK and facts.loop == "trainer" and facts.stage == "fit":
-        yield "`lightning-feed diagnose your_script.py -- ARGUMENTS` finds the lines of your code that take the time"
+    if cause in _ASK and _may_diagnose(finding):
+        yield f"{_DIAGNOSE} finds the lines of your code that take the time"
     yield from _TRY.get(cause, _no_hint)(finding)
 
 
@@ -131,26 +144,35 @@ def _hand_over(finding: Finding) -> Iterator[str]:
 
 
 def _cold(finding: Finding) -> Iterator[str]:
-    if finding.facts.cache != "bytes":
-        how = "`lightning-feed pack`" + ("" if finding.facts.loop == "plain" else ", FastDataModule(stage_to=...)")
-        what = "a copy in memory or on a local disk, or fewer and larger files, is read faster"
-        yield f"files are read from storage: {what} ({how})"
+    """The step with all files in memory, where that was timed: the most that a copy nearby gives."""
+    found, step = finding.measured.found, finding.shares.step_ms
+    if finding.facts.cache == "bytes":
+        return
+    then = predict.with_rate(finding.measured, finding.shares, found.cached_bytes_per_s, found.loader_per_s)
+    if _may_diagnose(finding):
+        yield f"files are read from storage: {_DIAGNOSE} times the loader with its files in memory"
+    elif _is_worth_it(then, finding):
+        yield (
+            f"files are read from storage: with the files in memory a step takes {in_ms(then, step)} ms, from a local disk "
+            "(FastDataModule(stage_to=...)) at best as long"
+        )
 
 
 def _over_the_network(finding: Finding) -> Iterator[str]:
     """Ways to ask for more at a time, and the most that the line gives."""
     facts, disk = finding.facts, finding.measured.found.disk
-    if facts.remote and not facts.staged:
-        near = predict.with_files_near(finding.measured, finding.shares)
-        then = "" if near is None else f": after that, a step takes {in_ms(near, finding.shares.step_ms)} ms"
+    near = predict.with_files_near(finding.measured, finding.shares)
+    if facts.remote and not facts.staged and near is not None:
         yield (
             "samples are read from a URL one by one; FastDataModule(stage_to=..., stage_limit=...) reads them "
-            f"ahead, and from a local disk in the second epoch{then}"
+            "ahead, and from a local disk in the second epoch: after that, a step takes "
+            f"{in_ms(near, finding.shares.step_ms)} ms"
         )
     elif not facts.remote:
-        said = "a worker that reads one object at a time has one request in flight: fetch the samples of a batch"
-        ours = ", or give the URL to ImageFolderDataModule or FastDataModule(data_dir=...)"
-        yield f"{said} together (__getitems__){'' if facts.loop == 'plain' else ours}"
+        yield (
+            "a worker that reads one object at a time has one request in flight: fetch the samples of a batch together "
+            "(__getitems__)"
+        )
     if disk is not None and disk.line_mb_per_s and disk.mean_file_bytes:
         most = disk.line_mb_per_s * 1e6 / disk.mean_file_bytes
         yield f"the network gives {disk.line_mb_per_s:.0f} MB/s, or {most:.0f} samples/s: no loader is faster"
@@ -204,22 +226,19 @@ _HINTS: dict[Cause, Callable[[Finding], Iterator[str]]] = {
 
 
 def _whole_images(finding: Finding, cause: Cause) -> Iterator[str]:
-    if finding.facts.decodes_whole and cause in MADE_ON_CPU and finding.facts.loop == "trainer":
-        how = "ImageFolderDataModule(FOLDER, transform=...) decodes only what the crop needs"
-        yield f"your ImageFolder decodes each image whole and crops it then: {how}, which saves CPU time"
+    if finding.facts.decodes_whole and cause in MADE_ON_CPU and _may_diagnose(finding):
+        yield f"your ImageFolder decodes each image whole and then crops it: {_DIAGNOSE} times decoding only the crops"
 
 
 def _pixels(finding: Finding) -> Iterator[str]:
-    """The rate of the loader with images that stay uint8: that takes a change of the data set and of a hook."""
+    """The step with images that stay uint8: that takes a change of the data set and of a hook."""
     facts, found = finding.facts, finding.measured.found
     done = facts.device_transform or (facts.decoder is not None and facts.own_transforms is False)
-    if done or facts.device_type == "cpu" or not found.as_uint8_per_s or not found.loader_per_s:
-        return
-    if found.as_uint8_per_s >= found.loader_per_s * predict.SAME:
+    then = predict.with_rate(finding.measured, finding.shares, found.as_uint8_per_s, found.loader_per_s)
+    if not done and facts.device_type != "cpu" and _is_worth_it(then, finding):
         yield (
-            f"the loader alone gives {throughput(found.loader_per_s, found.batch_size)}, and "
-            f"{throughput(found.as_uint8_per_s, found.batch_size)} if transforms end with uint8 images and the "
-            "device does the rest (device_transform)"
+            "with transforms that end with uint8 images, and the rest done on the device (device_transform), a step "
+            f"takes {in_ms(then, finding.shares.step_ms)} ms"
         )
 
 
@@ -228,7 +247,7 @@ def _transforms(finding: Finding, step: float) -> Iterator[str]:
     found = finding.measured.found
     costs = [cost for cost in found.costs if predict.step_of(cost.name) not in predict.NOT_TRANSFORMS]
     then = predict.with_rate(finding.measured, finding.shares, found.no_transform_per_s, found.loader_per_s)
-    if then is None or not costs or 100 * (step - then) / finding.step_with_start_ms < least_gain_pct(finding):
+    if not costs or not _is_worth_it(then, finding):
         return
     slowest = sorted(costs, key=lambda cost: cost.cpu_ms, reverse=True)[:2]
     named = " and ".join(f"{cost.name} ({cost.cpu_ms:.1f} ms)" for cost in slowest)

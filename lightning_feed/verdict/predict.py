@@ -8,6 +8,9 @@
 - No prediction is below the rest of the step, or the model alone.
 """
 
+import math
+from dataclasses import replace
+
 from lightning_feed.measure.measurements import LoopFacts, Measurements
 from lightning_feed.verdict.causes import Shares, model_alone_ms
 
@@ -200,6 +203,41 @@ def with_workers(measured: Measurements, shares: Shares, number: int) -> float |
             loading = min(loading, 1e3 * facts.loaders_beside * number / tried[number])
     step = max(filled_ms(measured, shares, loading, taking, workers=number, slower=slower), after)
     return step if now == 0 else min(shares.step_ms, step)
+
+
+def with_crops(measured: Measurements, shares: Shares) -> dict[int, float]:
+    """Step time by number of workers with only the crops of images decoded; empty where that was not timed.
+
+    Of the present number, and of first workers where they were tried.
+    """
+    trial, facts, found, running = measured.found.crops, measured.facts, measured.found, period_ms(measured, shares)
+    if trial is None or not trial.whole_ms or facts.num_workers is None or running is None:
+        return {}
+    left = trial.crop_ms / trial.whole_ms
+    if found.samples_ms and found.collate_ms:  # collating takes as long as before
+        left = (left * found.samples_ms + found.collate_ms) / (found.samples_ms + found.collate_ms)
+    step = with_batch_in(measured, shares, running * left)
+    if step is None or not serial(facts):
+        return {} if step is None else {facts.num_workers: step}
+    # The run as it would be with crops alone, from which first workers are predicted as for any other run.
+    loading = loading_cpu_ms(measured, shares)
+    less = {name: (1 - left) * loading for name in ("host_cpu_ms", "process_cpu_ms") if vars(facts)[name] is not None}
+    most = found.ceiling_per_s or math.inf
+    rates = {number: min(rate / left, most) for number, rate in tried_rates(measured).items()}
+    cropping = replace(
+        measured,
+        stats=replace(measured.stats, step_ms=step, next_wait_ms=running * left),
+        facts=replace(
+            facts,
+            load_cpu_ms=loading * left,
+            load_queue_ms=None if facts.load_queue_ms is None else facts.load_queue_ms * left,
+            **{name: vars(facts)[name] - saved for name, saved in less.items()},
+        ),
+        experiments=replace(found, worker_scaling=tuple(rates.items())),
+    )
+    fewer = replace(shares, step_ms=step, data_ms=max(0.0, shares.data_ms - (shares.step_ms - step)))
+    steps = {number: with_workers(cropping, fewer, number) for number in rates if number}
+    return {0: step} | {number: then for number, then in steps.items() if then is not None}
 
 
 def without_workers(measured: Measurements, shares: Shares) -> float | None:

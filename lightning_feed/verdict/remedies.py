@@ -344,6 +344,34 @@ def files_in_memory(finding: Finding) -> Remedy | None:
     )
 
 
+def crops_only(finding: Finding) -> Remedy | None:
+    """An image folder is decoded whole and then cropped, and decoding only the crops was timed."""
+    trial, facts = finding.measured.found.crops, finding.facts
+    if trial is None or finding.data not in MADE_ON_CPU or facts.stage != "fit":
+        return None
+    steps = predict.with_crops(finding.measured, finding.shares)
+    if facts.num_workers is None or facts.num_workers not in steps:
+        return None
+    workers = min(steps, key=lambda number: steps[number])
+    if 100 * (steps[facts.num_workers] - steps[workers]) / finding.step_with_start_ms < least_gain_pct(finding):
+        workers = facts.num_workers  # others would be another remedy, not worth it
+    split = "" if trial.val_fraction is None else f"val_fraction={trial.val_fraction:g}, "
+    return Remedy(
+        code=f"ImageFolderDataModule({json.dumps(trial.folder)}, {facts.batch_size}, transform=..., {split}"
+        f"loader=LoaderSettings(num_workers={workers}))",
+        form="replacement",
+        where="in place of " + finding.place.words + ", with your transform for the dots and "
+        f"`from {_door(facts)} import ImageFolderDataModule, LoaderSettings`",
+        why=f"decodes only the crop: {trial.crop_ms:.1f} ms of CPU time for each of yours, now {trial.whole_ms:.1f}",
+        predicted_step_ms=steps[workers],
+        changes=f"decodes_whole=False,num_workers={workers}",
+    )
+
+
+def _door(facts: LoopFacts) -> str:
+    return "lightning_feed" if facts.package == "lightning.pytorch" else "lightning_feed.pl"
+
+
 def nvjpeg(finding: Finding) -> Remedy | None:
     """The workers of an ImageFolderDataModule without transforms of the user's decode too slowly, and the GPU was
     measured to decode faster."""
@@ -391,7 +419,7 @@ def prefetch_callback(finding: Finding) -> Remedy | None:
         return None
     return callback_remedy(
         finding.place,
-        "lightning_feed" if facts.package == "lightning.pytorch" else "lightning_feed.pl",
+        _door(facts),
         "PrefetchCallback",
         None,
         why=f"{'decodes' if decodes else 'copies'} the next batch while this one computes",
@@ -447,8 +475,8 @@ LEAST_SHARED_PCT = 20.0
 all CPUs kept busy all the time, and 20.9 achieved (``benchmarks/advice.py`` on a virtual machine with 2 CPUs)."""
 MOST = 3
 RULES = (
-    more_workers, fewer_workers, persistent_workers, any_order, shared_files, files_in_memory, nvjpeg, pinned_memory,
-    prefetch_callback, rare_progress_bar, log_rarely,
+    more_workers, fewer_workers, persistent_workers, any_order, shared_files, files_in_memory, crops_only, nvjpeg,
+    pinned_memory, prefetch_callback, rare_progress_bar, log_rarely,
 )  # fmt: skip
 """Each gives its remedy, with what is predicted; None where its condition does not hold. Where two save as much, the
 first is printed first."""
@@ -460,7 +488,9 @@ def remedies_for(finding: Finding) -> tuple[Remedy, ...]:
     if finding.facts.loop == "plain":
         found = [remedy for remedy in found if remedy.form in ("arguments", "line")]
     gains = [replace(remedy, predicted_gain_pct=_gain_pct(finding, remedy)) for remedy in found]
-    return largest(gains, least_gain_pct(finding))
+    least = least_gain_pct(finding)
+    worth = [one for one in gains if one.form == "replacement" or (one.predicted_gain_pct or 0.0) >= least]
+    return largest(worth, _least_sure_pct(finding))
 
 
 def largest(remedies: list[Remedy], least_pct: float) -> tuple[Remedy, ...]:
@@ -478,11 +508,16 @@ def _gain_pct(finding: Finding, remedy: Remedy) -> float | None:
     return 100 * (finding.shares.step_ms - remedy.predicted_step_ms) / finding.step_with_start_ms
 
 
+def _least_sure_pct(finding: Finding) -> float:
+    """The least gain of a change that was measured as CPU time, both ways in turn."""
+    unsure = finding.measured.stats.confidence == "low" or finding.facts.crowded
+    return LEAST_UNSURE_PCT if unsure else LEAST_PCT
+
+
 def least_gain_pct(finding: Finding) -> float:
     """The gain from which a remedy is printed: 5 %, or more where noise hides that."""
-    stats, facts = finding.measured.stats, finding.facts
+    stats, facts, least = finding.measured.stats, finding.facts, _least_sure_pct(finding)
     low, high = stats.interval_pct or (0.0, 0.0)
-    least = LEAST_UNSURE_PCT if stats.confidence == "low" or facts.crowded else LEAST_PCT
     if facts.device_type == "cpu" and finding.data == "no workers":
         # Other programs may take more or less the next time.
         least = min(LEAST_SHARED_PCT, LEAST_UNSURE_PCT + (facts.others_cpu_pct or 0.0))

@@ -14,8 +14,9 @@ import pytest
 import torch
 import torchvision.transforms as v1
 from diagnosing.made_data import Images, Slow, Stream, burn, session_of
+from PIL import Image
 from torch import nn
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, RandomSampler, Subset, default_collate
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
@@ -27,7 +28,9 @@ from lightning_feed.diagnosing.samples import (
     StepTimer,
     UntilSized,
     find_sites,
+    folder_to_crop,
     measure_as_uint8,
+    measure_crops,
     measure_without_transforms,
     name_of,
     replaced,
@@ -340,6 +343,67 @@ class Pairs(Images):
 
 def test_pictures_with_masks_are_left_alone() -> None:
     assert _as_uint8(Pairs(v2.Compose([v2.Resize(4)]))) is None
+
+
+# --- only the crops decoded -------------------------------------------------------------------------------------------
+
+CROP = v1.Compose([v1.RandomResizedCrop(16), v1.ToTensor()])
+
+
+def _folder(root: Path, **changed: Any) -> ImageFolder:
+    return ImageFolder(str(root), **{"transform": CROP, **changed})
+
+
+def test_crops_are_timed_in_turn_with_whole_images(class_folders: Path) -> None:
+    folder = _folder(class_folders)
+    session = session_of(_part(Subset(folder, range(9))).loader)
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    measure_crops(session)
+    found = session.results.crops
+    assert found is not None
+    assert (found.folder, found.val_fraction) == (str(class_folders), 0.25)
+    assert found.whole_ms > 0 < found.crop_ms
+    assert torch.equal(torch.get_rng_state(), before)
+    assert folder.transform is CROP
+
+
+def test_the_samples_are_those_of_the_folder(class_folders: Path) -> None:
+    folder = _folder(class_folders)
+    cropping = samples._cropping(Subset(folder, [7, 2]), folder)
+    for index in range(2):
+        torch.manual_seed(3)
+        image, label = Subset(folder, [7, 2])[index]
+        torch.manual_seed(3)
+        cropped, same = cropping[index]
+        assert label == same
+        assert torch.allclose(image, cropped, atol=0.1)
+
+
+def test_a_folder_of_splits_is_given_as_a_whole(class_folders: Path) -> None:
+    train = class_folders.rename(class_folders.parent / "train")
+    session = session_of(_part(_folder(train)).loader)
+    measure_crops(session)
+    assert session.results.crops is not None
+    assert session.results.crops.folder == str(train.parent)
+    assert session.results.crops.val_fraction is None
+
+
+@pytest.mark.parametrize(
+    ("folder", "loader"),
+    [
+        ({"transform": v1.Compose([v1.Resize((16, 16)), v1.ToTensor()])}, {}),
+        ({"target_transform": str}, {}),
+        ({"loader": lambda path: Image.open(path).convert("L").convert("RGB")}, {}),
+        ({}, {"shuffle": False}),
+        ({}, {"collate_fn": list}),
+        ({}, {"batch_size": None, "shuffle": None}),
+        ({}, {"sampler": RandomSampler(range(12), replacement=True), "shuffle": None}),
+    ],
+)
+def test_loaders_that_the_data_module_does_not_replace(class_folders: Path, folder: Any, loader: Any) -> None:
+    assert folder_to_crop(_part(_folder(class_folders, **folder), **loader).loader) is None
+    assert folder_to_crop(_part(_folder(class_folders)).loader) is not None
 
 
 # --- the user's functions by time ------------------------------------------------------------------------------------

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_feed.measure.experiment_results import DiskFacts, ExperimentResults, FunctionCost, KeyUse, NamedCost
+from lightning_feed.measure.experiment_results import (
+    CropTrial,
+    DiskFacts,
+    ExperimentResults,
+    FunctionCost,
+    KeyUse,
+    NamedCost,
+)
 from lightning_feed.measure.measurements import SYNCS, HookTime, LoopFacts, Measurements
 from lightning_feed.measure.stats import LoaderStats, RankStats, StarvationStats
 from lightning_feed.verdict.decide import diagnose
@@ -430,6 +437,7 @@ _EXPERIMENTS = st.none() | _frozen(
     functions=st.just(()),
     sharing_strategy=st.sampled_from([None, "file_descriptor", "file_system"]),
     disk=st.none() | st.builds(DiskFacts, mean_file_bytes=_RATE),
+    crops=st.none() | st.builds(CropTrial, folder=st.just("f"), val_fraction=st.none(), whole_ms=_MS, crop_ms=_MS),
     left_out=st.just(()),
 )
 _RANKS = st.none() | st.builds(

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from verdict.cases import ASLEEP, BUSY, measured
 
-from lightning_feed.measure.experiment_results import NamedCost
-from lightning_feed.measure.measurements import Measurements
+from lightning_feed.measure.experiment_results import CropTrial, NamedCost
+from lightning_feed.measure.measurements import Measurements, Place
 from lightning_feed.verdict import predict
 from lightning_feed.verdict.causes import Shares, shares_of
 from lightning_feed.verdict.decide import diagnose
@@ -347,23 +347,64 @@ def test_slow_transforms_are_named_with_the_most_that_faster_ones_give() -> None
         assert diagnose(measured(found=found | changed, loaders=BUSY, usable_cpus=2, host_cpu_ms=0.0)).notes == ()
 
 
-def test_images_that_are_decoded_whole_and_then_cropped_are_a_note() -> None:
+def test_images_that_are_decoded_whole_and_then_cropped_are_sent_to_diagnose() -> None:
     def noted(**facts: Any) -> bool:
-        return "decodes only what the crop needs" in str(diagnose(measured(loaders=BUSY, **facts)).notes)
+        return "times decoding only the crops" in str(diagnose(measured(loaders=BUSY, **facts)).notes)
 
     assert noted(decodes_whole=True)
     assert not noted(decodes_whole=False)
     assert not noted(decodes_whole=True, data=0.0)  # nothing waits for decoding
-    assert not noted(decodes_whole=True, loop="plain")  # which has no data modules
+    assert not noted(decodes_whole=True, loop="plain")  # which diagnose does not train
+    assert not noted(decodes_whole=True, found={})  # it was diagnosed
+
+
+def _crops(whole_ms: float, crop_ms: float) -> dict[str, Any]:
+    return {"crops": CropTrial(folder="birds", whole_ms=whole_ms, crop_ms=crop_ms)}
+
+
+def test_crops_alone_without_workers_save_their_share_of_loading() -> None:
+    run: dict[str, Any] = {"data": 80.0, "num_workers": 0, "usable_cpus": 2, "found": _crops(4.0, 2.0)}
+    made = measured(**run, load_cpu_ms=80.0, process_cpu_ms=100.0)
+    assert predict.with_crops(made, _shares(made)) == {0: 60.0}
+    assert predict.with_crops(measured(**run | {"found": {}}), _shares(made)) == {}
+    collated = measured(**run | {"found": _crops(4.0, 2.0) | {"samples_ms": 60.0, "collate_ms": 20.0}})
+    assert predict.with_crops(collated, _shares(collated)) == {0: 70.0}  # that takes as long as before
+
+
+def test_crops_alone_and_first_workers_at_once() -> None:
+    """From 80 ms of loading and 20 of training in turn, to 40 of loading in two processes beside 20 of training."""
+    found = _crops(4.0, 2.0) | {"hand_over_ms": 1.0, "worker_scaling": ((0, 10.0), (2, 19.0))}
+    run: dict[str, Any] = {"data": 80.0, "num_workers": 0, "usable_cpus": 8, "load_cpu_ms": 80.0, "may_persist": True}
+    made = measured(**run, process_cpu_ms=100.0, found=found)
+    assert predict.with_crops(made, _shares(made)) == {0: 60.0, 2: pytest.approx(1e3 / 38.0)}
+    limited = measured(**run, process_cpu_ms=100.0, found=found | {"ceiling_per_s": 20.0})
+    assert predict.with_crops(limited, _shares(limited))[2] == pytest.approx(50.0)  # constant samples are no faster
+
+
+def test_crops_alone_and_the_same_workers() -> None:
+    made = measured(loaders=BUSY, found=_crops(4.0, 2.0))
+    assert predict.with_crops(made, _shares(made)) == {2: 60.0}  # and then the model limits it
+
+
+def test_files_in_memory_are_named_with_their_step_or_sent_to_diagnose() -> None:
+    cold: dict[str, Any] = {"loaders": ASLEEP | {"disk_mb_per_s": 90.0, "page_cache_pct": 10.0}, "usable_cpus": 2}
+    cold |= {"place": Place(words="theirs", names=(("batch_size", "size"),))}  # which takes no num_workers
+    told = diagnose(measured(**cold)).notes
+    assert any(one.endswith("times the loader with its files in memory") for one in told)
+    found = {"loader_per_s": 10.0, "cached_bytes_per_s": 14.0}
+    assert any("a step takes 71.4 ms" in one for one in diagnose(measured(**cold, found=found)).notes)
+    for nothing in ({}, found | {"cached_bytes_per_s": 10.1}):
+        assert not any("storage" in one for one in diagnose(measured(**cold, found=nothing)).notes)
+    assert not any("storage" in one for one in diagnose(measured(**cold, loop="plain")).notes)
 
 
 def test_pictures_that_stay_uint8_are_a_note_where_that_was_timed() -> None:
     def noted(**facts: Any) -> bool:
-        found = {"loader_per_s": 20.0, "as_uint8_per_s": 30.0}
-        given = {"device_type": "cuda"} | facts
-        return any("uint8" in one for one in diagnose(measured(found=found, loaders=BUSY, **given)).notes)
+        given = {"device_type": "cuda", "found": {"loader_per_s": 20.0, "as_uint8_per_s": 30.0}} | facts
+        return any("uint8" in one for one in diagnose(measured(loaders=BUSY, **given)).notes)
 
     assert noted()
+    assert not noted(found={"loader_per_s": 20.0, "as_uint8_per_s": 20.5})  # nothing to gain
     assert not noted(device_transform=True)
     assert not noted(device_type="cpu")  # there the rest takes the CPUs that load
     assert not noted(decoder="turbo", own_transforms=False)  # they are uint8 already

@@ -2,7 +2,7 @@
 pasted."""
 
 import ast
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import lightning.pytorch.callbacks
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from verdict.cases import ASLEEP, BUSY, READY, measured
 
 import lightning_feed
-from lightning_feed.measure.experiment_results import NamedCost
+from lightning_feed.measure.experiment_results import CropTrial, NamedCost
 from lightning_feed.measure.measurements import HookPlace, HookTime, Place
 from lightning_feed.measure.wall import WallPart, WallStats
 from lightning_feed.verdict.decide import RUN_RULES, diagnose
@@ -27,6 +27,8 @@ STARTS: dict[str, Any] = {"batches_per_epoch": 5, "persistent_workers": False, "
 SLOW_START: dict[str, Any] = {"data": 0.0, "stats": {"epoch_start_s": 0.7}}
 HANDED: dict[str, Any] = {"hand_over_ms": 30.0, "hand_over_file_system_ms": 12.0, "sharing_strategy": "file_descriptor"}
 COSTS = (NamedCost(name="read", cpu_ms=0.5, wall_ms=1.0), NamedCost(name="decode", cpu_ms=9.0, wall_ms=9.0))
+CROPS = CropTrial(folder="birds", val_fraction=0.1, whole_ms=4.0, crop_ms=2.0)
+WHOLE: dict[str, Any] = {"loaders": BUSY, "usable_cpus": 2, "host_cpu_ms": 0.0, "batch_size": 8}
 BAR = (HookTime(name="[Callback]TQDMProgressBar.on_train_batch_end", ms_per_step=20.0),)
 SLOW = "[Callback]Slow.on_train_batch_end"
 THEIRS: dict[str, Any] = {
@@ -144,6 +146,20 @@ CONTRACTS = {
             "it has a cache": {"cache": "decoded"},
             "files are in memory": {"loaders": ASLEEP | {"page_cache_pct": 99.0}},
             "it was tried": {"found": {"loader_per_s": 20.0, "cached_bytes_per_s": 20.5}},
+        },
+    ),
+    "crops only": Contract(
+        run=WHOLE | {"found": {"crops": CROPS}},
+        changes="decodes_whole=False,num_workers=2",
+        code='ImageFolderDataModule("birds", 8, transform=..., val_fraction=0.1, loader=LoaderSettings(num_workers=2))',
+        step_ms=60.0,
+        without={
+            "not timed": {"found": {}},
+            "no faster": {"found": {"crops": replace(CROPS, crop_ms=3.9)}},
+            "nothing waits for decoding": {"data": 0.0},
+            "reads take the time": {"loaders": ASLEEP},
+            "a loop of the user's own": {"loop": "plain"},
+            "validation": {"stage": "validate"},
         },
     ),
     "nvjpeg": Contract(
@@ -297,6 +313,9 @@ def _paste(remedy: Remedy) -> None:
         DataLoader([1, 2, 3], **_keywords(remedy.code), **_needed(remedy))
     elif remedy.form == "datamodule":
         lightning_feed.ImageFolderDataModule("data", **_keywords(remedy.code))
+    elif remedy.form == "replacement":
+        ours = {name: getattr(lightning_feed, name) for name in ("ImageFolderDataModule", "LoaderSettings")}
+        eval(remedy.code.replace("...", "str"), ours)
     elif remedy.form == "settings":
         lightning_feed.LoaderSettings(**_keywords(remedy.code))
     elif remedy.form == "trainer":
