@@ -20,6 +20,7 @@ from lightning_feed.load.settings import MOST
 from lightning_feed.measure.guard import Guard, Once, guarded, say
 from lightning_feed.measure.loop import LoopSums
 from lightning_feed.transfer.resident import ResidentLoader
+from lightning_feed.trials.background import BackgroundLoader, BackgroundTrial, why_not_in_background
 from lightning_feed.trials.cloning import map_loaders
 from lightning_feed.trials.in_fit import end_workers, goal_of, setting_of, tune_for_fit, why_fixed, with_setting
 from lightning_feed.trials.search import Goal, Tuned
@@ -118,6 +119,8 @@ class AutotuneCallback(Callback):
         self._moves: list[Move] = []
         self._loader: DataLoader[Batch] | None = None
         """The user's, as Lightning prepared it first."""
+        self._background: BackgroundLoader | None = None
+        """The user's loader where it is not a DataLoader, with a thread that may draw from it."""
         self._goal: Goal | None = None
         self._tuned: Tuned | None = None
         self._now: Setting | None = None
@@ -133,7 +136,7 @@ class AutotuneCallback(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # Trainers are pickled for `ddp_spawn`, and callbacks are deep-copied by tuners. A running fit can be neither.
-        return {**self.__dict__, "_run": None, "_wraps": [], "_loader": None}
+        return {**self.__dict__, "_run": None, "_wraps": [], "_loader": None, "_background": None}
 
     @property
     def moves(self) -> tuple[Move, ...]:
@@ -206,6 +209,9 @@ class AutotuneCallback(Callback):
     def _let_go(self) -> None:
         while self._wraps:
             self._wraps.pop().undo()
+        if self._background is not None:
+            self._background.close()
+            self._background = None
         self._stop_measuring()
 
     # --- when the loader is made --------------------------------------------------------------------------------------
@@ -226,6 +232,8 @@ class AutotuneCallback(Callback):
 
     def _tune(self, trainer: object, loader: AnyLoader) -> Any:
         """The tuned twin of a training loader; None where the loader stays."""
+        if not isinstance(loader, DataLoader):
+            return self._in_background(trainer, loader)
         if self._loader is None:
             self._loader = loader
             self._find(trainer, loader)
@@ -257,12 +265,27 @@ class AutotuneCallback(Callback):
         rate = throughput(self._tuned.batches_per_s or 0.0, self._tuned.batch_size)
         self._change(trainer, own, found, f"{self._tuned.reason} ({rate})")
 
+    def _in_background(self, trainer: AnyTrainer, loader: AnyLoader) -> BackgroundLoader | None:
+        """A loader that is not a DataLoader, with a thread that may draw from it; None where it stays."""
+        why_not = self._why_not(loader)
+        if why_not:
+            self._do_nothing(trainer, why_not)
+            return None
+        if self._background is None:
+            name = f"the training loader ({type(loader).__name__})"
+            trial = BackgroundTrial(name, lambda line: self._say(trainer, f"AutotuneCallback {line}"))
+        else:
+            self._background.close()
+            trial = self._background.trial
+        self._background = BackgroundLoader(loader, trial, limit=lambda: trainer.num_training_batches)
+        return self._background
+
     def _why_not(self, loader: object) -> str:
         if self._loaders != 1:
             return f"there are {self._loaders} training loaders, and which of them is waited for is not measured"
         if isinstance(loader, ResidentLoader):
             return "the training set is on the device, so there is nothing to load"
-        return why_fixed(loader)
+        return why_fixed(loader) if isinstance(loader, DataLoader) else why_not_in_background(loader)
 
     # --- between epochs -----------------------------------------------------------------------------------------------
 

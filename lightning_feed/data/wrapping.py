@@ -2,11 +2,13 @@
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, SupportsIndex
 
+from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed import _host
@@ -18,6 +20,7 @@ from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import size_of
 from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, Workload, recommend
 from lightning_feed.load.worker import why_not_sent
+from lightning_feed.trials.background import BackgroundLoader, BackgroundTrial, why_not_in_background
 from lightning_feed.trials.cloning import map_loaders, twin_of
 from lightning_feed.trials.in_fit import without_workers
 
@@ -27,7 +30,7 @@ _SPLIT_OF = {f"{split}_dataloader": split for split in SPLITS}
 _OURS = "_feed_wrapped"
 _CHANGED = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
 _OF_DALI = "DALI loads in threads of its own: set num_threads and prefetch_queue_depth of its Pipeline."
-_DECIDED = (*_CHANGED, "sample_bytes")
+_DECIDED = (*_CHANGED, "sample_bytes", "background")
 
 
 def wrap(datamodule: object, loader: LoaderSettings | None = None) -> Any:
@@ -127,6 +130,8 @@ class WrappedLoaders(ChosenSettings):
     methods: dict[str, object] = field(default_factory=dict)
     """Those on the object, as ``LightningDataModule.from_datasets`` puts them there; None for those of the class."""
     left_alone: set[str] = field(default_factory=set)
+    background: BackgroundLoader | None = None
+    """The training loader that a thread draws from."""
 
     def __post_init__(self) -> None:
         plain = LoaderSettings()
@@ -138,12 +143,20 @@ class WrappedLoaders(ChosenSettings):
                 )
 
     def change(self, trainer: object, split: str, made: object) -> Any:
-        """The same structure of loaders, each DataLoader of it with other workers. Other loaders are left alone."""
+        """The same structure of loaders, each DataLoader of it with other workers.
+
+        Other loaders are left alone, but for a training loader that a thread is to draw from.
+
+        Raises:
+            SettingsError: ``background`` was given, and there is no training loader for it.
+        """
         # Training goes through its loaders side by side, evaluation through one after the other.
         loaders: list[object] = []
         map_loaders(made, lambda loader, _: loaders.append(loader))
         count = sum(isinstance(loader, DataLoader) for loader in loaders)
         together = max(1, count) if split == "train" else 1
+        if split == "train" and self.settings.background:
+            self._check_background(loaders)
 
         def change(loader: object, path: tuple[object, ...]) -> Any:
             name = split + "".join(f"[{key!r}]" for key in path)
@@ -153,12 +166,46 @@ class WrappedLoaders(ChosenSettings):
 
     def _change(self, trainer: AnyTrainer, split: str, name: str, loader: AnyLoader, together: int) -> Any:
         if not isinstance(loader, DataLoader):
-            return self._leave(name, loader)
+            ahead = split == "train" and self.settings.background
+            return self._in_background(trainer, loader) if ahead else self._leave(name, loader)
         settings, explain = self.settings_for(trainer, split, name, lambda: loader)
         settings = replace(settings, workers="process", start_method=None)
         found = explain(_recommended(loader, split, settings, job_of(trainer), together))
         self.announce(trainer, split, name, found)
         return _rebuilt(loader, found)
+
+    def end_background(self) -> None:
+        """End the thread that draws from the training loader."""
+        if self.background is not None:
+            self.background.close()
+            self.background = None
+
+    def _check_background(self, loaders: list[Any]) -> None:
+        said = f"background={self.settings.background!r} would have no effect"
+        if len(loaders) != 1:
+            raise SettingsError(f"{said}: a thread draws from one training loader, and there are {len(loaders)}.")
+        if isinstance(loaders[0], DataLoader):
+            raise SettingsError(f"{said}: the training loader is a DataLoader, whose workers load ahead. Leave it out.")
+        if why_not := why_not_in_background(loaders[0]):
+            raise SettingsError(f"{said}: {why_not}. Leave it out.")
+
+    def _in_background(self, trainer: AnyTrainer, loader: AnyLoader) -> BackgroundLoader:
+        def say(line: str) -> None:
+            logger.info("wrap() %s", line)
+
+        self.end_background()
+        trial = BackgroundTrial(f"the training loader ({type(loader).__name__})", say, asked=True)
+        self.background = BackgroundLoader(
+            loader,
+            trial,
+            limit=lambda: math.inf if trainer is None else trainer.num_training_batches,
+            depth=self.settings.background,
+        )
+        if trainer is not None and not any(
+            isinstance(one, _Close) and one.loaders is self for one in trainer.callbacks
+        ):
+            trainer.callbacks.append(_Close(self))
+        return self.background
 
     def _leave(self, name: str, loader: object) -> object:
         if name not in self.left_alone:
@@ -171,6 +218,19 @@ class WrappedLoaders(ChosenSettings):
                 f" {_OF_DALI}" if of_dali else "",
             )
         return loader
+
+
+class _Close(Callback):
+    """Ends the thread of a wrapped data module with the fit, and after an exception."""
+
+    def __init__(self, loaders: WrappedLoaders) -> None:
+        self.loaders = loaders
+
+    def on_train_end(self, *arguments: object, **named: object) -> None:
+        """End it."""
+        self.loaders.end_background()
+
+    on_exception = teardown = on_train_end
 
 
 def _rebuilt(loader: DataLoader[object], found: Recommendation) -> DataLoader[object]:

@@ -48,13 +48,17 @@ class DefaultGenerators:
     def __init__(self) -> None:
         self._before = {name: get() for name, (get, _) in self._known.items()}
 
+    def used(self) -> list[str]:
+        """The names of the generators that were used since."""
+        return [
+            name for name, (get, _) in self._known.items() if pickle.dumps(get()) != pickle.dumps(self._before[name])
+        ]
+
     def restore(self) -> list[str]:
         """Restore the generators that were used since. Returns their names."""
-        changed = []
-        for name, (get, put) in self._known.items():
-            if pickle.dumps(get()) != pickle.dumps(self._before[name]):
-                put(self._before[name])
-                changed.append(name)
+        changed = self.used()
+        for name in changed:
+            self._known[name][1](self._before[name])
         return changed
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tqdm.auto import tqdm
 
 from lightning_feed.errors import LoaderError, throughput
-from lightning_feed.load.kinds import AnyLoader, Batch
+from lightning_feed.load.kinds import Batch
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import DrawsOf, size_of
 from lightning_feed.load.processes import shut_down_workers
@@ -157,11 +157,9 @@ def explained(found: Recommendation, settings: LoaderSettings, tuned: Tuned | No
 # --- the tuned loader ------------------------------------------------------------------------------------------------
 
 
-def why_fixed(loader: AnyLoader) -> str:
+def why_fixed(loader: DataLoader[Batch]) -> str:
     """The reason why the workers of a training loader cannot be changed; empty where they can."""
     kind = type(loader)
-    if not isinstance(loader, DataLoader):
-        return f"the training loader ({kind.__name__}) is no DataLoader"
     if isinstance(loader.dataset, IterableDataset):
         return "the dataset is iterable, so its samples depend on the number of workers"
     known = kind.__iter__ in (DataLoader.__iter__, FeedLoader.__iter__)

@@ -5,6 +5,7 @@ import json
 import logging
 import multiprocessing
 import pickle
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.order import EpochOrder
 from lightning_feed.storage.system import cache_folder
-from lightning_feed.trials import tune_loader
+from lightning_feed.trials import background, tune_loader
+from lightning_feed.trials.background import BackgroundTrial
 from lightning_feed.trials.search import Tuned
 from lightning_feed.trials.trial import Setting, Trial
 
@@ -424,6 +426,14 @@ class Batches:
         return iter([torch.ones(2, 4)] * 3)
 
 
+class Resumable(Batches):
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
 class OwnWay(DataLoader[Any]):
     def __iter__(self) -> Any:
         return super().__iter__()
@@ -435,7 +445,7 @@ ASIDE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"train_dataloaders": [DataLoader(Numbers(8), 2), DataLoader(Numbers(8), 2)]},
         "2 training loaders",
     ),
-    "no DataLoader": (lambda: {"train_dataloaders": Batches()}, "is no DataLoader"),
+    "a state": (lambda: {"train_dataloaders": Resumable()}, "has a state for checkpoints"),
     "its own way": (lambda: {"train_dataloaders": OwnWay(Numbers(8), 2)}, "OwnWay"),
     "stateful": (lambda: {"train_dataloaders": StatefulDataLoader(Numbers(8), 2)}, "StatefulDataLoader"),
 }
@@ -455,3 +465,89 @@ def test_it_stands_aside_and_says_so_once(loaders: Any, why: str, caplog: pytest
     assert why in said
     assert by_hook(same.events) == by_hook(expected.events)
     assert all(map(torch.equal, same.parameters(), expected.parameters()))
+
+
+# --- loaders that are not DataLoaders -------------------------------------------------------------------------------
+
+
+class Drawn:
+    """Batches of random numbers of its own generator, which goes on from epoch to epoch."""
+
+    def __init__(self, generator: torch.Generator | None, count: int = 30, fails_at: int | None = None) -> None:
+        self.generator, self.count, self.fails_at = generator, count, fails_at
+        self.threads: list[str] = []
+
+    def __iter__(self) -> Any:
+        for number in range(self.count):
+            if number == self.fails_at:
+                raise KeyError("no picture")
+            self.threads.append(threading.current_thread().name)
+            yield torch.rand(2, 4, generator=self.generator)
+
+
+@pytest.fixture
+def thread_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take 1 s, and half of it with a thread."""
+    monkeypatch.setattr(background, "LEAST_WAIT", 0.0)
+    monkeypatch.setattr(BackgroundTrial, "_step_s", lambda trial: 1.0 if trial.state == "watch" else 0.5)
+
+
+def _drawn(**options: Any) -> tuple[Drawn, Callable[[], dict[str, Any]]]:
+    source = Drawn(torch.Generator().manual_seed(1), **options)
+    return source, lambda: {"train_dataloaders": source}
+
+
+@pytest.mark.usefixtures("thread_helps")
+@pytest.mark.parametrize("options", [{}, {"limit_train_batches": 25}, {"max_steps": 50}])
+def test_a_thread_ahead_of_a_generator_changes_no_weight(options: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="lightning_feed.callbacks.autotune")
+    expected, _, _ = fit([], _drawn()[1], max_epochs=3, **options)
+    before = set(threading.enumerate())
+    source, loaders = _drawn()
+    same, _, error = fit([AutotuneCallback()], loaders, max_epochs=3, **options)
+    assert error is None
+    assert set(threading.enumerate()) <= before
+    assert len(set(source.threads)) > 1  # some batches were drawn by a thread
+    assert by_hook(same.events) == by_hook(expected.events)
+    assert all(map(torch.equal, same.parameters(), expected.parameters()))
+    (said,) = own_lines(caplog)
+    assert "AutotuneCallback draws from the training loader (Drawn) in a thread: steps take 500 ms" in said
+
+
+@pytest.mark.usefixtures("thread_helps")
+def test_a_generator_that_draws_from_the_models_random_numbers_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="lightning_feed.callbacks.autotune")
+    expected, _, _ = fit([], lambda: {"train_dataloaders": Drawn(None)}, max_epochs=3)
+    source = Drawn(None)
+    same, _, error = fit([AutotuneCallback()], lambda: {"train_dataloaders": source}, max_epochs=3)
+    assert error is None
+    assert set(source.threads) == {threading.main_thread().name}
+    assert all(map(torch.equal, same.parameters(), expected.parameters()))
+    (said,) = own_lines(caplog)
+    assert "it draws random numbers from torch's default generator" in said
+
+
+@pytest.mark.usefixtures("thread_helps")
+def test_an_error_of_a_generator_ends_the_fit_as_it_did_and_no_thread_is_left() -> None:
+    before = set(threading.enumerate())
+    expected, _, plain_error = fit([], _drawn(fails_at=25)[1], max_epochs=3)
+    same, _, error = fit([AutotuneCallback()], _drawn(fails_at=25)[1], max_epochs=3)
+    assert (type(error), str(error)) == (type(plain_error), str(plain_error)) == (KeyError, "'no picture'")
+    assert all(map(torch.equal, same.parameters(), expected.parameters()))
+    assert set(threading.enumerate()) <= before
+
+
+class Stops(Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 20:
+            raise RuntimeError("stopped")
+
+
+@pytest.mark.usefixtures("thread_helps")
+def test_an_error_of_training_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    source, loaders = _drawn(count=10**6)
+    _, _, error = fit([AutotuneCallback(), Stops()], loaders, max_epochs=1)
+    assert str(error) == "stopped"
+    assert len(set(source.threads)) > 1
+    assert set(threading.enumerate()) <= before

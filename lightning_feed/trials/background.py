@@ -1,0 +1,223 @@
+"""A training loader that is not a DataLoader, drawn from by a thread where that makes the steps shorter."""
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_feed.load.ahead import BackgroundIterator
+from lightning_feed.load.kinds import AnyLoader, Batch
+from lightning_feed.load.random_state import DefaultGenerators
+from lightning_feed.load.stage import Stage
+
+DEPTH = 2
+"""Batches that the thread keeps ready, unless the user says more."""
+WATCHED, TRIED = 12, 16
+"""Steps that are measured before the thread, and with it."""
+UNUSUAL = 3
+"""First steps, without and with the thread, that are not compared."""
+LEAST_WAIT = 0.05
+"""Share of a step that has to go by in ``next()`` for the thread to be tried."""
+WORSE = 0.05
+"""Steps shorter or longer by this share are better or worse. Smaller differences are seen in the same setting."""
+_MOST_STEPS = 1000
+
+
+def why_not_in_background(loader: object) -> str:
+    """The reason why a thread cannot draw from a loader; empty where it may."""
+    kind = type(loader).__name__
+    if not hasattr(loader, "__iter__"):
+        return f"the training loader ({kind}) cannot be iterated"
+    if hasattr(loader, "state_dict"):  # it would be saved with the batches that were only drawn
+        return f"the training loader ({kind}) has a state for checkpoints, which a thread would be ahead of"
+    return ""
+
+
+class BackgroundTrial:
+    """The decision whether a thread draws from a training loader, made by the steps of the training itself.
+
+    The first batches are drawn where they are asked for. The thread is not used where they took random numbers from a
+    default generator of the process, from which the model draws too, or lie on a device already. Else the next batches
+    are drawn by the thread, which stays if steps are shorter with it. The first batch of each pass is always drawn
+    without it, and looked at in the same way.
+
+    Args:
+        name: of the loader, for the log.
+        say: called with a line for each decision.
+        asked: the user asked for the thread: it is used unless something is against it, and steps are not compared.
+        clock: seconds.
+
+    Attributes:
+        state: ``watch`` and ``try`` are the two halves of the trial, ``on`` and ``off`` its results.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        say: Callable[[str], object],
+        *,
+        asked: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.state: Literal["watch", "try", "on", "off"] = "watch"
+        self._name, self._say, self._asked, self._clock = name, say, asked, clock
+        self._steps: deque[float] = deque(maxlen=_MOST_STEPS)
+        self._waits: list[float] = []
+        self._before_s = 0.0
+        self._began: float | None = None
+
+    def begin_pass(self) -> None:
+        """Begin a pass. Where steps of the last one were longer than without the thread, it is given up."""
+        self._began = None
+        if self.state == "on" and not self._asked and len(self._steps) >= TRIED:
+            after_s = self._step_s()
+            if after_s > self._before_s * (1 + WORSE):
+                self._end("off", f"draws from {self._name} as before: {self._compared(after_s)}")
+            self._steps.clear()
+
+    def begin_step(self) -> None:
+        """Note that training asks for a batch."""
+        if self.state == "off":
+            return
+        began, self._began = self._began, self._clock()
+        if began is not None:
+            self._steps.append(self._began - began)
+
+    def draw(self, source: Iterator[Batch]) -> Batch:
+        """The next batch, drawn here."""
+        if self.state == "off":
+            return next(source)
+        generators, began = DefaultGenerators(), self._clock()
+        batch = next(source)
+        self._waits.append(self._clock() - began)
+        if used := generators.used():
+            why = f"it draws random numbers from {' and '.join(used)}, and in a thread the model would get others"
+            self._end("off", f"leaves {self._name} alone: {why}")
+        elif any(isinstance(leaf, Tensor) and leaf.device.type != "cpu" for leaf in tree_leaves(batch)):
+            self._end("off", f"leaves {self._name} alone: its batches are made on the device")
+        return batch
+
+    def ahead(self) -> float:
+        """The number of the next batches that the thread is to draw."""
+        if self.state == "watch" and len(self._steps) >= WATCHED:
+            self._watched()
+        if self.state == "try" and len(self._steps) >= TRIED:
+            self._tried()
+        return {"watch": 0, "try": TRIED - len(self._steps), "on": float("inf"), "off": 0}[self.state]
+
+    def _watched(self) -> None:
+        wait_s, self._before_s = statistics.median(self._waits), self._step_s()
+        if self._asked:
+            self._end("on", f"draws from {self._name} in a thread. {_UNSEEN}")
+        elif wait_s < LEAST_WAIT * self._before_s:
+            took = f"{1e3 * wait_s:.3g} of {1e3 * self._before_s:.3g} ms a step"
+            self._end("off", f"leaves {self._name} alone: its batches take {took}")
+        else:
+            self.state = "try"
+            self._steps.clear()
+
+    def _tried(self) -> None:
+        after_s = self._step_s()
+        if after_s < self._before_s * (1 - WORSE):
+            self._end("on", f"draws from {self._name} in a thread: {self._compared(after_s)}. {_UNSEEN}")
+        else:
+            self._end("off", f"draws from {self._name} as before: {self._compared(after_s)}")
+
+    def _step_s(self) -> float:
+        return statistics.median(list(self._steps)[UNUSUAL:])
+
+    def _compared(self, after_s: float) -> str:
+        return f"steps take {1e3 * after_s:.3g} ms with a thread, and {1e3 * self._before_s:.3g} without"
+
+    def _end(self, state: Literal["on", "off"], line: str) -> None:
+        self.state = state
+        self._steps.clear()
+        self._say(f"{line}.")
+
+
+_UNSEEN = (
+    "The order of batches stays. It was not seen to draw from random generators that the model uses; if it does so "
+    "later, both get other numbers"
+)
+
+
+class BackgroundLoader:
+    """A training loader from which a thread draws, once a :class:`BackgroundTrial` says so.
+
+    Batches keep their order, and an error is raised in place of the batch that it belongs to. The thread never draws
+    beyond what training takes of a pass. All else is asked of the loader itself.
+
+    Args:
+        source: the loader, any iterable.
+        trial: decides.
+        limit: gives the number of batches that training takes of a pass, which may be infinite.
+        depth: batches that the thread keeps ready.
+
+    Attributes:
+        trial: as given.
+    """
+
+    def __init__(
+        self, source: AnyLoader, trial: BackgroundTrial, *, limit: Callable[[], float], depth: int = DEPTH
+    ) -> None:
+        self._source, self.trial, self._limit, self._depth = source, trial, limit, depth
+        self._pass: _Pass | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.close()
+        self.trial.begin_pass()
+        self._pass = _Pass(iter(self._source), self.trial, self._limit, self._depth)
+        return self._pass
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_source" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._source, name)
+
+    def close(self) -> None:
+        """End the thread of the present pass. A second call does nothing."""
+        ended, self._pass = self._pass, None
+        if ended is not None:
+            ended.close()
+
+
+class _Pass(Stage):
+    """One pass: batches drawn here, or by a thread in portions that end with what is asked for."""
+
+    def __init__(self, source: Iterator[Batch], trial: BackgroundTrial, limit: Callable[[], float], depth: int) -> None:
+        self._source, self._trial, self._limit, self._depth = source, trial, limit, depth
+        self._ahead: BackgroundIterator | None = None
+        self._given = 0
+        self._until: float = 0
+        """The number of batches of this pass with which the thread's portion ends."""
+
+    def __next__(self) -> Batch:
+        self._trial.begin_step()
+        if self._given >= self._until:
+            self._begin_portion()
+        batch = self._trial.draw(self._source) if self._ahead is None else next(self._ahead)
+        self._given += 1
+        return batch
+
+    def _begin_portion(self) -> None:
+        self.close()
+        count = min(self._trial.ahead(), self._limit() - self._given) if self._given else 0
+        if count < 1:
+            return
+        self._until = self._given + count
+        portion = self._source if count == float("inf") else islice(self._source, int(count))
+        self._ahead = BackgroundIterator(portion, self._depth)
+
+    def close(self) -> None:
+        """End the thread."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.close()
