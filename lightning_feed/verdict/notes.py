@@ -153,7 +153,7 @@ def _cold(finding: Finding) -> Iterator[str]:
         yield f"files are read from storage: {_DIAGNOSE} times the loader with its files in memory"
     elif _is_worth_it(then, finding):
         yield (
-            f"files are read from storage: with the files in memory a step takes {in_ms(then, step)} ms, from a local disk "
+            f"files are read from storage: with them in memory a step takes {in_ms(then, step)} ms, from a local disk "
             "(FastDataModule(stage_to=...)) at best as long"
         )
 

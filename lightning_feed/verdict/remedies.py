@@ -489,8 +489,9 @@ def remedies_for(finding: Finding) -> tuple[Remedy, ...]:
         found = [remedy for remedy in found if remedy.form in ("arguments", "line")]
     gains = [replace(remedy, predicted_gain_pct=_gain_pct(finding, remedy)) for remedy in found]
     least = least_gain_pct(finding)
+    # A replacement saves CPU time that was measured both ways in turn: other programs do not change that.
     worth = [one for one in gains if one.form == "replacement" or (one.predicted_gain_pct or 0.0) >= least]
-    return largest(worth, _least_sure_pct(finding))
+    return largest(worth, LEAST_PCT)
 
 
 def largest(remedies: list[Remedy], least_pct: float) -> tuple[Remedy, ...]:
@@ -508,16 +509,11 @@ def _gain_pct(finding: Finding, remedy: Remedy) -> float | None:
     return 100 * (finding.shares.step_ms - remedy.predicted_step_ms) / finding.step_with_start_ms
 
 
-def _least_sure_pct(finding: Finding) -> float:
-    """The least gain of a change that was measured as CPU time, both ways in turn."""
-    unsure = finding.measured.stats.confidence == "low" or finding.facts.crowded
-    return LEAST_UNSURE_PCT if unsure else LEAST_PCT
-
-
 def least_gain_pct(finding: Finding) -> float:
     """The gain from which a remedy is printed: 5 %, or more where noise hides that."""
-    stats, facts, least = finding.measured.stats, finding.facts, _least_sure_pct(finding)
+    stats, facts = finding.measured.stats, finding.facts
     low, high = stats.interval_pct or (0.0, 0.0)
+    least = LEAST_UNSURE_PCT if stats.confidence == "low" or facts.crowded else LEAST_PCT
     if facts.device_type == "cpu" and finding.data == "no workers":
         # Other programs may take more or less the next time.
         least = min(LEAST_SHARED_PCT, LEAST_UNSURE_PCT + (facts.others_cpu_pct or 0.0))
