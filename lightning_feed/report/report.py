@@ -219,6 +219,8 @@ def _of_the_other_parts(diagnosis: Diagnosis, waits: str) -> tuple[str, str]:
     if diagnosis.bottleneck == "compute":
         verdict = _OF_THE_STEP.get(diagnosis.cause, "limited by the step itself, not by data")
         facts = diagnosis.measurements.facts
+        if facts.crowded and diagnosis.cause == "oversubscribed":
+            return f"limited by other programs, which have {facts.others_cpu_pct:.0f} % of the CPUs", waits
         if diagnosis.device_type == "cpu" and facts.crowded:
             verdict += f", beside other programs that take {facts.others_cpu_pct:.0f} % of the CPUs"
         return verdict, waits

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lightning_feed.measure.measurements import SYNCS, HookTime, Measurements
 from lightning_feed.measure.stats import MIN_STEPS
@@ -64,22 +64,18 @@ def shares_of(measured: Measurements) -> Shares | None:
     stats = measured.stats
     if stats.steps < MIN_STEPS or stats.starved_pct is None or stats.input_pct is None or not stats.step_ms:
         return None
-    waiting_pct, data_ms, by_ranks = _waiting_of(measured, stats.starved_pct, stats.step_ms)
-    without_cpu = 0.0 if by_ranks else without_cpu_share(measured)
-    without_cpu_ms = data_ms * without_cpu
-    data_ms -= without_cpu_ms
-    waiting_pct *= 1 - without_cpu
-    epoch_pct = _epoch_pct(measured, stats.step_ms)
+    waiting = _waiting_of(measured, stats.starved_pct, stats.step_ms)
+    epoch_pct = _epoch_pct(measured, stats.step_ms) or 0.0
     copy_pct = max(0.0, stats.input_pct - stats.starved_pct)
     pcts: dict[StepPart, float] = {
         "framework": 100 * (stats.other_ms or 0.0) / stats.step_ms,
         "copy": copy_pct,
-        "data": max(waiting_pct, epoch_pct or 0.0),
+        "data": max(waiting.pct, epoch_pct),
     }
     if measured.facts.copies_nothing:  # the little that Lightning does there is no transfer
         pcts |= {"framework": pcts["framework"] + copy_pct, "copy": 0.0}
     over = [part for part in sorted(pcts, key=lambda part: -pcts[part]) if pcts[part] >= _LIMITS[part]]
-    of_steps = "data" in over and (epoch_pct or 0.0) < DATA_PCT and not by_ranks
+    of_steps = "data" in over and epoch_pct < DATA_PCT and not waiting.by_ranks
     confirmed = of_steps and _model_takes_all(measured)
     fed_if_idle = _fed_if_idle(measured) if of_steps and not confirmed else False
     if confirmed or fed_if_idle:
@@ -89,12 +85,12 @@ def shares_of(measured: Measurements) -> Shares | None:
         framework_pct=pcts["framework"],
         copy_pct=pcts["copy"],
         data_pct=pcts["data"],
-        data_ms=data_ms,
-        epoch_pct=epoch_pct,
-        by_ranks=by_ranks,
+        data_ms=waiting.ms,
+        epoch_pct=_epoch_pct(measured, stats.step_ms),
+        by_ranks=waiting.by_ranks,
         over=tuple(over),
         compute_bound_confirmed=confirmed,
-        without_cpu_ms=without_cpu_ms,
+        without_cpu_ms=waiting.without_cpu_ms,
         fed_if_idle=fed_if_idle,
     )
 
@@ -102,15 +98,25 @@ def shares_of(measured: Measurements) -> Shares | None:
 _LIMITS: dict[StepPart, float] = {"framework": FRAMEWORK_PCT, "copy": COPY_PCT, "data": DATA_PCT}
 
 
-def _waiting_of(measured: Measurements, own_pct: float, step_ms: float) -> tuple[float, float, bool]:
-    """Waiting for data as a share of a step and in milliseconds, and whether it is that of the slowest rank."""
+class _Waiting(NamedTuple):
+    """Waiting for data, as the fields of :class:`Shares` have it."""
+
+    pct: float
+    ms: float
+    by_ranks: bool
+    without_cpu_ms: float
+
+
+def _waiting_of(measured: Measurements, own_pct: float, step_ms: float) -> _Waiting:
     ranks, own_ms = measured.ranks, measured.stats.data_idle_ms or 0.0
-    if ranks is None or ranks.starved_pct is None or ranks.starved_pct <= own_pct:
-        return own_pct, own_ms, False
-    return ranks.starved_pct, max(own_ms, min(step_ms, ranks.max_data_idle_ms or 0.0)), True
+    if ranks is not None and ranks.starved_pct is not None and ranks.starved_pct > own_pct:
+        longest_ms = max(own_ms, min(step_ms, ranks.max_data_idle_ms or 0.0))
+        return _Waiting(ranks.starved_pct, longest_ms, by_ranks=True, without_cpu_ms=0.0)
+    share = _without_cpu_share(measured)
+    return _Waiting(own_pct * (1 - share), own_ms * (1 - share), by_ranks=False, without_cpu_ms=own_ms * share)
 
 
-def without_cpu_share(measured: Measurements) -> float:
+def _without_cpu_share(measured: Measurements) -> float:
     """Share of the wait in ``next(loader)`` for which other programs had the CPUs that the training thread needed to
     take a batch from its workers, 0 to 1."""
     facts, wait = measured.facts, measured.stats.next_wait_ms

@@ -80,16 +80,18 @@ def _of_steps(measured: Measurements) -> Diagnosis:
     found = Diagnosis(
         bottleneck=parts[0],
         cause=first.cause,
-        grade="OK" if shares.compute_bound_confirmed else grade_of(shares.data_pct),
+        grade="OK" if shares.compute_bound_confirmed or shares.fed_if_idle else grade_of(shares.data_pct),
         confidence=_confidence(measured, shares, first),
         evidence=_evidence(measured, shares, because),
         notes=(toy,) if toy else (),
         measurements=measured,
     )
-    if toy:
-        return found
     finding = Finding(measured=measured, shares=shares, causes={part: one.cause for part, one in reasons.items()})
-    stripped = _stripped(measured, shares)
+    return found if toy else _with_advice(found, finding)
+
+
+def _with_advice(found: Diagnosis, finding: Finding) -> Diagnosis:
+    stripped = _stripped(finding.measured, finding.shares)
     remedies = () if stripped else remedies_for(finding)
     notes = (*stripped, *notes_for(finding, remedies))[:MOST]
     return replace(found, remedies=remedies, notes=notes, why_not=why_not(finding, remedies))

@@ -24,8 +24,8 @@ def test_the_wait_for_a_cpu_is_not_called_waiting_for_data() -> None:
     ready = diagnose(measured(loaders=READY, load_queue_ms=14.0, host_queue_ms=30.0, **BUSY_MACHINE))
     said = _first_lines(as_text(ready))
     assert said.startswith(
-        "FEED limited by the step itself, not by data, beside other programs that take 60 % of the CPUs: training "
-        "waits 2 % of each step for data, and 23 % for a CPU, with a batch at hand (confidence low, 412 steps)"
+        "FEED limited by other programs, which have 60 % of the CPUs: training waits 2 % of each step for data, and "
+        "23 % for a CPU, with a batch at hand (confidence low, 412 steps)"
     )
     assert if_free(ready) == "if data were free: 1.02 x as fast"
     assert "next: run again when the machine is idle" in said
