@@ -74,6 +74,9 @@ class AutotuneCallback(Callback):
     than the trials promised and than its own setting was in them, it goes back to that setting for an epoch, and keeps
     the one with the shorter steps.
 
+    For a training loader that is not a DataLoader, such as a generator, it tries a background thread in the first steps
+    instead, unless that loader draws from the random generators of the model.
+
     Samples come in the same order as without the callback. Random numbers drawn inside workers (augmentation) differ
     with the number of workers, as they do when it is set by hand.
 

@@ -365,9 +365,9 @@ def crops_only(finding: Finding) -> Remedy | None:
         code=f"ImageFolderDataModule({json.dumps(trial.folder)}, {facts.batch_size}, transform=..., {split}"
         f"loader=LoaderSettings(num_workers={workers}))",
         form="replacement",
-        where="in place of " + finding.place.words + ", with your transform for the dots and "
+        where=f"as datamodule= of trainer.fit, in place of {finding.place.words}; with your transform for the dots and "
         f"`from {_door(facts)} import ImageFolderDataModule, LoaderSettings`",
-        why=f"decodes only the crop: {trial.crop_ms:.1f} ms of CPU time for each of yours, now {trial.whole_ms:.1f}",
+        why=f"decodes only the crop: your images take {trial.crop_ms:.1f} ms of CPU each, now {trial.whole_ms:.1f}",
         predicted_step_ms=steps[workers],
         changes=f"decodes_whole=False,num_workers={workers}",
     )
