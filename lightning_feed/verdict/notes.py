@@ -79,9 +79,12 @@ def _data(finding: Finding, remedies: tuple[Remedy, ...]) -> Iterator[str]:
         return
     if not may_have_workers(finding) and (facts.num_workers or 0) <= 1:
         yield _SHARD
-    yield from _whole_images(finding, cause)
+    crops = tuple(_whole_images(finding, cause))
+    yield from crops
     if not remedies:
-        yield from _without_remedy(finding, cause)
+        if cause in _ASK and _may_diagnose(finding) and not crops:
+            yield f"{_DIAGNOSE} finds the lines of your code that take the time"
+        yield from _TRY.get(cause, _no_hint)(finding)
     yield from _HINTS.get(cause, _no_hint)(finding)
     if facts.backend in ("dali-cpu", "dali-gpu"):
         yield 'the workers wait, and DALI decodes what they read: compare with backend="torch"'
@@ -99,12 +102,6 @@ def _is_worth_it(step: float | None, finding: Finding) -> TypeGuard[float]:
     if step is None:
         return False
     return 100 * (finding.shares.step_ms - step) / finding.step_with_start_ms >= least_gain_pct(finding)
-
-
-def _without_remedy(finding: Finding, cause: Cause) -> Iterator[str]:
-    if cause in _ASK and _may_diagnose(finding):
-        yield f"{_DIAGNOSE} finds the lines of your code that take the time"
-    yield from _TRY.get(cause, _no_hint)(finding)
 
 
 def _no_hint(_: Finding) -> Iterator[str]:
