@@ -39,14 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         at = given.index("--")
         given, program_arguments = given[:at], given[at + 1 :]
     parser = _parser()
-    if given[:1] in (["diagnose"], ["tune"]):
-        ours, theirs = _divided(given)
-        if theirs:
-            line = shlex.join(["lightning-feed", *ours, "--", *theirs, *program_arguments])
-            parser.error(
-                f"unrecognized arguments: {' '.join(theirs)}. Those of your program come after two dashes: {line}"
-            )
-    arguments = parser.parse_args(given)
+    arguments, others = parser.parse_known_args(given)
+    if others:
+        hint = ""
+        program = getattr(arguments, "target", None) or getattr(arguments, "module", None)
+        if program is not None and given.index(program) < given.index(others[0]):
+            hint = f". Those of your program come after two dashes: {_with_dashes(given, others, program_arguments)}"
+        parser.error(f"unrecognized arguments: {' '.join(others)}{hint}")
     arguments.program_arguments = program_arguments
     if sys.stderr is None:  # closed by whoever started this: a file of data must not become its number 2
         sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - until the process ends
@@ -87,6 +86,13 @@ def _print_found(arguments: argparse.Namespace, document: object, text: str) -> 
     _print(json.dumps(document, default=str, indent=2) if arguments.json else text)
 
 
+def _with_dashes(given: Sequence[str], others: Sequence[str], after: Sequence[str]) -> str:
+    """The line to type: ``others``, and what came ``after`` two dashes already, are the program's."""
+    left = list(others)
+    ours = [word for word in given if not (left and word == left[0] and left.pop(0))]
+    return shlex.join(["lightning-feed", *ours, "--", *others, *after])
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lightning-feed", description="Keep the GPU fed in PyTorch Lightning.")
     parser.add_argument("--version", action="version", version=f"lightning-feed {__version__}")
@@ -99,28 +105,6 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         _add_options(command, options)
     return parser
-
-
-def _divided(given: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments of diagnose or tune: those up to the program and options of the command, and all others."""
-    run = {"diagnose": _diagnose, "tune": _tune}[given[0]]
-    groups = (one.options if isinstance(one, _OneOf) else (one,) for one in _COMMANDS[run])
-    options = {name: one.given for group in groups for one in group for name in one.names if name.startswith("-")}
-    options |= {name: {"action": "help"} for name in ("-h", "--help")}
-    ours, theirs, rest, has_program = [given[0]], [], list(given[1:]), False
-    while rest:
-        word = rest.pop(0)
-        name = next((one for one in options if word.startswith("-") and one.startswith(word.partition("=")[0])), None)
-        if name is None and has_program:
-            theirs.append(word)
-            continue
-        ours.append(word)
-        if name is None and word.startswith("-"):
-            return [*ours, *rest], []  # before the program: argparse refuses it
-        has_program = has_program or name in (None, "-m")
-        takes = name is not None and "=" not in word and "action" not in options[name]
-        ours += [rest.pop(0)] if takes and rest and not rest[0].startswith("-") else []
-    return ours, theirs
 
 
 class _Option(NamedTuple):

@@ -28,7 +28,7 @@ def test_wrong_usage_is_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -
     [
         ("diagnose train.py --epochs 2", "diagnose train.py -- --epochs 2"),
         ("diagnose --quick train.py --epochs 2 --out x", "diagnose --quick train.py --out x -- --epochs 2"),
-        ("diagnose -m pkg.train --epochs 2 lr=3", "diagnose -m pkg.train -- --epochs 2 lr=3"),
+        ("diagnose -m pkg.train --epochs=2", "diagnose -m pkg.train -- --epochs=2"),
         ("diagnose train.py --epochs 2 -- --lr 3", "diagnose train.py -- --epochs 2 --lr 3"),
         ("tune --sweep 0,2 train.py --name=a", "tune --sweep 0,2 train.py -- --name=a"),
         ("tune train.py model.size=4", "tune train.py -- model.size=4"),
