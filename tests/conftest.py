@@ -96,6 +96,17 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _no_other_programs(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Verdicts depend on other programs, and the machine that runs the tests may be busy: short fits see none."""
+    if request.path.name in ("test_cpu_share.py", "test_cpu_times.py"):
+        return
+    from lightning_feed.measure import cpu_time
+
+    monkeypatch.setattr(cpu_time.CpuShare, "others", lambda *_: {})
+    monkeypatch.setattr(cpu_time._ThreadStatistics, "read", lambda _: b"")
+
+
+@pytest.fixture(autouse=True)
 def no_slow_logger(monkeypatch: pytest.MonkeyPatch) -> None:
     """A logger that takes a millisecond has its step left out, and on a busy machine any may: tests count steps."""
     from lightning_feed.callbacks import starvation

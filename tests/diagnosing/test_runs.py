@@ -434,7 +434,7 @@ def test_the_pace_is_not_that_of_a_disturbance(accumulate: int, rate: float) -> 
         now += ms / 1e3
         pace._stamps.append(now)
     assert pace.per_s(accumulate) == pytest.approx(rate, rel=0.05)
-    pace._stamps = pace._stamps[: 6 * accumulate]
+    pace._stamps = pace._stamps[: 4 * accumulate]
     assert pace.per_s(accumulate) is None
 
 
