@@ -133,6 +133,8 @@ def line_of(row: Row) -> str:
 
 
 def _ms(steps: tuple[float, ...]) -> str:
+    if len(steps) == 1:
+        return f"{steps[0]:.1f}"
     return f"{statistics.median(steps):.1f} ({min(steps):.1f} to {max(steps):.1f})"
 
 
