@@ -20,7 +20,7 @@ from lightning_feed.load.settings import MOST
 from lightning_feed.measure.guard import Guard, Once, guarded, say
 from lightning_feed.measure.loop import LoopSums
 from lightning_feed.transfer.resident import ResidentLoader
-from lightning_feed.trials.background import BackgroundLoader, BackgroundTrial, why_not_in_background
+from lightning_feed.trials.background import BackgroundLoader, BackgroundTrial, taken_by, why_not_in_background
 from lightning_feed.trials.cloning import map_loaders
 from lightning_feed.trials.in_fit import end_workers, goal_of, setting_of, tune_for_fit, why_fixed, with_setting
 from lightning_feed.trials.search import Goal, Tuned
@@ -280,7 +280,7 @@ class AutotuneCallback(Callback):
         else:
             self._background.close()
             trial = self._background.trial
-        self._background = BackgroundLoader(loader, trial, limit=lambda: trainer.num_training_batches)
+        self._background = BackgroundLoader(loader, trial, limit=partial(taken_by, trainer))
         return self._background
 
     def _why_not(self, loader: object) -> str:

@@ -20,7 +20,7 @@ from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import size_of
 from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, Workload, recommend
 from lightning_feed.load.worker import why_not_sent
-from lightning_feed.trials.background import BackgroundLoader, BackgroundTrial, why_not_in_background
+from lightning_feed.trials.background import BackgroundLoader, BackgroundTrial, taken_by, why_not_in_background
 from lightning_feed.trials.cloning import map_loaders, twin_of
 from lightning_feed.trials.in_fit import without_workers
 
@@ -198,7 +198,7 @@ class WrappedLoaders(ChosenSettings):
         self.background = BackgroundLoader(
             loader,
             trial,
-            limit=lambda: math.inf if trainer is None else trainer.num_training_batches,
+            limit=(lambda _: math.inf) if trainer is None else functools.partial(taken_by, trainer),
             depth=self.settings.background,
         )
         if trainer is not None and not any(

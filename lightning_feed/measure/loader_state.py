@@ -42,6 +42,8 @@ def loaders_in(loader: object, deeper: int = _DEEPEST) -> list[Any]:
 
 def _held(loader: object) -> list[Any] | None:
     """The loaders that a wrapper draws from; None for what is no wrapper."""
+    if is_instance(loader, "lightning_feed.trials.background", "BackgroundLoader"):
+        return [loader.source]  # type: ignore[attr-defined]
     # `iterables` of a CombinedLoader
     inner = loader if isinstance(loader, (dict, list, tuple)) else getattr(loader, "iterables", None)
     if isinstance(inner, dict):

@@ -28,6 +28,13 @@ WORSE = 0.05
 _MOST_STEPS = 1000
 
 
+def taken_by(trainer: Any, given: int) -> float:
+    """The number of batches of this epoch at which training stops to take more: its end, or the next validation."""
+    every: float = trainer.val_check_batch
+    most: float = trainer.num_training_batches
+    return most if not every or every == float("inf") else min(most, (given // int(every) + 1) * int(every))
+
+
 def why_not_in_background(loader: object) -> str:
     """The reason why a thread cannot draw from a loader; empty where it may."""
     kind = type(loader).__name__
@@ -38,13 +45,17 @@ def why_not_in_background(loader: object) -> str:
     return ""
 
 
+TORCHS = "torch's default generator"
+"""The generator from which Lightning, loaders of validation and most models draw."""
+
+
 class BackgroundTrial:
     """The decision whether a thread draws from a training loader, made by the steps of the training itself.
 
-    The first batches are drawn where they are asked for. The thread is not used where they took random numbers from a
-    default generator of the process, from which the model draws too, or lie on a device already. Else the next batches
-    are drawn by the thread, which stays if steps are shorter with it. The first batch of each pass is always drawn
-    without it, and looked at in the same way.
+    The first batches are drawn where they are asked for. The thread is not used if they took random numbers from
+    torch's default generator, or from Python's or NumPy's if training draws from it too, or lie on a device already.
+    Else the next batches are drawn by the thread, which stays if steps are shorter with it. The first batch of each
+    pass, and the next after each portion of the thread's, is drawn without it and looked at in the same way.
 
     Args:
         name: of the loader, for the log.
@@ -70,10 +81,14 @@ class BackgroundTrial:
         self._waits: list[float] = []
         self._before_s = 0.0
         self._began: float | None = None
+        self._drawn: DefaultGenerators | None = None
+        """The generators as they were after the last batch, where that was drawn here."""
+        self._by_loader: set[str] = set()
+        self._by_training: set[str] = set()
 
     def begin_pass(self) -> None:
         """Begin a pass. Where steps of the last one were longer than without the thread, it is given up."""
-        self._began = None
+        self._began = self._drawn = None
         if self.state == "on" and not self._asked and len(self._steps) >= TRIED:
             after_s = self._step_s()
             if after_s > self._before_s * (1 + WORSE):
@@ -92,11 +107,15 @@ class BackgroundTrial:
         """The next batch, drawn here."""
         if self.state == "off":
             return next(source)
+        if self._drawn is not None:
+            self._by_training.update(self._drawn.used())
         generators, began = DefaultGenerators(), self._clock()
         batch = next(source)
         self._waits.append(self._clock() - began)
-        if used := generators.used():
-            why = f"it draws random numbers from {' and '.join(used)}, and in a thread the model would get others"
+        self._by_loader.update(generators.used())
+        self._drawn = DefaultGenerators()
+        if shared := sorted(self._by_loader & {TORCHS, *self._by_training}):
+            why = f"it draws random numbers from {' and '.join(shared)}, and in a thread the model would get others"
             self._end("off", f"leaves {self._name} alone: {why}")
         elif any(isinstance(leaf, Tensor) and leaf.device.type != "cpu" for leaf in tree_leaves(batch)):
             self._end("off", f"leaves {self._name} alone: its batches are made on the device")
@@ -108,12 +127,15 @@ class BackgroundTrial:
             self._watched()
         if self.state == "try" and len(self._steps) >= TRIED:
             self._tried()
-        return {"watch": 0, "try": TRIED - len(self._steps), "on": float("inf"), "off": 0}[self.state]
+        count = {"watch": 0, "try": TRIED - len(self._steps), "on": float("inf"), "off": 0}[self.state]
+        if count:
+            self._drawn = None  # from now on both draw at the same time
+        return count
 
     def _watched(self) -> None:
         wait_s, self._before_s = statistics.median(self._waits), self._step_s()
         if self._asked:
-            self._end("on", f"draws from {self._name} in a thread. {_UNSEEN}")
+            self._end("on", f"draws from {self._name} in a thread. {self._random()}")
         elif wait_s < LEAST_WAIT * self._before_s:
             took = f"{1e3 * wait_s:.3g} of {1e3 * self._before_s:.3g} ms a step"
             self._end("off", f"leaves {self._name} alone: its batches take {took}")
@@ -124,7 +146,7 @@ class BackgroundTrial:
     def _tried(self) -> None:
         after_s = self._step_s()
         if after_s < self._before_s * (1 - WORSE):
-            self._end("on", f"draws from {self._name} in a thread: {self._compared(after_s)}. {_UNSEEN}")
+            self._end("on", f"draws from {self._name} in a thread: {self._compared(after_s)}. {self._random()}")
         else:
             self._end("off", f"draws from {self._name} as before: {self._compared(after_s)}")
 
@@ -134,16 +156,17 @@ class BackgroundTrial:
     def _compared(self, after_s: float) -> str:
         return f"steps take {1e3 * after_s:.3g} ms with a thread, and {1e3 * self._before_s:.3g} without"
 
+    def _random(self) -> str:
+        used = " and ".join(sorted(self._by_loader))
+        seen = "It was not seen to draw random numbers from a generator that training may use"
+        if used:
+            seen = f"It draws random numbers from {used}, and training was not seen to"
+        return f"The order of batches stays. {seen}; if it does, both get other numbers"
+
     def _end(self, state: Literal["on", "off"], line: str) -> None:
         self.state = state
         self._steps.clear()
         self._say(f"{line}.")
-
-
-_UNSEEN = (
-    "The order of batches stays. It was not seen to draw from random generators that the model uses; if it does so "
-    "later, both get other numbers"
-)
 
 
 class BackgroundLoader:
@@ -155,32 +178,34 @@ class BackgroundLoader:
     Args:
         source: the loader, any iterable.
         trial: decides.
-        limit: gives the number of batches that training takes of a pass, which may be infinite.
+        limit: called with the number of batches given in a pass, gives the number at which training stops to take more:
+            the end of the epoch, or a validation. It may be infinite.
         depth: batches that the thread keeps ready.
 
     Attributes:
+        source: as given.
         trial: as given.
     """
 
     def __init__(
-        self, source: AnyLoader, trial: BackgroundTrial, *, limit: Callable[[], float], depth: int = DEPTH
+        self, source: AnyLoader, trial: BackgroundTrial, *, limit: Callable[[int], float], depth: int = DEPTH
     ) -> None:
-        self._source, self.trial, self._limit, self._depth = source, trial, limit, depth
+        self.source, self.trial, self._limit, self._depth = source, trial, limit, depth
         self._pass: _Pass | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         self.close()
         self.trial.begin_pass()
-        self._pass = _Pass(iter(self._source), self.trial, self._limit, self._depth)
+        self._pass = _Pass(iter(self.source), self.trial, self._limit, self._depth)
         return self._pass
 
     def __len__(self) -> int:
-        return len(self._source)
+        return len(self.source)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_source" not in self.__dict__:
+        if name.startswith("__") or "source" not in self.__dict__:
             raise AttributeError(name)
-        return getattr(self._source, name)
+        return getattr(self.source, name)
 
     def close(self) -> None:
         """End the thread of the present pass. A second call does nothing."""
@@ -192,7 +217,9 @@ class BackgroundLoader:
 class _Pass(Stage):
     """One pass: batches drawn here, or by a thread in portions that end with what is asked for."""
 
-    def __init__(self, source: Iterator[Batch], trial: BackgroundTrial, limit: Callable[[], float], depth: int) -> None:
+    def __init__(
+        self, source: Iterator[Batch], trial: BackgroundTrial, limit: Callable[[int], float], depth: int
+    ) -> None:
         self._source, self._trial, self._limit, self._depth = source, trial, limit, depth
         self._ahead: BackgroundIterator | None = None
         self._given = 0
@@ -201,15 +228,18 @@ class _Pass(Stage):
 
     def __next__(self) -> Batch:
         self._trial.begin_step()
-        if self._given >= self._until:
+        if self._ahead is not None and self._given >= self._until:
+            self.close()
+        elif self._ahead is None and self._given:
             self._begin_portion()
         batch = self._trial.draw(self._source) if self._ahead is None else next(self._ahead)
         self._given += 1
         return batch
 
     def _begin_portion(self) -> None:
-        self.close()
-        count = min(self._trial.ahead(), self._limit() - self._given) if self._given else 0
+        count = self._trial.ahead()
+        if count:
+            count = min(count, self._limit(self._given) - self._given)
         if count < 1:
             return
         self._until = self._given + count

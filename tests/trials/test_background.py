@@ -48,11 +48,23 @@ class Batches:
 class Run:
     """A training loop over a loader, with the lines that were said."""
 
-    def __init__(self, source: Any, clock: Clock, *, limit: float = math.inf, **options: Any) -> None:
+    def __init__(
+        self,
+        source: Any,
+        clock: Clock,
+        *,
+        limit: float = math.inf,
+        step: Callable[[], object] = lambda: None,
+        **options: Any,
+    ) -> None:
+        self.step = step
         self.said: list[str] = []
         self.clock, self.limit = clock, limit
+        self.validates: float = 10**6
         self.trial = BackgroundTrial("the loader", self.said.append, clock=clock, **options)
-        self.loader = BackgroundLoader(source, self.trial, limit=lambda: self.limit)
+        self.loader = BackgroundLoader(
+            source, self.trial, limit=lambda given: min(self.limit, (given // self.validates + 1) * self.validates)
+        )
 
     def epoch(self, step_s: float = STEP_S, *, ahead_s: float | None = None, steps: float = math.inf) -> list[Any]:
         """The batches of an epoch. ``ahead_s``: time of a step once the thread is tried."""
@@ -63,6 +75,7 @@ class Run:
             if batch is None:
                 break
             found.append(batch.item())
+            self.step()
             tried = self.trial.state in ("try", "on")
             self.clock.now += ahead_s if tried and ahead_s is not None else step_s
         return found
@@ -83,7 +96,9 @@ def test_a_thread_that_makes_steps_shorter_stays() -> None:
     run = Run(source := Batches(clock), clock)
     assert run.epoch() == list(range(100))
     assert run.trial.state == "on"
-    assert [here for _, here in source.drawn] == [True] * WATCHED + [False] * (100 - WATCHED)
+    assert [here for _, here in source.drawn] == [True] * WATCHED + [False] * TRIED + [True] + [False] * (
+        99 - WATCHED - TRIED
+    )
     (line,) = run.said
     assert line.startswith("draws from the loader in a thread: steps take 10 ms with a thread, and 24 without. ")
     source.drawn.clear()
@@ -127,24 +142,51 @@ DRAWS: dict[str, Callable[[], object]] = {
 }
 
 
+class Drawing(Batches):
+    def __init__(self, clock: Clock, name: str, first: int = 0) -> None:
+        super().__init__(clock)
+        self.name, self.first = name, first
+
+    def make(self, number: int) -> Any:
+        if len(self.drawn) >= self.first:
+            DRAWS[self.name]()
+        return super().make(number)
+
+
 @pytest.mark.parametrize("name", DRAWS)
 @pytest.mark.parametrize("epochs", [0, 1])
-def test_a_loader_that_draws_from_a_default_generator_is_left_alone(name: str, epochs: int) -> None:
-    """At its first batch, or at the first of a later epoch."""
-
-    class Drawing(Batches):
-        def make(self, number: int) -> Any:
-            if len(self.drawn) == 100 * epochs:
-                DRAWS[name]()
-            return super().make(number)
-
+def test_a_loader_that_draws_from_the_models_generator_is_left_alone(name: str, epochs: int) -> None:
+    """At its first batches, or at the first of a later epoch."""
     clock = Clock()
-    run = Run(source := Drawing(clock), clock)
+    run = Run(source := Drawing(clock, name, 100 * epochs), clock, step=DRAWS[name])
     for _ in range(epochs + 1):
         assert run.epoch() == list(range(100))
     assert run.trial.state == "off"
     assert f"it draws random numbers from {name}, and in a thread" in run.said[-1]
     assert all(here for _, here in source.drawn[100 * epochs :])
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_generator_that_training_does_not_use(name: str) -> None:
+    """Of torch's it is always taken to do so."""
+    clock = Clock()
+    run = Run(Drawing(clock, name), clock, step=lambda: torch.rand(1))
+    assert run.epoch() == list(range(100))
+    assert run.trial.state == ("off" if name.startswith("torch") else "on")
+    assert f"draws random numbers from {name}" in run.said[-1]
+
+
+def test_nothing_is_drawn_ahead_of_a_validation() -> None:
+    clock = Clock()
+    run = Run(source := Batches(clock), clock)
+    run.epoch()
+    run.validates = 40
+    batches, source.drawn = iter(run.loader), []
+    for number in range(1, 100):
+        next(batches)
+        if number % 40 == 0:
+            assert len(source.drawn) == number
+    run.loader.close()
 
 
 def test_generators_of_its_own_do_not_matter() -> None:
