@@ -288,12 +288,7 @@ def place_of(owner: object, trainer: object, data: object, loaders: Sequence[Any
         return Place(words=f"loader=LoaderSettings(...) of your {datamodule}", form="settings", datamodule=datamodule)
     origins = [one for one in dict.fromkeys(map(origin_of, loaders)) if one is not None]
     if not origins and owner is None and loaders:
-        with suppress(Exception):  # as above
-            frame: FrameType | None = sys._getframe(1)
-            while frame is not None and not (frame.f_code.co_name == "fit" and _first_argument(frame) is trainer):
-                frame = frame.f_back
-            given = _origin_on_stack(loaders[0], frame)
-            origins = [replace(given, made=False)] if given is not None else []
+        origins = _passed_to_fit(trainer, loaders[0])
     words = _words(owner, origins, len(loaders))
     if "_feed_wrapped" in getattr(owner, "__dict__", {}):
         wrapped = f"the LoaderSettings(...) of FastDataModule.wrap({type(owner).__name__}(...), LoaderSettings(...))"
@@ -301,12 +296,25 @@ def place_of(owner: object, trainer: object, data: object, loaders: Sequence[Any
     overrides = _overrides(trainer, loaders)
     key = "--trainer." if trainer is not None and _host.cli_config(trainer) else ""
     place = Place(words=words, overrides=overrides, datamodule=datamodule, trainer_key=key)
-    if not origins or not origins[0].package:
-        return place
-    first = origins[0]
-    if not first.parameter:
-        return replace(place, form="callback") if first.made and not overrides else place
-    return replace(place, names=first.names, argument=first.parameter if first.as_dict else "")
+    return _in_a_package(place, origins[0]) if origins and origins[0].package else place
+
+
+def _passed_to_fit(trainer: object, loader: AnyLoader) -> list[LoaderOrigin]:
+    """The call of ``trainer.fit``, for a loader that was made before this module was imported; empty if not found."""
+    with suppress(Exception):  # frames hold whatever the user has
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and not (frame.f_code.co_name == "fit" and _first_argument(frame) is trainer):
+            frame = frame.f_back
+        given = _origin_on_stack(loader, frame)
+        return [] if given is None else [replace(given, made=False)]
+    return []
+
+
+def _in_a_package(place: Place, first: LoaderOrigin) -> Place:
+    """The place, with the parameter that leads to the package's loader; without one, AutotuneCallback sets workers."""
+    if first.parameter:
+        return replace(place, names=first.names, argument=first.parameter if first.as_dict else "")
+    return replace(place, form="callback") if first.made and not place.overrides else place
 
 
 def _words(owner: object, origins: Sequence[LoaderOrigin], number: int) -> str:

@@ -205,38 +205,52 @@ def with_workers(measured: Measurements, shares: Shares, number: int) -> float |
 
 
 def with_crops(measured: Measurements, shares: Shares) -> dict[int, float]:
-    """Step time by number of workers with only the crops of images decoded; empty where that was not timed.
+    """Step time by number of workers if only the crops of images are decoded; empty if that was not timed.
 
-    Of the present number, and of first workers where they were tried.
+    Has the present number, and the numbers of first workers that were tried.
     """
-    trial, facts, found, running = measured.found.crops, measured.facts, measured.found, period_ms(measured, shares)
-    if trial is None or not trial.whole_ms or facts.num_workers is None or running is None:
+    workers, running, left = measured.facts.num_workers, period_ms(measured, shares), _left_with_crops(measured)
+    if left is None or workers is None or running is None:
         return {}
-    left = trial.crop_ms / trial.whole_ms
-    if found.samples_ms and found.collate_ms:  # collating takes as long as before
-        left = (left * found.samples_ms + found.collate_ms) / (found.samples_ms + found.collate_ms)
     step = with_batch_in(measured, shares, running * left)
-    if step is None or not serial(facts):
-        return {} if step is None else {facts.num_workers: step}
-    # The run as it would be with crops alone, from which first workers are predicted as for any other run.
-    loading = loading_cpu_ms(measured, shares)
+    if step is None:
+        return {}
+    if not serial(measured.facts):
+        return {workers: step}
+    cropping = _as_cropping(measured, shares, left, step)
+    fewer = replace(shares, step_ms=step, data_ms=max(0.0, shares.data_ms - (shares.step_ms - step)))
+    steps = {number: with_workers(cropping, fewer, number) for number in tried_rates(cropping) if number}
+    return {0: step} | {number: then for number, then in steps.items() if then is not None}
+
+
+def _left_with_crops(measured: Measurements) -> float | None:
+    """Share of the time for a batch that is left if only crops are decoded; None if that was not timed."""
+    found, trial = measured.found, measured.found.crops
+    if trial is None or not trial.whole_ms:
+        return None
+    left = trial.crop_ms / trial.whole_ms
+    if not found.samples_ms or not found.collate_ms:
+        return left
+    return (left * found.samples_ms + found.collate_ms) / (found.samples_ms + found.collate_ms)  # collating stays
+
+
+def _as_cropping(measured: Measurements, shares: Shares, left: float, step_ms: float) -> Measurements:
+    """The run as it would be with crops only, from which first workers are predicted as for any other run."""
+    facts, found, loading = measured.facts, measured.found, loading_cpu_ms(measured, shares)
+    queue, running, most = facts.load_queue_ms, period_ms(measured, shares), found.ceiling_per_s or math.inf
     less = {name: (1 - left) * loading for name in ("host_cpu_ms", "process_cpu_ms") if vars(facts)[name] is not None}
-    most = found.ceiling_per_s or math.inf
     rates = {number: min(rate / left, most) for number, rate in tried_rates(measured).items()}
-    cropping = replace(
+    return replace(
         measured,
-        stats=replace(measured.stats, step_ms=step, next_wait_ms=running * left),
+        stats=replace(measured.stats, step_ms=step_ms, next_wait_ms=None if running is None else running * left),
         facts=replace(
             facts,
             load_cpu_ms=loading * left,
-            load_queue_ms=None if facts.load_queue_ms is None else facts.load_queue_ms * left,
+            load_queue_ms=None if queue is None else queue * left,
             **{name: vars(facts)[name] - saved for name, saved in less.items()},
         ),
         experiments=replace(found, worker_scaling=tuple(rates.items())),
     )
-    fewer = replace(shares, step_ms=step, data_ms=max(0.0, shares.data_ms - (shares.step_ms - step)))
-    steps = {number: with_workers(cropping, fewer, number) for number in rates if number}
-    return {0: step} | {number: then for number, then in steps.items() if then is not None}
 
 
 def without_workers(measured: Measurements, shares: Shares) -> float | None:
