@@ -169,6 +169,11 @@ class LoopFacts:
         return (self.others_cpu_pct or 0.0) >= OTHERS_PCT
 
     @property
+    def queue_beside_loading_ms(self) -> float:
+        """Time per step outside ``next(loader)`` for which the training thread waited for a CPU; 0.0 if not known."""
+        return max(0.0, (self.host_queue_ms or 0.0) - (self.load_queue_ms or 0.0))
+
+    @property
     def copies_nothing(self) -> bool:
         """True if batches stay on the CPU unchanged, without a hook or transform of the user in their transfer."""
         return self.device_type == "cpu" and self.batch_hooks is False and not self.device_transform

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 from lightning_feed.errors import plural
 from lightning_feed.extras import installed_version
 from lightning_feed.load.machine import read_machine
+from lightning_feed.measure.measurements import Measurements
 from lightning_feed.verdict.causes import LOOP_WORDS, grade_of, shares_of, toy_sentence
 from lightning_feed.verdict.decide import share_text
 from lightning_feed.verdict.diagnosis import Diagnosis
@@ -325,10 +326,7 @@ def speedup(diagnosis: Diagnosis) -> float | None:
     measured, counted = diagnosis.measurements, _counted(diagnosis)
     stats, ranks, batches = measured.stats, measured.ranks, measured.facts.batches_per_epoch or 0
     if counted == "steps":
-        shares = shares_of(measured)
-        if shares is not None and shares.without_cpu_ms and shares.floor_ms:
-            return shares.step_ms / shares.floor_ms
-        return stats.speedup_if_free
+        return _speedup_of_the_step(measured)
     if counted == "ranks":
         whole, busy = 100.0, 100.0 - ((ranks.starved_pct if ranks is not None else None) or 0.0)
     else:
@@ -336,6 +334,14 @@ def speedup(diagnosis: Diagnosis) -> float | None:
         whole = 1e3 * (stats.epoch_start_s or 0.0) + batches * step_ms
         busy = batches * (step_ms - (stats.data_idle_ms or 0.0))
     return whole / busy if busy > 0 else None
+
+
+def _speedup_of_the_step(measured: Measurements) -> float | None:
+    """Times as fast without waiting for data, of which waiting for a CPU is no part."""
+    shares = shares_of(measured)
+    if shares is not None and shares.without_cpu_ms and shares.floor_ms:
+        return shares.step_ms / shares.floor_ms
+    return measured.stats.speedup_if_free
 
 
 def cause_text(diagnosis: Diagnosis) -> str:

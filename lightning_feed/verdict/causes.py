@@ -66,14 +66,8 @@ def shares_of(measured: Measurements) -> Shares | None:
         return None
     waiting = _waiting_of(measured, stats.starved_pct, stats.step_ms)
     epoch_pct = _epoch_pct(measured, stats.step_ms) or 0.0
-    copy_pct = max(0.0, stats.input_pct - stats.starved_pct)
-    pcts: dict[StepPart, float] = {
-        "framework": 100 * (stats.other_ms or 0.0) / stats.step_ms,
-        "copy": copy_pct,
-        "data": max(waiting.pct, epoch_pct),
-    }
-    if measured.facts.copies_nothing:  # the little that Lightning does there is no transfer
-        pcts |= {"framework": pcts["framework"] + copy_pct, "copy": 0.0}
+    pcts = _other_parts(measured, stats.step_ms, max(0.0, stats.input_pct - stats.starved_pct))
+    pcts["data"] = max(waiting.pct, epoch_pct)
     over = [part for part in sorted(pcts, key=lambda part: -pcts[part]) if pcts[part] >= _LIMITS[part]]
     of_steps = "data" in over and epoch_pct < DATA_PCT and not waiting.by_ranks
     confirmed = of_steps and _model_takes_all(measured)
@@ -96,6 +90,14 @@ def shares_of(measured: Measurements) -> Shares | None:
 
 
 _LIMITS: dict[StepPart, float] = {"framework": FRAMEWORK_PCT, "copy": COPY_PCT, "data": DATA_PCT}
+
+
+def _other_parts(measured: Measurements, step_ms: float, copy_pct: float) -> dict[StepPart, float]:
+    """The shares of the time between steps and of the copy."""
+    between_pct = 100 * (measured.stats.other_ms or 0.0) / step_ms
+    if measured.facts.copies_nothing:  # the little that Lightning does there is no transfer
+        return {"framework": between_pct + copy_pct, "copy": 0.0}
+    return {"framework": between_pct, "copy": copy_pct}
 
 
 class _Waiting(NamedTuple):
@@ -134,15 +136,12 @@ def _fed_if_idle(measured: Measurements) -> bool | None:
     """True if workers that are too slow beside other programs would keep up without them; None: too close to tell."""
     facts, stats, loaders = measured.facts, measured.stats, measured.loaders
     queue, step_ms = loaders.workers_run_queue_pct, stats.step_ms or 0.0
-    if not facts.crowded or not facts.num_workers:
-        return False
-    if queue is None:
+    if queue is None and facts.crowded and facts.num_workers:
         return None
-    if not _queue_is_of_others(measured):
+    if queue is None or not _queue_is_of_others(measured):
         return False
     making_ms = step_ms * (1 - queue / 100)
-    own_queue_ms = max(0.0, (facts.host_queue_ms or 0.0) - (facts.load_queue_ms or 0.0))
-    training_ms = step_ms - (stats.data_idle_ms or 0.0) - own_queue_ms
+    training_ms = step_ms - (stats.data_idle_ms or 0.0) - facts.queue_beside_loading_ms
     ratio = making_ms / training_ms if training_ms > 0 else math.inf
     if ratio >= FALLS_BEHIND:
         return False
@@ -276,21 +275,25 @@ def _one_rank(measured: Measurements, _: Shares) -> Iterator[Reason]:
 
 
 def _no_workers(measured: Measurements, shares: Shares) -> Iterator[Reason]:
-    facts, wait, step = measured.facts, measured.stats.next_wait_ms, shares.step_ms
-    cpu, queue, because, busy = facts.load_cpu_ms, facts.load_queue_ms, [], 0.0
-    if wait and cpu is not None and queue is not None:
-        cpu = min(wait, cpu)
-        queue = min(wait - cpu, queue)
-        busy = 100 * (cpu + queue) / wait
-        who, where = (facts.generator, " in the training process") if facts.generator else ("loading", "")
-        said = f"{who} takes {in_ms(wait, step)} ms{where}, {in_ms(cpu, step)} of them on a CPU"
-        if queue >= QUEUE_SHARE * wait:
-            said += f" and {in_ms(queue, step)} waiting for one"
-        because.append(said)
-    if facts.num_workers == 0 or (facts.generator and busy >= BUSY_PCT):
+    facts, because = measured.facts, _loading_here(measured, shares.step_ms)
+    busy_ms = (facts.load_cpu_ms or 0.0) + (facts.load_queue_ms or 0.0)
+    is_busy = 100 * busy_ms >= BUSY_PCT * (measured.stats.next_wait_ms or math.inf)
+    if facts.num_workers == 0 or (facts.generator and is_busy):
         yield Reason("no workers", because)
     elif facts.generator and because:
         yield Reason("unknown", [*because, "the training thread is blocked for the rest"], sure=False)
+
+
+def _loading_here(measured: Measurements, step: float) -> list[str]:
+    """Evidence: the time in which the training process makes a batch; empty if not known."""
+    facts, wait = measured.facts, measured.stats.next_wait_ms
+    if not wait or facts.load_cpu_ms is None or facts.load_queue_ms is None:
+        return []
+    cpu = min(wait, facts.load_cpu_ms)
+    queue = min(wait - cpu, facts.load_queue_ms)
+    who, where = (facts.generator, " in the training process") if facts.generator else ("loading", "")
+    said = f"{who} takes {in_ms(wait, step)} ms{where}, {in_ms(cpu, step)} of them on a CPU"
+    return [said + (f" and {in_ms(queue, step)} waiting for one" if queue >= QUEUE_SHARE * wait else "")]
 
 
 def _oversubscribed(measured: Measurements, _: Shares) -> Iterator[Reason]:
@@ -309,7 +312,7 @@ def _queue_is_of_others(measured: Measurements) -> bool:
     """True if workers wait for CPUs that other programs have: the workers do not want more CPUs than there are."""
     facts, loaders = measured.facts, measured.loaders
     wanted = (facts.num_workers or 0) * ((loaders.workers_on_cpu_pct or 0.0) + (loaders.workers_run_queue_pct or 0.0))
-    return facts.crowded and wanted <= 100 * (facts.usable_cpus or 0)
+    return facts.crowded and bool(facts.num_workers) and wanted <= 100 * (facts.usable_cpus or 0)
 
 
 def _ready_without_cpu(measured: Measurements, shares: Shares) -> Iterator[Reason]:

@@ -128,12 +128,18 @@ def _doubt(measured: Measurements, shares: Shares, cause: Cause) -> str:
         return ""
     if first == "data" and (shares.fed_if_idle is None or unclear_beside_others(measured, cause)):
         return f"training waits {shares.data_pct:.0f} % of each step for data"
-    own_ms = other_ms - max(0.0, (measured.facts.host_queue_ms or 0.0) - (measured.facts.load_queue_ms or 0.0))
-    hooks = measured.hooks
-    explained = bool(hooks) and sum(hook.ms_per_step for hook in hooks) >= NAMED_SHARE * own_ms
-    if first == "framework" and not explained and not measured.facts.syncs:
+    if first == "framework" and not _explained(measured, other_ms):
         return f"{in_ms(other_ms, step_ms)} of {in_ms(step_ms, step_ms)} ms lie between the steps"
     return ""
+
+
+def _explained(measured: Measurements, other_ms: float) -> bool:
+    """True if hooks or known synchronisations explain the time between steps, apart from waiting for a CPU."""
+    hooks_ms, own_ms = (
+        sum(hook.ms_per_step for hook in measured.hooks),
+        other_ms - measured.facts.queue_beside_loading_ms,
+    )
+    return bool(measured.facts.syncs) or (hooks_ms > 0 and hooks_ms >= NAMED_SHARE * own_ms)
 
 
 def _cannot_tell(measured: Measurements, shares: Shares, doubt: str) -> Diagnosis:

@@ -35,7 +35,8 @@ _WAYS_OUT = {
 
 def notes_for(finding: Finding, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
     """Further facts and things to try, the most useful first."""
-    said = [*_framework(finding, remedies), *_copy(finding), *_data(finding, remedies), *_fed(finding)]
+    said = [*_framework(finding, remedies), *_copy(finding), *_data(finding, remedies), *_launch(finding)]
+    said += _fed(finding)
     return tuple(dict.fromkeys(said))[:MOST]
 
 
@@ -298,18 +299,21 @@ def _copy(finding: Finding) -> Iterator[str]:
         yield 'to compare decoders: ImageFolderDataModule(backend="torch"), or "dali-gpu"'
 
 
+def _launch(finding: Finding) -> Iterator[str]:
+    if finding.causes.get("compute") == "launch":
+        yield 'model.compile(mode="reduce-overhead") launches many operations at once'
+
+
 def _fed(finding: Finding) -> Iterator[str]:
     """Fewer workers that would do, by the rates of loader and model."""
     loaders, found, workers = finding.measured.loaders, finding.measured.found, finding.facts.num_workers or 0
     ready, capacity = loaders.queue_ready or 0.0, loaders.queue_capacity or 0.0
-    if finding.causes.get("compute") == "launch":
-        yield 'model.compile(mode="reduce-overhead") launches many operations at once'
     # Other programs make the step long; by itself it may want more workers.
     if "compute" not in finding.causes or finding.facts.crowded or not ready >= FULL_SHARE * capacity > 0:
         return
     if not found.model_per_s or not found.loader_per_s:
         return
     fewer = max(1, int(-(-workers * SPARE * found.model_per_s // found.loader_per_s)))
-    if workers >= 2 and fewer < workers:
+    if fewer < workers:
         ready_text = f"{ready:.1f} of {capacity:.0f} batches are ready on average"
         yield f"num_workers={fewer} would do: with {workers}, {ready_text}"
