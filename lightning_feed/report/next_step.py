@@ -19,6 +19,7 @@ _DIAGNOSE = "lightning-feed diagnose your_script.py -- ARGUMENTS"
 _MEASURE_THE_REST = "Train with LIGHTNING_FEED=1"
 """In the note of a diagnosis that gives no fix, since what it left out may be to blame."""
 _IDLE = "run again when the machine is idle, or reserve CPUs for this run (Slurm: `--cpus-per-task`)"
+_IN_A_THREAD = "train with LIGHTNING_FEED=tune, or with `AutotuneCallback()`: it puts the loader into a thread"
 _IN_YOUR_CODE: tuple[Cause, ...] = ("no workers", "cpu", "oversubscribed", "waiting", "unknown")
 """Causes of which an experiment finds the lines in the user's code."""
 
@@ -90,6 +91,8 @@ def _for_data(found: Diagnosis, run: RunIdentity, given: str) -> str:
     measured, facts = found.measurements, found.measurements.facts
     if facts.crowded:
         return _IDLE
+    if facts.generator and facts.loop == "trainer" and facts.stage == "fit":
+        return f"{_IN_A_THREAD}, so that batches are made while the model trains, if that is faster"
     turns = ""
     if takes_turns(found):
         turns = f"loading and {LOOP_WORDS[facts.stage]} take turns"

@@ -52,6 +52,11 @@ MODEL_ONLY: dict[str, Any] = {"bottleneck": "compute", "cause": "compute", "grad
         (_found(cause="cpu"), f"`lightning-feed diagnose train.py -- --epochs 2` {FINDS}"),
         (_found(cause="cpu", notes=("a note",)), f"`lightning-feed diagnose train.py -- --epochs 2` {FINDS}"),
         (_found(cause="jitter", notes=("a note",)), "a note"),
+        (
+            _found(cause="no workers", facts=sample_facts(num_workers=None, generator="batches (train.py:12)")),
+            "train with LIGHTNING_FEED=tune, or with `AutotuneCallback()`: it puts the loader into a thread, so that "
+            "batches are made while the model trains, if that is faster",
+        ),
         (_found(cause="jitter"), f"`lightning-feed diagnose train.py -- --epochs 2` {FINDS}"),
         (
             _found(cause="no workers", facts=sample_facts(**ON_CPU), why_not=("more workers: no gain",)),
