@@ -417,6 +417,8 @@ class GPUStarvationCallback(Callback):
     def _start_nvml(self, trainer: Trainer, device: torch.device) -> NvmlSampler | None:
         if not self.nvml or not trainer.is_global_zero:
             return None
+        if device.type == "cpu":
+            return None
         if device.type != "cuda" or torch.version.hip is not None:
             self._once.say(trainer, logging.INFO, f"No GPU figures from NVML: training runs on {device.type}.")
             return None

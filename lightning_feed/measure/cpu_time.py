@@ -156,7 +156,7 @@ def own_clock(now: Callable[[], int] = time.perf_counter_ns) -> int:
 
 
 class CpuTimes:
-    """CPU time since this was made, or the warm-up ended, without the time from :meth:`pause` to :meth:`go_on`.
+    """CPU time since the first batch, or since the warm-up ended, without the time from :meth:`pause` to :meth:`go_on`.
 
     Args:
         loads_here: whether the process itself makes the batches. None: not known; the batches may come from a
@@ -176,7 +176,7 @@ class CpuTimes:
     ) -> None:
         self._thread, self._process, self._run_queue = thread, process, run_queue
         self._load_clock = {True: process, None: thread, False: None}[loads_here]
-        self._steps_before, self._paused = 0, False
+        self._steps_before, self._paused, self._counting = 0, False, False
         self._spent = CpuSums()
         self._began = self._now()
         self._loaded = self._load_queued = 0
@@ -184,7 +184,7 @@ class CpuTimes:
 
     def settle(self, steps: int) -> None:
         """Start over after so many steps."""
-        self._steps_before, self._spent = steps, CpuSums()
+        self._steps_before, self._spent, self._counting = steps, CpuSums(), True
         self._loaded = self._load_queued = 0
         self._began = self._now()
 
@@ -209,6 +209,9 @@ class CpuTimes:
             return
         load, queue = self._fetch_began
         self._fetch_began, queue_now = None, self._run_queue()
+        if not self._counting:  # set-up and the start of workers are no part of a step
+            self._counting, self._began = True, self._now()
+            return
         if self._load_clock is not None:
             self._loaded += self._load_clock() - load
         if queue is not None and queue_now is not None:

@@ -121,8 +121,10 @@ def _ask_more(found: Diagnosis, run: RunIdentity, given: str) -> str:
 
 def _for_compute(found: Diagnosis, run: RunIdentity, given: str) -> str:
     measured, notes = found.measurements, _notes(found, run, given)
+    if measured.facts.crowded:
+        return f"the loader keeps up; {_IDLE}" if found.cause == "compute" else _IDLE
     if found.cause in ("oversubscribed", "unknown"):  # the model alone is much faster than the step
-        return _IDLE if measured.facts.crowded else next(iter(notes), _WITHOUT_NOTE["framework"])
+        return next(iter(notes), _WITHOUT_NOTE["framework"])
     if found.cause == "launch" and notes:
         return notes[0]
     wall = measured.wall

@@ -270,9 +270,9 @@ def _waits(diagnosis: Diagnosis, starved_pct: float) -> str:
         whose = "one of them" if ranks.slow_rank is None else f"rank {ranks.slow_rank}"
         return f"all ranks wait {ranks.starved_pct:.0f} % of each step for the data of {whose}"
     without_cpu = _without_cpu_ms(diagnosis)
-    if without_cpu and shares is not None:
+    if shares is not None and 100 * without_cpu >= shares.step_ms:
         waits, loop = 100 * shares.data_ms / shares.step_ms, LOOP_WORDS[measured.facts.stage]
-        for_cpu = f"{100 * without_cpu / shares.step_ms:.0f} % for a CPU, with a batch at hand"
+        for_cpu = f"{100 * without_cpu / shares.step_ms:.0f} % for a CPU to take a ready batch"
         return f"{loop} waits {waits:.0f} % of each step for data, and {for_cpu}"
     share, on_cpu, on_gpu = f"{starved_pct:.0f} % of each step", "", " waiting for data"
     if counted == "epochs" and shares is not None:

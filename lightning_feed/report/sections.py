@@ -144,7 +144,8 @@ def _mark(bars: list[Bar], diagnosis: Diagnosis) -> list[Bar]:
     narrow = min(stages, key=lambda one: one.per_s) if len(stages) > 1 else None
     named = narrow is not None and narrow.name == _STAGE_NAMED.get(diagnosis.bottleneck) and not takes_turns(diagnosis)
     marked = [narrow] if narrow and named else []
-    if len(parts) > 1 and (narrow is None or narrow.name == "loader"):
+    of_loader = diagnosis.bottleneck in ("data", "unknown") and (narrow is None or narrow.name == "loader")
+    if len(parts) > 1 and of_loader:
         marked.append(min(parts, key=lambda one: one.per_s))
     return [one._replace(narrowest=one in marked) for one in bars]
 

@@ -74,6 +74,8 @@ def shares_of(measured: Measurements) -> Shares | None:
     fed_if_idle = _fed_if_idle(measured) if of_steps and not confirmed else False
     if confirmed or fed_if_idle:
         over.remove("data")
+    if over and _others_take_more(measured, pcts[over[0]]):
+        over = []
     return Shares(
         step_ms=stats.step_ms,
         framework_pct=pcts["framework"],
@@ -90,6 +92,13 @@ def shares_of(measured: Measurements) -> Shares | None:
 
 
 _LIMITS: dict[StepPart, float] = {"framework": FRAMEWORK_PCT, "copy": COPY_PCT, "data": DATA_PCT}
+
+
+def _others_take_more(measured: Measurements, than_pct: float) -> bool:
+    """True if the training thread waits for a CPU that other programs have, for a larger share of a step than that."""
+    facts, step_ms = measured.facts, measured.stats.step_ms or math.inf
+    waits_pct = 100 * facts.queue_beside_loading_ms / step_ms
+    return facts.crowded and waits_pct >= RUN_QUEUE_PCT and waits_pct > than_pct
 
 
 def _other_parts(measured: Measurements, step_ms: float, copy_pct: float) -> dict[StepPart, float]:
@@ -577,13 +586,16 @@ def compute_cause(measured: Measurements, shares: Shares) -> Reason:
 
 def _waiting_without_cpus(measured: Measurements, shares: Shares) -> list[str]:
     """Figures of the waiting that other programs cause; empty if they cause none."""
-    facts, queue = measured.facts, measured.loaders.workers_run_queue_pct
-    if not facts.crowded or shares.compute_bound_confirmed or (measured.stats.starved_pct or 0.0) < DATA_PCT:
+    facts, queue, whole = measured.facts, measured.loaders.workers_run_queue_pct, shares.step_ms
+    if not facts.crowded or shares.compute_bound_confirmed:
         return []
     said = []
-    if shares.without_cpu_ms > 0:
-        waited = f"{in_ms(shares.without_cpu_ms, shares.step_ms)} of {in_ms(shares.step_ms, shares.step_ms)} ms"
+    if shares.without_cpu_ms >= 0.01 * DATA_PCT * whole:
+        waited = f"{in_ms(shares.without_cpu_ms, whole)} of {in_ms(whole, whole)} ms"
         said.append(f"batches are ready; other programs have the CPUs: the training thread waits {waited} for one")
+    if _others_take_more(measured, 0.0):
+        waited = f"{in_ms(facts.queue_beside_loading_ms, whole)} of {in_ms(whole, whole)} ms"
+        said.append(f"the training thread waits {waited} for a CPU that other programs have, besides loading")
     if shares.fed_if_idle and queue is not None:
         said.append(f"the workers have no CPU {queue:.0f} % of their time, and with one they would keep up")
     return said

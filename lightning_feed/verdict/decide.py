@@ -13,6 +13,7 @@ from lightning_feed.verdict.causes import (
     DATA_PCT,
     HIGH_PCT,
     LOOP_WORDS,
+    MODERATE_PCT,
     NAMED_SHARE,
     Reason,
     Shares,
@@ -30,7 +31,7 @@ from lightning_feed.verdict.causes import (
     unclear_beside_others,
 )
 from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Diagnosis, Remedy
-from lightning_feed.verdict.notes import MOST, notes_for, why_not
+from lightning_feed.verdict.notes import MOST, SHARD, notes_for, why_not
 from lightning_feed.verdict.remedies import LEAST_PCT, PLACE, Finding, largest, remedies_for, trainer_remedy
 
 _FIND: dict[Bottleneck, Callable[[Measurements, Shares], Reason]] = {
@@ -91,18 +92,22 @@ def _of_steps(measured: Measurements) -> Diagnosis:
 
 
 def _with_advice(found: Diagnosis, finding: Finding) -> Diagnosis:
-    stripped = _stripped(finding.measured, finding.shares)
+    stripped = _stripped(finding)
     remedies = () if stripped else remedies_for(finding)
-    notes = (*stripped, *notes_for(finding, remedies))[:MOST]
-    return replace(found, remedies=remedies, notes=notes, why_not=why_not(finding, remedies))
+    reasons = why_not(finding, remedies)
+    notes = [note for note in notes_for(finding, remedies) if not (reasons and note == SHARD)]
+    return replace(found, remedies=remedies, notes=(*stripped, *notes)[:MOST], why_not=reasons)
 
 
-def _stripped(measured: Measurements, shares: Shares) -> tuple[str, ...]:
+def _stripped(finding: Finding) -> tuple[str, ...]:
     """The note on a diagnosis whose fit ran without callbacks, loggers or validation, and hardly waited for data.
 
-    Its steps are shorter than those of the user's fit, so that small waits are a larger share of them.
+    Its steps are shorter than those of the user's fit, so that small waits are a larger share of them, most of all the
+    time to take a ready batch.
     """
-    if not measured.found.stripped or shares.data_pct >= HIGH_PCT:
+    measured, shares = finding.measured, finding.shares
+    limit = HIGH_PCT if finding.data == "hand-over" else MODERATE_PCT
+    if not measured.found.stripped or shares.data_pct >= limit:
         return ()
     said = "not run here, and the rest hardly waits. Train with LIGHTNING_FEED=1 to measure them"
     return (f"{measured.found.stripped}: {said}",)
@@ -203,10 +208,7 @@ def _beside(measured: Measurements, step_ms: float) -> Iterator[str]:
     if stats.epoch_start_s is not None and stats.epoch_start_s >= SLOW_START_S:
         yield f"the first batch of an epoch takes {stats.epoch_start_s:.1f} s"
     if facts.crowded:
-        waited = ""
-        if facts.host_queue_ms is not None:
-            waited = f", and the training thread waited {in_ms(facts.host_queue_ms, step_ms)} ms a step for one"
-        yield f"other programs had {facts.others_cpu_pct:.0f} % of the CPUs{waited}: low confidence"
+        yield f"other programs had {facts.others_cpu_pct:.0f} % of the CPUs: low confidence"
     if stats.lost_steps:
         yield f"{stats.lost_steps} steps could not be measured on the device"
 

@@ -18,7 +18,7 @@ MOSTLY_BUSY = 0.8
 """Share of the available CPU time above which all CPUs count as busy."""
 SPARE = 1.1
 """Factor by which the loader must be faster than the model with fewer workers."""
-_SHARD = (
+SHARD = (
     "the dataset is a stream that does not seem to divide itself among workers: with num_workers=2 every sample would "
     "come twice. Divide it by torch.utils.data.get_worker_info() before you use more than one worker"
 )
@@ -79,7 +79,7 @@ def _data(finding: Finding, remedies: tuple[Remedy, ...]) -> Iterator[str]:
     if cause is None:
         return
     if not may_have_workers(finding) and (facts.num_workers or 0) <= 1:
-        yield _SHARD
+        yield SHARD
     crops = tuple(_whole_images(finding, cause))
     yield from crops
     if not remedies:

@@ -24,6 +24,8 @@ def _times(*, loads_here: bool | None) -> tuple[CpuTimes, Clock, Clock]:
     thread, process = Clock(), Clock()
     thread.now, process.now = 7, 9
     made = CpuTimes(loads_here=loads_here, thread=thread, process=process, run_queue=lambda: None)
+    made.fetch_began()
+    made.fetch_ended()  # the first batch, with which counting begins
     return made, thread, process
 
 
@@ -73,11 +75,12 @@ def test_a_loader_of_unknown_kind_takes_the_time_of_the_thread() -> None:
 @pytest.mark.parametrize("loads_here", [True, False, None])
 def test_the_wait_for_a_cpu_in_fetches_and_in_all(*, loads_here: bool | None) -> None:
     queue = Clock()
-    queue.now = 5
     times = CpuTimes(loads_here=loads_here, thread=Clock(), process=Clock(), run_queue=queue)
-    for now in (5, 7, 20, 21):
-        queue.now = now
-        (times.fetch_began if now in (5, 20) else times.fetch_ended)()
+    for began, ended in ((0, 5), (5, 7), (20, 21)):  # set-up comes before the first batch, and does not count
+        queue.now = began
+        times.fetch_began()
+        queue.now = ended
+        times.fetch_ended()
     found = times.per_step(1)
     assert (found["load_queue_ms"], found["host_queue_ms"]) == (pytest.approx(3.0), pytest.approx(16.0))
     times.settle(1)

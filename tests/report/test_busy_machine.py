@@ -13,7 +13,7 @@ from lightning_feed.report.report import if_free
 from lightning_feed.verdict.decide import diagnose
 
 BUSY_MACHINE: dict[str, Any] = {"num_workers": 2, "usable_cpus": 2, "others_cpu_pct": 60.0, "step": 60.0, "data": 15.0}
-FALL_BEHIND = {"workers_on_cpu_pct": 30.0, "workers_run_queue_pct": 60.0, "workers_blocked_pct": 10.0}
+FALL_BEHIND = {"workers_on_cpu_pct": 70.0, "workers_run_queue_pct": 20.0, "workers_blocked_pct": 10.0}
 
 
 def _first_lines(text: str) -> str:
@@ -25,22 +25,22 @@ def test_the_wait_for_a_cpu_is_not_called_waiting_for_data() -> None:
     said = _first_lines(as_text(ready))
     assert said.startswith(
         "FEED limited by other programs, which have 60 % of the CPUs: training waits 2 % of each step for data, and "
-        "23 % for a CPU, with a batch at hand (confidence low, 412 steps)"
+        "23 % for a CPU to take a ready batch (confidence low, 412 steps)"
     )
     assert if_free(ready) == "if data were free: 1.02 x as fast"
     assert "next: run again when the machine is idle" in said
 
 
 def test_what_is_left_of_the_waiting_is_graded() -> None:
-    found = diagnose(measured(loaders=FALL_BEHIND, load_queue_ms=10.0, host_queue_ms=46.0, **BUSY_MACHINE))
+    found = diagnose(measured(loaders=FALL_BEHIND, load_queue_ms=10.0, host_queue_ms=20.0, **BUSY_MACHINE))
     said = _first_lines(as_text(found))
     assert said.startswith(
-        "FEED slightly data-bound: training waits 8 % of each step for data, and 17 % for a CPU, with a batch at hand"
+        "FEED slightly data-bound: training waits 8 % of each step for data, and 17 % for a CPU to take a ready batch"
     )
 
 
 def test_cannot_tell_says_why_and_what_to_do() -> None:
-    close = FALL_BEHIND | {"workers_run_queue_pct": 43.0, "workers_blocked_pct": 27.0}
+    close = FALL_BEHIND | {"workers_run_queue_pct": 43.0, "workers_on_cpu_pct": 47.0}
     found = diagnose(measured(loaders=close, load_queue_ms=1.0, host_queue_ms=16.0, **BUSY_MACHINE))
     said = _first_lines(as_text(found))
     assert said.startswith("FEED cannot tell: other programs have 60 % of the CPUs: training waits 23 % of each step")

@@ -100,7 +100,7 @@ MODEL_ONLY: dict[str, Any] = {"bottleneck": "compute", "cause": "compute", "grad
         (_found(stats=sample_stats(step_ms=0.7)), "use larger batches: no other setting makes steps this short faster"),
         (_found(**MODEL_ONLY), "nothing, the loader keeps up"),
         (_found(**MODEL_ONLY, notes=("fewer workers would do",)), "nothing, the loader keeps up"),
-        (_found(**MODEL_ONLY, facts=sample_facts(others_cpu_pct=60.0)), "nothing, the loader keeps up"),
+        (_found(**MODEL_ONLY, facts=sample_facts(others_cpu_pct=60.0)), f"the loader keeps up; {IDLE}"),
         (
             _found(LEFT_OUT, **MODEL_ONLY),
             "train with `LIGHTNING_FEED=1 python train.py --epochs 2` to measure what was left out here (validation, "

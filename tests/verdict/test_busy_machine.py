@@ -129,7 +129,7 @@ def test_validation_of_a_good_part_of_the_run_is_noted(validation_s: float, *, n
     assert any("validation takes" in note for note in found.notes) == noted
 
 
-@pytest.mark.parametrize(("data", "fixed"), [(12.0, False), (40.0, True)])
+@pytest.mark.parametrize(("data", "fixed"), [(8.0, False), (40.0, True)])
 def test_a_diagnosis_without_the_users_callbacks_fixes_only_what_is_surely_the_loader(
     data: float, *, fixed: bool
 ) -> None:
@@ -137,3 +137,16 @@ def test_a_diagnosis_without_the_users_callbacks_fixes_only_what_is_surely_the_l
     found = diagnose(measured(data=data, found=tried, **ROOM))
     assert bool(found.remedies) == fixed
     assert any(note.startswith("SlowCallback: not run here") for note in found.notes) != fixed
+
+
+def test_other_programs_that_take_more_than_the_loader_are_named_first() -> None:
+    slow: dict[str, Any] = {"data": 7.0, "num_workers": 0, "load_cpu_ms": 5.0, "load_queue_ms": 2.0, "usable_cpus": 2}
+    found = diagnose(measured(**slow, host_queue_ms=52.0, others_cpu_pct=58.0))
+    assert (found.bottleneck, found.cause) == ("compute", "oversubscribed")
+    assert found.evidence[1].startswith("the training thread waits 50.0 of 100.0 ms for a CPU that other programs have")
+    assert diagnose(measured(**slow, host_queue_ms=12.0, others_cpu_pct=58.0)).bottleneck == "data"
+
+
+def test_a_busy_machine_beside_a_model_that_takes_all_is_no_ok() -> None:
+    found = diagnose(measured(data=1.0, host_queue_ms=55.0, load_queue_ms=0.1, **BUSY_MACHINE))
+    assert (found.bottleneck, found.cause, found.grade) == ("compute", "oversubscribed", "OK")
