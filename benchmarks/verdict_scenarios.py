@@ -151,7 +151,9 @@ SCENARIOS: dict[str, Scenario] = {
     "sleep, background": _waiting(ours(Sleep(24), num_workers=2, background=2)),
     "sleep, one of two loaders": _waiting(several(load(Sleep(24)), load(Sleep(0.5)))),
     "sleep, in_order=False": _waiting(load(Sleep(24), in_order=False)),
-    "50 tensors in a batch": _waiting(load(Nothing(), kind=partial(Pieces, count=50))),
+    "50 tensors in a batch": Scenario(
+        family="hand-over", expect=("data", "hand-over"), data=load(Nothing(), kind=partial(Pieces, count=50))
+    ),
     "O_DIRECT, 1 worker": _cold(load(read(ReadDirect, "large", 16), 1)),
     "O_DIRECT, 2 workers": _cold(load(read(ReadDirect, "large", 24))),
     "O_DIRECT, 4 workers": _cold(load(read(ReadDirect, "large", 48), 4)),

@@ -326,7 +326,8 @@ def _queue_is_of_others(measured: Measurements) -> bool:
 
 def _ready_without_cpu(measured: Measurements, shares: Shares) -> Iterator[Reason]:
     facts, wait = measured.facts, measured.stats.next_wait_ms
-    if facts.crowded or not facts.num_workers or not wait:
+    never_idle = (_busy_pct(measured) or 0.0) >= BUSY_PCT  # workers that are too slow, whoever has the CPUs
+    if facts.crowded or never_idle or not facts.num_workers or not wait:
         return
     if (facts.load_queue_ms or 0.0) >= READY_SHARE * wait:
         waited = f"{in_ms(facts.load_queue_ms, shares.step_ms)} of {in_ms(wait, shares.step_ms)} ms"
@@ -358,9 +359,7 @@ def _idle_workers(measured: Measurements, _: Shares) -> Iterator[Reason]:
     if held >= HEAD_OF_LINE_PCT:
         yield Reason("head of line", [f"a later batch was ready in {held:.0f} % of the waiting"])
     if handed >= HANDOVER_PCT:
-        said = (
-            f"batches were ready in {handed:.0f} % of the waiting: most of the {wait:.1f} ms goes to handing one over"
-        )
+        said = f"batches were ready in {handed:.0f} % of the waiting: handing one over takes most of {wait:.1f} ms"
         yield Reason("hand-over", [said])
     if ready >= READY_SHARE * most > 0:
         yield Reason("jitter", [f"{ready:.1f} of {most:.0f} batches are ready on average, but sometimes none is"])

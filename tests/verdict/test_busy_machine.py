@@ -38,6 +38,11 @@ def test_a_ready_batch_and_own_threads_on_the_cpus_is_oversubscription() -> None
     assert "the training thread waits 7.5 of 8.0 ms for a CPU" in found.evidence[1]
 
 
+def test_workers_that_are_never_idle_are_too_slow_whoever_has_the_cpus() -> None:
+    found = diagnose(measured(step=9.0, data=3.2, loaders=_workers(77.0, 20.0), load_queue_ms=1.7, **TWO))
+    assert (found.bottleneck, found.cause) == ("data", "cpu")
+
+
 def test_handing_over_is_not_blamed_beside_other_programs() -> None:
     """The worker that answers for its tensors may lack a CPU, too."""
     handed: dict[str, Any] = {"step": 24.0, "data": 8.0, "loaders": READY, "load_queue_ms": 0.5}
