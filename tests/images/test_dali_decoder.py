@@ -320,7 +320,7 @@ def test_a_failure_that_is_no_images_fault_is_no_reason_to_decode_on_the_host(mo
         return take(self)
 
     monkeypatch.setattr(ImagePipeline, "take", fails)
-    with pytest.raises(LoaderError, match=r"each of them alone. It said: the driver is tired") as raised:
+    with pytest.raises(LoaderError, match=r"each of them separately. It said: the driver is tired") as raised:
         list(decoder(made).run(iter(batches(made, 2))))
     assert isinstance(raised.value.__cause__, RuntimeError)
 
