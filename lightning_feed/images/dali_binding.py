@@ -36,7 +36,7 @@ class DaliOptions:
     """True to keep the pipelines of validation, test and prediction between passes. The next pass then starts sooner,
     but they hold memory, including GPU memory, during training."""
     largest_image: tuple[int, int] | None = None
-    """(height, width) in pixels of the largest image, for ``"dali-gpu"``: sets the initial size of the decoder's buffers.
+    """(height, width) in pixels of the largest image, for ``"dali-gpu"``: the initial size of the decoder buffers.
     None: the size of the largest of some images. A larger image is decoded, too, and enlarges the buffers."""
     hw_decoder_load: float | None = None
     """Share of JPEGs for the GPU's hardware decoder, 0 to 1, for ``"dali-gpu"``. None: DALI's default."""
