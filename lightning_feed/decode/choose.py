@@ -228,7 +228,7 @@ def psnr_db(image: Pixels, reference: Pixels) -> float:
     return math.inf if square == 0 else 10 * math.log10(255**2 / square)
 
 
-# --- Pillow behind the others -----------------------------------------------------------------------------------------
+# --- Pillow as fallback -----------------------------------------------------------------------------------------------
 
 _CMYK: Final = "CMYK JPEG"
 REASONS: Final = (*KINDS, _CMYK)

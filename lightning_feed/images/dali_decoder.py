@@ -359,12 +359,12 @@ class DaliImageDecoder:
             except FAILURES as error:
                 pipeline.close()
                 binding.raise_if_no_memory(error, self.spec.device)
-                found[image.index] = f"DALI failed at it: {binding.reason_of(error)}"
+                found[image.index] = f"DALI failed on it: {binding.reason_of(error)}"
                 pipeline = self._build(spec)
         pipeline.close()
         return found
 
-    # --- images that DALI is not given --------------------------------------------------------------------------------
+    # --- images that DALI does not decode -----------------------------------------------------------------------------
 
     def _reasons(self, images: Sequence[EncodedSample]) -> dict[int, str]:
         """Reasons for decoding images of a batch on the host, by their places."""
@@ -454,7 +454,7 @@ def why_on_host(data: Encoded) -> str:
             return "a JPEG without a frame header"
         if components == 4:
             return "a CMYK JPEG"
-        return "" if ends_like_jpeg(data) else "a JPEG with something else at its end than the end of its image"
+        return "" if ends_like_jpeg(data) else "a JPEG that is cut short, or has data after its end marker"
     if kind == PNG:
         return "" if png_bit_depth(data) < 16 else "a PNG of 16 bits a channel"
     return "" if kind in (WEBP, "BMP") else f"an image of the kind {kind}"

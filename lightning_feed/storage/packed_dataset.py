@@ -347,7 +347,7 @@ class PackedDataset(Dataset[Any]):
             raise damaged(self.path, error, index) from error
         if not self._checked[index]:
             if zlib.crc32(payload) != self.index.checksums[index]:
-                raise DamagedSampleError(f"{self.name(index)} is not what was packed. Copy or pack it again.")
+                raise DamagedSampleError(f"{self.name(index)} differs from what was packed. Copy or pack it again.")
             self._checked[index] = True
         return payload
 

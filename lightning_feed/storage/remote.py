@@ -294,7 +294,7 @@ class Connection:
             return error
         url, status = self.place.url_of(name), status_of(error)
         if isinstance(error, ReplacedError) or status == 416:
-            what = "it ends before what was to be read" if status == 416 else error
+            what = "it is shorter than listed" if status == 416 else error
             return GoneError(f"{url} cannot be used: {what}. Start the run again, to list the files again.")
         if isinstance(error, FileNotFoundError) or status == 404:
             return GoneError(f"{url} is not there (404). Check the URL; if it was there, start the run again.")

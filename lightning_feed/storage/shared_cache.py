@@ -350,7 +350,7 @@ class _CacheFile:
         if theirs != (_VERSION, *identity):
             raise ArchiveError(
                 f"The cache {self.path} is in use for other data, or by another version of this package: version, kind "
-                f"and size are {theirs} and should be {(_VERSION, *identity)}. Give it another name."
+                f"and size are {theirs} and should be {(_VERSION, *identity)}. Use another name."
             )
 
     def _prepare(self, identity: tuple[int, ...], limit_bytes: int) -> None:

@@ -111,10 +111,10 @@ def stage(  # noqa: PLR0913 - all but two are by name, and have a default
     found = place_of(os.fspath(source) if is_url(origin) else origin, storage_options)
     copied = RemoteOrigin(found) if isinstance(found, RemotePlace) else LocalOrigin(origin, place.target)
     mirror = Mirror(copied, place.target, place.parts)
-    with _as_archive_error(f"{dest} cannot be made", "Give another DEST"):
+    with _as_archive_error(f"{dest} cannot be made", "Choose another DEST"):
         place.target.parent.mkdir(mode=0o700, exist_ok=True)
     failed = f"{origin} was not staged to {place.target}"
-    with _as_archive_error(failed, "Give another DEST"), claimed(place, wait_s=wait_s):
+    with _as_archive_error(failed, "Choose another DEST"), claimed(place, wait_s=wait_s):
         record = _make(place, mirror, origin, since_s, force=force, remove_at_exit=remove_at_exit)
         place.write(record)
         hold(place)
@@ -203,7 +203,7 @@ def unstage(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> boo
             another process.
     """
     origin, place = find_place(source, dest)
-    with _as_archive_error(f"{place.target} cannot be removed", "Give a DEST of your own"):
+    with _as_archive_error(f"{place.target} cannot be removed", "Use a DEST of your own"):
         if not place.folder.exists():
             return False
         release(place)

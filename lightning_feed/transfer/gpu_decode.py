@@ -105,22 +105,22 @@ def not_for_nvjpeg(data: Encoded) -> str | None:
     if kind != JPEG:
         return f"nvJPEG decodes JPEG, and the image is of the kind {kind}"
     if not ends_like_jpeg(data):
-        return "the JPEG does not end with its end marker: it is cut short, or has something behind it"
+        return "the JPEG does not end with its end marker: it is cut short, or has data after it"
     marker, frame, holds_rgb = _read_frame(as_array(data).data)
     # A frame: bits, height (2), width (2), components; per component: id, sampling factors, table (T.81, B.2.2).
     if len(frame) < 6 or len(frame) < 6 + 3 * frame[5]:
         return "the JPEG has no frame header"
     if marker not in (_BASELINE, _PROGRESSIVE) or frame[0] != 8:
-        return "nvJPEG decodes baseline and progressive JPEGs of 8 bits, and this is another (12 bits, lossless, ...)"
+        return "nvJPEG decodes only 8-bit baseline and progressive JPEGs, not others (12 bits, lossless, ...)"
     if frame[5] == _GREY:
         return None
     if frame[5] != _COLOUR:
-        return "nvJPEG makes no RGB of a CMYK JPEG"
+        return "nvJPEG does not convert CMYK JPEGs to RGB"
     if holds_rgb or bytes(frame[6:15:3]) == b"RGB":
-        return "the JPEG holds RGB, and nvJPEG takes it for YCbCr"
+        return "the JPEG holds RGB, but nvJPEG reads it as YCbCr"
     luma, *chroma = ((factors >> 4, factors & 15) for factors in frame[7:16:3])
     if luma not in _SUBSAMPLINGS or chroma != [(1, 1), (1, 1)]:
-        return "nvJPEG does not know the JPEG's chroma subsampling"
+        return "nvJPEG does not support the JPEG's chroma subsampling"
     return None
 
 
@@ -252,8 +252,8 @@ def _try(files: list[Tensor], decode: DecodeJpegs) -> tuple[list[Tensor | None],
             raise
         if _NO_MEMORY.search(text):
             raise torch.OutOfMemoryError(
-                f"CUDA out of memory: nvJPEG, which takes memory beside torch's, found none for {len(files)} JPEGs "
-                f"({text}). Use a smaller batch_size, or leave torch less: torch.cuda.set_per_process_memory_fraction."
+                f"CUDA out of memory: nvJPEG allocates memory outside of torch, and found none for {len(files)} JPEGs "
+                f"({text}). Use a smaller batch_size, or limit torch: torch.cuda.set_per_process_memory_fraction."
             ) from error
         return [None] * len(files), error
 

@@ -222,7 +222,7 @@ def _shapes_of(sample: object, index: int) -> dict[str, str]:
         else:
             raise DatasetError(
                 f"Sample {index} has a {type(leaf).__name__} at sample{keystr(path)}, which cannot be kept on a "
-                "device. Give tensors, arrays and numbers only."
+                "device. Use only tensors, arrays and numbers."
             )
     return shapes
 
@@ -244,7 +244,7 @@ def _check_kind(dataset: object) -> None:
     if isinstance(dataset, IterableDataset):
         raise DatasetError(
             f"A stream (an IterableDataset, here {type(dataset).__name__}) has no samples by index, so it cannot be "
-            "kept on the device. Leave cache='device' out, or give a map-style dataset."
+            "kept on the device. Leave cache='device' out, or pass a map-style dataset."
         )
     if isinstance(dataset, (Subset, ConcatDataset)):
         for inner in [dataset.dataset] if isinstance(dataset, Subset) else dataset.datasets:

@@ -206,7 +206,7 @@ def test_the_installed_ones_on_made_images() -> None:
 
 @pytest.mark.parametrize("samples", [None, []])
 def test_auto_needs_samples(samples: list[bytes] | None) -> None:
-    with pytest.raises(SettingsError, match="got none"):
+    with pytest.raises(SettingsError, match="pass samples"):
         make_decoder("auto", samples)
 
 

@@ -77,10 +77,10 @@ def test_a_flipped_bit_of_a_sample_is_reported_when_it_is_read(
         as_earlier_versions_wrote_it(path)
     found = PackedDataset(path)
     assert [found.read(index) for index in range(7)] == samples[:7]
-    with pytest.raises(ArchiveError, match=r"dog/1\.jpg is not what was packed") as told:
+    with pytest.raises(ArchiveError, match=r"dog/1\.jpg differs from what was packed") as told:
         found[7]
     assert isinstance(told.value, DatasetError)  # a bad sample, which on_error="skip" leaves out
-    with pytest.raises(ArchiveError, match="is not what was packed"):
+    with pytest.raises(ArchiveError, match="differs from what was packed"):
         verify_pack(path)
 
 

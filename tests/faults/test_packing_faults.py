@@ -134,7 +134,9 @@ def planted(tmp_path: Path, kind: str) -> Path:
 def test_a_folder_that_others_may_have_made_is_not_packed_to(kind: str, files: Path, tmp_path: Path) -> None:
     place = planted(tmp_path, kind)
     before = sorted(place.iterdir())
-    with pytest.raises(ArchiveError, match=r"x\.pack\.partial cannot be made .*(is not a folder|another user|others may)"):
+    with pytest.raises(
+        ArchiveError, match=r"x\.pack\.partial cannot be made .*(is not a folder|another user|others may)"
+    ):
         pack(files, tmp_path / "x.pack", workers=0)
     assert sorted(place.iterdir()) == before
 

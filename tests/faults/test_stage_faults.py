@@ -259,7 +259,7 @@ def test_removing_from_a_folder_that_another_user_has_closed_is_reported(
     assert (done.returncode, done.stdout) == (1, "There is no copy.\n")
     assert done.stderr.startswith("lightning-feed: ")
     assert done.stderr.count("\n") == 1
-    assert "cannot be removed: Permission denied. Give a DEST" in done.stderr
+    assert "cannot be removed: Permission denied. Use a DEST" in done.stderr
     assert contents(dest / "birds") == contents(source)
 
 
