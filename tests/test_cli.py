@@ -140,7 +140,7 @@ def test_pack_and_stage_do_what_they_say(
     assert cli.main(["pack", str(class_folders), str(tmp_path / "packed"), "--verify", "--workers", "0"]) == 0
     assert "packed: 12 samples" in capsys.readouterr().out
     assert cli.main(["pack", str(class_folders), str(tmp_path / "packed")]) == 1
-    assert "exists. Give another DEST, or --force" in capsys.readouterr().err
+    assert "exists. Choose another DEST, or --force" in capsys.readouterr().err
     assert cli.main(["pack", str(class_folders), str(tmp_path / "packed"), "--force", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["samples"] == 12
     (tmp_path / "fast").mkdir()

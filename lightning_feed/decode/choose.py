@@ -1,6 +1,6 @@
-"""The choice of a decoder: by name, or the fastest that is true to Pillow on the user's own images.
+"""Choice of a decoder: by name, or the fastest with Pillow's pixels on the user's own images.
 
-Behind each stands Pillow, for the images that it refuses; those are counted and said once.
+Pillow decodes the images that the chosen decoder refuses; they are counted, and reported once.
 """
 
 import logging
@@ -32,14 +32,14 @@ from lightning_feed.errors import DecodeError, MissingExtraError, SettingsError
 log = logging.getLogger(__name__)
 
 MIN_PSNR_DB: Final = 45.0
-"""The least fidelity to Pillow of every sample, for "auto"."""
+"""Minimum fidelity to Pillow, for "auto"; every sample must reach it."""
 MAX_SAMPLES: Final = 64
 MAX_PIXELS: Final = 32_000_000
-"""Fewer samples where images are large, but at least MIN_SAMPLES: choosing should take a second or two."""
+"""Limit for large images: fewer samples, but at least MIN_SAMPLES. The choice should take a second or two."""
 MIN_SAMPLES: Final = 4
 ROUNDS: Final = 3
 TIE: Final = 1.05
-"""Within this factor of the fastest, a decoder of regions is taken."""
+"""A decoder of regions is preferred within this factor of the fastest time."""
 
 
 @dataclass
@@ -47,25 +47,25 @@ class Measured:
     """Results of one decoder on the samples."""
 
     ms: float = math.nan
-    """Time per image, median of the rounds; what it refused was decoded by Pillow in that time."""
+    """Milliseconds per image, median of the rounds, including Pillow's time for refused images."""
     psnr_db: float = math.nan
-    """Of the sample that is furthest from Pillow's pixels; infinite when all are the same."""
+    """Fidelity in dB of the sample furthest from Pillow's pixels; infinite if all are equal."""
     out: str = ""
-    """The reason for excluding it; empty when it may be chosen."""
+    """Reason for excluding the decoder; empty if it may be chosen."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A decoder and why it is this one."""
+    """A decoder, and the reason for the choice."""
 
     decoder: Decoder
-    """With Pillow behind it for what it cannot do, see :class:`FallbackDecoder`."""
+    """The decoder, with Pillow as fallback: see :class:`FallbackDecoder`."""
     name: str
-    """The name that gives the same decoder elsewhere."""
+    """Name that selects the same decoder elsewhere."""
     reason: str
     """One sentence, with the measured figures if there are any."""
     table: dict[str, Measured] = field(default_factory=dict)
-    """Measurements by name; empty when a decoder was asked for by name."""
+    """Measurements by decoder name; empty if the decoder was requested by name."""
 
 
 _MAKERS: Final[dict[str, Callable[[], Decoder]]] = {
@@ -86,30 +86,30 @@ def make_decoder(
     regions: bool = False,
     clock: Callable[[], float] = time.thread_time,
 ) -> Choice:
-    """Make the decoder of that name, or with ``"auto"`` the fastest one within the bound on these samples.
+    """Make a decoder by name; with ``"auto"``, the fastest that is faithful to Pillow on these samples.
 
-    Every decoder but Pillow comes with Pillow behind it. ``"auto"`` decodes up to 64 samples (fewer where they are
-    large) with each installed decoder, in turns, three times. Two processes may choose differently when two decoders
-    are equally fast: let one of them choose, and ask for :attr:`Choice.name` in the others.
+    Every decoder except Pillow falls back to Pillow. ``"auto"`` decodes up to 64 samples (fewer if they are large)
+    with each installed decoder, alternating, three times. If two decoders are equally fast, two processes may choose
+    differently: choose in one process, and pass :attr:`Choice.name` to the others.
 
     Args:
         name: one of :data:`DECODER_NAMES`.
-        samples: encoded images of the user's, for ``"auto"``.
-        regions: time what a random crop needs (the box of a RandomResizedCrop), which some decoders decode alone.
-        clock: seconds; the default counts the CPU time of this thread, so that other programs do not matter.
+        samples: encoded images of the user, for ``"auto"``.
+        regions: True to time the box of a RandomResizedCrop, which some decoders decode without the rest.
+        clock: clock in seconds; the default is this thread's CPU time, so that other programs do not matter.
 
     Raises:
         SettingsError: for an unknown name, or ``"auto"`` without samples.
-        MissingExtraError: when the library of the decoder asked for is not installed.
-        DecodeError: when Pillow can decode none of the samples.
+        MissingExtraError: if the library of the requested decoder is not installed.
+        DecodeError: if Pillow can decode none of the samples.
     """
     if name == "auto":
         if not samples:
-            raise SettingsError('decoder="auto" times the decoders on some of your images, and got none: give samples.')
+            raise SettingsError('decoder="auto" times the decoders on some of your images: pass samples.')
         return _choose(samples, regions=regions, clock=clock)
     if name not in _MAKERS:
         raise SettingsError(f"decoder={name!r} is not known. Choose one of {', '.join(map(repr, DECODER_NAMES))}.")
-    return Choice(decoder=with_fallback(_MAKERS[name]()), name=name, reason=f"decoder={name!r}, as asked for")
+    return Choice(decoder=with_fallback(_MAKERS[name]()), name=name, reason=f"decoder={name!r}, as requested")
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _choose(samples: Sequence[Encoded], *, regions: bool, clock: Callable[[], fl
         except MissingExtraError as error:
             table[name] = Measured(out=str(error))
     racing = [name for name in decoders if not table[name].out]
-    # In turns: a machine that gets slower does so for all.
+    # Alternating, so that a machine that slows down slows all decoders.
     rounds = [[_ms(decoders[name], kept, clock, regions=regions) for name in racing] for _ in range(ROUNDS)]
     for name, times in zip(racing, zip(*rounds, strict=True), strict=True):
         table[name].ms = statistics.median(times)
@@ -146,7 +146,7 @@ def _ms(decoder: Decoder, samples: list[_Sample], clock: Callable[[], float], *,
 
 
 def _decodable(samples: Sequence[Encoded]) -> list[_Sample]:
-    """Samples that the reference can decode, with its pixels and a random box."""
+    """Return the samples that Pillow can decode, with its pixels and a random box."""
     generator, pillow = torch.Generator().manual_seed(0), PillowDecoder()
     kept: list[_Sample] = []
     failure: DecodeError | None = None
@@ -169,7 +169,7 @@ def _decodable(samples: Sequence[Encoded]) -> list[_Sample]:
 
 
 def _decode(decoder: Decoder, sample: _Sample, *, regions: bool) -> Pixels | None:
-    """None when the decoder refused it, and Pillow decoded it in its place."""
+    """Decode a sample; None if the decoder refused it and Pillow decoded it instead."""
     try:
         return decoder.decode_region(sample.data, sample.box) if regions else decoder.decode(sample.data)
     except DecodeError:
@@ -184,7 +184,7 @@ def _fidelity(decoder: Decoder, samples: list[_Sample]) -> Measured:
         if pixels is None:
             continue
         if pixels.shape != sample.reference.shape:
-            return Measured(out=f"gives {pixels.shape} where Pillow gives {sample.reference.shape}")
+            return Measured(out=f"returns {pixels.shape}, but Pillow returns {sample.reference.shape}")
         worst, decoded = min(worst, psnr_db(pixels, sample.reference)), decoded + 1
     if not decoded:
         return Measured(out="decodes none of the samples")
@@ -214,9 +214,9 @@ def _sentence(taken: str, table: dict[str, Measured], samples: int, *, regions: 
 
 
 def psnr_db(image: Pixels, reference: Pixels) -> float:
-    """Peak signal-to-noise ratio of two uint8 images of one shape, in dB; infinite when they are the same.
+    """Return the peak signal-to-noise ratio of two uint8 images of one shape, in dB; infinite if they are equal.
 
-    20 log10(255 / root mean square error): 45 dB is an error of 1.4 grey levels, 48 dB of one, 34 dB of five.
+    20 log10(255 / root mean square error): an error of 1.4 grey levels is 45 dB, one level 48 dB, five levels 34 dB.
 
     Example:
         >>> black = np.zeros((2, 2, 3), dtype=np.uint8)
@@ -228,19 +228,19 @@ def psnr_db(image: Pixels, reference: Pixels) -> float:
     return math.inf if square == 0 else 10 * math.log10(255**2 / square)
 
 
-# --- Pillow behind the others -----------------------------------------------------------------------------------------
+# --- Pillow as fallback -----------------------------------------------------------------------------------------------
 
 _CMYK: Final = "CMYK JPEG"
 REASONS: Final = (*KINDS, _CMYK)
-"""Counted kinds of image, and CMYK apart from other JPEGs (those are corrupt, but not for Pillow)."""
+"""Kinds of image to count; CMYK JPEGs are separate (other JPEGs counted here are corrupt, but Pillow reads them)."""
 
 
 class FallbackDecoder(Decoder):
-    """A fast decoder, and Pillow for what it refuses: the images that Pillow reads are all read.
+    """A fast decoder with Pillow as fallback, so that every image that Pillow reads can be decoded.
 
     Attributes:
-        primary: the fast one.
-        tally: what went to Pillow, counted by reason; shared with the workers.
+        primary: the fast decoder.
+        tally: images decoded by Pillow, counted by reason; shared with the workers.
     """
 
     def __init__(self, primary: Decoder) -> None:
@@ -253,11 +253,11 @@ class FallbackDecoder(Decoder):
         return self._decode(data, lambda decoder: decoder.decode(data))
 
     def decode_region(self, data: Encoded, region: Region, *, cover: tuple[int, int] | None = None) -> Pixels:
-        """Decode a region: of the whole image and cut out of it, where the primary refuses it."""
+        """Decode a region; if the primary refuses the image, Pillow decodes all of it and cuts the region out."""
         return self._decode(data, lambda decoder: decoder.decode_region(data, region, cover=cover))
 
     def size(self, data: Encoded) -> tuple[int, int]:
-        """(height, width) from the header; never counted."""
+        """Return (height, width) from the header; never counted."""
         if kind_of(data) in self.primary.kinds:
             try:
                 return self.primary.size(data)
@@ -285,7 +285,7 @@ class FallbackDecoder(Decoder):
 
 
 def with_fallback(primary: Decoder) -> Decoder:
-    """The decoder with Pillow behind it, if it is not Pillow."""
+    """Return the decoder with Pillow as fallback; Pillow itself is returned as is."""
     return primary if isinstance(primary, PillowDecoder) else FallbackDecoder(primary)
 
 
@@ -295,5 +295,5 @@ def _reason(data: Encoded) -> str:
         return kind
     try:
         return _CMYK if jpeg_header(data).components == 4 else JPEG
-    except DecodeError:  # Pillow found its way through a header that we do not
+    except DecodeError:  # Pillow could read a header that we cannot
         return JPEG

@@ -1,4 +1,4 @@
-"""Counts in memory that worker processes share."""
+"""Counts in memory shared with worker processes."""
 
 import os
 import threading
@@ -12,10 +12,10 @@ os.register_at_fork(before=_count_lock.acquire, after_in_parent=_count_lock.rele
 
 
 class SharedCounts:
-    """Counts by name, in memory that workers share with the process that reads them.
+    """Counts by name, in memory shared by the workers and the process that reads the counts.
 
-    Each process counts in a row of its own, chosen by its process id, since adding to shared memory is not atomic.
-    Pickled to a worker process, it stays the same memory.
+    Adding to shared memory is not atomic, so each process counts in its own row, chosen by process id. An object
+    pickled to a worker process keeps the same memory.
     """
 
     def __init__(self, *names: str) -> None:
@@ -24,7 +24,7 @@ class SharedCounts:
         self._counts.share_memory_()
 
     def add(self, name: str) -> bool:
-        """Count one. True for the first of this name, of all workers (two may be first at once)."""
+        """Count one. Return True for the first of this name over all workers (two may both be first)."""
         column = self._names.index(name)
         with _count_lock:
             first = not self._counts[:, column].any()
@@ -32,6 +32,6 @@ class SharedCounts:
         return first
 
     def as_dict(self) -> dict[str, int]:
-        """The counts by name, without zeros."""
+        """Return the counts by name, without zeros."""
         totals = self._counts.sum(0).tolist()
         return {name: total for name, total in zip(self._names, totals, strict=True) if total}

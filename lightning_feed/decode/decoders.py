@@ -1,4 +1,4 @@
-"""Decoders: encoded images in, RGB pixels out, by Pillow (the reference), OpenCV, torchvision and simplejpeg."""
+"""Decoders from encoded images to RGB pixels: Pillow (the reference), OpenCV, torchvision and simplejpeg."""
 
 import functools
 import io
@@ -31,44 +31,44 @@ class Region(NamedTuple):
     width: int
 
     def check_inside(self, height: int, width: int) -> None:
-        """Refuse a box that is empty or not inside an image of that size.
+        """Raise if the box is empty or not inside an image of that size.
 
         Raises:
-            ValueError: with both shapes.
+            ValueError: with the box and the image size.
         """
         bottom, right = self.top + self.height, self.left + self.width
         if self.top < 0 or self.left < 0 or self.height < 1 or self.width < 1 or bottom > height or right > width:
             raise ValueError(f"{self} is not inside an image of {height} x {width} pixels: cut the box to the image.")
 
     def cut(self, pixels: Pixels) -> Pixels:
-        """The pixels inside, not copied."""
+        """Return the pixels inside the box, not copied."""
         part: Pixels = pixels[self.top : self.top + self.height, self.left : self.left + self.width]
         return part
 
 
 class Decoder:
-    """Decodes one image at a time. Safe to call from several threads, and to be pickled to workers.
+    """Decodes one image at a time. Can be called from several threads, and pickled to workers.
 
     All decoders follow torchvision's ``ImageFolder``: palettes, greyscale and CMYK become RGB as in Pillow's
-    ``convert("RGB")``, and an EXIF rotation is not applied.
+    ``convert("RGB")``, and EXIF rotation is not applied.
     """
 
     name: str
     kinds = frozenset(KINDS)
-    """Kinds of image that it is used for."""
+    """Kinds of image that the decoder is used for."""
     decodes_regions = False
-    """True if it decodes only what a crop needs."""
+    """True if the decoder can decode only the region of a crop."""
 
     def decode(self, data: Encoded) -> Pixels:
         """Decode the whole image.
 
         Raises:
-            DecodeError: when the bytes are not an image, are cut short, or are of a kind that this decoder cannot do.
+            DecodeError: if the bytes are not an image, are truncated, or are of a kind that this decoder does not read.
         """
         raise NotImplementedError
 
     def size(self, data: Encoded) -> tuple[int, int]:
-        """(height, width), read from the header alone.
+        """Return (height, width), read only from the header.
 
         Raises:
             DecodeError: as in :meth:`decode`.
@@ -76,24 +76,24 @@ class Decoder:
         return jpeg_header(data)[:2] if kind_of(data) == JPEG else PillowDecoder().size(data)
 
     def decode_region(self, data: Encoded, region: Region, *, cover: tuple[int, int] | None = None) -> Pixels:
-        """Decode the pixels of ``region``; the whole image, where :attr:`decodes_regions` is False.
+        """Decode the pixels of ``region``. Without :attr:`decodes_regions`, decodes the whole image first.
 
         Args:
             data: the encoded image.
             region: the box to decode, inside the image.
-            cover: None gives the very pixels that :meth:`decode` gives there, at full size. (height, width) allows a
-                smaller scale of the decoder's, the smallest at which the result is still at least that large. The box
-                is moved to the nearest whole pixels of that scale: by half of one at most, so that a random crop is
-                another random crop, and no image is shifted under its box.
+            cover: None for exactly the pixels of :meth:`decode`, at full size. (height, width) allows the decoder a
+                smaller scale: the smallest at which the result is at least that large. The box is moved to the nearest
+                whole pixels of that scale, by half a pixel at most: the effect is a slightly different random crop, and
+                no image is shifted inside its box.
 
         Returns:
-            Pixels of the region: of its size without ``cover``, at least of the size of ``cover`` otherwise
-            (never larger than the region). Its rows may lie apart in memory: decoders need a margin, and cutting it
-            off without a copy is cheaper.
+            Pixels of the region: of its size without ``cover``; otherwise at least as large as ``cover``, and never
+            larger than the region. Rows may have gaps in memory: decoders need a margin, and cutting it off without a
+            copy is cheaper.
 
         Raises:
-            DecodeError: as in :meth:`decode`, as far as the data is read.
-            ValueError: when the region is not inside the image.
+            DecodeError: as in :meth:`decode`, for the data that is read.
+            ValueError: if the region is not inside the image.
         """
         pixels = self.decode(data)
         region.check_inside(*pixels.shape[:2])
@@ -102,13 +102,13 @@ class Decoder:
 
 # --- Pillow -----------------------------------------------------------------------------------------------------------
 
-# What Pillow's readers are known to raise on corrupt files, see
+# Exceptions of Pillow's readers on corrupt files, see
 # https://pillow.readthedocs.io/en/stable/handbook/image-file-formats.html and its fuzzers.
 _CORRUPT = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, Image.DecompressionBombError)
 
 
 class PillowDecoder(Decoder):
-    """``Image.open(...).convert("RGB")``: all decoders are held to these pixels."""
+    """``Image.open(...).convert("RGB")``: the reference for the pixels of all decoders."""
 
     name = "pillow"
 
@@ -121,7 +121,7 @@ class PillowDecoder(Decoder):
             raise _pillow_refusal(data, error) from error
 
     def size(self, data: Encoded) -> tuple[int, int]:
-        """(height, width) from the header."""
+        """Return (height, width) from the header."""
         try:
             with Image.open(io.BytesIO(bytes(data))) as image:
                 width, height = image.size
@@ -136,14 +136,14 @@ def _pillow_refusal(data: Encoded, error: Exception) -> DecodeError:
     start = bytes(data[:8])
     if isinstance(error, UnidentifiedImageError):
         return DecodeError(
-            f"{len(data)} bytes that begin with {start!r} are no image that Pillow knows. "
+            f"{len(data)} bytes that begin with {start!r} are not an image that Pillow knows. "
             "Replace the file, or leave it out."
         )
     return DecodeError(f"Pillow cannot decode these {len(data)} bytes: {error}. Replace the file, or leave it out.")
 
 
 def refuse_bomb(height: int, width: int) -> None:
-    """Refuse an image as large as Pillow refuses: a few bytes of a broken header can ask for all memory.
+    """Refuse an image above Pillow's size limit: a few bytes of a broken header can request all memory.
 
     Raises:
         DecodeError: for more than twice ``PIL.Image.MAX_IMAGE_PIXELS`` pixels, unless that is None.
@@ -152,7 +152,7 @@ def refuse_bomb(height: int, width: int) -> None:
     if limit is not None and height * width > 2 * limit:
         raise DecodeError(
             f"{width} x {height} pixels are more than Pillow's limit of {2 * limit}: a corrupt header, or an attack. "
-            "If the image is meant so, raise PIL.Image.MAX_IMAGE_PIXELS."
+            "If the size is right, raise PIL.Image.MAX_IMAGE_PIXELS."
         )
 
 
@@ -160,7 +160,7 @@ def refuse_bomb(height: int, width: int) -> None:
 
 
 class _LibraryDecoder(Decoder):
-    """A reader of JPEG, PNG and WebP. It refuses what it would give other pixels for than Pillow, or none."""
+    """Decoder of JPEG, PNG and WebP. Refuses images that it would decode differently from Pillow."""
 
     kinds = frozenset({JPEG, PNG, WEBP})
 
@@ -173,7 +173,7 @@ class _LibraryDecoder(Decoder):
         refuse_bomb(*self.size(data))
         try:
             pixels = self._read(data)
-        except (RuntimeError, ValueError) as error:  # no others: memory that ran out, say, is no fault of the image
+        except (RuntimeError, ValueError) as error:  # not others: running out of memory is no fault of the image
             reason = str(error).partition("\n")[0]
             raise DecodeError(f"{self.name} cannot decode this {kind} of {len(data)} bytes: {reason}") from error
         return np.ascontiguousarray(pixels)
@@ -183,12 +183,12 @@ class _LibraryDecoder(Decoder):
 
 
 class OpenCVDecoder(_LibraryDecoder):
-    """``cv2.imdecode`` with the EXIF rotation left alone."""
+    """``cv2.imdecode`` without applying the EXIF rotation."""
 
     name = "opencv"
 
     def __init__(self) -> None:
-        open_cv2()  # missing: say so now, not in a worker
+        open_cv2()  # raise now if it is missing, not in a worker
 
     def _read(self, data: Encoded) -> Pixels:
         cv2, flags = open_cv2()
@@ -203,27 +203,27 @@ class OpenCVDecoder(_LibraryDecoder):
 
 @functools.cache
 def open_cv2() -> tuple[Any, int]:
-    """The module, its own threads off, and the flags that read an image as torchvision's ImageFolder does.
+    """Import OpenCV without its own threads. Return it with the flags that read as torchvision's ImageFolder does.
 
     Raises:
-        MissingExtraError: when it is not installed, or too old: before 4.11 it gives grey where a JPEG is cut.
+        MissingExtraError: if OpenCV is not installed, or older than 4.11, which fills truncated JPEGs with grey.
     """
     cv2 = require("cv2", extra="images", why="decoding or resizing with OpenCV")
     if not hasattr(cv2, "IMREAD_COLOR_RGB"):
         raise MissingExtraError(
-            f"decoding or resizing with OpenCV needs 4.11 or newer, and {cv2.__version__} is installed. "
+            f"decoding or resizing with OpenCV needs 4.11 or newer, but {cv2.__version__} is installed. "
             "Install it:  pip install 'lightning-feed[images]'"
         )
-    cv2.setNumThreads(0)  # the loader's workers are the threads; a pool inside each would fight them
+    cv2.setNumThreads(0)  # the loader's workers provide the parallelism; pools inside them would compete
     return cv2, cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
 
 
 _AS_STORED = False
-"""Not turned by the EXIF rotation."""
+"""Do not apply the EXIF rotation."""
 
 
 class TorchvisionDecoder(_LibraryDecoder):
-    """``torchvision.io.decode_image``; nothing to install.
+    """``torchvision.io.decode_image``; needs no installation.
 
     Deprecated since torchvision 0.29 in favour of torchcodec, which is not used here because it always applies EXIF
     rotation.
@@ -235,7 +235,7 @@ class TorchvisionDecoder(_LibraryDecoder):
         _torchvision_reader()
 
     def _read(self, data: Encoded) -> Pixels:
-        # torch warns about memory that it could write to and must not, such as that of `bytes`; nothing here writes.
+        # torch warns about read-only memory, such as that of `bytes`, although nothing here writes to it.
         flat = as_array(data)
         source = torch.from_numpy(flat if flat.flags.writeable else flat.copy())
         pixels: Pixels = _torchvision_reader()(source).permute(1, 2, 0).numpy()
@@ -244,7 +244,7 @@ class TorchvisionDecoder(_LibraryDecoder):
 
 @functools.cache
 def _torchvision_reader() -> Callable[[torch.Tensor], torch.Tensor]:
-    """torchvision's operator itself: its wrapper in Python warns with every image, and a filter would be global.
+    """Return torchvision's operator: its Python wrapper warns for every image, and a warnings filter would be global.
 
     Read in torchvision 0.21 and 0.29: ``decode_image(Tensor data, int mode, bool apply_exif_orientation)``.
     """
@@ -254,8 +254,8 @@ def _torchvision_reader() -> Callable[[torch.Tensor], torch.Tensor]:
         operator = torch.ops.image.decode_image
     except AttributeError as error:
         raise MissingExtraError(
-            'this torchvision cannot decode images (it was built without, or is too new). Use decoder="pillow", or '
-            'decoder="auto" for the fastest that is installed.'
+            "this torchvision cannot decode images (it was built without a decoder, or is too new). Use "
+            'decoder="pillow", or decoder="auto" for the fastest that is installed.'
         ) from error
     return lambda source: operator(source, ImageReadMode.RGB.value, _AS_STORED)
 
@@ -264,9 +264,9 @@ def _torchvision_reader() -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 class TurboDecoder(Decoder):
-    """libjpeg-turbo through simplejpeg: the fastest way to a whole JPEG, and JPEGs only.
+    """libjpeg-turbo through simplejpeg: the fastest decoder of whole JPEGs; no other kinds.
 
-    A warning of libjpeg-turbo (cut short, corrupt data) is an error.
+    A warning of libjpeg-turbo (truncated or corrupt data) raises an error.
     """
 
     name = "turbo"
@@ -296,22 +296,22 @@ def resize(pixels: Pixels, size: tuple[int, int], *, antialias: bool = True) -> 
     Args:
         pixels: uint8, (H, W, 3). A box cut out of a larger image need not be copied first.
         size: (height, width) of the result.
-        antialias: as torchvision resizes uint8, which is Pillow's within a grey level. False: OpenCV's linear resize,
-            in about half the time; the same where it enlarges, and further from Pillow the more it shrinks.
+        antialias: True for torchvision's uint8 resize, which is within one grey level of Pillow's. False for OpenCV's
+            linear resize, in about half the time: equal when enlarging, and further from Pillow the more it shrinks.
 
     Returns:
-        uint8, shape (3, height, width), the channels last in memory.
+        uint8, shape (3, height, width), channels last in memory.
 
     Raises:
-        MissingExtraError: without OpenCV, where it does not antialias.
+        MissingExtraError: without antialiasing, if OpenCV is not installed.
     """
     if not antialias:
         cv2, _ = open_cv2()
         return torch.from_numpy(cv2.resize(pixels, size[::-1], interpolation=cv2.INTER_LINEAR)).permute(2, 0, 1)
-    # Writeable: torch warns about memory that must not be written to, such as a cache's, though nothing here writes.
+    # Writeable: torch warns about read-only memory, such as a cache's, although nothing here writes.
     batch = torch.from_numpy(np.require(pixels, requirements=["C", "W"]))[None].permute(0, 3, 1, 2)
-    # As a batch in channels last: torch's AVX2 code for uint8 then takes and gives pixels as they lie. With any other
-    # strides, also of the one image in the batch, it unpacks planes, gives planes, and takes half as long again.
+    # A channels-last batch: torch's AVX2 code for uint8 then reads and writes interleaved pixels. With any other
+    # strides, even in a batch of one, it converts to planes and back, which takes half as long again.
     resized: Tensor = interpolate(batch, size=list(size), mode="bilinear", antialias=True, align_corners=False)
     return resized[0]
 
@@ -328,18 +328,18 @@ def draw_region(
     ratio: Sequence[float],
     generator: torch.Generator | None = None,
 ) -> Region:
-    """The box of a RandomResizedCrop, by the draws of torchvision's (area uniform, aspect log-uniform, ten tries, then
-    the middle; Szegedy et al., arXiv 1409.4842).
+    """Draw the box of a RandomResizedCrop, with exactly torchvision's draws (uniform area, log-uniform aspect, ten
+    tries, then the centre; Szegedy et al., arXiv 1409.4842).
 
     Args:
-        height: of the image, in pixels.
-        width: of the image, in pixels.
-        scale: least and largest share of the area.
-        ratio: least and largest width / height.
+        height: image height, in pixels.
+        width: image width, in pixels.
+        scale: smallest and largest share of the area.
+        ratio: smallest and largest width / height.
         generator: None for torch's default.
     """
     shortest, longest = _logarithms(*ratio)
-    # Not of the default dtype, which precision="bf16-true" changes while a step runs, beside threads that draw.
+    # Not the default dtype: precision="bf16-true" changes it during a step, while other threads draw.
     drawn = torch.empty(1, dtype=torch.float32, device="cpu")
     for _ in range(_TRIES):
         area = height * width * drawn.uniform_(scale[0], scale[1], generator=generator).item()
@@ -359,4 +359,4 @@ def draw_region(
 
 @functools.lru_cache
 def _logarithms(*values: float) -> tuple[float, ...]:
-    return tuple(torch.log(torch.tensor(values, dtype=torch.float32, device="cpu")).tolist())  # as torchvision has it
+    return tuple(torch.log(torch.tensor(values, dtype=torch.float32, device="cpu")).tolist())  # as torchvision does

@@ -1,4 +1,4 @@
-"""Headers of encoded images: the kind, and the size where reading it takes no library."""
+"""Headers of encoded images: the kind, and the size if it can be read without a library."""
 
 from collections.abc import Iterator
 from typing import Final, NamedTuple, TypeAlias
@@ -28,7 +28,7 @@ _SIGNATURES: Final = (
 KINDS: Final = (JPEG, PNG, WEBP, "GIF", "BMP", "TIFF", UNKNOWN)
 """Results of :func:`kind_of`."""
 FRAME_HEADERS: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0..15 without DHT, JPG, DAC
-_ALONE: Final = frozenset({0x01, *range(0xD0, 0xD9)})  # TEM, RST0..7, SOI: markers that no length follows
+_ALONE: Final = frozenset({0x01, *range(0xD0, 0xD9)})  # TEM, RST0..7, SOI: markers without a length
 
 
 class JpegHeader(NamedTuple):
@@ -41,12 +41,12 @@ class JpegHeader(NamedTuple):
 
 
 def as_array(data: Encoded) -> npt.NDArray[np.uint8]:
-    """The bytes as a flat array, without a copy."""
+    """Return the bytes as a flat array, without a copy."""
     return np.frombuffer(data, dtype=np.uint8)
 
 
 def kind_of(data: Encoded) -> str:
-    """One of :data:`KINDS`, by the magic bytes."""
+    """Return one of :data:`KINDS`, from the magic bytes."""
     start = bytes(data[:12])
     for signature, kind in _SIGNATURES:
         if start.startswith(signature):
@@ -55,7 +55,7 @@ def kind_of(data: Encoded) -> str:
 
 
 def jpeg_segments(data: Encoded) -> Iterator[tuple[int, int, int]]:
-    """The segments of a JPEG, as far as they follow each other: marker, and where the body begins and ends."""
+    """Yield the consecutive segments of a JPEG: the marker, and the start and end of the body."""
     at, end = 2, len(data)
     while at + 4 <= end and data[at] == 0xFF:
         marker = int(data[at + 1])
@@ -68,10 +68,10 @@ def jpeg_segments(data: Encoded) -> Iterator[tuple[int, int, int]]:
 
 
 def jpeg_header(data: Encoded) -> JpegHeader:
-    """Height, width and components of a JPEG, found by walking its segments.
+    """Return height, width and components of a JPEG, found by walking its segments.
 
     Raises:
-        DecodeError: when there is no frame header, or one of an image without pixels.
+        DecodeError: if there is no frame header, or its image has no pixels.
     """
     if isinstance(data, memoryview) and data.format != "B":
         data = data.cast("B")
@@ -89,13 +89,13 @@ def jpeg_header(data: Encoded) -> JpegHeader:
 
 
 def ends_like_jpeg(data: Encoded) -> bool:
-    """True if a JPEG ends with the end-of-image marker (but for padding), as every whole one does.
+    """True if a JPEG ends with the end-of-image marker, ignoring padding, as every whole JPEG does.
 
-    Files with something appended give False too: they need a full decode to know.
+    Also False for files with appended data: only a full decode shows that they are whole.
     """
     return bytes(data[-16:]).rstrip(b"\x00\n\r").endswith(b"\xff\xd9")
 
 
 def png_bit_depth(data: Encoded) -> int:
-    """Bits per channel of a PNG, 0 when the header is cut short."""
+    """Return the bits per channel of a PNG; 0 if the header is truncated."""
     return int(data[24]) if len(data) > 24 else 0

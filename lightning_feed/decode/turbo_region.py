@@ -1,4 +1,4 @@
-"""Decoding of the part of a JPEG that a crop needs, by the TurboJPEG 3 C API through ctypes.
+"""Decodes only the region of a JPEG that a crop needs, with the TurboJPEG 3 C API through ctypes.
 
 Functions, constants and structures follow libjpeg-turbo's ``turbojpeg.h`` of version 3
 (https://github.com/libjpeg-turbo/libjpeg-turbo, documented there function by function).
@@ -18,14 +18,14 @@ from lightning_feed.decode.header import JPEG, Encoded, as_array, ends_like_jpeg
 from lightning_feed.errors import DecodeError, MissingExtraError
 
 MARGIN = 2
-"""Pixels around a box that upsampling of the colours looks at: one sample of chroma beside, at half the resolution."""
+"""Pixels around a box that chroma upsampling reads: one neighbouring chroma sample, at half the resolution."""
 
 
 class TurboRegionDecoder(Decoder):
-    """JPEGs only. A warning of libjpeg-turbo (cut short, corrupt data) is an error.
+    """Decodes JPEGs only. A warning of libjpeg-turbo (truncated or corrupt data) raises an error.
 
-    A region costs the entropy decoding of all rows down to its lower edge, and the rest of the work for itself alone.
-    What is below it is not read: there, corrupt data is not noticed (a file that is cut short is, by its missing end).
+    A region costs the entropy decoding of all rows down to its lower edge; all other work is for the region only.
+    Rows below it are not read, so corrupt data there goes unnoticed (but a missing end marker is noticed).
     """
 
     name = "turbo-region"
@@ -33,7 +33,7 @@ class TurboRegionDecoder(Decoder):
     decodes_regions = True
 
     def __init__(self) -> None:
-        library_path()  # missing: say so now, not in a worker
+        library_path()  # raise now if it is missing, not in a worker
 
     def decode(self, data: Encoded) -> Pixels:
         """Decode the whole image, see :class:`~lightning_feed.decode.decoders.Decoder`."""
@@ -43,15 +43,15 @@ class TurboRegionDecoder(Decoder):
     def decode_region(self, data: Encoded, region: Region, *, cover: tuple[int, int] | None = None) -> Pixels:
         """Decode the pixels of a region, see :class:`~lightning_feed.decode.decoders.Decoder`.
 
-        With ``cover``, the box is moved to the nearest pixels of the scale. Moving it by less than one of these before
-        anything is decoded changes which crop is drawn, and no pixel of it. Rounding it later would shift the image
-        under its labels and cost 10 dB.
+        With ``cover``, the box is moved to the nearest pixels of the scale, by less than one of them. Moved before
+        decoding, it is just another crop, with correct pixels. Rounding it later would shift the image under its
+        labels and cost 10 dB.
         """
         library, shape = _open(data)
         region.check_inside(shape.height, shape.width)
         size = shape[:2]
         if shape.mcu_width == 0 or not ends_like_jpeg(data):
-            pixels = library.decompress(data, size)  # whoever cut it, this will see it
+            pixels = library.decompress(data, size)  # reads all data, so it finds any truncation
             top, left, height, width = region
         else:
             eighths = 8 if cover is None else scale_for(region, size, cover)
@@ -73,13 +73,13 @@ def _open(data: Encoded) -> "tuple[TurboJpeg, JpegShape]":
 
 
 def scale_for(region: Region, size: tuple[int, int], cover: tuple[int, int]) -> int:
-    """The smallest scale, in eighths, at which a region is still at least ``cover`` (height, width) large."""
+    """Return the smallest scale, in eighths, at which a region is at least ``cover`` (height, width) large."""
     for eighths in sorted(SCALES):
         step = 8 // eighths
         if min(region.height, region.width) < step:
             continue  # smaller than one pixel of that scale
         if region.height // step + 1 < cover[0] or region.width // step + 1 < cover[1]:
-            continue  # spares the exact box, which takes 5 us
+            continue  # avoids computing the exact box, which takes 5 us
         _, _, height, width = scaled_box(region, size, eighths)
         if height >= cover[0] and width >= cover[1]:
             return eighths
@@ -87,7 +87,7 @@ def scale_for(region: Region, size: tuple[int, int], cover: tuple[int, int]) -> 
 
 
 def scaled_box(region: Region, size: tuple[int, int], eighths: int) -> tuple[int, int, int, int]:
-    """The region's (top, left, height, width) at a scale, its edges on the nearest whole pixels of that scale."""
+    """Return the region's (top, left, height, width) at a scale, with edges on its nearest whole pixels."""
     step = 8 // eighths
     (top, bottom), (left, right) = (
         _edges(start, length, full, step) for start, length, full in zip(region[:2], region[2:], size, strict=True)
@@ -96,7 +96,7 @@ def scaled_box(region: Region, size: tuple[int, int], eighths: int) -> tuple[int
 
 
 def _edges(start: int, length: int, full: int, step: int) -> tuple[int, int]:
-    """Both edges of a box along one axis, in pixels of the scale 1 / step."""
+    """Return both edges of a box along one axis, in pixels of the scale 1 / step."""
     limit = -(-full // step)  # libjpeg-turbo rounds up
     end = start + length
     first = min((2 * start + step) // (2 * step), limit - 1)
@@ -105,7 +105,7 @@ def _edges(start: int, length: int, full: int, step: int) -> tuple[int, int]:
 
 
 def _with_margin(box: tuple[int, ...], shape: "JpegShape", eighths: int) -> tuple[int, int, int, int]:
-    """A box that begins with an MCU and holds all that the pixels of ``box`` depend on."""
+    """Return a box that starts on an MCU boundary and holds all pixels that ``box`` depends on."""
     step = 8 // eighths
     limit_height, limit_width = -(-shape.height // step), -(-shape.width // step)
     mcu_width = shape.mcu_width // step
@@ -136,21 +136,21 @@ class _Region(ctypes.Structure):
 
 
 class JpegShape(NamedTuple):
-    """Contents of the header of a JPEG."""
+    """Contents of a JPEG header."""
 
     height: int
     width: int
     mcu_width: int
-    """Pixels per MCU; 0 when the subsampling is none of the usual, and only the whole image can be decoded."""
+    """Pixels per MCU; 0 for an unusual subsampling, with which only the whole image can be decoded."""
 
 
 class TurboJpeg:
-    """One decompressor. Not safe to share between threads: see :func:`decompressor`."""
+    """A decompressor. Not thread-safe: see :func:`decompressor`."""
 
     _handle: int | None = None
 
     def __init__(self, path: str) -> None:
-        # Calls that only touch a few fields keep the GIL: handing it over costs more than they do.
+        # Calls that only access a few fields keep the GIL: releasing it costs more than the calls.
         self._quick = ctypes.PyDLL(path)
         self._slow = ctypes.CDLL(path)
         if not hasattr(self._quick, "tj3Init"):
@@ -177,7 +177,7 @@ class TurboJpeg:
         """Read the header.
 
         Raises:
-            DecodeError: when it is not that of a JPEG, or is cut short.
+            DecodeError: if the header is not a JPEG's, or is truncated.
         """
         if self._quick.tj3DecompressHeader(self._handle, _memory(data), len(data)):
             raise self._refusal(data)
@@ -189,16 +189,16 @@ class TurboJpeg:
     def decompress(
         self, data: Encoded, size: tuple[int, int], *, corner: tuple[int, int] | None = None, eighths: int = 8
     ) -> Pixels:
-        """Decode the image whose header was just read, with all of its data checked, or a box of it.
+        """Decode the image whose header was just read, or a box of it. Checks all data for the whole image.
 
         Args:
             data: the JPEG.
             size: (height, width) of the image, or of the box at the scale.
-            corner: (top, left) of a box at the scale; left is a multiple of the MCU's width there.
+            corner: (top, left) of a box at the scale; left is a multiple of the MCU width at that scale.
             eighths: the scale, in eighths of the full size.
 
         Raises:
-            DecodeError: when the data is cut short or corrupt as far as it is read.
+            DecodeError: if the data that is read is truncated or corrupt.
         """
         height, width = size
         box = _Region() if corner is None else _Region(corner[1], corner[0], width, height)  # zeros: TJUNCROPPED
@@ -215,15 +215,15 @@ class TurboJpeg:
 
     def _refusal(self, data: Encoded) -> DecodeError:
         words = self._quick.tj3GetErrorStr(self._handle).decode(errors="replace")
-        # Version 3.0 beta, in the wheel, stays in the middle of a header that was cut short, and reads on in memory
-        # that is gone by then. Nothing is to be trusted after an error: begin with a new handle.
+        # After a truncated header, version 3.0 beta (in the wheel) keeps its position, and would go on reading freed
+        # memory. No handle is trustworthy after an error: use a new one.
         self._destroy(self._handle)
         self._handle = self._new_handle()
         return DecodeError(f"libjpeg-turbo cannot decode these {len(data)} bytes: {words}")
 
 
 SCALES: Final = {8: (1, 1), 4: (1, 2), 2: (1, 4), 1: (1, 8)}
-"""Eighths -> the scaling factor. Those between are slower than the full size: only these have SIMD code."""
+"""Scaling factors by eighths. Factors in between have no SIMD code, and are slower than full size."""
 
 
 class _Thread(threading.local):
@@ -234,10 +234,10 @@ _thread = _Thread()
 
 
 def decompressor() -> TurboJpeg:
-    """This thread's decompressor, made on first use.
+    """Return this thread's decompressor, made on first use.
 
     Raises:
-        MissingExtraError: when no libjpeg-turbo 3 is installed.
+        MissingExtraError: if libjpeg-turbo 3 is not installed.
     """
     if _thread.decompressor is None:
         _thread.decompressor = TurboJpeg(library_path())
@@ -246,10 +246,10 @@ def decompressor() -> TurboJpeg:
 
 @functools.lru_cache(maxsize=1)
 def library_path() -> str:
-    """The path of libjpeg-turbo 3: the system's, which gets its security updates, else the one in the wheel turbojpeg.
+    """Return the path of libjpeg-turbo 3: the system's, which gets security updates; else the turbojpeg wheel's.
 
     Raises:
-        MissingExtraError: when there is none, or only an older one.
+        MissingExtraError: if there is none, or only an older version.
     """
     try:
         if hasattr(ctypes.PyDLL(SYSTEM_LIBRARY), "tj3Init"):
@@ -267,14 +267,14 @@ def library_path() -> str:
 
 
 def _memory(data: Encoded) -> bytes | int:
-    """The argument of ctypes for ``const unsigned char *``, without a copy."""
+    """Return the ctypes argument for ``const unsigned char *``, without a copy."""
     if isinstance(data, bytes):
         return data
     return as_array(data).ctypes.data if len(data) else 0
 
 
 def _declare(library: ctypes.CDLL) -> None:
-    """Argument types of turbojpeg.h: without them ctypes would cut pointers to 32 bits."""
+    """Declare the argument types of turbojpeg.h: without them ctypes would truncate pointers to 32 bits."""
     handle, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
     for name, result, arguments in (
         ("tj3Init", handle, [integer]),

@@ -1,6 +1,6 @@
-"""Images: decoded as far as is asked for, boxes drawn before that; the standard recipes, and the user's own transforms.
+"""Image recipes: the standard crops, and the user's own transforms.
 
-Crops are drawn before an image is decoded, so that any backend can decode, and all take the same. Everything is uint8.
+Crops are drawn before an image is decoded: any backend can decode, and all use the same crops. All pixels are uint8.
 """
 
 from collections.abc import Callable
@@ -19,17 +19,17 @@ from lightning_feed.load.trace import traced
 
 Quality: TypeAlias = Literal["exact", "near", "fast"]
 QUALITIES: tuple[Quality, ...] = ("exact", "near", "fast")
-"""``"exact"``: the pixels of torchvision's antialiased uint8 resize. ``"near"``: decoded at a smaller scale that
-still has twice the pixels each way, then the same resize. ``"fast"``: at the smallest that has as many, and resized
-without antialiasing. How far each is from the first is measured in docs/reference/decoders.md."""
+"""``"exact"``: the pixels of torchvision's antialiased uint8 resize. ``"near"``: decoded at a smaller scale with at
+least twice the pixels each way, then the same resize. ``"fast"``: decoded at the smallest scale with at least as many
+pixels, and resized without antialiasing. Differences from ``"exact"``: docs/reference/decoders.md."""
 
 
 @dataclass(frozen=True, eq=False)
 class SourceImage:
-    """An image that is still encoded, or whose pixels are there: from a cache, or from a pack of pixels."""
+    """An encoded image, or pixels from a cache or a pack of pixels."""
 
     data: Any
-    """Encoded, or the pixels. Not written to."""
+    """Encoded bytes, or pixels. Never modified."""
     decoder: Decoder | None = None
     """None for pixels."""
 
@@ -39,15 +39,15 @@ class SourceImage:
         return height, width
 
     def whole(self) -> Pixels:
-        """All pixels."""
+        """Return all pixels."""
         if self.decoder is None:
             return cast("Pixels", self.data)
         with traced("decode"):
             return self.decoder.decode(self.data)
 
     def region(self, region: Region, *, cover: tuple[int, int] | None = None) -> Pixels:
-        """The pixels of ``region``; if they are encoded, at a smaller scale that is at least ``cover`` (height, width),
-        where that is given."""
+        """Return the pixels of ``region``; with ``cover``, an encoded image may be decoded at a smaller scale that is
+        at least ``cover`` (height, width) large."""
         if self.decoder is None:
             return region.cut(self.data)
         with traced("decode"):
@@ -56,23 +56,23 @@ class SourceImage:
 
 @dataclass(frozen=True, kw_only=True)
 class CropSpec:
-    """A box of the image, resized, of which a window is kept, mirrored or not."""
+    """A box of the image, resized; a window of it is kept, and possibly flipped."""
 
     region: Region
-    """Of the image as it is stored."""
+    """The box, in pixels of the stored image."""
     resized: tuple[int, int]
-    """(height, width) that the region is brought to."""
+    """(height, width) of the resized region."""
     window: Region
-    """The part of that which is kept."""
+    """The part of the resized region to keep."""
     flipped: bool
-    """True if left and right change places."""
+    """True to swap left and right."""
 
 
 def crop_image(image: SourceImage, crop: CropSpec, quality: Quality) -> torch.Tensor:
-    """The pixels of a crop: uint8, shape (3, height, width) of its window, channels last in memory."""
+    """Return the pixels of a crop: uint8, shape (3, height, width) of its window, channels last in memory."""
     cover = {
         "exact": None,
-        "near": (2 * crop.resized[0], 2 * crop.resized[1]),  # at once, the antialiasing would be left to the decoder
+        "near": (2 * crop.resized[0], 2 * crop.resized[1]),  # at 1x, the decoder would do all the antialiasing
         "fast": crop.resized,
     }[quality]
     pixels = image.region(crop.region, cover=cover)
@@ -83,11 +83,11 @@ def crop_image(image: SourceImage, crop: CropSpec, quality: Quality) -> torch.Te
 
 
 class Recipe(Protocol):
-    """A transform of an image, applied each time that it is loaded. Random draws come from torch's generator."""
+    """Image transform, applied at each load. Random draws come from torch's generator."""
 
     @property
     def crops(self) -> bool:
-        """True if only a part of each image is used."""
+        """True if only a part of each image may be used."""
 
     def __call__(self, image: SourceImage) -> Any:
         """Make the image part of a sample."""
@@ -95,9 +95,9 @@ class Recipe(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRecipe:
-    """RandomResizedCrop and RandomHorizontalFlip, with torchvision's defaults and its very draws.
+    """RandomResizedCrop and RandomHorizontalFlip, with torchvision's defaults and exactly its draws.
 
-    Gives uint8 of shape (3, size, size), channels last in memory.
+    Returns uint8 of shape (3, size, size), channels last in memory.
     """
 
     size: int = 224
@@ -108,7 +108,7 @@ class TrainRecipe:
     crops: ClassVar[bool] = True
 
     def spec(self, height: int, width: int, generator: torch.Generator | None = None) -> CropSpec:
-        """Draw what is taken of an image of that size, from ``generator`` or where the sample draws from."""
+        """Draw the crop of an image of that size from ``generator``; None for the sample's generator."""
         generator = sample_generator() if generator is None else generator
         region = draw_region(height, width, self.scale, self.ratio, generator)
         drawn = torch.rand(1, generator=generator, dtype=torch.float32, device="cpu").item()
@@ -118,7 +118,7 @@ class TrainRecipe:
         )
 
     def __call__(self, image: SourceImage) -> torch.Tensor:
-        """Crop, resize, and flip or not."""
+        """Crop, resize, and flip at random."""
         return crop_image(image, self.spec(*image.size()), self.quality)
 
 
@@ -126,7 +126,7 @@ class TrainRecipe:
 class EvalRecipe:
     """Resize of the shorter side and CenterCrop, as in torchvision's reference evaluation.
 
-    Gives uint8 of shape (3, size, size), channels last in memory.
+    Returns uint8 of shape (3, size, size), channels last in memory.
     """
 
     size: int = 224
@@ -135,11 +135,11 @@ class EvalRecipe:
     crops: ClassVar[bool] = False
 
     def spec(self, height: int, width: int, generator: torch.Generator | None = None) -> CropSpec:
-        """The crop of an image of that size: its middle. Nothing is drawn."""
+        """Return the centre crop of an image of that size. Nothing is drawn."""
         short = min(height, width)
-        # As torchvision computes it: the longer side is cut to a whole number, not rounded.
+        # As in torchvision, the longer side is truncated, not rounded.
         rows, columns = int(self.short_side * height / short), int(self.short_side * width / short)
-        # As torchvision's center_crop does: halves are rounded to even.
+        # As in torchvision's center_crop, halves are rounded to even.
         top, left = (round((side - self.size) / 2) for side in (rows, columns))
         return CropSpec(
             region=Region(0, 0, height, width),
@@ -149,15 +149,15 @@ class EvalRecipe:
         )
 
     def __call__(self, image: SourceImage) -> torch.Tensor:
-        """Resize, and crop the middle."""
+        """Resize, and crop the centre."""
         return crop_image(image, self.spec(*image.size()), self.quality)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SquareRecipe:
-    """The whole image, stretched to a square: so that images of any shape can lie in one tensor on the device.
+    """The whole image, stretched to a square, so that images of any shape fit into one tensor on the device.
 
-    Gives uint8 of shape (3, size, size), channels last in memory.
+    Returns uint8 of shape (3, size, size), channels last in memory.
     """
 
     size: int = 256
@@ -169,24 +169,24 @@ class SquareRecipe:
 
 
 class UserTransform:
-    """The user's transform, of torchvision v1 or v2 or any callable, for one image.
+    """The user's transform of one image: torchvision v1 or v2, or any callable.
 
-    It gets what it was written for: a PIL image when a step of it takes no tensors (``ToTensor``, ``PILToTensor``) or
-    is not of torchvision, else a uint8 tensor (3, H, W). A ``RandomResizedCrop`` that comes first draws its box before
-    the image is decoded, so that only that box has to be.
+    The input is a PIL image if a step takes no tensors (``ToTensor``, ``PILToTensor``) or is not from torchvision; else
+    a uint8 tensor (3, H, W). A leading ``RandomResizedCrop`` draws its box before the image is decoded, so that only
+    the box has to be.
 
     Args:
         transform: called with one image.
-        kind: what it takes; ``"auto"`` looks at its steps.
+        kind: type of its input; ``"auto"`` infers it from the steps.
     """
 
     def __init__(self, transform: Callable[[Any], Any], kind: Literal["auto", "tensor", "pil"] = "auto") -> None:
         if not callable(transform):
             raise SettingsError(
-                f"transform={transform!r} cannot be called. Give a torchvision transform, or a function."
+                f"transform={transform!r} cannot be called. Pass a torchvision transform, or a function."
             )
         if kind not in ("auto", "tensor", "pil"):
-            raise SettingsError(f"transform_input={kind!r} is not a choice. Give 'auto', 'tensor' or 'pil'.")
+            raise SettingsError(f"transform_input={kind!r} is not a choice. Use 'auto', 'tensor' or 'pil'.")
         self.transform = transform
         self.takes_pil = kind == "pil" or (kind == "auto" and not _takes_tensors(transform))
         crop = cropping_step(transform)
@@ -211,23 +211,23 @@ class UserTransform:
     def _image(self, pixels: Pixels) -> object:
         if self.takes_pil:
             return Image.fromarray(pixels)
-        # Without gaps: v2's resize would fall into a slow path. Writable: torch warns of memory that is not.
+        # Contiguous: else v2's resize takes a slow path. Writeable: else torch warns.
         return torch.from_numpy(np.require(pixels, requirements=["C", "W"])).permute(2, 0, 1)
 
 
 def cropping_step(transform: object) -> Any:
-    """The RandomResizedCrop that a transform begins with; None where it begins with another step."""
+    """Return the RandomResizedCrop at the start of a transform; None if another step is first."""
     first = next(iter(_steps(transform)), None)
     return first if _of_torchvision(first, "RandomResizedCrop") else None
 
 
 def _of_torchvision(thing: object, *names: str) -> bool:
-    """True for one of torchvision's transforms: by name, since importing them takes a spawned worker 2 s."""
+    """True for a torchvision transform: checked by name, since the import takes a spawned worker 2 s."""
     return type(thing).__module__.startswith("torchvision.") and (not names or type(thing).__name__ in names)
 
 
 def _takes_tensors(transform: object) -> bool:
-    if _of_torchvision(transform, "ToTensor", "PILToTensor", "Lambda"):  # what a Lambda takes cannot be seen
+    if _of_torchvision(transform, "ToTensor", "PILToTensor", "Lambda"):  # a Lambda's input type is unknown
         return False
     if type(transform) is not torch.nn.Sequential and not _of_torchvision(transform):
         return False

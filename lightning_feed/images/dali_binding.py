@@ -1,4 +1,4 @@
-"""NVIDIA DALI as this package uses it: options, the import, outputs as tensors, failures, and forked processes."""
+"""NVIDIA DALI as used by this package: options, import, outputs as tensors, failures, and forked processes."""
 
 import importlib
 import os
@@ -15,7 +15,7 @@ from lightning_feed.load.machine import Machine
 
 _GPU_THREADS = 8
 """With ``device_memory_padding`` and ``host_memory_padding`` each thread has buffers for the largest image, one on the
-device and two page-locked ones (DALI's documentation of ``fn.decoders.image``): 66 and 89 MB for 12 megapixels."""
+device and two page-locked (DALI's documentation of ``fn.decoders.image``): 66 and 89 MB for 12 megapixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,23 +23,23 @@ class DaliOptions:
     """Options of ``backend="dali-cpu"`` and ``"dali-gpu"``.
 
     Raises:
-        SettingsError: for a value that is impossible.
+        SettingsError: if a value is impossible.
     """
 
     threads: int | Literal["auto"] = "auto"
     """CPU threads of each pipeline. ``"auto"``: one less than the CPUs of this rank; for ``"dali-gpu"`` at most 8,
-    since each has buffers of its own for the largest image."""
+    since each thread has its own buffers for the largest image."""
     prefetch: int = 2
-    """Batches that are decoded ahead. Each costs the memory of one batch. With ``num_workers=0`` they are also read
-    ahead in the training process, and draw their crop boxes from its random numbers earlier than without DALI."""
+    """Batches decoded ahead. Each takes the memory of one batch. With ``num_workers=0`` they are also read ahead in the
+    training process, and draw their crop boxes from its random numbers earlier than without DALI."""
     keep_eval_pipelines: bool = False
-    """True keeps the pipelines of validation, test and prediction from pass to pass. The next pass then begins
-    sooner, and they hold memory, on the GPU too, while training goes on."""
+    """True to keep the pipelines of validation, test and prediction between passes. The next pass then starts sooner,
+    but they hold memory, including GPU memory, during training."""
     largest_image: tuple[int, int] | None = None
-    """(height, width) in pixels of the largest image, for ``"dali-gpu"``: the decoder's buffers are made once, large
-    enough for it. None: of the largest among some images. A larger one is decoded too, and makes them grow."""
+    """(height, width) in pixels of the largest image, for ``"dali-gpu"``: the initial size of the decoder buffers.
+    None: the size of the largest of some images. A larger image is decoded, too, and enlarges the buffers."""
     hw_decoder_load: float | None = None
-    """Share of the JPEGs for the GPU's hardware decoder, 0 to 1, for ``"dali-gpu"``. None: DALI's own default."""
+    """Share of JPEGs for the GPU's hardware decoder, 0 to 1, for ``"dali-gpu"``. None: DALI's default."""
 
     def __post_init__(self) -> None:
         if self.threads != "auto":
@@ -47,15 +47,15 @@ class DaliOptions:
         _check_whole("prefetch", self.prefetch)
         if self.largest_image is not None and not _is_size(self.largest_image):
             raise SettingsError(
-                f"DaliOptions(largest_image={self.largest_image!r}): give (height, width) in pixels, as (1200, 1600)."
+                f"DaliOptions(largest_image={self.largest_image!r}): set (height, width) in pixels, as (1200, 1600)."
             )
         if self.hw_decoder_load is not None and not 0 <= self.hw_decoder_load <= 1:
-            raise SettingsError(f"DaliOptions(hw_decoder_load={self.hw_decoder_load!r}): give a share from 0 to 1.")
+            raise SettingsError(f"DaliOptions(hw_decoder_load={self.hw_decoder_load!r}): set a share from 0 to 1.")
 
 
 def _check_whole(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise SettingsError(f"DaliOptions({name}={value!r}) is not possible. Give a whole number, 1 or more.")
+        raise SettingsError(f"DaliOptions({name}={value!r}) is not possible. Use a whole number, 1 or more.")
 
 
 def _is_size(sides: tuple[int, ...]) -> bool:
@@ -65,16 +65,16 @@ def _is_size(sides: tuple[int, ...]) -> bool:
 def decode_threads(
     options: DaliOptions, machine: Machine, local_ranks: int = 1, *, gpu: bool = False
 ) -> tuple[int, str]:
-    """CPU threads for a pipeline, and why so many.
+    """Return the CPU threads of a pipeline, and the reason for that number.
 
     Args:
-        options: what was asked for.
+        options: the user's options.
         machine: the limits of this process.
-        local_ranks: training processes that share them.
-        gpu: whether a GPU decodes.
+        local_ranks: training processes that share the CPUs.
+        gpu: True if a GPU decodes.
     """
     if options.threads != "auto":
-        return options.threads, "as asked for"
+        return options.threads, "as requested"
     share = machine.usable_cpus // max(1, local_ranks)
     reason = f"{machine.usable_cpus} {machine.cpu_reason}"
     if local_ranks > 1:
@@ -85,23 +85,23 @@ def decode_threads(
 
 
 FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
-"""Errors of DALI for an operator that failed, by the kind of failure (read in 2.4.0)."""
+"""Errors that DALI raises for a failed operator, by kind of failure (read in 2.4.0)."""
 
 _NO_MEMORY = ("out of memory", "can't allocate", "bad_alloc", "allocation failed", "insufficient memory")
-"""DALI's words for too little memory, in small letters (in the libraries of 2.4.0)."""
-_OLDEST = 2  # first number of the version: what this was written for, and what the extra asks for
+"""DALI's phrases for too little memory, in lower case (from the libraries of 2.4.0)."""
+_OLDEST = 2  # oldest supported major version, as in the extra
 
 
 def require_dali(*, gpu: bool, why: str = "Decoding with DALI") -> Any:
-    """Import ``nvidia.dali``, or say how to install the one that fits.
+    """Import ``nvidia.dali``; if that fails, say how to install the right one.
 
     Args:
-        gpu: whether it is to work on the GPU: there it has to be of the CUDA that torch is of.
-        why: what needs it, as the subject of a sentence.
+        gpu: True if it will run on the GPU: it must then be built for torch's CUDA version.
+        why: the feature that needs it, as the subject of a sentence.
 
     Raises:
-        MissingExtraError: when it is not installed, or cannot be loaded.
-        SettingsError: when it is older than 2.0, or, for the GPU, of another CUDA than torch.
+        MissingExtraError: if it is not installed, or cannot be loaded.
+        SettingsError: if it is older than 2.0, or, for the GPU, built for another CUDA version than torch.
     """
     try:
         dali = importlib.import_module("nvidia.dali")
@@ -109,44 +109,45 @@ def require_dali(*, gpu: bool, why: str = "Decoding with DALI") -> Any:
         if isinstance(error, ModuleNotFoundError) and error.name in ("nvidia", "nvidia.dali"):
             raise MissingExtraError(f"{why} needs NVIDIA DALI. Install it:  {pip_line()}") from error
         raise MissingExtraError(
-            f"{why} needs NVIDIA DALI, which is installed and cannot be loaded: {type(error).__name__}: {error}. "
+            f"{why} needs NVIDIA DALI, which is installed but cannot be loaded: {type(error).__name__}: {error}. "
             f"Install it again:  {pip_line('--force-reinstall')}"
         ) from error
     version = str(getattr(dali, "__version__", "of unknown version"))
     first = version.split(".")[0]
     if not first.isdecimal() or int(first) < _OLDEST:
         raise SettingsError(
-            f"{why} needs NVIDIA DALI {_OLDEST}.0 or newer, and DALI {version} is installed. Upgrade it:  "
+            f"{why} needs NVIDIA DALI {_OLDEST}.0 or newer, but DALI {version} is installed. Upgrade it:  "
             f"{pip_line('--upgrade')}"
         )
-    # DALI keeps "12.9.86" as the number 12986 (read in 2.4.0), of which its own checks take the first two digits.
+    # DALI stores "12.9.86" as the number 12986 (read in 2.4.0); its own checks use the first two digits.
     theirs, ours = str(getattr(dali, "__cuda_version__", ""))[:2], str(torch.version.cuda).partition(".")[0]
     if gpu and ours.isdecimal() and theirs.isdecimal() and ours != theirs:
         raise SettingsError(
-            f"{why} on the GPU needs a DALI of torch's CUDA. The installed torch {torch.__version__} is of CUDA "
-            f"{torch.version.cuda}, and the installed DALI {version} of CUDA {theirs}. Change it:  "
+            f"{why} on the GPU needs a DALI for torch's CUDA. The installed torch {torch.__version__} is for CUDA "
+            f"{torch.version.cuda}, but the installed DALI {version} is for CUDA {theirs}. Change it:  "
             f"pip uninstall --yes nvidia-dali-cuda{theirs}0  &&  {pip_line()}"
         )
     return dali
 
 
 def pip_line(option: str = "") -> str:
-    """The command that installs the DALI that fits the installed torch; either fits a torch without CUDA."""
+    """Return the command that installs the DALI for the installed torch; without CUDA, either package works."""
     cuda = str(torch.version.cuda).partition(".")[0]
     package = "nvidia-dali-cuda120" if cuda.isdecimal() and int(cuda) < 13 else "'lightning-feed[dali]'"
     return " ".join(filter(None, ("pip install", option, package)))
 
 
 def take_output(pipeline: Any, device: torch.device) -> Tensor:
-    """Wait for the oldest scheduled run of a pipeline, and take its first output, whose samples have one shape.
+    """Wait for a pipeline's oldest scheduled run, and return its first output as a tensor.
 
     Args:
-        pipeline: of the dynamic executor, whose outputs own their memory, with a run scheduled (``schedule_run``).
-        device: that it works on. An output on a CUDA device is ordered after the current stream there, and has to be
-            used on it; the host does not wait.
+        pipeline: with the dynamic executor, whose outputs own their memory, and a scheduled run (``schedule_run``). All
+            samples of the output must have one shape.
+        device: device of the pipeline. An output on a CUDA device is ordered after the current stream there, and must
+            be used on that stream; the host does not wait.
 
     Raises:
-        RuntimeError: what an operator raised.
+        RuntimeError: the error of an operator.
     """
     stream = (torch.cuda.current_stream(device),) if device.type == "cuda" else ()
     outputs = pipeline.share_outputs(*stream)
@@ -157,33 +158,33 @@ def take_output(pipeline: Any, device: torch.device) -> Tensor:
 
 
 def reason_of(error: Exception) -> str:
-    """The part of DALI's message that says what went wrong, without the place in the definition of the pipeline."""
+    """Return the cause from DALI's message, without its place in the pipeline definition."""
     said = str(error).split("encountered:")[-1].replace("Current pipeline object is no longer valid.", "")
     return " ".join(said.split()) or type(error).__name__
 
 
 def raise_if_no_memory(error: Exception, device: torch.device) -> None:
-    """Say that memory is short, where that is the error: it is no image's fault, and no other try will do.
+    """Raise a clear error if DALI ran out of memory: no image is at fault, and a retry will not help.
 
     Raises:
-        torch.OutOfMemoryError: on a CUDA device, as torch says it: batch size finders look for this.
+        torch.OutOfMemoryError: on a CUDA device, in torch's words: batch size finders check for them.
         LoaderError: on the CPU.
     """
     if any(text in str(error).lower() for text in _NO_MEMORY):
         advice = "Use a smaller batch_size, DaliOptions(prefetch=1) or fewer DaliOptions(threads=...)."
         if device.type == "cuda":
             raise torch.OutOfMemoryError(f"CUDA out of memory in DALI: {reason_of(error)} {advice}") from error
-        raise LoaderError(f"DALI has not enough memory. It said: {reason_of(error)} {advice}") from error
+        raise LoaderError(f"DALI does not have enough memory. It said: {reason_of(error)} {advice}") from error
 
 
 def release_unused_memory() -> None:
-    """Give back what DALI's memory pools keep of pipelines that are gone: it is out of torch's reach."""
+    """Free the memory that DALI's pools keep for closed pipelines: torch cannot use it."""
     require_dali(gpu=False).backend.ReleaseUnusedMemory()
 
 
 pipelines: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""Those of this process. Children that are forked, as workers of a DataLoader are, must not free them: their threads
-are not there, and freeing one waits for them for ever (DALI 2.4: ``~Executor2`` destroys a condition variable that has
-waiters). Garbage that the parent had not collected yet is collected in the child."""
+"""Pipelines of this process. Forked children, such as DataLoader workers, must not free them: a child does not have
+their threads, and freeing would wait for these forever (DALI 2.4: ``~Executor2`` destroys a condition variable that has
+waiters). A child may collect garbage that its parent had not collected yet, so it keeps references."""
 _kept: list[object] = []
 os.register_at_fork(after_in_child=lambda: _kept.extend(pipelines))

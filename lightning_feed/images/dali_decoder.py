@@ -1,4 +1,4 @@
-"""Encoded images decoded by DALI behind a loader, some batches in advance; the host decodes what DALI cannot."""
+"""Encoded images decoded by DALI after the loader, several batches ahead; the host decodes what DALI cannot."""
 
 import os
 import sys
@@ -22,10 +22,10 @@ from lightning_feed.images.image_dataset import EncodedBatch, EncodedSample, Ima
 from lightning_feed.load.trace import traced
 
 STAND_IN = b"P6\n1 1\n255\n\x00\x00\x00"
-"""An image of one pixel (PNM), for the place of one that DALI is not given."""
+"""A one-pixel image (PNM), in place of an image that is not passed to DALI."""
 _DEVICE_BYTES_PER_PIXEL, _HOST_BYTES_PER_PIXEL = 5.5, 3.7
-"""Of the decoder's buffers. In DALI's ImageNet example (docs/examples/use_cases/pytorch/resnet50/main.py) the largest
-image has 5980 x 6430 pixels and the paddings are 211025920 and 140544512 bytes: 5.49 and 3.66 bytes a pixel."""
+"""Size of the decoder's buffers. In DALI's ImageNet example (docs/examples/use_cases/pytorch/resnet50/main.py) the
+largest image has 5980 x 6430 pixels; its paddings are 211025920 and 140544512 bytes: 5.49 and 3.66 bytes a pixel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,39 +33,39 @@ class PipelineSpec:
     """Settings of a pipeline."""
 
     batch_size: int
-    """The most images of a batch; each batch has as many as were fed."""
+    """Largest batch size; a batch may have fewer images."""
     device: torch.device
     """The CPU, or a CUDA device with its index."""
     threads: int
-    """On the CPU."""
+    """CPU threads."""
     options: DaliOptions
     mean: tuple[float, ...]
-    """Of R, G and B for values in [0, 1]; the GPU normalises."""
+    """Mean of R, G and B, for values in [0, 1]; the GPU normalises."""
     std: tuple[float, ...]
     half: bool
-    """True if the GPU gives float16; else float32."""
+    """True for float16 from the GPU; else float32."""
 
 
 class ImagePipeline:
-    """Decodes batches in the order that they are fed in, up to ``prefetch`` of them at a time.
+    """Decodes batches in the order they are fed, up to ``prefetch`` at a time.
 
-    It has no reader, so that order, shards, resuming and the random boxes stay ours.
-    On the CPU it gives uint8, on the GPU normalised float16 or float32, both of shape (B, 3, height, width), channels
-    last in memory. After an error it is of no use any more. Dropping it ends its threads and frees its memory.
+    The pipeline has no DALI reader: order, shards, resuming and random boxes stay under our control. On the CPU it
+    returns uint8, on the GPU normalised float16 or float32, both of shape (B, 3, height, width), channels last in
+    memory. It is unusable after an error. Dropping it ends its threads and frees its memory.
 
     Raises:
         MissingExtraError: without DALI.
-        SettingsError: with a DALI that is too old, or of the wrong CUDA.
+        SettingsError: if DALI is too old, or built for the wrong CUDA version.
     """
 
     def __init__(self, spec: PipelineSpec) -> None:
         self.spec = spec
         self.owner: object = None
-        """Whose batches are on their way."""
-        self._fed: deque[object] = deque()  # DALI reads them where they lie, until their outputs are there
+        """The pass that owns the batches in progress."""
+        self._fed: deque[object] = deque()  # DALI reads these arrays in place until their outputs are ready
         self._pipeline, self._process = _build(spec), os.getpid()
-        # The first schedule_run() runs as often as there is room for batches, later ones run once. So that all runs of
-        # ours are alike, that first one is spent on stand-ins.
+        # The first schedule_run() runs once per free slot for batches, later ones run once. That first one is spent on
+        # stand-ins, so that all runs on real batches are alike.
         for _ in range(spec.options.prefetch):
             self._give([STAND_IN], [_whole(1, 1)])
         self._pipeline.schedule_run()
@@ -73,12 +73,12 @@ class ImagePipeline:
             self.take()
 
     def __len__(self) -> int:
-        """Batches on their way."""
+        """Number of batches in progress."""
         return len(self._fed)
 
     @property
     def inherited(self) -> bool:
-        """True if it belongs to the process that this one was forked from: its threads are not here."""
+        """True if the pipeline belongs to the parent of this forked process: its threads do not run here."""
         return self._process != os.getpid()
 
     def feed(self, files: Sequence[Encoded], crops: Sequence[CropSpec]) -> None:
@@ -86,32 +86,32 @@ class ImagePipeline:
 
         Args:
             files: the encoded images, 1 to ``spec.batch_size``. They must not change until the batch is taken.
-            crops: what of each is wanted; all windows of one size.
+            crops: the crop of each image; all windows of one size.
         """
         self._give(files, crops)
         self._pipeline.schedule_run()
 
     def take(self) -> Tensor:
-        """Wait for the oldest batch fed.
+        """Wait for the oldest batch.
 
         Raises:
-            RuntimeError: what DALI says. It is not known which batch or image is at fault.
+            RuntimeError: DALI's error. It does not say which batch or image is at fault.
         """
         images = binding.take_output(self._pipeline, self.spec.device)
         self._fed.popleft()
         return images.permute(0, 3, 1, 2)
 
     def drain(self) -> bool:
-        """Drop the batches on their way. Returns whether that could be done: one of them may fail."""
+        """Drop the batches in progress. Return False if one of them failed."""
         try:
             while self._fed:
                 self.take()
-        except FAILURES:  # of a batch that nobody waits for
+        except FAILURES:  # from a batch that nobody waits for
             return False
         return True
 
     def close(self) -> None:
-        """End its threads and free its memory, without waiting for the garbage collector."""
+        """End the threads and free the memory, without waiting for the garbage collector."""
         self._pipeline = None
         self._fed.clear()
 
@@ -123,16 +123,16 @@ class ImagePipeline:
 
 
 def _whole(height: int, width: int) -> CropSpec:
-    """The one pixel of the stand-in, as large as the images beside it."""
+    """Crop of the stand-in's one pixel, resized to the size of the other images."""
     return CropSpec(
         region=Region(0, 0, 1, 1), resized=(height, width), window=Region(0, 0, height, width), flipped=False
     )
 
 
 def _numbers(crops: Sequence[CropSpec]) -> dict[str, npt.NDArray[np.generic]]:
-    """The crops as DALI takes them: a region in pixels, and a box of the region that is resized to the window.
+    """Return the crops as DALI inputs: a region in pixels, and a box of the region that is resized to the window.
 
-    That box has fractions of pixels. It begins at its right side where the image is to be flipped.
+    The box has fractional coordinates. To flip the image, the box starts at its right side.
     """
     rows = np.array([(*c.region, *c.resized, *c.window, c.flipped) for c in crops], np.float64)
     corner, extent, resized = rows[:, 0:2], rows[:, 2:4], rows[:, 4:6]
@@ -158,7 +158,7 @@ def _build(spec: PipelineSpec) -> Any:
         device_id=torch.cuda.current_device() if gpu and index is None else index,
         prefetch_queue_depth=spec.options.prefetch,
         exec_dynamic=True,
-        seed=0,  # nothing is drawn here, so any will do
+        seed=0,  # nothing is drawn here, so any seed will do
     )
     binding.pipelines.add(pipeline)
 
@@ -172,10 +172,10 @@ def _build(spec: PipelineSpec) -> Any:
             start=fed("corner", types.INT32),
             shape=fed("extent", types.INT32),
             axis_names="HW",
-            adjust_orientation=False,  # as torchvision's ImageFolder, which does not turn images either
+            adjust_orientation=False,  # as torchvision's ImageFolder, which does not rotate images either
             **(gpu_decoding(spec) if gpu else {}),
         )
-        # Antialiased linear interpolation is a triangular filter as wide as the scale, which torchvision's is, too.
+        # Antialiased linear interpolation is a triangular filter as wide as the scale, as in torchvision.
         images = fn.resize(
             pixels,
             size=fed("shape", types.FLOAT),
@@ -192,7 +192,7 @@ def _build(spec: PipelineSpec) -> Any:
 
 
 def normalised(dali: Any, images: object, spec: PipelineSpec) -> Any:
-    """A node of the graph: uint8 images to normalised ones, as ``device_transform`` makes them."""
+    """Return a graph node that normalises uint8 images as ``device_transform`` does."""
     return dali.fn.crop_mirror_normalize(
         images,
         dtype=dali.types.FLOAT16 if spec.half else dali.types.FLOAT,
@@ -203,8 +203,8 @@ def normalised(dali: Any, images: object, spec: PipelineSpec) -> Any:
 
 
 def gpu_decoding(spec: PipelineSpec) -> dict[str, object]:
-    """Options of the decoder on the GPU."""
-    options: dict[str, object] = {"jpeg_fancy_upsampling": True}  # as libjpeg on the CPU does it
+    """Return the options of the GPU decoder."""
+    options: dict[str, object] = {"jpeg_fancy_upsampling": True}  # as libjpeg does on the CPU
     if spec.options.hw_decoder_load is not None:
         options["hw_decoder_load"] = spec.options.hw_decoder_load
     if spec.options.largest_image is not None:
@@ -219,20 +219,20 @@ def gpu_decoding(spec: PipelineSpec) -> dict[str, object]:
 
 
 _HEADERS = 64
-"""Images whose headers are read, where it was not said how large the largest is."""
+"""Number of headers to read if the user has not set the largest image size."""
 
 
 @dataclass(eq=False)
 class _Waiting:
-    """A batch that was taken from the loader and has not been yielded."""
+    """A batch taken from the loader and not yet yielded."""
 
     batch: EncodedBatch
     images: list[EncodedSample]
     on_host: dict[int, str]
-    """Places of images that DALI is not given, and why."""
+    """Places of images that DALI does not decode, with the reasons."""
 
     def feed(self, pipeline: ImagePipeline) -> None:
-        """Start to decode it, with stand-ins for the images that DALI is not given."""
+        """Start to decode the batch, with stand-ins for images that DALI does not decode."""
         files, crops = [image.data for image in self.images], [image.crop for image in self.images]
         for place in self.on_host:
             window = crops[place].window
@@ -241,39 +241,39 @@ class _Waiting:
 
 
 _Pass: TypeAlias = deque[_Waiting]
-"""The batches of one pass that were taken from the loader, of which the pipeline has the first ones."""
+"""Batches of one pass taken from the loader; the first ones are in the pipeline."""
 
 
 class DaliImageDecoder:
-    """Decodes the batches of one loader with a pipeline that is built when the first of them comes.
+    """Decodes the batches of one loader with a pipeline built at the first batch.
 
-    An image that DALI fails at ends its pipeline. The image is then found and left to the host, which names it in its
-    error or puts in its place what ``on_error`` says; the batches that were on their way go through a new pipeline, so
-    that none is lost or doubled.
+    A DALI failure ends the pipeline. The failing image is then located and left to the host, which names it in its
+    error or replaces it as ``on_error`` says; the batches in progress go through a new pipeline, so that none is lost
+    or duplicated.
 
     Args:
-        dataset: that the batches are from.
-        spec: of the pipeline. Its batch size grows to that of the largest batch that comes.
-        keep: whether the pipeline outlives its pass.
-        pin: whether batches in host memory are to lie in page-locked memory.
+        dataset: the dataset of the batches.
+        spec: pipeline settings. The batch size grows to that of the largest batch.
+        keep: True if the pipeline outlives its pass.
+        pin: True to return host batches in page-locked memory.
     """
 
     def __init__(self, dataset: ImageDataset, spec: PipelineSpec, *, keep: bool, pin: bool = False) -> None:
         self.dataset, self.spec, self.keep, self.pin = dataset, spec, keep, pin
         self.built = 0
-        """Pipelines that were built so far."""
+        """Number of pipelines built so far."""
         self._pipeline: ImagePipeline | None = None
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_pipeline": None}
 
     def run(self, batches: Iterator[EncodedBatch]) -> Generator[list[object], None, None]:
-        """Decode one pass: [images, labels] for each batch, in order.
+        """Decode one pass: yield [images, labels] for each batch, in order.
 
         Raises:
-            DatasetError: when an image cannot be decoded and ``on_error`` does not deal with it, with its name.
-            LoaderError: when DALI fails and no image is at fault.
-            torch.OutOfMemoryError: when the device has no memory left for it.
+            DatasetError: naming an image that cannot be decoded, unless ``on_error`` handles it.
+            LoaderError: if DALI fails and no image is at fault.
+            torch.OutOfMemoryError: if the device is out of memory.
         """
         now: _Pass = deque()
         try:
@@ -289,7 +289,7 @@ class DaliImageDecoder:
             self._leave(now)
 
     def release(self) -> None:
-        """Drop the pipeline and its memory. A pass that goes on builds another."""
+        """Drop the pipeline and its memory. A pass in progress builds a new one."""
         pipeline, self._pipeline = self._pipeline, None
         if pipeline is not None:
             pipeline.close()
@@ -298,7 +298,7 @@ class DaliImageDecoder:
     # --- a pass -------------------------------------------------------------------------------------------------------
 
     def _advance(self, now: _Pass) -> ImagePipeline:
-        """A pipeline that all batches of the pass are on their way in."""
+        """Return a pipeline with all batches of the pass in progress."""
         size = max(len(waiting.images) for waiting in now)
         pipeline = self._pipeline
         if pipeline is None or pipeline.owner is not now or size > pipeline.spec.batch_size:
@@ -319,7 +319,7 @@ class DaliImageDecoder:
             return [images, labels.to(images.device, non_blocking=True)]
 
     def _taken(self, now: _Pass) -> Tensor:
-        """The pixels of the first batch that waits, with stand-ins for the images that DALI is not given."""
+        """Return the pixels of the first waiting batch, with stand-ins for images that DALI does not decode."""
         while True:
             pipeline = self._advance(now)
             try:
@@ -330,17 +330,17 @@ class DaliImageDecoder:
                 self._locate_failure(now, error)
 
     def _locate_failure(self, now: _Pass, error: Exception) -> None:
-        """Find the images that DALI failed at, and leave them to the host from now on.
+        """Find the images that DALI fails on, and leave them to the host from now on.
 
         Raises:
-            LoaderError: when there are none.
+            LoaderError: if there are none.
         """
         found = self._fail_alone(
             [image for waiting in now for k, image in enumerate(waiting.images) if k not in waiting.on_host]
         )
         if not found:
             raise LoaderError(
-                f"DALI failed at a batch of {len(now[0].images)} images, and decodes each of them alone. It "
+                f"DALI failed on a batch of {len(now[0].images)} images, but can decode each of them separately. It "
                 f"said: {binding.reason_of(error)}"
             ) from error
         self.dataset.cpu_fallback.known.update(found)
@@ -348,7 +348,7 @@ class DaliImageDecoder:
             waiting.on_host = self._reasons(waiting.images)
 
     def _fail_alone(self, images: list[EncodedSample]) -> dict[int, str]:
-        """Those that DALI fails at, and why, by their index in the dataset."""
+        """Decode each image separately; return the reasons of those that DALI fails on, by dataset index."""
         found: dict[int, str] = {}
         spec = replace(self.spec, batch_size=1)
         pipeline = self._build(spec)
@@ -359,34 +359,34 @@ class DaliImageDecoder:
             except FAILURES as error:
                 pipeline.close()
                 binding.raise_if_no_memory(error, self.spec.device)
-                found[image.index] = f"DALI failed at it: {binding.reason_of(error)}"
+                found[image.index] = f"DALI failed on it: {binding.reason_of(error)}"
                 pipeline = self._build(spec)
         pipeline.close()
         return found
 
-    # --- images that DALI is not given --------------------------------------------------------------------------------
+    # --- images that DALI does not decode -----------------------------------------------------------------------------
 
     def _reasons(self, images: Sequence[EncodedSample]) -> dict[int, str]:
-        """The reasons for decoding images of a batch on the host, by their places."""
+        """Reasons for decoding images of a batch on the host, by their places."""
         known = self.dataset.cpu_fallback.known
         reasons = {place: known.get(image.index) or why_on_host(image.data) for place, image in enumerate(images)}
         return {place: reason for place, reason in reasons.items() if reason}
 
     def _put_host_images(self, batch: Tensor, done: _Waiting) -> tuple[Tensor, Tensor]:
-        """Fill in samples decoded on the host, or their ``on_error`` replacements. Returns the batch and the labels.
+        """Fill in samples decoded on the host, or their ``on_error`` replacements. Return the batch and the labels.
 
         Raises:
-            DatasetError: when one cannot be decoded and ``on_error`` does not deal with it, with its name.
+            DatasetError: naming an image that cannot be decoded, unless ``on_error`` handles it.
         """
         for place, reason in done.on_host.items():
             index = done.images[place].index
             self.dataset.cpu_fallback.add(reason, f"{self.dataset.source.name(index)} (sample {index})")
-        batch = batch.clone()  # the outputs of DALI are its own memory, and may be read-only for us
+        batch = batch.clone()  # outputs are DALI's own memory, and may be read-only
         convert = None if batch.dtype == torch.uint8 else self._normalised
         return batch, decode_rest(done.on_host, done.images, self.dataset, batch, convert)
 
     def _normalised(self, pixels: Tensor) -> Tensor:
-        """Pixels that the host decoded, as DALI normalises its own on the GPU."""
+        """Normalise pixels decoded on the host, as DALI does on the GPU."""
         spec = torch.tensor([self.spec.mean, self.spec.std], device="cpu", pin_memory=True)
         mean, std = spec.to(pixels.device, non_blocking=True).view(2, 3, 1, 1).unbind()
         return (pixels.float() / 255 - mean) / std
@@ -394,7 +394,7 @@ class DaliImageDecoder:
     # --- the pipeline -------------------------------------------------------------------------------------------------
 
     def _acquire(self, now: _Pass, size: int) -> ImagePipeline:
-        """The pipeline for a pass: empty, and large enough."""
+        """Return the pipeline for a pass: empty, and large enough."""
         if self._pipeline is not None and (size > self._pipeline.spec.batch_size or not self._pipeline.drain()):
             self.release()
         if self._pipeline is None:
@@ -418,33 +418,33 @@ class DaliImageDecoder:
             ) from error
 
     def _leave(self, now: _Pass) -> None:
-        """End a pass. What is on its way is dropped."""
+        """End a pass. Drop its batches in progress."""
         pipeline = self._pipeline
         if pipeline is None or pipeline.owner is not now or pipeline.inherited:
-            return  # another pass, or the process that this one was forked from, has it
+            return  # the pipeline belongs to another pass, or to the parent of this forked process
         if sys.is_finalizing():
-            return  # DALI has ended all pipelines, by its own exit handler
+            return  # DALI's own exit handler has ended all pipelines
         pipeline.owner = None
         if not self.keep or not pipeline.drain():
             self.release()
 
 
 def largest_of_some(dataset: ImageDataset) -> tuple[int, int] | None:
-    """(height, width) of the largest of some images, spread over the dataset; None where none can be read."""
+    """(height, width) of the largest of some images, spread over the dataset; None if none can be read."""
     sizes = []
     for index in range(0, len(dataset), max(1, len(dataset) // _HEADERS)):
         try:
             sizes.append(dataset.decoder.size(dataset.source.read(index)))
-        except DatasetError:  # met again when it is its turn
+        except DatasetError:  # raised again when the image is decoded
             continue
     return max(sizes, key=lambda size: size[0] * size[1], default=None)
 
 
 def why_on_host(data: Encoded) -> str:
-    """The reason for decoding a file on the host; "" where DALI decodes it.
+    """Return the reason for decoding a file on the host; "" if DALI decodes it.
 
-    DALI makes other pixels than Pillow of 16 bits a channel, knows no GIF, and may decode what is there of a JPEG or a
-    TIFF that is cut short. What nvJPEG makes of CMYK on the GPU is its own affair.
+    DALI's pixels differ from Pillow's for 16 bits a channel; it does not support GIF, and may decode a truncated JPEG
+    or TIFF in part. CMYK differs, too: nvJPEG converts it in its own way on the GPU.
     """
     kind = kind_of(data)
     if kind == JPEG:
@@ -454,7 +454,7 @@ def why_on_host(data: Encoded) -> str:
             return "a JPEG without a frame header"
         if components == 4:
             return "a CMYK JPEG"
-        return "" if ends_like_jpeg(data) else "a JPEG with something else at its end than the end of its image"
+        return "" if ends_like_jpeg(data) else "a JPEG that is cut short, or has data after its end marker"
     if kind == PNG:
         return "" if png_bit_depth(data) < 16 else "a PNG of 16 bits a channel"
     return "" if kind in (WEBP, "BMP") else f"an image of the kind {kind}"

@@ -1,4 +1,4 @@
-"""Images of a folder or a pack as a dataset, decoded in the workers or left encoded for a backend to decode later."""
+"""Images of a folder or a pack as a dataset, decoded in the workers or left encoded for a backend."""
 
 import logging
 import math
@@ -31,11 +31,11 @@ _HOST = torch.device("cpu")
 
 
 class CpuFallback:
-    """The images of one dataset that a device's decoder leaves to the CPU's, in the process that trains, by reason.
+    """Counts, by reason, the images of one dataset that a device decoder leaves to the CPU in the training process.
 
     Attributes:
-        known: index of an image -> why the device's decoder failed on it: it is not tried again.
-        worked: whether the device's decoder has decoded any image yet.
+        known: image index -> reason that the device decoder failed: such an image is not tried again.
+        worked: True once the device decoder has decoded any image.
     """
 
     def __init__(self) -> None:
@@ -44,38 +44,38 @@ class CpuFallback:
         self.worked = False
 
     def add(self, reason: str, name: str) -> None:
-        """Count one image, and log it if it is the first with this reason.
+        """Count one image, and log the first with each reason.
 
         Args:
-            reason: what kind of image it is.
-            name: of the image.
+            reason: kind of the image, or the failure.
+            name: name of the image.
         """
         self._counts[reason] += 1
         if self._counts[reason] == 1:
             logger.warning(
                 "The CPU decodes %s, and others like it, in the training process: %s. Further ones are only counted. "
-                'Where most images are like that, backend="torch" is faster: its workers decode.',
+                'If most images are like that, backend="torch" is faster: its workers decode.',
                 printable(name),
                 reason,
             )
 
     def as_dict(self) -> dict[str, int]:
-        """Images by reason; one counts each time that it is decoded."""
+        """Number of decodes by reason; an image counts each time it is decoded."""
         return dict(self._counts)
 
 
 class ImageDataset(CacheableDataset):
-    """Labelled images: ``dataset[i]`` is (what the recipe makes of image i, label as int), or an `EncodedSample`.
+    """Labelled images: ``dataset[i]`` is (recipe's result for image i, label as int), or an `EncodedSample`.
 
     Args:
-        source: where the encoded images, or their pixels, are read from.
-        decoder: for encoded ones.
+        source: source of the encoded images, or of pixels.
+        decoder: decoder of encoded images.
         recipe: crop, resize and augmentation.
-        kept: replaces it for images that stay on the device, of one size and without chance; None where ``recipe``
-            itself is like that. With it, a sample has the image's width / height as a third part.
-        bad_samples: what to do about an image that cannot be read or decoded.
-        encoded: whether samples are left encoded. What is drawn for them is what ``recipe`` draws, in the same order,
-            so that every backend takes the same crops of the same images. May be changed between passes.
+        kept: replaces ``recipe`` for images that stay on the device: one size, without randomness. None if ``recipe``
+            is already like that. With ``kept``, a sample has the image's width / height as a third part.
+        bad_samples: policy for images that cannot be read or decoded.
+        encoded: True to leave samples encoded. The random draws are those of ``recipe``, in the same order, so every
+            backend takes the same crops of the same images. May be changed between passes.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class ImageDataset(CacheableDataset):
 
     @cached_property
     def cpu_fallback(self) -> CpuFallback:
-        """Images that the device's decoder left to the CPU."""
+        """Images that the device decoder left to the CPU."""
         return CpuFallback()
 
     def __len__(self) -> int:
@@ -120,8 +120,8 @@ class ImageDataset(CacheableDataset):
         return [self[index] for index in indices]
 
     def expect(self, indices: Sequence[int]) -> object:
-        """Begin to read the images of a batch at the same time, where they are at a remote place; gives what holds
-        them, to be kept until they were read."""
+        """Start to read the images of a batch concurrently, if they are remote. Return an object that holds the reads:
+        keep it until the images are read."""
         expect, cache = getattr(self.source, "expect", None), self.cache
         if expect is None:
             return None
@@ -129,31 +129,31 @@ class ImageDataset(CacheableDataset):
         return held
 
     def remote_reads(self) -> RemoteSamples | None:
-        """The images as they are read from a remote place; None where they are on this machine."""
+        """Reader of remote images; None if the images are on this machine."""
         find = getattr(self.source, "remote_reads", None)
         return None if find is None else cast("RemoteSamples | None", find())
 
     # --- the steps that caches stand between --------------------------------------------------------------------------
 
     def read(self, index: int) -> Encoded:
-        """The encoded bytes of image ``index``; its pixels, where a pack holds pixels."""
+        """Return the encoded bytes of image ``index``, or its pixels from a pack of pixels."""
         with traced("read"):
             return self.source.read(index)
 
     def decode(self, data: Encoded, index: int) -> Pixels:
-        """All pixels: uint8, shape (H, W, 3), RGB."""
+        """Return all pixels: uint8, shape (H, W, 3), RGB."""
         if holds_pixels(data):
             return data
         with self._naming(index), traced("decode"):
             return self.decoder.decode(data)
 
     def augment(self, decoded: Pixels, index: int) -> Any:
-        """The sample, made from all pixels."""
+        """Make the sample from all pixels."""
         with traced("augment"):
             return self.recipe(SourceImage(decoded)), int(self.source.labels[index])
 
     def plain(self, decoded: Pixels, index: int) -> Any:
-        """The sample to keep on a device."""
+        """Make the sample to keep on a device."""
         if self.kept is None:
             return self.augment(decoded, index)
         height, width = decoded.shape[:2]
@@ -164,7 +164,7 @@ class ImageDataset(CacheableDataset):
             return self.augment(self.cached_decoded(index), index)
         data = self.cached_bytes(index)
         decoder = None if holds_pixels(data) else self.decoder
-        # Not decode() and augment(): the recipe may need a part of the image only.
+        # Not decode() and augment(): the recipe may need only a part of the image.
         with self._naming(index), traced("augment"):
             return self.recipe(SourceImage(data, decoder)), int(self.source.labels[index])
 
@@ -178,16 +178,16 @@ class ImageDataset(CacheableDataset):
     # --- samples that are decoded later -------------------------------------------------------------------------------
 
     def encoded_sample(self, index: int, generator: torch.Generator | None = None) -> "EncodedSample":
-        """Image ``index`` as its bytes, with what is to be cropped out of it.
+        """Return the bytes of image ``index`` with its crop.
 
         Args:
-            index: of the sample.
-            generator: to draw the crop from; None for where the sample draws from.
+            index: index of the sample.
+            generator: generator for the crop; None for the sample's generator.
         """
         data = self.cached_bytes(index)
-        if holds_pixels(data):  # no fault of this one sample that on_error could deal with
+        if holds_pixels(data):  # not a fault of this sample, so on_error does not apply
             raise SettingsError(
-                f"{self.source.name(index)} (sample {index}) holds pixels: there is nothing to decode. "
+                f"{self.source.name(index)} (sample {index}) holds pixels: nothing is left to decode. "
                 'Use backend="torch" for a pack of pixels.'
             )
         with self._naming(index):
@@ -196,16 +196,16 @@ class ImageDataset(CacheableDataset):
         return EncodedSample(data, size, crop, int(self.source.labels[index]), index)
 
     def decoded(self, sample: "EncodedSample") -> tuple[Tensor, int] | Skipped:
-        """The sample of ``backend="torch"``: (uint8 of shape (3, H, W), label), or what ``on_error`` puts in its place.
+        """Return the sample of ``backend="torch"``: (uint8 of shape (3, H, W), label), or its ``on_error`` replacement.
 
         Raises:
-            DatasetError: when it cannot be decoded, with its name, or there have been too many of these.
+            DatasetError: naming an image that cannot be decoded, or after too many of them.
         """
         try:
             return self._decoded(sample)
         except DatasetError as error:
-            # Here is the process that trains, whose random numbers are not to be touched; those of the image that
-            # failed are others in each epoch, and the same in a run that is repeated.
+            # This runs in the training process, whose random numbers must not change. So the seed is the failed image's
+            # crop: it differs in each epoch, and is the same in a repeated run.
             seed = mix_seed(sample.index, *sample.crop.region[:2], "substitute")
             generator = torch.Generator().manual_seed(seed)
             found = self.bad_samples.instead(
@@ -220,21 +220,21 @@ class ImageDataset(CacheableDataset):
 
     @property
     def crop_recipe(self) -> TrainRecipe | EvalRecipe:
-        """The recipe where samples are left encoded, which is then one of ours."""
+        """The recipe of encoded samples, which is always one of ours."""
         return cast("TrainRecipe | EvalRecipe", self.recipe)
 
 
 def holds_pixels(data: object) -> TypeGuard[Pixels]:
-    """True for pixels instead of an encoded image, as out of a pack of pixels."""
+    """True for pixels from a pack of pixels, instead of an encoded image."""
     return isinstance(data, np.ndarray) and data.ndim == 3
 
 
 def collate_images(samples: list[Any]) -> Any:
-    """A batch of samples that begin with an image: uint8 images of one shape are laid channels last, as decoders give
-    them, since laying them out otherwise would transpose each of them. All else is done as torch does it.
+    """Make a batch of samples that begin with an image. uint8 images of one shape stay channels last, as decoded:
+    another layout would transpose each of them. All other parts are collated as torch does.
 
     Returns:
-        A list: images, shape (B, 3, H, W), labels, int64 of shape (B,), and what else there is.
+        A list: images, shape (B, 3, H, W), labels, int64 of shape (B,), and any other parts.
     """
     images, *others = zip(*fill_skipped(samples), strict=True)
     with torch.device("cpu"):  # torch makes tensors of numbers on the default device
@@ -253,8 +253,8 @@ def _stack(images: tuple[Any, ...]) -> Any:
 
 
 def _empty(*shape: int) -> Tensor:
-    """An empty uint8 tensor on the host; in a worker, written at once where the training process will read it, as
-    torch's own collate does."""
+    """Return an empty uint8 tensor on the host; in a worker, in memory shared with the training process, as in torch's
+    own collate."""
     if get_worker_info() is None:
         return torch.empty(shape, dtype=torch.uint8, device="cpu")
     storage = torch.UntypedStorage._new_shared(math.prod(shape), device="cpu")
@@ -266,7 +266,7 @@ def _is_channels_last(image: object) -> bool:
         isinstance(image, torch.Tensor)
         and image.dtype == torch.uint8
         and image.ndim == 3
-        and image.stride(0) == 1  # cropped out of a larger one or not
+        and image.stride(0) == 1  # also true for a crop of a larger image
     )
 
 
@@ -274,7 +274,7 @@ def _is_channels_last(image: object) -> bool:
 
 
 class EncodedSample(NamedTuple):
-    """One sample on its way to an :class:`EncodedBatch`."""
+    """A sample to be put into an :class:`EncodedBatch`."""
 
     data: Encoded
     size: tuple[int, int]
@@ -282,22 +282,22 @@ class EncodedSample(NamedTuple):
     crop: CropSpec
     label: int
     index: int  # type: ignore[assignment]  # hides tuple.index, which has no use here
-    """Of the sample in its dataset."""
+    """Index of the sample in its dataset."""
 
 
 @dataclass(eq=False, kw_only=True)
 class EncodedBatch:
-    """B image files, what to crop out of each, and their labels.
+    """B image files, the crop of each, and their labels.
 
-    Decoders read the files and the plan on the host, where they stay: ``to`` moves the labels, and notes the device
-    that the pixels are wanted on. It is not written to, and not frozen either: Lightning takes dataclasses apart for
-    ``precision="bf16-true"`` and the like, and refuses frozen ones.
+    Decoders read the files and the plan on the host, so these stay there: ``to`` moves only the labels, and records the
+    target device of the pixels. Treat it as read-only. It is not a frozen dataclass because Lightning rebuilds
+    dataclasses for ``precision="bf16-true"`` and the like, and refuses frozen ones.
     """
 
     files: Tensor
-    """uint8, shape (all bytes,): one file after the other."""
+    """uint8, shape (total bytes,): the files, concatenated."""
     offsets: Tensor
-    """int64, shape (B + 1,): where each begins, and the end."""
+    """int64, shape (B + 1,): start of each file, and the end."""
     plan: Tensor
     """int64, shape (B, 15): size (2), region (4), resized (2), window (4), flipped, label, index."""
     labels: Tensor
@@ -309,15 +309,15 @@ class EncodedBatch:
         return len(self.plan)
 
     def __getitem__(self, part: object) -> Any:
-        # Also what `images, labels = batch` asks for first. There is no __iter__: Lightning looks into what has one.
+        # `images, labels = batch` calls this first. There is no __iter__: Lightning traverses objects that have one.
         raise SettingsError(
             "This batch is not decoded: its images are still bytes, and a GPU backend decodes them on the way to the "
             "device. Train with trainer.fit(model, datamodule=...), not with the loader alone; by hand, call "
-            "datamodule.device_transform(batch.to(device), split), which gives images, labels."
+            "datamodule.device_transform(batch.to(device), split), which returns images, labels."
         )
 
     def images(self) -> list[EncodedSample]:
-        """The samples that it was made of; their bytes are views of ``files``."""
+        """Return the samples of the batch; their bytes are views of ``files``."""
         files, offsets = self.files.numpy(), self.offsets.tolist()
         return [
             EncodedSample(
@@ -333,17 +333,17 @@ class EncodedBatch:
         ]
 
     def to(self, device: Any, non_blocking: bool = False) -> "EncodedBatch":  # noqa: FBT001, FBT002  # torch's own form
-        """The batch for a device. Lightning calls this, without ``non_blocking``: pinned labels never wait."""
+        """Return the batch for a device. Lightning omits ``non_blocking``; pinned labels never wait."""
         labels = self.labels.to(device, non_blocking=non_blocking or self.labels.is_pinned())
         return replace(self, labels=labels, device=labels.device)
 
     def pin_memory(self) -> "EncodedBatch":
-        """The batch with pinned labels. DataLoader calls this; the files are not copied as they are."""
+        """Return the batch with pinned labels, for DataLoader; the files stay as they are."""
         return replace(self, labels=self.labels.pin_memory())
 
 
 def collate_encoded(samples: list[Any]) -> EncodedBatch:
-    """Put a batch together. Runs in the workers; in a worker process, in memory that the training process shares."""
+    """Make a batch from samples. In a worker process, its memory is shared with the training process."""
     images: list[EncodedSample] = fill_skipped(samples)
     flat = [np.frombuffer(image.data, np.uint8) for image in images]
     offsets = torch.tensor([0, *(len(data) for data in flat)], device="cpu").cumsum(0)
@@ -358,10 +358,10 @@ def collate_encoded(samples: list[Any]) -> EncodedBatch:
 
 
 def decode_on_cpu(batch: EncodedBatch, dataset: ImageDataset) -> Any:
-    """[images, labels] as ``backend="torch"`` gives them: uint8 of shape (B, 3, H, W), channels last, and int64 (B,).
+    """Return [images, labels] as ``backend="torch"`` does: uint8, shape (B, 3, H, W), channels last; and int64 (B,).
 
     Raises:
-        DatasetError: when an image cannot be decoded, with its name, and ``on_error`` does not deal with it.
+        DatasetError: naming an image that cannot be decoded, unless ``on_error`` handles it.
     """
     return collate_images([dataset.decoded(image) for image in batch.images()])
 
@@ -373,20 +373,22 @@ def decode_rest(
     batch: Tensor,
     convert: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Fill places of a batch with what the CPU decodes, or what ``on_error`` puts there. The host waits for no copy.
+    """Fill places of a batch with images decoded by the CPU, or their ``on_error`` replacements.
+
+    The host waits for no copy.
 
     Args:
-        places: of the images that nothing else has decoded.
-        images: of the whole batch.
-        dataset: where they are from.
-        batch: its pixels, shape (B, 3, height, width). Written to.
-        convert: from uint8, shape (3, height, width), on the device of the batch, to what the batch holds.
+        places: places of the images that are still to be decoded.
+        images: all images of the batch.
+        dataset: the dataset of the images.
+        batch: pixels of the batch, shape (B, 3, height, width). Written to.
+        convert: uint8, shape (3, height, width), on the batch's device -> the values that the batch holds.
 
     Returns:
-        The labels of the batch: int64, shape (B,), on the host.
+        Labels of the batch: int64, shape (B,), on the host.
 
     Raises:
-        DatasetError: when an image cannot be decoded, with its name, and ``on_error`` does not deal with it.
+        DatasetError: naming an image that cannot be decoded, unless ``on_error`` handles it.
     """
     pin = batch.device.type != "cpu"
     labels: list[int] = [image.label for image in images]

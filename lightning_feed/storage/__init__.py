@@ -1,4 +1,4 @@
-"""At rest: where the encoded samples lie, and how they are read. Each name is imported on first use."""
+"""Storage of encoded samples, and how they are read. Each name is imported on first use."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -37,7 +37,7 @@ _HOMES = {
 
 def __getattr__(name: str) -> object:
     if name in ("StagedPath", "stage_in_background"):
-        raise ImportError(f"{name} is gone: stage(...) waits for the copy, and its path leads to it.")
+        raise ImportError(f"{name} was removed: stage(...) waits for the copy, and returns its path.")
     if name in _HOMES:
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""File systems: mounts, their kinds (memory, a local disk, a network), and the room on them."""
+"""File systems: mounts, their kinds (memory, local disk, network), and their free space."""
 
 import os
 import re
@@ -12,8 +12,8 @@ from lightning_feed.errors import ArchiveError, printable
 from lightning_feed.storage.system import MemoryLimit, cgroup_memory_limits, memory_limits, read_text, size_text
 
 RAM_SHARE = 0.9
-"""The share of the free memory, and of the free space of a file system in memory, a copy may take. A loader's workers
-hand over their batches through /dev/shm and are killed when it is full; so is whoever asks next when memory is."""
+"""Share of the free memory, and of the free space of a memory file system, that a copy may take. A loader's workers
+pass their batches through /dev/shm, and are killed when it is full; so are processes that allocate when memory is."""
 _KINDS = {
     "memory": {"tmpfs", "ramfs", "hugetlbfs", "devtmpfs"},
     "overlay": {"overlay", "overlayfs", "aufs", "fuse.fuse-overlayfs"},
@@ -22,16 +22,16 @@ _KINDS = {
         *("panfs", "wekafs", "orangefs", "pvfs2", "ocfs2", "gfs2", "9p", "virtiofs", "daos", "fuse"),
     },
 }
-"""File systems by kind. ``fuse.*`` is of the network, too: what is mounted by a user's program is as a rule a bucket or
+"""File system types by kind. ``fuse.*`` counts as network, too: a mount by a user's program is usually a bucket or
 another machine."""
 _VIRTUAL = ("virtio", "vbd-")
-"""In the paths of disks that a hypervisor gives (KVM, Xen). Linux takes those to rotate whatever they are."""
+"""Parts of the paths of virtual disks (KVM, Xen). Linux reports those as rotational whatever they are."""
 
 
 def file_system(path: str | Path, root: Path = Path("/")) -> tuple[str | None, str | None]:
-    """(type, kind) of the file system that a path lies on, from ``/proc/self/mountinfo``; None where it is unknown.
+    """Return (type, kind) of a path's file system from ``/proc/self/mountinfo``; both None if unknown.
 
-    Types are the kernel's names, ``ext4`` or ``nfs4``; kinds are ``"memory"``, ``"local"``, ``"rotational"``,
+    Types are the kernel's names, such as ``ext4`` or ``nfs4``; kinds are ``"memory"``, ``"local"``, ``"rotational"``,
     ``"overlay"`` and ``"network"`` (proc(5), section mountinfo).
     """
     mount = find_mount(path, root)
@@ -49,10 +49,10 @@ def _kind(system: str, places: Sequence[Path]) -> str:
 
 
 def _rotates(block: Path, depth: int = 0) -> bool:
-    """True if a block device, its disk, or one of the disks under it, rotates."""
+    """True if a block device, its disk, or a disk under it is rotational."""
     if depth > 8 or not block.exists():
         return False
-    block = block.resolve()  # a partition's folder lies in its disk's
+    block = block.resolve()  # a partition's folder is inside its disk's
     if any(part.startswith(_VIRTUAL) for part in block.parts):
         return False
     queues = (block / "queue/rotational", block.parent / "queue/rotational")
@@ -70,23 +70,23 @@ class Mount:
     """One line of ``/proc/self/mountinfo``."""
 
     point: str
-    """The path at which it is mounted."""
+    """The path of the mount point."""
     kind: str
     """``"tmpfs"``, ``"ext4"`` ..."""
     device: str
-    """Its number, as in ``/sys/dev/block``: ``8:1``."""
+    """Device number, as in ``/sys/dev/block``: ``8:1``."""
     source: str
     """``/dev/sda1``, ``server:/data``."""
     options: frozenset[str]
 
     @property
     def in_memory(self) -> bool:
-        """True if what is written there takes memory."""
+        """True if data written there takes memory."""
         return self.kind in ("tmpfs", "ramfs")
 
 
 def find_mount(path: str | Path, root: Path = Path("/")) -> Mount | None:
-    """The mount that ``path`` lies on; None where the system does not say.
+    """Return the mount that contains ``path``; None if the system does not report it.
 
     Args:
         path: a file or a folder.
@@ -100,7 +100,7 @@ def find_mount(path: str | Path, root: Path = Path("/")) -> Mount | None:
         if len(words) < 6 or len(tail) < 3:
             continue
         point = _unescaped(words[4])
-        # Of two mounts on one point the later hides the other.
+        # Of two mounts at one point, the later hides the earlier.
         if resolved.is_relative_to(point) and (found is None or len(point) >= len(found.point)):
             options = frozenset([*words[5].split(","), *tail[2].split(",")])
             found = Mount(point=point, kind=tail[0], device=words[2], source=_unescaped(tail[1]), options=options)
@@ -108,7 +108,7 @@ def find_mount(path: str | Path, root: Path = Path("/")) -> Mount | None:
 
 
 def _unescaped(word: str) -> str:
-    """The kernel writes blanks and backslashes in paths as ``\\040`` and the like."""
+    """Decode blanks and backslashes, which the kernel writes in paths as ``\\040`` and the like."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), word)
 
 
@@ -116,7 +116,7 @@ def _unescaped(word: str) -> str:
 
 
 def find_room(folder: str | Path, root: Path = Path("/")) -> MemoryLimit:
-    """The bytes that can still be written to a folder, and what limits them: the file system, or in memory that."""
+    """Return the bytes that can still be written to a folder, and the limit: the file system, or memory if less."""
     mount, status = find_mount(folder, root), os.statvfs(folder)
     place = f"{mount.point} ({mount.kind})" if mount else str(folder)
     limits = [MemoryLimit(status.f_bavail * status.f_frsize, place)]
@@ -130,13 +130,13 @@ def check_room(new_bytes: int, new_files: int, folder: str, root: Path = Path("/
     """Refuse a copy that does not fit.
 
     Args:
-        new_bytes: what it takes, in whole blocks of the file system.
-        new_files: files and folders.
-        folder: where it goes; exists.
+        new_bytes: size of the copy, in whole blocks of the file system.
+        new_files: number of files and folders.
+        folder: target of the copy; must exist.
         root: the file system to read ``proc`` and ``sys`` from.
 
     Raises:
-        ArchiveError: with what is needed, what is there, and what to do.
+        ArchiveError: with the needed and the free space, and advice.
     """
     mount, least, status = find_mount(folder, root), find_room(folder, root), os.statvfs(folder)
     in_memory = mount is not None and mount.in_memory
@@ -144,12 +144,12 @@ def check_room(new_bytes: int, new_files: int, folder: str, root: Path = Path("/
     if new_bytes > least.left_bytes * share:
         kept = f", of which {1 - share:.0%} are kept free" if in_memory else ""
         raise ArchiveError(
-            f"{size_text(new_bytes)} are to be copied to {folder}, and the {least.reason} leaves "
+            f"{size_text(new_bytes)} are to be copied to {folder}, but the {least.reason} leaves "
             f"{size_text(least.left_bytes)}{kept}. Nothing was written. Make room, pack images smaller first "
-            "(lightning-feed pack --short-side), stage to a local disk, or mount a tmpfs of the right size and give "
+            "(lightning-feed pack --short-side), stage to a local disk, or mount a tmpfs of the right size and use "
             f"that:\n  {mount_command(folder, new_bytes, root)}"
         )
-    if status.f_files > 0 and new_files > status.f_favail:  # a file system without inodes of its own says 0
+    if status.f_files > 0 and new_files > status.f_favail:  # a file system without inodes reports 0
         raise ArchiveError(
             f"{new_files} files are to be copied to {folder}, which has room for {status.f_favail} more, "
             "whatever their size. Nothing was written. Pack them into one first (lightning-feed pack)."
@@ -157,17 +157,17 @@ def check_room(new_bytes: int, new_files: int, folder: str, root: Path = Path("/
 
 
 def find_caveats(folder: str, root: Path = Path("/")) -> tuple[str, ...]:
-    """Things to know of a copy in ``folder``: one sentence for each thing that holds there.
+    """Return warnings about copies in ``folder``, one sentence each.
 
     Args:
-        folder: where the copies go; exists.
+        folder: target of the copies; must exist.
         root: as in :func:`check_room`.
     """
     mount, status, found = find_mount(folder, root), os.stat(folder), []  # noqa: PTH116
-    sticky = status.st_mode & stat.S_ISVTX  # then what lies there can be moved by its owner alone
+    sticky = status.st_mode & stat.S_ISVTX  # then only the owner can move files there
     if status.st_uid not in (0, os.geteuid()) or (status.st_mode & 0o002 and not sticky):
         found.append(
-            f"Other users may put other data instead of a copy into {folder}. Give a DEST of your own, for example "
+            f"Other users may put other data instead of a copy into {folder}. Choose a DEST of your own, for example "
             "/dev/shm/<user>."
         )
     if mount is None or not mount.in_memory:
@@ -185,14 +185,14 @@ def find_caveats(folder: str, root: Path = Path("/")) -> tuple[str, ...]:
 
 
 def mount_command(path: str | os.PathLike[str], total_bytes: int, root: Path = Path("/")) -> str:
-    """The command that mounts a tmpfs for a copy of ``total_bytes``, owned by the user who asks.
+    """Return the command that mounts a tmpfs for a copy of ``total_bytes``, owned by the current user.
 
     Args:
-        path: where to mount it.
-        total_bytes: the size of what is to be staged. 5 % and 64 MiB are added for the rounding of each file to pages.
+        path: the mount point.
+        total_bytes: size of the staged data. 5 % and 64 MiB are added for rounding each file up to pages.
         root: as in :func:`check_room`.
     """
-    # The free part that check_room keeps comes on top, so that a copy fits into what this mounts.
+    # Add the share that check_room keeps free, so that the copy fits.
     mib = int(total_bytes * 1.05 / RAM_SHARE / 2**20) + 64
     options = f"size={mib}M,mode=0700,uid={os.getuid()},gid={os.getgid()}"
     if _has_swap(root) and _kernel(root) >= (6, 4):

@@ -1,4 +1,4 @@
-"""Folders of class folders: listed, remembered between runs, and read; the protocol of all sources of samples."""
+"""Class folders: listed, remembered between runs, and read; and the protocol of all sample sources."""
 
 import errno
 import hashlib
@@ -23,65 +23,65 @@ from lightning_feed.storage.system import cache_folder, read_private, write_priv
 logger = logging.getLogger(__name__)
 
 Encoded: TypeAlias = "bytes | memoryview | npt.NDArray[np.uint8]"
-"""The bytes of one sample: a whole file as it was, or decoded uint8 pixels, (H, W, 3)."""
+"""Bytes of one sample: a whole, unchanged file; or decoded uint8 pixels, (H, W, 3)."""
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-"""Those of torchvision's ImageFolder; upper or lower case."""
+"""Suffixes of torchvision's ImageFolder; case is ignored."""
 MANIFEST = "pack.json"
 """The file that makes a folder a pack."""
 _VERSION = 2
 _DIGEST_BYTES = 16
 _SETTLED_NS = 2_000_000_000
-"""A folder changed within the last two seconds may change again within one tick of its clock, unseen (FAT has ticks of
-2 s, the coarsest in use)."""
+"""A folder changed within the last two seconds may change again with the same timestamp (FAT has the coarsest in use,
+2 s)."""
 
 
 @runtime_checkable
 class SampleSource(Protocol):
-    """Labelled samples by index. Can be pickled and forked: files are opened in the process that reads them."""
+    """Labelled samples by index. Can be pickled and forked: files are opened in the process that reads."""
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the labels, sorted; ``labels`` are indices into it."""
+        """Label names, sorted; ``labels`` are indices into it."""
 
     @property
     def labels(self) -> npt.NDArray[np.int64]:
-        """Shape (n,)."""
+        """Labels of all samples, shape (n,)."""
 
     def __len__(self) -> int:
-        """Samples."""
+        """Number of samples."""
 
     def read(self, index: int) -> Encoded:
-        """The bytes of sample ``index``.
+        """Return the bytes of sample ``index``.
 
         Raises:
-            DatasetError: when they cannot be read, with the name of the sample and the reason.
+            DatasetError: if they cannot be read, with the name of the sample and the reason.
         """
 
     def name(self, index: int) -> str:
-        """The name of sample ``index`` in errors: its path, or its path inside the pack."""
+        """Return the name of sample ``index`` for errors: its path, or its path inside the pack."""
 
 
 class FolderStamp(NamedTuple):
-    """The times and the inode of a folder: they change when a file is added, removed or renamed."""
+    """Timestamps and inode of a folder: they change when a file is added, removed or renamed."""
 
     mtime_ns: int
     ctime_ns: int
-    """Set by the kernel alone: programs that unpack archives set the modification time back."""
+    """Only the kernel sets it: programs that unpack archives reset the modification time."""
     inode: int
 
     @classmethod
     def of(cls, status: os.stat_result) -> "FolderStamp":
-        """The stamp of a folder whose status was read."""
+        """Make the stamp from a folder's status."""
         return cls(status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
 def flat_names(names: list[bytes]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """All names, one after the other, and where each ends."""
+    """Return all names, concatenated, and the end of each."""
     return np.frombuffer(b"".join(names), np.uint8), np.cumsum([len(name) for name in names], dtype=np.int64)
 
 
 def nth_name(names: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64], index: int) -> bytes:
-    """A name out of those of :func:`flat_names`."""
+    """Return one name from the arrays of :func:`flat_names`."""
     begin = int(ends[index - 1]) if index else 0
     return names[begin : int(ends[index])].tobytes()
 
@@ -90,8 +90,8 @@ def nth_name(names: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64], index: i
 class FolderIndex:
     """The files of a folder in a few flat arrays, in the order of torchvision's ``ImageFolder``.
 
-    A list of a million tuples is copied bit by bit into each forked worker, because reading a Python object writes its
-    reference count; arrays are not. (The growth is measured in ``benchmarks/index_memory.py``.)
+    Reading a Python object writes its reference count, so each forked worker gradually copies a list of a million
+    tuples; arrays are not copied. (``benchmarks/index_memory.py`` measures the growth.)
     """
 
     classes: tuple[str, ...]
@@ -99,21 +99,21 @@ class FolderIndex:
     labels: npt.NDArray[np.int64]
     """Shape (n,): indices into ``classes``."""
     names: npt.NDArray[np.uint8]
-    """All paths below the root, one after the other, as the bytes that the file system gave."""
+    """All paths below the root, concatenated, as bytes from the file system."""
     ends: npt.NDArray[np.int64]
-    """Shape (n,): where each path ends in ``names``."""
+    """Shape (n,): the end of each path in ``names``."""
     folders: tuple[tuple[str, FolderStamp], ...]
-    """Each folder that was read, with its stamp: as long as these stay, so does the index."""
+    """Each listed folder with its stamp: the index is current while these stay the same."""
 
     def __len__(self) -> int:
         return len(self.ends)
 
     def path(self, index: int) -> str:
-        """The path of file ``index`` below the root."""
+        """Return the path of file ``index`` below the root."""
         return os.fsdecode(nth_name(self.names, self.ends, index))
 
     def is_current(self, root: Path) -> bool:
-        """True if no file was added, removed or renamed since."""
+        """True if no file was added, removed or renamed since the listing."""
         try:
             return all(FolderStamp.of((root / name).stat()) == stamp for name, stamp in self.folders)
         except OSError:
@@ -124,8 +124,8 @@ class FolderSource:
     """The files of a :class:`FolderIndex`, read whole.
 
     Args:
-        root: the folder that the index is of.
-        index: which files there are.
+        root: the indexed folder.
+        index: index of its files.
     """
 
     def __init__(self, root: Path, index: FolderIndex) -> None:
@@ -138,10 +138,10 @@ class FolderSource:
         return len(self.index)
 
     def read(self, index: int) -> bytes:
-        """The bytes of file ``index``.
+        """Return the bytes of file ``index``.
 
         Raises:
-            DatasetError: when the file cannot be read, or is something else by now, such as a FIFO.
+            DatasetError: if the file cannot be read, or is not a file any more (a FIFO, for example).
         """
         path = self.name(index)
         try:
@@ -151,13 +151,13 @@ class FolderSource:
             raise DatasetError(f"{path} (sample {index}) cannot be read: {error.strerror}.") from error
 
     def name(self, index: int) -> str:
-        """The path of file ``index``."""
+        """Return the path of file ``index``."""
         return f"{self.root}/{self.index.path(index)}"
 
     def changed_ns(self, index: int) -> int:
-        """Time of the last change of file ``index``, in ns since 1970; 0 where it is not there.
+        """Return the change time of file ``index``, in ns since 1970; 0 if it does not exist.
 
-        That of the inode: a copy that keeps the modification time changes it.
+        Uses the inode's change time: a copy that keeps the modification time still changes it.
         """
         try:
             return os.stat(self.name(index)).st_ctime_ns  # noqa: PTH116 - a million times
@@ -172,9 +172,9 @@ def open_file(path: str) -> io.FileIO:
     """Open a file to read.
 
     Raises:
-        OSError: also for what is no file, such as a FIFO: reading it might never end.
+        OSError: also if it is not a file (a FIFO, for example): reading it might never end.
     """
-    # A Path would cost as much as the read; without O_NONBLOCK, a FIFO would be waited for.
+    # A Path would cost as much as the read; without O_NONBLOCK, opening a FIFO would block.
     file = io.FileIO(path, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -185,13 +185,13 @@ def open_file(path: str) -> io.FileIO:
 def walk(
     root: str | Path, top: str = "", *, follow: bool = True, error: type[FeedError] = DatasetError
 ) -> Iterator[tuple[str, os.stat_result, list["os.DirEntry[str]"]]]:
-    """Each folder from ``top`` down, before the folders in it: its path below ``root``, its status, what lies in it.
+    """Yield each folder from ``top`` down, parents first: its path below ``root``, its status, and its entries.
 
     Args:
         root: a folder.
-        top: the path of a folder below it.
-        follow: whether links to folders are followed.
-        error: raised when a folder cannot be read, and when links go round in a circle.
+        top: path of a folder below ``root``.
+        follow: True to follow links to folders.
+        error: raised if a folder cannot be read, or if links form a cycle.
     """
     # A stack, not recursion: folders may be deeper than Python's stack. Each entry carries the folders above it.
     waiting = [(top, frozenset[tuple[int, int]]())]
@@ -205,7 +205,7 @@ def walk(
             inside = [entry for entry in entries if entry.is_dir(follow_symlinks=follow)]
         except OSError as problem:
             if name != top and not os.path.lexists(path):
-                continue  # gone in the meantime
+                continue  # removed in the meantime
             raise error(f"{path} cannot be read: {problem.strerror}. Make it readable, or move it away.") from problem
         identity = (status.st_dev, status.st_ino)
         if identity in above:
@@ -217,7 +217,7 @@ def walk(
 
 
 def below(root: str, name: str) -> str:
-    """The path of ``name`` below ``root``; either may be ``""``."""
+    """Return the path of ``name`` below ``root``; either may be ``""``."""
     return f"{root}/{name}" if root and name else root or name
 
 
@@ -225,21 +225,21 @@ def below(root: str, name: str) -> str:
 
 
 def scan_classes(root: Path, classes: tuple[str, ...] | None = None) -> FolderIndex:
-    """Find the images of each class folder in ``root``, and of the folders in it, symbolic links followed.
+    """Index the images of each class folder in ``root`` and its subfolders, following symbolic links.
 
-    What is no file, such as a FIFO or a link to a device, is left out with a warning: reading it might never end.
+    Entries that are not files (a FIFO, a link to a device) are left out with a warning: reading them might never end.
 
     Args:
         root: the folder of class folders.
-        classes: the classes there must be; None takes the names of the folders.
+        classes: the allowed classes; None for the folder names.
 
     Raises:
-        DatasetError: when ``root`` is no folder, cannot be read or has no class folders, when a class has no images,
-            when ``classes`` are given and there are others, or when symbolic links go round in a circle.
+        DatasetError: if ``root`` is not a folder, cannot be read or has no class folders; if a class has no images; if
+            there are classes that are not in ``classes``; or if symbolic links form a cycle.
     """
     found = _class_folders(root)
     names = check_classes(found, classes, root)
-    stamp = FolderStamp.of(root.stat())  # before the folders in it are read
+    stamp = FolderStamp.of(root.stat())  # before its folders are read
     read = {name: sorted(_images(root, name)) for name in found}
     folders = [part[:2] for parts in read.values() for part in parts]
     paths = {
@@ -250,10 +250,10 @@ def scan_classes(root: Path, classes: tuple[str, ...] | None = None) -> FolderIn
 
 
 def check_classes(found: list[str], classes: tuple[str, ...] | None, root: object) -> tuple[str, ...]:
-    """The names of the labels. Refuses no class folders, and such as there are none of in ``classes``."""
+    """Return the label names. Raise if there are no class folders, or some that are not in ``classes``."""
     if not found:
         raise DatasetError(
-            f"{root} has no folders in it. Give a folder with one folder of images for each class: {root}/cats/1.jpg, "
+            f"{root} has no folders in it. Use a folder with one folder of images for each class: {root}/cats/1.jpg, "
             f"{root}/dogs/1.jpg; or with train and val folders of such folders."
         )
     strange = sorted(set(found).difference(classes or found))
@@ -270,10 +270,10 @@ def index_classes(
     *,
     every: bool,
 ) -> FolderIndex:
-    """The index of the images of each class, which has none only without ``every``.
+    """Index the images of each class. A class may have no images only without ``every``.
 
     Raises:
-        DatasetError: when there are no images.
+        DatasetError: if there are no images.
     """
     counts = [len(paths.get(name, ())) for name in names]
     empty = [name for name, count in zip(names, counts, strict=True) if every and not count]
@@ -285,8 +285,8 @@ def index_classes(
 
 
 def is_pack(path: str | Path) -> bool:
-    """True if ``path`` is a pack. Looks for one file."""
-    return os.path.isfile(os.path.join(path, MANIFEST))  # noqa: PTH113, PTH118 - False, too, where it cannot be looked for
+    """True if ``path`` is a pack. Checks for one file."""
+    return os.path.isfile(os.path.join(path, MANIFEST))  # noqa: PTH113, PTH118 - also False if access fails
 
 
 def _class_folders(root: Path) -> list[str]:
@@ -294,25 +294,25 @@ def _class_folders(root: Path) -> list[str]:
         with os.scandir(root) as entries:
             folders = [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
     except OSError as error:
-        raise DatasetError(f"{root} cannot be read: {error.strerror}. Give a folder of class folders.") from error
-    # A pack in the folder that it was made of is no class.
+        raise DatasetError(f"{root} cannot be read: {error.strerror}. Use a folder of class folders.") from error
+    # A pack inside the folder it was made from is not a class.
     return sorted(entry.name for entry in folders if not is_pack(entry.path))
 
 
 def _images(root: Path, top: str) -> Iterator[tuple[str, FolderStamp, list[str]]]:
-    """Each folder from ``top`` down: its path below ``root``, its stamp, and the names of its images."""
+    """Yield each folder from ``top`` down: its path below ``root``, its stamp, and the names of its images."""
     for name, status, entries in walk(root, top):
         images = [entry.name for entry in entries if entry.name.lower().endswith(IMAGE_SUFFIXES) and _is_file(entry)]
         yield name, FolderStamp.of(status), sorted(images)
 
 
 def _is_file(entry: "os.DirEntry[str]") -> bool:
-    """True if it is a file, or a link to nowhere, which is an error with its name when it is read."""
+    """True for a file or a broken link; reading the link will raise an error with its name."""
     if entry.is_dir():
         return False
     if entry.is_file() or not os.path.exists(entry.path):  # noqa: PTH110
         return True
-    logger.warning("%s is neither a file nor a folder, and is no sample. Move it away.", printable(entry.path))
+    logger.warning("%s is neither a file nor a folder, so it is not a sample. Move it away.", printable(entry.path))
     return False
 
 
@@ -327,15 +327,15 @@ def _some(names: list[str]) -> str:
 def index_of(
     root: Path, classes: tuple[str, ...] | None = None, *, now_ns: Callable[[], int] = time.time_ns
 ) -> FolderIndex:
-    """The index of ``root``: the remembered one if no folder in it has changed, or a new one, remembered if possible.
+    """Return the index of ``root``: the remembered one if no folder has changed; else a new one, saved if possible.
 
-    A network folder of a million files takes minutes to list. On FUSE every run lists it: mounts of object stores give
-    their folders times that do not change with them.
+    Listing a network folder of a million files takes minutes. FUSE mounts are listed in every run: mounts of object
+    stores have folder times that do not follow changes.
 
     Args:
         root: a folder of class folders.
-        classes: the classes there must be; None takes the names of the folders.
-        now_ns: the time, for tests.
+        classes: the allowed classes; None for the folder names.
+        now_ns: clock in ns; replaced in tests.
 
     Raises:
         DatasetError: as :func:`scan_classes`.
@@ -370,7 +370,7 @@ def _load(kept: Path) -> FolderIndex | None:
 
 
 def load_arrays(kept: Path) -> dict[str, npt.NDArray[Any]] | None:
-    """The arrays that :func:`save_arrays` kept; None where they are not there, damaged, or not this user's."""
+    """Return arrays saved by :func:`save_arrays`; None if they are missing, damaged, or another user's."""
     try:
         content = read_private(kept)
     except FileNotFoundError:
@@ -387,7 +387,7 @@ def load_arrays(kept: Path) -> dict[str, npt.NDArray[Any]] | None:
 
 
 def save_arrays(kept: Path, **arrays: Any) -> None:
-    """Remember some arrays, with a digest, where that is possible."""
+    """Save arrays with a digest, if possible."""
     stored = io.BytesIO()
     np.savez(stored, **arrays)
     try:

@@ -1,7 +1,7 @@
-"""The samples of a pack as bytes: files kept, made smaller or decoded, and samples of any dataset without pickle.
+"""Samples of a pack as bytes: files unchanged, shrunk or decoded, and samples of any dataset without pickle.
 
-A sample of a dataset is a JSON header, then its raw arrays: the length of the header (8 bytes, little endian), the
-header, and each array from a multiple of 64 bytes on.
+A dataset sample is the length of a JSON header (8 bytes, little endian), the header, and the raw arrays, each starting
+at a multiple of 64 bytes.
 """
 
 import io
@@ -23,9 +23,9 @@ from lightning_feed.errors import ArchiveError, DatasetError, DecodeError
 from lightning_feed.storage.folder import FolderSource
 
 _SHAPE_BYTES = 8
-"""Before decoded pixels: height and width, 4 bytes each, little endian."""
+"""Size of the prefix of decoded pixels: height and width, 4 bytes each, little endian."""
 _ALIGN = 64
-# What Pillow's readers are known to raise on corrupt files; as in decode/pillow_decoder.py.
+# Exceptions of Pillow's readers on corrupt files; as in decode/decoders.py.
 _CORRUPT = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, Image.DecompressionBombError)
 
 
@@ -34,40 +34,40 @@ _CORRUPT = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error
 
 @dataclass(frozen=True)
 class Shrink:
-    """Changes made to images once, while they are packed."""
+    """Changes made to images when they are packed."""
 
     short_side: int | None = None
-    """Images with a longer shorter side are resized to this, in pixels; smaller ones stay as they are."""
+    """Images whose shorter side is longer than this are resized to it, in pixels; smaller ones stay as they are."""
     quality: int | None = None
     """Quality of re-encoded JPEGs, 1 to 100. Without a short side, all images are re-encoded."""
     decoded: bool = False
-    """True if pixels are stored, uint8 (H, W, 3), instead of a file."""
+    """True to store pixels, uint8 (H, W, 3), instead of a file."""
 
     @property
     def written_quality(self) -> int | None:
-        """Quality of re-encoded JPEGs; None where there are none."""
+        """Quality of re-encoded JPEGs; None if none are re-encoded."""
         return 95 if self.quality is None and self.short_side and not self.decoded else self.quality
 
 
 class Payload(NamedTuple):
-    """One sample as it is packed."""
+    """One sample, ready to be packed."""
 
     data: bytes | None
-    """None where it could not be read."""
+    """None if it could not be read."""
     checksum: int
     """CRC-32."""
     problem: str
-    """The reason why it could not be read."""
+    """Reason that it could not be read."""
     changed_ns: int
-    """Time of the last change of its file before it was read; 0 without a file."""
+    """Change time of its file before the read, in ns since 1970; 0 without a file."""
 
 
 class Payloads(Dataset[Payload]):
-    """A map-style dataset of payloads.
+    """Map-style dataset of payloads.
 
     Args:
         source: labelled files, or any map-style dataset.
-        shrink: for files.
+        shrink: changes to images; only for files.
     """
 
     def __init__(self, source: Any, shrink: Shrink) -> None:
@@ -81,7 +81,7 @@ class Payloads(Dataset[Payload]):
         return len(self.source)
 
     def __getitem__(self, index: int) -> Payload:
-        changed_ns = self.changed_ns(index)  # before it is read: what is written meanwhile changes it
+        changed_ns = self.changed_ns(index)  # before the read, so that a concurrent write is noticed
         try:
             payload = self._payload(index)
         except DatasetError as error:
@@ -90,15 +90,15 @@ class Payloads(Dataset[Payload]):
 
     def __getitems__(self, indices: list[int]) -> list[Payload]:
         expect = getattr(self.source, "expect", None)
-        _held = None if expect is None else expect(indices)  # of a remote place, read at the same time
+        _held = None if expect is None else expect(indices)  # reads remote samples concurrently
         return [self[index] for index in indices]
 
     def name(self, index: int) -> str:
-        """The name of a sample in the pack: the path of its file, or its number."""
+        """Return the name of a sample in the pack: the path of its file, or its number."""
         return self.source.index.path(index) if isinstance(self.source, FolderSource) else str(index)
 
     def changed_ns(self, index: int) -> int:
-        """Time of the last change of a sample's file, in ns since 1970; 0 where there is none."""
+        """Return the change time of a sample's file, in ns since 1970; 0 without a file."""
         return self.source.changed_ns(index) if isinstance(self.source, FolderSource) else 0
 
     def _payload(self, index: int) -> bytes:
@@ -111,27 +111,27 @@ class Payloads(Dataset[Payload]):
             with Image.open(io.BytesIO(data)) as image:
                 return self._decoded(image) if self.kind == "decoded" else self._encoded(image, data)
         except _CORRUPT as error:
-            # Pillow would show the object that it read from.
-            why = "it is of no format that Pillow knows" if isinstance(error, UnidentifiedImageError) else error
-            raise DecodeError(f"{self.source.name(index)} (sample {index}) is no readable image: {why}.") from error
+            # Pillow's message would show the object that it read from.
+            why = "Pillow does not know its format" if isinstance(error, UnidentifiedImageError) else error
+            raise DecodeError(f"{self.source.name(index)} (sample {index}) is not a readable image: {why}.") from error
 
     def _decoded(self, image: Image.Image) -> bytes:
         pixels = np.asarray(_resized(image.convert("RGB"), self.shrink.short_side))
         return np.array(pixels.shape[:2], "<u4").tobytes() + pixels.tobytes()
 
     def _encoded(self, image: Image.Image, data: bytes) -> bytes:
-        image.load()  # whether or not it is resized: a file that is cut short is found now
+        image.load()  # even if it is not resized: to notice a truncated file now
         if self.shrink.short_side is not None and min(image.size) <= self.shrink.short_side:
-            return data  # as good as new ones would be, and of the size that was asked for
+            return data  # small enough already: re-encoding would only lose quality
         file = io.BytesIO()
-        # The colours at full resolution: they have been halved once, and would be so again.
+        # Chroma at full resolution: it was halved once already, and must not be halved again.
         resized = _resized(image.convert("RGB"), self.shrink.short_side)
         resized.save(file, "JPEG", quality=self.shrink.written_quality, subsampling=0)
         return file.getvalue()
 
 
 def pixels_of(payload: bytes | memoryview) -> npt.NDArray[np.uint8]:
-    """Decoded pixels from their payload: uint8, shape (H, W, 3), read-only."""
+    """Return decoded pixels from their payload: uint8, shape (H, W, 3), read-only."""
     height, width = np.frombuffer(payload, "<u4", count=2)
     return np.frombuffer(payload, np.uint8, offset=_SHAPE_BYTES).reshape(int(height), int(width), 3)
 
@@ -148,10 +148,10 @@ def _resized(image: Image.Image, short_side: int | None) -> Image.Image:
 
 
 def to_bytes(sample: object) -> bytes:
-    """A nested dict, list or tuple of tensors, arrays, numbers, strings, bytes and None as bytes.
+    """Encode a nested dict, list or tuple of tensors, arrays, numbers, strings, bytes and None.
 
     Raises:
-        DatasetError: for anything else in it, with its place.
+        DatasetError: for any other type, with its place in the sample.
     """
     arrays: list[npt.NDArray[Any]] = []
     header = json.dumps(_describe(sample, arrays, "sample")).encode()
@@ -168,20 +168,20 @@ def from_bytes(data: bytes) -> Any:
     """Decode a sample encoded by :func:`to_bytes`. Arrays and tensors are writable copies.
 
     Raises:
-        ArchiveError: when the bytes are not such a sample.
+        ArchiveError: if the bytes are not such a sample.
     """
     try:
         at = 8 + int.from_bytes(data[:8], "little")
         tree = json.loads(data[8:at])
         return _Reader(data, at).build(tree)
-    except Exception as error:  # of JSON, NumPy or torch: a stranger may have written it
+    except Exception as error:  # from JSON, NumPy or torch: the bytes may come from a stranger
         raise ArchiveError(
             f"{len(data)} bytes are not a valid packed sample: {error}. Pack the source again."
         ) from error
 
 
 def _describe(value: Any, arrays: list[npt.NDArray[Any]], place: str) -> dict[str, Any]:
-    """The header of a value, whose first key is its kind; its arrays are appended to ``arrays``."""
+    """Return the header of a value, whose first key is its kind; append its arrays to ``arrays``."""
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {"dict": {key: _describe(inner, arrays, f"{place}[{key!r}]") for key, inner in value.items()}}
     if type(value) in (list, tuple):
@@ -189,7 +189,7 @@ def _describe(value: Any, arrays: list[npt.NDArray[Any]], place: str) -> dict[st
         return {type(value).__name__: inner}
     if isinstance(value, torch.Tensor):
         plain = value.detach().cpu().contiguous()
-        # Through bytes, since NumPy has no bfloat16 and no float8.
+        # As bytes, since NumPy has neither bfloat16 nor float8.
         arrays.append(plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else np.empty(0, np.uint8))
         return {"tensor": str(plain.dtype).removeprefix("torch."), "shape": list(plain.shape)}
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
@@ -204,13 +204,13 @@ def _describe(value: Any, arrays: list[npt.NDArray[Any]], place: str) -> dict[st
 
 
 class _Reader:
-    """Takes the arrays in the order in which they were described."""
+    """Reads the arrays in the order of the header."""
 
     def __init__(self, data: bytes, at: int) -> None:
         self.data, self.at = data, at
 
     def build(self, tree: dict[str, Any]) -> Any:
-        """The value of a header."""
+        """Build the value from its header."""
         kind, inner = next(iter(tree.items()))
         make: Callable[[dict[str, object]], object] = {
             "value": lambda _: inner,
@@ -226,7 +226,7 @@ class _Reader:
     def _tensor(self, tree: dict[str, Any]) -> torch.Tensor:
         dtype = getattr(torch, tree["tensor"])
         if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{tree['tensor']!r} is no type of a tensor")
+            raise TypeError(f"{tree['tensor']!r} is not a tensor type")
         raw = self._take(math.prod(tree["shape"]) * dtype.itemsize)
         flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype, device="cpu")
         return flat.reshape(tree["shape"])

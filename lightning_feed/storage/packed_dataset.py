@@ -1,6 +1,6 @@
-"""PackedDataset, and the format of a pack: its manifest, the index of each part, and readers of LMDB and HDF5.
+"""PackedDataset, and the pack format: its manifest, the index of each part, and readers of LMDB and HDF5.
 
-Data files are opened in the process that reads, on the first read: neither LMDB nor HDF5 survives a fork.
+Data files are opened on the first read in the process that reads: neither LMDB nor HDF5 survives a fork.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from lightning_feed.storage.pack_samples import from_bytes, pixels_of
 from lightning_feed.storage.remote import RemotePlace, place_of
 
 ALL = "all"
-"""The name of the only part of a pack that has no splits."""
+"""Name of the only part of a pack without splits."""
 
 Format = Literal["lmdb", "hdf5"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -35,7 +35,7 @@ _PARTS = {ALL, "train", "val", "test"}
 
 
 def damaged(path: Path, error: Exception, index: int | None = None) -> ArchiveError:
-    """The error for anything that a library raises: a flipped bit can make it raise nearly everything."""
+    """Return the error for any exception of a library: a flipped bit can make it raise nearly anything."""
     where = "" if index is None else f" at sample {index}"
     return ArchiveError(f"{path} cannot be read{where}: {error}. Copy it again, or pack the source again.")
 
@@ -49,48 +49,48 @@ def _digest(content: bytes) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The description of a pack. Written last: a folder without it is no pack."""
+    """Description of a pack. Written last: a folder without a manifest is not a pack."""
 
     format: Format
     kind: Literal["files", "decoded", "samples"]
-    """Encoded files as they are or re-encoded; decoded pixels; or samples of a dataset."""
+    """``"files"``: encoded files, unchanged or re-encoded. ``"decoded"``: pixels. ``"samples"``: of a dataset."""
     classes: tuple[str, ...]
-    """Names of the labels; empty for samples of a dataset."""
+    """Label names; empty for samples of a dataset."""
     parts: dict[str, int]
-    """Samples of each part: ``train``, ``val`` ..., or ``all``."""
+    """Number of samples by part: ``train``, ``val`` ..., or ``all``."""
     total_bytes: int
     options: dict[str, object]
-    """The options it was made with: ``short_side``, ``quality``."""
+    """Options of the packing: ``short_side``, ``quality``."""
     files: dict[str, int]
-    """Bytes of each data file, by its path in the pack."""
+    """Size in bytes of each data file, by its path in the pack."""
     version: int = _VERSION
     indexes: dict[str, str] = field(default_factory=dict)
-    """The digest of each part's index, which holds the checksums of all samples; none in packs of earlier versions."""
+    """Digest of each part's index, which holds the checksums of all samples; empty in packs of earlier versions."""
 
     def checksum(self, *without: str) -> str:
-        """A digest of the manifest, but for some of its fields."""
+        """Return a digest of the manifest without the named fields."""
         about = {name: value for name, value in asdict(self).items() if name not in without}
         return _digest(json.dumps(about, sort_keys=True).encode())
 
     @property
     def identity(self) -> str:
-        """A digest that is the same for the same data, and another for any other."""
-        return self.checksum("files") if self.indexes else self.checksum()  # one that was resumed had more pages
+        """Digest of the data: equal only for equal data."""
+        return self.checksum("files") if self.indexes else self.checksum()  # a resumed pack had more pages
 
     def save(self, folder: Path) -> None:
-        """Write it, atomically."""
+        """Write the manifest atomically."""
         with system.atomic_write(folder / MANIFEST) as file:
             file.write(json.dumps({**asdict(self), "checksum": self.checksum()}, indent=1).encode())
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a pack.
+    """Read the manifest of a pack.
 
     Raises:
-        ArchiveError: when there is none, it is damaged, or another version wrote it.
+        ArchiveError: if it is missing, damaged, or was written by another version.
     """
     if not is_pack(path):
-        raise ArchiveError(f"{path} is no pack: it has no {MANIFEST}. To make one: lightning-feed pack SRC DEST")
+        raise ArchiveError(f"{path} is not a pack: it has no {MANIFEST}. To make one: lightning-feed pack SRC DEST")
     try:
         found = json.loads((path / MANIFEST).read_text())
         version, format = found["version"], found.get("format")
@@ -101,13 +101,13 @@ def read_manifest(path: Path) -> Manifest:
     if format == "litdata":
         raise ArchiveError(
             f"{path} is a LitData pack of an earlier version. Read {path}/PART/data with litdata.StreamingDataset, "
-            "whose loader is measured as any, or pack the source again."
+            "whose loader is measured like any other, or pack the source again."
         )
-    raise ArchiveError(f"{path} is a pack of version {version!r}, and only {_VERSION} can be read. Pack it again.")
+    raise ArchiveError(f"{path} is a pack of version {version!r}, but only {_VERSION} can be read. Pack it again.")
 
 
 def _manifest_of(classes: list[str], checksum: str | None = None, **found: Any) -> Manifest:
-    """A manifest out of JSON, if it has the names and types of one: a stranger may have written it."""
+    """Make a manifest from JSON, checking names and types: the file may come from a stranger."""
     manifest = Manifest(classes=tuple(classes), **found)
     numbers = [*manifest.parts.values(), *manifest.files.values(), manifest.total_bytes]
     sound = (
@@ -121,14 +121,14 @@ def _manifest_of(classes: list[str], checksum: str | None = None, **found: Any) 
     )
     if not all(sound) or min(numbers) < 0:
         raise ValueError("it is not the manifest of a pack")
-    if checksum != manifest.checksum() and (checksum is not None or manifest.indexes):  # earlier versions wrote neither
-        raise ValueError("its checksum does not fit")
+    if checksum != manifest.checksum() and (checksum is not None or manifest.indexes):  # earlier versions have neither
+        raise ValueError("its checksum does not match")
     return manifest
 
 
 @dataclass(frozen=True, eq=False)
 class PartIndex:
-    """The samples of one part, in flat arrays: a million of them cost no Python objects."""
+    """The samples of one part in flat arrays, without a Python object per sample."""
 
     labels: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.int64]
@@ -136,15 +136,15 @@ class PartIndex:
     checksums: npt.NDArray[np.uint32]
     """CRC-32 of each payload."""
     names: npt.NDArray[np.uint8]
-    """All names, one after the other, in UTF-8 (undecodable bytes as they were)."""
+    """All names, concatenated, in UTF-8 (undecodable bytes are kept)."""
     name_ends: npt.NDArray[np.int64]
 
     def name(self, index: int) -> str:
-        """The name of sample ``index`` in the source."""
+        """Return the name of sample ``index`` in the source."""
         return nth_name(self.names, self.name_ends, index).decode("utf-8", "surrogateescape")
 
     def save(self, path: Path) -> str:
-        """Write it as ``.npz``, and return its digest."""
+        """Write the index as ``.npz``, and return its digest."""
         content = io.BytesIO()
         np.savez(content, **vars(self))
         path.write_bytes(content.getvalue())
@@ -152,24 +152,24 @@ class PartIndex:
 
     @classmethod
     def load(cls, path: Path, digest: str | None = None) -> "PartIndex":
-        """Read it.
+        """Read an index.
 
         Args:
             path: the file.
-            digest: what :meth:`save` returned; None where that is not known.
+            digest: the digest from :meth:`save`; None if unknown.
 
         Raises:
-            ArchiveError: when it is missing or damaged, or the labels are no integers.
+            ArchiveError: if it is missing or damaged, or the labels are not integers.
         """
         try:
             content = path.read_bytes()
             if digest is not None and _digest(content) != digest:
-                raise ValueError("it is not the one that was written with the pack")
+                raise ValueError("it was not written with this pack")
             with np.load(io.BytesIO(content), allow_pickle=False) as stored:
                 read = cls(**{each.name: stored[each.name] for each in fields(cls)})
             numbers = (read.labels, read.checksums, read.name_ends, read.sizes)
             if any(array.dtype.kind not in "iu" or array.shape != (len(read.sizes),) for array in numbers):
-                raise ValueError(f"its arrays are not one integer for each of {len(read.sizes)} samples")
+                raise ValueError(f"its arrays do not hold one integer for each of {len(read.sizes)} samples")
             return read
         except Exception as error:
             raise damaged(path, error) from error
@@ -178,22 +178,22 @@ class PartIndex:
 # --- readers ----------------------------------------------------------------------------------------------------------
 
 Read = Callable[[int], bytes]
-"""Reads the payload of a sample in this process, from any thread; raises anything."""
+"""Reads a sample's payload in this process, from any thread; may raise any exception."""
 _environments: "WeakValueDictionary[tuple[int, int, int], Any]" = WeakValueDictionary()
-"""Those that are read, by process, device and inode of the data: another pack may lie at the path by now."""
+"""Open environments, by process, device and inode of the data: another pack may be at the same path by now."""
 
 
 def lmdb_key(number: int) -> bytes:
-    """The key of a sample: its number in 8 bytes, big-endian, so that keys sort."""
+    """Return the key of a sample: its number in 8 bytes, big-endian, so that keys sort."""
     return number.to_bytes(8, "big")
 
 
 def open_lmdb(folder: Path) -> Any:
-    """Open an LMDB environment to read. LMDB forbids to open one twice in a process, so those that read one share it.
+    """Open an LMDB environment to read. LMDB forbids two in one process, so all readers of a pack share one.
 
     Raises:
-        lmdb.Error: when it is damaged or cut short.
-        OSError: when there is none.
+        lmdb.Error: if it is damaged or truncated.
+        OSError: if it does not exist.
     """
     lmdb = require("lmdb", extra="pack", why="A pack of the format lmdb")
     with system.process_lock:
@@ -205,13 +205,13 @@ def open_lmdb(folder: Path) -> Any:
                 del _environments[known]
         if identity in _environments:
             return _environments[identity]
-        # No lock: nobody writes. No readahead: training reads at random. Spare readers are for threads.
+        # No lock: nobody writes. No readahead: training reads at random. Extra readers are for threads.
         environment = lmdb.open(os.path.realpath(folder), readonly=True, lock=False, readahead=False, max_readers=512)
         page = environment.stat()["psize"]
         needed, there = environment.info()["last_pgno"] + 1, status.st_size // page if page else 0
         if there < needed:  # reading on would end the process with SIGBUS
             environment.close()
-            raise lmdb.CorruptedError(f"it is cut short: {there} of {needed} pages are there")
+            raise lmdb.CorruptedError(f"it is cut short: only {there} of {needed} pages are present")
         _environments[identity] = environment
         return environment
 
@@ -220,17 +220,17 @@ def _open_lmdb(folder: Path, _index: PartIndex) -> Read:
     environment = open_lmdb(folder)
 
     def read(number: int) -> bytes:
-        with environment.begin() as transaction:  # which the map is valid in
+        with environment.begin() as transaction:  # the map is valid during it
             found: bytes | None = transaction.get(lmdb_key(number))
         if found is None:
-            raise LookupError("it is not there")
+            raise LookupError("it is missing")
         return found
 
     return read
 
 
 def _open_hdf5(folder: Path, index: PartIndex) -> Read:
-    """Ask HDF5 once where the bytes lie in the file, and read there: its library locks, and dislikes forks."""
+    """Get the offset of the bytes from HDF5 once, then read the file directly: HDF5 locks, and is not fork-safe."""
     h5py = require("h5py", extra="hdf5", why="A pack of the format hdf5")
     path, ends = folder / "data.h5", np.cumsum(index.sizes)
     with h5py.File(path, "r", locking=False) as opened:
@@ -255,30 +255,30 @@ READERS: dict[Format, Callable[[Path, PartIndex], Read]] = {"lmdb": _open_lmdb, 
 
 
 class DamagedSampleError(ArchiveError, DatasetError):
-    """A sample that is not what was packed. As a DatasetError it is a bad sample, which ``on_error`` may leave out."""
+    """A sample that differs from the packed one. As a DatasetError it is a bad sample, which ``on_error`` may skip."""
 
 
 class PackedDataset(Dataset[Any]):
-    """A map-style dataset of what :func:`~lightning_feed.storage.pack` packed. Pickled, it is the path that travels.
+    """Map-style dataset over the result of :func:`~lightning_feed.storage.pack`. Pickling it sends only the path.
 
-    ``dataset[i]`` is (bytes of the file, label) of a packed folder, (uint8 pixels (H, W, 3), label) of one that was
-    packed decoded, and the sample itself of a packed dataset. Files are opened on the first read in each process, so
-    that it is safe under fork, spawn and forkserver, and in threads. Nothing is unpickled. The checksum of each sample
-    is compared the first time that a process reads it.
+    ``dataset[i]`` is (bytes of the file, label) for a packed folder, (uint8 pixels (H, W, 3), label) for one packed
+    decoded, and the sample itself for a packed dataset. Files are opened on the first read in each process, so fork,
+    spawn, forkserver and threads are safe. Nothing is unpickled. Each process compares a sample's checksum when it
+    first reads the sample.
 
     Args:
-        path: the pack; one at a URL is to be staged first.
-        part: ``"train"``, ``"val"`` or ``"test"`` of a folder that had these; None where the pack has one part.
+        path: the pack. A pack at a URL must be staged first.
+        part: ``"train"``, ``"val"`` or ``"test"`` of a folder that had these; None if the pack has one part.
         storage_options: for a URL, which is refused.
 
     Attributes:
-        classes: names of the labels, sorted; empty for a packed dataset.
+        classes: label names, sorted; empty for a packed dataset.
         labels: int64, shape (n,).
 
     Raises:
-        ArchiveError: when it is no pack, is damaged, or was written by another version.
-        SettingsError: when there is no such part, and for a URL.
-        MissingExtraError: from the first read, when the library of its format is not installed.
+        ArchiveError: if it is not a pack, is damaged, or was written by another version.
+        SettingsError: if the part does not exist, or for a URL.
+        MissingExtraError: on the first read, if the library of the format is not installed.
     """
 
     def __init__(
@@ -292,7 +292,7 @@ class PackedDataset(Dataset[Any]):
         parts = self.manifest.parts
         self.part = next(iter(parts)) if part is None and len(parts) == 1 else str(part)
         if self.part not in parts:
-            raise SettingsError(f"{self.path} has no part {part!r}. Give one of {', '.join(map(repr, parts))}.")
+            raise SettingsError(f"{self.path} has no part {part!r}. Choose one of {', '.join(map(repr, parts))}.")
         self.index = PartIndex.load(self.path / self.part / "index.npz", self.manifest.indexes.get(self.part))
         self.classes = self.manifest.classes
         self.labels: npt.NDArray[np.int64] = self.index.labels
@@ -306,7 +306,7 @@ class PackedDataset(Dataset[Any]):
 
     @staticmethod
     def manifest_of(path: str | Path) -> Manifest:
-        """The manifest of a pack, without opening its data."""
+        """Return the manifest of a pack, without opening its data."""
         return read_manifest(Path(path))
 
     def __len__(self) -> int:
@@ -321,10 +321,10 @@ class PackedDataset(Dataset[Any]):
         return self.read(place), int(self.index.labels[place])
 
     def read(self, index: int) -> Encoded:
-        """The bytes of file ``index``, or its pixels where the pack holds pixels.
+        """Return the bytes of file ``index``, or its pixels if the pack holds pixels.
 
         Raises:
-            ArchiveError: when they cannot be read.
+            ArchiveError: if they cannot be read.
         """
         payload = self.payload(index)
         if self.manifest.kind != "decoded":
@@ -335,10 +335,10 @@ class PackedDataset(Dataset[Any]):
             raise DamagedSampleError(f"{self.name(index)} does not hold pixels: {error}. Pack it again.") from error
 
     def payload(self, index: int) -> bytes:
-        """The raw payload of sample ``index``.
+        """Return the raw payload of sample ``index``.
 
         Raises:
-            ArchiveError: when it cannot be read, is not what was packed, or another pack has taken the place of this.
+            ArchiveError: if it cannot be read or differs from the packed one, or if another pack replaced this one.
         """
         read = self._reader()
         try:
@@ -347,18 +347,18 @@ class PackedDataset(Dataset[Any]):
             raise damaged(self.path, error, index) from error
         if not self._checked[index]:
             if zlib.crc32(payload) != self.index.checksums[index]:
-                raise DamagedSampleError(f"{self.name(index)} is not what was packed. Copy or pack it again.")
+                raise DamagedSampleError(f"{self.name(index)} differs from what was packed. Copy or pack it again.")
             self._checked[index] = True
         return payload
 
     def name(self, index: int) -> str:
-        """The name of sample ``index``, with the pack in front."""
+        """Return the name of sample ``index``, prefixed with the pack."""
         return f"{self.path}/{self.part if self.part != ALL else ''}:{self.index.name(index)}"
 
     def _reader(self) -> Read:
         opened = self._opened
         if opened is None or opened[0] != os.getpid():
-            with system.process_lock:  # one that a fork renews
+            with system.process_lock:  # renewed after a fork
                 opened = self._opened
                 if opened is None or opened[0] != os.getpid():
                     self._opened = opened = (os.getpid(), self._open())
@@ -372,15 +372,15 @@ class PackedDataset(Dataset[Any]):
             raise
         except Exception as error:
             raise damaged(data, error) from error
-        # After the data were opened: a pack that takes this one's place before that has its manifest there by now.
+        # After opening the data: a pack that replaced this one before that has its manifest in place by now.
         if read_manifest(self.path).identity != self._identity:
-            raise ArchiveError(f"{self.path} is another pack than the one that this run began with. Start it again.")
+            raise ArchiveError(f"{self.path} is not the pack that this run began with. Start the run again.")
         self._check_files()
         self._checked[:] = False
         return read
 
     def _check_files(self) -> None:
-        """See whether the data files are there and as long as they were."""
+        """Check that the data files exist with their original sizes."""
         for name, size in self.manifest.files.items():
             file = self.path / name
             if name.startswith(f"{self.part}/") and not (file.is_file() and file.stat().st_size == size):
@@ -391,12 +391,12 @@ class PackedDataset(Dataset[Any]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["path"], state["part"])  # type: ignore[misc]  # the index is read again, not sent
-        self._identity = state["identity"]  # compared when the data are opened
+        self._identity = state["identity"]  # compared when the data is opened
 
 
 def remote_pack_error(place: RemotePlace) -> SettingsError:
-    """The refusal of a pack at a URL."""
+    """Return the error for a pack at a URL."""
     return SettingsError(
-        f"{place} is a URL, and packs are read from this machine. Stage it first: lightning-feed stage {place} FOLDER, "
+        f"{place} is a URL, but packs are read from this machine. Stage it first: lightning-feed stage {place} FOLDER, "
         "or the stage_to of a data module, without stage_limit."
     )

@@ -29,25 +29,25 @@ from lightning_feed.storage.system import end_with, make_private, progress_bar
 
 LITDATA = "packs are of the formats lmdb and hdf5; for LitData's chunks use its own litdata.optimize"
 _AT_ONCE = 16
-"""Samples that a worker hands over together, at most."""
+"""Samples that a worker returns together, at most."""
 _HANDED_OVER_BYTES = 16 << 20
-"""About as much as a worker hands over at once: two such lots wait for each worker."""
+"""Approximate bytes that a worker returns at once; each worker has two such batches waiting."""
 _LOOKED_AT = 256
 """Number of samples used to estimate the size of the pack."""
 _WRITTEN_BYTES = 64 << 20
-"""Payloads that are written together."""
+"""Bytes of payloads that are written together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackReport:
-    """A pack that was made."""
+    """Result of :func:`pack`."""
 
     path: Path
     samples: int
     total_bytes: int
-    """Of the payloads."""
+    """Bytes of all payloads."""
     skipped: tuple[str, ...]
-    """Samples that were left out, each with the reason; only with ``on_error="skip"``."""
+    """Samples left out, each with the reason; only with ``on_error="skip"``."""
     took_s: float
 
 
@@ -65,32 +65,31 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
     verify: bool = False,
     storage_options: Mapping[str, object] | None = None,
 ) -> PackReport:
-    """Pack a folder of class folders (with ``train``, ``val`` ... around them or not), or a map-style dataset.
+    """Pack a folder of class folders, optionally inside ``train``, ``val`` ..., or a map-style dataset.
 
-    The pack is made in a hidden folder beside ``dest`` and renamed at the end. Called again after a kill or an error,
-    it begins again. HDF5 packs need room for twice the data until they are done.
+    The pack is made in a hidden folder beside ``dest`` and renamed at the end. After a kill or an error, the next call
+    starts over. HDF5 packs need space for twice the data until they are done.
 
     Args:
         source: a folder, also at a URL of fsspec; or a dataset whose samples are nested dicts, lists and tuples of
             tensors, arrays, numbers, text, bytes and None.
-        dest: where the pack is to be; a folder that does not exist.
+        dest: path of the pack; must not exist.
         format: ``"lmdb"`` or ``"hdf5"``.
-        short_side: resize images whose shorter side is longer, once, to this many pixels.
-        quality: of re-encoded JPEGs, 1 to 100: those that ``short_side`` makes smaller (None for 95), or all images,
-            where ``short_side`` is not given.
-        decoded: store pixels, uint8 (H, W, 3), instead of files.
-        workers: processes that read and resize; None for one for each CPU.
-        on_error: for images that cannot be read, ``"raise"``, or ``"skip"`` to leave them out and say so.
-        force: replace a pack that is there.
-        verify: read everything back and compare checksums.
-        storage_options: for a URL, those of fsspec.
+        short_side: resize images whose shorter side is longer than this, in pixels.
+        quality: JPEG quality, 1 to 100, of images that ``short_side`` shrinks (None for 95); without ``short_side``,
+            all images are re-encoded at it.
+        decoded: True to store pixels, uint8 (H, W, 3), instead of files.
+        workers: processes that read and resize; None for one per CPU.
+        on_error: for images that cannot be read: ``"raise"``, or ``"skip"`` to leave them out and report them.
+        force: True to replace an existing pack.
+        verify: True to read everything back and compare checksums.
+        storage_options: options of fsspec for a URL.
 
     Raises:
-        SettingsError: for a value that is impossible.
-        DatasetError: when the source cannot be read.
-        ArchiveError: when there is something at ``dest`` or it lies in the source, when there is no room, when another
-            process packs there or another user could write there, when the disk is full, when the source changes
-            meanwhile, or when the pack is not what was put in.
+        SettingsError: if a value is impossible.
+        DatasetError: if the source cannot be read.
+        ArchiveError: if ``dest`` exists, is inside the source, is being packed by another process or is writable by
+            another user; if space runs out; if the source changes meanwhile; or if verification fails.
     """
     began_s = time.monotonic()
     target = Path(dest)
@@ -135,20 +134,20 @@ def _manifest(written: "list[PartWriter]", format: Format, classes: tuple[str, .
 
 
 def verify_pack(path: str | Path) -> int:
-    """Read every sample of a pack, and check its size and checksum against those recorded at packing.
+    """Read every sample of a pack, and compare its size and checksum with those recorded at packing.
 
     Returns:
-        How many samples there are.
+        The number of samples.
 
     Raises:
-        ArchiveError: for the first that differs, or cannot be read.
+        ArchiveError: for the first sample that differs or cannot be read.
     """
     manifest = PackedDataset.manifest_of(path)
     for name, count in manifest.parts.items():
         part = PackedDataset(path, name)
         with progress_bar(f"Verifying {name}", count, " samples") as bar:
             for index in range(count):
-                part.payload(index)  # which compares it
+                part.payload(index)  # compares the checksum
                 bar.update()
     return sum(manifest.parts.values())
 
@@ -167,7 +166,7 @@ def _check(format: str, shrink: Shrink, workers: int | None, on_error: str) -> N
         ("workers", workers, _is_from(0, workers), "processes, 0 for none but this one, or None"),
     ):
         if not possible:
-            raise SettingsError(f"{name}={value!r} is not possible. Give {advice}.")
+            raise SettingsError(f"{name}={value!r} is not possible. Use {advice}.")
     if shrink.quality is not None and shrink.decoded:
         raise SettingsError(f"quality={shrink.quality} would have no effect on decoded pixels. Leave one out.")
 
@@ -180,26 +179,26 @@ def _check_target(target: Path, *, force: bool) -> None:
     if not os.path.lexists(target):
         return
     if not is_pack(target):
-        raise ArchiveError(f"{target} exists and is no pack, so it is not replaced. Give another DEST.")
+        raise ArchiveError(f"{target} exists and is not a pack, so it is not replaced. Choose another DEST.")
     if not force:
-        raise ArchiveError(f"{target} exists. Give another DEST, or --force (force=True) to replace it.")
+        raise ArchiveError(f"{target} exists. Choose another DEST, or --force (force=True) to replace it.")
 
 
 def _check_outside(target: Path, parts: dict[str, Payloads]) -> None:
-    """Reject a pack inside its own source. Compares device and inode, as links and mounts can hide it."""
+    """Refuse a target inside its own source. Compares device and inode: links and mounts can hide it."""
     sources = [part.source for part in parts.values() if isinstance(part.source, FolderSource)]
     for root in [source.root for source in sources if not isinstance(source, RemoteSource)]:
         if any(folder.exists() and folder.samefile(root) for folder in target.absolute().resolve().parents):
-            raise ArchiveError(f"{target} lies in {root}, which is to be packed. Give a DEST outside of it.")
+            raise ArchiveError(f"{target} is inside {root}, which is to be packed. Choose a DEST outside of it.")
 
 
 def _parts_of(
     source: object, shrink: Shrink, storage_options: Mapping[str, object] | None
 ) -> tuple[dict[str, Payloads], tuple[str, ...]]:
-    """The parts of a pack by name, and the classes of all of them."""
+    """Return the parts of a pack by name, and their classes."""
     if not isinstance(source, (str, Path)):
         if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
-            raise SettingsError(f"A {type(source).__name__} cannot be packed. Give a folder, or a map-style dataset.")
+            raise SettingsError(f"A {type(source).__name__} cannot be packed. Pass a folder, or a map-style dataset.")
         if shrink != Shrink():
             raise SettingsError("short_side, quality and decoded are for folders of images. Leave them out.")
         return {ALL: Payloads(source, shrink)}, ()
@@ -215,13 +214,13 @@ def _check_room(folder: Path, parts: dict[str, Payloads], format: Format) -> Non
     free = find_room(folder).left_bytes
     if needed > free:
         raise ArchiveError(
-            f"Packing needs about {needed / 1e9:.2f} GB in {folder.parent} until it is done{words}, and "
-            f"{free / 1e9:.2f} GB are free. Free some, give another DEST, or make images smaller (--short-side)."
+            f"Packing needs about {needed / 1e9:.2f} GB in {folder.parent} until it is done{words}, but only "
+            f"{free / 1e9:.2f} GB are free. Free some, choose another DEST, or make images smaller (--short-side)."
         )
 
 
 def _estimated_bytes(part: Payloads) -> int:
-    """Bytes of a part in LMDB, which gives all but small payloads pages of their own: estimated from some samples."""
+    """Estimate the bytes of a part in LMDB from some samples: all but small payloads take whole pages."""
     some = [each.data for each in part.__getitems__(list(range(0, len(part), max(1, len(part) // _LOOKED_AT))))]
     sizes = [len(data) + 64 for data in some if data is not None]
     taken = [size if size < 1024 else -(-size // 4096) * 4096 for size in sizes]
@@ -232,7 +231,7 @@ def _estimated_bytes(part: Payloads) -> int:
 
 
 def _fill(written: "PartWriter", workers: int | None, on_error: str) -> None:
-    """Read all samples of a part, and write them."""
+    """Read and write all samples of a part."""
     waiting, waiting_bytes = list[Payload](), 0
     with progress_bar(f"Packing {written.name}", len(written.part), " samples") as bar:
         for payload in _payloads(written.part, workers):
@@ -253,9 +252,9 @@ def _payloads(part: Payloads, workers: int | None) -> Iterator[Payload]:
         workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = min(workers, len(part) // _AT_ONCE)
     at_once = 1
-    if workers:  # fewer samples are handed over together where they are large
+    if workers:  # fewer samples together if they are large
         at_once = max(1, min(_AT_ONCE, _HANDED_OVER_BYTES // max(1, len(part[0].data or b""))))
-    # A worker whose parent is killed would wait for ever to hand over what nobody takes.
+    # A worker whose parent was killed would otherwise wait forever to return its samples.
     end = partial(end_with, os.getpid())
     loader = DataLoader(part, batch_size=at_once, num_workers=workers, collate_fn=list, worker_init_fn=end)
     for batch in loader:
@@ -275,11 +274,11 @@ _LOCK = "lock"
 
 @contextmanager
 def in_the_making(target: Path) -> Iterator[Path]:
-    """A locked folder to pack into, removed on error. Leftovers from a killed process are removed first.
+    """Yield a locked folder to pack into, removed on error. Leftovers of a killed process are removed first.
 
     Raises:
-        ArchiveError: when another process packs there, when the folder cannot be made or is another user's, or in
-            place of any error that says that the disk is full.
+        ArchiveError: if another process packs there; if the folder cannot be made or is another user's; or instead of
+            any error that means a full disk.
     """
     partial = target.with_name(f".{target.name}.partial")
     lock = FileLock(partial / _LOCK, fallback_to_soft=False)
@@ -287,11 +286,11 @@ def in_the_making(target: Path) -> Iterator[Path]:
         partial.parent.mkdir(parents=True, exist_ok=True)
         make_private(partial)
     except OSError as error:
-        raise ArchiveError(f"{partial} cannot be made or written to: {error.strerror}. Give another DEST.") from error
+        raise ArchiveError(f"{partial} cannot be made or written to: {error.strerror}. Choose another DEST.") from error
     try:
         lock.acquire(timeout=0)
-    except (Timeout, FileNotFoundError) as error:  # not found: renamed by the other process, which is done
-        raise ArchiveError(f"Another process is packing to {target}. Wait for it, or give another DEST.") from error
+    except (Timeout, FileNotFoundError) as error:  # not found: the other process is done and has renamed it
+        raise ArchiveError(f"Another process is packing to {target}. Wait for it, or choose another DEST.") from error
     if os.path.lexists(f"{target}.partial"):
         logger.warning("%s.partial was left by an earlier version, and is not resumed. Remove it.", target)
     try:
@@ -311,7 +310,7 @@ def in_the_making(target: Path) -> Iterator[Path]:
 
 
 def _is_full_disk(error: BaseException) -> bool:
-    # LMDB calls it an input/output error when a write fitted in part.
+    # LMDB reports an input/output error if a write fitted in part.
     text = str(error)
     of_lmdb = text.startswith("mdb_") and "Input/output error" in text
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -331,7 +330,7 @@ def _replaced(target: Path) -> Path:
 
 
 def _put_back(target: Path) -> None:
-    """Restore the old pack after the process replacing it died between two renames."""
+    """Restore the old pack if the process that was replacing it died between two renames."""
     old = _replaced(target)
     if is_pack(old) and not os.path.lexists(target):
         old.rename(target)
@@ -340,12 +339,12 @@ def _put_back(target: Path) -> None:
 
 
 def finish(partial: Path, target: Path) -> None:
-    """Put a pack that is whole in its place; what lay at ``target`` is removed after that."""
+    """Move a complete pack into place, and then remove the old pack at ``target``."""
     if is_pack(target):
         target.rename(_replaced(target))
     partial.rename(target)
     one_part = next(entry for entry in target.iterdir() if entry.is_dir())
-    target.chmod(stat.S_IMODE(one_part.stat().st_mode))  # it was made for this user alone; its parts were not
+    target.chmod(stat.S_IMODE(one_part.stat().st_mode))  # made for this user only; its parts have the usual mode
     (target / _LOCK).unlink(missing_ok=True)
     shutil.rmtree(_replaced(target), ignore_errors=True)
 
@@ -354,11 +353,11 @@ def finish(partial: Path, target: Path) -> None:
 
 
 class PartWriter:
-    """The payloads of one part, and its index.
+    """Writes the payloads and the index of one part.
 
     Attributes:
-        digest: of the index that was written.
-        problems: of the samples that were left out.
+        digest: digest of the index, once written.
+        problems: reasons of the samples left out.
     """
 
     digest = ""
@@ -373,7 +372,7 @@ class PartWriter:
 
     @property
     def samples(self) -> int:
-        """Number of samples that were kept."""
+        """Number of samples kept."""
         return len(self._kept)
 
     @property
@@ -394,7 +393,7 @@ class PartWriter:
             self._changed_ns.append(payload.changed_ns)
 
     def finish(self) -> None:
-        """Write the index, and what the format still lacks."""
+        """Write the index, and complete the data file."""
         names, ends = flat_names([self.part.name(number).encode("utf-8", "surrogateescape") for number in self._kept])
         index = PartIndex(
             labels=self.part.labels[self._kept],
@@ -407,13 +406,13 @@ class PartWriter:
         self._write.finish(index)
 
     def files(self) -> dict[str, int]:
-        """Bytes of each data file, by its path in the pack."""
+        """Return the size in bytes of each data file, by its path in the pack."""
         return {f"{self.name}/data/{file.name}": file.stat().st_size for file in sorted(self._data.iterdir())}
 
     def check_source(self) -> None:
-        """Refuse samples whose files have changed since they were read: they may have been read while written.
+        """Refuse samples whose files changed after they were read: the read may have overlapped a write.
 
-        At the end, not after each read: what empties a file and fills it later is seen, too.
+        Checked at the end, not after each read, to notice a program that truncates a file and fills it later.
         """
         for number, changed_ns in enumerate(self._changed_ns):
             if self.part.changed_ns(number) != changed_ns:
@@ -442,9 +441,9 @@ class _LmdbWriter:
 
 
 class _Hdf5Writer:
-    """``data.h5``: ``bytes``, uint8 of all payloads one after the other, and ``ends``, int64, where each ends.
+    """Writer of ``data.h5``: ``bytes``, uint8, all payloads concatenated; and ``ends``, int64, the end of each.
 
-    HDF5 must know the size first, so the payloads are collected in a file beside it.
+    HDF5 needs the size first, so the payloads are collected in a file beside it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -458,9 +457,9 @@ class _Hdf5Writer:
     def finish(self, index: PartIndex) -> None:
         with self._h5py.File(self._path, "w") as file:
             file.create_dataset("ends", data=np.cumsum(index.sizes))
-            # Contiguous and not compressed: bytes are written to and read from a place in the file, not by the library.
+            # Contiguous and uncompressed: bytes are written and read at a file offset, without the library.
             data = file.create_dataset("bytes", shape=(max(1, int(index.sizes.sum())),), dtype="u1")
-            data[-1] = 0  # which gives it its place
+            data[-1] = 0  # allocates its space
             offset = data.id.get_offset()
         with self._payloads.open("rb") as payloads, self._path.open("r+b") as plain:
             plain.seek(offset)

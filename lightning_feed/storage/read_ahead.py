@@ -1,8 +1,8 @@
-"""Files of a remote place fetched ahead of the order of an epoch, by a process of its own.
+"""Remote files fetched ahead of an epoch's order, by a separate process.
 
-A process, not a thread: the library of an object store takes a millisecond of Python for each object, which would be
-taken from the training loop. The training process draws indices from the sampler before they are asked for, as many as
-fit into the bytes to read ahead, and sends their numbers on; what is fetched lies in the cache, where workers find it.
+A process, not a thread: an object store library takes a millisecond of Python per object, which would slow the training
+loop. The training process draws indices from the sampler early, up to the bytes to read ahead, and sends their numbers
+to the process. Fetched files go into the cache, where workers find them.
 """
 
 import logging
@@ -34,30 +34,29 @@ _CHILD = (
 )
 _IN_FLIGHT_BYTES = 256 << 20
 _GIVE_UP = 20
-"""So many failures one after the other are no matter of some files."""
+"""Consecutive failures after which the process gives up: so many are not the fault of single files."""
 
 
 class ReadAhead:
-    """Fetches what an order needs next into the cache of a source.
+    """Fetches the next files of an order into a source's cache.
 
     Args:
-        source: with a cache.
-        picked: the numbers of samples, from those of the dataset that the order is of to those of the source: each of
-            these is what one ``Subset`` or share picks of the next.
-        limit_bytes: how much is fetched before it is asked for.
+        source: must have a cache.
+        picked: index mappings from the dataset of the order down to the source, one per ``Subset`` or share.
+        limit_bytes: bytes to fetch ahead of their use.
     """
 
     def __init__(self, source: RemoteSource, picked: Sequence[Any], limit_bytes: int) -> None:
         cache = source.place.cache
         assert cache is not None
         self._source, self._picked = source, picked
-        # What is fetched must not push out what was fetched just before.
+        # New files must not push out files that were fetched just before.
         self._limit_bytes = max(1, min(limit_bytes, cache.limit_bytes // 4))
         self._child: tuple[int, subprocess.Popen[bytes]] | None = None
         self._ended = False
 
     def through(self, order: Iterable[object], then: Callable[[], Iterable[object]] = tuple) -> Iterator[Any]:
-        """The same order; what its next entries need, and behind its end those of ``then``, is being fetched."""
+        """Yield the same order, while fetching the files of its next entries and, near its end, those of ``then``."""
         waiting, ahead_bytes = deque[tuple[object, int]](), 0
         entries: Iterator[object] | None = iter(order)
         own, self._ended = True, False
@@ -97,7 +96,7 @@ class ReadAhead:
         except (OSError, PicklingError, TypeError, AttributeError) as error:  # ended, or cannot be sent
             self._child, self._ended = None, True
             logger.warning(
-                "Nothing is read ahead of %s until the next epoch (%s: %s): each sample is read when it is asked for, "
+                "Nothing is read ahead of %s until the next epoch (%s: %s): each sample is read when it is needed, "
                 "which is slower. If the place cannot be read, the error of a sample says why.",
                 self._source.place,
                 type(error).__name__,
@@ -105,7 +104,7 @@ class ReadAhead:
             )
 
     def _pipe(self) -> IO[bytes]:
-        """The pipe to the child of this process, which is started if there is none."""
+        """Return the pipe to this process's child, starting the child if there is none."""
         if self._child is None or self._child[0] != os.getpid():
             self._child = (os.getpid(), self._start())
         pipe = self._child[1].stdin
@@ -118,7 +117,7 @@ class ReadAhead:
         child = subprocess.Popen(
             [sys.executable, "-I", "-c", _CHILD],
             stdin=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C goes to the training, which ends it
+            start_new_session=True,  # Ctrl-C goes only to the training, which ends the child
         )
         Finalize(self, _end, args=(child,), exitpriority=-9)
         assert child.stdin is not None
@@ -135,15 +134,15 @@ def _end(child: "subprocess.Popen[bytes]") -> None:
 
 
 def _indices_in(entry: object) -> list[int]:
-    """The indices of a batch, or of one sample; none of what is neither."""
+    """Return the indices of a batch, or of one sample; empty for any other entry."""
     indices = entry if isinstance(entry, (list, tuple)) else [entry]
     return [int(index) for index in indices if isinstance(index, (int, np.integer))]
 
 
 def fetch_in_child() -> None:
-    """Fetch items by the numbers the parent sends, until it exits."""
+    """Fetch samples by the numbers that the parent sends, until the parent exits."""
     given = sys.stdin.buffer
-    parent, source = pickle.load(given)  # of the parent alone
+    parent, source = pickle.load(given)  # only from the parent
     os.nice(5)
     numbers: SimpleQueue[int | None] = SimpleQueue()
     end_with(parent)
@@ -159,11 +158,11 @@ def fetch_in_child() -> None:
             for one in ended:
                 failures = failures + 1 if one.exception() is not None else 0
     wait(running)
-    os._exit(0)  # the loop of fsspec is a daemon thread: there is nothing to wait for
+    os._exit(0)  # fsspec's loop is a daemon thread, so there is no need to wait for it
 
 
 def _take_in(given: Any, numbers: "SimpleQueue[int | None]") -> None:
-    """Empty the pipe at once: the training process must never wait for room in it."""
+    """Empty the pipe at once: the training process must never wait for space in it."""
     left = b""
     while chunk := given.read1(1 << 16):
         left += chunk

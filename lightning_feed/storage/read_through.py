@@ -1,18 +1,18 @@
 """A bounded cache of remote files on a local disk or in memory, shared by all processes of the node.
 
-One file for each remote one, named by a digest of where it is from and which version it is, so that a second run finds
-what the first left, and a replaced object is another file. Looked at first: fsspec's own ``filecache`` and
-``simplecache`` have no bound, forget nothing, and do not keep two processes from reading the same object at once.
+One cached file per remote file, named by a digest of its location and version: a second run finds the files of the
+first, and a replaced object gets a new file. fsspec's own ``filecache`` and ``simplecache`` were considered: they have
+no bound, evict nothing, and let two processes read the same object at once.
 
-What goes first is written on the file itself, as its modification time: the smallest. A file that is read again at any
-time gets the time of the read, so the least recently used one goes first. In epochs each file is read once, so what was
-just read is what is needed again last: it gets a time that falls as the clock rises, and files of the window that is
-read ahead get the present one. (With the least recently used first, a cache of half the data serves 15 % of the reads
-of shuffled epochs; this way it serves half.)
+The eviction order is kept in the modification times: the smallest goes first. A file that may be read again at any time
+gets the time of the read, so the least recently used one goes first. In an epoch each file is read once, so the file
+just read will be needed last: it gets a time that falls as the clock rises, and files of the read-ahead window get the
+present time. (With least-recently-used eviction, a cache of half the data serves 15 % of the reads of shuffled epochs;
+with this order, half.)
 
-Kills: a file is written beside its place, under a lock of the kernel's, and renamed. The bytes in use are counted
-before they are written, so that a kill can only leave the count too high. A crash of the machine can leave any count:
-the first process that opens a cache counts what is there.
+Kills: a file is written beside its place, under a kernel lock, and renamed. Used bytes are counted before the write, so
+a kill can only leave the count too high. A crash of the machine can leave any count: the first process to open a cache
+recounts.
 """
 
 import asyncio
@@ -41,26 +41,26 @@ logger = logging.getLogger(__name__)
 _FOLDER = "read-through"
 _BUCKETS = 256
 _CHECK = struct.Struct("<I")
-"""Behind the bytes of each file: their CRC-32. A crash of the machine can leave a renamed file without its content."""
+"""CRC-32 after the bytes of each file. A crash of the machine can leave a renamed file without its content."""
 _BLOCK = 4096
 _LOOK_AT = 20_000
-"""Files among which those that go are chosen: all of a small cache, some of a large one, found at random."""
+"""Number of candidates for eviction: all files of a small cache, a random part of a large one."""
 _AT_ONCE = 64
-"""This part of the limit is freed at once."""
+"""Each eviction frees 1 / this of the limit."""
 _POLL_S = 0.003
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-"""Follow no link, and wait for nobody at the other end of a FIFO."""
+"""Flags that follow no link, and do not wait for the other end of a FIFO."""
 _PART = ".part"
 _COUNT, _WARNED = "used_bytes", "told"
 _MOST = 1 << 62
-"""No real count is larger, whatever a crash has left."""
+"""Upper bound of any real count; a crash may leave larger ones."""
 
 
 class _Found(NamedTuple):
     goes_at: int
-    """The smallest goes first."""
+    """Eviction key: the smallest goes first."""
     size: int
     path: str
 
@@ -73,12 +73,12 @@ class ReadThrough:
     """Remote files on a local disk, within a limit. Can be pickled and forked.
 
     Args:
-        folder: of a local disk, or in memory; a folder is made in it that only this user can enter. Caches of several
-            places in one folder share it, and its limit.
-        limit_bytes: the most that it may take; cut down, with a warning, to what the disk has.
+        folder: on a local disk or in memory; gets a subfolder that only this user can enter. Caches of several places
+            in one folder share it, and its limit.
+        limit_bytes: maximum size; reduced, with a warning, to the free space.
 
     Raises:
-        ArchiveError: when the folder cannot be made, or others own it or may write to it.
+        ArchiveError: if the folder cannot be made, or others own it or may write to it.
     """
 
     def __init__(self, folder: str | Path, limit_bytes: int) -> None:
@@ -101,7 +101,7 @@ class ReadThrough:
         self.limit_bytes = min(limit_bytes, self.used_bytes() + int(free * RAM_SHARE))
         if self.limit_bytes < limit_bytes:
             logger.warning(
-                "The cache in %s is limited to %s instead of %s, which is what is left there, less a tenth.",
+                "The cache in %s is limited to %s instead of %s: the free space there, less a tenth.",
                 self.folder, size_text(self.limit_bytes), size_text(limit_bytes),
             )  # fmt: skip
         self._make_room()
@@ -109,15 +109,15 @@ class ReadThrough:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def holds(self, key: str) -> bool:
-        """True if a file is there."""
+        """True if the file is in the cache."""
         return os.path.exists(self._path(key))  # noqa: PTH110 - often
 
     def is_coming(self, key: str) -> bool:
-        """True if a process fetches it now, or was killed while it did."""
+        """True if a process is fetching the file, or was killed while fetching it."""
         return os.path.exists(self._path(key) + _PART)  # noqa: PTH110 - often
 
     def keep(self, key: str) -> bool:
-        """Have a file stay, if it is there: it will be read soon."""
+        """Protect a file from eviction because it will be read soon. False if it is not in the cache."""
         try:
             os.utime(self._path(key), follow_symlinks=False)
         except OSError:
@@ -125,12 +125,12 @@ class ReadThrough:
         return True
 
     def read(self, key: str, size: int, *, again_late: bool = False) -> bytes | None:
-        """The bytes of a file; None where it is not there, or is damaged.
+        """Return the bytes of a file; None if it is missing or damaged.
 
         Args:
-            key: of the file.
-            size: that it must have.
-            again_late: whether it will be read again only after most others, as in epochs.
+            key: key of the file.
+            size: expected bytes.
+            again_late: True if it will be read again only after most others, as in epochs.
         """
         with suppress(OSError):
             return self._read(key, size, again_late=again_late)
@@ -145,7 +145,7 @@ class ReadThrough:
         except OSError as error:
             if error.errno in _SHORT:
                 raise
-            stored = b""  # a FIFO, a link, or nothing that can be read
+            stored = b""  # a FIFO, a link, or unreadable
         data = stored[: -_CHECK.size]
         if stored[-_CHECK.size :] != _CHECK.pack(zlib.crc32(data)) or size != len(data):
             logger.warning(
@@ -162,7 +162,7 @@ class ReadThrough:
     async def through(
         self, key: str, size: int, fetch: Callable[[], Awaitable[bytes]], *, again_late: bool = False
     ) -> bytes:
-        """The bytes of a file from here, or from ``fetch``, and from then on here. Only one process fetches it."""
+        """Return the bytes of a file from the cache; else call ``fetch`` in one process only, and keep the result."""
         data: bytes | None = None
         try:
             while True:
@@ -176,7 +176,7 @@ class ReadThrough:
                         return data
                 await asyncio.sleep(_POLL_S)
         except OSError as error:
-            if isinstance(error, ArchiveError):  # of what is fetched
+            if isinstance(error, ArchiveError):  # from fetch
                 raise
             self._warn_once(error)
             return await fetch() if data is None else data
@@ -185,9 +185,9 @@ class ReadThrough:
 
     @contextmanager
     def _claimed(self, key: str) -> Iterator[int | None]:
-        """A descriptor of the file in the making, which no other process has now; None where one has it.
+        """Yield a descriptor of the partial file, claimed for this process; None if another process has it.
 
-        The kernel drops the lock of a process that is killed. What it left is written over.
+        The kernel drops the lock of a killed process. Its partial file is overwritten.
         """
         path = self._path(key) + _PART
         part = os.open(path, os.O_RDWR | os.O_CREAT | _SAFELY, 0o600)
@@ -195,7 +195,7 @@ class ReadThrough:
         try:
             with suppress(BlockingIOError):
                 fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                mine = self._is_at(part, path)  # else it is in its place by now, under its own name
+                mine = self._is_at(part, path)  # else it was renamed to its final name meanwhile
             yield part if mine and not self.holds(key) else None
         finally:
             if mine and self._is_at(part, path):
@@ -210,24 +210,24 @@ class ReadThrough:
             return False
 
     def _put(self, key: str, part: int, data: bytes) -> None:
-        """Write a claimed file and give it its name. One that is larger than the limit is not kept."""
+        """Write a claimed file and rename it into place. A file larger than the limit is not kept."""
         stored = data + _CHECK.pack(zlib.crc32(data))
         taken = _on_disk(len(stored))
-        os.ftruncate(part, len(stored))  # so that who makes room sees what was counted for it
+        os.ftruncate(part, len(stored))  # so that a process that makes room sees the bytes counted for it
         if not self._take(taken):
             return
         try:
             view, at = memoryview(stored), 0
             while at < len(stored):
                 at += os.pwrite(part, view[at:], at)
-            with self._locked(_COUNT):  # not while all is counted, which would miss it
+            with self._locked(_COUNT):  # not during a recount, which would miss the file
                 os.rename(self._path(key) + _PART, self._path(key))  # noqa: PTH104
         except OSError:
             self._count(-taken)
             raise
 
     def _warn_once(self, error: OSError) -> None:
-        """Warn, in the first process of the node, that a file could not be kept, which costs speed only."""
+        """Warn, in the first process of the node, that a file could not be kept, which costs only speed."""
         if self._warned:
             return
         self._warned = True
@@ -236,7 +236,7 @@ class ReadThrough:
         except FileExistsError:
             return
         except OSError:
-            pass  # the disk is full, or the folder gone
+            pass  # the disk is full, or the folder was removed
         what = f"cannot be used any more ({error})"
         if error.errno in _FULL:
             what = f"is full ({error.strerror}), before the limit of the cache there: something else writes there, too"
@@ -245,7 +245,7 @@ class ReadThrough:
     # --- room ---------------------------------------------------------------------------------------------------------
 
     def used_bytes(self) -> int:
-        """The bytes counted as taken, in whole blocks of the disk."""
+        """Return the bytes counted as used, in whole disk blocks."""
         return self._count(0)
 
     def _count(self, change: int) -> int:
@@ -253,45 +253,45 @@ class ReadThrough:
             return _write_count(file, _read_count(file) + change)
 
     def _join(self) -> None:
-        """Register this process as a user of the cache, and count what is there if it is the only one."""
+        """Register this process as a user of the cache; if it is the only one, recount the files."""
         with self._locked(_COUNT) as file:
             in_use = os.open(self.folder / "in_use", os.O_RDWR | os.O_CREAT | _SAFELY, 0o600)
             weakref.finalize(self, os.close, in_use)
-            with suppress(BlockingIOError):  # else the count is right: it is kept by those who use it
+            with suppress(BlockingIOError):  # else other users have kept the count right
                 fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _write_count(file, self._present_bytes())
                 (self.folder / _WARNED).unlink(missing_ok=True)
             fcntl.flock(in_use, fcntl.LOCK_SH)
 
     def _present_bytes(self) -> int:
-        """The bytes of all files. Call it under the lock of the count: none must be renamed or removed meanwhile."""
+        """Return the bytes of all files. Call with the count locked, so that no file is renamed or removed."""
         return sum(found.size for folder in self._buckets() for found in self._look_into(folder))
 
     def _take(self, taken: int) -> bool:
-        """Count bytes that will be written. True if there is room for them, made if need be."""
+        """Count bytes to be written, making room if needed. False if they do not fit."""
         if taken > self.limit_bytes:
             return False
         if self._count(taken) > self.limit_bytes:
             self._make_room()
-            if self.used_bytes() > self.limit_bytes:  # others write now
+            if self.used_bytes() > self.limit_bytes:  # other processes are writing
                 self._count(-taken)
                 return False
         return True
 
     def _make_room(self) -> None:
-        """Remove files until the count is within the limit, or nothing is left that can go."""
+        """Remove files until the count is within the limit, or no file can be removed."""
         with self._locked("making_room"):  # one process at a time
             removed = True
             while removed and (excess := self.used_bytes() - self.limit_bytes) > 0:
                 removed = self._remove_first(excess + self.limit_bytes // _AT_ONCE // _BLOCK * _BLOCK)
 
     def _remove_first(self, wanted: int) -> bool:
-        """Remove the files that go first, of all or of as many as are looked at. True if there were any."""
+        """Remove the first files in eviction order, from all or a sample of the files. True if there were any."""
         found, buckets, counted = list[_Found](), self._buckets(), self.used_bytes()
         _chance.shuffle(buckets)
         while buckets and len(found) < _LOOK_AT:
             found += self._look_into(buckets.pop())
-        # All were seen: what kills have left in the count goes. A smaller difference may be files that are written now.
+        # All files were seen: correct the count after kills. A smaller difference may be writes in progress.
         if not buckets and abs(counted - sum(each.size for each in found)) > self.limit_bytes // _AT_ONCE:
             with self._locked(_COUNT) as file:
                 wanted += _write_count(file, self._present_bytes()) - counted
@@ -303,7 +303,7 @@ class ReadThrough:
         return bool(going)
 
     def _look_into(self, folder: Path) -> Iterator[_Found]:
-        """The files of a bucket. What a kill has left in the making is removed, and what is no file of this user's."""
+        """Yield the files of a bucket. Remove leftovers of killed processes, and what is not this user's file."""
         with os.scandir(folder) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):
@@ -316,7 +316,7 @@ class ReadThrough:
                         yield _Found(status.st_mtime_ns, _on_disk(status.st_size), entry.path)
 
     def _was_left(self, path: str) -> bool:
-        """Remove a file in the making that no process has now. Tells whether it was one."""
+        """Remove a partial file that no process holds. True if it was such a file."""
         part = os.open(path, os.O_RDWR | _SAFELY)
         try:
             fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -343,13 +343,13 @@ class ReadThrough:
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[int]:
-        """Exclude all other processes and threads that take this lock. Gives a descriptor of its file."""
+        """Exclude all other processes and threads that take this lock. Yield a descriptor of its file."""
         file = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | _SAFELY, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield file
         finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # not left to close(): a child that was forked meanwhile has the file, too
+            fcntl.flock(file, fcntl.LOCK_UN)  # close() is not enough: a child forked meanwhile has the file open, too
             os.close(file)
 
     def __getstate__(self) -> dict[str, object]:

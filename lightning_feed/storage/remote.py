@@ -1,7 +1,7 @@
-"""Data at any place that fsspec reaches: file systems made in each process, and reads that are tried again and checked.
+"""Data at any place that fsspec supports: file systems per process, and reads that are retried and checked.
 
-All requests of a process run in fsspec's own event loop, many at a time: as coroutines where the file system has them,
-else in threads. One way for both, so that retries, time limits and checks are written once.
+All requests of a process run in fsspec's event loop, many at a time: as coroutines if the file system supports them,
+else in threads. Both use one code path, so that retries, time limits and checks are written once.
 """
 
 import asyncio
@@ -31,23 +31,23 @@ _T = TypeVar("_T")
 _chance = random.SystemRandom()  # never the user's generators
 
 REQUESTS = 64
-"""In flight at once, in each process."""
+"""Concurrent requests of each process."""
 SLOWEST_BYTES_PER_S = 1_000_000
-"""The slowest rate of a large read, beyond the time limit of any request."""
+"""Slowest accepted rate of a large read; adds to the time limit of each request."""
 _THREADS = 32
-"""For file systems without coroutines."""
+"""Threads for file systems without coroutines."""
 _ATTEMPTS = 6
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.2, 10.0
 _RENEW_EVERY_S = 60
 _PASSING = (408, 425, 429)
-"""HTTP's 4xx that are worth another attempt; all 5xx are, too."""
+"""HTTP 4xx statuses worth another attempt; all 5xx are, too."""
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError")
 _MISSING_LIBRARY = {"s3": "lightning-feed[s3]", "s3a": "lightning-feed[s3]", "gs": "gcsfs", "gcs": "gcsfs",
                     "abfs": "adlfs", "abfss": "adlfs", "az": "adlfs", "hf": "huggingface_hub"}  # fmt: skip
 
 
 class GoneError(ArchiveError, DatasetError):
-    """An object that is not, or no longer, what was listed. As a DatasetError it is a bad sample, as a damaged one."""
+    """An object that is missing, or differs from the listing. Also a DatasetError: it counts as a bad sample."""
 
 
 def is_url(path: object) -> bool:
@@ -56,12 +56,12 @@ def is_url(path: object) -> bool:
 
 
 def without_secrets(text: str) -> str:
-    """A URL, or a message with URLs in it, without passwords, and without queries, which may be signatures."""
+    """Remove passwords, and queries (which may be signatures), from a URL or a message with URLs."""
     return re.sub(r"\?(?=[^\s'\"]*=)(?:(?!::)[^\s'\"])+", "?...", re.sub(r"//[^/\s]*@", "//", text))
 
 
 def _joined(url: str, name: str) -> str:
-    """The URL of what lies below one. In a chain it is the first link with a path that says where."""
+    """Return the URL of a file below a URL. In a chain, the name is added to the first link if that has a path."""
     if not name:
         return url
     first, chained, rest = url.partition("::")
@@ -71,7 +71,7 @@ def _joined(url: str, name: str) -> str:
 
 
 def place_of(path: str | Path, storage_options: Mapping[str, object] | None = None) -> "Path | RemotePlace":
-    """The place that a path or a URL leads to.
+    """Return the place of a path or a URL.
 
     Raises:
         SettingsError: for options without a URL.
@@ -79,22 +79,22 @@ def place_of(path: str | Path, storage_options: Mapping[str, object] | None = No
     if isinstance(path, str) and is_url(path):
         return RemotePlace(path, storage_options)
     if storage_options:
-        raise SettingsError(f"storage_options are for URLs, and {str(path)!r} is a path. Leave them out.")
+        raise SettingsError(f"storage_options are for URLs, but {str(path)!r} is a path. Leave them out.")
     return Path(path)
 
 
 class RemotePlace:
-    """A folder, or a file, at a URL. Can be pickled and forked: each process makes a file system of its own.
+    """A folder or a file at a URL. Can be pickled and forked: each process makes its own file system.
 
     Args:
-        url: for fsspec, with its protocol.
-        options: as ``storage_options`` of fsspec: credentials, endpoints.
-        cache: where what was read is kept; None reads it each time.
-        readahead_bytes: bytes of the next samples that are fetched into the cache.
-        timeout_s: of one request, beyond what its bytes take.
+        url: URL for fsspec, with its protocol.
+        options: ``storage_options`` of fsspec: credentials, endpoints.
+        cache: cache of the read files; None to read them each time.
+        readahead_bytes: bytes of the next samples to fetch into the cache.
+        timeout_s: time limit of one request, in addition to the time for its bytes.
 
     Raises:
-        SettingsError: when ``url`` is none.
+        SettingsError: if ``url`` is not a URL.
 
     Example:
         >>> place = RemotePlace("memory://birds")
@@ -113,7 +113,7 @@ class RemotePlace:
     ) -> None:
         if not is_url(url):
             raise SettingsError(
-                f"{url!r} is not a URL such as s3://bucket/folder. Give one, or a path without options."
+                f"{url!r} is not a URL such as s3://bucket/folder. Pass a URL, or a path without options."
             )
         self.url = url if "::" in url else url.rstrip("/")
         self.options, self.timeout_s = dict(options or {}), timeout_s
@@ -121,7 +121,7 @@ class RemotePlace:
         self.is_http = self.url.startswith(("http://", "https://"))
         about = repr((self.url, sorted(self.options.items(), key=lambda item: item[0])))
         self.key = hashlib.blake2b(about.encode(), digest_size=12).hexdigest()
-        """Tells this place, with its options, from others; says nothing of the options."""
+        """Digest of the URL and options: unique to them, without revealing the options."""
 
     def __str__(self) -> str:
         return printable(without_secrets(self.url))
@@ -130,11 +130,11 @@ class RemotePlace:
         return f"RemotePlace({str(self)!r})"
 
     def url_of(self, name: str) -> str:
-        """The URL of a file, by its path below the place."""
+        """Return the URL of a file by its path below the place."""
         return printable(_joined(str(self), name))
 
     def below(self, name: str) -> "RemotePlace":
-        """A folder in it."""
+        """Return a folder or file below the place."""
         return RemotePlace(
             _joined(self.url, name),
             self.options,
@@ -144,15 +144,15 @@ class RemotePlace:
         )
 
     def connection(self) -> "Connection":
-        """The connection of this process.
+        """Return this process's connection.
 
         Raises:
-            SettingsError: for a protocol that is not known, or options that its file system refuses.
-            MissingExtraError: when its library is not installed.
+            SettingsError: if the protocol is unknown, or the file system refuses the options.
+            MissingExtraError: if its library is not installed.
         """
         key = (os.getpid(), self.key, self.timeout_s)
         if key not in _connections:
-            # Not the lock of the process: a finalizer in the event loop may take that, and this waits for the loop.
+            # Not system.process_lock: a finalizer in the event loop may take that lock, and this waits for the loop.
             with _connecting.setdefault(os.getpid(), threading.RLock()):
                 if key not in _connections:
                     _connections[key] = Connection(self)
@@ -161,15 +161,15 @@ class RemotePlace:
 
 _connecting: dict[int, threading.RLock] = {}
 _connections: "dict[tuple[int, str, float], Connection]" = {}
-"""By process and place. Those inherited by a fork are never used, and never dropped: closing them needs their loop."""
+"""By process and place. Connections inherited by a fork are never used or dropped: closing them needs their loop."""
 
 
 class Connection:
-    """An fsspec file system in this process, and the event loop that runs its requests."""
+    """fsspec file system of this process, and the event loop that runs its requests."""
 
     def __init__(self, place: RemotePlace) -> None:
         self.place = place
-        self.loop = get_loop()  # fsspec forgets it in a forked child
+        self.loop = get_loop()  # fsspec makes a new one in a forked child
         self._slots = asyncio.Semaphore(REQUESTS)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="lightning-feed-remote")
         self._renewing, self._renewed_s = asyncio.Lock(), float("-inf")
@@ -180,11 +180,11 @@ class Connection:
         protocol = re.split("::|://", place.url)[0]
         options = dict(place.options)
         if protocol in ("s3", "s3a"):
-            # botocore and s3fs would each try five times more within each attempt of ours.
+            # Without this, botocore and s3fs would each try five times within each of our attempts.
             once = {"retries": {"total_max_attempts": 1}, "max_pool_connections": REQUESTS}
             options["config_kwargs"] = {**once, **options.get("config_kwargs", {})}
         try:
-            # Not out of fsspec's own cache of instances, which a forked child empties.
+            # Not from fsspec's instance cache, which a forked child empties.
             self.fs, self.root = fsspec.url_to_fs(place.url, skip_instance_cache=True, **options)
         except ImportError as error:
             library = _MISSING_LIBRARY.get(protocol)
@@ -201,27 +201,27 @@ class Connection:
         if protocol in ("s3", "s3a"):
             self.fs.retries = 1
         if hasattr(getattr(self.fs, "dircache", None), "use_listings_cache"):
-            self.fs.dircache.use_listings_cache = False  # a million entries, for each process
+            self.fs.dircache.use_listings_cache = False  # it would hold a million entries per process
 
     def submit(self, work: Coroutine[Any, Any, _T]) -> "Future[_T]":
-        """Begin some work in the loop, from any other thread."""
+        """Start a coroutine in the loop, from any other thread."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def path(self, name: str) -> str:
-        """The file system's path of a file below the place."""
+        """Return the file system's path of a file below the place."""
         return f"{self.root}/{name}" if name and self.root else name or self.root
 
     async def fetch(
         self, name: str, size: int | None = None, *, begin: int = 0, whole: bool = True, **options: Any
     ) -> bytes:
-        """The bytes of a file, or ``size`` of them from ``begin`` on; ``whole`` if there must not be any beyond.
+        """Return the bytes of a file, or ``size`` bytes from ``begin``; with ``whole``, the file must end there.
 
         Raises:
-            GoneError: when it is not there, or another than was listed.
-            ArchiveError: when it cannot be read.
+            GoneError: if the file is missing, or differs from the listing.
+            ArchiveError: if it cannot be read.
         """
         if size == 0:
-            return b""  # of an empty object S3 gives no range
+            return b""  # S3 refuses a range of an empty object
         if size is None:
             return bytes(await self.call("cat_file", name, **options))
 
@@ -229,11 +229,11 @@ class Connection:
             if len(data) != size:
                 more = "or more " if whole and len(data) > size else ""
                 raise ReplacedError(
-                    f"{len(data)} bytes {more}came where {size} were listed: it was replaced, or cut short"
+                    f"{len(data)} bytes {more}arrived, but {size} were listed: it was replaced, or cut short"
                 )
 
-        # One byte more than there should be, so that a longer object in its place is seen. With both ends given, s3fs
-        # asks only once.
+        # Request one byte more than expected, to notice a longer object in its place. With both ends given, s3fs sends
+        # only one request.
         options |= {"start": begin, "end": begin + size + whole}
         return bytes(await self.call("cat_file", name, grace_s=size / SLOWEST_BYTES_PER_S, check=check, **options))
 
@@ -246,11 +246,11 @@ class Connection:
         check: Callable[[Any], None] | None = None,
         **options: object,
     ) -> Any:
-        """Call a method of the file system for a file, again with growing pauses where an error may pass.
+        """Call a file system method for a file. Retry with growing pauses if the error may be temporary.
 
         Raises:
-            GoneError: when it is not there, or ``check`` refuses the result, each time.
-            ArchiveError: for all else.
+            GoneError: if the file is missing, or ``check`` refuses the result each time.
+            ArchiveError: for any other error.
         """
         for attempt in range(_ATTEMPTS):
             began_s = time.monotonic()
@@ -263,11 +263,11 @@ class Connection:
             except Exception as error:
                 cause = error
                 if method == "info" and self.place.is_http and isinstance(error.__cause__, Exception):
-                    cause = error.__cause__  # there, each failure is called a missing file
+                    cause = error.__cause__  # over HTTP, "info" reports every failure as a missing file
                 passing = _may_pass(cause) or await self._renew(cause, began_s)
                 if not passing or attempt == _ATTEMPTS - 1:
                     raise self.error_for(cause, name) from error
-            # At random, because all readers fail at once.
+            # Random pauses, because all readers fail at once.
             await asyncio.sleep(min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2**attempt) * _chance.uniform(0.5, 1.0))
         raise AssertionError("the last attempt returns or raises")
 
@@ -279,7 +279,7 @@ class Connection:
         return cast("Awaitable[object]", self.loop.run_in_executor(self._pool, work))
 
     async def _renew(self, error: Exception, since_s: float) -> bool:
-        """Read expired credentials again, at most once in a while. True if that was done since."""
+        """Reload expired credentials, with a minimum interval. True if they were reloaded since ``since_s``."""
         if not _is_refusal(error) or "expired" not in str(error).lower():
             return False
         async with self._renewing:
@@ -289,12 +289,12 @@ class Connection:
         return self._renewed_s > since_s
 
     def error_for(self, error: Exception, name: str) -> ArchiveError:
-        """The error to raise for one of a library's: what was read, what happened, what to do."""
+        """Return the error to raise for a library's error: the file, the failure, and advice."""
         if isinstance(error, ArchiveError):
             return error
         url, status = self.place.url_of(name), status_of(error)
         if isinstance(error, ReplacedError) or status == 416:
-            what = "it ends before what was to be read" if status == 416 else error
+            what = "it is shorter than listed" if status == 416 else error
             return GoneError(f"{url} cannot be used: {what}. Start the run again, to list the files again.")
         if isinstance(error, FileNotFoundError) or status == 404:
             return GoneError(f"{url} is not there (404). Check the URL; if it was there, start the run again.")
@@ -304,7 +304,7 @@ class Connection:
         why = without_secrets(f"{type(error).__name__}: {error}") if str(error) else type(error).__name__
         if type(error).__name__ in _NO_CREDENTIALS:
             return (
-                "cannot be read: there are no credentials for it. Give them as for fsspec (environment, files or "
+                "cannot be read: there are no credentials for it. Set them as for fsspec (environment, files or "
                 "storage_options), or storage_options={'anon': True} for public data."
             )
         if _is_refusal(error):
@@ -316,7 +316,7 @@ class Connection:
 
 
 class ReplacedError(OSError):
-    """Bytes that are not those that were listed."""
+    """The bytes differ from the listed version."""
 
 
 def _is_refusal(error: Exception) -> bool:
@@ -324,26 +324,26 @@ def _is_refusal(error: Exception) -> bool:
 
 
 def _may_pass(error: Exception) -> bool:
-    """True if another attempt may go better."""
+    """True if another attempt may succeed."""
     status = status_of(error)
     if isinstance(error, FileNotFoundError) or _is_refusal(error):
         return False
     if status is not None:
         return status in _PASSING or status >= 500
-    # Without a status: what a network does (time-outs, resets, DNS, bodies cut short), and no slip of ours.
+    # Without a status: network failures (time-outs, resets, DNS, truncated bodies), but not our own bugs.
     ours = (TypeError, AttributeError, NotImplementedError, ImportError)
     return not isinstance(error, ours) and type(error).__name__ not in (*_NO_CREDENTIALS, "ParamValidationError")
 
 
 def status_of(error: BaseException | None) -> int | None:
-    """The HTTP status in an error of any library; None where there is none."""
+    """Return the HTTP status in an error of any library; None if there is none."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):  # botocore
             response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         found = (getattr(error, name, None) for name in ("status", "status_code", "code"))  # aiohttp, Azure, gcsfs
         for status in chain((response, getattr(response, "status_code", None)), found):  # aiohttp warns of its `code`
-            # aiohttp gives a broken response a code, too, which no server sent.
+            # aiohttp sets a code on a broken response, too, which no server sent.
             if isinstance(status, int) and 400 <= status < 600 and type(error).__module__ != "aiohttp.http_exceptions":
                 return status
         error = error.__cause__

@@ -1,4 +1,4 @@
-"""The files of a remote place: listed once and remembered, as class folders, and as the source that reads them."""
+"""Files of a remote place: listed once and remembered, indexed as class folders, and read as a source."""
 
 import asyncio
 import calendar
@@ -45,48 +45,48 @@ logger = logging.getLogger(__name__)
 _VERSION = 3
 _STARTED_S = time.time()
 _RANKS_START_WITHIN_S = 60
-"""A process uses a listing that it, or the process that it was forked from, has taken. Ranks of one run share one."""
+"""A listing is reused if this process, or its parent by fork, has made it. The ranks of one run share a listing."""
 _CHANGED = ("LastModified", "last_modified", "updated", "modified", "mtime", "created")
 _CONTENT = ("ETag", "Last-Modified", "etag", "md5Hash", "content_settings", "blob_id", "sha", "CRC", "ino")
-"""Keys of the entries of a listing: the time of a change, and what differs for other contents, by file system."""
+"""Keys of listing entries, over all file systems: the change time, and values that differ if the content does."""
 _HEADERS = ("ETag", "Last-Modified")
-"""Those of them that HTTP knows."""
+"""The keys of ``_CONTENT`` that are HTTP headers."""
 
 
 @dataclass(frozen=True, eq=False)
 class Listing:
-    """All files of a place in a few flat arrays, sorted by folder, and by name in it."""
+    """All files of a place in a few flat arrays, sorted by folder, then by name."""
 
     names: npt.NDArray[np.uint8]
-    """The paths of the files below the place, one after the other."""
+    """Paths of the files below the place, concatenated."""
     ends: npt.NDArray[np.int64]
-    """Shape (n,): where each ends in ``names``."""
+    """Shape (n,): the end of each path in ``names``."""
     sizes: npt.NDArray[np.int64]
-    """Shape (n,): bytes; -1 where the server does not say."""
+    """Shape (n,): bytes; -1 if the server does not report them."""
     stamps: npt.NDArray[np.int64]
-    """Shape (n,): another one for another version of the file; the time of its change, in ns since 1970, or less than a
-    second for a hash alone. The time of the listing where the server sends neither."""
+    """Shape (n,): a number per version of the file: its change time, in ns since 1970; below one second for a hash
+    without a time; or the time of the listing if the server sends neither."""
 
     def __len__(self) -> int:
         return len(self.ends)
 
     def path(self, number: int) -> str:
-        """The path of a file below the place."""
+        """Return the path of a file below the place."""
         return nth_name(self.names, self.ends, number).decode("utf-8", "surrogateescape")
 
     def files(self) -> Iterator[tuple[str, int]]:
-        """The path below the place and the number of each file."""
+        """Yield the path below the place and the number of each file."""
         for number in range(len(self)):
             yield self.path(number), number
 
     def find(self, path: str) -> int | None:
-        """The number of a file; None where there is none."""
+        """Return the number of a file; None if it does not exist."""
         found = self._at(path)
         return found if found < len(self) and self.path(found) == path else None
 
     def has_folder(self, path: str) -> bool:
         """True if there are files below a path."""
-        # Its own files are not next to those of the folders in it: "a-b" comes before "a/b".
+        # A folder's own files are not next to those of its subfolders: "a-b" sorts before "a/b".
         near = (self._at(f"{path}/"), self._at(f"{path}//"))
         return any(number < len(self) and self.path(number).startswith(f"{path}/") for number in near)
 
@@ -100,15 +100,16 @@ def _order(path: str) -> tuple[str, str]:
 
 
 def list_files(place: RemotePlace, *, fresh: bool = False) -> Listing:
-    """The files of a place: as this run has listed them, else listed now, many folders at a time, by one rank.
+    """Return the listing of a place: the one of this run if there is one; else list it now, with one rank listing many
+    folders concurrently.
 
     Args:
         place: a folder, or a single file, which has the name ``""``.
-        fresh: list it now.
+        fresh: True to list it now.
 
     Raises:
-        GoneError: when there is nothing.
-        ArchiveError: when it cannot be listed.
+        GoneError: if there are no files.
+        ArchiveError: if it cannot be listed.
     """
     kept = _kept(place)
     if place.url.startswith("memory:"):
@@ -154,7 +155,7 @@ def _take(place: RemotePlace) -> Listing:
 
 class _File(NamedTuple):
     path: str
-    """Below the place."""
+    """Path below the place."""
     size: int
     stamp: int
 
@@ -179,14 +180,14 @@ async def _walk(place: RemotePlace) -> list[_File]:
 
 
 async def _complete(entries: list[dict[str, object]], folder: str, connection: Connection) -> None:
-    """Ask for the size and version of each file that is listed without, as all of HTTP are. An object of a list that
-    cannot be read is an error when it is read."""
+    """Request the size and version of each file listed without them, as always over HTTP. An unreadable object is an
+    error only when it is read."""
 
     async def ask(entry: dict[str, object]) -> None:
         name = below(folder, str(entry["name"]).rpartition("/")[2])
         try:
             entry.update({**await connection.call("info", name), "name": entry["name"]})
-            if entry["size"] == 0:  # some servers answer HEAD so, whatever the size is
+            if entry["size"] == 0:  # some servers answer HEAD with 0 for any size
                 entry["size"] = len(await connection.call("cat_file", name))
         except ArchiveError as error:
             if not isinstance(error, GoneError) and status_of(error) not in (401, 403):
@@ -196,16 +197,16 @@ async def _complete(entries: list[dict[str, object]], folder: str, connection: C
 
 
 def parse_entries(entries: list[dict[str, object]], folder: str, path: str) -> tuple[list[_File], list[str]]:
-    """The files of a folder, and the paths of the folders in it.
+    """Return the files of a folder, and the paths of its subfolders.
 
     Args:
-        entries: as fsspec lists them.
-        folder: its path below the place.
-        path: its path in the file system. A place that is a file lists itself, and object stores mark an empty folder
-            by an object of its name.
+        entries: fsspec's listing of the folder.
+        folder: path of the folder below the place.
+        path: path of the folder in the file system. A place that is a file lists itself, and object stores mark an
+            empty folder by an object with its name.
 
     Raises:
-        ArchiveError: for a name by which a copy would be written elsewhere.
+        ArchiveError: for a name that would make a copy escape its folder.
     """
     files, inside = [], []
     for entry in entries:
@@ -228,9 +229,9 @@ def _file(path: str, entry: Mapping[str, Any]) -> _File:
 
 
 def stamp_of(entry: Mapping[str, Any]) -> int:
-    """A number for each version of an object: its time in ns, with a hash of its tag below the second."""
+    """Return a number for each version of an object: its change time in ns, with a hash of its tag below the second."""
     changed = next((entry[name] for name in _CHANGED if entry.get(name) is not None), 0)
-    # An ETag is weak within a second of the change, and may be strong later.
+    # An ETag may be weak within a second of the change, and strong later.
     content = repr([str(entry[name]).removeprefix("W/") for name in _CONTENT if entry.get(name) is not None])
     if isinstance(changed, str):
         try:
@@ -244,16 +245,16 @@ def stamp_of(entry: Mapping[str, Any]) -> int:
 
 
 def same_version(stamp: int, headers: Mapping[str, str]) -> dict[str, Any]:
-    """Options of a request over HTTP that refuse an answer with another version than was listed.
+    """Return options of an HTTP request that refuse a response with another version than the listed one.
 
     Args:
-        stamp: as listed.
-        headers: of all requests.
+        stamp: stamp from the listing.
+        headers: headers of all requests.
     """
 
     async def check(response: Any) -> None:
         sent = {name: response.headers[name] for name in _HEADERS if name in response.headers}
-        # Some servers send fewer headers to HEAD, by which the listing was made.
+        # The listing was made with HEAD, to which some servers send fewer headers.
         versions = [stamp_of(some) for some in (sent, *({name: value} for name, value in sent.items()))]
         if response.status in (200, 206) and sent and stamp < 10**9 and stamp not in versions:
             response.close()
@@ -262,7 +263,7 @@ def same_version(stamp: int, headers: Mapping[str, str]) -> dict[str, Any]:
                 "returns a different value each time, which prevents caching (leave out stage_limit)"
             )
 
-    # Compressed, the same version has another ETag.
+    # With compression, the same version has another ETag.
     return {"raise_for_status": check, "headers": {**headers, "Accept-Encoding": "identity"}}
 
 
@@ -270,29 +271,29 @@ def same_version(stamp: int, headers: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _class_folders(listing: Listing, prefix: str) -> dict[str, list[tuple[str, int]]]:
-    """The paths below ``prefix``, and the numbers, of the files in each folder there."""
+    """Return path below ``prefix`` and number of each file, by folder at ``prefix``."""
     folders: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
     for path, number in listing.files():
         inner = path.removeprefix(prefix)
         name, inside, _ = inner.partition("/")
         if path.startswith(prefix) and inside and name[:1] not in ("", "."):
             folders[name].append((inner, number))
-    # A pack in the folder that it was made of is no class.
+    # A pack inside the folder it was made from is not a class.
     return {name: files for name, files in folders.items() if listing.find(f"{prefix}{name}/{MANIFEST}") is None}
 
 
 class RemoteSource(FolderSource):
-    """Images in class folders at a remote place, each read whole by one request; those expected, at the same time.
+    """Images in class folders at a remote place, each read whole by one request; expected ones concurrently.
 
     Args:
         place: the folder of class folders.
-        index: which files there are.
-        sizes: bytes of each, as listed; -1 where the server does not say, so that the cache keeps none that may be cut
-            short.
-        stamps: of each, as listed.
+        index: index of the files.
+        sizes: listed bytes of each file; -1 if the server does not report them. The cache keeps no such file, since it
+            may be truncated.
+        stamps: listed stamp of each file.
 
     Attributes:
-        again_late: whether each is read once in an epoch, so that one that was just read will be needed last.
+        again_late: True if each file is read once per epoch, so that the one just read will be needed last.
     """
 
     again_late = True
@@ -309,13 +310,13 @@ class RemoteSource(FolderSource):
     def of(
         cls, place: RemotePlace, listing: Listing, top: str = "", classes: tuple[str, ...] | None = None
     ) -> "RemoteSource":
-        """The images in the class folders of a folder below a place, in the order of torchvision's ``ImageFolder``.
+        """Index the images in the class folders of a folder below a place, in torchvision's ``ImageFolder`` order.
 
         Args:
-            place: that was listed.
+            place: the listed place.
             listing: its files.
             top: path of the folder below the place.
-            classes: the classes there must be; None takes the names of the folders.
+            classes: the allowed classes; None for the folder names.
 
         Raises:
             DatasetError: as :func:`~lightning_feed.storage.folder.scan_classes`.
@@ -334,31 +335,31 @@ class RemoteSource(FolderSource):
         return made
 
     def remote_reads(self) -> "RemoteSamples":
-        """These samples."""
+        """Return these samples."""
         return RemoteSamples(self)
 
     def expect(self, numbers: Iterable[int]) -> "list[Future[bytes]]":
-        """Begin to read samples that :meth:`read` will be asked for next, all at the same time.
+        """Start to read the samples of the next :meth:`read` calls concurrently.
 
         Returns:
-            What holds them: to be kept until they were read. A pass that is broken off lets go of it.
+            The reads in progress: keep them until the samples are read. Dropping them abandons the reads.
         """
         begun = list[Future[bytes]]()
         for number in numbers:
             cache = self._cache(number)
             key = "" if cache is None else self._key(number)
-            # Not what is fetched already: to wait for many files at once is to look for all of them again and again.
+            # Skip files that are being fetched: polling for many at once would check all of them again and again.
             if number not in self._expected and (cache is None or not (cache.holds(key) or cache.is_coming(key))):
                 self._expected[number] = future = self._begin(number)
                 begun.append(future)
         return begun
 
     def read(self, index: int) -> bytes:
-        """The bytes of file ``index``.
+        """Return the bytes of file ``index``.
 
         Raises:
-            GoneError: when it is not there any more, or was replaced.
-            ArchiveError: when it cannot be read for another reason.
+            GoneError: if it no longer exists, or was replaced.
+            ArchiveError: if it cannot be read for another reason.
         """
         waiting, cache = self._expected.pop(index, None), self._cache(index)
         if waiting is None and cache is not None:
@@ -373,22 +374,22 @@ class RemoteSource(FolderSource):
             raise type(error)(f"Sample {index}: {error}") from error
 
     def begin_ahead(self, number: int) -> "Future[bytes] | None":
-        """Begin to bring a sample into the cache; None where it is there, or cannot be kept."""
+        """Start to fetch a sample into the cache; None if it is there already, or cannot be kept."""
         cache = self._cache(number)
         return None if cache is None or cache.keep(self._key(number)) else self._begin(number)
 
     def options(self, number: int) -> dict[str, Any]:
-        """Options of the request for a file."""
-        if self.place.is_http and self._cache(number) is not None:  # S3 replaces as a whole
+        """Return the options of the request for a file."""
+        if self.place.is_http and self._cache(number) is not None:  # S3 replaces objects atomically
             return same_version(int(self.stamps[number]), self.place.options.get("headers", {}))
         return {}
 
     def name(self, index: int) -> str:
-        """The URL of file ``index``."""
+        """Return the URL of file ``index``."""
         return self.place.url_of(self.index.path(index))
 
     def changed_ns(self, index: int) -> int:
-        """Time of the last change of file ``index``, as listed."""
+        """Return the listed stamp of file ``index``."""
         return int(self.stamps[index])
 
     def _begin(self, number: int) -> "Future[bytes]":
@@ -419,7 +420,7 @@ class RemoteSamples(NamedTuple):
 
     reads: RemoteSource
     numbers: npt.NDArray[np.int64] | None = None
-    """The number there of each sample, where it is another."""
+    """Number of each sample in ``reads``; None if it is the sample's index."""
 
 
 class RemoteFolder:
@@ -429,7 +430,7 @@ class RemoteFolder:
         place: a folder.
 
     Raises:
-        ArchiveError: when it cannot be listed.
+        ArchiveError: if it cannot be listed.
     """
 
     def __init__(self, place: RemotePlace) -> None:
@@ -440,20 +441,20 @@ class RemoteFolder:
         self._source.again_late = False
 
     def names(self) -> list[str]:
-        """The paths of all files, folder by folder."""
+        """Return the paths of all files, folder by folder."""
         return [name for name, _ in self._listing.files()]
 
     def read(self, name: str) -> bytes:
-        """The bytes of a file.
+        """Return the bytes of a file.
 
         Raises:
-            GoneError: when there is none of that name, or it is not what was listed any more.
-            ArchiveError: when it cannot be read for another reason.
+            GoneError: if no file has that name, or it differs from the listing.
+            ArchiveError: if it cannot be read for another reason.
         """
         return self.read_many([name])[0]
 
     def read_many(self, names: Iterable[str]) -> list[bytes]:
-        """The bytes of several files, read at the same time.
+        """Return the bytes of several files, read concurrently.
 
         Raises:
             GoneError: as :meth:`read`.

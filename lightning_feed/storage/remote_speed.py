@@ -1,4 +1,4 @@
-"""The speed of a remote place, measured by a bounded number of requests."""
+"""Speed of a remote place, measured with a bounded number of requests."""
 
 import asyncio
 import time
@@ -11,19 +11,19 @@ from lightning_feed.storage.remote import REQUESTS, Connection, RemotePlace
 from lightning_feed.storage.remote_folder import parse_entries
 
 ALONE = 8
-"""Requests of one byte, one after the other."""
+"""Number of sequential one-byte requests."""
 TOGETHER = 2 * REQUESTS
-"""Requests for files at the same time, at most."""
+"""Maximum number of concurrent requests for files."""
 _MOST_BYTES = 1 << 19
-"""Of each of them."""
+"""Maximum bytes of each concurrent request."""
 _MOST_S = 5.0
 
 
 class Wanted(NamedTuple):
-    """A file."""
+    """A file to read in the measurement."""
 
     name: str
-    """Its path below the place."""
+    """Path below the place."""
     size: int
     """Bytes."""
 
@@ -32,22 +32,22 @@ class RemoteSpeed(NamedTuple):
     """Latency and throughput of a place."""
 
     latency_ms: float
-    """From asking for one byte to having it: median of :data:`ALONE` requests, one after the other."""
+    """Time of a one-byte request in ms: median of :data:`ALONE` sequential requests."""
     mb_per_s: float | None
-    """With many requests at the same time; None where none of them ended in time."""
+    """Throughput of many concurrent requests; None if none of them ended in time."""
     requests: int
-    """Number of requests sent at the same time."""
+    """Number of concurrent requests sent."""
 
 
 def measure_speed(place: RemotePlace, wanted: Sequence[Wanted]) -> RemoteSpeed:
-    """Time a few small requests one after the other, and then many at once. At most 64 MiB, 5 s and 137 requests.
+    """Time a few sequential small requests, then many concurrent ones. At most 64 MiB, 5 s and 137 requests.
 
     Args:
-        place: whose files these are.
-        wanted: what may be read of it, at least one.
+        place: the place to measure.
+        wanted: files to read there, at least one.
 
     Raises:
-        ArchiveError: when it cannot be read.
+        ArchiveError: if they cannot be read.
     """
     connection = place.connection()
     return connection.submit(_measure(connection, wanted[:TOGETHER])).result()
@@ -55,7 +55,7 @@ def measure_speed(place: RemotePlace, wanted: Sequence[Wanted]) -> RemoteSpeed:
 
 async def _measure(connection: Connection, wanted: Sequence[Wanted]) -> RemoteSpeed:
     first, took_ms = wanted[0], []
-    for _ in range(1 + ALONE):  # the first one opens the connection
+    for _ in range(1 + ALONE):  # the first request opens the connection
         began = time.perf_counter()
         await connection.fetch(first.name, 1, whole=False)
         took_ms.append(1e3 * (time.perf_counter() - began))
@@ -70,10 +70,10 @@ async def _measure(connection: Connection, wanted: Sequence[Wanted]) -> RemoteSp
 
 
 def some_files(place: RemotePlace) -> list[Wanted]:
-    """Some files of a place: those of its first folder that has any.
+    """Return some files of a place, from the first folder that has any.
 
     Raises:
-        ArchiveError: when it cannot be listed, or there are none.
+        ArchiveError: if it cannot be listed, or has no files.
     """
     connection, folder = place.connection(), ""
     while True:

@@ -1,9 +1,9 @@
-"""A shared cache: samples of one dataset in one memory buffer per node, filled by the first process that reads each.
+"""Samples of one dataset in one memory buffer per node; the first process to read a sample stores it.
 
-Layout behind the header of the file: counters of each process, the index (an offset for each sample, 0 where there is
-none), and records of samples in the order in which they came. Space for a record is reserved under the lock, filled
-without it, and published under it again by one 8-byte store into the index. So readers take no lock between processes,
-and a writer that is killed in the middle leaves nothing but a gap.
+Layout after the file header: counters of each process, the index (an offset per sample; 0 if not held), and the sample
+records in order of arrival. Space for a record is reserved under the lock, filled without it, and published under it
+again by one 8-byte store into the index. So readers take no inter-process lock, and a writer that is killed midway
+leaves only a gap.
 """
 
 import errno
@@ -35,16 +35,16 @@ _MemoryLeft: TypeAlias = Callable[[], int | None]
 
 # Words of the header; the identity takes up to 7.
 _MAGIC, _IDENTITY, _LIMIT, _NEXT, _ENTRIES, _STORED, _REFUSED = 0, 1, 8, 9, 16, 17, 18
-_VERSION = 0x3143_4546_4D  # another layout is another number
+_VERSION = 0x3143_4546_4D  # change it with the layout
 _PAGE = 4096
 _STEP_BYTES = 16 << 20
-"""Bytes filled between two checks of the memory that is left."""
+"""Bytes filled between two checks of the free memory."""
 _SPARE_BYTES = 128 << 20
-"""Memory that is left to everybody else when the cache grows."""
+"""Memory left to other programs when the cache grows."""
 _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
 _ENLARGE = "Enlarge it (docker run --shm-size=8g; or mount -o remount,size=8g /dev/shm), or leave the cache out."
 _SLOTS = 512
-_SLOT_WORDS = 8  # a cache line, so that processes do not pull each other's counters out of their caches
+_SLOT_WORDS = 8  # a cache line, to avoid false sharing between the counters of processes
 _HITS, _MISSES = range(2)
 _ALIGN = 64
 _HEAD = struct.Struct("=12sI")  # dtype, number of dimensions; the shape follows, 8 bytes each
@@ -60,38 +60,37 @@ class CacheStats:
     hits: int
     """Reads that found their sample."""
     misses: int
-    """Reads that did not."""
+    """Reads that did not find their sample."""
     entries: int
     """Samples held."""
     stored_bytes: int
-    """Memory in use by samples, their 64-byte heads and rounding included."""
+    """Bytes in use by samples, including 64-byte heads and rounding."""
     limit_bytes: int
-    """The bound on ``stored_bytes``."""
+    """Limit of ``stored_bytes``."""
     full: bool
-    """True if a sample has been turned away for lack of space."""
+    """True if a sample was refused for lack of space."""
 
 
 class SampleCache:
     """Arrays by index, in one buffer for all processes and threads of this node that open the same name.
 
-    Filling is best effort: where there is no more room, :meth:`put` says so and nothing else happens. Memory is taken
-    as samples come, never beyond the limit, which is cut down, with a warning, where the file system or memory has
-    less. The file disappears with its last user. What a killed run leaves behind is removed when the next cache is
-    opened.
+    Filling is best effort: if there is no space, :meth:`put` returns False and nothing else happens. Memory is taken as
+    samples are stored, never beyond the limit, which is reduced, with a warning, to the free space and memory. The last
+    user removes the file. Leftovers of killed runs are removed when the next cache is opened.
 
-    Pickled, it is the name that travels: the other process attaches to the same buffer.
+    Pickling sends only the name: the other process attaches to the same buffer.
 
     Args:
         size: samples in the dataset.
-        limit_bytes: bound on the space for samples. That of the first user holds for all.
-        kind: what is kept, ``"bytes"`` as read or arrays as ``"decoded"``. Users of one name must agree.
-        name: what the processes that share agree on, of letters, digits, ``.``, ``_`` and ``-``.
-        directory: where the file lies; a tmpfs is memory, a local disk is page cache and disk.
-        memory_left: gives the bytes of memory that can still be taken, or None; asked when the cache grows. Leave it
-            out where ``directory`` is not memory. Must be picklable for workers that are not forked.
+        limit_bytes: limit of the space for samples. The first user's limit holds for all.
+        kind: content, ``"bytes"`` as read or arrays as ``"decoded"``. Must be equal for all users of one name.
+        name: shared by the processes that use the cache; letters, digits, ``.``, ``_`` and ``-``.
+        directory: folder of the file; a tmpfs is memory, a local disk is page cache and disk.
+        memory_left: returns the free memory in bytes, or None; called when the cache grows. Leave it out if
+            ``directory`` is not memory. Must be picklable for workers that are not forked.
 
     Raises:
-        ArchiveError: when the file cannot be opened, belongs to other data, or has no room for its index.
+        ArchiveError: if the file cannot be opened, belongs to other data, or has no space for its index.
 
     Example:
         >>> cache = SampleCache(100, 1 << 20, kind="bytes", name="example")
@@ -128,11 +127,11 @@ class SampleCache:
 
     @property
     def growth_bytes(self) -> int:
-        """Memory that the cache may still take, which plans for other uses of memory have to leave alone."""
+        """Bytes that the cache may still take; plans for other uses of memory must leave them free."""
         return self._file.words[_LIMIT] - self._file.words[_NEXT]
 
     def get(self, index: int) -> npt.NDArray[Any] | None:
-        """The sample, as a read-only view on the shared memory, or None where it is not held."""
+        """Return the sample as a read-only view of the shared memory; None if it is not held."""
         offset = self._index[index]
         self._count(_HITS if offset else _MISSES)
         if not offset:
@@ -145,17 +144,17 @@ class SampleCache:
         return found
 
     def holds(self, index: int) -> bool:
-        """True if the sample is held, without counting."""
+        """True if the sample is held; not counted as a read."""
         return bool(self._index[index])
 
     def put(self, index: int, array: npt.NDArray[Any]) -> bool:
-        """Keep a copy of the sample. What is held already stays as it is.
+        """Store a copy of the sample. A sample already held stays as it is.
 
         Returns:
-            Whether the cache holds the sample now; False where there is no room for it.
+            True if the cache now holds the sample; False if there is no space for it.
 
         Raises:
-            ArchiveError: for an array whose elements are Python objects or records, which cannot be shared.
+            ArchiveError: for an array of Python objects or records, which cannot be shared.
         """
         dtype = array.dtype.str.encode()
         if array.dtype.hasobject or array.dtype.names is not None or len(dtype) > 12:
@@ -183,7 +182,7 @@ class SampleCache:
         return True
 
     def stats(self) -> CacheStats:
-        """The figures of all processes of this node that use the cache."""
+        """Return the figures over all processes of this node that use the cache."""
         counters = np.frombuffer(self._slots, dtype=np.int64).reshape(_SLOTS, _SLOT_WORDS).sum(axis=0)
         words = self._file.words
         return CacheStats(
@@ -196,7 +195,7 @@ class SampleCache:
         )
 
     def close(self) -> None:
-        """Give up the name; memory is free when nobody has the cache, or an array from it, any more."""
+        """Release the name; the memory is freed when no process uses the cache, or an array from it, any more."""
         self._file.close()
 
     def __reduce__(self) -> tuple[Callable[[], "SampleCache"], tuple[()]]:
@@ -207,13 +206,13 @@ class SampleCache:
 
     def _publish(self, index: int, start: int, space: int) -> None:
         words = self._file.words
-        # The lock comes between the sample and its offset also for its order of memory: see _CacheFile.locked.
+        # The lock between writing the sample and its offset also orders memory: see _CacheFile.locked.
         with self._file.locked():
             if not self._index[index]:
                 words[_ENTRIES] += 1
                 words[_STORED] += space
                 self._index[index] = self._file.data_start + start
-            elif words[_NEXT] == start + space:  # somebody else was faster
+            elif words[_NEXT] == start + space:  # another process was faster
                 words[_NEXT] = start
 
     def _refuse(self, problem: "_NoRoomError") -> None:
@@ -231,7 +230,7 @@ class SampleCache:
             )
 
     def _count(self, what: int) -> None:
-        # Processes of one run have numbers that lie near each other, so each has counters of its own.
+        # The processes of a run have consecutive ids, so each gets its own counters.
         with system.process_lock:
             self._slots[os.getpid() % _SLOTS * _SLOT_WORDS + what] += 1
 
@@ -241,7 +240,7 @@ def _head_bytes(ndim: int) -> int:
 
 
 class _NoRoomError(Exception):
-    """The reason why a cache can take no further sample."""
+    """Reason that a cache can take no further sample."""
 
 
 # --- the file behind a cache ------------------------------------------------------------------------------------------
@@ -250,14 +249,14 @@ class _NoRoomError(Exception):
 class _CacheFile:
     """A mapped file: one page of header words, a table, and data space that is filled from its start.
 
-    A plain file in /dev/shm, not ``multiprocessing.shared_memory``: before Python 3.13 the resource tracker of any
-    process that only attached to such a block unlinks it when that process ends. Data is read through the mapping and
-    written with ``pwrite``. Writing through the mapping into a full tmpfs would end the process with SIGBUS; this way
-    it is the error of one call, and without page faults it costs half.
+    A plain file in /dev/shm, not ``multiprocessing.shared_memory``: before Python 3.13, the resource tracker of a
+    process that only attached to a block unlinks it when that process ends. Data is read through the mapping and
+    written with ``pwrite``: writing through the mapping into a full tmpfs would end the process with SIGBUS, while
+    ``pwrite`` raises an error, and costs half because there are no page faults.
 
-    Writers exclude each other by a POSIX byte lock. It belongs to the process, so it holds between a process and its
-    forked children too, and it is dropped when a writer is killed. It is dropped, too, as soon as the process closes
-    any descriptor of the file: :func:`_open_cache_file` gives one object for each file of a process.
+    Writers exclude each other by a POSIX byte lock. The lock belongs to a process, so it also excludes forked children,
+    and the kernel drops it when a writer is killed. The kernel also drops it when the process closes any descriptor of
+    the file, so :func:`_open_cache_file` makes only one object per file and process.
 
     Attributes:
         words: the header as 64-bit integers, shared.
@@ -284,12 +283,12 @@ class _CacheFile:
         self.buffer = memoryview(self._map)
         self.readonly = self.buffer.toreadonly()
         self.words = self.buffer[:_PAGE].cast("q")
-        # At exit a negative priority comes after the daemonic workers of this process have been ended. Runs in
-        # processes that multiprocessing started, too, and never in one that was forked from the one that opened.
+        # A negative exit priority runs after this process's daemonic workers have ended. It also runs in processes
+        # started by multiprocessing, but never in a fork of the process that opened the file.
         self._finalizer = Finalize(self, self.file.give_up, exitpriority=-10)
 
     def close(self) -> None:
-        """Give up the file; its last user removes it. Whoever still has this object can use it on alone."""
+        """Release the file; its last user removes it. Existing references to this object stay usable."""
         with system.process_lock:
             if _open_files.get(str(self.path)) is self:
                 del _open_files[str(self.path)]
@@ -299,8 +298,8 @@ class _CacheFile:
     def locked(self) -> Iterator[None]:
         """Exclude every other process and thread that takes this lock.
 
-        The system call orders memory as well: what was written before it is seen by whoever sees what is written after
-        it, on processors that would otherwise reorder two stores.
+        The system call also orders memory: a reader that sees a write made after it sees all writes made before it,
+        even on processors that reorder stores.
         """
         with system.process_lock:
             fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, 0)
@@ -313,7 +312,7 @@ class _CacheFile:
         """Reserve the next ``space`` bytes of the data space, and return their start. Call it under :meth:`locked`.
 
         Raises:
-            _NoRoomError: when they would exceed the limit, or the memory left.
+            _NoRoomError: if they would exceed the limit or the free memory.
         """
         start = self.words[_NEXT]
         end = start + space
@@ -331,7 +330,7 @@ class _CacheFile:
         """Write bytes into reserved space.
 
         Raises:
-            _NoRoomError: when the file system is full; then no more can be reserved.
+            _NoRoomError: if the file system is full; no more can be reserved then.
         """
         offset = self.data_start + start
         try:
@@ -346,16 +345,16 @@ class _CacheFile:
             raise _NoRoomError(f"{self.path.parent} is full") from error
 
     def check_identity(self, identity: tuple[int, ...], words: memoryview) -> None:
-        """Refuse a cache of other data, or of another version of this package."""
+        """Refuse a cache of other data, or from another version of this package."""
         theirs = (words[_MAGIC], *words[_IDENTITY : _IDENTITY + len(identity)])
         if theirs != (_VERSION, *identity):
             raise ArchiveError(
                 f"The cache {self.path} is in use for other data, or by another version of this package: version, kind "
-                f"and size are {theirs} and should be {(_VERSION, *identity)}. Give it another name."
+                f"and size are {theirs} and should be {(_VERSION, *identity)}. Use another name."
             )
 
     def _prepare(self, identity: tuple[int, ...], limit_bytes: int) -> None:
-        """Initialise the file where it is new, or was left half-made; else see that it is the same cache."""
+        """Initialise a file that is new or incomplete; else check that it is the same cache."""
         header = bytearray(os.pread(self._fd, _PAGE, 0).ljust(_PAGE, b"\0"))
         words = memoryview(header).cast("q")
         if words[_MAGIC]:
@@ -375,11 +374,11 @@ class _CacheFile:
         words[_IDENTITY : _IDENTITY + len(identity)] = array("q", identity)
         words[_LIMIT] = limit
         os.pwrite(self._fd, header, 0)
-        words[_MAGIC] = _VERSION  # last: a maker that is killed before leaves a file that the next one makes again
+        words[_MAGIC] = _VERSION  # last: after a kill before this, the next process initialises the file again
         os.pwrite(self._fd, header[:8], 0)
 
     def _possible(self, limit_bytes: int) -> int:
-        """The limit that memory and the file system allow."""
+        """Return the limit that memory and the file system allow."""
         found = os.statvfs(self.path.parent)
         room = found.f_bavail * found.f_frsize
         lack = f"{self.path.parent} has {room >> 20} MiB free. {_ENLARGE}"
@@ -393,16 +392,16 @@ class _CacheFile:
 
 
 def _open_cache_file(path: Path, identity: tuple[int, ...], *given: Any) -> _CacheFile:
-    """Attach to the file, or make it; leftovers of dead processes beside it are removed.
+    """Attach to the file, or make it. Remove leftovers of dead processes beside it.
 
     Args:
         path: the file.
-        identity: what must agree between all users, up to 7 integers.
-        *given: the size of the table after the header, which is zeroed; that of the data space, of which the first
-            user's holds for all; and how much memory can still be taken, asked as the file is filled.
+        identity: values that must be equal for all users, up to 7 integers.
+        *given: bytes of the zeroed table after the header; bytes of the data space (the first user's hold for all); and
+            the function that returns the free memory, called as the file is filled.
 
     Raises:
-        ArchiveError: when the file is another user's, of other data, or has no room for its table.
+        ArchiveError: if the file is another user's, of other data, or has no space for its table.
     """
     with system.process_lock:
         known = _open_files.get(str(path))

@@ -1,4 +1,4 @@
-"""The splits of a folder or a pack, and their samples."""
+"""Splits of a folder or a pack, and their samples."""
 
 import os
 from collections.abc import Iterable
@@ -22,18 +22,18 @@ from lightning_feed.storage.remote import RemotePlace
 from lightning_feed.storage.remote_folder import RemoteSamples, RemoteSource, list_files
 
 _FOLDERS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
-"""Names of the folders of each split."""
+"""Folder names of each split."""
 
 
 SPLITS = tuple(_FOLDERS)
 
 
 class Root:
-    """A folder of class folders, or of folders of splits with class folders in them, on this machine or at a URL.
+    """Folder of class folders, or of split folders with class folders, on this machine or at a URL.
 
     Args:
         place: the folder.
-        fresh: list a remote place now.
+        fresh: True to list a remote place now.
     """
 
     def __init__(self, place: Path | RemotePlace, *, fresh: bool = False) -> None:
@@ -43,17 +43,16 @@ class Root:
 
     @property
     def is_pack(self) -> bool:
-        """True if it is a pack."""
+        """True if the folder is a pack."""
         if self._listing is not None:
             return self._listing.find(MANIFEST) is not None
         return is_pack(str(self.place))
 
     def source(self, split: str) -> FolderSource | None:
-        """The images of a split, or of a root without splits; None where there is no such split.
+        """Return the images of a split, or of a root without splits; None if the split does not exist.
 
         Raises:
-            DatasetError: when there is nothing to read, or when several folders mean that split, of which one would be
-                left out in silence.
+            DatasetError: if there are no images, or several folders mean the same split.
         """
         if not self.has_splits:
             return self._read("")
@@ -80,14 +79,14 @@ class Root:
 
 @dataclass(frozen=True)
 class Splits:
-    """The splits of a root: its folders ``train``, ``val`` and ``test``, or a random share of its class folders.
+    """Splits of a root: its folders ``train``, ``val`` and ``test``, or a random share of its class folders.
 
     Args:
-        val_fraction: share of the samples for ``"val"`` where there are no split folders; 0 for none.
-        seed: decides which ones.
+        val_fraction: share of the samples for ``"val"`` if there are no split folders; 0 for none.
+        seed: seed of the random choice.
 
     Raises:
-        SettingsError: when the fraction is not in [0, 1).
+        SettingsError: if the fraction is not in [0, 1).
     """
 
     val_fraction: float = 0.1
@@ -96,14 +95,14 @@ class Splits:
     def __post_init__(self) -> None:
         value = self.val_fraction
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-            raise SettingsError(f"val_fraction={value!r} is not possible. Give a share from 0 to below 1.")
+            raise SettingsError(f"val_fraction={value!r} is not possible. Use a share from 0 to below 1.")
 
     def source(self, root: Path | RemotePlace, split: str) -> SampleSource | None:
-        """The samples of ``split`` under ``root``; None where there is no such split.
+        """Return the samples of ``split`` under ``root``; None if the split does not exist.
 
         Raises:
-            DatasetError: when there is nothing to read there.
-            ArchiveError: when a pack cannot be trusted.
+            DatasetError: if there are no samples.
+            ArchiveError: if a pack cannot be trusted.
         """
         if split not in _FOLDERS:
             return None
@@ -116,7 +115,7 @@ class Splits:
         return self._packed(root, split)
 
     def classes(self, root: Path | RemotePlace) -> tuple[str, ...]:
-        """Names of the labels, sorted."""
+        """Return the label names, sorted."""
         source = self.source(root, "train")
         return source.classes if source is not None else ()
 
@@ -131,7 +130,7 @@ class Splits:
     def _share(self, source: SampleSource, split: str) -> SampleSource | None:
         if split == "test":
             return None
-        # RandomState, since its stream is frozen (NEP 19): another NumPy must not move samples from val to train.
+        # RandomState, whose stream is frozen (NEP 19): a new NumPy must not move samples from val to train.
         order = np.random.RandomState(self.seed).permutation(len(source))
         validation = round(len(source) * self.val_fraction)
         chosen = order[validation:] if split == "train" else order[:validation]
@@ -139,7 +138,7 @@ class Splits:
 
 
 class Chosen:
-    """Some of the samples of a source, by their numbers."""
+    """Some samples of a source, chosen by number."""
 
     def __init__(self, source: SampleSource, chosen: npt.NDArray[np.int64]) -> None:
         self.source = source
@@ -151,20 +150,20 @@ class Chosen:
         return len(self.chosen)
 
     def read(self, index: int) -> Encoded:
-        """The bytes of sample ``index`` of those chosen."""
+        """Return the bytes of the chosen sample ``index``."""
         return self.source.read(int(self.chosen[index]))
 
     def remote_reads(self) -> RemoteSamples | None:
-        """The samples as they are read from a remote place; None where they are on this machine."""
+        """Reader of the remote samples; None if the samples are on this machine."""
         find = getattr(self.source, "remote_reads", None)
         found: RemoteSamples | None = find() if find is not None else None
         return None if found is None else RemoteSamples(found.reads, self.chosen)
 
     def expect(self, indices: Iterable[int]) -> object:
-        """Begin to read samples that will be asked for next, where they are remote; gives what holds them."""
+        """Start to read the next samples if they are remote. Return an object that holds the reads."""
         found = self.remote_reads()
         return None if found is None else found.reads.expect(self.chosen[list(indices)].tolist())
 
     def name(self, index: int) -> str:
-        """The path of sample ``index`` of those chosen."""
+        """Return the path of the chosen sample ``index``."""
         return self.source.name(int(self.chosen[index]))

@@ -1,4 +1,4 @@
-"""A copy made equal to a folder, a file or a URL: both listed, compared by size and time, what differs copied."""
+"""Makes a copy equal to a folder, a file or a URL: lists both, compares sizes and times, and copies the differences."""
 
 import errno
 import os
@@ -23,39 +23,39 @@ from lightning_feed.storage.system import owner_of, progress_bar
 _CHUNK_BYTES = 1 << 20
 _PART_BYTES = 16 << 20
 _PARTS = 4
-"""Of one remote file at the same time."""
+"""Concurrent part requests of one remote file."""
 
 
 class FileStamp(NamedTuple):
-    """Size and time of change of a file."""
+    """Size and modification time of a file."""
 
     size: int
-    """Bytes; -1 for what is no regular file."""
+    """Bytes; -1 if it is not a regular file."""
     mtime_ns: int
 
     @classmethod
     def of(cls, status: os.stat_result) -> "FileStamp":
-        """The stamp of a file whose status was read."""
+        """Make the stamp from a file's status."""
         return cls(status.st_size if stat.S_ISREG(status.st_mode) else -1, status.st_mtime_ns)
 
 
 Tree: TypeAlias = dict[str, FileStamp | None]
-"""A file, or all files and folders (None) below a folder, by path below it; each folder before what is in it. The path
-of the root is ``""``."""
+"""A file, or all files and folders (None) below a folder, by relative path, each folder before its contents. The root
+is ``""``."""
 
 
 # --- sources ----------------------------------------------------------------------------------------------------------
 
 
 class LocalOrigin:
-    """A folder or a file of this machine.
+    """A folder or a file on this machine.
 
     Args:
         root: its absolute path.
-        target: where the copy goes.
+        target: path of the copy.
 
     Raises:
-        ArchiveError: when one lies in the other.
+        ArchiveError: if one is inside the other.
     """
 
     threads = 4
@@ -68,11 +68,11 @@ class LocalOrigin:
             raise overlap_error(root, target)
 
     def scan(self) -> Tree:
-        """Sizes and times of all files; links are followed.
+        """Return sizes and times of all files, following links.
 
         Raises:
-            ArchiveError: when there is nothing or it cannot be read, when links go round in a circle or lead nowhere or
-                into the copy, and for what is neither file nor folder.
+            ArchiveError: if there are no files or they cannot be read; if links form a cycle, are broken, or lead into
+                the copy; or for an entry that is neither file nor folder.
         """
         tree: Tree = {}
         for name, status, linked in _listed(self.root, follow=True):
@@ -85,14 +85,14 @@ class LocalOrigin:
             if stamp is not None and stamp.size < 0:
                 raise ArchiveError(f"{path} is neither a file nor a folder. Move it away.")
         if not any(tree.values()):
-            raise ArchiveError(f"There are no files in {self.root}. Give the folder that has them.")
+            raise ArchiveError(f"There are no files in {self.root}. Choose the folder that has them.")
         return tree
 
     def fetch(self, name: str, stamp: FileStamp, part: Path, advance: Callable[[int], None]) -> None:
         """Copy a file to ``part``.
 
         Raises:
-            OSError: when it cannot be read or written, or is not what was listed any more.
+            OSError: if it cannot be read or written, or has changed since the listing.
         """
         with open_file(below(self.root, name)) as source, part.open("wb") as copy:
             while chunk := source.read(_CHUNK_BYTES):
@@ -105,21 +105,21 @@ class LocalOrigin:
 
 
 class RemoteOrigin:
-    """A remote place; the modification time of its files stands for their version."""
+    """A remote place. The modification time of its files encodes their version."""
 
     threads = 32
-    """Each waits for the network most of the time."""
+    """Many, because each waits for the network most of the time."""
 
     def __init__(self, place: RemotePlace) -> None:
         if place.url.startswith(("file:", "local:")):
-            raise ArchiveError(f"{place} lies on this machine. Give its path instead of the URL.")
+            raise ArchiveError(f"{place} is on this machine. Use its path instead of the URL.")
         self.root, self._place = str(place), place
 
     def scan(self) -> Tree:
-        """Sizes and versions of all files, listed now.
+        """Return sizes and versions of all files, listed now.
 
         Raises:
-            ArchiveError: when they cannot be listed, or the server sends no sizes.
+            ArchiveError: if they cannot be listed, or the server sends no sizes.
         """
         listing = list_files(self._place, fresh=True)
         files, folders = dict[str, FileStamp | None](), dict[str, FileStamp | None]()
@@ -134,10 +134,10 @@ class RemoteOrigin:
         return folders | files
 
     def fetch(self, name: str, stamp: FileStamp, part: Path, advance: Callable[[int], None]) -> None:
-        """Bring a file to ``part``.
+        """Download a file to ``part``.
 
         Raises:
-            ArchiveError: when it cannot be read, or is not what was listed.
+            ArchiveError: if it cannot be read, or differs from the listing.
         """
         connection, url = self._place.connection(), self._place.url_of(name)
         large = stamp.size > _PART_BYTES
@@ -157,17 +157,17 @@ class RemoteOrigin:
         finally:
             for one in reading:
                 one.cancel()
-        # Not compared with the listing: some servers list a time with its milliseconds, and send it without.
+        # Not compared with the listing: some servers send milliseconds only in listings.
         if large and stamp_of(before) != stamp_of(connection.submit(connection.call("info", name)).result()):
             raise GoneError(f"{url} was replaced while it was copied. Stage it again.")
 
 
 def _listed(root: str, *, follow: bool) -> Iterator[tuple[str, os.stat_result, bool]]:
-    """(path below the root, status, whether it is a link) of all there is, folders before what is in them."""
+    """Yield (path below the root, status, True for a link) of all entries, folders before their contents."""
     try:
         status = os.stat(root, follow_symlinks=follow)  # noqa: PTH116 - a million times, Path objects cost too much
     except OSError as error:
-        raise ArchiveError(f"{root} cannot be staged: {error.strerror}. Give a folder or a file.") from error
+        raise ArchiveError(f"{root} cannot be staged: {error.strerror}. Choose a folder or a file.") from error
     if not stat.S_ISDIR(status.st_mode):
         yield "", status, False
         return
@@ -180,23 +180,23 @@ def _listed(root: str, *, follow: bool) -> Iterator[tuple[str, os.stat_result, b
                 found = entry.stat(follow_symlinks=follow)
             except OSError as error:
                 if not os.path.lexists(entry.path):
-                    continue  # gone in the meantime
+                    continue  # removed in the meantime
                 nowhere = " (a symbolic link that leads nowhere)" if entry.is_symlink() else ""
                 raise ArchiveError(f"{entry.path} cannot be read: {error.strerror}{nowhere}. Remove it.") from error
             yield below(folder, entry.name), found, entry.is_symlink()
 
 
 def is_same(one: str | Path, other: str | Path) -> bool:
-    """True if two paths lead to one file or folder; the first is no link."""
+    """True if two paths lead to one file or folder, and the first is not a link."""
     with suppress(OSError):
         return not os.path.islink(one) and os.path.samefile(one, other)  # noqa: PTH114, PTH121
     return False
 
 
 def overlap_error(source: str, target: Path) -> ArchiveError:
-    """The refusal of a copy that would be written into its source, or whose removal would take its source along."""
+    """Return the error for a copy that would be written into its source, or whose removal would remove the source."""
     return ArchiveError(
-        f"{source} cannot be staged to {target}: one lies in the other, perhaps by a link. Give a DEST elsewhere, in "
+        f"{source} cannot be staged to {target}: one is inside the other, perhaps by a link. Choose another DEST, in "
         "memory (/dev/shm/<user>) or on a local disk."
     )
 
@@ -205,17 +205,16 @@ def overlap_error(source: str, target: Path) -> ArchiveError:
 
 
 class Mirror:
-    """A copy that is to equal its source.
+    """Makes a copy equal to its source.
 
     Args:
-        source: what is copied.
+        source: origin of the copy.
         target: path of the copy.
-        parts: a folder on the same file system, for files that are not yet whole.
+        parts: a folder on the same file system, for incomplete files.
 
     Attributes:
-        to_copy: files that the copy lacks, or has in another version, with the stamp of the source.
-        to_remove: files and folders of the copy that the source does not have, or has in another version, each after
-            what is in it.
+        to_copy: files that are missing in the copy or differ from the source, with the source's stamps.
+        to_remove: files and folders of the copy that are missing in the source or differ, each after its contents.
     """
 
     def __init__(self, source: LocalOrigin | RemoteOrigin, target: Path, parts: Path) -> None:
@@ -225,17 +224,17 @@ class Mirror:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each file of the source."""
+        """Size in bytes of each file of the source."""
         return [stamp.size for stamp in self._wanted.values() if stamp is not None]
 
     def compare(self, *, force: bool) -> None:
-        """List both, and compare sizes and times.
+        """List both sides, and compare sizes and times.
 
         Args:
-            force: remove and copy everything.
+            force: True to remove and copy everything.
 
         Raises:
-            ArchiveError: when one of them cannot be listed.
+            ArchiveError: if one of them cannot be listed.
         """
         self._wanted, self._there = wanted, there = self._source.scan(), scan_copy(self._target)
         self.to_remove = [
@@ -247,7 +246,7 @@ class Mirror:
 
     def check_room(self) -> None:
         """Refuse a copy that does not fit."""
-        shutil.rmtree(self._parts, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(self._parts, ignore_errors=True)  # left by a killed process
         folder = str(Path(self._target).parent)
         block = os.statvfs(folder).f_frsize
 
@@ -258,11 +257,11 @@ class Mirror:
         check_room(new_bytes, len(self._wanted) - len(self.sizes) + len(self.to_copy) - len(self.to_remove), folder)
 
     def apply(self) -> None:
-        """Remove what is to go, and copy each file to a part that is renamed when it is whole.
+        """Remove outdated files, and copy each file to a part that is renamed once complete.
 
         Raises:
-            ArchiveError: when a file cannot be read or changes meanwhile, or the target is full, cannot be written, or
-                another user's.
+            ArchiveError: if a file cannot be read or changes meanwhile, or the target is full, not writable, or another
+                user's.
         """
         remove_all(self._target, self.to_remove)
         self._parts.mkdir(mode=0o700, exist_ok=True)
@@ -270,7 +269,7 @@ class Mirror:
             with suppress(FileExistsError):
                 os.mkdir(below(self._target, name), 0o700)  # noqa: PTH102
             if not name:
-                check_owner(self._target)  # another user may have been first
+                check_owner(self._target)  # another user may have made it first
         largest_first = iter(sorted(self.to_copy, key=lambda name: -self.to_copy[name].size))
         bar = progress_bar(f"Staging {Path(self._target).name}", sum(stamp.size for stamp in self.to_copy.values()))
         stop = threading.Event()
@@ -281,12 +280,12 @@ class Mirror:
                 raise InterruptedError(errno.EINTR, "another file could not be copied")
 
         def drain() -> None:
-            for name in largest_first:  # one iterator for all threads
+            for name in largest_first:  # one iterator shared by all threads
                 if stop.is_set():
                     return
                 self._copy_file(name, advance)
 
-        with bar, ThreadPoolExecutor(self._source.threads) as pool:  # which waits for its threads
+        with bar, ThreadPoolExecutor(self._source.threads) as pool:  # waits for its threads at the end
             try:
                 running = [pool.submit(drain) for _ in range(self._source.threads)]
                 for future in wait(running, return_when=FIRST_EXCEPTION).done:
@@ -298,7 +297,7 @@ class Mirror:
         part, stamp = self._parts / str(threading.get_ident()), self.to_copy[name]
         try:
             self._source.fetch(name, stamp, part, advance)
-            part.chmod(part.stat().st_mode & 0o700)  # nobody else may do anything with the copy
+            part.chmod(part.stat().st_mode & 0o700)  # only this user may access the copy
             os.utime(part, ns=(stamp.mtime_ns, stamp.mtime_ns))
             part.replace(below(self._target, name))
         except ArchiveError:
@@ -308,13 +307,13 @@ class Mirror:
             todo = "Make room: something else writes there too" if full else "Make it readable, or move it away"
             raise ArchiveError(
                 f"{below(self._source.root, name)} could not be copied to {self._target}: {error.strerror}. {todo}, "
-                "and run it again: files that are copied are whole, and stay."
+                "and run it again: files copied so far are whole, and stay."
             ) from error
         finally:
             part.unlink(missing_ok=True)  # at once: a full /dev/shm kills loaders
 
     def finish(self) -> None:
-        """Tidy up, and keep the copy from other users, which an earlier version did not."""
+        """Remove the parts, and close the copy to other users (an earlier version left it open)."""
         shutil.rmtree(self._parts, ignore_errors=True)
         mode = os.stat(self._target).st_mode  # noqa: PTH116
         if mode & 0o077:  # else its ctime would change each time
@@ -322,7 +321,7 @@ class Mirror:
 
 
 def scan_copy(target: str) -> Tree:
-    """Sizes and times of all files of a copy, links not followed. Where there is nothing, the tree is empty."""
+    """Return sizes and times of all files of a copy, not following links. Empty if there is no copy."""
     if not os.path.lexists(target):
         return {}
     return {name: _stamp(status) for name, status, _ in _listed(target, follow=False)}
@@ -333,7 +332,7 @@ def _stamp(status: os.stat_result) -> FileStamp | None:
 
 
 def remove_all(target: str, names: list[str]) -> None:
-    """Remove files and empty folders of a copy; those that are gone already are gone."""
+    """Remove files and empty folders of a copy; missing ones are ignored."""
     for name in names:
         path = below(target, name)
         with suppress(FileNotFoundError):
@@ -344,6 +343,6 @@ def remove_all(target: str, names: list[str]) -> None:
 
 
 def check_owner(target: str | os.PathLike[str]) -> None:
-    """Refuse to write into what another user made."""
+    """Refuse to write into another user's file or folder."""
     if owner_of(target) not in (None, os.geteuid()):
-        raise ArchiveError(f"{target} belongs to another user. Give a folder of your own: /dev/shm/<user>.")
+        raise ArchiveError(f"{target} belongs to another user. Use a folder of your own: /dev/shm/<user>.")

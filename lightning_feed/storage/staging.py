@@ -1,4 +1,4 @@
-"""Staging: a folder or a file, copied to memory or a local disk once per node, kept up to date, and removed."""
+"""Staging: a folder or a file is copied to memory or a local disk once per node, kept up to date, and removed."""
 
 import errno
 import logging
@@ -38,31 +38,31 @@ from lightning_feed.storage.system import (
 logger = logging.getLogger(__name__)
 
 _SAY_AFTER_S = 1.0
-"""A wait that is over sooner, for a process that finds the copy up to date, is not worth a line."""
+"""Seconds of waiting before it is logged: finding an up-to-date copy takes less."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """A complete copy, and what it took."""
+    """A complete copy, and the work done by this call."""
 
     source: Path | str
-    """As it was given: a path made absolute, or a URL."""
+    """The source: an absolute path, or the URL."""
     path: Path
-    """The copy: a folder or a file, as the source is."""
+    """The copy: a folder or a file, like the source."""
     files: int
     """Files in the copy."""
     total_bytes: int
     """Bytes in the copy."""
     copied_files: int
-    """Files that this call copied. 0: the copy was up to date, or another process made it while this one waited."""
+    """Files copied by this call; 0 if the copy was up to date, or another process made it meanwhile."""
     copied_bytes: int
     removed: int
-    """Files and folders that the source no longer has."""
+    """Files and folders removed because the source no longer has them."""
     took_s: float
     in_memory: bool
-    """The copy lies in memory: a tmpfs or a RAM disk."""
+    """True if the copy is in memory: a tmpfs or a RAM disk."""
     caveats: tuple[str, ...]
-    """Things to know of a copy there, one sentence each."""
+    """Warnings about a copy there, one sentence each."""
 
 
 def stage(  # noqa: PLR0913 - all but two are by name, and have a default
@@ -75,26 +75,26 @@ def stage(  # noqa: PLR0913 - all but two are by name, and have a default
     wait_s: float | None = None,
     storage_options: Mapping[str, object] | None = None,
 ) -> Staged:
-    """Copy ``source`` to ``dest/<name of source>``, or bring the copy there up to date.
+    """Copy ``source`` to ``dest/<name of source>``, or update the copy there.
 
-    Every process of a node may call it: one copies, the others wait and get the same copy. Each file is whole or not
-    there; a copy that was broken off is completed file by file. Files are compared by size and time of change. Until
-    this process ends, nobody removes the copy.
+    Every process of a node may call it: one copies, the others wait and use the same copy. Each file is either whole or
+    missing; an interrupted copy is completed file by file. Files are compared by size and modification time. No process
+    removes the copy until this process ends.
 
     Args:
-        source: a folder or a file. Symbolic links in it are followed. Or the URL of one, for fsspec.
-        dest: a folder in memory or on a local disk, for example ``/dev/shm/<user>``; made when only it is missing.
-            Only this user can open the copy.
-        hash: refused: sizes and times of change are compared.
-        force: remove what lies there, whatever it is, and copy everything.
-        remove_at_exit: remove the copy when the last process that uses it ends, unless it was there before. A process
-            that is killed removes nothing.
-        wait_s: how long to wait for another process that copies. None waits as long as it takes.
-        storage_options: for a URL, those of fsspec.
+        source: a folder or a file, whose symbolic links are followed; or its URL, for fsspec.
+        dest: a folder in memory or on a local disk, for example ``/dev/shm/<user>``; made if its parent exists. Only
+            this user can open the copy.
+        hash: no longer supported: sizes and modification times are compared.
+        force: True to remove anything at the target, and copy everything.
+        remove_at_exit: True to remove the copy when the last process that uses it ends, unless it existed before. A
+            killed process removes nothing.
+        wait_s: time limit for waiting for another process that copies; None for no limit.
+        storage_options: options of fsspec for a URL.
 
     Raises:
-        ArchiveError: when there is no room (before a byte is written), when one of the two lies in the other, when a
-            file cannot be read or written or changes meanwhile, or when the wait is over.
+        ArchiveError: if there is no space (before a byte is written), if one of the two is inside the other, if a file
+            cannot be read or written or changes meanwhile, or if the wait times out.
         SettingsError: for ``hash=True``.
 
     Example:
@@ -111,10 +111,10 @@ def stage(  # noqa: PLR0913 - all but two are by name, and have a default
     found = place_of(os.fspath(source) if is_url(origin) else origin, storage_options)
     copied = RemoteOrigin(found) if isinstance(found, RemotePlace) else LocalOrigin(origin, place.target)
     mirror = Mirror(copied, place.target, place.parts)
-    with _as_archive_error(f"{dest} cannot be made", "Give another DEST"):
+    with _as_archive_error(f"{dest} cannot be made", "Choose another DEST"):
         place.target.parent.mkdir(mode=0o700, exist_ok=True)
     failed = f"{origin} was not staged to {place.target}"
-    with _as_archive_error(failed, "Give another DEST"), claimed(place, wait_s=wait_s):
+    with _as_archive_error(failed, "Choose another DEST"), claimed(place, wait_s=wait_s):
         record = _make(place, mirror, origin, since_s, force=force, remove_at_exit=remove_at_exit)
         place.write(record)
         hold(place)
@@ -138,7 +138,7 @@ def stage(  # noqa: PLR0913 - all but two are by name, and have a default
 
 @contextmanager
 def _as_archive_error(what: str, advice: str) -> Iterator[None]:
-    """Raise an ArchiveError instead of any OSError of the system."""
+    """Turn any OSError into an ArchiveError."""
     try:
         yield
     except ArchiveError:
@@ -150,7 +150,7 @@ def _as_archive_error(what: str, advice: str) -> Iterator[None]:
 def _make(
     place: "StagePlace", mirror: Mirror, origin: str, since_s: float, *, force: bool, remove_at_exit: bool
 ) -> "StageRecord":
-    """Copy what differs, unless another process did, or saw that nothing does, while this one waited."""
+    """Copy the differences, unless another process did or found none while this one waited."""
     found, owner = place.read(), owner_of(place.target)
     if found is not None and found.source == origin and (found.checked_s or 0.0) >= since_s:
         return replace(found, remove_at_exit=found.remove_at_exit and remove_at_exit)
@@ -166,7 +166,7 @@ def _make(
     )
     if mirror.to_copy or mirror.to_remove:
         mirror.check_room()
-        place.write(record)  # no longer complete, and ours
+        place.write(record)  # marks the copy as incomplete, and ours
         mirror.apply()
     mirror.finish()
     return replace(record, checked_s=time.time())
@@ -179,10 +179,10 @@ def _check_replaceable(place: "StagePlace", origin: str, found: "StageRecord | N
         if is_used(place):
             raise ArchiveError(f"{target} is used by another process. Wait for that to end, or leave force out.")
     elif owner_of(target) is not None and (found is None or found.source != origin):
-        what = f"a copy of {found.source}" if found else "no staged copy"
-        raise ArchiveError(f"{target} is {what}. Give another DEST, or force=True (--force) to remove it.")
+        what = f"a copy of {found.source}" if found else "not a staged copy"
+        raise ArchiveError(f"{target} is {what}. Choose another DEST, or force=True (--force) to remove it.")
     if found is not None and found.checked_s is None:
-        logger.info("Going on with the copy at %s, which was not completed by %s.", target, found.copied_by)
+        logger.info("Continuing the copy at %s, which was not completed by %s.", target, found.copied_by)
 
 
 # --- removal ----------------------------------------------------------------------------------------------------------
@@ -192,18 +192,18 @@ def unstage(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> boo
     """Remove the staged copy of ``source`` in ``dest``, complete or not.
 
     Args:
-        source: as it was given to :func:`stage`; it need not exist any more.
-        dest: as above.
+        source: the same argument as for :func:`stage`; it need not exist any more.
+        dest: the same argument as for :func:`stage`.
 
     Returns:
-        False when there is none.
+        False if there is none.
 
     Raises:
-        ArchiveError: when what lies there is no copy of ``source``, when it cannot be removed, or when a process uses
-            it or copies.
+        ArchiveError: if the target is not a copy of ``source``, cannot be removed, or is in use or being copied by
+            another process.
     """
     origin, place = find_place(source, dest)
-    with _as_archive_error(f"{place.target} cannot be removed", "Give a DEST of your own"):
+    with _as_archive_error(f"{place.target} cannot be removed", "Use a DEST of your own"):
         if not place.folder.exists():
             return False
         release(place)
@@ -213,7 +213,7 @@ def unstage(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> boo
 
 
 def _remove(place: "StagePlace", origin: str) -> None:
-    """Remove a copy and what was written beside it. Killed in the middle, it leaves a copy that is not complete."""
+    """Remove a copy and its record. A kill midway leaves an incomplete copy."""
     target, record = place.target, place.read()
     if record is None or record.source != origin:
         raise ArchiveError(f"{target} is not a staged copy of {origin}. Remove it yourself.")
@@ -222,7 +222,7 @@ def _remove(place: "StagePlace", origin: str) -> None:
     if is_used(place):
         raise ArchiveError(f"{target} is used by another process. Remove it when that has ended.")
     place.write(replace(record, remove_at_exit=True, checked_s=None))
-    if owner_of(target) == os.geteuid():  # removed by hand, it may have made room for another user's
+    if owner_of(target) == os.geteuid():  # after a removal by hand, another user's may be in its place
         remove_all(str(target), list(reversed(scan_copy(str(target)))))
     place.record.unlink()
 
@@ -232,25 +232,25 @@ def _remove(place: "StagePlace", origin: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class StageRecord:
-    """The record of a copy, kept beside it. No list of files: each has the size and time of its source."""
+    """Record of a copy, stored beside it. It lists no files: each has the size and time of its source."""
 
     source: str
     """Absolute path, or URL."""
     remove_at_exit: bool
-    """The copy goes with the last process that uses it."""
+    """True to remove the copy with the last process that uses it."""
     copied_by: str = "an earlier version"
-    """The process that copies or copied it, for people."""
+    """Description of the process that copies or copied it, for people."""
     files: int = 0
     total_bytes: int = 0
     checked_s: float | None = None
-    """Time of the last comparison with the source, in seconds since 1970; None while the copy is being made."""
+    """Time of the last comparison with the source, in seconds since 1970; None while the copy is incomplete."""
 
 
 class StagePlace:
-    """The paths of one staged copy. All but the copy itself lies in ``DEST/.NAME.staging``, which is its owner's alone.
+    """Paths of one staged copy. All but the copy itself are in ``DEST/.NAME.staging``, which only its owner can access.
 
     Args:
-        target: where the copy is, or will be.
+        target: path of the copy.
     """
 
     def __init__(self, target: Path) -> None:
@@ -262,7 +262,7 @@ class StagePlace:
         self.parts = self.folder / "parts"
 
     def read(self) -> StageRecord | None:
-        """The record of a copy, also of an earlier version; None when there is none, or another user's."""
+        """Read the record of a copy, also from an earlier version; None if it is missing, or another user's."""
         found = read_json(self.record)
         known = {field.name: found[field.name] for field in fields(StageRecord) if field.name in found}
         return StageRecord(**known) if "source" in known and "remove_at_exit" in known else None
@@ -273,9 +273,9 @@ class StagePlace:
 
 
 def find_place(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> tuple[str, StagePlace]:
-    """The absolute path, or the URL, of what is copied, and where the copy goes."""
+    """Return the absolute path, or the URL, of the source, and the place of its copy."""
     path = os.fspath(source)
-    # Not resolved: the copy has the name that was given. Of a URL, what stands in records and names has no secrets.
+    # Not resolved: the copy keeps the name that the user wrote. Of a URL, records and names contain no secrets.
     origin = without_secrets(path.rstrip("/")) if is_url(path) else os.path.abspath(path)  # noqa: PTH100
     name = os.path.basename(origin.removesuffix("?...").rstrip("/"))  # noqa: PTH119
     return origin, StagePlace(Path(os.path.realpath(dest), name))
@@ -283,19 +283,19 @@ def find_place(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> 
 
 @contextmanager
 def claimed(place: StagePlace, *, wait_s: float | None = None) -> Iterator[None]:
-    """Wait until no other process copies to this place, and keep them all out meanwhile.
+    """Wait until no other process copies to this place, and exclude them until the block ends.
 
-    The kernel drops the lock when its process ends, however it ends. A place without a record after the block is
-    removed, but for the copy itself.
+    The kernel drops the lock when its process ends in any way. If there is no record after the block, everything but
+    the copy itself is removed.
 
     Args:
-        place: where the copy goes; the folder beside it is made when it is not there.
-        wait_s: how long to wait, in seconds. None waits for as long as the other process lives.
+        place: place of the copy; the folder beside it is made if missing.
+        wait_s: time limit in seconds; None to wait as long as the other process lives.
 
     Raises:
-        ArchiveError: when another process still copies after ``wait_s``, or when the folder cannot be written.
+        ArchiveError: if another process still copies after ``wait_s``, or the folder cannot be written.
     """
-    lock = FileLock(place.lock, fallback_to_soft=False)  # a soft lock would outlive a process that is killed
+    lock = FileLock(place.lock, fallback_to_soft=False)  # a soft lock would outlive a killed process
     soon_s = _SAY_AFTER_S if wait_s is None else min(wait_s, _SAY_AFTER_S)
     held = _acquire(lock, place, soon_s)
     if not held and soon_s != wait_s:
@@ -310,7 +310,7 @@ def claimed(place: StagePlace, *, wait_s: float | None = None) -> Iterator[None]
         yield
     finally:
         if place.read() is None:
-            shutil.rmtree(place.folder, ignore_errors=True)  # one who waits may make a lock in it just now
+            shutil.rmtree(place.folder, ignore_errors=True)  # a waiting process may be making a lock in it
         lock.release()
 
 
@@ -323,9 +323,9 @@ def _acquire(lock: BaseFileLock, place: StagePlace, timeout_s: float) -> bool:
         except Timeout:
             return False
         except FileNotFoundError:
-            continue  # removed just now, with the copy: make it again
+            continue  # another process removed it with the copy: make it again
         except OSError as error:
-            raise ArchiveError(f"{place.lock} cannot be locked: {error.strerror}. Give another DEST.") from error
+            raise ArchiveError(f"{place.lock} cannot be locked: {error.strerror}. Choose another DEST.") from error
 
 
 def _owner(place: StagePlace) -> str:
@@ -337,38 +337,38 @@ def _make_private(folder: Path) -> None:
     try:
         make_private(folder)
     except OSError as error:
-        todo = "Give SRC a shorter name" if error.errno == errno.ENAMETOOLONG else "Give a folder of your own as DEST"
+        todo = "Choose a shorter SRC name" if error.errno == errno.ENAMETOOLONG else "Use a folder of your own as DEST"
         raise ArchiveError(f"{folder} cannot be made: {error.strerror}. {todo}.") from error
 
 
 _uses: dict[tuple[int, str], RefcountedFile] = {}
-"""By process and path of the copy: its file of users. Module state, because it is the process that uses copies."""
+"""Users file by process and path of the copy. Module state, because the process, not an object, uses a copy."""
 
 
 def hold(place: StagePlace) -> None:
-    """Use a copy until this process ends, so that nobody removes it before. Called while the place is claimed."""
+    """Use a copy until this process ends, so that no process removes it. Call while the place is claimed."""
     key = (os.getpid(), str(place.target))
     if key not in _uses:
         _uses[key] = open_refcounted(place.users)
-        # Below zero: after multiprocessing has ended its daemonic children, the workers that still read.
+        # Negative: after multiprocessing has ended its daemonic children, the workers that may still read.
         Finalize(None, leave, args=(place,), exitpriority=-10)
 
 
 def release(place: StagePlace) -> None:
-    """Use a copy no longer."""
+    """Stop using a copy."""
     if use := _uses.pop((os.getpid(), str(place.target)), None):
         use.give_up()
 
 
 def is_used(place: StagePlace) -> bool:
-    """True if another process uses the copy. Called while the place is claimed, and not used by this process."""
+    """True if another process uses the copy. Call while the place is claimed, and not used by this process."""
     return not open_refcounted(place.users).give_up()
 
 
 def leave(place: StagePlace) -> None:
-    """Use a copy no longer, and remove it if it may go and nobody else uses it."""
+    """Stop using a copy, and remove it if it may go and no other process uses it."""
     release(place)
     record = place.read()
     if record is not None and record.remove_at_exit:
-        with suppress(OSError):  # somebody uses it, or brings it up to date
+        with suppress(OSError):  # another process uses or updates it
             unstage(record.source, place.target.parent)

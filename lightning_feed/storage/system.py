@@ -23,7 +23,7 @@ from lightning_feed.errors import ArchiveError, SettingsError
 logger = logging.getLogger(__name__)
 
 NO_LIMIT_BYTES = 1 << 60
-"""cgroup v1 writes "no limit" as a number just under 2**63, rounded down to a page; nothing real is this large."""
+"""Bound for real limits: cgroup v1 writes "no limit" as a number just under 2**63, rounded down to a page."""
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -32,20 +32,20 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 @contextmanager
 def atomic_write(path: Path, *, mode: int = 0o644) -> Iterator[BinaryIO]:
-    """A file to write to, which takes the place of ``path`` when the block ends without an error.
+    """Open a temporary file that replaces ``path`` when the block ends without an error.
 
     Args:
         path: the file.
-        mode: who may read it; by default everybody.
+        mode: permissions; readable by everybody by default.
 
     Raises:
-        OSError: when it cannot be written. ``path`` is then as it was.
+        OSError: if it cannot be written. ``path`` is then unchanged.
     """
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
-            os.fchmod(handle, mode)  # made for its owner alone; by name, it could be another file by now
+            os.fchmod(handle, mode)  # mkstemp made it private; by name, it could be another file by now
         Path(partial).replace(path)
     except BaseException:
         Path(partial).unlink(missing_ok=True)
@@ -62,31 +62,31 @@ def cache_folder() -> Path:
         return Path(given) / "lightning_feed"
     try:
         return Path.home() / ".cache" / "lightning_feed"
-    except RuntimeError:  # as in containers: $HOME is not set, and the user is not in /etc/passwd
+    except RuntimeError:  # in some containers, $HOME is not set and the user is not in /etc/passwd
         return Path(os.environ.get("TMPDIR") or "/tmp") / f"lightning_feed-{os.getuid()}"
 
 
 def owner_of(path: str | os.PathLike[str]) -> int | None:
-    """The user who made what lies there; None where there is nothing."""
+    """Return the owner of a path; None if it does not exist."""
     with suppress(OSError):
         return os.lstat(path).st_uid
     return None
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder that only this user can access, or reuse one whose contents nobody else could have changed.
+    """Create a folder that only this user can access, or reuse one that only this user could have written to.
 
     Raises:
-        OSError: when it cannot be made, or is not such a folder.
+        OSError: if it cannot be made, or is not such a folder.
     """
     try:
         folder.mkdir(mode=0o700)
-        return  # not looked at: root is another user on some network file systems
+        return  # owner not checked: root appears as another user on some network file systems
     except FileExistsError:
         status = folder.lstat()
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISDIR(status.st_mode):
-        raise NotADirectoryError(errno.ENOTDIR, f"{folder.name} is no folder")
+        raise NotADirectoryError(errno.ENOTDIR, f"{folder.name} is not a folder")
     if status.st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, "it belongs to another user")
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -94,17 +94,17 @@ def make_private(folder: Path) -> None:
 
 
 def read_private(path: str | Path) -> bytes:
-    """The content of a file that only this user can have written.
+    """Return the content of a file that only this user can have written.
 
     Raises:
-        OSError: when there is none (``FileNotFoundError``), or it cannot be read or trusted.
+        OSError: if it is missing (``FileNotFoundError``), or cannot be read or trusted.
     """
-    # Opening must not wait for ever for whoever writes into a FIFO, nor follow another user's link.
+    # Opening must neither block on a FIFO without a writer, nor follow another user's link.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file:
         found = os.fstat(file.fileno())
         others_may_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or others_may_write:
-            raise PermissionError(f"it is not a file of user {os.getuid()} alone")
+            raise PermissionError(f"it is not a file that only user {os.getuid()} can write")
         return file.read()
 
 
@@ -112,7 +112,7 @@ def write_private(path: Path, content: bytes) -> None:
     """Write a file atomically that only this user can read, in a folder that only this user can enter.
 
     Raises:
-        OSError: when it cannot be written.
+        OSError: if it cannot be written.
     """
     for folder in (path.parent.parent, path.parent):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ def read_json(path: Path) -> dict[str, Any]:
         found = json.loads(read_private(path))
         if isinstance(found, dict):
             return found
-        logger.debug("%s is not used: it is of something else.", path)
+        logger.debug("%s is not used: it has another format.", path)
     except FileNotFoundError:
         pass
     except (OSError, ValueError, RecursionError) as error:
@@ -138,7 +138,7 @@ def write_json(path: Path, document: dict[str, object]) -> None:
     """Write a document as :func:`write_private` does.
 
     Raises:
-        OSError: when it cannot be written.
+        OSError: if it cannot be written.
     """
     write_private(path, json.dumps(document, indent=1).encode())
 
@@ -146,7 +146,7 @@ def write_json(path: Path, document: dict[str, object]) -> None:
 # --- refcounted files -------------------------------------------------------------------------------------------------
 
 process_lock = threading.RLock()
-"""A lock between the threads of this process. Read it from this module: a forked child has a new one."""
+"""Lock between the threads of this process. Always access it through this module: a forked child has a new one."""
 
 
 def _renew_lock() -> None:
@@ -160,11 +160,11 @@ os.register_at_fork(after_in_child=_renew_lock)
 class RefcountedFile:
     """An open file that its last user removes, however the processes end.
 
-    A shared ``flock`` says that it is in use. The lock belongs to the open file, so forked workers hold it with their
-    parent, and the kernel drops it with the last descriptor. A file on which nobody holds it is a leftover.
+    A shared ``flock`` marks it as in use. The lock belongs to the open file, so forked workers share it with their
+    parent, and the kernel drops it with the last descriptor. A file that nobody has locked is a leftover.
 
     Attributes:
-        fd: open until nobody holds this object, so that the number cannot become another file's before.
+        fd: open as long as this object exists, so that its number cannot become another file's.
     """
 
     def __init__(self, path: Path, flags: int = 0) -> None:
@@ -184,7 +184,7 @@ class RefcountedFile:
             return False
 
     def give_up(self) -> bool:
-        """Drop the lock, and remove the file where nobody else holds one. Returns whether it was removed."""
+        """Release the lock, and remove the file if no other process holds one. Return True if it was removed."""
         with process_lock:
             try:
                 fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -193,33 +193,33 @@ class RefcountedFile:
                 alone = False
             if alone:
                 self.path.unlink()
-            # Not left to close(): a mapping that is still looked at keeps the open file, and its lock, alive.
+            # close() is not enough: a mapping that is still in use keeps the open file, and its lock, alive.
             fcntl.flock(self.fd, fcntl.LOCK_UN)
             return alone
 
 
 def open_refcounted(path: Path) -> RefcountedFile:
-    """The file at ``path``, made if there is none, in use until :meth:`RefcountedFile.give_up`.
+    """Open the file at ``path``, making it if missing; in use until :meth:`RefcountedFile.give_up`.
 
     Raises:
-        ArchiveError: when it cannot be opened, or is another user's.
+        ArchiveError: if it cannot be opened, or is another user's.
     """
     while True:
         try:
             found = RefcountedFile(path, os.O_CREAT)
         except OSError as error:
-            raise ArchiveError(f"{path} cannot be opened: {error.strerror}. Give another directory.") from error
+            raise ArchiveError(f"{path} cannot be opened: {error.strerror}. Choose another directory.") from error
         fcntl.flock(found.fd, fcntl.LOCK_SH)
         if os.fstat(found.fd).st_uid != os.getuid():
-            raise ArchiveError(f"The cache {path} belongs to another user. Give another name or directory.")
+            raise ArchiveError(f"The cache {path} belongs to another user. Choose another name or directory.")
         if found.is_linked():  # else its last user removed it between the two calls
             return found
 
 
 def remove_leftovers(directory: Path, pattern: str, *, keep: Collection[str] = ()) -> None:
-    """Remove the files of a pattern that no process has open.
+    """Remove files that match a pattern and that no process has open.
 
-    Another user can give a file, a FIFO or a folder such a name in a folder that all may write to: these stay.
+    In a folder that all may write to, another user's file, FIFO or folder may match: these stay.
     """
     with process_lock:
         for path in directory.glob(pattern):
@@ -228,7 +228,7 @@ def remove_leftovers(directory: Path, pattern: str, *, keep: Collection[str] = (
             try:
                 found = RefcountedFile(path, os.O_NONBLOCK)
             except OSError:
-                continue  # gone in the meantime, or not ours to open
+                continue  # removed in the meantime, or not ours to open
             status = os.fstat(found.fd)
             if status.st_uid == os.getuid() and stat.S_ISREG(status.st_mode) and found.give_up():
                 logger.info("Removed %s, which a run that has ended left behind.", path)
@@ -238,16 +238,16 @@ def remove_leftovers(directory: Path, pattern: str, *, keep: Collection[str] = (
 
 
 class MemoryLimit(NamedTuple):
-    """One limit on the memory that can still be taken."""
+    """One limit on the free memory."""
 
     left_bytes: int
-    """The bytes that it leaves, without swapping. May be negative for a cgroup that is over its limit."""
+    """Bytes left without swapping. May be negative for a cgroup that is over its limit."""
     reason: str
-    """The thing that sets it."""
+    """Source of the limit."""
 
 
 def memory_limits(root: Path = Path("/")) -> Iterator[MemoryLimit]:
-    """Every limit that binds this process. A file that is missing or unreadable sets none.
+    """Yield every memory limit of this process. A file that is missing or unreadable sets none.
 
     Args:
         root: the file system to read ``proc`` and ``sys`` from.
@@ -260,7 +260,7 @@ def memory_limits(root: Path = Path("/")) -> Iterator[MemoryLimit]:
 
 
 def cgroup_memory_limits(root: Path = Path("/")) -> Iterator[MemoryLimit]:
-    """The limits of the container alone, as in :func:`memory_limits`."""
+    """Yield only the limits of the container, as in :func:`memory_limits`."""
     for folder in cgroup_folders(root, ""):
         yield from _left_in_cgroup(root, folder / "memory.max", "memory.current", "")
     for folder in cgroup_folders(root, "memory"):
@@ -271,8 +271,8 @@ def _left_in_cgroup(root: Path, limit_file: Path, usage_name: str, prefix: str) 
     limit, usage = read_text(limit_file), read_text(limit_file.parent / usage_name)
     if not limit.isdigit() or not usage.isdigit() or int(limit) >= NO_LIMIT_BYTES:
         return
-    # Usage counts the page cache, which the kernel gives back under pressure, as it does in MemAvailable. A job that
-    # reads files fills its limit with it; taken as used it would leave no memory for a single worker.
+    # Usage includes the page cache, which the kernel frees under pressure (MemAvailable accounts for that). A job that
+    # reads files fills its limit with cache; counted as used, it would leave no memory for a single worker.
     cache = 0
     for line in read_text(limit_file.parent / "memory.stat").splitlines():
         name, _, value = line.partition(" ")
@@ -283,11 +283,11 @@ def _left_in_cgroup(root: Path, limit_file: Path, usage_name: str, prefix: str) 
 
 
 def cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of the process' own cgroup and of those around it: each may set a limit.
+    """Yield the folders of this process's cgroup and its parents: each may set a limit.
 
     Args:
         root: as in :func:`memory_limits`.
-        controller: ``""`` for cgroup v2, the name of a controller for v1.
+        controller: ``""`` for cgroup v2, the controller's name for v1.
     """
     own = None
     for line in read_text(root / "proc/self/cgroup").splitlines():  # "0::/path" (v2) or "4:cpu,cpuacct:/path" (v1)
@@ -299,7 +299,7 @@ def cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
     if own is None:
         return
     mounts = ("", "unified") if controller == "" else (controller, "cpu,cpuacct" if controller == "cpu" else controller)
-    # In a container the path may be the host's, of which only the mounted end exists: then the walk ends at the mount,
+    # In a container the path may be the host's, and only the end of it is mounted: the walk then ends at the mount,
     # which is the container's own cgroup. A path out of the namespace ("/..") ends there too.
     parts = [part for part in own.split("/") if part not in ("", "..")]
     for mount in dict.fromkeys(mounts):
@@ -309,7 +309,7 @@ def cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a small file of ``proc`` or ``sys``, or "" when it is not there or not ours to read."""
+    """Return the text of a small file in ``proc`` or ``sys``; "" if it is missing or unreadable."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -320,10 +320,10 @@ def read_text(path: Path) -> str:
 
 
 def parse_limit(limit: int | str, available: int | None) -> int:
-    """Bytes of a limit such as ``"50%"`` (of ``available``), ``"8GiB"``, ``"500 MB"`` or ``8_000_000``.
+    """Return the bytes of a limit such as ``"50%"`` (of ``available``), ``"8GiB"``, ``"500 MB"`` or ``8_000_000``.
 
     Raises:
-        SettingsError: when it is none of these, is nothing, or is a share of an amount that is not known.
+        SettingsError: if it has another form, is zero, or is a share of an unknown amount.
 
     Example:
         >>> parse_limit("50%", 1000), parse_limit("1.5KiB", None)
@@ -337,7 +337,7 @@ def parse_limit(limit: int | str, available: int | None) -> int:
     elif found is not None and float(found[1]) <= 100:
         if available is None:
             raise SettingsError(
-                f"A limit of {limit!r} is a share of the memory, not known on this machine. Give '8GiB'."
+                f"A limit of {limit!r} is a share of the memory, which is unknown on this machine. Use '8GiB'."
             )
         size = int(float(found[1]) / 100 * available)
     if size < 1:
@@ -346,7 +346,7 @@ def parse_limit(limit: int | str, available: int | None) -> int:
 
 
 def size_text(size: float) -> str:
-    """Bytes for people: ``"12.3 GiB"``."""
+    """Format bytes for people: ``"12.3 GiB"``."""
     for unit in ("bytes", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
@@ -358,7 +358,7 @@ def size_text(size: float) -> str:
 
 
 def end_with(parent: int, *_: object) -> None:
-    """End this process soon after another, of which it is a child, has ended."""
+    """Make this child process end soon after its parent."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -369,7 +369,7 @@ def end_with(parent: int, *_: object) -> None:
 
 
 def progress_bar(text: str, total: int, unit: str = "B", *, done: int = 0) -> "tqdm[Any]":
-    """A progress bar on a terminal. Without standard error, as in some services, there is none."""
+    """Return a progress bar for a terminal; disabled if there is no standard error, as in some services."""
     closed = sys.stderr is None or getattr(sys.stderr, "closed", False)
     no_bar = True if closed else None
     return tqdm(total=total, desc=text, unit=unit, unit_scale=unit == "B", initial=done, leave=False, disable=no_bar)

@@ -1,6 +1,6 @@
-"""Walks over a batch of any shape, and the parts of it that stay on the host.
+"""Walks over a batch of any structure, and the parts of it that stay on the host.
 
-Containers, dataclasses, named tuples, and objects of the user's own are entered.
+Containers, dataclasses, named tuples, and the user's own objects are traversed.
 """
 
 from collections import deque
@@ -20,22 +20,22 @@ _CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
 
 def tensors(batch: object) -> Iterator[Tensor]:
-    """Every tensor that can be reached from ``batch``, each once.
+    """Yield every tensor reachable from ``batch``, each once.
 
-    Looks into mappings, lists, tuples (``PackedSequence`` is one), sets, dataclasses, and the attributes of any other
-    object, since a batch class with a ``.to`` of its own keeps its tensors there. Sparse tensors come as the strided
-    tensors that hold their memory.
+    Traverses mappings, lists, tuples (including ``PackedSequence``), sets, dataclasses, and the attributes of any other
+    object: a batch class with its own ``.to`` keeps its tensors in attributes. For a sparse tensor, yields the strided
+    tensors that hold its memory.
     """
     yield from _leaves(batch)
 
 
 def record_stream(batch: object, stream: Any) -> None:
-    """Tell the caching allocator that ``stream`` uses every device tensor of ``batch``.
+    """Mark every device tensor of ``batch`` as used by ``stream`` in the caching allocator.
 
-    Without it the allocator may hand the memory of a tensor that was made on another stream to the next copy while
-    ``stream`` still reads it (https://pytorch.org/docs/stable/generated/torch.Tensor.record_stream.html). An object
-    with a ``record_stream`` of its own, as PyTorch Geometric's batches have, is asked as well, unless all its tensors
-    are on the host: it may hold memory that only it can find.
+    Otherwise the allocator may reuse the memory of a tensor made on another stream for the next copy while ``stream``
+    still reads it (https://pytorch.org/docs/stable/generated/torch.Tensor.record_stream.html). An object with its own
+    ``record_stream`` (PyTorch Geometric's batches) is called as well, unless all its tensors are on the host: it may
+    hold memory that this walk cannot find.
     """
     for leaf in _leaves(batch, to_record=True):
         if isinstance(leaf, Tensor):
@@ -45,22 +45,22 @@ def record_stream(batch: object, stream: Any) -> None:
         found = list(tensors(leaf))
         if off_host(found) or not found:
             record_stream(found, stream)
-            with suppress(NotImplementedError):  # it asked a tensor on the host, for which torch has no kernel
+            with suppress(NotImplementedError):  # raised for a host tensor: torch has no such kernel
                 leaf.record_stream(stream)
 
 
 def off_host(batch: object) -> bool:
-    """True if any tensor in ``batch`` is already outside host memory."""
+    """True if any tensor in ``batch`` is outside host memory."""
     return any(tensor.device.type != "cpu" for tensor in tensors(batch))
 
 
 def bytes_off_host(batch: object) -> int:
-    """Memory that the tensors of ``batch`` take outside of the host."""
+    """Bytes of the tensors in ``batch`` that are outside host memory."""
     return sum(tensor.nbytes for tensor in tensors(batch) if tensor.device.type != "cpu")
 
 
 class _Held:
-    """Hides a value from whatever moves batches: it is no container, and it has no ``.to``."""
+    """Hides a value from code that moves batches: not a container, and without a ``.to``."""
 
     __slots__ = ("value",)
 
@@ -69,10 +69,10 @@ class _Held:
 
 
 def hold(batch: object, keys: frozenset[str]) -> Any:
-    """``batch`` with the values under ``keys`` hidden from the transfer. The user's containers are not written to.
+    """Hide the values under ``keys`` from the transfer. The user's containers are not modified.
 
-    Only plain containers are entered (mappings, lists, tuples, named tuples): an object with its own ``.to`` decides
-    for itself what it moves. :func:`release` brings the values back.
+    Only plain containers (mappings, lists, tuples, named tuples) are traversed: an object with its own ``.to`` moves
+    its own contents. :func:`release` restores the values.
     """
     named = isinstance(batch, Mapping)
     return _enter(batch, lambda key, value: _Held(value) if named and key in keys else hold(value, keys))
@@ -89,7 +89,7 @@ def _enter(batch: object, change: Callable[[object, object], object]) -> object:
 
 
 def _leaves(batch: object, *, to_record: bool = False) -> Iterator[Batch]:
-    """Tensors, and ``to_record`` what has a ``record_stream``. Every object is visited once, so cycles end."""
+    """Yield tensors and, with ``to_record``, objects with a ``record_stream``. Visits each object once: cycles end."""
     seen: set[int] = set()
     stack = [batch]
     while stack:
@@ -106,7 +106,7 @@ def _leaves(batch: object, *, to_record: bool = False) -> Iterator[Batch]:
 
 
 def _children(value: object) -> Iterable[object]:
-    """Elements, slots and attributes of a value. A subclass of a container has all of them."""
+    """Elements, slots and attributes of a value; a container subclass may have all three."""
     if isinstance(value, (_Held, *_CODE)):
         return ()
     inside: list[object] = []
@@ -123,7 +123,7 @@ def _children(value: object) -> Iterable[object]:
 
 
 def _strided(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that own the memory: ``Tensor.record_stream`` knows strided layouts only."""
+    """Yield the tensors that own the memory: ``Tensor.record_stream`` supports only strided layouts."""
     if tensor.is_nested:
         ragged: Any = tensor  # its methods are not in torch's stubs
         yield ragged.values()  # one buffer for all of its rows
@@ -146,19 +146,19 @@ _SPARSE_PARTS: dict[torch.layout, tuple[Callable[[Tensor], Tensor], ...]] = {
     torch.sparse_csc: _COLUMNS,
     torch.sparse_bsc: _COLUMNS,
 }
-"""The tensors that hold the memory of a sparse one."""
+"""Methods that return the tensors that hold a sparse tensor's memory, by layout."""
 
 
 # --- keys that are not transferred ------------------------------------------------------------------------------------
 
 
 class LeanTransfer:
-    """Drops keys and holds keys back, around whatever copies a batch.
+    """Drops some keys and keeps others on the host, around any function that copies a batch.
 
     Args:
-        drop_keys: left out; see :func:`lightning_feed.load.collate.drop`.
-        host_keys: kept from the copy.
-        warn: takes what the user should know of, at most once each.
+        drop_keys: keys to leave out; see :func:`lightning_feed.load.collate.drop`.
+        host_keys: keys whose values are not copied.
+        warn: called with each warning for the user, at most once per warning.
     """
 
     def __init__(self, *, drop_keys: frozenset[str], host_keys: frozenset[str], warn: Callable[[str], object]) -> None:
@@ -166,7 +166,7 @@ class LeanTransfer:
         self._looked = False
 
     def look(self, batch: object) -> None:
-        """Warn, once, of keys to drop that a first batch does not have."""
+        """Warn once, at the first batch, of keys to drop that the batch does not have."""
         if not self._looked:
             self._looked = True
             absent = missing_keys(batch, self._drop)
@@ -174,6 +174,6 @@ class LeanTransfer:
                 self._warn(absent)
 
     def send(self, batch: object, copy: Callable[[object], object]) -> Any:
-        """The batch as ``copy`` makes it of what is left; held values come back untouched."""
+        """Return the batch copied by ``copy``, without the dropped keys; values under the host keys are unchanged."""
         left = drop(batch, self._drop) if self._drop else batch
         return release(copy(hold(left, self._held))) if self._held else copy(left)

@@ -1,4 +1,4 @@
-"""RandomResizedCrop and flip of a whole batch on its device: each image its own box, without a step for each."""
+"""RandomResizedCrop and flip of a whole batch on its device: one box per image, without a step per image."""
 
 import math
 
@@ -16,23 +16,23 @@ def draw_boxes(
     scale: tuple[float, float] = (0.08, 1.0),
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
 ) -> Tensor:
-    """Boxes drawn as torchvision's RandomResizedCrop does: area uniform, aspect log-uniform, place uniform.
+    """Draw boxes as torchvision's RandomResizedCrop does: uniform area, log-uniform aspect, uniform position.
 
-    As there, a box that would be larger than the image is drawn again, up to ten times. All ten are drawn at once:
-    looking whether the first will do would be a wait for the device. Where none fits, the first is cut to the image.
+    Like torchvision, draw a box that exceeds the image again, up to ten times. All ten are drawn at once: checking
+    whether the first fits would wait for the device. If none fits, the first is clipped to the image.
 
     Args:
-        aspects: float, shape (B,): width / height that each image has, or had before it was stretched to a square.
-        generator: of the same device.
-        scale: least and largest share of the image's area.
-        ratio: least and largest width / height of the box.
+        aspects: float, shape (B,): width / height of each image, before any stretching to a square.
+        generator: on the same device as ``aspects``.
+        scale: smallest and largest share of the image's area.
+        ratio: smallest and largest width / height of the box.
 
     Returns:
         float32, shape (B, 4): top, left, height, width as shares of the image's height and width.
     """
     draws = torch.rand((2, _TRIES, len(aspects)), generator=generator, device=generator.device)
     area = scale[0] + (scale[1] - scale[0]) * draws[0]
-    # In shares of a stretched image's sides, the aspect of a box is smaller by that of the image.
+    # In shares of a stretched image's sides, a box's aspect is divided by the image's aspect.
     aspect = torch.exp(math.log(ratio[0]) + (math.log(ratio[1]) - math.log(ratio[0])) * draws[1]) / aspects
     widths, heights = (area * aspect).sqrt(), (area / aspect).sqrt()
     fits = (widths <= 1) & (heights <= 1)
@@ -44,16 +44,16 @@ def draw_boxes(
 
 
 def crop_and_flip(images: Tensor, boxes: Tensor, flipped: Tensor, size: int) -> Tensor:
-    """Cut a box out of each image, mirror some, and bring all to one size (bilinear, without antialiasing).
+    """Cut a box out of each image, flip some, and resize all to one size (bilinear, without antialiasing).
 
     Args:
         images: uint8 or float, shape (B, C, H, W).
-        boxes: shape (B, 4), as :func:`draw_boxes` gives them.
+        boxes: from :func:`draw_boxes`, shape (B, 4).
         flipped: bool, shape (B,).
         size: height and width of the result, in pixels.
 
     Returns:
-        float32 of shape (B, C, size, size), in the range of ``images``.
+        float32 of shape (B, C, size, size), in the value range of ``images``.
     """
     top, left, height, width = boxes.unbind(1)
     sign = torch.where(flipped, -1.0, 1.0)

@@ -1,4 +1,4 @@
-"""Encoded batches to pixels on the device that they were sent to: JPEGs many at once there, the rest by the CPU."""
+"""Encoded batches decoded on their target device: JPEGs in bulk by nvJPEG, other images by the CPU."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -19,17 +19,17 @@ from lightning_feed.load.trace import traced
 _BASELINE, _PROGRESSIVE, _APP14, _SCAN = 0xC0, 0xC2, 0xEE, 0xDA
 _GREY, _COLOUR = 1, 3
 _SUBSAMPLINGS: Final = frozenset({(1, 1), (2, 1), (2, 2), (1, 2), (4, 1), (4, 2)})
-"""(horizontal, vertical) factors of the luma beside chroma of (1, 1): 4:4:4, 4:2:2, 4:2:0, 4:4:0, 4:1:1 and 4:1:0."""
+"""(horizontal, vertical) luma factors, with chroma (1, 1): 4:4:4, 4:2:2, 4:2:0, 4:4:0, 4:1:1 and 4:1:0."""
 
 
 class NvJpeg:
     """Decodes lists of JPEGs on one CUDA device; one object serves the whole process.
 
-    torchcodec, which succeeds torchvision's decoders, is not used: it turns images by their EXIF rotation and cannot be
-    configured otherwise (read in 0.17), while every other decoder here leaves them as they are stored.
+    torchcodec, the successor of torchvision's decoders, is not used: it always applies the EXIF rotation (read in
+    0.17), while all other decoders here leave images as stored.
 
     Raises:
-        MissingExtraError: this torchvision has no nvJPEG.
+        MissingExtraError: if this torchvision was built without nvJPEG.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class NvJpeg:
         self._stream = self._module.Stream(device)
 
     def __call__(self, files: list[Tensor]) -> list[Tensor]:
-        """Decode, and wait on the host until nvJPEG is done, as torchvision does. The files may then be let go.
+        """Decode, and wait on the host until nvJPEG is done, as torchvision does. The files may be freed afterwards.
 
         Args:
             files: whole JPEGs: uint8, shape (bytes,), on the host.
@@ -51,18 +51,18 @@ class NvJpeg:
             uint8, shape (3, height, width), safe to use on the current stream.
 
         Raises:
-            RuntimeError: when one of them cannot be decoded; it does not say which.
+            RuntimeError: if any file cannot be decoded; the error does not say which.
         """
-        # torchvision allocates the images on the current stream and lets nvJPEG write them on a stream of its own, that
-        # does not wait for the current one; and the hardware decoder waits for no stream (github.com/pytorch/vision
-        # pull 9606, meta-pytorch/torchcodec pull 1634). So it may write to memory that was freed on the current stream
-        # while kernels queued there still read it. Therefore:
-        # 1. The images are allocated on a stream on which nothing is queued: what was freed there is not in use. As a
-        #    rule it is empty. But torch hands out 32 streams in turn, so that another part of the program may have got
-        #    this one, too; the host waits for what that has queued. By an event: torch.cuda.set_sync_debug_mode, by
-        #    which users look for waits of their own, would raise at Stream.synchronize.
-        # 2. The current stream waits for that one, not the host.
-        # 3. record_stream: their memory goes back to it only when the current stream is done with them.
+        # torchvision allocates the images on the current stream, but nvJPEG writes them on its own stream, which does
+        # not wait for the current one; the hardware decoder waits for no stream at all (github.com/pytorch/vision
+        # pull 9606, meta-pytorch/torchcodec pull 1634). So nvJPEG may write to memory that was freed on the current
+        # stream while kernels queued there still read it. Therefore:
+        # 1. Allocate the images on a stream without queued work: memory freed there is not in use. Usually the stream
+        #    is empty. But torch hands out 32 streams in turn, so another part of the program may share this one; the
+        #    host waits for that part's work. It waits for an event, because torch.cuda.set_sync_debug_mode, which users
+        #    set to find their own waits, would raise at Stream.synchronize.
+        # 2. The current stream, not the host, waits for this stream.
+        # 3. record_stream: the memory returns to this stream only when the current stream has finished with the images.
         self._stream.record_event().synchronize()
         current = self._module.current_stream(self._device)
         try:
@@ -80,52 +80,52 @@ class NvJpeg:
 
 @lru_cache
 def nvjpeg(device: torch.device) -> NvJpeg:
-    """The decoder of a device. Kept, since each new stream would leave a pool of memory behind.
+    """Return the device's decoder. Cached: each new stream would leave a memory pool behind.
 
     Raises:
-        MissingExtraError: this torchvision has no nvJPEG.
+        MissingExtraError: if this torchvision was built without nvJPEG.
     """
     return NvJpeg(device)
 
 
 def not_for_nvjpeg(data: Encoded) -> str | None:
-    """The reason for not giving a file to nvJPEG; None where it decodes it.
+    """Return the reason that nvJPEG cannot decode a file; None if it can.
 
-    nvJPEG decodes baseline and progressive JPEGs of 8 bits, grey or colour, in the usual chroma subsamplings
-    (https://docs.nvidia.com/cuda/nvjpeg/). One file beyond that fails the call for all files beside it, or comes out in
-    wrong colours; a file that is cut short may come out half grey, where other decoders refuse it.
+    nvJPEG decodes 8-bit baseline and progressive JPEGs, grey or colour, in the usual chroma subsamplings
+    (https://docs.nvidia.com/cuda/nvjpeg/). One unsupported file fails the call for the whole list, or decodes in wrong
+    colours; a truncated file may come out half grey, while other decoders refuse it.
 
     Args:
         data: the encoded image.
 
     Returns:
-        A reason that is the same for all images of the kind.
+        A reason that is the same for all images of one kind.
     """
     kind = kind_of(data)
     if kind != JPEG:
         return f"nvJPEG decodes JPEG, and the image is of the kind {kind}"
     if not ends_like_jpeg(data):
-        return "the JPEG does not end with its end marker: it is cut short, or has something behind it"
+        return "the JPEG does not end with its end marker: it is cut short, or has data after it"
     marker, frame, holds_rgb = _read_frame(as_array(data).data)
-    # A frame: bits, height (2), width (2), number of components; of each: id, sampling factors, table (T.81, B.2.2).
+    # A frame: bits, height (2), width (2), components; per component: id, sampling factors, table (T.81, B.2.2).
     if len(frame) < 6 or len(frame) < 6 + 3 * frame[5]:
         return "the JPEG has no frame header"
     if marker not in (_BASELINE, _PROGRESSIVE) or frame[0] != 8:
-        return "nvJPEG decodes baseline and progressive JPEGs of 8 bits, and this is another (12 bits, lossless, ...)"
+        return "nvJPEG decodes only 8-bit baseline and progressive JPEGs, not others (12 bits, lossless, ...)"
     if frame[5] == _GREY:
         return None
     if frame[5] != _COLOUR:
-        return "nvJPEG makes no RGB of a CMYK JPEG"
+        return "nvJPEG does not convert CMYK JPEGs to RGB"
     if holds_rgb or bytes(frame[6:15:3]) == b"RGB":
-        return "the JPEG holds RGB, and nvJPEG takes it for YCbCr"
+        return "the JPEG holds RGB, but nvJPEG reads it as YCbCr"
     luma, *chroma = ((factors >> 4, factors & 15) for factors in frame[7:16:3])
     if luma not in _SUBSAMPLINGS or chroma != [(1, 1), (1, 1)]:
-        return "nvJPEG does not know the JPEG's chroma subsampling"
+        return "nvJPEG does not support the JPEG's chroma subsampling"
     return None
 
 
 def _read_frame(data: memoryview) -> tuple[int, memoryview, bool]:
-    """Marker and body of the frame header, and whether an Adobe segment says that the colours are not transformed."""
+    """Return marker and body of the frame header, and True if an Adobe segment marks the colours as untransformed."""
     frame, body, holds_rgb = 0, data[:0], False
     for marker, start, end in jpeg_segments(data):
         if marker == _SCAN:
@@ -146,31 +146,31 @@ def _without_nvjpeg() -> MissingExtraError:
 
 
 DecodeJpegs: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
-"""Whole JPEGs (uint8, (bytes,), on the host) to uint8 (3, H, W) on the device; RuntimeError when any of them fails."""
+"""Decodes whole JPEGs (uint8, (bytes,), on the host) to uint8 (3, H, W) on the device; RuntimeError if any fails."""
 MOST_BYTES: Final = 256 * 2**20
-"""Of decoded pixels at a time, at full size, and of what it takes to resize them: larger batches are done in parts, so
-that a batch of photographs of 12 megapixels does not take 10 GB."""
+"""Limit for decoded full-size pixels, and separately for the memory of resizing. Larger batches are split: otherwise a
+batch of 12-megapixel photographs would take 10 GB."""
 _NO_MEMORY: Final = re.compile(r"Failed to [\w ]+: 5\b")
-"""torchvision's message for nvJPEG's NVJPEG_STATUS_ALLOCATOR_FAILURE (docs.nvidia.com/cuda/nvjpeg, return codes)."""
+"""torchvision's message for NVJPEG_STATUS_ALLOCATOR_FAILURE (docs.nvidia.com/cuda/nvjpeg, return codes)."""
 _FAILED: Final = "nvJPEG failed on the JPEG"
 
 
 def decode_batch(batch: EncodedBatch, dataset: ImageDataset, decode: DecodeJpegs | None = None) -> Any:
-    """[images, labels] on ``batch.device``: uint8 of shape (B, 3, H, W), channels last, and int64 of shape (B,).
+    """Decode to [images, labels] on ``batch.device``: uint8, shape (B, 3, H, W), channels last; and int64, shape (B,).
 
-    On a CUDA device all work goes to the current stream, and the host waits for nvJPEG alone. What nvJPEG cannot do is
-    decoded by the CPU, here, and counted in ``dataset.cpu_fallback``. ``quality="near"`` gives what ``"exact"`` does:
-    there are no smaller scales to decode at. Elsewhere it is the batch of ``backend="torch"``.
+    On a CUDA device all work goes to the current stream, and the host waits only for nvJPEG. Images that nvJPEG cannot
+    decode are decoded by the CPU in this process, and counted in ``dataset.cpu_fallback``. ``quality="near"`` equals
+    ``"exact"``: nvJPEG cannot decode at smaller scales. On other devices the result is that of ``backend="torch"``.
 
     Args:
-        batch: what to decode.
-        dataset: where it is from.
-        decode: instead of nvJPEG.
+        batch: the encoded images.
+        dataset: the dataset of the batch.
+        decode: replaces nvJPEG.
 
     Raises:
-        DatasetError: when an image cannot be decoded, with its name, and ``on_error`` does not deal with it.
-        MissingExtraError: this torchvision has no nvJPEG.
-        LoaderError: nvJPEG fails on whatever it is given.
+        DatasetError: naming an image that cannot be decoded, unless ``on_error`` handles it.
+        MissingExtraError: if this torchvision was built without nvJPEG.
+        LoaderError: if nvJPEG fails on every file.
     """
     if decode is None:
         if batch.device.type != "cuda":
@@ -178,7 +178,7 @@ def decode_batch(batch: EncodedBatch, dataset: ImageDataset, decode: DecodeJpegs
         decode = nvjpeg(batch.device)
     images = batch.images()
     _, _, height, width = images[0].crop.window
-    # Filled image by image, in channels last: no stacking, and no transposing after it.
+    # Filled image by image, channels last: no stacking or transposing afterwards.
     pixels = torch.empty((len(images), height, width, 3), dtype=torch.uint8, device=batch.device)
     left = _decode_on_device(images, dataset, decode, pixels)
     made, labels = pixels.permute(0, 3, 1, 2), batch.labels
@@ -190,7 +190,7 @@ def decode_batch(batch: EncodedBatch, dataset: ImageDataset, decode: DecodeJpegs
 def _decode_on_device(
     images: list[EncodedSample], dataset: ImageDataset, decode: DecodeJpegs, pixels: Tensor
 ) -> list[int]:
-    """Fill the places of ``pixels`` whose images the device can decode; the others are returned."""
+    """Fill the places of ``pixels`` whose images the device can decode; return the other places."""
     left: list[int] = []
     there: list[int] = []
     for place, image in enumerate(images):
@@ -208,7 +208,7 @@ def _decode_on_device(
 def _decode_part(
     part: list[int], images: list[EncodedSample], dataset: ImageDataset, decode: DecodeJpegs, pixels: Tensor
 ) -> list[int]:
-    """The same for some of the places. A function of its own, whose end lets the whole images go."""
+    """Do the same for some of the places. A separate function: its return frees the whole images."""
     found = dict(zip(part, _decode_many([images[place] for place in part], dataset, decode), strict=True))
     wholes = {place: whole for place, whole in found.items() if whole is not None}
     if wholes:
@@ -217,11 +217,11 @@ def _decode_part(
 
 
 def _decode_many(images: list[EncodedSample], dataset: ImageDataset, decode: DecodeJpegs) -> list[Tensor | None]:
-    """The pixels of each image; None for one that the device fails on, which is then known."""
+    """Decode the images; None for each that the device fails on, which is then recorded in ``cpu_fallback.known``."""
     files = [torch.from_numpy(image.data) for image in images]
     with traced("decode"):
         found, error = _try(files, decode)
-        if error is not None and len(files) > 1:  # which of them it was, is not said
+        if error is not None and len(files) > 1:  # the error does not say which file failed
             alone = [_try([file], decode) for file in files]
             found = [pixels for (pixels,), _ in alone]
     memory = dataset.cpu_fallback
@@ -233,27 +233,27 @@ def _decode_many(images: list[EncodedSample], dataset: ImageDataset, decode: Dec
         memory.known[image.index] = _FAILED
         memory.add(_FAILED, dataset.source.name(image.index))
     if not memory.worked and len(images) > 1:
-        # Not the images' fault, then: to go on would be to decode all of them here, on the CPU.
+        # So the images are not at fault. Going on would decode all of them on the CPU, in this process.
         raise LoaderError(
-            f"The device decoded none of the first {len(images)} JPEGs that it was given: {error}. Look at the driver "
-            'and at the CUDA of torch and torchvision (lightning-feed doctor), or use backend="torch".'
+            f"The device decoded none of the first {len(images)} JPEGs: {error}. Check the driver "
+            'and the CUDA of torch and torchvision (lightning-feed doctor), or use backend="torch".'
         ) from error
     return found
 
 
 def _try(files: list[Tensor], decode: DecodeJpegs) -> tuple[list[Tensor | None], RuntimeError | None]:
-    """The pixels of all files; None for each and the error, if one of the files can be the cause of it."""
+    """Decode all files; None for each, and the error, if one of the files may have caused it."""
     try:
         return [*decode(files)], None
     except RuntimeError as error:
         text = str(error)
-        # Those of the device, which torchvision gives as plain RuntimeErrors too.
+        # Device errors, which torchvision also raises as plain RuntimeErrors.
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "CUDA error" in text:
             raise
         if _NO_MEMORY.search(text):
             raise torch.OutOfMemoryError(
-                f"CUDA out of memory: nvJPEG, which takes memory beside torch's, found none for {len(files)} JPEGs "
-                f"({text}). Use a smaller batch_size, or leave torch less: torch.cuda.set_per_process_memory_fraction."
+                f"CUDA out of memory: nvJPEG allocates memory outside of torch, and found none for {len(files)} JPEGs "
+                f"({text}). Use a smaller batch_size, or limit torch: torch.cuda.set_per_process_memory_fraction."
             ) from error
         return [None] * len(files), error
 
@@ -261,30 +261,30 @@ def _try(files: list[Tensor], decode: DecodeJpegs) -> tuple[list[Tensor | None],
 def crop_on_device(
     wholes: Mapping[int, Tensor], crops: Mapping[int, CropSpec], quality: Quality, pixels: Tensor
 ) -> None:
-    """Cut boxes out of whole images into their places of a batch: resized bilinearly, as torchvision does it.
+    """Cut boxes out of whole images, resize them (bilinear, as torchvision), and write them into a batch.
 
-    As matrices, since torch resizes images of different sizes one by one, with ten kernels for each: a box resized is
-    ``R @ box @ C.T``, where R and C hold what each pixel of the box counts for each line and column of the result.
-    Here it is one kernel for each image, and some forty for as many images as ``MOST_BYTES`` allows.
+    Resizes by matrix products: torch resizes images of different sizes one by one, with ten kernels each. A resized box
+    is ``R @ box @ C.T``; R and C hold the weight of each box pixel for each output line and column. This takes one
+    kernel per image, and about forty for each group of images that fits into ``MOST_BYTES``.
 
-    The matrices are float16, where grey levels are exact and weights are off by up to 1/4096. Before it is rounded, the
-    result is less than a third of a grey level off (measured), so in the end it is within one level of torchvision's.
-    TF32, which ``torch.set_float32_matmul_precision`` allows for float32, has as few digits and takes twice the memory.
+    The matrices are float16, which is exact for grey levels; the weights are off by up to 1/4096. Before rounding, the
+    result is off by less than a third of a grey level (measured), so it ends within one level of torchvision's. TF32,
+    which ``torch.set_float32_matmul_precision`` allows for float32, has as few digits and takes twice the memory.
 
-    ``quality="fast"`` leaves the antialiasing out where an image shrinks to no less than half. The CPU does so
-    throughout, at the smaller scale that it decodes at; out of a whole image that would be further off (measured on 60
-    photographs, 6 to 11 times as large as the result: 26 dB from ``"exact"``, and the CPU's 33).
+    ``quality="fast"`` omits the antialiasing if an image shrinks to no less than half. The CPU always omits it, at the
+    smaller scale that it decodes at; from a whole image that would be less accurate (measured on 60 photographs, 6 to
+    11 times as large as the result: 26 dB from ``"exact"``, the CPU 33 dB).
 
     Args:
-        wholes: by their places in the batch: uint8, shape (3, H, W).
-        crops: what to take of each.
-        quality: of the resize.
-        pixels: the batch: uint8, shape (B, height, width, 3), all windows being of that height and width.
+        wholes: images by their place in the batch: uint8, shape (3, H, W).
+        crops: the crop of each image, by the same places.
+        quality: resize quality.
+        pixels: the batch: uint8, shape (B, height, width, 3), the height and width of all windows.
     """
     _, height, width, _ = pixels.shape
     groups = list(_groups(crops, height, width))
     rows = [_numbers(place, crops[place], quality) for group, _, _ in groups for place in group]
-    # In one copy, and from pinned memory, so that nothing waits for it.
+    # One copy, from pinned memory, so that nothing waits for it.
     host = torch.tensor(rows, dtype=torch.float32, device="cpu", pin_memory=pixels.device.type != "cpu")
     table = host.to(pixels.device, non_blocking=True)
     tables = table.split([len(group) for group, _, _ in groups])
@@ -296,24 +296,24 @@ def crop_on_device(
 def _resize_group(
     group: Mapping[int, tuple[Tensor, Region]], sides: tuple[int, int], numbers: Tensor, pixels: Tensor
 ) -> None:
-    """The same for boxes that fit into ``sides``. A function of its own, whose end frees the memory for the next."""
+    """Do the same for boxes no larger than ``sides``. A separate function: its return frees memory for the next."""
     _, height, width, _ = pixels.shape
     high, wide = sides
-    # The channels lie between lines and columns, so that both products are plain ones.
+    # The channel axis is between lines and columns, so both are plain matrix products.
     boxes = torch.zeros((len(group), high, 3, wide), dtype=torch.float16, device=pixels.device)
     for box, (whole, region) in zip(boxes.unbind(), group.values(), strict=True):
         _copy_box(whole, region, box)
     lines = _product(_weights(numbers[:, 1:5], height, high), boxes.flatten(2))
     columns = _weights(numbers[:, 5:9], width, wide).transpose(1, 2)
     made = _product(lines.view(len(group), 3 * height, wide), columns)
-    # Clamped, since a GPU may add up parts in float16: what comes to 256 would be black.
+    # Clamped, since a GPU may accumulate in float16: a rounded 256 would wrap to black.
     levels = made.round_().clamp_(max=255).to(torch.uint8).view(len(group), height, 3, width)
     pixels.index_copy_(0, numbers[:, 0].long(), levels.transpose(2, 3))
 
 
 def _groups(crops: Mapping[int, CropSpec], height: int, width: int) -> Iterator[tuple[list[int], int, int]]:
-    """Places of boxes to resize together, and the height and width that hold each of them: boxes of about one size, as
-    many as ``MOST_BYTES`` allows, and at least one."""
+    """Yield the places of boxes to resize together, and the height and width that hold each of them: boxes of similar
+    size, at least one, within ``MOST_BYTES``."""
     group: list[int] = []
     high = wide = 0
     for place in sorted(crops, key=lambda place: crops[place].region[2:]):
@@ -332,18 +332,18 @@ def _groups(crops: Mapping[int, CropSpec], height: int, width: int) -> Iterator[
 
 
 def _aligned(side: int) -> int:
-    """At least this, and a multiple of 8: tensor cores are slower on other matrices of float16."""
+    """Round up to a multiple of 8: tensor cores are slower on other float16 matrices."""
     return -(-side // 8) * 8
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    # With `out`, autocast leaves it alone; it would take bfloat16, which has fewer digits.
+    # With `out`, autocast does not apply; it would use bfloat16, which has fewer digits.
     return torch.bmm(left, right, out=left.new_empty(0))
 
 
 def _numbers(place: int, crop: CropSpec, quality: Quality) -> list[float]:
-    """A row of the table: the place, and of lines and columns each the box's size, where in the box the first of the
-    result has its middle, how far apart the middles are, and 1 / (how far a pixel of the box counts)."""
+    """Return a row of the table: the place; then for lines and for columns: the box's size, the centre of the first
+    output pixel in the box, the distance between centres, and 1 / (filter radius in box pixels)."""
     region, window = crop.region, crop.window
     antialias = quality != "fast" or _shrink(crop) > 2
     across = (window.left + window.width - 1, -1) if crop.flipped else (window.left, 1)
@@ -358,9 +358,9 @@ def _numbers(place: int, crop: CropSpec, quality: Quality) -> list[float]:
 
 
 def _weights(numbers: Tensor, results: int, side: int) -> Tensor:
-    """Weights of ``side`` pixels in each of the results: float16, shape (B, results, side).
+    """Return the weights of ``side`` pixels for each output pixel: float16, shape (B, results, side).
 
-    A triangle around the middle of the result, as in torch's own kernels.
+    A triangular filter around the centre of the output pixel, as in torch's own kernels.
     """
     sides, first, step, sharpness = numbers[:, :, None].unbind(1)
     middles = torch.addcmul(first, step, torch.arange(results, dtype=torch.float32, device=numbers.device))
@@ -372,8 +372,8 @@ def _weights(numbers: Tensor, results: int, side: int) -> Tensor:
 
 
 def _copy_box(whole: Tensor, region: Region, box: Tensor) -> None:
-    """A region of an image into the corner of a box of shape (high, 3, wide)."""
-    # A view of each and a kernel. By slices and a permutation it would be seven calls, for each image.
+    """Copy a region of an image into the corner of a box of shape (high, 3, wide)."""
+    # Two views and one kernel; slicing and permuting would take seven calls per image.
     top, left, height, width = region
     channel, line, column = whole.stride()
     start = whole.storage_offset() + top * line + left * column
@@ -394,7 +394,7 @@ def _shrink(crop: CropSpec) -> float:
 
 
 def _parts(places: list[int], images: list[EncodedSample]) -> Iterator[list[int]]:
-    """The places in turn, as many at a time as make ``MOST_BYTES`` of pixels; at least one."""
+    """Split the places in order into parts of at most ``MOST_BYTES`` of pixels, with at least one place each."""
     part: list[int] = []
     size = 0
     for place in places:

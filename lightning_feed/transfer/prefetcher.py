@@ -1,4 +1,4 @@
-"""Prepares a batch on the host, copies it on a side stream, and hands it over to the stream that computes."""
+"""Prepares a batch on the host, copies it on a side stream, and hands it over to the compute stream."""
 
 from collections import deque
 from collections.abc import Callable
@@ -15,55 +15,54 @@ from lightning_feed.transfer.batch_tree import bytes_off_host, off_host, record_
 RUN_AHEAD: Final = 2
 RUN_AHEAD_BYTES: Final = 64 * 2**20
 MOST_AHEAD: Final = 60
-"""Lead of the host over the device, at most, when it copies the next batch: 2 batches that the device has not come to,
-or as many more as fit into these bytes, up to 60.
+"""Limit on the host's lead over the device when the host copies the next batch: 2 batches that the device has not
+reached, or more if together they fit into ``RUN_AHEAD_BYTES``, up to 60.
 
-``record_stream`` gives memory back only once the device is past it, so a host that runs M steps ahead holds M batches.
-Running ahead is worth something, too: while the loader stalls, the device works off what is queued. Steps of large
-batches are long, and two of them are enough; small batches cost little memory. 60 steps are about what the ring of
-``watch.step_meter`` can measure.
+``record_stream`` frees memory only after the device has passed it, so a host that runs M steps ahead holds M batches.
+Running ahead also helps: while the loader stalls, the device works off the queue. Steps on large batches are long, so
+two are enough; small batches cost little memory. 60 steps are about the capacity of the ring in ``watch.step_meter``.
 """
 
 
 _OF_EARLIER_WORK: Final = (
-    "PrefetchCallback only met this error, while it waited for the device. It is of work that was queued before, as a "
-    "rule by the training step. CUDA_LAUNCH_BLOCKING=1 in the environment shows where."
+    "PrefetchCallback saw this error only because it waited for the device. The error is from work that was queued "
+    "earlier, usually by the training step. Set CUDA_LAUNCH_BLOCKING=1 in the environment to see which."
 )
 
 
 class SideStream:
-    """A stream for copies, and the hand-over of their results to the stream that computes.
+    """Stream for copies, and the handover of their results to the compute stream.
 
-    This one is no stream at all: everything happens in program order. The same code runs on it where there is no
+    This base class has no stream: everything runs in program order. The same code uses it on machines without an
     accelerator.
     """
 
     def issue(self) -> AbstractContextManager[object]:
-        """While entered, work goes to the side stream."""
+        """Context manager that sends work to the side stream."""
         return nullcontext()
 
     def mark(self) -> Any:
-        """An event after all work issued so far."""
+        """Return an event after all work issued so far."""
 
     def hand_over(self, batch: object, mark: object) -> None:
         """Make the compute stream wait for ``mark`` and own ``batch``. The host does not wait."""
 
     def follow_compute(self, batch: object = None) -> None:
-        """Let what is issued from here on begin after what the compute stream was given so far, and read ``batch``."""
+        """Order later work after everything queued on the compute stream so far, and let it read ``batch``."""
 
     def limit_run_ahead(self) -> None:
-        """Wait while the device is too far behind the batch that was handed over last: see ``RUN_AHEAD``."""
+        """Wait while the device is too far behind the last batch handed over: see ``RUN_AHEAD``."""
 
     def is_capturing(self) -> bool:
-        """True while a graph is being captured on the compute stream: nothing else may be issued then."""
+        """True while a graph is captured on the compute stream: no other work may be issued then."""
         return False
 
 
 class DeviceStream(SideStream):
-    """A real stream of any backend whose module has streams and events: ``torch.cuda``, ``torch.xpu``.
+    """Real stream of any backend whose module has streams and events: ``torch.cuda``, ``torch.xpu``.
 
-    One object serves a whole run. A new stream for each epoch would leave its memory pool behind every time, because
-    the caching allocator keeps one pool per stream.
+    One object serves a whole run: the caching allocator keeps one pool per stream, so a new stream per epoch would
+    leave a memory pool behind each time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -71,15 +70,15 @@ class DeviceStream(SideStream):
         self._backend: Any = torch.get_device_module(device)
         self._stream = self._backend.Stream(device=device)
         self._handed_over: deque[tuple[Any, int]] = deque()
-        """An event before the step on each batch, and the batch's bytes."""
+        """Per batch: an event before its step, and the batch's bytes."""
 
     def issue(self) -> AbstractContextManager[object]:
-        """While entered, work goes to the side stream."""
+        """Context manager that sends work to the side stream."""
         context: AbstractContextManager[object] = self._backend.stream(self._stream)
         return context
 
     def mark(self) -> Any:
-        """An event after all work issued so far."""
+        """Return an event after all work issued so far."""
         event = self._backend.Event()
         event.record(self._stream)
         return event
@@ -88,22 +87,22 @@ class DeviceStream(SideStream):
         """Make the compute stream wait for ``mark`` and own ``batch``. The host does not wait."""
         compute = self._backend.current_stream(self._device)
         # 1. The compute stream waits for the copy. 2. Only then may a kernel of the step read the batch.
-        # 3. The allocator learns that the compute stream uses memory which came from the side stream's pool.
+        # 3. The allocator learns that the compute stream uses memory from the side stream's pool.
         compute.wait_event(mark)
         record_stream(batch, compute)
-        # An event that lets the host sleep: torch's default would spin on a CPU that the loader's workers need.
+        # This event lets the host sleep: torch's default would spin on a CPU that the loader's workers need.
         reached = self._backend.Event(blocking=True) if self._device.type == "cuda" else self._backend.Event()
         reached.record(compute)
         self._handed_over.append((reached, bytes_off_host(batch)))
 
     def follow_compute(self, batch: object = None) -> None:
-        """Order later work after everything given to the compute stream so far, and let it read ``batch``."""
+        """Order later work after everything queued on the compute stream so far, and let it read ``batch``."""
         self._stream.wait_stream(self._backend.current_stream(self._device))
         if off_host(batch):
             record_stream(batch, self._stream)
 
     def limit_run_ahead(self) -> None:
-        """Wait while the device is too far behind the batch that was handed over last: see ``RUN_AHEAD``."""
+        """Wait while the device is too far behind the last batch handed over: see ``RUN_AHEAD``."""
         ahead = self._handed_over
         try:
             while ahead and ahead[0][0].query():
@@ -112,25 +111,25 @@ class DeviceStream(SideStream):
                 len(ahead) > RUN_AHEAD and sum(size for _, size in ahead) > RUN_AHEAD_BYTES
             ):
                 ahead.popleft()[0].synchronize()
-        except RuntimeError as error:  # asking and waiting do not fail by themselves
+        except RuntimeError as error:  # from earlier work: querying and waiting do not fail on their own
             if hasattr(error, "add_note"):  # from Python 3.11 on
                 error.add_note(_OF_EARLIER_WORK)
             raise
 
     def is_capturing(self) -> bool:
-        """True while a graph is being captured on the compute stream: nothing else may be issued then."""
-        asks = getattr(self._backend, "is_current_stream_capturing", None)  # torch.xpu has had graphs for short
+        """True while a graph is captured on the compute stream: no other work may be issued then."""
+        asks = getattr(self._backend, "is_current_stream_capturing", None)  # torch.xpu got graphs only recently
         return asks is not None and bool(asks())
 
 
 def open_stream(device: torch.device) -> SideStream | None:
-    """A side stream for ``device``, or None for a device that is not one of ``STREAM_BACKENDS``."""
+    """Return a side stream for ``device``, or None if its type is not in ``STREAM_BACKENDS``."""
     return DeviceStream(device) if device.type in STREAM_BACKENDS else None
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A batch in its transfer to the device, or what went wrong on the way."""
+    """A batch on its way to the device, or the error that stopped it."""
 
     batch: object = None
     mark: object = None
@@ -141,7 +140,7 @@ class Prefetcher:
     """Stages batches on a side stream.
 
     Args:
-        stream: where the copies are issued.
+        stream: the side stream for the copies.
     """
 
     def __init__(self, stream: SideStream) -> None:
@@ -156,30 +155,30 @@ class Prefetcher:
             copy: host batch -> device batch; every kernel and copy that it launches goes to the side stream.
 
         Returns:
-            What :meth:`take` needs. An ``Exception`` is kept for it, so that it is raised in the step that the batch
-            belongs to; ``KeyboardInterrupt`` and its like go through at once.
+            The argument of :meth:`take`. An ``Exception`` is stored, and raised in the step of its batch;
+            ``KeyboardInterrupt`` and the like are raised at once.
         """
         try:
             ready = prepare(batch)
             if off_host(ready):
-                self._stream.follow_compute(ready)  # `prepare` worked on the compute stream; `copy` reads what it made
+                self._stream.follow_compute(ready)  # `prepare` ran on the compute stream; `copy` reads its result
             self._stream.limit_run_ahead()
             return self._issue(ready, copy)
         except Exception as error:  # noqa: BLE001  # raised by `take`, with its traceback
             return Staged(error=error)
 
     def pass_on(self, batch: object, copy: Callable[[object], object]) -> Any:
-        """Copy a batch that was not staged, in program order: after all that was queued, before all that comes.
+        """Copy a batch that was not staged, in program order: after all queued work, before all later work.
 
-        It goes over the side stream like every other batch, because what ``copy`` keeps from one batch to the next (a
-        constant for a new shape, a running statistic) is then made, read and freed on one stream.
+        The copy uses the side stream, like all others: state that ``copy`` keeps between batches (a constant for a new
+        shape, a running statistic) is then made, read and freed on one stream.
         """
         self._stream.follow_compute(batch)
         self._stream.limit_run_ahead()
         return self.take(self._issue(batch, copy))
 
     def take(self, staged: Staged) -> Any:
-        """The device batch, safe to use on the current stream from here on. The host does not wait for the copy."""
+        """Return the device batch, safe to use on the current stream. The host does not wait for the copy."""
         if staged.error is not None:
             raise staged.error
         with traced("hand_over"):

@@ -1,4 +1,4 @@
-"""A dataset that stays on the device: loaded once, and gathered into batches there."""
+"""Dataset kept on the device: loaded once, and gathered into batches there."""
 
 import logging
 from bisect import bisect_right
@@ -33,30 +33,30 @@ from lightning_feed.load.trace import traced
 logger = logging.getLogger(__name__)
 
 _LOOKED_AT = 8
-"""Number of samples used to estimate the size of the whole; every sample must have the shapes of the first."""
+"""Samples used to estimate the size of the whole dataset; every sample must have the shapes of the first."""
 _CHUNK_BYTES = 8 << 20
-"""At most so much is one batch in its transfer to the device; each worker has two of them in host memory."""
+"""Size limit of one batch on its way to the device; each worker has two of them in host memory."""
 _MOST_IN_CHUNK = 1024
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The samples rank, rank + ranks, rank + 2 * ranks ... of a dataset: fixed, so that the others need not be here."""
+    """Samples rank, rank + ranks, rank + 2 * ranks ... of a dataset: fixed, so this rank needs no other samples."""
 
     rank: int
     ranks: int
 
 
 class ResidentData(Dataset[object]):
-    """Samples on the device: each leaf of the nested batch is one tensor, with a row for each sample.
+    """Samples on the device: each leaf of the nested batch is one tensor, with a row per sample.
 
     Made by :func:`load_resident`; read through a ``ResidentLoader``.
 
     Args:
-        leaves: of a batch of all samples, as the collate function gives it.
-        form: of that batch.
-        size: samples of the dataset, on all ranks together.
-        shard: which of them are here; None for all.
+        leaves: leaves of a batch of all samples, as returned by the collate function.
+        form: structure of that batch.
+        size: samples of the dataset, over all ranks.
+        shard: the samples held here; None for all.
     """
 
     def __init__(self, leaves: "list[_Leaf]", form: TreeSpec, size: int, shard: Shard | None = None) -> None:
@@ -69,17 +69,17 @@ class ResidentData(Dataset[object]):
 
     @property
     def held(self) -> int:
-        """Samples that are here."""
+        """Number of samples held on this rank."""
         return len(self._leaves[0].rows)
 
     @property
     def stored_bytes(self) -> int:
-        """Memory in use on the device."""
+        """Bytes in use on the device."""
         return sum(leaf.rows.nbytes for leaf in self._leaves)
 
     def __getitems__(self, indices: Tensor | Sequence[int]) -> Any:
-        """The batch that torch's DataLoader asks for: by a list of samples, or by the numbers of their rows on this
-        rank, int64 of shape (B,), on the device."""
+        """Return the batch for a list of sample indices, or for a tensor of row numbers on this rank, int64 of shape
+        (B,), on the device."""
         rows = indices
         if not isinstance(rows, Tensor):
             rows = torch.tensor([self._row(index) for index in rows], dtype=torch.int64, device=self.device)
@@ -98,19 +98,19 @@ class ResidentData(Dataset[object]):
         if rank != shard.rank:
             raise DatasetError(
                 f"Sample {index} is not on rank {shard.rank}, which holds only one in {shard.ranks} samples. Custom "
-                "samplers need the whole set on each rank: leave out sharding."
+                "samplers need the whole dataset on each rank: leave out sharding."
             )
         return row
 
 
 @dataclass
 class _Leaf:
-    """One tensor of the batch for all samples, laid out in memory as the collate function laid out its batches."""
+    """One tensor of the batch for all samples, with the memory layout that the collate function chose."""
 
     rows: Tensor
-    """Contiguous, one row for each sample."""
+    """Contiguous, one row per sample."""
     dims: tuple[int, ...]
-    """The permutation that restores a batch that was not contiguous: channels last, for example."""
+    """Permutation that restores a non-contiguous layout: channels last, for example."""
 
     def gather(self, rows: Tensor) -> Tensor:
         return self.rows.index_select(0, rows).permute(self.dims)
@@ -128,23 +128,23 @@ def load_resident(
     shard: Shard | None = None,
     reading: Mapping[str, object] | None = None,
 ) -> ResidentData:
-    """Go once through a dataset and keep it on the device.
+    """Read a dataset once and keep it on the device.
 
-    Of a ``CacheableDataset`` (or subsets of one) what ``plain`` gives is kept; of any other dataset its samples as they
-    come now.
+    Stores the ``plain`` samples of a ``CacheableDataset`` (or subsets of one); of any other dataset, the samples that
+    this one pass returns.
 
     Args:
         dataset: map-style; all samples of one shape.
-        device: where to keep it.
-        limit_bytes: the most that may be taken there; None for what is free.
-        collate_fn: makes a batch of samples, each row from its sample alone; None for torch's own.
+        device: the device to keep it on.
+        limit_bytes: memory limit on the device; None for all free memory.
+        collate_fn: makes a batch of samples, each row from one sample only; None for torch's default.
         shard: the part to load; None for the whole.
-        reading: options of :class:`FeedLoader` that say who reads it: ``num_workers``, ``workers`` and the like.
+        reading: :class:`FeedLoader` options for the loading pass: ``num_workers``, ``workers`` and the like.
 
     Raises:
-        SettingsError: when it does not fit, with the numbers, before anything is loaded.
-        DatasetError: for a stream, and when a sample has another shape than the first, or holds what cannot be on a
-            device.
+        SettingsError: if the dataset does not fit; raised before loading, with the numbers.
+        DatasetError: for a stream, or if a sample has another shape than the first, or a value that a device cannot
+            hold.
     """
     _check_kind(dataset)
     size = len(dataset)
@@ -162,7 +162,7 @@ def load_resident(
     _refuse_if_too_large(sample_bytes, len(part), size, device, limit_bytes)
     leaves = [_allocate(one, len(part), device) for one in parts]
     chunk = max(1, min(_MOST_IN_CHUNK, _CHUNK_BYTES // max(1, sample_bytes)))
-    # A generator of its own: from the default one, which the training draws from, nothing is taken.
+    # Its own generator: drawing from the default one would change the training's random numbers.
     options = {**(reading or {}), "batch_size": chunk, "collate_fn": collate, "generator": torch.Generator()}
     with tqdm(total=len(part), desc=f"Loading onto {device}", unit=" samples", disable=None, leave=False) as bar:
         start = 0
@@ -181,7 +181,7 @@ def _fill(leaves: list[_Leaf], batch: object, start: int, count: int) -> None:
 
 
 def free_device_bytes(device: torch.device) -> int | None:
-    """Memory of the device that can still be taken by tensors; None: not known."""
+    """Bytes on the device still available to tensors; None if unknown."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
@@ -189,7 +189,7 @@ def free_device_bytes(device: torch.device) -> int | None:
 
 
 class _Plain(Dataset[object]):
-    """The samples of ``part`` without augmentation, each checked against the first."""
+    """Samples of ``part`` without augmentation, each checked against the first."""
 
     def __init__(self, dataset: object, part: range, expected: dict[str, str]) -> None:
         self.dataset, self.part, self.expected = dataset, part, expected
@@ -204,7 +204,7 @@ class _Plain(Dataset[object]):
         if shapes != self.expected:
             places = [place for place in {**self.expected, **shapes} if shapes.get(place) != self.expected.get(place)]
             raise DatasetError(
-                f"Sample {index} is different from sample {self.part[0]}, and a set on the device needs samples of one "
+                f"Sample {index} is different from sample {self.part[0]}, but a dataset on the device needs one "
                 f"shape: at sample{places[0]} it has {shapes.get(places[0], 'nothing')}, not "
                 f"{self.expected.get(places[0], 'nothing')}. Resize in plain(), or use cache='decoded'."
             )
@@ -212,7 +212,7 @@ class _Plain(Dataset[object]):
 
 
 def _shapes_of(sample: object, index: int) -> dict[str, str]:
-    """Type and shape of each leaf of a sample, by its place: ``{"['image']": "uint8 (32, 32, 3)"}``."""
+    """Type and shape of each leaf of a sample, by its path: ``{"['image']": "uint8 (32, 32, 3)"}``."""
     shapes = {}
     for path, leaf in tree_flatten_with_path(sample)[0]:
         if isinstance(leaf, Tensor) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc"):
@@ -222,13 +222,13 @@ def _shapes_of(sample: object, index: int) -> dict[str, str]:
         else:
             raise DatasetError(
                 f"Sample {index} has a {type(leaf).__name__} at sample{keystr(path)}, which cannot be kept on a "
-                "device. Give tensors, arrays and numbers only."
+                "device. Use only tensors, arrays and numbers."
             )
     return shapes
 
 
 def _plain(dataset: AnyDataset, index: int) -> Any:
-    """A sample without augmentation, where the dataset tells what that is."""
+    """Sample without augmentation, if the dataset defines one; else the sample as it is."""
     if isinstance(dataset, Subset):
         return _plain(dataset.dataset, dataset.indices[index])
     if isinstance(dataset, ConcatDataset):
@@ -240,18 +240,18 @@ def _plain(dataset: AnyDataset, index: int) -> Any:
 
 
 def _check_kind(dataset: object) -> None:
-    """Refuse streams, and warn of samples that may be augmented."""
+    """Refuse streams, and warn if samples may be augmented."""
     if isinstance(dataset, IterableDataset):
         raise DatasetError(
             f"A stream (an IterableDataset, here {type(dataset).__name__}) has no samples by index, so it cannot be "
-            "kept on the device. Leave cache='device' out, or give a map-style dataset."
+            "kept on the device. Leave cache='device' out, or pass a map-style dataset."
         )
     if isinstance(dataset, (Subset, ConcatDataset)):
         for inner in [dataset.dataset] if isinstance(dataset, Subset) else dataset.datasets:
             _check_kind(inner)
     elif not isinstance(dataset, (CacheableDataset, TensorDataset)):
         logger.warning(
-            "The samples of %s are kept on the device as they come now. If they are augmented at random, they will be "
+            "The samples of %s are kept on the device as they are now. If they are augmented at random, they will be "
             "the same in each epoch: derive it from lightning_feed.CacheableDataset, and augment in device_transform.",
             type(dataset).__name__,
         )
@@ -262,8 +262,8 @@ def _check_rows(batch: object, rows: int) -> None:
         if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != rows:
             what = tuple(leaf.shape) if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
             raise DatasetError(
-                f"The collate function gave {what} at batch{keystr(path)}, and a set on the device needs a tensor with "
-                "a row for each sample there. Use torch's own collate function, or cache='decoded'."
+                f"The collate function returned {what} at batch{keystr(path)}, but a dataset on the device needs a "
+                "tensor with a row per sample there. Use torch's own collate function, or cache='decoded'."
             )
 
 
@@ -293,18 +293,17 @@ def _allocate(leaf: Tensor, rows: int, device: torch.device) -> _Leaf:
 
 
 class ResidentLoader(FeedLoader):
-    """A FeedLoader over :class:`ResidentData`: the same samples in the same order, on the device already.
+    """FeedLoader over :class:`ResidentData`: the same samples in the same order, already on the device.
 
-    Under torch's own batch sampler nothing is copied for each batch: the indices of an epoch are drawn and moved to the
-    device at its beginning, as one tensor. A batch sampler of the user's is asked for each batch, whose list of indices
-    is copied.
+    With torch's own batch sampler nothing is copied per batch: each epoch's indices are drawn and moved to the device
+    at its start, as one tensor. A custom batch sampler is called for each batch, and its list of indices is copied.
 
-    With a shard, Lightning's DistributedSampler says how many samples the rank takes and from which seed; they are of
-    the rank's own share, shuffled in itself. Over all ranks an epoch has each sample once, and as many of them twice as
-    DistributedSampler repeats to give all ranks the same number.
+    With a shard, Lightning's DistributedSampler sets the number of samples per rank and the seed; the samples are those
+    of the rank's own shard, shuffled within it. Over all ranks, an epoch has each sample once, plus the repeats with
+    which DistributedSampler gives all ranks the same number.
 
     Args:
-        dataset: what is on the device.
+        dataset: the samples on the device.
         order: as for :class:`FeedLoader`.
         **options: DataLoader's own, by name for Lightning, which makes a copy with another sampler.
     """
@@ -312,12 +311,12 @@ class ResidentLoader(FeedLoader):
     def __init__(self, dataset: ResidentData, *, order: EpochOrder | None = None, **options: Any) -> None:
         super().__init__(dataset, order=order, **{**options, "collate_fn": _as_it_is})
         if type(self.batch_sampler) is BatchSampler:
-            # In our own index source only: Lightning finds the plain BatchSampler, which it knows how to replace.
+            # Only in our own index source: Lightning must find the plain BatchSampler, which it can replace.
             self._index.inner = _Batches(self.sampler, self.batch_sampler, dataset)
 
 
 class _Batches:
-    """The batches of a plain BatchSampler, as slices of one tensor of row numbers on the device."""
+    """Batches of a plain BatchSampler, as slices of one tensor of row numbers on the device."""
 
     def __init__(self, sampler: AnySampler, plain: BatchSampler, data: ResidentData) -> None:
         self.sampler, self.plain, self.data = sampler, plain, data
@@ -337,7 +336,7 @@ class _Batches:
             yield order[start : start + step]
 
     def _order(self) -> Tensor | None:
-        """The rows of an epoch; None for a sampler without a length, which may be endless."""
+        """Rows of an epoch; None if the sampler has no length and may be endless."""
         if self.data.shard is not None:
             return _order_in_shard(self.sampler, self.data.shard, self.data.held)
         if not hasattr(self.sampler, "__len__"):
@@ -345,29 +344,29 @@ class _Batches:
         order = torch.tensor(list(self.sampler), dtype=torch.int64, device="cpu")
         if len(order) and not 0 <= int(order.min()) <= int(order.max()) < len(self.data):
             raise LoaderError(
-                f"The sampler {type(self.sampler).__name__} gave indices from {int(order.min())} to "
-                f"{int(order.max())}, and the dataset has {len(self.data)} samples."
+                f"The sampler {type(self.sampler).__name__} returned indices from {int(order.min())} to "
+                f"{int(order.max())}, but the dataset has {len(self.data)} samples."
             )
         return order
 
 
 def _order_in_shard(sampler: object, shard: Shard, held: int) -> Tensor:
-    """The rows of a shard for one epoch, as many as the sampler would give to its rank."""
+    """Rows of a shard for one epoch, in the number that the sampler sets for its rank."""
     if not isinstance(sampler, DistributedSampler) or (sampler.rank, sampler.num_replicas) != (shard.rank, shard.ranks):
         raise LoaderError(
-            f"Rank {shard.rank} of {shard.ranks} holds its own share of the set, and its sampler is a "
-            f"{type(sampler).__name__} that does not divide the set in this way. Leave the sampler to Lightning "
-            "(use_distributed_sampler=True, and no sampler()), or keep the whole set on each rank."
+            f"Rank {shard.rank} of {shard.ranks} holds its own share of the dataset, but its sampler is a "
+            f"{type(sampler).__name__} that does not divide the dataset in this way. Leave the sampler to Lightning "
+            "(use_distributed_sampler=True, and no sampler()), or keep the whole dataset on each rank."
         )
     rows = torch.arange(held, device="cpu")
     if sampler.shuffle:
         generator = torch.Generator()
         generator.manual_seed(mix_seed(sampler.seed, sampler.epoch, shard.rank, "shard"))
         rows = torch.randperm(held, generator=generator, device="cpu")
-    # One short where the samples do not go evenly into the ranks: the first again, as DistributedSampler repeats some.
+    # One short if the ranks do not divide the samples evenly: repeat the first, as DistributedSampler repeats some.
     return rows.repeat(-(-len(sampler) // held))[: len(sampler)] if held < len(sampler) else rows[: len(sampler)]
 
 
 def _as_it_is(batch: object) -> object:
-    """The ``collate_fn``: what comes from the device is a batch already."""
+    """``collate_fn`` that returns the batch from the device unchanged."""
     return batch

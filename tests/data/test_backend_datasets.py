@@ -168,7 +168,7 @@ def test_labels_of_a_pack_that_are_no_numbers_are_reported_before_training(
     written = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({key: written[key] for key in written if key not in ("indexes", "checksum")}))
     module = ImageFolderDataModule(tmp_path / "pack", 4, backend=backend)
-    with pytest.raises(ArchiveError, match="not one integer for each of 12 samples"):
+    with pytest.raises(ArchiveError, match="not hold one integer for each of 12 samples"):
         module.setup("fit")
 
 

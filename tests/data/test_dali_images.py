@@ -299,7 +299,7 @@ def test_a_broken_image_is_handled_as_asked_for(
 def test_threads_are_said(photos: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         data(photos, dali=DaliOptions(threads=3))()["datamodule"].train_dataloader()
-    assert "DALI decodes with 3 CPU threads for each pipeline: as asked for" in caplog.messages
+    assert "DALI decodes with 3 CPU threads for each pipeline: as requested" in caplog.messages
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

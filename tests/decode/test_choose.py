@@ -130,7 +130,7 @@ def test_another_shape_is_out(clock: Clock, racing: Racing) -> None:
             return super().decode(data).transpose(1, 0, 2)
 
     racing(turned=Turned(clock, 0.001))
-    assert _auto(clock).table["turned"].out == "gives (47, 61, 3) where Pillow gives (61, 47, 3)"
+    assert _auto(clock).table["turned"].out == "returns (47, 61, 3), but Pillow returns (61, 47, 3)"
 
 
 @pytest.mark.parametrize(("milliseconds", "taken"), [(1.04, "regions"), (1.06, "whole")])
@@ -206,7 +206,7 @@ def test_the_installed_ones_on_made_images() -> None:
 
 @pytest.mark.parametrize("samples", [None, []])
 def test_auto_needs_samples(samples: list[bytes] | None) -> None:
-    with pytest.raises(SettingsError, match="got none"):
+    with pytest.raises(SettingsError, match="pass samples"):
         make_decoder("auto", samples)
 
 
@@ -217,7 +217,7 @@ def test_an_unknown_name() -> None:
 
 def test_by_name_nothing_is_measured() -> None:
     choice = make_decoder("pillow", SAMPLES)
-    assert (choice.name, choice.reason, choice.table) == ("pillow", "decoder='pillow', as asked for", {})
+    assert (choice.name, choice.reason, choice.table) == ("pillow", "decoder='pillow', as requested", {})
 
 
 # --- Pillow behind the others -----------------------------------------------------------------------------------------

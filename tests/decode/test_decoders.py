@@ -87,7 +87,7 @@ def test_what_is_no_whole_image_is_an_error_and_does_not_disturb_the_next(name: 
 def test_the_error_says_what_is_wrong(name: str) -> None:
     with pytest.raises(DecodeError, match="0 bytes: the file is empty"):
         _decoder(name).decode(BROKEN["0 bytes"])
-    with pytest.raises(DecodeError, match=r"340 bytes that begin with b'this is ' are no image"):
+    with pytest.raises(DecodeError, match=r"340 bytes that begin with b'this is ' are not an image"):
         _decoder(name).decode(BROKEN["text named .jpg"])
     with pytest.raises(DecodeError, match="truncated"):
         _decoder(name).decode(BROKEN["JPEG cut in the middle"])
@@ -189,7 +189,7 @@ def test_an_opencv_that_fills_cut_files_with_grey_is_refused(monkeypatch: pytest
     monkeypatch.delattr(cv2, "IMREAD_COLOR_RGB")
     open_cv2.cache_clear()
     with pytest.raises(
-        MissingExtraError, match=r"needs 4\.11 or newer, and 4\.10\.0 is installed.*lightning-feed\[images\]"
+        MissingExtraError, match=r"needs 4\.11 or newer, but 4\.10\.0 is installed.*lightning-feed\[images\]"
     ):
         make_decoder("opencv")
 

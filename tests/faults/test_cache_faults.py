@@ -181,7 +181,7 @@ def test_a_folder_that_is_a_link_is_refused(tmp_path: Path, inner: str) -> None:
     (tmp_path / inner).parent.mkdir(mode=0o700, exist_ok=True)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / inner).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ArchiveError, match="is no folder"):
+    with pytest.raises(ArchiveError, match="is not a folder"):
         ReadThrough(tmp_path, LIMIT)
     assert not list((tmp_path / "elsewhere").iterdir())
 

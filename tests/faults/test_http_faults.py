@@ -173,7 +173,7 @@ def test_a_body_that_stays_cut_short_is_never_kept(store: HttpStore, new_run: Op
     store.sized = sized
     source = new_run()
     store.cut = {path_of(5)}
-    with pytest.raises(GoneError, match=r"05\.jpg cannot be used: 350 bytes came where 700 were listed"):
+    with pytest.raises(GoneError, match=r"05\.jpg cannot be used: 350 bytes arrived, but 700 were listed"):
         source.read(5)
     assert held(source) == 0
     store.cut.clear()

@@ -134,7 +134,9 @@ def planted(tmp_path: Path, kind: str) -> Path:
 def test_a_folder_that_others_may_have_made_is_not_packed_to(kind: str, files: Path, tmp_path: Path) -> None:
     place = planted(tmp_path, kind)
     before = sorted(place.iterdir())
-    with pytest.raises(ArchiveError, match=r"x\.pack\.partial cannot be made .*(is no folder|another user|others may)"):
+    with pytest.raises(
+        ArchiveError, match=r"x\.pack\.partial cannot be made .*(is not a folder|another user|others may)"
+    ):
         pack(files, tmp_path / "x.pack", workers=0)
     assert sorted(place.iterdir()) == before
 
@@ -182,7 +184,7 @@ def test_a_pack_in_a_folder_of_a_group_is_of_that_group(files: Path, tmp_path: P
 @pytest.mark.parametrize("dest", ["a file/x.pack", "x" * 300, "/proc/x.pack"])
 def test_a_dest_that_cannot_be_written_is_reported(dest: str, files: Path, tmp_path: Path) -> None:
     (tmp_path / "a file").touch()
-    with pytest.raises(ArchiveError, match=r"\.partial cannot be made or written to: .* Give another DEST"):
+    with pytest.raises(ArchiveError, match=r"\.partial cannot be made or written to: .* Choose another DEST"):
         pack(files, tmp_path / dest, workers=0)
 
 
@@ -245,7 +247,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_no_room_is_reported_before_anything_is_written(files: Path, small_disk: Path) -> None:
     for name in range(5):
         (files / "dog" / f"z{name}.jpg").write_bytes(os.urandom(1_000_000))
-    with pytest.raises(ArchiveError, match=r"Packing needs about 0\.01 GB .* and 0\.00 GB are free"):
+    with pytest.raises(ArchiveError, match=r"Packing needs about 0\.01 GB .* but only 0\.00 GB are free"):
         pack(files, small_disk / "x.pack", workers=0)
     assert not list(small_disk.rglob("data.mdb"))
 
@@ -277,7 +279,7 @@ def test_a_pack_is_not_made_in_what_is_packed(files: Path, tmp_path: Path) -> No
         (tmp_path / "alias", files / "cat" / "p.pack"),
         (tmp_path / "splits", tmp_path / "splits" / "train" / "p.pack"),
     ):
-        with pytest.raises(ArchiveError, match=r"p\.pack lies in .*Give a DEST outside of it"):
+        with pytest.raises(ArchiveError, match=r"p\.pack is inside .*Choose a DEST outside of it"):
             pack(source, dest, workers=0)
     assert sorted(path.name for path in files.iterdir()) == ["cat", "dog"]
     pack(tmp_path / "splits", tmp_path / "splits" / "p.pack", workers=0)  # beside train: no class
@@ -306,7 +308,7 @@ def test_a_pack_is_not_made_in_another_mount_of_what_is_packed(files: Path, tmp_
     process.join(60)
     if answer == "not permitted":
         pytest.skip("mounting is not permitted here")
-    assert "p.pack lies in" in answer
+    assert "p.pack is inside" in answer
     assert sorted(path.name for path in files.iterdir()) == ["cat", "dog"]
 
 
@@ -341,7 +343,7 @@ def test_packing_from_python_without_standard_error(
 
 def test_nothing_is_replaced_unasked_and_only_packs_at_all(files: Path, tmp_path: Path) -> None:
     pack(files, tmp_path / "x.pack", workers=0)
-    with pytest.raises(ArchiveError, match=r"exists. Give another DEST, or --force"):
+    with pytest.raises(ArchiveError, match=r"exists. Choose another DEST, or --force"):
         pack(files, tmp_path / "x.pack", workers=0)
     (files / "dog" / "00.jpg").unlink()
     assert pack(files, tmp_path / "x.pack", workers=0, force=True).samples == 39
@@ -349,7 +351,7 @@ def test_nothing_is_replaced_unasked_and_only_packs_at_all(files: Path, tmp_path
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("mine")
     for other in (tmp_path / "folder", tmp_path / "file"):
-        with pytest.raises(ArchiveError, match="is no pack, so it is not replaced"):
+        with pytest.raises(ArchiveError, match="is not a pack, so it is not replaced"):
             pack(files, other, workers=0, force=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "files", "folder", "x.pack"]
 
@@ -377,7 +379,7 @@ def test_a_pack_that_appeared_meanwhile_is_not_replaced(
         return listed(*given)
 
     monkeypatch.setattr(packing, "_parts_of", slowly)
-    with pytest.raises(ArchiveError, match=r"x\.pack exists\. Give another DEST"):
+    with pytest.raises(ArchiveError, match=r"x\.pack exists\. Choose another DEST"):
         pack(files, tmp_path / "x.pack", workers=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "x.pack"]
 
@@ -421,7 +423,7 @@ def test_a_whole_pack_is_there_again_after_force_was_killed(
     if force:
         pack(files, replaced, workers=0, force=True)
     else:
-        with pytest.raises(ArchiveError, match=r"x\.pack exists\. Give another DEST, or --force"):
+        with pytest.raises(ArchiveError, match=r"x\.pack exists\. Choose another DEST, or --force"):
             pack(files, replaced, workers=0)
     assert len(PackedDataset(replaced)) == (40 if force or at == "rmtree" else 20)
     if force:

@@ -31,7 +31,7 @@ def test_what_is_no_file_is_no_sample(root: Path, special: str, caplog: pytest.L
     assert [index.path(number) for number in range(len(index))] == ["cats/1.jpg", "cats/3.jpg", "dogs/2.jpg"]
     assert np.array_equal(index.labels, plain.labels)
     assert [record.getMessage() for record in caplog.records] == [
-        f"{root}/cats/2.jpg is neither a file nor a folder, and is no sample. Move it away."
+        f"{root}/cats/2.jpg is neither a file nor a folder, so it is not a sample. Move it away."
     ]
 
 

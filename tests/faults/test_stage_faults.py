@@ -63,7 +63,7 @@ def test_a_source_that_leads_into_its_copy_by_links_is_refused(
     (tmp_path / link).symlink_to(tmp_path / leads_to)
     given = tmp_path / link if link == "fast/birds" else source
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(ArchiveError, match="one lies in the other") as caught:
+    with pytest.raises(ArchiveError, match="one is inside the other") as caught:
         stage(given, tmp_path / "fast", force=force)
     assert "force" not in str(caught.value)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
@@ -234,7 +234,7 @@ def test_an_impossible_dest_is_reported(
 
 def test_a_source_whose_name_leaves_no_room_for_ours_is_reported(source: Path, dest: Path) -> None:
     long = source.rename(source.parent / ("b" * 250))
-    with pytest.raises(ArchiveError, match=r"File name too long\. Give SRC a shorter name"):
+    with pytest.raises(ArchiveError, match=r"File name too long\. Choose a shorter SRC name"):
         stage(long, dest)
     with pytest.raises(ArchiveError, match="cannot be removed: File name too long"):
         unstage(long, dest)
@@ -259,7 +259,7 @@ def test_removing_from_a_folder_that_another_user_has_closed_is_reported(
     assert (done.returncode, done.stdout) == (1, "There is no copy.\n")
     assert done.stderr.startswith("lightning-feed: ")
     assert done.stderr.count("\n") == 1
-    assert "cannot be removed: Permission denied. Give a DEST" in done.stderr
+    assert "cannot be removed: Permission denied. Use a DEST" in done.stderr
     assert contents(dest / "birds") == contents(source)
 
 

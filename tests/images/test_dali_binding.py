@@ -61,7 +61,7 @@ def test_missing_is_reported_with_the_line_for_the_cuda_of_torch(
 def test_one_that_cannot_be_loaded_is_not_called_missing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     failing_import(monkeypatch, error)
     with pytest.raises(
-        MissingExtraError, match=r"installed and cannot be loaded: .*pip install --force-reinstall "
+        MissingExtraError, match=r"installed but cannot be loaded: .*pip install --force-reinstall "
     ) as it:
         require_dali(gpu=False)
     assert it.value.__cause__ is error
@@ -71,7 +71,7 @@ def test_one_that_cannot_be_loaded_is_not_called_missing(monkeypatch: pytest.Mon
 def test_too_old_is_refused(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
     install(monkeypatch, version)
     with pytest.raises(
-        SettingsError, match=r"needs NVIDIA DALI 2.0 or newer, and DALI .* Upgrade it:  pip install --up"
+        SettingsError, match=r"needs NVIDIA DALI 2.0 or newer, but DALI .* Upgrade it:  pip install --up"
     ):
         require_dali(gpu=False)
 
@@ -88,7 +88,7 @@ def test_another_cuda_than_torchs_is_refused_for_the_gpu_only(monkeypatch: pytes
     assert require_dali(gpu=False) is module
     with pytest.raises(SettingsError) as raised:
         require_dali(gpu=True)
-    assert "is of CUDA 13.0, and the installed DALI 2.4.0 of CUDA 12." in str(raised.value)
+    assert "is for CUDA 13.0, but the installed DALI 2.4.0 is for CUDA 12." in str(raised.value)
     assert str(raised.value).endswith(f"pip uninstall --yes nvidia-dali-cuda120  &&  {FOR_13}")
 
 

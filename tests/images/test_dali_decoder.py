@@ -138,7 +138,7 @@ def test_what_dali_is_not_given() -> None:
     found = {name: why_on_host(data) for name, data in {**WHOLE, **BROKEN}.items()}
     assert {name: why for name, why in found.items() if why} == {
         "CMYK": "a CMYK JPEG",
-        "bytes after the end": (after := "a JPEG with something else at its end than the end of its image"),
+        "bytes after the end": (after := "a JPEG that is cut short, or has data after its end marker"),
         "16 bit PNG": "a PNG of 16 bits a channel",
         "GIF": "an image of the kind GIF",
         "TIFF": "an image of the kind TIFF",
@@ -306,7 +306,7 @@ def test_an_image_that_only_dali_fails_at_is_decoded_on_the_host(
         assert_like_torch(list(ours.run(iter(given))), given, made)
     assert ours.built == 2
     [record] = [record for record in caplog.records if "photos/3.jpg" in record.getMessage()]
-    assert "DALI failed at it" in record.getMessage()
+    assert "DALI failed on it" in record.getMessage()
     assert sum(made.cpu_fallback.as_dict().values()) == 1
 
 
@@ -320,7 +320,7 @@ def test_a_failure_that_is_no_images_fault_is_no_reason_to_decode_on_the_host(mo
         return take(self)
 
     monkeypatch.setattr(ImagePipeline, "take", fails)
-    with pytest.raises(LoaderError, match=r"each of them alone. It said: the driver is tired") as raised:
+    with pytest.raises(LoaderError, match=r"each of them separately. It said: the driver is tired") as raised:
         list(decoder(made).run(iter(batches(made, 2))))
     assert isinstance(raised.value.__cause__, RuntimeError)
 
@@ -333,7 +333,7 @@ def test_a_lack_of_memory_is_said_at_once(said: str, where: str, monkeypatch: py
     """And is no image's fault, as decoding each of them alone might make it look."""
     made = dataset(jpegs(4))
     calls = fail(monkeypatch, where, f"Error in CPU operator, encountered:\n{said}")
-    with pytest.raises(LoaderError, match=rf"not enough memory. It said: {said}.*smaller batch_size"):
+    with pytest.raises(LoaderError, match=rf"not have enough memory. It said: {said}.*smaller batch_size"):
         list(decoder(made).run(iter(batches(made, 2))))
     assert len(calls) == 1
     assert made.cpu_fallback.as_dict() == {}

@@ -56,5 +56,5 @@ def test_no_more_than_eight_threads_beside_a_gpu(cpus: int, ranks: int, threads:
 
 
 def test_threads_as_asked_for() -> None:
-    assert decode_threads(DaliOptions(threads=7), machine(2), 2) == (7, "as asked for")
-    assert decode_threads(DaliOptions(threads=70), machine(2), 2, gpu=True) == (70, "as asked for")
+    assert decode_threads(DaliOptions(threads=7), machine(2), 2) == (7, "as requested")
+    assert decode_threads(DaliOptions(threads=70), machine(2), 2, gpu=True) == (70, "as requested")

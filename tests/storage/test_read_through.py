@@ -285,7 +285,7 @@ def test_objects_replaced_in_mid_epoch_are_read_whole_and_as_new_by_the_next_run
         assert len(set(data)) == 1
     replacing.join()
     for index in (4, 5):
-        with pytest.raises(GoneError, match="100001 bytes or more came where 100000 were listed: it was replaced"):
+        with pytest.raises(GoneError, match="100001 bytes or more arrived, but 100000 were listed: it was replaced"):
             source.read(index)
     source = opened()
     assert [set(source.read(index)) for index in range(6)] == [{3}] * 6

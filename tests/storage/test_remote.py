@@ -152,7 +152,7 @@ def test_a_server_that_stalls_is_asked_again(store: ObjectStore, place: RemotePl
     [
         (503, r"in 6 attempts.*Check the network"),
         ("short", r"in 6 attempts"),
-        ("cut", r"(in 6 attempts, last: .*checksum|\d+ bytes came where)"),
+        ("cut", r"(in 6 attempts, last: .*checksum|\d+ bytes arrived, but)"),
     ],
 )
 def test_what_does_not_pass_is_an_error_in_the_end(

@@ -673,7 +673,7 @@ def test_what_is_no_limit_is_refused(limit: object) -> None:
 
 
 def test_a_share_of_an_unknown_amount_is_refused() -> None:
-    with pytest.raises(SettingsError, match="not known on this machine"):
+    with pytest.raises(SettingsError, match="unknown on this machine"):
         parse_limit("50%", None)
     assert parse_limit("1MiB", None) == 2**20
 

@@ -140,7 +140,7 @@ def test_contents_are_no_longer_compared_on_request(source: Path, dest: Path) ->
 
 @pytest.mark.parametrize("name", ["StagedPath", "stage_in_background"])
 def test_names_that_went_say_what_to_use(name: str) -> None:
-    with pytest.raises(ImportError, match=f"{name} is gone: stage"):
+    with pytest.raises(ImportError, match=f"{name} was removed: stage"):
         getattr(storage, name)
 
 
@@ -158,7 +158,7 @@ def test_a_file_system_without_modes_takes_a_copy(source: Path, dest: Path, monk
 def test_a_folder_that_is_not_ours_is_refused_and_replaced_only_by_force(source: Path, dest: Path) -> None:
     (dest / "birds").mkdir(parents=True)
     (dest / "birds/mine.txt").touch()
-    with pytest.raises(ArchiveError, match="is no staged copy"):
+    with pytest.raises(ArchiveError, match="is not a staged copy"):
         stage(source, dest)
     assert (dest / "birds/mine.txt").exists()
     assert [path.name for path in dest.iterdir()] == ["birds"]
@@ -170,7 +170,7 @@ def test_two_sources_of_one_name_do_not_mix(source: Path, dest: Path, tmp_path: 
     other = tmp_path / "other" / "birds"
     shutil.copytree(source, other)
     stage(source, dest)
-    with pytest.raises(ArchiveError, match=r"is a copy of .*data/birds\. Give another DEST"):
+    with pytest.raises(ArchiveError, match=r"is a copy of .*data/birds\. Choose another DEST"):
         stage(other, dest)
     with pytest.raises(ArchiveError, match="is not a staged copy of"):
         unstage(other, dest)
@@ -181,17 +181,17 @@ def test_two_sources_of_one_name_do_not_mix(source: Path, dest: Path, tmp_path: 
 )
 def test_one_in_the_other_is_refused(source: Path, tmp_path: Path, given: str, to: str) -> None:
     before = listing(tmp_path)
-    with pytest.raises(ArchiveError, match="one lies in the other"):
+    with pytest.raises(ArchiveError, match="one is inside the other"):
         stage(tmp_path / given, tmp_path / to)
     assert listing(tmp_path) == before
 
 
 def test_a_source_inside_its_copy_is_refused(source: Path, tmp_path: Path) -> None:
     (source / "birds").mkdir()
-    with pytest.raises(ArchiveError, match="one lies in the other"):
+    with pytest.raises(ArchiveError, match="one is inside the other"):
         stage(source / "birds", tmp_path / "data")
     (tmp_path / "link").symlink_to(tmp_path / "data")
-    with pytest.raises(ArchiveError, match="one lies in the other"):
+    with pytest.raises(ArchiveError, match="one is inside the other"):
         stage(source, tmp_path / "link")
 
 

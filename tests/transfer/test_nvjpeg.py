@@ -28,8 +28,8 @@ FOR_IT = [
     "restart markers",
 ]
 NOT_FOR_IT = {
-    "CMYK": "no RGB of a CMYK",
-    "RGB inside": "takes it for YCbCr",
+    "CMYK": "CMYK",
+    "RGB inside": "reads it as YCbCr",
     "bytes after the end": "end marker",
     "palette PNG": "kind PNG",
     "WebP": "kind WebP",
@@ -79,7 +79,7 @@ FRAMES = {
     "lossless": (put(1, 0xC3), "12 bits, lossless"),
     "arithmetic": (put(1, 0xC9), "12 bits, lossless"),
     "12 bits": (put(4, 12), "12 bits, lossless"),
-    "two components": (put(9, 2), "no RGB of a CMYK"),
+    "two components": (put(9, 2), "CMYK"),
     "factors 3 x 1": (put(11, 0x31), "chroma subsampling"),
     "factors 2 x 4": (put(11, 0x24), "chroma subsampling"),
     "chroma of 2 x 1": (put(14, 0x21), "chroma subsampling"),

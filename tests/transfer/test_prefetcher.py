@@ -56,7 +56,7 @@ def test_an_error_of_an_earlier_step_says_so(
     with pytest.raises(RuntimeError, match="CUDA error: device-side assert triggered") as caught:
         prefetcher.take(staged)
     if sys.version_info >= (3, 11):
-        assert "work that was queued before" in "".join(caught.value.__notes__)
+        assert "work that was queued earlier" in "".join(caught.value.__notes__)
 
 
 def test_interrupts_go_through_at_once() -> None:

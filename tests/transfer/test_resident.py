@@ -218,7 +218,7 @@ def test_a_batch_sampler_of_the_users_is_followed() -> None:
 
 def test_a_sampler_that_gives_a_wrong_index_is_named() -> None:
     data = load_resident(Rows(3), device=CPU)
-    with pytest.raises(LoaderError, match="gave indices from 1 to 3, and the dataset has 3 samples"):
+    with pytest.raises(LoaderError, match="returned indices from 1 to 3, but the dataset has 3 samples"):
         next(iter(ResidentLoader(data, batch_size=2, sampler=SubsetRandomSampler([1, 3]))))
 
 
@@ -307,7 +307,7 @@ def test_a_share_is_a_share_of_the_memory() -> None:
 @pytest.mark.parametrize("sampler", [None, SubsetRandomSampler([1, 3]), DistributedSampler(range(10), 2, 0)])  # type: ignore[arg-type]
 def test_a_share_needs_the_sampler_that_divides_alike(sampler: Any) -> None:
     data = load_resident(Rows(10), device=CPU, shard=Shard(1, 2))
-    with pytest.raises(LoaderError, match="Rank 1 of 2 holds its own share of the set, and its sampler is a"):
+    with pytest.raises(LoaderError, match="Rank 1 of 2 holds its own share of the dataset, but its sampler is a"):
         list(ResidentLoader(data, batch_size=2, sampler=sampler))
 
 
@@ -420,7 +420,7 @@ def test_a_batch_without_rows_for_samples_is_refused(collate: Callable[[list[Any
 def test_random_samples_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         load_resident(Subset(Rows(3), [0, 1]), device=CPU)
-    assert "The samples of Rows are kept on the device as they come now" in caplog.text
+    assert "The samples of Rows are kept on the device as they are now" in caplog.text
     caplog.clear()
     load_resident(TensorDataset(torch.zeros(3)), device=CPU)
     assert caplog.text == ""
