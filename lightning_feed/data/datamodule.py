@@ -172,7 +172,7 @@ class FeedDataModule:
             DatasetError: there is no training data, or a split is empty or not a dataset.
         """
         if stage not in _SPLITS_OF_STAGE:
-            raise SettingsError(f"There is no stage {stage!r}. Give one of {', '.join(map(repr, _SPLITS_OF_STAGE))}.")
+            raise SettingsError(f"There is no stage {stage!r}. Use one of {', '.join(map(repr, _SPLITS_OF_STAGE))}.")
         splits = _SPLITS_OF_STAGE[stage]
         for split in splits:
             self._feed_dataset(split)
@@ -216,8 +216,8 @@ class FeedDataModule:
         given, saved = self._feed_given_seed, state_dict.get("seed")
         if saved is not None and given is not None and saved != given:
             logger.warning(
-                "The checkpoint was trained in the order of seed %d, and this data module was given seed %d. That of "
-                "the checkpoint is used, since another order would repeat samples in this epoch.",
+                "The checkpoint was trained in the order of seed %d, and this data module was given seed %d. The "
+                "checkpoint's seed is used, since another order would repeat samples in this epoch.",
                 saved,
                 given,
             )
@@ -280,7 +280,7 @@ class FeedDataModule:
         """
         place = self._feed.storage.find()
         if isinstance(place, Path):
-            raise SettingsError("There is a folder to read from, and no URL. Read from self.staged_dir.")
+            raise SettingsError("data_dir is a folder, not a URL. Read from self.staged_dir.")
         from lightning_feed.storage.remote_folder import RemoteFolder
 
         return RemoteFolder(place)
@@ -328,7 +328,7 @@ class FeedDataModule:
 
     def _feed_dataset(self, split: str) -> object:
         if split not in SPLITS:
-            raise SettingsError(f"There is no split {split!r}. Give one of {', '.join(map(repr, SPLITS))}.")
+            raise SettingsError(f"There is no split {split!r}. Use one of {', '.join(map(repr, SPLITS))}.")
         if split not in self._feed.datasets:
             made = self.make_dataset(split)
             if made is not None:
@@ -348,7 +348,7 @@ class FeedDataModule:
         module = None if self.trainer is None else self.trainer.lightning_module
         if module is not None and self._feed_has("val") and not _host.is_overridden(module, "validation_step"):
             logger.warning(
-                "make_dataset('val') gives data that is not used, since %s has no validation_step. Write one, or "
+                "make_dataset('val') returns data that is not used, since %s has no validation_step. Write one, or "
                 "return None for 'val'.",
                 type(module).__name__,
             )
@@ -436,8 +436,8 @@ class FeedDataModule:
     def _feed_no_loaders(self, split: str) -> list[object]:
         if split == "train":
             raise DatasetError(
-                f"{type(self).__name__}.make_dataset('train') gave None, so there is nothing to train on. Let "
-                "it return data for 'train', or call trainer.validate, test or predict, which do without."
+                f"{type(self).__name__}.make_dataset('train') returned None, so there is no training data. "
+                "Return a dataset for 'train', or call trainer.validate, test or predict, which need none."
             )
         if self.trainer is not None and self.trainer.state.fn == "fit":  # training without validation is intended
             ignore_warning("Total length of `list` across ranks is zero")

@@ -29,7 +29,7 @@ _SAMPLES_TO_CHOOSE_BY = 64
 
 _ONLY_TORCH = {
     "transform": (
-        "crops and flips by itself, and cannot call a transform of yours for each image. Leave transform and "
+        "crops and flips images itself, and cannot call your transform for each image. Leave transform and "
         'eval_transform out, or use backend="torch".'
     ),
     "collate": (
@@ -57,7 +57,7 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         SettingsError: lists the choices.
     """
     if value not in choices:
-        raise SettingsError(f"{name}={value!r} is not a choice. Give one of {', '.join(map(repr, choices))}.")
+        raise SettingsError(f"{name}={value!r} is not a choice. Use one of {', '.join(map(repr, choices))}.")
 
 
 def check_backend(backend: str, quality: str, dali: DaliOptions | None, only_torch: Iterable[str] = ()) -> DaliOptions:
@@ -74,7 +74,7 @@ def check_backend(backend: str, quality: str, dali: DaliOptions | None, only_tor
     """
     if backend == "auto":
         raise SettingsError(
-            'backend="auto" is gone. Leave it out for "torch"; lightning-feed diagnose says where another would help.'
+            'backend="auto" is gone. Leave it out for "torch"; lightning-feed diagnose says if another would help.'
         )
     check_choice("backend", backend, get_args(Backend))
     for name in only_torch:
@@ -135,8 +135,8 @@ def require_nvjpeg(device: torch.device) -> None:
     except RuntimeError as error:
         failure = str(error).partition("\n")[0]
         raise LoaderError(
-            f'backend="nvjpeg" cannot decode on {device}, which failed on a small JPEG: {failure}. Look at '
-            'the driver and at the CUDA of torch and torchvision (lightning-feed doctor), or use backend="torch".'
+            f'backend="nvjpeg" cannot decode on {device}, which failed on a small JPEG: {failure}. Check '
+            'the driver and the CUDA of torch and torchvision (lightning-feed doctor), or use backend="torch".'
         ) from error
 
 

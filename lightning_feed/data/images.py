@@ -93,7 +93,7 @@ class FeedImageFolder(FeedDataModule):
         BadSamples(on_error, max_failures)  # refuses invalid values early
         if self._feed.storage.cache == "device" and transform is not None:
             raise SettingsError(
-                "cache='device' keeps decoded images, so that no transform on the host runs on them again. Leave "
+                "cache='device' keeps decoded images, so no transform on the host runs on them again. Leave "
                 "transform out (crop and flip are then done on the device), or use cache='decoded'."
             )
         self._images_dali = image_backends.check_backend(backend, quality, dali, self._images_only_torch())
@@ -113,7 +113,7 @@ class FeedImageFolder(FeedDataModule):
         if source is None:
             return None
         if self._images_choice is None:
-            raise DatasetError(f"Rank 0 finds no images for {split!r}, and another rank does. Give all the same data.")
+            raise DatasetError(f"Rank 0 finds no images for {split!r}, but another rank does. All need the same data.")
         return ImageDataset(
             source,
             self._images_choice.decoder,
@@ -292,7 +292,7 @@ class FeedImageFolder(FeedDataModule):
         inner = _images_in(dataset)
         if inner is None or not inner.encoded:
             raise SettingsError(
-                f"make_dataset({split!r}) gave a {type(dataset).__name__}, and this backend decodes the images "
+                f"make_dataset({split!r}) returned a {type(dataset).__name__}, but this backend decodes only images "
                 f"that ImageFolderDataModule reads. Return super().make_dataset({split!r}) or a Subset of it, or use "
                 'backend="torch".'
             )
@@ -323,9 +323,9 @@ class FeedImageFolder(FeedDataModule):
 
 def _check_normalisation(dtype: object, mean: Sequence[float], std: Sequence[float]) -> None:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise SettingsError(f"dtype={dtype!r} cannot hold normalised images. Give torch.float32, bfloat16 or float16.")
+        raise SettingsError(f"dtype={dtype!r} cannot hold normalised images. Use torch.float32, bfloat16 or float16.")
     if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
-        raise SettingsError(f"mean={mean!r}, std={std!r}: give three numbers each, for R, G and B, std above 0.")
+        raise SettingsError(f"mean={mean!r}, std={std!r}: use three numbers each, for R, G and B, std above 0.")
 
 
 @lru_cache

@@ -68,12 +68,12 @@ class Storage:
         return (
             (
                 self.cache not in (None, "bytes", "decoded", "device"),
-                f"cache={self.cache!r} is not a choice. Give 'bytes', 'decoded', 'device' or None.",
+                f"cache={self.cache!r} is not a choice. Use 'bytes', 'decoded', 'device' or None.",
             ),
             (
                 not self.stage_wait,
-                "stage_wait=False is not possible: training begins when the copy is there. Leave it out; with a URL, "
-                "stage_limit begins at once. Or run lightning-feed stage before the training.",
+                "stage_wait=False is not possible: training begins when the copy is complete. Leave it out; with a "
+                "URL, stage_limit begins at once. Or run lightning-feed stage before the training.",
             ),
             (
                 self.cache_shard and self.cache != "device",
@@ -81,15 +81,15 @@ class Storage:
             ),
             (
                 self.stage_to is not None and self.data_dir is None,
-                f"stage_to={str(self.stage_to)!r} does not say what to copy. Give data_dir.",
+                f"stage_to={str(self.stage_to)!r} needs a data_dir to copy. Set data_dir.",
             ),
             (
                 self.readahead != Storage.readahead and self.stage_limit is None,
-                f"readahead={self.readahead!r} fills the cache of a stage_limit. Give one, or leave it out.",
+                f"readahead={self.readahead!r} needs the cache of a stage_limit. Set it, or leave readahead out.",
             ),
             (
                 bool(self.storage_options) and not url,
-                f"storage_options are for URLs, and data_dir={self.data_dir!r} is none. Leave them out.",
+                f"storage_options are for URLs, but data_dir={self.data_dir!r} is not a URL. Leave them out.",
             ),
             (
                 self.stage_limit is not None and not (url and self.stage_to is not None),
@@ -103,7 +103,7 @@ class Storage:
             ),
             (
                 self.stage_remove and self.stage_to is None,
-                "stage_remove=True is about staging. Give stage_to, or leave it out.",
+                "stage_remove=True needs staging. Set stage_to, or leave it out.",
             ),
         )
 
@@ -153,7 +153,7 @@ class Storage:
         self.makings += 1
         limit = self.cache_limit if self.total_bytes is None else self.total_bytes - _limit_of(self.caches)
         if isinstance(limit, int) and limit <= 0:
-            logger.info("cache_limit is used up by earlier splits: %s is read each time.", ", ".join(dict(made)))
+            logger.info("Earlier splits have used up cache_limit, so %s is not cached.", ", ".join(dict(made)))
             return
         named = [found for split, dataset in made for found in name_datasets(dataset, split)]
         opened = open_caches(named, kind=self.cache, limit=limit, run=f"{self.run}/{self.makings}")

@@ -46,13 +46,13 @@ def wrap(datamodule: object, loader: LoaderSettings | None = None) -> Any:
     kind: Any = type(datamodule)
     if not hasattr(datamodule, "train_dataloader") or not hasattr(datamodule, "prepare_data"):
         raise SettingsError(
-            f"A {kind.__name__} cannot be wrapped. Give a LightningDataModule: one of plain datasets is "
+            f"A {kind.__name__} cannot be wrapped. Pass a LightningDataModule. To make one from datasets: "
             "LightningDataModule.from_datasets(train_set, val_set, batch_size=32)."
         )
     _host.package_of(datamodule)
     if hasattr(datamodule, "loader_report"):
         raise SettingsError(
-            f"{kind.__name__} chooses its loaders itself already. Give its constructor loader=LoaderSettings(...)."
+            f"{kind.__name__} already chooses its loaders itself. Pass loader=LoaderSettings(...) to its constructor."
         )
     wrapped = object.__new__(_class_around(kind))
     # A new dict for both: from Python 3.13 on attributes lie in their object, and until 2026 the collector looked for

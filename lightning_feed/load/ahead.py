@@ -57,9 +57,7 @@ class BackgroundIterator(Stage):
         if self._ended:
             raise StopIteration
         if self._closed:
-            raise LoaderError(
-                "This BackgroundIterator was closed before its end. Make a new one to go through the data."
-            )
+            raise LoaderError("This BackgroundIterator was closed before its end. Make a new one to iterate the data.")
         try:
             with traced("background_wait"):
                 outcome = self._take()

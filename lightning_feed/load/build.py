@@ -143,8 +143,8 @@ def name_datasets(made: object, split: str) -> list[tuple[str, AnyDataset]]:
         named = [(split, made)]
     if not named:
         raise DatasetError(
-            f"make_dataset({split!r}) gave an empty {type(made).__name__}. Put a dataset into it, or return None where "
-            "there is no such split."
+            f"make_dataset({split!r}) returned an empty {type(made).__name__}. Put a dataset into it, or return None "
+            "if there is no such split."
         )
     for name, dataset in named:
         _check_dataset(name, dataset, split)
@@ -187,12 +187,12 @@ def _check_dataset(name: str, dataset: AnyDataset, split: str) -> None:
     map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, _SAMPLES)
     if not map_style and not isinstance(dataset, IterableDataset):
         raise DatasetError(
-            f"make_dataset({split!r}) gave a {kind} for {name}, which is no dataset. Give a torch.utils.data.Dataset "
-            "with __getitem__ and __len__, for a stream one derived from torch.utils.data.IterableDataset, or a dict "
-            "or list of them; TensorDataset is one of tensors. The data module makes the loader."
+            f"make_dataset({split!r}) returned a {kind} for {name}, not a dataset. Return a torch.utils.data.Dataset "
+            "with __getitem__ and __len__, an IterableDataset for a stream, or a dict or list of datasets; "
+            "TensorDataset makes one from tensors. The data module makes the loader."
         )
     if size_of(dataset) == 0:
         raise DatasetError(
-            f"The dataset of {name} ({kind}) is empty. Check the path and the filter that it is made with, or return "
+            f"The dataset of {name} ({kind}) is empty. Check its path and filter, or return "
             f"None from make_dataset({split!r}) if there is no such split."
         )

@@ -45,11 +45,13 @@ class CacheableDataset(Dataset[Sample]):
     cache: SampleCache | None = None
 
     def __len__(self) -> int:
-        raise NotImplementedError(f"{type(self).__name__} has no __len__. Write one that gives the number of samples.")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no __len__. Write one that returns the number of samples."
+        )
 
     def read(self, index: int) -> Encoded:
         """Read the encoded bytes of a sample from storage."""
-        raise NotImplementedError(f"{type(self).__name__} has no read. Write read(self, index), which gives bytes.")
+        raise NotImplementedError(f"{type(self).__name__} has no read. Write read(self, index), which returns bytes.")
 
     def decode(self, data: Encoded, index: int) -> Array:
         """Decode the bytes into an array, the same one in each epoch.
@@ -59,7 +61,7 @@ class CacheableDataset(Dataset[Sample]):
             index: the sample's index.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no decode. Write decode(self, data, index), which gives an array."
+            f"{type(self).__name__} has no decode. Write decode(self, data, index), which returns an array."
         )
 
     def augment(self, decoded: Array, index: int) -> Sample:
@@ -71,7 +73,7 @@ class CacheableDataset(Dataset[Sample]):
         if type(self).augment is not CacheableDataset.augment:
             raise DatasetError(
                 f"{type(self).__name__} has an augment, which may be random, and no plain: kept on the device, its "
-                "samples would be the same in each epoch. Write plain(self, decoded, index), which gives the sample "
+                "samples would be the same in each epoch. Write plain(self, decoded, index), which returns the sample "
                 "without augmentation, and augment whole batches in device_transform."
             )
         return decoded
@@ -100,8 +102,8 @@ class CacheableDataset(Dataset[Sample]):
             held = self.decode(self.read(index), index)
             if not isinstance(held, np.ndarray):
                 raise DatasetError(
-                    f"{type(self).__name__}.decode gave a {type(held).__name__} for sample {index}, and a cache holds "
-                    "NumPy arrays. Return an array, and make what the model needs of it in augment."
+                    f"{type(self).__name__}.decode returned a {type(held).__name__} for sample {index}, but a cache "
+                    "holds NumPy arrays. Return an array, and convert it for the model in augment."
                 )
             cache.put(index, held)
         return held
@@ -161,8 +163,8 @@ def _bytes_within(limit: int | str, machine: Machine) -> int:
     bytes_for_all = parse_limit(limit, room)
     if room is not None and bytes_for_all > _MOST * room:
         logger.warning(
-            "cache_limit=%r is cut to %d MiB: %d MiB of memory and /dev/shm can still be taken, and batches on their "
-            "way from the workers need some of it.",
+            "cache_limit=%r is cut to %d MiB: %d MiB of memory and /dev/shm are available, and batches in "
+            "flight need some of it.",
             limit,
             int(_MOST * room) >> 20,
             room >> 20,
@@ -186,7 +188,7 @@ def _cacheable_parts(dataset: AnyDataset, name: str, kind: str) -> Iterator[Cach
             yield from _cacheable_parts(part, name, kind)
     else:
         raise DatasetError(
-            f"cache={kind!r} has to know where reading and decoding end and where random augmentation begins, which "
-            f"the dataset of {name} (a {type(dataset).__name__}) does not tell. Derive it from "
+            f"cache={kind!r} has to know where reading and decoding end and where random augmentation begins, but "
+            f"the dataset of {name} ({type(dataset).__name__}) has no such steps. Derive it from "
             "lightning_feed.CacheableDataset (read, decode, augment), or leave cache out."
         )

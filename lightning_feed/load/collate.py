@@ -45,9 +45,9 @@ class BadSamples:
 
     def __init__(self, on_error: OnError = "raise", max_failures: int = 100) -> None:
         if on_error not in ("raise", "skip", "substitute"):
-            raise SettingsError(f"on_error={on_error!r} is not a choice. Give 'raise', 'skip' or 'substitute'.")
+            raise SettingsError(f"on_error={on_error!r} is not a choice. Use 'raise', 'skip' or 'substitute'.")
         if isinstance(max_failures, bool) or not isinstance(max_failures, int) or max_failures < 0:
-            raise SettingsError(f"max_failures={max_failures!r} is not possible. Give a whole number, 0 or more.")
+            raise SettingsError(f"max_failures={max_failures!r} is not possible. Use a whole number, 0 or more.")
         self.on_error, self.max_failures = on_error, max_failures
         self._counts = SharedCounts("failed")
         self._key = uuid.uuid4().hex

@@ -140,9 +140,9 @@ class FeedLoader(DataLoader[Batch]):
         # Lightning sets its own after seed_everything(workers=True). Not needed: each sample has its own generator.
         if function is not None and getattr(function, "__name__", "") != "pl_worker_init_function":
             logger.warning(
-                "worker_init_fn=%r is not called with workers=%r: what prepares a worker process would be done "
-                "to the training process, or to a process that serves other loaders, too. Keep what each worker needs "
-                "for itself in a threading.local().",
+                "worker_init_fn=%r is not called with workers=%r: it would change the "
+                "training process, or a process that serves other loaders too. Keep the state of each worker "
+                "in a threading.local().",
                 function,
                 name,
             )

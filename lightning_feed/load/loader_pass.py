@@ -96,7 +96,7 @@ class LoaderPass(Iterator[Batch]):
         self._end = "ended early, with StopIteration"
         return LoaderError(
             f"The dataset, or collate_fn, raised StopIteration for batch {position.batches} of the epoch{at}. A loop "
-            "takes that for the end of the epoch, and the rest of it would never be trained. Fix the dataset, or "
+            "would end the epoch there, and the rest of the data would never be trained. Fix the dataset, or "
             f"raise another error there.{f' The worker said: {said}' if said else ''}"
         )
 

@@ -87,8 +87,8 @@ def connect(address: str | None, num_workers: int) -> Any:
     used = ray.get_runtime_context().gcs_address
     if _connected.get(used, os.getpid()) != os.getpid():
         raise LoaderError(
-            "This process was forked from one that uses Ray, which Ray does not survive. Begin to load after the fork "
-            "only, or start the ranks in new processes (strategy='ddp')."
+            "This process was forked from one that uses Ray, which Ray does not survive. Start loading only after "
+            "the fork, or start the ranks in new processes (strategy='ddp')."
         )
     if address not in (None, "auto", used):
         raise LoaderError(
@@ -107,7 +107,7 @@ def _knock(address: str) -> None:
 @functools.cache  # warn once
 def _warn_of_few(there: float, workers: int) -> None:
     if there < workers:
-        few = "The Ray cluster has %g CPUs for num_workers=%d: no more batches are made at the same time."
+        few = "The Ray cluster has %g CPUs for num_workers=%d: it cannot make more batches at the same time."
         logger.warning(few, there, workers)
 
 
@@ -321,8 +321,8 @@ class RayPass(OwnPass):
         self._check_head(now)
         if self._timeout_s and now - began >= self._timeout_s:
             raise LoaderError(
-                f"No batch came within timeout={self._timeout_s:g} s. {self.where()} Give what it waits for a timeout "
-                "of its own, or allow more time by LoaderSettings(timeout_s=...)."
+                f"No batch came within timeout={self._timeout_s:g} s. {self.where()} Set a timeout in the "
+                "call that hangs, or allow more time with LoaderSettings(timeout_s=...)."
             )
         if now - self._worked >= WAIT_FOR_WORKER_S:
             self._check_workers(now, began)

@@ -95,7 +95,7 @@ class LoaderSettings:
         for name, zero in (("timeout_s", "to wait for ever"), ("warn_after_s", "to say nothing")):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-                raise SettingsError(f"{name}={value!r} is not possible. Give seconds, or 0 {zero}.")
+                raise SettingsError(f"{name}={value!r} is not possible. Use seconds, or 0 {zero}.")
         self._refuse_without_effect()
         self._check_ray()
 
@@ -107,7 +107,7 @@ class LoaderSettings:
             return
         allowed = [f"a whole number from {numbers[0]} to {numbers[-1]}"] if numbers else []
         allowed += map(repr, others)
-        raise SettingsError(f"{name}={value!r} is not possible. Give {' or '.join(allowed)}.")
+        raise SettingsError(f"{name}={value!r} is not possible. Use {' or '.join(allowed)}.")
 
     def asking_for_workers(self) -> dict[str, Any]:
         """Names of the user's settings that need workers."""

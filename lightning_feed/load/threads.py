@@ -314,8 +314,8 @@ class ThreadPass(OwnPass):
         self.close(_SHORT_PATIENCE_S)
         raise LoaderError(
             f"No batch came within timeout={self._timeout_s:g} s: {at or 'the threads are busy for another pass'}. "
-            "A sample that hangs cannot be stopped in a thread, so that thread is left behind. Give what it waits "
-            "for a timeout of its own, or allow more time by LoaderSettings(timeout_s=...)."
+            "A sample that hangs cannot be stopped in a thread, so that thread is abandoned. Set a timeout "
+            "in the call that hangs, or allow more time with LoaderSettings(timeout_s=...)."
         )
 
 

@@ -175,8 +175,8 @@ def _order(loader: DataLoader[Batch], changes: Changes) -> dict[str, Any]:
     source = getattr(loader, name) if changes.batches is None else changes.batches
     if iter_is_itself(source):
         raise LoaderError(
-            f"The sampler ({type(source).__name__}) is an iterator, which can be gone through only once, so the loader "
-            "cannot be tried without using it up. Give an object whose __iter__ begins again."
+            f"The sampler ({type(source).__name__}) is an iterator, which can be iterated only once, so the loader "
+            "cannot be tried without using it up. Use an object whose __iter__ starts again."
         )
     if changes.batches is None and not changes.endless:
         return {}
@@ -333,7 +333,7 @@ def time_loader(
             )
             if not drain.passes[-1].stamps:
                 raise LoaderError(
-                    "The loader gave no batch at all. Check the length of the dataset, the sampler and drop_last."
+                    "The loader yielded no batch at all. Check the length of the dataset, the sampler and drop_last."
                 )
     finally:
         if batches is not None:
@@ -392,7 +392,7 @@ class _Drain:
             batches, elapsed = came - len(passes), sum(one.stamps[-1] - one.stamps[0] for one in passes)
         if elapsed <= 0:
             raise LoaderError(
-                f"The loader gave {came} batches in {limits.max_s:g} s, and its rate needs some after the first one. "
+                f"The loader yielded {came} batches in {limits.max_s:g} s, too few to measure its rate. "
                 "Allow more time."
             )
         return LoaderRate(

@@ -70,7 +70,7 @@ class Goal:
         for name in ("demand_per_s", "budget_s", "max_trials"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise SettingsError(f"{name}={value!r} is not possible. Give a number above 0.")
+                raise SettingsError(f"{name}={value!r} is not possible. Use a number above 0.")
 
 
 @dataclass(frozen=True, kw_only=True)

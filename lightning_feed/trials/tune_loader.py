@@ -123,7 +123,7 @@ class _Run:
             return None
         trial = self._try(kept.setting, RoundLimits(min_s=_CHECK_S, max_s=self.goal.budget_s, silent_s=_SILENT_S))
         if trial.batches_per_s is None or abs(trial.batches_per_s / kept.batches_per_s - 1) > SAME_WITHIN:
-            logger.info("A remembered loader setting gives other than it gave, so the loader is tuned again.")
+            logger.info("The stored loader setting has another rate than before, so the loader is tuned again.")
             return None
         own = [one for one in kept.trials if one.setting == self.goal.given != kept.setting]
         return replace(kept, trials=(trial, *own), remembered=True, seconds=self._clock() - self._began)
@@ -214,7 +214,7 @@ class Store:
                 raise ValueError("it is of another version")
             return _tuned(kept["tuned"]) if kept else None
         except (ValueError, KeyError, TypeError) as error:  # content of another kind
-            logger.debug("The remembered result of tuning in %s is not used (%s): tuning begins again.", path, error)
+            logger.debug("The stored tuning result in %s is not used (%s): tuning starts again.", path, error)
             return None
 
     def save(self, key: dict[str, Any], tuned: Tuned) -> None:
@@ -223,9 +223,7 @@ class Store:
         try:
             write_json(path, {"version": _VERSION, "key": key, "tuned": asdict(tuned)})
         except OSError as error:
-            logger.info(
-                "The result of tuning could not be remembered in %s: %s. The next run tunes again.", path, error
-            )
+            logger.info("The tuning result could not be stored in %s: %s. The next run tunes again.", path, error)
 
     def _path(self, key: dict[str, Any]) -> Path:
         text = json.dumps([_VERSION, key], sort_keys=True)

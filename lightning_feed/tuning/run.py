@@ -382,7 +382,7 @@ def run_tune(  # the options of the command, by name
     """
     wrong = [workers for workers in grid or () if not 0 <= workers <= MOST]
     if wrong:  # before seconds are spent on trials
-        raise SettingsError(f"--sweep: {wrong[0]} is no number of workers. Give whole numbers from 0 to {MOST}.")
+        raise SettingsError(f"--sweep: {wrong[0]} is not a number of workers. Use whole numbers from 0 to {MOST}.")
     data = next((one for one in (fit.datamodule, fit.train_dataloaders) if one is not None), fit.model)
     with open_target_session(data, fit.model, fit.trainer, loader) as (session, one):
         size = batch_size_of(one)
@@ -474,14 +474,14 @@ def measure_demand(session: DiagnosisSession) -> float:
     with user_errors("a batch could not be loaded"), preserve_state(session.train_loaders):
         batch = _first_batch(session)
     if batch is None:
-        raise LoaderError("The training loader gives no batch. Check the length of the data set, and drop_last.")
+        raise LoaderError("The training loader yields no batch. Check the length of the data set, and drop_last.")
     accumulate = session.trainer.accumulate_grad_batches
     limits = Limits(least=FEWEST_STEPS * accumulate, most=REPLAY_STEPS * accumulate, seconds=REPLAY_S)
     with user_errors("training on one batch again and again failed"):
         per_s = session.replay([batch], limits, on_device=False)
     if per_s is None:
         raise LoaderError(
-            "Training on one batch again and again was too slow to tell what the model can take. Give demand_per_s="
+            "Training on one batch again and again was too slow to measure the model's rate. Set demand_per_s="
             "..., in batches per second, or leave the model out to look for the fastest setting."
         )
     return per_s
@@ -508,7 +508,7 @@ def _named_loader(session: DiagnosisSession, name: str | None) -> DataLoader[Bat
         parts = {part.name: part.loader for part in parts_of(session.train_loaders)}
     except LoaderError as error:
         raise SettingsError(
-            f"The training loader cannot be tuned: {error}. Give a LightningDataModule, or torch DataLoaders."
+            f"The training loader cannot be tuned: {error}. Pass a LightningDataModule, or torch DataLoaders."
         ) from error
     first = next(iter(parts))
     chosen = first if name is None and len(parts) == 1 else name
