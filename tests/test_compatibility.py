@@ -332,7 +332,7 @@ def test_a_cell(row: str, column: str, cell: str, tmp_path: Path) -> None:
         pytest.importorskip(name)
     if cell == "-":
         assert kind.dataset is None
-        with pytest.raises(DatasetError, match="is no dataset"):
+        with pytest.raises(DatasetError, match="not a dataset"):
             module_of(kind._replace(dataset=kind.loader), tmp_path).train_dataloader()
     elif cell == "yes":
         CHECKS[column](kind, tmp_path)

@@ -1,6 +1,6 @@
-"""The loaders of one data module: built as recommended, tuned or on the device, and reported.
+"""The loaders of one data module: recommended settings, tuning, data on the device, and the report.
 
-Tuning and data on the device are imported where a setting asks for them.
+Tuning and data on the device are imported only if a setting needs them.
 """
 
 import logging
@@ -40,26 +40,26 @@ SPLITS = ("train", "val", "test", "predict")
 
 
 def ignore_warning(message: str) -> None:
-    """Suppress a warning of Lightning's whose advice was considered, and rejected with a reason."""
+    """Suppress a Lightning warning whose advice does not apply here."""
     warnings.filterwarnings("ignore", message=message, category=UserWarning)
 
 
 @dataclass
 class ChosenSettings:
-    """The settings chosen for the loaders of a data module, by their names."""
+    """The settings chosen for a data module's loaders, by loader name."""
 
     settings: LoaderSettings
-    """The user's."""
+    """The user's settings."""
     chosen: dict[str, Recommendation] = field(default_factory=dict)
     tuned: "dict[str, Tuned | None]" = field(default_factory=dict)
-    """Results of tuning; None where the ranks could not agree."""
+    """Results of tuning, by loader name. None if the ranks could not agree."""
     even: dict[str, str] = field(default_factory=dict)
-    """A line on the batch size of evaluation."""
+    """Report line on the evaluation batch size."""
 
     def settings_for(
         self, trainer: Trainer | None, split: str, name: str, for_trials: Callable[[], DataLoader[object]]
     ) -> tuple[LoaderSettings, Callable[[Recommendation], Recommendation]]:
-        """The settings of one loader, tuned where that was asked for, and a function that adds the reason."""
+        """Return the settings of one loader, tuned if requested, and a function that adds the reason."""
         if self.settings.num_workers != "tune":
             return self.settings, lambda found: found
         from lightning_feed.trials import in_fit
@@ -70,7 +70,7 @@ class ChosenSettings:
                 tried = for_trials()
                 with preserve_state(tried):
                     found = in_fit.tune_for_fit(tried, trainer, name)
-                self.tuned[name] = found  # here: the state that is put back may hold this dict
+                self.tuned[name] = found  # inside the block: the restored state may hold this dict
             tuned = self.tuned[name]
         explain = partial(in_fit.explained, settings=self.settings, tuned=tuned, why_not=why_not)
         return in_fit.settled(self.settings, tuned), explain
@@ -78,7 +78,7 @@ class ChosenSettings:
     def announce(self, trainer: Trainer | None, split: str, name: str, found: Recommendation) -> None:
         """Log the settings of a loader on one rank if they are new, and suppress Lightning's advice on them."""
         if self.chosen.get(name) != found and (trainer is None or trainer.is_global_zero):
-            with suppress(Exception):  # a handler of the user's may raise, as Python's do once stderr was closed
+            with suppress(Exception):  # a user's handler may raise, as Python's do after stderr is closed
                 values = ", ".join(f"{setting}={vars(found)[setting]}" for setting in found.reasons)
                 logger.info("%s: %s (loader_report() has the reasons)", name, values)
                 for warning in found.warnings:
@@ -90,7 +90,7 @@ class ChosenSettings:
             ignore_warning(f"Consider setting `persistent_workers=True` in '{split}_dataloader'")
 
     def report(self) -> str:
-        """The settings and their reasons: one line for each value."""
+        """Return the settings with reasons, one line per value."""
         lines = []
         for name, found in self.chosen.items():
             even = [self.even[name]] if name in self.even else []
@@ -103,16 +103,16 @@ class Loaders(ChosenSettings):
     """Builds the loaders of one data module."""
 
     drop_keys: tuple[str, ...] = ()
-    """Parts of batches that are left out in the workers."""
+    """Parts of batches dropped in the workers."""
     resident: "dict[str, tuple[object, ResidentData]]" = field(default_factory=dict)
-    """Each dataset that is kept on the device, and its data there, by the name of the loader."""
+    """Datasets kept on the device, with their data there, by loader name."""
 
     def build(self, datamodule: AnyDataModule, dataset: object, part: Part, job: Job, storage: Storage) -> FeedLoader:
-        """The loader of one dataset of ``datamodule``."""
+        """Build the loader of one dataset of ``datamodule``."""
         trainer = datamodule.trainer
 
         def for_trials() -> DataLoader[object]:
-            # A sampler of the user's may draw random numbers when it is made, or count how often that is.
+            # A user's sampler may draw random numbers when it is made, or count its instances.
             with preserve_state(datamodule, dataset):
                 tried, _ = build_loader(dataset, part, replace(self.settings, num_workers="auto"), job)
             return tried
@@ -127,13 +127,13 @@ class Loaders(ChosenSettings):
         return loader
 
     def eval_size(self, part: Part, dataset: object, job: Job, *, even: bool) -> int:
-        """Samples in a batch of evaluation.
+        """Choose the evaluation batch size.
 
         Args:
-            part: with the largest batch size allowed.
-            dataset: that is divided.
-            job: with the ranks that it is divided among.
-            even: whether to look for a size that leaves the fewest samples for a last batch.
+            part: loader, with the largest allowed batch size.
+            dataset: dataset to divide into batches.
+            job: run, with the number of ranks.
+            even: find the size that leaves the fewest samples for a last batch.
         """
         size, samples = part.batch_size, None if isinstance(dataset, IterableDataset) else size_of(dataset)
         best, reason = size, "a stream has no length that could be divided evenly"
@@ -148,13 +148,13 @@ class Loaders(ChosenSettings):
     def _build_on_device(
         self, trainer: Trainer | None, dataset: object, part: Part, storage: Storage, job: Job
     ) -> tuple[FeedLoader, Recommendation]:
-        """The loader of a dataset that is kept on the device, and loaded now if it is not there yet."""
+        """Build the loader of a dataset kept on the device. Loads the data now if necessary."""
         from lightning_feed.transfer.resident import ResidentLoader
 
         device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
         held, data = self.resident.get(part.name, (None, None))
         if data is None or held is not dataset or data.device != device:
-            self.resident.pop(part.name, None)  # before the next one is loaded: there may not be room for both
+            self.resident.pop(part.name, None)  # free it before the next one is loaded: both may not fit
             data = self._load(trainer, dataset, part, storage, job, device)
             self.resident[part.name] = (dataset, data)
         sampler, training = part.sampler(dataset), part.split == "train"
@@ -183,7 +183,7 @@ class Loaders(ChosenSettings):
         ranks = job.sharing_ranks if storage.cache_shard else 1
         workers = self.settings.num_workers
         if not isinstance(workers, int):
-            # Worth their start from a few batches on.
+            # Worth starting only for more than a few batches.
             workers = min(read_machine().usable_cpus // job.local_ranks, len(dataset) // 512)
         return load_resident(
             dataset,
@@ -195,12 +195,13 @@ class Loaders(ChosenSettings):
         )
 
     def copy(self) -> "Loaders":
-        """For a copy of the data module."""
+        """Return a copy for a copy of the data module."""
         return replace(self, chosen=dict(self.chosen), tuned=dict(self.tuned), even={}, resident={})
 
 
 def job_of(trainer: AnyTrainer) -> Job:
-    """Details of a Trainer's run that loaders need; without a Trainer, those of a standalone loader."""
+    """Return the properties of the Trainer's run that loaders need. Without a Trainer, the defaults for a standalone
+    loader."""
     if trainer is None:
         return Job()
     seeding = int(os.environ.get("PL_SEED_WORKERS", "0"))

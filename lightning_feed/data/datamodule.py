@@ -1,4 +1,4 @@
-"""FastDataModule: from a dataset for each split to loaders that are tuned for the machine."""
+"""FastDataModule: builds loaders that fit the machine from a dataset for each split."""
 
 import logging
 import os
@@ -37,10 +37,10 @@ _SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("tes
 
 
 def check_whole(name: str, value: object, unit: str) -> None:
-    """Refuse a value that is not a whole number of 1 or more.
+    """Check for a whole number of 1 or more.
 
     Raises:
-        SettingsError: with the name of the argument.
+        SettingsError: names the argument.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise SettingsError(f"{name}={value!r} is not possible. Give {unit}, 1 or more.")
@@ -48,7 +48,7 @@ def check_whole(name: str, value: object, unit: str) -> None:
 
 @dataclass
 class _State:
-    """The state of a data module, under one name: the other names are the user's."""
+    """All state of a data module under one name, since the other attribute names belong to the user."""
 
     loaders: Loaders
     storage: Storage
@@ -59,8 +59,8 @@ class _State:
 
 @dataclass(frozen=True)
 class Collate:
-    """``datamodule.collate`` for one split, as a ``collate_fn``. Spawned workers get the data module without Trainer
-    and datasets: see ``FeedDataModule.__getstate__``."""
+    """``datamodule.collate`` for one split, as a ``collate_fn``. Spawned workers get the data module without its
+    Trainer and datasets, see ``FeedDataModule.__getstate__``."""
 
     datamodule: "FeedDataModule"
     split: str
@@ -71,14 +71,14 @@ class Collate:
 
 
 class FeedDataModule:
-    """All of FastDataModule but its base class, of which there are two: Lightning is published as two packages.
+    """FastDataModule without its base class, which depends on the Lightning package: there are two.
 
-    Names that begin with ``_feed_`` are ours, all others are the user's.
+    Names that begin with ``_feed_`` are ours. All other names belong to the user.
     """
 
     trainer: AnyTrainer
     _feed_seed: int | None = None
-    """Of the run's training order. None until it is asked for, or loaded from a checkpoint."""
+    """Seed of the run's training order. None until first used or loaded from a checkpoint."""
 
     def __init__(  # noqa: PLR0913 - all but the batch size are by name, and have a default
         self,
@@ -108,7 +108,7 @@ class FeedDataModule:
             raise SettingsError(f"loader={loader!r} is not a LoaderSettings. Write LoaderSettings(num_workers=...).")
         super().__init__()
         self._feed_given_seed = loader.seed
-        # Lightning sees a val_dataloader before it can know whether there is data for it. setup() warns where there is.
+        # Lightning sees val_dataloader before it knows if there is validation data. setup() warns if there is.
         ignore_warning("You passed in a `val_dataloader` but have no `validation_step`")
         if type(self).device_transform is not FeedDataModule.device_transform:
             # Bound to this object only when it is needed, since Lightning takes an override of this hook away from the
@@ -137,13 +137,13 @@ class FeedDataModule:
     # --- to write or to override --------------------------------------------------------------------------------------
 
     def make_dataset(self, split: str) -> Any:
-        """Make the dataset of ``"train"``, ``"val"``, ``"test"`` or ``"predict"``. The one method to write.
+        """Make the dataset of ``"train"``, ``"val"``, ``"test"`` or ``"predict"``. The only required method.
 
-        Called once for each split that is needed, in each training process; again only where the Trainer reloads
-        loaders (``reload_dataloaders_every_n_epochs``).
+        Called once per needed split in each training process. Called again only if the Trainer reloads loaders
+        (``reload_dataloaders_every_n_epochs``).
 
         Returns:
-            A map-style or iterable dataset, a dict or list of datasets, or None where there is no such split.
+            A map-style or iterable dataset, a dict or list of datasets, or None if there is no such split.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no make_dataset. Write into the class:\n\n"
@@ -152,27 +152,27 @@ class FeedDataModule:
         )
 
     def collate(self, samples: list[Any], split: str) -> Any:
-        """Make a batch of a list of samples. Runs in the workers."""
+        """Make a batch from a list of samples. Runs in the workers."""
         return default_collate(samples)
 
     def sampler(self, dataset: AnyDataset, split: str) -> Any:
-        """The order of a map-style dataset: a sampler, or None for ours (training shuffled, the rest in order)."""
+        """Return a sampler for a map-style dataset. None for the default: training shuffled, other splits in order."""
         return None
 
     def device_transform(self, batch: Batch, split: str) -> Any:
-        """Change a batch once it is on the device; on the prefetch stream, where ``PrefetchCallback`` is active."""
+        """Transform a batch on the device. Runs on the prefetch stream if ``PrefetchCallback`` is active."""
         return batch
 
     # --- what Lightning calls -----------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Find the splits that ``stage`` needs, and no others.
+        """Make the datasets of the splits that ``stage`` needs.
 
         Raises:
-            DatasetError: when there is nothing to train on, or a split is not what it has to be.
+            DatasetError: there is no training data, or a split is empty or not a dataset.
         """
         if stage not in _SPLITS_OF_STAGE:
-            raise SettingsError(f"There is no stage {stage!r}. Give one of {', '.join(map(repr, _SPLITS_OF_STAGE))}.")
+            raise SettingsError(f"There is no stage {stage!r}. Use one of {', '.join(map(repr, _SPLITS_OF_STAGE))}.")
         splits = _SPLITS_OF_STAGE[stage]
         for split in splits:
             self._feed_dataset(split)
@@ -182,42 +182,42 @@ class FeedDataModule:
             self._feed_warn_of_unused_validation()
             if not self._feed_has("train"):
                 self._feed_no_loaders("train")
-            self._feed_seed = None  # each run has its own order; a checkpoint's seed comes after this
+            self._feed_seed = None  # each run has its own order; a checkpoint's seed is loaded later
             self._feed_attach()
         if _TRANSFER in vars(self) and _host.defined_by_lightning(getattr(type(self), _TRANSFER)):
             ignore_warning(f"You have overridden `{_TRANSFER}` in both")  # the module's is called: see _feed_transfer
 
     @final
     def train_dataloader(self) -> Any:
-        """The training loader, or a dict or list of them."""
+        """Return the training loader, or a dict or list of training loaders."""
         return self._feed_loaders("train")
 
     @final
     def val_dataloader(self) -> Any:
-        """The validation loader, or a dict or list of them; an empty list if no such split."""
+        """Return the validation loader, or a dict or list of them. An empty list without that split."""
         return self._feed_loaders("val")
 
     @final
     def test_dataloader(self) -> Any:
-        """The test loader, or a dict or list of them; an empty list without that split."""
+        """Return the test loader, or a dict or list of them. An empty list without that split."""
         return self._feed_loaders("test")
 
     @final
     def predict_dataloader(self) -> Any:
-        """The prediction loader, or a dict or list of them; an empty list without that split."""
+        """Return the prediction loader, or a dict or list of them. An empty list without that split."""
         return self._feed_loaders("predict")
 
     def state_dict(self) -> dict[str, Any]:
-        """The seed of the training order, so that a resumed run goes on in the same order."""
+        """Return the seed of the training order, so that a resumed run keeps the order."""
         return {} if self._feed_seed is None else {"seed": self._feed_seed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the seed of the run that wrote the checkpoint."""
+        """Use the checkpoint's seed."""
         given, saved = self._feed_given_seed, state_dict.get("seed")
         if saved is not None and given is not None and saved != given:
             logger.warning(
-                "The checkpoint was trained in the order of seed %d, and this data module was given seed %d. That of "
-                "the checkpoint is used, since another order would repeat samples in this epoch.",
+                "The checkpoint was trained in the order of seed %d, and this data module was given seed %d. The "
+                "checkpoint's seed is used, since another order would repeat samples in this epoch.",
                 saved,
                 given,
             )
@@ -227,29 +227,29 @@ class FeedDataModule:
 
     @staticmethod
     def wrap(datamodule: AnyDataModule, loader: LoaderSettings | None = None) -> Any:
-        """The same data module, of either package, whose loaders come with workers that fit the machine.
+        """Wrap a data module, of either Lightning package, so that its loaders get workers that fit the machine.
 
         Data sets, samplers, collate functions, generators and batch sizes stay; ``num_workers``, ``prefetch_factor``,
-        ``persistent_workers`` and ``pin_memory`` change. It has a ``loader_report()``. See docs/how-to/wrap.md.
+        ``persistent_workers`` and ``pin_memory`` change. The result has a ``loader_report()``. See docs/how-to/wrap.md.
 
         Args:
             datamodule: any LightningDataModule. The result shares its attributes.
-            loader: how to choose; of it only ``num_workers``, ``prefetch_factor``, ``persistent_workers``,
-                ``pin_memory`` and ``sample_bytes``.
+            loader: settings. Only ``num_workers``, ``prefetch_factor``, ``persistent_workers``, ``pin_memory`` and
+                ``sample_bytes`` may be set.
 
         Raises:
-            SettingsError: for what is no data module or a FastDataModule, and for other settings.
+            SettingsError: the object is not a data module, or is a FastDataModule, or another setting was passed.
         """
         from lightning_feed.data.wrapping import wrap
 
         return wrap(datamodule, loader)
 
     def dataset(self, split: str) -> Any:
-        """The result of ``make_dataset(split)``, made now if there is none yet.
+        """Return the result of ``make_dataset(split)``, which is called now if necessary.
 
         Raises:
-            SettingsError: for a name that is no split.
-            DatasetError: when it is empty, or not a dataset.
+            SettingsError: there is no such split.
+            DatasetError: the result is empty, or not a dataset.
         """
         return self._feed_dataset(split)
 
@@ -258,8 +258,8 @@ class FeedDataModule:
         """The folder to read from: ``data_dir`` as given, or its copy in ``stage_to`` once that is complete.
 
         Raises:
-            SettingsError: when the data module was made without ``data_dir``, or with a URL that is not copied whole.
-            ArchiveError: when it cannot be staged.
+            SettingsError: there is no ``data_dir``, or it is a URL that is not copied whole.
+            ArchiveError: staging failed.
         """
         place = self._feed.storage.find()
         if not isinstance(place, Path):
@@ -271,16 +271,16 @@ class FeedDataModule:
 
     @property
     def remote_dir(self) -> "RemoteFolder":
-        """The files of ``data_dir``, a URL: ``names()``, ``read(name)``, ``read_many(names)``; through the cache in
-        ``stage_to`` where there is a ``stage_limit``. Can be given to datasets, and goes to workers with them.
+        """The files of a ``data_dir`` that is a URL: ``names()``, ``read(name)``, ``read_many(names)``. Reads through
+        the cache in ``stage_to`` if ``stage_limit`` is set. Datasets can hold it and take it to workers.
 
         Raises:
-            SettingsError: when ``data_dir`` is no URL, or was copied whole.
-            ArchiveError: when it cannot be listed.
+            SettingsError: ``data_dir`` is not a URL, or was copied whole.
+            ArchiveError: the files cannot be listed.
         """
         place = self._feed.storage.find()
         if isinstance(place, Path):
-            raise SettingsError("There is a folder to read from, and no URL. Read from self.staged_dir.")
+            raise SettingsError("data_dir is a folder, not a URL. Read from self.staged_dir.")
         from lightning_feed.storage.remote_folder import RemoteFolder
 
         return RemoteFolder(place)
@@ -291,15 +291,16 @@ class FeedDataModule:
         return MappingProxyType(self._feed.loaders.chosen)
 
     def loader_report(self) -> str:
-        """The settings chosen for each loader, and their reasons: one line for each value."""
+        """Return the settings of each loader with reasons, one line per value."""
         return self._feed.loaders.report()
 
     def cache_stats(self) -> "CacheStats | None":
-        """Contents and use of the caches in host memory, over all processes of the node; None without one."""
+        """Return contents and use of the caches in host memory, over all processes of the node. None without a
+        cache."""
         return self._feed.storage.stats()
 
     def _feed_facts(self) -> dict[str, object]:
-        """Fields of ``LoopFacts`` that only a data module knows."""
+        """Return the fields of ``LoopFacts`` that only a data module knows."""
         storage = self._feed.storage
         return {
             "cache": storage.cache or "off",
@@ -309,13 +310,13 @@ class FeedDataModule:
         }
 
     def __getstate__(self) -> dict[str, object]:
-        # Pickled for ddp_spawn, and for spawned workers when `collate` is overridden; copied by tuners. The Trainer
-        # attaches itself again, and what loaders hold is made again where it is needed.
+        # Pickled for ddp_spawn, and for spawned workers if `collate` is overridden; copied by tuners. The Trainer
+        # attaches itself again, and loader resources are made again when needed.
         feed = _State(self._feed.loaders.copy(), self._feed.storage.copy())
         return {**self.__dict__, "trainer": None, "_feed": feed}
 
     def _feed_refuse(self, misplaced: Mapping[str, object]) -> None:
-        """Refuse arguments that a data module does not have; those of LoaderSettings belong there."""
+        """Refuse unknown arguments, and point to LoaderSettings for its fields."""
         owner = type(self).__name__
         for name, value in misplaced.items():
             if name in LoaderSettings.__dataclass_fields__:
@@ -327,7 +328,7 @@ class FeedDataModule:
 
     def _feed_dataset(self, split: str) -> object:
         if split not in SPLITS:
-            raise SettingsError(f"There is no split {split!r}. Give one of {', '.join(map(repr, SPLITS))}.")
+            raise SettingsError(f"There is no split {split!r}. Use one of {', '.join(map(repr, SPLITS))}.")
         if split not in self._feed.datasets:
             made = self.make_dataset(split)
             if made is not None:
@@ -336,7 +337,7 @@ class FeedDataModule:
         return self._feed.datasets[split]
 
     def _feed_open_caches(self, *splits: str) -> None:
-        """Caches for the datasets that were made since, within one limit."""
+        """Open caches for new datasets, within one limit."""
         if self._feed.storage.cache in (None, "device"):
             return
         named = [(split, self._feed_dataset(split)) for split in splits if split not in self._feed.cached]
@@ -347,7 +348,7 @@ class FeedDataModule:
         module = None if self.trainer is None else self.trainer.lightning_module
         if module is not None and self._feed_has("val") and not _host.is_overridden(module, "validation_step"):
             logger.warning(
-                "make_dataset('val') gives data that is not used, since %s has no validation_step. Write one, or "
+                "make_dataset('val') returns data that is not used, since %s has no validation_step. Write one, or "
                 "return None for 'val'.",
                 type(module).__name__,
             )
@@ -361,7 +362,7 @@ class FeedDataModule:
         self._feed_attach()
         trainer, feed = self.trainer, self._feed
         if trainer is not None and trainer.reload_dataloaders_every_n_epochs and split in feed.built:
-            del feed.datasets[split]  # asked for again, since the data may have changed
+            del feed.datasets[split]  # made again, since the data may have changed
             feed.cached.discard(split)
         feed.built.add(split)
         if not self._feed_has(split):
@@ -372,7 +373,7 @@ class FeedDataModule:
         job = replace(job_of(trainer), reserved_bytes=sum(cache.growth_bytes for cache in feed.storage.caches))
         loaders = []
         for index, (name, dataset) in enumerate(named):
-            # Training goes through its loaders side by side, evaluation through one after the other.
+            # Training iterates its loaders in parallel, evaluation one after the other.
             part = self._feed_part(split, name, index, together=len(named) if split == "train" else 1)
             if split != "train":
                 even = self.eval_batch_size == "even"
@@ -381,10 +382,10 @@ class FeedDataModule:
         return like(made, loaders)
 
     def _feed_part(self, split: str, name: str, index: int, *, together: int) -> Part:
-        """One loader of a split, but for what it loads."""
+        """Describe one loader of a split, without its dataset."""
         evaluates_by = self.eval_batch_size if isinstance(self.eval_batch_size, int) else self.batch_size
         seed = self._feed_run_seed()
-        # Loaders of one seed would go through datasets of one size in one order, always with the same pairs.
+        # With a common seed, datasets of equal size would have the same order, so samples would always be paired alike.
         order = EpochOrder(seed=mix_seed(seed, index, 0, "loader") if index else seed, epoch=self._feed_epoch)
         own_collate = type(self).collate is not FeedDataModule.collate
         collate = Collate(self, split) if own_collate else None
@@ -403,23 +404,23 @@ class FeedDataModule:
     # --- what an ImageFolderDataModule changes ------------------------------------------------------------------------
 
     def _feed_decode(self, split: str) -> BatchDecoder | None:
-        """The decoder of a loader's batches after its workers."""
+        """Return the decoder for a loader's batches after the workers."""
         return None
 
     def _feed_on_device(self, batch: object, split: str) -> object:
-        """A batch as ``device_transform`` is to see it."""
+        """Return a batch in the form that ``device_transform`` expects."""
         return batch
 
     # --- details ------------------------------------------------------------------------------------------------------
 
     def _feed_attach(self) -> None:
-        """Have the Trainer write exact checkpoints. Not only called in ``setup``, of which a subclass may have its
-        own."""
+        """Make the Trainer write exact checkpoints. Not only called in ``setup``, which a subclass may override."""
         if self.trainer is not None and not any(isinstance(one, ExactResume) for one in self.trainer.callbacks):
             self.trainer.callbacks.append(ExactResume())
 
     def _feed_run_seed(self) -> int:
-        """The seed of the run's training order: as given, that of ``seed_everything``, or drawn once for all ranks."""
+        """Return the seed of the run's training order: the user's, that of ``seed_everything``, or one drawn for all
+        ranks."""
         trainer = self.trainer
         if self._feed_seed is None:
             self._feed_seed = self._feed_given_seed
@@ -435,10 +436,10 @@ class FeedDataModule:
     def _feed_no_loaders(self, split: str) -> list[object]:
         if split == "train":
             raise DatasetError(
-                f"{type(self).__name__}.make_dataset('train') gave None, so there is nothing to train on. Let "
-                "it return data for 'train', or call trainer.validate, test or predict, which do without."
+                f"{type(self).__name__}.make_dataset('train') returned None, so there is no training data. "
+                "Return a dataset for 'train', or call trainer.validate, test or predict, which need none."
             )
-        if self.trainer is not None and self.trainer.state.fn == "fit":  # training without validation is no slip
+        if self.trainer is not None and self.trainer.state.fn == "fit":  # training without validation is intended
             ignore_warning("Total length of `list` across ranks is zero")
         return []
 
@@ -446,7 +447,7 @@ class FeedDataModule:
         return 0 if self.trainer is None else _host.epochs_processed(self.trainer)
 
     def _feed_transfer(self, batch: object, device: torch.device, dataloader_idx: int) -> object:
-        """The original transfer, which is the module's where it has one, then ``device_transform``."""
+        """Run the original transfer, which may be the module's, then ``device_transform``."""
         trainer, own = self.trainer, getattr(type(self), _TRANSFER)
         if trainer is None:
             raise LoaderError(f"{_TRANSFER} needs the split, which only a Trainer knows. Call device_transform.")
@@ -457,7 +458,7 @@ class FeedDataModule:
                 there = own(self, batch, device, dataloader_idx)
         from lightning_feed.transfer.batch_tree import release
 
-        # Values that PrefetchCallback(host_keys=...) kept from the transfer are the user's again from here on.
+        # From here on the batch has the values again that PrefetchCallback(host_keys=...) kept from the transfer.
         there = release(there)
         split = _SPLITS_OF_STAGE[_host.stage_now(trainer)][0]
         with traced("device_transform"):
@@ -467,31 +468,31 @@ class FeedDataModule:
 class FastDataModule(FeedDataModule, LightningDataModule):
     """A LightningDataModule that builds its loaders itself, from a dataset for each split.
 
-    Write :meth:`make_dataset`; override ``collate``, ``sampler`` and ``device_transform`` where needed. Workers,
-    prefetch factor, pinned memory and persistent workers are chosen for the machine: :meth:`loader_report` says what
-    and why. A run that is resumed in mid-epoch trains what is left of the epoch.
+    Write :meth:`make_dataset`; override ``collate``, ``sampler`` and ``device_transform`` if needed. Workers, prefetch
+    factor, pinned memory and persistent workers are chosen for the machine; :meth:`loader_report` lists them with
+    reasons. A run resumed in mid-epoch trains the rest of the epoch.
 
     Args:
         batch_size: samples in a training batch, on each rank.
-        eval_batch_size: samples in a batch of validation, test and prediction; None for ``batch_size``; ``"even"`` for
-            the size up to ``batch_size``, and at least half of it, that leaves the fewest samples for a last batch.
-        loader: how the loaders are to be built.
-        drop_keys: parts of a batch that no step reads: they are left out in the workers.
-        data_dir: the folder or file that ``make_dataset`` reads, for ``stage_to``; read it from ``staged_dir``. Or a
-            URL of fsspec (``"s3://bucket/birds"``), to read from ``remote_dir``.
-        stage_to: a folder in memory (``"/dev/shm/<user>"``) or on a local disk: data are copied there once per node.
-        stage_wait: training waits for the copy; False is refused.
-        stage_remove: whether the copy is removed when its last user ends.
-        stage_limit: for a URL: ``stage_to`` is a cache of at most so many bytes (``"500GiB"``) instead of a copy.
-        readahead: bytes of the next samples that are fetched into that cache before they are asked for.
-        storage_options: for a URL, those of fsspec.
-        cache: ``"bytes"`` or ``"decoded"`` keep that of each sample of a ``CacheableDataset`` in memory that all
-            processes of the node share; ``"device"`` keeps the whole set on each device.
-        cache_limit: the most that caches may take: bytes, ``"8GiB"``, or a share of the free memory.
-        cache_shard: for ``"device"``, whether each rank keeps only its share of the samples.
+        eval_batch_size: samples in a batch of validation, test and prediction. None: ``batch_size``. ``"even"``: the
+            size, from half of ``batch_size`` to all of it, that leaves the fewest samples for a last batch.
+        loader: settings of the loaders.
+        drop_keys: parts of a batch that no step reads, dropped in the workers.
+        data_dir: the folder or file that ``make_dataset`` reads, for ``stage_to``; read it from ``staged_dir``. Or an
+            fsspec URL (``"s3://bucket/birds"``), read from ``remote_dir``.
+        stage_to: a folder in memory (``"/dev/shm/<user>"``) or on a local disk: the data is copied there once per node.
+        stage_wait: wait for the copy before training. Must be True.
+        stage_remove: remove the copy when its last user ends.
+        stage_limit: for a URL, makes ``stage_to`` a cache of at most this size (``"500GiB"``) instead of a copy.
+        readahead: bytes of upcoming samples to fetch into that cache ahead of time.
+        storage_options: fsspec options for a URL.
+        cache: ``"bytes"`` or ``"decoded"`` caches the encoded or decoded samples of a ``CacheableDataset`` in memory
+            shared by all processes of the node. ``"device"`` keeps the whole dataset on each device.
+        cache_limit: largest size of all caches: bytes, ``"8GiB"``, or a share of the free memory.
+        cache_shard: for ``"device"``, keep only each rank's share of the samples.
 
     Raises:
-        SettingsError: for a value that is impossible, or that would have no effect.
+        SettingsError: a value is invalid, or would have no effect.
 
     Example:
         >>> from lightning_feed import FastDataModule

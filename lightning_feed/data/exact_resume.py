@@ -1,8 +1,8 @@
-"""A checkpoint taken in mid-epoch holds the loaders as they stood after the last batch that was *trained*.
+"""Mid-epoch checkpoints hold the loaders' state after the last *trained* batch.
 
-Lightning saves the position of a stateful loader. That is one batch too far for a loader without a length, which
-Lightning reads ahead, and ``depth`` too far behind a prefetcher; the batches in between would never be trained. With
-several ranks it saves rank zero's state for all of them.
+Lightning saves a stateful loader's own position. That is one batch too far for a loader without a length, which
+Lightning reads ahead, and ``depth`` batches too far with a prefetcher. The batches in between would never be trained.
+With several ranks it saves rank zero's state for all ranks.
 """
 
 import logging
@@ -39,10 +39,10 @@ logger = logging.getLogger(__name__)
 
 
 class ExactResume(Callback):
-    """Writes the loader states that belong to the trained batches into each checkpoint.
+    """Writes into each checkpoint the loader states after the last trained batch.
 
-    ``PrefetchCallback`` is one, and ``FastDataModule`` adds one where there is none. It works for any loader with
-    ``state_dict`` and ``load_state_dict``; loaders without them are none of its business.
+    ``PrefetchCallback`` is one, and ``FastDataModule`` adds one if necessary. Works for any loader with ``state_dict``
+    and ``load_state_dict``; ignores other loaders.
     """
 
     def __init__(self) -> None:
@@ -51,15 +51,15 @@ class ExactResume(Callback):
         self._resumed: Literal["", "in a new epoch", "at the end of an epoch", "without a place"] = ""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin without what an earlier fit of the Trainer left."""
+        """Reset the state from an earlier fit of the Trainer."""
         forget_states(trainer)
         self._loaded, self._resumed = [], ""
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]) -> None:
-        """Remember what Lightning gives to the loaders: it is true until the first batch is trained.
+        """Keep the states that Lightning loads: they are valid until the first batch is trained.
 
         Raises:
-            ResumeError: a state was changed since it was written, or does not hold what the next epoch needs.
+            ResumeError: a state was changed after it was saved, or lacks data for the next epoch.
         """
         if trainer.state.fn != "fit":
             return  # ``trainer.validate(ckpt_path=...)``: no training loader is given a state
@@ -73,7 +73,7 @@ class ExactResume(Callback):
         if not states:
             self._resumed = "without a place" if batches_to_skip(checkpoint) else ""
         elif epoch_is_trained(checkpoint):
-            # Our loaders can begin the epoch after the one that ended; others can only begin afresh.
+            # Our loaders can begin the next epoch; other loaders can only start from scratch.
             states = [begin_next_epoch(state) for state in states] if ours else []
             write_loader_states(checkpoint, states)
             self._resumed = "at the end of an epoch"
@@ -92,7 +92,7 @@ class ExactResume(Callback):
         from lightning_feed.load.elastic_resume import state_of_rank
         from lightning_feed.load.state_schema import check_state
 
-        # Of several loaders, the shorter ones may have begun again.
+        # With several loaders, the shorter ones may have started again.
         skipped = batches_to_skip(checkpoint) if len(states) == 1 else 0
         unfinished = len(states) == 1 and not epoch_is_trained(checkpoint)
         for state in states:
@@ -100,11 +100,11 @@ class ExactResume(Callback):
             check_state(state_of_rank(state), batches=skipped, unfinished=unfinished)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Follow the fetcher from its first batch on.
+        """Follow the fetcher from its first batch.
 
         Raises:
-            LoaderError: the ranks have different numbers of batches, and would hang.
-            ResumeError: the checkpoint was saved inside an epoch and holds no loader state.
+            LoaderError: the ranks have different numbers of batches, so training would hang.
+            ResumeError: the checkpoint was saved in mid-epoch without a loader state.
         """
         self._uneven = not check_equal_ranks(trainer)
         loaders = _host.train_loaders(trainer)
@@ -124,16 +124,16 @@ class ExactResume(Callback):
         if resumed == "in a new epoch":
             begin_epoch(trainer)
         if len(loaders) == 1 and isinstance(loaders[0], FeedLoader) and loaders[0].shift:
-            # Lightning ends the epoch by its own count, which comes from the checkpoint.
+            # Lightning ends the epoch by its own count, loaded from the checkpoint.
             shift_batches(trainer, loaders[0].shift)
             loaders[0].shift = 0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reloading the loaders makes a new fetcher."""
+        """Follow the new fetcher if the loaders were reloaded."""
         self._adopt(trainer, [])
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]) -> None:
-        """Correct the states that Lightning took. Every rank takes part, as it does in saving."""
+        """Correct the states taken by Lightning. Called on all ranks, as saving is."""
         fetcher = _host.train_fetcher(trainer)
         if fetcher is None:
             return
@@ -160,7 +160,7 @@ class ExactResume(Callback):
 
     @staticmethod
     def _adopt(trainer: Trainer, before: list[dict[str, object]]) -> FetcherTap | None:
-        """Follow the fetcher. ``before`` are the states until its first batch is trained."""
+        """Follow the fetcher. ``before``: the states to save until its first batch is trained."""
         fetcher = _host.train_fetcher(trainer)
         tap = None if fetcher is None else adopt_fetcher(fetcher)
         if tap is not None:
@@ -171,15 +171,15 @@ class ExactResume(Callback):
 
 
 def check_equal_ranks(trainer: AnyTrainer) -> bool:
-    """Compare the batches of an epoch on all ranks, where they are known. Every rank takes part.
+    """Compare the number of batches per epoch on all ranks, if known. All ranks must call it.
 
-    Ranks wait for each other in each step. One that has no batch left ends its epoch, and the others hang for ever.
+    Ranks wait for each other in each step. A rank without a batch ends its epoch, and the others would hang for ever.
 
     Returns:
-        True where all ranks have the same number, or none of them knows it.
+        True if all ranks have the same number, or no rank knows its number.
 
     Raises:
-        LoaderError: they differ, and nothing ends the run before the shorter epoch is over.
+        LoaderError: the numbers differ, and nothing ends the run before the shorter epoch ends.
     """
     if trainer.world_size < 2 or not dist.is_initialized():
         return True

@@ -1,4 +1,4 @@
-"""The backends that decode images: what each cannot do. The decoder of a folder, chosen once for all ranks."""
+"""Image decoding backends and their limits; one choice of decoder for all ranks."""
 
 import io
 import logging
@@ -29,7 +29,7 @@ _SAMPLES_TO_CHOOSE_BY = 64
 
 _ONLY_TORCH = {
     "transform": (
-        "crops and flips by itself, and cannot call a transform of yours for each image. Leave transform and "
+        "crops and flips images itself, and cannot call your transform for each image. Leave transform and "
         'eval_transform out, or use backend="torch".'
     ),
     "collate": (
@@ -39,42 +39,42 @@ _ONLY_TORCH = {
     "drop_keys": "has batches of images, labels: drop_keys has nothing to drop. Leave it out.",
     "cache": 'decodes after the cache, and this one keeps decoded images. Use cache="bytes", or backend="torch".',
 }
-"""Features of torch alone, and the refusals of the other backends."""
+"""Features that only the torch backend has, with the error messages for other backends."""
 
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """A backend and why it is this one."""
+    """A backend, and the reason for it."""
 
     name: str
     reason: str
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Refuse what is none of the choices.
+    """Check that a value is one of the choices.
 
     Raises:
-        SettingsError: names them.
+        SettingsError: lists the choices.
     """
     if value not in choices:
-        raise SettingsError(f"{name}={value!r} is not a choice. Give one of {', '.join(map(repr, choices))}.")
+        raise SettingsError(f"{name}={value!r} is not a choice. Use one of {', '.join(map(repr, choices))}.")
 
 
 def check_backend(backend: str, quality: str, dali: DaliOptions | None, only_torch: Iterable[str] = ()) -> DaliOptions:
-    """Refuse a backend that is none, and what would have no effect beside it. Returns the options of DALI to use.
+    """Check the backend, and refuse options without effect on it. Returns the DALI options to use.
 
     Args:
-        backend: as given.
-        quality: as given.
-        dali: as given.
-        only_torch: keys of the table above: what was asked for besides.
+        backend: name of the backend.
+        quality: the user's ``quality``.
+        dali: the user's DALI options.
+        only_torch: requested features, as keys of the table above.
 
     Raises:
-        SettingsError: with what to do instead.
+        SettingsError: says what to do instead.
     """
     if backend == "auto":
         raise SettingsError(
-            'backend="auto" is gone. Leave it out for "torch"; lightning-feed diagnose says where another would help.'
+            'backend="auto" is gone. Leave it out for "torch"; lightning-feed diagnose says if another would help.'
         )
     check_choice("backend", backend, get_args(Backend))
     for name in only_torch:
@@ -106,11 +106,11 @@ def _check_dali(backend: str, dali: DaliOptions) -> None:
 
 
 def check_available(backend: str, device: torch.device) -> None:
-    """Refuse a backend that cannot decode here. nvJPEG itself is tried when the training begins.
+    """Refuse a backend that cannot decode here. nvJPEG is tried when training begins.
 
     Raises:
-        SettingsError: for a GPU backend without a GPU, and for a DALI that does not fit.
-        MissingExtraError: without DALI.
+        SettingsError: a GPU backend without a GPU, or an unsuitable DALI.
+        MissingExtraError: DALI is not installed.
     """
     if backend in GPU_BACKENDS and device.type != "cuda":
         raise SettingsError(
@@ -122,11 +122,11 @@ def check_available(backend: str, device: torch.device) -> None:
 
 
 def require_nvjpeg(device: torch.device) -> None:
-    """Have nvJPEG decode a small JPEG on a CUDA device.
+    """Check that nvJPEG can decode a small JPEG on a CUDA device.
 
     Raises:
         MissingExtraError: this torchvision has no nvJPEG.
-        LoaderError: it fails on the device.
+        LoaderError: decoding fails on the device.
     """
     file = io.BytesIO()
     Image.new("RGB", (16, 16)).save(file, "JPEG")
@@ -135,13 +135,13 @@ def require_nvjpeg(device: torch.device) -> None:
     except RuntimeError as error:
         failure = str(error).partition("\n")[0]
         raise LoaderError(
-            f'backend="nvjpeg" cannot decode on {device}, which failed on a small JPEG: {failure}. Look at '
-            'the driver and at the CUDA of torch and torchvision (lightning-feed doctor), or use backend="torch".'
+            f'backend="nvjpeg" cannot decode on {device}, which failed on a small JPEG: {failure}. Check '
+            'the driver and the CUDA of torch and torchvision (lightning-feed doctor), or use backend="torch".'
         ) from error
 
 
 def device_of(trainer: Trainer | None) -> torch.device:
-    """The device of the batches: the Trainer's; without one, the first that a Trainer would take."""
+    """Return the device of the batches: the Trainer's. Without a Trainer, the first that a Trainer would use."""
     if trainer is not None:
         return trainer.strategy.root_device
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -151,10 +151,10 @@ def device_of(trainer: Trainer | None) -> torch.device:
 
 
 def once_for_all_ranks(trainer: Trainer | None, decide: Callable[[], Chosen]) -> Chosen:
-    """The decision of rank 0: what is installed may differ from node to node, and all must do the same.
+    """Use rank 0's decision on all ranks: nodes may have different packages, but all must do the same.
 
     Raises:
-        FeedError: on the other ranks, where ``decide`` raises on rank 0: of the same class, if it is one of ours.
+        FeedError: on other ranks, if ``decide`` raises on rank 0. Of the same class, if it is one of ours.
     """
     if trainer is None or trainer.world_size == 1:
         return decide()
@@ -164,7 +164,7 @@ def once_for_all_ranks(trainer: Trainer | None, decide: Callable[[], Chosen]) ->
     if trainer.is_global_zero:
         try:
             chosen = decide()
-        except Exception as error:  # noqa: BLE001 - raised below, once the others have heard of it
+        except Exception as error:  # noqa: BLE001 - raised below, after the other ranks have received it
             failed = error
             failure = (
                 type(error) if isinstance(error, FeedError) else LoaderError,
@@ -180,24 +180,24 @@ def once_for_all_ranks(trainer: Trainer | None, decide: Callable[[], Chosen]) ->
 
 
 def choose_decoder(source: SampleSource, crops: bool) -> Choice:  # noqa: FBT001  # as a recipe has it
-    """The decoder for "auto": the fastest on some of the images, the reference where none can be timed.
+    """Choose the decoder for "auto": the fastest on a few images, or the reference if none can be timed.
 
     Args:
-        source: of the images.
-        crops: whether training takes a part of each.
+        source: source of the images.
+        crops: True if training crops the images.
     """
     step = max(1, len(source) // _SAMPLES_TO_CHOOSE_BY)
     samples, indices = [], range(0, len(source), step)[:_SAMPLES_TO_CHOOSE_BY]
     expect = getattr(source, "expect", None)
-    _held = None if expect is None else expect(indices)  # of a remote place, read at the same time
+    _held = None if expect is None else expect(indices)  # reads a remote place's files in parallel
     for index in indices:
-        with suppress(DatasetError):  # raised again in its turn, where on_error applies
+        with suppress(DatasetError):  # raised again when its turn comes, and on_error applies
             samples.append(source.read(index))
     try:
         if not samples or any(map(holds_pixels, samples)):
             raise DecodeError("there are no encoded images to time decoders on: a pack of pixels needs none")
         choice = make_decoder("auto", samples, regions=crops)
-    except DecodeError as error:  # on_error applies to unreadable images in their turn
+    except DecodeError as error:  # on_error handles unreadable images when their turn comes
         choice = replace(make_decoder("pillow"), reason=f'decoder="auto" took the reference: {error}')
     logger.info("decoder=%r: %s", choice.name, choice.reason)
     return choice
@@ -207,16 +207,16 @@ def choose_decoder(source: SampleSource, crops: bool) -> Choice:  # noqa: FBT001
 
 
 class PassEnds(Callback):
-    """A callback that reports the ends of passes, and errors, to a data module.
+    """A callback that reports errors and the ends of passes to a data module.
 
-    A loop that ends early, as with ``limit_val_batches``, does not close its loader, and Lightning keeps its iterator.
+    A loop that ends early, as with ``limit_val_batches``, does not close its loader, and Lightning keeps the iterator.
     """
 
     def __init__(self, datamodule: AnyDataModule) -> None:
         self.datamodule = datamodule
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Also at the end of the sanity check, and of each validation inside a fit."""
+        """End the pass, also after the sanity check and each validation in a fit."""
         self.datamodule._feed_pass_ended("val")
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -228,9 +228,9 @@ class PassEnds(Callback):
         self.datamodule._feed_pass_ended("predict")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Free all."""
+        """Free all resources."""
         self.datamodule._feed_release()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Free all after an error, too: Lightning does not call ``teardown`` then."""
+        """Free all resources after an error, when Lightning does not call ``teardown``."""
         self.datamodule._feed_release()

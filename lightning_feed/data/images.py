@@ -1,4 +1,4 @@
-"""ImageFolderDataModule: a folder of images, or a pack of them, as a data module that is ready to train with."""
+"""ImageFolderDataModule: a ready-made data module for a folder or pack of images."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -43,11 +43,12 @@ logger = logging.getLogger(__name__)
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-"""Of ImageNet's training images in [0, 1], RGB, as torchvision's pretrained weights expect them (its documentation)."""
+"""Mean and standard deviation of ImageNet's training images in [0, 1], RGB, as torchvision's pretrained weights expect
+(torchvision documentation)."""
 
 
 class FeedImageFolder(FeedDataModule):
-    """All of ImageFolderDataModule but its base class, of which there are two, as of Lightning's packages."""
+    """ImageFolderDataModule without its base class, which depends on the Lightning package."""
 
     def __init__(  # noqa: PLR0913 - each is a decision of the user's, all but the first have a default
         self,
@@ -89,10 +90,10 @@ class FeedImageFolder(FeedDataModule):
         )
         self._images_train: Recipe = train or TrainRecipe(size=image_size, quality=quality)
         self._images_eval: Recipe = evaluate or EvalRecipe(size=image_size, short_side=short_side, quality=quality)
-        BadSamples(on_error, max_failures)  # refuses what is no choice, before there is a dataset
+        BadSamples(on_error, max_failures)  # refuses invalid values early
         if self._feed.storage.cache == "device" and transform is not None:
             raise SettingsError(
-                "cache='device' keeps decoded images, so that no transform on the host runs on them again. Leave "
+                "cache='device' keeps decoded images, so no transform on the host runs on them again. Leave "
                 "transform out (crop and flip are then done on the device), or use cache='decoded'."
             )
         self._images_dali = image_backends.check_backend(backend, quality, dali, self._images_only_torch())
@@ -107,12 +108,12 @@ class FeedImageFolder(FeedDataModule):
     # --- what FastDataModule asks for ---------------------------------------------------------------------------------
 
     def make_dataset(self, split: str) -> ImageDataset | None:
-        """The images of a split: the folder of that name in ``root``, or its share of ``root``."""
+        """Make a split's dataset from the folder of that name in ``root``, or from its share of ``root``."""
         source = self._images_source(split)
         if source is None:
             return None
         if self._images_choice is None:
-            raise DatasetError(f"Rank 0 finds no images for {split!r}, and another rank does. Give all the same data.")
+            raise DatasetError(f"Rank 0 finds no images for {split!r}, but another rank does. All need the same data.")
         return ImageDataset(
             source,
             self._images_choice.decoder,
@@ -123,12 +124,13 @@ class FeedImageFolder(FeedDataModule):
         )
 
     def collate(self, samples: list[Any], split: str) -> Any:
-        """(images, labels): uint8 images stay uint8, channels last; encoded ones stay encoded. Runs in the workers."""
+        """Make a batch (images, labels). uint8 images stay uint8, channels last; encoded images stay encoded. Runs in
+        the workers."""
         return collate_images(samples) if self._images_settle() == "torch" else collate_encoded(samples)
 
     def device_transform(self, batch: Batch, split: str) -> Any:
-        """uint8 images -> normalised ones of ``dtype``. Images that a transform of the user's made float are left."""
-        batch = self._feed_on_device(batch, split)  # called by hand, it may be one that is still encoded
+        """Normalise uint8 images to ``dtype``. Images made float by a user's transform stay unchanged."""
+        batch = self._feed_on_device(batch, split)  # if called by hand, the batch may still be encoded
         images, labels, *aspects = batch
         backend = None if self._images_backend is None else self._images_backend.name
         if backend == "dali-gpu" and images.is_floating_point():  # on the CPU, as after training on a GPU, it is not
@@ -143,14 +145,14 @@ class FeedImageFolder(FeedDataModule):
         else:
             values = images.to(torch.float32)
         scale, offset = _scaling(self.mean, self.std, images.device)
-        # In float32, since a half's mean / std would be off by up to a step of uint8; then cast.
+        # In float32, then cast: in half precision mean / std would be off by up to one uint8 step.
         return torch.addcmul(offset, values, scale).to(self.dtype), labels
 
     # --- to ask -------------------------------------------------------------------------------------------------------
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the labels, sorted: label 0 is ``classes[0]``."""
+        """Sorted class names: label 0 is ``classes[0]``."""
         return self._images_splits.classes(self._feed.storage.find())
 
     @property
@@ -169,28 +171,28 @@ class FeedImageFolder(FeedDataModule):
         }
 
     def _feed_on_device(self, batch: object, split: str) -> object:
-        # Before a device_transform of the user's, which sees the same batches whatever the backend.
+        # Before a user's device_transform, so that it sees the same batches with every backend.
         if not isinstance(batch, EncodedBatch):
             return batch
         return decode_batch(batch, self._images_encoded(split))
 
     @property
     def backend_choice(self) -> BackendChoice | None:
-        """The backend in use, and the reason; None until the first dataset is made."""
+        """The backend in use, with the reason. None until the first dataset is made."""
         return self._images_backend
 
     @property
     def decoder_choice(self) -> Choice | None:
-        """The decoder in use, and the reason; None until the first dataset is made."""
+        """The decoder in use, with the reason. None until the first dataset is made."""
         return self._images_choice
 
     def failures(self) -> int:
-        """Samples that could not be read so far, of all splits, on this rank."""
+        """Number of unreadable samples so far, over all splits, on this rank."""
         found = map(_images_in, self._feed.datasets.values())
         return sum(images.bad_samples.failures for images in found if images is not None)
 
     def __getstate__(self) -> dict[str, object]:
-        # What is on a device stays there: a worker that got it would open the device for itself.
+        # Device data is not pickled: a worker that received it would open the device itself.
         return {**super().__getstate__(), "_images_generators": {}, "_images_decoders": {}}
 
     # --- details ------------------------------------------------------------------------------------------------------
@@ -202,7 +204,7 @@ class FeedImageFolder(FeedDataModule):
         images, device = self._images_encoded(split), device_of(trainer)
         if backend in DALI_BACKENDS:
             return self._images_dali_decoder(split, images, device, backend)
-        if trainer is not None and device.type == "cuda":  # CUDA does not outlive a fork that comes later
+        if trainer is not None and device.type == "cuda":  # CUDA does not survive a later fork
             image_backends.require_nvjpeg(device)
         return None  # decoded in the transfer to the device
 
@@ -213,19 +215,19 @@ class FeedImageFolder(FeedDataModule):
             callbacks.append(PassEnds(self))
 
     def _feed_pass_ended(self, split: str) -> None:
-        """No further batch of this pass is asked for."""
+        """Release the split's DALI pipeline at the end of a pass, unless it is to be kept."""
         if split in self._images_decoders and not self._images_dali.keep_eval_pipelines:
             self._images_decoders[split].release()
 
     def _feed_release(self) -> None:
-        """Free what the loaders hold: the Trainer is done."""
+        """Free the loaders' resources after the Trainer has finished."""
         for decoder in self._images_decoders.values():
-            decoder.release()  # a loader that is used again builds another pipeline
+            decoder.release()  # a reused loader builds a new pipeline
 
     def _images_dali_decoder(
         self, split: str, images: ImageDataset, device: torch.device, backend: str
     ) -> DaliImageDecoder:
-        """A DALI decoder for the batches of a split; the one before is freed."""
+        """Make a DALI decoder for the batches of a split. Frees the previous decoder."""
         trainer, options = self.trainer, self._images_dali
         if split in self._images_decoders:
             self._images_decoders[split].release()
@@ -248,7 +250,7 @@ class FeedImageFolder(FeedDataModule):
         return made
 
     def _images_source(self, split: str) -> SampleSource | None:
-        """The images of a split; with the first of them the decoder is chosen, by rank 0 if all have to agree."""
+        """Return the images of a split. The first call chooses the decoder, on rank 0 if all ranks must agree."""
         found: list[SampleSource | None] = []
 
         def find() -> SampleSource | None:
@@ -265,39 +267,39 @@ class FeedImageFolder(FeedDataModule):
         if self._images_choice is None:
             auto = self.decoder == "auto"
             name = image_backends.once_for_all_ranks(self.trainer, choose) if auto else self.decoder
-            if name is not None and self._images_choice is None:  # by name, and on the other ranks
+            if name is not None and self._images_choice is None:  # chosen by name, or on the other ranks
                 self._images_choice = make_decoder(name)
         return found[0] if found else find()
 
     def _images_settle(self) -> str:
-        """The backend's name, checked when it is first asked for: the device is known by then."""
+        """Return the backend's name, checked at the first call, when the device is known."""
         if self._images_backend is None:
             image_backends.check_available(self.backend, device_of(self.trainer))
             reason = "the default" if self.backend == "torch" else "as asked for"
             self._images_backend = BackendChoice(self.backend, f"backend={self.backend!r}, {reason}")
             if self._images_threads and self.backend != "torch":
-                # Reading alone is left to the workers, for which threads do.
+                # Workers only read, for which threads are enough.
                 self._feed.loaders.settings = LoaderSettings(workers="thread")
         return self._images_backend.name
 
     def _images_encoded(self, split: str) -> ImageDataset:
-        """The images of a split that are left encoded, out of a ``Subset`` of them if need be.
+        """Return the still encoded images of a split, which may be inside a ``Subset``.
 
         Raises:
-            SettingsError: for a dataset of another kind.
+            SettingsError: the dataset is of another kind.
         """
         dataset = self._feed_dataset(split)
         inner = _images_in(dataset)
         if inner is None or not inner.encoded:
             raise SettingsError(
-                f"make_dataset({split!r}) gave a {type(dataset).__name__}, and this backend decodes the images "
+                f"make_dataset({split!r}) returned a {type(dataset).__name__}, but this backend decodes only images "
                 f"that ImageFolderDataModule reads. Return super().make_dataset({split!r}) or a Subset of it, or use "
                 'backend="torch".'
             )
         return inner
 
     def _images_only_torch(self) -> tuple[str, ...]:
-        """Requested features that only ``backend="torch"`` has."""
+        """Return the requested features that only ``backend="torch"`` has."""
         asked = {
             "transform": any(isinstance(recipe, UserTransform) for recipe in (self._images_train, self._images_eval)),
             "collate": type(self).collate is not FeedImageFolder.collate,
@@ -307,7 +309,8 @@ class FeedImageFolder(FeedDataModule):
         return tuple(name for name, there in asked.items() if there)
 
     def _images_generator(self, device: torch.device) -> torch.Generator:
-        """For what is drawn on the device: of the run's seed and the epoch, and never the model's own generator."""
+        """Return the generator for random numbers on the device, seeded by run and epoch. Never the model's
+        generator."""
         epoch = self._feed_epoch()
         held = self._images_generators.get(device)
         if held is None or held[0] != epoch:
@@ -320,18 +323,18 @@ class FeedImageFolder(FeedDataModule):
 
 def _check_normalisation(dtype: object, mean: Sequence[float], std: Sequence[float]) -> None:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise SettingsError(f"dtype={dtype!r} cannot hold normalised images. Give torch.float32, bfloat16 or float16.")
+        raise SettingsError(f"dtype={dtype!r} cannot hold normalised images. Use torch.float32, bfloat16 or float16.")
     if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
-        raise SettingsError(f"mean={mean!r}, std={std!r}: give three numbers each, for R, G and B, std above 0.")
+        raise SettingsError(f"mean={mean!r}, std={std!r}: use three numbers each, for R, G and B, std above 0.")
 
 
 @lru_cache
 def _scaling(
     mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """scale and offset, shape (3, 1, 1): (x / 255 - mean) / std = x * scale + offset.
+    """Return scale and offset, shape (3, 1, 1): (x / 255 - mean) / std = x * scale + offset.
 
-    Kept, since making them from numbers is a copy that the host waits for: whatever stream uses them has them.
+    Cached, since making these tensors is a copy that the host waits for, so they are ready on every stream.
     """
     means, stds = torch.tensor([mean, std], dtype=torch.float64, device="cpu").view(2, 3, 1, 1)
     values = torch.stack([1 / (255 * stds), -means / stds]).float()
@@ -344,9 +347,9 @@ def _scaling(
 
 
 def _images_in(dataset: object) -> ImageDataset | None:
-    """The images that are all there is in a dataset: itself, or what a ``Subset`` is of; None for all others.
+    """Return the image dataset itself, or the one inside a ``Subset``. None for other datasets.
 
-    Another wrapper may do anything to a sample, and has to get it decoded.
+    Other wrappers may change samples, so they need decoded images.
     """
     while type(dataset) is Subset:
         dataset = dataset.dataset
@@ -354,40 +357,42 @@ def _images_in(dataset: object) -> ImageDataset | None:
 
 
 class ImageFolderDataModule(FeedImageFolder, LightningDataModule):
-    """Images in class folders, or a pack of them, as a data module to train with.
+    """A data module for images in class folders, or for a pack of them.
 
-    ``root`` holds ``train`` and ``val`` (and ``test``) folders of class folders, or class folders, of which
-    ``val_fraction`` is set aside; or it is a pack of either (``lightning-feed pack``). Batches are (images, labels):
-    they leave the workers as uint8 of shape (B, 3, H, W), channels last, and ``device_transform`` normalises them on
-    the device (a quarter of the bytes), so that the model gets ``dtype``.
+    ``root`` holds ``train`` and ``val`` (and ``test``) folders of class folders, or class folders, from which
+    ``val_fraction`` is set aside; or it is a pack of either (``lightning-feed pack``). Batches are (images, labels).
+    Images leave the workers as uint8 of shape (B, 3, H, W), channels last, a quarter of the bytes. ``device_transform``
+    normalises them to ``dtype`` on the device.
 
     Args:
-        root: the folder, or the pack; also at a URL of fsspec, such as ``"s3://bucket/birds"``.
+        root: the folder or the pack. May be an fsspec URL, such as ``"s3://bucket/birds"``.
         batch_size: samples in a training batch, on each rank.
-        eval_batch_size: samples in a batch of validation and test; None for ``batch_size``.
+        eval_batch_size: samples in a batch of validation and test. None: ``batch_size``.
         image_size: height and width of the images, in pixels.
-        quality: ``"exact"`` gives the pixels of torchvision's uint8 recipe. ``"near"`` decodes at a smaller scale where
-            a crop is shrunk to a quarter or less; ``"fast"`` at the smallest that is large enough, and resizes without
-            antialiasing (it needs OpenCV). docs/reference/decoders.md says how much that changes the pixels.
-        transform: for training images, instead of RandomResizedCrop and flip: of torchvision v1 or v2, or a function.
-        eval_transform: for the other splits, instead of Resize and CenterCrop.
-        transform_input: what the transforms take, ``"tensor"`` (uint8, (3, H, W)) or ``"pil"``; ``"auto"`` finds out.
+        quality: ``"exact"`` yields the pixels of torchvision's uint8 recipe. ``"near"`` decodes at a smaller scale if a
+            crop is shrunk to a quarter or less. ``"fast"`` decodes at the smallest sufficient scale, and resizes
+            without antialiasing (needs OpenCV). For the pixel differences see docs/reference/decoders.md.
+        transform: replaces RandomResizedCrop and flip for training images: torchvision v1 or v2, or a function.
+        eval_transform: replaces Resize and CenterCrop for the other splits.
+        transform_input: input type of the transforms, ``"tensor"`` (uint8, (3, H, W)), ``"pil"``, or ``"auto"`` to
+        detect it.
         dali: options of the DALI backends.
-        decoder: a decoder's name, or ``"auto"`` for the fastest here that is true to Pillow (45 dB or more).
-        val_fraction: share set aside for validation where ``root`` has no split folders.
-        split_seed: seed of the choice of these images.
-        mean: of the three channels, for values in [0, 1].
-        std: of the three channels, for values in [0, 1].
-        dtype: of normalised images.
-        on_error: for images that cannot be read, ``"raise"``, ``"skip"`` (another image of the batch takes the place)
-            or ``"substitute"`` (another image of the split does). The last two are counted and logged.
-        max_failures: how many are too many, for ``"skip"`` and ``"substitute"``.
-        backend: what decodes: ``"torch"`` in the workers, ``"nvjpeg"`` or ``"dali-gpu"`` on the GPU, ``"dali-cpu"``.
-        loader: how the loaders are to be built.
-        **storage: ``cache``, ``cache_limit``, ``stage_to``, ``drop_keys`` and the others of FastDataModule.
+        decoder: a decoder's name, or ``"auto"`` for the fastest on this machine that matches Pillow (45 dB or more).
+        val_fraction: share set aside for validation if ``root`` has no split folders.
+        split_seed: seed for choosing these images.
+        mean: channel means, for values in [0, 1].
+        std: channel standard deviations, for values in [0, 1].
+        dtype: type of the normalised images.
+        on_error: for unreadable images, ``"raise"``, ``"skip"`` (repeats another image of the batch) or
+            ``"substitute"`` (takes another image of the split). The last two count and log them.
+        max_failures: limit of unreadable images, for ``"skip"`` and ``"substitute"``.
+        backend: decodes the images: ``"torch"`` in the workers, ``"nvjpeg"`` or ``"dali-gpu"`` on the GPU,
+        ``"dali-cpu"``.
+        loader: settings of the loaders.
+        **storage: ``cache``, ``cache_limit``, ``stage_to``, ``drop_keys`` and other arguments of FastDataModule.
 
     Raises:
-        SettingsError: for a value that is impossible.
+        SettingsError: a value is invalid.
 
     Example:
         >>> from lightning_feed import ImageFolderDataModule

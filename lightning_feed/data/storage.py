@@ -1,6 +1,6 @@
-"""The data of a data module: where they lie, staging, and caches.
+"""A data module's storage: location, staging and caches.
 
-What reads URLs, stages and caches is imported where a setting asks for it: it is a third of the package.
+The code for URLs, staging and caches is a third of the package, so it is imported only if a setting needs it.
 """
 
 import logging
@@ -28,10 +28,10 @@ Cache: TypeAlias = Literal["bytes", "decoded", "device"]
 
 @dataclass(kw_only=True)
 class Storage:
-    """Settings of storage, and the place and the caches that were made by them.
+    """Storage settings, with the resulting location and caches.
 
     Raises:
-        SettingsError: for a value that is impossible, or that would have no effect beside the others.
+        SettingsError: a value is invalid, or would have no effect with the other settings.
     """
 
     data_dir: str | Path | None = None
@@ -45,13 +45,13 @@ class Storage:
     cache_limit: int | str = "50%"
     cache_shard: bool = False
     place: "Path | RemotePlace | None" = None
-    """The data; None until they are asked for."""
+    """Location of the data. None until first used."""
     caches: "WeakSet[SampleCache]" = field(default_factory=WeakSet)
-    """Those in host memory. They live as long as the datasets that they are in."""
+    """Caches in host memory. They live as long as their datasets."""
     total_bytes: int | None = None
-    """The most that all caches may take together; None until the first is opened."""
+    """Largest total size of all caches. None until the first is opened."""
     run: str | None = None
-    """Tells this run's caches from those of other runs; the same on all ranks."""
+    """Name that separates this run's caches from other runs'. The same on all ranks."""
     makings: int = 0
 
     def __post_init__(self) -> None:
@@ -64,16 +64,16 @@ class Storage:
                 raise SettingsError(why)
 
     def _refusals(self, url: str) -> tuple[tuple[bool, str], ...]:
-        """Each combination of settings that is impossible: whether it is given, and the reason."""
+        """List the invalid combinations of settings: True if present, and the reason."""
         return (
             (
                 self.cache not in (None, "bytes", "decoded", "device"),
-                f"cache={self.cache!r} is not a choice. Give 'bytes', 'decoded', 'device' or None.",
+                f"cache={self.cache!r} is not a choice. Use 'bytes', 'decoded', 'device' or None.",
             ),
             (
                 not self.stage_wait,
-                "stage_wait=False is not possible: training begins when the copy is there. Leave it out; with a URL, "
-                "stage_limit begins at once. Or run lightning-feed stage before the training.",
+                "stage_wait=False is not possible: training begins when the copy is complete. Leave it out; with a "
+                "URL, stage_limit begins at once. Or run lightning-feed stage before the training.",
             ),
             (
                 self.cache_shard and self.cache != "device",
@@ -81,15 +81,15 @@ class Storage:
             ),
             (
                 self.stage_to is not None and self.data_dir is None,
-                f"stage_to={str(self.stage_to)!r} does not say what to copy. Give data_dir.",
+                f"stage_to={str(self.stage_to)!r} needs a data_dir to copy. Set data_dir.",
             ),
             (
                 self.readahead != Storage.readahead and self.stage_limit is None,
-                f"readahead={self.readahead!r} fills the cache of a stage_limit. Give one, or leave it out.",
+                f"readahead={self.readahead!r} needs the cache of a stage_limit. Set it, or leave readahead out.",
             ),
             (
                 bool(self.storage_options) and not url,
-                f"storage_options are for URLs, and data_dir={self.data_dir!r} is none. Leave them out.",
+                f"storage_options are for URLs, but data_dir={self.data_dir!r} is not a URL. Leave them out.",
             ),
             (
                 self.stage_limit is not None and not (url and self.stage_to is not None),
@@ -103,12 +103,12 @@ class Storage:
             ),
             (
                 self.stage_remove and self.stage_to is None,
-                "stage_remove=True is about staging. Give stage_to, or leave it out.",
+                "stage_remove=True needs staging. Set stage_to, or leave it out.",
             ),
         )
 
     def _url(self) -> str:
-        """``data_dir`` without secrets where it is a URL, else empty."""
+        """``data_dir`` without secrets if it is a URL, else empty."""
         if not isinstance(self.data_dir, str):
             return ""
         from lightning_feed.storage.remote import is_url, without_secrets
@@ -116,10 +116,10 @@ class Storage:
         return without_secrets(self.data_dir) if is_url(self.data_dir) else ""
 
     def find(self) -> "Path | RemotePlace":
-        """The place of the data, staged now if they are to be.
+        """Return the location of the data. Stages it now if requested.
 
         Raises:
-            ArchiveError: when they cannot be staged.
+            ArchiveError: staging failed.
         """
         if self.data_dir is None:
             raise SettingsError("This data module was made without data_dir, so there is no folder to read from.")
@@ -144,7 +144,7 @@ class Storage:
         return RemotePlace(str(data_dir), self.storage_options, cache=cache, readahead_bytes=ahead)
 
     def open_caches(self, trainer: "Trainer | None", made: Sequence[tuple[str, object]]) -> None:
-        """Put caches in host memory into the datasets of some splits, given with the names of their splits."""
+        """Put caches in host memory into the datasets of some splits, passed by split name."""
         if self.cache is None or self.cache == "device" or not made:
             return
         from lightning_feed.load.cacheable import open_caches
@@ -153,7 +153,7 @@ class Storage:
         self.makings += 1
         limit = self.cache_limit if self.total_bytes is None else self.total_bytes - _limit_of(self.caches)
         if isinstance(limit, int) and limit <= 0:
-            logger.info("cache_limit is used up by earlier splits: %s is read each time.", ", ".join(dict(made)))
+            logger.info("Earlier splits have used up cache_limit, so %s is not cached.", ", ".join(dict(made)))
             return
         named = [found for split, dataset in made for found in name_datasets(dataset, split)]
         opened = open_caches(named, kind=self.cache, limit=limit, run=f"{self.run}/{self.makings}")
@@ -162,7 +162,7 @@ class Storage:
             self.total_bytes = _limit_of(opened)
 
     def stats(self) -> "CacheStats | None":
-        """The figures of all caches together; None without one."""
+        """Return the statistics over all caches. None without a cache."""
         found = [vars(cache.stats()) for cache in self.caches]
         if not found:
             return None
@@ -172,7 +172,7 @@ class Storage:
         return CacheStats(**{**sums, "full": bool(sums["full"])})
 
     def copy(self) -> "Storage":
-        """For a copy of the data module: the same settings and place, caches of its own."""
+        """Return a copy for a copy of the data module: same settings and location, separate caches."""
         return replace(self, caches=WeakSet(), total_bytes=None, run=None, makings=0)
 
     def __getstate__(self) -> dict[str, object]:
@@ -183,7 +183,7 @@ class Storage:
 
 
 def _common_name(trainer: "Trainer | None") -> str:
-    """A random name, the same on all ranks."""
+    """Draw a random name, the same on all ranks."""
     name = uuid.uuid4().hex
     return name if trainer is None or trainer.world_size == 1 else str(trainer.strategy.broadcast(name))
 

@@ -1,4 +1,4 @@
-"""wrap: any LightningDataModule, its loaders with workers that fit the machine; all else in them stays."""
+"""wrap: gives the loaders of any LightningDataModule workers that fit the machine, and changes nothing else."""
 
 import functools
 import logging
@@ -34,25 +34,25 @@ _DECIDED = (*_CHANGED, "sample_bytes", "background")
 
 
 def wrap(datamodule: object, loader: LoaderSettings | None = None) -> Any:
-    """The same data module, whose loaders come with other workers. See ``FastDataModule.wrap``.
+    """Wrap a data module so that its loaders get other workers. See ``FastDataModule.wrap``.
 
-    The result is of a class derived from the data module's own, and shares its attributes: what one sets, the other
-    has. So every hook of it runs, and nothing of Lightning's sees another data module.
+    The result has a class derived from the data module's class, and shares its attributes: an attribute set on one is
+    set on both. So all its hooks run, and Lightning sees the same data module.
 
     Raises:
-        SettingsError: for what is no data module or chooses its loaders itself, and for settings of things that
-            wrapping leaves alone.
+        SettingsError: the object is not a data module or chooses its loaders itself, or a setting was passed that
+            wrapping does not change.
     """
     kind: Any = type(datamodule)
     if not hasattr(datamodule, "train_dataloader") or not hasattr(datamodule, "prepare_data"):
         raise SettingsError(
-            f"A {kind.__name__} cannot be wrapped. Give a LightningDataModule: one of plain datasets is "
+            f"A {kind.__name__} cannot be wrapped. Pass a LightningDataModule. To make one from datasets: "
             "LightningDataModule.from_datasets(train_set, val_set, batch_size=32)."
         )
     _host.package_of(datamodule)
     if hasattr(datamodule, "loader_report"):
         raise SettingsError(
-            f"{kind.__name__} chooses its loaders itself already. Give its constructor loader=LoaderSettings(...)."
+            f"{kind.__name__} already chooses its loaders itself. Pass loader=LoaderSettings(...) to its constructor."
         )
     wrapped = object.__new__(_class_around(kind))
     # A new dict for both: from Python 3.13 on attributes lie in their object, and until 2026 the collector looked for
@@ -73,7 +73,7 @@ class _Wrapped:
         if name not in _SPLIT_OF:
             return found
         kept = super().__getattribute__("__dict__")
-        # What was set after wrapping is a tool's that wants to see or give what it says.
+        # An attribute set after wrapping belongs to a tool that replaces or observes the hook.
         return _changing(self, _SPLIT_OF[name], found) if kept.get(name) is kept[_OURS].methods[name] else found
 
     @property
@@ -82,12 +82,12 @@ class _Wrapped:
         return MappingProxyType(self.__dict__[_OURS].chosen)
 
     def loader_report(self) -> str:
-        """The settings chosen for each loader, and their reasons: one line for each value."""
+        """Return the settings of each loader with reasons, one line per value."""
         text: str = self.__dict__[_OURS].report()
         return text
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        # The class is made at run time, so it is named by the one that it was made around. For ddp_spawn, and copies.
+        # The class is made at run time, so it is pickled by its original class. For ddp_spawn, and copies.
         reduced: Any = super().__reduce_ex__(protocol)
         make, arguments, *rest = reduced
         if arguments and arguments[0] is type(self):
@@ -101,7 +101,7 @@ def _made_again(kind: type, *arguments: object) -> object:
 
 
 def _changing(owner: Any, split: str, original: Callable[[], Any]) -> Callable[[], Any]:
-    # wraps: Lightning looks through it to find out whether the user has written the method.
+    # wraps: Lightning unwraps the method to check if the user overrides it.
     @functools.wraps(original)
     def give() -> Any:
         return owner.__dict__[_OURS].change(owner.trainer, split, original())
@@ -111,7 +111,7 @@ def _changing(owner: Any, split: str, original: Callable[[], Any]) -> Callable[[
 
 @functools.cache
 def _class_around(kind: type) -> Any:
-    """The class of the wrapped objects of a class. It has its name: Lightning saves a data module's state under it."""
+    """Derive the class for wrapped objects. It keeps the class name, under which Lightning saves the state."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (_Wrapped, kind), names)
 
@@ -124,14 +124,15 @@ class WrappedLoaders(ChosenSettings):
     """The settings chosen for the loaders of a wrapped data module.
 
     Raises:
-        SettingsError: for settings of things that the user's loaders decide.
+        SettingsError: a setting was passed that the user's loaders decide.
     """
 
     methods: dict[str, object] = field(default_factory=dict)
-    """Those on the object, as ``LightningDataModule.from_datasets`` puts them there; None for those of the class."""
+    """Loader hooks set on the object, as by ``LightningDataModule.from_datasets``. A value of None: the hook of the
+    class."""
     left_alone: set[str] = field(default_factory=set)
     background: BackgroundLoader | None = None
-    """The training loader that a thread draws from."""
+    """The training loader that a thread iterates."""
 
     def __post_init__(self) -> None:
         plain = LoaderSettings()
@@ -143,14 +144,14 @@ class WrappedLoaders(ChosenSettings):
                 )
 
     def change(self, trainer: object, split: str, made: object) -> Any:
-        """The same structure of loaders, each DataLoader of it with other workers.
+        """Give other workers to each DataLoader in a structure of loaders.
 
-        Other loaders are left alone, but for a training loader that a thread is to draw from.
+        Other loaders stay unchanged, except a training loader to be iterated by a thread.
 
         Raises:
-            SettingsError: ``background`` was given, and there is no training loader for it.
+            SettingsError: ``background`` was set, but there is no training loader for it.
         """
-        # Training goes through its loaders side by side, evaluation through one after the other.
+        # Training iterates its loaders in parallel, evaluation one after the other.
         loaders: list[object] = []
         map_loaders(made, lambda loader, _: loaders.append(loader))
         count = sum(isinstance(loader, DataLoader) for loader in loaders)
@@ -175,7 +176,7 @@ class WrappedLoaders(ChosenSettings):
         return _rebuilt(loader, found)
 
     def end_background(self) -> None:
-        """End the thread that draws from the training loader."""
+        """End the thread that iterates the training loader."""
         if self.background is not None:
             self.background.close()
             self.background = None
@@ -221,20 +222,20 @@ class WrappedLoaders(ChosenSettings):
 
 
 class _Close(Callback):
-    """Ends the thread of a wrapped data module with the fit, and after an exception."""
+    """Ends a wrapped data module's thread after the fit or an exception."""
 
     def __init__(self, loaders: WrappedLoaders) -> None:
         self.loaders = loaders
 
     def on_train_end(self, *arguments: object, **named: object) -> None:
-        """End it."""
+        """End the thread."""
         self.loaders.end_background()
 
     on_exception = teardown = on_train_end
 
 
 def _rebuilt(loader: DataLoader[object], found: Recommendation) -> DataLoader[object]:
-    """A twin of a loader with other workers. A StatefulDataLoader keeps the position to resume from."""
+    """Copy a loader with other workers. A StatefulDataLoader keeps its resume position."""
     changed: dict[str, object] = {name: vars(found)[name] for name in _CHANGED}
     twin = twin_of(loader, **changed)
     if not found.num_workers:
@@ -268,7 +269,7 @@ def _recommended(
 
 
 def _why_kept(loader: DataLoader[object], *, stream: bool) -> str:
-    """The reason for keeping the number of workers; empty where it is chosen."""
+    """Return the reason for keeping the number of workers. Empty if the number is chosen here."""
     if stream:
         return "as the loader has it: each worker of an IterableDataset goes through what it takes for its own part"
     context: Any = loader.multiprocessing_context

@@ -1,8 +1,8 @@
-"""A stage that draws ahead of its consumer, in a thread.
+"""A stage that reads ahead in a thread.
 
-It is ``prefetch_generator`` and what that lacks: ``BackgroundGenerator`` alone ends an epoch silently on
-KeyboardInterrupt and SystemExit, and its thread blocks for ever on a full queue once the consumer has gone, which keeps
-the source and its worker processes alive. So its queue has no bound, and the thread asks for a permit to draw.
+Built on ``prefetch_generator``, with two fixes. Its ``BackgroundGenerator`` ends an epoch silently on KeyboardInterrupt
+and SystemExit. Its thread also blocks for ever on a full queue once the consumer is gone, which keeps the source and
+its worker processes alive. So the queue here has no bound, and the thread waits for a permit before each item.
 """
 
 import queue
@@ -19,12 +19,12 @@ from lightning_feed.load.trace import traced
 from lightning_feed.load.worker import on_this_device
 
 _ALIVE_CHECK_S = 1.0
-"""Seconds between two checks of a waiting consumer that the thread is alive."""
+"""Seconds between a waiting consumer's checks that the thread is alive."""
 
 
 @dataclass
 class Outcome:
-    """An item of the source, or the error that ended it; StopIteration is one of these."""
+    """An item of the source, or the error that ended the source (StopIteration included)."""
 
     value: Any = None
     error: BaseException | None = None
@@ -38,11 +38,11 @@ class BackgroundIterator(Stage):
     exception, or when this object is garbage-collected; it then drops the source.
 
     Args:
-        source: drawn from in the thread only.
-        depth: items kept ready, 1 or more. One more is drawn beside them.
+        source: read only in the thread.
+        depth: items kept ready, 1 or more. The thread may hold one more.
 
     Attributes:
-        thread: the thread that draws.
+        thread: the reading thread.
     """
 
     def __init__(self, source: Iterator[Batch], depth: int) -> None:
@@ -57,9 +57,7 @@ class BackgroundIterator(Stage):
         if self._ended:
             raise StopIteration
         if self._closed:
-            raise LoaderError(
-                "This BackgroundIterator was closed before its end. Make a new one to go through the data."
-            )
+            raise LoaderError("This BackgroundIterator was closed before its end. Make a new one to iterate the data.")
         try:
             with traced("background_wait"):
                 outcome = self._take()
@@ -75,11 +73,11 @@ class BackgroundIterator(Stage):
         try:
             raise outcome.error
         finally:
-            del outcome  # the error's traceback holds this frame: without it they would keep each other alive
+            del outcome  # breaks a reference cycle: the error's traceback holds this frame
 
     @property
     def ready(self) -> int:
-        """Items that wait to be taken."""
+        """Number of items ready for the consumer."""
         return min(self.depth, int(self.thread.queue.qsize()))
 
     def close(self, patience_s: float = PATIENCE_S) -> None:
@@ -89,7 +87,7 @@ class BackgroundIterator(Stage):
 
     def _take(self) -> Outcome:
         while True:
-            alive = self.thread.is_alive()  # asked first: then all that a dead thread has put is there
+            alive = self.thread.is_alive()  # checked first: a dead thread can add no more items
             try:
                 outcome: Outcome
                 _, outcome = self.thread.queue.get(timeout=_ALIVE_CHECK_S if alive else 0)
@@ -103,7 +101,7 @@ class BackgroundIterator(Stage):
 
 
 class _Permits:
-    """Permits to draw an item, given by the consumer. Any method may be called from a finalizer, in any thread."""
+    """The consumer's permits to draw an item. Methods may be called from any thread, and from finalizers."""
 
     def __init__(self, items: int) -> None:
         self.refused = False
@@ -119,13 +117,13 @@ class _Permits:
         self.give()
 
     def take(self) -> bool:
-        """Wait for a permit. Returns False where there will be none."""
+        """Wait for a permit. Returns False if no more will be issued."""
         self._given.get()
         return not self.refused
 
 
 def _outcomes(source: Iterator[Batch], permits: _Permits, set_device: Callable[[], None]) -> Iterator[Outcome]:
-    """The items of the source, up to its end or its error, one for each permit. Never raises."""
+    """Draw one item for each permit, until the source ends or fails. Never raises."""
     try:
         outcome = Outcome()
         while outcome.error is None and permits.take():
@@ -141,7 +139,7 @@ def _draw(source: Iterator[Batch], set_device: Callable[[], None]) -> Outcome:
         with traced("background_load"):
             return Outcome(next(source))
     except StopIteration as end:
-        # A new one: the traceback holds torch's iterator, which garbage collection would then take apart in any order.
+        # A new error: the old one's traceback holds torch's iterator, whose parts would be collected in any order.
         return Outcome(error=StopIteration(*end.args))
     except BaseException as error:  # noqa: BLE001  # KeyboardInterrupt and SystemExit too: raised by the consumer
         return Outcome(error=error)

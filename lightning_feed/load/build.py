@@ -19,36 +19,36 @@ from lightning_feed.load.watchdog import Watch
 from lightning_feed.load.worker import WorkerInit, refuse_unsendable
 
 _SAMPLES = (tuple, list, dict, str, bytes, torch.Tensor)
-"""Types of samples that have ``__getitem__`` and ``__len__`` and are no dataset."""
+"""Types with ``__getitem__`` and ``__len__`` that are samples, not datasets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One loader among those of a split."""
+    """One loader of a split."""
 
     name: str
-    """Its name in reports and errors."""
+    """Name in reports and errors."""
     split: str
     batch_size: int
     together: int
-    """Loaders that run at the same time, this one included."""
+    """Number of loaders that run at the same time, including this one."""
     sampler: Callable[[AnyDataset], AnySampler]
     """Makes the user's sampler for a map-style dataset, or returns None."""
     collate_fn: Callable[[list[Sample]], Batch] | None
     order: EpochOrder
     decode: BatchDecoder | None = None
-    """Decodes its batches after the workers; None: they stay as they are."""
+    """Decodes the batches after the workers. None: no decoding."""
 
 
 def build_loader(
     dataset: AnyDataset, part: Part, settings: LoaderSettings, job: Job
 ) -> tuple[FeedLoader, Recommendation]:
-    """Build the loader of one dataset. Returns it, and the settings that were chosen with their reasons.
+    """Build the loader for one dataset. Returns the loader and its settings, with reasons.
 
     Raises:
-        SettingsError: for settings that leave no batch, keep workers of loaders that are thrown away, or give threads
-            to an iterable dataset.
-        LoaderError: when the dataset or the collate function cannot be sent to the workers.
+        SettingsError: the settings leave no batch, keep workers of discarded loaders, or use threads for an iterable
+            dataset.
+        LoaderError: the dataset or the collate function cannot be sent to the workers.
     """
     drop_last = part.split == "train" and settings.drop_last
     machine = read_machine()
@@ -87,13 +87,13 @@ def build_loader(
     )
     start_method = settings.start_method or machine.start_method
     if processes and start_method != "fork":
-        # Not left to torch: Lightning covers an error at the start of a loader with one of its own.
+        # Checked here, because Lightning masks an error at the start of a loader with its own.
         refuse_unsendable(loader, part.name, start_method)
     return loader, found
 
 
 def _sampler(dataset: AnyDataset, part: Part, settings: LoaderSettings, job: Job) -> AnySampler:
-    """The user's sampler, or one that shuffles; None for a fixed order."""
+    """Return the user's sampler, or a shuffling one. None for a fixed order."""
     if isinstance(dataset, IterableDataset):
         return None
     sampler = part.sampler(dataset)
@@ -103,7 +103,7 @@ def _sampler(dataset: AnyDataset, part: Part, settings: LoaderSettings, job: Job
 
 
 def _batches(dataset: AnyDataset, part: Part, job: Job, *, drop_last: bool) -> int | None:
-    """Batches of an epoch on one rank; None where the dataset has no length."""
+    """Count the batches of an epoch on one rank. None if the dataset has no length."""
     samples = size_of(dataset)
     if samples is None:
         return None
@@ -122,14 +122,14 @@ def _batches(dataset: AnyDataset, part: Part, job: Job, *, drop_last: bool) -> i
 
 
 def name_datasets(made: object, split: str) -> list[tuple[str, AnyDataset]]:
-    """The datasets in ``made``, each with its name in reports and errors.
+    """Return the datasets in ``made`` with the names that reports and errors use.
 
     Args:
         made: a dataset, or a dict or list of datasets.
-        split: its name, ``"train"`` for example. Datasets in a dict or list are ``train['key']`` or ``train[0]``.
+        split: for example ``"train"``. Datasets in a dict or list are named ``train['key']`` or ``train[0]``.
 
     Raises:
-        DatasetError: when there is none, or one of them is empty or not a dataset.
+        DatasetError: there is no dataset, one is empty, or an object is not a dataset.
 
     Example:
         >>> name_datasets({"real": range(3), "made up": range(5)}, "train")
@@ -143,8 +143,8 @@ def name_datasets(made: object, split: str) -> list[tuple[str, AnyDataset]]:
         named = [(split, made)]
     if not named:
         raise DatasetError(
-            f"make_dataset({split!r}) gave an empty {type(made).__name__}. Put a dataset into it, or return None where "
-            "there is no such split."
+            f"make_dataset({split!r}) returned an empty {type(made).__name__}. Put a dataset into it, or return None "
+            "if there is no such split."
         )
     for name, dataset in named:
         _check_dataset(name, dataset, split)
@@ -152,16 +152,16 @@ def name_datasets(made: object, split: str) -> list[tuple[str, AnyDataset]]:
 
 
 def like(made: object, values: list[Any]) -> Any:
-    """One value for each dataset, in the structure of ``made``: a value, a list or a dict."""
+    """Arrange one value per dataset in the structure of ``made``: a single value, a list or a dict."""
     if isinstance(made, dict):
         return dict(zip(made, values, strict=True))
     return values if isinstance(made, list) else values[0]
 
 
 def even_batch_size(wished: int, samples: int, world_size: int = 1) -> tuple[int, str]:
-    """The batch size from half of ``wished`` to ``wished`` that leaves the fewest samples for a last batch.
+    """Find the batch size between half of ``wished`` and ``wished`` that leaves the fewest samples for a last batch.
 
-    Of two that leave as many, the larger. All samples are seen with any of them. Each rank has
+    Prefers the larger size in a tie. No sample is dropped. Each rank has
     ``ceil(samples / world_size)`` of them: a DistributedSampler repeats some to make the ranks equal.
 
     Returns:
@@ -187,12 +187,12 @@ def _check_dataset(name: str, dataset: AnyDataset, split: str) -> None:
     map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, _SAMPLES)
     if not map_style and not isinstance(dataset, IterableDataset):
         raise DatasetError(
-            f"make_dataset({split!r}) gave a {kind} for {name}, which is no dataset. Give a torch.utils.data.Dataset "
-            "with __getitem__ and __len__, for a stream one derived from torch.utils.data.IterableDataset, or a dict "
-            "or list of them; TensorDataset is one of tensors. The data module makes the loader."
+            f"make_dataset({split!r}) returned a {kind} for {name}, not a dataset. Return a torch.utils.data.Dataset "
+            "with __getitem__ and __len__, an IterableDataset for a stream, or a dict or list of datasets; "
+            "TensorDataset makes one from tensors. The data module makes the loader."
         )
     if size_of(dataset) == 0:
         raise DatasetError(
-            f"The dataset of {name} ({kind}) is empty. Check the path and the filter that it is made with, or return "
+            f"The dataset of {name} ({kind}) is empty. Check its path and filter, or return "
             f"None from make_dataset({split!r}) if there is no such split."
         )

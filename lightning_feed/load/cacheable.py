@@ -1,4 +1,4 @@
-"""CacheableDataset, a dataset in steps between which a cache fits, and the caches of a run within one limit."""
+"""CacheableDataset, a dataset with a cache between its steps, and a common limit for all caches of a run."""
 
 import hashlib
 import logging
@@ -17,18 +17,18 @@ from lightning_feed.storage.system import parse_limit
 logger = logging.getLogger(__name__)
 
 _MOST = 0.8
-"""Largest share of memory and of /dev/shm for caches: the rest is for the batches of the workers."""
+"""Largest share of memory and of /dev/shm for caches. The workers' batches need the rest."""
 
 
 class CacheableDataset(Dataset[Sample]):
-    """A map-style dataset in steps: some give the same in each epoch (read, decode), one may not (augment).
+    """A map-style dataset in steps. Read and decode are the same in each epoch; augment may be random.
 
     Write ``__len__``, :meth:`read`, :meth:`decode` and, in most cases, :meth:`augment`. A sample is
-    ``augment(decode(read(index), index), index)``. A class with a faster way for the whole may override
-    ``__getitem__`` and call :meth:`cached_bytes` and :meth:`cached_decoded` itself.
+    ``augment(decode(read(index), index), index)``. A class with a faster path may override ``__getitem__`` and call
+    :meth:`cached_bytes` and :meth:`cached_decoded` itself.
 
     Attributes:
-        cache: keeps the results of ``read`` (kind ``"bytes"``) or of ``decode`` (kind ``"decoded"``); None for none.
+        cache: keeps the results of ``read`` (kind ``"bytes"``) or of ``decode`` (kind ``"decoded"``). None: no cache.
 
     Example:
         >>> class Squares(CacheableDataset):
@@ -45,52 +45,55 @@ class CacheableDataset(Dataset[Sample]):
     cache: SampleCache | None = None
 
     def __len__(self) -> int:
-        raise NotImplementedError(f"{type(self).__name__} has no __len__. Write one that gives the number of samples.")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no __len__. Write one that returns the number of samples."
+        )
 
     def read(self, index: int) -> Encoded:
         """Read the encoded bytes of a sample from storage."""
-        raise NotImplementedError(f"{type(self).__name__} has no read. Write read(self, index), which gives bytes.")
+        raise NotImplementedError(f"{type(self).__name__} has no read. Write read(self, index), which returns bytes.")
 
     def decode(self, data: Encoded, index: int) -> Array:
         """Decode the bytes into an array, the same one in each epoch.
 
         Args:
-            data: the result of :meth:`read`; a memoryview of the same bytes where they come from a cache.
-            index: of the sample.
+            data: the result of :meth:`read`, or a memoryview of the same bytes from a cache.
+            index: the sample's index.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no decode. Write decode(self, data, index), which gives an array."
+            f"{type(self).__name__} has no decode. Write decode(self, data, index), which returns an array."
         )
 
     def augment(self, decoded: Array, index: int) -> Sample:
-        """Make the sample from the array, at random if you like. The array belongs to this call and may be changed."""
+        """Make the sample from the array, with random changes if you like. You may modify the array."""
         return decoded
 
     def plain(self, decoded: Array, index: int) -> Sample:
-        """Make the sample without randomness, always of one shape, for ``cache="device"``."""
+        """Make the sample without randomness, in a fixed shape, for ``cache="device"``."""
         if type(self).augment is not CacheableDataset.augment:
             raise DatasetError(
                 f"{type(self).__name__} has an augment, which may be random, and no plain: kept on the device, its "
-                "samples would be the same in each epoch. Write plain(self, decoded, index), which gives the sample "
+                "samples would be the same in each epoch. Write plain(self, decoded, index), which returns the sample "
                 "without augmentation, and augment whole batches in device_transform."
             )
         return decoded
 
     def cached_bytes(self, index: int) -> Encoded:
-        """The result of :meth:`read`, from the cache where it is there. Do not write to it."""
+        """Return the result of :meth:`read`, cached if possible. Do not modify it."""
         cache = self.cache
         if cache is None or cache.kind != "bytes":
             return self.read(index)
         held = cache.get(index)
         if held is None:
             data = self.read(index)
-            # The same type whether it was held or not: code that fails with one must not work in the first epoch.
+            # Same type with and without a cache hit, so that code cannot work in the first epoch and fail in the
+            # second.
             held = data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
             cache.put(index, held)
         return held.data.toreadonly() if held.ndim == 1 and held.dtype == np.uint8 else held
 
     def cached_decoded(self, index: int) -> Array:
-        """The result of :meth:`decode`, from the cache where it is there. Do not write to it."""
+        """Return the result of :meth:`decode`, cached if possible. Do not modify it."""
         cache = self.cache
         if cache is None or cache.kind != "decoded":
             return self.decode(self.cached_bytes(index), index)
@@ -99,15 +102,15 @@ class CacheableDataset(Dataset[Sample]):
             held = self.decode(self.read(index), index)
             if not isinstance(held, np.ndarray):
                 raise DatasetError(
-                    f"{type(self).__name__}.decode gave a {type(held).__name__} for sample {index}, and a cache holds "
-                    "NumPy arrays. Return an array, and make what the model needs of it in augment."
+                    f"{type(self).__name__}.decode returned a {type(held).__name__} for sample {index}, but a cache "
+                    "holds NumPy arrays. Return an array, and convert it for the model in augment."
                 )
             cache.put(index, held)
         return held
 
     def __getitem__(self, index: int) -> Sample:
         decoded = self.cached_decoded(index)
-        # From the cache, or as some decoders give it. Augment may write, and torch warns of what cannot be written to.
+        # From the cache, or from a decoder. Augment may write, and torch warns about read-only arrays.
         if isinstance(decoded, np.ndarray) and not decoded.flags.writeable:
             decoded = decoded.copy()
         return self.augment(decoded, index)
@@ -116,23 +119,22 @@ class CacheableDataset(Dataset[Sample]):
 def open_caches(
     named: Sequence[tuple[str, AnyDataset]], *, kind: Kind, limit: int | str, run: str, machine: Machine | None = None
 ) -> list[SampleCache]:
-    """Put a cache into each dataset. They share one limit in proportion to their numbers of samples.
+    """Put a cache into each dataset. The caches share one limit, in proportion to the sample counts.
 
-    The datasets inside a ``Subset`` or ``ConcatDataset`` are found; subsets of one dataset share its cache. A dataset
-    that has a cache keeps it. The caches live as long as their datasets.
+    Looks inside ``Subset`` and ``ConcatDataset``; subsets of one dataset share its cache. A dataset keeps the cache
+    that it has. Caches live as long as their datasets.
 
     Args:
-        named: names and datasets, as ``name_datasets`` gives them, the same on all ranks.
-        kind: the results that the caches keep.
-        limit: bytes, a size such as ``"8GiB"``, or a share such as ``"50%"`` of the memory that can be taken, in
-            /dev/shm too.
-        run: a name for this run and its datasets that no other run has; the same on all ranks of the node.
-        machine: its limits, read now if not given.
+        named: names and datasets from ``name_datasets``, the same on all ranks.
+        kind: cached results, ``"bytes"`` or ``"decoded"``.
+        limit: bytes, a size such as ``"8GiB"``, or a share such as ``"50%"`` of the available memory and /dev/shm.
+        run: a unique name for this run and its datasets, the same on all ranks of the node.
+        machine: limits of this machine. None: read now.
 
     Raises:
-        DatasetError: for a dataset that is not divided into steps.
-        SettingsError: for a limit that cannot be understood.
-        ArchiveError: when a cache cannot be opened.
+        DatasetError: a dataset is not divided into steps.
+        SettingsError: the limit cannot be parsed.
+        ArchiveError: a cache cannot be opened.
     """
     places: dict[int, tuple[str, CacheableDataset]] = {}
     for name, dataset in named:
@@ -155,14 +157,14 @@ def open_caches(
 
 
 def _bytes_within(limit: int | str, machine: Machine) -> int:
-    """Bytes for all caches: the limit, or less where the machine has less room."""
+    """Convert the limit for all caches to bytes, capped by the machine's free space."""
     known = [free for free in (machine.available_memory_bytes, machine.free_shm_bytes) if free is not None]
     room = min(known, default=None)
     bytes_for_all = parse_limit(limit, room)
     if room is not None and bytes_for_all > _MOST * room:
         logger.warning(
-            "cache_limit=%r is cut to %d MiB: %d MiB of memory and /dev/shm can still be taken, and batches on their "
-            "way from the workers need some of it.",
+            "cache_limit=%r is cut to %d MiB: %d MiB of memory and /dev/shm are available, and batches in "
+            "flight need some of it.",
             limit,
             int(_MOST * room) >> 20,
             room >> 20,
@@ -172,7 +174,7 @@ def _bytes_within(limit: int | str, machine: Machine) -> int:
 
 
 def memory_left() -> int | None:
-    """Bytes of memory that this process can still take, within the limit of its container; None: not known."""
+    """Return the bytes of memory still available to this process in its container. None if unknown."""
     return read_machine().available_memory_bytes
 
 
@@ -186,7 +188,7 @@ def _cacheable_parts(dataset: AnyDataset, name: str, kind: str) -> Iterator[Cach
             yield from _cacheable_parts(part, name, kind)
     else:
         raise DatasetError(
-            f"cache={kind!r} has to know where reading and decoding end and where random augmentation begins, which "
-            f"the dataset of {name} (a {type(dataset).__name__}) does not tell. Derive it from "
+            f"cache={kind!r} has to know where reading and decoding end and where random augmentation begins, but "
+            f"the dataset of {name} ({type(dataset).__name__}) has no such steps. Derive it from "
             "lightning_feed.CacheableDataset (read, decode, augment), or leave cache out."
         )

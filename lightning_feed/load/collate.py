@@ -1,4 +1,4 @@
-"""Skipped samples and dropped keys."""
+"""Collating: replacing unreadable samples and dropping keys."""
 
 import contextlib
 import copy
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 OnError: TypeAlias = Literal["raise", "skip", "substitute"]
 _STEP = 7919
-"""Distance to a substitute: files beside a broken one are often broken too. A prime, so that the steps go through all
-samples, unless their number is a multiple of it."""
+"""Distance to a substitute, because neighbours of a broken file are often broken too. A prime, so that the steps reach
+all samples unless their number is a multiple of this one."""
 
 
 @dataclass(frozen=True)
@@ -32,23 +32,22 @@ class Skipped:
 
 
 class BadSamples:
-    """The policy for samples that cannot be read, and their count.
+    """The policy for unreadable samples, and their count.
 
     Args:
-        on_error: ``"raise"`` ends the run at the first. ``"skip"`` gives the place in the batch to another sample of
-            the same batch; ``"substitute"`` gives it to another sample of the dataset. Both keep the batch size.
-        max_failures: with ``"skip"`` and ``"substitute"``, how many are too many, over all workers and epochs of this
-            rank.
+        on_error: ``"raise"`` ends the run at the first. ``"skip"`` repeats another sample of the batch instead;
+            ``"substitute"`` takes another sample of the dataset. Both keep the batch size.
+        max_failures: limit for ``"skip"`` and ``"substitute"``, over all workers and epochs of this rank.
 
     Raises:
-        SettingsError: for values that are no choice.
+        SettingsError: a value is invalid.
     """
 
     def __init__(self, on_error: OnError = "raise", max_failures: int = 100) -> None:
         if on_error not in ("raise", "skip", "substitute"):
-            raise SettingsError(f"on_error={on_error!r} is not a choice. Give 'raise', 'skip' or 'substitute'.")
+            raise SettingsError(f"on_error={on_error!r} is not a choice. Use 'raise', 'skip' or 'substitute'.")
         if isinstance(max_failures, bool) or not isinstance(max_failures, int) or max_failures < 0:
-            raise SettingsError(f"max_failures={max_failures!r} is not possible. Give a whole number, 0 or more.")
+            raise SettingsError(f"max_failures={max_failures!r} is not possible. Use a whole number, 0 or more.")
         self.on_error, self.max_failures = on_error, max_failures
         self._counts = SharedCounts("failed")
         self._key = uuid.uuid4().hex
@@ -56,20 +55,20 @@ class BadSamples:
 
     @property
     def failures(self) -> int:
-        """Number of unreadable samples so far; one that fails in two epochs counts twice."""
+        """Number of unreadable samples so far. A sample that fails in two epochs counts twice."""
         return self._counts.as_dict().get("failed", 0)
 
     def instead(self, index: int, error: DatasetError, size: int, read: Callable[[int], Sample]) -> Sample:
-        """A replacement for sample ``index``, or the error.
+        """Return a replacement for sample ``index``, or raise its error.
 
         Args:
-            index: of the sample that failed.
-            error: why.
+            index: index of the failed sample.
+            error: its error.
             size: samples in the dataset.
             read: reads one sample, or raises a DatasetError.
 
         Raises:
-            DatasetError: ``error`` itself, or that there have been too many.
+            DatasetError: ``error`` itself, or too many samples have failed.
         """
         if self.on_error == "raise":
             raise error
@@ -107,7 +106,7 @@ _relay: list[tuple[str, str]] | None = None
 
 @contextlib.contextmanager
 def relayed() -> Iterator[list[tuple[str, str]]]:
-    """Collect unreadable samples for :func:`count_relayed` in the training process, instead of counting them here."""
+    """Collect unreadable samples, to be counted in the training process by :func:`count_relayed`."""
     global _relay
     found: list[tuple[str, str]] = []
     _relay = found
@@ -118,10 +117,10 @@ def relayed() -> Iterator[list[tuple[str, str]]]:
 
 
 def count_relayed(found: list[tuple[str, str]]) -> None:
-    """Count unreadable samples that a worker without shared memory found.
+    """Count the unreadable samples reported by a worker without shared memory.
 
     Raises:
-        DatasetError: there have been too many.
+        DatasetError: too many samples have failed.
     """
     for key, error in found:
         if key in _known:
@@ -129,10 +128,10 @@ def count_relayed(found: list[tuple[str, str]]) -> None:
 
 
 def fill_skipped(samples: list[Sample]) -> list[Sample]:
-    """The samples of a batch, with skipped ones replaced by others of the batch, in turn.
+    """Replace skipped samples by the other samples of the batch, in turn.
 
     Raises:
-        DatasetError: when all of them were skipped.
+        DatasetError: all samples were skipped.
     """
     good = [sample for sample in samples if not isinstance(sample, Skipped)]
     if len(good) == len(samples):
@@ -148,10 +147,10 @@ def fill_skipped(samples: list[Sample]) -> list[Sample]:
 
 
 def check_drop_keys(given: Any, owner: str) -> tuple[str, ...]:
-    """``given`` as a tuple of keys.
+    """Return ``given`` as a tuple of keys.
 
     Raises:
-        SettingsError: for a plain string, whose letters would be the keys.
+        SettingsError: ``given`` is a plain string, whose letters would be the keys.
     """
     if isinstance(given, str):
         raise SettingsError(f"{owner}(drop_keys={given!r}) would be taken letter by letter. Write ({given!r},).")
@@ -159,13 +158,13 @@ def check_drop_keys(given: Any, owner: str) -> tuple[str, ...]:
 
 
 def drop(batch: Batch, keys: frozenset[str]) -> Batch:
-    """``batch`` without the values under ``keys``, at any depth. The user's objects are not changed.
+    """Return ``batch`` without the values under ``keys``, at any depth. The user's objects are not changed.
 
-    Mappings lose the key. Named tuples and dataclasses keep the field, with None in it, so that positions and types
-    stay; objects with a ``.to`` of their own are entered only where they are mappings or dataclasses.
+    Mappings lose the key. In named tuples and dataclasses the field becomes None, so that positions and types stay.
+    Objects with their own ``.to`` are entered only if they are mappings or dataclasses.
 
     Raises:
-        SettingsError: when nothing of the batch would be left.
+        SettingsError: nothing of the batch would be left.
 
     Example:
         >>> drop({"x": 1, "meta": {"path": "a.jpg", "id": 3}}, frozenset({"path"}))
@@ -181,7 +180,7 @@ def drop(batch: Batch, keys: frozenset[str]) -> Batch:
 
 
 def missing_keys(batch: Batch, keys: frozenset[str]) -> str | None:
-    """A warning about keys that the first batch does not have; None where it has all."""
+    """Return a warning about keys that the first batch lacks. None if it has all."""
     there = dict.fromkeys(_keys(batch))
     absent = [key for key in sorted(keys) if key not in there]
     if not absent:
@@ -195,13 +194,12 @@ def missing_keys(batch: Batch, keys: frozenset[str]) -> str | None:
 class DroppingCollate:
     """A collate function that drops ``keys`` in the worker, before a batch is sent to the training process.
 
-    Mapping keys of single samples are dropped before torch's own collate function, which then need not know how to
-    collate them; a function of the user's gets whole samples. The first worker warns once of keys that the first batch
-    does not have.
+    Torch's collate function never sees the dropped mapping keys, so their values may be of any type. A user's function
+    gets whole samples. The first worker warns once about keys that the first batch lacks.
 
     Args:
-        collate: makes a batch of a list of samples; None for torch's own.
-        keys: as in :func:`drop`.
+        collate: makes a batch from a list of samples. None: torch's default.
+        keys: see :func:`drop`.
     """
 
     def __init__(self, collate: Callable[[Sample], Batch] | None, keys: tuple[str, ...]) -> None:
@@ -210,7 +208,7 @@ class DroppingCollate:
         self._looked = False
 
     def __call__(self, samples: list[Sample]) -> Batch:
-        """The batch of ``samples`` without the keys."""
+        """Collate ``samples`` into a batch without the keys."""
         batch = samples if self.collate is None else self.collate(samples)
         if not self._looked:
             self._looked = True
@@ -223,7 +221,7 @@ class DroppingCollate:
 
 
 GONE = object()
-"""Replaces a part that a mapping loses."""
+"""Marks a part that is removed from a mapping."""
 
 
 def _is_dataclass(value: object) -> bool:
@@ -236,7 +234,7 @@ def _moves_itself(value: object) -> bool:
 
 
 def named_parts(value: Any) -> dict[Any, Any] | None:
-    """The parts of a container by key, field or position; None for anything else."""
+    """Return a container's parts with their keys, fields or positions. None if it is not a container."""
     if isinstance(value, Mapping):
         return dict(value)
     if _is_dataclass(value):
@@ -247,9 +245,9 @@ def named_parts(value: Any) -> dict[Any, Any] | None:
 
 
 def rebuild(container: Any, change: Callable[[Any, Any], Any]) -> Any:
-    """A container with each part replaced by ``change(name, part)``, or dropped where that returns ``GONE``.
+    """Rebuild a container with ``change(name, part)`` for each part. ``GONE`` drops the part.
 
-    Returns the container itself where nothing changes. The user's objects are not changed.
+    Returns the container itself if nothing changes. The user's objects are not changed.
     """
     parts = named_parts(container) or {}
     made = {name: change(name, part) for name, part in parts.items()}
@@ -272,7 +270,7 @@ def _rebuilt_mapping(mapping: Mapping[Any, Any], made: Mapping[Any, Any]) -> Map
     if not isinstance(mapping, MutableMapping):
         kind: Any = type(mapping)
         return kind(left)  # type: ignore[no-any-return]
-    twin = copy.copy(mapping)  # keeps other attributes of a mapping of the user's
+    twin = copy.copy(mapping)  # keeps other attributes of a user's mapping
     for name in made.keys() - left.keys():
         del twin[name]
     twin.update(left)
@@ -280,7 +278,7 @@ def _rebuilt_mapping(mapping: Mapping[Any, Any], made: Mapping[Any, Any]) -> Map
 
 
 def _without(value: Any, keys: frozenset[str], *, fields: bool = True) -> Any:
-    """A value without ``keys``. ``fields``: those of named tuples and dataclasses are emptied, too."""
+    """Remove ``keys`` from a value. ``fields``: also set named-tuple and dataclass fields to None."""
     mapping = isinstance(value, Mapping)
     if _moves_itself(value) or (not fields and _is_dataclass(value)):
         return value

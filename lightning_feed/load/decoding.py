@@ -8,21 +8,21 @@ from lightning_feed.load.stage import Stage
 
 
 class BatchDecoder(Protocol):
-    """Decodes the batches of one loader. Pickled with it for ``ddp_spawn``, without what it holds of a device."""
+    """Decodes the batches of one loader. Pickled with the loader for ``ddp_spawn``, without device resources."""
 
     def run(self, batches: Iterator[Batch]) -> Generator[Batch, None, None]:
-        """Decode one pass: as many batches as come, in their order.
+        """Decode all batches of one pass, in order.
 
-        A few may be drawn ahead. The generator is closed when the pass ends, also in its middle; whatever was drawn
-        ahead is dropped then, and when ``batches`` raises an error.
+        A few may be read ahead. They are dropped if ``batches`` raises an error, or when the generator is closed at the
+        end of the pass, which may be early.
 
         Raises:
-            DecodeError: from ``next()``, when an image cannot be decoded, with its name.
+            DecodeError: from ``next()``, if an image cannot be decoded. Names the image.
         """
 
 
 class Decoding(Stage):
-    """Decoded batches."""
+    """Stage that decodes batches."""
 
     def __init__(self, decoder: BatchDecoder, batches: Iterator[Batch]) -> None:
         self._decoded = decoder.run(batches)

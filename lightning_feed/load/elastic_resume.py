@@ -1,10 +1,10 @@
 """Elastic resume: the state of a loader, converted for a run with other ranks or another batch size.
 
 Trained samples are counted. A DistributedSampler assigns one common order to its ranks round-robin, so ``k`` samples on
-each of ``n`` ranks are the first ``n * k`` of that order, and the rest of it is left to train. Torch's RandomSampler,
-SequentialSampler and DistributedSampler have an order that can be drawn again from a state, so its rest can be assigned
-to other ranks, in batches of another size. Any other sampler can only be iterated again by the ranks that had it, which
-is enough for another batch size. All else is a ResumeError.
+each of ``n`` ranks are the first ``n * k`` of that order. The remaining samples are still to be trained. Torch's
+RandomSampler, SequentialSampler and DistributedSampler can draw their order again from a state, so the remaining
+samples can be assigned to other ranks, in batches of another size. Any other sampler can only be iterated again on the
+same ranks, which still allows another batch size. Other changes raise a ResumeError.
 """
 
 import logging
@@ -34,7 +34,7 @@ def is_feed_state(state: object) -> bool:
 
 
 def begin_next_epoch(state: SavedState) -> State:
-    """The state at the beginning of the epoch after the one that ``state`` is in."""
+    """Return the state at the start of the epoch that follows the epoch of ``state``."""
     if "ranks" in state:
         return {"ranks": [begin_next_epoch(part) for part in state["ranks"]]}
     if state["kind"] == "iterable" or not state["begun"]:
@@ -56,7 +56,7 @@ def _carries_state(starts: Mapping[str, State]) -> bool:
 
 
 def state_of_rank(state: SavedState) -> State:
-    """This rank's part of a state, which may have been gathered from all ranks."""
+    """Return this rank's part of a state that may hold all ranks."""
     if "ranks" not in state:
         return dict(state)
     ranks: list[State] = state["ranks"]
@@ -75,14 +75,14 @@ def check_kind(state: SavedState, kind: str, dataset: AnyDataset) -> None:
 
 
 def converted(state: State, loader: DataLoader[Batch], samplers: Mapping[str, AnySampler]) -> State:
-    """``state`` converted for ``loader``, whose configuration may differ from that of the loader that wrote it.
+    """Convert ``state`` for ``loader``, whose configuration may differ from the saved one.
 
-    For a map-style dataset, ``rest`` in it is the source of the rest of the epoch: "own", the loader's own samplers, or
-    "dealt", the order of the checkpoint; without it, whole batches are skipped. ``batches`` is then the number that
-    leaves the right number of batches in this loader's epoch.
+    For a map-style dataset, ``rest`` names the source of the remaining samples: "own" for the loader's own samplers,
+    "dealt" for the checkpoint's order. Without ``rest``, whole batches are skipped. With it, ``batches`` is set so that
+    the loader's epoch has the right number of batches left.
 
     Raises:
-        ResumeError: the change cannot be converted.
+        ResumeError: the state cannot be converted.
     """
     if state["kind"] == "iterable":
         return _converted_stream(state, loader)
@@ -122,7 +122,7 @@ def _converted_stream(state: State, loader: DataLoader[Batch]) -> State:
         drawn = sum(worker["drawn"] for worker in state["workers"].values())
         left = max(0, len(loader.dataset) - drawn) / (size or 1)  # type: ignore[arg-type]
         base = len(loader) - (math.floor(left) if loader.drop_last else math.ceil(left))
-    except (TypeError, NotImplementedError):  # no length to compare the number with
+    except (TypeError, NotImplementedError):  # no length to compare with
         base = state["batches"]
     return {**state, "batch_size": size, "batches": base}
 
@@ -132,7 +132,7 @@ def _converted_map(state: State, loader: DataLoader[Batch], samplers: Mapping[st
     old = {name: state[name] for name in new}
     parts = trained_parts(state)
     same_samplers = old["order"] == new["order"] and set(state["pass_start"]) == set(samplers)
-    if not parts:  # nothing that could be repeated
+    if not parts:  # nothing could be repeated
         kept = state["pass_start"] if same_samplers else {}
         return {**state, **new, "pass_start": kept, "batches": 0, "since": 0, "done": []}
     changed = _changes(old, new)
@@ -161,7 +161,7 @@ def _converted_map(state: State, loader: DataLoader[Batch], samplers: Mapping[st
 
 
 def _way_of_rest(old: SavedState, new: SavedState, parts: list[list[int]], *, same_samplers: bool) -> str | None:
-    """The source of the rest of the epoch, see :func:`converted`; None: there is none."""
+    """Return the source of the remaining samples, see :func:`converted`. None if there is no source."""
     if all(one["order"] is not None and one["world"] in (1, one["shares"]) for one in (old, new)):
         return "dealt"
     same_shares = old["world"] == new["world"] and all(shares == new["shares"] for shares, _ in parts)
@@ -174,7 +174,7 @@ def _other_sampler(saved: Iterable[str], samplers: Iterable[str]) -> str:
 
 
 def _why_refused(state: SavedState, loader: DataLoader[Batch], *, other_length: bool, convertible: bool) -> str:
-    """The reason why this loader cannot train the rest of the epoch; empty where it can."""
+    """Return the reason why this loader cannot train the rest of the epoch. Empty if it can."""
     if other_length:
         return "The order of the epoch was drawn for the dataset as it was, and is another one for this length"
     if state.get("beside"):
@@ -194,8 +194,8 @@ def _why_refused(state: SavedState, loader: DataLoader[Batch], *, other_length: 
 
 
 def rest_of(state: SavedState, loader: DataLoader[Batch], position: MapPass) -> Callable[[], Iterator[Index]] | None:
-    """A function that returns the indices of the rest of the epoch, to be called when the samplers were seeded; None
-    where whole batches of the loader are skipped."""
+    """Return a function for the remaining indices of the epoch, to be called after the samplers are seeded. None if
+    whole batches are skipped."""
     if "rest" not in state:
         return None
 
@@ -212,7 +212,7 @@ def rest_of(state: SavedState, loader: DataLoader[Batch], position: MapPass) -> 
 
 
 def trained_parts(state: SavedState) -> list[list[int]]:
-    """The trained parts of the epoch, one for each configuration: [shares, samples of each share]."""
+    """Return the trained parts of the epoch, one per configuration: [shares, samples per share]."""
     shares, samples = state["shares"], (state["batches"] - state["since"]) * (state["batch_size"] or 1)
     if state["order"] is not None:  # the last batch may have been smaller
         left = max(0, state["samples"] - samples_of_all(state))
@@ -222,12 +222,12 @@ def trained_parts(state: SavedState) -> list[list[int]]:
 
 
 def samples_of_all(state: SavedState) -> int:
-    """Samples of the epoch that all ranks together had trained at the last change of configuration."""
+    """Count the samples of the epoch, over all ranks, trained before the last configuration change."""
     return sum(shares * samples for shares, samples in state["done"])
 
 
 def _changes(old: SavedState, new: SavedState) -> list[str]:
-    """The changes, in words."""
+    """Describe the configuration changes."""
     words = {
         "samples": "a dataset of {} samples instead of {}",
         "ranks": "{} ranks instead of {}",
@@ -238,15 +238,15 @@ def _changes(old: SavedState, new: SavedState) -> list[str]:
 
 
 def _order(state: SavedState, sampler: AnySampler) -> list[int]:
-    """The whole order of the epoch that ``state`` interrupted, before it was divided among ranks.
+    """Draw the whole order of the interrupted epoch, before its division among ranks.
 
-    Drawn from the user's generator in ``sampler`` where there is one, since later epochs continue from there.
+    Draws from the user's generator in ``sampler``, if any, since later epochs continue from its state.
     """
     order, everything = state["order"], range(state["samples"])
     start = state["pass_start"][order["sampler"]]
     if "shuffle" in order:
         whole: DistributedSampler[int] = DistributedSampler(
-            everything,  # type: ignore[arg-type]  # has a length, which is all that is asked of it
+            everything,  # type: ignore[arg-type]  # only its length is used
             num_replicas=1,
             rank=0,
             shuffle=order["shuffle"],
@@ -267,14 +267,14 @@ def _order(state: SavedState, sampler: AnySampler) -> list[int]:
 
 
 def _share_of_rest(state: SavedState, sampler: AnySampler) -> list[int]:
-    """This rank's share of the remaining samples."""
+    """Return this rank's share of the remaining samples."""
     left = _order(state, sampler)[samples_of_all(state) :]
     if not isinstance(sampler, DistributedSampler):
         return left
     lacking = -len(left) % sampler.num_replicas
     if sampler.drop_last:
         left = left[: len(left) - len(left) % sampler.num_replicas]
-    elif left and lacking:  # as DistributedSampler does, whose ranks all have the same number
+    elif left and lacking:  # as DistributedSampler does, so that all ranks have the same number
         left += (left * lacking)[:lacking]
     return left[sampler.rank :: sampler.num_replicas]
 
@@ -285,7 +285,7 @@ def _batching(loader: DataLoader[Batch]) -> tuple[AnySampler, int, bool]:
 
 
 def _left(state: SavedState, loader: DataLoader[Batch]) -> tuple[int, str]:
-    """The batches before the rest of this rank, in its count; and the rest, in words."""
+    """Return the batch count before this rank's remaining samples, and a description of the rest."""
     sampler, size, drop_last = _batching(loader)
     twice = 0
     if state["rest"] == "own":

@@ -1,10 +1,9 @@
-"""The place of every worker in an iterable dataset, sent with each batch, so that a pass can be resumed.
+"""Positions of workers in an iterable dataset, sent with each batch, so that a pass can be resumed.
 
 The path of a sample in a worker: the dataset's iterator -> ``ResumableDataset`` counts it -> torch gathers a batch ->
 ``StampingCollate`` collates it and adds a stamp, the count and the dataset's state -> the main process removes the
-stamp (``IterablePass.hand_out``). A stamp holds the place of its worker when the batch was drawn, however far the
-workers have read ahead since. The contract for datasets with state is that of torchdata's StatefulDataLoader (read in
-0.11).
+stamp (``IterablePass.hand_out``). A stamp holds its worker's position when the batch was drawn, however far the worker
+has read ahead since. The contract for datasets with state is that of torchdata's StatefulDataLoader (read in 0.11).
 """
 
 import copy
@@ -26,9 +25,9 @@ from lightning_feed.load.processes import TorchBatches
 
 
 class Stamped(NamedTuple):
-    """A batch and the place of its worker after it.
+    """A batch, and its worker's position after that batch.
 
-    A named tuple, because torch pins those member by member: the batch is pinned as it would be without the stamp.
+    A named tuple, because torch pins each member of one, so the batch is pinned as it would be without the stamp.
     """
 
     batch: Batch
@@ -36,46 +35,47 @@ class Stamped(NamedTuple):
     drawn: int
     """Samples drawn by this worker in this pass so far."""
     ended: bool
-    """The dataset had no more samples when this batch, the last of its worker, was put together."""
+    """True for the worker's last batch: the dataset had no more samples."""
     place: bytes | None
-    """Pickled states of dataset and iterator: pickled at once, since the objects go on changing. None: no state."""
+    """States of dataset and iterator, pickled at once because the objects keep changing. None: no state."""
     lost: bool
-    """There is a state, but it cannot be pickled."""
+    """True if there is a state that cannot be pickled."""
     skip: bool
-    """Keeps the worker's turn in the first round of a resumed pass, and is dropped."""
+    """True for a placeholder that keeps the worker's turn in the first round of a resumed pass. Never yielded."""
 
 
 _beginnings: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()
-"""State at the beginning, of datasets of Hugging Face that were loaded with another: they go there in every pass, until
+"""Initial state of Hugging Face datasets that had a state loaded: they return to it in every pass, until
 ``set_epoch`` (datasets 5.2.0, iterable_dataset.py)."""
 _MARKER = object()
-"""Not a sample: a worker that yields it skips its turn."""
+"""Marks a skipped turn of a worker. Not a sample."""
 
 
 def _has_state(thing: object) -> bool:
-    """Check that a dataset, or an iterator over one, has a state that can be saved."""
+    """Check that a dataset, or its iterator, has a state to save."""
     tell = getattr(thing, "state_dict", None)
     if not callable(tell) or not callable(getattr(thing, "load_state_dict", None)):
         return False
     try:
         with suppress(ValueError):  # compiled: its arguments are not known
             inspect.signature(tell).bind()
-    except TypeError:  # LitData's and MosaicML's take the progress of their own loader
+    except TypeError:  # LitData and MosaicML require arguments from their own loader
         return False
     return True
 
 
 class ResumableDataset(IterableDataset[Sample]):
-    """A user's iterable dataset that counts its samples, and goes to a saved place when first iterated.
+    """A wrapper of the user's iterable dataset that counts samples, and resumes from a saved position when first
+    iterated.
 
-    Reading and setting attributes reaches the user's dataset, because a ``worker_init_fn`` works on
+    Attributes are read from and set on the user's dataset, because a ``worker_init_fn`` works on
     ``get_worker_info().dataset``.
 
     Args:
         dataset: the user's.
-        batch_size: samples to a batch; None where torch does not batch.
-        workers: saved place by worker number, as in :meth:`IterablePass.state`; empty to begin at the beginning.
-        next_worker: the worker whose turn it is; those before it skip their first turn.
+        batch_size: samples per batch. None if torch does not batch.
+        workers: saved position by worker number, as in :meth:`IterablePass.state`. Empty: start from the beginning.
+        next_worker: the worker with the next turn. Workers before it skip their first turn.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ResumableDataset(IterableDataset[Sample]):
         info = get_worker_info()
         worker = 0 if info is None else info.id
         feed = self._feed
-        saved = feed["workers"].pop(worker, None)  # once: persistent workers iterate again for the next epoch
+        saved = feed["workers"].pop(worker, None)  # used once: persistent workers iterate again for the next epoch
         markers = feed["markers"] if worker < feed["next_worker"] else 0
         feed["next_worker"] = 0
         feed["draws"] = _Draws(feed["user"], worker, saved, markers)
@@ -131,7 +131,7 @@ class _Draws:
         return sample
 
     def stamp(self) -> Stamped:
-        """The current place of the worker, without a batch."""
+        """Return the worker's current position, without a batch."""
         place, lost = None, False
         if self._stateful:
             states = {name: thing.state_dict() for name, thing in self._stateful.items()}
@@ -143,8 +143,8 @@ class _Draws:
 
 
 def _open(dataset: AnyDataset, saved: SavedState | None) -> Iterator[Sample]:
-    """The dataset's iterator, at the saved place. States are loaded in torchdata's order: dataset, ``iter``, iterator.
-    Without any state, samples are drawn and discarded."""
+    """Open the dataset's iterator at the saved position. Loads states in torchdata's order: dataset, ``iter``,
+    iterator. Without any state, samples are drawn and discarded."""
     saved = saved or {"dataset": None, "iterator": None, "ended": False, "drawn": 0}
     of_dataset = saved["dataset"] is not None and _has_state(dataset)
     of_hugging_face = type(dataset).__module__.partition(".")[0] == "datasets"
@@ -165,12 +165,12 @@ def _open(dataset: AnyDataset, saved: SavedState | None) -> Iterator[Sample]:
 
 
 class StampingCollate:
-    """Collates by the user's function and adds a stamp. Runs in the process that draws the samples.
+    """Collates with the user's function and adds a stamp. Runs in the process that draws the samples.
 
     Args:
         collate: the loader's collate function.
-        dataset: the very object that torch iterates. Fork shares it, and spawn pickles a worker's arguments together,
-            so it is the same object in the worker too.
+        dataset: the same object that torch iterates. It stays the same in a worker: fork shares it, and spawn pickles
+            all arguments of a worker together.
     """
 
     def __init__(self, collate: Callable[[Sample], Batch], dataset: ResumableDataset) -> None:
@@ -178,7 +178,7 @@ class StampingCollate:
         self.dataset = dataset
 
     def __call__(self, samples: Sample) -> Stamped:
-        """The collated and stamped ``samples``: a list, or one sample where torch does not batch."""
+        """Collate and stamp ``samples``: a list, or one sample if torch does not batch."""
         draws: _Draws = self.dataset._feed["draws"]
         first = samples[0] if type(samples) is list and samples else samples
         if first is _MARKER:
@@ -188,11 +188,11 @@ class StampingCollate:
 
 
 class IterablePass(Pass):
-    """One pass over an iterable dataset: the number of its batches, and the place of each worker after its last one.
+    """One pass over an iterable dataset: the number of batches, and each worker's position after its last batch.
 
     Args:
         order: see :class:`Pass`.
-        num_workers: of the loader.
+        num_workers: number of workers of the loader.
         **begun: see :class:`Pass`.
     """
 
@@ -200,31 +200,31 @@ class IterablePass(Pass):
         super().__init__(order, **begun)
         self.num_workers = num_workers
         self.base_state: Tensor | None = None
-        """State of the user's ``DataLoader(generator=...)`` at the start: it decides the workers' seeds."""
+        """State of the user's ``DataLoader(generator=...)`` at the start, from which the workers' seeds are drawn."""
         start: SavedState = self.origin or {"next_worker": 0, "workers": {}}
         self.next_worker: int = start["next_worker"]
         self._saved: dict[int, SavedState] = dict(start["workers"])
         self._stamps: dict[int, Stamped] = {}
 
     def dataset(self, dataset: AnyDataset, batch_size: int | None) -> ResumableDataset:
-        """The user's dataset as the workers get it."""
+        """The user's dataset in the form sent to the workers."""
         return ResumableDataset(
             dataset, batch_size=batch_size, workers=copy.deepcopy(self._saved), next_worker=self.next_worker
         )
 
     def hand_out(self, item: Batch) -> Batch:
-        """Count a batch that leaves the loader, and remove its stamp."""
+        """Count a yielded batch, and remove its stamp."""
         self.batches += 1
         if not isinstance(item, Stamped):  # a DataPipe: torch must see it unwrapped
             self.exact = False
             return item
         self.exact = self.exact and not item.lost
         self.next_worker = (item.worker + 1) % max(1, self.num_workers)
-        self._stamps[item.worker] = item._replace(batch=None)  # the batch itself must not live longer
+        self._stamps[item.worker] = item._replace(batch=None)  # do not keep the batch alive
         return item.batch
 
     def state(self) -> State:
-        """The places of the workers whose batches were trained; the others start at their beginning."""
+        """Return the positions of the workers whose batches were trained. Other workers start from the beginning."""
         workers = copy.deepcopy(self._saved)
         for worker, stamp in self._stamps.items():
             states = {} if stamp.place is None else pickle.loads(stamp.place)
@@ -244,7 +244,7 @@ class IterablePass(Pass):
 
 
 class StreamBatches(TorchBatches):
-    """Batches of an iterable dataset, without those that only hold a worker's turn."""
+    """Batches of an iterable dataset, without placeholders for a worker's turn."""
 
     def __next__(self) -> Batch:
         item = super().__next__()
@@ -260,9 +260,9 @@ _SHARDING_PACKAGES = ("litdata", "streaming")
 
 
 def divides_among_workers(loader: AnyLoader) -> bool | None:
-    """Check that the stream of a loader divides itself among workers; None for a dataset that is no stream.
+    """Check that a loader's stream divides itself among workers. None if the dataset is not a stream.
 
-    It does where several workers serve it already, its code calls ``get_worker_info``, or its package is known for it.
+    True if it already has several workers, its code calls ``get_worker_info``, or its package is known to do so.
     """
     dataset = getattr(loader, "dataset", None)
     if not isinstance(dataset, IterableDataset):
@@ -284,7 +284,7 @@ def _divides_itself(dataset: AnyDataset) -> bool:
 
 
 def methods_of(dataset: AnyDataset) -> Iterator[tuple[str, CodeType]]:
-    """All methods by name, without those of torch."""
+    """Return all methods by name, except those defined by torch."""
     for kind in type(dataset).__mro__:
         if kind.__module__.partition(".")[0] not in ("torch", "typing", "builtins"):
             yield from ((name, value.__code__) for name, value in vars(kind).items() if hasattr(value, "__code__"))

@@ -1,4 +1,4 @@
-"""Names for what users give and torch passes on, which may be of any type."""
+"""Type aliases for user objects that torch passes on, which may be of any type."""
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias

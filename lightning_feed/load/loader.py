@@ -1,9 +1,9 @@
-"""FeedLoader, a DataLoader whose passes can be resumed in their middle, and LoaderPass, one pass over it.
+"""FeedLoader, a DataLoader that can resume in the middle of a pass.
 
-Torch iterates a plain DataLoader that is built for each pass around the same dataset and samplers, with our counting
-in between. So ``dataset``, ``sampler``, ``batch_sampler`` and ``collate_fn`` stay those of the user, which Lightning
-inspects and copies, and no private part of torch is overridden. The one private name is ``_iterator``, where torch
-keeps persistent workers and where Lightning looks for them (torch 2.6 to 2.15).
+Each pass builds a plain DataLoader around the same dataset and samplers, with our counting in between, and torch
+iterates that one. So ``dataset``, ``sampler``, ``batch_sampler`` and ``collate_fn`` stay the user's, for Lightning to
+inspect and copy, and nothing private in torch is overridden. The one private name is ``_iterator``, in which torch
+keeps persistent workers and Lightning finds them (torch 2.6 to 2.15).
 """
 
 import copy
@@ -43,43 +43,43 @@ from lightning_feed.load.settings import RayCluster
 from lightning_feed.load.stage import Maker, OwnPass, Stage
 from lightning_feed.load.worker import refuse_unsendable
 
-if TYPE_CHECKING:  # stages and streams are imported by the loaders that have them
+if TYPE_CHECKING:  # stages and streams are imported only by loaders that use them
     from lightning_feed.load.watchdog import Watch
 
 logger = logging.getLogger(__name__)
 
 _OURS = {"self", "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator"}
-# Everything else that a DataLoader of the installed torch takes is handed on to the inner loader as it is.
+# All other arguments of the installed torch's DataLoader are passed to the inner loader unchanged.
 _PASSED_ON = [name for name in inspect.signature(DataLoader.__init__).parameters if name not in _OURS]
 
 
 class FeedLoader(DataLoader[Batch]):
-    """A DataLoader that can read ahead in a thread, and whose state lets a resumed run train the rest of an epoch.
+    """A DataLoader that can read ahead in a thread, and can resume in the middle of an epoch.
 
-    Without ``background``, ``order`` and a loaded state it yields the batches of a DataLoader of the same arguments.
+    Without ``background``, ``order`` and a loaded state it yields the same batches as a DataLoader.
     With an ``order``, random samplers that the user did not seed are seeded for each pass from (seed, epoch, cycle),
-    where cycle counts the passes within one epoch (a shorter loader of a CombinedLoader is iterated again).
+    with cycle the pass number within the epoch (a CombinedLoader repeats its shorter loaders).
 
     Exactly resumable are map-style datasets under torch's samplers and under any sampler that depends on its
     ``generator``, ``set_epoch`` or ``state_dict`` alone, and iterable datasets that have a state (torchdata's contract)
-    or that give the same samples when iterated again. A sampler that draws from torch's global generator by itself is
-    not: its order is lost with the process. The state counts batches that were yielded, not batches read ahead.
+    or that yield the same samples when iterated again. A sampler that draws from torch's global generator is not
+    resumable: its order is lost with the process. The state counts yielded batches, not batches read ahead.
 
     Args:
         dataset: map-style or iterable.
-        background: batches that a thread prepares ahead of the consumer; 0: no thread.
-        order: seeds the order of each epoch; None: torch's global generator does, as in a DataLoader.
+        background: batches that a thread keeps ready. 0: no thread.
+        order: seeds the order of each epoch. None: uses torch's global generator, as in a DataLoader.
         workers: kind of the ``num_workers``: ``"process"``, ``"thread"`` (in the training process) or a
             :class:`RayCluster`. Threads and Ray serve map-style datasets: ``get_worker_info()`` is None in them, and
             ``worker_init_fn`` is not called.
         watch: when to warn of a missing batch; None: never.
-        decode: decodes whole batches after they have left the workers, some of them ahead; None: they stay as they are.
-        **options: DataLoader's own. They are passed through by name, because Lightning makes a copy of the loader
-            with another sampler by the names that DataLoader has.
+        decode: decodes whole batches after the workers, a few of them ahead. None: no decoding.
+        **options: other DataLoader arguments, under their usual names, because Lightning copies the loader by these
+            names to replace its sampler.
 
     Raises:
-        SettingsError: for threads or Ray with an iterable dataset.
-        LoaderError: from ``iter()``, when an argument cannot be sent to the workers, or threads cannot be started.
+        SettingsError: threads or Ray were chosen for an iterable dataset.
+        LoaderError: from ``iter()``, if an argument cannot be sent to the workers, or a thread cannot start.
 
     Example:
         >>> loader = FeedLoader(range(6), batch_size=2)
@@ -107,11 +107,11 @@ class FeedLoader(DataLoader[Batch]):
         super().__init__(dataset, **options)
         self.background, self.order = background, order
         self.draws: DrawsOf | None = None
-        """Draws of the loader that this one replaces; None: it replaces none."""
+        """Random draws of the loader that this one replaces. None: replaces no loader."""
         self.forget()
 
     def forget(self) -> None:
-        """Reset to a new loader with these attributes, and no position or workers."""
+        """Reset to these attributes, without a position or workers."""
         self._stream = isinstance(self.dataset, IterableDataset)
         self._ours = self.workers != "process" and self.num_workers > 0
         if self._ours:
@@ -126,7 +126,7 @@ class FeedLoader(DataLoader[Batch]):
         self._position: Pass | None = None
         self._pending: State | None = None
         self.shift = 0
-        """Change of a loaded state's number of batches, where this loader has another batch size or number of ranks."""
+        """Correction to a loaded state's batch count, for another batch size or number of ranks."""
 
     def _check_own_workers(self) -> None:
         name = "ray" if isinstance(self.workers, RayCluster) else self.workers
@@ -137,26 +137,26 @@ class FeedLoader(DataLoader[Batch]):
                 "workers='process', or LoaderSettings(num_workers=0, background=2), which draws from it in one thread."
             )
         function = getattr(self.worker_init_fn, "func", self.worker_init_fn)
-        # Lightning sets its own after seed_everything(workers=True); each sample has a generator of its own for that.
+        # Lightning sets its own after seed_everything(workers=True). Not needed: each sample has its own generator.
         if function is not None and getattr(function, "__name__", "") != "pl_worker_init_function":
             logger.warning(
-                "worker_init_fn=%r is not called with workers=%r: what prepares a worker process would be done "
-                "to the training process, or to a process that serves other loaders, too. Keep what each worker needs "
-                "for itself in a threading.local().",
+                "worker_init_fn=%r is not called with workers=%r: it would change the "
+                "training process, or a process that serves other loaders too. Keep the state of each worker "
+                "in a threading.local().",
                 function,
                 name,
             )
 
     def follow(self, other: "FeedLoader") -> None:
-        """Replace another loader of the same samples: the next pass is the one after its newest."""
+        """Replace another loader of the same samples, continuing after its latest pass."""
         self._position = other._position
 
     def __iter__(self) -> LoaderPass:  # type: ignore[override]
         if self.persistent_workers or self.background or self.decode is not None:
-            self.close()  # workers and decoders serve one pass at a time, and two threads would share one dataset
+            self.close()  # workers and decoders serve one pass at a time; two passes would share one dataset
         position = self._begin(self._take_pending())
         maker = self._maker(position)
-        position.begin(self._index.samplers)  # if torch has not asked for an index yet
+        position.begin(self._index.samplers)  # if torch has not requested an index yet
         self._position = position
         later: list[Stage] = []
         ahead = None
@@ -173,19 +173,19 @@ class FeedLoader(DataLoader[Batch]):
 
     @property
     def state_differs_by_rank(self) -> bool:
-        """True where a checkpoint needs the state of every rank. A sampler is at the same place on all of them; an
-        iterable dataset divides itself, so each rank has its own state."""
+        """True if a checkpoint needs the state of every rank. An iterable dataset has a different state on each rank; a
+        sampler has the same position on all ranks."""
         return self._stream
 
     def close(self) -> None:
-        """End the live pass and its threads, if there is one."""
+        """End the current pass, if any, and its threads."""
         live = self._live() if self._live is not None else None
         if live is not None:
             live.close()
 
     def state_dict(self) -> State:
-        """The place of the newest pass, in batches yielded. Never raises; ``"exact"`` is False where it cannot be
-        resumed exactly."""
+        """Return the position of the latest pass, in yielded batches. Never raises. ``"exact"`` is False if an exact
+        resume is not possible."""
         if self._pending is not None:
             return copy.deepcopy(self._pending)
         now = self._position
@@ -202,25 +202,25 @@ class FeedLoader(DataLoader[Batch]):
         return {**state, "epoch": now.epoch, "cycle": now.cycle, "batches": now.batches, **now.state()}
 
     def state_at_end(self, state: State) -> State:
-        """``state`` of an epoch that was trained to its end, after which a run begins the next one."""
+        """Return ``state`` of a finished epoch, with the samplers' state for the start of the next one."""
         samplers = self._index.samplers.items()
         return {**state, "next_start": {name: state_of_sampler(sampler) for name, sampler in samplers}}
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from ``state`` with the next pass. A live pass is closed, and persistent workers are ended.
+        """Resume from ``state`` with the next pass. Closes the current pass, and ends persistent workers.
 
         Args:
-            state: of ``state_dict()``, or ``{"ranks": [state of rank 0, state of rank 1, ...]}``.
+            state: result of ``state_dict()``, or ``{"ranks": [state of rank 0, state of rank 1, ...]}``.
 
         Raises:
             ResumeError: the state is of another kind of dataset, of an unknown version, or, in the middle of an epoch,
-                of a configuration that cannot be converted: see elastic_resume.py. An iterable dataset needs the
-                workers and the ranks that it had.
+                of a configuration that cannot be converted: see elastic_resume.py. An iterable dataset needs the same
+                number of workers and ranks as before.
         """
         from lightning_feed.load.elastic_resume import check_kind, converted, state_of_rank
         from lightning_feed.load.state_schema import check_state
 
-        # Here, not in iter(): an error there is hidden by one that Lightning's teardown raises on top of it.
+        # Here, not in iter(), whose errors are hidden by an error from Lightning's teardown.
         check_state(state)
         state = copy.deepcopy(state_of_rank(state))
         before = state.get("batches", 0)
@@ -241,22 +241,22 @@ class FeedLoader(DataLoader[Batch]):
         self._pending = state if state["begun"] else None
 
     def check_worker_number_rationality(self) -> None:
-        """Torch's warning of more worker processes than this machine has CPUs."""
+        """Issue torch's warning about more worker processes than CPUs."""
         if self.workers == "process":
             DataLoader.check_worker_number_rationality(self)
 
     def __getstate__(self) -> State:
-        # ddp_spawn pickles loaders. A pass cannot go along, but its place can.
+        # ddp_spawn pickles loaders. A pass cannot be pickled, but its position can.
         begun = self._pending is not None or self._position is not None
         place = self.state_dict() if begun else None
         return {**self.__dict__, "_live": None, "_position": None, "_iterator": None, "_pending": place}
 
     def _is_stale(self, state: State) -> bool:
-        """True where the run is in a later epoch than ``state``, whose epoch was complete."""
+        """True if the epoch of ``state`` was complete and the run is in a later epoch."""
         return self.order is not None and state["epoch"] is not None and self.order.epoch() > state["epoch"]
 
     def _take_pending(self) -> State | None:
-        """The state that the next pass continues; None for a pass from its beginning."""
+        """Return the state to resume from, and clear it. None: start from the beginning."""
         state, self._pending = self._pending, None
         last = self._position
         if state is None and last is not None and last.origin is not None and not last.ended:
@@ -268,7 +268,7 @@ class FeedLoader(DataLoader[Batch]):
         return "iterable" if self._stream else "map"
 
     def _begin(self, resume: State | None) -> Pass:
-        """The position of a new pass, which may continue a state."""
+        """Make the position of a new pass, which may resume from a state."""
         epoch, cycle = self._next_epoch() if resume is None else (resume["epoch"], resume["cycle"])
         begun: dict[str, Any] = {"epoch": epoch, "cycle": cycle, "resume": resume}
         if self._stream:
@@ -290,14 +290,14 @@ class FeedLoader(DataLoader[Batch]):
         return position
 
     def _next_epoch(self) -> tuple[int | None, int]:
-        """Epoch and cycle of a pass from its beginning."""
+        """Return epoch and cycle of a new pass."""
         epoch, last = self.order.epoch() if self.order is not None else None, self._position
         if epoch is None or last is None or last.epoch != epoch:
             return epoch, 0
         return epoch, last.cycle + (1 if last.batches else 0)
 
     def _maker(self, position: Pass) -> Maker:
-        """The first stage of a pass."""
+        """Make the first stage of a pass."""
         if self._stream:
             from lightning_feed.load.iterable import StreamBatches
 
@@ -312,7 +312,7 @@ class FeedLoader(DataLoader[Batch]):
         return TorchBatches(self._torch_iterator(self._map_loader()), position)
 
     def _own_workers(self, position: Pass) -> OwnPass:
-        # Drawn where DataLoader draws the seed of its workers, and from the same generator.
+        # Drawn at the same point as DataLoader's worker seed, from the same generator.
         with drawing_device(self.generator):
             base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
         self._sample_seed, seed = None, position.seed_for("samples")
@@ -332,20 +332,20 @@ class FeedLoader(DataLoader[Batch]):
         return ThreadPass(self, indices, first=position.batches, seed=seed, probe=probe)
 
     def _torch_iterator(self, inner: DataLoader[Batch]) -> Iterator[Batch]:
-        """The iterator of the inner loader, with this loader's persistent workers if they live."""
+        """Make the inner loader's iterator, with this loader's persistent workers if they are alive."""
         # The workers that a failed pass has ended are replaced.
         inner._iterator = None if getattr(self._iterator, "_shutdown", False) else self._iterator
         device = drawing_device(inner.generator)
         try:
-            # Entered only where it changes something: workers that are forked here inherit it, and it slows each call.
-            # Asked of a tensor: torch 2.6's get_default_device() raises after set_default_device(None).
+            # Entered only if it changes something: it slows each call, and workers forked here inherit it.
+            # Read from a tensor: torch 2.6's get_default_device() raises after set_default_device(None).
             with nullcontext() if torch.empty(0).device == device else device:
                 iterator = iter(inner)
         except (TypeError, AttributeError, PicklingError):
             context: Any = inner.multiprocessing_context or torch.multiprocessing
             refuse_unsendable(self, "This loader", context.get_start_method())
             raise
-        # Kept here, where Lightning ends workers, and not a second time in the inner loader.
+        # Kept only here, for Lightning to end the workers, and not in the inner loader too.
         self._iterator, inner._iterator = inner._iterator, None
         return iterator
 
@@ -367,8 +367,8 @@ class FeedLoader(DataLoader[Batch]):
         return {name: getattr(self, name) for name in _PASSED_ON if hasattr(self, name)}
 
     def _base_of(self, position: Any) -> torch.Generator | None:
-        """The generator of the workers' base seed: datasets that shuffle by their worker's seed are then iterated in
-        the same order when they are drawn again."""
+        """Return the generator of the workers' base seed. Datasets that shuffle by worker seed then repeat their
+        order."""
         if self.generator is not None:
             saved = position.origin["base_state"] if position.origin is not None else None
             if saved is not None:

@@ -1,4 +1,4 @@
-"""LoaderPass: the stages of one pass over a FeedLoader, and the last of them, which counts the batches."""
+"""LoaderPass: the stages of one pass over a FeedLoader, and the count of its batches."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class LoaderPass(Iterator[Batch]):
-    """One pass over a FeedLoader. It ends when it is exhausted, closed, garbage, or has raised.
+    """One pass over a FeedLoader. It ends when exhausted, closed or garbage-collected, or after an error.
 
     Args:
         maker: the first stage.
-        later: the stages after it, in their order.
-        position: counts the batches that are yielded.
-        ahead: the stage among them that draws ahead, if there is one.
+        later: the following stages, in order.
+        position: counts the yielded batches.
+        ahead: the stage that reads ahead, if any.
         watch: when to warn of a missing batch; None: never.
 
     Attributes:
-        taken: batches that it has yielded.
+        taken: number of yielded batches.
     """
 
     _stages: tuple[Stage, ...] = ()
@@ -75,15 +75,15 @@ class LoaderPass(Iterator[Batch]):
 
     @property
     def source(self) -> Any:
-        """Torch's iterator, or our workers, whose queues can be measured; None once the pass has ended."""
+        """Torch's iterator or our workers, to measure their queues. None once the pass has ended."""
         return self._maker.source if self._stages else None
 
     def where(self) -> str:
-        """The work that this pass is waiting for, in words. Any thread may ask."""
+        """Description of the work that this pass is waiting for. May be read from any thread."""
         return self._maker.where()
 
     def _ended(self, end: StopIteration) -> FeedError | None:
-        """End the pass. Returns the error to raise where this was not the end of the data."""
+        """End the pass. Returns the error to raise if the data had not ended."""
         position = self.position
         if position.refusal is not None or self.taken >= position.given:
             self.close()
@@ -96,7 +96,7 @@ class LoaderPass(Iterator[Batch]):
         self._end = "ended early, with StopIteration"
         return LoaderError(
             f"The dataset, or collate_fn, raised StopIteration for batch {position.batches} of the epoch{at}. A loop "
-            "takes that for the end of the epoch, and the rest of it would never be trained. Fix the dataset, or "
+            "would end the epoch there, and the rest of the data would never be trained. Fix the dataset, or "
             f"raise another error there.{f' The worker said: {said}' if said else ''}"
         )
 
@@ -108,12 +108,12 @@ class LoaderPass(Iterator[Batch]):
         return next(filter(None, clearer), None)
 
     def close(self) -> None:
-        """End the pass, and its threads. Persistent workers live on. Closing twice does nothing more."""
+        """End the pass and its threads. Persistent workers stay alive. A second call does nothing."""
         if self._late is not None:
             self._late.close()
         stages, self._stages, self.background = self._stages, (), None
         for stage in stages:
-            stage.cancel()  # from the first, so that no later stage waits for a batch any more
+            stage.cancel()  # first stage first, so that no later stage still waits for a batch
         with ExitStack() as closing:
             for stage in stages:
                 closing.callback(stage.close)

@@ -1,4 +1,4 @@
-"""The limits of this process: CPUs, memory, shared memory and start method, and the share of workers."""
+"""The limits of this process (CPUs, memory, shared memory, start method) and the share for workers."""
 
 import math
 import multiprocessing
@@ -12,14 +12,14 @@ from lightning_feed.storage.system import cgroup_folders, memory_limits, read_te
 
 MIB = 2**20
 WORKER_BYTES = {"fork": 256 * MIB, "forkserver": 512 * MIB, "spawn": 512 * MIB}
-"""Memory reckoned for one worker, its batches apart. Measured: a spawned worker with torch, torchvision and Lightning
-imported has 382 MiB to itself; a forked one begins with 2 MiB, and makes its own copy of what it touches."""
+"""Estimated memory of one worker, without its batches. Measured: a spawned worker with torch, torchvision and Lightning
+imported has 382 MiB of private memory; a forked one starts with 2 MiB and copies the pages that it touches."""
 THREAD_BYTES = 8 * MIB
-"""Memory reckoned for one worker thread: its stack. It copies nothing."""
+"""Estimated memory of one worker thread: its stack. A thread copies nothing."""
 MEMORY_SHARE = 0.5
-"""Workers and the batches in flight take at most this share of the free memory: the model needs some too."""
+"""Largest share of free memory for workers and batches in flight. The model needs the rest."""
 SHM_SHARE = 0.8
-"""Batches in flight take at most this share of the free /dev/shm. A process that exceeds it dies of a bus error."""
+"""Largest share of free /dev/shm for batches in flight. A process that fills it dies of a bus error."""
 STREAM_BACKENDS = ("cuda", "xpu")
 """Device types whose streams, events and allocator were read (torch 2.6 and 2.15) and order work as needed here.
 
@@ -30,20 +30,20 @@ modules of other backends (HPU, XLA) come from packages of their own.
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The limits that bind this process, not those of the host around its container."""
+    """The limits of this process, not of the host outside its container."""
 
     usable_cpus: int
     """CPUs that this process may keep busy, 1 or more."""
     cpu_reason: str
-    """The limit that gave ``usable_cpus``."""
+    """Name of the limit that sets ``usable_cpus``."""
     available_memory_bytes: int | None
-    """Memory that can be taken without swapping and within the container's limit. None: not known."""
+    """Memory available without swapping and within the container's limit. None: unknown."""
     free_shm_bytes: int | None
-    """Free space of /dev/shm, through which worker processes hand over their batches. None: not known."""
+    """Free space in /dev/shm, through which worker processes send batches. None: unknown."""
     start_method: str
     """Start method of ``multiprocessing``: ``"fork"``, ``"forkserver"`` or ``"spawn"``."""
     cpu_time: float | None = field(default=None, compare=False)
-    """``usable_cpus`` before rounding: a quota of half a CPU is 0.5. None: as ``usable_cpus``."""
+    """``usable_cpus`` before rounding, such as 0.5 for a quota of half a CPU. None: same as ``usable_cpus``."""
 
 
 def read_machine(root: Path = Path("/")) -> Machine:
@@ -75,19 +75,19 @@ class Footprint:
     """Largest number of batches in memory at once."""
     batch_bytes: int
     size: str
-    """The batches, in words."""
+    """Description of the batches."""
     worker_bytes: int
     """Memory of one worker, without its batches."""
     threads: bool = False
-    """The workers are threads, which need no /dev/shm."""
+    """True if the workers are threads, which need no /dev/shm."""
     sharers: int = 1
-    """Loaders like this one on the machine, itself included."""
+    """Number of such loaders on the machine, including this one."""
     reserved_bytes: int = 0
-    """Bytes of memory, and of /dev/shm, that others are still to take."""
+    """Bytes of memory and of /dev/shm reserved for other uses."""
 
 
 def exceeded_limit(machine: Machine, taken: Footprint) -> str:
-    """The limit that a loader would exceed, as a sentence; empty when all hold."""
+    """Describe the limit that a loader would exceed. Empty if all limits hold."""
     batches_bytes = taken.batches * taken.batch_bytes
     for_all = f" for each of {taken.sharers} loaders on this machine" if taken.sharers > 1 else ""
     shm = _left(None if taken.threads else machine.free_shm_bytes, taken)
@@ -111,12 +111,12 @@ def _left(free: int | None, taken: Footprint) -> float:
 
 
 def mib(size: float) -> str:
-    """Bytes, for people."""
+    """Format bytes as MiB."""
     return f"{size / MIB:,.0f} MiB"
 
 
 def _cpu_limits(root: Path) -> Iterator[tuple[float, str]]:
-    """Every limit on the number of CPUs, with its name. The first named wins a draw."""
+    """List all limits on the number of CPUs, with names. The first wins a tie."""
     if hasattr(os, "sched_getaffinity"):
         yield len(os.sched_getaffinity(0)), "CPUs that this process may run on (affinity)"
     else:
@@ -127,7 +127,7 @@ def _cpu_limits(root: Path) -> Iterator[tuple[float, str]]:
 
 
 def _cpu_quotas(root: Path) -> Iterator[tuple[float, str]]:
-    # Microseconds of each period: "max 100000" or "50000 100000" in one file, or two files; a quota of -1 is none.
+    # Microseconds per period: "max 100000" or "50000 100000" in one file, or two files. A quota of -1 means no limit.
     texts = [(folder / "cpu.max", read_text(folder / "cpu.max")) for folder in cgroup_folders(root, "")]
     for folder in cgroup_folders(root, "cpu"):
         file = folder / "cpu.cfs_quota_us"

@@ -1,4 +1,4 @@
-"""The order of one pass over a loader: seeded for each epoch, recorded at its start, resumed in its middle."""
+"""The order of one pass over a loader: seeded for each epoch, recorded at the start, resumed in the middle."""
 
 import copy
 import hashlib
@@ -36,21 +36,22 @@ STATE_VERSION = 1
 
 
 class PassGenerator(torch.Generator):
-    """A generator that we gave to a sampler, which the user did not seed."""
+    """Our generator in a sampler that the user did not seed."""
 
     def __reduce__(self) -> tuple[type["PassGenerator"], tuple[()]]:  # type: ignore[override]
-        # Torch's own would come back as a plain Generator. Each pass replaces it, so its state need not go along.
+        # Torch's own pickling would restore a plain Generator. The state is not needed: each pass makes a new
+        # generator.
         return (PassGenerator, ())
 
 
 class EpochOrder:
     """The source of a loader's order: one seed for the run, and the number of the current epoch.
 
-    A loader shares this object with all copies that Lightning makes of it, so they count the same epochs. All ranks
-    must give the same seed: a DistributedSampler divides one common order among them.
+    A loader shares this object with Lightning's copies of the loader, so they count the same epochs. All ranks need the
+    same seed: a DistributedSampler divides one common order among them.
 
     Args:
-        seed: any integer. Loading a state replaces it by the seed that the interrupted run had.
+        seed: any integer. Loading a state replaces it by the seed of the interrupted run.
         epoch: returns the number of the current epoch, from 0. Called once at the start of each pass, in the thread
             that begins the pass. Never sent to a worker, so it need not be picklable.
 
@@ -66,9 +67,9 @@ class EpochOrder:
 
 
 def mix_seed(seed: int, epoch: int, cycle: int, stream: str) -> int:
-    """A seed in [0, 2**63) for one user of randomness in one pass.
+    """Derive a seed in [0, 2**63) for one use of randomness in one pass.
 
-    Hashed, because neighbouring seeds of torch's Mersenne Twister give related first numbers, and ``seed + epoch``
+    Hashed, because neighbouring seeds of torch's Mersenne Twister yield related first numbers, and ``seed + epoch``
     would make epoch 1 of run 0 the same as epoch 0 of run 1.
 
     Example:
@@ -80,17 +81,17 @@ def mix_seed(seed: int, epoch: int, cycle: int, stream: str) -> int:
 
 
 def drawing_device(generator: object) -> torch.device:
-    """The device of the generator that a loader draws from, else the CPU. As a context it replaces
-    ``torch.set_default_device``, under which torch's loaders and samplers fail with a generator of the CPU."""
+    """Return the device of a loader's generator, or the CPU if it has no generator. Used as a context, it overrides
+    ``torch.set_default_device``, under which torch's loaders and samplers fail with a CPU generator."""
     return generator.device if isinstance(generator, torch.Generator) else torch.device("cpu")
 
 
 class DrawsOf:
     """The random draws of a loader and its samplers, to be repeated by a clone with other workers.
 
-    torch draws a seed for the workers when a pass begins, unless they live already. With workers, indices are drawn
-    ahead, past the end of the sampler, where torch's RandomSampler draws once more from a generator of the user's. A
-    loop that knows the length of a loader without workers never draws so far (torch 2.6 to 2.15).
+    torch draws a seed for the workers when a pass begins, unless they are alive already. With workers, indices are
+    drawn past the end of the sampler, and there torch's RandomSampler draws once more from the user's generator.
+    Without workers, a loop that knows the loader's length stops before that (torch 2.6 to 2.15).
 
     Args:
         loader: a DataLoader.
@@ -104,7 +105,7 @@ class DrawsOf:
         self._drawn = False
 
     def draw_seed(self) -> bool:
-        """Draw the seed of the workers for a pass. Returns False where they live already."""
+        """Draw the workers' seed for a pass. Returns False if the workers are alive already."""
         if self._once and self._drawn:
             return False
         torch.empty((), dtype=torch.int64).random_(generator=self.generator)
@@ -112,7 +113,7 @@ class DrawsOf:
         return True
 
     def walk(self, indices: Iterator[Index], length: int | None) -> Iterator[Index]:
-        """``indices``, drawn as far ahead as by the loader; without workers no further than ``length``."""
+        """Yield ``indices``, drawn as far ahead as the loader draws them. Without workers, stop at ``length``."""
         if not self._ahead:
             yield from islice(indices, length)
             return
@@ -134,8 +135,8 @@ def rank_of_run() -> int:
 
 
 def find_samplers(*roots: object) -> State:
-    """Every sampler under ``loader.sampler`` and ``loader.batch_sampler``, outermost first, by a name such as
-    ``"RandomSampler#0"`` that is the same in a resumed run.
+    """Find all samplers in ``loader.sampler`` and ``loader.batch_sampler``, outermost first. Their names, such as
+    ``"RandomSampler#0"``, are the same in a resumed run.
 
     Lightning wraps samplers in two ways: ``DistributedSamplerWrapper`` keeps the original as ``dataset._sampler``, and
     ``_IndexBatchSamplerWrapper`` keeps the batch sampler as ``_batch_sampler``.
@@ -155,7 +156,7 @@ def find_samplers(*roots: object) -> State:
 
 
 def state_of_sampler(sampler: AnySampler) -> State:
-    """The state that a sampler carries from one epoch to the next: its own, and that of the user's generator."""
+    """Return the state that a sampler keeps between epochs: its own, and the user's generator's."""
     state: State = {}
     if _has_state(sampler):
         state["sampler"] = copy.deepcopy(sampler.state_dict())
@@ -170,7 +171,7 @@ def _has_state(sampler: AnySampler) -> bool:
 
 
 def checksum(index: Index, before: int | None) -> int | None:
-    """The CRC-32 of the numbers of all samples drawn so far; None where an index is neither a number nor a list."""
+    """Update the CRC-32 of all sample numbers drawn so far. None if an index is neither a number nor a list."""
     if before is None or isinstance(index, Tensor):
         return None
     try:
@@ -183,46 +184,46 @@ class Pass:
     """The position of one pass over a loader.
 
     Args:
-        order: seeds the order; None: torch's global generator does, as in DataLoader.
-        epoch: of this pass; None without an order.
+        order: seeds the order. None: uses torch's global generator, as in DataLoader.
+        epoch: epoch of this pass; None without an order.
         cycle: number of passes of the same epoch before this one.
-        resume: the state to go on from, None for a pass from its beginning.
+        resume: the state to resume from. None: start from the beginning.
     """
 
     def __init__(self, order: EpochOrder | None, *, epoch: int | None, cycle: int, resume: SavedState | None) -> None:
         self.order, self.epoch, self.cycle, self.origin = order, epoch, cycle, resume
         self.batches: int = resume["batches"] if resume is not None else 0
-        self.ended = False  # set when the pass has come to the end of its data
+        self.ended = False  # set at the end of the data
         self.exact = True
         self.refusal: ResumeError | None = None
-        """The error that ends a resumed pass. Raised by ``iter()``, Lightning's teardown would hide it."""
+        """The error that ends a resumed pass. Not raised by ``iter()``, because Lightning's teardown would hide it."""
         self.facts: State = {}
-        """The configuration of the loader, as far as its state holds it."""
+        """The loader's configuration, for its state."""
         self.given = 0
-        """Indices that were requested in this pass. Each of them is to give a batch. 0 for a stream."""
+        """Number of indices requested in this pass, one per batch. 0 for a stream."""
 
     def begin(self, samplers: Mapping[str, AnySampler]) -> None:
         """Seed, restore and record the samplers. Does nothing for a stream."""
 
     def hand_out(self, batch: Batch) -> Batch:
-        """Count a batch that leaves the loader, and return it."""
+        """Count a yielded batch, and return it."""
         raise NotImplementedError
 
     def state(self) -> State:
-        """The part of a loader's state that this pass knows."""
+        """Return this pass's part of the loader's state."""
         raise NotImplementedError
 
     def seed_for(self, stream: str) -> int | None:
-        """A seed for one user of randomness in this pass; None without an order."""
+        """Derive a seed for one use of randomness in this pass. None without an order."""
         if self.order is None or self.epoch is None:
             return None
         return mix_seed(self.order.seed, self.epoch, self.cycle, stream)
 
     def index_of(self, number: int) -> Index:
-        """The ``number``-th index that this pass requested, from 0; None where it is not known."""
+        """Return the ``number``-th requested index, from 0. None if unknown."""
 
     def newest(self) -> Index:
-        """The last index that this pass requested; None where it is not known."""
+        """Return the last requested index. None if unknown."""
 
 
 class MapPass(Pass):
@@ -230,7 +231,7 @@ class MapPass(Pass):
 
     Args:
         order: see :class:`Pass`.
-        ahead: batches whose indices are remembered, for :meth:`index_of`.
+        ahead: number of batches whose indices are kept for :meth:`index_of`.
         **begun: see :class:`Pass`.
     """
 
@@ -239,15 +240,15 @@ class MapPass(Pass):
         self.skip = self.batches
         self.pass_start: dict[str, State] = {}
         self.rest: Callable[[], Iterator[Index]] | None = None
-        """Returns the indices of a pass that goes on in another configuration."""
+        """Returns the remaining indices of a pass resumed in another configuration."""
         self.drawn: int | None = None
-        """Checksum of the samples of this epoch that were yielded; None where they are not checked."""
+        """Checksum of the samples yielded in this epoch. None: not checked."""
         self._drawn_ahead: deque[int | None] = deque()
         self._recent: deque[Index] = deque(maxlen=max(1, ahead))
         self._begun = False
 
     def hand_out(self, batch: Batch) -> Batch:
-        """Count a batch that leaves the loader."""
+        """Count a yielded batch."""
         self.batches += 1
         if self._drawn_ahead:
             self.drawn = self._drawn_ahead.popleft()
@@ -262,7 +263,8 @@ class MapPass(Pass):
             self._drawn_ahead.append(checksum(index, before))
 
     def skip_trained(self, indices: Iterator[Index], count: int) -> Iterator[Index]:
-        """``indices`` without the ``count`` that were trained before the checkpoint; none where they differ now."""
+        """Yield ``indices`` after the first ``count``, trained before the checkpoint. Yields nothing if they differ
+        now."""
         if self.drawn is None:
             return islice(indices, count, None)
         for index in islice(indices, count):
@@ -296,8 +298,8 @@ class MapPass(Pass):
     def begin(self, samplers: Mapping[str, AnySampler]) -> None:
         """Seed, restore and record the samplers. Runs once, before the first index is drawn.
 
-        Not earlier: building a torch iterator draws the workers' base seed from the user's generator, but only where
-        no persistent workers are alive, so only the generator's state after that is the same in a resumed run.
+        Not earlier: building a torch iterator draws the workers' base seed from the user's generator unless persistent
+        workers are alive. Only the generator's state after that is the same in a resumed run.
         """
         if self._begun:
             return
@@ -334,8 +336,8 @@ class MapPass(Pass):
         return start
 
     def _set_epoch(self, sampler: AnySampler, saved: SavedState) -> State:
-        """Set the epoch of a sampler that has one. Lightning does so after the first ``iter()``, when workers have
-        already been given indices."""
+        """Set the epoch of a sampler that has one. Lightning does so only after the first ``iter()``, too late for
+        indices already sent to workers."""
         if not callable(getattr(sampler, "set_epoch", None)):
             return {}
         epoch = self.epoch if self.order is not None else saved.get("epoch")
@@ -354,7 +356,7 @@ class MapPass(Pass):
 
 
 def size_of(dataset: AnyDataset) -> int | None:
-    """Number of samples in the dataset; None where it has no length."""
+    """Return the number of samples in the dataset. None if it has no length."""
     try:
         return len(dataset)
     except (TypeError, NotImplementedError):  # torch's own wrappers have __len__ and raise TypeError in it
@@ -362,18 +364,18 @@ def size_of(dataset: AnyDataset) -> int | None:
 
 
 def facts_of(loader: DataLoader[Batch], samplers: Mapping[str, AnySampler]) -> State:
-    """The configuration of a map-style loader in its state, to be compared when a run is resumed.
+    """Describe a map-style loader's configuration for its state, for comparison in a resumed run.
 
     Returns:
-        ``world``, the ranks of the run; ``shares`` of the sampler, one for each rank; ``batch_size``; ``samples`` of
-        the dataset, None where it has no length; and ``order``, how to draw it again, None where that is not known.
+        ``world``, the number of ranks; ``shares`` of the sampler, one per rank; ``batch_size``; ``samples`` in the
+        dataset, None if it has no length; and ``order``, a recipe to draw the order again, None if unknown.
     """
     batches = loader.batch_sampler
     sampler: AnySampler = loader.sampler if batches is None else getattr(batches, "sampler", batches)
     samples = size_of(loader.dataset)
     size = 1 if batches is None else getattr(batches, "batch_size", None)
     if type(batches) is not BatchSampler and hasattr(batches, "state_dict"):
-        size = None  # it may change from batch to batch, and its state knows
+        size = None  # it may change from batch to batch; the sampler's state holds it
     order: State | None = None
     if _can_be_drawn_again(sampler, loader, samples):
         order = {"sampler": next((name for name, found in samplers.items() if found is sampler), "")}
@@ -402,7 +404,7 @@ def _can_be_drawn_again(sampler: AnySampler, loader: DataLoader[Batch], samples:
 
 
 def _order_after(now: MapPass, samplers: Mapping[str, AnySampler]) -> Iterator[int]:
-    """The order of the next epoch, where it is known already: with torch's own samplers."""
+    """Return the order of the next epoch, if already known (torch's own samplers)."""
     for name, sampler in samplers.items():
         then = copy.copy(sampler)
         if type(sampler) is RandomSampler and isinstance(sampler.generator, PassGenerator) and now.order is not None:
@@ -417,7 +419,7 @@ def _order_after(now: MapPass, samplers: Mapping[str, AnySampler]) -> Iterator[i
 
 
 def find_read_ahead(dataset: AnyDataset) -> "ReadAhead | None":
-    """The read-ahead of a dataset at a remote place with a cache; None for all others."""
+    """Find the read-ahead of a remote dataset with a cache. None for other datasets."""
     picked: list[Any] = []
     while type(dataset) is Subset:
         picked.append(dataset.indices)
@@ -431,7 +433,7 @@ def find_read_ahead(dataset: AnyDataset) -> "ReadAhead | None":
     found = find()
     if not isinstance(found, RemoteSamples) or not found.reads.place.readahead_bytes:
         return None
-    if found.reads.place.url.startswith("memory:"):  # of this process, and read ahead is in another
+    if found.reads.place.url.startswith("memory:"):  # exists only in this process; read-ahead runs in another
         return None
     if found.numbers is not None:
         picked.append(found.numbers)
@@ -439,17 +441,17 @@ def find_read_ahead(dataset: AnyDataset) -> "ReadAhead | None":
 
 
 class IndexSource:
-    """Source of indices for torch's iterator: the loader's own samplers, without the part that a resumed pass has had.
+    """Source of indices for torch's iterator: the loader's samplers, without the trained part of a resumed pass.
 
-    One object for the life of a loader, because the iterators of persistent workers keep it and call ``iter()`` on it
-    for every pass. Torch also begins and drops one iteration for each start of workers. This has no effect, since
-    nothing happens before the first index is drawn.
+    A loader has one for its whole life, because the iterators of persistent workers call ``iter()`` on it for every
+    pass. Torch also begins and drops one iteration at each start of workers. That has no effect, since nothing happens
+    before the first index is drawn.
 
     Args:
-        inner: ``loader.batch_sampler``, or ``loader.sampler`` where there is none.
-        samplers: as :func:`find_samplers` gives them.
-        ahead: fetches remote files before their indices are drawn; None: nothing does.
-        draws: of the loader that this one replaces; None: it replaces none.
+        inner: ``loader.batch_sampler``, or ``loader.sampler`` without one.
+        samplers: result of :func:`find_samplers`.
+        ahead: fetches remote files before their indices are drawn. None: no fetching ahead.
+        draws: random draws of the replaced loader. None: replaces no loader.
     """
 
     def __init__(
@@ -481,7 +483,7 @@ class IndexSource:
         if self.ahead is not None:
             indices = self.ahead.through(indices, partial(_order_after, now, self.samplers))
         while True:
-            with device:  # for each, since samples of the main process are made between them
+            with device:  # entered for each index: without workers, samples are loaded in between
                 try:
                     index = next(indices)
                 except StopIteration:

@@ -17,15 +17,15 @@ from lightning_feed.load.stage import Maker, shortened, stack_here
 from lightning_feed.load.worker import stack_of
 
 _LAST_MOMENT_S = 0.5
-"""Between the end of a process's connections and the end of the process."""
+"""Seconds to wait for a process to end after its connections have closed."""
 
 
 class TorchBatches(Maker):
-    """Batches of an iterator of torch.
+    """Batches from torch's iterator.
 
     Args:
         iterator: made by a DataLoader.
-        position: the pass that it belongs to.
+        position: position of the pass.
     """
 
     def __init__(self, iterator: Iterator[Batch], position: Pass) -> None:
@@ -46,9 +46,9 @@ class TorchBatches(Maker):
     def fail(self, error: BaseException) -> LoaderError | None:
         """See :meth:`Stage.fail`.
 
-        A failed pass ends its worker processes at once, persistent ones too where one of them is dead: no other pass
-        can use the rest. Left to the traceback that holds them, torch waits 5 s for each, since it finds its queues
-        gone and can only time out (torch 2.6 and 2.15).
+        A failed pass ends its worker processes at once. Persistent workers are ended too if one of them is dead, since
+        no other pass can use the rest. Otherwise, when the traceback is freed, torch would wait 5 s for each worker,
+        because its queues are gone and it can only time out (torch 2.6 and 2.15).
         """
         if isinstance(error, KeyboardInterrupt):
             stop_workers(self._iterator)
@@ -58,7 +58,7 @@ class TorchBatches(Maker):
         return None if ended is None or isinstance(error, RuntimeError) else LoaderError(ended)
 
     def close(self) -> None:
-        """See :meth:`Stage.close`. Persistent workers live on; others end with torch's iterator."""
+        """See :meth:`Stage.close`. Persistent workers stay alive; other workers end with torch's iterator."""
         iterator, self._iterator = self._iterator, None
         if self._shut_down:
             shut_down_workers(iterator)
@@ -74,9 +74,9 @@ class TorchBatches(Maker):
 
 
 def _open_tasks(iterator: AnyIterator, position: Pass) -> str:
-    """Torch's list of open tasks: a worker does its own in their order. Read in torch 2.6 and 2.15 (``_task_info``).
+    """Return torch's open tasks, which each worker processes in order (``_task_info`` in torch 2.6 and 2.15).
 
-    A thread of the worker sends what is ready, so the worker may be at a later task than the first that did not come.
+    A thread in the worker sends finished batches, so the worker may be past its first missing task.
     """
     unsent: dict[int, list[int]] = {}
     for number, info in sorted(dict(iterator._task_info).items()):
@@ -98,7 +98,7 @@ def _open_tasks(iterator: AnyIterator, position: Pass) -> str:
 
 
 def torch_iterators(batches: Any) -> list[Any]:
-    """The iterators of torch inside an iterator: itself, the one of a LoaderPass, or several that run together."""
+    """Find torch's iterators in an iterator: itself, that of a LoaderPass, or several of a combined loader."""
     side_by_side = getattr(batches, "iterators", None)
     if isinstance(side_by_side, list):
         return [inner for one in side_by_side for inner in torch_iterators(one)]
@@ -107,7 +107,7 @@ def torch_iterators(batches: Any) -> list[Any]:
 
 
 def worker_processes(batches: Any) -> list[Any]:
-    """The worker processes of an iterator of torch or of a LoaderPass.
+    """Return the worker processes of torch's iterator or of a LoaderPass.
 
     Read in torch 2.6 and 2.15 (``_workers``).
     """
@@ -116,20 +116,20 @@ def worker_processes(batches: Any) -> list[Any]:
 
 
 def ended_worker(batches: Any, error: BaseException) -> str | None:
-    """The worker process that ended early and so made a pass fail, as a sentence; None where none did.
+    """Describe the worker process whose early end made a pass fail. None if there is no such worker.
 
     Torch reports it (RuntimeError), unless a batch was being sent: then the connection to the worker breaks first.
 
     Args:
         batches: the iterator that failed.
-        error: what it raised.
+        error: its error.
     """
     broken = isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) and "Caught" not in str(error)
     if not broken and not str(error).startswith("DataLoader worker (pid"):
         return None
     workers = {one.sentinel: one for one in worker_processes(batches)}
     ended: list[Any] = []
-    with contextlib.suppress(RuntimeError):  # torch's signal handler may report at this moment what is found below
+    with contextlib.suppress(RuntimeError):  # torch's signal handler may report the same at this moment
         ended = wait(list(workers), timeout=_LAST_MOMENT_S)
     for process in [workers[sentinel] for sentinel in ended] or workers.values():
         process.join(_LAST_MOMENT_S if ended else 0)
@@ -154,24 +154,24 @@ def end_pass(batches: Iterator[Batch]) -> None:
     iterators = torch_iterators(batches)
     close = getattr(batches, "close", None)
     if close is not None:
-        with contextlib.suppress(ValueError):  # a generator that runs in a thread that was left behind
+        with contextlib.suppress(ValueError):  # a generator still running in an abandoned thread
             close()
     for iterator in iterators:
         shut_down_workers(iterator)
 
 
 def shut_down_workers(iterator: AnyIterator) -> None:
-    """End the worker processes of an iterator of torch, if it has any, as torch does."""
+    """End the worker processes, if any, of torch's iterator, as torch does."""
     shut_down = getattr(iterator, "_shutdown_workers", None)
     if shut_down is not None:
         shut_down()
 
 
 def stop_workers(batches: Iterator[Batch]) -> bool:
-    """Kill the worker processes of a pass, persistent ones too. Returns False where it has none.
+    """Kill all worker processes of a pass, including persistent ones. Returns False if it has no workers.
 
-    Workers that got Ctrl-C themselves are about to end; torch would wait 5 s for each of the others. A consumer that
-    waits for their batches gets torch's error about it, within 5 s.
+    Workers that received Ctrl-C are about to end; torch would wait 5 s for each of the rest. A consumer that waits for
+    their batches gets torch's error within 5 s.
     """
     processes = worker_processes(batches)
     _expect_their_end(batches)
@@ -186,7 +186,7 @@ def stop_workers(batches: Iterator[Batch]) -> bool:
 
 
 def _expect_their_end(batches: Any) -> None:
-    """Keep torch from reporting the end of the workers, which it would raise anywhere in the main thread."""
+    """Keep torch from raising an error about the ended workers at an arbitrary point in the main thread."""
     forget = getattr(signal_handling, "_remove_worker_pids", None)
     for iterator in torch_iterators(batches):
         if forget is not None and getattr(iterator, "_worker_pids_set", False):

@@ -1,8 +1,8 @@
-"""Random numbers: one generator for each sample in worker threads, and random states that are compared and restored.
+"""Random numbers: one generator per sample in worker threads; comparing and restoring random states.
 
-Python, NumPy and torch have one default generator for the whole process. Worker threads that share it take its numbers
-from each other and from the training, in a random order. Our recipes draw from :func:`sample_generator` instead. Other
-uses of the default generators are found with the first sample, which leads to a warning.
+Python, NumPy and torch have one default generator for the whole process. Worker threads and training would draw from it
+in an unpredictable order. Our recipes draw from :func:`sample_generator` instead. Other uses of the default generators
+are detected with the first sample, and lead to a warning.
 """
 
 import gc
@@ -27,7 +27,7 @@ from lightning_feed.load.order import mix_seed
 
 
 class DefaultGenerators:
-    """The states of torch's, Python's and NumPy's default generators, to find which were used, and to restore them.
+    """The states of torch's, Python's and NumPy's default generators, to detect use and to restore them.
 
     Example:
         >>> before = DefaultGenerators()
@@ -49,13 +49,13 @@ class DefaultGenerators:
         self._before = {name: get() for name, (get, _) in self._known.items()}
 
     def used(self) -> list[str]:
-        """The names of the generators that were used since."""
+        """Return the names of the generators used since."""
         return [
             name for name, (get, _) in self._known.items() if pickle.dumps(get()) != pickle.dumps(self._before[name])
         ]
 
     def restore(self) -> list[str]:
-        """Restore the generators that were used since. Returns their names."""
+        """Restore the generators used since. Returns their names."""
         changed = self.used()
         for name in changed:
             self._known[name][1](self._before[name])
@@ -76,18 +76,18 @@ _thread = _Local()
 
 
 def begin_sample(seed: int, batch: int, place: int) -> None:
-    """Set the current sample of this thread. Costs nothing until something is drawn.
+    """Set the current sample of this thread. Cheap until a number is drawn.
 
     Args:
-        seed: of the pass.
-        batch: its number in the epoch.
-        place: of the sample in the batch.
+        seed: seed of the pass.
+        batch: number of the batch in the epoch.
+        place: position of the sample in the batch.
     """
     _thread.place, _thread.generator = (seed, batch, place), None
 
 
 def sample_generator() -> torch.Generator | None:
-    """The generator of the sample that this worker thread makes; None, torch's default, in any other thread.
+    """Return the generator for this worker thread's current sample. None (torch's default) in other threads.
 
     Example:
         >>> flipped = torch.rand(1, generator=sample_generator()) < 0.5
@@ -102,17 +102,17 @@ def sample_generator() -> torch.Generator | None:
 _ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None), Tensor, np.ndarray, np.generic)
 _CODE = (type, BuiltinFunctionType, ModuleType)
 _LONG = 100_000
-"""Of a longer container only the reference is restored, not its elements: datasets hold lists of all samples."""
+"""Longest container whose elements are restored. Datasets hold longer lists of all samples."""
 _ENTERED = 1_000
-"""Elements of a longer container are samples, not objects with a state."""
+"""Longest container whose elements are visited. In longer ones they are samples, without a state."""
 _MOST = 200_000
-"""Objects that are visited."""
+"""Largest number of visited objects."""
 _APART = re.compile(
     r"(threading|multiprocessing|logging|torch\.multiprocessing|lightning_feed\.storage)\b"
     r"|(lightning|pytorch_lightning)\b(?!(\.pytorch|\.fabric)?\.(core|utilities)\b)"
 )
-"""Packages whose objects belong to a running program, and our storage, whose state lies outside Python. Not those
-objects of Lightning that hold a user's data: data modules made by ``from_datasets``, ``hparams``,
+"""Packages whose objects are not visited: parts of the running program, and our storage, whose state is outside Python.
+Exceptions are Lightning's objects that hold user data: data modules made by ``from_datasets``, ``hparams``,
 ``CombinedLoader``."""
 _GENERATORS = ((torch.Generator, "get_state"), (random.Random, "getstate"), (np.random.RandomState, "get_state"))
 
@@ -123,10 +123,10 @@ Undo = Callable[[], object]
 def preserve_state(*owners: object) -> Iterator[None]:
     """Restore ``owners`` and the global generators at the end of a ``with`` block.
 
-    Restored are torch's, NumPy's and Python's global generators, and in all objects that the owners refer to, such as
-    datasets, samplers and transforms: attributes, contents of containers, generators. Not restored are the contents of
-    arrays and tensors, of containers above 100,000 elements (and of elements of those above 1,000), and state outside
-    Python, such as a file's position.
+    Restores torch's, NumPy's and Python's global generators. Also restores attributes, container contents and
+    generators in all objects reachable from the owners, such as datasets, samplers and transforms. Does not restore
+    contents of arrays and tensors, of containers above 100,000 elements (or of elements of those above 1,000), or state
+    outside Python, such as a file's position.
 
     Args:
         owners: loaders, datasets, or containers of them. Iterators of loaders are not visited.
@@ -142,7 +142,7 @@ def preserve_state(*owners: object) -> Iterator[None]:
 
 
 def _reached(owners: object) -> Iterator[Undo]:
-    seen: dict[int, object] = {}  # holds what it names: an id may be used again
+    seen: dict[int, object] = {}  # keeps the objects alive, so that no id is reused
     stack = [owners]
     while stack and len(seen) < _MOST:
         value = stack.pop()
@@ -158,7 +158,7 @@ def _reached(owners: object) -> Iterator[Undo]:
 
 
 def _generator(value: object) -> Undo | None:
-    """A function that restores a random generator; None for any other object."""
+    """Return a function that restores a random generator. None for other objects."""
     if isinstance(value, np.random.Generator):
         return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
     for kind, get in _GENERATORS:

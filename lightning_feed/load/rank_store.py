@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 _gathered = itertools.count()
-"""Numbers :func:`gather`'s calls, as many on each rank."""
+"""Counts calls of :func:`gather`. The same on all ranks."""
 _PATIENCE = timedelta(minutes=30)
-"""Longest wait of :func:`gather` for the slowest rank: torch's default for groups."""
+"""Longest wait of :func:`gather` for the slowest rank: torch's default for process groups."""
 _GRACE = timedelta(seconds=5)
-"""Longest wait of rank 0 until the others have read all values."""
+"""Longest wait of rank 0 for the other ranks to read all values."""
 
 
 def default_store() -> Any:
-    """The default store of the ranks; None without process groups, or with the MPI backend."""
+    """Return the ranks' default store. None without process groups, or with the MPI backend."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
     from torch.distributed import distributed_c10d
@@ -32,22 +32,22 @@ def connected() -> bool:
 
 
 def read_all(store: Any, keys: list[str]) -> list[bytes]:
-    """The values of existing ``keys``, in one request where the store can do that."""
+    """Read the values of existing ``keys``, in one request if the store supports it."""
     return store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
 
 
 def gather(trainer: Any, mine: Any) -> list[Any]:
-    """A value from each rank, by rank. All ranks take part, and wait for each other.
+    """Gather one value per rank, in rank order. All ranks must call it, and wait for each other.
 
-    Not over NCCL: a rank that waits in it keeps a CPU busy, which the trials of another would lack. Nor over a new gloo
-    group: up to torch 2.7 it can hang as it ends (https://github.com/pytorch/pytorch/pull/154976).
+    Does not use NCCL, which keeps a CPU busy while a rank waits, and another rank's trials need that CPU. Does not use
+    a new gloo group, which can hang at its end up to torch 2.7 (https://github.com/pytorch/pytorch/pull/154976).
 
     Args:
-        trainer: of the run.
-        mine: the value of this rank; it is pickled.
+        trainer: the run's Trainer.
+        mine: this rank's value, to be pickled.
 
     Raises:
-        RuntimeError: from torch, when a rank does not answer for 30 minutes, or the process with the store is gone.
+        RuntimeError: from torch, if a rank does not answer for 30 minutes, or the store's process is gone.
     """
     store = default_store()
     if trainer.world_size == 1 or store is None:
@@ -62,7 +62,7 @@ def gather(trainer: Any, mine: Any) -> list[Any]:
     if store.add(readers, 1) == world_size:
         store.set(read_by_all, b"yes")
     if rank == 0:
-        # The store is often in this process: if it ended now, ranks that are still reading would get a network error.
+        # The store is often in this process: ending now would cause a network error in ranks that are still reading.
         with suppress(RuntimeError):  # one of them is gone
             store.wait([read_by_all], _GRACE)
         for key in (*keys, readers, read_by_all):

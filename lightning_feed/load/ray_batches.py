@@ -1,4 +1,4 @@
-"""Ray worker: makes batches, serializes them, and reports long ones."""
+"""Ray worker: makes batches, serializes them, and reports slow ones."""
 
 import functools
 import io
@@ -25,9 +25,9 @@ from lightning_feed.load.stage import COLLATING, at_index, collating, shortened,
 from lightning_feed.load.worker import disable_opencv_threads
 
 CHECK_S = 1.0
-"""Seconds between two checks of a busy worker that its pass is still open."""
+"""Seconds between a busy worker's checks that its pass is still open."""
 OPEN_S = 0.1
-"""Seconds for which an open pass is taken to stay open: a check asks the head node."""
+"""Seconds for which the last check of an open pass is trusted. A check queries the head node."""
 
 
 class Job(NamedTuple):
@@ -38,12 +38,12 @@ class Job(NamedTuple):
     report_s: float
     """Seconds between two reports of a busy worker."""
     grace_s: float
-    """Seconds that it may take after the pass was closed."""
+    """Seconds that a task may take after its pass was closed."""
     of_pass: int
     """Number of the pass over the loader."""
     seed: int
     number: int
-    """Of the batch in its epoch, from 0."""
+    """Number of the batch in its epoch, from 0."""
     index: Index
 
 
@@ -54,10 +54,10 @@ class Plan:
     dataset: AnyDataset
     collate: Callable[[Sample], Batch]
     batched: bool
-    """An index stands for a batch of samples, and not for a single sample."""
+    """True if an index is a batch of samples, not a single one."""
 
     def make(self, index: Index, begin: Callable[[int, str], None]) -> Sample:
-        """The batch; ``begin`` is called with the place of each sample in it, COLLATING at last, and a description."""
+        """Make a batch. Calls ``begin`` with each sample's position (finally COLLATING) and a description."""
         if not self.batched or getattr(self.dataset, "__getitems__", None):
             begin(0, at_index(index))
             samples = self.dataset.__getitems__(index) if self.batched else self.dataset[index]
@@ -71,11 +71,12 @@ class Plan:
         return self.dataset[index]
 
     def explain_pickling(self, error: Exception, index: Index, begin: Callable[[int, str], None]) -> LoaderError:
-        """The error for a batch that cannot be pickled; ``begin`` is called with the sample to blame, made again."""
+        """Return the error for a batch that cannot be pickled. Makes the samples again and calls ``begin`` for the
+        faulty one."""
         for place, one in enumerate(index) if self.batched else ():
             try:
                 _serialized(self._sample(place, one, begin))
-            except Exception as found:  # noqa: BLE001  # of whatever the user's samples hold
+            except Exception as found:  # noqa: BLE001  # any error from the user's samples
                 error = found
                 break
         else:
@@ -87,7 +88,7 @@ class Plan:
 
 
 class _Worker:
-    """State of a worker process between tasks: the plans in use, and its current batch."""
+    """State of a worker process between tasks: plans in use, and the current batch."""
 
     def __init__(self) -> None:
         self.name = f"process {os.getpid()} of {socket.gethostname()}"
@@ -102,7 +103,7 @@ class _Worker:
         threading.Thread(target=self._watch, name="feed-watch", daemon=True).start()
 
     def make(self, plan: list[Any], job: Job) -> Any:
-        """A serialized batch, its bad samples, and this node; or the error. None: nobody waits for it."""
+        """Return a serialized batch, its bad samples, and this node; or the error. None if the pass is closed."""
         if not self._is_open(job):
             return None
         self._doing, self._at = "loading the dataset", (job, time.monotonic())
@@ -141,14 +142,14 @@ class _Worker:
     def _begin(self, job: Job, place: int, what: str) -> None:
         self._doing = what
         begin_sample(job.seed, job.number, place)
-        # The default generators serve nobody else here: draws of the user's own do not depend on the worker either.
+        # Nothing else here uses the default generators, so the user's own draws do not depend on the worker either.
         own = mix_seed(job.seed, job.number, place, "default generators")
         torch.default_generator.manual_seed(own)
         random.seed(own)
         np.random.seed(own % 2**32)
 
     def _watch(self) -> None:
-        """Report long batches, and end this process when its pass was closed: Ray replaces it."""
+        """Report slow batches. End this process if its pass was closed; Ray replaces it."""
         reported = closed = 0.0
         while True:
             time.sleep(CHECK_S)
@@ -169,14 +170,14 @@ _worker: _Worker | None = None
 
 
 def make_batch(_after: None, plan: list[Any], job: bytes) -> tuple[None, Any]:
-    """A task of Ray: a marker of its end, and its result."""
+    """Ray task that makes a batch. Returns a completion marker and the result."""
     global _worker
     _worker = _worker or _Worker()
     return None, _worker.make(plan, pickle.loads(job))
 
 
 def _serialized(batch: Batch) -> tuple[bytes, list[Any]]:
-    """A batch as a pickle and its buffers. Ray alone would copy each tensor several times."""
+    """Serialize a batch to a pickle and its buffers. Plain Ray would copy each tensor several times."""
     buffers: list[Any] = []
     stream = io.BytesIO()
     _pickler()(stream, protocol=5, buffer_callback=buffers.append).dump(batch)
@@ -185,7 +186,7 @@ def _serialized(batch: Batch) -> tuple[bytes, list[Any]]:
 
 @functools.cache
 def _pickler() -> Any:
-    cloudpickle: Any = sys.modules["ray"].cloudpickle  # in a worker it is there
+    cloudpickle: Any = sys.modules["ray"].cloudpickle  # always loaded in a worker
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, thing: Any) -> Any:
@@ -196,12 +197,12 @@ def _pickler() -> Any:
 
 
 def _reduced(tensor: torch.Tensor) -> Any:
-    """A plain CPU tensor as its memory and layout; None for one that torch has to pickle."""
+    """Reduce a plain CPU tensor to its memory and layout. None if torch has to pickle it."""
     plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.requires_grad
     if not plain or not tensor.numel() or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return None
     strides = tensor.stride()
-    order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])  # channels_last stays what it is
+    order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])  # keeps channels_last
     dense = tensor.permute(order).contiguous()
     memory = dense.reshape(-1).view(torch.uint8).numpy()
     return _tensor, (memory, tensor.dtype, tuple(dense.shape), [order.index(dim) for dim in range(tensor.ndim)])
@@ -230,7 +231,7 @@ def report(key: str, name: str, text: str) -> None:
 
 
 def take_reports(key: str) -> list[str]:
-    """Reports of workers since the last call."""
+    """Return the workers' reports since the last call."""
     store, prefix = _store(), f"at/{key}/"
     found = [store._internal_kv_get(one, **_NAMESPACE) for one in store._internal_kv_list(prefix, **_NAMESPACE)]
     store._internal_kv_del(prefix, del_by_prefix=True, **_NAMESPACE)
@@ -243,6 +244,6 @@ def close_passes(key: str, last: int) -> None:
 
 
 def is_closed(key: str, of_pass: int) -> bool:
-    """Check that a pass was closed."""
+    """Check if a pass was closed."""
     last = _store()._internal_kv_get(f"closed/{key}", **_NAMESPACE)
     return last is not None and int(last) >= of_pass

@@ -1,13 +1,12 @@
-"""Ray workers: a stage that makes the batches of a map-style dataset as Ray tasks, on any node of a cluster.
+"""Ray workers: a stage that makes batches of a map-style dataset as Ray tasks, on any node of a cluster.
 
-Each batch is one task, a pure function of its number, its indices and the seed of the pass, whichever worker makes it.
-Ray does the rest: it places tasks where a CPU is free, keeps their worker processes for the next ones, and makes a
-batch again whose process or node died. Actors would each hold a CPU for as long as they live, and a batch that was
-assigned to one would wait for it.
+Each batch is one task. It depends only on its number, its indices and the seed of the pass, not on the worker. Ray does
+the rest: it places tasks on free CPUs, reuses worker processes, and repeats a batch whose process or node died. Actors
+would each hold a CPU for their whole life, and a batch assigned to a busy actor would wait.
 
-A task starts after the end of the one ``num_workers`` before it, so no more CPUs are used than that, and an autoscaling
-cluster adds no machines for more. This costs 1 ms of CPU for each batch: tasks that wait for nothing go to a worker one
-after the other, without a new request for a CPU.
+A task starts after the end of the task ``num_workers`` before it. So no more than ``num_workers`` CPUs are used, and an
+autoscaling cluster adds no machines beyond that. This costs 1 ms of CPU per batch: Ray sends independent tasks to a
+worker without requesting a CPU for each.
 """
 
 import contextlib
@@ -42,26 +41,26 @@ from lightning_feed.load.trace import traced
 logger = logging.getLogger(__name__)
 
 STORE_SHARE = 0.5
-"""Of the smallest object store of the cluster, what the batches of the training processes of one node may take."""
+"""Share of the cluster's smallest object store for batches of all training processes on one node."""
 TRIES = 5
-"""Worker processes that may die with one batch before it is an error: the batch is what kills them."""
+"""Number of worker processes that may die making one batch. Then the batch is the cause, and an error is raised."""
 WAIT_FOR_WORKER_S = 300.0
-"""Longest wait while no worker makes any batch of a pass: a cluster may have to start machines first."""
+"""Longest wait while no worker makes a batch of a pass. A cluster may have to start machines first."""
 REPORT_S = 10.0
 """Seconds between two reports of a busy worker."""
 GRACE_S = 5.0
-"""Seconds that a batch of a closed pass may take. Then its worker is ended, as torch ends worker processes."""
+"""Seconds that a batch of a closed pass may take before its worker is ended, as torch ends workers."""
 _HEAD_CHECK_S, _HEAD_PATIENCE_S = 5.0, 20.0
-"""Seconds between two checks of the head node, and the longest time without an answer. Ray itself ends a process,
-without an exception, that has not reached it for 60 s."""
+"""Seconds between two checks of the head node, and the longest time without an answer. After 60 s without contact Ray
+ends a process, without an exception."""
 _CHECK_S = 0.2
-"""Seconds between two checks of a waiting consumer that its pass is open and somebody works for it."""
+"""Seconds between a waiting consumer's checks that its pass is open and has active workers."""
 
 
 # --- the cluster ----------------------------------------------------------------------------------------------------
 
 _connected: dict[str, int] = {}
-"""Clusters that this module connected to, and the process that it did so in."""
+"""Clusters connected to by this module, and the connecting process."""
 
 
 def _ray() -> Any:
@@ -69,15 +68,15 @@ def _ray() -> Any:
 
 
 def connect(address: str | None, num_workers: int) -> Any:
-    """Ray, connected to the requested cluster."""
+    """Connect Ray to the requested cluster."""
     ray = _ray()
     if not ray.is_initialized():
         own = {} if address else {"num_cpus": num_workers, "include_dashboard": False}
         try:
             if address not in (None, "auto", "local"):
-                _knock(address)  # without an answer, Ray tries for ever
+                _knock(address)  # Ray itself would try for ever
             ray.init(address=address or "local", logging_level=logging.WARNING, **own)
-        except Exception as error:  # Ray raises bare ones where its own processes are late
+        except Exception as error:  # Ray raises a bare Exception if its own processes are late
             raise LoaderError(
                 f"The Ray cluster at ray_address={address!r} cannot be used: {error} Run `ray start --head` before "
                 "training, under the Ray and Python of this process, and train on a node of it with "
@@ -88,8 +87,8 @@ def connect(address: str | None, num_workers: int) -> Any:
     used = ray.get_runtime_context().gcs_address
     if _connected.get(used, os.getpid()) != os.getpid():
         raise LoaderError(
-            "This process was forked from one that uses Ray, which Ray does not survive. Begin to load after the fork "
-            "only, or start the ranks in new processes (strategy='ddp')."
+            "This process was forked from one that uses Ray, which Ray does not survive. Start loading only after "
+            "the fork, or start the ranks in new processes (strategy='ddp')."
         )
     if address not in (None, "auto", used):
         raise LoaderError(
@@ -100,15 +99,15 @@ def connect(address: str | None, num_workers: int) -> Any:
 
 
 def _knock(address: str) -> None:
-    """Raise an OSError, or a ValueError for what is no address, where no head node answers."""
+    """Connect to the head node. Raises OSError if it does not answer, ValueError if the address is invalid."""
     host, _, port = address.rpartition(":")
     socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
 
 
-@functools.cache  # said once
+@functools.cache  # warn once
 def _warn_of_few(there: float, workers: int) -> None:
     if there < workers:
-        few = "The Ray cluster has %g CPUs for num_workers=%d: no more batches are made at the same time."
+        few = "The Ray cluster has %g CPUs for num_workers=%d: it cannot make more batches at the same time."
         logger.warning(few, there, workers)
 
 
@@ -125,8 +124,8 @@ _in_use: "weakref.WeakValueDictionary[str, RemotePlan]" = weakref.WeakValueDicti
 
 
 class RemotePlan:
-    """The dataset of one loader in the object store. A loader with persistent workers keeps it: a worker reads it once,
-    and drops it when this object is gone."""
+    """One loader's dataset in the object store. Kept by a loader with persistent workers: each worker reads the dataset
+    once, and drops it when this object is gone."""
 
     def __init__(self, loader: DataLoader[Batch], cluster: RayCluster) -> None:
         self.ray = ray = connect(cluster.address, loader.num_workers)
@@ -136,7 +135,7 @@ class RemotePlan:
         self.address: str = ray.get_runtime_context().gcs_address
         self.node: str = ray.get_runtime_context().get_node_id()
         plan = Plan(loader.dataset, loader.collate_fn, loader.batch_sampler is not None)
-        self._plan = [self._put(plan)]  # in a list, so that a task is not given the object itself
+        self._plan = [self._put(plan)]  # in a list, so that Ray passes a reference to the task, not the object
         self.key = f"{_owner}/{uuid.uuid4().hex}"
         self.passes = count()
         _in_use[self.key] = self
@@ -144,7 +143,7 @@ class RemotePlan:
     def make(self, after: Any, *job: Any) -> Any:
         """Request a batch that starts once another finishes. Returns references to its completion and to the batch."""
         keys = (self.key, *(key for key in _in_use if key != self.key))
-        # One argument in place of seven: Ray would serialise each by itself.
+        # One argument instead of seven: Ray would serialise each separately.
         packed = self.ray.cloudpickle.dumps(Job(keys, REPORT_S, GRACE_S, *job))
         return _task(TRIES).remote(after, self._plan, packed)
 
@@ -154,7 +153,7 @@ class RemotePlan:
             close_passes(self.key, last)
 
     def cpus(self) -> str:
-        """The CPUs of the cluster, in words."""
+        """Describe the cluster's CPUs."""
         there, free = (found.get("CPU", 0) for found in (self.ray.cluster_resources(), self.ray.available_resources()))
         return f"The Ray cluster has {there:g} CPUs, {free:g} of them free"
 
@@ -172,7 +171,7 @@ class RemotePlan:
             name, thing = "dataset", plan.dataset
             try:
                 self.ray.cloudpickle.dumps(plan.collate)
-            except Exception:  # noqa: BLE001  # of whatever the user's objects hold
+            except Exception:  # noqa: BLE001  # any error from the user's objects
                 name, thing = "collate_fn", plan.collate
             raise LoaderError(
                 f"Cannot pickle the {name} ({shortened(thing)}) for the Ray workers: {error.__cause__ or error}. Open "
@@ -186,23 +185,23 @@ class RemotePlan:
 
 @dataclass(eq=False)
 class PendingBatch:
-    """A batch that was requested from Ray."""
+    """A batch requested from Ray."""
 
     number: int
-    """In its epoch, from 0."""
+    """Number of the batch in its epoch, from 0."""
     index: Index
     ended: Any
     made: Any
 
     def words(self) -> str:
-        """Its number and indices, for errors."""
+        """Return number and indices for error messages."""
         return f"batch {self.number}, at {shortened(self.index)}"
 
 
 class RayPass(OwnPass):
-    """Yields the batches of a DataLoader of the same arguments, made by Ray tasks instead of processes.
+    """Yields the same batches as a DataLoader, made by Ray tasks instead of processes.
 
-    Fewer batches than ``capacity`` are made ahead where they would take more of the object store than
+    Makes fewer than ``capacity`` batches ahead if they would take more of the object store than
     :data:`STORE_SHARE`.
     """
 
@@ -244,7 +243,7 @@ class RayPass(OwnPass):
 
     @property
     def ready(self) -> int:
-        """See :attr:`OwnPass.ready`. Batches on other nodes begin to come here."""
+        """See :attr:`OwnPass.ready`. Starts the transfer of batches from other nodes."""
         made = [asked.made for asked in list(self._asked)]
         return len(self._ray.wait(made, num_returns=len(made), timeout=0)[0]) if made else 0
 
@@ -262,7 +261,7 @@ class RayPass(OwnPass):
         self._asked.clear()
 
     def _ask(self) -> None:
-        """Request batches, up to as many as may be ahead."""
+        """Request batches up to the limit of batches ahead."""
         room = STORE_SHARE * self._plan.store_bytes / max(1, self._largest * self._sharers)
         for index in islice(self._indices, max(0, min(self.capacity, max(1, int(room))) - len(self._asked))):
             refs = self._plan.make(self._ends[0], self._of_pass, self._seed, self._number, index)
@@ -271,7 +270,7 @@ class RayPass(OwnPass):
             self._number += 1
 
     def _wait(self) -> tuple[PendingBatch, Any]:
-        """The next batch and its result, when it is complete."""
+        """Wait for the next batch. Returns the batch and its result."""
         began = self._worked = time.monotonic()
         while True:
             self._check(began)
@@ -289,9 +288,9 @@ class RayPass(OwnPass):
             return asked, made
 
     def _next(self) -> PendingBatch | None:
-        """The batch to wait for; None where any will do and none is complete yet."""
+        """Return the batch to wait for. None if any batch may be next and none is complete."""
         if self._far:
-            _ = self.ready  # those on other nodes begin to come here
+            _ = self.ready  # starts the transfer from other nodes
         asked = list(self._asked)
         if self._in_order or not asked:
             return asked[0] if asked else None
@@ -315,21 +314,21 @@ class RayPass(OwnPass):
         return explained
 
     def _check(self, began: float) -> None:
-        """Raise where waiting longer is of no use."""
+        """Raise an error if waiting longer is useless."""
         if self._closed:
             raise LoaderError(CLOSED)
         now = time.monotonic()
         self._check_head(now)
         if self._timeout_s and now - began >= self._timeout_s:
             raise LoaderError(
-                f"No batch came within timeout={self._timeout_s:g} s. {self.where()} Give what it waits for a timeout "
-                "of its own, or allow more time by LoaderSettings(timeout_s=...)."
+                f"No batch came within timeout={self._timeout_s:g} s. {self.where()} Set a timeout in the "
+                "call that hangs, or allow more time with LoaderSettings(timeout_s=...)."
             )
         if now - self._worked >= WAIT_FOR_WORKER_S:
             self._check_workers(now, began)
 
     def _check_workers(self, now: float, began: float) -> None:
-        if take_reports(self._plan.key):  # a worker that is still at it reports again soon
+        if take_reports(self._plan.key):  # a worker that is still busy reports again soon
             self._worked = now - WAIT_FOR_WORKER_S + 6 * REPORT_S
             return
         raise LoaderError(
@@ -361,7 +360,7 @@ class RayPass(OwnPass):
 
 def _unpickled(data: bytes, buffers: list[Any], pending: PendingBatch) -> Batch:
     try:
-        # Copied out of the object store, where it could not be written to, and would not make room.
+        # Copied out of the object store, in which it would be read-only and take up space.
         return pickle.loads(data, buffers=[buffer.copy() for buffer in buffers])
     except Exception as error:
         raise LoaderError(

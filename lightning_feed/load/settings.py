@@ -1,4 +1,4 @@
-"""LoaderSettings, and the choice for each setting that is left to ``"auto"``, with its reason."""
+"""LoaderSettings, and the choice of each ``"auto"`` setting, with a reason."""
 
 import math
 import multiprocessing
@@ -11,9 +11,9 @@ from lightning_feed.errors import SettingsError
 from lightning_feed.load.machine import THREAD_BYTES, WORKER_BYTES, Footprint, Machine, exceeded_limit
 
 MOST = 1024
-"""More workers, or more batches ahead, than any machine serves: a typing error."""
+"""Upper limit for workers and batches ahead. A larger number is a typing error."""
 SEEDS = 2**32
-"""Seeds go up to here, as in NumPy and in Lightning."""
+"""Largest seed, as in NumPy and Lightning."""
 _NONE = range(0)
 _ALLOWED: dict[str, tuple[range, tuple[object, ...]]] = {
     "num_workers": (range(MOST + 1), ("auto", "tune")),
@@ -29,7 +29,7 @@ _ALLOWED: dict[str, tuple[range, tuple[object, ...]]] = {
     "seed": (range(SEEDS), (None,)),
     "sample_bytes": (range(1, 2**50 + 1), (None,)),
 }
-"""Setting -> whole numbers and other values that are possible."""
+"""Valid whole numbers and other values of each setting."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ class RayCluster:
     """A FeedLoader's ``workers`` that make its batches on a Ray cluster."""
 
     address: str | None = None
-    """Address of the cluster, as in ``ray.init``; None: the Ray that this process uses already, or a new one."""
+    """Address of the cluster, as in ``ray.init``. None: the Ray already used by this process, or a new one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderSettings:
-    """Settings of ``FastDataModule``'s loaders. ``"auto"`` is chosen for the machine, with a reason that is kept.
+    """Settings of ``FastDataModule``'s loaders. ``"auto"`` is replaced by a value for the machine, with a reason.
 
     Raises:
-        SettingsError: for a value that is impossible, or that would have no effect beside the others.
+        SettingsError: a value is invalid, or would have no effect with the other settings.
 
     Example:
         >>> LoaderSettings(num_workers=4, prefetch_factor=2).pin_memory
@@ -57,36 +57,37 @@ class LoaderSettings:
     an iterable dataset. ``"tune"`` tries a few numbers, and other settings that are left to ``"auto"``, when a fit
     begins, and remembers the result."""
     workers: Literal["process", "thread", "ray"] = "process"
-    """Kind of the workers. Threads start at once and share memory with training, but only what releases the GIL runs
-    at the same time: decoders in C, reading files, torch. See docs/how-to/threads.md. ``"ray"``: tasks on the
-    machines of a Ray cluster. See docs/how-to/ray.md."""
+    """Kind of workers. Threads start at once and share memory with training, but only code that releases the GIL runs
+    in parallel: decoders in C, reading files, torch. See docs/how-to/threads.md. ``"ray"``: tasks on the machines of a
+    Ray cluster. See docs/how-to/ray.md."""
     ray_address: str | None = None
-    """The Ray cluster: ``"auto"`` for the one that this machine belongs to, or ``"host:port"`` of its head node. None:
-    the Ray that this process uses already, or one of its own, on this machine."""
+    """Address of the Ray cluster: ``"auto"`` for this machine's cluster, or ``"host:port"`` of the head node. None: the
+    Ray already used by this process, or a new one on this machine."""
     prefetch_factor: int | Literal["auto"] = "auto"
     """Batches that each worker loads ahead."""
     pin_memory: bool | Literal["auto"] = "auto"
-    """Put batches into page-locked memory, from which a copy to the device can overlap with computing."""
+    """Put batches into page-locked memory, so that the copy to the device can overlap with computing."""
     persistent_workers: bool | Literal["auto"] = "auto"
     """Keep the workers from epoch to epoch."""
     background: int = 0
-    """Batches that a thread of the training process keeps ready; 0 for no thread."""
+    """Batches that a thread of the training process keeps ready. 0: no thread."""
     in_order: bool = True
-    """Yield batches in the order of the sampler. With False a slow batch can be overtaken, and the order is random."""
+    """Yield batches in sampler order. If False, a slow batch can be overtaken, so the order is not reproducible."""
     drop_last: bool = False
-    """Leave out a last training batch that is not full. Evaluation always sees every sample."""
+    """Drop an incomplete last training batch. Evaluation always sees every sample."""
     shuffle: bool = True
     """Shuffle training samples (map-style datasets). Evaluation is never shuffled."""
     timeout_s: float = 0
-    """Seconds to wait for a batch from the workers before giving up; 0 waits for ever."""
+    """Seconds to wait for a batch from the workers before an error. 0: wait for ever."""
     warn_after_s: float = 60
-    """Seconds without a batch after which a warning says which worker hangs, and where; 0: never. The run goes on."""
+    """Seconds without a batch before a warning names the hanging worker and its position. 0: never. The run
+    continues."""
     start_method: Literal["fork", "spawn", "forkserver"] | None = None
-    """Start method of worker processes; None for Python's default."""
+    """Start method of worker processes. None: Python's default."""
     seed: int | None = None
-    """Seed of the training order; None takes ``seed_everything``'s, or draws one."""
+    """Seed of the training order. None: the seed of ``seed_everything``, or a random one."""
     sample_bytes: int | None = None
-    """Bytes of one sample as the dataset gives it, if known: ``"auto"`` then knows how many fit into shared memory."""
+    """Bytes of one sample from the dataset, if known. Lets ``"auto"`` calculate how many fit into shared memory."""
 
     def __post_init__(self) -> None:
         for name, (numbers, others) in _ALLOWED.items():
@@ -94,22 +95,22 @@ class LoaderSettings:
         for name, zero in (("timeout_s", "to wait for ever"), ("warn_after_s", "to say nothing")):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-                raise SettingsError(f"{name}={value!r} is not possible. Give seconds, or 0 {zero}.")
+                raise SettingsError(f"{name}={value!r} is not possible. Use seconds, or 0 {zero}.")
         self._refuse_without_effect()
         self._check_ray()
 
     def _check(self, name: str, numbers: range, others: tuple[object, ...]) -> None:
         value = getattr(self, name)
-        # By type, too: 1 is not True.
+        # Compares types too: 1 is not True.
         known = any(type(value) is type(other) and value == other for other in others)
         if known or (type(value) is int and value in numbers):
             return
         allowed = [f"a whole number from {numbers[0]} to {numbers[-1]}"] if numbers else []
         allowed += map(repr, others)
-        raise SettingsError(f"{name}={value!r} is not possible. Give {' or '.join(allowed)}.")
+        raise SettingsError(f"{name}={value!r} is not possible. Use {' or '.join(allowed)}.")
 
     def asking_for_workers(self) -> dict[str, Any]:
-        """The given settings that need workers."""
+        """Names of the user's settings that need workers."""
         idle: dict[str, tuple[object, ...]] = {
             "workers": ("process",),
             "prefetch_factor": ("auto",),
@@ -158,55 +159,55 @@ class LoaderSettings:
 
 
 def workers_of(settings: LoaderSettings) -> Literal["process", "thread"] | RayCluster:
-    """The ``workers`` argument of a FeedLoader."""
+    """Return the ``workers`` argument for a FeedLoader."""
     return RayCluster(settings.ray_address) if settings.workers == "ray" else settings.workers
 
 
 ASSUMED_SAMPLE_BYTES = 3 * 224 * 224 * 4
-"""A float32 image of 3 x 224 x 224, where the size of a sample is not known: most samples are no larger."""
+"""Assumed bytes of a sample of unknown size: a float32 image of 3 x 224 x 224. Most samples are no larger."""
 TORCH_PREFETCH = 2
 PINNING_DEVICES = ("cuda", "xpu")
-"""Device types to which a copy from page-locked memory can overlap with computing."""
+"""Device types whose copies from page-locked memory can overlap with computing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Facts of the run that loaders depend on. The defaults are those of a loader outside a run."""
+    """Properties of the run that loaders depend on. The defaults fit a loader outside a run."""
 
     device_type: str = "cpu"
     """Type of the device that trains, as in ``torch.device.type``."""
     local_ranks: int = 1
-    """Training processes on this machine, this one included."""
+    """Number of training processes on this machine, including this one."""
     sharing_ranks: int = 1
-    """Training processes that the samples of a map-style dataset are divided among."""
+    """Number of training processes that share the samples of a map-style dataset."""
     reserved_bytes: int = 0
-    """Memory, and room in /dev/shm, that caches have still to fill: workers must leave it alone."""
+    """Bytes of memory and /dev/shm reserved for caches that are not full yet."""
     reload_every_n_epochs: int = 0
     """The Trainer's ``reload_dataloaders_every_n_epochs``."""
     overfit: bool = False
-    """The Trainer's ``overfit_batches``: the same few batches again and again, in one order."""
+    """True if the Trainer's ``overfit_batches`` repeats the same few batches in a fixed order."""
     worker_init: Callable[[int], None] | None = None
     """Function that sets up each worker."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload(Job):
-    """The demand on one loader."""
+    """Properties of one loader that the settings depend on."""
 
     split: str
     """``"train"``, ``"val"``, ``"test"`` or ``"predict"``."""
     batch_size: int
     batches: int | None
-    """Batches of an epoch on one rank; None where the dataset has no length."""
+    """Batches of an epoch on one rank. None if the dataset has no length."""
     loaders: int = 1
-    """Loaders that run at the same time, this one included."""
+    """Number of loaders that run at the same time, including this one."""
     iterable: bool = False
-    """The dataset is a stream, from which workers cannot pick samples."""
+    """True if the dataset is a stream, from which workers cannot pick samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """The values to build a loader with, and why."""
+    """The chosen settings for a loader, with reasons."""
 
     num_workers: int
     prefetch_factor: int | None
@@ -214,22 +215,22 @@ class Recommendation:
     pin_memory: bool
     persistent_workers: bool
     reasons: dict[str, str]
-    """A reason for each of the values, by its name; for ``workers`` where it is not the default."""
+    """Reason for each value, by name. ``workers`` is included only if it is not the default."""
     workers: Literal["process", "thread", "ray"] = "process"
     """Kind of the workers."""
     warnings: tuple[str, ...] = ()
-    """Risks of given values, and limits that no choice could meet."""
+    """Warnings: risks of the user's values, and limits that no choice could satisfy."""
 
     def describe(self) -> str:
-        """One line for each value: what it is and why."""
+        """Return one line per value, with the reason."""
         return "\n".join(f"{name}={getattr(self, name)}: {reason}" for name, reason in self.reasons.items())
 
 
 def recommend(machine: Machine, settings: LoaderSettings, workload: Workload) -> Recommendation:
-    """Choose the settings that are left to ``"auto"``. Given values are kept, with a warning where they may hurt.
+    """Choose the ``"auto"`` settings. The user's values are kept, with a warning if they may hurt.
 
     Raises:
-        SettingsError: for persistent workers with loaders that the Trainer replaces every few epochs.
+        SettingsError: persistent workers, but the Trainer reloads the loaders every few epochs.
     """
     workers, why_workers = _workers(machine, settings, workload)
     prefetch, why_prefetch = TORCH_PREFETCH, "torch's default; more helps only where samples differ much in cost"
@@ -273,7 +274,7 @@ def recommend(machine: Machine, settings: LoaderSettings, workload: Workload) ->
 
 
 def _workers(machine: Machine, settings: LoaderSettings, workload: Workload) -> tuple[int, str]:
-    if isinstance(settings.num_workers, int):  # "tune", where there is no trial, is as "auto"
+    if isinstance(settings.num_workers, int):  # without a trial, "tune" means "auto"
         return settings.num_workers, "as given"
     needed = ", ".join(settings.asking_for_workers())
     if workload.batches is not None and workload.batches <= 1 and not needed:
@@ -295,7 +296,7 @@ def _workers(machine: Machine, settings: LoaderSettings, workload: Workload) -> 
 
 
 def _share_of_cpus(machine: Machine, workload: Workload) -> tuple[int, str]:
-    """The CPUs for the workers of one loader of one rank."""
+    """Return the number of CPUs for the workers of one loader on one rank."""
     share = machine.usable_cpus // workload.local_ranks
     why = f"{machine.usable_cpus} {machine.cpu_reason}"
     if workload.local_ranks > 1:
@@ -310,7 +311,7 @@ def _share_of_cpus(machine: Machine, workload: Workload) -> tuple[int, str]:
 
 
 def _fewer(settings: LoaderSettings, workers: int, prefetch: int) -> tuple[int, int] | None:
-    """One prefetched batch fewer, or one worker fewer; None where neither may be lowered."""
+    """Reduce prefetched batches or workers by one. None if neither may be reduced."""
     if settings.prefetch_factor == "auto" and prefetch > 1:
         return workers, prefetch - 1
     fewest = 1 if settings.asking_for_workers() else 0
@@ -319,10 +320,10 @@ def _fewer(settings: LoaderSettings, workers: int, prefetch: int) -> tuple[int, 
 
 
 def _exceeded_limit(machine: Machine, settings: LoaderSettings, workload: Workload, workers: int, prefetch: int) -> str:
-    """The limit that this number of workers would exceed, as a sentence; empty when there is none."""
-    if workers == 0 or settings.workers == "ray":  # their limits are those of the cluster
+    """Describe the limit that this number of workers would exceed. Empty if there is no such limit."""
+    if workers == 0 or settings.workers == "ray":  # only the cluster limits them
         return ""
-    # What the workers have loaded, what the background thread keeps, and the batch that is being trained.
+    # Batches of the workers and of the background thread, and the batch in training.
     batches = workers * prefetch + settings.background + 1
     size = f"{batches} batches of {workload.batch_size} samples"
     if settings.sample_bytes is None:

@@ -23,26 +23,26 @@ from lightning_feed.load.worker import resend_ctrl_c
 logger = logging.getLogger(__name__)
 
 SOON_S = 0.5
-"""Longest wait of Ctrl-C for the current batch."""
+"""Seconds that Ctrl-C waits at most for the current batch."""
 PATIENCE_S = 10.0
-"""Longest wait of a shutdown for the samples that threads are loading. A thread cannot be stopped."""
+"""Seconds that a shutdown waits at most for samples in loading threads. A thread cannot be stopped."""
 CLOSED = "This pass over the loader was closed. Begin a new pass with iter(loader)."
 COLLATING = -1
-"""The place of collating among the places of a batch's samples."""
+"""Marks collating among the sample positions of a batch."""
 
 
 class Stage(Iterator[Batch]):
-    """One step of a pass: an iterator over batches that ends what it has started.
+    """One step of a pass: an iterator over batches that cleans up after itself.
 
-    A pass is a list of stages, each of which draws from the one before it and knows nothing else of it.
+    A pass is a list of stages. Each stage only iterates over the previous one.
     """
 
     def fail(self, error: BaseException) -> LoaderError | None:
-        """React to the error that ends the pass. Returns a clearer error to raise, or None."""
+        """Handle the error that ends the pass. Returns a clearer error to raise, or None."""
         return None
 
     def cancel(self) -> None:
-        """Make a ``next()`` that is blocked in another thread return soon."""
+        """Unblock a ``next()`` in another thread."""
 
     def close(self) -> None:
         """End the threads and processes of this stage. A second call does nothing."""
@@ -53,34 +53,34 @@ class Maker(Stage):
 
     @property
     def source(self) -> Any:
-        """The iterator whose queues and workers are measured; None once it is closed."""
+        """The iterator whose queues and workers are measured. None once closed."""
         return self
 
     def where(self) -> str:
-        """The work that a consumer is waiting for, in words. Any thread may ask."""
+        """Description of the work that a consumer is waiting for. May be read from any thread."""
         raise NotImplementedError
 
 
 class OwnPass(Maker):
-    """Batches of a map-style dataset from workers that are ours: threads or Ray.
+    """Batches of a map-style dataset from our own workers: threads or Ray.
 
-    Indices are drawn, and errors raised, where DataLoader does so: by the consumer, ``capacity`` batches ahead.
+    As in DataLoader, the consumer draws the indices, ``capacity`` batches ahead, and raises the errors.
     ``worker_init_fn`` is not called.
 
     Args:
-        loader: its arguments are used. Not kept.
-        indices: of the batches, from its sampler or batch sampler.
-        first: the number of the first batch in its epoch.
-        seed: of the samples' random numbers, for :func:`~lightning_feed.load.random_state.sample_generator`.
+        loader: source of the arguments. Not kept.
+        indices: indices from its sampler or batch sampler.
+        first: number of the first batch in its epoch.
+        seed: seed of the samples' random numbers, for :func:`~lightning_feed.load.random_state.sample_generator`.
 
     Attributes:
-        capacity: batches requested ahead.
+        capacity: number of batches requested ahead.
     """
 
     head_of_line_ns = 0.0
-    """Nanoseconds that ``next()`` has waited while a later batch was ready, times the share of idle workers."""
+    """Nanoseconds that ``next()`` waited while a later batch was ready, weighted by the share of idle workers."""
     thread_ids: tuple[int, ...] = ()
-    """The worker threads of this process, as the kernel numbers them."""
+    """Kernel thread ids of the worker threads in this process."""
 
     def __init__(self, loader: DataLoader[Batch], indices: Iterator[Index], *, first: int, seed: int) -> None:
         self.capacity = loader.num_workers * (loader.prefetch_factor or 1)
@@ -92,7 +92,7 @@ class OwnPass(Maker):
 
     @property
     def ready(self) -> int:
-        """Complete batches that were not yet taken. Any thread may ask."""
+        """Number of complete batches not yet taken. May be read from any thread."""
         raise NotImplementedError
 
     def fail(self, error: BaseException) -> LoaderError | None:
@@ -106,25 +106,25 @@ class OwnPass(Maker):
         self.close()
 
     def close(self, patience_s: float = PATIENCE_S) -> None:
-        """End the workers of this pass, and wait for them at most ``patience_s``."""
+        """End the workers of this pass. Wait at most ``patience_s`` for them."""
         raise NotImplementedError
 
 
 def _pin_function() -> Callable[[Batch], Batch] | None:
-    """DataLoader's own function to pin a batch; None where nothing can be pinned."""
+    """Return DataLoader's function to pin a batch. None if pinning is not possible."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return None if device is None or device.type == "mps" else pin_memory.pin_memory
 
 
 class ThreadShutdown:
-    """The shutdown of the threads that work for one object, when it is closed or garbage.
+    """Shuts down an object's threads when the object is closed or garbage-collected.
 
-    It holds no reference to that object, so an abandoned one is collected, and its threads end.
+    It holds no reference to the object, so an abandoned object is collected and its threads end.
 
     Args:
         owner: the object.
         threads: its threads; more may be added later.
-        stop: makes them end after their current item. Called in any thread, also from a finalizer.
+        stop: makes the threads end after their current item. Called from any thread or a finalizer.
     """
 
     def __init__(self, owner: object, threads: list[threading.Thread], stop: Callable[[], None]) -> None:
@@ -138,7 +138,7 @@ class ThreadShutdown:
         return os.getpid() == self._pid
 
     def end(self, patience_s: float = PATIENCE_S) -> None:
-        """Stop the threads, and wait at most ``patience_s`` for their current samples. A second call does nothing."""
+        """Stop the threads. Wait at most ``patience_s`` for their current samples. A second call does nothing."""
         if self._finalizer.detach() is not None:
             self._end(patience_s)
 
@@ -151,7 +151,7 @@ class ThreadShutdown:
             return
         self._stop()
         if threading.get_ident() != self._starter:
-            return  # perhaps one of them, or a thread that a sample waits for: it must not be blocked
+            return  # may be one of the threads, or a thread that a sample waits for: must not block
         until = time.monotonic() + patience_s
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
@@ -170,29 +170,29 @@ class ThreadShutdown:
 
 
 def shortened(index: Index, most: int = 200) -> str:
-    """An index for a message."""
+    """Shorten an index for a message."""
     text = repr(index)
     return text if len(text) <= most else f"{text[:most]}..."
 
 
 def at_index(index: Index) -> str:
-    """The loading of one sample, or of several that are loaded at once, in words."""
+    """Describe the loading of one sample, or of several at once."""
     return f"at index {shortened(index)} of the dataset"
 
 
 def collating(index: Index) -> str:
-    """Collating, in words."""
+    """Describe collating."""
     return f"putting together the samples of index {shortened(index)}"
 
 
 def with_place(error: BaseException, where: str) -> ExceptionWrapper:
-    """An error that is raised again, in its own type, with the place where it was first raised."""
-    if isinstance(error, StopIteration):  # unchanged, it would look like the end of the epoch
+    """Wrap an error to be raised again, in its own type, with its original location."""
+    if isinstance(error, StopIteration):  # would be taken for the end of the epoch
         error = LoaderError(f"StopIteration was raised {where}. The dataset must not raise it.")
     return ExceptionWrapper((type(error), error, error.__traceback__), where=where)
 
 
 def stack_here(ident: int | None) -> str:
-    """The stack of a thread of this process."""
+    """Format the stack of a thread in this process."""
     frame = sys._current_frames().get(ident or 0)
     return "(the thread has ended)" if frame is None else "".join(traceback.format_stack(frame)).rstrip()

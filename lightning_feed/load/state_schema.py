@@ -1,4 +1,4 @@
-"""The schema of loader states: a checkpoint's state is read as a whole, or refused as a whole."""
+"""The schema of loader states. A checkpoint's state is accepted or refused as a whole."""
 
 from collections.abc import Callable, Mapping
 from types import FunctionType, NoneType
@@ -13,7 +13,7 @@ from lightning_feed.load.order import STATE_VERSION, mix_seed
 
 
 def _each(key: object, item: object) -> Callable[[Any], bool]:
-    """The shape of a dict with any number of items."""
+    """Schema of a dict with any number of items."""
     return lambda value: type(value) is dict and all(_fits(name, key) and _fits(value[name], item) for name in value)
 
 
@@ -66,8 +66,8 @@ _CHECKS: dict[type, Callable[[Any, Any], bool]] = {
     dict: lambda value, shape: type(value) is dict and all(_has(value, *field) for field in shape.items()),
     FunctionType: lambda value, shape: bool(shape(value)),
 }
-"""Kinds of shapes, in their order: a type, a constant, whole numbers, one of several shapes, a list with the shape of
-its items, fields of a dict (optional ones with ``?`` behind their names), and a function that tells."""
+"""Kinds of schema, in order: a type, a constant, a range of whole numbers, alternatives, a list with a schema for its
+items, fields of a dict (optional names end in ``?``), and a predicate."""
 
 
 def _fits(value: object, shape: object) -> bool:
@@ -80,15 +80,15 @@ def _has(value: dict[str, Any], name: str, shape: Any) -> bool:
 
 
 def check_state(state: Any, *, batches: int = 0, unfinished: bool = False) -> None:
-    """Check the whole of a state, which may have been gathered from all ranks.
+    """Check a complete state, which may hold all ranks.
 
     Args:
-        state: from the checkpoint, of any type.
-        batches: number of batches of the epoch that were trained at least.
-        unfinished: the epoch is known to have more.
+        state: object of any type from the checkpoint.
+        batches: least number of trained batches in the epoch.
+        unfinished: True if the epoch is known to have more batches.
 
     Raises:
-        ResumeError: it is of another version, or something in it is missing, of another type, or out of range.
+        ResumeError: the state has another version, or a part is missing, has another type, or is out of range.
     """
     parts = state.get("ranks", [state]) if isinstance(state, Mapping) else []
     parts = parts if isinstance(parts, list) else []
@@ -121,11 +121,11 @@ def _is_sound(state: Any) -> bool:
         return fits and max(state["next_worker"], *state["workers"], 0) < max(1, state["num_workers"])
     if state["kind"] == "map":
         return _fits(state, _MAP) and _is_possible(state)
-    return True  # of another kind of loader
+    return True  # state of another kind of loader
 
 
 def _is_possible(state: SavedState) -> bool:
-    """Check that no more was trained than there was, and that the order of the epoch can be drawn again."""
+    """Check that the trained count does not exceed the epoch, and that its order can be drawn again."""
     starts = state["pass_start"]
     if state["since"] > state["batches"] or not all(_fits_the_epoch(state, *start) for start in starts.items()):
         return False
@@ -140,7 +140,7 @@ def _is_possible(state: SavedState) -> bool:
 
 
 def _has_order(state: SavedState) -> bool:
-    """Check that a state holds what its order is drawn from: a seed, a generator, or an epoch."""
+    """Check that a state holds the source of its order: a seed, a generator or an epoch."""
     order = state["order"]
     start = state["pass_start"].get(order["sampler"], {})
     if "shuffle" in order:
@@ -149,7 +149,7 @@ def _has_order(state: SavedState) -> bool:
 
 
 def _fits_the_epoch(state: SavedState, name: str, start: SavedState) -> bool:
-    """Check that a sampler began with the epoch, and with the seed that follows from it, where the run has a seed."""
+    """Check that a sampler started with the right epoch and, if the run has a seed, with the seed derived for it."""
     seed, epoch = state["seed"], state["epoch"]
     if seed is None or epoch is None:
         return True

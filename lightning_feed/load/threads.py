@@ -1,12 +1,12 @@
-"""Worker threads: a stage that makes the batches of a map-style dataset in threads of the training process.
+"""Worker threads: a stage that makes batches of a map-style dataset in threads of the training process.
 
-Each sample of a batch is a task. All threads work on the same batch, so that the first one of an epoch is ready as many
-times sooner as there are threads, and then go on to the next. All queues are ``queue.SimpleQueue``, whose ``put`` may
-be called from a finalizer that garbage collection runs inside another ``put``.
+Each sample of a batch is a task. All threads work on the same batch and then go on to the next. So ``n`` threads make
+the first batch of an epoch ``n`` times sooner. All queues are ``queue.SimpleQueue``, whose ``put`` may be called from a
+finalizer that garbage collection runs inside another ``put``.
 
-Written on the standard library. torchdata's ParallelMapper (read in 0.11) polls its queues ten times a second, loses
-what is no Exception and cannot say which sample it waits for; and Python joins a ThreadPoolExecutor at its exit, which
-a sample that hangs would prevent for ever. The threads end with the pass: they start in less than a millisecond.
+Uses only the standard library. torchdata's ParallelMapper (read in 0.11) polls its queues ten times a second, loses a
+BaseException and cannot say which sample it waits for. Python joins a ThreadPoolExecutor at exit, so a sample that
+hangs would block it for ever. The threads end with the pass, because they start in less than a millisecond.
 """
 
 import logging
@@ -42,9 +42,9 @@ from lightning_feed.load.worker import disable_opencv_threads, on_this_device
 logger = logging.getLogger(__name__)
 
 _SHORT_PATIENCE_S = 0.2
-"""Patience where one thread is known to hang: enough for the others."""
+"""Seconds to wait for the remaining threads if one is known to hang."""
 _CHECK_S = 1.0
-"""Seconds between two checks of the clock by a waiting consumer, which let Ctrl-C through on Windows."""
+"""Seconds between a waiting consumer's checks of the clock, which let Ctrl-C through on Windows."""
 _END = object()
 
 _Task = Callable[[int], object]
@@ -53,23 +53,23 @@ _Task = Callable[[int], object]
 
 @dataclass
 class _Plan:
-    """Functions and queues that the threads of a pass share."""
+    """Functions and queues shared by the threads of a pass."""
 
     dataset: AnyDataset
     collate: Callable[[Sample], Batch]
     pin: Callable[[Batch], Batch] | None
     batched: bool
-    """An index stands for a batch of samples, and not for a single sample."""
+    """True if an index is a batch of samples, not a single one."""
     seed: int
-    """Seeds the random numbers of the samples."""
+    """Seed of the samples' random numbers."""
     done: "SimpleQueue[int | None]" = field(default_factory=SimpleQueue)
-    """Numbers of complete batches; None: the pass was closed."""
+    """Queue of complete batch numbers. None: the pass was closed."""
     tasks: "SimpleQueue[_Task | None]" = field(default_factory=SimpleQueue)
-    """Next tasks of the threads; None: end."""
+    """Queue of the threads' tasks. None: end."""
     cancelled: bool = False
 
     def __post_init__(self) -> None:
-        # A dataset that expects the samples of a batch reads them together, and still makes them one by one.
+        # A dataset with ``expect`` reads a batch's files together, but still makes the samples one by one.
         whole_batches = bool(getattr(self.dataset, "__getitems__", None)) and not hasattr(self.dataset, "expect")
         self.at_once = self.batched and whole_batches
         self.whole = self.at_once or not self.batched
@@ -83,18 +83,18 @@ class _Plan:
 
 
 class _Job:
-    """One batch in the making. Threads call :meth:`work`; the last of them collates the batch.
+    """One batch in progress. Threads call :meth:`work`; the last one collates the batch.
 
     Args:
-        plan: of the pass.
-        number: of the batch in its epoch, from 0.
-        index: from the sampler.
+        plan: plan of the pass.
+        number: number of the batch in its epoch, from 0.
+        index: index from the sampler.
     """
 
     def __init__(self, plan: _Plan, number: int, index: Index) -> None:
         self.plan, self.number, self.index = plan, number, index
         self.parts = [index] if plan.whole else list(index)
-        self.places = range(max(1, len(self.parts)))  # an empty batch is a task, too: it is collated
+        self.places = range(max(1, len(self.parts)))  # an empty batch needs a task too: collating
         self.left = len(self.places)
         self.at: dict[int, int] = {}  # thread -> place in the batch
         self._loaded: list[Any] = [None] * len(self.parts)
@@ -102,11 +102,11 @@ class _Job:
         self._failure: tuple[int, int, BaseException] | None = None  # place, thread, error
         self._held: object = None
         if not plan.whole and hasattr(plan.dataset, "expect"):
-            self._held = plan.dataset.expect(self.parts)  # files that were read together, as long as this job lives
+            self._held = plan.dataset.expect(self.parts)  # keeps the files read together for the life of this job
 
     def work(self, place: int, thread: int) -> None:
         """Load the sample at ``place``. Never raises."""
-        # Threads take places in their order, so all those before a failed one are done: the first failure is raised.
+        # Threads take places in order, so all places before a failed one are done, and the first failure is raised.
         if self.parts and self._failure is None:
             self._attempt(place, thread, self._load)
         with self._lock:
@@ -119,7 +119,8 @@ class _Job:
         self.at.pop(thread, None)
 
     def take(self) -> Batch:
-        """The batch, once; or raise the error of its first failed sample, in its own type, with thread and index."""
+        """Return the batch, only once, or raise the error of the first failed sample, in its own type, with thread and
+        index."""
         if self._failure is None:
             batch, self._loaded = self._loaded[0], []
             return batch
@@ -132,7 +133,7 @@ class _Job:
             del error  # its traceback holds this frame
 
     def describe(self, place: int) -> str:
-        """The work at ``place``, in words."""
+        """Describe the work at ``place``."""
         return at_index(self.parts[place]) if place != COLLATING else collating(self.index)
 
     def _attempt(self, place: int, thread: int, what: Callable[[int], None]) -> None:
@@ -160,23 +161,22 @@ class _Job:
 
 
 class ThreadPass(OwnPass):
-    """Yields the batches of a DataLoader of the same arguments, made by threads instead of processes.
+    """Yields the same batches as a DataLoader, made by threads instead of processes.
 
-    The threads are set up as torch sets up worker processes: one thread each for what torch computes, gradients on, the
-    CPU as default device. Garbage collection of this object ends them.
+    The threads are set up like torch's worker processes: one torch thread each, gradients on, the CPU as default
+    device. They end when this object is garbage-collected.
 
     Args:
         loader: see :class:`OwnPass`.
         indices: see :class:`OwnPass`.
-        probe: find out which random generators the first sample draws from. It is then loaded before all others.
+        probe: detect the random generators used by the first sample, which is then loaded before all others.
         **begun: see :class:`OwnPass`.
 
     Attributes:
         threads: the workers.
 
     Raises:
-        LoaderError: when a thread cannot be started; from ``next()``, when ``loader.timeout`` has passed, or the pass
-            was closed.
+        LoaderError: a thread cannot be started. From ``next()``: ``loader.timeout`` has passed, or the pass was closed.
     """
 
     def __init__(self, loader: DataLoader[Batch], indices: Iterator[Index], *, probe: bool, **begun: int) -> None:
@@ -230,7 +230,7 @@ class ThreadPass(OwnPass):
         return "\n".join(stacks) or "The worker threads have nothing to do."
 
     def _at_work(self) -> list[tuple[int, str]]:
-        """The threads that work on the first incomplete batch, each with its work in words."""
+        """Return the threads working on the first incomplete batch, with a description of their work."""
         job = next((job for job in list(self._jobs.values()) if job.at), None)
         return [] if job is None else [(thread, job.describe(place)) for thread, place in dict(job.at).items()]
 
@@ -240,12 +240,12 @@ class ThreadPass(OwnPass):
         return tuple(thread.native_id for thread in self.threads if thread.native_id is not None)
 
     def close(self, patience_s: float = PATIENCE_S) -> None:
-        """See :meth:`OwnPass.close`. A consumer that waits in another thread is woken."""
+        """See :meth:`OwnPass.close`. Wakes a consumer that waits in another thread."""
         self._shutdown.end(patience_s)
         self._jobs.clear()
 
     def _ask(self, *, probe: bool = False) -> None:
-        """Request one more batch from the threads, if there is one."""
+        """Request the next batch, if any, from the threads."""
         index = next(self._indices, _END)
         if index is _END:
             return
@@ -268,7 +268,7 @@ class ThreadPass(OwnPass):
         try:
             loaded.get(timeout=self._timeout_s or None)
         except Empty:
-            return  # next() waits for it as long again, and then names it
+            return  # next() waits for it again, up to the timeout, and then names it
         changed = before.restore()
         if changed:
             logger.warning(
@@ -280,7 +280,7 @@ class ThreadPass(OwnPass):
             )
 
     def _wait(self) -> int:
-        """The number of the next batch, when it is complete."""
+        """Wait for the next complete batch. Returns its number."""
         until = time.monotonic() + self._timeout_s if self._timeout_s else math.inf
         while True:
             number = next(iter(self._jobs if self._in_order else self._ready), None)
@@ -302,25 +302,25 @@ class ThreadPass(OwnPass):
                 self._ready[done] = None
 
     def _idle_share(self) -> float:
-        """Share of the threads that have nothing left to do, 0 to 1; 0 at the end of the data."""
+        """Share of idle threads, 0 to 1. 0 at the end of the data."""
         if len(self._jobs) < self.capacity:
             return 0.0
         left = sum(max(1, job.left) for number, job in self._jobs.items() if number not in self._ready)
         return max(0.0, 1 - left / len(self.threads))
 
     def _give_up(self) -> NoReturn:
-        """Raise for a batch that is overdue."""
+        """Raise an error for an overdue batch."""
         at = "; ".join(f"thread worker {thread} is {doing}" for thread, doing in self._at_work())
         self.close(_SHORT_PATIENCE_S)
         raise LoaderError(
             f"No batch came within timeout={self._timeout_s:g} s: {at or 'the threads are busy for another pass'}. "
-            "A sample that hangs cannot be stopped in a thread, so that thread is left behind. Give what it waits "
-            "for a timeout of its own, or allow more time by LoaderSettings(timeout_s=...)."
+            "A sample that hangs cannot be stopped in a thread, so that thread is abandoned. Set a timeout "
+            "in the call that hangs, or allow more time with LoaderSettings(timeout_s=...)."
         )
 
 
 def _start(threads: list[threading.Thread], count: int, plan: _Plan) -> None:
-    disable_opencv_threads()  # one pool for the process, which these threads would only wait for
+    disable_opencv_threads()  # the process has one pool, and these threads would only wait for it
     computing = torch.get_num_threads()
     started: SimpleQueue[BaseException | None] = SimpleQueue()
     try:
@@ -336,7 +336,7 @@ def _start(threads: list[threading.Thread], count: int, plan: _Plan) -> None:
             "limit of processes (`ulimit -u`; a container's `--pids-limit`)."
         ) from error
     finally:
-        # What a thread sets for itself becomes the default of all threads that are made later.
+        # A thread's setting becomes the default of all later threads.
         torch.set_num_threads(computing)
     for problem in filter(None, problems):
         raise problem
@@ -349,7 +349,7 @@ def _serve(
     set_device: Callable[[], None],
 ) -> None:
     try:
-        torch.get_num_threads()  # a thread's first call of it sets the default: before the next line, not after it
+        torch.get_num_threads()  # a thread's first call sets the default, so call it before the next line
         torch.set_num_threads(1)
         set_device()
     except BaseException as error:  # noqa: BLE001  # raised where the threads are started

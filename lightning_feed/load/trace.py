@@ -1,4 +1,4 @@
-"""Named stages in a trace of ``torch.profiler``, at next to no cost where no profiler runs."""
+"""Named stages in a ``torch.profiler`` trace, at almost no cost if no profiler runs."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, get_args
@@ -22,7 +22,7 @@ Traced = Literal[
     "device_transform",
     "hand_over",
 ]
-"""Every stage, in the order of the input pipeline; docs/reference/profiler.md says what lies in each."""
+"""All stages, in pipeline order. See docs/reference/profiler.md."""
 PREFIX = "lightning_feed."
 """Prefix of their names in a trace."""
 
@@ -31,12 +31,12 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 def traced(name: Traced) -> AbstractContextManager[Any]:
-    """A context whose work appears as ``lightning_feed.<name>`` in the trace of an active profiler.
+    """Return a context that appears as ``lightning_feed.<name>`` in an active profiler's trace.
 
-    Torch says whether one is active in ``_is_profiler_enabled`` (torch 2.6 to 2.15; absent: nothing is named). Unlike
-    ``torch.autograd._profiler_enabled()`` it holds for all threads of the process, and not only for the one that
-    started the profiler, so that a profiler with ``profile_all_threads`` sees ours. Entered and left without a
-    profiler, a stage costs about 0.3 us.
+    Reads torch's ``_is_profiler_enabled`` (torch 2.6 to 2.15; without it, nothing is named). Unlike
+    ``torch.autograd._profiler_enabled()`` it is set for all threads of the process, not only for the thread that
+    started the profiler, so a profiler with ``profile_all_threads`` sees ours. Without a profiler, a stage costs about
+    0.3 us.
 
     Example:
         >>> with traced("decode"):

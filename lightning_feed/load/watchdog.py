@@ -1,4 +1,4 @@
-"""A watchdog for the batches of one pass: one warning that says where loading hangs, if no batch comes for long."""
+"""A watchdog for one pass: warns where loading hangs if no batch arrives for a long time."""
 
 import logging
 import queue
@@ -12,16 +12,16 @@ from typing import Protocol
 logger = logging.getLogger(__name__)
 
 _CHECKS = 10
-"""Checks within the time after which the watchdog warns."""
+"""Number of checks within the waiting time before a warning."""
 _REPEAT = 10
-"""After a warning the next one comes only after this many times the waiting time."""
+"""Factor on the waiting time after each warning."""
 
 
 class Watched(Protocol):
-    """A pass over a loader."""
+    """Interface of a pass over a loader."""
 
     def where(self) -> str:
-        """The work that its consumer is waiting for, in words."""
+        """Description of the work that the consumer is waiting for."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Watch:
 class LateBatch:
     """Warns when a batch does not come.
 
-    One thread for each pass, which sleeps nearly always. The loop sets a time stamp before it waits for a batch and
-    removes it afterwards; samples cost nothing. The thread ends with the pass.
+    Runs one thread per pass, which sleeps nearly all the time. The training loop sets a time stamp before it waits for
+    a batch and clears it afterwards, so there is no cost per sample. The thread ends with the pass.
 
     Args:
         batches: the pass. Not kept alive.
-        watch: when to warn, and of what.
+        watch: waiting time and name of the loader.
         clock: seconds.
     """
 
@@ -49,19 +49,19 @@ class LateBatch:
         self._since: float | None = None
         self._quiet_until = clock()
         self._started = False
-        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # its put() may be called from a finalizer
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # put() may be called from a finalizer
         self._thread = threading.Thread(target=self._check_often, name="late-batch", daemon=True)
         weakref.finalize(batches, self._wake.put, None).atexit = False
 
     def begin(self) -> None:
-        """The loop begins to wait for a batch."""
+        """Note that the loop starts to wait for a batch."""
         self._since = self._clock()
         if not self._started:
             self._started = True
             self._thread.start()
 
     def came(self) -> None:
-        """The loop has its batch, or will not get it."""
+        """Note that the loop has its batch, or will not get one."""
         self._since = None
 
     def close(self) -> None:
@@ -77,16 +77,16 @@ class LateBatch:
                 self.check()
 
     def check(self) -> None:
-        """Warn, if it is time to."""
+        """Warn if the batch is overdue."""
         since, now, batches = self._since, self._clock(), self._batches()
         if since is None or batches is None or now - since < self._watch.after_s or now < self._quiet_until:
             return
         self._quiet_until = now + _REPEAT * self._watch.after_s
         try:
             where = batches.where()
-        except Exception as error:  # noqa: BLE001  # the pass goes on meanwhile; what only observes never ends a run
+        except Exception as error:  # noqa: BLE001  # observing must never end a run; the pass goes on
             where = f"Where it hangs is not known ({type(error).__name__}: {error})."
-        if self._since == since:  # the batch did not come meanwhile
+        if self._since == since:  # still the same wait
             logger.warning(
                 "No batch of %s has come for %.0f s. %s\nThe run waits on; LoaderSettings(timeout_s=...) ends it when "
                 "workers take longer than that, and warn_after_s says when to warn.",

@@ -1,4 +1,4 @@
-"""Worker processes: their set-up, what can be sent to them, and the stack of one that hangs."""
+"""Worker processes: set-up, pickling, and the stack of a hanging worker."""
 
 import contextlib
 import faulthandler
@@ -25,7 +25,7 @@ from lightning_feed.errors import LoaderError
 from lightning_feed.load.kinds import Batch
 
 ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
-"""Read by libraries when they are loaded, so these count for what the dataset imports later."""
+"""Environment variables that libraries read when loaded, so they affect the dataset's later imports."""
 _STACK_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7
 _STACK_FILE = "lightning_feed_stack"
 _POLL_S, _POLLS = 0.02, 50
@@ -34,18 +34,18 @@ _RESEND_S = 0.05
 
 @dataclass(frozen=True)
 class WorkerInit:
-    """The ``worker_init_fn`` of our loaders. It can be pickled, so that it serves spawned workers too.
+    """The ``worker_init_fn`` of our loaders. It can be pickled, so it works in spawned workers too.
 
-    The workers run in parallel: a pool of threads in one of them would only take CPUs from the others.
+    The workers run in parallel, so a thread pool in one would only take CPUs from the others.
     """
 
     rank: int = 0
-    """The rank of the training process: ranks must not draw the same random numbers."""
+    """Rank of the training process. Ranks must not draw the same random numbers."""
     seed_worker: Callable[[int, int], None] | None = None
-    """Called with ``(worker_id, rank)`` to seed all generators, when ``seed_everything(workers=True)`` was."""
+    """Called with ``(worker_id, rank)`` to seed all generators, after ``seed_everything(workers=True)``."""
 
     def __call__(self, worker_id: int) -> None:
-        """Prepare the worker process that this runs in."""
+        """Prepare the current worker process."""
         _answer_for_stacks()
         torch.set_num_threads(1)
         for variable in ONE_THREAD:
@@ -56,15 +56,15 @@ class WorkerInit:
 
 
 def disable_opencv_threads() -> None:
-    """Switch off OpenCV's own pool of threads, if OpenCV is loaded: it does not survive a fork."""
+    """Switch off OpenCV's thread pool, if OpenCV is loaded: the pool does not survive a fork."""
     cv2 = sys.modules.get("cv2")
     if cv2 is not None:
         cv2.setNumThreads(0)
 
 
 def on_this_device() -> Callable[[], None]:
-    """A function that moves another thread to this thread's CUDA device. It would start on device 0, and register
-    pinned memory there."""
+    """Return a function that moves another thread to this thread's CUDA device. Otherwise that thread would start on
+    device 0, and register pinned memory there."""
     if not torch.cuda.is_initialized():
         return lambda: None
     return partial(torch.cuda.set_device, torch.cuda.current_device())
@@ -74,21 +74,21 @@ def on_this_device() -> Callable[[], None]:
 
 
 def why_not_picklable(thing: object) -> str | None:
-    """The error of pickling ``thing`` for a worker process; None where it can be pickled.
+    """Return the error of pickling ``thing`` for a worker process. None if pickling works.
 
-    Costs the time of pickling but no memory: nothing is written, and tensors and arrays are skipped.
+    Takes the time of pickling but no memory: nothing is written, and tensors and arrays are skipped.
     """
     try:
         _DryPickler(_Nowhere(), pickle.HIGHEST_PROTOCOL).dump(thing)
     except RuntimeError:
-        return None  # locks and queues of multiprocessing refuse, except while a process is being started
+        return None  # multiprocessing's locks and queues can only be pickled while a process starts
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         return str(error)
     return None
 
 
 def why_not_sent(loader: DataLoader[Batch], start_method: str) -> str:
-    """The reason why a DataLoader cannot have worker processes with a start method; empty where none is known."""
+    """Return the reason why a DataLoader cannot use worker processes with a start method. Empty if none is known."""
     for name in ("dataset", "collate_fn", "worker_init_fn") if start_method != "fork" else ():
         why = why_not_picklable(getattr(loader, name))
         if why is not None:
@@ -97,7 +97,7 @@ def why_not_sent(loader: DataLoader[Batch], start_method: str) -> str:
 
 
 def refuse_unsendable(loader: DataLoader[Batch], name: str, start_method: str) -> None:
-    """Raise a LoaderError for a loader that cannot have worker processes with a start method."""
+    """Raise a LoaderError if a loader cannot use worker processes with a start method."""
     why = why_not_sent(loader, start_method)
     if why:
         raise LoaderError(
@@ -113,7 +113,7 @@ class _Nowhere(io.RawIOBase):
 
 
 class _DryPickler(ForkingPickler):
-    """The pickler of multiprocessing, without the handles that it opens for what is shared rather than copied."""
+    """multiprocessing's pickler, without opening handles for shared objects."""
 
     def reducer_override(self, thing: Any) -> Any:
         shared = isinstance(thing, (torch.Tensor, torch.UntypedStorage, torch.TypedStorage, socket.socket, Connection))
@@ -126,28 +126,28 @@ class _DryPickler(ForkingPickler):
 
 
 def _answer_for_stacks() -> None:
-    """Let this worker process write its stacks on a signal, where the system allows it.
+    """Let this worker process write its stacks on a signal, if the system supports it.
 
-    ``faulthandler`` writes them in C, also where the worker hangs in C and runs no Python. The signal is a real-time
-    one that nobody uses, and is sent only to a process that handles it. The worker keeps a file in memory, which its
-    parent finds under /proc, so that a worker needs no argument for it, forked or spawned.
+    ``faulthandler`` writes them in C, even if the worker hangs in C code. The signal is an unused real-time signal,
+    sent only to processes that handle it. The worker keeps an in-memory file, which its parent finds under /proc, so
+    that neither forked nor spawned workers need an argument for it.
     """
     create = getattr(os, "memfd_create", None)
     if create is None or get_worker_info() is None or signal.getsignal(_STACK_SIGNAL) is not signal.SIG_DFL:
         return
-    with contextlib.suppress(OSError):  # out of descriptors: its work goes first
+    with contextlib.suppress(OSError):  # out of file descriptors: the work matters more
         faulthandler.register(_STACK_SIGNAL, file=create(_STACK_FILE), all_threads=True)
 
 
 def _target_of(descriptor: Path) -> Path:
     try:
         return descriptor.readlink()
-    except FileNotFoundError:  # closed since it was listed
+    except FileNotFoundError:  # closed after it was listed
         return Path()
 
 
 def stack_of(pid: int) -> str:
-    """The stacks of a worker's threads, innermost call first, or its state in the kernel where it does not answer.
+    """Return the stacks of a worker's threads, innermost call first, or its kernel state if it does not answer.
 
     Takes up to a second.
     """
@@ -173,10 +173,10 @@ def stack_of(pid: int) -> str:
 
 @contextlib.contextmanager
 def resend_ctrl_c() -> Iterator[None]:
-    """Send a Ctrl-C that comes in here again a moment later: Python drops what a finalizer or ``__del__`` raises."""
+    """Resend a Ctrl-C raised here a moment later: Python drops errors raised in a finalizer or ``__del__``."""
     try:
         yield
     except KeyboardInterrupt:
-        with contextlib.suppress(RuntimeError):  # there are no new threads while Python ends
+        with contextlib.suppress(RuntimeError):  # no new threads at interpreter shutdown
             main = threading.main_thread().ident
             threading.Timer(_RESEND_S, signal.pthread_kill, (main, signal.SIGINT)).start()

@@ -1,4 +1,4 @@
-"""A training loader that is not a DataLoader, drawn from by a thread where that makes the steps shorter."""
+"""A thread for a training loader that is not a DataLoader, kept if it makes the steps shorter."""
 
 import statistics
 import time
@@ -16,27 +16,27 @@ from lightning_feed.load.random_state import DefaultGenerators
 from lightning_feed.load.stage import Stage
 
 DEPTH = 2
-"""Batches that the thread keeps ready, unless the user says more."""
+"""Batches that the thread keeps ready by default."""
 WATCHED, TRIED = 12, 16
-"""Steps that are measured before the thread, and with it."""
+"""Number of measured steps, both without and with the thread."""
 UNUSUAL = 3
-"""First steps, without and with the thread, that are not compared."""
+"""Number of first steps, both without and with the thread, that are not compared."""
 LEAST_WAIT = 0.05
-"""Share of a step that has to go by in ``next()`` for the thread to be tried."""
+"""Share of a step spent in ``next()`` from which the thread is tried."""
 WORSE = 0.05
-"""Steps shorter or longer by this share are better or worse. Smaller differences are seen in the same setting."""
+"""Smallest relevant difference in step time, as a share. Smaller ones also occur within one setting."""
 _MOST_STEPS = 1000
 
 
 def taken_by(trainer: Any, given: int) -> float:
-    """The number of batches of this epoch at which training stops to take more: its end, or the next validation."""
+    """Return the batch of this epoch at which training pauses: the end of the epoch, or the next validation."""
     every: float = trainer.val_check_batch
     most: float = trainer.num_training_batches
     return most if not every or every == float("inf") else min(most, (given // int(every) + 1) * int(every))
 
 
 def why_not_in_background(loader: object) -> str:
-    """The reason why a thread cannot draw from a loader; empty where it may."""
+    """Return the reason why a thread cannot iterate a loader. Empty if it can."""
     kind = type(loader).__name__
     if not hasattr(loader, "__iter__"):
         return f"the training loader ({kind}) cannot be iterated"
@@ -46,25 +46,25 @@ def why_not_in_background(loader: object) -> str:
 
 
 TORCHS = "torch's default generator"
-"""The generator from which Lightning, loaders of validation and most models draw."""
+"""The generator used by Lightning, validation loaders and most models."""
 
 
 class BackgroundTrial:
-    """The decision whether a thread draws from a training loader, made by the steps of the training itself.
+    """Decides from the training steps if a thread should iterate a training loader.
 
-    The first batches are drawn where they are asked for. The thread is not used if they took random numbers from
-    torch's default generator, or from Python's or NumPy's if training draws from it too, or lie on a device already.
-    Else the next batches are drawn by the thread, which stays if steps are shorter with it. The first batch of each
-    pass, and the next after each portion of the thread's, is drawn without it and looked at in the same way.
+    The first batches are drawn in the training thread. The new thread is not used if they took random numbers from
+    torch's default generator, or from Python's or NumPy's if training uses it too, or are on a device already.
+    Otherwise the new thread draws the next batches, and stays if that makes the steps shorter. The first batch of each
+    pass, and the first after each portion of the thread, is drawn without the thread and checked in the same way.
 
     Args:
-        name: of the loader, for the log.
-        say: called with a line for each decision.
-        asked: the user asked for the thread: it is used unless something is against it, and steps are not compared.
+        name: name of the loader, for the log.
+        say: called with one line per decision.
+        asked: the user requested the thread. It is used unless there is a reason against it, without comparing steps.
         clock: seconds.
 
     Attributes:
-        state: ``watch`` and ``try`` are the two halves of the trial, ``on`` and ``off`` its results.
+        state: ``watch`` and ``try`` during the trial, without and with the thread; ``on`` or ``off`` afterwards.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class BackgroundTrial:
         self._before_s = 0.0
         self._began: float | None = None
         self._drawn: DefaultGenerators | None = None
-        """The generators as they were after the last batch, where that was drawn here."""
+        """The generators' states after the last batch, if drawn without the thread."""
         self._by_loader: set[str] = set()
         self._by_training: set[str] = set()
 
     def begin_pass(self) -> None:
-        """Begin a pass. Where steps of the last one were longer than without the thread, it is given up."""
+        """Begin a pass. Gives up the thread if the last pass had longer steps than without it."""
         self._began = self._drawn = None
         if self.state == "on" and not self._asked and len(self._steps) >= TRIED:
             after_s = self._step_s()
@@ -96,7 +96,7 @@ class BackgroundTrial:
             self._steps.clear()
 
     def begin_step(self) -> None:
-        """Note that training asks for a batch."""
+        """Note that training requests a batch."""
         if self.state == "off":
             return
         began, self._began = self._began, self._clock()
@@ -104,7 +104,7 @@ class BackgroundTrial:
             self._steps.append(self._began - began)
 
     def draw(self, source: Iterator[Batch]) -> Batch:
-        """The next batch, drawn here."""
+        """Draw the next batch without the thread."""
         if self.state == "off":
             return next(source)
         if self._drawn is not None:
@@ -122,14 +122,14 @@ class BackgroundTrial:
         return batch
 
     def ahead(self) -> float:
-        """The number of the next batches that the thread is to draw."""
+        """Return the number of next batches for the thread to draw."""
         if self.state == "watch" and len(self._steps) >= WATCHED:
             self._watched()
         if self.state == "try" and len(self._steps) >= TRIED:
             self._tried()
         count = {"watch": 0, "try": TRIED - len(self._steps), "on": float("inf"), "off": 0}[self.state]
         if count:
-            self._drawn = None  # from now on both draw at the same time
+            self._drawn = None  # from now on loader and training may draw at the same time
         return count
 
     def _watched(self) -> None:
@@ -170,16 +170,16 @@ class BackgroundTrial:
 
 
 class BackgroundLoader:
-    """A training loader from which a thread draws, once a :class:`BackgroundTrial` says so.
+    """A training loader that a thread iterates, once a :class:`BackgroundTrial` has decided so.
 
-    Batches keep their order, and an error is raised in place of the batch that it belongs to. The thread never draws
-    beyond what training takes of a pass. All else is asked of the loader itself.
+    Batches keep their order, and an error is raised in place of its batch. The thread never draws more of a pass than
+    training takes. Other attributes are those of the loader.
 
     Args:
         source: the loader, any iterable.
         trial: decides.
-        limit: called with the number of batches given in a pass, gives the number at which training stops to take more:
-            the end of the epoch, or a validation. It may be infinite.
+        limit: takes the number of batches yielded in a pass, and returns the number at which training pauses: the end
+            of the epoch, or a validation. May be infinite.
         depth: batches that the thread keeps ready.
 
     Attributes:
@@ -208,14 +208,14 @@ class BackgroundLoader:
         return getattr(self.source, name)
 
     def close(self) -> None:
-        """End the thread of the present pass. A second call does nothing."""
+        """End the thread of the current pass. A second call does nothing."""
         ended, self._pass = self._pass, None
         if ended is not None:
             ended.close()
 
 
 class _Pass(Stage):
-    """One pass: batches drawn here, or by a thread in portions that end with what is asked for."""
+    """One pass: batches drawn directly, or by a thread in portions that training will use up."""
 
     def __init__(
         self, source: Iterator[Batch], trial: BackgroundTrial, limit: Callable[[int], float], depth: int
@@ -224,7 +224,7 @@ class _Pass(Stage):
         self._ahead: BackgroundIterator | None = None
         self._given = 0
         self._until: float = 0
-        """The number of batches of this pass with which the thread's portion ends."""
+        """Number of the batch of this pass at which the thread's portion ends."""
 
     def __next__(self) -> Batch:
         self._trial.begin_step()

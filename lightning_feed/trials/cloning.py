@@ -1,7 +1,7 @@
-"""Clones of a user's loader for trials and experiments: with changes, timed, watched, their failures located.
+"""Clones of a user's loader for trials and experiments: changes, timing, watchdog, and locating failures.
 
-Workers finish together, so batches come in bursts of ``num_workers``, and what comes first was made before the clock
-started. Windows of a fixed number of batches were seen to be off by -13 to +52 %, whole rounds by -4 to +3 %.
+Workers finish together, so batches arrive in bursts of ``num_workers``, and the first ones were made before the clock
+started. Rates over a fixed number of batches were off by -13 to +52 %, rates over whole rounds by -4 to +3 %.
 """
 
 import copy
@@ -34,29 +34,29 @@ _WORKER = re.compile(r"in DataLoader worker process (\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """Changes to a loader; None leaves a setting as it is."""
+    """Changes to a loader. None leaves a setting unchanged."""
 
     dataset: AnyDataset = None
-    """In place of its dataset, of the same kind and length."""
+    """Replaces the dataset. Of the same kind and length."""
     num_workers: int | None = None
     workers: Literal["process", "thread"] | None = None
-    """The kind of workers; only a FeedLoader has the choice."""
+    """Kind of workers. Only a FeedLoader has the choice."""
     prefetch_factor: int | None = None
     pin_memory: bool | None = None
     persistent_workers: bool | None = None
     in_order: bool | None = None
     batches: Sequence[Any] | None = None
-    """Items for the sampler to give, batch for batch: lists of indices, or indices where the loader does not batch."""
+    """Items for the sampler to yield: a list of indices per batch, or indices if the loader does not batch."""
     endless: bool = False
-    """True to have the sampler begin again at its end. Iterable datasets end when they end."""
+    """True to restart the sampler at its end. Has no effect on iterable datasets."""
 
 
 class GivenOrder:
-    """A sampler that gives what it was given, over and over if it is to be endless.
+    """A sampler that yields the items of ``source``, repeatedly if ``endless``.
 
     Args:
         source: a sampler, or a list.
-        endless: begin again at its end; a source that gives nothing ends all the same.
+        endless: restart at the end. An empty source still ends.
     """
 
     def __init__(self, source: Any, *, endless: bool) -> None:
@@ -77,14 +77,14 @@ class GivenOrder:
 
 
 def twin_of(loader: DataLoader[Batch], **values: object) -> DataLoader[Batch]:
-    """A loader of the same class, dataset, samplers and functions, without workers yet, and with other ``values``.
+    """Copy a loader, with other ``values`` and without running workers. Class, dataset, samplers and functions stay.
 
-    The constructor is not called: it may take other arguments than its objects have attributes, and may do more than
-    once what must be done once. Where there are no workers, what only workers have is left out.
+    The constructor is not called: its arguments may differ from the attributes, and its side effects must not be
+    repeated. Without workers, options that need workers are dropped.
 
     Args:
         loader: a DataLoader, of a derived class, or ours. It stays as it is.
-        **values: attributes of the twin. ``prefetch_factor=None`` beside workers gives torch's default.
+        **values: attributes of the copy. ``prefetch_factor=None`` with workers means torch's default.
     """
     context = loader.multiprocessing_context
     if not values.get("num_workers", loader.num_workers):
@@ -101,18 +101,18 @@ def twin_of(loader: DataLoader[Batch], **values: object) -> DataLoader[Batch]:
 
 
 def clone_loader(loader: DataLoader[Batch], changes: Changes | None = None) -> DataLoader[Batch]:
-    """A loader for trials: of the same class, dataset, samplers, collate function and settings, but for the changes.
+    """Clone a loader for trials, with changes. Class, dataset, samplers, collate function and other settings stay.
 
-    Its dataset, samplers and generator are the loader's own objects, so it draws the same order: iterate it within
-    :func:`preserve_state`, which puts back what they draw and change. A FeedLoader's clone has no order of its own.
+    The clone shares the loader's dataset, samplers and generator, so it draws the same order. Iterate it within
+    :func:`preserve_state`, which restores their state. A FeedLoader's clone has no order of its own.
 
     Args:
         loader: a DataLoader, of a derived class, or ours. It is not iterated, and its workers are left alone.
         changes: the differences.
 
     Raises:
-        LoaderError: when it cannot be cloned: its sampler can be gone through only once, or it keeps an iterator of its
-            own.
+        LoaderError: the loader cannot be cloned, because its sampler can be iterated only once, or it keeps its own
+            iterator.
     """
     changes = changes or Changes()
     _refuse_kept_iterator(loader)
@@ -132,7 +132,7 @@ def map_loaders(made: Any, change: Callable[[Any, tuple[Any, ...]], Any]) -> Any
 
     Args:
         made: the result of a hook for loaders: a loader, dicts and lists of loaders, or a CombinedLoader.
-        change: given a loader and the keys and numbers that lead to it.
+        change: called with a loader and its path of keys and numbers.
     """
 
     def each(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -147,7 +147,8 @@ def map_loaders(made: Any, change: Callable[[Any, tuple[Any, ...]], Any]) -> Any
 
 
 def burst_of(loader: DataLoader[Batch]) -> int:
-    """Batches that come together: one for each worker process; 1 without, and with threads, which share a batch."""
+    """Return the number of batches that arrive together: one per worker process. 1 without workers, and with threads,
+    which share a batch."""
     return 1 if has_threads(loader) else max(1, loader.num_workers)
 
 
@@ -157,25 +158,25 @@ def has_threads(loader: object) -> bool:
 
 
 def background_of(loader: object) -> int:
-    """Batches that the loader's own thread keeps ready."""
+    """Return the number of batches that the loader's own thread keeps ready."""
     return loader.background if isinstance(loader, FeedLoader) else 0
 
 
 def iter_is_itself(source: object) -> bool:
-    """Check if iterating uses ``source`` up: it is an iterator, such as a generator."""
+    """Check if ``source`` can be iterated only once: an iterator, such as a generator."""
     return hasattr(source, "__next__") and isinstance(source, Iterator)
 
 
 def _order(loader: DataLoader[Batch], changes: Changes) -> dict[str, Any]:
-    """The source of the indices, where it is to change."""
+    """Return the new source of indices, if it changes."""
     if isinstance(loader.dataset, IterableDataset):
         return {}
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     source = getattr(loader, name) if changes.batches is None else changes.batches
     if iter_is_itself(source):
         raise LoaderError(
-            f"The sampler ({type(source).__name__}) is an iterator, which can be gone through only once, so the loader "
-            "cannot be tried without using it up. Give an object whose __iter__ begins again."
+            f"The sampler ({type(source).__name__}) is an iterator, which can be iterated only once, so the loader "
+            "cannot be tried without using it up. Use an object whose __iter__ starts again."
         )
     if changes.batches is None and not changes.endless:
         return {}
@@ -195,7 +196,7 @@ def _refuse_kept_iterator(loader: DataLoader[Batch]) -> None:
 
 
 def original_error(error: BaseException) -> tuple[str, str]:
-    """Class name and message of an error; of one that comes from a worker, those of the original."""
+    """Return an error's class name and message. For an error from a worker, those of the original error."""
     kind, text = type(error).__name__, str(error).strip()
     if text.startswith("Caught "):  # torch puts the worker's traceback into the message
         text = text.rpartition("\n")[2]
@@ -206,15 +207,15 @@ def original_error(error: BaseException) -> tuple[str, str]:
 
 
 def locate_failure(parts: Sequence[Any], error: BaseException, came: int | None) -> DatasetError:
-    """The error to raise for one that a loader raised, with the worker and the sample as far as they are known.
+    """Return the error to raise for a loader's error. It names the worker and the sample, if known.
 
-    The sampler's draws are repeated up to the batch that failed, and its samples are made in this process: the one that
-    raises the same kind of error is named.
+    Repeats the sampler's draws up to the failed batch, and makes its samples in this process. Names the sample that
+    raises the same kind of error.
 
     Args:
-        parts: the loaders, restored to before the pass.
-        error: the error raised.
-        came: batches that came before, in the first pass; None: not known.
+        parts: the loaders, in their state before the pass.
+        error: the loader's error.
+        came: batches received before the error, in the first pass. None: unknown.
     """
     kind, text = original_error(error)
     worker = _WORKER.search(str(error))
@@ -231,9 +232,9 @@ def locate_failure(parts: Sequence[Any], error: BaseException, came: int | None)
 
 
 def _failing_sample(loader: DataLoader[Batch], kind: str, came: int) -> Any:
-    """The sample that failed; None where it is not found."""
+    """Find the failed sample. None if it is not found."""
     with preserve_state(loader):
-        # As torch does before it asks the sampler for anything.
+        # As torch does before it draws from the sampler.
         with drawing_device(loader.generator):
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             batched = loader.batch_sampler is not None
@@ -246,7 +247,7 @@ def _failing_sample(loader: DataLoader[Batch], kind: str, came: int) -> Any:
         for index in failed if batched else [failed]:
             try:
                 loader.dataset[index]
-            except Exception as error:  # noqa: BLE001  # compared with the one that is being explained
+            except Exception as error:  # noqa: BLE001  # compared with the error to be explained
                 if type(error).__name__ == kind:
                     return index
     return None
@@ -257,9 +258,9 @@ T = TypeVar("T")
 _END = object()
 _POLL_S = 0.2
 _SOON_S = 1.0
-"""Time for a call to end after it was asked to stop."""
+"""Seconds for a call to end after a request to stop."""
 _GRACE_S = 7.0
-"""And after what it waits for is gone. Torch's iterator looks every 5 s whether its workers live."""
+"""Seconds for a call to end after it was unblocked. Torch's iterator checks its workers every 5 s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,25 +270,25 @@ class RoundLimits:
     min_s: float = 1.0
     """Measure at least this long."""
     min_rounds: int = 2
-    """Measure at least so many whole rounds."""
+    """Measure at least this many whole rounds."""
     warm_rounds: int = 2
-    """Rounds of each pass that do not count, after the first batch, which does not count either."""
+    """Rounds of each pass to discard, after the first batch, which is discarded too."""
     max_s: float = 30.0
-    """End then with what was measured."""
+    """End after this time, with the measurements so far."""
     silent_s: float | None = None
-    """A loader that gives no batch for as long is taken to hang. None: ``max_s``."""
+    """A loader without a batch for this time is considered hanging. None: ``max_s``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderRate:
-    """The rate of a loader."""
+    """A loader's measured rate."""
 
     batches_per_s: float
     start_s: float
-    """From before ``iter(loader)`` to the first batch, of the first pass."""
+    """Time from ``iter(loader)`` to the first batch, in the first pass."""
     taking_ms: float
-    """CPU time that the thread which takes the batches spends for each, of all that came: with workers, what it costs
-    to open a batch that they have sent; without, all of the loading."""
+    """CPU time per batch in the consuming thread, averaged over all batches. With workers, the cost of opening a
+    received batch; without workers, all of the loading."""
 
 
 def time_loader(
@@ -298,22 +299,22 @@ def time_loader(
     clock: Callable[[], float] = time.perf_counter,
     prepare: Callable[[], object] | None = None,
 ) -> LoaderRate:
-    """Drain a loader and measure its rate.
+    """Measure a loader's rate by iterating it.
 
-    A pass that ends before enough was measured is followed by a new one. What lies between the two is not counted: the
-    broken round at the end, the start-up, and the first batch and rounds of the new pass. Where passes are too short
-    for that, fewer rounds are discarded, then whole passes are measured.
+    If a pass ends too early, a new one follows. The incomplete round between the two, the start-up, and the first batch
+    and rounds of the new pass are not counted. If passes are too short for that, fewer rounds are discarded, and
+    finally whole passes are measured.
 
     Args:
-        begin: begins a pass. The loader is used up: its workers are ended, persistent ones too.
-        burst: batches of a round: the loader's ``num_workers``, or 1.
+        begin: begins a pass. All workers of the loader are ended, including persistent ones.
+        burst: batches per round: the loader's ``num_workers``, or 1.
         limits: limits of the measurement.
         clock: seconds.
-        prepare: called before each pass; its time belongs to nothing that is measured.
+        prepare: called before each pass. Its time is not measured.
 
     Raises:
-        LoaderError: when the loader is empty, gives no batch for ``silent_s``, or gave too few in that time.
-        Exception: what the loader raises.
+        LoaderError: the loader is empty, yields no batch for ``silent_s``, or yields too few in the available time.
+        Exception: any error of the loader.
     """
     limits = limits or RoundLimits()
     drain = _Drain(max(1, burst), limits, clock)
@@ -332,7 +333,7 @@ def time_loader(
             )
             if not drain.passes[-1].stamps:
                 raise LoaderError(
-                    "The loader gave no batch at all. Check the length of the dataset, the sampler and drop_last."
+                    "The loader yielded no batch at all. Check the length of the dataset, the sampler and drop_last."
                 )
     finally:
         if batches is not None:
@@ -344,15 +345,15 @@ def time_loader(
 class _Pass:
     began: float
     stamps: list[float] = field(default_factory=list)
-    """The time at which each batch came."""
+    """Arrival time of each batch."""
     whole: bool = False
-    """True if it came to its end."""
+    """True if the pass reached its end."""
     cpu_s: float = 0.0
-    """CPU time of the thread that took them."""
+    """CPU time of the consuming thread."""
 
 
 class _Drain:
-    """Draws batches until enough is measured or the pass ends. Each batch is let go of at once."""
+    """Draws batches until enough is measured or the pass ends. Keeps no batch."""
 
     def __init__(self, burst: int, limits: RoundLimits, clock: Callable[[], float]) -> None:
         self._burst, self._limits, self._clock = burst, limits, clock
@@ -391,7 +392,7 @@ class _Drain:
             batches, elapsed = came - len(passes), sum(one.stamps[-1] - one.stamps[0] for one in passes)
         if elapsed <= 0:
             raise LoaderError(
-                f"The loader gave {came} batches in {limits.max_s:g} s, and its rate needs some after the first one. "
+                f"The loader yielded {came} batches in {limits.max_s:g} s, too few to measure its rate. "
                 "Allow more time."
             )
         return LoaderRate(
@@ -401,13 +402,14 @@ class _Drain:
         )
 
     def _best(self, fewest_warm: int) -> tuple[int, float]:
-        """(batches, seconds) without the warm-up rounds asked for; with fewer where nothing else is left."""
+        """Return (batches, seconds) without the requested warm-up rounds, or with fewer warm-up rounds if nothing else
+        is left."""
         found = map(self._measured, range(self._limits.warm_rounds, fewest_warm - 1, -1))
         return next((one for one in found if one[1]), (0, 0.0))
 
     def _measured(self, warm: int) -> tuple[int, float]:
-        """(batches, seconds) of the whole rounds that follow the first batch and ``warm`` rounds of each pass; of whole
-        passes for -1."""
+        """Return (batches, seconds) of the whole rounds after the first batch and ``warm`` rounds of each pass. -1
+        counts whole passes."""
         if warm < 0:
             whole = [one for one in self.passes if one.whole and one.stamps]
             return sum(len(one.stamps) for one in whole), sum(one.stamps[-1] - one.began for one in whole)
@@ -421,7 +423,7 @@ class _Drain:
 
 
 class Heartbeat:
-    """The sign of life that a watched call gives."""
+    """Signals from a watched call that it is alive."""
 
     def __init__(self) -> None:
         self.last = time.monotonic()
@@ -429,25 +431,25 @@ class Heartbeat:
         """Set when the call should end."""
 
     def beat(self) -> None:
-        """Say that the call goes on."""
+        """Signal that the call is alive."""
         self.last = time.monotonic()
 
 
 def watchdog(
     work: Callable[[Heartbeat], T], *, silent_s: float, unblock: Callable[[], bool], what: Callable[[float], str]
 ) -> T:
-    """Return what ``work`` returns, or raise its error. Ctrl-C ends the work before it is raised here.
+    """Run ``work`` and return its result. Ctrl-C ends the work first, and is then raised here.
 
-    The work runs in a daemon thread: a call that never returns cannot be ended from outside, only left behind.
+    The work runs in a daemon thread, because a call that never returns cannot be ended, only abandoned.
 
     Args:
-        work: calls ``beat()`` at least every ``silent_s``.
-        silent_s: seconds that it may be silent.
-        unblock: called to let the work past what it waits for; returns whether there was anything to do.
-        what: the message for so many seconds of silence.
+        work: must call ``beat()`` at least every ``silent_s`` seconds.
+        silent_s: longest time between two beats.
+        unblock: called to unblock the work. Returns True if there was anything to unblock.
+        what: returns the error message for this many seconds without a beat.
 
     Raises:
-        LoaderError: the work was silent for longer.
+        LoaderError: no beat for longer than ``silent_s``.
     """
     heartbeat, outcome = Heartbeat(), Future[T]()
     thread = threading.Thread(
@@ -465,8 +467,8 @@ def watchdog(
     except BaseException as ended:
         heartbeat.stopped = True
         thread.join(_SOON_S)
-        # What was silent for too long may hang for ever. What Ctrl-C met in the midst of a sample ends with that, and
-        # must: it would draw random numbers after their state has been put back.
+        # Silent work may hang for ever, so it is abandoned. Work interrupted by Ctrl-C ends with the current sample,
+        # and must be waited for: it would draw random numbers after their state has been restored.
         if thread.is_alive() and (unblock() or isinstance(ended, KeyboardInterrupt)):
             thread.join(_GRACE_S)
         raise
@@ -480,7 +482,7 @@ def _watched(work: Callable[[], T], outcome: "Future[T]", set_device: Callable[[
     try:
         set_device()
         outcome.set_result(work())
-    except BaseException as error:  # noqa: BLE001  # raised in the thread that asked
+    except BaseException as error:  # noqa: BLE001  # raised in the calling thread
         outcome.set_exception(error)
     finally:
         del outcome

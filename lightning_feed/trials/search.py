@@ -1,7 +1,8 @@
-"""The search for a loader's setting: which one to try next, and which one to take. Pure: no clock, no loader.
+"""The search for a loader's setting: proposes trials and selects the result. Pure: no clock, no loader.
 
-The first trial has no workers. It says how long a worker needs for a batch, and how many workers keep the CPUs busy:
-the next trial has so many, and each further one more or fewer, where the rates so far say that this may be faster.
+The first trial has no workers. It measures the time of a worker per batch, and from it follows the number of workers
+that keep the CPUs busy, for the next trial. Further trials have more or fewer workers, if the rates so far suggest that
+this is faster.
 """
 
 import math
@@ -14,106 +15,107 @@ from lightning_feed.load.settings import TORCH_PREFETCH, LoaderSettings
 from lightning_feed.trials.trial import Kind, Setting, Trial
 
 SPARE = 1.1
-"""A setting meets the demand when it gives so much of it: rates vary, and the model must never wait."""
+"""Factor on the demand that a sufficient setting must deliver: rates vary, and the model must never wait."""
 TIE = 0.02
-"""Settings this close, as a share, are equally fast; the smaller one is taken."""
+"""Settings whose rates differ by at most this share are equally fast. The smaller one is taken."""
 FED_PCT = 2.0
-"""Below this starvation a loader without workers, which takes turns with the model, will do."""
+"""Starvation below which a loader without workers, which takes turns with the model, is good enough."""
 MOST_PREFETCH = 8
 _PER_CPU = 1.25
-"""Workers for each that would compute all the time: with as many as CPUs, some CPUs are idle now and then."""
+"""Factor on the number of always-busy workers that fill the CPUs: with just that number, CPUs are idle at times."""
 _IN_PROPORTION = 0.7
-"""From this share of what as many separate workers would give, more of them are worth a trial."""
+"""Share of the ideal rate (all workers independent) above which more workers are worth a trial."""
 _IN_THE_WAY = 0.6
-"""Below it, fewer may give as much."""
+"""Share of the ideal rate below which fewer workers may be as fast."""
 KEEP = 0.10
-"""A given setting is kept unless another gives more by this share: rates vary by as much from trial to trial."""
+"""The user's setting is kept unless another is faster by this share, about the spread between trials."""
 TURNS = 0.8
-"""Weight of the rate without workers where the demand is not known: the loader and the model take turns."""
+"""Weight of the rate without workers if the demand is unknown: the loader and the model take turns."""
 _BUSY = 0.95
-"""Share of what the CPUs can give at all, from which more workers are not worth a trial."""
+"""Share of the CPUs' maximal rate above which more workers are not worth a trial."""
 _CLOSE = 0.85
-"""Share of the best rate, from which further trials of the other kind of workers are worth it."""
+"""Share of the best rate above which the other kind of workers is worth further trials."""
 _EVEN = 2.0
-"""A slow batch that takes up to so many times as long as a usual one is covered by torch's prefetch factor."""
+"""Longest slow batch, in multiples of a usual batch, that torch's default prefetch factor covers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """The target of tuning, and its limits.
+    """Target and limits of tuning.
 
     Raises:
-        SettingsError: for values that leave nothing to try.
+        SettingsError: the values leave nothing to try.
     """
 
     demand_per_s: float | None = None
-    """Batches per second that the model can take; None: not known, so the fastest setting is looked for."""
+    """Batches per second that the model can consume. None: unknown, so tuning finds the fastest setting."""
     local_ranks: int = 1
-    """Training processes on this machine, which all load at once."""
+    """Number of training processes on this machine, all loading at once."""
     device_type: str = "cpu"
-    """The type of the device that the batches go to, as in ``torch.device.type``."""
+    """Type of the batches' target device, as in ``torch.device.type``."""
     budget_s: float = 30.0
-    """No trial is begun later than this; one that runs is cut short."""
+    """Seconds for all trials. No trial starts later, and a running one is cut short."""
     max_trials: int = 5
-    """The first, without workers, included."""
+    """Largest number of trials, including the first one, without workers."""
     most_workers: int | None = None
-    """Never more than this; None: 16, or twice the CPUs if that is more."""
+    """Largest number of workers. None: 16, or twice the CPUs if that is more."""
     may_persist: bool = True
-    """True if workers may live on from epoch to epoch; False where the Trainer reloads the loaders."""
+    """True if workers may stay alive between epochs. False if the Trainer reloads the loaders."""
     threads: bool = True
-    """True if worker threads may be tried, where the loader can have them."""
+    """True to try worker threads, if the loader supports them."""
     given: Setting | None = None
-    """The loader's own setting, which is tried too, and kept unless another is clearly faster; None: any will do."""
+    """The loader's own setting. It is tried too, and kept unless another is clearly faster. None: no preference."""
 
     def __post_init__(self) -> None:
         for name in ("demand_per_s", "budget_s", "max_trials"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise SettingsError(f"{name}={value!r} is not possible. Give a number above 0.")
+                raise SettingsError(f"{name}={value!r} is not possible. Use a number above 0.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """The settings that a loader can have."""
+    """The possible settings of a loader."""
 
     cpus: float
-    """For one rank."""
+    """CPUs for one rank."""
     most_workers: int
     kinds: tuple[Kind, ...] = ("process",)
     pin_memory: bool = False
     may_persist: bool = False
-    """True if worker processes may live on from epoch to epoch, which saves starting them again."""
+    """True if worker processes may stay alive between epochs, which saves restarting them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
-    """The setting that was found, and what led to it."""
+    """Result of tuning: the setting, its reason and the trials."""
 
     setting: Setting
     reason: str
-    """The reason for it, in one sentence."""
+    """Reason for the setting, in one sentence."""
     trials: tuple[Trial, ...]
-    """In the order in which they were run."""
+    """Trials, in the order of running."""
     rejected: tuple[tuple[Setting, str], ...] = ()
-    """Settings that would have broken a limit of the machine, and which."""
+    """Settings not tried because they would break a machine limit, with the limit."""
     demand_per_s: float | None = None
-    """Batches per second that the model can take; None: not known, so the fastest setting was looked for."""
+    """Batches per second that the model can consume. None: unknown, so tuning found the fastest setting."""
     batch_size: int | None = None
     batches_per_s: float | None = None
     """Rate of the chosen setting."""
     starved_pct: float | None = None
-    """Predicted: 100 * (1 - rate / demand_per_s), 0 or more; None without a demand. The rate is ``batches_per_s``;
-    without workers, where loading and training take turns, 1 / (1 / batches_per_s + 1 / demand_per_s)."""
+    """Predicted starvation: 100 * (1 - rate / demand_per_s), 0 or more. None without a demand. The rate is
+    ``batches_per_s``; without workers, where loading and training take turns, 1 / (1 / batches_per_s + 1 /
+    demand_per_s)."""
     remembered: bool = False
-    """True if it was found by an earlier run, and only checked by this one."""
+    """True if an earlier run found the setting, and this run only checked it."""
     seconds: float = 0.0
-    """Duration of the whole tuning."""
+    """Seconds of tuning in total."""
 
     def __repr__(self) -> str:
         return f"<Tuned: {self._line(self.setting, self.batches_per_s)}; {self.reason}>"
 
     def _repr_html_(self) -> str:
-        """The form that a notebook shows."""
+        """Return the HTML for a notebook."""
         rows = [f"<tr><td>{escape(self._line(one.setting, one.batches_per_s))}</td></tr>" for one in self.trials]
         found = escape(self._line(self.setting, self.batches_per_s))
         return f"<p><b>{found}</b><br>{escape(self.reason)}</p><table>{''.join(rows)}</table>"
@@ -123,7 +125,7 @@ class Tuned:
 
     @property
     def settings(self) -> LoaderSettings:
-        """The setting as settings of a FastDataModule."""
+        """Convert the setting to settings of a FastDataModule."""
         values = asdict(self.setting)
         if values["prefetch_factor"] is None:
             values["prefetch_factor"] = "auto"
@@ -131,17 +133,17 @@ class Tuned:
 
 
 class Search:
-    """Proposes one setting after the other, each by the results of those before.
+    """Proposes settings one by one, each based on the results so far.
 
     Attributes:
         trials: the results so far.
-        rejected: settings that were not tried because they would have broken a limit, and which limit.
+        rejected: settings not tried because they would break a limit, with the limit.
 
     Args:
-        offer: the settings that the loader can have.
-        goal: the demand, and how many trials there may be.
-        broken: the limit of the machine that a setting would break, as a sentence, empty for none. It is also given
-            the trials so far, which say how large a batch and a worker are.
+        offer: the possible settings of the loader.
+        goal: the demand and the limits.
+        broken: describes the machine limit that a setting would break, or returns an empty string. Also takes the
+            trials so far, for the sizes of batches and workers.
     """
 
     def __init__(self, offer: Offer, goal: Goal, broken: Callable[[Setting, Sequence[Trial]], str]) -> None:
@@ -151,7 +153,7 @@ class Search:
         self._most: dict[Kind, int] = dict.fromkeys(offer.kinds, offer.most_workers)
 
     def next_setting(self) -> Setting | None:
-        """The setting to try next; None when the search is over."""
+        """Return the setting to try next. None if the search is over."""
         if not self.trials:
             return Setting(num_workers=0, prefetch_factor=None, pin_memory=self._offer.pin_memory)
         if len(self.trials) >= self._goal.max_trials or self.trials[0].batches_per_s is None:
@@ -167,13 +169,13 @@ class Search:
         return next(filter(None, found), None)
 
     def take(self, trial: Trial) -> None:
-        """Learn what a setting gave."""
+        """Add the result of a trial."""
         self.trials.append(trial)
-        if trial.batches_per_s is None:  # what killed it is near with fewer workers, too
+        if trial.batches_per_s is None:  # fewer workers may hit the same limit
             self._most[trial.setting.workers] = trial.setting.num_workers // 2
 
     def found(self) -> Tuned | None:
-        """The setting to take of those tried; None when none of them could run."""
+        """Return the best of the settings tried. None if none of them could run."""
         if all(trial.batches_per_s is None for trial in self.trials):
             return None
         best, demand = self._given_if_fast() or self._best(), self._goal.demand_per_s
@@ -201,26 +203,26 @@ class Search:
         return trial.batches_per_s >= SPARE * demand
 
     def _effective(self, trial: Trial) -> float:
-        """Batches per second that training gets from a loader, were the model free: those of the loader, except that
-        one without workers takes turns with the model."""
+        """Return the loader's batches per second in training, ignoring the model's speed. Without workers the rate is
+        lower, because loader and model take turns."""
         rate, demand = trial.batches_per_s or 0.0, self._goal.demand_per_s
         if trial.setting.num_workers or not rate:
             return rate
         return TURNS * rate if demand is None else 1 / (1 / rate + 1 / demand)
 
     def _best(self) -> Trial:
-        """The smallest that meets the demand; where none does, the smallest of the fastest."""
+        """Return the smallest setting that meets the demand. If none does, the smallest of the fastest."""
         ran = [trial for trial in self.trials if trial.batches_per_s is not None]
         enough = [trial for trial in ran if self._meets(trial)]
         return self._smallest(enough or ran)
 
     def _smallest(self, trials: list[Trial]) -> Trial:
-        """The smallest of the fastest, within the tie."""
+        """Return the smallest of the equally fast settings at the top."""
         fastest = max(min(self._effective(trial), self._wanted_per_s()) for trial in trials)
         return min((trial for trial in trials if self._effective(trial) >= (1 - TIE) * fastest), key=_size)
 
     def _given_if_fast(self) -> Trial | None:
-        """The trial of the given setting, where no other gives clearly more; None where one does."""
+        """Return the trial of the user's setting. None if another is clearly faster."""
         ran = [trial for trial in self.trials if trial.batches_per_s is not None]
         fastest = max(map(self._effective, ran))
         near = (trial for trial in ran if self._effective(trial) >= (1 - KEEP) * fastest)
@@ -228,7 +230,7 @@ class Search:
 
     @property
     def _worker_s(self) -> float:
-        """Seconds that one worker alone needs for a batch, from the trial without workers."""
+        """Seconds per batch of a single worker, from the trial without workers."""
         probe = self.trials[0]
         return max(1 / (probe.batches_per_s or 1.0), probe.cpu_s_per_batch or 0.0)
 
@@ -242,15 +244,16 @@ class Search:
         return math.inf if self._goal.demand_per_s is None else SPARE * self._goal.demand_per_s
 
     def _promising_kinds(self, best: Trial) -> list[Kind]:
-        """The kinds of workers that are nearly as fast as the best, or untried; the fastest first."""
+        """Return the kinds of workers that are untried or nearly as fast as the best, the fastest first."""
         fastest = {kind: max(map(self._effective, self._of(kind)), default=math.inf) for kind in self._offer.kinds}
         near = [kind for kind in fastest if fastest[kind] >= _CLOSE * self._effective(best)]
         return sorted(near, key=lambda kind: -fastest[kind])
 
     def _promising_counts(self, kind: Kind) -> list[int]:
-        """Workers of a kind to try: as many as its best trial had, with more ahead if need be, then more or fewer."""
+        """Return numbers of workers of a kind to try: that of its best trial, with more prefetch if needed, then more
+        or fewer."""
         ran = [trial for trial in self._of(kind) if trial.batches_per_s]
-        if not ran:  # as many as meet the demand, or keep the CPUs busy if that takes fewer
+        if not ran:  # enough to meet the demand or to keep the CPUs busy, whichever is fewer
             for_cpus = _PER_CPU * self._offer.cpus * self._worker_s / self._cpu_s
             return [math.ceil(min(for_cpus, self._wanted_per_s() * self._worker_s, self._offer.most_workers))]
         best = self._smallest(ran)
@@ -258,7 +261,7 @@ class Search:
         if self._meets(best):
             return [workers, min(workers, math.ceil(workers * self._wanted_per_s() / rate))]
         tried = [trial.setting.num_workers for trial in self._of(kind)]
-        alone = rate * self._worker_s / workers  # share of what as many separate ones would give
+        alone = rate * self._worker_s / workers  # share of the ideal rate, with all workers independent
         if alone < _IN_THE_WAY and workers == min(tried):
             return [workers, max(1, round(_PER_CPU * alone * workers))]
         idle = rate < _BUSY * self._offer.cpus / self._cpu_s
@@ -268,8 +271,7 @@ class Search:
         return [workers]
 
     def _untried(self, kind: Kind, workers: int) -> Setting | None:
-        """The setting with so many workers, or with as many as there is room for. None where it was tried, or the
-        machine has no room for workers at all."""
+        """Return the setting with this many workers, or as many as fit. None if it was tried, or if no worker fits."""
         workers = min(max(workers, 1), self._most[kind])
         for count in range(workers, 0, -1):
             wanted = self._prefetch(kind, count)
@@ -289,7 +291,7 @@ class Search:
         return None
 
     def _was_tried(self, setting: Setting) -> bool:
-        """Check if as many workers were tried, with as many batches ahead or at least more than by default."""
+        """Check if this number of workers was tried with this prefetch factor, or with any above the default."""
         enough = min(setting.prefetch_factor or 0, TORCH_PREFETCH + 1)
         return any(
             trial.setting.num_workers == setting.num_workers and (trial.setting.prefetch_factor or 0) >= enough
@@ -297,9 +299,10 @@ class Search:
         )
 
     def _prefetch(self, kind: Kind, workers: int) -> int:
-        """Batches that each worker loads ahead: as many as last while one of them makes a slow batch.
+        """Return the prefetch factor that bridges the time of a slow batch.
 
-        Twice the slow one: the next may come before the queue is full again. Threads make a slow batch together.
+        Twice a slow batch's time: the next slow batch may come before the queue is full again. Threads make a slow
+        batch together.
         """
         if kind == "thread":
             return TORCH_PREFETCH
@@ -309,15 +312,16 @@ class Search:
         return TORCH_PREFETCH if uneven <= _EVEN else min(MOST_PREFETCH, math.ceil(2 * uneven))
 
     def _unevenness(self) -> float:
-        """The time of a slow batch as a multiple of the usual one: 1 where all are alike.
+        """Return a slow batch's time as a multiple of the usual time. 1 if all are alike.
 
-        From 99th percentiles, not from means: in order, all workers wait for the one that makes a slow batch.
+        Uses 99th percentiles, not means: with batches in order, all workers wait for the worker with the slow batch.
         """
         probe = self.trials[0]
         uneven = (probe.gap_p99_s or 0.0) * (probe.batches_per_s or 0.0)
         for trial in self._of("process"):
             workers, gap_s = trial.setting.num_workers, trial.gap_p99_s or 0.0
-            # Even batches of workers in step come all at once, after the time of one: longer gaps are of slow ones.
+            # Batches of equal cost from workers in step arrive together, one batch time apart. Longer gaps mean slow
+            # batches.
             if gap_s * (trial.batches_per_s or 0.0) > _EVEN * workers:
                 usual_s = max(self._worker_s, workers * self._cpu_s / self._offer.cpus)
                 uneven = max(uneven, gap_s / usual_s)
@@ -342,5 +346,5 @@ class Search:
 
 
 def _size(trial: Trial) -> tuple[int, int, float]:
-    """The key by which settings are small: workers, then prefetched batches; of equal ones the faster."""
+    """Return the sort key for size: workers, then prefetched batches, then rate (faster first)."""
     return trial.setting.num_workers, trial.setting.prefetch_factor or 0, -(trial.batches_per_s or 0.0)

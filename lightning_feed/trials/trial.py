@@ -1,4 +1,4 @@
-"""One loader setting, and the trial run that measures it."""
+"""Loader settings, and the trials that measure them."""
 
 import math
 import os
@@ -40,25 +40,25 @@ except ImportError:  # Windows has no such limits
 Kind = Literal["process", "thread"]
 
 WORKER_FILES = 4
-"""Files that one worker process keeps open in this one: both ends of its index queue, its sentinel, and one to spare.
-Counted in /proc/self/fd with torch 2.15: 3."""
+"""Open files in this process per worker process: both ends of its index queue, its sentinel, and one spare. Measured in
+/proc/self/fd with torch 2.15: 3."""
 OTHER_FILES = 256
-"""Left to the program itself: its libraries, checkpoints, logs, connections."""
+"""Open files reserved for the program: libraries, checkpoints, logs, connections."""
 
 
 def open_files_limit() -> float:
-    """Files that this process may have open; infinite where there is no limit."""
+    """Return the limit of open files of this process. Infinite if there is no limit."""
     most = -1 if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return math.inf if most < 0 else most
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The values that a trial sets in a loader."""
+    """Loader settings of a trial."""
 
     num_workers: int
     prefetch_factor: int | None
-    """None without workers."""
+    """Batches prefetched per worker. None without workers."""
     workers: Kind = "process"
     persistent_workers: bool = False
     pin_memory: bool = False
@@ -72,36 +72,36 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A setting and what it was measured to give. None stands for what is not known."""
+    """A setting and its measurements. None means unknown."""
 
     setting: Setting
     batches_per_s: float | None = None
-    """Of all ranks of this machine together divided by their number; None: it could not run."""
+    """Mean rate per rank on this machine. None: the trial could not run."""
     start_s: float | None = None
-    """From ``iter(loader)`` to the first batch."""
+    """Seconds from ``iter(loader)`` to the first batch."""
     cpu_s_per_batch: float | None = None
     """CPU time of this process and its workers."""
     memory_bytes: int | None = None
-    """Of the workers."""
+    """Memory of the workers."""
     batch_bytes: int | None = None
-    """Of the tensors and arrays of one batch, the largest of the first ones."""
+    """Bytes of tensors and arrays in a batch, the largest of the first batches."""
     batch_tensors: int | None = None
     """Number of tensors and arrays in a batch."""
     gap_p99_s: float | None = None
-    """99th percentile, over rounds of ``num_workers`` batches, of the longest time between two batches."""
+    """Longest time between two batches in a round of ``num_workers`` batches, 99th percentile over the rounds."""
     seconds: float = 0.0
-    """Duration of the trial."""
+    """Seconds of the trial."""
     infeasible: str | None = None
-    """The reason why it could not run."""
+    """Reason why the trial could not run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Feasible:
-    """The limits of the machine, for each of its local ranks."""
+    """Machine limits for each local rank."""
 
     machine: Machine
     open_files: float = math.inf
-    """Files that this process may have open."""
+    """Limit of open files of this process."""
     local_ranks: int = 1
     background: int = 0
     """Batches that the loader's own thread keeps ready."""
@@ -109,17 +109,18 @@ class Feasible:
     """Start method of the loader's workers."""
 
     def broken(self, setting: Setting, trials: Sequence[Trial] = ()) -> str:
-        """The limit that a setting would break, as a sentence; empty when all hold.
+        """Describe the limit that a setting would break. Empty if all limits hold.
 
         Args:
             setting: the setting to check.
-            trials: the trials so far. The first gives the size of a batch, those with workers the memory of a worker.
+            trials: the trials so far. The first has the batch size in bytes; trials with workers have the memory per
+                worker.
         """
         workers, threads = setting.num_workers, setting.workers == "thread"
         if workers == 0:
             return ""
         batch_bytes = max((trial.batch_bytes or 0 for trial in trials), default=0)
-        # What the workers have loaded, what the background thread keeps, and the batch that is being trained.
+        # Batches of the workers and of the background thread, and the batch in training.
         batches = workers * (setting.prefetch_factor or TORCH_PREFETCH) + self.background + 1
         taken = Footprint(
             workers=workers,
@@ -134,7 +135,7 @@ class Feasible:
         return said if said or threads else self._too_many_files(workers, batches, trials)
 
     def _worker_bytes(self, trials: Sequence[Trial]) -> int:
-        """Memory of a worker process, as measured where it was."""
+        """Memory of a worker process, measured if possible."""
         ran = [one for one in trials if one.memory_bytes and one.setting.workers == "process"]
         measured = [(one.memory_bytes or 0) // one.setting.num_workers for one in ran if one.setting.num_workers]
         return max(measured, default=WORKER_BYTES[self.start_method])
@@ -152,7 +153,7 @@ class Feasible:
 
 
 def feasible(loader: DataLoader[Batch], machine: Machine, local_ranks: int = 1) -> Feasible:
-    """The limits of this process for a loader."""
+    """Return the limits of this process for a loader."""
     context: Any = loader.multiprocessing_context
     return Feasible(
         machine=machine,
@@ -164,23 +165,24 @@ def feasible(loader: DataLoader[Batch], machine: Machine, local_ranks: int = 1) 
 
 
 _READ_EVERY_S = 0.1
-"""Between two readings of CPU times: each costs a file per worker."""
+"""Seconds between two readings of CPU times. Each reads one file per worker."""
 _DEEPEST = 8
 
 
 def run_trial(loader: DataLoader[Batch], setting: Setting, limits: RoundLimits, *, copies: int = 1) -> Trial:
-    """Run a loader with a setting. The loader, its samplers and generators, and all random state are restored.
+    """Measure a loader with a setting. Restores the loader, its samplers and generators, and all random state.
 
-    A setting that cannot run gives a trial that says why. A data set that fails is an error: no setting would help.
+    If the setting cannot run, the trial holds the reason. A failing data set raises an error, since no setting would
+    help.
 
     Args:
-        loader: any DataLoader. Map-style ones begin again at their end, so few samples suffice.
+        loader: any DataLoader. Map-style data sets restart at the end, so few samples suffice.
         setting: the setting to run it with.
         limits: limits of the measurement.
-        copies: loaders that run at once, as those of so many local ranks would. Only with workers.
+        copies: number of loaders to run at once, like that many local ranks. Only with workers.
 
     Raises:
-        DatasetError: the data set raised; the message names worker and sample.
+        DatasetError: the data set raised an error; the message names worker and sample.
         LoaderError: the loader is empty, or hangs without workers.
     """
     began = time.perf_counter()
@@ -189,10 +191,10 @@ def run_trial(loader: DataLoader[Batch], setting: Setting, limits: RoundLimits, 
     stream = isinstance(loader.dataset, IterableDataset)
     try:
         with preserve_state(loader), warnings.catch_warnings():
-            # More workers than CPUs: on purpose. Pinning without a device: torch said so for the user's own loader.
+            # More workers than CPUs is on purpose. Torch warned of pinning without a device for the user's own loader.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")
-            own = asdict(replace(setting, persistent_workers=False))  # each trial ends its own
+            own = asdict(replace(setting, persistent_workers=False))  # each trial ends its own workers
             variants = [clone_loader(loader, Changes(**own, endless=not stream)) for _ in range(copies)]
             burst = burst_of(variants[0])
 
@@ -217,14 +219,14 @@ def run_trial(loader: DataLoader[Batch], setting: Setting, limits: RoundLimits, 
 
 @dataclass
 class _Pass(Iterator[Batch]):
-    """Iterators side by side, one for each rank, with the times at which batches came and what they took."""
+    """Parallel iterators, one per rank, with arrival times and CPU times of their batches."""
 
     iterators: list[Any]
-    """Under this name their workers are found, and ended."""
+    """The iterators. Their workers are found, and ended, through this attribute."""
     burst: int
     stamps: list[float] = field(default_factory=list)
     cpu: list[tuple[int, float]] = field(default_factory=list)
-    """(Batches so far, CPU seconds of this process and its workers), now and then."""
+    """Samples of (batches so far, CPU seconds of this process and its workers)."""
     memory: int = 0
     batch_bytes: int = 0
     batch_tensors: int = 0
@@ -259,7 +261,7 @@ class _Pass(Iterator[Batch]):
             self.cpu.append((self.taken, seconds))
 
     def longest_gaps(self) -> list[float]:
-        """The longest gap of each round, after the first ones."""
+        """Return the longest gap of each round, after the first rounds."""
         stamps = self.stamps[self.burst :] if len(self.stamps) > 3 * self.burst else self.stamps
         gaps = np.diff(stamps)
         return [float(gaps[start : start + self.burst].max()) for start in range(0, len(gaps), self.burst)]
@@ -289,7 +291,8 @@ def _measured(setting: Setting, rate: LoaderRate, passes: list[_Pass], seconds: 
 
 
 def cpu_seconds(pids: Iterable[int], root: Path = Path("/")) -> float | None:
-    """CPU time used so far by all threads of this process and its workers. None if a worker's is unreadable."""
+    """Return the CPU seconds used so far by this process and its workers, all threads. None if a worker's is
+    unreadable."""
     total = time.process_time()
     for pid in pids:
         try:
@@ -302,8 +305,8 @@ def cpu_seconds(pids: Iterable[int], root: Path = Path("/")) -> float | None:
 
 
 def worker_memory(pids: Iterable[int], root: Path = Path("/")) -> int | None:
-    """Bytes that the workers have to themselves, /dev/shm apart: what they share counts by their share of it (PSS).
-    None where that cannot be read."""
+    """Return the workers' memory in bytes, without /dev/shm. Shared memory counts proportionally (PSS).
+    None if unreadable."""
     total = 0
     for pid in pids:
         try:
@@ -316,7 +319,7 @@ def worker_memory(pids: Iterable[int], root: Path = Path("/")) -> int | None:
 
 
 def leaf_sizes(batch: object, depth: int = 0) -> list[int]:
-    """Bytes of each tensor and array in a batch of any structure."""
+    """Return the bytes of each tensor and array in a batch of any structure."""
     sizes = []
     for leaf in tree_leaves(batch):
         if isinstance(leaf, (Tensor, np.ndarray)):

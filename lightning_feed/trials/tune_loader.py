@@ -1,4 +1,4 @@
-"""The settings that fit a loader: remembered, or found by a few trials."""
+"""Tuning a loader: settings from an earlier run, or found by a few trials."""
 
 import hashlib
 import json
@@ -34,15 +34,15 @@ from lightning_feed.trials.trial import Kind, Setting, Trial, feasible, leaf_siz
 logger = logging.getLogger(__name__)
 
 MOST_WORKERS = 16
-"""Tried where nothing else bounds their number: loaders that wait for storage gain from more than there are CPUs."""
+"""Most workers to try if nothing else limits them: loaders that wait for storage gain from more workers than CPUs."""
 SAME_WITHIN = 0.10
-"""A remembered setting is trusted when it gives what it gave, up to this share."""
+"""Largest deviation, as a share, from a stored rate for the stored setting to be trusted."""
 _MEASURE_S = 2.0
 _CHECK_S = 1.0
 _SILENT_S = 60.0
-"""A loader that gives no batch for as long hangs. Spawned workers may import for long."""
+"""Seconds without a batch before a loader counts as hanging. Spawned workers may take long to import."""
 IMPORT_S = 2.5
-"""CPU time in which a process that is not forked imports torch: 2.2 to 2.9 s with torch 2.15 on an AMD EPYC."""
+"""CPU time to import torch in a process that is not forked: 2.2 to 2.9 s with torch 2.15 on an AMD EPYC."""
 
 
 def tune_loader(  # noqa: PLR0913  # all but the loader and its goal are by name, and have a default
@@ -57,21 +57,21 @@ def tune_loader(  # noqa: PLR0913  # all but the loader and its goal are by name
 ) -> Tuned:
     """Find the settings for a loader, in ``goal.max_trials`` trials and ``goal.budget_s`` seconds.
 
-    The loader is not iterated: loaders like it are, and end with their workers. Its samplers and generators, and the
-    global random state, are as before.
+    Iterates clones of the loader, not the loader itself, and ends their workers. Restores samplers, generators and the
+    global random state.
 
     Args:
         loader: any DataLoader, or a FeedLoader, for which threads are tried too.
-        goal: target and limits; None looks for the fastest setting.
-        store: the store of results; None remembers nothing.
-        fresh: tune again, whatever is remembered.
-        on_trial: called with each trial when it is over.
-        machine: its limits; None reads them.
+        goal: target and limits. None: find the fastest setting.
+        store: the store of results. None: store nothing.
+        fresh: ignore stored results.
+        on_trial: called with each finished trial.
+        machine: limits of this machine. None: read now.
         clock: seconds.
 
     Raises:
-        LoaderError: it gives no batch, or hangs without workers.
-        DatasetError: the data set raises; the message names the sample.
+        LoaderError: the loader is empty, or hangs without workers.
+        DatasetError: the data set raises an error; the message names the sample.
     """
     run = _Run(loader, goal or Goal(), machine or read_machine(), on_trial, clock)
     if store is None:
@@ -85,12 +85,12 @@ def tune_loader(  # noqa: PLR0913  # all but the loader and its goal are by name
 
 
 def remember(loader: DataLoader[Batch], goal: Goal, tuned: Tuned, taken: Setting) -> None:
-    """Store another setting as the result of a tuning, where it was among the trials, because it trained better.
+    """Store another setting as the result because it trained better, if it was among the trials.
 
     Args:
         loader: the loader that was tuned.
         goal: target and limits.
-        tuned: the result of the trials.
+        tuned: result of the trials.
         taken: the better setting.
     """
     trial = next((one for one in tuned.trials if one.setting == taken), None)
@@ -100,7 +100,7 @@ def remember(loader: DataLoader[Batch], goal: Goal, tuned: Tuned, taken: Setting
 
 
 class _Run:
-    """One tuning of one loader."""
+    """A tuning run for one loader."""
 
     def __init__(
         self,
@@ -118,18 +118,18 @@ class _Run:
         self._method = self._feasible.start_method
 
     def check(self, kept: Tuned | None) -> Tuned | None:
-        """A remembered result, if its setting is still possible and gives what it gave."""
+        """Return the stored result, if its setting is still possible and as fast as before."""
         if kept is None or kept.batches_per_s is None or self._feasible.broken(kept.setting, kept.trials):
             return None
         trial = self._try(kept.setting, RoundLimits(min_s=_CHECK_S, max_s=self.goal.budget_s, silent_s=_SILENT_S))
         if trial.batches_per_s is None or abs(trial.batches_per_s / kept.batches_per_s - 1) > SAME_WITHIN:
-            logger.info("A remembered loader setting gives other than it gave, so the loader is tuned again.")
+            logger.info("The stored loader setting has another rate than before, so the loader is tuned again.")
             return None
         own = [one for one in kept.trials if one.setting == self.goal.given != kept.setting]
         return replace(kept, trials=(trial, *own), remembered=True, seconds=self._clock() - self._began)
 
     def search(self) -> Tuned:
-        """Trials until the search ends, or the budget."""
+        """Run trials until the search or the budget ends."""
         search = Search(self._offer(), self.goal, self._feasible.broken)
         while (setting := search.next_setting()) is not None:
             left = self.goal.budget_s - (self._clock() - self._began)
@@ -155,7 +155,7 @@ class _Run:
         return trial
 
     def _offer(self) -> Offer:
-        """The settings that the loader and the machine allow; notes name the others."""
+        """Return the settings that the loader and the machine allow. Notes name the excluded ones."""
         stream = isinstance(self.loader.dataset, IterableDataset)
         threads = isinstance(self.loader, FeedLoader) and self.goal.threads and not stream
         kinds: tuple[Kind, ...] = ("process", "thread") if threads else ("process",)
@@ -179,7 +179,7 @@ class _Run:
         most = self.goal.most_workers
         if most is None:
             most = max(MOST_WORKERS if self.goal.local_ranks == 1 else 4, int(2 * self._cpus))
-        if self._method != "fork":  # as many as there are CPUs, or as start within a quarter of the budget
+        if self._method != "fork":  # one per CPU, but no more than start within a quarter of the budget
             most = min(most, max(1, int(self._cpus), int(self._cpus * self.goal.budget_s / 4 / IMPORT_S)))
         return most
 
@@ -192,40 +192,38 @@ _SAMPLE_S = 10.0
 _NESTED = 6
 _DEMAND_STEP = 1.25
 _MEMORY_STEP = 4.0
-"""Sizes within such a factor are of one class: free memory changes from minute to minute."""
+"""Sizes within this factor are in one class, since free memory changes all the time."""
 
 
 class Store:
-    """A folder of results. An unreadable or unwritable one is treated as missing, not as an error.
+    """A folder of results. If it is unreadable or unwritable, it is treated as missing, without an error.
 
     Args:
-        folder: None for ``tuning`` in the user's cache folder.
+        folder: the folder. None: ``tuning`` in the user's cache folder.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder if folder is not None else cache_folder() / "tuning"
 
     def load(self, key: dict[str, Any]) -> Tuned | None:
-        """The result saved under ``key``; None where there is none."""
+        """Load the result saved under ``key``. None if there is no result."""
         path = self._path(key)
         kept = read_json(path)
         try:
             if kept and (kept["version"] != _VERSION or kept["key"] != key):
                 raise ValueError("it is of another version")
             return _tuned(kept["tuned"]) if kept else None
-        except (ValueError, KeyError, TypeError) as error:  # of something else
-            logger.debug("The remembered result of tuning in %s is not used (%s): tuning begins again.", path, error)
+        except (ValueError, KeyError, TypeError) as error:  # content of another kind
+            logger.debug("The stored tuning result in %s is not used (%s): tuning starts again.", path, error)
             return None
 
     def save(self, key: dict[str, Any], tuned: Tuned) -> None:
-        """Remember a result, in place of what was saved under ``key``."""
+        """Save a result under ``key``, replacing any earlier one."""
         path = self._path(key)
         try:
             write_json(path, {"version": _VERSION, "key": key, "tuned": asdict(tuned)})
         except OSError as error:
-            logger.info(
-                "The result of tuning could not be remembered in %s: %s. The next run tunes again.", path, error
-            )
+            logger.info("The tuning result could not be stored in %s: %s. The next run tunes again.", path, error)
 
     def _path(self, key: dict[str, Any]) -> Path:
         text = json.dumps([_VERSION, key], sort_keys=True)
@@ -233,14 +231,14 @@ class Store:
 
 
 def key_of(loader: DataLoader[Batch], goal: Goal, machine: Machine, version: str) -> dict[str, Any]:
-    """The conditions under which a result holds: machine, data set, batch size, versions, and the goal.
+    """Return the conditions under which a result is valid: machine, data set, batch size, versions and goal.
 
-    One sample is made, unless that takes long or fails: then the key goes without its shape.
+    Loads one sample for its shape. If that takes long or fails, the key has no shape.
 
     Args:
         loader: the loader to tune.
         goal: target and limits.
-        machine: its limits.
+        machine: limits of the machine.
         version: version of this package.
     """
     return {
@@ -262,7 +260,7 @@ def key_of(loader: DataLoader[Batch], goal: Goal, machine: Machine, version: str
             goal.local_ranks,
             goal.device_type,
             goal.most_workers,
-            False,  # in earlier versions batches could be given in another order
+            False,  # earlier versions had an option to yield batches in another order
             goal.may_persist,
             *([] if goal.threads else ["no threads"]),
             *([] if goal.given is None else [str(goal.given)]),
@@ -294,7 +292,7 @@ def _data(loader: DataLoader[Batch]) -> dict[str, Any]:
 
 
 def _sample(loader: DataLoader[Batch]) -> list[Any] | None:
-    """Sizes of the tensors of the first sample; None where there is none to be had."""
+    """Return the sizes of the first sample's tensors. None if it cannot be loaded."""
     if isinstance(loader.dataset, IterableDataset):
         return None
     try:
@@ -302,7 +300,7 @@ def _sample(loader: DataLoader[Batch]) -> list[Any] | None:
             sample = watchdog(
                 lambda _: loader.dataset[0], silent_s=_SAMPLE_S, unblock=lambda: False, what=lambda _: "no sample came"
             )
-    except Exception as error:  # noqa: BLE001  # whatever a data set raises, the trials will name it
+    except Exception as error:  # noqa: BLE001  # the trials will report any error of the data set
         logger.debug("The first sample could not be made for the key of the result: %s", error)
         return None
     return leaf_sizes(sample)
@@ -314,7 +312,7 @@ def _name(thing: object) -> str:
 
 
 def _described(thing: object) -> str:
-    """Its name or repr, without what differs from run to run."""
+    """Return an object's name or repr, without parts that differ between runs."""
     if thing is None:
         return ""
     named = getattr(thing, "__qualname__", None)
@@ -322,7 +320,7 @@ def _described(thing: object) -> str:
 
 
 def _class_of(size: float | None, step: float) -> int | None:
-    """A number that stays the same while ``size`` changes little."""
+    """Return a class number that is stable under small changes of ``size``."""
     return None if size is None or size <= 0 else math.floor(math.log(size, step))
 
 

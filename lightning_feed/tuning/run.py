@@ -1,4 +1,4 @@
-"""``tune`` and its command: loader settings found by a few trials, everything left as it was."""
+"""``tune`` and its command: find loader settings by a few trials, without side effects."""
 
 import json
 import time
@@ -43,23 +43,22 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Paste:
-    """One way to give a loader what was found."""
+    """One way to apply the found settings to a loader."""
 
     where: str
-    """In words: ``in your training DataLoader (Data.train_dataloader, data.py:41)``."""
+    """Description of the place, such as ``in your training DataLoader (Data.train_dataloader, data.py:41)``."""
     form: Literal["arguments", "settings", "override", "yaml", "callback"]
-    """Kind of ``code``: arguments of the call that makes the loader, those of ``LoaderSettings``, what is appended to
-    the command line, lines of a YAML file, or a callback for the Trainer, where a package makes the loader and takes no
-    settings."""
+    """Kind of ``code``: arguments of the call that makes the loader, arguments of ``LoaderSettings``, command line
+    options, lines of a YAML file, or a Trainer callback, if a package makes the loader and takes no settings."""
     code: str
 
 
 def tuned_text(tuned: Tuned, place: Place | None = None) -> str:
-    """A table of the trials, what was chosen and why, what it predicts, and what to paste where.
+    """Format the result as text: a table of the trials, the choice with its reason and prediction, and code to paste.
 
     Args:
-        tuned: the result.
-        place: the place where the loader is set up; None: not known.
+        tuned: result of tuning.
+        place: the code that sets up the loader. None: unknown.
     """
     lines = [f"workers  ahead  {rate_unit(tuned.batch_size):>11}  start  note"]
     lines += [_row(trial, tuned) for trial in tuned.trials]
@@ -100,7 +99,7 @@ def _short(setting: Setting) -> str:
 
 
 def tuned_document(tuned: Tuned, place: Place | None = None) -> dict[str, Any]:
-    """For JSON, with the name of its schema. Rates are in batches per second, times in seconds."""
+    """Convert the result for JSON, with a schema name. Rates are in batches per second, times in seconds."""
     rate, size = tuned.batches_per_s, tuned.batch_size
     return {
         "schema": SCHEMA,
@@ -116,12 +115,12 @@ def tuned_document(tuned: Tuned, place: Place | None = None) -> dict[str, Any]:
 
 
 def pastes(tuned: Tuned, place: Place | None) -> list[Paste]:
-    """Code to paste, in the form that fits the place first; in every form where the place is not known."""
+    """Return code to paste, the form that fits the place first. All forms if the place is unknown."""
     settings = Paste("in the call that makes your FastDataModule", "settings", paste_line(tuned))
     values = _values(tuned)
-    if "workers" in values:  # threads: no DataLoader has them
+    if "workers" in values:  # threads: a DataLoader cannot use them
         return [settings]
-    if not tuned.setting.num_workers:  # beside what needs workers, torch refuses 0
+    if not tuned.setting.num_workers:  # torch refuses 0 workers with options that need workers
         values |= {"prefetch_factor": None, "persistent_workers": False}
     if place is None:
         return [Paste("in the call that makes your training DataLoader", "arguments", _arguments(values)), settings]
@@ -139,7 +138,7 @@ def pastes(tuned: Tuned, place: Place | None) -> list[Paste]:
 
 
 def _overrides(keys: dict[str, str], values: dict[str, Any]) -> list[Paste]:
-    """Values for their keys on the command line, or in YAML."""
+    """Format values for their keys on the command line, or in YAML."""
     if not values:
         return []
     line = " ".join(f"{keys[name]}={json.dumps(value)}" for name, value in values.items())
@@ -150,7 +149,7 @@ def _overrides(keys: dict[str, str], values: dict[str, Any]) -> list[Paste]:
 
 
 def paste_line(tuned: Tuned) -> str:
-    """The line of code that gives a FastDataModule these settings."""
+    """Return the line of code that sets these values in a FastDataModule."""
     return f"loader=LoaderSettings({_arguments(_values(tuned))})"
 
 
@@ -173,40 +172,41 @@ def _arguments(values: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """The rates of a loader with each number of workers of a grid."""
+    """A loader's rates for each number of workers in a grid."""
 
     trials: tuple[Trial, ...]
-    """By the number of workers. What could not run, or would have broken a limit, is among them and says why."""
+    """Trials by number of workers. Includes trials that could not run or would break a limit, with the reason."""
     cpus: float
-    """CPUs that one rank can use."""
+    """Number of CPUs that one rank can use."""
     batch_size: int | None = None
-    """None: rates are of batches."""
+    """Samples per batch. None: rates are in batches."""
     chosen: Setting | None = None
-    """The tuner's choice; its number of workers need not be on the grid."""
+    """The tuner's choice, which may be outside the grid."""
     demand_per_s: float | None = None
-    """Batches per second that the model can take; None: not known."""
+    """Batches per second that the model can consume. None: unknown."""
     seconds: float = 0.0
-    """Duration of the sweep."""
+    """Seconds that the sweep took."""
 
     def rate(self, trial: Trial) -> float | None:
-        """Samples per second of a trial; batches where the batch size is not known; None where it could not run."""
+        """Return a trial's samples per second, or batches per second if the batch size is unknown. None if the trial
+        could not run."""
         return None if trial.batches_per_s is None else trial.batches_per_s * (self.batch_size or 1)
 
     def cpu_pct(self, trial: Trial) -> float | None:
-        """Share of the CPUs that a trial kept busy, 0 to 100."""
+        """Return the share of CPUs that a trial kept busy, 0 to 100."""
         if trial.batches_per_s is None or trial.cpu_s_per_batch is None:
             return None
         return 100 * trial.batches_per_s * trial.cpu_s_per_batch / self.cpus
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Convert to a dict for JSON."""
         rows = [
             {**asdict(trial), "cpu_pct": self.cpu_pct(trial), "tuned": self._is_chosen(trial)} for trial in self.trials
         ]
         return {**asdict(self), "trials": rows}
 
     def text(self) -> str:
-        """A table with a bar for each rate, in plain characters."""
+        """Format as a table with a bar for each rate, in plain characters."""
         top = max((self.rate(trial) or 0.0 for trial in self.trials), default=0.0)
         lines = [f"workers {rate_unit(self.batch_size):>11}    CPU   memory"]
         lines += [self._line(trial, top) + ("  <- tuned" if self._is_chosen(trial) else "") for trial in self.trials]
@@ -231,13 +231,13 @@ class Sweep:
 
 
 def write_plot(found: Sweep, path: Path) -> Path:
-    """Draw samples per second, CPU share and memory against the number of workers, into a PNG file.
+    """Plot samples per second, CPU share and memory against the number of workers, as a PNG file.
 
-    The file is there whole or not at all. Matplotlib's global state, its backend included, is not touched.
+    The file is written atomically. Matplotlib's global state, including its backend, is not touched.
 
     Raises:
-        MissingExtraError: without matplotlib.
-        OSError: when the file cannot be written.
+        MissingExtraError: matplotlib is not installed.
+        OSError: the file cannot be written.
     """
     figure = require("matplotlib.figure", extra="plot", why="the plot of a sweep").Figure
     canvas = figure(figsize=(7, 8), layout="constrained")
@@ -290,28 +290,28 @@ def tune(  # noqa: PLR0913  # all but the target are by name, and have a default
 ) -> Tuned:
     """Find loader settings for a data module or a DataLoader, leaving everything as it was.
 
-    Given a model or ``demand_per_s``, picks the smallest setting that delivers 10 % more than the model can consume;
-    otherwise, the fastest. The result is kept per machine, data set, batch size and package versions, and checked with
-    one short trial next time.
+    With a model or ``demand_per_s``, picks the smallest setting that delivers 10 % more than the model can consume.
+    Otherwise picks the fastest. The result is stored per machine, data set, batch size and package versions, and
+    checked with one short trial next time.
 
     Args:
         target: a LightningDataModule, which is prepared and set up for "fit", or torch DataLoaders.
-        model: the LightningModule. How fast it trains is measured, on one batch for some seconds.
-        trainer: the Trainer that will train it. It is only read; loaders are tried for each of its local ranks at once.
-        batch_size: samples in a batch, for figures in samples per second where the loader does not say it.
-        demand_per_s: batches per second that the model can train, in place of measuring that.
-        budget_s: seconds for the trials. None is begun later.
-        max_trials: the most trials, with the first one, which has no workers.
+        model: the LightningModule. Its training rate is measured on one batch for some seconds.
+        trainer: the Trainer to be used, which is only read. Loaders for all its local ranks are tried at once.
+        batch_size: samples in a batch, for rates in samples per second, if the loader does not say.
+        demand_per_s: batches per second that the model can train, instead of measuring it.
+        budget_s: seconds for the trials. No trial starts later.
+        max_trials: largest number of trials, including the first one, without workers.
         fresh: ignore remembered results.
-        loader: the key or the number of the loader to tune, among several training loaders, such as ``"cls"``.
+        loader: key or number of the loader to tune, if there are several, such as ``"cls"``.
 
     Raises:
-        SettingsError: for a target that cannot be tuned, or values that leave nothing to try.
+        SettingsError: the target cannot be tuned, or the values leave nothing to try.
         DatasetError: the data set raises; the message names the sample.
-        LoaderError: the loader gives nothing, or hangs.
+        LoaderError: the loader is empty, or hangs.
 
     Returns:
-        The setting, why it was chosen, the trials, and what is predicted. ``Tuned.settings`` is for a FastDataModule.
+        The setting, its reason, the trials and the prediction. ``Tuned.settings`` fits a FastDataModule.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -329,10 +329,10 @@ def tune(  # noqa: PLR0913  # all but the target are by name, and have a default
 def find(
     session: DiagnosisSession, loader: DataLoader[Batch], goal: Goal, *, batch_size: int | None, fresh: bool
 ) -> Tuned:
-    """The settings for a loader, with a progress bar on stderr.
+    """Find the settings for a loader, with a progress bar on stderr.
 
     Args:
-        session: with a module, whose demand is measured unless the goal has one.
+        session: training session. Its module's demand is measured unless the goal has one.
         loader: the training loader.
         goal: target and limits; the Trainer gives the device, and whether workers may live on.
         batch_size: as for :func:`tune`.
@@ -350,7 +350,7 @@ def find(
 
 
 def batch_size_of(loader: DataLoader[Batch]) -> int | None:
-    """Samples in a batch; None where the loader does not say it."""
+    """Return the samples per batch. None if the loader does not say."""
     return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
 
 
@@ -366,22 +366,23 @@ def run_tune(  # the options of the command, by name
     grid: Sequence[int] | None = None,
     loader: str | None = None,
 ) -> tuple[Tuned, Sweep | None, Place | None]:
-    """Tune, and sweep where that is wanted, with the tuner's choice marked; and where the loader is set up, if known.
+    """Tune, and sweep if requested, with the tuner's choice marked. Also returns the place of the loader's set-up, if
+    known.
 
     Args:
         fit: the module and the data.
         goal: the budget.
-        samples_per_s: rate that the model can take; None: measured where there is a module.
+        samples_per_s: rate that the model can consume. None: measured, if there is a module.
         fresh: as for :func:`tune`.
         grid: numbers of workers to sweep; None: no sweep.
         loader: the place of the loader among several.
 
     Raises:
-        FeedError: as for ``tune``; and for a demand in samples where nothing says how many a batch has.
+        FeedError: as for ``tune``, or the demand is in samples and the batch size is unknown.
     """
     wrong = [workers for workers in grid or () if not 0 <= workers <= MOST]
     if wrong:  # before seconds are spent on trials
-        raise SettingsError(f"--sweep: {wrong[0]} is no number of workers. Give whole numbers from 0 to {MOST}.")
+        raise SettingsError(f"--sweep: {wrong[0]} is not a number of workers. Use whole numbers from 0 to {MOST}.")
     data = next((one for one in (fit.datamodule, fit.train_dataloaders) if one is not None), fit.model)
     with open_target_session(data, fit.model, fit.trainer, loader) as (session, one):
         size = batch_size_of(one)
@@ -402,19 +403,19 @@ def run_tune(  # the options of the command, by name
 
 
 def sweep_loader(loader: DataLoader[Batch], grid: Iterable[int], on_trial: Callable[[], object]) -> Sweep:
-    """Try a loader with each number of workers of a grid, all else as it is. It is left as before.
+    """Try a loader with each number of workers in a grid. Leaves the loader unchanged.
 
     Args:
         loader: any DataLoader.
-        grid: numbers of workers, in any order. What would break a limit of this machine is not run.
+        grid: numbers of workers, in any order. Skips numbers that would break a limit of this machine.
         on_trial: called after each trial.
 
     Raises:
-        DatasetError: the data set raised.
+        DatasetError: the data set raised an error.
         LoaderError: the loader is empty, or hangs without workers.
 
     Returns:
-        The trials by the number of workers, without ``chosen`` and ``demand_per_s``.
+        The trials by number of workers, without ``chosen`` and ``demand_per_s``.
     """
     machine, began = read_machine(), time.perf_counter()
     limits, trials = feasible(loader, machine), list[Trial]()
@@ -424,7 +425,7 @@ def sweep_loader(loader: DataLoader[Batch], grid: Iterable[int], on_trial: Calla
             prefetch_factor=(loader.prefetch_factor or TORCH_PREFETCH) if workers else None,
             workers="thread" if workers and has_threads(loader) else "process",
             pin_memory=loader.pin_memory,
-            in_order=loader.in_order or workers < 2,  # to overtake takes two
+            in_order=loader.in_order or workers < 2,  # with one worker, no batch can overtake another
         )
         why = limits.broken(setting, trials)
         trials.append(Trial(setting=setting, infeasible=why) if why else run_trial(loader, setting, RoundLimits()))
@@ -440,18 +441,18 @@ def sweep_loader(loader: DataLoader[Batch], grid: Iterable[int], on_trial: Calla
 def open_target_session(
     target: object, model: object, trainer: object, name: str | None = None
 ) -> Iterator[tuple[DiagnosisSession, DataLoader[Batch]]]:
-    """The training loader of a target, with what is needed to train on it. Afterwards all is as it was before.
+    """Open a target's training loader for training. On exit everything is as before.
 
     Args:
         target: a data module, which is prepared and set up, or loaders; or ``model``, which has its own.
         model: the module, or None.
-        trainer: the user's; None: one that Lightning chooses a device for.
-        name: the place of the loader among several, as messages name it.
+        trainer: the user's Trainer. None: a new one, on Lightning's choice of device.
+        name: key of the loader among several, as in messages.
 
     Raises:
-        SettingsError: for a target of another kind, one that has several training loaders or none that is a DataLoader,
-            and for a Trainer that cannot be used.
-        FeedError: the data module fails when it is set up.
+        SettingsError: the target is of another kind, has several training loaders or no DataLoader, or the Trainer
+            cannot be used.
+        FeedError: the set-up of the data module fails.
     """
     datamodule, loaders = (target, None) if hasattr(target, "train_dataloader") else (None, target)
     session = open_session(trainer, model, None if target is model else datamodule, loaders)
@@ -462,10 +463,10 @@ def open_target_session(
 
 
 def measure_demand(session: DiagnosisSession) -> float:
-    """Batches per second of a fit in which each step gets the same batch, its transfer to the device included.
+    """Measure batches per second of a fit that repeats one batch, including its transfer to the device.
 
-    The batch comes from the host, as from a loader that costs nothing: where the run has PrefetchCallback the copy
-    overlaps with computing, and where not it is part of what the model needs for a batch.
+    The batch is on the host, as if loading took no time. With PrefetchCallback the copy overlaps with computing;
+    without it, the copy is part of the model's time.
 
     Raises:
         FeedError: the fit fails, or is too slow to be measured.
@@ -473,21 +474,22 @@ def measure_demand(session: DiagnosisSession) -> float:
     with user_errors("a batch could not be loaded"), preserve_state(session.train_loaders):
         batch = _first_batch(session)
     if batch is None:
-        raise LoaderError("The training loader gives no batch. Check the length of the data set, and drop_last.")
+        raise LoaderError("The training loader yields no batch. Check the length of the data set, and drop_last.")
     accumulate = session.trainer.accumulate_grad_batches
     limits = Limits(least=FEWEST_STEPS * accumulate, most=REPLAY_STEPS * accumulate, seconds=REPLAY_S)
     with user_errors("training on one batch again and again failed"):
         per_s = session.replay([batch], limits, on_device=False)
     if per_s is None:
         raise LoaderError(
-            "Training on one batch again and again was too slow to tell what the model can take. Give demand_per_s="
+            "Training on one batch again and again was too slow to measure the model's rate. Set demand_per_s="
             "..., in batches per second, or leave the model out to look for the fastest setting."
         )
     return per_s
 
 
 def _first_batch(session: DiagnosisSession) -> Any:
-    """As the loop gets it, made in this process: of several loaders a batch of each. None: there is none."""
+    """Load the loop's first batch, in this process. With several loaders, one batch of each. None if there is no
+    batch."""
     mine = own_loaders(session.train_loaders, lambda loader: clone_loader(loader, Changes(num_workers=0)))
     if isinstance(mine, DataLoader):
         batches = iter(mine)
@@ -506,7 +508,7 @@ def _named_loader(session: DiagnosisSession, name: str | None) -> DataLoader[Bat
         parts = {part.name: part.loader for part in parts_of(session.train_loaders)}
     except LoaderError as error:
         raise SettingsError(
-            f"The training loader cannot be tuned: {error}. Give a LightningDataModule, or torch DataLoaders."
+            f"The training loader cannot be tuned: {error}. Pass a LightningDataModule, or torch DataLoaders."
         ) from error
     first = next(iter(parts))
     chosen = first if name is None and len(parts) == 1 else name

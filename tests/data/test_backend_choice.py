@@ -93,7 +93,7 @@ def test_what_fails_on_rank_0_is_reported_to_all(error: Exception, told: Any) ->
 def test_images_that_rank_0_does_not_have_are_reported(class_folders: Path) -> None:
     birds = ImageFolderDataModule(class_folders, batch_size=4, image_size=32)
     birds.trainer = _rank(1, [(None, None)])
-    with pytest.raises(DatasetError, match="Rank 0 finds no images for 'train', and another rank does"):
+    with pytest.raises(DatasetError, match="Rank 0 finds no images for 'train', but another rank does"):
         birds.make_dataset("train")
 
 
@@ -158,7 +158,7 @@ def test_a_device_that_fails_is_reported_before_the_first_batch(
 
     monkeypatch.setattr(image_backends, "nvjpeg", lambda device: fails)
     birds = _setting_up(class_folders, monkeypatch, backend="nvjpeg")
-    words = 'cannot decode on cuda.*driver version is insufficient. Look at.*use backend="torch"'
+    words = 'cannot decode on cuda.*driver version is insufficient. Check.*use backend="torch"'
     with pytest.raises(LoaderError, match=words) as raised:
         birds.train_dataloader()
     assert "stack trace" not in str(raised.value)

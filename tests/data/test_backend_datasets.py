@@ -131,7 +131,7 @@ def test_a_fit_runs_on_them(name: str, class_folders: Path) -> None:
 def test_a_backend_by_name_refuses_them(name: str, class_folders: Path) -> None:
     module = birds(class_folders, WRAPPED[name], "train", backend="nvjpeg", loader=LoaderSettings(num_workers=0))
     with pytest.raises(
-        SettingsError, match=rf"make_dataset\('train'\) gave a {name}, and this backend decodes .* Subset"
+        SettingsError, match=rf"make_dataset\('train'\) returned a {name}, but this backend decodes only .* Subset"
     ):
         module.train_dataloader()
 

@@ -256,7 +256,7 @@ def test_the_seed_goes_through_a_checkpoint(tmp_path: Any, caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING, "lightning_feed"):
         trainer(max_epochs=2).fit(module(), datamodule=resumed, ckpt_path=tmp_path / "last.ckpt")
     assert resumed.state_dict() == data.state_dict()
-    assert "was given seed 5. That of the checkpoint is used" in caplog.text
+    assert "was given seed 5. The checkpoint's seed is used" in caplog.text
 
 
 def test_reloading_asks_for_the_data_again() -> None:
@@ -431,9 +431,9 @@ def test_a_missing_make_dataset_shows_what_to_write() -> None:
 
 
 def test_nothing_to_train_on() -> None:
-    with pytest.raises(DatasetError, match=r"make_dataset\('train'\) gave None"):
+    with pytest.raises(DatasetError, match=r"make_dataset\('train'\) returned None"):
         trainer().fit(module(), datamodule=Data({"val": Rows(4)}))
-    with pytest.raises(DatasetError, match="gave None"):
+    with pytest.raises(DatasetError, match="returned None"):
         Data({}).train_dataloader()
 
 
@@ -452,14 +452,14 @@ def test_a_wrong_split_is_an_error_with_the_right_ones(name: Any) -> None:
         ({"a": Rows(4), "b": Rows(0)}, r"dataset of train\['b'\]"),
         ([], "an empty list"),
         ({}, "an empty dict"),
-        (7, "gave a int for train, which is no dataset"),
-        (iter([1, 2]), "one derived from torch.utils.data.IterableDataset"),
+        (7, "returned a int for train, not a dataset"),
+        (iter([1, 2]), "an IterableDataset for a stream"),
         (DataLoader([1, 2]), "The data module makes the loader"),
-        ([(torch.zeros(2), 1)], r"gave a tuple for train\[0\], which is no dataset"),
-        ((Rows(4), Rows(4)), "gave a tuple for train"),
-        ([[Rows(4)]], r"gave a list for train\[0\]"),
-        ("train.csv", "gave a str for train"),
-        (torch.zeros(4, 2), "gave a torch.Tensor for train"),
+        ([(torch.zeros(2), 1)], r"returned a tuple for train\[0\], not a dataset"),
+        ((Rows(4), Rows(4)), "returned a tuple for train"),
+        ([[Rows(4)]], r"returned a list for train\[0\]"),
+        ("train.csv", "returned a str for train"),
+        (torch.zeros(4, 2), "returned a torch.Tensor for train"),
     ],
 )
 def test_what_is_no_dataset_is_refused_by_name(made: Any, words: str) -> None:

@@ -307,8 +307,8 @@ def test_broken_images_are_replaced_and_counted(
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"transform": lambda image: image}, "cannot call a transform of yours"),
-        ({"eval_transform": lambda image: image}, "cannot call a transform of yours"),
+        ({"transform": lambda image: image}, "cannot call your transform"),
+        ({"eval_transform": lambda image: image}, "cannot call your transform"),
         ({"drop_keys": ("label",)}, "nothing to drop"),
         ({"cache": "decoded"}, 'Use cache="bytes"'),
         ({"cache": "device"}, 'Use cache="bytes"'),

@@ -248,7 +248,7 @@ def test_settings_are_carried_over() -> None:
 
 def test_what_cannot_be_tried_is_said() -> None:
     used_up = DataLoader(Numbers(), batch_sampler=iter([[1], [2]]))  # type: ignore[arg-type]
-    with pytest.raises(LoaderError, match="iterator, which can be gone through only once"):
+    with pytest.raises(LoaderError, match="iterator, which can be iterated only once"):
         clone_loader(used_up)
 
 

@@ -331,7 +331,7 @@ def test_a_folder_that_cannot_be_written_is_said_once(
     with caplog.at_level(logging.INFO, "lightning_feed"):
         Store(tmp_path).save(KEY, TUNED)
     assert [record.levelname for record in caplog.records] == ["INFO"]
-    assert "could not be remembered" in caplog.text
+    assert "could not be stored" in caplog.text
 
 
 def scale(sample: Any) -> Any:

@@ -127,7 +127,7 @@ def test_a_loader_is_tuned_as_it_is(tunes: Tunes) -> None:
 @pytest.mark.parametrize(
     ("target", "options", "said"),
     [
-        (Rows(), {}, "a Rows is not a torch DataLoader, .* Give a LightningDataModule, or torch DataLoaders"),
+        (Rows(), {}, "a Rows is not a torch DataLoader, .* Pass a LightningDataModule, or torch DataLoaders"),
         (Two(), {}, "2 training loaders: a, b. Tune them one by one: .*, loader='a' in a call"),
         (Two(), {"loader": "c"}, "2 training loaders: a, b. None is named 'c'"),
         (Data(), {"loader": "a"}, "there is one training loader only"),
@@ -153,7 +153,7 @@ def test_errors_of_the_users_code_are_told(tunes: Tunes) -> None:
         tune(Breaks())
     with pytest.raises(FeedError, match="training on one batch again and again failed: ValueError: not this batch"):
         tune(Data(), model=Untrainable())
-    with pytest.raises(LoaderError, match="gives no batch"):
+    with pytest.raises(LoaderError, match="yields no batch"):
         tune(DataLoader(Rows(), batch_size=100, drop_last=True), model=BoringModel())
 
 
@@ -306,7 +306,7 @@ def test_the_command(target: str, tunes: Tunes, capsys: pytest.CaptureFixture[st
     [
         (["--plot", "a.png"], "Add --sweep"),
         (["--budget", "-1"], "budget_s=-1"),
-        (["--sweep", "0,-2"], "-2 is no number of workers"),
+        (["--sweep", "0,-2"], "-2 is not a number of workers"),
     ],
 )
 def test_the_command_refuses(target: str, options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
