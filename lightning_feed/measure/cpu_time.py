@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from lightning_feed.measure.kernel import schedstat_of
 from lightning_feed.storage.system import read_text
 
 # --- other programs ---------------------------------------------------------------------------------------------------
@@ -146,8 +145,8 @@ _statistics = _ThreadStatistics()
 
 def run_queue_clock() -> int | None:
     """Nanoseconds for which this thread was ready to run and had no CPU; None where the kernel does not count them."""
-    on_cpu, ready = schedstat_of(_statistics.read()) or (0, 0)
-    return ready if on_cpu else None
+    numbers = _statistics.read().split()  # proc(5): on a CPU, ready for one, time slices
+    return int(numbers[1]) if len(numbers) > 1 and numbers[0] != b"0" else None
 
 
 def own_clock(now: Callable[[], int] = time.perf_counter_ns) -> int:

@@ -161,12 +161,8 @@ def _times_of(folders: Iterable[str]) -> dict[str, tuple[int, int]]:
 
 
 def _schedstat(path: str) -> tuple[int, int] | None:
-    return schedstat_of(read_small(path))
-
-
-def schedstat_of(content: bytes) -> tuple[int, int] | None:
     """The first two numbers of ``schedstat`` (proc(5)): nanoseconds on a CPU, and ready to run without one."""
-    numbers = content.split()[:2]
+    numbers = read_small(path).split()[:2]
     if len(numbers) < 2 or not all(map(bytes.isdigit, numbers)):
         return None
     return int(numbers[0]), int(numbers[1])
