@@ -174,7 +174,7 @@ def test_a_manifest_or_index_that_is_cut_short_or_gone_is_reported(file: str, pa
 def test_another_version_is_reported(packed: Callable[[str], Path]) -> None:
     manifest = packed("lmdb") / "pack.json"
     manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 9'))
-    with pytest.raises(ArchiveError, match="a pack of version 9, and only 1 can be read"):
+    with pytest.raises(ArchiveError, match="a pack of version 9, but only 1 can be read"):
         PackedDataset(manifest.parent)
 
 

@@ -134,7 +134,7 @@ def test_a_folder_that_another_user_makes_after_the_check_is_not_written_to(
         plant(dest / "birds")
 
     monkeypatch.setattr(stage_copy, "check_room", check_room)
-    with pytest.raises(ArchiveError, match=r"birds belongs to another user\. Give .*/dev/shm/<user>\.$"):
+    with pytest.raises(ArchiveError, match=r"birds belongs to another user\. Use .*/dev/shm/<user>\.$"):
         stage(source, dest)
     assert contents(dest / "birds") == {}
 

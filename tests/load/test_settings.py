@@ -57,7 +57,7 @@ def test_the_impossible_is_refused_by_name_and_value(name: str, value: Any) -> N
     with pytest.raises(SettingsError) as refused:
         LoaderSettings(**{name: value})
     assert f"{name}={value!r}" in str(refused.value)
-    assert "Give" in str(refused.value)
+    assert "Use" in str(refused.value)
     assert isinstance(refused.value, FeedError)
     assert isinstance(refused.value, ValueError)
 
