@@ -197,6 +197,8 @@ _COLOURS: dict[Grade, str] = {
 
 def _colour(diagnosis: Diagnosis) -> str:
     found = "other" if diagnosis.bottleneck == "unknown" else _COLOURS.get(diagnosis.grade, "other")
+    if (diagnosis.bottleneck, diagnosis.cause) == ("compute", "oversubscribed"):  # other programs limit the run
+        return "other"
     return "copy" if found == "good" and diagnosis.bottleneck != "compute" else found
 
 
