@@ -146,8 +146,8 @@ class StarvationRun:
         loop = self._now
         if loop is self.main:
             self._hooks.step_ended(loop.meter.finished)
-            if self._cpus is not None and self._cpus.sample():
-                self.leave_out_step()  # a sample takes some milliseconds, which are not training's
+            if self._cpus is not None:
+                self._cpus.sample()
         if loop.step_ended():
             self._fold(loop)
 

@@ -232,8 +232,8 @@ class PlainRun:
         if now >= self._next_read:  # workers take their counters with them when an epoch ends
             self._next_read = now + READ_EVERY_NS
             loop.loaders.take()
-            if self._cpus is not None and self._cpus.sample():
-                loop.meter.leave_out_step()  # a sample takes some milliseconds, which are not training's
+            if self._cpus is not None:
+                self._cpus.sample()
         steps = loop.meter.finished
         if steps >= MIN_STEPS and self._schedule.due(steps):
             self._report()
