@@ -125,7 +125,7 @@ class Probe:
         self._iterator = self._outer = weakref.ref(iterator)
         self._clock = clock
         self.taken = 0
-        """Batches returned by the last reading."""
+        """Batches returned up to the last reading."""
 
     @cached_property
     def held(self) -> int | None:
