@@ -46,7 +46,7 @@ class Move:
     """A change of the training loader."""
 
     epoch: int
-    """The first that has it, as the Trainer counts."""
+    """First epoch with the change, as the Trainer counts."""
     num_workers: int
     prefetch_factor: int | None
     """None without workers."""
@@ -56,11 +56,11 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochFigures:
-    """Means over the steps of one rank since the last decision."""
+    """Means over one rank's steps since the last decision."""
 
     step_ms: float
     data_idle_ms: float
-    """Of a step: waiting for data."""
+    """Time of a step spent waiting for data."""
     late: bool
     """True if training is starved, and batches take longer than in the trials."""
 
@@ -121,13 +121,13 @@ class AutotuneCallback(Callback):
     def _forget(self) -> None:
         self._moves: list[Move] = []
         self._loader: DataLoader[Batch] | None = None
-        """The user's, as Lightning prepared it first."""
+        """The user's loader, as first prepared by Lightning."""
         self._background: BackgroundLoader | None = None
-        """The user's loader where it is not a DataLoader, with a thread that may draw from it."""
+        """The user's loader if it is not a DataLoader, with a thread that may draw from it."""
         self._goal: Goal | None = None
         self._tuned: Tuned | None = None
         self._now: Setting | None = None
-        """The setting in force; None: the user's loader is left alone."""
+        """The current setting; None if the user's loader is unchanged."""
         self._loaders = 1
         self._epochs = 0
         self._over = True
@@ -135,7 +135,7 @@ class AutotuneCallback(Callback):
         self._decided: LoopSums | None = None
         """The sums at the end of the last epoch, and at the last decision."""
         self._taken_back: EpochFigures | None = None
-        """The figures for which the found setting was taken back; None while it is in force."""
+        """The figures for which the found setting was reverted; None while it is in use."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Trainers are pickled for `ddp_spawn`, and callbacks are deep-copied by tuners. A running fit can be neither.
@@ -143,7 +143,7 @@ class AutotuneCallback(Callback):
 
     @property
     def moves(self) -> tuple[Move, ...]:
-        """The changes of this fit or the last one, in their order."""
+        """Changes of this fit or the last one, in order."""
         return tuple(self._moves)
 
     # --- hooks --------------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class AutotuneCallback(Callback):
             ]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure, where there is something to compare."""
+        """Start measuring if there are settings to compare."""
         self._guard.measure(self._start_measuring, trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -183,24 +183,24 @@ class AutotuneCallback(Callback):
 
     @guarded
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        """Look at the batch, where this callback measures for itself."""
+        """Note the batch, if this callback does its own measuring."""
         if self._run is not None:
             self._run.batch_came(batch)
 
     @guarded
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
-        """Count the step, where this callback measures for itself."""
+        """Count the step, if this callback does its own measuring."""
         if self._run is not None:
             self._run.step_ended()
 
     @guarded
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave out the training step in which this validation lies."""
+        """Leave out the training step that contains this validation."""
         if self._run is not None:
             self._run.validation_began()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that there are figures now."""
+        """Note that figures are available."""
         self._epochs += 1
 
     def on_train_end(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
@@ -234,7 +234,7 @@ class AutotuneCallback(Callback):
         return original(loader)
 
     def _tune(self, trainer: object, loader: AnyLoader) -> Any:
-        """The tuned twin of a training loader; None where the loader stays."""
+        """The tuned copy of a training loader; None if the loader is kept."""
         if not isinstance(loader, DataLoader):
             return self._in_background(trainer, loader)
         if self._loader is None:
@@ -269,7 +269,7 @@ class AutotuneCallback(Callback):
         self._change(trainer, own, found, f"{self._tuned.reason} ({rate})")
 
     def _in_background(self, trainer: AnyTrainer, loader: AnyLoader) -> BackgroundLoader | None:
-        """A loader that is not a DataLoader, with a thread that may draw from it; None where it stays."""
+        """A loader that is not a DataLoader, with a thread that may draw from it; None if it is kept."""
         why_not = self._why_not(loader)
         if why_not:
             self._do_nothing(trainer, why_not)
@@ -304,7 +304,7 @@ class AutotuneCallback(Callback):
             run.close()
 
     def _figures(self, trainer: AnyTrainer) -> EpochFigures | None:
-        """The figures since the last decision; None while there are too few steps."""
+        """Figures since the last decision; None for too few steps."""
         beside = (one.measured_fit for one in trainer.callbacks if isinstance(one, GPUStarvationCallback))
         run = self._run or next((run for run in beside if run is not None), None)
         self._sums = run.settled() if run is not None else None
@@ -319,7 +319,7 @@ class AutotuneCallback(Callback):
         return EpochFigures(step_ms=stats.step_ms, data_idle_ms=stats.data_idle_ms, late=late)
 
     def _compare(self, trainer: AnyTrainer, every: list[EpochFigures | None] | None) -> None:
-        """Take back a setting that gives less than promised; then keep the better of the two."""
+        """Revert a setting that performs worse than promised; then keep the better of the two."""
         known = [one for one in every or [] if one is not None]
         if every is None or len(known) < len(every):
             self._over = every is None

@@ -1,4 +1,4 @@
-"""Location of the call that makes the training loader, noted when it is made, and its key on the command line."""
+"""Location of the call that makes the training loader, recorded at that call, and its command-line key."""
 
 import functools
 import inspect
@@ -28,9 +28,9 @@ WORKER_NAMES = ("num_workers", "workers", "n_workers", "nworkers")
 _TAKES_DICT = re.compile(r"(?!val|test|pred|eval).*(loader|splitter|data_?module)\w*_(kwargs|args|options|params)")
 """Names of parameters that take a loader's arguments as a dict."""
 _LOADER_DICT = re.compile(r"(train_?)?(data_?)?loader")
-"""The same, if their default is a dict."""
+"""Names of such parameters if their default is a dict."""
 _HOSTS = ("lightning_feed", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "torch", "hydra")
-"""Packages that make and run loaders for others."""
+"""Packages that make and run loaders for the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,36 +41,36 @@ class LoaderOrigin:
     line: int
     function: str
     package: str
-    """The package of that file; empty for the user's own code."""
+    """Package of the file; empty for the user's own code."""
     user_file: str = ""
-    """The innermost of the user's own code on the stack; empty: there was none."""
+    """Innermost user code on the stack; empty if none."""
     user_line: int = 0
     parameter: str = ""
-    """A parameter by which its number of workers, or its arguments, can be given; empty: none was seen."""
+    """A parameter that sets its number of workers or its arguments; empty if none was seen."""
     as_dict: bool = False
-    """It takes the arguments as a dict."""
+    """True if the parameter takes the arguments as a dict."""
     taker: str = ""
     """The function, or the class, that has this parameter."""
     names: tuple[tuple[str, str], ...] = ()
-    """(setting, what ``taker`` calls it), where it takes the number of workers itself."""
+    """(setting, its name in ``taker``), if ``taker`` accepts the number of workers itself."""
     made: bool = True
-    """False: it was made before this module was imported, and is given to ``trainer.fit`` here."""
+    """False if the loader was made before this module was imported, and is passed to ``trainer.fit`` here."""
 
     @property
     def at(self) -> str:
-        """Its line, as users find it; of a package, from its folder on."""
+        """File and line for the user; for a package, the path starts at its folder."""
         parts, line = Path(self.file).parts, source_line(self.file, self.line)
         folders = parts[parts.index(self.package) : -1] if self.package in parts[:-1] else ()
         return "/".join((*folders, line))
 
     @property
     def user_at(self) -> str:
-        """The user's source line; empty if none."""
+        """The user's file and line; empty if none."""
         return source_line(self.user_file, self.user_line) if self.user_file else ""
 
 
 def origin_of(loader: object) -> LoaderOrigin | None:
-    """The place where a loader was made; None: before this module was imported, or it is no DataLoader."""
+    """The place where a loader was made; None if it predates this module's import or is not a DataLoader."""
     found: LoaderOrigin | None = getattr(loader, "__dict__", {}).get("_feed_origin")
     return found
 
@@ -157,7 +157,7 @@ class _Call:
     taker: str
     parameters: Mapping[str, inspect.Parameter]
     values: Mapping[str, Any]
-    """The values of its parameters, as far as they are known."""
+    """Values of its parameters, if known."""
 
 
 def _parameter(frames: Sequence[FrameType], loader: AnyLoader) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def _calls(frame: FrameType) -> Iterator[_Call]:
 
 
 def _signature(kind: type) -> dict[str, inspect.Parameter]:
-    """The parameters of a class, and of those that it hands ``**kwargs`` on to."""
+    """The parameters of a class, and of the classes to which it passes ``**kwargs``."""
     found: dict[str, inspect.Parameter] = {}
     for one in kind.__mro__:
         made_by = vars(one).get("__init__")
@@ -217,7 +217,7 @@ def _workers(call: _Call, loader: AnyLoader) -> dict[str, Any]:
 
 
 def _further(call: _Call) -> str:
-    """The name of its ``**kwargs``; empty: it has none."""
+    """The name of its ``**kwargs`` parameter; empty without one."""
     kinds = {name: parameter.kind for name, parameter in call.parameters.items()}
     return next((name for name, kind in kinds.items() if kind == inspect.Parameter.VAR_KEYWORD), "")
 
@@ -300,7 +300,7 @@ def place_of(owner: object, trainer: object, data: object, loaders: Sequence[Any
 
 
 def _passed_to_fit(trainer: object, loader: AnyLoader) -> list[LoaderOrigin]:
-    """The call of ``trainer.fit``, for a loader that was made before this module was imported; empty if not found."""
+    """The call of ``trainer.fit``, for a loader made before this module was imported; empty if not found."""
     with suppress(Exception):  # frames hold whatever the user has
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and not (frame.f_code.co_name == "fit" and _first_argument(frame) is trainer):
@@ -318,7 +318,7 @@ def _in_a_package(place: Place, first: LoaderOrigin) -> Place:
 
 
 def _words(owner: object, origins: Sequence[LoaderOrigin], number: int) -> str:
-    """The place in words."""
+    """Description of the place."""
     first = next(iter(origins), None)
     if first is not None and first.parameter:
         argument = f"{first.parameter} of " if first.as_dict else ""
@@ -339,7 +339,7 @@ def _made_at(origin: LoaderOrigin) -> str:
 
 
 def users_line(function: object) -> str:
-    """``train.py:12`` of a function of the user's; empty for one of a library, or None."""
+    """``train.py:12`` of a user function; empty for a library function or None."""
     function = inspect.unwrap(getattr(function, "__func__", function)) if callable(function) else None
     code = getattr(function, "__code__", None)
     return source_line(code.co_filename, code.co_firstlineno) if code and is_users(code.co_filename) else ""
@@ -349,7 +349,7 @@ def users_line(function: object) -> str:
 
 
 def _overrides(trainer: object, loaders: Sequence[AnyLoader]) -> tuple[tuple[str, str], ...]:
-    """Keys that hold the values of the loaders. Settings with no such key, or with several, are left out."""
+    """Keys that hold the loaders' values. Omits settings without exactly one key."""
     given, prefix = _host.cli_config(trainer), "--"
     if not given:
         given, prefix = _hydra_config(), ""
@@ -376,7 +376,7 @@ def _hydra_config() -> dict[str, Any]:
 
 
 def flat(values: Mapping[str, Any], separator: str) -> Iterator[tuple[str, Any]]:
-    """The values of nested mappings, with their keys joined."""
+    """Values of nested mappings, by their joined keys."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from ((f"{key}{separator}{inner}", held) for inner, held in flat(value, separator))

@@ -1,4 +1,4 @@
-"""PrefetchCallback: fetches the next batch and copies it to the device while the present step computes."""
+"""PrefetchCallback: fetches the next batch and copies it to the device while the current step computes."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -41,7 +41,7 @@ _AFTER_BACKWARD_BEGAN = (
 LOOK_AHEAD = "[PrefetchCallback].look_ahead"
 """The profiler action around fetching and staging the next batch."""
 HAND_OUT = "[PrefetchCallback].hand_out"
-"""The profiler action in which the loop takes a batch that was fetched before: its fetch was announced then."""
+"""The profiler action in which the loop takes a batch fetched earlier, whose fetch was announced then."""
 _TRANSFER = "transfer_batch_to_device"
 
 
@@ -195,7 +195,7 @@ class PrefetchCallback(ExactResume):
             self._set_trigger(trainer, BATCH_ENDS[stage])
 
     def _adopt_live(self, trainer: AnyTrainer) -> FetcherTap | None:
-        """The tap of the running loop's fetcher; None where nothing can be prefetched."""
+        """The tap of the running loop's fetcher; None if nothing can be prefetched."""
         tap = adopt_fetcher(_host.live_fetcher(trainer))
         if tap is None:
             keys = " (and drop_keys and host_keys do nothing there)" if self.drop_keys or self.host_keys else ""
@@ -217,7 +217,7 @@ class PrefetchCallback(ExactResume):
         self._wraps += _host.wrap_transfer(trainer, self._convert_input, partial(self._batch_hook, trainer))
 
     def _set_trigger(self, trainer: AnyTrainer, batch_end: str) -> None:
-        """Choose the moment of the look-ahead: as early as nobody else's code can notice.
+        """Choose the moment of the look-ahead: the earliest that no other code can notice.
 
         Best is our own hook, before the progress bar reads metrics off the device. But code of the user's that runs
         after it may change what the next batch is, or draw random numbers; then it must run first.
@@ -305,7 +305,7 @@ class PrefetchCallback(ExactResume):
             trainer.profiler.stop(LOOK_AHEAD)
 
     def _draw(self, trainer: AnyTrainer, tap: FetcherTap) -> bool:
-        """Draw one batch ahead and stage it; False where no other may be drawn before the loop takes it."""
+        """Draw one batch ahead and stage it; False if no further batch may be drawn before the loop takes it."""
         assert self._prefetcher is not None
         item = tap.look_ahead()
         if item.error is not None:

@@ -40,7 +40,7 @@ FOLDER_VARIABLE = "LIGHTNING_FEED_DIR"
 IN_ROOT = "feed_reports"
 """The folder of reports in the Trainer's ``default_root_dir``."""
 _shown_fits: set[str] = set()
-"""The runs whose reports this process showed: those of further fits are a line."""
+"""Runs whose reports this process has shown: reports of later fits are one line."""
 _NOTHING = Measurements(stats=StarvationStats(steps=0, confidence="low"))
 
 
@@ -104,7 +104,7 @@ class GPUStarvationCallback(Callback):
         self.every_n_steps, self.tags = every_n_steps, tags
         self.nvml = nvml
         self.any_logger = True
-        """Loggers of other packages get figures and reports, too."""
+        """Loggers of other packages receive figures and reports, too."""
         self.print_report = report
         self._run: StarvationRun | None = None
         self._wall = WallClock()
@@ -130,7 +130,7 @@ class GPUStarvationCallback(Callback):
         }
 
     def summary(self) -> StarvationStats | None:
-        """The figures logged last, of this fit or the one before; None before the first."""
+        """The figures logged last, in this fit or the one before; None before the first log."""
         return self._run.last if self._run is not None and self._run.stage == "fit" else self._last
 
     def report(self, stage: Stage = "fit") -> Diagnosis:
@@ -146,7 +146,7 @@ class GPUStarvationCallback(Callback):
 
     @property
     def measured_fit(self) -> StarvationRun | None:
-        """The fit that is measured now."""
+        """The fit being measured."""
         return self._run if self._run is not None and self._run.stage == "fit" else None
 
     # --- begin and end ------------------------------------------------------------------------------------------------
@@ -159,17 +159,17 @@ class GPUStarvationCallback(Callback):
 
     @guarded
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure the sanity check by itself."""
+        """Start measuring the sanity check separately."""
         self._wall.enter("sanity check")
 
     @guarded
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count the time that follows as set-up."""
+        """Count the following time as set-up."""
         self._wall.leave()
 
     @guarded
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure a fit, test or prediction, unless another instance measures already."""
+        """Start measuring a fit, test or prediction, unless another instance already does."""
         self._begin(trainer, _host.stage_now(trainer))
 
     on_test_start = on_predict_start = on_train_start
@@ -215,13 +215,13 @@ class GPUStarvationCallback(Callback):
 
     @guarded
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin an epoch, whose first batch is measured by itself."""
+        """Begin an epoch, whose first batch is measured separately."""
         if self._run is not None:
             self._run.epoch_began()
 
     @guarded
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave out the training step in which this validation lies, and measure it by itself."""
+        """Leave out the training step that contains this validation, and measure the validation separately."""
         if self._run is not None:
             self._run.validation_began()
         elif trainer.state.fn == "validate":
@@ -229,7 +229,7 @@ class GPUStarvationCallback(Callback):
 
     @guarded
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log what the validation, test or prediction took; where it is no part of a fit, report."""
+        """Log the time of the validation, test or prediction; report if it is not part of a fit."""
         run = self._run
         if run is None:
             return
@@ -258,7 +258,7 @@ class GPUStarvationCallback(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Report what was measured, and remove everything from the Trainer: teardown is not called after an exception.
 
-        Ctrl-C and SIGTERM come here, too. Nothing waits for the device, other ranks, or a server of a logger.
+        Called on Ctrl-C and SIGTERM, too. Nothing waits for the device, other ranks, or a server of a logger.
         """
         if self._run is not None:
             self._publish(trainer, self._run, ended=True, to_loggers=False)
@@ -300,7 +300,7 @@ class GPUStarvationCallback(Callback):
 
     @guarded
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
-        """Close a window, and log it, where the Trainer logs."""
+        """Close a window and log it at the steps at which the Trainer logs."""
         run = self._run
         if run is None:
             return
@@ -330,7 +330,7 @@ class GPUStarvationCallback(Callback):
         )
 
     def _for_each_logger(self, trainer: AnyTrainer, task: str, give: Callable[[Any], object]) -> None:
-        """Logger by logger: one that fails takes nothing from the others."""
+        """Call each logger in turn: a failing logger does not affect the others."""
         for number, each in enumerate(trainer.loggers):
             if self.any_logger or _of_lightning(each):
                 self._guard.attempt(f"{task} {type(each).__name__} (trainer.loggers[{number}])", give, each)
@@ -340,7 +340,7 @@ class GPUStarvationCallback(Callback):
     def _publish(
         self, trainer: AnyTrainer, run: StarvationRun, *, ended: bool = False, to_loggers: bool = True
     ) -> None:
-        """Write the report into the folder of the run, show it, and give it to the loggers."""
+        """Write the report into the run's folder, show it, and pass it to the loggers."""
         if not self.print_report or not trainer.is_global_zero or run.finished == self._reported_steps:
             return
         self._reported_steps = run.finished
@@ -368,7 +368,7 @@ class GPUStarvationCallback(Callback):
     def _form(
         self, trainer: AnyTrainer, run: StarvationRun, report: Report, *, ended: bool, first: bool
     ) -> Form | None:
-        """The part of a report that is shown now; None: it is only written."""
+        """The part of a report to show now; None if it is only written."""
         endless = trainer.num_training_batches == math.inf
         if run.stage == "fit" and ((_shown_fits - {self._identity.id}) or (ended and run.finished < ENOUGH_STEPS)):
             return "line" if ended or endless else None
@@ -438,18 +438,18 @@ def _write(trainer: AnyTrainer, report: Report, chosen: Path | None) -> list[Pat
 
 TEXT_TAG = "feed/report"
 SLOW_S = 1e-3
-"""A call of a logger that takes longer is slow."""
+"""Seconds above which a logger's call is slow."""
 
 
 class Pace:
-    """Gives figures to one logger: where each of its calls takes long, only so often that they cost 1 % of the time."""
+    """Passes figures to one logger: to a slow logger only as often as costs 1 % of the time."""
 
     def __init__(self) -> None:
         self._took: deque[float] = deque(maxlen=3)
         self._next_s = -math.inf
 
     def give(self, to: Any, tags: dict[str, float], step: int) -> None:
-        """Log the figures, or leave this window out."""
+        """Log the figures, or skip this window."""
         began = loop.clock()
         if not tags or began < self._next_s:
             return
@@ -501,7 +501,7 @@ def _path(folder: object) -> Path | None:
 
 
 def achieved(found: Diagnosis) -> dict[str, float]:
-    """Results of a run's settings, for a table of runs. Unmeasured values are omitted."""
+    """Results of a run's settings, for a table of runs, without unmeasured values."""
     stats, size = found.stats, found.measurements.facts.batch_size
     figures = {
         "feed_final/starved_pct": stats.starved_pct,
@@ -511,7 +511,7 @@ def achieved(found: Diagnosis) -> dict[str, float]:
 
 
 def give_report(to: object, report: Report, step: int) -> None:
-    """Give a report to a logger in the form that it shows best; nothing to one that takes neither pages nor text.
+    """Pass a report to a logger in the form it shows best, or nothing if it accepts neither pages nor text.
 
     Weights & Biases gets the page, and in the run's summary the verdict with the figures of the whole run; TensorBoard
     and Comet get Markdown; MLflow the files ``feed_report.md`` and ``feed_report.json`` as artifacts.

@@ -28,7 +28,7 @@ from lightning_feed.measure.wall import Part, WallClock
 from lightning_feed.storage.shared_cache import CacheStats
 
 _PART: dict[Stage, Part] = {"fit": "epoch starts", "validate": "validation", "test": "test", "predict": "predict"}
-"""The part of the wall time that the loop of a stage begins with."""
+"""The wall-time part with which each stage's loop begins."""
 
 
 class StarvationRun:
@@ -79,7 +79,7 @@ class StarvationRun:
         device = self._trainer.strategy.root_device
         ring = open_ring(device)
         self.sees_device = ring is not None or device.type == "cpu"
-        """True if the clock is that of the device that computes, False for the host's clock beside a device."""
+        """True if the computing device's clock is used, False for the host's clock although a device computes."""
         return MeasuredLoop(
             facts_of(self._trainer, self._guard, stage),
             partial(_host.loop_iterators, self._trainer, stage),
@@ -93,19 +93,19 @@ class StarvationRun:
 
     @property
     def finished(self) -> int:
-        """Steps that ended."""
+        """Number of steps that ended."""
         return self.main.meter.finished
 
     # --- what the loop does -------------------------------------------------------------------------------------------
 
     def epoch_began(self) -> None:
-        """Begin an epoch, whose first batch is measured by itself."""
+        """Begin an epoch, whose first batch is measured separately."""
         self._wall.go_on("epoch starts")
         self._begin(self.main, self.stage)
         self._hooks.leave_out_step()
 
     def leave_out_step(self) -> None:
-        """Do not count the present training step: something that is not training lies in it."""
+        """Do not count the current training step: it contains work other than training."""
         self.main.meter.leave_out_step()
         self._hooks.leave_out_step()
 
@@ -128,7 +128,7 @@ class StarvationRun:
         self._begin(self._now, "validate", self._validation_since)
 
     def _validation_ended(self) -> None:
-        """End a validation, which without batches never began."""
+        """End a validation; without batches it never began."""
         if self._validation_since is not None:
             self._wall.leave()
             self.main.cpu.go_on()
@@ -142,7 +142,7 @@ class StarvationRun:
             self._guard.attempt("tell what a batch is made of", loop.look_at, batch)
 
     def step_ended(self) -> None:
-        """Keep what is held in memory bounded, notice the end of the warm-up, and now and then time the hooks."""
+        """Bound the memory in use, detect the end of the warm-up, and time the hooks now and then."""
         loop = self._now
         if loop is self.main:
             self._hooks.step_ended(loop.meter.finished)
@@ -210,7 +210,7 @@ class StarvationRun:
     # --- figures ------------------------------------------------------------------------------------------------------
 
     def close_window(self) -> dict[str, float]:
-        """The figures since the last window by their tags, then a new window begins. All ranks do so together."""
+        """Return the figures since the last window, by tag, and begin a new window. All ranks do so together."""
         loop, ranks = self.main, None
         if self._ranks is not None:
             self._ranks.send(loop.ledger.fresh)
@@ -222,7 +222,7 @@ class StarvationRun:
         return to_tags(self.last, self.nvml.take() if self.nvml is not None else None, loaders, ranks)
 
     def loop_tags(self) -> dict[str, float]:
-        """The figures of the validation, test or prediction so far, by their tags."""
+        """Figures of the validation, test or prediction so far, by tag."""
         loop, stage = (self._validation, "validate") if self.stage == "fit" else (self.main, self.stage)
         if loop is None:
             return {}
@@ -230,7 +230,7 @@ class StarvationRun:
         return loop_tags(stage, stats, loop.by_loader())
 
     def settled(self) -> LoopSums | None:
-        """The sums since the warm-up; None during it."""
+        """Sums since the warm-up; None during the warm-up."""
         self._fold(self.main)
         return self.main.settled()
 
@@ -257,7 +257,7 @@ class StarvationRun:
         return tuple(one for one in self._hooks.result() if not _host.is_empty_hook(self._trainer, one.name))
 
     def _syncs(self) -> tuple[str, ...]:
-        """All that were found at any time: a metric in the progress bar appears only once it was logged."""
+        """All synchronisations found so far: a metric appears in the progress bar only once it has been logged."""
         return tuple(sorted({*self.main.facts.syncs, *_host.known_syncs(self._trainer)}))
 
     # --- its end ------------------------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ def _hit_pct(before: CacheStats | None, after: CacheStats | None) -> float | Non
 # --- facts of a run ---------------------------------------------------------------------------------------------------
 
 _INTERVALS = ("every_n_steps", "log_every_n_steps", "every_n_train_steps", "refresh_rate")
-"""Names in a callback's constructor for the number of steps between two times that it does its work."""
+"""Constructor parameters of callbacks for the number of steps between two runs of their work."""
 _STEP_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -355,7 +355,7 @@ def _hook_places(trainer: AnyTrainer) -> tuple[HookPlace, ...]:
 
 
 def _beside_training(trainer: AnyTrainer) -> dict[str, Any]:
-    """The number of epochs; the intervals of validations, where they may be longer, and of checkpoints."""
+    """Number of epochs, and the intervals of validations (if they may be longer) and of checkpoints."""
     every, between = trainer.check_val_every_n_epoch, trainer.val_check_batch
     if between is None:
         every = None  # validation goes by time
@@ -380,7 +380,7 @@ def _loaders(trainer: object, stage: str) -> list[Any]:
 
 
 def prefetch_active(trainer: AnyTrainer) -> bool | None:
-    """True if a PrefetchCallback of this Trainer is active; None: it has none."""
+    """True if a PrefetchCallback of this Trainer is active; None without one."""
     found = [callback.active for callback in trainer.callbacks if isinstance(callback, PrefetchCallback)]
     return any(found) if found else None
 

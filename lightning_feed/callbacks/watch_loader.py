@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _runs: "weakref.WeakKeyDictionary[Any, PlainRun]" = weakref.WeakKeyDictionary()
-"""By loader that lives: each epoch may call watch_loader again."""
+"""Runs by live loader: each epoch may call watch_loader again."""
 _open: "dict[PlainRun, int]" = {}
 """Runs in the middle of an epoch, and the threads of their loops."""
 
@@ -83,7 +83,7 @@ def watch_loader(
 
 
 class WatchedLoader(Generic[T]):
-    """The loader that :func:`watch_loader` returns, with all attributes of the loader in it."""
+    """The loader that :func:`watch_loader` returns, with all attributes of the wrapped loader."""
 
     def __init__(self, loader: Iterable[T], run: "PlainRun") -> None:
         self._loader, self._run = loader, run
@@ -131,7 +131,7 @@ class WatchedLoader(Generic[T]):
         self.close()
 
     def summary(self) -> StarvationStats:
-        """The parts of the steps so far, without the first ones, in which queues fill."""
+        """The parts of the steps so far, without the first steps, in which queues fill."""
         return self._run.measurements().stats
 
     def report(self) -> "Diagnosis":
@@ -141,7 +141,7 @@ class WatchedLoader(Generic[T]):
         return diagnose(self._run.measurements())
 
     def close(self) -> None:
-        """Stop measuring, and report what came since the last report. The loader can be gone through as before."""
+        """Stop measuring, and report the steps since the last report. The loader can still be iterated."""
         self._run.close()
         with contextlib.suppress(TypeError):
             _runs.pop(self._loader, None)
@@ -213,7 +213,7 @@ class PlainRun:
         self._loop.cpu.pause()
 
     def leave_out_step(self) -> None:
-        """Do not count the present step: another loop lies in it."""
+        """Do not count the current step: it contains another loop."""
         self._loop.meter.leave_out_step()
 
     def _fetch_began(self) -> None:
@@ -313,7 +313,7 @@ def _facts_of(loader: AnyLoader, loaders: list[AnyLoader], device: torch.device)
 
 
 def _device_of(loader: object) -> torch.device:
-    """The device of a loader that puts batches there, else the accelerator that is in use, else the CPU."""
+    """The device on which the loader puts batches, else the accelerator in use, else the CPU."""
     given = getattr(loader, "device", None)
     if isinstance(given, torch.device):
         return given
@@ -325,7 +325,7 @@ def _device_of(loader: object) -> torch.device:
 
 
 def _number(variable: str, otherwise: int) -> int:
-    """A number that torch.distributed, or else the launcher's environment, gives each rank."""
+    """A per-rank number from torch.distributed, or else from the launcher's environment."""
     distributed: Any = torch.distributed
     if variable != "LOCAL_WORLD_SIZE" and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank() if variable == "RANK" else distributed.get_world_size())

@@ -28,7 +28,7 @@ class CpuTicks(NamedTuple):
     cpus: int
     whole: int
     busy: int
-    """Ticks in which programs ran."""
+    """Ticks spent running programs."""
     own: int
     """Ticks of this process and its descendants."""
 
@@ -52,14 +52,14 @@ class CpuShare:
         self._samples: deque[tuple[CpuTicks, CpuTicks]] = deque(maxlen=MOST_SAMPLES)
 
     def others_pct(self, usable_cpus: int | None) -> float | None:
-        """Mean percentage of ``usable_cpus`` that other programs used; None: not known.
+        """Mean percentage of ``usable_cpus`` that other programs used; None if unknown.
 
         Excludes CPUs that this run may not use, since it could not have used their time anyway.
         """
         return _others_pct(self._began, self._read(), usable_cpus)
 
     def sample(self) -> bool:
-        """Take a sample of the CPUs' use if one is due. Returns whether it did."""
+        """Sample the CPU usage if a sample is due. Returns True if it did."""
         now_s = self._clock()
         if now_s < self._next_s:
             return False
@@ -93,7 +93,7 @@ class CpuShare:
         return CpuTicks(len(cpus), whole, sum(line[at] for line in cpus for at in programs), self._own())
 
     def _own(self) -> int:
-        """Ticks of this process and its descendants, and of those that ended and were waited for."""
+        """Ticks of this process and its descendants, including descendants that ended and were waited for."""
         parents: dict[int, int] = {}
         ticks: dict[int, int] = {}
         for folder in self._proc.iterdir():
@@ -144,13 +144,13 @@ _statistics = _ThreadStatistics()
 
 
 def run_queue_clock() -> int | None:
-    """Nanoseconds for which this thread was ready to run and had no CPU; None where the kernel does not count them."""
+    """Nanoseconds this thread was ready to run but had no CPU; None if the kernel does not count them."""
     numbers = _statistics.read().split()  # proc(5): on a CPU, ready for one, time slices
     return int(numbers[1]) if len(numbers) > 1 and numbers[0] != b"0" else None
 
 
 def own_clock(now: Callable[[], int] = time.perf_counter_ns) -> int:
-    """The host's clock in nanoseconds, without the time for which this thread waited for a CPU."""
+    """The host's clock in nanoseconds, minus the time this thread waited for a CPU."""
     return now() - (run_queue_clock() or 0)
 
 
@@ -182,28 +182,28 @@ class CpuTimes:
         self._fetch_began: tuple[int, int | None] | None = None
 
     def settle(self, steps: int) -> None:
-        """Start over after so many steps."""
+        """Start over after ``steps`` steps."""
         self._steps_before, self._spent, self._counting = steps, CpuSums(), True
         self._loaded = self._load_queued = 0
         self._began = self._now()
 
     def pause(self) -> None:
-        """Training stops for a while."""
+        """Pause: training stops for a while."""
         if not self._paused:
             self._add()
             self._paused = True
 
     def go_on(self) -> None:
-        """Training goes on."""
+        """Resume: training continues."""
         if self._paused:
             self._paused, self._began = False, self._now()
 
     def fetch_began(self) -> None:
-        """The loop asks for a batch."""
+        """Note that the loop requests a batch."""
         self._fetch_began = (self._load_clock() if self._load_clock else 0), self._run_queue()
 
     def fetch_ended(self) -> None:
-        """The batch has come."""
+        """Note that the batch has arrived."""
         if self._fetch_began is None:
             return
         load, queue = self._fetch_began
@@ -217,7 +217,7 @@ class CpuTimes:
             self._load_queued += queue_now - queue
 
     def per_step(self, steps: int) -> dict[str, Any]:
-        """Fields of ``LoopFacts`` in milliseconds, by all steps that ended; empty before the first."""
+        """Fields of ``LoopFacts``: mean milliseconds per finished step; empty before the first step ends."""
         counted = steps - self._steps_before
         if counted <= 0:
             return {}
@@ -240,7 +240,7 @@ class CpuTimes:
 
 
 class CpuSums(NamedTuple):
-    """Nanoseconds of the training thread on a CPU, of its process, and of the thread's wait for a CPU."""
+    """CPU time of the training thread and of its process, and the thread's wait for a CPU, in nanoseconds."""
 
     thread: int = 0
     process: int = 0

@@ -13,24 +13,24 @@ class NamedCost:
     cpu_ms: float
     """CPU time per sample."""
     wall_ms: float
-    """Wall time per sample, alone in one process."""
+    """Wall time per sample in a single process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionCost:
-    """A function of the user's that makes batches, with its calls into libraries."""
+    """One of the user's functions that make batches, with its calls into libraries."""
 
     name: str
     """``Birds.__getitem__``."""
     file: str
     line: int
-    """In which most of the time goes by."""
+    """The line that takes most of the time."""
     calls: str | None
-    """The class or function of a library that is called there, such as ``ColorJitter``; None: its own work."""
+    """The library class or function called there, such as ``ColorJitter``; None: the function's own work."""
     stage: Literal["samples", "collate"]
-    """The work it is a part of: making samples, or collating them."""
+    """The work to which it belongs: making samples, or collating them."""
     ms_per_batch: float
-    """Wall time, without that of other functions of the user's which it calls."""
+    """Wall time, excluding the user's other functions that it calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,25 +42,25 @@ class KeyUse:
     bytes_per_batch: int
     """Sent to the training process, and from there to the device."""
     used: bool | None
-    """True: the module read it in a training step. None: not known."""
+    """True if the module read it in a training step; None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiskFacts:
-    """The source of the bytes."""
+    """Storage that the samples are read from."""
 
     file_system: str | None = None
-    """As the system names it: ``ext4``, ``overlay``, ``nfs4``."""
+    """The system's name for it: ``ext4``, ``overlay``, ``nfs4``."""
     kind: str | None = None
     """``"memory"``, ``"local"``, ``"rotational"``, ``"overlay"`` or ``"network"``."""
     read_mb_per_s: float | None = None
-    """While the loader runs, by the sizes of its files."""
+    """Read rate while the loader runs, from the sizes of its files."""
     files_per_s: float | None = None
     mean_file_bytes: float | None = None
     latency_ms: float | None = None
-    """Of a URL: from asking for one byte to having it, one request after the other."""
+    """For a URL: time from requesting one byte to receiving it, with sequential requests."""
     line_mb_per_s: float | None = None
-    """Of a URL: with many requests at the same time."""
+    """For a URL: with many concurrent requests."""
 
 
 REST_OF_THE_FIT = "the rest of the fit"
@@ -68,51 +68,51 @@ REST_OF_THE_FIT = "the rest of the fit"
 
 @dataclass(frozen=True, kw_only=True)
 class CropTrial:
-    """Samples of an image folder made with each image decoded whole, and with only its crop decoded, in turn."""
+    """Samples of an image folder, made alternately by decoding whole images and only their crops."""
 
     folder: str
-    """The folder to give to an ImageFolderDataModule."""
+    """The folder to pass to an ImageFolderDataModule."""
     val_fraction: float | None = None
-    """The share of its images that the training loader leaves out. None: the folder has its own splits."""
+    """Share of its images that the training loader leaves out. None: the folder has its own splits."""
     whole_ms: float
     """CPU time per sample as configured."""
     crop_ms: float
-    """The same with only the crop decoded."""
+    """CPU time per sample with only the crop decoded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentResults:
-    """Rates in batches per second, each of whole rounds after warm-up."""
+    """Rates are in batches per second, each over whole rounds after the warm-up."""
 
     batch_size: int | None = None
     model_per_s: float | None = None
-    """The rate of the model with the same device batch repeated."""
+    """Rate of the model on one device batch, repeated."""
     host_batch_per_s: float | None = None
-    """The rate of the model with the same host batch, copied in each step."""
+    """Rate of the model on one host batch, copied in each step."""
     loader_per_s: float | None = None
-    """The rate of the loader, alone, as configured."""
+    """Rate of the loader without training, as configured."""
     loader_start_s: float | None = None
     """From ``iter(loader)`` to its first batch."""
     taking_ms: float | None = None
-    """CPU time that the training process spends on taking one batch from its workers; null without workers."""
+    """CPU time that the training process needs to take one batch from its workers; null without workers."""
     cached_bytes_per_s: float | None = None
     """The loader with all files that it opens in the page cache."""
     no_transform_per_s: float | None = None
     """The loader without the dataset's transforms."""
     as_uint8_per_s: float | None = None
-    """The loader with uint8 images at their final size: what else the transforms do is left to the device."""
+    """The loader with uint8 images at their final size: all other transforms are left to the device."""
     device_decode_per_s: float | None = None
-    """The rate at which the device decodes, crops and resizes an image folder, with nothing beside it."""
+    """Rate at which an otherwise idle device decodes, crops and resizes an image folder."""
     crops: CropTrial | None = None
-    """The samples of an image folder with only the crops decoded. None: no images are decoded whole and cropped."""
+    """The samples of an image folder with only the crops decoded; None if no images are decoded whole, then cropped."""
     costs: tuple[NamedCost, ...] = ()
     """Per sample: reading, decoding, and every transform by name."""
     samples_ms: float | None = None
-    """Wall time to make the samples of one batch, one after the other in one process."""
+    """Wall time to make the samples of one batch sequentially in one process."""
     collate_ms: float | None = None
-    """The same for what makes a batch of them: ``collate_fn``."""
+    """Wall time of ``collate_fn``, which makes a batch of them."""
     functions: tuple[FunctionCost, ...] = ()
-    """The user's own functions in that time, the most expensive first."""
+    """The user's functions that take this time, the most expensive first."""
     cold_per_s: float | None = None
     """The loader with none of its files in the page cache."""
     ceiling_per_s: float | None = None
@@ -121,20 +121,20 @@ class ExperimentResults:
     """Median wall time to take a batch that is ready from a worker process, without pinning. A training loop pays
     it in each step, or the pin thread does. Without workers: what one would cost."""
     hand_over_file_system_ms: float | None = None
-    """The same with the sharing strategy ``file_system``. None: it is used already, or cannot be tried."""
+    """The same with the sharing strategy ``file_system``; None if it is already in use or cannot be tried."""
     sharing_strategy: str | None = None
-    """The present one: ``torch.multiprocessing.get_sharing_strategy()``."""
+    """The current sharing strategy: ``torch.multiprocessing.get_sharing_strategy()``."""
     pinned_gb_per_s: float | None = None
     """Host to device, from pinned memory."""
     pageable_gb_per_s: float | None = None
-    """The same from memory that is not pinned."""
+    """Host to device, from memory that is not pinned."""
     copy_ms: float | None = None
-    """One batch to the device, from the memory that the loader gives."""
+    """One batch to the device, from the memory in which the loader returns it."""
     worker_scaling: tuple[tuple[int, float], ...] = ()
     """(num_workers, batches per second) of the settings that were tried; the median where several times. With 0
     workers the process that trains makes the batches itself."""
     worker_spread: tuple[tuple[int, float, float], ...] = ()
-    """(num_workers, lowest rate, highest rate) of those that were tried more than once."""
+    """(num_workers, lowest rate, highest rate) of the settings that were tried more than once."""
     keys: tuple[KeyUse, ...] = ()
     disk: DiskFacts | None = None
     left_out: tuple[tuple[str, str], ...] = ()

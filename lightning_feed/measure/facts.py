@@ -45,7 +45,7 @@ def with_loaders(facts: LoopFacts, every: Sequence[AnyLoader], *, reloaded: bool
 
 
 def with_batch(facts: LoopFacts, batch: Batch) -> LoopFacts:
-    """Add the size of a batch."""
+    """Add the batch size."""
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors(batch)]
     return replace(facts, batch_bytes=sum(sizes), batch_tensors=len(sizes))
 
@@ -136,7 +136,7 @@ def _sets_attribute(code: CodeType) -> bool:
 
 
 def _needs_each_epoch(dataset: AnyDataset) -> bool:
-    """True if workers must be told of each epoch: a stream or a ``set_epoch``, in the dataset or inside it."""
+    """True if workers must be notified of each epoch: a stream or a ``set_epoch``, in the dataset or inside it."""
     for _ in range(_DEEPEST):
         if dataset is None or isinstance(dataset, IterableDataset) or hasattr(dataset, "set_epoch"):
             return True

@@ -34,7 +34,7 @@ class Guard:
         self.measures, self._quiet = True, False
 
     def measure(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """The result of ``call``; None where it fails, which ends all measuring, and from then on."""
+        """Return the result of ``call``; None once it has failed, which ends all measuring."""
         if not self.measures:
             return None
         try:
@@ -71,7 +71,7 @@ class Guard:
             return None
 
     def measuring_failed(self, error: Exception) -> None:
-        """Log it, and end all measuring."""
+        """Log the failure, and end all measuring."""
         if self.measures:
             self.measures = False
             self._log("stopped measuring", error, "Training goes on; log at level DEBUG to see where it failed.")

@@ -1,4 +1,4 @@
-"""Hook times, and the tap on the profiler that tells when each action starts and ends."""
+"""Hook times, and the tap on the profiler that reports the start and end of each action."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,13 +14,13 @@ from lightning_feed.measure.step_meter import Clock, host_clock
 T = TypeVar("T")
 
 FIRST_TIMED, FIRST_COUNT = 3, 5
-"""The first timed step, and the number of timed steps that follow it, so that short runs have some."""
+"""The first timed step, and the number of timed steps that follow directly, so that short runs have some."""
 EVERY = 47
 """Steps between timed steps afterwards: a prime, so that work done every 10 or 50 steps is sampled in proportion."""
 LEAST_MS = 0.05
-"""Shorter hooks are not named: most do nothing at all."""
+"""Shorter hooks are not reported: most do nothing."""
 OWN = "]GPUStarvationCallback."
-"""Part of the names of our own hooks, which are not reported."""
+"""Substring of the names of our own hooks, which are not reported."""
 
 
 class HookTimes:
@@ -48,18 +48,18 @@ class HookTimes:
         self._between, self._clock = between, clock
         self._next_turn = FIRST_TIMED
         self._begun = self._timed_steps = self._steps = 0
-        """Numbers of timed steps that began, of those that count, and of steps whose calls count."""
+        """Counts of timed steps that began, of timed steps that count, and of steps whose calls count."""
         self._left_out = self._leaves_out_calls = False
         self._sums: Counter[str] = Counter()
         self._fresh: Counter[str] = Counter()
-        """Times of the last timed step, which may still be left out."""
+        """Times of the last timed step, which may still be discarded."""
         self._calls: Counter[str] = Counter()
         self._fresh_calls: Counter[str] = Counter()
-        """Times of calls in the present step, which may still be left out."""
+        """Times of calls in the current step, which may still be discarded."""
         self._stack: list[_Open] = []
 
     def call(self, name: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call a function, timed in any step."""
+        """Call a function and time it, in every step."""
         self.measure(self.entered, name, every=True)
         try:
             return function(*args, **kwargs)
@@ -84,12 +84,12 @@ class HookTimes:
         self.timing, self._begun, self._next_turn = True, self._begun + 1, finished + 1
 
     def leave_out_step(self) -> None:
-        """Do not count this step: a validation, or a new epoch, lies in it."""
+        """Do not count this step: it contains a validation or the start of an epoch."""
         self._left_out |= self.timing  # a timed step that is over, and not counted in yet, stays
         self._leaves_out_calls = True
 
     def stop(self) -> None:
-        """End the timing of a step, if one is timed."""
+        """Stop timing the current step, if it is timed."""
         if self.timing:
             self.timing = False
             self._timed_steps += not self._left_out
@@ -97,7 +97,7 @@ class HookTimes:
                 around.name = None
 
     def result(self) -> tuple[HookTime, ...]:
-        """Milliseconds a step of each action that takes long enough to be named, the slowest first."""
+        """Milliseconds per step of each action long enough to be reported, the slowest first."""
         if not self.timing:
             self._fold()
         found = {name: ns / self._timed_steps for name, ns in self._sums.items() if OWN not in name}
@@ -116,7 +116,7 @@ class HookTimes:
                 self.measure(self.left)
 
     def entered(self, name: str, *, every: bool = False) -> None:
-        """Begin an action; ``every``: it is timed in every step."""
+        """Begin an action; with ``every``, it is timed in every step."""
         sums = self._fresh_calls if every else self._fresh
         self._stack.append(_Open(name if self._between() else None, self._clock(), sums))
 
@@ -132,7 +132,7 @@ class HookTimes:
             action.sums[action.name] += took - action.inside
 
     def _fold(self) -> None:
-        """Count the last timed step in, or drop it."""
+        """Add the last timed step, or drop it."""
         if not self._left_out:
             self._sums.update(self._fresh)
         self._fresh.clear()
@@ -144,11 +144,11 @@ class _Open:
     """A running action."""
 
     name: str | None
-    """None: it is not counted."""
+    """None if it is not counted."""
     began: int
     sums: Counter[str]
     inside: int = 0
-    """Nanoseconds of the actions inside it."""
+    """Nanoseconds of nested actions."""
 
 
 Calls = dict[str, Callable[[], object]]
@@ -156,7 +156,7 @@ Calls = dict[str, Callable[[], object]]
 
 
 class _Announced(AbstractContextManager[str]):
-    """An action of a profiler that does nothing, with calls at its start and its end."""
+    """An action of a no-op profiler, with callbacks at its start and end."""
 
     __slots__ = ("_begins", "_ends", "_name")
 
@@ -174,7 +174,7 @@ class _Announced(AbstractContextManager[str]):
 
 
 class _Actions(dict[str, AbstractContextManager[Any]]):
-    """A context for each name; for other names an empty one, made once: some thirty are asked for in a step."""
+    """A context per name; other names share one empty context, since a step requests some thirty."""
 
     def __missing__(self, name: str) -> AbstractContextManager[Any]:
         self[name] = nullcontext(name)

@@ -18,61 +18,61 @@ from lightning_feed.storage.system import cgroup_folders, read_text
 MOST_THREADS = 16
 """Threads read of one worker, the oldest first. Each costs a file; torch gives its workers two."""
 SLACK_PER_READ = 4096
-"""Bytes that a disk gives beyond what one call of read() asked for: it gives whole pages."""
+"""Bytes that a disk may return beyond the size of one read(): it returns whole pages."""
 
 
 class Workers(NamedTuple):
     """Processes and threads that make the batches."""
 
     pids: tuple[int, ...] = ()
-    """Processes."""
+    """Process IDs of the workers."""
     thread_ids: tuple[int, ...] = ()
-    """Threads of this process, as the kernel numbers them."""
+    """Threads of this process, by the kernel's thread IDs."""
 
 
 class WorkerReading(NamedTuple):
-    """The counters of one worker at one time."""
+    """Counters of one worker at one moment."""
 
     at_ns: int
     threads: dict[str, tuple[int, int]]
-    """By the folder of each thread: nanoseconds on a CPU, and nanoseconds ready to run without one."""
+    """For the folder of each thread: nanoseconds on a CPU, and nanoseconds ready to run without a CPU."""
     io: tuple[int, int, int] | None
-    """``asked``, ``calls`` and ``from_disk`` of :class:`WorkerTime` since it began; None: not known."""
+    """``asked``, ``calls`` and ``from_disk`` of :class:`WorkerTime` since its start; None if unknown."""
 
 
 @dataclass
 class WorkerTime(Additive):
-    """Sums over workers and intervals. Nanoseconds and bytes."""
+    """Sums over workers and intervals, in nanoseconds and bytes."""
 
     wall_ns: float = 0.0
-    """Time that the workers could have used, all of them together."""
+    """Total time available to all workers."""
     on_cpu_ns: float = 0.0
     run_queue_ns: float = 0.0
     span_ns: float = 0.0
-    """Length of the intervals in which bytes of some worker are known."""
+    """Length of the intervals in which the bytes of at least one worker are known."""
     asked: int = 0
-    """Bytes asked for by calls of read(), from files and pipes. Pages of a mapped file (mmap) are not among them."""
+    """Bytes requested by read() calls, from files and pipes. Excludes pages of mapped files (mmap)."""
     calls: int = 0
     from_disk: int = 0
-    """Bytes fetched from storage, whichever way they were asked for."""
+    """Bytes fetched from storage, by read() or through mapped files."""
 
     def share_pct(self, part_ns: float) -> float | None:
-        """Share of the workers' time that ``part_ns`` is, 0 to 100; None where no worker was seen twice."""
+        """Percentage of the workers' time that ``part_ns`` makes up, 0 to 100; None if no worker was read twice."""
         return 100 * part_ns / self.wall_ns if self.wall_ns else None
 
     @property
     def blocked_ns(self) -> float:
-        """Time neither on a CPU nor ready for one."""
+        """Time neither on a CPU nor ready to run."""
         return self.wall_ns - self.on_cpu_ns - self.run_queue_ns
 
     @property
     def read_mb_per_s(self) -> float | None:
-        """Megabytes per second that all workers took in. Of mapped files only what came from storage is seen."""
+        """Megabytes per second read by all workers. For mapped files, counts only bytes from storage."""
         return max(self.asked, self.from_disk) / 1e6 / (self.span_ns * 1e-9) if self.span_ns else None
 
     @property
     def disk_mb_per_s(self) -> float | None:
-        """Megabytes per second that storage gave to all workers."""
+        """Megabytes per second that all workers read from storage."""
         return self.from_disk / 1e6 / (self.span_ns * 1e-9) if self.span_ns else None
 
     @property
@@ -105,7 +105,7 @@ class WorkerClock:
     _last: dict[str, WorkerReading] = field(default_factory=dict)
 
     def take(self, workers: Workers, now_ns: int) -> WorkerTime:
-        """The time since the last call, of workers that were there then. ``now_ns``: the time now."""
+        """Return the time since the last call, of workers read then. ``now_ns``: the current time."""
         before, self._last = self._last, self._read(workers, now_ns)
         times = [_between(before[folder], after) for folder, after in self._last.items() if folder in before]
         total = sum(times, WorkerTime())
@@ -113,11 +113,11 @@ class WorkerClock:
         return total
 
     def meet(self, workers: Workers, now_ns: int) -> None:
-        """Read those not met before, so that the next :meth:`take` counts them."""
+        """Read new workers, so that the next :meth:`take` counts them."""
         self._last |= self._read(workers, now_ns, known=self._last)
 
     def _read(self, workers: Workers, now_ns: int, known: Container[str] = ()) -> dict[str, WorkerReading]:
-        """The readings by the folder in ``proc``, without the ``known`` ones."""
+        """Readings by folder in ``proc``, without the ``known`` folders."""
         processes = [f"{self.root}/proc/{pid}" for pid in workers.pids]
         own_threads = [f"{self.root}/proc/self/task/{tid}" for tid in workers.thread_ids]
         threads = {folder: _threads_in(f"{folder}/task") for folder in processes if folder not in known}
@@ -127,7 +127,7 @@ class WorkerClock:
 
 
 def _between(before: WorkerReading, after: WorkerReading) -> WorkerTime:
-    """The difference of two readings of one worker; nothing where a counter went backwards: it is another worker."""
+    """The difference of two readings of one worker; empty if a counter went backwards: a new worker."""
     wall = after.at_ns - before.at_ns
     # A thread that is new began with nothing.
     times = [(now, before.threads.get(thread, (0, 0))) for thread, now in after.threads.items()]
@@ -155,7 +155,7 @@ def _threads_in(folder: str) -> list[str]:
 
 
 def _times_of(folders: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """By the folder of a thread; threads that are gone are left out."""
+    """Times by thread folder, without threads that have ended."""
     found = {folder: _schedstat(f"{folder}/schedstat") for folder in folders}
     return {folder: times for folder, times in found.items() if times is not None}
 
@@ -175,13 +175,13 @@ def _io(path: str) -> tuple[int, int, int] | None:
 
 
 def _numbers(text: str, separator: str) -> dict[str, int]:
-    """The lines of a file that are a name and a number."""
+    """Numbers by name, from the lines of a file that consist of a name and a number."""
     pairs = (line.partition(separator) for line in text.splitlines())
     return {name: int(value) for name, _, value in pairs if value.strip().isdigit()}
 
 
 def read_small(path: str) -> bytes:
-    """The content of a file of ``proc``, or nothing. Unbuffered: this runs beside training, some dozen times a log."""
+    """Content of a ``proc`` file, or nothing. Unbuffered: this runs during training, some dozen times per log."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError:
@@ -195,14 +195,14 @@ def read_small(path: str) -> bytes:
 
 
 def count_connections(pids: Iterable[int], root: Path = Path("/")) -> int | None:
-    """Established TCP connections of processes, without those that they have from this one by a fork.
+    """Count established TCP connections of processes, without connections inherited from this process by a fork.
 
     Args:
         pids: of the processes. They share this one's network.
         root: the file system to read ``proc`` from.
 
     Returns:
-        Their number; None where the kernel does not say (``/proc/net/tcp``, proc(5)).
+        Their number; None if the kernel does not report it (``/proc/net/tcp``, proc(5)).
     """
     own = _sockets(f"{root}/proc/self/fd")
     theirs = set().union(*(_sockets(f"{root}/proc/{pid}/fd") for pid in pids)) - own
@@ -217,7 +217,7 @@ _STATE, _ESTABLISHED, _INODE = 3, "01", 9
 
 
 def _sockets(folder: str) -> set[str]:
-    """Numbers of the sockets that a process has open."""
+    """Inode numbers of a process's open sockets."""
     found = set()
     with contextlib.suppress(OSError):  # it ended
         for entry in os.scandir(folder):
@@ -236,23 +236,23 @@ class PressureTime(Additive):
     """Sums over intervals: by resource nanoseconds, by cgroup that may have a CPU quota periods of the scheduler."""
 
     part: Counter[str] = field(default_factory=Counter)
-    """In which some task waited for the resource (PSI "some"); in which the quota was used up."""
+    """Time or periods in which some task waited for the resource (PSI "some"), or the quota was used up."""
     whole: Counter[str] = field(default_factory=Counter)
 
     def pressure_pct(self, resource: str) -> float | None:
-        """Share of time in which some task waited for ``"cpu"``, ``"io"`` or ``"memory"``, 0 to 100."""
+        """Percentage of time in which some task waited for ``"cpu"``, ``"io"`` or ``"memory"``, 0 to 100."""
         whole = self.whole[resource]
         return min(100.0, 100 * self.part[resource] / whole) if whole else None
 
     @property
     def throttled_pct(self) -> float | None:
-        """Share of periods without quota left, 0 to 100, of the cgroup worst off; None where none has a quota."""
+        """Percentage of periods without quota left, 0 to 100, in the worst cgroup; None if no cgroup has a quota."""
         quotas = {name: whole for name, whole in self.whole.items() if name not in RESOURCES}
         return max((100 * self.part[name] / whole for name, whole in quotas.items()), default=None)
 
 
 class PressureClock:
-    """Reads the kernel's totals, and gives the differences.
+    """Reads the kernel's totals, and returns the differences.
 
     Sources: Documentation/accounting/psi.rst and admin-guide/cgroup-v2.rst of Linux. The files are searched once,
     when this is made.
@@ -274,7 +274,7 @@ class PressureClock:
         self._last: dict[str, tuple[int, int]] = {}
 
     def take(self, now_ns: int) -> PressureTime:
-        """The times since the last call; none at the first. ``now_ns``: the time now."""
+        """Return the times since the last call; empty on the first call. ``now_ns``: the current time."""
         taken, before = PressureTime(), self._last
         waited = {name: _waited_ns(path) for name, path in self._pressure.items()}
         periods = {str(path): _periods(path) for path in self._quotas}

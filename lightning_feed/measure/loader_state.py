@@ -35,13 +35,13 @@ _MOST = 64
 
 
 def loaders_in(loader: object, deeper: int = _DEEPEST) -> list[Any]:
-    """The loaders that batches come from: those in a CombinedLoader, dict or list, or inside a wrapper; else itself."""
+    """The loaders that yield the batches: those in a CombinedLoader, dict, list or wrapper; else the loader itself."""
     held = _held(loader) if deeper and not isinstance(loader, DataLoader) else None
     return [loader] if held is None else [one for inner in held for one in loaders_in(inner, deeper - 1)]
 
 
 def _held(loader: object) -> list[Any] | None:
-    """The loaders that a wrapper draws from; None for what is no wrapper."""
+    """The loaders that a wrapper draws from; None if it is not a wrapper."""
     if is_instance(loader, "lightning_feed.trials.background", "BackgroundLoader"):
         return [loader.source]  # type: ignore[attr-defined]
     # `iterables` of a CombinedLoader
@@ -81,7 +81,7 @@ def iterator_in(iterator: object) -> Any:
 
 
 def is_known(iterator: object) -> bool:
-    """True for a pass of ours, and for torch's iterator: over workers (and torchdata's, which is alike), or without."""
+    """True for our own pass, and for the iterators of torch (with or without workers) and torchdata."""
     without_workers = getattr(iterator, "_num_workers", None) == 0 and hasattr(iterator, "_num_yielded")
     return _is_ours(iterator) or hasattr(iterator, "_task_info") or without_workers
 
@@ -103,14 +103,14 @@ _UNREADABLE = (AttributeError, TypeError, ValueError, OSError, NotImplementedErr
 
 
 class QueueState(NamedTuple):
-    """Batches of one iterator at one time."""
+    """Batches of one iterator at one moment."""
 
     ready: int
-    """Made, and pinned where they are to be, but not returned yet. In any order: the next may not be among them."""
+    """Ready (pinned, if requested) but not returned yet, in any order: the next batch may not be among them."""
     unpinned: int | None
-    """Made, and waiting for the pin thread, without the one in its hands. None: there is no pin thread."""
+    """Made and waiting for the pin thread, without the batch being pinned; None without a pin thread."""
     taken: int
-    """Returned by this iterator, since it was started or reset."""
+    """Batches returned by this iterator since its start or reset."""
 
 
 class Probe:
@@ -125,30 +125,30 @@ class Probe:
         self._iterator = self._outer = weakref.ref(iterator)
         self._clock = clock
         self.taken = 0
-        """Batches that it had returned at the last reading."""
+        """Batches returned up to the last reading."""
 
     @cached_property
     def held(self) -> int | None:
-        """Batches that it may hold ready, asked once."""
+        """Most batches that the iterator may hold ready, read once."""
         return self._ask(self._capacity, None)
 
     def inside(self, wrapper: object) -> "Probe | None":
-        """This probe, inside a wrapper such as a generator; None where a wrapper's end cannot be seen."""
+        """This probe for use inside a wrapper such as a generator; None if the wrapper's end cannot be seen."""
         with suppress(TypeError):
             self._outer = weakref.ref(wrapper)
             return self
         return None
 
     def iterator(self) -> Any:
-        """The iterator, or the wrapper around it; None when one of them is gone."""
+        """The iterator, or its wrapper; None if either no longer exists."""
         return None if self._iterator() is None else self._outer()
 
     def read(self) -> QueueState | None:
-        """Its state; None: not known. Takes about a microsecond."""
+        """The iterator's state; None if unknown. Takes about a microsecond."""
         return self._ask(self._state, None)
 
     def workers(self) -> Workers:
-        """The makers of its batches, beside the thread that asks for them."""
+        """The workers that make the batches, without the thread that requests them."""
         return self._ask(self._workers, Workers())
 
     def _ask(self, question: Callable[[Any], T], unknown: T) -> T:
@@ -158,7 +158,7 @@ class Probe:
             return unknown
 
     def head_of_line_ns(self) -> float | None:
-        """Nanoseconds it has waited, so far, with a later batch ready, times the share of workers idle for that."""
+        """Nanoseconds waited so far with a later batch ready, times the share of workers that this left idle."""
         return 0
 
     def close(self) -> None:
@@ -175,7 +175,7 @@ class Probe:
 
 
 def probe_loader(iterator: AnyIterator, clock: Clock = host_clock) -> Probe | None:
-    """A probe of ``iterator``, which ``iter(loader)`` gave; None for an unknown kind."""
+    """A probe of ``iterator``, the result of ``iter(loader)``; None for an unknown kind."""
     if _is_ours(iterator):
         return PassProbe(iterator, clock)
     if is_known(iterator):
@@ -210,7 +210,7 @@ class TorchProbe(Probe):
                 self._head_of_line_ns = 0.0
 
     def head_of_line_ns(self) -> float | None:
-        """Time inside ``_try_get_data`` that began with a later batch at hand, as above.
+        """Time inside ``_try_get_data`` that began with a later batch ready, as above.
 
         A failure of ours in a call of the loader is raised here: there it would be an error of the loader.
         """
@@ -219,7 +219,7 @@ class TorchProbe(Probe):
         return self._head_of_line_ns
 
     def close(self) -> None:
-        """Put ``_try_get_data`` back."""
+        """Restore ``_try_get_data``."""
         it: AnyIterator = self._iterator()
         if it is not None and vars(it).get("_try_get_data") == self._try_get_data:
             del it._try_get_data
@@ -252,13 +252,13 @@ class TorchProbe(Probe):
 
 
 def _kept(iterator: AnyIterator) -> int:
-    """Batches that came before those in front of them. Tasks are ``(worker,)``, and ``(worker, batch)`` once kept."""
+    """Batches that arrived before earlier ones in order. Tasks are ``(worker,)``, and ``(worker, batch)`` once kept."""
     tasks = iterator._task_info
     return sum(map(len, tasks.values())) - len(tasks)
 
 
 def _idle_share(iterator: AnyIterator) -> float:
-    """Of the workers, those that have done all that they may before the next batch comes, 0 to 1."""
+    """Share of the workers with no task left until the next batch arrives, 0 to 1."""
     tasks, count = iterator._task_info, iterator._num_workers
     if not _kept(iterator) or len(tasks) < count * iterator._prefetch_factor:
         return 0.0
@@ -266,10 +266,10 @@ def _idle_share(iterator: AnyIterator) -> float:
 
 
 class OwnProbe(Probe):
-    """Reads workers that are ours, not torch's, in our own pass: they count for themselves."""
+    """Reads our own workers in our own pass: they count head-of-line time themselves."""
 
     def head_of_line_ns(self) -> float | None:
-        """The nanoseconds that they count."""
+        """The nanoseconds counted by the workers."""
         it: OwnPass | None = self._iterator()
         return None if it is None else float(it.head_of_line_ns)
 
@@ -298,7 +298,7 @@ class PassProbe(Probe):
         self._source: Any = OwnProbe(source) if own else probe_loader(source, clock)
 
     def head_of_line_ns(self) -> float | None:
-        """The nanoseconds of its workers."""
+        """The nanoseconds counted by its workers."""
         return self._ask(lambda it: float(self._inner(it).head_of_line_ns()), None)
 
     def close(self) -> None:

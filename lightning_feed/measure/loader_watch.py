@@ -18,9 +18,9 @@ from lightning_feed.measure.stats import Additive, LoaderStats
 from lightning_feed.measure.step_meter import Clock, host_clock
 
 COUNT_EVERY_NS = 5_000_000_000
-"""The connections of the workers are counted this often at most: a busy machine has many thousands."""
+"""Shortest interval between counts of the workers' connections: a busy machine has many thousands."""
 TRIES = 3
-"""Fetches at whose start an unknown iterator is searched: a generator shows late what it draws from."""
+"""Fetches at whose start an unknown iterator is searched: a generator reveals its source late."""
 
 
 @dataclass
@@ -30,40 +30,40 @@ class LoaderSums(Additive):
     workers: WorkerTime = field(default_factory=WorkerTime)
     pressure: PressureTime = field(default_factory=PressureTime)
     connections: int = 0
-    """Of the workers over the network, whenever they were counted, added up."""
+    """Sum of the workers' network connections over all counts."""
     counts: int = 0
-    """Counts of connections."""
+    """Number of times that connections were counted."""
     fetches: int = 0
-    """Those that counted: they drew from loaders all of which are known, and were not the first of an epoch."""
+    """Fetches that count: all their loaders are known, and they were not the first of an epoch."""
     ready: int = 0
-    """Batches ready at the start of each, added up."""
+    """Sum of the batches ready at the start of each fetch."""
     capacity: int = 0
-    """Batches that could have been ready, added up."""
+    """Sum of the batches that could have been ready."""
     sized_fetches: int = 0
-    """Those with a known capacity."""
+    """Fetches with a known capacity."""
     ordered_wait_ns: int = 0
-    """Waiting of which it is known whether a later batch was ready."""
+    """Waiting time for which we know whether a later batch was ready."""
     head_of_line_ns: float = 0.0
     handover_ns: float = 0.0
-    """Waiting that began with batches ready in each loader, but for what was lost to their order."""
+    """Waiting that began with batches ready in each loader, without head-of-line time."""
     wait_ns: int = 0
-    """All waiting."""
+    """All waiting time."""
     pinned_fetches: int = 0
-    """Those of a loader with a pin thread."""
+    """Fetches from a loader with a pin thread."""
     pin_wait_ns: int = 0
-    """Waiting that began with batches made, and none of them pinned."""
+    """Waiting that began with batches made but none pinned."""
     drawn: int = 0
-    """Batches drawn in ``span_ns``, of all loaders."""
+    """Batches drawn from all loaders in ``span_ns``."""
     draws: int = 0
-    """Fetches that drew them."""
+    """Fetches that drew these batches."""
     stocked: int = 0
-    """By how many the stock of ready batches grew."""
+    """Growth of the stock of ready batches."""
     span_ns: int = 0
     """Time between fetches of one epoch: the time of production."""
 
     @property
     def produced_per_s(self) -> float | None:
-        """Batches per second that the loaders made, as the loop takes them: one of each loader together count once.
+        """Batches per second made by the loaders. Batches that the loop takes together count as one.
 
         They are the batches returned, and the growth of the stock of ready ones.
         """
@@ -73,7 +73,7 @@ class LoaderSums(Additive):
         return made * self.draws / self.drawn / (self.span_ns * 1e-9)
 
     def to_stats(self) -> LoaderStats:
-        """The figures; None for those without data."""
+        """The figures; None for figures without data."""
         seen, pressure = self.workers, self.pressure
         return LoaderStats(
             workers_on_cpu_pct=seen.share_pct(seen.on_cpu_ns),
@@ -102,13 +102,13 @@ def _ratio(part: float, whole: float) -> float | None:
 
 @dataclass
 class _Fetch:
-    """The loaders at the start of a fetch."""
+    """State of the loaders at the start of a fetch."""
 
     at: int
     counts: bool
-    """It is not the first of an epoch."""
+    """True unless it is the first fetch of an epoch."""
     known: bool = False
-    """The state of one loader at least is known."""
+    """True if the state of at least one loader is known."""
     all_known: bool = True
     ready: int = 0
     unpinned: int = 0
@@ -116,14 +116,14 @@ class _Fetch:
     drawn: int = 0
     """Batches drawn since the last fetch."""
     scarce: tuple[int, int] | None = None
-    """Batches ready, and capacity, of the loader with the smallest share ready: the one that is waited for."""
+    """Batches ready and capacity of the loader with the smallest share ready, for which the loop waits."""
     wait_ns: int = 0
     """Duration of the fetch."""
     late_ns: float | None = None
-    """Time in the fetch with a later batch ready; until it ends, all such time before it."""
+    """Time in the fetch with a later batch ready; until the fetch ends, the total before it."""
 
     def see(self, probe: Probe) -> None:
-        """Add the state of one of the loaders."""
+        """Add the state of one loader."""
         state, held = probe.read(), probe.held
         if state is None:
             self.all_known = False
@@ -177,26 +177,26 @@ class LoaderWatch:
         self._next_read = self._next_count = clock()
         self._probes: list[Probe | None] = []
         self._live: list[Probe] = []
-        """The probes, without the iterators of no known kind."""
+        """Probes of the iterators of known kinds."""
         self._unknown: list[int] = []
-        """Identities of the iterators of no known kind."""
+        """Identities of the iterators of unknown kinds."""
         self._tries = TRIES
         self._workers, self._pressure = WorkerClock(root), PressureClock(root)
         self._pressure.take(clock())
         self._sums, self._settled, self._before = LoaderSums(), LoaderSums(), LoaderSums()
-        """Of the whole run; when its warm-up ended; when the present window began."""
+        """Sums of the whole run, at the end of its warm-up, and at the start of the current window."""
         self._first = True
-        """No fetch of this epoch has ended."""
+        """True until a fetch of this epoch has ended."""
         self._last: _Fetch | None = None
 
     def epoch_began(self) -> None:
-        """The next fetch is the first of an epoch."""
+        """Note that the next fetch is the first of an epoch."""
         self._first = True
         self._last = None
         self._tries = TRIES
 
     def fetch_began(self) -> None:
-        """The loop asks for a batch."""
+        """Note that the loop requests a batch."""
         now, last = self._clock(), self._last
         if self._follow():
             last = None  # of other iterators
@@ -208,7 +208,7 @@ class LoaderWatch:
             self._count(last, fetch)
 
     def fetch_ended(self) -> None:
-        """The batch has come."""
+        """Note that the batch has arrived."""
         fetch = self._last
         if fetch is None:
             return  # began before the watch did
@@ -222,7 +222,7 @@ class LoaderWatch:
             self._workers.meet(self._all_workers(), now)
 
     def _late_ns(self) -> float | None:
-        """Time waited so far with a later batch ready, of the loaders that count it."""
+        """Time waited so far with a later batch ready, for the loaders that count it."""
         known = [ns for probe in self._live if (ns := probe.head_of_line_ns()) is not None]
         return sum(known) if known else None
 
@@ -234,7 +234,7 @@ class LoaderWatch:
         return window.to_stats()
 
     def settle(self) -> None:
-        """End the warm-up: the total begins here."""
+        """End the warm-up: the total starts here."""
         self._read()
         self._settled, self._next_count = replace(self._sums), self._clock()
 
@@ -248,13 +248,13 @@ class LoaderWatch:
         return self.settled().to_stats()
 
     def close(self) -> None:
-        """Undo all changes to the iterators. Figures can still be asked for."""
+        """Undo all changes to the iterators. Figures remain available."""
         for probe in self._live:
             probe.close()
         self._probes, self._live, self._last = [], [], None
 
     def _count(self, last: _Fetch, fetch: _Fetch) -> None:
-        """Count the last fetch, and the time from its start to that of the present one."""
+        """Count the last fetch, and the time from its start to the start of the current fetch."""
         sums = self._sums
         sums.span_ns += fetch.at - last.at
         sums.stocked += fetch.ready + fetch.unpinned - last.ready - last.unpinned
@@ -284,7 +284,7 @@ class LoaderWatch:
                 sums.pin_wait_ns += last.wait_ns
 
     def _follow(self) -> bool:
-        """Find the iterators that are live now. Returns whether they are others than the last time."""
+        """Find the live iterators. Returns True if they differ from the last time."""
         found, probes = self._find(), self._probes
         if self._unchanged(found):
             return False
@@ -296,7 +296,7 @@ class LoaderWatch:
         return self._probes != probes  # else all of them are of no known kind
 
     def _unchanged(self, found: list[Any]) -> bool:
-        """These are the iterators of the last time, and those of no known kind were searched often enough."""
+        """True if the iterators are those of the last time, and the unknown ones were searched often enough."""
         if len(found) != len(self._probes):
             return False
         pairs = list(zip(found, self._probes, strict=True))

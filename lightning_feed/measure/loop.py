@@ -1,4 +1,4 @@
-"""One loop measured: its clock, its loaders, its CPU time, and when its reports are due."""
+"""The measurement of one loop: its clock, its loaders, its CPU time, and when its reports are due."""
 
 import math
 import time
@@ -16,7 +16,7 @@ from lightning_feed.measure.step_meter import Clock, EventRing, StepMeter, StepT
 from lightning_feed.measure.windows import UNFOLDED_STEPS, WARM_UP_STEPS, Ledger, Sums
 
 READ_EVERY_NS = 250_000_000
-"""The kernel's counters of the workers are read four times a second at most, however often windows are logged."""
+"""Shortest time between readings of the workers' kernel counters, however often windows are logged."""
 FIRST_STEPS, FIRST_S = 200, 60.0
 """Steps and seconds to the first report, whichever is sooner."""
 EVERY_S = 600.0
@@ -56,7 +56,7 @@ class MeasuredLoop:
     ) -> None:
         self.facts, self.names = facts, names
         self.batch_seen = False
-        """The facts hold the size of a batch."""
+        """True if the facts include the batch size."""
         trusted = ring is not None or facts.device_type == "cpu"
         self.ledger = Ledger(queue=queue, trusted_clock=trusted, period=max(1, facts.num_workers or 0))
         self.warm_up, self._settled = WARM_UP_STEPS + queue, False
@@ -72,7 +72,7 @@ class MeasuredLoop:
     # --- what the loop does -------------------------------------------------------------------------------------------
 
     def begins(self, facts: LoopFacts, since: int | None = None) -> None:
-        """Begin the loop again; ``since``: when it began, by the host's clock. Its loaders may have changed."""
+        """Begin the loop again, at ``since`` by the host's clock. Its loaders may have changed."""
         before, ran = self.facts, self.meter.finished - self._began_at
         self._began_at = self.meter.finished
         self.facts = replace(
@@ -84,12 +84,12 @@ class MeasuredLoop:
         self.loaders.epoch_began()
 
     def look_at(self, batch: Batch) -> None:
-        """Add the size of a batch to the facts."""
+        """Add the batch size to the facts."""
         self.batch_seen = True
         self.facts = with_batch(self.facts, batch)
 
     def step_ended(self) -> bool:
-        """Notice the end of the warm-up. Returns whether enough steps are held to fold them."""
+        """Detect the end of the warm-up. Returns True if enough steps are held to fold them."""
         if not self._settled and self.meter.finished >= self.warm_up:
             self._settled = True
             self.cpu.settle(self.meter.finished)
@@ -97,19 +97,19 @@ class MeasuredLoop:
         return len(self.ledger.fresh) >= UNFOLDED_STEPS
 
     def fetch_began(self) -> None:
-        """A batch is drawn from the loaders."""
+        """Note that the loop requests a batch from the loaders."""
         self.loaders.fetch_began()  # before the clock of the fetch starts
         self.cpu.fetch_began()
         self.meter.fetch_began()
 
     def fetch_ended(self) -> None:
-        """The batch has come."""
+        """Note that the batch has arrived."""
         self.meter.fetch_ended()
         self.cpu.fetch_ended()
         self.loaders.fetch_ended()
 
     def handed_out(self) -> None:
-        """The loop takes a batch that was drawn before."""
+        """Note that the loop takes a batch drawn earlier."""
         self.meter.fetch_began()
         self.meter.fetch_ended()
 
@@ -122,7 +122,7 @@ class MeasuredLoop:
     # --- figures ------------------------------------------------------------------------------------------------------
 
     def settled(self) -> LoopSums | None:
-        """The sums since the warm-up; None during it."""
+        """Sums since the warm-up; None during the warm-up."""
         return LoopSums(self.ledger.settled(), self.loaders.settled()) if self._settled else None
 
     def by_loader(self) -> tuple[LoaderSteps, ...]:
@@ -136,7 +136,7 @@ class MeasuredLoop:
         return tuple(found)
 
     def measurements(self, *, prefetch_active: bool | None) -> LoopMeasurements:
-        """All that was measured so far, without the warm-up."""
+        """All measurements so far, without the warm-up."""
         return LoopMeasurements(
             stats=self.ledger.total(prefetch_active=prefetch_active, lost=self.meter.lost),
             facts=replace(self.facts, **self.cpu.per_step(self.meter.finished)),
@@ -162,14 +162,14 @@ class Schedule:
         self._next_step: float = FIRST_STEPS
         self._next_s = self._now() + FIRST_S
         self.first = True
-        """No report has come yet."""
+        """True until the first report."""
 
     def due(self, steps: int) -> bool:
-        """True where a report is due after so many steps."""
+        """True if a report is due after this many steps."""
         return steps >= self._next_step or self._now() >= self._next_s
 
     def came(self, *, early: bool = False) -> None:
-        """A report came; ``early``: it had no verdict yet, so the next is due soon."""
+        """Note a report; with ``early`` it had no verdict yet, so the next is due soon."""
         self._next_step = math.inf
         self._next_s = self._now() + (FIRST_S if early else EVERY_S)
         self.first &= early

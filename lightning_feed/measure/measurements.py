@@ -1,4 +1,4 @@
-"""Measurements of a run and the facts beside its times: the basis of a verdict. None: not known."""
+"""Measurements of a run, and facts about it: the basis of a verdict. None: unknown."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -15,23 +15,23 @@ class Place:
     words: str
     """Words for the call to change: ``your training DataLoader (Data.train_dataloader, data.py:41)``."""
     form: Literal["arguments", "settings", "callback"] = "arguments"
-    """It takes a loader's keyword arguments, or those of LoaderSettings. ``callback``: a package makes the loader and
+    """Accepts a loader's keyword arguments, or those of LoaderSettings. ``callback``: a package makes the loader and
     has no parameter for the workers, so AutotuneCallback sets them."""
     inner: str = ""
-    """Of a wrapped data module: the loader inside it, for the settings that ``wrap`` does not change."""
+    """For a wrapped data module: its inner loader, for settings that ``wrap`` does not change."""
     names: tuple[tuple[str, str], ...] = ()
-    """(setting, what it is called there), where a function of another package makes the loader."""
+    """(setting, its name there), if a function of another package makes the loader."""
     overrides: tuple[tuple[str, str], ...] = ()
-    """(setting, its key on the command line), where LightningCLI or Hydra gave the value."""
+    """(setting, its command-line key), if LightningCLI or Hydra set the value."""
     datamodule: str = ""
-    """The class of the data module. Empty: there is none."""
+    """Class of the data module; empty without one."""
     trainer_key: str = ""
-    """Prefix of the Trainer's arguments on the command line (``--trainer.``), where LightningCLI makes it."""
+    """Prefix of the Trainer's arguments on the command line (``--trainer.``), if LightningCLI makes it."""
     argument: str = ""
-    """The argument that takes the settings as a dict (``dataloader_kwargs``), where a package makes the loader."""
+    """The argument that takes the settings as a dict (``dataloader_kwargs``), if a package makes the loader."""
 
     def code(self, **settings: object) -> str:
-        """Settings as they are written there: ``num_workers=2``, or ``dataloader_kwargs={"num_workers": 2}``."""
+        """Settings as written there: ``num_workers=2``, or ``dataloader_kwargs={"num_workers": 2}``."""
         if self.argument:
             entries = ", ".join(f'"{name}": {value!r}' for name, value in settings.items())
             return f"{self.argument}={{{entries}}}"
@@ -41,7 +41,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class HookPlace:
-    """A hook of the user, and the setting to run it less often."""
+    """One of the user's hooks, and the setting to run it less often."""
 
     name: str
     """As Lightning names it to its profiler, without a callback's settings."""
@@ -53,23 +53,23 @@ class HookPlace:
 
 
 OTHERS_PCT = 20.0
-"""Share of the CPUs of other programs above which the figures depend on them."""
+"""CPU share of other programs above which the figures depend on them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopFacts:
-    """Facts of the run besides its times. None: not known."""
+    """Facts of the run besides its times. None: unknown."""
 
     loop: Literal["trainer", "plain"] = "trainer"
     """Lightning's Trainer, or a plain loop of the user, which has no callbacks, hooks or data modules."""
     stage: Literal["fit", "validate", "test", "predict"] = "fit"
-    """Stage of the loaders, batches and steps."""
+    """Stage that the loaders, batches and steps belong to."""
     device_type: str = "cpu"
     """``cpu``, ``cuda``, ...: where the steps run."""
     num_workers: int | None = None
     """Workers of the training loader; the fewest of several loaders."""
     every_num_workers: tuple[int, ...] = ()
-    """Workers of each training loader. Empty: not known."""
+    """Workers of each training loader; empty if unknown."""
     prefetch_factor: int | None = None
     pin_memory: bool | None = None
     persistent_workers: bool | None = None
@@ -110,7 +110,7 @@ class LoopFacts:
     device_transform: bool | None = None
     """True if a FastDataModule transforms batches on the device."""
     max_epochs: int | None = None
-    """Of the fit; None: without bound."""
+    """Epochs of the fit; None if unbounded."""
     log_every_n_steps: int | None = None
     """Of the Trainer."""
     check_val_every_n_epoch: int | None = None
@@ -123,14 +123,14 @@ class LoopFacts:
     """Share of this run's CPUs that other programs used, 0 to 100. Above 20 the figures depend on them. Linux, a single
     training process; elsewhere None."""
     others_cpu_median_pct: float | None = None
-    """The same share as a median of samples, for predictions: a program that ran for a while does not change it."""
+    """The same share as a median of samples, for predictions: not affected by a program that ran only for a while."""
     usable_cpus: int | None = None
     """CPUs that this rank may use."""
     world_size: int = 1
     package: Literal["lightning.pytorch", "pytorch_lightning"] = "lightning.pytorch"
     """Package of the Trainer and its callbacks."""
     lightning: str | None = None
-    """Version of that."""
+    """Version of this package."""
     host_cpu_ms: float | None = None
     """CPU time of the training thread per step (``time.thread_time``), over all steps that were measured."""
     process_cpu_ms: float | None = None
@@ -146,18 +146,18 @@ class LoopFacts:
     generator: str = ""
     """The loader, if it is not a DataLoader: ``generator batches (train.py:12)``."""
     shards_by_worker: bool | None = None
-    """True if an iterable dataset seems to divide its samples among workers."""
+    """True if an iterable dataset appears to divide its samples among workers."""
     may_leave_process: bool | None = None
     """True if an iterable dataset may live in one worker process: it counts nothing from epoch to epoch, and has no
     state that this process may ask for."""
     may_persist: bool | None = None
     """True if workers may persist between epochs: no ``set_epoch`` of the dataset must reach them."""
     free_shm_bytes: int | None = None
-    """Free space of /dev/shm before training. None: there is no limit."""
+    """Free space of /dev/shm before training; None without a limit."""
     bar_refresh_rate: int | None = None
-    """Batches between updates of the progress bar; 0: it is off."""
+    """Batches between updates of the progress bar; 0 if it is off."""
     place: Place | None = None
-    """The place that makes the training loader."""
+    """Place in the user's program that makes the training loader."""
     hook_places: tuple[HookPlace, ...] = ()
     """Hooks of the user that run around each training step."""
     syncs: tuple[str, ...] = ()
@@ -165,12 +165,12 @@ class LoopFacts:
 
     @property
     def crowded(self) -> bool:
-        """True if other programs use so many of the CPUs that the figures depend on them."""
+        """True if other programs use enough CPU time to affect the figures."""
         return (self.others_cpu_pct or 0.0) >= OTHERS_PCT
 
     @property
     def queue_beside_loading_ms(self) -> float:
-        """Time per step outside ``next(loader)`` for which the training thread waited for a CPU; 0.0 if not known."""
+        """Time per step outside ``next(loader)`` in which the training thread waited for a CPU; 0.0 if unknown."""
         return max(0.0, (self.host_queue_ms or 0.0) - (self.load_queue_ms or 0.0))
 
     @property
@@ -180,7 +180,7 @@ class LoopFacts:
 
     @property
     def others_share(self) -> float:
-        """Share of the CPUs that other programs usually take, 0 to 1; 0 if not known."""
+        """Share of the CPUs that other programs usually take, 0 to 1; 0 if unknown."""
         pct = self.others_cpu_pct if self.others_cpu_median_pct is None else self.others_cpu_median_pct
         return (pct or 0.0) / 100
 
@@ -231,16 +231,16 @@ class Measurements:
     stats: StarvationStats
     facts: LoopFacts = field(default_factory=LoopFacts)
     loaders: LoaderStats = field(default_factory=LoaderStats)
-    """Figures of the whole run without its warm-up, not of the last window."""
+    """Figures of the whole run without its warm-up (not only of the last window)."""
     ranks: RankStats | None = None
     hooks: tuple[HookTime, ...] = ()
     """Hooks between the steps, the slowest first."""
     by_loader: tuple[LoaderSteps, ...] = ()
-    """Of a validation, test or prediction: each of several loaders."""
+    """For a validation, test or prediction: figures of each of several loaders."""
     wall: WallStats | None = None
-    """The parts of the whole run. None: not measured."""
+    """Wall-time parts of the whole run; None if not measured."""
     validation: LoopMeasurements | None = None
-    """The validation within a fit."""
+    """Measurements of the validation within a fit."""
     experiments: ExperimentResults | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""GPU figures of NVML, sampled on a thread of their own. A cross-check beside the verdict, never the verdict."""
+"""GPU figures from NVML, sampled on a separate thread: a cross-check of the verdict, never its basis."""
 
 import importlib
 import logging
@@ -33,17 +33,17 @@ class NvmlSampler:
         self._thread = threading.Thread(target=self._run, name="lightning-feed-nvml", daemon=True)
 
     def start(self) -> None:
-        """Begin to sample."""
+        """Start sampling."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread. A driver that hangs is not waited for longer than some seconds."""
+        """End the thread. Waits at most some seconds for a driver that hangs."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(JOIN_S)
 
     def take(self) -> GpuStats | None:
-        """Means of the samples since the last call; None where there was none."""
+        """Means of the samples since the last call; None without a sample."""
         with self._lock:
             sums, self._sums = self._sums, {}
         return GpuStats(**{name: total / count for name, (total, count) in sums.items()}) if sums else None
@@ -142,6 +142,6 @@ class _SmActivity:
         return float(metric.value)
 
     def close(self) -> None:
-        """Give the samples back to NVML."""
+        """Release the samples to NVML."""
         for sample in self._samples:
             self._pynvml.nvmlGpmSampleFree(sample)

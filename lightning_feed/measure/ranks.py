@@ -17,13 +17,13 @@ from lightning_feed.measure.step_meter import StepTimes
 from lightning_feed.measure.windows import FEW_STEPS
 
 SLOW_SHARE = 0.1
-"""Share of a step by which a rank waits longer than the median before it is called slow."""
+"""A rank is slow if it waits longer than the median by this share of a step."""
 NUMBER, DATA_IDLE, STEP = range(3)
 """Columns of the measurements of a rank: number of the step, nanoseconds of waiting for data, nanoseconds in all."""
 
 
 def step_rows(steps: Iterable[StepTimes]) -> list[float]:
-    """The counted ones of ``steps`` as one flat list of (number, data_idle_ns, step_ns)."""
+    """The steps that count, as one flat list of (number, data_idle_ns, step_ns)."""
     return [value for step in steps if step.counted for value in (step.number, step.data_ns, step.step_ns)]
 
 
@@ -75,7 +75,7 @@ class RankSums(Additive):
         return cls(common.shape[2], longest_idle, longest_step, common[DATA_IDLE].sum(dim=1))
 
     def stats(self) -> RankStats:
-        """The figures of all sums."""
+        """Figures from the sums."""
         idle_ns = self.idle_ns.tolist()
         world_size = len(idle_ns)
         if not self.steps:
@@ -98,11 +98,11 @@ class RankSums(Additive):
 logger = logging.getLogger(__name__)
 
 MOST_STEPS = 4096
-"""Steps of a window that are sent, the newest: 98 kB."""
+"""Most steps sent per window, the newest ones: 98 kB."""
 PATIENCE_S = 5.0
 """Seconds that rank 0 waits for the others' last steps when training is over."""
 WINDOWS_MISSED = 3
-"""After so many windows without the steps of some rank, one line says so."""
+"""Windows without the steps of a rank after which one line is logged."""
 _POLL_S = 0.005
 _LAST = "last"
 _HEADER = 3  # layout, window, rows: float64, as the rows are
@@ -144,13 +144,13 @@ class RankExchange:
         self._fresh: list[float] = []
         self._sent: list[Tensor] = []
         self._left = [torch.empty(0, 3, dtype=torch.float64, device="cpu")] * world_size
-        """Of each rank: steps newer than the newest that all ranks measured."""
+        """For each rank, steps newer than the newest that all ranks measured."""
         self._warm_up = warm_up
         self._sums = self._settled = RankSums.of(torch.empty(3, world_size, 0, dtype=torch.float64, device="cpu"))
         self._works = True
 
     def add(self, steps: Iterable[StepTimes]) -> None:
-        """Keep ``steps`` for the next :meth:`send`. Needed only where they are gone by then."""
+        """Keep ``steps`` for the next :meth:`send`. Needed only if the caller drops them before."""
         self._fresh += step_rows(steps)
         del self._fresh[: -3 * MOST_STEPS]
 
@@ -238,7 +238,7 @@ class RankExchange:
         return window_sums.stats()
 
     def _read(self, keys: list[str]) -> list[bytes] | None:
-        """The values of all ``keys``; None where one of them is not there: to get it would be to wait for it."""
+        """The values of all ``keys``; None if one is missing, since getting a missing key blocks."""
         return read_all(self._store, keys) if self._store.check(keys) else None
 
     def _miss(self) -> None:
@@ -270,7 +270,7 @@ class RankExchange:
 
 
 def open_rank_exchange(*, warm_up: int = 0) -> RankExchange | None:
-    """The exchange of this process; None with a single rank, and where ``torch.distributed`` has no store.
+    """The exchange of this process; None with a single rank, or if ``torch.distributed`` has no store.
 
     To be called as often on every rank: the exchanges of a process are counted, and those of a number belong together.
 

@@ -15,7 +15,7 @@ from lightning_feed.load.machine import STREAM_BACKENDS
 logger = logging.getLogger(__name__)
 
 Clock = Callable[[], int]
-"""The present time in whole nanoseconds."""
+"""Current time in whole nanoseconds."""
 
 host_clock: Clock = time.perf_counter_ns  # bound here: programs, and Lightning's tests, patch `time`
 
@@ -29,20 +29,20 @@ class DeviceEvent(Protocol):
     """The used part of ``torch.cuda.Event(enable_timing=True)`` and its like. Never ``synchronize`` while steps run."""
 
     def record(self) -> Any:
-        """Put the event behind all work queued on the current stream."""
+        """Record the event after all work queued on the current stream."""
 
     def query(self) -> bool:
-        """True once the device has come to it."""
+        """True once the device has reached the event."""
 
     def elapsed_time(self, end_event: Any, /) -> float:
         """Milliseconds from this event to ``end_event``."""
 
     def synchronize(self) -> Any:
-        """Wait for it."""
+        """Wait for the event."""
 
 
 class Note(NamedTuple):
-    """Figures of a step that its events do not give, as in :class:`StepTimes`."""
+    """Figures of a step that its events do not contain, as in :class:`StepTimes`."""
 
     host_wait_ns: int
     counted: bool
@@ -55,7 +55,7 @@ class EventStep(NamedTuple):
 
     note: Note
     intervals: list[tuple[int, float]] | None
-    """(category, nanoseconds on the device) in order; None: the events could not be compared."""
+    """(category, nanoseconds on the device) in order; None if the events could not be compared."""
 
 
 class EventRing:
@@ -82,7 +82,7 @@ class EventRing:
         self._pending: deque[tuple[Note, int, list[int]]] = deque()
         """Steps that the device has not finished: note, first mark, categories."""
         self.lost = 0
-        """Steps that were not measured: no event was free, theirs could not be compared, or the device failed."""
+        """Steps not measured: no event was free, their events could not be compared, or the device failed."""
         self._stopped = False
 
     def begin(self) -> None:
@@ -91,7 +91,7 @@ class EventRing:
         self._start = self._record()
 
     def mark(self, category: int) -> None:
-        """Close the interval since the last mark, and book it under ``category``."""
+        """Assign the interval since the last mark to ``category``."""
         if self._start is None:
             return
         if self._record() is None:
@@ -100,7 +100,7 @@ class EventRing:
             self._open.append(category)
 
     def end_step(self, note: Note) -> None:
-        """The last mark was the end of a step and is the start of the next."""
+        """End a step: the last mark is its end and the start of the next step."""
         if self._start is None:
             self.lost += 1
             self.begin()
@@ -126,7 +126,7 @@ class EventRing:
         return EventStep(note, intervals)
 
     def wait(self) -> None:
-        """Wait for the last finished step. Once, when training is over."""
+        """Wait for the last finished step. Called once, after training."""
         if not self._pending:
             return
         _, start, categories = self._pending[-1]
@@ -136,7 +136,7 @@ class EventRing:
             self._stop(error)
 
     def _stop(self, error: RuntimeError) -> None:
-        """Ask nothing more of a device that has failed."""
+        """Stop using a device that has failed."""
         logger.warning("The device clock stopped: %s", str(error).partition("\n")[0])
         self._stopped, self._start = True, None
         self.lost += len(self._pending)
@@ -159,7 +159,7 @@ class EventRing:
 
 
 def _intervals(marks: list[DeviceEvent], categories: list[int]) -> list[tuple[int, float]] | None:
-    """(category, nanoseconds) between neighbouring marks, the last of which has passed; None: not to be compared."""
+    """(category, nanoseconds) between neighbouring marks, all passed; None if they cannot be compared."""
     try:
         return [
             (category, before.elapsed_time(after) * 1e6)
@@ -171,13 +171,13 @@ def _intervals(marks: list[DeviceEvent], categories: list[int]) -> list[tuple[in
 
 
 def open_ring(device: torch.device, size: int = RING_SIZE) -> EventRing | None:
-    """A ring of events for ``device``, or None where there is no :func:`event_maker`."""
+    """A ring of events for ``device``, or None without an :func:`event_maker`."""
     make_event = event_maker(device)
     return EventRing(make_event, size) if make_event is not None else None
 
 
 def event_maker(device: torch.device) -> Callable[[], DeviceEvent] | None:
-    """The maker of timing events of ``device``, or None where it has none that work.
+    """The maker of timing events for ``device``, or None if its events do not work.
 
     They are tried out first, without waiting for the device. The events of MPS are not used: there ``elapsed_time``
     waits for all queued work, and ``record`` ends the command buffer (torch, ``aten/src/ATen/mps/MPSEvent.mm``).
@@ -193,7 +193,7 @@ def event_maker(device: torch.device) -> Callable[[], DeviceEvent] | None:
 
 
 def events_work(make_event: Callable[[], DeviceEvent]) -> bool:
-    """True where two events can be recorded and compared, and for a device too busy to answer."""
+    """True if two events can be recorded and compared, or if the device is too busy to answer."""
     try:
         first, last = make_event(), make_event()
         first.record()
@@ -210,7 +210,7 @@ def events_work(make_event: Callable[[], DeviceEvent]) -> bool:
 # --- the parts of a step ----------------------------------------------------------------------------------------------
 
 OTHER, DATA, H2D, COMPUTE, FORWARD, BACKWARD, OPTIMIZER = range(7)
-"""The last three are parts of computing, where they are marked."""
+"""The last three are parts of computing, if they are marked."""
 READS_PER_STEP = 4
 """Finished steps read from the device at the end of one step: enough to catch up, few enough not to be felt."""
 
@@ -228,19 +228,19 @@ class StepTimes(NamedTuple):
     host_wait_ns: int
     """Time the host was blocked in the loader."""
     counted: bool
-    """Windows count the step: not the first of an epoch, nor one after a validation."""
+    """True if windows count the step: not the first of an epoch or after a validation."""
     number: int = 0
-    """Of the step in its fit, from 1. Steps of several ranks are matched by it, since some may not be measured."""
+    """Number of the step in its fit, from 1, by which steps of several ranks are matched: some may not be measured."""
     source: int = 0
-    """Number of the loader that the batch came from, of several that are drawn from one after the other."""
+    """Index of the loader that the batch came from, if several are read one after the other."""
     forward_ns: float = 0.0
-    """Of ``compute_ns``: ``training_step``. All three are 0 where they were not marked."""
+    """Part of ``compute_ns``: ``training_step``. All three parts are 0 if not marked."""
     backward_ns: float = 0.0
     optimizer_ns: float = 0.0
 
     @property
     def step_ns(self) -> float:
-        """All of it."""
+        """Duration of the step in nanoseconds."""
         return self.other_ns + self.data_ns + self.h2d_ns + self.compute_ns
 
 
@@ -270,15 +270,15 @@ class StepMeter:
         self._counted = False
         self._epoch_began: int | None = None
         self.finished = 0
-        """Steps that ended, measured or not yet."""
+        """Steps that ended, whether or not they are measured yet."""
         self.source = 0
-        """As in :class:`StepTimes`, of the batch in hand. Set it before the step ends."""
+        """As in :class:`StepTimes`, for the current batch. Set it before the step ends."""
         self.on_epoch_start: Callable[[float], object] | None = None
-        """Takes the seconds from the start of an epoch to its first batch."""
+        """Called with the seconds from the start of an epoch to its first batch."""
 
     @property
     def lost(self) -> int:
-        """Steps that the device clock had no event for."""
+        """Steps that had no free event of the device clock."""
         return self._ring.lost if self._ring is not None else 0
 
     @property
@@ -305,7 +305,7 @@ class StepMeter:
             self._ring.begin()
 
     def leave_out_step(self) -> None:
-        """Do not count the present step: something that is not training, as a validation, lies in it."""
+        """Do not count the current step: it contains work other than training, such as a validation."""
         self._counted = False
 
     def end(self, *, wait: bool = True) -> None:
@@ -318,12 +318,12 @@ class StepMeter:
     # --- marks --------------------------------------------------------------------------------------------------------
 
     def fetch_began(self) -> None:
-        """The loop asks for a batch."""
+        """Note that the loop requests a batch."""
         self._stack.append(self._category)
         self._switch(DATA)
 
     def fetch_ended(self) -> None:
-        """The batch has come. Outside of a look-ahead, the transfer to the device follows."""
+        """Note that the batch has arrived. Outside of a look-ahead, the transfer to the device follows."""
         if not self._stack:
             return  # began before the meter did
         interrupted = self._stack.pop()
@@ -333,18 +333,18 @@ class StepMeter:
         self._epoch_began = None
 
     def arrived(self) -> None:
-        """It is on the device. Batches of a validation come here too, while the category is another."""
+        """Note that the batch is on the device. Also called for validation batches, during another category."""
         if self._category == H2D and not self._looking_ahead:
             self._switch(COMPUTE)
 
     def step_began(self) -> None:
-        """The step runs; where the batch did not pass E2 (``dataloader_iter``), compute begins here."""
+        """Note that the step runs; if the batch did not pass E2 (``dataloader_iter``), compute begins here."""
         self._running = True
         if self._category != COMPUTE:
             self._switch(COMPUTE)
 
     def part_began(self, category: int) -> None:
-        """``FORWARD``, ``BACKWARD`` or ``OPTIMIZER`` begins: inside the step, or inside each other."""
+        """Begin ``FORWARD``, ``BACKWARD`` or ``OPTIMIZER``, inside the step or nested."""
         if self._running:
             self._stack.append(self._category)
             self._switch(category)
@@ -355,7 +355,7 @@ class StepMeter:
             self._switch(self._stack.pop())
 
     def step_ended(self) -> None:
-        """The step is over."""
+        """End the step."""
         self._switch(OTHER)
         self._running = False
         spent, self._spent = self._spent, [0] * 7
@@ -369,7 +369,7 @@ class StepMeter:
             self._read(READS_PER_STEP)
 
     def look_ahead_began(self) -> None:
-        """A prefetcher fetches and stages the next batch."""
+        """Note that a prefetcher starts to fetch and stage the next batch."""
         self._stack.append(self._category)
         self._looking_ahead = True
         self._switch(H2D)

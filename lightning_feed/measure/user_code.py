@@ -1,4 +1,4 @@
-"""Files of the user's program, as opposed to those of libraries."""
+"""Distinguishes files of the user's program from library files."""
 
 import os
 import sysconfig

@@ -28,7 +28,7 @@ class WallPart:
     seconds: float
     """Total wall time."""
     times: int
-    """Number of times that it took place."""
+    """Number of times that the part occurred."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,21 +36,21 @@ class WallStats:
     """The wall time of a run from its beginning until now."""
 
     wall_s: float
-    """All of it, in seconds: the sum of the parts."""
+    """Total in seconds: the sum of the parts."""
     parts: tuple[WallPart, ...]
-    """Those that took place, in the order of :data:`PARTS`."""
+    """Parts that occurred, in the order of :data:`PARTS`."""
 
     def seconds(self, *names: Part) -> float:
-        """Total time of these parts; 0.0 for parts that did not take place."""
+        """Total seconds of these parts; 0.0 for parts that did not occur."""
         return sum(part.seconds for part in self.parts if part.name in names)
 
     def times(self, name: Part) -> int:
-        """Number of times that this part took place."""
+        """Number of times that this part occurred."""
         return sum(part.times for part in self.parts if part.name == name)
 
 
 class WallClock:
-    """Books the time since the last change under the part that was on.
+    """Adds the time since the last change to the part that was active.
 
     Args:
         clock: the host's clock.
@@ -65,28 +65,28 @@ class WallClock:
 
     @property
     def part(self) -> Part:
-        """The present part."""
+        """The current part."""
         return self._part
 
     def go_on(self, part: Part) -> None:
-        """From now on it is ``part``, and nothing around it."""
+        """Switch to ``part``, with no part around it."""
         self._around.clear()
         self._times[part] += part != self._part
         self._switch(part)
 
     def enter(self, part: Part) -> None:
-        """It is ``part`` until :meth:`leave`."""
+        """Switch to ``part`` until :meth:`leave`."""
         self._around.append(self._part)
         self._times[part] += 1
         self._switch(part)
 
     def leave(self) -> None:
-        """Return to the part around the last one that was entered. Without one, nothing changes."""
+        """Return to the part around the one entered last. Does nothing without one."""
         if self._around:
             self._switch(self._around.pop())
 
     def stats(self) -> WallStats:
-        """The parts of the time until now."""
+        """The parts of the time so far."""
         self._switch(self._part)
         found = [
             WallPart(name=part, seconds=self._spent[part] * 1e-9, times=self._times[part])

@@ -11,11 +11,11 @@ from lightning_feed.measure.step_meter import StepTimes
 
 REPLICATES = 500
 Z = 1.959964
-"""Of the normal distribution, for 95 %."""
+"""Quantile of the normal distribution for 95 %."""
 MOST_CHUNKS = 1024
-"""Pairs of sums that are kept at most; then neighbours are merged."""
+"""Most pairs of sums kept; beyond this, neighbours are merged."""
 FEWEST_BLOCKS = 8
-"""With fewer blocks the spread between them says nothing."""
+"""Fewest blocks for which the spread between them is meaningful."""
 _SEED = 1
 
 
@@ -31,10 +31,10 @@ class PairSums:
     data: list[float] = field(default_factory=list)
     step: list[float] = field(default_factory=list)
     _open: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    """Of the chunk that is not full yet: steps, data, step."""
+    """Steps, waiting time and step time of the chunk that is not full yet."""
 
     def add(self, data_ns: float, step_ns: float) -> None:
-        """Count in one step."""
+        """Add one step."""
         steps, data, step = self._open
         self._open = [steps + 1, data + data_ns, step + step_ns]
         if steps + 1 < self.chunk:
@@ -82,7 +82,7 @@ class PairSums:
 
 
 def block_length(count: int, chunk: int, period: int) -> int:
-    """Chunks in a block: whole periods, two at least, and the cube root of how many there are (Kuensch's order).
+    """Chunks in a block: whole periods, at least two, about the cube root of their number (Kuensch's order).
 
     A block begins anywhere in a period. So one of a single period would hold parts of two, which vary less.
 
@@ -125,16 +125,16 @@ def _tail(blocks: int) -> float:
 
 
 WARM_UP_STEPS = 20
-"""Steps left out of a report besides those that a full queue can serve."""
+"""Steps left out of a report in addition to those that a full queue can serve."""
 FEW_STEPS = 20
-"""With fewer steps than this behind the warm-up, a report takes the warm-up in, and is not to be trusted far."""
+"""With fewer steps after the warm-up, a report includes the warm-up and has low confidence."""
 UNFOLDED_STEPS = 1024
-"""Steps kept one by one at most, where no window is ever closed."""
+"""Most steps kept individually if no window is ever closed."""
 
 
 @dataclass
 class Sums(Additive):
-    """Steps added up."""
+    """Sums over steps."""
 
     steps: int = 0
     other_ns: float = 0
@@ -146,12 +146,12 @@ class Sums(Additive):
     optimizer_ns: float = 0
     host_wait_ns: int = 0
     lost: int = 0
-    """Steps that were not measured."""
+    """Number of steps not measured."""
     epoch_starts: int = 0
     epoch_start_s: float = 0.0
 
     def add(self, step: StepTimes) -> None:
-        """Count one step in."""
+        """Add one step."""
         self.steps += 1
         self.other_ns += step.other_ns
         self.data_ns += step.data_ns
@@ -199,10 +199,10 @@ class Sums(Additive):
 
 @dataclass
 class Ledger:
-    """Books the steps of one run: since its beginning, the warm-up, and the present window.
+    """Sums the steps of one run: the whole run, its warm-up, and the current window.
 
     Args:
-        queue: batches that the loader may hold ready. For so many steps a full queue hides a slow loader.
+        queue: batches that the loader may hold ready. A full queue hides a slow loader for this many steps.
         trusted_clock: whether the times come from a clock that sees the device.
         period: steps after which waits repeat: the workers of the loader.
     """
@@ -211,13 +211,13 @@ class Ledger:
     trusted_clock: bool = True
     period: int = 1
     fresh: list[StepTimes] = field(default_factory=list)
-    """Steps not summed yet. The meter appends here."""
+    """Steps not summed yet, appended by the meter."""
     _warm_up_left: int = field(init=False)
     _sums: Sums = field(default_factory=Sums)
     _warm_up: Sums = field(default_factory=Sums)
-    """Steps of the warm-up alone: epochs that start in it, and steps lost there, do count."""
+    """Warm-up steps only: epochs that start in the warm-up, and steps lost in it, do count."""
     _before: Sums = field(default_factory=Sums)
-    """At the start of the present window."""
+    """Sums at the start of the current window."""
     _window_settled: bool = False
     _pairs: PairSums = field(default_factory=PairSums)
 
@@ -225,7 +225,7 @@ class Ledger:
         self._warm_up_left = WARM_UP_STEPS + self.queue
 
     def epoch_started(self, seconds: float) -> None:
-        """Book the time from the start of an epoch to its first batch."""
+        """Add the time from the start of an epoch to its first batch."""
         self._sums.epoch_starts += 1
         self._sums.epoch_start_s += seconds
 
@@ -248,7 +248,7 @@ class Ledger:
         return self._sums - self._warm_up
 
     def close_window(self, *, lost: int, prefetch_active: bool | None) -> StarvationStats:
-        """The figures since the last window was closed, the warm-up included; then a new window begins.
+        """Return the figures since the last window, including the warm-up, and begin a new window.
 
         Args:
             lost: steps of the run that were not measured.
@@ -263,7 +263,7 @@ class Ledger:
         return stats
 
     def total(self, *, prefetch_active: bool | None, lost: int = 0) -> StarvationStats:
-        """The figures of the run so far without its warm-up; with it, where hardly anything else is left.
+        """The figures of the run so far without its warm-up; with it, if hardly anything else is left.
 
         Without the warm-up, and with enough steps, they have the 95 % intervals of ``starved_pct`` and ``step_ms``.
         """
