@@ -97,8 +97,8 @@ class GPUStarvationCallback(Callback):
         if tags not in get_args(Which):
             raise SettingsError(f'GPUStarvationCallback(tags={tags!r}): give "core" or "all".')
         chosen = folder or os.environ.get(FOLDER_VARIABLE) or None
-        self.folder = _path(chosen)
-        if self.folder is None and chosen is not None:
+        self._folder = _path(chosen)
+        if self._folder is None and chosen is not None:
             given = f"folder={folder!r}" if folder else f"{FOLDER_VARIABLE}={chosen}"
             raise SettingsError(f"GPUStarvationCallback: {given} is not on this machine. Give a local folder.")
         self.every_n_steps, self.tags = every_n_steps, tags
@@ -352,7 +352,7 @@ class GPUStarvationCallback(Callback):
         if found is None or silent:
             return
         report = make_report(found, run=self._identity_in(trainer))
-        written = self._guard.attempt("write its report", _write, trainer, report, self.folder) or ()
+        written = self._guard.attempt("write its report", _write, trainer, report, self._folder) or ()
         form = self._form(trainer, run, report, ended=ended, first=first)
         if form is not None:
             printer = _host.bar_printer(trainer)
@@ -361,7 +361,7 @@ class GPUStarvationCallback(Callback):
             self._give_to_loggers(trainer, report, ended=ended)
 
     def _identity_in(self, trainer: AnyTrainer) -> RunIdentity:
-        folder = run_folder(trainer, self.folder)
+        folder = run_folder(trainer, self._folder)
         name = "" if folder is None or folder == _fallback(trainer) else folder.name
         return replace(self._identity, folder=name)
 

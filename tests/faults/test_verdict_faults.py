@@ -34,6 +34,7 @@ FAULTS = (
     "8 workers",
     "one slow in twenty, 4 workers",
     "spin, no workers",
+    "50 tensors in a batch",
     "all stall now and then, 1 worker",
     "callback sleeps",
     "transfer_batch_to_device",
