@@ -74,8 +74,6 @@ def shares_of(measured: Measurements) -> Shares | None:
     fed_if_idle = _fed_if_idle(measured) if of_steps and not confirmed else False
     if confirmed or fed_if_idle:
         over.remove("data")
-    if over and _others_take_more(measured, pcts[over[0]]):
-        over = []
     return Shares(
         step_ms=stats.step_ms,
         framework_pct=pcts["framework"],
@@ -84,7 +82,7 @@ def shares_of(measured: Measurements) -> Shares | None:
         data_ms=waiting.ms,
         epoch_pct=_epoch_pct(measured, stats.step_ms),
         by_ranks=waiting.by_ranks,
-        over=tuple(over),
+        over=_at_fault(measured, pcts, over),
         compute_bound_confirmed=confirmed,
         without_cpu_ms=waiting.without_cpu_ms,
         fed_if_idle=fed_if_idle,
@@ -92,6 +90,11 @@ def shares_of(measured: Measurements) -> Shares | None:
 
 
 _LIMITS: dict[StepPart, float] = {"framework": FRAMEWORK_PCT, "copy": COPY_PCT, "data": DATA_PCT}
+
+
+def _at_fault(measured: Measurements, pcts: dict[StepPart, float], over: list[StepPart]) -> tuple[StepPart, ...]:
+    """The parts over their limits; none if other programs take more of the step than the largest of them."""
+    return () if over and _others_take_more(measured, pcts[over[0]]) else tuple(over)
 
 
 def _others_take_more(measured: Measurements, than_pct: float) -> bool:
