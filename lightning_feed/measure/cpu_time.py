@@ -58,17 +58,16 @@ class CpuShare:
         """
         return _others_pct(self._began, self._read(), usable_cpus)
 
-    def sample(self) -> bool:
-        """Sample the CPU usage if a sample is due. Returns True if it did."""
+    def sample(self) -> None:
+        """Sample the CPU usage if a sample is due."""
         now_s = self._clock()
         if now_s < self._next_s:
-            return False
+            return
         before, self._last = self._last, self._read()
         if before is not None and self._last is not None:
             self._samples.append((before, self._last))
         took_s = self._clock() - now_s
         self._next_s = now_s + max(SAMPLE_S, 300 * took_s)
-        return True
 
     def median_others_pct(self, usable_cpus: int | None) -> float | None:
         """Median of the samples, which a program that ran for a while does not change as it does the mean; None: there

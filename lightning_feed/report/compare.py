@@ -8,8 +8,8 @@ from lightning_feed.errors import ReportError, printable_lines
 from lightning_feed.measure.measurements import SYNCS
 from lightning_feed.measure.stats import StarvationStats
 from lightning_feed.report.report import RemedyCheck, Report, cause_text, rate
-from lightning_feed.verdict.causes import shares_of
 from lightning_feed.verdict.diagnosis import Remedy
+from lightning_feed.verdict.shares import shares_of
 
 Setting = bool | int | float | str | None
 

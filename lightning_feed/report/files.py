@@ -30,8 +30,8 @@ from lightning_feed.report.report import (
 )
 from lightning_feed.report.sections import Section
 from lightning_feed.storage.system import atomic_write
-from lightning_feed.verdict.causes import in_ms, toy_sentence
 from lightning_feed.verdict.diagnosis import Diagnosis, Grade
+from lightning_feed.verdict.shares import in_ms, toy_sentence
 
 if TYPE_CHECKING:
     from jinja2 import Template

@@ -6,9 +6,9 @@ from lightning_feed.errors import source_line
 from lightning_feed.measure.stats import MIN_STEPS
 from lightning_feed.measure.wall import Part
 from lightning_feed.report.report import RunIdentity, is_toy, takes_turns
-from lightning_feed.verdict.causes import LOOP_WORDS
 from lightning_feed.verdict.decide import share_text
 from lightning_feed.verdict.diagnosis import Cause, Diagnosis, Remedy
+from lightning_feed.verdict.shares import LOOP_WORDS
 
 ENOUGH_STEPS = 30
 """Steps that a verdict takes: the warm-up, and those that count."""

@@ -13,9 +13,9 @@ from lightning_feed.errors import plural
 from lightning_feed.extras import installed_version
 from lightning_feed.load.machine import read_machine
 from lightning_feed.measure.measurements import Measurements
-from lightning_feed.verdict.causes import LOOP_WORDS, grade_of, shares_of, toy_sentence
 from lightning_feed.verdict.decide import share_text
 from lightning_feed.verdict.diagnosis import Diagnosis
+from lightning_feed.verdict.shares import LOOP_WORDS, grade_of, shares_of, toy_sentence
 
 
 @dataclass(frozen=True, kw_only=True)

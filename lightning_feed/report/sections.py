@@ -15,9 +15,9 @@ from lightning_feed.measure.stats import LoaderStats, StarvationStats
 from lightning_feed.measure.wall import WallStats
 from lightning_feed.report.compare import check_text
 from lightning_feed.report.report import Report, cause_text, if_free, rate, takes_turns
-from lightning_feed.verdict.causes import in_ms, model_disturbed
 from lightning_feed.verdict.diagnosis import Bottleneck, Diagnosis, Remedy
 from lightning_feed.verdict.predict import NOT_TRANSFORMS, step_of
+from lightning_feed.verdict.shares import in_ms, model_disturbed
 
 # --- the pipeline from disk to model ------------------------------------------------------------------------------
 

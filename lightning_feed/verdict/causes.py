@@ -9,221 +9,24 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from lightning_feed.measure.measurements import SYNCS, HookTime, Measurements
-from lightning_feed.measure.stats import MIN_STEPS
-from lightning_feed.verdict.diagnosis import Cause, Grade
-
-StepPart = Literal["framework", "copy", "data"]
-
-FRAMEWORK_PCT, COPY_PCT, DATA_PCT = 10.0, 5.0, 5.0
-"""Limits of the parts of a step, in percent: a part at its limit or above is a bottleneck."""
-MODERATE_PCT, HIGH_PCT = 10.0, 20.0
-"""Further limits of the grade; 5 and 20 are those of TensorFlow's input-pipeline analyzer."""
-MODEL_SHARE, MODEL_MOST = 0.95, 1.1
-"""A model that takes this share of a step, measured without the loader, leaves a loader nothing to gain. A larger share
-than the second cannot be: something disturbed the experiment."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shares:
-    """Shares of the mean step, in percent; 0 for a part whose time is not known."""
-
-    step_ms: float
-    framework_pct: float
-    copy_pct: float
-    data_pct: float
-    """Waiting for data: the largest of this rank's share, the share that the slowest rank of each step costs all ranks,
-    and the share of an epoch that its first batch costs."""
-    data_ms: float
-    """Waiting per step that a perfect loader would save."""
-    epoch_pct: float | None
-    """Share of an epoch that its first batch takes, beyond the time of any other batch. None: not known."""
-    by_ranks: bool
-    """The waiting is that of the slowest rank in each step, which is more than this rank's own."""
-    over: tuple[StepPart, ...]
-    """The parts over their limits, the largest first."""
-    compute_bound_confirmed: bool
-    """The waiting is over its limit, but the model without the loader takes as long as a step."""
-    without_cpu_ms: float = 0.0
-    """Time in ``next(loader)`` with a batch at hand, and no CPU for the training thread: other programs had them. It is
-    not part of ``data_ms``."""
-    fed_if_idle: bool | None = False
-    """Waiting is over its limit, but the workers would keep up if other programs left them the CPUs. None: too close to
-    tell."""
-
-    @property
-    def floor_ms(self) -> float:
-        """Step time without waiting for the loader."""
-        return max(0.0, self.step_ms - self.data_ms)
-
-
-def shares_of(measured: Measurements) -> Shares | None:
-    """The shares of a run; None if too little was measured."""
-    stats = measured.stats
-    if stats.steps < MIN_STEPS or stats.starved_pct is None or stats.input_pct is None or not stats.step_ms:
-        return None
-    waiting = _waiting_of(measured, stats.starved_pct, stats.step_ms)
-    epoch_pct = _epoch_pct(measured, stats.step_ms) or 0.0
-    pcts = _other_parts(measured, stats.step_ms, max(0.0, stats.input_pct - stats.starved_pct))
-    pcts["data"] = max(waiting.pct, epoch_pct)
-    over = [part for part in sorted(pcts, key=lambda part: -pcts[part]) if pcts[part] >= _LIMITS[part]]
-    of_steps = "data" in over and epoch_pct < DATA_PCT and not waiting.by_ranks
-    confirmed = of_steps and _model_takes_all(measured)
-    fed_if_idle = _fed_if_idle(measured) if of_steps and not confirmed else False
-    if confirmed or fed_if_idle:
-        over.remove("data")
-    return Shares(
-        step_ms=stats.step_ms,
-        framework_pct=pcts["framework"],
-        copy_pct=pcts["copy"],
-        data_pct=pcts["data"],
-        data_ms=waiting.ms,
-        epoch_pct=_epoch_pct(measured, stats.step_ms),
-        by_ranks=waiting.by_ranks,
-        over=_at_fault(measured, pcts, over),
-        compute_bound_confirmed=confirmed,
-        without_cpu_ms=waiting.without_cpu_ms,
-        fed_if_idle=fed_if_idle,
-    )
-
-
-_LIMITS: dict[StepPart, float] = {"framework": FRAMEWORK_PCT, "copy": COPY_PCT, "data": DATA_PCT}
-
-
-def _at_fault(measured: Measurements, pcts: dict[StepPart, float], over: list[StepPart]) -> tuple[StepPart, ...]:
-    """The parts over their limits; none if other programs take more of the step than the largest of them."""
-    return () if over and _others_take_more(measured, pcts[over[0]]) else tuple(over)
-
-
-def _others_take_more(measured: Measurements, than_pct: float) -> bool:
-    """True if the training thread waits for a CPU that other programs have, for a larger share of a step than that."""
-    facts, step_ms = measured.facts, measured.stats.step_ms or math.inf
-    waits_pct = 100 * facts.queue_beside_loading_ms / step_ms
-    return facts.crowded and waits_pct >= RUN_QUEUE_PCT and waits_pct > than_pct
-
-
-def _other_parts(measured: Measurements, step_ms: float, copy_pct: float) -> dict[StepPart, float]:
-    """The shares of the time between steps and of the copy."""
-    between_pct = 100 * (measured.stats.other_ms or 0.0) / step_ms
-    if measured.facts.copies_nothing:  # the little that Lightning does there is no transfer
-        return {"framework": between_pct + copy_pct, "copy": 0.0}
-    return {"framework": between_pct, "copy": copy_pct}
-
-
-class _Waiting(NamedTuple):
-    """Waiting for data, as the fields of :class:`Shares` have it."""
-
-    pct: float
-    ms: float
-    by_ranks: bool
-    without_cpu_ms: float
-
-
-def _waiting_of(measured: Measurements, own_pct: float, step_ms: float) -> _Waiting:
-    ranks, own_ms = measured.ranks, measured.stats.data_idle_ms or 0.0
-    if ranks is not None and ranks.starved_pct is not None and ranks.starved_pct > own_pct:
-        longest_ms = max(own_ms, min(step_ms, ranks.max_data_idle_ms or 0.0))
-        return _Waiting(ranks.starved_pct, longest_ms, by_ranks=True, without_cpu_ms=0.0)
-    share = _without_cpu_share(measured)
-    return _Waiting(own_pct * (1 - share), own_ms * (1 - share), by_ranks=False, without_cpu_ms=own_ms * share)
-
-
-def _without_cpu_share(measured: Measurements) -> float:
-    """Share of the wait in ``next(loader)`` for which other programs had the CPUs that the training thread needed to
-    take a batch from its workers, 0 to 1."""
-    facts, wait = measured.facts, measured.stats.next_wait_ms
-    if not facts.crowded or not facts.num_workers or not wait or facts.load_queue_ms is None:
-        return 0.0
-    return min(1.0, facts.load_queue_ms / wait)
-
-
-KEEPS_UP, FALLS_BEHIND = 0.85, 1.15
-"""Time in which the workers make a batch over that of a training step, both without the time that other programs had
-the CPUs: below the first the workers keep up, above the second they do not."""
-
-
-def _fed_if_idle(measured: Measurements) -> bool | None:
-    """True if workers that are too slow beside other programs would keep up without them; None: too close to tell."""
-    facts, stats, loaders = measured.facts, measured.stats, measured.loaders
-    queue, step_ms = loaders.workers_run_queue_pct, stats.step_ms or 0.0
-    if queue is None and facts.crowded and facts.num_workers:
-        return None
-    if queue is None or not _queue_is_of_others(measured):
-        return False
-    making_ms = step_ms * (1 - queue / 100)
-    training_ms = step_ms - (stats.data_idle_ms or 0.0) - facts.queue_beside_loading_ms
-    ratio = making_ms / training_ms if training_ms > 0 else math.inf
-    if ratio >= FALLS_BEHIND:
-        return False
-    return True if ratio <= KEEPS_UP else None
-
-
-def grade_of(data_pct: float) -> Grade:
-    """Degree of starvation, by the share of the step that waits for data."""
-    if data_pct < DATA_PCT:
-        return "OK"
-    if data_pct < MODERATE_PCT:
-        return "slightly data-bound"
-    return "moderately data-bound" if data_pct < HIGH_PCT else "highly data-bound"
-
-
-def _epoch_pct(measured: Measurements, step_ms: float) -> float | None:
-    stats, batches = measured.stats, measured.facts.batches_per_epoch
-    if stats.epoch_start_s is None or not batches:
-        return None
-    start_ms = stats.epoch_start_s * 1e3
-    excess_ms = max(0.0, start_ms - (stats.data_idle_ms or 0.0))
-    # An epoch: its first batch, then all of its steps, of which the first has no more waiting in it.
-    whole_ms = start_ms + batches * step_ms
-    return 100 * excess_ms / whole_ms if whole_ms > 0 else None
-
-
-def model_alone_ms(measured: Measurements) -> float | None:
-    """Step time of the model with the same batch repeated; None if not measured."""
-    return 1e3 / measured.found.model_per_s if measured.found.model_per_s else None
-
-
-def model_disturbed(measured: Measurements) -> bool:
-    """True if the model alone took longer than the steps that contain it, so that its figure is useless."""
-    alone, step_ms = model_alone_ms(measured), measured.stats.step_ms
-    return alone is not None and step_ms is not None and alone > MODEL_MOST * step_ms
-
-
-def _model_takes_all(measured: Measurements) -> bool:
-    alone, step_ms = model_alone_ms(measured), measured.stats.step_ms
-    if alone is None or not step_ms or measured.facts.device_type == "cpu":
-        return False  # on a CPU nothing is queued ahead: what is waited for is no part of the step itself
-    return MODEL_SHARE * step_ms <= alone <= MODEL_MOST * step_ms
-
-
-LOOP_WORDS = {"fit": "training", "validate": "validation", "test": "test", "predict": "prediction"}
-"""Stage -> the word for its loop."""
-SHORT_STEP_MS = 10.0
-TOY_STEP_MS = 2.0
-"""Shorter steps are those of toy models: no loader setting makes them faster."""
-
-
-def in_ms(value: float | None, step_ms: float) -> str:
-    """Milliseconds as text, with two decimals for short steps."""
-    return "?" if value is None else f"{value:.{1 if step_ms >= SHORT_STEP_MS else 2}f}"
-
-
-def toy_sentence(step_ms: float | None) -> str | None:
-    """The one sentence about steps so short that Python dominates them; None for longer steps."""
-    if not step_ms or step_ms >= TOY_STEP_MS:
-        return None
-    return f"Steps of {step_ms:.1f} ms: Python overhead dominates; use larger batches."
-
-
-# --- the cause of each --------------------------------------------------------------------------------------------
+from lightning_feed.verdict.diagnosis import Cause
+from lightning_feed.verdict.shares import (
+    DATA_PCT,
+    RUN_QUEUE_PCT,
+    Shares,
+    in_ms,
+    model_alone_ms,
+    others_take_more,
+    queue_is_of_others,
+)
 
 HEAD_OF_LINE_PCT = 25.0
 """Limit of the share of waiting during which a later batch was ready."""
 PIN_SHARE = 0.5
 """Limit of the mean wait for the pin thread, as a share of the mean wait."""
-RUN_QUEUE_PCT = 30.0
 THROTTLED_PCT = 20.0
 CPU_PRESSURE_PCT = 30.0
 BUSY_PCT, BLOCKED_PCT = 70.0, 50.0
@@ -311,20 +114,13 @@ def _loading_here(measured: Measurements, step: float) -> list[str]:
 def _oversubscribed(measured: Measurements, _: Shares) -> Iterator[Reason]:
     facts, loaders = measured.facts, measured.loaders
     queue, throttled = loaders.workers_run_queue_pct, loaders.throttled_pct or 0.0
-    if queue is not None and queue >= RUN_QUEUE_PCT and not _queue_is_of_others(measured):
+    if queue is not None and queue >= RUN_QUEUE_PCT and not queue_is_of_others(measured):
         because = [f"workers wait for a CPU {queue:.0f} % of their time"]
         if 0 < (facts.num_workers or 0) <= (facts.usable_cpus or 0):
             because.append("there are no more workers than CPUs: other threads or programs have them")
         yield Reason("oversubscribed", because)
     if throttled >= THROTTLED_PCT:
         yield Reason("oversubscribed", [f"the CPU quota is used up in {throttled:.0f} % of the scheduler's periods"])
-
-
-def _queue_is_of_others(measured: Measurements) -> bool:
-    """True if workers wait for CPUs that other programs have: the workers do not want more CPUs than there are."""
-    facts, loaders = measured.facts, measured.loaders
-    wanted = (facts.num_workers or 0) * ((loaders.workers_on_cpu_pct or 0.0) + (loaders.workers_run_queue_pct or 0.0))
-    return facts.crowded and bool(facts.num_workers) and wanted <= 100 * (facts.usable_cpus or 0)
 
 
 def _ready_without_cpu(measured: Measurements, shares: Shares) -> Iterator[Reason]:
@@ -595,7 +391,7 @@ def _waiting_without_cpus(measured: Measurements, shares: Shares) -> list[str]:
     if shares.without_cpu_ms >= 0.01 * DATA_PCT * whole:
         waited = f"{in_ms(shares.without_cpu_ms, whole)} of {in_ms(whole, whole)} ms"
         said.append(f"batches are ready; other programs have the CPUs: the training thread waits {waited} for one")
-    if _others_take_more(measured, 0.0):
+    if others_take_more(measured, 0.0):
         waited = f"{in_ms(facts.queue_beside_loading_ms, whole)} of {in_ms(whole, whole)} ms"
         said.append(f"the training thread waits {waited} for a CPU that other programs have, besides loading")
     if shares.fed_if_idle and queue is not None:

@@ -10,29 +10,31 @@ from lightning_feed.measure.measurements import LoopFacts, Measurements
 from lightning_feed.measure.stats import MIN_STEPS, Confidence
 from lightning_feed.measure.wall import WallStats
 from lightning_feed.verdict.causes import (
-    DATA_PCT,
-    HIGH_PCT,
-    LOOP_WORDS,
-    MODERATE_PCT,
     NAMED_SHARE,
     Reason,
-    Shares,
-    StepPart,
     compute_cause,
     copy_cause,
     data_cause,
     framework_cause,
+    unclear_beside_others,
+)
+from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Diagnosis, Remedy
+from lightning_feed.verdict.notes import MOST, SHARD, notes_for, why_not
+from lightning_feed.verdict.remedies import LEAST_PCT, PLACE, Finding, largest, remedies_for, trainer_remedy
+from lightning_feed.verdict.shares import (
+    DATA_PCT,
+    HIGH_PCT,
+    LOOP_WORDS,
+    MODERATE_PCT,
+    Shares,
+    StepPart,
     grade_of,
     in_ms,
     model_alone_ms,
     model_disturbed,
     shares_of,
     toy_sentence,
-    unclear_beside_others,
 )
-from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Diagnosis, Remedy
-from lightning_feed.verdict.notes import MOST, SHARD, notes_for, why_not
-from lightning_feed.verdict.remedies import LEAST_PCT, PLACE, Finding, largest, remedies_for, trainer_remedy
 
 _FIND: dict[Bottleneck, Callable[[Measurements, Shares], Reason]] = {
     "framework": framework_cause,

@@ -7,9 +7,10 @@ from typing import TypeGuard
 from lightning_feed.errors import in_rate, plural, rate_unit
 from lightning_feed.measure.measurements import SYNCS, HookTime
 from lightning_feed.verdict import predict
-from lightning_feed.verdict.causes import MANY_TENSORS, in_ms
+from lightning_feed.verdict.causes import MANY_TENSORS
 from lightning_feed.verdict.diagnosis import Cause, Remedy
 from lightning_feed.verdict.remedies import MADE_ON_CPU, Finding, least_gain_pct, may_have_workers, steps_with_more
+from lightning_feed.verdict.shares import in_ms
 
 MOST = 3
 FULL_SHARE = 0.8

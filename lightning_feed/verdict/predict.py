@@ -12,7 +12,7 @@ import math
 from dataclasses import replace
 
 from lightning_feed.measure.measurements import LoopFacts, Measurements
-from lightning_feed.verdict.causes import Shares, model_alone_ms
+from lightning_feed.verdict.shares import Shares, model_alone_ms
 
 SAME = 1.1
 """Usual difference of two measurements of the same setting: of 67 fits that were measured twice within a minute, 58

@@ -9,8 +9,9 @@ from typing import Any
 from lightning_feed.load.machine import SHM_SHARE
 from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements, Place
 from lightning_feed.verdict import predict
-from lightning_feed.verdict.causes import DATA_PCT, LOOP_WORDS, MANY_TENSORS, Shares
+from lightning_feed.verdict.causes import MANY_TENSORS
 from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Form, Remedy
+from lightning_feed.verdict.shares import DATA_PCT, LOOP_WORDS, Shares
 
 PLACE = Place(words="your training DataLoader")
 OUR_PLACE = Place(words="loader=LoaderSettings(...) of your data module", form="settings")

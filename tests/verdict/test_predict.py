@@ -8,8 +8,8 @@ from verdict.cases import ASLEEP, BUSY, measured
 from lightning_feed.measure.experiment_results import CropTrial, NamedCost
 from lightning_feed.measure.measurements import Measurements, Place
 from lightning_feed.verdict import predict
-from lightning_feed.verdict.causes import Shares, shares_of
 from lightning_feed.verdict.decide import diagnose
+from lightning_feed.verdict.shares import Shares, shares_of
 
 
 def _shares(run: Measurements) -> Shares:
