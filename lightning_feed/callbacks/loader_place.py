@@ -324,10 +324,9 @@ def _words(owner: object, origins: Sequence[LoaderOrigin], number: int) -> str:
         argument = f"{first.parameter} of " if first.as_dict else ""
         return f"{argument}your {first.taker}(...) (loader {_made_at(first)})"
     which = "your training DataLoader" if number < 2 else f"each of your {number} training DataLoaders"
-    given = ", which trainer.fit is given" if owner is None and (first is None or first.made) else ""
     method = "" if owner is None else f"{type(owner).__name__}.train_dataloader"
     said = ", ".join(filter(None, (method, " and ".join(map(_made_at, origins)))))
-    return f"{which}{given}" + (f" ({said})" if said else "")
+    return f"{which} ({said or 'passed to trainer.fit'})"
 
 
 def _made_at(origin: LoaderOrigin) -> str:

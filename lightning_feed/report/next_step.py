@@ -74,7 +74,7 @@ _WITHOUT_NOTE: dict[str, str] = {
 
 def _fix(remedy: Remedy) -> str:
     if "\n" in remedy.code:
-        return f"{remedy.where}: the code of the first fix"
+        return f"paste the first fix, {remedy.where}"
     return f"{remedy.where}: `{remedy.code}`" if remedy.where else f"`{remedy.code}`"
 
 

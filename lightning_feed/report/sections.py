@@ -74,7 +74,7 @@ def read_pipeline(diagnosis: Diagnosis) -> Pipeline | None:
         ("if", "files on disk only", found.cold_per_s, ""),
         ("if", "no transforms", found.no_transform_per_s, ""),
         ("if", "uint8 images", found.as_uint8_per_s, ""),
-        *(("remedy", one.code, rate(one.predicted_step_ms, 1), "") for one in diagnosis.remedies),
+        *(("remedy", one.code.rpartition("\n")[2], rate(one.predicted_step_ms, 1), "") for one in diagnosis.remedies),
     ]
     scaled = [(kind, name, (size or 1) * per_s, note) for kind, name, per_s, note in rows if per_s is not None]
     bars = [Bar(name, per_s, kind, note) for kind, name, per_s, note in scaled if 0 < per_s < math.inf]

@@ -353,7 +353,7 @@ def test_a_package_without_such_a_parameter(package: ModuleType, program: Module
     for back, made, loader in zip((4, 3, 2), ("num_workers=0)", "DataLoader(rows)", "rows)"), loaders, strict=True):
         place = _place_of(loader)
         assert place.form == "callback"
-        assert place.words.startswith("your training DataLoader, which trainer.fit is given (made in readymade.py:")
+        assert place.words.startswith("your training DataLoader (made in readymade.py:")
         at, _, called = place.words.partition("readymade.py:")[2].partition(", ")
         assert PACKAGE.splitlines()[int(at) - 1].endswith(made)
         assert called == f"called from your {Path(__file__).name}:{line - back})"
@@ -392,7 +392,7 @@ def test_a_loader_that_a_notebook_cell_makes(program: ModuleType, file: str, at:
     cell: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(CELL, file, "exec"), cell)
     place = _place_of(cell["make"](program.ROWS))
-    assert (place.words, place.form) == (f"your training DataLoader, which trainer.fit is given ({at})", "arguments")
+    assert (place.words, place.form) == (f"your training DataLoader ({at})", "arguments")
 
 
 def test_a_loader_that_exec_makes_is_made_by_the_line_that_runs_it(program: ModuleType) -> None:
@@ -400,7 +400,7 @@ def test_a_loader_that_exec_makes_is_made_by_the_line_that_runs_it(program: Modu
         made: dict[str, Any] = {**names, "rows": program.ROWS}
         exec(CELL + "loader = make(rows)\n", made)
         at = f"{Path(__file__).name}:{sys._getframe().f_lineno - 1}"
-        assert _place_of(made["loader"]).words == f"your training DataLoader, which trainer.fit is given ({at})"
+        assert _place_of(made["loader"]).words == f"your training DataLoader ({at})"
 
 
 def test_a_cell_without_a_name_that_a_notebook_of_a_package_runs(tmp_path: Path, program: ModuleType) -> None:
@@ -409,7 +409,7 @@ def test_a_cell_without_a_name_that_a_notebook_of_a_package_runs(tmp_path: Path,
     file.write_text("def run(code, names):\n    exec(code, names)\n")
     cell: dict[str, Any] = {"__name__": "__main__", "rows": program.ROWS}
     _imported(file).run(compile(CELL + "loader = make(rows)\n", "<command-12>", "exec"), cell)
-    assert _place_of(cell["loader"]).words.endswith("which trainer.fit is given (<command-12>:4)")
+    assert _place_of(cell["loader"]).words.endswith("DataLoader (<command-12>:4)")
 
 
 def test_a_package_without_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: ModuleType) -> None:
@@ -428,7 +428,7 @@ def test_a_package_without_its_source(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_loader_that_code_in_c_makes_has_the_line_that_calls_it(program: ModuleType) -> None:
     (loader,) = map(DataLoader, [program.ROWS])
     at = f"{Path(__file__).name}:{sys._getframe().f_lineno - 1}"
-    assert _place_of(loader).words == f"your training DataLoader, which trainer.fit is given ({at})"
+    assert _place_of(loader).words == f"your training DataLoader ({at})"
 
 
 class Odd:
@@ -443,7 +443,7 @@ class Odd:
 
 def test_odd_values_on_the_way_neither_raise_nor_hide_the_place(package: ModuleType, program: ModuleType) -> None:
     place = _place_of(package.make_alone(program.ROWS, workers=Odd()))
-    assert place.words.startswith("your training DataLoader, which trainer.fit is given (made in readymade.py:")
+    assert place.words.startswith("your training DataLoader (made in readymade.py:")
 
 
 def test_a_loader_from_before_that_a_package_passes_to_fit(tmp_path: Path, program: ModuleType) -> None:
@@ -515,7 +515,7 @@ def test_a_loader_that_fit_is_given(tmp_path: Path, call: str, place: str) -> No
     _imported(file).main(Tiny(), trainer)
     assert look.facts is not None
     assert look.facts.place is not None
-    assert look.facts.place.words == f"your training DataLoader, which trainer.fit is given{place}"
+    assert look.facts.place.words == f"your training DataLoader{place}"
 
 
 class Squares(Dataset[torch.Tensor]):

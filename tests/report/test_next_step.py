@@ -47,7 +47,7 @@ MODEL_ONLY: dict[str, Any] = {"bottleneck": "compute", "cause": "compute", "grad
         (_found(remedies=(WORKERS,)), f"{WORKERS.where}: `num_workers=2`"),
         (
             _found(remedies=(Remedy(code="def a():\n    b", where="in Model", why=""),)),
-            "in Model: the code of the first fix",
+            "paste the first fix, in Model",
         ),
         (_found(cause="cpu"), f"`lightning-feed diagnose train.py -- --epochs 2` {FINDS}"),
         (_found(cause="cpu", notes=("a note",)), f"`lightning-feed diagnose train.py -- --epochs 2` {FINDS}"),

@@ -151,7 +151,8 @@ CONTRACTS = {
     "crops only": Contract(
         run=WHOLE | {"found": {"crops": CROPS}},
         changes="decodes_whole=False,num_workers=2",
-        code='ImageFolderDataModule("birds", 8, transform=..., val_fraction=0.1, loader=LoaderSettings(num_workers=2))',
+        code="from lightning_feed import ImageFolderDataModule, LoaderSettings\n"
+        'ImageFolderDataModule("birds", 8, transform=..., val_fraction=0.1, loader=LoaderSettings(num_workers=2))',
         step_ms=60.0,
         without={
             "not timed": {"found": {}},
@@ -282,7 +283,8 @@ def test_it_is_printed_where_its_condition_holds(name: str) -> None:
     assert remedy.form in get_args(Form)
     assert remedy.why
     assert remedy.where
-    assert "\n" not in remedy.code + remedy.where + remedy.why
+    assert "\n" not in remedy.where + remedy.why
+    assert remedy.code.count("\n") == (remedy.form == "replacement")  # its import
     assert not any(f"={value}" in remedy.where for value in ("None", "..."))
 
 
@@ -315,7 +317,7 @@ def _paste(remedy: Remedy) -> None:
         lightning_feed.ImageFolderDataModule("data", **_keywords(remedy.code))
     elif remedy.form == "replacement":
         ours = {name: getattr(lightning_feed, name) for name in ("ImageFolderDataModule", "LoaderSettings")}
-        eval(remedy.code.replace("...", "str"), ours)
+        exec(remedy.code.replace("...", "str"), ours)
     elif remedy.form == "settings":
         lightning_feed.LoaderSettings(**_keywords(remedy.code))
     elif remedy.form == "trainer":

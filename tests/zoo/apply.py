@@ -220,7 +220,7 @@ def _loader_calls(source: Source, where: str) -> list[Call]:
     lines = [(file, line) for file, line in re.findall(r"(?<![\w/-])([\w-]+\.py):(\d+)", where) if file in files]
     if "passed to trainer.fit in" in where:  # the line is that of the call, and not of the loader
         lines = []
-    if not lines and ("which trainer.fit is given" in where or "passed to trainer.fit in" in where):
+    if not lines and "passed to trainer.fit" in where:
         calls = [call for call in calls if _is_given_to_fit(source, call)]
     found = [
         _for_training(
