@@ -57,7 +57,7 @@ class PrefetchCallback(ExactResume):
     those before it that the device has not finished. A host that is further ahead waits before it copies the next.
 
     A transfer of your own may read, apart from the batch, only what it alone makes, changes and replaces: the step may
-    be changing anything else at that time (see docs/how-to/device-transform.md).
+    be changing anything else at that time (see docs/how-to/copy-less.md).
 
     Nothing is prefetched, and one INFO line says so, on devices other than CUDA and XPU, with loaders that yield device
     tensors, and in loops whose ``training_step`` takes ``dataloader_iter``.

@@ -230,7 +230,7 @@ class FeedDataModule:
         """Wrap a data module, of either Lightning package, so that its loaders get workers that fit the machine.
 
         Data sets, samplers, collate functions, generators and batch sizes stay; ``num_workers``, ``prefetch_factor``,
-        ``persistent_workers`` and ``pin_memory`` change. The result has a ``loader_report()``. See docs/how-to/wrap.md.
+        ``persistent_workers`` and ``pin_memory`` change. The result has a ``loader_report()``. See docs/how-to/tune.md.
 
         Args:
             datamodule: any LightningDataModule. The result shares its attributes.

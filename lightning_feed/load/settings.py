@@ -58,8 +58,8 @@ class LoaderSettings:
     begins, and remembers the result."""
     workers: Literal["process", "thread", "ray"] = "process"
     """Kind of workers. Threads start at once and share memory with training, but only code that releases the GIL runs
-    in parallel: decoders in C, reading files, torch. See docs/how-to/threads.md. ``"ray"``: tasks on the machines of a
-    Ray cluster. See docs/how-to/ray.md."""
+    in parallel: decoders in C, reading files, torch. ``"ray"``: tasks on the machines of a Ray cluster. See
+    docs/how-to/threads.md."""
     ray_address: str | None = None
     """Address of the Ray cluster: ``"auto"`` for this machine's cluster, or ``"host:port"`` of the head node. None: the
     Ray already used by this process, or a new one on this machine."""

@@ -196,6 +196,7 @@ class LoaderSteps:
     name: str
     """Its key in the dict of loaders, else ``dataloader_idx_0`` and so on, as Lightning has it in names of metrics."""
     steps: int
+    """Steps on its batches."""
     step_ms: float
     """Mean step."""
     data_idle_ms: float

@@ -219,6 +219,7 @@ def test_what_is_wrong_is_told_in_a_line(
 
 
 def test_the_reference_names_every_argument() -> None:
-    page = (Path(__file__).parents[2] / "docs/reference/diagnose.md").read_text().split("| raises |")[0]
-    named = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    page = (Path(__file__).parents[2] / "docs/reference/command-line.md").read_text()
+    section = page.split("## `diagnose(")[1].split("| raises |")[0]
+    named = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
     assert named == list(inspect.signature(run.diagnose).parameters)
