@@ -50,10 +50,21 @@ CHILDREN = {
 }
 """Page -> the pages below it in the sidebar. Not in the pages themselves: on GitHub they would show the directive."""
 
+SEARCHED = {
+    "start": {"slow": "# Start here", "GPU utilization": "# Start here"},
+    "how-to/tune": {"num_workers": "# Find the number of workers"},
+    "how-to/diagnose": {"too many open files": "## Check the machine"},
+}
+"""Page -> what is searched for -> the heading that the search is to find first."""
+
 
 def complete_page(_: Sphinx, page: str, source: list[str]) -> None:
-    """Add what is made while the site is built: the tables of the report, and the sidebar."""
+    """Add what only the site has: the tables of the report, entries for the search, and the sidebar."""
     source[0] = source[0].replace("<!-- tables of the report -->", report_tables.tables())
+    for words, heading in SEARCHED.get(page, {}).items():
+        before, found, after = source[0].partition(heading)
+        line, _, rest = after.partition("\n")
+        source[0] = f"{before}{found}{line}\n\n```{{index}} ! {words}\n```\n{rest}"
     if page in CHILDREN:
         pages = "\n".join(f"/{child}" for child in CHILDREN[page])
         source[0] += f"\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"

@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 import shlex
 import subprocess
@@ -186,6 +187,23 @@ def test_the_api_page_has_no_hooks_of_lightning(site: Path) -> None:
     names = set(re.findall(r'<dt class="sig[^>]*id="lightning_feed\.([^"]+)"', page))
     assert {"FastDataModule.make_dataset", "FastDataModule.wrap", "GPUStarvationCallback.report"} <= names
     assert not [name for name in names if re.search(r"\.(on_|setup|teardown|transfer_batch)", name)]
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("slow", "start"),
+        ("GPU utilization", "start"),
+        ("num_workers", "how-to/tune"),
+        ("too many open files", "how-to/diagnose"),
+    ],
+)
+def test_the_search_finds_the_right_page_first(site: Path, words: str, page: str) -> None:
+    text = (site / "searchindex.js").read_text()
+    index = json.loads(text[text.index("(") + 1 : text.rindex(")")])
+    # A main entry scores 100 if it equals what is searched for, a title 16 at most, a name 26, a term in the text 5.
+    ((number, _, main),) = index["indexentries"][words.lower()]
+    assert (index["docnames"][number], main) == (page, True)
 
 
 # --- tables -------------------------------------------------------------------------------------------------------
