@@ -472,14 +472,22 @@ def run_folder(trainer: AnyTrainer, chosen: Path | None = None) -> Path | None:
     if chosen is not None:
         return chosen
     for one in trainer.loggers:
-        found = _path(getattr(one, "log_dir", None) or None)
-        if found is None and (saved := _path(getattr(one, "save_dir", None))) is not None:
-            version = one.version if isinstance(one.version, str) else f"version_{one.version}"
-            found = saved / str(one.name) / version  # where ModelCheckpoint puts its checkpoints
+        found = _folder_of(one)
         if found is not None:
             return found
     beside = getattr(trainer.checkpoint_callback, "dirpath", None) if trainer.loggers else None
     return _path(beside or None) or _fallback(trainer)
+
+
+def _folder_of(logger: Any) -> Path | None:
+    found = _path(getattr(logger, "log_dir", None) or None)
+    if found is not None:
+        return found
+    saved = _path(getattr(logger, "save_dir", None))
+    if saved is None:
+        return None
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return saved / str(logger.name) / version  # where ModelCheckpoint puts its checkpoints
 
 
 def _fallback(trainer: AnyTrainer) -> Path | None:
