@@ -34,6 +34,8 @@ def package_of(first: object, *others: object) -> ModuleType:
         SettingsError: when it comes from neither, or ``others`` come from another: each takes nothing of the other.
     """
     found = [PACKAGES[top] for base in type(first).__mro__ if (top := base.__module__.partition(".")[0]) in PACKAGES]
+    if isinstance(first, type):
+        raise SettingsError(f"{first.__name__} is a class. Pass an object of it: {first.__name__}(...).")
     if not found:
         raise SettingsError(
             f"{type(first).__module__}.{type(first).__qualname__} comes from neither lightning.pytorch nor "
