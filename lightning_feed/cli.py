@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(run: Callable[[], object]) -> int:
-    """Call this, and return the exit code. Its errors are printed."""
+    """Run a command, print its error, and return the exit code."""
     try:
         run()
     except FeedError as error:

@@ -358,7 +358,7 @@ def profiler_does_nothing(trainer: AnyTrainer) -> bool:
 
 
 def step_to_log(trainer: AnyTrainer, every: int) -> int | None:
-    """The loggers' number of the step that just ended, if one in ``every`` falls on it; None while accumulating.
+    """The logged number of the last step, once in ``every`` steps; otherwise, or while accumulating, None.
 
     Read in 2.4.0 and 2.6.6 (``connectors/logger_connector: should_update_logs, update_train_step_metrics``).
     """

@@ -166,7 +166,7 @@ def container(sources: Sources) -> Iterator[Finding]:
         "/proc/1/cgroup": any(word in first for word in ("docker", "kubepods", "containerd", "lxc")),
     }
     sign = next((sign for sign, there in signs.items() if there), None)
-    where = f"by {sign}; CPUs, memory and /dev/shm are set where it is started"
+    where = f"seen by {sign}; its CPUs, memory and /dev/shm are set when it is started"
     yield Finding("container", "none seen") if sign is None else Finding("container", "yes", meaning=where)
 
 

@@ -48,8 +48,7 @@ class HookPlace:
     at: str
     """``train.py:12``."""
     interval: str = ""
-    """The argument of the callback's constructor that seems to say every how many steps it does its work, if that is
-    1."""
+    """The constructor argument that seems to make the callback work every N steps, if N is 1."""
 
 
 OTHERS_PCT = 20.0
