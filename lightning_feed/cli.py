@@ -454,7 +454,7 @@ _COMMANDS: dict[Callable[[argparse.Namespace], None], tuple[_Option | _OneOf, ..
             "--quality",
             type=int,
             metavar="Q",
-            help="of JPEGs that are written anew: those that --short-side makes smaller (default: 95), or all",
+            help="of JPEGs that are encoded again: those that --short-side makes smaller (default: 95), or all",
         ),
         _flag("--decoded", "store decoded pixels in place of files"),
         _option("--workers", type=int, metavar="N", help="processes (default: one for each CPU)"),
@@ -512,7 +512,7 @@ _COMMANDS: dict[Callable[[argparse.Namespace], None], tuple[_Option | _OneOf, ..
         _option("--loader", metavar="NAME", help="which of several training loaders: its key or number"),
         _option("--budget", type=float, default=30.0, metavar="S", help="seconds for the trials (default: 30)"),
         _option("--trials", type=int, default=5, metavar="N", help="at most so many trials (default: 5)"),
-        _flag("--fresh", "look anew, whatever is remembered"),
+        _flag("--fresh", "ignore remembered results"),
         _option("--demand", type=float, metavar="SAMPLES_PER_S", help="what the model can take (default: measured)"),
         _option(
             "--sweep",

@@ -355,7 +355,7 @@ class Constant:
         self.made, self.decodes = made, decodes
 
     def __call__(self, *args: Any, **named: object) -> Any:
-        """Give the result."""
+        """Return a fresh copy of the result."""
         if self.decodes:
             args[0].whole()
         return fresh(self.made)

@@ -68,7 +68,7 @@ def cpus(sources: Sources) -> Iterator[Finding]:
     else:
         yield Finding("CPUs", value, meaning=machine.cpu_reason)
     method = machine.start_method
-    slow_start = "each worker imports the program anew; keep them (persistent_workers)"
+    slow_start = "each worker imports the program again; keep them (persistent_workers)"
     yield Finding("workers start", method, meaning="" if method == "fork" else slow_start)
 
 

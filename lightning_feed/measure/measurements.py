@@ -46,7 +46,7 @@ class HookPlace:
     name: str
     """As Lightning names it to its profiler, without a callback's settings."""
     at: str
-    """``train.py:12``."""
+    """Its file and line, such as ``train.py:12``."""
     interval: str = ""
     """The constructor argument that seems to make the callback work every N steps, if N is 1."""
 
