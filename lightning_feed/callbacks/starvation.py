@@ -22,7 +22,7 @@ from lightning_feed.callbacks.loader_place import flat
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.errors import SettingsError
 from lightning_feed.measure import loop
-from lightning_feed.measure.guard import Guard, Once, guarded
+from lightning_feed.measure.guard import Guard, Once, check_instance, guarded
 from lightning_feed.measure.loop import Schedule
 from lightning_feed.measure.measurements import Measurements
 from lightning_feed.measure.nvml import NvmlSampler
@@ -254,12 +254,15 @@ class GPUStarvationCallback(Callback):
         self._publish(trainer, run, ended=True)
         self._let_go()
 
-    @guarded
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, *args: object) -> None:
         """Report what was measured, and remove everything from the Trainer: teardown is not called after an exception.
 
         Called on Ctrl-C and SIGTERM, too. Nothing waits for the device, other ranks, or a server of a logger.
         """
+        check_instance(self, GPUStarvationCallback)
+        self._guard.measure(self._interrupted, trainer)
+
+    def _interrupted(self, trainer: AnyTrainer) -> None:
         if self._run is not None:
             self._publish(trainer, self._run, ended=True, to_loggers=False)
         self._let_go()
