@@ -245,7 +245,7 @@ def test_every_error_is_in_the_reference() -> None:
 
 
 def test_command_tables_name_every_option() -> None:
-    (commands,) = (one for one in cli._parser()._actions if isinstance(one, argparse._SubParsersAction))
+    (commands,) = (one for one in cli.make_parser()._actions if isinstance(one, argparse._SubParsersAction))
     for name, parser in commands.choices.items():
         shown = [one for one in parser._actions if one.option_strings and one.help != argparse.SUPPRESS]
         options = {one.option_strings[-1] for one in shown} - {"--help", "-m"}

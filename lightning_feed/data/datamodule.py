@@ -1,5 +1,6 @@
 """FastDataModule: builds loaders that fit the machine from a dataset for each split."""
 
+import inspect
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -330,6 +331,11 @@ class FeedDataModule:
         if split not in SPLITS:
             raise SettingsError(f"There is no split {split!r}. Use one of {', '.join(map(repr, SPLITS))}.")
         if split not in self._feed.datasets:
+            if not inspect.signature(self.make_dataset).parameters:
+                raise DatasetError(
+                    f"{type(self).__name__}.make_dataset takes no split. Write it as def make_dataset(self, split): it "
+                    "is called with 'train', 'val', 'test' or 'predict'."
+                )
             made = self.make_dataset(split)
             if made is not None:
                 name_datasets(made, split)

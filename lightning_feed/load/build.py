@@ -187,7 +187,7 @@ def _check_dataset(name: str, dataset: AnyDataset, split: str) -> None:
     map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, _SAMPLES)
     if not map_style and not isinstance(dataset, IterableDataset):
         raise DatasetError(
-            f"make_dataset({split!r}) returned a {kind} for {name}, not a dataset. Return a torch.utils.data.Dataset "
+            f"make_dataset({split!r}) returned {kind} for {name}, not a dataset. Return a torch.utils.data.Dataset "
             "with __getitem__ and __len__, an IterableDataset for a stream, or a dict or list of datasets; "
             "TensorDataset makes one from tensors. The data module makes the loader."
         )

@@ -187,8 +187,8 @@ def _why_refused(state: SavedState, loader: DataLoader[Batch], *, other_length: 
         )
     if not convertible:
         return (
-            "The order of the samples is then known for torch's own samplers only, and where a DistributedSampler "
-            f"divides them among all ranks; this loader's is {type(_batching(loader)[0]).__name__}"
+            "The order of the samples is known only for torch's own samplers, and only if a DistributedSampler divides "
+            f"them among all ranks; this loader's is {type(_batching(loader)[0]).__name__}"
         )
     return ""
 

@@ -132,8 +132,8 @@ class FeedLoader(DataLoader[Batch]):
         name = "ray" if isinstance(self.workers, RayCluster) else self.workers
         if self._stream:
             raise SettingsError(
-                f"workers={name!r} cannot serve {type(self.dataset).__name__}, an IterableDataset: a stream is drawn "
-                "from in one place, and these workers have no get_worker_info() to divide it by. Use "
+                f"workers={name!r} cannot serve {type(self.dataset).__name__}, an IterableDataset: these workers "
+                "have no get_worker_info() by which it could divide its samples. Use "
                 "workers='process', or LoaderSettings(num_workers=0, background=2), which draws from it in one thread."
             )
         function = getattr(self.worker_init_fn, "func", self.worker_init_fn)

@@ -351,7 +351,7 @@ def _pin(settings: LoaderSettings, workload: Workload) -> tuple[bool, str]:
         why = "a copy from page-locked memory overlaps with computing" if helps else "nothing is copied to a device"
         return helps, f"device '{workload.device_type}': {why}"
     if settings.pin_memory and not helps:
-        return False, f"given as True, and left off: it serves no device of type '{workload.device_type}'"
+        return False, f"True was requested, but is not used: it serves no device of type '{workload.device_type}'"
     return settings.pin_memory, "as given"
 
 
@@ -364,7 +364,7 @@ def _persistent(settings: LoaderSettings, workload: Workload, workers: int) -> t
             "of loaders that are thrown away. Leave one of the two out."
         )
     if settings.workers == "thread" and workers:
-        given = "given as True, and left off: " if settings.persistent_workers is True else ""
+        given = "True was requested, but is not used: " if settings.persistent_workers is True else ""
         return False, f"{given}threads start in less than a millisecond"
     if settings.persistent_workers != "auto":
         return settings.persistent_workers, "as given"

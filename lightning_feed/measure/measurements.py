@@ -46,10 +46,9 @@ class HookPlace:
     name: str
     """As Lightning names it to its profiler, without a callback's settings."""
     at: str
-    """``train.py:12``."""
+    """Its file and line, such as ``train.py:12``."""
     interval: str = ""
-    """The argument of the callback's constructor that seems to say every how many steps it does its work, if that is
-    1."""
+    """The constructor argument that seems to make the callback work every N steps, if N is 1."""
 
 
 OTHERS_PCT = 20.0

@@ -56,7 +56,7 @@ class ReadAhead:
         self._ended = False
 
     def through(self, order: Iterable[object], then: Callable[[], Iterable[object]] = tuple) -> Iterator[Any]:
-        """Yield the same order, while fetching the files of its next entries and, near its end, those of ``then``."""
+        """Yield the entries of ``order``, and fetch the next files in advance; near the end, those of ``then``."""
         waiting, ahead_bytes = deque[tuple[object, int]](), 0
         entries: Iterator[object] | None = iter(order)
         own, self._ended = True, False

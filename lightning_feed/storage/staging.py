@@ -38,7 +38,7 @@ from lightning_feed.storage.system import (
 logger = logging.getLogger(__name__)
 
 _SAY_AFTER_S = 1.0
-"""Seconds of waiting before it is logged: finding an up-to-date copy takes less."""
+"""Seconds of waiting after which it is logged. Checking an up-to-date copy takes less."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -310,7 +310,7 @@ def test_the_command(target: str, tunes: Tunes, capsys: pytest.CaptureFixture[st
     ],
 )
 def test_the_command_refuses(target: str, options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tune", f"{target}:Data", "--accelerator", "cpu", *options]) == 1
+    assert main(["tune", f"{target}:Data", "--accelerator", "cpu", *options]) == 2
     assert said in capsys.readouterr().err
 
 
