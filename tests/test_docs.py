@@ -16,7 +16,10 @@ from pathlib import Path
 import pytest
 
 from lightning_feed import GPUStarvationCallback, LoaderSettings, PrefetchCallback, cli, errors
-from lightning_feed.measure.stats import tag_table
+from lightning_feed.measure.loop import FIRST_STEPS
+from lightning_feed.measure.stats import MIN_STEPS, SOME_STEPS, tag_table
+from lightning_feed.measure.windows import WARM_UP_STEPS
+from lightning_feed.report.next_step import ENOUGH_STEPS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -158,6 +161,19 @@ def test_code_on_the_pages_is_not_cut_off() -> None:
             assert [
                 line for _, body in CODE.findall(page.read_text()) for line in body.splitlines() if len(line) > 80
             ] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
+def test_figures_of_steps_are_those_of_the_code(page: str) -> None:
+    text = " ".join((ROOT / page).read_text().split())
+    low = WARM_UP_STEPS + SOME_STEPS
+    for words in (f"after {FIRST_STEPS} steps or a minute", f"about {low}", f"fewer than {ENOUGH_STEPS}"):
+        assert words in text
+    assert f"{MIN_STEPS} measured" in text
 
 
 # --- the site -----------------------------------------------------------------------------------------------------
