@@ -172,14 +172,14 @@ def even_batch_size(wished: int, samples: int, world_size: int = 1) -> tuple[int
         500
     """
     share = -(-samples // world_size)
-    of_each = f"{share} samples" if world_size == 1 else f"{share} samples of each of {world_size} ranks"
+    of_each = f"{share} samples" if world_size == 1 else f"{share} samples on each of {world_size} ranks"
     if share <= wished:
         return wished, f"the {of_each} fit into one batch"
     best = min(range((wished + 1) // 2, wished + 1), key=lambda size: (share % size, -size))
     left, before = share % best, share % wished
     if best == wished:
-        return best, f"the {of_each} leave {left} for a last batch, and no size from half of {wished} on leaves fewer"
-    return best, f"the {of_each} leave {left} for a last batch, and {before} with {wished}"
+        return best, f"the {of_each} leave {left} for a last batch; no size from half of {wished} up leaves fewer"
+    return best, f"the {of_each} leave {left} for a last batch, instead of {before} with {wished}"
 
 
 def _check_dataset(name: str, dataset: AnyDataset, split: str) -> None:

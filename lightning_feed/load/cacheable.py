@@ -132,7 +132,7 @@ def open_caches(
         machine: limits of this machine. None: read them now.
 
     Raises:
-        DatasetError: a dataset is not divided into steps.
+        DatasetError: a dataset does not read, decode and augment in separate steps.
         SettingsError: the limit cannot be parsed.
         ArchiveError: a cache cannot be opened.
     """

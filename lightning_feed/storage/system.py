@@ -231,7 +231,7 @@ def remove_leftovers(directory: Path, pattern: str, *, keep: Collection[str] = (
                 continue  # removed in the meantime, or not ours to open
             status = os.fstat(found.fd)
             if status.st_uid == os.getuid() and stat.S_ISREG(status.st_mode) and found.give_up():
-                logger.info("Removed %s, which a run that has ended left behind.", path)
+                logger.info("Removed %s, left behind by an earlier run.", path)
 
 
 # --- memory that this process may still take --------------------------------------------------------------------------
