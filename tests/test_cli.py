@@ -148,7 +148,7 @@ def test_the_demo_refuses_what_it_cannot_do(
 @pytest.mark.parametrize(
     ("argv", "way"),
     [
-        (["pack", "a", "b", "--format", "litdata"], "use its own litdata.optimize"),
+        (["pack", "a", "b", "--format", "litdata"], "use litdata.optimize"),
         (["stage", "a", "b", "--hash"], "--hash is gone: sizes and times of change are compared now"),
     ],
 )

@@ -478,7 +478,7 @@ def test_what_is_no_dataset_is_refused_by_name(made: Any, words: str) -> None:
 
 def test_no_batch_is_left() -> None:
     data = Data({"train": {"few": Rows(3)}}, 4, loader=LoaderSettings(num_workers=0, drop_last=True))
-    with pytest.raises(SettingsError, match=r"batch_size=4 leaves no batch of the 3 samples of train\['few'\]"):
+    with pytest.raises(SettingsError, match=r"batch_size=4 leaves no batch: train\['few'\] has only 3 samples"):
         data.train_dataloader()
     data = Data({"train": Rows(6)}, 4, loader=LoaderSettings(num_workers=0, drop_last=True))
     data.trainer = trainer()
