@@ -179,6 +179,11 @@ def test_figures_of_steps_are_those_of_the_code(page: str) -> None:
 # --- the site -----------------------------------------------------------------------------------------------------
 
 
+def _of_the_site(test: Any) -> Any:
+    """Mark a test that needs the site, so that one worker builds it for all of them."""
+    return pytest.mark.slow(pytest.mark.xdist_group("site")(test))
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The documentation, built."""
@@ -189,6 +194,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@_of_the_site
 def test_the_sidebar_is_short_and_collapsed(site: Path) -> None:
     page = (site / "index.html").read_text()
     sidebar = page[page.index('class="sidebar-tree"') :].partition("</aside>")[0]
@@ -198,6 +204,7 @@ def test_the_sidebar_is_short_and_collapsed(site: Path) -> None:
     assert "checked" not in re.sub("toctree-checkbox", "", sidebar)
 
 
+@_of_the_site
 def test_the_api_page_has_no_hooks_of_lightning(site: Path) -> None:
     page = (site / "reference/api/index.html").read_text()
     names = set(re.findall(r'<dt class="sig[^>]*id="lightning_feed\.([^"]+)"', page))
@@ -205,6 +212,7 @@ def test_the_api_page_has_no_hooks_of_lightning(site: Path) -> None:
     assert not [name for name in names if re.search(r"\.(on_|setup|teardown|transfer_batch)", name)]
 
 
+@_of_the_site
 @pytest.mark.parametrize(
     ("words", "page"),
     [
