@@ -2,6 +2,7 @@
 
 import copy
 import io
+import os
 import shutil
 import sys
 import tempfile
@@ -174,14 +175,15 @@ def _transformed(images: ImageFolder, transform: Callable[[Image.Image], Tensor]
 
 
 class SmallModel(LightningModule):
-    """torchvision's ShuffleNetV2 of half the width, untrained, with SGD.
+    """torchvision's ShuffleNetV2, untrained, with SGD.
 
-    Small, since a CPU has to stand in for a GPU: with a large model it would limit the epoch, which no loader changes.
+    Small, since a CPU has to stand in for a GPU: a large model would limit the epoch, which no loader changes. Yet a
+    step takes longer than a worker needs to decode the crops of a batch, so that a loader can keep up.
     """
 
     def __init__(self, classes: int) -> None:
         super().__init__()
-        self.network = models.shufflenet_v2_x0_5(num_classes=classes)
+        self.network = models.shufflenet_v2_x1_0(num_classes=classes)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Cross entropy of (batch, 3, PIXELS, PIXELS) float32 images against (batch,) int64 classes."""
@@ -474,7 +476,7 @@ def run_demo(*, data: Path | None, images: int, epochs: int, out: Path) -> dict[
         "report": out / "report.html",
         "logs": logs,
     }
-    write_whole(out / "report.html", _page(outcome, runs))
+    write_whole(out / "report.html", demo_page(outcome, {name: run.report for name, run in runs.items()}))
     return outcome
 
 
@@ -486,25 +488,24 @@ def _prediction(advice: Remedy | None, achieved_ms: object) -> str:
     )
 
 
-def _page(outcome: Mapping[str, Any], runs: Mapping[str, Run]) -> str:
+def demo_page(outcome: Mapping[str, Any], reports: Mapping[str, Report]) -> str:
     """The steps of all runs as bars, the gain, predicted beside achieved, and the table."""
-    plain, advised = (runs[name].report.diagnosis for name in ("plain", "advised"))
-    advice, times = _advice(runs["plain"].report), {name: float(outcome[name]["step_ms"] or 0.0) for name in RUNS}
+    advice, times = _advice(reports["plain"]), {name: float(outcome[name]["step_ms"] or 0.0) for name in RUNS}
     predicted_ms = None if advice is None else advice.predicted_step_ms
     bars = [
         {
             "name": name,
             "meaning": meaning,
-            "report": outcome["reports"][name].relative_to(outcome["report"].parent),
+            "report": os.path.relpath(outcome["reports"][name], Path(outcome["report"]).parent),
             "step_ms": times[name],
             "scale": times[name] / (max(times.values()) or 1.0),
-            "parts": [row for one in step_sections(runs[name].report.diagnosis) for row in one.rows],
+            "parts": [row for one in step_sections(reports[name].diagnosis) for row in one.rows],
         }
         for name, meaning in _meanings(outcome).items()
     ]
     return page_template("demo.html").render(
-        title=f"{outcome['ratio']:.2f} times as fast with the fix that the first report gave",
-        colour=mark_colour(advised),
+        title=f"{outcome['ratio']:.2f} times as fast{' with the fix of the first report' if advice else ''}",
+        colour=mark_colour(reports["advised"].diagnosis),
         what=_what(outcome),
         tiles=[
             (f"{ms:.1f}", "ms", f"a step of {words}")
@@ -518,7 +519,7 @@ def _page(outcome: Mapping[str, Any], runs: Mapping[str, Run]) -> str:
         bars=bars,
         advice=[
             replace(one, title="What the report of plain advises")
-            for one in advice_sections(plain, ())
+            for one in advice_sections(reports["plain"].diagnosis, ())
             if one.form == "remedies"
         ],
         rows=_rows(outcome),

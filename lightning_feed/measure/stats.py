@@ -275,10 +275,18 @@ def custom_scalar_layout(which: Which) -> dict[str, Any]:
     TensorBoard cannot stack, and colours lines by run: the parts of several runs in one chart are hard to tell apart.
     So each part has its chart, with one line for each run.
     """
-    parts = ("step_ms", "data_idle_ms", "compute_ms", "h2d_ms", "other_ms")
+    parts = {
+        "whole step": "step_ms",
+        "waiting for data": "data_idle_ms",
+        "compute": "compute_ms",
+        "copy to device": "h2d_ms",
+        "other": "other_ms",
+    }
     layout: dict[str, Any] = {
         "lightning_feed": {"waiting for data (% of the step)": ["Multiline", ["feed/starved_pct"]]},
-        "lightning_feed: parts of the step": {name: ["Multiline", [f"feed_step/{name}"]] for name in parts},
+        "lightning_feed: parts of the step": {
+            f"{words} (ms)": ["Multiline", [f"feed_step/{name}"]] for words, name in parts.items()
+        },
     }
     if which == "all":
         layout["lightning_feed: host, workers, queue"] = {
