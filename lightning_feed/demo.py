@@ -2,13 +2,14 @@
 
 import copy
 import io
+import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,11 +34,14 @@ from lightning_feed.errors import DatasetError, SettingsError, plural
 from lightning_feed.extras import require
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.settings import LoaderSettings
+from lightning_feed.measure.cpu_time import CpuShare
 from lightning_feed.measure.experiment_results import ExperimentResults
+from lightning_feed.measure.measurements import OTHERS_PCT
 from lightning_feed.report.compare import wanted_settings
 from lightning_feed.report.document import make_report
-from lightning_feed.report.files import as_text, check_writable, write_report, write_whole
+from lightning_feed.report.files import as_text, check_writable, mark_colour, page_template, write_report, write_whole
 from lightning_feed.report.report import Report
+from lightning_feed.report.sections import advice_sections, step_sections
 from lightning_feed.verdict.decide import diagnose
 from lightning_feed.verdict.diagnosis import Remedy
 
@@ -49,6 +53,8 @@ SIDES = 768, 1024
 """Least and most pixels of a side of the images that are made. Photos of today are larger still, and data sets keep
 about so many; with thumbnails of 300 pixels there would be little decoding to save."""
 MOST_IMAGES = 100_000
+BUSY_S = 1.0
+"""Time for measuring what other programs take of the CPUs, before anything else."""
 TRIAL_S = 6.0
 """Time for decoding whole images and crops in turn, after the plain run."""
 # Photographs in scikit-image's wheel (nothing is downloaded), freed for any use by their docstrings in skimage.data:
@@ -169,14 +175,15 @@ def _transformed(images: ImageFolder, transform: Callable[[Image.Image], Tensor]
 
 
 class SmallModel(LightningModule):
-    """torchvision's ShuffleNetV2 of half the width, untrained, with SGD.
+    """torchvision's ShuffleNetV2, untrained, with SGD.
 
-    Small, since a CPU has to stand in for a GPU: with a large model it would limit the epoch, which no loader changes.
+    Small, since a CPU has to stand in for a GPU: a large model would limit the epoch, which no loader changes. Yet a
+    step takes longer than a worker needs to decode the crops of a batch, so that a loader can keep up.
     """
 
     def __init__(self, classes: int) -> None:
         super().__init__()
-        self.network = models.shufflenet_v2_x0_5(num_classes=classes)
+        self.network = models.shufflenet_v2_x1_0(num_classes=classes)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Cross entropy of (batch, 3, PIXELS, PIXELS) float32 images against (batch,) int64 classes."""
@@ -357,17 +364,13 @@ ROWS = {
 
 def demo_text(outcome: Mapping[str, Any]) -> str:
     """The results of :func:`run_demo` as text: a report, a table of all runs, and paths."""
-    what = "which decodes only what the crop needs" if outcome["decoder"] == "turbo-region" else "the fastest here"
+    meanings = "".join(f"{name + ':':8} {meaning}\n" for name, meaning in _meanings(outcome).items())
     epochs_s = " : ".join(f"{outcome[name]['epoch_s']:.2f}" for name in RUNS)
     return (
-        f"ShuffleNetV2, {outcome['pictures']:,} images at {PIXELS} x {PIXELS}, batches of {BATCH_SIZE}, "
-        f"{plural(outcome['epochs'], 'epoch')} each, on {outcome['device']} with {plural(outcome['cpus'], 'CPU')}\n"
-        "plain:   DataLoader as most people write it (float32, no workers)\n"
-        f"fed:     FastDataModule (uint8, {plural(outcome['workers'], 'worker')}) and PrefetchCallback\n"
-        f"advised: ImageFolderDataModule (decoder {outcome['decoder']!r}, {what})\n\n"
+        f"{_what(outcome)}\n{meanings}\n"
         f"The report of the plain run:\n\n{outcome['plain_report']}\n\n{_table(outcome)}\n\n"
         f"seconds per epoch, plain : fed : advised = {epochs_s}\n"
-        f"advised is {outcome['ratio']:.2f} times as fast as plain\n{outcome['prediction']}\n"
+        f"advised is {outcome['ratio']:.2f} times as fast as plain\n{outcome['prediction']}\n\n"
         f"{_on_the_device(outcome)}\n\n"
         f"Report:       {outcome['report']}\n"
         + "".join(f"  {name:9}   {outcome['reports'][name]}\n" for name in RUNS)
@@ -375,25 +378,46 @@ def demo_text(outcome: Mapping[str, Any]) -> str:
     )
 
 
+def _what(outcome: Mapping[str, Any]) -> str:
+    return (
+        f"ShuffleNetV2, {outcome['pictures']:,} images at {PIXELS} x {PIXELS}, batches of {BATCH_SIZE}, "
+        f"{plural(outcome['epochs'], 'epoch')} each, on {outcome['device']} with {plural(outcome['cpus'], 'CPU')}"
+    )
+
+
+def _meanings(outcome: Mapping[str, Any]) -> dict[str, str]:
+    how = "which decodes only what the crop needs" if outcome["decoder"] == "turbo-region" else "the fastest here"
+    return {
+        "plain": "DataLoader as most people write it (float32, no workers)",
+        "fed": f"FastDataModule (uint8, {plural(outcome['workers'], 'worker')}) and PrefetchCallback",
+        "advised": f"ImageFolderDataModule (decoder {outcome['decoder']!r}, {how})",
+    }
+
+
 def _on_the_device(outcome: Mapping[str, Any]) -> str:
     """The waiting times of the GPU, where it was measured; on the CPU, a note on its stand-in."""
     if outcome["device"] == "CPU":
         return (
-            "\nThere is no GPU here. As a stand-in, training has half of the CPUs, in all runs; fed and advised load\n"
+            "There is no GPU here. As a stand-in, training has half of the CPUs, in all runs; fed and advised load\n"
             "with the others, which plain leaves idle. What a GPU gains only a GPU can show."
         )
     starved = (outcome[name]["starved_pct"] for name in RUNS)
     shown = ("not measured" if pct is None else f"{pct:.1f} %" for pct in starved)
-    return "\nOf each step the GPU waited for data: " + ", ".join(
+    return "Of each step the GPU waited for data: " + ", ".join(
         f"{pct} ({name})" for name, pct in zip(RUNS, shown, strict=True)
     )
 
 
-def _table(outcome: Mapping[str, Any]) -> str:
-    rows = [["", *RUNS]]
+def _rows(outcome: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("", *RUNS)]
     for name, (label, form) in ROWS.items():
         found = (outcome[run][name] for run in RUNS)
-        rows.append([label, *("not measured" if one is None else format(one, form) for one in found)])
+        rows.append((label, *("not measured" if one is None else format(one, form) for one in found)))
+    return rows
+
+
+def _table(outcome: Mapping[str, Any]) -> str:
+    rows = _rows(outcome)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
@@ -423,6 +447,7 @@ def run_demo(*, data: Path | None, images: int, epochs: int, out: Path) -> dict[
         raise SettingsError(f"--epochs {epochs}: at least 1 is needed.")
     require("tensorboard", extra="demo", why="writing the demo's logs")
     check_writable(out)
+    _say_if_busy()
     if data is not None and (data / "train").is_dir():
         data /= "train"
     found = find_images(data or make_images(out, images), images)
@@ -451,7 +476,7 @@ def run_demo(*, data: Path | None, images: int, epochs: int, out: Path) -> dict[
         "report": out / "report.html",
         "logs": logs,
     }
-    write_whole(out / "report.html", _page(outcome))
+    write_whole(out / "report.html", demo_page(outcome, {name: run.report for name, run in runs.items()}))
     return outcome
 
 
@@ -463,21 +488,55 @@ def _prediction(advice: Remedy | None, achieved_ms: object) -> str:
     )
 
 
-def _page(outcome: Mapping[str, Any]) -> str:
-    """The seconds per epoch of each run as a bar, and the table."""
-    slowest = max(outcome[name]["epoch_s"] for name in RUNS)
-    bars = "".join(
-        f"<p>{name}: {outcome[name]['epoch_s']:.2f} s per epoch"
-        f'<span style="width: {100 * outcome[name]["epoch_s"] / slowest:.1f}%"></span></p>'
-        for name in RUNS
+def demo_page(outcome: Mapping[str, Any], reports: Mapping[str, Report]) -> str:
+    """The steps of all runs as bars, the gain, predicted beside achieved, and the table."""
+    advice, times = _advice(reports["plain"]), {name: float(outcome[name]["step_ms"] or 0.0) for name in RUNS}
+    predicted_ms = None if advice is None else advice.predicted_step_ms
+    bars = [
+        {
+            "name": name,
+            "meaning": meaning,
+            "report": os.path.relpath(outcome["reports"][name], Path(outcome["report"]).parent),
+            "step_ms": times[name],
+            "scale": times[name] / (max(times.values()) or 1.0),
+            "parts": [row for one in step_sections(reports[name].diagnosis) for row in one.rows],
+        }
+        for name, meaning in _meanings(outcome).items()
+    ]
+    return page_template("demo.html").render(
+        title=f"{outcome['ratio']:.2f} times as fast{' with the fix of the first report' if advice else ''}",
+        colour=mark_colour(reports["advised"].diagnosis),
+        what=_what(outcome),
+        tiles=[
+            (f"{ms:.1f}", "ms", f"a step of {words}")
+            for ms, words in (
+                (times["plain"], "plain"),
+                (predicted_ms, "advised, predicted"),
+                (times["advised"], "advised, achieved"),
+            )
+            if ms
+        ],
+        bars=bars,
+        advice=[
+            replace(one, title="What the report of plain advises")
+            for one in advice_sections(reports["plain"].diagnosis, ())
+            if one.form == "remedies"
+        ],
+        rows=_rows(outcome),
+        note=_on_the_device(outcome),
     )
-    style = "body { font: 16px/1.5 system-ui; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }"
-    bar = "span { display: block; height: 1.5rem; background: #4477aa; } pre { white-space: pre-wrap; }"
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>lightning-feed demo</title>'
-        f"<style>:root {{ color-scheme: light dark; }} {style} {bar}</style>"
-        f"<h1>lightning-feed demo</h1>{bars}<pre>{escape(demo_text(outcome))}</pre></html>"
-    )
+
+
+def _say_if_busy() -> None:
+    """Say on stderr that other programs keep the CPUs busy, since the runs then differ for no reason of their own."""
+    share = CpuShare()
+    time.sleep(BUSY_S)
+    taken_pct = share.others_pct(read_machine().usable_cpus) or 0.0
+    if taken_pct >= OTHERS_PCT:
+        said = (
+            f"Other programs take {taken_pct:.0f} % of the CPUs: runs are slower and gain less than on an idle machine."
+        )
+        tqdm.write(f"{said} Ctrl-C stops the demo.", file=sys.stderr)
 
 
 def _warm_up(classes: int) -> None:

@@ -111,7 +111,15 @@ def test_the_demo_shows_the_report_of_the_plain_run_and_all_three_side_by_side(
     assert "ImageFolderDataModule(" in told  # and it does advise what the third run does
     assert re.search(r"predicted a step of [\d.]+ ms: [\d.]+ achieved", table)
     page = (tmp_path / "report.html").read_text()
-    assert page.count("<span") == 3
+    assert page.count('<svg class="stack"') == 3
+    for name in RUNS:
+        assert f'<a href="logs/{name}/version_0/feed_report.html">{name}</a>' in page
+    behind = (tmp_path / "logs" / "plain" / "version_0" / "feed_report.html").read_text()
+    style = re.compile("<style>.*</style>", re.DOTALL)
+    assert style.findall(page) == style.findall(behind)
+    assert "times as fast" in page
+    assert "a step of advised, predicted" in page
+    assert "a step of advised, achieved" in page
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["logs", "pictures-192", "report.html"]
 
 
@@ -136,6 +144,19 @@ def test_a_corrupt_jpeg_is_named_with_what_to_do(
     assert "Traceback" not in message
     with pytest.raises(DatasetError, match=r"dogs/3\.jpg cannot be read as an image .* Delete it or replace it"):
         find_images(class_folders, 100)[9]
+
+
+@pytest.mark.parametrize(("taken_pct", "said"), [(57.0, "Other programs take 57 % of the CPUs"), (3.0, ""), (None, "")])
+def test_a_busy_machine_is_named_at_the_start(
+    taken_pct: float | None, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "BUSY_S", 0.0)
+    monkeypatch.setattr(demo.CpuShare, "others_pct", lambda *_: taken_pct)
+    demo._say_if_busy()
+    printed = capsys.readouterr()
+    assert printed.err.startswith(said)
+    assert bool(printed.err) == bool(said)
+    assert printed.out == ""
 
 
 # --- as a program of its own ----------------------------------------------------------------------------------------

@@ -371,13 +371,13 @@ def _hydra_config() -> dict[str, Any]:
     file = Path(run.runtime.output_dir) / (run.output_subdir or ".hydra") / "config.yaml"
     if not file.is_file():
         return {}
-    return dict(flat(omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(file)), "."))
+    return dict(_flat(omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(file))))
 
 
-def flat(values: Mapping[str, Any], separator: str) -> Iterator[tuple[str, Any]]:
-    """Values of nested mappings, by their joined keys."""
+def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Values of nested mappings, by their keys, joined by dots."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from ((f"{key}{separator}{inner}", held) for inner, held in flat(value, separator))
+            yield from ((f"{key}.{inner}", held) for inner, held in _flat(value))
         else:
             yield str(key), value

@@ -1,6 +1,5 @@
 """GPUStarvationCallback: how long each step waits for data, for the copy, and for its own computing."""
 
-import inspect
 import io
 import logging
 import math
@@ -18,7 +17,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_feed import _host
 from lightning_feed._host import AnyTrainer, Original, Stage
-from lightning_feed.callbacks.loader_place import flat
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.errors import SettingsError
 from lightning_feed.measure import loop
@@ -546,10 +544,6 @@ def give_report(to: object, report: Report, step: int) -> None:
             experiment.log_text(run_id, as_json(report), "feed_report.json")
 
 
-_HPARAMS_RUN = "feed"
-"""The folder in a TensorBoard run's folder, where TensorBoard finds them."""
-
-
 def tuned_hparams(datamodule: object) -> dict[str, Any]:
     """The settings of the training loader as hyperparameters, so that runs can be compared by them.
 
@@ -574,18 +568,9 @@ def tuned_hparams(datamodule: object) -> dict[str, Any]:
 def log_hparams(logger: Any, params: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
     """Give a logger of Lightning's hyperparameters with what they led to. Once, at the end of a fit, on rank 0.
 
-    TensorBoard takes the first hyperparameters of a run and no others, and those are the user's: so these go, with the
-    user's, into a run of their own in the folder ``feed`` of that run. Other loggers get them as further
-    hyperparameters, and the metrics as metrics.
+    Not TensorBoard, which takes the first hyperparameters of a run and no others: those are the user's, and ours would
+    need a second run. The settings are in the report.
     """
-    add = getattr(logger.experiment, "add_hparams", None)
-    if add is None:
+    if not hasattr(logger.experiment, "add_hparams"):
         logger.log_hyperparams(dict(params))
         logger.log_metrics(dict(metrics))
-        return
-    given = flat(getattr(logger, "hparams", None) or {}, "/")
-    # TensorBoard takes plain values only.
-    users = {name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in given}
-    # torch's SummaryWriter and tensorboardX's differ in the name of that argument.
-    name = "run_name" if "run_name" in inspect.signature(add).parameters else "name"
-    add({**users, **params}, dict(metrics), **{name: _HPARAMS_RUN})

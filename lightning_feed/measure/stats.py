@@ -271,14 +271,26 @@ def loop_tags(stage: str, stats: StarvationStats, by_loader: Sequence[LoaderStep
 
 
 def custom_scalar_layout(which: Which) -> dict[str, Any]:
-    """Charts for ``SummaryWriter.add_custom_scalars``: waiting for data, then the parts of a step."""
-    logged = choose_tags(tag_table(), which)
-    charts = {
-        "waiting for data (% of the step)": ["Multiline", ["feed/starved_pct"]],
-        "parts of the step (ms)": ["Multiline", [tag for tag in logged if tag.startswith("feed_step/")]],
+    """Charts for ``SummaryWriter.add_custom_scalars``: waiting for data, then the parts of a step.
+
+    TensorBoard cannot stack, and colours lines by run: the parts of several runs in one chart are hard to tell apart.
+    So each part has its chart, with one line for each run.
+    """
+    parts = {
+        "whole step": "step_ms",
+        "waiting for data": "data_idle_ms",
+        "compute": "compute_ms",
+        "copy to device": "h2d_ms",
+        "other": "other_ms",
+    }
+    layout: dict[str, Any] = {
+        "lightning_feed": {"waiting for data (% of the step)": ["Multiline", ["feed/starved_pct"]]},
+        "lightning_feed: parts of the step": {
+            f"{words} (ms)": ["Multiline", [f"feed_step/{name}"]] for words, name in parts.items()
+        },
     }
     if which == "all":
-        charts |= {
+        layout["lightning_feed: host, workers, queue"] = {
             "waiting of the host (ms)": ["Multiline", ["feed_host/next_wait_ms", "feed_host/hidden_wait_ms"]],
             "time of the workers (%)": [
                 "Multiline",
@@ -286,4 +298,4 @@ def custom_scalar_layout(which: Which) -> dict[str, Any]:
             ],
             "batches ready": ["Multiline", ["feed_queue/ready", "feed_queue/capacity"]],
         }
-    return {"lightning_feed": charts}
+    return layout

@@ -127,7 +127,8 @@ def short_markdown(report: Report) -> str:
 def _first_sections(report: Report) -> tuple[Section, ...]:
     diagnosis, notes = report.diagnosis, other_notes(report.diagnosis, report.run)
     advice = () if is_toy(diagnosis) else sections.advice_sections(diagnosis, notes)
-    return (*sections.step_sections(diagnosis), *advice)
+    changes_first = sorted(advice, key=lambda one: one.form != "remedies")
+    return (*sections.step_sections(diagnosis), *changes_first)
 
 
 def _in_markdown(report: Report, shown: Iterable[Section]) -> str:
@@ -195,7 +196,8 @@ _COLOURS: dict[Grade, str] = {
 """Grade -> colour of the mark: green, amber and red; grey for others."""
 
 
-def _colour(diagnosis: Diagnosis) -> str:
+def mark_colour(diagnosis: Diagnosis) -> str:
+    """The colour of the mark on a page: a class of its style."""
     found = "other" if diagnosis.bottleneck == "unknown" else _COLOURS.get(diagnosis.grade, "other")
     if (diagnosis.bottleneck, diagnosis.cause) == ("compute", "oversubscribed"):  # other programs limit the run
         return "other"
@@ -209,16 +211,14 @@ def as_html(report: Report) -> str:
     """
     diagnosis = report.diagnosis
     verdict, waits = headline_parts(diagnosis)
-    return _template().render(
+    return page_template("page.html").render(
         report=report,
-        colour=_colour(diagnosis),
+        colour=mark_colour(diagnosis),
         title=f"{report.run.name}: {verdict}" if report.run.name else verdict[:1].upper() + verdict[1:],
         next_step=next_step(diagnosis, report.run),
         said=[f"{one[:1].upper()}{one[1:]}." for one in (waits, trust(diagnosis)) if one],
         tiles=_tiles(report),
         sections=[*_first_sections(report), *sections.other_sections(report)],
-        in_rate=in_rate,
-        in_backquotes=in_backquotes,
     )
 
 
@@ -242,12 +242,13 @@ Diagnosis.page = lambda diagnosis: _framed(make_report(diagnosis))
 
 
 @cache
-def _template() -> "Template":
+def page_template(name: str) -> "Template":
+    """A template of this folder."""
     import jinja2  # here, since most of what imports this module writes no page
 
-    text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    return environment.from_string(text)
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    return environment.get_template(name, globals={"in_rate": in_rate, "in_backquotes": in_backquotes})
 
 
 def _tiles(report: Report) -> list[tuple[str, str, str]]:

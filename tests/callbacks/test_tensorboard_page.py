@@ -104,8 +104,10 @@ def test_scalars_are_served(get: Callable[..., Any], tag: str) -> None:
 
 
 def test_the_layout_of_custom_scalars_names_tags_that_exist(get: Callable[..., Any]) -> None:
-    (category,) = get("custom_scalars/layout")["category"]
-    shown = {tag for chart in category["chart"] for tag in chart["multiline"]["tag"]}
+    first, parts, *others = get("custom_scalars/layout")["category"]
+    assert [chart["multiline"]["tag"] for chart in first["chart"]] == [["feed/starved_pct"]]
+    assert all(len(chart["multiline"]["tag"]) == 1 for chart in parts["chart"])  # lines have the colours of runs
+    shown = {tag for one in (first, parts, *others) for chart in one["chart"] for tag in chart["multiline"]["tag"]}
     # The server joins the layouts of all runs; a chart of figures that were not measured stays empty.
     served = get("scalars/tags")
     assert {tag for tag in shown if tag.startswith(("feed/", "feed_step/"))} <= set(served["fit/all"])

@@ -103,6 +103,12 @@ def test_the_mark_has_the_colour_of_the_grade(bottleneck: Bottleneck, grade: Gra
     assert f'<i class="verdict {colour}">' in page
 
 
+def test_what_to_change_comes_before_why() -> None:
+    page = as_html(sample_report())
+    places = [page.index(one) for one in ('class="stack"', "<b>next:</b>", "What to change", "<h2>Why</h2>")]
+    assert places == sorted(places)
+
+
 def test_code_and_the_word_not_are_on_the_page() -> None:
     found = sample(notes=("`lightning-feed tune` tries it",), why_not=("more workers: no gain",), remedies=())
     page = as_html(sample_report(found))

@@ -1,0 +1,81 @@
+"""Pictures and the notebook show what the code prints today, of the runs whose reports are kept beside them."""
+
+import contextlib
+import importlib.util
+import io
+import re
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).parents[1]
+IMAGES = ROOT / "docs" / "images"
+AGAIN = "Run `python docs/make_gallery.py --redraw`; if the notebook is to blame, without --redraw."
+
+
+@pytest.fixture(scope="module")
+def gallery() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_gallery", ROOT / "docs" / "make_gallery.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Jupyter about its own parts
+        spec.loader.exec_module(module)
+    return module
+
+
+def _lines(picture: Path) -> str:
+    """The text of a terminal's picture, line by line."""
+    lines: dict[int, str] = {}
+    for one in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text"):
+        line = re.search(r"line-(\d+)\)$", one.get("clip-path", ""))
+        if line is not None:
+            lines[int(line[1])] = lines.get(int(line[1]), "") + (one.text or "")
+    return "\n".join(lines.get(at, "").replace("\xa0", " ").rstrip() for at in range(max(lines) + 1)).strip()
+
+
+@pytest.mark.parametrize("name", ["demo", "compare", "diagnose"])
+def test_terminals_show_what_is_printed(name: str, gallery: ModuleType) -> None:
+    printed = gallery.one_line(gallery.terminals()[name])
+    assert gallery.one_line(_lines(IMAGES / f"terminal-{name}.svg")) == printed, AGAIN
+
+
+@pytest.mark.parametrize("name", ["report", "report-dark", "demo"])
+def test_pages_have_the_words_of_today(name: str, gallery: ModuleType) -> None:
+    with Image.open(IMAGES / f"{name}.png") as picture:
+        assert picture.info["words"] == gallery.words_of(gallery.pages()[name]), AGAIN
+
+
+def test_tensorboard_has_the_charts_of_today(gallery: ModuleType) -> None:
+    with Image.open(IMAGES / "tensorboard.png") as picture:
+        assert picture.info["words"] == gallery.chart_titles(), AGAIN
+
+
+def _outputs(gallery: ModuleType) -> Any:
+    tour = gallery.nbformat.read(gallery.TOUR, as_version=4)
+    return [cell for cell in tour.cells if cell.cell_type == "code"]
+
+
+def test_the_notebook_has_the_words_of_today(gallery: ModuleType) -> None:
+    cells = _outputs(gallery)
+    shown = gallery.one_line(" ".join(one.get("text", "") for cell in cells for one in cell.outputs))
+    for printed in gallery.tour_lines():
+        assert gallery.one_line(printed) in shown, AGAIN
+    (advice,) = (cell for cell in cells if cell.source.startswith("for remedy in found.remedies"))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(advice.source, {"found": gallery.kept_report("tour-diagnose").diagnosis})  # our own notebook
+    assert printed.getvalue() == "".join(one.text for one in advice.outputs), AGAIN
+    for name, plot in gallery.tour_plots(cells).items():
+        assert (IMAGES / f"tour-{name}.png").read_bytes() == plot, AGAIN
+
+
+def test_kept_runs_name_no_folder_of_the_machine(gallery: ModuleType) -> None:
+    for file in gallery.KEPT.iterdir():
+        assert not re.search(r'"/(?!proc|dev)[a-z]', file.read_text()), file.name
