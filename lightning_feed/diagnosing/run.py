@@ -171,7 +171,7 @@ def _check_only(only: Iterable[str] | None) -> tuple[str, ...]:
     unknown = [name for name in asked if name not in EXPERIMENTS]
     if unknown or not asked:
         raise SettingsError(
-            f"only={','.join(asked)!r}: {unknown[0] if unknown else 'nothing'} is not an experiment. Give any of "
+            f"only={','.join(asked)!r}: {unknown[0] if unknown else 'an empty list'} is not an experiment. Give any of "
             f"{', '.join(EXPERIMENTS)}."
         )
     return asked

@@ -44,10 +44,10 @@ T = TypeVar("T")
 WHOLE = "batch"
 """The name of a batch without parts."""
 START_S = 60.0
-"""Least time for the loader as configured to give its first batches, with any budget: all other experiments need it,
-and spawned workers may take long to import."""
+"""Extra seconds for the loader as configured to start: all other experiments need its result, and spawned workers may
+take long to import."""
 _LEAST_S = 2.0
-"""Least time for each loader with any budget, to which twice the start-up time of the user's loader is added."""
+"""Shortest time for a loader, to which twice the start-up time of the user's loader is added."""
 _NUMBER_BYTES = 8
 
 
