@@ -331,9 +331,9 @@ def test_a_module_and_a_data_module(file: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{file}", "names no object"),
-        ("{file}:", "names no object"),
-        (":data", "names no object"),
+        ("{file}", "does not name an object"),
+        ("{file}:", "does not name an object"),
+        (":data", "does not name an object"),
         ("{file}:Dat", "AttributeError: module 'target_li' has no attribute 'Dat'"),
         ("{folder}/targt.py:data", "There is no file"),
         (
