@@ -7,7 +7,7 @@ For each package that is installed, a small training of `package_programs/` runs
   one worker then
 * in interleaved pairs without and with that worker: milliseconds a step
 
-It prints the rows of `docs/packages.md`, and the ``pip`` line of each package that is missing.
+It prints the rows of `docs/compatibility.md`, and the ``pip`` line of each package that is missing.
 
     python benchmarks/packages.py [--pairs 2] [--only scvi,darts] [--json FILE]
 """
@@ -123,7 +123,7 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def line_of(row: Row) -> str:
-    """A row of the table in `docs/packages.md`."""
+    """A row of the table in `docs/compatibility.md`."""
     weights = "the same" if row.same_weights else "**differ**"
     if not row.code:
         return f"| {row.package} {row.version} | - | {row.place} | {weights} | {_ms(row.without_ms)} | - |"

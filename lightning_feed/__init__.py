@@ -38,8 +38,8 @@ _HOMES = {
 __all__ = list(_HOMES)
 
 _GONE = {
-    "DaliDataModule": "Return DALI's own iterator from train_dataloader of your data module (docs/how-to/dali.md), or, "
-    "for folders of images, take ImageFolderDataModule(backend='dali-gpu').",
+    "DaliDataModule": "Return DALI's own iterator from train_dataloader of your data module (docs/how-to/images.md), "
+    "or, for folders of images, take ImageFolderDataModule(backend='dali-gpu').",
 }
 """Names of earlier versions, and what to do instead."""
 

@@ -1,11 +1,13 @@
 """The ``lightning-feed`` command: arguments, exit codes and printing, nothing else.
 
-Exit codes: 0 done, 1 a FeedError (its message on stderr), 2 wrong usage, 128 and a signal's number where one
-stopped it: 130 Ctrl-C, 143 SIGTERM, 141 nobody reads the output any more; that of a user's program which ends early.
+Exit codes: 0 done, 1 a FeedError (its message on stderr), 2 wrong usage or a SettingsError, 128 and a signal's number
+where one stopped it: 130 Ctrl-C, 143 SIGTERM, 141 nobody reads the output any more; that of a user's program which ends
+early.
 """
 
 import argparse
 import dataclasses
+import difflib
 import inspect
 import io
 import json
@@ -38,7 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given[:1] in (["diagnose"], ["tune"]) and "--" in given:  # what follows is the program's, whatever it is
         at = given.index("--")
         given, program_arguments = given[:at], given[at + 1 :]
-    parser = _parser()
+    parser = make_parser()
+    close = difflib.get_close_matches("".join(given[:1]), names := list(map(_name_of, _COMMANDS)), 1)
+    if close and given[0] not in names:
+        parser.error(f"there is no command {given[0]!r}. Did you mean {close[0]!r}?")
     arguments, others = parser.parse_known_args(given)
     if others:
         hint = ""
@@ -56,12 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(run: Callable[[], object]) -> int:
-    """Call this, and return the exit code. Its errors are printed."""
+    """Run a command, print its error, and return the exit code."""
     try:
         run()
     except FeedError as error:
         _say(str(error))
-        return int(getattr(error, "exit_code", 1))
+        return error.exit_code
     except KeyboardInterrupt as stop:
         _say("stopped")
         return 128 + int(getattr(stop, "signal_number", signal.SIGINT))
@@ -93,18 +98,23 @@ def _with_dashes(given: Sequence[str], others: Sequence[str], after: Sequence[st
     return shlex.join(["lightning-feed", *ours, "--", *others, *after])
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of all commands. shtab reads it, too, for shell completion."""
     parser = argparse.ArgumentParser(prog="lightning-feed", description="Keep the GPU fed in PyTorch Lightning.")
     parser.add_argument("--version", action="version", version=f"lightning-feed {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for run, options in _COMMANDS.items():
-        name = run.__name__.strip("_")
+        name = _name_of(run)
         summary, _, description = inspect.cleandoc(run.__doc__ or "").partition("\n\n")
         usage = f"lightning-feed {name} [options] {_PROGRAM_USAGE}" if run in (_diagnose, _tune) else None
         command = commands.add_parser(name, help=summary, description=description, usage=usage)
         command.set_defaults(run=run)
         _add_options(command, options)
     return parser
+
+
+def _name_of(run: Callable[[argparse.Namespace], None]) -> str:
+    return run.__name__.strip("_")
 
 
 class _Option(NamedTuple):
@@ -221,9 +231,12 @@ def _stage(arguments: argparse.Namespace) -> None:
 
 def _percent(text: str) -> float:
     """A share from the command line. NaN would let every run pass."""
-    share = float(text)
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1
     if not 0 <= share <= 100:
-        raise argparse.ArgumentTypeError(f"{text} is no share from 0 to 100")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 100")
     return share
 
 
@@ -345,7 +358,7 @@ def _workers_grid(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text} is no list of whole numbers, such as 0,2,4,8") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers, such as 0,2,4,8") from None
 
 
 def _tune(arguments: argparse.Namespace) -> None:
@@ -441,7 +454,7 @@ _COMMANDS: dict[Callable[[argparse.Namespace], None], tuple[_Option | _OneOf, ..
             "--quality",
             type=int,
             metavar="Q",
-            help="of JPEGs that are written anew: those that --short-side makes smaller (default: 95), or all",
+            help="of JPEGs that are encoded again: those that --short-side makes smaller (default: 95), or all",
         ),
         _flag("--decoded", "store decoded pixels in place of files"),
         _option("--workers", type=int, metavar="N", help="processes (default: one for each CPU)"),
@@ -499,7 +512,7 @@ _COMMANDS: dict[Callable[[argparse.Namespace], None], tuple[_Option | _OneOf, ..
         _option("--loader", metavar="NAME", help="which of several training loaders: its key or number"),
         _option("--budget", type=float, default=30.0, metavar="S", help="seconds for the trials (default: 30)"),
         _option("--trials", type=int, default=5, metavar="N", help="at most so many trials (default: 5)"),
-        _flag("--fresh", "look anew, whatever is remembered"),
+        _flag("--fresh", "ignore remembered results"),
         _option("--demand", type=float, metavar="SAMPLES_PER_S", help="what the model can take (default: measured)"),
         _option(
             "--sweep",

@@ -36,12 +36,17 @@ class FeedError(Exception):
     Its text is printable, whatever stands in the names of files and classes that it quotes.
     """
 
+    exit_code = 1
+    """The exit code of a command that ends with this error."""
+
     def __str__(self) -> str:
         return printable_lines(super().__str__())
 
 
 class SettingsError(FeedError, ValueError):
     """A setting that is impossible, or that would have no effect."""
+
+    exit_code = 2
 
 
 class DatasetError(FeedError, ValueError):

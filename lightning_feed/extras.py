@@ -33,7 +33,7 @@ def require(module: str, *, extra: str, why: str) -> ModuleType:
 
 
 def installed_version(package: str) -> str | None:
-    """The version of a package that is installed, without importing it; None where there is none."""
+    """The version of an installed package, without importing it. None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -23,15 +23,15 @@ class ImageFolderDataModule(FeedImageFolder, LightningDataModule):
 
 # pytorch_lightning 2.4 refuses a callback that is none of its own tree; its LightningCLI does so in 2.6 too.
 class PrefetchCallback(_PrefetchCallback, Callback):  # type: ignore[misc]  # the trees differ in the type of Trainer
-    """``lightning_feed.PrefetchCallback``, on the base class of the ``pytorch_lightning`` package as well."""
+    """``lightning_feed.PrefetchCallback`` that is also a callback of the ``pytorch_lightning`` package."""
 
 
 class GPUStarvationCallback(_GPUStarvationCallback, Callback):  # type: ignore[misc]  # as above
-    """``lightning_feed.GPUStarvationCallback``, on the base class of the ``pytorch_lightning`` package as well."""
+    """``lightning_feed.GPUStarvationCallback`` that is also a callback of the ``pytorch_lightning`` package."""
 
 
 class AutotuneCallback(_AutotuneCallback, Callback):  # type: ignore[misc]  # as above
-    """``lightning_feed.AutotuneCallback``, on the base class of the ``pytorch_lightning`` package as well."""
+    """``lightning_feed.AutotuneCallback`` that is also a callback of the ``pytorch_lightning`` package."""
 
 
 def __getattr__(name: str) -> object:

@@ -43,6 +43,31 @@ def test_arguments_of_a_program_without_two_dashes(given: str, line: str, capsys
     assert said.endswith(f"Those of your program come after two dashes: lightning-feed {line}")
 
 
+@pytest.mark.parametrize("given", ["diagnos train.py", "diagnos"])
+def test_a_misspelt_command_has_a_suggestion(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(given.split())
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.endswith("there is no command 'diagnos'. Did you mean 'diagnose'?\n")
+
+
+def test_bash_completes_a_command() -> None:
+    shtab = pytest.importorskip("shtab")
+    script = shtab.complete(cli.make_parser(), "bash")
+    typed = "COMP_WORDS=(lightning-feed dia); COMP_CWORD=1; _shtab_lightning_feed lightning-feed dia lightning-feed"
+    bash = ["bash", "-c", f'{script}\n{typed}\necho "${{COMPREPLY[@]}}"']
+    done = subprocess.run(bash, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["diagnose"]
+
+
+@pytest.mark.parametrize("share", ["abc", "101", "nan"])
+def test_a_share_is_a_number_from_0_to_100(share: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["report", "run", "--fail-above", share])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.endswith(f"argument --fail-above: {share!r} is not a number from 0 to 100\n")
+
+
 @pytest.mark.parametrize("given", ["diagnose --epochs 2 train.py", "diagnose --budget", "diagnose"])
 def test_what_no_program_stands_before_is_plain_wrong_usage(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -112,7 +137,7 @@ def test_the_demo_refuses_what_it_cannot_do(
     (tmp_path / "empty" / "cats").mkdir(parents=True)
     out = tmp_path / "out"
     arguments = [word.format(tmp=tmp_path) for word in argv]
-    assert cli.main(["demo", "--out", str(out), *arguments]) == 1
+    assert cli.main(["demo", "--out", str(out), *arguments]) == (1 if argv[0] == "--data" else 2)
     printed = capsys.readouterr()
     assert message in printed.err
     assert "Traceback" not in printed.err
@@ -123,7 +148,7 @@ def test_the_demo_refuses_what_it_cannot_do(
 @pytest.mark.parametrize(
     ("argv", "way"),
     [
-        (["pack", "a", "b", "--format", "litdata"], "use its own litdata.optimize"),
+        (["pack", "a", "b", "--format", "litdata"], "use litdata.optimize"),
         (["stage", "a", "b", "--hash"], "--hash is gone: sizes and times of change are compared now"),
     ],
 )

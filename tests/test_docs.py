@@ -5,18 +5,22 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import pytest
 
 from lightning_feed import GPUStarvationCallback, LoaderSettings, PrefetchCallback, cli, errors
-from lightning_feed.measure.stats import tag_table
-from lightning_feed.report.document import Parts
+from lightning_feed.measure.loop import FIRST_STEPS
+from lightning_feed.measure.stats import MIN_STEPS, SOME_STEPS, tag_table
+from lightning_feed.measure.windows import WARM_UP_STEPS
+from lightning_feed.report.next_step import ENOUGH_STEPS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -98,7 +102,7 @@ def reader_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
 
 
 PYTHON_PAGES = [
-    pytest.param(page, marks=[pytest.mark.slow] if page.stem == "ray" else [], id=_name(page))
+    pytest.param(page, marks=[pytest.mark.slow] if 'workers="ray"' in page.read_text() else [], id=_name(page))
     for page in PAGES
     if _blocks(page, "python")
 ]
@@ -152,6 +156,81 @@ def test_every_page_is_reached_from_the_index() -> None:
     assert {page for page in PAGES if page.parent != ROOT and page not in fronts} == linked
 
 
+def test_code_on_the_pages_is_not_cut_off() -> None:
+    for page in PAGES:
+        if page.parent != ROOT:
+            assert [
+                line for _, body in CODE.findall(page.read_text()) for line in body.splitlines() if len(line) > 80
+            ] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
+def test_figures_of_steps_are_those_of_the_code(page: str) -> None:
+    text = " ".join((ROOT / page).read_text().split())
+    low = WARM_UP_STEPS + SOME_STEPS
+    for words in (f"after {FIRST_STEPS} steps or a minute", f"about {low}", f"fewer than {ENOUGH_STEPS}"):
+        assert words in text
+    assert f"{MIN_STEPS} measured" in text
+
+
+# --- the site -----------------------------------------------------------------------------------------------------
+
+
+def _of_the_site(test: Any) -> Any:
+    """Mark a test that needs the site, so that one worker builds it for all of them."""
+    return pytest.mark.slow(pytest.mark.xdist_group("site")(test))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The documentation, built."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-q", "-b", "dirhtml", str(ROOT / "docs"), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@_of_the_site
+def test_the_sidebar_is_short_and_collapsed(site: Path) -> None:
+    page = (site / "index.html").read_text()
+    sidebar = page[page.index('class="sidebar-tree"') :].partition("</aside>")[0]
+    assert re.findall(r"toctree-l1", sidebar)
+    assert len(re.findall(r"toctree-l\d", sidebar)) <= 25
+    assert 'class="toctree-checkbox"' in sidebar
+    assert "checked" not in re.sub("toctree-checkbox", "", sidebar)
+
+
+@_of_the_site
+def test_the_api_page_has_no_hooks_of_lightning(site: Path) -> None:
+    page = (site / "reference/api/index.html").read_text()
+    names = set(re.findall(r'<dt class="sig[^>]*id="lightning_feed\.([^"]+)"', page))
+    assert {"FastDataModule.make_dataset", "FastDataModule.wrap", "GPUStarvationCallback.report"} <= names
+    assert not [name for name in names if re.search(r"\.(on_|setup|teardown|transfer_batch)", name)]
+
+
+@_of_the_site
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("slow", "start"),
+        ("GPU utilization", "start"),
+        ("num_workers", "how-to/tune"),
+        ("too many open files", "how-to/diagnose"),
+    ],
+)
+def test_the_search_finds_the_right_page_first(site: Path, words: str, page: str) -> None:
+    text = (site / "searchindex.js").read_text()
+    index = json.loads(text[text.index("(") + 1 : text.rindex(")")])
+    # A main entry scores 100 if it equals what is searched for, a title 16 at most, a name 26, a term in the text 5.
+    ((number, _, main),) = index["indexentries"][words.lower()]
+    assert (index["docnames"][number], main) == (page, True)
+
+
 # --- tables -------------------------------------------------------------------------------------------------------
 
 
@@ -185,13 +264,13 @@ def test_callback_tables_name_every_argument(callback: type) -> None:
 
 
 def test_every_error_is_in_the_reference() -> None:
-    headings = re.findall(r"^## `(\w+)`$", (ROOT / "docs/reference/errors.md").read_text(), re.MULTILINE)
+    headings = re.findall(r"^### `(\w+)`$", (ROOT / "docs/reference/api.md").read_text(), re.MULTILINE)
     classes = [value for value in vars(errors).values() if isinstance(value, type)]
     assert headings == [one.__name__ for one in classes if issubclass(one, errors.FeedError)]
 
 
 def test_command_tables_name_every_option() -> None:
-    (commands,) = (one for one in cli._parser()._actions if isinstance(one, argparse._SubParsersAction))
+    (commands,) = (one for one in cli.make_parser()._actions if isinstance(one, argparse._SubParsersAction))
     for name, parser in commands.choices.items():
         shown = [one for one in parser._actions if one.option_strings and one.help != argparse.SUPPRESS]
         options = {one.option_strings[-1] for one in shown} - {"--help", "-m"}
@@ -202,41 +281,20 @@ def test_command_tables_name_every_option() -> None:
 # --- the report ---------------------------------------------------------------------------------------------------
 
 
-def _keys(kind: Any, name: str, seen: set[Any]) -> dict[str, list[str]]:
-    """Every object in the report -> its keys; of a kind that comes twice only where it is first."""
-    if kind in seen:
-        return {}
-    seen.add(kind)
-    hints = get_type_hints(kind)
-    found = {name: [one.name for one in dataclasses.fields(kind)]}
-    for one in dataclasses.fields(kind):
-        hint = hints[one.name]
-        dotted = one.name if not name else f"{name}.{one.name}"
-        for inner in (hint, *get_args(hint)):
-            if dataclasses.is_dataclass(inner):
-                found |= _keys(inner, f"{dotted}[]" if get_origin(hint) is tuple else dotted, seen)
-    return found
-
-
-def test_every_key_of_the_report_is_documented() -> None:
-    documented: dict[str, list[str]] = {}
-    for line in (ROOT / "docs/reference/report.md").read_text().splitlines():
-        if title := re.match(r"#+ (.*)", line):
-            documented[title[1].replace("`", "")] = rows = []
-        elif row := re.match(r"\| `([^`]+)` \|", line):
-            rows.append(row[1])
-    keys = _keys(Parts, "", set())
-    assert documented["The file"] == ["schema", "written_at", *keys.pop("")]
-    for name, names in keys.items():
-        assert documented.get(name) == names, f"docs/reference/report.md, ## `{name}`: a row for each field, in order"
+def test_every_key_of_the_report_has_a_row_with_its_meaning() -> None:
+    spec = importlib.util.spec_from_file_location("report_tables", ROOT / "docs/report_tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.*) \|$", module.tables(), re.MULTILINE)
+    assert {"starved_pct", "predicted_gain_pct", "others_cpu_pct"} <= {name for name, _, _ in rows}
+    assert [name for name, value, meaning in rows if not value or not meaning] == []
 
 
 # --- the gate -----------------------------------------------------------------------------------------------------
 
 
-def _tags(page: str) -> list[str]:
-    return [name for name in _first_column((ROOT / page).read_text()) if name.startswith("feed")]
-
-
 def test_the_tag_table_is_that_of_the_code() -> None:
-    assert _tags("docs/reference/tags.md") == list(tag_table())
+    named = _first_column(_section("docs/how-to/loggers.md", "All tags"))
+    assert [name for name in named if name.startswith("feed")] == list(tag_table())

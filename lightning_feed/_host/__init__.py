@@ -34,6 +34,8 @@ def package_of(first: object, *others: object) -> ModuleType:
         SettingsError: when it comes from neither, or ``others`` come from another: each takes nothing of the other.
     """
     found = [PACKAGES[top] for base in type(first).__mro__ if (top := base.__module__.partition(".")[0]) in PACKAGES]
+    if isinstance(first, type):
+        raise SettingsError(f"{first.__name__} is a class. Pass an object of it: {first.__name__}(...).")
     if not found:
         raise SettingsError(
             f"{type(first).__module__}.{type(first).__qualname__} comes from neither lightning.pytorch nor "
@@ -356,7 +358,7 @@ def profiler_does_nothing(trainer: AnyTrainer) -> bool:
 
 
 def step_to_log(trainer: AnyTrainer, every: int) -> int | None:
-    """The loggers' number of the step that just ended, if one in ``every`` falls on it; None while accumulating.
+    """The logged number of the last step, once in ``every`` steps; otherwise, or while accumulating, None.
 
     Read in 2.4.0 and 2.6.6 (``connectors/logger_connector: should_update_logs, update_train_step_metrics``).
     """

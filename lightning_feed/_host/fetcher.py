@@ -12,7 +12,7 @@ from lightning_feed._host import AnyTrainer
 
 @dataclass
 class Fetched:
-    """One draw from a fetcher: what came, or what went wrong, and how the fetcher stood afterwards."""
+    """One draw from a fetcher: the batch or the error, and the fetcher's state afterwards."""
 
     value: Any = None
     error: Exception | None = None

@@ -17,7 +17,7 @@ from lightning_feed.errors import SettingsError, throughput
 from lightning_feed.load.kinds import AnyLoader, Batch
 from lightning_feed.load.rank_store import gather
 from lightning_feed.load.settings import MOST
-from lightning_feed.measure.guard import Guard, Once, guarded, say
+from lightning_feed.measure.guard import Guard, Once, check_instance, guarded, say
 from lightning_feed.measure.loop import LoopSums
 from lightning_feed.transfer.resident import ResidentLoader
 from lightning_feed.trials.background import BackgroundLoader, BackgroundTrial, taken_by, why_not_in_background
@@ -205,6 +205,7 @@ class AutotuneCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         """Remove everything from the Trainer. Lightning does not call ``teardown`` after an exception."""
+        check_instance(self, AutotuneCallback)
         self._guard.attempt("take out what it had put in", self._let_go)
 
     on_exception = teardown = on_train_end

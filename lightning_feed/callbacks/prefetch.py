@@ -15,7 +15,7 @@ from lightning_feed.data.exact_resume import ExactResume
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.collate import check_drop_keys
 from lightning_feed.load.trace import traced
-from lightning_feed.measure.guard import Once
+from lightning_feed.measure.guard import Once, check_instance
 from lightning_feed.transfer.batch_tree import LeanTransfer, off_host
 from lightning_feed.transfer.prefetcher import Prefetcher, SideStream, Staged, open_stream
 
@@ -57,7 +57,7 @@ class PrefetchCallback(ExactResume):
     those before it that the device has not finished. A host that is further ahead waits before it copies the next.
 
     A transfer of your own may read, apart from the batch, only what it alone makes, changes and replaces: the step may
-    be changing anything else at that time (see docs/how-to/device-transform.md).
+    be changing anything else at that time (see docs/how-to/copy-less.md).
 
     Nothing is prefetched, and one INFO line says so, on devices other than CUDA and XPU, with loaders that yield device
     tensors, and in loops whose ``training_step`` takes ``dataloader_iter``.
@@ -167,6 +167,7 @@ class PrefetchCallback(ExactResume):
 
     def teardown(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         """Remove everything from the Trainer. Lightning does not call ``teardown`` after an error."""
+        check_instance(self, PrefetchCallback)
         self._let_go()
 
     on_exception = teardown

@@ -20,7 +20,7 @@ from lightning_feed._host import AnyTrainer, Original, Stage
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.errors import SettingsError
 from lightning_feed.measure import loop
-from lightning_feed.measure.guard import Guard, Once, guarded
+from lightning_feed.measure.guard import Guard, Once, check_instance, guarded
 from lightning_feed.measure.loop import Schedule
 from lightning_feed.measure.measurements import Measurements
 from lightning_feed.measure.nvml import NvmlSampler
@@ -252,12 +252,15 @@ class GPUStarvationCallback(Callback):
         self._publish(trainer, run, ended=True)
         self._let_go()
 
-    @guarded
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, *args: object) -> None:
         """Report what was measured, and remove everything from the Trainer: teardown is not called after an exception.
 
         Called on Ctrl-C and SIGTERM, too. Nothing waits for the device, other ranks, or a server of a logger.
         """
+        check_instance(self, GPUStarvationCallback)
+        self._guard.measure(self._interrupted, trainer)
+
+    def _interrupted(self, trainer: AnyTrainer) -> None:
         if self._run is not None:
             self._publish(trainer, self._run, ended=True, to_loggers=False)
         self._let_go()
@@ -470,14 +473,22 @@ def run_folder(trainer: AnyTrainer, chosen: Path | None = None) -> Path | None:
     if chosen is not None:
         return chosen
     for one in trainer.loggers:
-        found = _path(getattr(one, "log_dir", None) or None)
-        if found is None and (saved := _path(getattr(one, "save_dir", None))) is not None:
-            version = one.version if isinstance(one.version, str) else f"version_{one.version}"
-            found = saved / str(one.name) / version  # where ModelCheckpoint puts its checkpoints
+        found = _folder_of(one)
         if found is not None:
             return found
     beside = getattr(trainer.checkpoint_callback, "dirpath", None) if trainer.loggers else None
     return _path(beside or None) or _fallback(trainer)
+
+
+def _folder_of(logger: Any) -> Path | None:
+    found = _path(getattr(logger, "log_dir", None) or None)
+    if found is not None:
+        return found
+    saved = _path(getattr(logger, "save_dir", None))
+    if saved is None:
+        return None
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return saved / str(logger.name) / version  # where ModelCheckpoint puts its checkpoints
 
 
 def _fallback(trainer: AnyTrainer) -> Path | None:

@@ -139,7 +139,7 @@ class StarvationRun:
         loop = self._now
         loop.meter.source = dataloader_idx
         if not loop.batch_seen:
-            self._guard.attempt("tell what a batch is made of", loop.look_at, batch)
+            self._guard.attempt("inspect a batch", loop.look_at, batch)
 
     def step_ended(self) -> None:
         """Bound the memory in use, detect the end of the warm-up, and time the hooks now and then."""

@@ -1,5 +1,6 @@
 """FastDataModule: builds loaders that fit the machine from a dataset for each split."""
 
+import inspect
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -230,7 +231,7 @@ class FeedDataModule:
         """Wrap a data module, of either Lightning package, so that its loaders get workers that fit the machine.
 
         Data sets, samplers, collate functions, generators and batch sizes stay; ``num_workers``, ``prefetch_factor``,
-        ``persistent_workers`` and ``pin_memory`` change. The result has a ``loader_report()``. See docs/how-to/wrap.md.
+        ``persistent_workers`` and ``pin_memory`` change. The result has a ``loader_report()``. See docs/how-to/tune.md.
 
         Args:
             datamodule: any LightningDataModule. The result shares its attributes.
@@ -330,6 +331,11 @@ class FeedDataModule:
         if split not in SPLITS:
             raise SettingsError(f"There is no split {split!r}. Use one of {', '.join(map(repr, SPLITS))}.")
         if split not in self._feed.datasets:
+            if not inspect.signature(self.make_dataset).parameters:
+                raise DatasetError(
+                    f"{type(self).__name__}.make_dataset takes no split. Write it as def make_dataset(self, split): it "
+                    "is called with 'train', 'val', 'test' or 'predict'."
+                )
             made = self.make_dataset(split)
             if made is not None:
                 name_datasets(made, split)

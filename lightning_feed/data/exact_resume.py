@@ -138,9 +138,8 @@ class ExactResume(Callback):
         if fetcher is None:
             return
         tap: FetcherTap | None = getattr(fetcher, "_feed_tap", None)
-        states = None if tap is None else tap.states_to_save()
-        if states is None:
-            states = checkpoint_loader_states(checkpoint)
+        followed = None if tap is None else tap.states_to_save()
+        states = checkpoint_loader_states(checkpoint) if followed is None else followed
         if states is None:
             return
         loaders = fetcher.combined_loader.flattened
@@ -151,12 +150,17 @@ class ExactResume(Callback):
             ]
         differs = self._uneven or any(getattr(loader, "state_differs_by_rank", False) for loader in loaders)
         if trainer.world_size > 1 and differs:
-            by_rank: list[object] = [None] * trainer.world_size
-            dist.all_gather_object(by_rank, (states, fit_progress(checkpoint)))
-            of_ranks, progress = zip(*by_rank, strict=True)
-            states = [{"ranks": list(ranks)} for ranks in zip(*of_ranks, strict=True)]
-            write_progress_of_ranks(checkpoint, list(progress))
+            states = self._of_all_ranks(checkpoint, states, trainer.world_size)
         write_loader_states(checkpoint, states)
+
+    @staticmethod
+    def _of_all_ranks(checkpoint: dict[str, object], states: list[Any], ranks: int) -> list[Any]:
+        """The states of all ranks, and their progress in the checkpoint."""
+        by_rank: list[object] = [None] * ranks
+        dist.all_gather_object(by_rank, (states, fit_progress(checkpoint)))
+        of_ranks, progress = zip(*by_rank, strict=True)
+        write_progress_of_ranks(checkpoint, list(progress))
+        return [{"ranks": list(of_loader)} for of_loader in zip(*of_ranks, strict=True)]
 
     @staticmethod
     def _adopt(trainer: Trainer, before: list[dict[str, object]]) -> FetcherTap | None:

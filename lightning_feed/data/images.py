@@ -20,7 +20,7 @@ from lightning_feed.data.image_backends import (
     check_choice,
     device_of,
 )
-from lightning_feed.decode.choose import Choice, make_decoder
+from lightning_feed.decode.choose import DECODER_NAMES, Choice, make_decoder
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.extras import require
 from lightning_feed.images.crop import QUALITIES, EvalRecipe, Quality, Recipe, SquareRecipe, TrainRecipe, UserTransform
@@ -76,6 +76,7 @@ class FeedImageFolder(FeedDataModule):
     ) -> None:
         super().__init__(batch_size, eval_batch_size=eval_batch_size, loader=loader, data_dir=root, **storage)
         check_choice("quality", quality, QUALITIES)
+        check_choice("decoder", decoder, DECODER_NAMES)
         if quality == "fast":
             require("cv2", extra="images", why='quality="fast"')
         check_whole("image_size", image_size, "pixels")

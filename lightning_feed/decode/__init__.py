@@ -1,1 +1,1 @@
-"""Encoded bytes -> uint8 pixels, (H, W, 3) RGB."""
+"""Decoders from encoded bytes to uint8 RGB pixels, shape (H, W, 3)."""

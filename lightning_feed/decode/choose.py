@@ -1,4 +1,4 @@
-"""Choice of a decoder: by name, or the fastest with Pillow's pixels on the user's own images.
+"""Choice of a decoder: by name, or the fastest one that matches Pillow on the user's own images.
 
 Pillow decodes the images that the chosen decoder refuses; they are counted, and reported once.
 """
@@ -35,7 +35,7 @@ MIN_PSNR_DB: Final = 45.0
 """Minimum fidelity to Pillow, for "auto"; every sample must reach it."""
 MAX_SAMPLES: Final = 64
 MAX_PIXELS: Final = 32_000_000
-"""Limit for large images: fewer samples, but at least MIN_SAMPLES. The choice should take a second or two."""
+"""Limit for large images, with at least MIN_SAMPLES samples. The choice should take a second or two."""
 MIN_SAMPLES: Final = 4
 ROUNDS: Final = 3
 TIE: Final = 1.05
@@ -49,7 +49,7 @@ class Measured:
     ms: float = math.nan
     """Milliseconds per image, median of the rounds, including Pillow's time for refused images."""
     psnr_db: float = math.nan
-    """Fidelity in dB of the sample furthest from Pillow's pixels; infinite if all are equal."""
+    """Fidelity in dB of the sample that differs most from Pillow's pixels; infinite if all are equal."""
     out: str = ""
     """Reason for excluding the decoder; empty if it may be chosen."""
 
@@ -86,7 +86,7 @@ def make_decoder(
     regions: bool = False,
     clock: Callable[[], float] = time.thread_time,
 ) -> Choice:
-    """Make a decoder by name; with ``"auto"``, the fastest that is faithful to Pillow on these samples.
+    """Make a decoder by name. ``"auto"`` chooses the fastest that is faithful to Pillow on these samples.
 
     Every decoder except Pillow falls back to Pillow. ``"auto"`` decodes up to 64 samples (fewer if they are large)
     with each installed decoder, alternating, three times. If two decoders are equally fast, two processes may choose
@@ -95,8 +95,8 @@ def make_decoder(
     Args:
         name: one of :data:`DECODER_NAMES`.
         samples: encoded images of the user, for ``"auto"``.
-        regions: True to time the box of a RandomResizedCrop, which some decoders decode without the rest.
-        clock: clock in seconds; the default is this thread's CPU time, so that other programs do not matter.
+        regions: True to time a RandomResizedCrop: some decoders decode only its box.
+        clock: clock in seconds; the default is this thread's CPU time, which other programs do not affect.
 
     Raises:
         SettingsError: for an unknown name, or ``"auto"`` without samples.
@@ -130,7 +130,7 @@ def _choose(samples: Sequence[Encoded], *, regions: bool, clock: Callable[[], fl
         except MissingExtraError as error:
             table[name] = Measured(out=str(error))
     racing = [name for name in decoders if not table[name].out]
-    # Alternating, so that a machine that slows down slows all decoders.
+    # Alternating, so that a change of the machine's speed affects all decoders.
     rounds = [[_ms(decoders[name], kept, clock, regions=regions) for name in racing] for _ in range(ROUNDS)]
     for name, times in zip(racing, zip(*rounds, strict=True), strict=True):
         table[name].ms = statistics.median(times)
@@ -232,7 +232,7 @@ def psnr_db(image: Pixels, reference: Pixels) -> float:
 
 _CMYK: Final = "CMYK JPEG"
 REASONS: Final = (*KINDS, _CMYK)
-"""Kinds of image to count; CMYK JPEGs are separate (other JPEGs counted here are corrupt, but Pillow reads them)."""
+"""Kinds of image to count. CMYK JPEGs are separate; other JPEGs counted here are corrupt, but readable by Pillow."""
 
 
 class FallbackDecoder(Decoder):
@@ -253,7 +253,7 @@ class FallbackDecoder(Decoder):
         return self._decode(data, lambda decoder: decoder.decode(data))
 
     def decode_region(self, data: Encoded, region: Region, *, cover: tuple[int, int] | None = None) -> Pixels:
-        """Decode a region; if the primary refuses the image, Pillow decodes all of it and cuts the region out."""
+        """Decode a region; if the primary refuses the image, Pillow decodes it whole, and the region is cut out."""
         return self._decode(data, lambda decoder: decoder.decode_region(data, region, cover=cover))
 
     def size(self, data: Encoded) -> tuple[int, int]:
@@ -276,7 +276,7 @@ class FallbackDecoder(Decoder):
         pixels, reason = decode(self._pillow), _reason(data)
         if self.tally.add(reason):
             log.warning(
-                "decoder=%r leaves images of the kind %s to pillow: %s. Further ones are only counted.",
+                "decoder=%r leaves images of the kind %s to pillow: %s. Later ones are only counted.",
                 self.name,
                 reason,
                 why,
@@ -295,5 +295,5 @@ def _reason(data: Encoded) -> str:
         return kind
     try:
         return _CMYK if jpeg_header(data).components == 4 else JPEG
-    except DecodeError:  # Pillow could read a header that we cannot
+    except DecodeError:  # Pillow read a header that we cannot
         return JPEG

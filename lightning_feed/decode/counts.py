@@ -24,7 +24,8 @@ class SharedCounts:
         self._counts.share_memory_()
 
     def add(self, name: str) -> bool:
-        """Count one. Return True for the first of this name over all workers (two may both be first)."""
+        """Count one. Return True for the first with this name in all workers (rarely, two processes may both be
+        first)."""
         column = self._names.index(name)
         with _count_lock:
             first = not self._counts[:, column].any()

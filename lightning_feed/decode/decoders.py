@@ -38,10 +38,10 @@ class Region(NamedTuple):
         """
         bottom, right = self.top + self.height, self.left + self.width
         if self.top < 0 or self.left < 0 or self.height < 1 or self.width < 1 or bottom > height or right > width:
-            raise ValueError(f"{self} is not inside an image of {height} x {width} pixels: cut the box to the image.")
+            raise ValueError(f"{self} is not inside an image of {height} x {width} pixels: clip the box to the image.")
 
     def cut(self, pixels: Pixels) -> Pixels:
-        """Return the pixels inside the box, not copied."""
+        """Return a view of the pixels inside the box."""
         part: Pixels = pixels[self.top : self.top + self.height, self.left : self.left + self.width]
         return part
 
@@ -63,7 +63,7 @@ class Decoder:
         """Decode the whole image.
 
         Raises:
-            DecodeError: if the bytes are not an image, are truncated, or are of a kind that this decoder does not read.
+            DecodeError: if the bytes are truncated, or not an image of a kind that this decoder reads.
         """
         raise NotImplementedError
 
@@ -81,15 +81,14 @@ class Decoder:
         Args:
             data: the encoded image.
             region: the box to decode, inside the image.
-            cover: None for exactly the pixels of :meth:`decode`, at full size. (height, width) allows the decoder a
-                smaller scale: the smallest at which the result is at least that large. The box is moved to the nearest
-                whole pixels of that scale, by half a pixel at most: the effect is a slightly different random crop, and
-                no image is shifted inside its box.
+            cover: None for exactly the pixels of :meth:`decode`, at full size. (height, width) allows the smallest
+                scale at which the result is at least that large. The box is then moved to whole pixels of that scale,
+                by half a pixel at most, which makes a slightly different crop but does not shift the image inside its
+                box.
 
         Returns:
-            Pixels of the region: of its size without ``cover``; otherwise at least as large as ``cover``, and never
-            larger than the region. Rows may have gaps in memory: decoders need a margin, and cutting it off without a
-            copy is cheaper.
+            Pixels of the region: without ``cover``, of its size; with it, at least as large as ``cover`` but no larger
+            than the region. Rows may have gaps in memory, because a decoder's margin is cut off without a copy.
 
         Raises:
             DecodeError: as in :meth:`decode`, for the data that is read.
@@ -143,7 +142,7 @@ def _pillow_refusal(data: Encoded, error: Exception) -> DecodeError:
 
 
 def refuse_bomb(height: int, width: int) -> None:
-    """Refuse an image above Pillow's size limit: a few bytes of a broken header can request all memory.
+    """Refuse an image above Pillow's size limit, because a broken header could request all memory.
 
     Raises:
         DecodeError: for more than twice ``PIL.Image.MAX_IMAGE_PIXELS`` pixels, unless that is None.
@@ -169,11 +168,11 @@ class _LibraryDecoder(Decoder):
         kind = kind_of(data)
         if kind not in self.kinds or (kind == PNG and png_bit_depth(data) == 16):
             what = "PNGs of 16 bits" if kind == PNG else f"images of the kind {kind}"
-            raise DecodeError(f"decoder={self.name!r} is not used for {what}: they go to Pillow.")
+            raise DecodeError(f"decoder={self.name!r} is not used for {what}. Pillow decodes these.")
         refuse_bomb(*self.size(data))
         try:
             pixels = self._read(data)
-        except (RuntimeError, ValueError) as error:  # not others: running out of memory is no fault of the image
+        except (RuntimeError, ValueError) as error:  # no others: an image is not at fault if memory runs out
             reason = str(error).partition("\n")[0]
             raise DecodeError(f"{self.name} cannot decode this {kind} of {len(data)} bytes: {reason}") from error
         return np.ascontiguousarray(pixels)
@@ -188,7 +187,7 @@ class OpenCVDecoder(_LibraryDecoder):
     name = "opencv"
 
     def __init__(self) -> None:
-        open_cv2()  # raise now if it is missing, not in a worker
+        open_cv2()  # raise an error now, not in a worker, if it is missing
 
     def _read(self, data: Encoded) -> Pixels:
         cv2, flags = open_cv2()
@@ -203,7 +202,7 @@ class OpenCVDecoder(_LibraryDecoder):
 
 @functools.cache
 def open_cv2() -> tuple[Any, int]:
-    """Import OpenCV without its own threads. Return it with the flags that read as torchvision's ImageFolder does.
+    """Import OpenCV and disable its threads. Return it with the flags that match torchvision's ImageFolder.
 
     Raises:
         MissingExtraError: if OpenCV is not installed, or older than 4.11, which fills truncated JPEGs with grey.
@@ -223,7 +222,7 @@ _AS_STORED = False
 
 
 class TorchvisionDecoder(_LibraryDecoder):
-    """``torchvision.io.decode_image``; needs no installation.
+    """``torchvision.io.decode_image``; needs no extra package.
 
     Deprecated since torchvision 0.29 in favour of torchcodec, which is not used here because it always applies EXIF
     rotation.
@@ -235,7 +234,7 @@ class TorchvisionDecoder(_LibraryDecoder):
         _torchvision_reader()
 
     def _read(self, data: Encoded) -> Pixels:
-        # torch warns about read-only memory, such as that of `bytes`, although nothing here writes to it.
+        # torch warns about read-only memory, such as `bytes`, although nothing here writes to it.
         flat = as_array(data)
         source = torch.from_numpy(flat if flat.flags.writeable else flat.copy())
         pixels: Pixels = _torchvision_reader()(source).permute(1, 2, 0).numpy()
@@ -244,7 +243,7 @@ class TorchvisionDecoder(_LibraryDecoder):
 
 @functools.cache
 def _torchvision_reader() -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return torchvision's operator: its Python wrapper warns for every image, and a warnings filter would be global.
+    """Return torchvision's operator. Its Python wrapper warns for every image, and a warnings filter would be global.
 
     Read in torchvision 0.21 and 0.29: ``decode_image(Tensor data, int mode, bool apply_exif_orientation)``.
     """
@@ -297,7 +296,7 @@ def resize(pixels: Pixels, size: tuple[int, int], *, antialias: bool = True) -> 
         pixels: uint8, (H, W, 3). A box cut out of a larger image need not be copied first.
         size: (height, width) of the result.
         antialias: True for torchvision's uint8 resize, which is within one grey level of Pillow's. False for OpenCV's
-            linear resize, in about half the time: equal when enlarging, and further from Pillow the more it shrinks.
+            linear resize, in about half the time: equal when enlarging, and less accurate the more it shrinks.
 
     Returns:
         uint8, shape (3, height, width), channels last in memory.
@@ -311,7 +310,7 @@ def resize(pixels: Pixels, size: tuple[int, int], *, antialias: bool = True) -> 
     # Writeable: torch warns about read-only memory, such as a cache's, although nothing here writes.
     batch = torch.from_numpy(np.require(pixels, requirements=["C", "W"]))[None].permute(0, 3, 1, 2)
     # A channels-last batch: torch's AVX2 code for uint8 then reads and writes interleaved pixels. With any other
-    # strides, even in a batch of one, it converts to planes and back, which takes half as long again.
+    # strides, even for a batch of one, it converts to planes and back, which takes 50 % longer.
     resized: Tensor = interpolate(batch, size=list(size), mode="bilinear", antialias=True, align_corners=False)
     return resized[0]
 
@@ -328,7 +327,7 @@ def draw_region(
     ratio: Sequence[float],
     generator: torch.Generator | None = None,
 ) -> Region:
-    """Draw the box of a RandomResizedCrop, with exactly torchvision's draws (uniform area, log-uniform aspect, ten
+    """Draw the box of a RandomResizedCrop, with the same draws as torchvision (uniform area, log-uniform aspect, ten
     tries, then the centre; Szegedy et al., arXiv 1409.4842).
 
     Args:
@@ -339,7 +338,7 @@ def draw_region(
         generator: None for torch's default.
     """
     shortest, longest = _logarithms(*ratio)
-    # Not the default dtype: precision="bf16-true" changes it during a step, while other threads draw.
+    # Not the default dtype, because precision="bf16-true" changes it during a step while other threads draw.
     drawn = torch.empty(1, dtype=torch.float32, device="cpu")
     for _ in range(_TRIES):
         area = height * width * drawn.uniform_(scale[0], scale[1], generator=generator).item()

@@ -1,7 +1,7 @@
 """Decodes only the region of a JPEG that a crop needs, with the TurboJPEG 3 C API through ctypes.
 
-Functions, constants and structures follow libjpeg-turbo's ``turbojpeg.h`` of version 3
-(https://github.com/libjpeg-turbo/libjpeg-turbo, documented there function by function).
+Functions, constants and structures follow ``turbojpeg.h`` of libjpeg-turbo 3, where each is documented
+(https://github.com/libjpeg-turbo/libjpeg-turbo).
 """
 
 import ctypes
@@ -24,8 +24,8 @@ MARGIN = 2
 class TurboRegionDecoder(Decoder):
     """Decodes JPEGs only. A warning of libjpeg-turbo (truncated or corrupt data) raises an error.
 
-    A region costs the entropy decoding of all rows down to its lower edge; all other work is for the region only.
-    Rows below it are not read, so corrupt data there goes unnoticed (but a missing end marker is noticed).
+    A region needs entropy decoding of all rows down to its lower edge; all other work is for the region only. Rows
+    below it are not read, so corrupt data there goes unnoticed, but a missing end marker does not.
     """
 
     name = "turbo-region"
@@ -43,9 +43,9 @@ class TurboRegionDecoder(Decoder):
     def decode_region(self, data: Encoded, region: Region, *, cover: tuple[int, int] | None = None) -> Pixels:
         """Decode the pixels of a region, see :class:`~lightning_feed.decode.decoders.Decoder`.
 
-        With ``cover``, the box is moved to the nearest pixels of the scale, by less than one of them. Moved before
-        decoding, it is just another crop, with correct pixels. Rounding it later would shift the image under its
-        labels and cost 10 dB.
+        With ``cover``, the box is moved to the nearest pixels of the scale, by less than one of them. Done before
+        decoding, this is just another crop with correct pixels. Rounding afterwards would shift the image and cost 10
+        dB.
         """
         library, shape = _open(data)
         region.check_inside(shape.height, shape.width)
@@ -215,15 +215,15 @@ class TurboJpeg:
 
     def _refusal(self, data: Encoded) -> DecodeError:
         words = self._quick.tj3GetErrorStr(self._handle).decode(errors="replace")
-        # After a truncated header, version 3.0 beta (in the wheel) keeps its position, and would go on reading freed
-        # memory. No handle is trustworthy after an error: use a new one.
+        # After a truncated header, version 3.0 beta (in the wheel) keeps its position and would read freed memory next.
+        # Use a new handle after any error.
         self._destroy(self._handle)
         self._handle = self._new_handle()
         return DecodeError(f"libjpeg-turbo cannot decode these {len(data)} bytes: {words}")
 
 
 SCALES: Final = {8: (1, 1), 4: (1, 2), 2: (1, 4), 1: (1, 8)}
-"""Scaling factors by eighths. Factors in between have no SIMD code, and are slower than full size."""
+"""Scaling factors by eighths. Other factors have no SIMD code and are slower than full size."""
 
 
 class _Thread(threading.local):
@@ -274,7 +274,7 @@ def _memory(data: Encoded) -> bytes | int:
 
 
 def _declare(library: ctypes.CDLL) -> None:
-    """Declare the argument types of turbojpeg.h: without them ctypes would truncate pointers to 32 bits."""
+    """Declare the argument types of turbojpeg.h, without which ctypes would truncate pointers to 32 bits."""
     handle, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
     for name, result, arguments in (
         ("tj3Init", handle, [integer]),

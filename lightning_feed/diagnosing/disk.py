@@ -30,7 +30,7 @@ ROUNDS = 8
 _FILES_SHARE = 0.25
 """Of free memory, for the files of the first batches."""
 _SAMPLES_OPENED = 16
-_NO_FILE = "no file was seen to be opened by the samples: they lie in memory, or a library opens them in C"
+_NO_FILE = "the samples were not seen to open a file: they are in memory, or a library opens files in C"
 _NOT_DATA = (".py", ".pyc", ".so", ".pth", ".pyd", ".pyi")
 _SYSTEM = ("/proc/", "/sys/", "/dev/")
 

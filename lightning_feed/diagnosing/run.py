@@ -65,7 +65,7 @@ RUN_SHARE, REPLAY_SHARE = 0.17, 0.06
 RUN_STEPS, REPLAY_STEPS = 200, 300
 QUICK_RUN_STEPS, QUICK_REPLAY_STEPS = 80, 80
 REPLAYED = (8, 4, 2)
-"""Batches of a run with batches of several shapes that are replayed: as many of these as there is time for."""
+"""Numbers of batches to replay if their shapes differ. The largest for which there is time is taken."""
 PASSES = 5
 """Times that all of them come: one is warm-up, and two must be left behind it."""
 FEWEST_RUN_STEPS = 12

@@ -355,7 +355,7 @@ class Constant:
         self.made, self.decodes = made, decodes
 
     def __call__(self, *args: Any, **named: object) -> Any:
-        """Give the result."""
+        """Return a fresh copy of the result."""
         if self.decodes:
             args[0].whole()
         return fresh(self.made)
@@ -627,7 +627,7 @@ class StackTally:
             lines[frame.f_lineno] += elapsed
 
     def result(self, batches: int) -> tuple[dict[Stage, float], list[FunctionCost]]:
-        """Milliseconds per batch by stage, and the functions that take a part of it worth mentioning."""
+        """Milliseconds per batch by stage, and the functions that take much of them."""
         stage_ms = {stage: 1e3 * total / batches for stage, total in self._total.items()}
         costs = [
             FunctionCost(
@@ -734,7 +734,7 @@ def sampled(tally: StackTally) -> Iterator[None]:
 
 
 def _name_of(frame: FrameType) -> str:
-    """``Birds.__getitem__``."""
+    """Name of a frame's function, such as ``Birds.__getitem__``."""
     code = frame.f_code
     whole: str | None = getattr(code, "co_qualname", None)  # from Python 3.11 on
     if whole is not None:

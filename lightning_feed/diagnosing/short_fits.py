@@ -415,7 +415,7 @@ class DiagnosisSession:
 def open_session(
     trainer: AnyTrainer, model: object, datamodule: AnyDataModule = None, loaders: object = None
 ) -> DiagnosisSession:
-    """A session on what would be given to ``Trainer.fit``; without a Trainer on the device that Lightning chooses.
+    """Open a session for the arguments of ``Trainer.fit``. Without a Trainer, Lightning chooses the device.
 
     Raises:
         SettingsError: when they come from both packages or from neither, when the Trainer is training now, when this

@@ -38,7 +38,7 @@ class Finding:
     """The thing to do; "" where there is nothing to do."""
 
     def only_if(self, fault: bool) -> "Finding":  # noqa: FBT001  # it reads as a sentence
-        """This where there is a fault, else the topic and the value alone."""
+        """Return this finding if there is a fault, else only its topic and value."""
         return self if fault else Finding(self.topic, self.value)
 
 

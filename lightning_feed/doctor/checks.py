@@ -68,7 +68,7 @@ def cpus(sources: Sources) -> Iterator[Finding]:
     else:
         yield Finding("CPUs", value, meaning=machine.cpu_reason)
     method = machine.start_method
-    slow_start = "each worker imports the program anew; keep them (persistent_workers)"
+    slow_start = "each worker imports the program again; keep them (persistent_workers)"
     yield Finding("workers start", method, meaning="" if method == "fork" else slow_start)
 
 
@@ -166,7 +166,7 @@ def container(sources: Sources) -> Iterator[Finding]:
         "/proc/1/cgroup": any(word in first for word in ("docker", "kubepods", "containerd", "lxc")),
     }
     sign = next((sign for sign, there in signs.items() if there), None)
-    where = f"by {sign}; CPUs, memory and /dev/shm are set where it is started"
+    where = f"seen by {sign}; its CPUs, memory and /dev/shm are set when it is started"
     yield Finding("container", "none seen") if sign is None else Finding("container", "yes", meaning=where)
 
 

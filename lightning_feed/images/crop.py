@@ -1,6 +1,6 @@
 """Image recipes: the standard crops, and the user's own transforms.
 
-Crops are drawn before an image is decoded: any backend can decode, and all use the same crops. All pixels are uint8.
+Crops are drawn before an image is decoded, so all backends use the same crops. All pixels are uint8.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,9 @@ from lightning_feed.load.trace import traced
 
 Quality: TypeAlias = Literal["exact", "near", "fast"]
 QUALITIES: tuple[Quality, ...] = ("exact", "near", "fast")
-"""``"exact"``: the pixels of torchvision's antialiased uint8 resize. ``"near"``: decoded at a smaller scale with at
-least twice the pixels each way, then the same resize. ``"fast"``: decoded at the smallest scale with at least as many
-pixels, and resized without antialiasing. Differences from ``"exact"``: docs/reference/decoders.md."""
+"""``"exact"``: the pixels of torchvision's antialiased uint8 resize. ``"near"``: decoded at a smaller scale, at least
+twice the target size each way, then resized like ``"exact"``. ``"fast"``: decoded at the smallest scale that is at
+least the target size, then resized without antialiasing. Differences from ``"exact"``: docs/reference/decoders.md."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class SourceImage:
 
 @dataclass(frozen=True, kw_only=True)
 class CropSpec:
-    """A box of the image, resized; a window of it is kept, and possibly flipped."""
+    """A crop: a box of the image is resized, and a window of the result is kept and possibly flipped."""
 
     region: Region
     """The box, in pixels of the stored image."""
@@ -69,7 +69,7 @@ class CropSpec:
 
 
 def crop_image(image: SourceImage, crop: CropSpec, quality: Quality) -> torch.Tensor:
-    """Return the pixels of a crop: uint8, shape (3, height, width) of its window, channels last in memory."""
+    """Return the pixels of a crop: uint8, shape (3, window height, window width), channels last in memory."""
     cover = {
         "exact": None,
         "near": (2 * crop.resized[0], 2 * crop.resized[1]),  # at 1x, the decoder would do all the antialiasing
@@ -95,7 +95,7 @@ class Recipe(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRecipe:
-    """RandomResizedCrop and RandomHorizontalFlip, with torchvision's defaults and exactly its draws.
+    """RandomResizedCrop and RandomHorizontalFlip, with torchvision's defaults and the same random draws.
 
     Returns uint8 of shape (3, size, size), channels last in memory.
     """
@@ -135,7 +135,7 @@ class EvalRecipe:
     crops: ClassVar[bool] = False
 
     def spec(self, height: int, width: int, generator: torch.Generator | None = None) -> CropSpec:
-        """Return the centre crop of an image of that size. Nothing is drawn."""
+        """Return the centre crop of an image of that size, without random draws."""
         short = min(height, width)
         # As in torchvision, the longer side is truncated, not rounded.
         rows, columns = int(self.short_side * height / short), int(self.short_side * width / short)
@@ -171,9 +171,9 @@ class SquareRecipe:
 class UserTransform:
     """The user's transform of one image: torchvision v1 or v2, or any callable.
 
-    The input is a PIL image if a step takes no tensors (``ToTensor``, ``PILToTensor``) or is not from torchvision; else
-    a uint8 tensor (3, H, W). A leading ``RandomResizedCrop`` draws its box before the image is decoded, so that only
-    the box has to be.
+    The input is a PIL image if a step takes no tensors (``ToTensor``, ``PILToTensor``) or is not from torchvision;
+    otherwise a uint8 tensor (3, H, W). A leading ``RandomResizedCrop`` draws its box first, so that only the box has to
+    be decoded.
 
     Args:
         transform: called with one image.
@@ -211,7 +211,7 @@ class UserTransform:
     def _image(self, pixels: Pixels) -> object:
         if self.takes_pil:
             return Image.fromarray(pixels)
-        # Contiguous: else v2's resize takes a slow path. Writeable: else torch warns.
+        # Contiguous, because v2's resize is slow otherwise. Writeable, because torch warns otherwise.
         return torch.from_numpy(np.require(pixels, requirements=["C", "W"])).permute(2, 0, 1)
 
 
@@ -222,7 +222,7 @@ def cropping_step(transform: object) -> Any:
 
 
 def _of_torchvision(thing: object, *names: str) -> bool:
-    """True for a torchvision transform: checked by name, since the import takes a spawned worker 2 s."""
+    """True for a torchvision transform. Checked by name, because the import takes 2 s in a spawned worker."""
     return type(thing).__module__.startswith("torchvision.") and (not names or type(thing).__name__ in names)
 
 

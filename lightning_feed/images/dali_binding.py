@@ -1,4 +1,4 @@
-"""NVIDIA DALI as used by this package: options, import, outputs as tensors, failures, and forked processes."""
+"""Access to NVIDIA DALI: options, import, outputs as tensors, failures, and forked processes."""
 
 import importlib
 import os
@@ -30,14 +30,14 @@ class DaliOptions:
     """CPU threads of each pipeline. ``"auto"``: one less than the CPUs of this rank; for ``"dali-gpu"`` at most 8,
     since each thread has its own buffers for the largest image."""
     prefetch: int = 2
-    """Batches decoded ahead. Each takes the memory of one batch. With ``num_workers=0`` they are also read ahead in the
-    training process, and draw their crop boxes from its random numbers earlier than without DALI."""
+    """Batches decoded ahead. Each takes the memory of one batch. With ``num_workers=0``, the training process also
+    reads them ahead, and draws their crop boxes earlier than without DALI."""
     keep_eval_pipelines: bool = False
     """True to keep the pipelines of validation, test and prediction between passes. The next pass then starts sooner,
     but they hold memory, including GPU memory, during training."""
     largest_image: tuple[int, int] | None = None
     """(height, width) in pixels of the largest image, for ``"dali-gpu"``: the initial size of the decoder buffers.
-    None: the size of the largest of some images. A larger image is decoded, too, and enlarges the buffers."""
+    None: the size of the largest of some images. A larger image enlarges the buffers."""
     hw_decoder_load: float | None = None
     """Share of JPEGs for the GPU's hardware decoder, 0 to 1, for ``"dali-gpu"``. None: DALI's default."""
 
@@ -47,7 +47,8 @@ class DaliOptions:
         _check_whole("prefetch", self.prefetch)
         if self.largest_image is not None and not _is_size(self.largest_image):
             raise SettingsError(
-                f"DaliOptions(largest_image={self.largest_image!r}): set (height, width) in pixels, as (1200, 1600)."
+                f"DaliOptions(largest_image={self.largest_image!r}): set (height, width) in pixels, such as "
+                "(1200, 1600)."
             )
         if self.hw_decoder_load is not None and not 0 <= self.hw_decoder_load <= 1:
             raise SettingsError(f"DaliOptions(hw_decoder_load={self.hw_decoder_load!r}): set a share from 0 to 1.")
@@ -81,7 +82,7 @@ def decode_threads(
         reason += f", divided among {local_ranks} ranks"
     if gpu and share - 1 > _GPU_THREADS:
         return _GPU_THREADS, f"{reason}, and no more than {_GPU_THREADS} beside a GPU"
-    return max(1, share - 1), f"{reason}, one left to train"
+    return max(1, share - 1), f"{reason}, less one for training"
 
 
 FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
@@ -93,10 +94,10 @@ _OLDEST = 2  # oldest supported major version, as in the extra
 
 
 def require_dali(*, gpu: bool, why: str = "Decoding with DALI") -> Any:
-    """Import ``nvidia.dali``; if that fails, say how to install the right one.
+    """Import ``nvidia.dali``. If that fails, the error says how to install it.
 
     Args:
-        gpu: True if it will run on the GPU: it must then be built for torch's CUDA version.
+        gpu: True to run on the GPU, which needs a DALI built for torch's CUDA version.
         why: the feature that needs it, as the subject of a sentence.
 
     Raises:
@@ -123,15 +124,15 @@ def require_dali(*, gpu: bool, why: str = "Decoding with DALI") -> Any:
     theirs, ours = str(getattr(dali, "__cuda_version__", ""))[:2], str(torch.version.cuda).partition(".")[0]
     if gpu and ours.isdecimal() and theirs.isdecimal() and ours != theirs:
         raise SettingsError(
-            f"{why} on the GPU needs a DALI for torch's CUDA. The installed torch {torch.__version__} is for CUDA "
-            f"{torch.version.cuda}, but the installed DALI {version} is for CUDA {theirs}. Change it:  "
+            f"{why} on the GPU needs a DALI built for torch's CUDA version. The installed torch {torch.__version__} is "
+            f"for CUDA {torch.version.cuda}, but the installed DALI {version} is for CUDA {theirs}. Change it:  "
             f"pip uninstall --yes nvidia-dali-cuda{theirs}0  &&  {pip_line()}"
         )
     return dali
 
 
 def pip_line(option: str = "") -> str:
-    """Return the command that installs the DALI for the installed torch; without CUDA, either package works."""
+    """Return the command that installs the right DALI for torch; without CUDA, either package works."""
     cuda = str(torch.version.cuda).partition(".")[0]
     package = "nvidia-dali-cuda120" if cuda.isdecimal() and int(cuda) < 13 else "'lightning-feed[dali]'"
     return " ".join(filter(None, ("pip install", option, package)))
@@ -141,8 +142,8 @@ def take_output(pipeline: Any, device: torch.device) -> Tensor:
     """Wait for a pipeline's oldest scheduled run, and return its first output as a tensor.
 
     Args:
-        pipeline: with the dynamic executor, whose outputs own their memory, and a scheduled run (``schedule_run``). All
-            samples of the output must have one shape.
+        pipeline: a pipeline with the dynamic executor, whose outputs own their memory, and with a scheduled run
+            (``schedule_run``). All output samples must have one shape.
         device: device of the pipeline. An output on a CUDA device is ordered after the current stream there, and must
             be used on that stream; the host does not wait.
 
@@ -164,10 +165,10 @@ def reason_of(error: Exception) -> str:
 
 
 def raise_if_no_memory(error: Exception, device: torch.device) -> None:
-    """Raise a clear error if DALI ran out of memory: no image is at fault, and a retry will not help.
+    """Raise a clear error if DALI ran out of memory. No image is at fault then, and a retry does not help.
 
     Raises:
-        torch.OutOfMemoryError: on a CUDA device, in torch's words: batch size finders check for them.
+        torch.OutOfMemoryError: on a CUDA device, with torch's wording, which batch size finders check for.
         LoaderError: on the CPU.
     """
     if any(text in str(error).lower() for text in _NO_MEMORY):
@@ -178,13 +179,13 @@ def raise_if_no_memory(error: Exception, device: torch.device) -> None:
 
 
 def release_unused_memory() -> None:
-    """Free the memory that DALI's pools keep for closed pipelines: torch cannot use it."""
+    """Free the memory of closed pipelines in DALI's pools, which torch cannot use."""
     require_dali(gpu=False).backend.ReleaseUnusedMemory()
 
 
 pipelines: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""Pipelines of this process. Forked children, such as DataLoader workers, must not free them: a child does not have
-their threads, and freeing would wait for these forever (DALI 2.4: ``~Executor2`` destroys a condition variable that has
-waiters). A child may collect garbage that its parent had not collected yet, so it keeps references."""
+"""Pipelines of this process. Forked children, such as DataLoader workers, must not free them: a child lacks their
+threads, and freeing would wait for these forever (DALI 2.4: ``~Executor2`` destroys a condition variable that has
+waiters). These references stop a child's garbage collection from freeing them."""
 _kept: list[object] = []
 os.register_at_fork(after_in_child=lambda: _kept.extend(pipelines))

@@ -1,4 +1,4 @@
-"""Encoded images decoded by DALI after the loader, several batches ahead; the host decodes what DALI cannot."""
+"""Decodes images with DALI after the loader, several batches ahead. The host decodes images that DALI cannot."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ from lightning_feed.images.image_dataset import EncodedBatch, EncodedSample, Ima
 from lightning_feed.load.trace import traced
 
 STAND_IN = b"P6\n1 1\n255\n\x00\x00\x00"
-"""A one-pixel image (PNM), in place of an image that is not passed to DALI."""
+"""A one-pixel image (PNM) that stands in for an image not passed to DALI."""
 _DEVICE_BYTES_PER_PIXEL, _HOST_BYTES_PER_PIXEL = 5.5, 3.7
 """Size of the decoder's buffers. In DALI's ImageNet example (docs/examples/use_cases/pytorch/resnet50/main.py) the
 largest image has 5980 x 6430 pixels; its paddings are 211025920 and 140544512 bytes: 5.49 and 3.66 bytes a pixel."""
@@ -49,8 +49,8 @@ class PipelineSpec:
 class ImagePipeline:
     """Decodes batches in the order they are fed, up to ``prefetch`` at a time.
 
-    The pipeline has no DALI reader: order, shards, resuming and random boxes stay under our control. On the CPU it
-    returns uint8, on the GPU normalised float16 or float32, both of shape (B, 3, height, width), channels last in
+    The pipeline has no DALI reader, so that order, shards, resuming and random boxes stay under our control. On the CPU
+    it returns uint8, on the GPU normalised float16 or float32, both of shape (B, 3, height, width), channels last in
     memory. It is unusable after an error. Dropping it ends its threads and frees its memory.
 
     Raises:
@@ -64,8 +64,8 @@ class ImagePipeline:
         """The pass that owns the batches in progress."""
         self._fed: deque[object] = deque()  # DALI reads these arrays in place until their outputs are ready
         self._pipeline, self._process = _build(spec), os.getpid()
-        # The first schedule_run() runs once per free slot for batches, later ones run once. That first one is spent on
-        # stand-ins, so that all runs on real batches are alike.
+        # The first schedule_run() starts one run per free batch slot; later calls start one run each. Stand-ins take
+        # the first call, so that all real batches are treated alike.
         for _ in range(spec.options.prefetch):
             self._give([STAND_IN], [_whole(1, 1)])
         self._pipeline.schedule_run()
@@ -86,7 +86,7 @@ class ImagePipeline:
 
         Args:
             files: the encoded images, 1 to ``spec.batch_size``. They must not change until the batch is taken.
-            crops: the crop of each image; all windows of one size.
+            crops: the crop of each image; all windows must have one size.
         """
         self._give(files, crops)
         self._pipeline.schedule_run()
@@ -106,7 +106,7 @@ class ImagePipeline:
         try:
             while self._fed:
                 self.take()
-        except FAILURES:  # from a batch that nobody waits for
+        except FAILURES:  # from a batch that is no longer needed
             return False
         return True
 
@@ -172,7 +172,7 @@ def _build(spec: PipelineSpec) -> Any:
             start=fed("corner", types.INT32),
             shape=fed("extent", types.INT32),
             axis_names="HW",
-            adjust_orientation=False,  # as torchvision's ImageFolder, which does not rotate images either
+            adjust_orientation=False,  # like torchvision's ImageFolder, which does not rotate images
             **(gpu_decoding(spec) if gpu else {}),
         )
         # Antialiased linear interpolation is a triangular filter as wide as the scale, as in torchvision.
@@ -247,14 +247,14 @@ _Pass: TypeAlias = deque[_Waiting]
 class DaliImageDecoder:
     """Decodes the batches of one loader with a pipeline built at the first batch.
 
-    A DALI failure ends the pipeline. The failing image is then located and left to the host, which names it in its
-    error or replaces it as ``on_error`` says; the batches in progress go through a new pipeline, so that none is lost
-    or duplicated.
+    A DALI failure ends the pipeline. The failing image is then located and decoded on the host, which names it in an
+    error or replaces it as ``on_error`` says. The batches in progress go through a new pipeline, so none is lost or
+    duplicated.
 
     Args:
         dataset: the dataset of the batches.
         spec: pipeline settings. The batch size grows to that of the largest batch.
-        keep: True if the pipeline outlives its pass.
+        keep: True to keep the pipeline after its pass.
         pin: True to return host batches in page-locked memory.
     """
 
@@ -330,7 +330,7 @@ class DaliImageDecoder:
                 self._locate_failure(now, error)
 
     def _locate_failure(self, now: _Pass, error: Exception) -> None:
-        """Find the images that DALI fails on, and leave them to the host from now on.
+        """Find the images that DALI fails on. The host decodes them from now on.
 
         Raises:
             LoaderError: if there are none.
@@ -348,7 +348,7 @@ class DaliImageDecoder:
             waiting.on_host = self._reasons(waiting.images)
 
     def _fail_alone(self, images: list[EncodedSample]) -> dict[int, str]:
-        """Decode each image separately; return the reasons of those that DALI fails on, by dataset index."""
+        """Decode each image separately. Return the reason of each failure, by dataset index."""
         found: dict[int, str] = {}
         spec = replace(self.spec, batch_size=1)
         pipeline = self._build(spec)
@@ -430,7 +430,7 @@ class DaliImageDecoder:
 
 
 def largest_of_some(dataset: ImageDataset) -> tuple[int, int] | None:
-    """(height, width) of the largest of some images, spread over the dataset; None if none can be read."""
+    """Return (height, width) of the largest of some images from all over the dataset; None if none can be read."""
     sizes = []
     for index in range(0, len(dataset), max(1, len(dataset) // _HEADERS)):
         try:
@@ -443,8 +443,8 @@ def largest_of_some(dataset: ImageDataset) -> tuple[int, int] | None:
 def why_on_host(data: Encoded) -> str:
     """Return the reason for decoding a file on the host; "" if DALI decodes it.
 
-    DALI's pixels differ from Pillow's for 16 bits a channel; it does not support GIF, and may decode a truncated JPEG
-    or TIFF in part. CMYK differs, too: nvJPEG converts it in its own way on the GPU.
+    DALI's pixels differ from Pillow's for 16 bits per channel, and for CMYK, which nvJPEG converts in its own way on
+    the GPU. DALI does not support GIF, and may decode only a part of a truncated JPEG or TIFF.
     """
     kind = kind_of(data)
     if kind == JPEG:

@@ -31,10 +31,10 @@ _HOST = torch.device("cpu")
 
 
 class CpuFallback:
-    """Counts, by reason, the images of one dataset that a device decoder leaves to the CPU in the training process.
+    """Counts images that the CPU decodes in the training process because a device decoder cannot, by reason.
 
     Attributes:
-        known: image index -> reason that the device decoder failed: such an image is not tried again.
+        known: image index -> reason why the device decoder failed. These images are not tried again.
         worked: True once the device decoder has decoded any image.
     """
 
@@ -53,8 +53,8 @@ class CpuFallback:
         self._counts[reason] += 1
         if self._counts[reason] == 1:
             logger.warning(
-                "The CPU decodes %s, and others like it, in the training process: %s. Further ones are only counted. "
-                'If most images are like that, backend="torch" is faster: its workers decode.',
+                "The CPU decodes %s, and others like it, in the training process: %s. Later ones are only counted. "
+                'If most images are like that, backend="torch" is faster, because its workers decode.',
                 printable(name),
                 reason,
             )
@@ -71,11 +71,11 @@ class ImageDataset(CacheableDataset):
         source: source of the encoded images, or of pixels.
         decoder: decoder of encoded images.
         recipe: crop, resize and augmentation.
-        kept: replaces ``recipe`` for images that stay on the device: one size, without randomness. None if ``recipe``
-            is already like that. With ``kept``, a sample has the image's width / height as a third part.
+        kept: replaces ``recipe`` for images that stay on the device, with one size and without randomness. None if
+            ``recipe`` already does that. With ``kept``, a sample has the image's width / height as a third part.
         bad_samples: policy for images that cannot be read or decoded.
-        encoded: True to leave samples encoded. The random draws are those of ``recipe``, in the same order, so every
-            backend takes the same crops of the same images. May be changed between passes.
+        encoded: True to leave samples encoded. Random draws follow ``recipe`` in the same order, so every backend makes
+            the same crops. May be changed between passes.
     """
 
     def __init__(
@@ -120,8 +120,8 @@ class ImageDataset(CacheableDataset):
         return [self[index] for index in indices]
 
     def expect(self, indices: Sequence[int]) -> object:
-        """Start to read the images of a batch concurrently, if they are remote. Return an object that holds the reads:
-        keep it until the images are read."""
+        """Start to read the images of a batch concurrently, if they are remote. Keep the returned object until they are
+        read."""
         expect, cache = getattr(self.source, "expect", None), self.cache
         if expect is None:
             return None
@@ -129,7 +129,7 @@ class ImageDataset(CacheableDataset):
         return held
 
     def remote_reads(self) -> RemoteSamples | None:
-        """Reader of remote images; None if the images are on this machine."""
+        """Return the reader of remote images; None if they are on this machine."""
         find = getattr(self.source, "remote_reads", None)
         return None if find is None else cast("RemoteSamples | None", find())
 
@@ -187,7 +187,7 @@ class ImageDataset(CacheableDataset):
         data = self.cached_bytes(index)
         if holds_pixels(data):  # not a fault of this sample, so on_error does not apply
             raise SettingsError(
-                f"{self.source.name(index)} (sample {index}) holds pixels: nothing is left to decode. "
+                f"{self.source.name(index)} (sample {index}) already holds pixels. "
                 'Use backend="torch" for a pack of pixels.'
             )
         with self._naming(index):
@@ -199,13 +199,13 @@ class ImageDataset(CacheableDataset):
         """Return the sample of ``backend="torch"``: (uint8 of shape (3, H, W), label), or its ``on_error`` replacement.
 
         Raises:
-            DatasetError: naming an image that cannot be decoded, or after too many of them.
+            DatasetError: naming an image that cannot be decoded, or if too many cannot.
         """
         try:
             return self._decoded(sample)
         except DatasetError as error:
-            # This runs in the training process, whose random numbers must not change. So the seed is the failed image's
-            # crop: it differs in each epoch, and is the same in a repeated run.
+            # This runs in the training process, whose random numbers must not change. So the failed image's crop is the
+            # seed: it differs in each epoch, and is the same in a repeated run.
             seed = mix_seed(sample.index, *sample.crop.region[:2], "substitute")
             generator = torch.Generator().manual_seed(seed)
             found = self.bad_samples.instead(
@@ -230,8 +230,8 @@ def holds_pixels(data: object) -> TypeGuard[Pixels]:
 
 
 def collate_images(samples: list[Any]) -> Any:
-    """Make a batch of samples that begin with an image. uint8 images of one shape stay channels last, as decoded:
-    another layout would transpose each of them. All other parts are collated as torch does.
+    """Make a batch of samples that begin with an image. uint8 images of one shape stay channels last, as decoded, which
+    avoids transposing them. Other parts are collated by torch.
 
     Returns:
         A list: images, shape (B, 3, H, W), labels, int64 of shape (B,), and any other parts.
@@ -253,8 +253,8 @@ def _stack(images: tuple[Any, ...]) -> Any:
 
 
 def _empty(*shape: int) -> Tensor:
-    """Return an empty uint8 tensor on the host; in a worker, in memory shared with the training process, as in torch's
-    own collate."""
+    """Return an empty uint8 tensor on the host. In a worker its memory is shared with training, as in torch's own
+    collate."""
     if get_worker_info() is None:
         return torch.empty(shape, dtype=torch.uint8, device="cpu")
     storage = torch.UntypedStorage._new_shared(math.prod(shape), device="cpu")
@@ -289,9 +289,9 @@ class EncodedSample(NamedTuple):
 class EncodedBatch:
     """B image files, the crop of each, and their labels.
 
-    Decoders read the files and the plan on the host, so these stay there: ``to`` moves only the labels, and records the
-    target device of the pixels. Treat it as read-only. It is not a frozen dataclass because Lightning rebuilds
-    dataclasses for ``precision="bf16-true"`` and the like, and refuses frozen ones.
+    Decoders read the files and the plan on the host, so ``to`` moves only the labels, and records the target device of
+    the pixels. Treat a batch as read-only. It is not a frozen dataclass because Lightning rebuilds dataclasses for
+    ``precision="bf16-true"`` and the like, and refuses frozen ones.
     """
 
     files: Tensor
@@ -311,8 +311,8 @@ class EncodedBatch:
     def __getitem__(self, part: object) -> Any:
         # `images, labels = batch` calls this first. There is no __iter__: Lightning traverses objects that have one.
         raise SettingsError(
-            "This batch is not decoded: its images are still bytes, and a GPU backend decodes them on the way to the "
-            "device. Train with trainer.fit(model, datamodule=...), not with the loader alone; by hand, call "
+            "This batch is not decoded yet: a GPU backend decodes it during the transfer to the device. Train with "
+            "trainer.fit(model, datamodule=...), not with the loader alone. In your own loop, call "
             "datamodule.device_transform(batch.to(device), split), which returns images, labels."
         )
 

@@ -33,12 +33,12 @@ class Outcome:
 class BackgroundIterator(Stage):
     """Iterates over ``source`` in its own thread, ``depth`` items ahead.
 
-    Items keep the order of the source, each once. Exceptions from the source, including KeyboardInterrupt, reach the
+    Yields each item of the source once, in order. Exceptions from the source, including KeyboardInterrupt, reach the
     consumer after the preceding items, with their traceback. The thread ends with the source, on :meth:`close`, on an
     exception, or when this object is garbage-collected; it then drops the source.
 
     Args:
-        source: read only in the thread.
+        source: iterated only in the thread.
         depth: items kept ready, 1 or more. The thread may hold one more.
 
     Attributes:
@@ -49,7 +49,7 @@ class BackgroundIterator(Stage):
         self._closed = self._ended = False
         self.depth = depth
         self._permits = permits = _Permits(depth + 1)
-        # The thread holds no reference to this object, so an abandoned one is collected, and the thread ends.
+        # The thread holds no reference to this object, so an abandoned iterator is collected and its thread ends.
         self.thread = BackgroundGenerator(_outcomes(source, permits, on_this_device()), max_prefetch=0)
         self._shutdown = ThreadShutdown(self, [self.thread], permits.refuse)
 
@@ -66,7 +66,7 @@ class BackgroundIterator(Stage):
             raise
         if outcome.error is None:
             self._permits.give()
-            value, outcome.value = outcome.value, None  # the thread holds the outcome while it waits for the next one
+            value, outcome.value = outcome.value, None  # the thread keeps the outcome until the next one
             return value
         self.close()
         self._ended = isinstance(outcome.error, StopIteration)
@@ -95,8 +95,8 @@ class BackgroundIterator(Stage):
             except queue.Empty:
                 if not alive:
                     raise LoaderError(
-                        "The background thread is gone, as in a forked copy of its process. Batches are missing: this "
-                        "is not the end of the epoch. Begin a new pass."
+                        "The background thread is gone, as after a fork of its process. The epoch is incomplete: "
+                        "batches are missing. Begin a new pass."
                     ) from None
 
 
@@ -139,7 +139,8 @@ def _draw(source: Iterator[Batch], set_device: Callable[[], None]) -> Outcome:
         with traced("background_load"):
             return Outcome(next(source))
     except StopIteration as end:
-        # A new error: the old one's traceback holds torch's iterator, whose parts would be collected in any order.
+        # A new error: the old one's traceback keeps torch's iterator alive, and its parts would be collected in any
+        # order.
         return Outcome(error=StopIteration(*end.args))
     except BaseException as error:  # noqa: BLE001  # KeyboardInterrupt and SystemExit too: raised by the consumer
         return Outcome(error=error)

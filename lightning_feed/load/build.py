@@ -112,8 +112,8 @@ def _batches(dataset: AnyDataset, part: Part, job: Job, *, drop_last: bool) -> i
     if drop_last and share < part.batch_size:
         on_ranks = f" ({share} on each of {ranks} ranks)" if ranks > 1 else ""
         raise SettingsError(
-            f"drop_last=True with batch_size={part.batch_size} leaves no batch of the {samples} samples{on_ranks} of "
-            f"{part.name}. Make batch_size {share} or less, or leave drop_last out."
+            f"drop_last=True with batch_size={part.batch_size} leaves no batch: {part.name} has only {samples} "
+            f"samples{on_ranks}. Set batch_size to {share} or less, or leave drop_last out."
         )
     return share // part.batch_size if drop_last else math.ceil(share / part.batch_size)
 
@@ -159,10 +159,10 @@ def like(made: object, values: list[Any]) -> Any:
 
 
 def even_batch_size(wished: int, samples: int, world_size: int = 1) -> tuple[int, str]:
-    """Find the batch size between half of ``wished`` and ``wished`` that leaves the fewest samples for a last batch.
+    """Choose the batch size, from half of ``wished`` to ``wished``, that leaves the fewest samples over.
 
-    Prefers the larger size in a tie. No sample is dropped. Each rank has
-    ``ceil(samples / world_size)`` of them: a DistributedSampler repeats some to make the ranks equal.
+    In a tie the larger size wins. Each rank has ``ceil(samples / world_size)`` samples, because a DistributedSampler
+    repeats some to make the ranks equal.
 
     Returns:
         The size, and why it was chosen.
@@ -172,14 +172,14 @@ def even_batch_size(wished: int, samples: int, world_size: int = 1) -> tuple[int
         500
     """
     share = -(-samples // world_size)
-    of_each = f"{share} samples" if world_size == 1 else f"{share} samples of each of {world_size} ranks"
+    of_each = f"{share} samples" if world_size == 1 else f"{share} samples on each of {world_size} ranks"
     if share <= wished:
         return wished, f"the {of_each} fit into one batch"
     best = min(range((wished + 1) // 2, wished + 1), key=lambda size: (share % size, -size))
     left, before = share % best, share % wished
     if best == wished:
-        return best, f"the {of_each} leave {left} for a last batch, and no size from half of {wished} on leaves fewer"
-    return best, f"the {of_each} leave {left} for a last batch, and {before} with {wished}"
+        return best, f"the {of_each} leave {left} for a last batch; no size from half of {wished} up leaves fewer"
+    return best, f"the {of_each} leave {left} for a last batch, instead of {before} with {wished}"
 
 
 def _check_dataset(name: str, dataset: AnyDataset, split: str) -> None:
@@ -187,7 +187,7 @@ def _check_dataset(name: str, dataset: AnyDataset, split: str) -> None:
     map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, _SAMPLES)
     if not map_style and not isinstance(dataset, IterableDataset):
         raise DatasetError(
-            f"make_dataset({split!r}) returned a {kind} for {name}, not a dataset. Return a torch.utils.data.Dataset "
+            f"make_dataset({split!r}) returned {kind} for {name}, not a dataset. Return a torch.utils.data.Dataset "
             "with __getitem__ and __len__, an IterableDataset for a stream, or a dict or list of datasets; "
             "TensorDataset makes one from tensors. The data module makes the loader."
         )

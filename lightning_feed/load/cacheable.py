@@ -1,4 +1,4 @@
-"""CacheableDataset, a dataset with a cache between its steps, and a common limit for all caches of a run."""
+"""CacheableDataset, a dataset with a cache between its steps, and a shared limit for all caches of a run."""
 
 import hashlib
 import logging
@@ -21,7 +21,7 @@ _MOST = 0.8
 
 
 class CacheableDataset(Dataset[Sample]):
-    """A map-style dataset in steps. Read and decode are the same in each epoch; augment may be random.
+    """A map-style dataset that makes samples in steps: read and decode, the same in each epoch, then a random augment.
 
     Write ``__len__``, :meth:`read`, :meth:`decode` and, in most cases, :meth:`augment`. A sample is
     ``augment(decode(read(index), index), index)``. A class with a faster path may override ``__getitem__`` and call
@@ -54,7 +54,7 @@ class CacheableDataset(Dataset[Sample]):
         raise NotImplementedError(f"{type(self).__name__} has no read. Write read(self, index), which returns bytes.")
 
     def decode(self, data: Encoded, index: int) -> Array:
-        """Decode the bytes into an array, the same one in each epoch.
+        """Decode the bytes into an array. The result must be the same in each epoch.
 
         Args:
             data: the result of :meth:`read`, or a memoryview of the same bytes from a cache.
@@ -72,9 +72,9 @@ class CacheableDataset(Dataset[Sample]):
         """Make the sample without randomness, in a fixed shape, for ``cache="device"``."""
         if type(self).augment is not CacheableDataset.augment:
             raise DatasetError(
-                f"{type(self).__name__} has an augment, which may be random, and no plain: kept on the device, its "
-                "samples would be the same in each epoch. Write plain(self, decoded, index), which returns the sample "
-                "without augmentation, and augment whole batches in device_transform."
+                f"{type(self).__name__} has augment but no plain. cache='device' keeps finished samples, so a random "
+                "augment would give the same samples in each epoch. Write plain(self, decoded, index), which returns "
+                "the sample without augmentation, and augment whole batches in device_transform."
             )
         return decoded
 
@@ -86,7 +86,7 @@ class CacheableDataset(Dataset[Sample]):
         held = cache.get(index)
         if held is None:
             data = self.read(index)
-            # Same type with and without a cache hit, so that code cannot work in the first epoch and fail in the
+            # The same type with and without a cache hit: else code could work in the first epoch and fail in the
             # second.
             held = data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
             cache.put(index, held)
@@ -102,8 +102,8 @@ class CacheableDataset(Dataset[Sample]):
             held = self.decode(self.read(index), index)
             if not isinstance(held, np.ndarray):
                 raise DatasetError(
-                    f"{type(self).__name__}.decode returned a {type(held).__name__} for sample {index}, but a cache "
-                    "holds NumPy arrays. Return an array, and convert it for the model in augment."
+                    f"{type(self).__name__}.decode returned a {type(held).__name__} for sample {index}, but only NumPy "
+                    "arrays can be cached. Return an array, and convert it for the model in augment."
                 )
             cache.put(index, held)
         return held
@@ -121,18 +121,18 @@ def open_caches(
 ) -> list[SampleCache]:
     """Put a cache into each dataset. The caches share one limit, in proportion to the sample counts.
 
-    Looks inside ``Subset`` and ``ConcatDataset``; subsets of one dataset share its cache. A dataset keeps the cache
-    that it has. Caches live as long as their datasets.
+    Looks inside ``Subset`` and ``ConcatDataset``; subsets of one dataset share its cache. A dataset that already has a
+    cache keeps it. Caches live as long as their datasets.
 
     Args:
         named: names and datasets from ``name_datasets``, the same on all ranks.
         kind: cached results, ``"bytes"`` or ``"decoded"``.
         limit: bytes, a size such as ``"8GiB"``, or a share such as ``"50%"`` of the available memory and /dev/shm.
         run: a unique name for this run and its datasets, the same on all ranks of the node.
-        machine: limits of this machine. None: read now.
+        machine: limits of this machine. None: read them now.
 
     Raises:
-        DatasetError: a dataset is not divided into steps.
+        DatasetError: a dataset does not read, decode and augment in separate steps.
         SettingsError: the limit cannot be parsed.
         ArchiveError: a cache cannot be opened.
     """
@@ -163,8 +163,8 @@ def _bytes_within(limit: int | str, machine: Machine) -> int:
     bytes_for_all = parse_limit(limit, room)
     if room is not None and bytes_for_all > _MOST * room:
         logger.warning(
-            "cache_limit=%r is cut to %d MiB: %d MiB of memory and /dev/shm are available, and batches in "
-            "flight need some of it.",
+            "cache_limit=%r is cut to %d MiB: %d MiB of memory and /dev/shm are available, and batches in flight "
+            "need a part of that.",
             limit,
             int(_MOST * room) >> 20,
             room >> 20,
@@ -188,7 +188,7 @@ def _cacheable_parts(dataset: AnyDataset, name: str, kind: str) -> Iterator[Cach
             yield from _cacheable_parts(part, name, kind)
     else:
         raise DatasetError(
-            f"cache={kind!r} has to know where reading and decoding end and where random augmentation begins, but "
-            f"the dataset of {name} ({type(dataset).__name__}) has no such steps. Derive it from "
-            "lightning_feed.CacheableDataset (read, decode, augment), or leave cache out."
+            f"cache={kind!r} needs a dataset with separate steps to read, decode and augment, but the dataset of "
+            f"{name} ({type(dataset).__name__}) has none. Derive it from lightning_feed.CacheableDataset (read, "
+            "decode, augment), or leave cache out."
         )

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 OnError: TypeAlias = Literal["raise", "skip", "substitute"]
 _STEP = 7919
-"""Distance to a substitute, because neighbours of a broken file are often broken too. A prime, so that the steps reach
-all samples unless their number is a multiple of this one."""
+"""Distance to a substitute: neighbours of a broken file are often broken too. A prime, so that repeated steps reach all
+samples, unless the number of samples is a multiple of it."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class BadSamples:
     """The policy for unreadable samples, and their count.
 
     Args:
-        on_error: ``"raise"`` ends the run at the first. ``"skip"`` repeats another sample of the batch instead;
-            ``"substitute"`` takes another sample of the dataset. Both keep the batch size.
+        on_error: ``"raise"`` ends the run at the first bad sample. ``"skip"`` repeats another sample of the batch
+            instead; ``"substitute"`` takes another sample of the dataset. Both keep the batch size.
         max_failures: limit for ``"skip"`` and ``"substitute"``, over all workers and epochs of this rank.
 
     Raises:
@@ -128,7 +128,7 @@ def count_relayed(found: list[tuple[str, str]]) -> None:
 
 
 def fill_skipped(samples: list[Sample]) -> list[Sample]:
-    """Replace skipped samples by the other samples of the batch, in turn.
+    """Replace skipped samples with the other samples of the batch, in turn.
 
     Raises:
         DatasetError: all samples were skipped.
@@ -139,8 +139,8 @@ def fill_skipped(samples: list[Sample]) -> list[Sample]:
     if not good:
         skipped = ", ".join(str(sample.index) for sample in samples[:10]) + (", ..." if len(samples) > 10 else "")
         raise DatasetError(
-            f"None of the {len(samples)} samples of a batch could be read (samples {skipped}), so nothing is left "
-            "to fill it with. Fix the data, use larger batches, or set on_error='substitute'."
+            f"None of the {len(samples)} samples of a batch could be read (samples {skipped}), so the batch is empty. "
+            "Fix the data, use larger batches, or set on_error='substitute'."
         )
     places = iter(range(len(samples)))
     return [good[next(places) % len(good)] if isinstance(sample, Skipped) else sample for sample in samples]
@@ -164,7 +164,7 @@ def drop(batch: Batch, keys: frozenset[str]) -> Batch:
     Objects with their own ``.to`` are entered only if they are mappings or dataclasses.
 
     Raises:
-        SettingsError: nothing of the batch would be left.
+        SettingsError: every key would be dropped.
 
     Example:
         >>> drop({"x": 1, "meta": {"path": "a.jpg", "id": 3}}, frozenset({"path"}))
@@ -185,7 +185,7 @@ def missing_keys(batch: Batch, keys: frozenset[str]) -> str | None:
     absent = [key for key in sorted(keys) if key not in there]
     if not absent:
         return None
-    known = ", ".join(repr(key) for key in there) or "none: it is no dict, named tuple or dataclass"
+    known = ", ".join(repr(key) for key in there) or "none: it is not a dict, named tuple or dataclass"
     return (
         f"drop_keys: the first batch has no {', '.join(map(repr, absent))}, so nothing is dropped there. Keys: {known}."
     )

@@ -13,8 +13,7 @@ class BatchDecoder(Protocol):
     def run(self, batches: Iterator[Batch]) -> Generator[Batch, None, None]:
         """Decode all batches of one pass, in order.
 
-        A few may be read ahead. They are dropped if ``batches`` raises an error, or when the generator is closed at the
-        end of the pass, which may be early.
+        May read a few batches ahead. These are dropped if ``batches`` raises an error or the generator is closed early.
 
         Raises:
             DecodeError: from ``next()``, if an image cannot be decoded. Names the image.

@@ -1,10 +1,10 @@
-"""Elastic resume: the state of a loader, converted for a run with other ranks or another batch size.
+"""Elastic resume: the state of a loader, converted for a run with another number of ranks or batch size.
 
-Trained samples are counted. A DistributedSampler assigns one common order to its ranks round-robin, so ``k`` samples on
-each of ``n`` ranks are the first ``n * k`` of that order. The remaining samples are still to be trained. Torch's
-RandomSampler, SequentialSampler and DistributedSampler can draw their order again from a state, so the remaining
-samples can be assigned to other ranks, in batches of another size. Any other sampler can only be iterated again on the
-same ranks, which still allows another batch size. Other changes raise a ResumeError.
+A state counts trained samples. A DistributedSampler assigns one common order to its ranks round-robin, so after ``k``
+samples on each of ``n`` ranks, the first ``n * k`` of that order are trained. Torch's RandomSampler, SequentialSampler
+and DistributedSampler can draw their order again from a state, so the remaining samples can be assigned to other ranks,
+in batches of another size. Any other sampler can only be iterated again on the same ranks, which still allows another
+batch size. Other changes raise a ResumeError.
 """
 
 import logging
@@ -22,10 +22,10 @@ from lightning_feed.load.order import MapPass, facts_of, rank_of_run, ranks_of_r
 logger = logging.getLogger(__name__)
 
 WAY_OUT = (
-    "Resume with the configuration of the checkpoint until the end of this epoch, or from a checkpoint that was saved "
-    "at the end of an epoch (ModelCheckpoint(save_on_train_epoch_end=True)): there it may change."
+    "Resume with the configuration of the checkpoint until the end of this epoch. To change it, resume from a "
+    "checkpoint that was saved at the end of an epoch (ModelCheckpoint(save_on_train_epoch_end=True))."
 )
-_SIDE_BY_SIDE = "Several loaders are trained side by side, whose places cannot be converted one by one"
+_SIDE_BY_SIDE = "Several loaders are trained side by side, and their positions cannot be converted separately"
 
 
 def is_feed_state(state: object) -> bool:
@@ -41,9 +41,9 @@ def begin_next_epoch(state: SavedState) -> State:
         return {**state, "begun": False}
     if "next_start" not in state and _carries_state(state.get("pass_start", {})):
         raise ResumeError(
-            "The checkpoint was saved at the end of an epoch by an earlier version of lightning_feed, which did not "
-            "keep the state of the sampler or of its generator there: the samples of an earlier epoch would be drawn "
-            "again. Resume from a checkpoint that was saved in the middle of an epoch, or with that version."
+            "An earlier version of lightning_feed saved this checkpoint at the end of an epoch, without the state of "
+            "the sampler or its generator, so the order of an earlier epoch would be repeated. Resume from a "
+            "checkpoint that was saved in the middle of an epoch, or with that version."
         )
     epoch = None if state["epoch"] is None else state["epoch"] + 1
     start = state.get("next_start", {})
@@ -69,8 +69,8 @@ def check_kind(state: SavedState, kind: str, dataset: AnyDataset) -> None:
     """Raise a ResumeError for a state of another kind of dataset."""
     if state["kind"] != kind:
         raise ResumeError(
-            f"The loader state is of a dataset of kind {state['kind']!r}, and this loader's dataset "
-            f"({type(dataset).__name__}) is of kind {kind!r}. Resume with the dataset that was trained on."
+            f"The loader state is for a dataset of kind {state['kind']!r}, but this loader's dataset "
+            f"({type(dataset).__name__}) is of kind {kind!r}. Resume with the dataset of the interrupted run."
         )
 
 
@@ -91,7 +91,7 @@ def converted(state: State, loader: DataLoader[Batch], samplers: Mapping[str, An
     if hasattr(batches, "__len__") and state["batches"] > len(loader):
         raise ResumeError(
             f"The checkpoint was saved after {state['batches']} batches of an epoch, and this loader has "
-            f"{len(loader)}. Resume with the dataset and the batch size that were trained with."
+            f"{len(loader)}. Resume with the dataset and batch size of the interrupted run."
         )
     return state
 
@@ -101,14 +101,14 @@ def _converted_stream(state: State, loader: DataLoader[Batch]) -> State:
     if max(1, state["num_workers"]) != max(1, loader.num_workers):
         raise ResumeError(
             f"The checkpoint was saved with num_workers={state['num_workers']} and this loader has "
-            f"num_workers={loader.num_workers}. An iterable dataset is divided among its workers, so their places "
+            f"num_workers={loader.num_workers}. An iterable dataset is divided among its workers, so their positions "
             f"cannot be converted. Set num_workers={state['num_workers']} to resume."
         )
     ranks, now = state.get("world"), ranks_of_run()
     if ranks not in (None, now):
         raise ResumeError(
             f"The checkpoint was saved by {ranks} ranks and this run has {now}. An iterable dataset is divided among "
-            f"the ranks, so their places cannot be converted. Resume with {ranks} ranks."
+            f"the ranks, so their positions cannot be converted. Resume with {ranks} ranks."
         )
     before, size = state.get("batch_size", loader.batch_size), loader.batch_size
     if before == size:
@@ -116,8 +116,8 @@ def _converted_stream(state: State, loader: DataLoader[Batch]) -> State:
     what = f"The checkpoint was saved with batch_size={before}, and this loader has {size}."
     if state.get("beside"):
         raise ResumeError(f"{what} {_SIDE_BY_SIDE}. Resume with batch_size={before}.")
-    logger.warning("%s The epoch goes on after the samples that were trained.", what)
-    # Places are counted in samples, so only the number of batches changes.
+    logger.warning("%s The epoch continues after the trained samples.", what)
+    # Positions are counted in samples, so only the number of batches changes.
     try:
         drawn = sum(worker["drawn"] for worker in state["workers"].values())
         left = max(0, len(loader.dataset) - drawn) / (size or 1)  # type: ignore[arg-type]
@@ -141,7 +141,7 @@ def _converted_map(state: State, loader: DataLoader[Batch], samplers: Mapping[st
     if not changed and state["since"] == 0 and not state["done"]:
         return state
     rest = _way_of_rest(old, new, parts, same_samplers=same_samplers)
-    what = " and ".join(changed) or "the changes that it was resumed with before"
+    what = " and ".join(changed) or "the changes of an earlier resume"
     why = _why_refused(state, loader, other_length=old["samples"] != new["samples"], convertible=rest is not None)
     if why:
         raise ResumeError(
@@ -152,8 +152,8 @@ def _converted_map(state: State, loader: DataLoader[Batch], samplers: Mapping[st
     base, left = _left(state, loader)
     if changed:
         logger.warning(
-            "The checkpoint was saved in the middle of an epoch, and this run has %s. The epoch goes on after the "
-            "samples that were trained%s.",
+            "The checkpoint was saved in the middle of an epoch, and this run has %s. The epoch continues after the "
+            "trained samples%s.",
             what,
             left,
         )
@@ -170,25 +170,26 @@ def _way_of_rest(old: SavedState, new: SavedState, parts: list[list[int]], *, sa
 
 def _other_sampler(saved: Iterable[str], samplers: Iterable[str]) -> str:
     were, are = (", ".join(name.removesuffix("#0") for name in names) for names in (saved, samplers))
-    return f"the sampler {are} instead of {were}" if were != are else f"other settings of the sampler {are}"
+    return f"the sampler {are} instead of {were}" if were != are else f"other settings for the sampler {are}"
 
 
 def _why_refused(state: SavedState, loader: DataLoader[Batch], *, other_length: bool, convertible: bool) -> str:
     """Return the reason why this loader cannot train the rest of the epoch. Empty if it can."""
     if other_length:
-        return "The order of the epoch was drawn for the dataset as it was, and is another one for this length"
+        return "The order of the epoch was drawn for the dataset's old length, and this length gives another order"
     if state.get("beside"):
         return _SIDE_BY_SIDE
     if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
-        return f"Which samples {type(loader.batch_sampler).__name__} would put into its batches now is not known"
+        return f"The batches that {type(loader.batch_sampler).__name__} would make now cannot be predicted"
     if getattr(loader.dataset, "shard", None) is not None:
         return (
-            "Each rank keeps its share of the samples on its device (cache_shard=True), and has trained of that alone"
+            "Each rank keeps its own share of the samples on its device (cache_shard=True), and has trained only on "
+            "that"
         )
     if not convertible:
         return (
-            "The order of the samples is then known for torch's own samplers only, and where a DistributedSampler "
-            f"divides them among all ranks; this loader's is {type(_batching(loader)[0]).__name__}"
+            "The order of the samples is known only for torch's own samplers, and only if a DistributedSampler divides "
+            f"them among all ranks; this loader's is {type(_batching(loader)[0]).__name__}"
         )
     return ""
 
@@ -300,8 +301,8 @@ def _left(state: SavedState, loader: DataLoader[Batch]) -> tuple[int, str]:
     batches = left // size if drop_last else -(-left // size)
     if left and not batches:
         raise ResumeError(
-            f"{left} samples of the epoch that the checkpoint was saved in are left for each rank, of which "
-            f"drop_last=True makes no batch of {size}. Resume with batch_size={left} or less. {WAY_OUT}"
+            f"The checkpoint's epoch has {left} samples left for each rank, too few for a batch of {size} with "
+            f"drop_last=True. Resume with batch_size={left} or less. {WAY_OUT}"
         )
-    repeated = f"; {twice} are trained twice, since all ranks need as many" if twice else ""
+    repeated = f"; {twice} are trained twice, since all ranks need the same number" if twice else ""
     return len(loader) - batches, f": {left} are left for each rank{repeated}"

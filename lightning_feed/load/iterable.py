@@ -27,7 +27,7 @@ from lightning_feed.load.processes import TorchBatches
 class Stamped(NamedTuple):
     """A batch, and its worker's position after that batch.
 
-    A named tuple, because torch pins each member of one, so the batch is pinned as it would be without the stamp.
+    A named tuple, because torch pins each of its members: the batch is pinned as without the stamp.
     """
 
     batch: Batch
@@ -155,7 +155,7 @@ def _open(dataset: AnyDataset, saved: SavedState | None) -> Iterator[Sample]:
     elif of_hugging_face and dataset in _beginnings:
         dataset.load_state_dict(_beginnings[dataset])
     if saved["ended"]:
-        return iter(())  # its state may already be that of a new beginning
+        return iter(())  # its state may already belong to the next pass
     iterator: AnyIterator = iter(dataset)
     if saved["iterator"] is not None and _has_state(iterator):
         iterator.load_state_dict(saved["iterator"])
@@ -272,7 +272,7 @@ def divides_among_workers(loader: AnyLoader) -> bool | None:
 
 def _divides_itself(dataset: AnyDataset) -> bool:
     package = type(dataset).__module__.partition(".")[0]
-    if package == "datasets":  # Hugging Face's: no more workers than shards get any
+    if package == "datasets":  # Hugging Face's: at most one worker per shard gets samples
         return int(getattr(dataset, "num_shards", getattr(dataset, "n_shards", 1))) > 1
     if package in _SHARDING_PACKAGES:
         return True

@@ -1,9 +1,9 @@
 """FeedLoader, a DataLoader that can resume in the middle of a pass.
 
-Each pass builds a plain DataLoader around the same dataset and samplers, with our counting in between, and torch
-iterates that one. So ``dataset``, ``sampler``, ``batch_sampler`` and ``collate_fn`` stay the user's, for Lightning to
-inspect and copy, and nothing private in torch is overridden. The one private name is ``_iterator``, in which torch
-keeps persistent workers and Lightning finds them (torch 2.6 to 2.15).
+Each pass builds and iterates an inner DataLoader around the same dataset and samplers, with our counting in between. So
+``dataset``, ``sampler``, ``batch_sampler`` and ``collate_fn`` stay the user's, for Lightning to inspect and copy, and
+nothing private in torch is overridden. The only private name in use is ``_iterator``: torch keeps persistent workers
+there, and Lightning looks for them there (torch 2.6 to 2.15).
 """
 
 import copy
@@ -58,20 +58,20 @@ class FeedLoader(DataLoader[Batch]):
 
     Without ``background``, ``order`` and a loaded state it yields the same batches as a DataLoader.
     With an ``order``, random samplers that the user did not seed are seeded for each pass from (seed, epoch, cycle),
-    with cycle the pass number within the epoch (a CombinedLoader repeats its shorter loaders).
+    where cycle counts the passes within an epoch (a CombinedLoader repeats its shorter loaders).
 
-    Exactly resumable are map-style datasets under torch's samplers and under any sampler that depends on its
-    ``generator``, ``set_epoch`` or ``state_dict`` alone, and iterable datasets that have a state (torchdata's contract)
-    or that yield the same samples when iterated again. A sampler that draws from torch's global generator is not
-    resumable: its order is lost with the process. The state counts yielded batches, not batches read ahead.
+    Exact resume works for map-style datasets with torch's samplers, or with any sampler whose order depends only on its
+    ``generator``, ``set_epoch`` or ``state_dict``. It also works for iterable datasets that have a state (torchdata's
+    contract) or repeat their samples when iterated again. A sampler that draws from torch's global generator cannot be
+    resumed: its order is lost with the process. The state counts yielded batches, not batches read ahead.
 
     Args:
         dataset: map-style or iterable.
         background: batches that a thread keeps ready. 0: no thread.
         order: seeds the order of each epoch. None: uses torch's global generator, as in a DataLoader.
-        workers: kind of the ``num_workers``: ``"process"``, ``"thread"`` (in the training process) or a
-            :class:`RayCluster`. Threads and Ray serve map-style datasets: ``get_worker_info()`` is None in them, and
-            ``worker_init_fn`` is not called.
+        workers: kind of workers: ``"process"``, ``"thread"`` (in the training process) or a
+            :class:`RayCluster`. Threads and Ray load only map-style datasets: ``get_worker_info()`` is None in them,
+            and ``worker_init_fn`` is not called.
         watch: when to warn of a missing batch; None: never.
         decode: decodes whole batches after the workers, a few of them ahead. None: no decoding.
         **options: other DataLoader arguments, under their usual names, because Lightning copies the loader by these
@@ -111,7 +111,7 @@ class FeedLoader(DataLoader[Batch]):
         self.forget()
 
     def forget(self) -> None:
-        """Reset to these attributes, without a position or workers."""
+        """Start over with the current attributes, without a position or workers."""
         self._stream = isinstance(self.dataset, IterableDataset)
         self._ours = self.workers != "process" and self.num_workers > 0
         if self._ours:
@@ -132,9 +132,9 @@ class FeedLoader(DataLoader[Batch]):
         name = "ray" if isinstance(self.workers, RayCluster) else self.workers
         if self._stream:
             raise SettingsError(
-                f"workers={name!r} cannot serve {type(self.dataset).__name__}, an IterableDataset: a stream is drawn "
-                "from in one place, and these workers have no get_worker_info() to divide it by. Use "
-                "workers='process', or LoaderSettings(num_workers=0, background=2), which draws from it in one thread."
+                f"workers={name!r} cannot load {type(self.dataset).__name__}, an IterableDataset: "
+                "get_worker_info() is None in these workers, so it cannot divide its samples. Use "
+                "workers='process', or LoaderSettings(num_workers=0, background=2), which reads it in one thread."
             )
         function = getattr(self.worker_init_fn, "func", self.worker_init_fn)
         # Lightning sets its own after seed_everything(workers=True). Not needed: each sample has its own generator.
@@ -213,9 +213,9 @@ class FeedLoader(DataLoader[Batch]):
             state: result of ``state_dict()``, or ``{"ranks": [state of rank 0, state of rank 1, ...]}``.
 
         Raises:
-            ResumeError: the state is of another kind of dataset, of an unknown version, or, in the middle of an epoch,
-                of a configuration that cannot be converted: see elastic_resume.py. An iterable dataset needs the same
-                number of workers and ranks as before.
+            ResumeError: the state has an unknown version or is for another kind of dataset, or it was saved in the
+                middle of an epoch with a configuration that cannot be converted (see elastic_resume.py). An iterable
+                dataset needs the same number of workers and ranks as before.
         """
         from lightning_feed.load.elastic_resume import check_kind, converted, state_of_rank
         from lightning_feed.load.state_schema import check_state
@@ -237,7 +237,7 @@ class FeedLoader(DataLoader[Batch]):
         self._iterator = None  # torch ends the workers when their iterator is garbage
         self._live = self._position = None
         if self.order is not None and state["seed"] is not None:
-            self.order.seed = state["seed"]  # the epochs after this one must be those of the interrupted run, too
+            self.order.seed = state["seed"]  # later epochs must repeat those of the interrupted run, too
         self._pending = state if state["begun"] else None
 
     def check_worker_number_rationality(self) -> None:
@@ -337,7 +337,7 @@ class FeedLoader(DataLoader[Batch]):
         inner._iterator = None if getattr(self._iterator, "_shutdown", False) else self._iterator
         device = drawing_device(inner.generator)
         try:
-            # Entered only if it changes something: it slows each call, and workers forked here inherit it.
+            # Entered only if it changes the device: it slows each call, and workers forked here inherit it.
             # Read from a tensor: torch 2.6's get_default_device() raises after set_default_device(None).
             with nullcontext() if torch.empty(0).device == device else device:
                 iterator = iter(inner)

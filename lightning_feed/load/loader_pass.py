@@ -91,13 +91,13 @@ class LoaderPass(Iterator[Batch]):
             return position.refusal
         self._failed(end)
         said = str(end).strip()
-        # Else others were requested since.
+        # Otherwise newer indices have been requested since.
         at = f", at {position.newest()!r:.200}" if self.taken + 1 == position.given else ""
         self._end = "ended early, with StopIteration"
         return LoaderError(
-            f"The dataset, or collate_fn, raised StopIteration for batch {position.batches} of the epoch{at}. A loop "
-            "would end the epoch there, and the rest of the data would never be trained. Fix the dataset, or "
-            f"raise another error there.{f' The worker said: {said}' if said else ''}"
+            f"The dataset, or collate_fn, raised StopIteration for batch {position.batches} of the epoch{at}. That "
+            "would end the epoch early, without an error. Fix the dataset, or raise another error "
+            f"there.{f' The worker said: {said}' if said else ''}"
         )
 
     def _failed(self, error: BaseException) -> LoaderError | None:

@@ -21,10 +21,10 @@ MEMORY_SHARE = 0.5
 SHM_SHARE = 0.8
 """Largest share of free /dev/shm for batches in flight. A process that fills it dies of a bus error."""
 STREAM_BACKENDS = ("cuda", "xpu")
-"""Device types whose streams, events and allocator were read (torch 2.6 and 2.15) and order work as needed here.
+"""Device types with the streams, events and allocator needed here (read in torch 2.6 and 2.15).
 
-``torch.mps`` has classes of the same names from torch 2.15 on, but one queue, and events that take no stream; the
-modules of other backends (HPU, XLA) come from packages of their own.
+``torch.mps`` has classes with these names from torch 2.15 on, but only one queue, and its events take no stream. Other
+backends (HPU, XLA) have their modules in separate packages.
 """
 
 
@@ -94,7 +94,7 @@ def exceeded_limit(machine: Machine, taken: Footprint) -> str:
     if batches_bytes > SHM_SHARE * shm / taken.sharers:
         return (
             f"{taken.size} need {mib(batches_bytes)}{for_all}, more than {SHM_SHARE:.0%} of the {mib(shm)} free in "
-            "/dev/shm; a container gets more by `docker run --shm-size`"
+            "/dev/shm; a container gets more with `docker run --shm-size`"
         )
     memory = _left(machine.available_memory_bytes, taken)
     total = batches_bytes + taken.workers * taken.worker_bytes

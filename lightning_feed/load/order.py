@@ -51,7 +51,7 @@ class EpochOrder:
     same seed: a DistributedSampler divides one common order among them.
 
     Args:
-        seed: any integer. Loading a state replaces it by the seed of the interrupted run.
+        seed: any integer. Loading a state replaces it with the seed of the interrupted run.
         epoch: returns the number of the current epoch, from 0. Called once at the start of each pass, in the thread
             that begins the pass. Never sent to a worker, so it need not be picklable.
 
@@ -263,8 +263,8 @@ class MapPass(Pass):
             self._drawn_ahead.append(checksum(index, before))
 
     def skip_trained(self, indices: Iterator[Index], count: int) -> Iterator[Index]:
-        """Yield ``indices`` after the first ``count``, trained before the checkpoint. Yields nothing if they differ
-        now."""
+        """Yield ``indices`` after the first ``count``, trained before the checkpoint. Yields nothing if the sampler
+        draws other samples now."""
         if self.drawn is None:
             return islice(indices, count, None)
         for index in islice(indices, count):
@@ -273,10 +273,10 @@ class MapPass(Pass):
         # A checkpoint holds the state of the first rank.
         if None not in (saved, self.drawn) and saved != self.drawn and rank_of_run() == 0:
             self.refusal = ResumeError(
-                "The sampler does not draw the samples that it drew before the checkpoint, so some would be repeated "
-                "and others missed. It was changed, or it draws from a random generator that a checkpoint does not "
-                "hold: give it a torch.Generator as its attribute `generator`, or state_dict() and load_state_dict(). "
-                "Or resume from a checkpoint that was saved at the end of an epoch."
+                "The sampler does not repeat the order that it had before the checkpoint, so some samples would be "
+                "repeated and others missed. It was changed, or it draws from a random generator that is not in the "
+                "checkpoint: give it an attribute `generator` with a torch.Generator, or the methods state_dict() and "
+                "load_state_dict(). Or resume from a checkpoint that was saved at the end of an epoch."
             )
             return iter(())
         return indices
@@ -330,7 +330,7 @@ class MapPass(Pass):
         if "generator" not in start and isinstance(sampler, Sampler) and hasattr(sampler, "generator"):
             seed = saved["seed"] if "seed" in saved else self._draw_seed(name, sampler)
             if seed is not None:
-                # A new object, not the old one reseeded: an older pass may still be drawing from its own.
+                # A new generator, not the old one reseeded: an older pass may still be drawing from that.
                 sampler.generator = PassGenerator().manual_seed(seed)
                 start["seed"] = seed
         return start
@@ -349,8 +349,8 @@ class MapPass(Pass):
     def _draw_seed(self, name: str, sampler: Sampler[Index]) -> int | None:
         seed = self.seed_for(name)
         if seed is None and isinstance(sampler, RandomSampler):
-            # RandomSampler.__iter__ draws this itself without a generator, so the order is that of a plain
-            # DataLoader; drawn here, the seed can be recorded.
+            # Without a generator, RandomSampler.__iter__ draws this seed itself, so the order is that of a plain
+            # DataLoader. Drawn here, the seed can be recorded.
             seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         return seed
 
@@ -375,7 +375,7 @@ def facts_of(loader: DataLoader[Batch], samplers: Mapping[str, AnySampler]) -> S
     samples = size_of(loader.dataset)
     size = 1 if batches is None else getattr(batches, "batch_size", None)
     if type(batches) is not BatchSampler and hasattr(batches, "state_dict"):
-        size = None  # it may change from batch to batch; the sampler's state holds it
+        size = None  # the size may change from batch to batch; the sampler's state holds it
     order: State | None = None
     if _can_be_drawn_again(sampler, loader, samples):
         order = {"sampler": next((name for name, found in samplers.items() if found is sampler), "")}
@@ -443,7 +443,7 @@ def find_read_ahead(dataset: AnyDataset) -> "ReadAhead | None":
 class IndexSource:
     """Source of indices for torch's iterator: the loader's samplers, without the trained part of a resumed pass.
 
-    A loader has one for its whole life, because the iterators of persistent workers call ``iter()`` on it for every
+    A loader keeps one for its whole life, because the iterators of persistent workers call ``iter()`` on it for every
     pass. Torch also begins and drops one iteration at each start of workers. That has no effect, since nothing happens
     before the first index is drawn.
 

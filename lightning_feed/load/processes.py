@@ -46,9 +46,9 @@ class TorchBatches(Maker):
     def fail(self, error: BaseException) -> LoaderError | None:
         """See :meth:`Stage.fail`.
 
-        A failed pass ends its worker processes at once. Persistent workers are ended too if one of them is dead, since
-        no other pass can use the rest. Otherwise, when the traceback is freed, torch would wait 5 s for each worker,
-        because its queues are gone and it can only time out (torch 2.6 and 2.15).
+        Ends the worker processes at once. Torch would end them only when the traceback is freed; its queues are gone by
+        then, so it waits 5 s for each worker (torch 2.6 and 2.15). Persistent workers are ended only if one of them is
+        dead, since no other pass can use the rest.
         """
         if isinstance(error, KeyboardInterrupt):
             stop_workers(self._iterator)
@@ -83,7 +83,7 @@ def _open_tasks(iterator: AnyIterator, position: Pass) -> str:
         if len(info) == 1:  # no data yet
             unsent.setdefault(info[0], []).append(number)
     if not unsent:
-        return "The worker processes have nothing to do: what comes after them hangs, as decoding or pinning memory."
+        return "The worker processes are idle: a later stage hangs, such as decoding or pinning memory."
     worker = min(unsent, key=lambda one: unsent[one])
     pid = iterator._workers[worker].pid
     first, *more = unsent[worker]
@@ -118,7 +118,7 @@ def worker_processes(batches: Any) -> list[Any]:
 def ended_worker(batches: Any, error: BaseException) -> str | None:
     """Describe the worker process whose early end made a pass fail. None if there is no such worker.
 
-    Torch reports it (RuntimeError), unless a batch was being sent: then the connection to the worker breaks first.
+    Torch reports it with a RuntimeError, unless a batch was being sent: then the connection to the worker breaks first.
 
     Args:
         batches: the iterator that failed.
@@ -136,7 +136,7 @@ def ended_worker(batches: Any, error: BaseException) -> str | None:
         if process.exitcode:
             return (
                 f"A worker process of the loader (pid {process.pid}) {_exit_words(process.exitcode)}, so its batches "
-                "are lost. SIGKILL mostly means that memory ran out: see dmesg, and use fewer workers or smaller "
+                "are lost. SIGKILL usually means that memory ran out: see dmesg, and use fewer workers or smaller "
                 "batches."
             )
     return None

@@ -1,8 +1,8 @@
 """Random numbers: one generator per sample in worker threads; comparing and restoring random states.
 
-Python, NumPy and torch have one default generator for the whole process. Worker threads and training would draw from it
-in an unpredictable order. Our recipes draw from :func:`sample_generator` instead. Other uses of the default generators
-are detected with the first sample, and lead to a warning.
+Python, NumPy and torch each have one default generator per process. Worker threads and training would draw from it
+in an unpredictable order. Our recipes draw from :func:`sample_generator` instead. If the first sample uses a default
+generator, a warning says so.
 """
 
 import gc
@@ -49,13 +49,13 @@ class DefaultGenerators:
         self._before = {name: get() for name, (get, _) in self._known.items()}
 
     def used(self) -> list[str]:
-        """Return the names of the generators used since."""
+        """Return the names of the generators used since this object was made."""
         return [
             name for name, (get, _) in self._known.items() if pickle.dumps(get()) != pickle.dumps(self._before[name])
         ]
 
     def restore(self) -> list[str]:
-        """Restore the generators used since. Returns their names."""
+        """Restore the generators used since this object was made. Returns their names."""
         changed = self.used()
         for name in changed:
             self._known[name][1](self._before[name])
@@ -104,7 +104,7 @@ _CODE = (type, BuiltinFunctionType, ModuleType)
 _LONG = 100_000
 """Longest container whose elements are restored. Datasets hold longer lists of all samples."""
 _ENTERED = 1_000
-"""Longest container whose elements are visited. In longer ones they are samples, without a state."""
+"""Longest container whose elements are visited. Longer ones hold samples, which have no state."""
 _MOST = 200_000
 """Largest number of visited objects."""
 _APART = re.compile(
@@ -124,9 +124,9 @@ def preserve_state(*owners: object) -> Iterator[None]:
     """Restore ``owners`` and the global generators at the end of a ``with`` block.
 
     Restores torch's, NumPy's and Python's global generators. Also restores attributes, container contents and
-    generators in all objects reachable from the owners, such as datasets, samplers and transforms. Does not restore
-    contents of arrays and tensors, of containers above 100,000 elements (or of elements of those above 1,000), or state
-    outside Python, such as a file's position.
+    generators in all objects reachable from the owners, such as datasets, samplers and transforms. Does not restore the
+    contents of arrays and tensors, containers of more than 100,000 elements, the elements of containers of more than
+    1,000, or state outside Python, such as a file's position.
 
     Args:
         owners: loaders, datasets, or containers of them. Iterators of loaders are not visited.

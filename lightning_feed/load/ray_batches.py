@@ -34,7 +34,7 @@ class Job(NamedTuple):
     """The arguments of a task."""
 
     keys: tuple[str, ...]
-    """Of this loader, and of all others of its process: workers drop the plans of any other."""
+    """Key of this loader's plan, then those of all other plans of its process. Workers drop any older plan."""
     report_s: float
     """Seconds between two reports of a busy worker."""
     grace_s: float
@@ -82,8 +82,8 @@ class Plan:
         else:
             begin(COLLATING, f"sending the batch of index {shortened(index)}")
         return LoaderError(
-            f"Batches of a Ray worker have to be pickled: {error}. Return tensors, arrays, numbers and text: no locks, "
-            "open files or generators."
+            f"A batch of a Ray worker cannot be pickled: {error}. Return tensors, arrays, numbers and text, but no "
+            "locks, open files or generators."
         )
 
 
@@ -94,7 +94,7 @@ class _Worker:
         self.name = f"process {os.getpid()} of {socket.gethostname()}"
         self._plans: dict[str, Plan] = {}
         self._node = sys.modules["ray"].get_runtime_context().get_node_id()
-        self._at: tuple[Job, float] | None = None  # since when
+        self._at: tuple[Job, float] | None = None  # the current task and its start time
         self._open: tuple[str, int] | None = None
         self._open_until = 0.0
         self._doing = ""
@@ -215,7 +215,8 @@ def _tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...], order: list
 # --- messages between workers and training processes -----------------------------------------------------------------
 
 # In the key-value store of the head node: a few bytes that any process of the cluster may write or read in less than a
-# millisecond. ray.cancel() is not used: racing with the end of a task it ends the calling process (seen in Ray 2.60).
+# millisecond. ray.cancel() is not used: if the task ends at the same moment, it ends the calling process (seen in Ray
+# 2.60).
 _NAMESPACE = {"namespace": "lightning_feed"}
 
 

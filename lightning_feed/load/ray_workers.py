@@ -60,7 +60,7 @@ _CHECK_S = 0.2
 # --- the cluster ----------------------------------------------------------------------------------------------------
 
 _connected: dict[str, int] = {}
-"""Clusters connected to by this module, and the connecting process."""
+"""Process id by cluster address: the connections made by this module."""
 
 
 def _ray() -> Any:
@@ -79,21 +79,21 @@ def connect(address: str | None, num_workers: int) -> Any:
         except Exception as error:  # Ray raises a bare Exception if its own processes are late
             raise LoaderError(
                 f"The Ray cluster at ray_address={address!r} cannot be used: {error} Run `ray start --head` before "
-                "training, under the Ray and Python of this process, and train on a node of it with "
-                "ray_address='auto'. Without ray_address Ray starts on this machine, which may be too busy for it, or "
-                "short of memory or disk space; its log files are in /tmp/ray/session_latest/logs."
+                "training, with the Ray and Python versions of this process, and train on a node of the cluster with "
+                "ray_address='auto'. Without ray_address, Ray starts on this machine, which may be too busy, or short "
+                "of memory or disk space; the log files are in /tmp/ray/session_latest/logs."
             ) from error
         _connected[ray.get_runtime_context().gcs_address] = os.getpid()
     used = ray.get_runtime_context().gcs_address
     if _connected.get(used, os.getpid()) != os.getpid():
         raise LoaderError(
-            "This process was forked from one that uses Ray, which Ray does not survive. Start loading only after "
-            "the fork, or start the ranks in new processes (strategy='ddp')."
+            "This process was forked from one that uses Ray, and Ray does not work after a fork. Start loading only "
+            "after the fork, or start the ranks in new processes (strategy='ddp')."
         )
     if address not in (None, "auto", used):
         raise LoaderError(
             f"This process uses the Ray cluster at {used} already, and ray_address={address!r} is another one. A "
-            f"process can use one cluster: give ray_address={used!r}, or 'auto', or call ray.shutdown() before."
+            f"process can use only one cluster: set ray_address={used!r} or 'auto', or call ray.shutdown() first."
         )
     return ray
 
@@ -113,7 +113,7 @@ def _warn_of_few(there: float, workers: int) -> None:
 
 @functools.cache  # each is sent to the cluster once
 def _task(tries: int) -> Any:
-    # SPREAD keeps tasks out of the placement group of a training that is an actor itself, too, as under ray.train.
+    # SPREAD keeps tasks out of the placement group even if training itself runs in an actor, as under ray.train.
     options = {"num_returns": 2, "num_cpus": 1, "max_retries": tries - 1, "scheduling_strategy": "SPREAD"}
     return _ray().remote(**options)(make_batch)
 
@@ -163,8 +163,8 @@ class RemotePlan:
             return self.ray.put(plan)
         except (exceptions.ObjectStoreFullError, exceptions.OutOfDiskError) as error:
             raise LoaderError(
-                f"The dataset {type(plan.dataset).__name__} does not fit into the object store of Ray, nor on its "
-                f"disk: {error} Keep samples in files and only their names in the dataset, or start Ray with a larger "
+                f"The dataset {type(plan.dataset).__name__} fits neither into Ray's object store nor on its disk: "
+                f"{error} Keep samples in files and only their names in the dataset, or start Ray with a larger "
                 "object_store_memory."
             ) from error
         except Exception as error:
@@ -251,7 +251,7 @@ class RayPass(OwnPass):
         """See :meth:`Maker.where`."""
         reports = [f"{one}. `ray stack` on that machine shows where." for one in take_reports(self._plan.key)]
         return "\n".join(
-            [f"{self._plan.cpus()}.", *(reports or [f"No worker has been at a batch for {REPORT_S:g} s."])]
+            [f"{self._plan.cpus()}.", *(reports or [f"No worker reports a batch longer than {REPORT_S:g} s."])]
         )
 
     def close(self, patience_s: float = PATIENCE_S) -> None:
@@ -300,15 +300,15 @@ class RayPass(OwnPass):
     def _explained(self, asked: PendingBatch, error: Exception) -> LoaderError:
         if type(error) is self._ray.exceptions.WorkerCrashedError:
             explained = LoaderError(
-                f"{TRIES} Ray workers died one after the other with {asked.words()}: {error} A crash in the dataset's "
-                "code does this, and too little memory: see `ray logs`."
+                f"{TRIES} Ray workers in a row died while making {asked.words()}: {error} The dataset's code crashes, "
+                "or memory runs out: see `ray logs`."
             )
         else:
             explained = LoaderError(
                 f"The Ray workers could not make {asked.words()}: {getattr(error, 'cause', error)} All nodes need this "
-                "package and what the dataset imports, in the versions of the training process, and room for up to "
-                f"{self.capacity} batches made ahead: else lower num_workers, prefetch_factor or batch_size, or start "
-                "Ray with a larger object_store_memory."
+                "package and the dataset's imports, in the versions of the training process. The object store needs "
+                f"room for {self.capacity} batches: if it is too small, lower num_workers, prefetch_factor or "
+                "batch_size, or start Ray with a larger object_store_memory."
             )
         explained.__cause__ = error
         return explained
@@ -333,8 +333,8 @@ class RayPass(OwnPass):
             return
         raise LoaderError(
             f"No Ray worker has started any of {len(self._asked)} batches in {now - began:.0f} s. "
-            f"{self._plan.cpus()}. Others may hold the CPUs, or workers fail to start: see `ray status` and `ray "
-            "logs`. Add machines, or stop what is using their CPUs."
+            f"{self._plan.cpus()}. Other jobs may hold the CPUs, or workers may fail to start: see `ray status` and "
+            "`ray logs`. Add machines, or stop the other jobs."
         )
 
     def _check_head(self, now: float) -> None:

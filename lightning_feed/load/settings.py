@@ -58,8 +58,8 @@ class LoaderSettings:
     begins, and remembers the result."""
     workers: Literal["process", "thread", "ray"] = "process"
     """Kind of workers. Threads start at once and share memory with training, but only code that releases the GIL runs
-    in parallel: decoders in C, reading files, torch. See docs/how-to/threads.md. ``"ray"``: tasks on the machines of a
-    Ray cluster. See docs/how-to/ray.md."""
+    in parallel: decoders in C, reading files, torch. ``"ray"``: tasks on the machines of a Ray cluster. See
+    docs/how-to/threads.md."""
     ray_address: str | None = None
     """Address of the Ray cluster: ``"auto"`` for this machine's cluster, or ``"host:port"`` of the head node. None: the
     Ray already used by this process, or a new one on this machine."""
@@ -135,8 +135,8 @@ class LoaderSettings:
             )
         if self.workers != "process" and self.start_method is not None:
             raise SettingsError(
-                f"workers={self.workers!r} starts no processes of torch, so start_method={self.start_method!r} would "
-                "have no effect. Leave it out."
+                f"workers={self.workers!r} does not start torch's worker processes, so "
+                f"start_method={self.start_method!r} would have no effect. Leave it out."
             )
 
     def _check_ray(self) -> None:
@@ -144,17 +144,17 @@ class LoaderSettings:
         if address is not None and (not isinstance(address, str) or not address or "://" in address):
             raise SettingsError(
                 f"ray_address={address!r} is not possible. Give 'auto', or 'host:port' of the head node. Ray Client "
-                "(ray://) is not served: run the training on a node of the cluster."
+                "(ray://) is not supported: run the training on a node of the cluster."
             )
         if self.workers != "ray" and address is not None:
             raise SettingsError(
-                f"workers={self.workers!r} uses no Ray, so ray_address={address!r} would have no effect. Set "
+                f"workers={self.workers!r} does not use Ray, so ray_address={address!r} would have no effect. Set "
                 "workers='ray', or leave it out."
             )
         if self.workers == "ray" and not isinstance(self.num_workers, int):
             raise SettingsError(
-                f"workers='ray' with num_workers={self.num_workers!r}: what a cluster has to give is not known here. "
-                "Give the number of workers, one for each CPU that you want to use."
+                f"workers='ray' with num_workers={self.num_workers!r}: the size of the cluster is not known here. Set "
+                "the number of workers, one for each CPU that you want to use."
             )
 
 
@@ -175,7 +175,7 @@ class Job:
     """Properties of the run that loaders depend on. The defaults fit a loader outside a run."""
 
     device_type: str = "cpu"
-    """Type of the device that trains, as in ``torch.device.type``."""
+    """Type of the training device, as in ``torch.device.type``."""
     local_ranks: int = 1
     """Number of training processes on this machine, including this one."""
     sharing_ranks: int = 1
@@ -233,7 +233,7 @@ def recommend(machine: Machine, settings: LoaderSettings, workload: Workload) ->
         SettingsError: persistent workers, but the Trainer reloads the loaders every few epochs.
     """
     workers, why_workers = _workers(machine, settings, workload)
-    prefetch, why_prefetch = TORCH_PREFETCH, "torch's default; more helps only where samples differ much in cost"
+    prefetch, why_prefetch = TORCH_PREFETCH, "torch's default; more helps only if samples differ much in cost"
     if settings.prefetch_factor != "auto":
         prefetch, why_prefetch = settings.prefetch_factor, "as given"
     exceeded = partial(_exceeded_limit, machine, settings, workload)
@@ -278,15 +278,15 @@ def _workers(machine: Machine, settings: LoaderSettings, workload: Workload) -> 
         return settings.num_workers, "as given"
     needed = ", ".join(settings.asking_for_workers())
     if workload.batches is not None and workload.batches <= 1 and not needed:
-        return 0, "a single batch leaves nothing to load beside it"
+        return 0, "a single batch leaves nothing to load in parallel"
     if workload.iterable:
         return 1, (
-            "each worker of an IterableDataset goes through the whole stream, unless the dataset divides it by "
+            "each worker of an IterableDataset reads the whole stream, unless the dataset divides it by "
             "torch.utils.data.get_worker_info(); if yours does, set num_workers"
         )
     workers, why = _share_of_cpus(machine, workload)
     if settings.workers == "thread":
-        why += "; threads work on a batch together, side by side where the GIL is released, as by decoders in C"
+        why += "; threads work on a batch together, in parallel while C code such as a decoder releases the GIL"
     elif workload.batches is not None and workers > workload.batches:
         workers = workload.batches
         why += f", and no more than the {workload.batches} batches"
@@ -328,7 +328,7 @@ def _exceeded_limit(machine: Machine, settings: LoaderSettings, workload: Worklo
     size = f"{batches} batches of {workload.batch_size} samples"
     if settings.sample_bytes is None:
         size += (
-            f" (taken as float32 images of 3 x 224 x 224, {ASSUMED_SAMPLE_BYTES} bytes each; tell the true size by "
+            f" (assumed: float32 images of 3 x 224 x 224, {ASSUMED_SAMPLE_BYTES} bytes each; set the true size with "
             "LoaderSettings(sample_bytes=...))"
         )
     threads = settings.workers == "thread"
@@ -351,7 +351,7 @@ def _pin(settings: LoaderSettings, workload: Workload) -> tuple[bool, str]:
         why = "a copy from page-locked memory overlaps with computing" if helps else "nothing is copied to a device"
         return helps, f"device '{workload.device_type}': {why}"
     if settings.pin_memory and not helps:
-        return False, f"given as True, and left off: it serves no device of type '{workload.device_type}'"
+        return False, f"True was requested, but is not used: it does not help a device of type '{workload.device_type}'"
     return settings.pin_memory, "as given"
 
 
@@ -360,11 +360,11 @@ def _persistent(settings: LoaderSettings, workload: Workload, workers: int) -> t
     reload = workload.reload_every_n_epochs if repeated else 0
     if settings.persistent_workers is True and reload:
         raise SettingsError(
-            f"persistent_workers=True with Trainer(reload_dataloaders_every_n_epochs={reload}) would keep the workers "
-            "of loaders that are thrown away. Leave one of the two out."
+            f"persistent_workers=True with Trainer(reload_dataloaders_every_n_epochs={reload}) would keep workers for "
+            "loaders that are replaced. Leave one of the two out."
         )
     if settings.workers == "thread" and workers:
-        given = "given as True, and left off: " if settings.persistent_workers is True else ""
+        given = "True was requested, but is not used: " if settings.persistent_workers is True else ""
         return False, f"{given}threads start in less than a millisecond"
     if settings.persistent_workers != "auto":
         return settings.persistent_workers, "as given"
@@ -373,5 +373,5 @@ def _persistent(settings: LoaderSettings, workload: Workload, workers: int) -> t
     if reload:
         return False, f"the Trainer makes new loaders every {reload} epochs"
     if not repeated:
-        return False, f"'{workload.split}' is gone through once"
-    return True, "workers that live on need not be started again each epoch"
+        return False, f"'{workload.split}' is iterated once"
+    return True, "avoids starting the workers again in each epoch"

@@ -23,9 +23,9 @@ from lightning_feed.load.worker import resend_ctrl_c
 logger = logging.getLogger(__name__)
 
 SOON_S = 0.5
-"""Seconds that Ctrl-C waits at most for the current batch."""
+"""Longest wait of Ctrl-C for the current batch, in seconds."""
 PATIENCE_S = 10.0
-"""Seconds that a shutdown waits at most for samples in loading threads. A thread cannot be stopped."""
+"""Longest wait of a shutdown for samples in loading threads, in seconds. A thread cannot be stopped."""
 CLOSED = "This pass over the loader was closed. Begin a new pass with iter(loader)."
 COLLATING = -1
 """Marks collating among the sample positions of a batch."""
@@ -158,8 +158,8 @@ class ThreadShutdown:
         left = sum(thread.is_alive() for thread in self._threads)
         if left:
             logger.warning(
-                "%d threads of the loader are still loading a sample after %g s and were left behind. They end when "
-                "the sample does. A dataset that may never return needs a timeout of its own, or "
+                "%d threads of the loader are still loading a sample after %g s and were abandoned. Each ends after "
+                "its sample. A dataset that may never return needs its own timeout, or "
                 "LoaderSettings(timeout_s=...).",
                 left,
                 patience_s,
@@ -182,7 +182,7 @@ def at_index(index: Index) -> str:
 
 def collating(index: Index) -> str:
     """Describe collating."""
-    return f"putting together the samples of index {shortened(index)}"
+    return f"collating the samples of index {shortened(index)}"
 
 
 def with_place(error: BaseException, where: str) -> ExceptionWrapper:

@@ -84,7 +84,7 @@ def check_state(state: Any, *, batches: int = 0, unfinished: bool = False) -> No
 
     Args:
         state: object of any type from the checkpoint.
-        batches: least number of trained batches in the epoch.
+        batches: smallest possible number of trained batches in the epoch.
         unfinished: True if the epoch is known to have more batches.
 
     Raises:

@@ -6,7 +6,7 @@ finalizer that garbage collection runs inside another ``put``.
 
 Uses only the standard library. torchdata's ParallelMapper (read in 0.11) polls its queues ten times a second, loses a
 BaseException and cannot say which sample it waits for. Python joins a ThreadPoolExecutor at exit, so a sample that
-hangs would block it for ever. The threads end with the pass, because they start in less than a millisecond.
+hangs would block the exit for ever. Our threads end with the pass, because they start in less than a millisecond.
 """
 
 import logging
@@ -203,8 +203,8 @@ class ThreadPass(OwnPass):
     def __next__(self) -> Batch:
         if not self._shutdown.is_here:
             raise LoaderError(
-                "This pass over the loader belongs to another process, where its worker threads are: a forked copy "
-                "has none. Begin a new pass with iter(loader)."
+                "The worker threads of this pass over the loader are in another process: a fork does not copy "
+                "threads. Begin a new pass with iter(loader)."
             )
         if not self._jobs and (self._ended or not self._plan.cancelled):
             self._ended = True
@@ -272,9 +272,9 @@ class ThreadPass(OwnPass):
         changed = before.restore()
         if changed:
             logger.warning(
-                "A sample of %s draws from %s. Worker threads share that with each other and with the training, so "
-                "random augmentations are not reproducible, and training that draws from it is changed. Use "
-                "workers='process', or give each draw a generator of the sample's own, as ImageFolderDataModule does.",
+                "A sample of %s draws from %s, which worker threads share with each other and with training. So "
+                "random augmentations are not reproducible, and they change the random numbers of training. Use "
+                "workers='process', or a separate generator for each sample, as ImageFolderDataModule does.",
                 type(self._plan.dataset).__name__,
                 " and ".join(changed),
             )

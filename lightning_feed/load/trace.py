@@ -22,7 +22,7 @@ Traced = Literal[
     "device_transform",
     "hand_over",
 ]
-"""All stages, in pipeline order. See docs/reference/profiler.md."""
+"""All stages, in pipeline order. See docs/reference/callbacks.md."""
 PREFIX = "lightning_feed."
 """Prefix of their names in a trace."""
 

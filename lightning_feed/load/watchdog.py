@@ -85,11 +85,11 @@ class LateBatch:
         try:
             where = batches.where()
         except Exception as error:  # noqa: BLE001  # observing must never end a run; the pass goes on
-            where = f"Where it hangs is not known ({type(error).__name__}: {error})."
+            where = f"The place where it hangs could not be found ({type(error).__name__}: {error})."
         if self._since == since:  # still the same wait
             logger.warning(
-                "No batch of %s has come for %.0f s. %s\nThe run waits on; LoaderSettings(timeout_s=...) ends it when "
-                "workers take longer than that, and warn_after_s says when to warn.",
+                "No batch of %s has arrived for %.0f s. %s\nThe run keeps waiting. LoaderSettings(timeout_s=...) "
+                "ends it if workers take longer; warn_after_s sets the time before this warning.",
                 self._watch.name,
                 now - since,
                 where,

@@ -101,7 +101,7 @@ def refuse_unsendable(loader: DataLoader[Batch], name: str, start_method: str) -
     why = why_not_sent(loader, start_method)
     if why:
         raise LoaderError(
-            f"{name} cannot have its workers, because {why}. Define functions and classes at the top level of a "
+            f"{name} cannot start its workers, because {why}. Define functions and classes at the top level of a "
             "module, and open files and connections in the first __getitem__. Or set "
             "LoaderSettings(start_method='fork'), which does not pickle, or num_workers=0."
         )
@@ -173,7 +173,7 @@ def stack_of(pid: int) -> str:
 
 @contextlib.contextmanager
 def resend_ctrl_c() -> Iterator[None]:
-    """Resend a Ctrl-C raised here a moment later: Python drops errors raised in a finalizer or ``__del__``."""
+    """Resend, a moment later, a Ctrl-C raised here: Python drops errors raised in a finalizer or ``__del__``."""
     try:
         yield
     except KeyboardInterrupt:

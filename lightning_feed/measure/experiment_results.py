@@ -23,6 +23,7 @@ class FunctionCost:
     name: str
     """``Birds.__getitem__``."""
     file: str
+    """Its file."""
     line: int
     """The line that takes most of the time."""
     calls: str | None
@@ -56,7 +57,9 @@ class DiskFacts:
     read_mb_per_s: float | None = None
     """Read rate while the loader runs, from the sizes of its files."""
     files_per_s: float | None = None
+    """Files opened per second, by all workers."""
     mean_file_bytes: float | None = None
+    """Mean size of a file."""
     latency_ms: float | None = None
     """For a URL: time from requesting one byte to receiving it, with sequential requests."""
     line_mb_per_s: float | None = None
@@ -85,6 +88,7 @@ class ExperimentResults:
     """Rates are in batches per second, each over whole rounds after the warm-up."""
 
     batch_size: int | None = None
+    """Samples of a batch in the experiments."""
     model_per_s: float | None = None
     """Rate of the model on one device batch, repeated."""
     host_batch_per_s: float | None = None

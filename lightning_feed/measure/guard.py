@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from lightning_feed.errors import printable_lines
+from lightning_feed.errors import SettingsError, printable_lines
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +108,16 @@ def guarded(hook: Callable[Concatenate[Owner, P], None]) -> Callable[Concatenate
                 guard.measuring_failed(error)
 
     return run
+
+
+def check_instance(callback: object, kind: type) -> None:
+    """Refuse the class of a callback in place of an object: its hooks get the Trainer as ``self``.
+
+    Raises:
+        SettingsError: says what to write.
+    """
+    if not isinstance(callback, kind):
+        raise SettingsError(f"callbacks=[{kind.__name__}] holds the class. Write callbacks=[{kind.__name__}()].")
 
 
 def say(to: logging.Logger, level: int, what: str) -> None:

@@ -46,10 +46,9 @@ class HookPlace:
     name: str
     """As Lightning names it to its profiler, without a callback's settings."""
     at: str
-    """``train.py:12``."""
+    """Its file and line, such as ``train.py:12``."""
     interval: str = ""
-    """The argument of the callback's constructor that seems to say every how many steps it does its work, if that is
-    1."""
+    """The constructor argument that seems to make the callback work every N steps, if N is 1."""
 
 
 OTHERS_PCT = 20.0
@@ -71,10 +70,15 @@ class LoopFacts:
     every_num_workers: tuple[int, ...] = ()
     """Workers of each training loader; empty if unknown."""
     prefetch_factor: int | None = None
+    """Batches that each worker loads ahead."""
     pin_memory: bool | None = None
+    """Batches are put into pinned memory."""
     persistent_workers: bool | None = None
+    """Workers stay alive between epochs."""
     in_order: bool | None = None
+    """Batches come in the order of the sampler."""
     workers: Literal["process", "thread"] | None = None
+    """Kind of workers."""
     map_style: bool | None = None
     """True if all training datasets are map-style."""
     decodes_whole: bool | None = None
@@ -83,6 +87,7 @@ class LoopFacts:
     ours: bool | None = None
     """True if a FastDataModule made the training loaders."""
     batch_size: int | None = None
+    """Samples in a batch, on one rank."""
     batch_bytes: int | None = None
     """Bytes of all tensors of a training batch on the host."""
     batch_tensors: int | None = None
@@ -90,6 +95,7 @@ class LoopFacts:
     batch_hooks: bool | None = None
     """True if a hook of the user other than ``device_transform`` can change a batch during its transfer."""
     batches_per_epoch: int | None = None
+    """Batches of the training loader in an epoch, on one rank."""
     breaks_off: bool | None = None
     """True if the Trainer has a limit that may end an epoch before its loaders do."""
     decoder: str | None = None
@@ -127,6 +133,7 @@ class LoopFacts:
     usable_cpus: int | None = None
     """CPUs that this rank may use."""
     world_size: int = 1
+    """Number of ranks."""
     package: Literal["lightning.pytorch", "pytorch_lightning"] = "lightning.pytorch"
     """Package of the Trainer and its callbacks."""
     lightning: str | None = None

@@ -67,14 +67,14 @@ class LoaderStats:
     pin_lag_ms: float | None = None
     """Mean time of waiting for a batch while batches were made, but none of them pinned. High: pinning limits."""
     produced_per_s: float | None = tagged("feed_queue/produced_per_s")
-    """Batches per second that the loader made, what only left a full queue not counted."""
+    """Batches per second that the loader made, without those that were only taken from a full queue."""
 
     cpu_pressure_pct: float | None = tagged("feed_pressure/cpu_pct")
     """Share of time in which some task of the container, or of the machine, waited for a CPU (PSI "some")."""
     io_pressure_pct: float | None = tagged("feed_pressure/io_pct")
-    """The same for reading and writing."""
+    """Share of time in which some task waited for reading or writing (PSI "some")."""
     memory_pressure_pct: float | None = tagged("feed_pressure/memory_pct")
-    """The same for memory."""
+    """Share of time in which some task waited for memory (PSI "some")."""
     throttled_pct: float | None = tagged("feed_pressure/throttled_pct")
     """Share of the scheduler's periods in which the cgroup had used up its CPU quota. High: fewer workers, or quota."""
 
@@ -144,7 +144,7 @@ class StarvationStats:
     starved_low_pct: float | None = None
     """Lower end of the 95 % interval of starved_pct, by a block bootstrap."""
     starved_high_pct: float | None = None
-    """Its upper end."""
+    """Upper end of that interval."""
     input_pct: float | None = None
     """Share of step time spent on data and exposed copying, 0 to 100. High beside a low starved_pct: slow copies."""
     speedup_if_free: float | None = tagged("feed/speedup_if_free")
@@ -157,7 +157,7 @@ class StarvationStats:
     step_low_ms: float | None = None
     """Lower end of the 95 % interval of step_ms, by the same bootstrap."""
     step_high_ms: float | None = None
-    """Its upper end."""
+    """Upper end of that interval."""
     compute_ms: float | None = tagged("feed_step/compute_ms")
     """Mean time from the batch being on the device to the end of the step. Near step_ms: compute-bound."""
     forward_ms: float | None = tagged("feed_step/forward_ms")
@@ -180,7 +180,7 @@ class StarvationStats:
     hidden_wait_ms: float | None = tagged("feed_host/hidden_wait_ms")
     """The part of next_wait_ms during which the device still had work. 0 on the CPU, where nothing is queued ahead."""
     epoch_start_s: float | None = tagged("feed_epoch/start_s")
-    """Mean time from the start of an epoch to its first batch. High: workers are started anew each epoch."""
+    """Mean time from the start of an epoch to its first batch. High: workers are started again each epoch."""
 
     @property
     def interval_pct(self) -> tuple[float, float] | None:
@@ -196,6 +196,7 @@ class LoaderSteps:
     name: str
     """Its key in the dict of loaders, else ``dataloader_idx_0`` and so on, as Lightning has it in names of metrics."""
     steps: int
+    """Steps on its batches."""
     step_ms: float
     """Mean step."""
     data_idle_ms: float

@@ -55,6 +55,7 @@ class Throughput:
     """Step time, turned into rates."""
 
     batches_per_s: float | None
+    """1000 / ``step.step_ms``."""
     samples_per_s: float | None
     """None: the batch size is not known."""
 
@@ -64,6 +65,7 @@ class ReportedRemedy(Remedy):
     """A remedy, with its prediction as a rate."""
 
     predicted_samples_per_s: float | None = None
+    """The predicted step time as a rate, on one rank."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,11 +23,17 @@ class Environment:
     """Versions and machine of a run, to compare two runs by. None: not installed, or not known."""
 
     lightning_feed: str | None = None
+    """Version of lightning_feed."""
     python: str | None = None
+    """Version of Python."""
     torch: str | None = None
+    """Version of torch."""
     torchvision: str | None = None
+    """Version of torchvision."""
     lightning: str | None = None
+    """Version of the package ``lightning``."""
     pytorch_lightning: str | None = None
+    """Version of the package ``pytorch_lightning``."""
     platform: str | None = None
     """Operating system and C library, as Python names them."""
     cpu: str | None = None

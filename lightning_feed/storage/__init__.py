@@ -1,4 +1,4 @@
-"""Storage of encoded samples, and how they are read. Each name is imported on first use."""
+"""Encoded samples: how they are stored and read. Each name is imported on first use."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

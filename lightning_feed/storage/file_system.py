@@ -12,8 +12,8 @@ from lightning_feed.errors import ArchiveError, printable
 from lightning_feed.storage.system import MemoryLimit, cgroup_memory_limits, memory_limits, read_text, size_text
 
 RAM_SHARE = 0.9
-"""Share of the free memory, and of the free space of a memory file system, that a copy may take. A loader's workers
-pass their batches through /dev/shm, and are killed when it is full; so are processes that allocate when memory is."""
+"""Share of the free memory, and of the free space of a memory file system, that a copy may take. Workers pass their
+batches through /dev/shm and are killed when it is full; any process can be killed when memory is full."""
 _KINDS = {
     "memory": {"tmpfs", "ramfs", "hugetlbfs", "devtmpfs"},
     "overlay": {"overlay", "overlayfs", "aufs", "fuse.fuse-overlayfs"},
@@ -22,10 +22,10 @@ _KINDS = {
         *("panfs", "wekafs", "orangefs", "pvfs2", "ocfs2", "gfs2", "9p", "virtiofs", "daos", "fuse"),
     },
 }
-"""File system types by kind. ``fuse.*`` counts as network, too: a mount by a user's program is usually a bucket or
-another machine."""
+"""File system types by kind. ``fuse.*`` counts as network, because such a mount is usually a bucket or another
+machine."""
 _VIRTUAL = ("virtio", "vbd-")
-"""Parts of the paths of virtual disks (KVM, Xen). Linux reports those as rotational whatever they are."""
+"""Parts of the paths of virtual disks (KVM, Xen). Linux always reports these as rotational."""
 
 
 def file_system(path: str | Path, root: Path = Path("/")) -> tuple[str | None, str | None]:
@@ -167,15 +167,14 @@ def find_caveats(folder: str, root: Path = Path("/")) -> tuple[str, ...]:
     sticky = status.st_mode & stat.S_ISVTX  # then only the owner can move files there
     if status.st_uid not in (0, os.geteuid()) or (status.st_mode & 0o002 and not sticky):
         found.append(
-            f"Other users may put other data instead of a copy into {folder}. Choose a DEST of your own, for example "
-            "/dev/shm/<user>."
+            f"Other users can replace a copy in {folder}. Choose a DEST of your own, for example /dev/shm/<user>."
         )
     if mount is None or not mount.in_memory:
         return tuple(found)
     found.append(f"{mount.point} is memory: the copy is gone after a reboot.")
     if mount.kind == "tmpfs" and "noswap" not in mount.options and _has_swap(root):
         found.append(
-            f"{mount.point} may be moved out to swap when memory is short. Mounted with noswap (Linux 6.4) it is not."
+            f"{mount.point} may be swapped out when memory is short. Mount it with noswap (Linux 6.4) to prevent that."
         )
     limit = min(cgroup_memory_limits(root), default=None)
     if limit is not None:

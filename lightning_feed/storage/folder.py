@@ -31,8 +31,7 @@ MANIFEST = "pack.json"
 _VERSION = 2
 _DIGEST_BYTES = 16
 _SETTLED_NS = 2_000_000_000
-"""A folder changed within the last two seconds may change again with the same timestamp (FAT has the coarsest in use,
-2 s)."""
+"""A folder changed within the last two seconds may change again with the same timestamp (FAT: 2 s)."""
 
 
 @runtime_checkable
@@ -62,11 +61,11 @@ class SampleSource(Protocol):
 
 
 class FolderStamp(NamedTuple):
-    """Timestamps and inode of a folder: they change when a file is added, removed or renamed."""
+    """Timestamps and inode of a folder, which change when a file is added, removed or renamed."""
 
     mtime_ns: int
     ctime_ns: int
-    """Only the kernel sets it: programs that unpack archives reset the modification time."""
+    """Set only by the kernel; programs that unpack archives reset the modification time."""
     inode: int
 
     @classmethod
@@ -76,7 +75,7 @@ class FolderStamp(NamedTuple):
 
 
 def flat_names(names: list[bytes]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """Return all names, concatenated, and the end of each."""
+    """Return all names concatenated, and the end of each."""
     return np.frombuffer(b"".join(names), np.uint8), np.cumsum([len(name) for name in names], dtype=np.int64)
 
 

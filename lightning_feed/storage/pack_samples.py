@@ -1,7 +1,7 @@
-"""Samples of a pack as bytes: files unchanged, shrunk or decoded, and samples of any dataset without pickle.
+"""Samples of a pack as bytes: original, shrunk or decoded files, or samples of any dataset, encoded without pickle.
 
-A dataset sample is the length of a JSON header (8 bytes, little endian), the header, and the raw arrays, each starting
-at a multiple of 64 bytes.
+A dataset sample consists of the length of a JSON header (8 bytes, little endian), the header, and the raw arrays, each
+starting at a multiple of 64 bytes.
 """
 
 import io
@@ -57,7 +57,7 @@ class Payload(NamedTuple):
     checksum: int
     """CRC-32."""
     problem: str
-    """Reason that it could not be read."""
+    """Reason why it could not be read."""
     changed_ns: int
     """Change time of its file before the read, in ns since 1970; 0 without a file."""
 
@@ -111,7 +111,7 @@ class Payloads(Dataset[Payload]):
             with Image.open(io.BytesIO(data)) as image:
                 return self._decoded(image) if self.kind == "decoded" else self._encoded(image, data)
         except _CORRUPT as error:
-            # Pillow's message would show the object that it read from.
+            # Pillow's own message names only the in-memory file object.
             why = "Pillow does not know its format" if isinstance(error, UnidentifiedImageError) else error
             raise DecodeError(f"{self.source.name(index)} (sample {index}) is not a readable image: {why}.") from error
 
@@ -120,11 +120,11 @@ class Payloads(Dataset[Payload]):
         return np.array(pixels.shape[:2], "<u4").tobytes() + pixels.tobytes()
 
     def _encoded(self, image: Image.Image, data: bytes) -> bytes:
-        image.load()  # even if it is not resized: to notice a truncated file now
+        image.load()  # even without resizing, to notice a truncated file now
         if self.shrink.short_side is not None and min(image.size) <= self.shrink.short_side:
             return data  # small enough already: re-encoding would only lose quality
         file = io.BytesIO()
-        # Chroma at full resolution: it was halved once already, and must not be halved again.
+        # Chroma at full resolution: it was halved once already, and halving it again would lose more.
         resized = _resized(image.convert("RGB"), self.shrink.short_side)
         resized.save(file, "JPEG", quality=self.shrink.written_quality, subsampling=0)
         return file.getvalue()

@@ -35,7 +35,7 @@ _PARTS = {ALL, "train", "val", "test"}
 
 
 def damaged(path: Path, error: Exception, index: int | None = None) -> ArchiveError:
-    """Return the error for any exception of a library: a flipped bit can make it raise nearly anything."""
+    """Return the error for any exception of a library. A flipped bit can raise nearly anything."""
     where = "" if index is None else f" at sample {index}"
     return ArchiveError(f"{path} cannot be read{where}: {error}. Copy it again, or pack the source again.")
 
@@ -180,7 +180,7 @@ class PartIndex:
 Read = Callable[[int], bytes]
 """Reads a sample's payload in this process, from any thread; may raise any exception."""
 _environments: "WeakValueDictionary[tuple[int, int, int], Any]" = WeakValueDictionary()
-"""Open environments, by process, device and inode of the data: another pack may be at the same path by now."""
+"""Open environments, by process, device and inode of the data: the path may lead to another pack by now."""
 
 
 def lmdb_key(number: int) -> bytes:
@@ -209,7 +209,7 @@ def open_lmdb(folder: Path) -> Any:
         environment = lmdb.open(os.path.realpath(folder), readonly=True, lock=False, readahead=False, max_readers=512)
         page = environment.stat()["psize"]
         needed, there = environment.info()["last_pgno"] + 1, status.st_size // page if page else 0
-        if there < needed:  # reading on would end the process with SIGBUS
+        if there < needed:  # reading further would end the process with SIGBUS
             environment.close()
             raise lmdb.CorruptedError(f"it is cut short: only {there} of {needed} pages are present")
         _environments[identity] = environment
@@ -220,7 +220,7 @@ def _open_lmdb(folder: Path, _index: PartIndex) -> Read:
     environment = open_lmdb(folder)
 
     def read(number: int) -> bytes:
-        with environment.begin() as transaction:  # the map is valid during it
+        with environment.begin() as transaction:  # the map is valid until its end
             found: bytes | None = transaction.get(lmdb_key(number))
         if found is None:
             raise LookupError("it is missing")
@@ -255,7 +255,7 @@ READERS: dict[Format, Callable[[Path, PartIndex], Read]] = {"lmdb": _open_lmdb, 
 
 
 class DamagedSampleError(ArchiveError, DatasetError):
-    """A sample that differs from the packed one. As a DatasetError it is a bad sample, which ``on_error`` may skip."""
+    """A sample that differs from the packed one. Also a DatasetError, so ``on_error`` may skip it."""
 
 
 class PackedDataset(Dataset[Any]):
@@ -347,7 +347,7 @@ class PackedDataset(Dataset[Any]):
             raise damaged(self.path, error, index) from error
         if not self._checked[index]:
             if zlib.crc32(payload) != self.index.checksums[index]:
-                raise DamagedSampleError(f"{self.name(index)} differs from what was packed. Copy or pack it again.")
+                raise DamagedSampleError(f"{self.name(index)} differs from the packed sample. Copy or pack it again.")
             self._checked[index] = True
         return payload
 
@@ -372,9 +372,9 @@ class PackedDataset(Dataset[Any]):
             raise
         except Exception as error:
             raise damaged(data, error) from error
-        # After opening the data: a pack that replaced this one before that has its manifest in place by now.
+        # Checked after opening the data: if another pack replaced this one before, its manifest is in place by now.
         if read_manifest(self.path).identity != self._identity:
-            raise ArchiveError(f"{self.path} is not the pack that this run began with. Start the run again.")
+            raise ArchiveError(f"{self.path} was replaced during this run. Start the run again.")
         self._check_files()
         self._checked[:] = False
         return read

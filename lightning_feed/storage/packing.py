@@ -27,7 +27,7 @@ from lightning_feed.storage.remote_folder import RemoteSource
 from lightning_feed.storage.splits import SPLITS, Root
 from lightning_feed.storage.system import end_with, make_private, progress_bar
 
-LITDATA = "packs are of the formats lmdb and hdf5; for LitData's chunks use its own litdata.optimize"
+LITDATA = "packs use lmdb or hdf5; for LitData's chunks, use litdata.optimize"
 _AT_ONCE = 16
 """Samples that a worker returns together, at most."""
 _HANDED_OVER_BYTES = 16 << 20
@@ -88,8 +88,8 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
     Raises:
         SettingsError: if a value is impossible.
         DatasetError: if the source cannot be read.
-        ArchiveError: if ``dest`` exists, is inside the source, is being packed by another process or is writable by
-            another user; if space runs out; if the source changes meanwhile; or if verification fails.
+        ArchiveError: if ``dest`` exists, is inside the source, is in use by another process that packs, or is writable
+            by another user; if space runs out; if the source changes during packing; or if verification fails.
     """
     began_s = time.monotonic()
     target = Path(dest)
@@ -99,7 +99,7 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
     parts, classes = _parts_of(source, shrink, storage_options)
     _check_outside(target, parts)
     with in_the_making(target) as folder:
-        _check_target(target, force=force)  # again: another process may have packed there since
+        _check_target(target, force=force)  # again, because another process may have packed there since
         _check_room(folder, parts, format)
         written = [PartWriter(folder / name, part, format) for name, part in parts.items()]
         for one in written:
@@ -189,7 +189,7 @@ def _check_outside(target: Path, parts: dict[str, Payloads]) -> None:
     sources = [part.source for part in parts.values() if isinstance(part.source, FolderSource)]
     for root in [source.root for source in sources if not isinstance(source, RemoteSource)]:
         if any(folder.exists() and folder.samefile(root) for folder in target.absolute().resolve().parents):
-            raise ArchiveError(f"{target} is inside {root}, which is to be packed. Choose a DEST outside of it.")
+            raise ArchiveError(f"{target} is inside {root}, the folder to pack. Choose a DEST outside of it.")
 
 
 def _parts_of(
@@ -236,7 +236,7 @@ def _fill(written: "PartWriter", workers: int | None, on_error: str) -> None:
     with progress_bar(f"Packing {written.name}", len(written.part), " samples") as bar:
         for payload in _payloads(written.part, workers):
             if payload.data is None and on_error == "raise":
-                raise ArchiveError(f"{payload.problem} Fix it, or leave it out (--on-error skip), and pack again.")
+                raise ArchiveError(f"{payload.problem} Fix the file, or skip it (--on-error skip), and pack again.")
             waiting.append(payload)
             waiting_bytes += len(payload.data or b"")
             bar.update()
@@ -277,8 +277,8 @@ def in_the_making(target: Path) -> Iterator[Path]:
     """Yield a locked folder to pack into, removed on error. Leftovers of a killed process are removed first.
 
     Raises:
-        ArchiveError: if another process packs there; if the folder cannot be made or is another user's; or instead of
-            any error that means a full disk.
+        ArchiveError: if another process packs there, if the folder cannot be made or belongs to another user, or if the
+            disk is full.
     """
     partial = target.with_name(f".{target.name}.partial")
     lock = FileLock(partial / _LOCK, fallback_to_soft=False)
@@ -289,7 +289,7 @@ def in_the_making(target: Path) -> Iterator[Path]:
         raise ArchiveError(f"{partial} cannot be made or written to: {error.strerror}. Choose another DEST.") from error
     try:
         lock.acquire(timeout=0)
-    except (Timeout, FileNotFoundError) as error:  # not found: the other process is done and has renamed it
+    except (Timeout, FileNotFoundError) as error:  # not found: the other process has finished and renamed it
         raise ArchiveError(f"Another process is packing to {target}. Wait for it, or choose another DEST.") from error
     if os.path.lexists(f"{target}.partial"):
         logger.warning("%s.partial was left by an earlier version, and is not resumed. Remove it.", target)
@@ -344,7 +344,7 @@ def finish(partial: Path, target: Path) -> None:
         target.rename(_replaced(target))
     partial.rename(target)
     one_part = next(entry for entry in target.iterdir() if entry.is_dir())
-    target.chmod(stat.S_IMODE(one_part.stat().st_mode))  # made for this user only; its parts have the usual mode
+    target.chmod(stat.S_IMODE(one_part.stat().st_mode))  # it was private until now; its parts have the usual mode
     (target / _LOCK).unlink(missing_ok=True)
     shutil.rmtree(_replaced(target), ignore_errors=True)
 
@@ -412,13 +412,13 @@ class PartWriter:
     def check_source(self) -> None:
         """Refuse samples whose files changed after they were read: the read may have overlapped a write.
 
-        Checked at the end, not after each read, to notice a program that truncates a file and fills it later.
+        Checked at the end, not after each read, to catch a program that truncates a file and fills it later.
         """
         for number, changed_ns in enumerate(self._changed_ns):
             if self.part.changed_ns(number) != changed_ns:
                 raise ArchiveError(
                     f"{self.part.source.name(number)} (sample {number}) changed while it was packed. Pack again when "
-                    "nothing writes there."
+                    "no program writes there."
                 )
 
 

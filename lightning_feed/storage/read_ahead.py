@@ -1,4 +1,4 @@
-"""Remote files fetched ahead of an epoch's order, by a separate process.
+"""Fetches remote files in an epoch's order before they are needed, in a separate process.
 
 A process, not a thread: an object store library takes a millisecond of Python per object, which would slow the training
 loop. The training process draws indices from the sampler early, up to the bytes to read ahead, and sends their numbers
@@ -34,7 +34,7 @@ _CHILD = (
 )
 _IN_FLIGHT_BYTES = 256 << 20
 _GIVE_UP = 20
-"""Consecutive failures after which the process gives up: so many are not the fault of single files."""
+"""Consecutive failures after which the process gives up: so many cannot be the fault of single files."""
 
 
 class ReadAhead:
@@ -56,7 +56,7 @@ class ReadAhead:
         self._ended = False
 
     def through(self, order: Iterable[object], then: Callable[[], Iterable[object]] = tuple) -> Iterator[Any]:
-        """Yield the same order, while fetching the files of its next entries and, near its end, those of ``then``."""
+        """Yield the entries of ``order``, and fetch the next files in advance; near the end, those of ``then``."""
         waiting, ahead_bytes = deque[tuple[object, int]](), 0
         entries: Iterator[object] | None = iter(order)
         own, self._ended = True, False
@@ -97,7 +97,7 @@ class ReadAhead:
             self._child, self._ended = None, True
             logger.warning(
                 "Nothing is read ahead of %s until the next epoch (%s: %s): each sample is read when it is needed, "
-                "which is slower. If the place cannot be read, the error of a sample says why.",
+                "which is slower. If the data cannot be read at all, the next sample's error says why.",
                 self._source.place,
                 type(error).__name__,
                 error,
@@ -162,7 +162,7 @@ def fetch_in_child() -> None:
 
 
 def _take_in(given: Any, numbers: "SimpleQueue[int | None]") -> None:
-    """Empty the pipe at once: the training process must never wait for space in it."""
+    """Empty the pipe at once: the training process must never wait for room in the pipe."""
     left = b""
     while chunk := given.read1(1 << 16):
         left += chunk

@@ -2,17 +2,17 @@
 
 One cached file per remote file, named by a digest of its location and version: a second run finds the files of the
 first, and a replaced object gets a new file. fsspec's own ``filecache`` and ``simplecache`` were considered: they have
-no bound, evict nothing, and let two processes read the same object at once.
+no size limit, evict nothing, and let two processes read the same object at once.
 
-The eviction order is kept in the modification times: the smallest goes first. A file that may be read again at any time
-gets the time of the read, so the least recently used one goes first. In an epoch each file is read once, so the file
-just read will be needed last: it gets a time that falls as the clock rises, and files of the read-ahead window get the
-present time. (With least-recently-used eviction, a cache of half the data serves 15 % of the reads of shuffled epochs;
-with this order, half.)
+Modification times hold the eviction order: the smallest goes first. A file that may be read again at any time gets the
+time of the read, so the least recently used file goes first. In an epoch each file is read once, so the file just read
+will be needed last. It gets a time that falls as the clock rises, and files of the read-ahead window get the present
+time. (With least-recently-used eviction, a cache of half the data serves 15 % of the reads of shuffled epochs; with
+this order, half.)
 
-Kills: a file is written beside its place, under a kernel lock, and renamed. Used bytes are counted before the write, so
-a kill can only leave the count too high. A crash of the machine can leave any count: the first process to open a cache
-recounts.
+Killed processes: a file is written under a temporary name, with a kernel lock, and renamed. Used bytes are counted
+before the write, so a kill can only leave the count too high. A crash of the machine can leave any count, so the first
+process to open a cache recounts.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ _CHECK = struct.Struct("<I")
 """CRC-32 after the bytes of each file. A crash of the machine can leave a renamed file without its content."""
 _BLOCK = 4096
 _LOOK_AT = 20_000
-"""Number of candidates for eviction: all files of a small cache, a random part of a large one."""
+"""Number of candidates for eviction: all files of a small cache, a random sample of a large one."""
 _AT_ONCE = 64
 """Each eviction frees 1 / this of the limit."""
 _POLL_S = 0.003
@@ -78,7 +78,7 @@ class ReadThrough:
         limit_bytes: maximum size; reduced, with a warning, to the free space.
 
     Raises:
-        ArchiveError: if the folder cannot be made, or others own it or may write to it.
+        ArchiveError: if the folder cannot be made, or if another user owns it or may write to it.
     """
 
     def __init__(self, folder: str | Path, limit_bytes: int) -> None:
@@ -213,7 +213,7 @@ class ReadThrough:
         """Write a claimed file and rename it into place. A file larger than the limit is not kept."""
         stored = data + _CHECK.pack(zlib.crc32(data))
         taken = _on_disk(len(stored))
-        os.ftruncate(part, len(stored))  # so that a process that makes room sees the bytes counted for it
+        os.ftruncate(part, len(stored))  # now, so that a process that makes room counts these bytes, too
         if not self._take(taken):
             return
         try:
@@ -239,8 +239,8 @@ class ReadThrough:
             pass  # the disk is full, or the folder was removed
         what = f"cannot be used any more ({error})"
         if error.errno in _FULL:
-            what = f"is full ({error.strerror}), before the limit of the cache there: something else writes there, too"
-        logger.warning("%s %s. What is not kept there is read from its source each time.", self.folder, what)
+            what = f"is full ({error.strerror}) although the cache is below its limit: other programs write there, too"
+        logger.warning("%s %s. Files that do not fit are read from their source each time.", self.folder, what)
 
     # --- room ---------------------------------------------------------------------------------------------------------
 
@@ -257,7 +257,7 @@ class ReadThrough:
         with self._locked(_COUNT) as file:
             in_use = os.open(self.folder / "in_use", os.O_RDWR | os.O_CREAT | _SAFELY, 0o600)
             weakref.finalize(self, os.close, in_use)
-            with suppress(BlockingIOError):  # else other users have kept the count right
+            with suppress(BlockingIOError):  # otherwise other users have kept the count right
                 fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _write_count(file, self._present_bytes())
                 (self.folder / _WARNED).unlink(missing_ok=True)
@@ -291,7 +291,7 @@ class ReadThrough:
         _chance.shuffle(buckets)
         while buckets and len(found) < _LOOK_AT:
             found += self._look_into(buckets.pop())
-        # All files were seen: correct the count after kills. A smaller difference may be writes in progress.
+        # All files were seen, so correct the count after kills. A smaller difference may come from writes in progress.
         if not buckets and abs(counted - sum(each.size for each in found)) > self.limit_bytes // _AT_ONCE:
             with self._locked(_COUNT) as file:
                 wanted += _write_count(file, self._present_bytes()) - counted
@@ -303,7 +303,7 @@ class ReadThrough:
         return bool(going)
 
     def _look_into(self, folder: Path) -> Iterator[_Found]:
-        """Yield the files of a bucket. Remove leftovers of killed processes, and what is not this user's file."""
+        """Yield the files of a bucket. Remove leftovers of killed processes, and files of other users."""
         with os.scandir(folder) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):
@@ -316,7 +316,7 @@ class ReadThrough:
                         yield _Found(status.st_mtime_ns, _on_disk(status.st_size), entry.path)
 
     def _was_left(self, path: str) -> bool:
-        """Remove a partial file that no process holds. True if it was such a file."""
+        """Remove a partial file that no process holds. True if it was one."""
         part = os.open(path, os.O_RDWR | _SAFELY)
         try:
             fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -349,7 +349,7 @@ class ReadThrough:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield file
         finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # close() is not enough: a child forked meanwhile has the file open, too
+            fcntl.flock(file, fcntl.LOCK_UN)  # close() is not enough: a child forked meanwhile also has the file open
             os.close(file)
 
     def __getstate__(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Data at any place that fsspec supports: file systems per process, and reads that are retried and checked.
+"""Data at any fsspec URL: one file system per process, with retried and checked reads.
 
 All requests of a process run in fsspec's event loop, many at a time: as coroutines if the file system supports them,
 else in threads. Both use one code path, so that retries, time limits and checks are written once.
@@ -33,7 +33,7 @@ _chance = random.SystemRandom()  # never the user's generators
 REQUESTS = 64
 """Concurrent requests of each process."""
 SLOWEST_BYTES_PER_S = 1_000_000
-"""Slowest accepted rate of a large read; adds to the time limit of each request."""
+"""Slowest accepted rate of a large read; extends the time limit of each request by its size."""
 _THREADS = 32
 """Threads for file systems without coroutines."""
 _ATTEMPTS = 6
@@ -121,7 +121,7 @@ class RemotePlace:
         self.is_http = self.url.startswith(("http://", "https://"))
         about = repr((self.url, sorted(self.options.items(), key=lambda item: item[0])))
         self.key = hashlib.blake2b(about.encode(), digest_size=12).hexdigest()
-        """Digest of the URL and options: unique to them, without revealing the options."""
+        """Digest of the URL and options, which does not reveal the options."""
 
     def __str__(self) -> str:
         return printable(without_secrets(self.url))
@@ -152,7 +152,8 @@ class RemotePlace:
         """
         key = (os.getpid(), self.key, self.timeout_s)
         if key not in _connections:
-            # Not system.process_lock: a finalizer in the event loop may take that lock, and this waits for the loop.
+            # Not system.process_lock: a finalizer in the event loop may take that lock, while this code waits for the
+            # loop.
             with _connecting.setdefault(os.getpid(), threading.RLock()):
                 if key not in _connections:
                     _connections[key] = Connection(self)
@@ -201,7 +202,7 @@ class Connection:
         if protocol in ("s3", "s3a"):
             self.fs.retries = 1
         if hasattr(getattr(self.fs, "dircache", None), "use_listings_cache"):
-            self.fs.dircache.use_listings_cache = False  # it would hold a million entries per process
+            self.fs.dircache.use_listings_cache = False  # a cache would hold a million entries per process
 
     def submit(self, work: Coroutine[Any, Any, _T]) -> "Future[_T]":
         """Start a coroutine in the loop, from any other thread."""
@@ -232,8 +233,8 @@ class Connection:
                     f"{len(data)} bytes {more}arrived, but {size} were listed: it was replaced, or cut short"
                 )
 
-        # Request one byte more than expected, to notice a longer object in its place. With both ends given, s3fs sends
-        # only one request.
+        # Request one byte more than expected, to notice a longer object. If both ends are given, s3fs sends only one
+        # request.
         options |= {"start": begin, "end": begin + size + whole}
         return bytes(await self.call("cat_file", name, grace_s=size / SLOWEST_BYTES_PER_S, check=check, **options))
 
@@ -246,7 +247,7 @@ class Connection:
         check: Callable[[Any], None] | None = None,
         **options: object,
     ) -> Any:
-        """Call a file system method for a file. Retry with growing pauses if the error may be temporary.
+        """Call a file system method for a file. Retry temporary errors with growing pauses.
 
         Raises:
             GoneError: if the file is missing, or ``check`` refuses the result each time.
@@ -295,9 +296,9 @@ class Connection:
         url, status = self.place.url_of(name), status_of(error)
         if isinstance(error, ReplacedError) or status == 416:
             what = "it is shorter than listed" if status == 416 else error
-            return GoneError(f"{url} cannot be used: {what}. Start the run again, to list the files again.")
+            return GoneError(f"{url} cannot be used: {what}. Start the run again, which lists the files again.")
         if isinstance(error, FileNotFoundError) or status == 404:
-            return GoneError(f"{url} is not there (404). Check the URL; if it was there, start the run again.")
+            return GoneError(f"{url} does not exist (404). Check the URL; if it existed before, start the run again.")
         return ArchiveError(f"{url} {self._failure(error)}")
 
     def _failure(self, error: Exception) -> str:
@@ -343,7 +344,7 @@ def status_of(error: BaseException | None) -> int | None:
             response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         found = (getattr(error, name, None) for name in ("status", "status_code", "code"))  # aiohttp, Azure, gcsfs
         for status in chain((response, getattr(response, "status_code", None)), found):  # aiohttp warns of its `code`
-            # aiohttp sets a code on a broken response, too, which no server sent.
+            # aiohttp also sets a code, which no server sent, on a broken response.
             if isinstance(status, int) and 400 <= status < 600 and type(error).__module__ != "aiohttp.http_exceptions":
                 return status
         error = error.__cause__

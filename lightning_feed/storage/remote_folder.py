@@ -45,10 +45,10 @@ logger = logging.getLogger(__name__)
 _VERSION = 3
 _STARTED_S = time.time()
 _RANKS_START_WITHIN_S = 60
-"""A listing is reused if this process, or its parent by fork, has made it. The ranks of one run share a listing."""
+"""A listing is reused by the process that made it, and by its forked children. The ranks of one run share a listing."""
 _CHANGED = ("LastModified", "last_modified", "updated", "modified", "mtime", "created")
 _CONTENT = ("ETag", "Last-Modified", "etag", "md5Hash", "content_settings", "blob_id", "sha", "CRC", "ino")
-"""Keys of listing entries, over all file systems: the change time, and values that differ if the content does."""
+"""Keys of listing entries in all file systems: the change time, and values that change with the content."""
 _HEADERS = ("ETag", "Last-Modified")
 """The keys of ``_CONTENT`` that are HTTP headers."""
 
@@ -100,8 +100,7 @@ def _order(path: str) -> tuple[str, str]:
 
 
 def list_files(place: RemotePlace, *, fresh: bool = False) -> Listing:
-    """Return the listing of a place: the one of this run if there is one; else list it now, with one rank listing many
-    folders concurrently.
+    """Return this run's listing of a place. If there is none, one rank makes it, listing many folders concurrently.
 
     Args:
         place: a folder, or a single file, which has the name ``""``.
@@ -117,7 +116,7 @@ def list_files(place: RemotePlace, *, fresh: bool = False) -> Listing:
     try:
         kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = FileLock(f"{kept}.lock", fallback_to_soft=False).acquire()
-    except (OSError, NotImplementedError) as error:  # not implemented: locks, by a network file system
+    except (OSError, NotImplementedError) as error:  # a network file system may not implement locks
         logger.info("Cannot keep listings in %s: %s. Each process lists the files again.", kept.parent, error)
         return _take(place)
     with lock:
@@ -180,7 +179,7 @@ async def _walk(place: RemotePlace) -> list[_File]:
 
 
 async def _complete(entries: list[dict[str, object]], folder: str, connection: Connection) -> None:
-    """Request the size and version of each file listed without them, as always over HTTP. An unreadable object is an
+    """Request size and version of each file whose listing lacks them, as over HTTP. An unreadable object raises an
     error only when it is read."""
 
     async def ask(entry: dict[str, object]) -> None:
@@ -202,11 +201,11 @@ def parse_entries(entries: list[dict[str, object]], folder: str, path: str) -> t
     Args:
         entries: fsspec's listing of the folder.
         folder: path of the folder below the place.
-        path: path of the folder in the file system. A place that is a file lists itself, and object stores mark an
-            empty folder by an object with its name.
+        path: path of the folder in the file system. A file lists itself, and object stores mark an empty folder with an
+            object of the same name.
 
     Raises:
-        ArchiveError: for a name that would make a copy escape its folder.
+        ArchiveError: for a name that leads out of the folder.
     """
     files, inside = [], []
     for entry in entries:
@@ -231,7 +230,7 @@ def _file(path: str, entry: Mapping[str, Any]) -> _File:
 def stamp_of(entry: Mapping[str, Any]) -> int:
     """Return a number for each version of an object: its change time in ns, with a hash of its tag below the second."""
     changed = next((entry[name] for name in _CHANGED if entry.get(name) is not None), 0)
-    # An ETag may be weak within a second of the change, and strong later.
+    # An ETag may be weak within a second of the change and become strong later.
     content = repr([str(entry[name]).removeprefix("W/") for name in _CONTENT if entry.get(name) is not None])
     if isinstance(changed, str):
         try:
@@ -254,16 +253,16 @@ def same_version(stamp: int, headers: Mapping[str, str]) -> dict[str, Any]:
 
     async def check(response: Any) -> None:
         sent = {name: response.headers[name] for name in _HEADERS if name in response.headers}
-        # The listing was made with HEAD, to which some servers send fewer headers.
+        # The listing used HEAD, for which some servers send fewer headers.
         versions = [stamp_of(some) for some in (sent, *({name: value} for name, value in sent.items()))]
         if response.status in (200, 206) and sent and stamp < 10**9 and stamp not in versions:
             response.close()
             raise ReplacedError(
-                f"its {' or '.join(sent)} has changed since it was listed: the file was replaced, or the server "
-                "returns a different value each time, which prevents caching (leave out stage_limit)"
+                f"its {' or '.join(sent)} has changed since it was listed: the file was replaced, or the server sends "
+                "a new value each time, which prevents caching (leave out stage_limit)"
             )
 
-    # With compression, the same version has another ETag.
+    # A compressed response has another ETag for the same version.
     return {"raise_for_status": check, "headers": {**headers, "Accept-Encoding": "identity"}}
 
 
@@ -283,13 +282,13 @@ def _class_folders(listing: Listing, prefix: str) -> dict[str, list[tuple[str, i
 
 
 class RemoteSource(FolderSource):
-    """Images in class folders at a remote place, each read whole by one request; expected ones concurrently.
+    """Images in class folders at a remote place. Each is read by one request; expected ones concurrently.
 
     Args:
         place: the folder of class folders.
         index: index of the files.
-        sizes: listed bytes of each file; -1 if the server does not report them. The cache keeps no such file, since it
-            may be truncated.
+        sizes: listed bytes of each file; -1 if the server does not report them. The cache keeps no file of unknown
+            size, since it may be truncated.
         stamps: listed stamp of each file.
 
     Attributes:

@@ -1,9 +1,9 @@
 """Samples of one dataset in one memory buffer per node; the first process to read a sample stores it.
 
 Layout after the file header: counters of each process, the index (an offset per sample; 0 if not held), and the sample
-records in order of arrival. Space for a record is reserved under the lock, filled without it, and published under it
-again by one 8-byte store into the index. So readers take no inter-process lock, and a writer that is killed midway
-leaves only a gap.
+records in order of arrival. A writer reserves space for a record under the lock, fills it without the lock, and
+publishes it under the lock with one 8-byte store into the index. So readers take no inter-process lock, and a killed
+writer leaves only a gap.
 """
 
 import errno
@@ -64,7 +64,7 @@ class CacheStats:
     entries: int
     """Samples held."""
     stored_bytes: int
-    """Bytes in use by samples, including 64-byte heads and rounding."""
+    """Bytes used by samples, including 64-byte headers and rounding."""
     limit_bytes: int
     """Limit of ``stored_bytes``."""
     full: bool
@@ -74,9 +74,9 @@ class CacheStats:
 class SampleCache:
     """Arrays by index, in one buffer for all processes and threads of this node that open the same name.
 
-    Filling is best effort: if there is no space, :meth:`put` returns False and nothing else happens. Memory is taken as
-    samples are stored, never beyond the limit, which is reduced, with a warning, to the free space and memory. The last
-    user removes the file. Leftovers of killed runs are removed when the next cache is opened.
+    If there is no space, :meth:`put` returns False and nothing else happens. Memory is taken as samples are stored, up
+    to the limit. A limit above the free space or memory is reduced, with a warning. The last user removes the file.
+    Leftovers of killed runs are removed when the next cache is opened.
 
     Pickling sends only the name: the other process attaches to the same buffer.
 
@@ -127,7 +127,7 @@ class SampleCache:
 
     @property
     def growth_bytes(self) -> int:
-        """Bytes that the cache may still take; plans for other uses of memory must leave them free."""
+        """Bytes that the cache may still take. Do not plan other uses for them."""
         return self._file.words[_LIMIT] - self._file.words[_NEXT]
 
     def get(self, index: int) -> npt.NDArray[Any] | None:
@@ -144,7 +144,7 @@ class SampleCache:
         return found
 
     def holds(self, index: int) -> bool:
-        """True if the sample is held; not counted as a read."""
+        """True if the sample is held; does not count as a read."""
         return bool(self._index[index])
 
     def put(self, index: int, array: npt.NDArray[Any]) -> bool:
@@ -221,7 +221,7 @@ class SampleCache:
             first, words[_REFUSED] = not words[_REFUSED], 1
         if first:
             logger.warning(
-                "The cache is full: it holds %d of %d samples in %d MiB, and %s. The rest is read again each time. "
+                "The cache is full: it holds %d of %d samples in %d MiB, and %s. All others are read each time. "
                 "Raise cache_limit if there is memory for it.",
                 words[_ENTRIES],
                 self.size,
@@ -251,8 +251,8 @@ class _CacheFile:
 
     A plain file in /dev/shm, not ``multiprocessing.shared_memory``: before Python 3.13, the resource tracker of a
     process that only attached to a block unlinks it when that process ends. Data is read through the mapping and
-    written with ``pwrite``: writing through the mapping into a full tmpfs would end the process with SIGBUS, while
-    ``pwrite`` raises an error, and costs half because there are no page faults.
+    written with ``pwrite``. Writing through the mapping into a full tmpfs would end the process with SIGBUS; ``pwrite``
+    raises an error, and costs half because there are no page faults.
 
     Writers exclude each other by a POSIX byte lock. The lock belongs to a process, so it also excludes forked children,
     and the kernel drops it when a writer is killed. The kernel also drops it when the process closes any descriptor of
@@ -386,7 +386,7 @@ class _CacheFile:
         if left is not None and left - _SPARE_BYTES < room:
             room, lack = max(0, left - _SPARE_BYTES), f"{max(left, 0) >> 20} MiB of memory can still be taken"
         if limit_bytes > room:
-            say = "The cache is limited to %d MiB instead of %d MiB, and the rest is read each time, since %s"
+            say = "The cache is limited to %d MiB instead of %d MiB, since %s"
             logger.warning(say, room >> 20, limit_bytes >> 20, lack)
         return min(limit_bytes, room)
 

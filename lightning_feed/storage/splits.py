@@ -130,7 +130,7 @@ class Splits:
     def _share(self, source: SampleSource, split: str) -> SampleSource | None:
         if split == "test":
             return None
-        # RandomState, whose stream is frozen (NEP 19): a new NumPy must not move samples from val to train.
+        # RandomState has a frozen stream (NEP 19): a new NumPy must not move samples from val to train.
         order = np.random.RandomState(self.seed).permutation(len(source))
         validation = round(len(source) * self.val_fraction)
         chosen = order[validation:] if split == "train" else order[:validation]
@@ -154,7 +154,7 @@ class Chosen:
         return self.source.read(int(self.chosen[index]))
 
     def remote_reads(self) -> RemoteSamples | None:
-        """Reader of the remote samples; None if the samples are on this machine."""
+        """Return the reader of the remote samples; None if they are on this machine."""
         find = getattr(self.source, "remote_reads", None)
         found: RemoteSamples | None = find() if find is not None else None
         return None if found is None else RemoteSamples(found.reads, self.chosen)

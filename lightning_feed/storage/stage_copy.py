@@ -1,4 +1,4 @@
-"""Makes a copy equal to a folder, a file or a URL: lists both, compares sizes and times, and copies the differences."""
+"""Updates a copy of a folder, a file or a URL: lists both sides, compares sizes and times, copies the differences."""
 
 import errno
 import os
@@ -100,15 +100,15 @@ class LocalOrigin:
                 advance(len(chunk))
             status = os.fstat(source.fileno())
             if FileStamp.of(status) != stamp:
-                raise OSError(errno.EBUSY, "it changed while it was copied")
+                raise OSError(errno.EBUSY, "it changed during the copy")
             os.fchmod(copy.fileno(), status.st_mode & 0o700)
 
 
 class RemoteOrigin:
-    """A remote place. The modification time of its files encodes their version."""
+    """A remote place. Modification times of the copied files encode the remote version."""
 
     threads = 32
-    """Many, because each waits for the network most of the time."""
+    """Many, because each mostly waits for the network."""
 
     def __init__(self, place: RemotePlace) -> None:
         if place.url.startswith(("file:", "local:")):
@@ -280,7 +280,7 @@ class Mirror:
                 raise InterruptedError(errno.EINTR, "another file could not be copied")
 
         def drain() -> None:
-            for name in largest_first:  # one iterator shared by all threads
+            for name in largest_first:  # all threads share one iterator
                 if stop.is_set():
                     return
                 self._copy_file(name, advance)
@@ -304,19 +304,19 @@ class Mirror:
             raise
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            todo = "Make room: something else writes there too" if full else "Make it readable, or move it away"
+            todo = "Make room: other programs write there too" if full else "Make it readable, or move it away"
             raise ArchiveError(
                 f"{below(self._source.root, name)} could not be copied to {self._target}: {error.strerror}. {todo}, "
-                "and run it again: files copied so far are whole, and stay."
+                "and stage again: files that are already copied are kept."
             ) from error
         finally:
-            part.unlink(missing_ok=True)  # at once: a full /dev/shm kills loaders
+            part.unlink(missing_ok=True)  # immediately, because a full /dev/shm kills loaders
 
     def finish(self) -> None:
         """Remove the parts, and close the copy to other users (an earlier version left it open)."""
         shutil.rmtree(self._parts, ignore_errors=True)
         mode = os.stat(self._target).st_mode  # noqa: PTH116
-        if mode & 0o077:  # else its ctime would change each time
+        if mode & 0o077:  # only if needed: chmod always changes the ctime
             os.chmod(self._target, mode & 0o700)  # noqa: PTH101
 
 

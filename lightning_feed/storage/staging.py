@@ -1,4 +1,4 @@
-"""Staging: a folder or a file is copied to memory or a local disk once per node, kept up to date, and removed."""
+"""Staging: copies a folder or a file to memory or a local disk once per node, updates the copy, and removes it."""
 
 import errno
 import logging
@@ -38,12 +38,12 @@ from lightning_feed.storage.system import (
 logger = logging.getLogger(__name__)
 
 _SAY_AFTER_S = 1.0
-"""Seconds of waiting before it is logged: finding an up-to-date copy takes less."""
+"""A longer wait, in seconds, is logged. Checking an up-to-date copy takes less."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """A complete copy, and the work done by this call."""
+    """A complete copy, and the work that this call did."""
 
     source: Path | str
     """The source: an absolute path, or the URL."""
@@ -62,7 +62,7 @@ class Staged:
     in_memory: bool
     """True if the copy is in memory: a tmpfs or a RAM disk."""
     caveats: tuple[str, ...]
-    """Warnings about a copy there, one sentence each."""
+    """Warnings about the place of the copy, one sentence each."""
 
 
 def stage(  # noqa: PLR0913 - all but two are by name, and have a default
@@ -104,7 +104,8 @@ def stage(  # noqa: PLR0913 - all but two are by name, and have a default
     """
     if hash:
         raise SettingsError(
-            "hash=True: sizes and times of change are compared now; force=True copies everything again."
+            "hash=True is no longer supported: sizes and modification times are compared. Use force=True to copy "
+            "everything again."
         )
     since_s = time.time()
     origin, place = find_place(source, dest)
@@ -150,7 +151,7 @@ def _as_archive_error(what: str, advice: str) -> Iterator[None]:
 def _make(
     place: "StagePlace", mirror: Mirror, origin: str, since_s: float, *, force: bool, remove_at_exit: bool
 ) -> "StageRecord":
-    """Copy the differences, unless another process did or found none while this one waited."""
+    """Copy the differences, unless another process made or checked the copy while this one waited."""
     found, owner = place.read(), owner_of(place.target)
     if found is not None and found.source == origin and (found.checked_s or 0.0) >= since_s:
         return replace(found, remove_at_exit=found.remove_at_exit and remove_at_exit)
@@ -218,11 +219,11 @@ def _remove(place: "StagePlace", origin: str) -> None:
     if record is None or record.source != origin:
         raise ArchiveError(f"{target} is not a staged copy of {origin}. Remove it yourself.")
     if is_same(target, origin):
-        raise ArchiveError(f"{target} is {origin} itself by now. Unmount it or remove the link.")
+        raise ArchiveError(f"{target} is now {origin} itself. Unmount it or remove the link.")
     if is_used(place):
-        raise ArchiveError(f"{target} is used by another process. Remove it when that has ended.")
+        raise ArchiveError(f"{target} is used by another process. Remove it after that process has ended.")
     place.write(replace(record, remove_at_exit=True, checked_s=None))
-    if owner_of(target) == os.geteuid():  # after a removal by hand, another user's may be in its place
+    if owner_of(target) == os.geteuid():  # after a manual removal, another user's file may be in its place
         remove_all(str(target), list(reversed(scan_copy(str(target)))))
     place.record.unlink()
 
@@ -275,7 +276,7 @@ class StagePlace:
 def find_place(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> tuple[str, StagePlace]:
     """Return the absolute path, or the URL, of the source, and the place of its copy."""
     path = os.fspath(source)
-    # Not resolved: the copy keeps the name that the user wrote. Of a URL, records and names contain no secrets.
+    # Not resolved, so that the copy keeps the name that the user wrote. Records and names hold no secrets of a URL.
     origin = without_secrets(path.rstrip("/")) if is_url(path) else os.path.abspath(path)  # noqa: PTH100
     name = os.path.basename(origin.removesuffix("?...").rstrip("/"))  # noqa: PTH119
     return origin, StagePlace(Path(os.path.realpath(dest), name))
@@ -290,7 +291,7 @@ def claimed(place: StagePlace, *, wait_s: float | None = None) -> Iterator[None]
 
     Args:
         place: place of the copy; the folder beside it is made if missing.
-        wait_s: time limit in seconds; None to wait as long as the other process lives.
+        wait_s: time limit in seconds; None to wait until the other process ends.
 
     Raises:
         ArchiveError: if another process still copies after ``wait_s``, or the folder cannot be written.
@@ -304,13 +305,13 @@ def claimed(place: StagePlace, *, wait_s: float | None = None) -> Iterator[None]
     if not held:
         raise ArchiveError(
             f"{place.target} is being copied by {_owner(place)}, and is not complete after {wait_s:g} s. Wait longer, "
-            "or stop that process: what it has copied is kept."
+            "or stop that process: the files that it has copied are kept."
         )
     try:
         yield
     finally:
         if place.read() is None:
-            shutil.rmtree(place.folder, ignore_errors=True)  # a waiting process may be making a lock in it
+            shutil.rmtree(place.folder, ignore_errors=True)  # fails if a waiting process creates its lock there
         lock.release()
 
 
@@ -342,7 +343,7 @@ def _make_private(folder: Path) -> None:
 
 
 _uses: dict[tuple[int, str], RefcountedFile] = {}
-"""Users file by process and path of the copy. Module state, because the process, not an object, uses a copy."""
+"""Users file by process and path of the copy. Module state, because a process uses a copy, not an object."""
 
 
 def hold(place: StagePlace) -> None:
@@ -350,7 +351,7 @@ def hold(place: StagePlace) -> None:
     key = (os.getpid(), str(place.target))
     if key not in _uses:
         _uses[key] = open_refcounted(place.users)
-        # Negative: after multiprocessing has ended its daemonic children, the workers that may still read.
+        # A negative priority runs after multiprocessing has ended its daemonic children: workers may still be reading.
         Finalize(None, leave, args=(place,), exitpriority=-10)
 
 
@@ -366,7 +367,7 @@ def is_used(place: StagePlace) -> bool:
 
 
 def leave(place: StagePlace) -> None:
-    """Stop using a copy, and remove it if it may go and no other process uses it."""
+    """Stop using a copy. Remove it if ``remove_at_exit`` is set and no other process uses it."""
     release(place)
     record = place.read()
     if record is not None and record.remove_at_exit:

@@ -1,4 +1,4 @@
-"""The operating system: atomic, private and refcounted files; limits on memory; sizes; progress bars."""
+"""The operating system: atomic, private and refcounted files; memory limits; sizes; progress bars."""
 
 import errno
 import fcntl
@@ -23,7 +23,7 @@ from lightning_feed.errors import ArchiveError, SettingsError
 logger = logging.getLogger(__name__)
 
 NO_LIMIT_BYTES = 1 << 60
-"""Bound for real limits: cgroup v1 writes "no limit" as a number just under 2**63, rounded down to a page."""
+"""Upper bound of real limits: cgroup v1 writes "no limit" as 2**63 - 1 rounded down to a page."""
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -45,7 +45,7 @@ def atomic_write(path: Path, *, mode: int = 0o644) -> Iterator[BinaryIO]:
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
-            os.fchmod(handle, mode)  # mkstemp made it private; by name, it could be another file by now
+            os.fchmod(handle, mode)  # mkstemp made it private; the name could be another file by now
         Path(partial).replace(path)
     except BaseException:
         Path(partial).unlink(missing_ok=True)
@@ -56,7 +56,7 @@ def atomic_write(path: Path, *, mode: int = 0o644) -> Iterator[BinaryIO]:
 
 
 def cache_folder() -> Path:
-    """The folder of results kept between runs: ``$XDG_CACHE_HOME/lightning_feed`` or ``~/.cache/lightning_feed``."""
+    """Return the folder kept between runs: ``$XDG_CACHE_HOME/lightning_feed`` or ``~/.cache/lightning_feed``."""
     given = os.environ.get("XDG_CACHE_HOME")
     if given:
         return Path(given) / "lightning_feed"
@@ -150,7 +150,7 @@ process_lock = threading.RLock()
 
 
 def _renew_lock() -> None:
-    global process_lock  # another thread of the parent may have held the old one
+    global process_lock  # another thread of the parent may have held the old lock
     process_lock = threading.RLock()
 
 
@@ -164,7 +164,7 @@ class RefcountedFile:
     parent, and the kernel drops it with the last descriptor. A file that nobody has locked is a leftover.
 
     Attributes:
-        fd: open as long as this object exists, so that its number cannot become another file's.
+        fd: open as long as this object exists, so that no other file can get its number.
     """
 
     def __init__(self, path: Path, flags: int = 0) -> None:
@@ -212,14 +212,14 @@ def open_refcounted(path: Path) -> RefcountedFile:
         fcntl.flock(found.fd, fcntl.LOCK_SH)
         if os.fstat(found.fd).st_uid != os.getuid():
             raise ArchiveError(f"The cache {path} belongs to another user. Choose another name or directory.")
-        if found.is_linked():  # else its last user removed it between the two calls
+        if found.is_linked():  # otherwise its last user removed it between the two calls
             return found
 
 
 def remove_leftovers(directory: Path, pattern: str, *, keep: Collection[str] = ()) -> None:
     """Remove files that match a pattern and that no process has open.
 
-    In a folder that all may write to, another user's file, FIFO or folder may match: these stay.
+    In a folder that everyone may write to, another user's file, FIFO or folder may match. These stay.
     """
     with process_lock:
         for path in directory.glob(pattern):
@@ -231,7 +231,7 @@ def remove_leftovers(directory: Path, pattern: str, *, keep: Collection[str] = (
                 continue  # removed in the meantime, or not ours to open
             status = os.fstat(found.fd)
             if status.st_uid == os.getuid() and stat.S_ISREG(status.st_mode) and found.give_up():
-                logger.info("Removed %s, which a run that has ended left behind.", path)
+                logger.info("Removed %s, left behind by an earlier run.", path)
 
 
 # --- memory that this process may still take --------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def _left_in_cgroup(root: Path, limit_file: Path, usage_name: str, prefix: str) 
     if not limit.isdigit() or not usage.isdigit() or int(limit) >= NO_LIMIT_BYTES:
         return
     # Usage includes the page cache, which the kernel frees under pressure (MemAvailable accounts for that). A job that
-    # reads files fills its limit with cache; counted as used, it would leave no memory for a single worker.
+    # reads files fills its limit with cache. If that counted as used, no memory would be left for a single worker.
     cache = 0
     for line in read_text(limit_file.parent / "memory.stat").splitlines():
         name, _, value = line.partition(" ")
@@ -299,8 +299,8 @@ def cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
     if own is None:
         return
     mounts = ("", "unified") if controller == "" else (controller, "cpu,cpuacct" if controller == "cpu" else controller)
-    # In a container the path may be the host's, and only the end of it is mounted: the walk then ends at the mount,
-    # which is the container's own cgroup. A path out of the namespace ("/..") ends there too.
+    # In a container the path may be the host's, with only its end mounted. The walk then ends at the mount, which is
+    # the container's own cgroup. A path out of the namespace ("/..") also ends there.
     parts = [part for part in own.split("/") if part not in ("", "..")]
     for mount in dict.fromkeys(mounts):
         base = root / "sys/fs/cgroup" / mount
@@ -323,7 +323,7 @@ def parse_limit(limit: int | str, available: int | None) -> int:
     """Return the bytes of a limit such as ``"50%"`` (of ``available``), ``"8GiB"``, ``"500 MB"`` or ``8_000_000``.
 
     Raises:
-        SettingsError: if it has another form, is zero, or is a share of an unknown amount.
+        SettingsError: if its form is invalid, or if it is zero or a share of an unknown amount.
 
     Example:
         >>> parse_limit("50%", 1000), parse_limit("1.5KiB", None)

@@ -1,6 +1,6 @@
-"""Walks over a batch of any structure, and the parts of it that stay on the host.
+"""Traverses batches of any structure, and keeps some of their parts on the host.
 
-Containers, dataclasses, named tuples, and the user's own objects are traversed.
+Traverses containers, dataclasses, named tuples, and objects of the user's own classes.
 """
 
 from collections import deque
@@ -32,8 +32,8 @@ def tensors(batch: object) -> Iterator[Tensor]:
 def record_stream(batch: object, stream: Any) -> None:
     """Mark every device tensor of ``batch`` as used by ``stream`` in the caching allocator.
 
-    Otherwise the allocator may reuse the memory of a tensor made on another stream for the next copy while ``stream``
-    still reads it (https://pytorch.org/docs/stable/generated/torch.Tensor.record_stream.html). An object with its own
+    Otherwise the allocator may reuse a tensor's memory for the next copy while ``stream`` still reads it
+    (https://pytorch.org/docs/stable/generated/torch.Tensor.record_stream.html). An object with its own
     ``record_stream`` (PyTorch Geometric's batches) is called as well, unless all its tensors are on the host: it may
     hold memory that this walk cannot find.
     """
@@ -89,7 +89,8 @@ def _enter(batch: object, change: Callable[[object, object], object]) -> object:
 
 
 def _leaves(batch: object, *, to_record: bool = False) -> Iterator[Batch]:
-    """Yield tensors and, with ``to_record``, objects with a ``record_stream``. Visits each object once: cycles end."""
+    """Yield tensors and, with ``to_record``, objects with a ``record_stream``. Visits each object once, so cycles are
+    safe."""
     seen: set[int] = set()
     stack = [batch]
     while stack:
@@ -106,7 +107,7 @@ def _leaves(batch: object, *, to_record: bool = False) -> Iterator[Batch]:
 
 
 def _children(value: object) -> Iterable[object]:
-    """Elements, slots and attributes of a value; a container subclass may have all three."""
+    """Return elements, slots and attributes of a value. A container subclass may have all three."""
     if isinstance(value, (_Held, *_CODE)):
         return ()
     inside: list[object] = []
@@ -123,7 +124,7 @@ def _children(value: object) -> Iterable[object]:
 
 
 def _strided(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that own the memory: ``Tensor.record_stream`` supports only strided layouts."""
+    """Yield the strided tensors that own the memory: ``Tensor.record_stream`` supports no other layouts."""
     if tensor.is_nested:
         ragged: Any = tensor  # its methods are not in torch's stubs
         yield ragged.values()  # one buffer for all of its rows
@@ -153,7 +154,7 @@ _SPARSE_PARTS: dict[torch.layout, tuple[Callable[[Tensor], Tensor], ...]] = {
 
 
 class LeanTransfer:
-    """Drops some keys and keeps others on the host, around any function that copies a batch.
+    """Wraps a function that copies a batch: drops some keys, and keeps others on the host.
 
     Args:
         drop_keys: keys to leave out; see :func:`lightning_feed.load.collate.drop`.
@@ -166,7 +167,7 @@ class LeanTransfer:
         self._looked = False
 
     def look(self, batch: object) -> None:
-        """Warn once, at the first batch, of keys to drop that the batch does not have."""
+        """Warn once if the first batch lacks some of the keys to drop."""
         if not self._looked:
             self._looked = True
             absent = missing_keys(batch, self._drop)
@@ -174,6 +175,6 @@ class LeanTransfer:
                 self._warn(absent)
 
     def send(self, batch: object, copy: Callable[[object], object]) -> Any:
-        """Return the batch copied by ``copy``, without the dropped keys; values under the host keys are unchanged."""
+        """Return the batch copied by ``copy``, without the dropped keys. Values of host keys are not copied."""
         left = drop(batch, self._drop) if self._drop else batch
         return release(copy(hold(left, self._held))) if self._held else copy(left)

@@ -1,4 +1,4 @@
-"""RandomResizedCrop and flip of a whole batch on its device: one box per image, without a step per image."""
+"""RandomResizedCrop and flip of a whole batch on its device: one box per image, without a loop over images."""
 
 import math
 
@@ -18,11 +18,11 @@ def draw_boxes(
 ) -> Tensor:
     """Draw boxes as torchvision's RandomResizedCrop does: uniform area, log-uniform aspect, uniform position.
 
-    Like torchvision, draw a box that exceeds the image again, up to ten times. All ten are drawn at once: checking
-    whether the first fits would wait for the device. If none fits, the first is clipped to the image.
+    Like torchvision, try up to ten boxes until one fits into the image. All ten are drawn at once, because checking
+    each would wait for the device. If none fits, the first is clipped to the image.
 
     Args:
-        aspects: float, shape (B,): width / height of each image, before any stretching to a square.
+        aspects: float, shape (B,): original width / height of each image, before it was stretched to a square.
         generator: on the same device as ``aspects``.
         scale: smallest and largest share of the image's area.
         ratio: smallest and largest width / height of the box.
@@ -32,7 +32,7 @@ def draw_boxes(
     """
     draws = torch.rand((2, _TRIES, len(aspects)), generator=generator, device=generator.device)
     area = scale[0] + (scale[1] - scale[0]) * draws[0]
-    # In shares of a stretched image's sides, a box's aspect is divided by the image's aspect.
+    # Boxes are in shares of a stretched image's sides, so their aspect is divided by the image's aspect.
     aspect = torch.exp(math.log(ratio[0]) + (math.log(ratio[1]) - math.log(ratio[0])) * draws[1]) / aspects
     widths, heights = (area * aspect).sqrt(), (area / aspect).sqrt()
     fits = (widths <= 1) & (heights <= 1)

@@ -1,4 +1,4 @@
-"""Encoded batches decoded on their target device: JPEGs in bulk by nvJPEG, other images by the CPU."""
+"""Decodes batches on their target device: JPEGs in bulk with nvJPEG, other images on the CPU."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -80,7 +80,7 @@ class NvJpeg:
 
 @lru_cache
 def nvjpeg(device: torch.device) -> NvJpeg:
-    """Return the device's decoder. Cached: each new stream would leave a memory pool behind.
+    """Return the device's decoder. Cached, because each new stream would leave a memory pool behind.
 
     Raises:
         MissingExtraError: if this torchvision was built without nvJPEG.
@@ -89,7 +89,7 @@ def nvjpeg(device: torch.device) -> NvJpeg:
 
 
 def not_for_nvjpeg(data: Encoded) -> str | None:
-    """Return the reason that nvJPEG cannot decode a file; None if it can.
+    """Return the reason why nvJPEG cannot decode a file; None if it can.
 
     nvJPEG decodes 8-bit baseline and progressive JPEGs, grey or colour, in the usual chroma subsamplings
     (https://docs.nvidia.com/cuda/nvjpeg/). One unsupported file fails the call for the whole list, or decodes in wrong
@@ -103,7 +103,7 @@ def not_for_nvjpeg(data: Encoded) -> str | None:
     """
     kind = kind_of(data)
     if kind != JPEG:
-        return f"nvJPEG decodes JPEG, and the image is of the kind {kind}"
+        return f"nvJPEG decodes only JPEG, and the image is of the kind {kind}"
     if not ends_like_jpeg(data):
         return "the JPEG does not end with its end marker: it is cut short, or has data after it"
     marker, frame, holds_rgb = _read_frame(as_array(data).data)
@@ -139,7 +139,7 @@ def _read_frame(data: memoryview) -> tuple[int, memoryview, bool]:
 
 def _without_nvjpeg() -> MissingExtraError:
     return MissingExtraError(
-        'backend="nvjpeg" needs a torchvision that was built with nvJPEG, and this one was not (a build for the CPU, '
+        'backend="nvjpeg" needs a torchvision that was built with nvJPEG, and this one was not (it is a CPU build, '
         "or too new). Install the build for your CUDA:  pip install torchvision --index-url "
         f"https://download.pytorch.org/whl/cu{(torch.version.cuda or '130').replace('.', '')}"
     )
@@ -190,7 +190,7 @@ def decode_batch(batch: EncodedBatch, dataset: ImageDataset, decode: DecodeJpegs
 def _decode_on_device(
     images: list[EncodedSample], dataset: ImageDataset, decode: DecodeJpegs, pixels: Tensor
 ) -> list[int]:
-    """Fill the places of ``pixels`` whose images the device can decode; return the other places."""
+    """Decode the images that the device can decode into ``pixels``. Return the places of the others."""
     left: list[int] = []
     there: list[int] = []
     for place, image in enumerate(images):
@@ -208,7 +208,7 @@ def _decode_on_device(
 def _decode_part(
     part: list[int], images: list[EncodedSample], dataset: ImageDataset, decode: DecodeJpegs, pixels: Tensor
 ) -> list[int]:
-    """Do the same for some of the places. A separate function: its return frees the whole images."""
+    """Do the same for some of the places. A separate function, so that its return frees the full-size images."""
     found = dict(zip(part, _decode_many([images[place] for place in part], dataset, decode), strict=True))
     wholes = {place: whole for place, whole in found.items() if whole is not None}
     if wholes:
@@ -217,7 +217,7 @@ def _decode_part(
 
 
 def _decode_many(images: list[EncodedSample], dataset: ImageDataset, decode: DecodeJpegs) -> list[Tensor | None]:
-    """Decode the images; None for each that the device fails on, which is then recorded in ``cpu_fallback.known``."""
+    """Decode the images. None for each that the device cannot decode, which is recorded in ``cpu_fallback.known``."""
     files = [torch.from_numpy(image.data) for image in images]
     with traced("decode"):
         found, error = _try(files, decode)
@@ -233,7 +233,7 @@ def _decode_many(images: list[EncodedSample], dataset: ImageDataset, decode: Dec
         memory.known[image.index] = _FAILED
         memory.add(_FAILED, dataset.source.name(image.index))
     if not memory.worked and len(images) > 1:
-        # So the images are not at fault. Going on would decode all of them on the CPU, in this process.
+        # So the images are not at fault. Without an error, the CPU would decode all of them in this process.
         raise LoaderError(
             f"The device decoded none of the first {len(images)} JPEGs: {error}. Check the driver "
             'and the CUDA of torch and torchvision (lightning-feed doctor), or use backend="torch".'
@@ -242,7 +242,7 @@ def _decode_many(images: list[EncodedSample], dataset: ImageDataset, decode: Dec
 
 
 def _try(files: list[Tensor], decode: DecodeJpegs) -> tuple[list[Tensor | None], RuntimeError | None]:
-    """Decode all files; None for each, and the error, if one of the files may have caused it."""
+    """Decode all files. If one of them may have caused an error, return None for each, and the error."""
     try:
         return [*decode(files)], None
     except RuntimeError as error:
@@ -252,8 +252,9 @@ def _try(files: list[Tensor], decode: DecodeJpegs) -> tuple[list[Tensor | None],
             raise
         if _NO_MEMORY.search(text):
             raise torch.OutOfMemoryError(
-                f"CUDA out of memory: nvJPEG allocates memory outside of torch, and found none for {len(files)} JPEGs "
-                f"({text}). Use a smaller batch_size, or limit torch: torch.cuda.set_per_process_memory_fraction."
+                "CUDA out of memory: nvJPEG allocates memory outside of torch, and there was not enough for "
+                f"{len(files)} JPEGs ({text}). Use a smaller batch_size, or limit torch: "
+                "torch.cuda.set_per_process_memory_fraction."
             ) from error
         return [None] * len(files), error
 
@@ -269,11 +270,11 @@ def crop_on_device(
 
     The matrices are float16, which is exact for grey levels; the weights are off by up to 1/4096. Before rounding, the
     result is off by less than a third of a grey level (measured), so it ends within one level of torchvision's. TF32,
-    which ``torch.set_float32_matmul_precision`` allows for float32, has as few digits and takes twice the memory.
+    which ``torch.set_float32_matmul_precision`` allows for float32, is no more precise and takes twice the memory.
 
-    ``quality="fast"`` omits the antialiasing if an image shrinks to no less than half. The CPU always omits it, at the
-    smaller scale that it decodes at; from a whole image that would be less accurate (measured on 60 photographs, 6 to
-    11 times as large as the result: 26 dB from ``"exact"``, the CPU 33 dB).
+    ``quality="fast"`` omits the antialiasing if an image shrinks to no less than half. The CPU always omits it, because
+    it decodes at a smaller scale first. From a whole image that would be less accurate (26 dB from ``"exact"`` instead
+    of the CPU's 33 dB, measured on 60 photographs 6 to 11 times as large as the result).
 
     Args:
         wholes: images by their place in the batch: uint8, shape (3, H, W).
@@ -284,7 +285,7 @@ def crop_on_device(
     _, height, width, _ = pixels.shape
     groups = list(_groups(crops, height, width))
     rows = [_numbers(place, crops[place], quality) for group, _, _ in groups for place in group]
-    # One copy, from pinned memory, so that nothing waits for it.
+    # One copy from pinned memory, so that the host does not wait for it.
     host = torch.tensor(rows, dtype=torch.float32, device="cpu", pin_memory=pixels.device.type != "cpu")
     table = host.to(pixels.device, non_blocking=True)
     tables = table.split([len(group) for group, _, _ in groups])
@@ -296,7 +297,8 @@ def crop_on_device(
 def _resize_group(
     group: Mapping[int, tuple[Tensor, Region]], sides: tuple[int, int], numbers: Tensor, pixels: Tensor
 ) -> None:
-    """Do the same for boxes no larger than ``sides``. A separate function: its return frees memory for the next."""
+    """Do the same for boxes no larger than ``sides``. A separate function, so that its return frees memory for the next
+    group."""
     _, height, width, _ = pixels.shape
     high, wide = sides
     # The channel axis is between lines and columns, so both are plain matrix products.
@@ -312,8 +314,8 @@ def _resize_group(
 
 
 def _groups(crops: Mapping[int, CropSpec], height: int, width: int) -> Iterator[tuple[list[int], int, int]]:
-    """Yield the places of boxes to resize together, and the height and width that hold each of them: boxes of similar
-    size, at least one, within ``MOST_BYTES``."""
+    """Yield groups of boxes of similar size, within ``MOST_BYTES`` but at least one box: their places, and the height
+    and width that hold each of them."""
     group: list[int] = []
     high = wide = 0
     for place in sorted(crops, key=lambda place: crops[place].region[2:]):
@@ -337,7 +339,7 @@ def _aligned(side: int) -> int:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    # With `out`, autocast does not apply; it would use bfloat16, which has fewer digits.
+    # With `out`, autocast does not apply. It would use bfloat16, which is less precise.
     return torch.bmm(left, right, out=left.new_empty(0))
 
 

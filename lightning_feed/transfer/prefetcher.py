@@ -15,26 +15,25 @@ from lightning_feed.transfer.batch_tree import bytes_off_host, off_host, record_
 RUN_AHEAD: Final = 2
 RUN_AHEAD_BYTES: Final = 64 * 2**20
 MOST_AHEAD: Final = 60
-"""Limit on the host's lead over the device when the host copies the next batch: 2 batches that the device has not
-reached, or more if together they fit into ``RUN_AHEAD_BYTES``, up to 60.
+"""Limit on how far the host may run ahead of the device: 2 batches that the device has not reached, or up to 60 if
+together they fit into ``RUN_AHEAD_BYTES``.
 
 ``record_stream`` frees memory only after the device has passed it, so a host that runs M steps ahead holds M batches.
-Running ahead also helps: while the loader stalls, the device works off the queue. Steps on large batches are long, so
-two are enough; small batches cost little memory. 60 steps are about the capacity of the ring in ``watch.step_meter``.
+Running ahead helps while the loader stalls: the device works off the queue. Steps on large batches are long, so two are
+enough; small batches cost little memory. 60 steps are about the capacity of the ring in ``watch.step_meter``.
 """
 
 
 _OF_EARLIER_WORK: Final = (
-    "PrefetchCallback saw this error only because it waited for the device. The error is from work that was queued "
-    "earlier, usually by the training step. Set CUDA_LAUNCH_BLOCKING=1 in the environment to see which."
+    "The error comes from work that was queued earlier, usually by the training step. PrefetchCallback only waited "
+    "for the device. Set CUDA_LAUNCH_BLOCKING=1 in the environment to see which work failed."
 )
 
 
 class SideStream:
     """Stream for copies, and the handover of their results to the compute stream.
 
-    This base class has no stream: everything runs in program order. The same code uses it on machines without an
-    accelerator.
+    This base class has no stream: everything runs in program order, for machines without an accelerator.
     """
 
     def issue(self) -> AbstractContextManager[object]:
@@ -90,7 +89,7 @@ class DeviceStream(SideStream):
         # 3. The allocator learns that the compute stream uses memory from the side stream's pool.
         compute.wait_event(mark)
         record_stream(batch, compute)
-        # This event lets the host sleep: torch's default would spin on a CPU that the loader's workers need.
+        # This event lets the host sleep. Torch's default would keep busy a CPU that the loader's workers need.
         reached = self._backend.Event(blocking=True) if self._device.type == "cuda" else self._backend.Event()
         reached.record(compute)
         self._handed_over.append((reached, bytes_off_host(batch)))

@@ -1,4 +1,4 @@
-"""Dataset kept on the device: loaded once, and gathered into batches there."""
+"""A dataset kept on the device: loaded once, with batches gathered there."""
 
 import logging
 from bisect import bisect_right
@@ -41,7 +41,8 @@ _MOST_IN_CHUNK = 1024
 
 @dataclass(frozen=True)
 class Shard:
-    """Samples rank, rank + ranks, rank + 2 * ranks ... of a dataset: fixed, so this rank needs no other samples."""
+    """Samples rank, rank + ranks, rank + 2 * ranks ... of a dataset. Fixed, so that this rank needs no other
+    samples."""
 
     rank: int
     ranks: int
@@ -130,8 +131,8 @@ def load_resident(
 ) -> ResidentData:
     """Read a dataset once and keep it on the device.
 
-    Stores the ``plain`` samples of a ``CacheableDataset`` (or subsets of one); of any other dataset, the samples that
-    this one pass returns.
+    Stores the ``plain`` samples of a ``CacheableDataset`` (or subsets of one). For any other dataset, stores the
+    samples of this one pass.
 
     Args:
         dataset: map-style; all samples of one shape.
@@ -143,8 +144,8 @@ def load_resident(
 
     Raises:
         SettingsError: if the dataset does not fit; raised before loading, with the numbers.
-        DatasetError: for a stream, or if a sample has another shape than the first, or a value that a device cannot
-            hold.
+        DatasetError: for a stream, or if a sample has another shape than the first, or contains a value that a device
+            cannot hold.
     """
     _check_kind(dataset)
     size = len(dataset)
@@ -181,7 +182,7 @@ def _fill(leaves: list[_Leaf], batch: object, start: int, count: int) -> None:
 
 
 def free_device_bytes(device: torch.device) -> int | None:
-    """Bytes on the device still available to tensors; None if unknown."""
+    """Return the bytes on the device that are still available to tensors; None if unknown."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
@@ -204,7 +205,7 @@ class _Plain(Dataset[object]):
         if shapes != self.expected:
             places = [place for place in {**self.expected, **shapes} if shapes.get(place) != self.expected.get(place)]
             raise DatasetError(
-                f"Sample {index} is different from sample {self.part[0]}, but a dataset on the device needs one "
+                f"Sample {index} has another shape than sample {self.part[0]}, but a dataset on the device needs one "
                 f"shape: at sample{places[0]} it has {shapes.get(places[0], 'nothing')}, not "
                 f"{self.expected.get(places[0], 'nothing')}. Resize in plain(), or use cache='decoded'."
             )
@@ -212,7 +213,7 @@ class _Plain(Dataset[object]):
 
 
 def _shapes_of(sample: object, index: int) -> dict[str, str]:
-    """Type and shape of each leaf of a sample, by its path: ``{"['image']": "uint8 (32, 32, 3)"}``."""
+    """Return type and shape of each leaf of a sample, by its path: ``{"['image']": "uint8 (32, 32, 3)"}``."""
     shapes = {}
     for path, leaf in tree_flatten_with_path(sample)[0]:
         if isinstance(leaf, Tensor) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc"):
@@ -228,7 +229,7 @@ def _shapes_of(sample: object, index: int) -> dict[str, str]:
 
 
 def _plain(dataset: AnyDataset, index: int) -> Any:
-    """Sample without augmentation, if the dataset defines one; else the sample as it is."""
+    """Return the sample without augmentation if the dataset defines that; otherwise the usual sample."""
     if isinstance(dataset, Subset):
         return _plain(dataset.dataset, dataset.indices[index])
     if isinstance(dataset, ConcatDataset):
@@ -251,8 +252,8 @@ def _check_kind(dataset: object) -> None:
             _check_kind(inner)
     elif not isinstance(dataset, (CacheableDataset, TensorDataset)):
         logger.warning(
-            "The samples of %s are kept on the device as they are now. If they are augmented at random, they will be "
-            "the same in each epoch: derive it from lightning_feed.CacheableDataset, and augment in device_transform.",
+            "The samples of %s are kept on the device as they are now. A random augmentation would be the same in "
+            "each epoch: derive the dataset from lightning_feed.CacheableDataset, and augment in device_transform.",
             type(dataset).__name__,
         )
 
@@ -275,7 +276,7 @@ def _refuse_if_too_large(
     if not limits or needed <= min(limits):
         return
     allowed = f"cache_limit allows {limit_bytes >> 20} MiB" if limit_bytes is not None else "no limit is set"
-    known = f"{free >> 20} MiB are free" if free is not None else "it is not known how much is free"
+    known = f"{free >> 20} MiB are free" if free is not None else "the free memory is unknown"
     raise SettingsError(
         f"cache='device' needs {needed >> 20} MiB on {device}, for {rows} of {size} samples of {sample_bytes} bytes "
         f"each; {allowed}, and {known}. Keep uint8 and convert in device_transform, make samples smaller, raise "
@@ -295,17 +296,18 @@ def _allocate(leaf: Tensor, rows: int, device: torch.device) -> _Leaf:
 class ResidentLoader(FeedLoader):
     """FeedLoader over :class:`ResidentData`: the same samples in the same order, already on the device.
 
-    With torch's own batch sampler nothing is copied per batch: each epoch's indices are drawn and moved to the device
-    at its start, as one tensor. A custom batch sampler is called for each batch, and its list of indices is copied.
+    With torch's own batch sampler nothing is copied per batch: all indices of an epoch are moved to the device at its
+    start, as one tensor. A custom batch sampler is called for each batch, and its list of indices is copied.
 
-    With a shard, Lightning's DistributedSampler sets the number of samples per rank and the seed; the samples are those
-    of the rank's own shard, shuffled within it. Over all ranks, an epoch has each sample once, plus the repeats with
-    which DistributedSampler gives all ranks the same number.
+    With a shard, Lightning's DistributedSampler sets the number of samples per rank and the seed; the samples come from
+    the rank's own shard, shuffled within it. Over all ranks, an epoch has each sample once, plus the repeats with which
+    DistributedSampler makes the ranks equal.
 
     Args:
         dataset: the samples on the device.
         order: as for :class:`FeedLoader`.
-        **options: DataLoader's own, by name for Lightning, which makes a copy with another sampler.
+        **options: DataLoader arguments under their usual names, because Lightning copies the loader to replace its
+            sampler.
     """
 
     def __init__(self, dataset: ResidentData, *, order: EpochOrder | None = None, **options: Any) -> None:
@@ -336,7 +338,7 @@ class _Batches:
             yield order[start : start + step]
 
     def _order(self) -> Tensor | None:
-        """Rows of an epoch; None if the sampler has no length and may be endless."""
+        """Return the rows of an epoch; None if the sampler has no length and may be endless."""
         if self.data.shard is not None:
             return _order_in_shard(self.sampler, self.data.shard, self.data.held)
         if not hasattr(self.sampler, "__len__"):
@@ -351,11 +353,11 @@ class _Batches:
 
 
 def _order_in_shard(sampler: object, shard: Shard, held: int) -> Tensor:
-    """Rows of a shard for one epoch, in the number that the sampler sets for its rank."""
+    """Return the rows of a shard for one epoch, as many as the sampler sets for its rank."""
     if not isinstance(sampler, DistributedSampler) or (sampler.rank, sampler.num_replicas) != (shard.rank, shard.ranks):
         raise LoaderError(
-            f"Rank {shard.rank} of {shard.ranks} holds its own share of the dataset, but its sampler is a "
-            f"{type(sampler).__name__} that does not divide the dataset in this way. Leave the sampler to Lightning "
+            f"Rank {shard.rank} of {shard.ranks} holds its own share of the dataset, but its sampler, a "
+            f"{type(sampler).__name__}, does not divide the dataset in that way. Leave the sampler to Lightning "
             "(use_distributed_sampler=True, and no sampler()), or keep the whole dataset on each rank."
         )
     rows = torch.arange(held, device="cpu")
@@ -363,7 +365,7 @@ def _order_in_shard(sampler: object, shard: Shard, held: int) -> Tensor:
         generator = torch.Generator()
         generator.manual_seed(mix_seed(sampler.seed, sampler.epoch, shard.rank, "shard"))
         rows = torch.randperm(held, generator=generator, device="cpu")
-    # One short if the ranks do not divide the samples evenly: repeat the first, as DistributedSampler repeats some.
+    # One row is missing if the samples cannot be divided evenly: repeat the first, as DistributedSampler does.
     return rows.repeat(-(-len(sampler) // held))[: len(sampler)] if held < len(sampler) else rows[: len(sampler)]
 
 

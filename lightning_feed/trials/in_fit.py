@@ -27,7 +27,7 @@ _OPEN = ("prefetch_factor", "pin_memory", "persistent_workers")
 
 
 def why_not_now(trainer: Any, split: str) -> str:
-    """The reason why ``num_workers="tune"`` is as ``"auto"`` for a loader; empty where it is to be tuned."""
+    """The reason for using ``"auto"`` in place of ``"tune"`` for a loader. Empty if it is to be tuned."""
     if split != "train":
         return "not tuned: only training loaders are, so this is as for num_workers='auto'"
     if trainer is None or trainer.state.fn != "fit":

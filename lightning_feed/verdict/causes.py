@@ -296,8 +296,7 @@ LINK_SHARE = 0.5
 LAUNCH_SHARE = 0.9
 """CPU time of the training thread over the time of the step on the device."""
 FAR = 1.5
-"""Ratio of the step to the model alone above which the model is not the reason. Below, workers may share its CPUs as
-they should."""
+"""Above this ratio of the step to the model alone, the model is not the cause. Below it, workers may share its CPUs."""
 WAITING_HOOKS = ("ProgressBar", "ThroughputMonitor")
 """Callbacks of Lightning that wait for the device to read a metric or to measure: their time counts as that wait."""
 
@@ -393,7 +392,7 @@ def _waiting_without_cpus(measured: Measurements, shares: Shares) -> list[str]:
         said.append(f"batches are ready; other programs have the CPUs: the training thread waits {waited} for one")
     if others_take_more(measured, 0.0):
         waited = f"{in_ms(facts.queue_beside_loading_ms, whole)} of {in_ms(whole, whole)} ms"
-        said.append(f"the training thread waits {waited} for a CPU that other programs have, besides loading")
+        said.append(f"outside loading, the training thread waits {waited} for a CPU that other programs use")
     if shares.fed_if_idle and queue is not None:
         said.append(f"the workers have no CPU {queue:.0f} % of their time, and with one they would keep up")
     return said

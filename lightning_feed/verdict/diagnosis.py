@@ -21,7 +21,7 @@ Cause = Literal[
 framework: ``hooks`` (callbacks, logging, checkpoints), ``synchronisation`` (the host waits for the device by itself).
 copy: ``unpinned``, ``not overlapped`` (pinned, on the compute stream), ``link`` (near its speed), ``small tensors``,
 ``transfer hooks`` (the user's, or no copy at all), ``decoding on the GPU`` (nvJPEG's, for which the host waits there).
-data: ``epoch start`` (workers are started anew), ``no workers``, ``head of line`` (one slow batch holds finished ones
+data: ``epoch start`` (workers are started again), ``no workers``, ``head of line`` (one slow batch holds finished ones
 up), ``pin thread``, ``oversubscribed`` (more runnable threads than CPUs, or a quota), ``cpu`` (decoding, augmenting),
 ``cold reads`` (from the disk or a network disk), ``remote reads`` (over connections of their own, as to an object
 store), ``waiting`` (reads are cached: locks, sleeping), ``hand-over`` (batches are ready; handing them over takes the

@@ -289,8 +289,8 @@ def _without_workers(finding: Finding) -> dict[str, Any] | None:
 
 
 def persistent_workers(finding: Finding) -> Remedy | None:
-    """Training waits for the first batch of each epoch, workers are started for each, and nothing in the data set has
-    to reach them then. Saves what that batch takes beyond the time in which workers make one."""
+    """Training waits for the first batch of each epoch, because the workers are started again, and they need nothing
+    new from the data set. Saves the time of that batch, less the time in which workers make one."""
     facts, start_s, epoch_pct = finding.facts, finding.measured.stats.epoch_start_s or 0.0, finding.shares.epoch_pct
     if finding.data is None or epoch_pct is None or epoch_pct < DATA_PCT or not finding.can_set("persistent_workers"):
         return None
@@ -320,7 +320,7 @@ def any_order(finding: Finding) -> Remedy | None:
 
 
 def shared_files(finding: Finding) -> Remedy | None:
-    """Handing over many tensors takes the time, and was measured to be faster with torch's other sharing strategy."""
+    """Handing over many tensors is slow, and was measured to be faster with torch's other sharing strategy."""
     found, count = finding.measured.found, finding.facts.batch_tensors or 0
     now, then = found.hand_over_ms, found.hand_over_file_system_ms
     if finding.data != "hand-over" or found.sharing_strategy != "file_descriptor" or count < MANY_TENSORS:

@@ -41,6 +41,13 @@ def test_defaults_need_no_argument() -> None:
         assert copy.deepcopy(kind()) is not None
 
 
+@pytest.mark.parametrize("kind", [PrefetchCallback, GPUStarvationCallback, AutotuneCallback])
+def test_a_class_in_place_of_an_object_is_refused(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kind, "log", vars(kind).get("log"), raising=False)  # Lightning sets it on the class
+    _, _, error = fit([kind], loaders)
+    assert str(error) == f"callbacks=[{kind.__name__}] holds the class. Write callbacks=[{kind.__name__}()]."
+
+
 @every_set
 @pytest.mark.parametrize(
     "options",

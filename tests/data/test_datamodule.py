@@ -430,6 +430,15 @@ def test_a_missing_make_dataset_shows_what_to_write() -> None:
         trainer().fit(module(), datamodule=lightning_feed.FastDataModule())
 
 
+def test_a_make_dataset_without_a_split_is_named() -> None:
+    class NoSplit(lightning_feed.FastDataModule):
+        def make_dataset(self) -> Any:  # type: ignore[override]
+            return Rows(4)
+
+    with pytest.raises(DatasetError, match=r"NoSplit\.make_dataset takes no split.* def make_dataset\(self, split\)"):
+        NoSplit().setup("fit")
+
+
 def test_nothing_to_train_on() -> None:
     with pytest.raises(DatasetError, match=r"make_dataset\('train'\) returned None"):
         trainer().fit(module(), datamodule=Data({"val": Rows(4)}))
@@ -452,14 +461,14 @@ def test_a_wrong_split_is_an_error_with_the_right_ones(name: Any) -> None:
         ({"a": Rows(4), "b": Rows(0)}, r"dataset of train\['b'\]"),
         ([], "an empty list"),
         ({}, "an empty dict"),
-        (7, "returned a int for train, not a dataset"),
+        (7, "returned int for train, not a dataset"),
         (iter([1, 2]), "an IterableDataset for a stream"),
         (DataLoader([1, 2]), "The data module makes the loader"),
-        ([(torch.zeros(2), 1)], r"returned a tuple for train\[0\], not a dataset"),
-        ((Rows(4), Rows(4)), "returned a tuple for train"),
-        ([[Rows(4)]], r"returned a list for train\[0\]"),
-        ("train.csv", "returned a str for train"),
-        (torch.zeros(4, 2), "returned a torch.Tensor for train"),
+        ([(torch.zeros(2), 1)], r"returned tuple for train\[0\], not a dataset"),
+        ((Rows(4), Rows(4)), "returned tuple for train"),
+        ([[Rows(4)]], r"returned list for train\[0\]"),
+        ("train.csv", "returned str for train"),
+        (torch.zeros(4, 2), "returned torch.Tensor for train"),
     ],
 )
 def test_what_is_no_dataset_is_refused_by_name(made: Any, words: str) -> None:
@@ -469,7 +478,7 @@ def test_what_is_no_dataset_is_refused_by_name(made: Any, words: str) -> None:
 
 def test_no_batch_is_left() -> None:
     data = Data({"train": {"few": Rows(3)}}, 4, loader=LoaderSettings(num_workers=0, drop_last=True))
-    with pytest.raises(SettingsError, match=r"batch_size=4 leaves no batch of the 3 samples of train\['few'\]"):
+    with pytest.raises(SettingsError, match=r"batch_size=4 leaves no batch: train\['few'\] has only 3 samples"):
         data.train_dataloader()
     data = Data({"train": Rows(6)}, 4, loader=LoaderSettings(num_workers=0, drop_last=True))
     data.trainer = trainer()

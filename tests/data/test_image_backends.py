@@ -258,7 +258,7 @@ def test_a_loader_alone_gives_batches_that_say_what_is_missing(use: str, photos:
             return batch[0] if use == "indexed" else batch["image"]
 
     loader = made(photos, "nvjpeg").train_dataloader()
-    with pytest.raises(SettingsError, match=r"is not decoded: .*trainer\.fit\(model, datamodule=\.\.\.\)"):
+    with pytest.raises(SettingsError, match=r"is not decoded yet: .*trainer\.fit\(model, datamodule=\.\.\.\)"):
         quiet_trainer([]).fit(Model(), loader)
 
 

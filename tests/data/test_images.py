@@ -257,10 +257,14 @@ def test_auto_says_that_it_had_nothing_to_choose_by(photos: Path, caplog: pytest
         {"val_fraction": 1.5},
         {"on_error": "ignore"},
         {"transform": 3},
-        {"decoder": "jpegli"},
     ],
     ids=lambda given: next(iter(given)),
 )
 def test_what_is_impossible_is_refused(given: dict[str, Any], photos: Path) -> None:
     with pytest.raises(SettingsError, match=next(iter(given))):
         ImageFolderDataModule(photos, **given).dataset("train")
+
+
+def test_an_unknown_decoder_is_refused_at_construction(photos: Path) -> None:
+    with pytest.raises(SettingsError, match=r"decoder='jpegli' is not a choice\. Use one of 'auto'"):
+        ImageFolderDataModule(photos, decoder="jpegli")

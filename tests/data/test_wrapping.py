@@ -298,6 +298,7 @@ def test_data_that_cannot_be_sent_stay_where_they_are(monkeypatch: pytest.Monkey
     ("given", "said"),
     [
         (lambda: FastDataModule.wrap(Rows()), r"A Rows cannot be wrapped.*LightningDataModule\.from_datasets"),
+        (lambda: FastDataModule.wrap(Plain), r"Plain is a class\. Pass an object of it: Plain\(\.\.\.\)"),
         (lambda: FastDataModule.wrap(FastDataModule()), "already chooses its loaders itself"),
         (lambda: FastDataModule.wrap(FastDataModule.wrap(Plain())), "already chooses its loaders itself"),
         (lambda: FastDataModule.wrap(Plain(), loader=LoaderSettings(drop_last=True)), "drop_last=True would have no"),

@@ -309,8 +309,8 @@ def test_said_once_per_reason(caplog: pytest.LogCaptureFixture) -> None:
             decoder.decode(WHOLE[image])
     assert [record.getMessage() for record in caplog.records] == [
         "decoder='fussy' leaves images of the kind PNG to pillow: 'fussy' decodes only JPEG. "
-        "Further ones are only counted.",
-        "decoder='fussy' leaves images of the kind JPEG to pillow: too long for me. Further ones are only counted.",
+        "Later ones are only counted.",
+        "decoder='fussy' leaves images of the kind JPEG to pillow: too long for me. Later ones are only counted.",
     ]
 
 

@@ -277,5 +277,5 @@ def test_bits_of_a_png() -> None:
 
 def test_region_inside() -> None:
     Region(0, 0, 10, 20).check_inside(10, 20)
-    with pytest.raises(ValueError, match="cut the box to the image"):
+    with pytest.raises(ValueError, match="clip the box to the image"):
         Region(0, 1, 10, 20).check_inside(10, 20)

@@ -26,8 +26,8 @@ def test_it_looks_at_this_machine_without_lightning(tmp_path: Path) -> None:
     assert {one["level"] for one in printed["findings"]} <= set(LEVELS)
 
 
-def test_a_path_that_is_not_there_is_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--data", str(tmp_path / "nowhere")]) == 1
+def test_a_path_that_is_not_there_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--data", str(tmp_path / "nowhere")]) == 2
     assert "nowhere: there is no such file or folder" in capsys.readouterr().err
 
 

@@ -122,7 +122,7 @@ def test_it_is_said_once_where_it_hangs(mode: str, caplog: pytest.LogCaptureFixt
         (record,) = [one for one in caplog.records if one.name.endswith("load.watchdog")]
         said = record.getMessage()
         assert record.levelno == logging.WARNING
-        assert "No batch of train has come for 61 s" in said
+        assert "No batch of train has arrived for 61 s" in said
         assert "[6, 7]" in said or "index 6" in said
         assert "waits_for_a_server" in said
         if mode in ("processes", "spawned", "persistent"):

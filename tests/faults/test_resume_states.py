@@ -164,7 +164,7 @@ def test_a_sampler_that_draws_other_samples_than_before_is_refused(
     path = tmp_path / "run.ckpt"
     random.seed(1)
     go(Data(24, 4, Careless), SaveThenDie("on_train_batch_end", 2, path))
-    with pytest.raises(ResumeError, match="does not draw the samples that it drew before"):
+    with pytest.raises(ResumeError, match="does not repeat the order that it had before"):
         run(lambda: {"datamodule": Data(24, size, Careless)}, [], ckpt_path=path, seed=8)
 
 

@@ -211,7 +211,7 @@ def test_a_substitute_draws_no_random_number_of_the_training() -> None:
 @pytest.mark.parametrize("on_error", ["raise", "skip", "substitute"])
 def test_pixels_are_refused_whatever_on_error_says(on_error: Any) -> None:
     made = dataset([np.zeros((8, 8, 3), np.uint8)], on_error=on_error)
-    with pytest.raises(SettingsError, match=r'photos/0\.jpg \(sample 0\) holds pixels.*backend="torch"'):
+    with pytest.raises(SettingsError, match=r'photos/0\.jpg \(sample 0\) already holds pixels.*backend="torch"'):
         made[0]
 
 

@@ -193,7 +193,7 @@ def test_a_batch_that_was_taken_is_not_kept() -> None:
 def test_a_thread_that_dies_is_not_the_end_of_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BackgroundGenerator, "run", lambda self: None)
     ahead = BackgroundIterator(Source(5), 1)
-    with pytest.raises(LoaderError, match=r"Batches are missing: this is not the end"):
+    with pytest.raises(LoaderError, match=r"The epoch is incomplete: batches are missing"):
         next(ahead)
 
 

@@ -182,5 +182,7 @@ def test_room_is_left_for_batches(limit: str, caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.parametrize("dataset", [TensorDataset(torch.zeros(3)), Subset(TensorDataset(torch.zeros(3)), [0]), [1, 2]])
 def test_a_dataset_that_does_not_tell_its_steps_is_refused(dataset: Any) -> None:
-    with pytest.raises(DatasetError, match=r"cache='bytes' has to know .* dataset of train \(.*CacheableDataset"):
+    with pytest.raises(
+        DatasetError, match=r"cache='bytes' needs a dataset with .* dataset of train \(.*CacheableDataset"
+    ):
         _open(dataset, "bytes")

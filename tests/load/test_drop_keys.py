@@ -95,7 +95,7 @@ def test_a_key_that_is_not_there_is_told_with_those_that_are() -> None:
     for key in ("x", "meta", "deep", "y"):
         assert repr(key) in said
     assert missing_keys(batch, frozenset({"deep", "meta"})) is None
-    assert "no dict" in str(missing_keys([1, 2], META))
+    assert "not a dict" in str(missing_keys([1, 2], META))
 
 
 # --- in the workers ---------------------------------------------------------------------------------------------------

@@ -281,7 +281,7 @@ def test_the_batches_of_a_worker_that_died_are_made_again(tmp_path):
 
 def test_a_batch_that_ends_every_worker_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(ray_workers, "TRIES", 2)
-    with pytest.raises(LoaderError, match=r"2 Ray workers died one after the other with batch 0, at \[0, 1, 2, 3\]"):
+    with pytest.raises(LoaderError, match=r"2 Ray workers in a row died while making batch 0, at \[0, 1, 2, 3\]"):
         epochs(on_ray(Deadly(tmp_path, at=(2,), once=False), batch_size=4))
 
 

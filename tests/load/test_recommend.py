@@ -95,7 +95,7 @@ def test_pinned_memory(given_pin: Any, device: str, pinned: bool) -> None:
     found = recommend(MACHINE, LoaderSettings(pin_memory=given_pin), replace(WORK, device_type=device))
     assert found.pin_memory is pinned
     if given_pin is True and not pinned:
-        assert "given as True, and left off" in found.reasons["pin_memory"]
+        assert "True was requested, but is not used" in found.reasons["pin_memory"]
 
 
 def test_little_shared_memory_shortens_the_look_ahead_before_it_takes_workers() -> None:
@@ -132,7 +132,7 @@ def test_threads_end_with_each_pass_and_say_what_they_are() -> None:
     assert found.describe().startswith("workers=thread: as given\nnum_workers=7: ")
     assert "GIL" in found.reasons["num_workers"]
     persistent = recommend(MACHINE, LoaderSettings(workers="thread", persistent_workers=True), WORK)
-    assert "given as True, and left off" in persistent.reasons["persistent_workers"]
+    assert "True was requested, but is not used" in persistent.reasons["persistent_workers"]
 
 
 @pytest.mark.parametrize("batches", [1, 2])

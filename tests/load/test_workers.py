@@ -140,7 +140,7 @@ def test_no_more_is_loaded_ahead_than_said(kind, tmp_path):
 
 @ours
 def test_a_stream_is_refused(kind):
-    with pytest.raises(SettingsError, match=f"workers='{kind}' cannot serve Stream, an IterableDataset"):
+    with pytest.raises(SettingsError, match=f"workers='{kind}' cannot load Stream, an IterableDataset"):
         loader_of(kind, Stream())
 
 
@@ -253,7 +253,7 @@ def test_an_error_in_the_collate_function_names_the_samples(kind):
     def collate(samples):
         raise ValueError("does not fit")
 
-    with pytest.raises(ValueError, match=r"(?s)putting together the samples of index \[0, 1, 2, 3\].*does not fit"):
+    with pytest.raises(ValueError, match=r"(?s)collating the samples of index \[0, 1, 2, 3\].*does not fit"):
         epochs(loader_of(kind, Rows(), batch_size=4, collate_fn=collate))
 
 

@@ -325,7 +325,7 @@ def test_broken_images_are_left_out_when_asked(photos: Path, tmp_path: Path) -> 
 
 def test_a_file_that_is_no_image_is_named_plainly(photos: Path, tmp_path: Path) -> None:
     (photos / "würger" / "9.jpg").write_bytes(b"no image")
-    with pytest.raises(ArchiveError, match=r"9\.jpg .* Pillow does not know its format\. Fix it"):
+    with pytest.raises(ArchiveError, match=r"9\.jpg .* Pillow does not know its format\. Fix the file"):
         pack(photos, tmp_path / "packed", short_side=20, workers=0)
 
 

@@ -322,7 +322,7 @@ def test_what_a_killed_run_leaves_is_removed_by_the_next(place: Path, caplog: py
     assert _files(place) == [f"{PREFIX}{os.getuid()}-test"]
     with caplog.at_level(logging.INFO):
         _cache(place, name="next")
-    assert "which a run that has ended left behind" in caplog.text
+    assert "left behind by an earlier run" in caplog.text
 
 
 def test_what_a_live_run_uses_is_not_removed(place: Path) -> None:

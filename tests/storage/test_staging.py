@@ -134,7 +134,7 @@ def test_links_are_followed(source: Path, dest: Path, tmp_path: Path) -> None:
 
 
 def test_contents_are_no_longer_compared_on_request(source: Path, dest: Path) -> None:
-    with pytest.raises(SettingsError, match="sizes and times of change are compared now"):
+    with pytest.raises(SettingsError, match="sizes and modification times are compared"):
         stage(source, dest, hash=True)
 
 
@@ -360,7 +360,7 @@ def test_a_disk_full_in_the_middle_leaves_whole_files_and_is_gone_on_with(
     with monkeypatch.context() as patch:
         # Somebody else takes the space after the check.
         patch.setattr(stage_copy, "check_room", lambda *need: None)
-        with pytest.raises(ArchiveError, match=r"No space left on device\. Make room.* and run it again"):
+        with pytest.raises(ArchiveError, match=r"No space left on device\. Make room.* and stage again"):
             stage(source, small_tmpfs)
     target = small_tmpfs / "birds"
     assert not is_complete(target)

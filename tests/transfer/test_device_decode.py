@@ -247,10 +247,12 @@ def test_other_images_are_decoded_by_the_cpu_counted_and_said_once(caplog: pytes
     assert decode.calls == [8, 8]
     counts = made.cpu_fallback.as_dict()
     assert sorted(counts.values()) == [2, 2, 2, 2, 2, 6]
-    assert counts["nvJPEG decodes JPEG, and the image is of the kind PNG"] == 6
+    assert counts["nvJPEG decodes only JPEG, and the image is of the kind PNG"] == 6
     said = [record.getMessage() for record in caplog.records if "in the training process" in record.getMessage()]
     assert len(said) == len(counts)
-    assert "photos/0.jpg, and others like it, in the training process: nvJPEG decodes JPEG, and the image" in said[0]
+    assert (
+        "photos/0.jpg, and others like it, in the training process: nvJPEG decodes only JPEG, and the image" in said[0]
+    )
     assert 'backend="torch" is faster' in said[0]
 
 

@@ -307,7 +307,7 @@ def test_a_share_is_a_share_of_the_memory() -> None:
 @pytest.mark.parametrize("sampler", [None, SubsetRandomSampler([1, 3]), DistributedSampler(range(10), 2, 0)])  # type: ignore[arg-type]
 def test_a_share_needs_the_sampler_that_divides_alike(sampler: Any) -> None:
     data = load_resident(Rows(10), device=CPU, shard=Shard(1, 2))
-    with pytest.raises(LoaderError, match="Rank 1 of 2 holds its own share of the dataset, but its sampler is a"):
+    with pytest.raises(LoaderError, match="Rank 1 of 2 holds its own share of the dataset, but its sampler, a"):
         list(ResidentLoader(data, batch_size=2, sampler=sampler))
 
 
@@ -374,7 +374,7 @@ def test_what_is_free_is_a_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingsError, match="no limit is set, and 0 MiB are free"):
         load_resident(Rows(50), device=CPU)
     monkeypatch.setattr(resident, "free_device_bytes", lambda device: None)
-    with pytest.raises(SettingsError, match="it is not known how much is free"):
+    with pytest.raises(SettingsError, match="the free memory is unknown"):
         load_resident(Rows(50), device=CPU, limit_bytes=100)
     assert load_resident(Rows(50), device=CPU).stored_bytes == 700
 
@@ -430,7 +430,7 @@ def test_an_augmented_dataset_that_does_not_say_what_is_plain_is_refused() -> No
     class Random(Pictures):
         plain = CacheableDataset.plain
 
-    with pytest.raises(DatasetError, match="Random has an augment"):
+    with pytest.raises(DatasetError, match="Random has augment but no plain"):
         load_resident(Random(3), device=CPU)
 
 

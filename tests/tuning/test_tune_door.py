@@ -310,7 +310,7 @@ def test_the_command(target: str, tunes: Tunes, capsys: pytest.CaptureFixture[st
     ],
 )
 def test_the_command_refuses(target: str, options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tune", f"{target}:Data", "--accelerator", "cpu", *options]) == 1
+    assert main(["tune", f"{target}:Data", "--accelerator", "cpu", *options]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -374,7 +374,7 @@ def test_batches_of_evaluation_can_be_even(given: Any, size: int) -> None:
     assert data.train_dataloader().batch_size == 24
     report = data.loader_report()
     if given == "even":
-        assert "val: eval_batch_size=16: the 64 samples leave 0 for a last batch, and 16 with 24" in report
+        assert "val: eval_batch_size=16: the 64 samples leave 0 for a last batch, instead of 16 with 24" in report
     else:
         assert f'val: eval_batch_size={size}: "even" would take 16' in report
     assert "train: eval_batch_size" not in report

@@ -148,7 +148,8 @@ def test_other_programs_that_take_more_than_the_loader_are_named_first() -> None
     slow: dict[str, Any] = {"data": 7.0, "num_workers": 0, "load_cpu_ms": 5.0, "load_queue_ms": 2.0, "usable_cpus": 2}
     found = diagnose(measured(**slow, host_queue_ms=52.0, others_cpu_pct=58.0))
     assert (found.bottleneck, found.cause) == ("compute", "oversubscribed")
-    assert found.evidence[1].startswith("the training thread waits 50.0 of 100.0 ms for a CPU that other programs have")
+    waits = "outside loading, the training thread waits 50.0 of 100.0 ms for a CPU that other programs use"
+    assert found.evidence[1] == waits
     assert diagnose(measured(**slow, host_queue_ms=12.0, others_cpu_pct=58.0)).bottleneck == "data"
 
 
