@@ -1,7 +1,7 @@
 """The pictures of docs/gallery.md, and the outputs of examples/tour.ipynb: all of real runs.
 
     python docs/make_gallery.py             # new runs, and all pictures of them: about five minutes
-    python docs/make_gallery.py --redraw    # pages and terminals with today's words, of the runs that are kept
+    python docs/make_gallery.py --redraw    # the same pictures and outputs with today's words: some seconds
 
 Runs the demo, a diagnosis and the notebook in an empty folder, keeps their reports in docs/images/runs, and draws pages
 with a headless Chromium and the terminal's lines as SVG. Needs the extra ``dev`` and Chromium (``apt-get install
@@ -12,6 +12,7 @@ tests/test_gallery.py fails when a picture has words that the code no longer pri
 
 import argparse
 import base64
+import contextlib
 import html
 import io
 import json
@@ -25,7 +26,6 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,7 @@ def main() -> None:
     if not parser.parse_args().redraw:
         with tempfile.TemporaryDirectory() as folder:
             measure(Path(folder), shot)
+    redraw_tour()
     for name, text in terminals().items():
         save_terminal(name, text)
     with tempfile.TemporaryDirectory() as folder:
@@ -133,7 +134,7 @@ def tour_plots(cells: list[Any]) -> dict[str, bytes]:
     return dict(zip(("diagnosis", "after"), plots[1:], strict=True))
 
 
-@contextmanager
+@contextlib.contextmanager
 def tensorboard(place: Path) -> Iterator[str]:
     """The address of a TensorBoard server on this machine, as long as it is needed."""
     address = "http://127.0.0.1:6123/"
@@ -207,10 +208,28 @@ def pages() -> dict[str, str]:
     }
 
 
-def tour_lines() -> list[str]:
-    """What the notebook's commands print."""
+def tour_texts(cells: list[Any]) -> list[tuple[Any, str]]:
+    """The cells of the notebook that print what our code says, and the text."""
     plain, fixed = (kept_report(kept, f"runs/{name}/version_0") for name, kept in TOUR_RUNS.items())
-    return [as_text(plain.diagnosis, plain.run), comparison_text(compare(plain, fixed))]
+    read = f"lightning-feed: {plain.path}, written {plain.written_at}\n"
+    printed = io.StringIO()
+    said = {
+        "!{sys.executable} -m lightning_feed report": read + as_text(plain.diagnosis, plain.run, width=80) + "\n",
+        "!{sys.executable} -m lightning_feed compare": comparison_text(compare(plain, fixed)) + "\n",
+    }
+    (advice,) = (cell for cell in cells if cell.source.startswith("for remedy in found.remedies"))
+    with contextlib.redirect_stdout(printed):
+        exec(advice.source, {"found": kept_report("tour-diagnose").diagnosis})
+    texts = [(cell, text) for start, text in said.items() for cell in cells if cell.source.startswith(start)]
+    return [*texts, (advice, printed.getvalue())]
+
+
+def redraw_tour() -> None:
+    """Put today's words into the outputs of the notebook."""
+    tour = nbformat.read(TOUR, as_version=4)
+    for cell, text in tour_texts(tour.cells):
+        cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=text)]
+    nbformat.write(tour, TOUR)
 
 
 def words_of(page: str) -> str:
