@@ -55,8 +55,8 @@ about so many; with thumbnails of 300 pixels there would be little decoding to s
 MOST_IMAGES = 100_000
 BUSY_S = 1.0
 """Time for measuring what other programs take of the CPUs, before anything else."""
-TRIAL_S = 6.0
-"""Time for decoding whole images and crops in turn, after the plain run."""
+TRIAL_S, TRIALS = 8.0, frozenset({"crops", "workers"})
+"""Time for trials after the plain run: whole images and crops decoded in turn, and numbers of workers."""
 # Photographs in scikit-image's wheel (nothing is downloaded), freed for any use by their docstrings in skimage.data:
 # public domain: astronaut (NASA), hubble_deep_field (NASA), rocket (SpaceX);
 # CC0: brick, camera (Lav Varshney), chelsea (Stefan van der Walt), coffee (Rachel Michetti), grass, gravel,
@@ -309,17 +309,17 @@ def _train(name: str, data: Any, images: ImageFolder, epochs: int, logs: Path) -
         raise
     found = starvation.report()
     if name == "plain":
-        found = diagnose(replace(found.measurements, experiments=_timed_crops(data)))
+        found = diagnose(replace(found.measurements, experiments=_trials(data)))
     report = make_report(found)
     written = write_report(report, Path(trainer.log_dir or logs))
     page = next(path for path in written if path.suffix == ".html")
     return Run(_figures(report, course.setup_s, course.epochs_s / epochs, len(images)), report, page)
 
 
-def _timed_crops(loader: DataLoader[Any]) -> ExperimentResults:
-    """The images decoded whole and as crops, timed as ``lightning-feed diagnose`` does."""
+def _trials(loader: DataLoader[Any]) -> ExperimentResults:
+    """The trials, as ``lightning-feed diagnose`` does them."""
     results = ExperimentResults()
-    for results in run_data_experiments(loader, budget_s=TRIAL_S, only=frozenset({"crops"})):  # noqa: B007
+    for results in run_data_experiments(loader, budget_s=TRIAL_S, only=TRIALS):  # noqa: B007
         pass
     return results
 
