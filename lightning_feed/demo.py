@@ -231,7 +231,7 @@ class FedImages(FastDataModule):
 
 
 class AdvisedImages(ImageFolderDataModule):
-    """The images and the transform of the plain run, of which only the crop is decoded, as its report advises."""
+    """The plain run's images and transform, but decoding only the crop, as that run's report advises."""
 
     def __init__(self, images: ImageFolder, advice: Remedy | None) -> None:
         settings = LoaderSettings()

@@ -1,8 +1,8 @@
 """All code that uses Lightning's private parts.
 
-Each function names the versions in which these were read, and a public interface that would replace them. The functions
-take objects of both packages (``lightning`` and ``pytorch_lightning``), so nothing is imported from either: their
-classes are recognized by name.
+Each function names the versions against which these were checked, and a public interface that would replace them. The
+functions take objects of both packages (``lightning`` and ``pytorch_lightning``), so nothing is imported from either:
+their classes are recognized by name.
 """
 
 import functools
@@ -55,7 +55,7 @@ def epochs_processed(trainer: AnyTrainer) -> int:
     """Number of completed training epochs, which is the number of the present epoch.
 
     Lightning passes it to ``sampler.set_epoch``. In a resumed run, ``trainer.current_epoch`` is behind it until the fit
-    loop starts. Read in 2.4.0 and 2.6.6 (``loops/fit_loop.py: on_advance_start``).
+    loop starts. Checked against Lightning 2.4.0 and 2.6.6 (``loops/fit_loop.py: on_advance_start``).
     """
     return int(trainer.fit_loop.epoch_progress.current.processed)
 
@@ -63,14 +63,17 @@ def epochs_processed(trainer: AnyTrainer) -> int:
 def ranks_that_share_samples(trainer: AnyTrainer) -> int:
     """Number of ranks among which Lightning divides the samples of a map-style dataset.
 
-    Read in 2.4.0 and 2.6.6 (``connectors/data_connector.py: _requires_distributed_sampler``).
+    Checked against Lightning 2.4.0 and 2.6.6 (``connectors/data_connector.py: _requires_distributed_sampler``).
     """
     connector = trainer._accelerator_connector
     return int(trainer.world_size) if connector.use_distributed_sampler and connector.is_distributed else 1
 
 
 def live_fetcher(trainer: AnyTrainer) -> Any:
-    """The fetcher of the loop that runs now, or None before it exists. Read in 2.4.0, 2.5.6 and 2.6.6."""
+    """The fetcher of the loop that runs now, or None before it exists.
+
+    Checked against Lightning 2.4.0, 2.5.6 and 2.6.6.
+    """
     if trainer.training:  # checked first, as this runs in each step
         return trainer.fit_loop._data_fetcher
     known = trainer.sanity_checking or trainer.validating or trainer.testing or trainer.predicting
@@ -87,14 +90,17 @@ def stage_now(trainer: AnyTrainer) -> Stage:
 
 
 def _loop_of(trainer: AnyTrainer, stage: str) -> Any:
-    """The loop of a stage, as :func:`stage_now` names them. Read in 2.4.0, 2.5.6 and 2.6.6 (``trainer/trainer.py``)."""
+    """The loop of a stage, as :func:`stage_now` names them.
+
+    Checked against Lightning 2.4.0, 2.5.6 and 2.6.6 (``trainer/trainer.py``).
+    """
     if stage == "validate" and trainer.state.fn == "fit":
         return trainer.fit_loop.epoch_loop.val_loop
     return getattr(trainer, f"{stage}_loop")
 
 
 def loop_loaders(trainer: object, stage: str) -> list[Any]:
-    """The loaders of a stage, flattened. Read in 2.4.0 and 2.6.6 (``setup_data`` of each loop)."""
+    """The loaders of a stage, flattened. Checked against Lightning 2.4.0 and 2.6.6 (``setup_data`` of each loop)."""
     combined = _loop_of(trainer, stage)._combined_loader
     return [] if combined is None else list(combined.flattened)
 
@@ -107,7 +113,7 @@ def train_loaders(trainer: object) -> list[Any]:
 def loader_names(trainer: object, stage: str) -> list[str]:
     """The names of the loaders of a stage: keys of a dict, else as Lightning names them in metrics.
 
-    Read in 2.4.0 and 2.6.6 (``utilities/combined_loader.py``).
+    Checked against Lightning 2.4.0 and 2.6.6 (``utilities/combined_loader.py``).
     """
     loaders = loop_loaders(trainer, stage)
     given = getattr(_loop_of(trainer, stage)._combined_loader, "iterables", None)
@@ -120,8 +126,8 @@ def loop_iterators(trainer: object, stage: str) -> list[Any]:
     """The iterators that a stage's batches come from now, one for each loader of the mode; empty outside the stage.
 
     They may change within an epoch: ``max_size_cycle`` makes a new one at the end of a loader, and ``sequential`` goes
-    on to the next loader. The fetcher may have any class, also one adopted by PrefetchCallback. Read in 2.4.0 and 2.6.6
-    (``loops/fetchers.py: _DataFetcher``, ``utilities/combined_loader.py: _ModeIterator``).
+    on to the next loader. The fetcher may have any class, also one adopted by PrefetchCallback. Checked against
+    Lightning 2.4.0 and 2.6.6 (``loops/fetchers.py: _DataFetcher``, ``utilities/combined_loader.py: _ModeIterator``).
     """
     combined = getattr(_loop_of(trainer, stage)._data_fetcher, "_combined_loader", None)
     return list(getattr(getattr(combined, "_iterator", None), "iterators", None) or ())
@@ -130,19 +136,22 @@ def loop_iterators(trainer: object, stage: str) -> list[Any]:
 def batches_of(trainer: AnyTrainer, stage: str) -> int | None:
     """Number of batches in an epoch of a stage, over all loaders; None for an endless one.
 
-    Read in 2.4.0 and 2.6.6 (``loops/evaluation_loop.py: max_batches``).
+    Checked against Lightning 2.4.0 and 2.6.6 (``loops/evaluation_loop.py: max_batches``).
     """
     every = trainer.num_training_batches if stage == "fit" else sum(_loop_of(trainer, stage).max_batches)
     return None if every == float("inf") else int(every)
 
 
 def train_fetcher(trainer: AnyTrainer) -> Any:
-    """The training loop's fetcher; None outside a fit. Read in 2.4.0, 2.5.6 and 2.6.6."""
+    """The training loop's fetcher; None outside a fit. Checked against Lightning 2.4.0, 2.5.6 and 2.6.6."""
     return trainer.fit_loop._data_fetcher
 
 
 def train_progress(trainer: AnyTrainer) -> Any:
-    """The training loop's count of its batches. Read in 2.4.0 and 2.6.6 (``loops/progress.py: _BatchProgress``)."""
+    """The training loop's count of its batches.
+
+    Checked against Lightning 2.4.0 and 2.6.6 (``loops/progress.py: _BatchProgress``).
+    """
     return trainer.fit_loop.epoch_loop.batch_progress
 
 
@@ -161,7 +170,7 @@ def train_batches_to_follow(trainer: AnyTrainer, *, at_most: int, step_pending: 
         at_most: largest result.
         step_pending: True if the optimizer step of this batch has not run yet, so that the step count is one behind.
 
-    Read in 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py``).
+    Checked against Lightning 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py``).
     """
     loop = trainer.fit_loop.epoch_loop
     if trainer.should_stop or loop.batch_progress.is_last_batch:
@@ -181,7 +190,7 @@ def change_saved_arguments(loader: object, changed: dict[str, Any], *, always: t
     """Change the arguments that Lightning recorded when a loader was made in a hook.
 
     Lightning uses them to rebuild the loader if it needs another sampler. Arguments in ``always`` are added even if
-    they were not passed, if the constructor accepts them. Read in 2.4.0 and 2.6.6
+    they were not passed, if the constructor accepts them. Checked against Lightning 2.4.0 and 2.6.6
     (``fabric/utilities/data.py: _wrap_dataloader_init``).
     """
     kept = vars(loader)
@@ -203,7 +212,7 @@ def change_saved_arguments(loader: object, changed: dict[str, Any], *, always: t
 def train_loader_source(trainer: AnyTrainer) -> Any:
     """The module or data module whose ``train_dataloader`` returns the loaders; None if ``trainer.fit`` got them.
 
-    Read in 2.4.0 and 2.6.6 (``connectors/data_connector.py: _DataLoaderSource``).
+    Checked against Lightning 2.4.0 and 2.6.6 (``connectors/data_connector.py: _DataLoaderSource``).
     """
     source = trainer.fit_loop._data_source
     return source.instance if source.is_module() else None
@@ -212,15 +221,16 @@ def train_loader_source(trainer: AnyTrainer) -> Any:
 def wrap_train_source(trainer: AnyTrainer, around: Callable[..., Any]) -> "Wrap":
     """Call ``around(original)`` in place of the function that makes a fit's training loaders, each time.
 
-    Read in 2.4.0 and 2.6.6 (``connectors/data_connector.py: _DataLoaderSource.dataloader``).
+    Checked against Lightning 2.4.0 and 2.6.6 (``connectors/data_connector.py: _DataLoaderSource.dataloader``).
     """
     return Wrap(trainer.fit_loop._data_source, "dataloader", around)
 
 
 def replace_train_loader(trainer: AnyTrainer, loader: object) -> None:
-    """Train with another loader from the next epoch on.
+    """Switch training to another loader, from the epoch that begins.
 
-    Call it in ``on_train_epoch_start``. Read in 2.4.0 and 2.6.6 (``utilities/combined_loader.py``).
+    Call from ``on_train_epoch_start``, except in a fit's first epoch, whose iterator already exists. Checked against
+    Lightning 2.4.0 and 2.6.6 (``utilities/combined_loader.py``).
     """
     trainer.fit_loop._combined_loader.flattened = [loader]
 
@@ -234,7 +244,7 @@ def bar_refresh_rate(trainer: AnyTrainer) -> int | None:
 def cli_config(trainer: AnyTrainer) -> dict[str, Any]:
     """The arguments of LightningCLI, by their dotted keys; empty without LightningCLI.
 
-    Read in 2.4.0 and 2.6.6 (``cli.py: SaveConfigCallback``, where keys lack the subcommand's name).
+    Checked against Lightning 2.4.0 and 2.6.6 (``cli.py: SaveConfigCallback``, where keys lack the subcommand's name).
     """
     for callback in trainer.callbacks:
         if _is_a(callback, "SaveConfigCallback"):
@@ -245,7 +255,7 @@ def cli_config(trainer: AnyTrainer) -> dict[str, Any]:
 def go_on_past_the_end(trainer: AnyTrainer) -> None:
     """Let the training loop ignore ``max_epochs`` and ``max_steps`` from now on.
 
-    Values that optimizers and schedulers have already read are unchanged. Read in 2.4.0 and 2.6.6
+    Values that optimizers and schedulers have already read are unchanged. Checked against Lightning 2.4.0 and 2.6.6
     (``loops/fit_loop.py: done``, ``loops/training_epoch_loop.py: _is_training_done``).
     """
     trainer.fit_loop.max_epochs = -1
@@ -255,7 +265,7 @@ def go_on_past_the_end(trainer: AnyTrainer) -> None:
 def keep_plateaus(trainer: AnyTrainer) -> None:
     """Freeze learning rates that follow a metric: without validation the metric may be missing.
 
-    Read in 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py: _update_learning_rates``).
+    Checked against Lightning 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py: _update_learning_rates``).
     """
     for config in trainer.strategy.lr_scheduler_configs:
         if config.reduce_on_plateau:
@@ -265,36 +275,48 @@ def keep_plateaus(trainer: AnyTrainer) -> None:
 def needs_metrics_every(trainer: AnyTrainer) -> set[str]:
     """The intervals (``"epoch"``, ``"step"``) at which a learning rate needs a metric, without which the fit fails.
 
-    Read in 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py: _update_learning_rates``).
+    Checked against Lightning 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py: _update_learning_rates``).
     """
     configs = trainer.strategy.lr_scheduler_configs
     return {config.interval for config in configs if config.reduce_on_plateau and config.strict}
 
 
 def takes_iterator(pl_module: AnyModule) -> bool:
-    """Check if ``training_step`` fetches for itself. Read in 2.4.0 and 2.6.6 (``loops/utilities.py``)."""
+    """Check if ``training_step`` fetches for itself.
+
+    Checked against Lightning 2.4.0 and 2.6.6 (``loops/utilities.py``).
+    """
     return "dataloader_iter" in inspect.signature(pl_module.training_step).parameters
 
 
 def is_training(trainer: AnyTrainer) -> bool:
-    """Check if one of the Trainer's loops runs now. Read in 2.4.0 and 2.6.6 (``trainer/states.py``)."""
+    """Check if one of the Trainer's loops runs now.
+
+    Checked against Lightning 2.4.0 and 2.6.6 (``trainer/states.py``).
+    """
     return str(getattr(trainer.state.status, "value", trainer.state.status)) == "running"
 
 
 def shards_the_model(trainer: AnyTrainer) -> bool:
-    """Check if the strategy divides one model among devices. Read in 2.4.0 and 2.6.6 (``strategies``)."""
+    """Check if the strategy divides one model among devices.
+
+    Checked against Lightning 2.4.0 and 2.6.6 (``strategies``).
+    """
     return _is_a(trainer.strategy, "FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy", "XLAFSDPStrategy")
 
 
 def detects_anomalies(trainer: object) -> bool:
-    """Check for ``Trainer(detect_anomaly=True)``. Read in 2.4.0 and 2.6.6 (``trainer/trainer.py``)."""
+    """Check for ``Trainer(detect_anomaly=True)``.
+
+    Checked against Lightning 2.4.0 and 2.6.6 (``trainer/trainer.py``).
+    """
     return bool(getattr(trainer, "_detect_anomaly", False))
 
 
 def steps_between_checkpoints(callback: object) -> int:
     """Steps between saves of a ModelCheckpoint; 0: by epochs.
 
-    Read in 2.4.0 and 2.6.6 (``callbacks/model_checkpoint.py``).
+    Checked against Lightning 2.4.0 and 2.6.6 (``callbacks/model_checkpoint.py``).
     """
     return int(getattr(callback, "_every_n_train_steps", 0) or 0)
 
@@ -310,8 +332,8 @@ def actions(trainer: AnyTrainer, stage: str) -> dict[str, str]:
     ``validation``, which starts before its loaders are iterated, unless gradients are being accumulated;
     ``validation_end``, which stops when only printing follows; and ``epoch``.
 
-    Read in 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py``, ``loops/evaluation_loop.py``, ``loops/fit_loop.py``,
-    ``loops/prediction_loop.py``, ``loops/optimization``, ``trainer/call.py``).
+    Checked against Lightning 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py``, ``loops/evaluation_loop.py``,
+    ``loops/fit_loop.py``, ``loops/prediction_loop.py``, ``loops/optimization``, ``trainer/call.py``).
     """
     strategy = f"[Strategy]{type(trainer.strategy).__name__}"
     module = f"[LightningModule]{type(trainer.lightning_module).__name__}"
@@ -335,9 +357,9 @@ def actions(trainer: AnyTrainer, stage: str) -> dict[str, str]:
 class RunBegins:
     """Descriptor that detects the start of a run, when Lightning sets the callback's ``log``.
 
-    It then calls the callback's method named ``tell``, before ``prepare_data`` and ``setup``. Read in 2.4.0 and 2.6.6
-    (``connectors/callback_connector.py: _attach_model_logging_functions``); a hook at the beginning of ``Trainer.fit``
-    would replace it.
+    It then calls the callback's method named ``tell``, before ``prepare_data`` and ``setup``. Checked against Lightning
+    2.4.0 and 2.6.6 (``connectors/callback_connector.py: _attach_model_logging_functions``); a hook at the beginning of
+    ``Trainer.fit`` would replace it.
     """
 
     def __init__(self, tell: str) -> None:
@@ -355,7 +377,10 @@ class RunBegins:
 
 
 def profiler_does_nothing(trainer: AnyTrainer) -> bool:
-    """Check if the profiler is Lightning's empty one. Read in 2.4.0 and 2.6.6 (``profilers/base.py``)."""
+    """Check if the profiler is Lightning's empty one.
+
+    Checked against Lightning 2.4.0 and 2.6.6 (``profilers/base.py``).
+    """
     kind = type(trainer.profiler)
     return kind.__name__ == "PassThroughProfiler" and defined_by_lightning(kind)
 
@@ -363,7 +388,8 @@ def profiler_does_nothing(trainer: AnyTrainer) -> bool:
 def step_to_log(trainer: AnyTrainer, every: int) -> int | None:
     """The logged number of the last step, once in ``every`` steps; otherwise, or while accumulating, None.
 
-    Read in 2.4.0 and 2.6.6 (``connectors/logger_connector: should_update_logs, update_train_step_metrics``).
+    Checked against Lightning 2.4.0 and 2.6.6
+    (``connectors/logger_connector: should_update_logs, update_train_step_metrics``).
     """
     loop = trainer.fit_loop.epoch_loop
     step: int = loop._batches_that_stepped
@@ -371,15 +397,15 @@ def step_to_log(trainer: AnyTrainer, every: int) -> int | None:
 
 
 def steps_logged(trainer: AnyTrainer) -> int:
-    """The step number under which loggers log the next step. Read in 2.4.0 and 2.6.6, as above."""
+    """The step number under which loggers log the next step. Checked against Lightning 2.4.0 and 2.6.6, as above."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def bar_printer(trainer: AnyTrainer) -> Callable[[str], object] | None:
     """A function to print a line above a live progress bar; None if a plain ``print`` works.
 
-    Lightning's TQDM bar drops the line if it is closed or disabled; other bars allow a plain ``print``. Read in 2.4.0
-    and 2.6.6 (``callbacks/progress/tqdm_progress.py: print``).
+    Lightning's TQDM bar drops the line if it is closed or disabled; other bars allow a plain ``print``. Checked against
+    Lightning 2.4.0 and 2.6.6 (``callbacks/progress/tqdm_progress.py: print``).
     """
     bar = trainer.progress_bar_callback
     live = getattr(bar, "_train_progress_bar", None)
@@ -454,7 +480,7 @@ def wrap_transfer(trainer: AnyTrainer, convert_input: Callable[..., Any], batch_
 
     ``convert_input(original, batch)`` replaces the precision plugin's ``convert_input``, and
     ``batch_hook(original, name, batch, *args)`` the module's calls of ``on_before_batch_transfer``,
-    ``transfer_batch_to_device`` and ``on_after_batch_transfer``. Read in 2.4.0, 2.5.6 and 2.6.6
+    ``transfer_batch_to_device`` and ``on_after_batch_transfer``. Checked against Lightning 2.4.0, 2.5.6 and 2.6.6
     (``core/module.py: _call_batch_hook``); a public hook that gives a callback the next batch would replace it.
     """
     return [
@@ -466,7 +492,8 @@ def wrap_transfer(trainer: AnyTrainer, convert_input: Callable[..., Any], batch_
 def transfer_early(trainer: AnyTrainer, stage: Callable[..., Any], batch: object, index: int) -> Any:
     """Call ``stage(batch, prepare=..., copy=...)`` with the loop's functions to prepare and transfer a batch.
 
-    Read in 2.4.0, 2.5.6 and 2.6.6 (``strategies/strategy.py: batch_to_device``, ``core/module.py: _call_batch_hook``).
+    Checked against Lightning 2.4.0, 2.5.6 and 2.6.6 (``strategies/strategy.py: batch_to_device``,
+    ``core/module.py: _call_batch_hook``).
     """
     module, device = trainer.lightning_module, trainer.strategy.root_device
     hook_in_progress = module._current_fx_name
@@ -494,7 +521,7 @@ _BASES = ("Callback", "ModelHooks", "DataHooks", "LightningModule", "Strategy")
 def is_empty_hook(trainer: AnyTrainer, action: str) -> bool:
     """True if an action of Lightning's profiler is a hook that does nothing, as nobody overrides it.
 
-    Read in 2.4.0 and 2.6.6 (``trainer/call.py``).
+    Checked against Lightning 2.4.0 and 2.6.6 (``trainer/call.py``).
     """
     module, strategy = trainer.lightning_module, trainer.strategy
     owners: dict[str, Any] = {f"[Callback]{one.state_key}": one for one in trainer.callbacks}
@@ -513,8 +540,8 @@ def defined_by_lightning(thing: object) -> bool:
 def optimizes_by_the_book(trainer: AnyTrainer) -> bool:
     """True if none of the user's classes takes part in the backward pass and the optimizer step.
 
-    Strategy and precision plugin come from Lightning, optimizers and schedulers from torch. Read in 2.4.0 and 2.6.6
-    (``strategies/strategy.py``).
+    Strategy and precision plugin come from Lightning, optimizers and schedulers from torch. Checked against Lightning
+    2.4.0 and 2.6.6 (``strategies/strategy.py``).
     """
     schedulers = [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
     of_torch = all(type(one).__module__.startswith("torch.") for one in [*trainer.optimizers, *schedulers])
@@ -526,13 +553,14 @@ def known_syncs(trainer: AnyTrainer) -> tuple[str, ...]:
 
     - ``prog_bar``: a progress bar is on, and a metric on the device is logged with ``prog_bar=True``, which is seen
       only after the first log: call this after some steps. ``ModelCheckpoint`` or the bar converts each metric with
-      ``Tensor.item`` in every step. Read in 2.4.0 and 2.6.6 (``logger_connector/result.py: metrics``,
+      ``Tensor.item`` in every step. Checked against Lightning 2.4.0 and 2.6.6 (``logger_connector/result.py: metrics``,
       ``utilities/metrics: convert_tensors_to_scalars``).
-    - ``grad_scaler``: the precision plugin has a GradScaler. Read in 2.4.0 and 2.6.6 (``plugins/precision/amp.py``).
+    - ``grad_scaler``: the precision plugin has a GradScaler. Checked against Lightning 2.4.0 and 2.6.6
+      (``plugins/precision/amp.py``).
     - ``sigterm_broadcast``: several ranks, in a version whose loop broadcasts SIGTERM before each batch and reads the
       answer with ``Tensor.item``: 2.6.6 does, 2.4.0 does not (``loops/training_epoch_loop.py: advance``).
-    - ``throughput_monitor``: the callback is present. It calls ``torch.cuda.synchronize``, on CUDA only. Read in 2.4.0
-      and 2.6.6 (``callbacks/throughput_monitor.py: _update``).
+    - ``throughput_monitor``: the callback is present. It calls ``torch.cuda.synchronize``, on CUDA only. Checked
+      against Lightning 2.4.0 and 2.6.6 (``callbacks/throughput_monitor.py: _update``).
     """
     loop, on_device = trainer.fit_loop.epoch_loop, trainer.strategy.root_device.type != "cpu"
     bar_is_on = trainer.progress_bar_callback and getattr(trainer.progress_bar_callback, "is_enabled", True)

@@ -152,8 +152,9 @@ def adopt_fetcher(fetcher: Any) -> FetcherTap | None:
     """Prepare ``fetcher`` for drawing batches ahead of its loop, and for tracking the states of its loaders.
 
     Changes the class of the live object to a subclass of its own class, so all references stay valid. Returns the same
-    tap if called again, and None for a fetcher that passes its iterator to ``training_step``. Read in 2.4.0, 2.5.6 and
-    2.6.6 (``loops/fetchers.py``); a public look-ahead in the fetcher would replace it.
+    tap if called again, and None for a fetcher that passes its iterator to ``training_step``. Relies on internals of
+    ``loops/fetchers.py``, checked against Lightning 2.4.0, 2.5.6 and 2.6.6; a public look-ahead in the fetcher would
+    replace it.
     """
     if not hasattr(fetcher, "prefetch_batches"):
         return None
@@ -188,7 +189,7 @@ def more_to_draw(fetcher: Any) -> bool:
 def checkpoint_loader_states(checkpoint: dict[str, Any]) -> list[dict[str, Any]] | None:
     """The training loaders' states in a checkpoint.
 
-    Read in 2.4.0 and 2.6.6 (``loops/fit_loop.py: on_save_checkpoint``).
+    Checked against Lightning 2.4.0 and 2.6.6 (``loops/fit_loop.py: on_save_checkpoint``).
     """
     states: list[dict[str, Any]] | None = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader")
     return states
@@ -211,8 +212,8 @@ def fit_progress(checkpoint: dict[str, Any]) -> dict[str, Any]:
 def write_progress_of_ranks(checkpoint: dict[str, Any], progress: list[dict[str, Any]]) -> None:
     """Add the counts of all ranks to a checkpoint. Lightning itself only uses those of rank 0.
 
-    Ranks whose shards have different lengths are in different epochs. Lightning ignores the added entries. Read in
-    2.6.6 (``loops/loop.py: load_state_dict``).
+    Ranks whose shards have different lengths are in different epochs. Lightning ignores the added entries. Checked
+    against Lightning 2.6.6 (``loops/loop.py: load_state_dict``).
     """
     checkpoint["loops"]["fit_loop"]["by_rank"] = progress
 
@@ -229,7 +230,7 @@ def epoch_is_trained(checkpoint: dict[str, Any]) -> bool:
     """True if a checkpoint was saved after the last batch of an epoch.
 
     Lightning then also restores the loaders' states, but does not call ``iter()``: a loader that continues from there
-    has nothing left, and the new epoch would be empty. Read in 2.4.0 and 2.6.6
+    has nothing left, and the new epoch would be empty. Checked against Lightning 2.4.0 and 2.6.6
     (``loops/training_epoch_loop.py: reset``).
     """
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
@@ -305,7 +306,7 @@ def count_the_batch_in_hand(trainer: AnyTrainer, checkpoint: dict[str, Any]) -> 
 def load_states_once(trainer: AnyTrainer, states: list[dict[str, Any]]) -> None:
     """Restore the training loaders' ``states`` when they are made. Lightning does so only inside an epoch.
 
-    Read in 2.4.0 and 2.6.6 (``loops/fit_loop.py: _load_combined_loader_states``).
+    Checked against Lightning 2.4.0 and 2.6.6 (``loops/fit_loop.py: _load_combined_loader_states``).
     """
 
     def load() -> None:
@@ -323,7 +324,7 @@ def forget_states(trainer: AnyTrainer) -> None:
 def begin_epoch(trainer: AnyTrainer) -> None:
     """Let a resumed run begin a new epoch, even if Lightning counts only steps and assumes that the epoch has begun.
 
-    Call it in ``on_train_start``. Read in 2.4.0 and 2.6.6 (``loops/fit_loop.py: restarting``).
+    Call it in ``on_train_start``. Checked against Lightning 2.4.0 and 2.6.6 (``loops/fit_loop.py: restarting``).
     """
     trainer.fit_loop.epoch_loop.restarting = False
 
@@ -331,8 +332,8 @@ def begin_epoch(trainer: AnyTrainer) -> None:
 def shift_batches(trainer: AnyTrainer, shift: int) -> None:
     """Add ``shift`` to the batch count of the resumed epoch, because its loader batches the same samples differently.
 
-    Call it in ``on_train_start``, before the loop compares the count with the loader's length. Read in 2.4.0 and 2.6.6
-    (``loops/training_epoch_loop.py: on_run_start``).
+    Call it in ``on_train_start``, before the loop compares the count with the loader's length. Checked against
+    Lightning 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py: on_run_start``).
     """
     current = trainer.fit_loop.epoch_loop.batch_progress.current
     for name in ("ready", "started", "processed", "completed"):

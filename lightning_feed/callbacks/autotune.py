@@ -60,7 +60,7 @@ class EpochFigures:
 
     step_ms: float
     data_idle_ms: float
-    """Time of a step spent waiting for data."""
+    """Time per step spent waiting for data."""
     late: bool
     """True if training is starved, and batches take longer than in the trials."""
 

@@ -209,7 +209,7 @@ class GPUStarvationCallback(Callback):
                 trainer,
                 logging.WARNING,
                 "GPUStarvationCallback: the Trainer has no logger, so nothing is logged. summary() and report() "
-                "still tell what was measured.",
+                "have the measurements.",
             )
 
     @guarded

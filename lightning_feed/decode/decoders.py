@@ -159,7 +159,7 @@ def refuse_bomb(height: int, width: int) -> None:
 
 
 class _LibraryDecoder(Decoder):
-    """Decoder of JPEG, PNG and WebP. Refuses images that it would decode differently from Pillow."""
+    """Decoder for JPEG, PNG and WebP. Refuses any image that it would decode differently from Pillow."""
 
     kinds = frozenset({JPEG, PNG, WEBP})
 
@@ -245,7 +245,7 @@ class TorchvisionDecoder(_LibraryDecoder):
 def _torchvision_reader() -> Callable[[torch.Tensor], torch.Tensor]:
     """Return torchvision's operator. Its Python wrapper warns for every image, and a warnings filter would be global.
 
-    Read in torchvision 0.21 and 0.29: ``decode_image(Tensor data, int mode, bool apply_exif_orientation)``.
+    Checked against torchvision 0.21 and 0.29: ``decode_image(Tensor data, int mode, bool apply_exif_orientation)``.
     """
     from torchvision.io import ImageReadMode
 

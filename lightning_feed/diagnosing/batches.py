@@ -157,7 +157,7 @@ class Sample:
             self._batches = {one: self._batches[one] for one in self._kept}
 
     def take(self, count: int) -> list[Batch]:
-        """``count`` batches with sizes like those in the run; one if all are alike, or if ``count`` is 1.
+        """Return ``count`` batches sized like those of the run, or one if all have the same size.
 
         There must be a ``first``.
         """

@@ -104,7 +104,7 @@ def loading_failed(
     if isinstance(error, DatasetError):
         located = error
     else:
-        # torch's iterator counts the batches that it has returned. Read in torch 2.6 and 2.15.
+        # torch's iterator counts the batches that it has returned. Checked against torch 2.6 and 2.15.
         counts = (getattr(frame.f_locals.get("self"), "_num_yielded", None) for frame in loading)
         known = next((count for count in counts if first_pass and isinstance(count, int)), None)
         located = locate_failure(parts, error, known)

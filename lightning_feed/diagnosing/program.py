@@ -100,7 +100,7 @@ def run_until_fit(program: Program, take: Callable[[Fit], int]) -> NoReturn:
     given = " ".join(program.arguments) or "none"
     raise ProgramEnded(
         f"{program} ended without calling Trainer.fit in this process, so there is nothing to measure. "
-        f"Its arguments were: {given}. Give the arguments with which it trains after two dashes: lightning-feed "
+        f"Its arguments were: {given}. If it needs arguments to train, put them after `--`: lightning-feed "
         f"diagnose {program} -- ARGS. If it trains in another process, name the program that runs there.",
         1,
     )
@@ -167,7 +167,7 @@ def _flush_files() -> None:
 
 
 def _drop_signal_handlers() -> None:
-    """Remove the program's handlers: Ctrl-C and SIGTERM end the command, other signals are ignored."""
+    """Remove the program's signal handlers, so that Ctrl-C and SIGTERM end the command; other signals are ignored."""
     instead: dict[int, Any] = dict.fromkeys((signal.SIGTERM, signal.SIGCHLD), signal.SIG_DFL)
     instead[signal.SIGINT] = signal.default_int_handler
     for number in signal.valid_signals():
@@ -184,7 +184,7 @@ def end_children() -> None:
     """
     daemons = [one for one in multiprocessing.active_children() if one.daemon]
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch raises for workers that end
-    # In a thread, because multiprocessing waits forever for a queue that nobody reads. Read in Python 3.10 to 3.13.
+    # In a thread, because multiprocessing waits forever for a queue that nobody reads. Checked in Python 3.10 to 3.13.
     as_python = multiprocessing.util._exit_function  # type: ignore[attr-defined]
     clean_up = threading.Thread(target=as_python, kwargs={"active_children": lambda: daemons}, daemon=True)
     clean_up.start()

@@ -299,9 +299,9 @@ class Session:
         The user's loaders are always restored afterwards.
 
         Args:
-            change: returns the changes to a loader.
+            change: called with a loader, returns the changes to make to it.
             share: share of the experiment's time.
-            warm_rounds: rounds of each pass that do not count.
+            warm_rounds: rounds at the start of each pass that are not counted.
             prepare: called before each pass; its time is not counted.
 
         Raises:
@@ -395,7 +395,7 @@ def key_leaves(batch: object, place: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def size_of_leaf(leaf: Any) -> int:
-    """Bytes of a leaf, or of a whole sample or batch."""
+    """Size in bytes of a leaf, or of a whole sample or batch."""
     if isinstance(leaf, np.ndarray):
         return int(leaf.nbytes)
     if isinstance(leaf, str):

@@ -489,7 +489,7 @@ def short_trainer(package: Any, like: Any, callbacks: list[Any], folder: str, *,
 
 
 def _precision(like: Any) -> dict[str, Any]:
-    """The precision by its name; a copy of a user's own plugin, because its GradScaler has a state."""
+    """Return the precision's name, or a copy of the user's own plugin, whose GradScaler is stateful."""
     kind = type(like.precision_plugin)
     if kind.__name__ in PRECISIONS_BY_NAME and _host.defined_by_lightning(kind):
         return {"precision": like.precision}

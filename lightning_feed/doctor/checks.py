@@ -54,7 +54,7 @@ SLOW_REQUEST_MS = 2.0
 
 
 def cpus(sources: Sources) -> Iterator[Finding]:
-    """CPUs that workers can keep busy, and the limit that sets their number."""
+    """How many CPUs the workers can keep busy, and which limit determines that number."""
     machine = read_machine(sources.root)
     value = f"{machine.usable_cpus} usable"
     if machine.usable_cpus < 2:
@@ -179,13 +179,13 @@ def data_url(url: str) -> Iterator[Finding]:
         "data",
         f"{speed.latency_ms:.1f} ms a request{rate}",
         "warning",
-        f"a worker that asks for one file after the other gets {1e3 / speed.latency_ms:.0f} a second at most",
+        f"a worker that reads one file at a time gets {1e3 / speed.latency_ms:.0f} a second at most",
         "Read many at a time, and ahead: ImageFolderDataModule and FastDataModule do so with URLs.",
     ).only_if(speed.latency_ms >= SLOW_REQUEST_MS)
 
 
 def data_folder(path: Path, sources: Sources) -> Iterator[Finding]:
-    """The file system of the data."""
+    """The file system that holds the data."""
     system, kind = file_system(path, sources.root)
     if system is None or kind is None:
         yield Finding("data", NOT_KNOWN, "note", "/proc/self/mountinfo does not show it")
@@ -439,7 +439,7 @@ def dali(sources: Sources) -> Iterator[Finding]:
         fault = Finding("DALI", "not installed", "note", meaning, f"pip install {package}")
         yield fault if ours is not None else Finding("DALI", "not installed", meaning=meaning)
     elif list(installed) != [ours or next(iter(installed))]:
-        meaning = "dali-gpu needs exactly one build, for torch's CUDA"
+        meaning = "dali-gpu needs exactly one DALI build installed, the one for torch's CUDA version"
         others = " ".join(DALI_PACKAGES[cuda] for cuda in installed)
         again = f"pip uninstall --yes {others} && pip install {package}"
         yield Finding("DALI", value, "warning", meaning, again if ours in DALI_PACKAGES else "")

@@ -86,7 +86,7 @@ def decode_threads(
 
 
 FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
-"""Errors that DALI raises for a failed operator, by kind of failure (read in 2.4.0)."""
+"""Errors that DALI raises for a failed operator, by kind of failure (checked against DALI 2.4.0)."""
 
 _NO_MEMORY = ("out of memory", "can't allocate", "bad_alloc", "allocation failed", "insufficient memory")
 """DALI's phrases for too little memory, in lower case (from the libraries of 2.4.0)."""
@@ -120,7 +120,7 @@ def require_dali(*, gpu: bool, why: str = "Decoding with DALI") -> Any:
             f"{why} needs NVIDIA DALI {_OLDEST}.0 or newer, but DALI {version} is installed. Upgrade it:  "
             f"{pip_line('--upgrade')}"
         )
-    # DALI stores "12.9.86" as the number 12986 (read in 2.4.0); its own checks use the first two digits.
+    # DALI stores "12.9.86" as the number 12986 (checked in 2.4.0); its own checks use the first two digits.
     theirs, ours = str(getattr(dali, "__cuda_version__", ""))[:2], str(torch.version.cuda).partition(".")[0]
     if gpu and ours.isdecimal() and theirs.isdecimal() and ours != theirs:
         raise SettingsError(

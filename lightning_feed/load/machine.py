@@ -21,7 +21,7 @@ MEMORY_SHARE = 0.5
 SHM_SHARE = 0.8
 """Largest share of free /dev/shm for batches in flight. A process that fills it dies of a bus error."""
 STREAM_BACKENDS = ("cuda", "xpu")
-"""Device types with the streams, events and allocator needed here (read in torch 2.6 and 2.15).
+"""Device types with the streams, events and allocator needed here (checked against torch 2.6 and 2.15).
 
 ``torch.mps`` has classes with these names from torch 2.15 on, but only one queue, and its events take no stream. Other
 backends (HPU, XLA) have their modules in separate packages.

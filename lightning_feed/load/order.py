@@ -441,17 +441,17 @@ def find_read_ahead(dataset: AnyDataset) -> "ReadAhead | None":
 
 
 class IndexSource:
-    """Source of indices for torch's iterator: the loader's samplers, without the trained part of a resumed pass.
+    """Source of indices for torch's iterator: the loader's samplers, without what a resumed pass has trained on.
 
     A loader keeps one for its whole life, because the iterators of persistent workers call ``iter()`` on it for every
     pass. Torch also begins and drops one iteration at each start of workers. That has no effect, since nothing happens
     before the first index is drawn.
 
     Args:
-        inner: ``loader.batch_sampler``, or ``loader.sampler`` without one.
+        inner: ``loader.batch_sampler``, or ``loader.sampler`` if there is no batch sampler.
         samplers: result of :func:`find_samplers`.
         ahead: fetches remote files before their indices are drawn. None: no fetching ahead.
-        draws: random draws of the replaced loader. None: replaces no loader.
+        draws: random draws made by the loader being replaced. None: replaces no loader.
     """
 
     def __init__(

@@ -109,7 +109,7 @@ def torch_iterators(batches: Any) -> list[Any]:
 def worker_processes(batches: Any) -> list[Any]:
     """Return the worker processes of torch's iterator or of a LoaderPass.
 
-    Read in torch 2.6 and 2.15 (``_workers``).
+    Checked against torch 2.6 and 2.15 (``_workers``).
     """
     found = [process for one in torch_iterators(batches) for process in getattr(one, "_workers", None) or ()]
     return [process for process in found if hasattr(process, "pid")]

@@ -24,7 +24,7 @@ Traced = Literal[
 ]
 """All stages, in pipeline order. See docs/reference/callbacks.md."""
 PREFIX = "lightning_feed."
-"""Prefix of their names in a trace."""
+"""Prefix of this package's span names in a trace."""
 
 _LABELS: dict[Traced, str] = {name: PREFIX + name for name in get_args(Traced)}
 _NOTHING: AbstractContextManager[Any] = nullcontext()

@@ -1,8 +1,9 @@
 """The state of a live iterator over a loader: batches ready, batches that wait to be pinned, and its workers.
 
-Known iterators are torch's over worker processes, torchdata's with the same private parts (read in torch 2.6 and 2.15,
-torchdata 0.11), torch's without workers, and our own; also a generator that draws from one of these. The state of any
-other iterator is unknown. If a private part is missing or has changed, the figure is unknown; training never fails.
+Known iterators are torch's over worker processes, torchdata's with the same private parts (checked against torch 2.6,
+torch 2.15 and torchdata 0.11), torch's without workers, and our own; also a generator that draws from one of these. The
+state of any other iterator is unknown. If a private part is missing or has changed, the figure is unknown; training
+never fails.
 """
 
 import gc

@@ -44,7 +44,7 @@ class HookPlace:
     """One of the user's hooks, and the setting to run it less often."""
 
     name: str
-    """Lightning's name for it in its profiler, without a callback's settings."""
+    """The name that Lightning's profiler uses for this hook, without the callback's settings."""
     at: str
     """Its file and line, such as ``train.py:12``."""
     interval: str = ""

@@ -132,7 +132,7 @@ class StarvationStats:
     """
 
     steps: int
-    """Steps in the window that count: not the first of an epoch, nor one after a validation."""
+    """Number of counted steps: not the first of each epoch, nor the first after each validation."""
     lost_steps: int = 0
     """Steps that were not measured: the host was too far ahead of the device, two events could not be compared, or the
     device failed."""

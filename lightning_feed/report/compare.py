@@ -238,7 +238,7 @@ def _cautions(before: Report, after: Report) -> Iterator[str]:
     if None not in (old.batch_size, new.batch_size) and old.batch_size != new.batch_size:
         yield "the batch sizes differ: compare samples per second, not step times or predictions"
     if old.world_size != new.world_size:
-        yield "the numbers of ranks differ: figures are those of one rank"
+        yield "the runs used different numbers of ranks: figures are per rank"
     for report, which in ((before, "earlier"), (after, "later")):
         if report.diagnosis.grade == "not measured":
             yield f"the {which} run was not measured"

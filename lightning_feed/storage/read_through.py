@@ -264,7 +264,10 @@ class ReadThrough:
             fcntl.flock(in_use, fcntl.LOCK_SH)
 
     def _present_bytes(self) -> int:
-        """Return the bytes of all files. Call with the count locked, so that no file is renamed or removed."""
+        """Return the total size of all files in bytes.
+
+        The caller must hold the lock of the count, so that no file is renamed or removed meanwhile.
+        """
         return sum(found.size for folder in self._buckets() for found in self._look_into(folder))
 
     def _take(self, taken: int) -> bool:

@@ -48,7 +48,7 @@ _RANKS_START_WITHIN_S = 60
 """A listing is reused by the process that made it, and by its forked children. The ranks of one run share a listing."""
 _CHANGED = ("LastModified", "last_modified", "updated", "modified", "mtime", "created")
 _CONTENT = ("ETag", "Last-Modified", "etag", "md5Hash", "content_settings", "blob_id", "sha", "CRC", "ino")
-"""Keys of listing entries in all file systems: the change time, and values that change with the content."""
+"""Keys of listing entries, over all file systems: of the change time, and of values that change with the content."""
 _HEADERS = ("ETag", "Last-Modified")
 """The keys of ``_CONTENT`` that are HTTP headers."""
 

@@ -233,7 +233,10 @@ def _remove(place: "StagePlace", origin: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class StageRecord:
-    """Record of a copy, stored beside it. It lists no files: each has the size and time of its source."""
+    """Record of a copy, stored beside it.
+
+    It lists no files, because each copied file keeps its source's size and modification time.
+    """
 
     source: str
     """Absolute path, or URL."""

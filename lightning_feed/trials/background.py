@@ -82,7 +82,7 @@ class BackgroundTrial:
         self._before_s = 0.0
         self._began: float | None = None
         self._drawn: DefaultGenerators | None = None
-        """The generators' states after the last batch, if drawn without the thread."""
+        """The generators' states after the last batch, if that batch was drawn without the thread."""
         self._by_loader: set[str] = set()
         self._by_training: set[str] = set()
 
@@ -158,9 +158,9 @@ class BackgroundTrial:
 
     def _random(self) -> str:
         used = " and ".join(sorted(self._by_loader))
-        seen = "It was not seen to draw random numbers from a generator that training may use"
+        seen = "There is no sign that it draws random numbers from a generator that training may also use"
         if used:
-            seen = f"It draws random numbers from {used}, and training was not seen to"
+            seen = f"It draws random numbers from {used}, and there is no sign that training does"
         return f"The order of batches stays. {seen}; if it does, both get other numbers"
 
     def _end(self, state: Literal["on", "off"], line: str) -> None:
@@ -215,7 +215,10 @@ class BackgroundLoader:
 
 
 class _Pass(Stage):
-    """One pass: batches drawn directly, or by a thread in portions that training will use up."""
+    """One pass over the loader.
+
+    Batches are drawn directly, or by a thread that draws only as many at a time as training will take.
+    """
 
     def __init__(
         self, source: Iterator[Batch], trial: BackgroundTrial, limit: Callable[[int], float], depth: int

@@ -29,11 +29,11 @@ _OPEN = ("prefetch_factor", "pin_memory", "persistent_workers")
 def why_not_now(trainer: Any, split: str) -> str:
     """The reason for using ``"auto"`` in place of ``"tune"`` for a loader. Empty if it can be tuned."""
     if split != "train":
-        return "not tuned: only training loaders are, so this is as for num_workers='auto'"
+        return "not tuned: only training loaders are; using the settings of num_workers='auto'"
     if trainer is None or trainer.state.fn != "fit":
-        return "not tuned: tuning waits for trainer.fit, so this is as for num_workers='auto'"
+        return "not tuned: tuning waits for trainer.fit; using the settings of num_workers='auto'"
     if trainer.fast_dev_run:
-        return "not tuned for a fast_dev_run, so this is as for num_workers='auto'"
+        return "not tuned in a fast_dev_run; using the settings of num_workers='auto'"
     return ""
 
 

@@ -30,7 +30,7 @@ _IN_THE_WAY = 0.6
 KEEP = 0.10
 """The user's setting is kept unless another is faster by this share, about the spread between trials."""
 TURNS = 0.8
-"""Weight of the rate without workers if the demand is unknown: the loader and the model take turns."""
+"""Weight of the rate without workers if the demand is unknown, because loader and model then take turns."""
 _BUSY = 0.95
 """Share of the CPUs' maximal rate above which more workers are not worth a trial."""
 _CLOSE = 0.85
@@ -336,7 +336,7 @@ class Search:
         if demand is not None and self._meets(best):
             if best.setting.num_workers == 0:
                 load_ms, step_ms = 1e3 / (best.batches_per_s or 1), 1e3 / demand
-                return f"loading adds {load_ms:.3g} ms to steps of {step_ms:.3g} ms: workers would have little to gain"
+                return f"loading adds only {load_ms:.3g} ms to steps of {step_ms:.3g} ms: workers could save little"
             return f"the smallest tried that keeps up with the model, with {SPARE - 1:.0%} to spare"
         gain = max(self._effective(trial) for trial in self.trials) / self._effective(best) - 1
         why = f"the fastest of {tried} tried"

@@ -216,7 +216,7 @@ def _cold_reads(measured: Measurements) -> Reason | None:
         rate = "" if disk is None else f", {disk:.1f} MB/s"
         return Reason("cold reads", [f"{100 - cached:.0f} % of the bytes come from storage{rate}"])
     if cached is None and disk is not None and (measured.loaders.io_pressure_pct or 0.0) >= IO_PRESSURE_PCT:
-        return Reason("cold reads", [f"storage gives {disk:.1f} MB/s, mapped into memory"])
+        return Reason("cold reads", [f"storage delivers {disk:.1f} MB/s through memory-mapped reads"])
     return None
 
 
@@ -393,7 +393,10 @@ def _waiting_without_cpus(measured: Measurements, shares: Shares) -> list[str]:
         waited = f"{in_ms(facts.queue_beside_loading_ms, whole)} of {in_ms(whole, whole)} ms"
         said.append(f"outside loading, the training thread waits {waited} for a CPU that other programs use")
     if shares.fed_if_idle and queue is not None:
-        said.append(f"the workers have no CPU {queue:.0f} % of their time, and with one they would keep up")
+        said.append(
+            f"the workers spend {queue:.0f} % of their time waiting for a CPU, and would keep up if they had "
+            "enough CPUs"
+        )
     return said
 
 

@@ -363,7 +363,7 @@ def rarer_validation(measured: Measurements, wall: WallStats) -> Remedy | None:
 
 
 def _rarer_setting(facts: LoopFacts, times: int) -> tuple[str, int, int | float, float] | None:
-    """(setting of the Trainer, old value, new value, factor); None if validation goes by time or is unknown."""
+    """(Trainer setting, old value, new value, factor), or None if the schedule of validation is by time or unknown."""
     every, between, epoch = facts.check_val_every_n_epoch, facts.val_check_batches, facts.batches_per_epoch
     if between is None:
         return None if every is None else ("check_val_every_n_epoch", every, every * times, times)

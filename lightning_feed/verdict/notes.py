@@ -137,8 +137,8 @@ def _hand_over(finding: Finding) -> Iterator[str]:
     if facts.num_workers and 0 < making_ms < taking_ms:
         step = finding.shares.step_ms
         yield (
-            f"a batch takes {in_ms(making_ms, step)} ms of CPU time to make, and {in_ms(taking_ms, step)} to take from "
-            "the workers: num_workers=0 may be faster. `lightning-feed tune` tries it"
+            f"making a batch costs {in_ms(making_ms, step)} ms of CPU time, and fetching it from the workers costs "
+            f"{in_ms(taking_ms, step)}: num_workers=0 may be faster. `lightning-feed tune` tries it"
         )
 
 
@@ -293,7 +293,7 @@ def _copy(finding: Finding) -> Iterator[str]:
         hook = "device_transform" if finding.facts.device_transform else "your transfer hooks"
         yield f"nothing is copied on a CPU, so this is {hook}: move it to the dataset, and workers do it meanwhile"
     elif cause == "unpinned":
-        yield "batches are in pageable memory, and the host waits for their copies: try pin_memory=True"
+        yield "batches are in pageable memory, so the host has to wait while they are copied: try pin_memory=True"
     elif cause == "small tensors" and finding.measured.stats.prefetch_active:
         yield "each of the many small tensors is copied separately: combine them into one tensor in collate"
     elif cause == "decoding on the GPU":

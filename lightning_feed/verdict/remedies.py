@@ -489,8 +489,8 @@ LEAST_PCT, LEAST_UNSURE_PCT = 5.0, 10.0
 """Least saving of a remedy, as a share of an epoch; the second for low confidence, and for a first worker that shares
 the CPUs with training."""
 LEAST_SHARED_PCT = 20.0
-"""Least saving if workers are busy and training computes on the same CPUs. Once, with all CPUs busy all the time, 17.6
-instead of 21.5 ms were predicted, but 20.9 achieved (``benchmarks/advice.py`` on a virtual machine with 2 CPUs)."""
+"""Smallest saving worth advising if workers are busy and training shares their CPUs. In one run with every CPU busy, a
+step was predicted to fall from 21.5 to 17.6 ms, and only fell to 20.9 (``benchmarks/advice.py``, 2 CPUs)."""
 MOST = 3
 RULES = (
     more_workers, fewer_workers, persistent_workers, any_order, shared_files, files_in_memory, crops_only, nvjpeg,

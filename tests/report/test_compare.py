@@ -145,7 +145,7 @@ def test_cautions() -> None:
     assert [one.split(",")[0].split(":")[0] for one in compare(sample_report(), after).cautions] == [
         "they ran on different machines",
         "the batch sizes differ",
-        "the numbers of ranks differ",
+        "the runs used different numbers of ranks",
     ]
     assert compare(sample_report(), sample_report()).cautions == ()
     low = sample_report(sample(confidence="low"))

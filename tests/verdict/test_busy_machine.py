@@ -74,7 +74,7 @@ def test_workers_that_would_keep_up_with_a_cpu_are_not_too_slow() -> None:
     loaders = _workers(30.0, 65.0)
     found = diagnose(measured(data=40.0, loaders=loaders, load_queue_ms=1.0, host_queue_ms=2.0, **BUSY_MACHINE))
     assert (found.bottleneck, found.cause, found.grade) == ("compute", "oversubscribed", "OK")
-    assert any("the workers have no CPU 65 % of their time" in one for one in found.evidence)
+    assert any("the workers spend 65 % of their time waiting for a CPU" in one for one in found.evidence)
 
 
 def test_too_close_to_tell() -> None:
