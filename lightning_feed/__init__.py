@@ -41,11 +41,11 @@ _GONE = {
     "DaliDataModule": "Return DALI's own iterator from train_dataloader of your data module (docs/how-to/images.md), "
     "or, for folders of images, take ImageFolderDataModule(backend='dali-gpu').",
 }
-"""Names of earlier versions, and what to do instead."""
+"""Removed names, and what to use instead."""
 
 
 class _ConsoleHandler(logging.Handler):
-    """Writes our lines to ``stderr`` while the root logger has no handler: a program that has one shows them itself."""
+    """Writes our lines to ``stderr`` while the root logger has no handler. If it has one, that one shows them."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers:
@@ -53,14 +53,14 @@ class _ConsoleHandler(logging.Handler):
         try:
             sys.stderr.write(f"{self.format(record)}\n")
             sys.stderr.flush()
-        except (OSError, ValueError, AttributeError):  # closed, gone, or None: there is no other place to say it
+        except (OSError, ValueError, AttributeError):  # closed, gone, or None: there is no other place to write to
             return
 
 
 _logger = logging.getLogger(__name__)
 if not _logger.handlers:
     _logger.addHandler(_ConsoleHandler())
-if _logger.level == logging.NOTSET:  # a level that was set stays
+if _logger.level == logging.NOTSET:  # keep a level that the user has set
     _logger.setLevel(logging.INFO)
 
 

@@ -1,4 +1,4 @@
-"""Entry points that Lightning calls for every new Trainer: our callbacks where LIGHTNING_FEED says so."""
+"""Entry points that Lightning calls for every new Trainer: they add our callbacks if LIGHTNING_FEED is set."""
 
 import os
 from importlib import import_module
@@ -14,17 +14,17 @@ PROGRAM = "LIGHTNING_FEED_PROGRAM"
 def callbacks() -> list[Any]:
     """Return the callbacks to add to a ``lightning.pytorch.Trainer`` that is being built.
 
-    Registered in the group ``lightning.pytorch.callbacks_factory``, so it runs in programs that never heard of this
-    package: while the variable is unset it imports nothing.
+    Registered in the group ``lightning.pytorch.callbacks_factory``, so it also runs in programs that do not use this
+    package. It imports nothing unless the variable is set.
 
     Returns:
         ``[PrefetchCallback(), GPUStarvationCallback()]`` with ``LIGHTNING_FEED=1``, an ``AutotuneCallback()`` before
         them with ``LIGHTNING_FEED=tune``, else an empty list.
 
-    Only loggers of Lightning get figures and reports then.
+    With these callbacks, only Lightning's own loggers get figures and reports.
 
     Raises:
-        SettingsError: when the variable holds anything else but 0 or nothing.
+        SettingsError: when the variable has any other value, except 0 or empty.
     """
     return _callbacks_from("lightning_feed")
 
@@ -38,11 +38,11 @@ def _callbacks_from(module: str) -> list[Any]:
     number, _, program = os.environ.get(PROGRAM, "").partition(" ")
     if number and number != str(os.getpid()):
         said = (
-            f"lightning-feed: {program} is only examined, and makes a Trainer in another process, which is not. "
+            f"lightning-feed: {program} makes a Trainer in another process, which cannot be examined. "
             "Nothing was trained there. Name the program that runs in that process.\n"
         )
         os.write(2, said.encode(errors="backslashreplace"))
-        os._exit(1)  # an exception would run what follows a training: `finally: torch.save(...)`
+        os._exit(1)  # an exception would run code such as `finally: torch.save(...)`
     value = os.environ.get(VARIABLE, "")
     if value in ("", "0"):
         return []
@@ -54,5 +54,5 @@ def _callbacks_from(module: str) -> list[Any]:
     home = import_module(module)
     tuner = [home.AutotuneCallback()] if value == "tune" else []
     starvation = home.GPUStarvationCallback()
-    starvation.any_logger = False  # some packages keep their figures in a logger of their own, which users read
+    starvation.any_logger = False  # some packages show users the figures of a logger of their own
     return [*tuner, home.PrefetchCallback(), starvation]

@@ -1,8 +1,7 @@
-"""The ``lightning-feed`` command: arguments, exit codes and printing, nothing else.
+"""The ``lightning-feed`` command: arguments, exit codes and printing.
 
-Exit codes: 0 done, 1 a FeedError (its message on stderr), 2 wrong usage or a SettingsError, 128 and a signal's number
-where one stopped it: 130 Ctrl-C, 143 SIGTERM, 141 nobody reads the output any more; that of a user's program which ends
-early.
+Exit codes: 0 done; 1 a FeedError (its message is on stderr); 2 wrong usage or a SettingsError; 128 plus a signal's
+number if one stopped it: 130 Ctrl-C, 143 SIGTERM, 141 a closed pipe. If a user's program ends early, its own exit code.
 """
 
 import argparse
@@ -33,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     Args:
-        argv: the arguments without the program's name; None takes those of the process.
+        argv: the arguments without the program's name; None: those of the process.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     program_arguments: list[str] = []
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             hint = f". Those of your program come after two dashes: {_with_dashes(given, others, program_arguments)}"
         parser.error(f"unrecognized arguments: {' '.join(others)}{hint}")
     arguments.program_arguments = program_arguments
-    if sys.stderr is None:  # closed by whoever started this: a file of data must not become its number 2
+    if sys.stderr is None:  # closed by the caller: a data file must not get file descriptor 2
         sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - until the process ends
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names may hold what the output cannot encode
@@ -74,13 +73,13 @@ def _run(run: Callable[[], object]) -> int:
 
 
 def _print(text: str, stream: TextIO | None = None) -> None:
-    """Print to stdout, or another stream. End the program where nobody reads that any more, such as ``head``."""
+    """Print to stdout, or another stream. End the program if the reader, such as ``head``, has closed the pipe."""
     stream = stream or sys.stdout
     try:
         print(text, file=stream, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python flushes it at its end
-        raise SystemExit(141) from None  # as a program that SIGPIPE ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python flushes the stream at exit
+        raise SystemExit(141) from None  # like a program ended by SIGPIPE
 
 
 def _say(line: str) -> None:
@@ -92,7 +91,7 @@ def _print_found(arguments: argparse.Namespace, document: object, text: str) -> 
 
 
 def _with_dashes(given: Sequence[str], others: Sequence[str], after: Sequence[str]) -> str:
-    """The line to type: ``others``, and what came ``after`` two dashes already, are the program's."""
+    """The command line to type, with ``others`` among the program's arguments after two dashes."""
     left = list(others)
     ours = [word for word in given if not (left and word == left[0] and left.pop(0))]
     return shlex.join(["lightning-feed", *ours, "--", *others, *after])
@@ -150,7 +149,7 @@ def _json(what: str) -> _Option:
 
 
 class _Gone(argparse.Action):
-    """A removed option. Its constant, printed as the error, says what to do instead."""
+    """A removed option. Its constant is the error message, which says what to do instead."""
 
     def __init__(self, **given: object) -> None:
         super().__init__(**given, help=argparse.SUPPRESS)  # type: ignore[arg-type]
@@ -178,7 +177,7 @@ def _demo(arguments: argparse.Namespace) -> None:
 
 
 def _pack_format(text: str) -> str:
-    """The format of a pack; LitData's, which went, is refused with the way now."""
+    """The format of a pack. LitData's, which was removed, is refused with the alternative."""
     if text == "litdata":
         from lightning_feed.storage.packing import LITDATA
 
@@ -304,10 +303,10 @@ def _doctor(arguments: argparse.Namespace) -> None:
 def _diagnose(arguments: argparse.Namespace) -> None:
     """Find what limits training by experiments, and what each remedy would give.
 
-    Run SCRIPT.py, or a module, with ARGS until it calls Trainer.fit, train for some seconds in the place of that,
-    then change one part of the pipeline at a time; nothing of the program is run after it. Or TARGET, module.py:NAME or
-    package.module:NAME: a function or class without arguments, or an object, that gives a LightningDataModule, or a
-    LightningModule and a LightningDataModule. Takes about 90 s.
+    Run SCRIPT.py, or a module, with ARGS until it calls Trainer.fit. Then train for some seconds in place of that call,
+    and change one part of the pipeline at a time. The rest of the program is not run. Or give TARGET, module.py:NAME or
+    package.module:NAME: a LightningDataModule, a pair of a LightningModule and a LightningDataModule, or a function or
+    class without arguments that returns them. Takes about 90 s.
     """
     from lightning_feed.diagnosing import diagnose
     from lightning_feed.diagnosing.failures import DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten
@@ -315,7 +314,7 @@ def _diagnose(arguments: argparse.Namespace) -> None:
     from lightning_feed.report.files import check_writable
     from lightning_feed.report.report import arguments_now
 
-    # Read before anything is written: it may lie where this one goes.
+    # Read before anything is written: the new report may replace it.
     earlier = None if arguments.previous is None else read_document(arguments.previous)
     check_writable(arguments.out)  # before a program is run for minutes
     out = arguments.out.absolute()  # a program may change the current folder
@@ -364,8 +363,8 @@ def _workers_grid(text: str) -> tuple[int, ...]:
 def _tune(arguments: argparse.Namespace) -> None:
     """Find num_workers and the other loader settings, by a few trials.
 
-    Programs and TARGET are as for diagnose. With a LightningModule the smallest setting is looked for that keeps it
-    fed, else the fastest. Takes about 30 s; what was found is remembered.
+    Programs and TARGET are as for diagnose. With a LightningModule, finds the smallest setting that keeps it fed, else
+    the fastest. Takes about 30 s. The result is remembered.
     """
     from lightning_feed.extras import require
     from lightning_feed.trials.search import Goal
@@ -374,7 +373,7 @@ def _tune(arguments: argparse.Namespace) -> None:
     plot = None if arguments.plot is None else arguments.plot.absolute()  # a program may change the current folder
     if plot is not None:
         if arguments.sweep is None:
-            raise SettingsError("--plot draws a sweep, and there is none. Add --sweep, or leave --plot out.")
+            raise SettingsError("--plot draws a sweep, but there is none. Add --sweep, or leave --plot out.")
         require("matplotlib", extra="plot", why="--plot")  # before a minute is spent on trials
     goal = Goal(budget_s=arguments.budget, max_trials=arguments.trials)
 
@@ -400,13 +399,13 @@ def _tune(arguments: argparse.Namespace) -> None:
 
 
 def _with_fit(arguments: argparse.Namespace, run: "Callable[[Fit], None]") -> None:
-    """Call ``run`` with the objects of TARGET; or with the first fit of a program, and end the process with it."""
+    """Call ``run`` with TARGET's objects; or with a program's first fit, and end the process there."""
     from lightning_feed.diagnosing.program import Program, fit_of_target, run_until_fit
 
     target, given = arguments.target, tuple(arguments.program_arguments)
     if target is not None and ":" in target and not target.endswith(".py"):
         if given:
-            raise SettingsError(f"What follows -- are arguments of a program, and {target} is none. Leave them out.")
+            raise SettingsError(f"Arguments after -- are for a program, but {target} is not one. Leave them out.")
         run(fit_of_target(target, arguments.accelerator or "auto"))
         return
     if arguments.accelerator is not None:
@@ -431,7 +430,7 @@ _TARGET = (
         ),
         required=True,
     ),
-    _option("--accelerator", metavar="A", help="of TARGET's Trainer (default: auto)"),
+    _option("--accelerator", metavar="A", help="accelerator of TARGET's Trainer (default: auto)"),
 )
 _COMMANDS: dict[Callable[[argparse.Namespace], None], tuple[_Option | _OneOf, ...]] = {
     _demo: (
@@ -447,19 +446,19 @@ _COMMANDS: dict[Callable[[argparse.Namespace], None], tuple[_Option | _OneOf, ..
     _pack: (
         _json("what was done"),
         _option("source", metavar="SRC", help="a folder of class folders, or its URL (s3://...)"),
-        _option("dest", type=Path, metavar="DEST", help="where the pack is to be"),
+        _option("dest", type=Path, metavar="DEST", help="the pack to write"),
         _option("--format", type=_pack_format, choices=("lmdb", "hdf5"), default="lmdb", help="default: lmdb"),
         _option("--short-side", type=int, metavar="PX", help="resize larger images once, to this shorter side"),
         _option(
             "--quality",
             type=int,
             metavar="Q",
-            help="of JPEGs that are encoded again: those that --short-side makes smaller (default: 95), or all",
+            help="quality for re-encoding JPEGs: those that --short-side makes smaller (default: 95), or all",
         ),
         _flag("--decoded", "store decoded pixels in place of files"),
         _option("--workers", type=int, metavar="N", help="processes (default: one for each CPU)"),
         _option("--on-error", choices=("raise", "skip"), default="raise", help="for images that cannot be read"),
-        _flag("--force", "replace a pack that is there"),
+        _flag("--force", "replace an existing pack"),
         _flag("--verify", "read everything back and compare checksums"),
     ),
     _stage: (
@@ -467,7 +466,7 @@ _COMMANDS: dict[Callable[[argparse.Namespace], None], tuple[_Option | _OneOf, ..
         _option("source", metavar="SRC", help="a folder or a file, or its URL (s3://...)"),
         _option("dest", type=Path, metavar="DEST", help="a folder in memory (/dev/shm/<user>) or on a local disk"),
         _option("--hash", nargs=0, action=_Gone, const="sizes and times of change are compared now"),
-        _flag("--force", "remove what lies there and copy everything"),
+        _flag("--force", "remove the existing copy and copy everything"),
         _option("--wait", type=float, metavar="S", help="seconds to wait for another process that copies"),
         _flag("--remove", "remove the copy instead"),
     ),
@@ -502,16 +501,16 @@ _COMMANDS: dict[Callable[[argparse.Namespace], None], tuple[_Option | _OneOf, ..
             "--previous",
             type=Path,
             metavar="REPORT",
-            help="of an earlier run: say what became of its predictions",
+            help="report of an earlier run, to check its predictions",
         ),
-        _flag("--callbacks", "run callbacks of your own classes too, whatever they write or upload"),
+        _flag("--callbacks", "also run callbacks of your own classes, even if they write or upload"),
     ),
     _tune: (
         _json("what was found"),
         *_TARGET,
-        _option("--loader", metavar="NAME", help="which of several training loaders: its key or number"),
+        _option("--loader", metavar="NAME", help="key or number of the loader, if there are several"),
         _option("--budget", type=float, default=30.0, metavar="S", help="seconds for the trials (default: 30)"),
-        _option("--trials", type=int, default=5, metavar="N", help="at most so many trials (default: 5)"),
+        _option("--trials", type=int, default=5, metavar="N", help="largest number of trials (default: 5)"),
         _flag("--fresh", "ignore remembered results"),
         _option("--demand", type=float, metavar="SAMPLES_PER_S", help="what the model can take (default: measured)"),
         _option(
@@ -526,7 +525,7 @@ _COMMANDS: dict[Callable[[argparse.Namespace], None], tuple[_Option | _OneOf, ..
     ),
     _doctor: (
         _json("the findings"),
-        _option("--data", metavar="PATH", help="say too on which file system this lies, or how fast a URL is"),
+        _option("--data", metavar="PATH", help="also check the file system of this path, or the speed of this URL"),
     ),
 }
-"""By the function that runs a command, which its name and its description are from."""
+"""Options by the function that runs a command. The command's name and description come from the function."""

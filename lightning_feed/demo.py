@@ -140,8 +140,9 @@ def find_images(root: Path, most: int) -> ImageFolder:
     try:
         found = ImageFolder(root, loader=_open_image, allow_empty=True)
     except OSError as error:
+        reason = str(error).rstrip(".")
         raise DatasetError(
-            f"--data {root} cannot be used: {error}. Give a folder that holds one folder of images for each class."
+            f"--data {root} cannot be used: {reason}. Give a folder that holds one folder of images for each class."
         ) from error
     if not found.samples:
         raise DatasetError(f"the folders in {root} hold no images. Put them into one folder for each class.")
@@ -448,9 +449,7 @@ def run_demo(*, data: Path | None, images: int, epochs: int, out: Path) -> dict[
     require("tensorboard", extra="demo", why="writing the demo's logs")
     check_writable(out)
     _say_if_busy()
-    if data is not None and (data / "train").is_dir():
-        data /= "train"
-    found = find_images(data or make_images(out, images), images)
+    found = _images_of(data, out, images)
     logs = out / "logs"
     fed = FedImages(found)
     with quiet(), _half_the_cpus():
@@ -480,6 +479,13 @@ def run_demo(*, data: Path | None, images: int, epochs: int, out: Path) -> dict[
     return outcome
 
 
+def _images_of(data: Path | None, out: Path, images: int) -> ImageFolder:
+    if data is None:
+        return find_images(make_images(out, images), images)
+    train = data / "train"
+    return find_images(train if train.is_dir() else data, images)
+
+
 def _prediction(advice: Remedy | None, achieved_ms: object) -> str:
     if advice is None or advice.predicted_step_ms is None or not isinstance(achieved_ms, float):
         return "the report of the plain run predicts nothing for it"
@@ -490,9 +496,33 @@ def _prediction(advice: Remedy | None, achieved_ms: object) -> str:
 
 def demo_page(outcome: Mapping[str, Any], reports: Mapping[str, Report]) -> str:
     """The steps of all runs as bars, the gain, predicted beside achieved, and the table."""
-    advice, times = _advice(reports["plain"]), {name: float(outcome[name]["step_ms"] or 0.0) for name in RUNS}
-    predicted_ms = None if advice is None else advice.predicted_step_ms
-    bars = [
+    advice = _advice(reports["plain"])
+    plain_ms, advised_ms = (float(outcome[name]["step_ms"] or 0.0) for name in ("plain", "advised"))
+    steps = {
+        "plain": plain_ms,
+        "advised, predicted": advice and advice.predicted_step_ms,
+        "advised, achieved": advised_ms,
+    }
+    return page_template("demo.html").render(
+        title=f"{outcome['ratio']:.2f} times as fast{' with the fix of the first report' if advice else ''}",
+        colour=mark_colour(reports["advised"].diagnosis),
+        what=_what(outcome),
+        tiles=[(f"{ms:.1f}", "ms", f"a step of {words}") for words, ms in steps.items() if ms],
+        bars=_bars(outcome, reports),
+        advice=[
+            replace(one, title="What the report of plain advises")
+            for one in advice_sections(reports["plain"].diagnosis, ())
+            if one.form == "remedies"
+        ],
+        rows=_rows(outcome),
+        note=_on_the_device(outcome),
+    )
+
+
+def _bars(outcome: Mapping[str, Any], reports: Mapping[str, Report]) -> list[dict[str, Any]]:
+    """A bar for the step of each run, as the page draws it."""
+    times = {name: float(outcome[name]["step_ms"] or 0.0) for name in RUNS}
+    return [
         {
             "name": name,
             "meaning": meaning,
@@ -503,28 +533,6 @@ def demo_page(outcome: Mapping[str, Any], reports: Mapping[str, Report]) -> str:
         }
         for name, meaning in _meanings(outcome).items()
     ]
-    return page_template("demo.html").render(
-        title=f"{outcome['ratio']:.2f} times as fast{' with the fix of the first report' if advice else ''}",
-        colour=mark_colour(reports["advised"].diagnosis),
-        what=_what(outcome),
-        tiles=[
-            (f"{ms:.1f}", "ms", f"a step of {words}")
-            for ms, words in (
-                (times["plain"], "plain"),
-                (predicted_ms, "advised, predicted"),
-                (times["advised"], "advised, achieved"),
-            )
-            if ms
-        ],
-        bars=bars,
-        advice=[
-            replace(one, title="What the report of plain advises")
-            for one in advice_sections(reports["plain"].diagnosis, ())
-            if one.form == "remedies"
-        ],
-        rows=_rows(outcome),
-        note=_on_the_device(outcome),
-    )
 
 
 def _say_if_busy() -> None:

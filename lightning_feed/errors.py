@@ -1,4 +1,4 @@
-"""The errors that lightning_feed raises. Every message says what was given, why it is wrong, and what to do."""
+"""The errors of lightning_feed. Every message says what was given, why it is wrong, and what to do."""
 
 import sys
 import unicodedata
@@ -6,24 +6,24 @@ from pathlib import Path
 
 
 def printable(text: str) -> str:
-    """Text from outside, such as a file name, with escapes for what a terminal would obey or cannot encode."""
+    """Text from outside, such as a file name, with control characters and invalid bytes escaped."""
     return text if text.isprintable() else "".join(map(_printable, text))
 
 
 def printable_lines(text: str) -> str:
-    """Printable text of a message, whose line ends stay."""
+    """Printable text of a message, with its line ends."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 def source_line(file: str, line: int) -> str:
-    """A line of code as users find it: ``train.py:41``, and in a notebook ``Cell In[4], line 2``."""
+    """Name of a line of code for users: ``train.py:41``, or in a notebook ``Cell In[4], line 2``."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     cell = shell.compile.format_code_name(file) if shell is not None else None
     return f"{' '.join(cell)}, line {line}" if cell else f"{Path(file).name}:{line}"
 
 
 def _printable(char: str) -> str:
-    if "\udc80" <= char <= "\udcff":  # Python's stand-in for a byte of a file name that is no UTF-8
+    if "\udc80" <= char <= "\udcff":  # Python's stand-in for a byte of a file name that is not UTF-8
         return f"\\x{ord(char) - 0xDC00:02x}"
     category = unicodedata.category(char)
     unsafe = (category[0] == "C" or category in ("Zl", "Zp")) and char != "\t"
@@ -33,7 +33,7 @@ def _printable(char: str) -> str:
 class FeedError(Exception):
     """Root of every error that lightning_feed raises on purpose.
 
-    Its text is printable, whatever stands in the names of files and classes that it quotes.
+    Its text is printable, even if it quotes names of files or classes with special characters.
     """
 
     exit_code = 1
@@ -50,11 +50,11 @@ class SettingsError(FeedError, ValueError):
 
 
 class DatasetError(FeedError, ValueError):
-    """``make_dataset`` gave something that no loader can be built from, or a sample that cannot be read."""
+    """``make_dataset`` returned an unusable dataset, or a sample cannot be read."""
 
 
 class LoaderError(FeedError, RuntimeError):
-    """A loader could not start, or ended without saying why."""
+    """A loader could not start, failed or hangs."""
 
 
 class ResumeError(FeedError, RuntimeError):
@@ -62,11 +62,11 @@ class ResumeError(FeedError, RuntimeError):
 
 
 class MissingExtraError(FeedError, ImportError):
-    """An optional dependency is needed and not installed. The message holds the pip line to paste."""
+    """An optional dependency is needed but not installed. The message contains the pip line to paste."""
 
 
 class DecodeError(DatasetError):
-    """Bytes that are no image, that are cut short, or that the decoder cannot do."""
+    """Bytes that are not an image, are cut short, or are not supported by the decoder."""
 
 
 class ArchiveError(FeedError, OSError):
@@ -83,7 +83,7 @@ def plural(count: int, thing: str, things: str = "") -> str:
 
 
 def throughput(batches_per_s: float, batch_size: int | None) -> str:
-    """A rate in samples per second; in batches, where nobody knows how many samples one has."""
+    """A rate in samples per second; in batches per second if the batch size is unknown."""
     return f"{in_rate(batches_per_s * (batch_size or 1))} {rate_unit(batch_size)}"
 
 
@@ -93,6 +93,6 @@ def rate_unit(batch_size: int | None) -> str:
 
 
 def in_rate(per_s: float) -> str:
-    """A rate with three digits or more, thousands apart."""
+    """A rate with at least three digits, and thousands separated."""
     digits = 0 if per_s >= 100 else 1 if per_s >= 10 else 2
     return f"{per_s:,.{digits}f}".replace(",", " ")

@@ -1,4 +1,4 @@
-"""Optional dependencies: imported where they are used, and a pip line to paste where they are missing."""
+"""Optional dependencies: imported only where they are used, with a pip line to paste if they are missing."""
 
 import importlib
 from importlib.metadata import PackageNotFoundError, version
@@ -12,7 +12,7 @@ def require(module: str, *, extra: str, why: str) -> ModuleType:
 
     Args:
         module: the module to import, for example ``"skimage.data"``.
-        extra: the extra of this package that brings it.
+        extra: the extra of this package that installs it.
         why: the feature that needs it, as the subject of a sentence ("making the demo's images").
 
     Raises:
@@ -26,7 +26,7 @@ def require(module: str, *, extra: str, why: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or module.split(".")[0] != error.name.split(".")[0]:
-            raise  # the module is there, and something that it needs itself is not
+            raise  # the module is installed, but one of its own imports is not
         raise MissingExtraError(
             f"{why} needs {error.name}. Install it:  pip install 'lightning-feed[{extra}]'"
         ) from error

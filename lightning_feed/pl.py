@@ -21,7 +21,7 @@ class ImageFolderDataModule(FeedImageFolder, LightningDataModule):
     """``lightning_feed.ImageFolderDataModule``, on the base class of the ``pytorch_lightning`` package."""
 
 
-# pytorch_lightning 2.4 refuses a callback that is none of its own tree; its LightningCLI does so in 2.6 too.
+# pytorch_lightning 2.4 refuses callbacks from outside its own class tree; in 2.6 its LightningCLI still does.
 class PrefetchCallback(_PrefetchCallback, Callback):  # type: ignore[misc]  # the trees differ in the type of Trainer
     """``lightning_feed.PrefetchCallback`` that is also a callback of the ``pytorch_lightning`` package."""
 

@@ -20,6 +20,8 @@ from lightning_feed import GPUStarvationCallback, LoaderSettings, PrefetchCallba
 from lightning_feed.measure.loop import FIRST_STEPS
 from lightning_feed.measure.stats import MIN_STEPS, SOME_STEPS, tag_table
 from lightning_feed.measure.windows import WARM_UP_STEPS
+from lightning_feed.report.document import read_document
+from lightning_feed.report.files import as_text
 from lightning_feed.report.next_step import ENOUGH_STEPS
 
 ROOT = Path(__file__).parents[1]
@@ -166,6 +168,13 @@ def test_code_on_the_pages_is_not_cut_off() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_the_readme_shows_what_is_printed_of_the_run_in_its_picture() -> None:
+    report = read_document(ROOT / "docs/images/runs/plain.json")
+    printed = as_text(report.diagnosis, report.run, width=80).splitlines()
+    (shown,) = _blocks(ROOT / "README.md", "text")
+    assert [line for line in shown.splitlines() if line != "..." and line not in printed] == []
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/start.md"])

@@ -1,8 +1,8 @@
-"""All that touches Lightning's private parts.
+"""All code that uses Lightning's private parts.
 
-Each function says in which versions it was read, and what public thing would replace it. Objects of both packages
-(``lightning`` and ``pytorch_lightning``) pass through here, so nothing is imported from either: their classes are
-recognized by name.
+Each function names the versions in which these were read, and a public interface that would replace them. The functions
+take objects of both packages (``lightning`` and ``pytorch_lightning``), so nothing is imported from either: their
+classes are recognized by name.
 """
 
 import functools
@@ -22,7 +22,7 @@ AnyModule: TypeAlias = Any
 AnyDataModule: TypeAlias = Any
 """A LightningDataModule of either package."""
 Original: TypeAlias = Callable[..., Any]
-"""A method of Lightning's, or of the user's, that a wrap calls."""
+"""The replaced method, of Lightning or the user, which a wrap calls."""
 Stage = Literal["fit", "validate", "test", "predict"]
 PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 
@@ -31,7 +31,7 @@ def package_of(first: object, *others: object) -> ModuleType:
     """The package that a Trainer, a module or a data module comes from: ``lightning.pytorch`` or ``pytorch_lightning``.
 
     Raises:
-        SettingsError: when it comes from neither, or ``others`` come from another: each takes nothing of the other.
+        SettingsError: it comes from neither, or ``others`` come from the other package, whose objects do not fit.
     """
     found = [PACKAGES[top] for base in type(first).__mro__ if (top := base.__module__.partition(".")[0]) in PACKAGES]
     if isinstance(first, type):
@@ -45,22 +45,23 @@ def package_of(first: object, *others: object) -> ModuleType:
         if package_of(other).__name__ != found[0]:
             raise SettingsError(
                 f"{type(first).__name__} comes from {found[0]} and {type(other).__name__} from "
-                f"{package_of(other).__name__}, and neither package takes what is of the other. Import both from one."
+                f"{package_of(other).__name__}, but the packages do not accept each other's objects. Import both from "
+                "one."
             )
     return import_module(found[0])
 
 
 def epochs_processed(trainer: AnyTrainer) -> int:
-    """Training epochs that were trained to their end, which is the number of the epoch to train now.
+    """Number of completed training epochs, which is the number of the present epoch.
 
-    Lightning gives this number to ``sampler.set_epoch``. ``trainer.current_epoch`` is behind it on a resumed run until
-    the fit loop starts. Read in 2.4.0 and 2.6.6 (``loops/fit_loop.py: on_advance_start``).
+    Lightning passes it to ``sampler.set_epoch``. In a resumed run, ``trainer.current_epoch`` is behind it until the fit
+    loop starts. Read in 2.4.0 and 2.6.6 (``loops/fit_loop.py: on_advance_start``).
     """
     return int(trainer.fit_loop.epoch_progress.current.processed)
 
 
 def ranks_that_share_samples(trainer: AnyTrainer) -> int:
-    """Among how many ranks Lightning divides the samples of a map-style dataset.
+    """Number of ranks among which Lightning divides the samples of a map-style dataset.
 
     Read in 2.4.0 and 2.6.6 (``connectors/data_connector.py: _requires_distributed_sampler``).
     """
@@ -70,14 +71,14 @@ def ranks_that_share_samples(trainer: AnyTrainer) -> int:
 
 def live_fetcher(trainer: AnyTrainer) -> Any:
     """The fetcher of the loop that runs now, or None before it exists. Read in 2.4.0, 2.5.6 and 2.6.6."""
-    if trainer.training:  # first of all: it is asked for in each step
+    if trainer.training:  # checked first, as this runs in each step
         return trainer.fit_loop._data_fetcher
     known = trainer.sanity_checking or trainer.validating or trainer.testing or trainer.predicting
     return _loop_of(trainer, stage_now(trainer))._data_fetcher if known else None
 
 
 def stage_now(trainer: AnyTrainer) -> Stage:
-    """The stage of the running loop: ``"fit"``, ``"validate"`` (within a fit too), ``"test"`` or ``"predict"``."""
+    """The stage of the running loop: ``"fit"``, ``"validate"`` (also within a fit), ``"test"`` or ``"predict"``."""
     if trainer.training:
         return "fit"
     if trainer.sanity_checking or trainer.validating:
@@ -99,7 +100,7 @@ def loop_loaders(trainer: object, stage: str) -> list[Any]:
 
 
 def train_loaders(trainer: object) -> list[Any]:
-    """Those of training."""
+    """The training loaders, flattened."""
     return loop_loaders(trainer, "fit")
 
 
@@ -116,19 +117,18 @@ def loader_names(trainer: object, stage: str) -> list[str]:
 
 
 def loop_iterators(trainer: object, stage: str) -> list[Any]:
-    """The iterators that the batches of a stage come from now, one for each loader of the mode; empty outside of it.
+    """The iterators that a stage's batches come from now, one for each loader of the mode; empty outside the stage.
 
-    A mode may make others within an epoch: ``max_size_cycle`` makes a new one when a loader is at its end, and
-    ``sequential`` goes on to the next loader. The class of the fetcher does not matter, so it may be one that
-    PrefetchCallback has adopted. Read in 2.4.0 and 2.6.6 (``loops/fetchers.py: _DataFetcher``,
-    ``utilities/combined_loader.py: _ModeIterator``).
+    They may change within an epoch: ``max_size_cycle`` makes a new one at the end of a loader, and ``sequential`` goes
+    on to the next loader. The fetcher may have any class, also one adopted by PrefetchCallback. Read in 2.4.0 and 2.6.6
+    (``loops/fetchers.py: _DataFetcher``, ``utilities/combined_loader.py: _ModeIterator``).
     """
     combined = getattr(_loop_of(trainer, stage)._data_fetcher, "_combined_loader", None)
     return list(getattr(getattr(combined, "_iterator", None), "iterators", None) or ())
 
 
 def batches_of(trainer: AnyTrainer, stage: str) -> int | None:
-    """Batches of an epoch of a stage, those of all loaders; None for an endless one.
+    """Number of batches in an epoch of a stage, over all loaders; None for an endless one.
 
     Read in 2.4.0 and 2.6.6 (``loops/evaluation_loop.py: max_batches``).
     """
@@ -137,7 +137,7 @@ def batches_of(trainer: AnyTrainer, stage: str) -> int | None:
 
 
 def train_fetcher(trainer: AnyTrainer) -> Any:
-    """The training loop's fetcher, or None outside of a fit. Read in 2.4.0, 2.5.6 and 2.6.6."""
+    """The training loop's fetcher; None outside a fit. Read in 2.4.0, 2.5.6 and 2.6.6."""
     return trainer.fit_loop._data_fetcher
 
 
@@ -147,19 +147,19 @@ def train_progress(trainer: AnyTrainer) -> Any:
 
 
 def read_already(trainer: AnyTrainer) -> bool:
-    """True if Lightning has drawn a batch that no step was given yet, as it does for loaders without a length."""
+    """True if Lightning has drawn a batch that no step has received yet, as it does for loaders without a length."""
     return bool(trainer.fit_loop._data_fetcher.batches)
 
 
 def train_batches_to_follow(trainer: AnyTrainer, *, at_most: int, step_pending: bool) -> int:
-    """The number of batches that the training loop will surely go straight on to after this one, up to ``at_most``.
+    """The number of batches that the training loop will certainly take directly after this one, up to ``at_most``.
 
-    None when the run ends here, and none when validation comes first: what validation draws from the global random
-    generators would otherwise come after the next training batch was loaded, not before.
+    0 if the run ends here, or if validation comes first: validation must draw from the global random generators before
+    the next training batch is loaded.
 
     Args:
-        at_most: the answer is not looked for beyond it.
-        step_pending: the optimizer step of this batch is still to come, so the step count is one behind.
+        at_most: largest result.
+        step_pending: True if the optimizer step of this batch has not run yet, so that the step count is one behind.
 
     Read in 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py``).
     """
@@ -178,10 +178,10 @@ def train_batches_to_follow(trainer: AnyTrainer, *, at_most: int, step_pending: 
 
 
 def change_saved_arguments(loader: object, changed: dict[str, Any], *, always: tuple[str, ...]) -> None:
-    """Change the arguments that Lightning saw when a loader was made in a hook.
+    """Change the arguments that Lightning recorded when a loader was made in a hook.
 
-    With them it makes the loader again where it needs another sampler. Of those that were not given, ``always`` names
-    the ones that are added where the constructor takes them. Read in 2.4.0 and 2.6.6
+    Lightning uses them to rebuild the loader if it needs another sampler. Arguments in ``always`` are added even if
+    they were not passed, if the constructor accepts them. Read in 2.4.0 and 2.6.6
     (``fabric/utilities/data.py: _wrap_dataloader_init``).
     """
     kept = vars(loader)
@@ -201,7 +201,7 @@ def change_saved_arguments(loader: object, changed: dict[str, Any], *, always: t
 
 
 def train_loader_source(trainer: AnyTrainer) -> Any:
-    """The module or data module whose ``train_dataloader`` gives the loaders; None where ``trainer.fit`` got them.
+    """The module or data module whose ``train_dataloader`` returns the loaders; None if ``trainer.fit`` got them.
 
     Read in 2.4.0 and 2.6.6 (``connectors/data_connector.py: _DataLoaderSource``).
     """
@@ -210,7 +210,7 @@ def train_loader_source(trainer: AnyTrainer) -> Any:
 
 
 def wrap_train_source(trainer: AnyTrainer, around: Callable[..., Any]) -> "Wrap":
-    """Put ``around(original)`` before what gives the training loaders of a fit, whenever they are made.
+    """Call ``around(original)`` in place of the function that makes a fit's training loaders, each time.
 
     Read in 2.4.0 and 2.6.6 (``connectors/data_connector.py: _DataLoaderSource.dataloader``).
     """
@@ -220,21 +220,21 @@ def wrap_train_source(trainer: AnyTrainer, around: Callable[..., Any]) -> "Wrap"
 def replace_train_loader(trainer: AnyTrainer, loader: object) -> None:
     """Train with another loader from the next epoch on.
 
-    To be called in ``on_train_epoch_start``. Read in 2.4.0 and 2.6.6 (``utilities/combined_loader.py``).
+    Call it in ``on_train_epoch_start``. Read in 2.4.0 and 2.6.6 (``utilities/combined_loader.py``).
     """
     trainer.fit_loop._combined_loader.flattened = [loader]
 
 
 def bar_refresh_rate(trainer: AnyTrainer) -> int | None:
-    """Batches between two drawings of the progress bar; None: there is none, or it is of another kind."""
+    """Batches between two updates of the progress bar; None if there is no bar, or one of another kind."""
     rate = getattr(trainer.progress_bar_callback, "refresh_rate", None)
     return rate if type(rate) is int else None
 
 
 def cli_config(trainer: AnyTrainer) -> dict[str, Any]:
-    """The arguments that LightningCLI was called with, by their dotted keys; empty without one.
+    """The arguments of LightningCLI, by their dotted keys; empty without LightningCLI.
 
-    Read in 2.4.0 and 2.6.6 (``cli.py: SaveConfigCallback``), which has them without the name of the subcommand.
+    Read in 2.4.0 and 2.6.6 (``cli.py: SaveConfigCallback``, where keys lack the subcommand's name).
     """
     for callback in trainer.callbacks:
         if _is_a(callback, "SaveConfigCallback"):
@@ -245,7 +245,7 @@ def cli_config(trainer: AnyTrainer) -> dict[str, Any]:
 def go_on_past_the_end(trainer: AnyTrainer) -> None:
     """Let the training loop ignore ``max_epochs`` and ``max_steps`` from now on.
 
-    The values that optimizers and schedulers read when they were made stay. Read in 2.4.0 and 2.6.6
+    Values that optimizers and schedulers have already read are unchanged. Read in 2.4.0 and 2.6.6
     (``loops/fit_loop.py: done``, ``loops/training_epoch_loop.py: _is_training_done``).
     """
     trainer.fit_loop.max_epochs = -1
@@ -253,7 +253,7 @@ def go_on_past_the_end(trainer: AnyTrainer) -> None:
 
 
 def keep_plateaus(trainer: AnyTrainer) -> None:
-    """Leave the learning rates that follow a metric as they are: without validation there may be no such metric.
+    """Freeze learning rates that follow a metric: without validation the metric may be missing.
 
     Read in 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py: _update_learning_rates``).
     """
@@ -263,7 +263,7 @@ def keep_plateaus(trainer: AnyTrainer) -> None:
 
 
 def needs_metrics_every(trainer: AnyTrainer) -> set[str]:
-    """``"epoch"`` and ``"step"``, where a learning rate follows a metric and the fit fails without one by then.
+    """The intervals (``"epoch"``, ``"step"``) at which a learning rate needs a metric, without which the fit fails.
 
     Read in 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py: _update_learning_rates``).
     """
@@ -292,20 +292,23 @@ def detects_anomalies(trainer: object) -> bool:
 
 
 def steps_between_checkpoints(callback: object) -> int:
-    """Of a ModelCheckpoint; 0: it goes by epochs. Read in 2.4.0 and 2.6.6 (``callbacks/model_checkpoint.py``)."""
+    """Steps between saves of a ModelCheckpoint; 0: by epochs.
+
+    Read in 2.4.0 and 2.6.6 (``callbacks/model_checkpoint.py``).
+    """
     return int(getattr(callback, "_every_n_train_steps", 0) or 0)
 
 
-# --- what is announced, logged and shown -----------------------------------------------------------------------------
+# --- actions, logging and the progress bar ----------------------------------------------------------------------------
 
 
 def actions(trainer: AnyTrainer, stage: str) -> dict[str, str]:
     """The profiler's names for the parts of a stage's loop: ``fetch``, ``to_device``, ``step``.
 
-    Of a fit also ``forward``, ``backward`` and ``optimizer``, but with manual optimisation: that announces no backward
-    pass, and what is captured there as a CUDA graph is not to have an event of ours in it. And what lies around the
-    steps: ``validation``, which starts before its loaders are iterated, unless gradients are being accumulated,
-    ``validation_end``, which stops when nothing but printing follows, and ``epoch``.
+    For a fit also ``forward``, ``backward`` and ``optimizer``, except with manual optimisation: that does not announce
+    the backward pass, and CUDA graphs captured there must not contain our events. And parts around the steps:
+    ``validation``, which starts before its loaders are iterated, unless gradients are being accumulated;
+    ``validation_end``, which stops when only printing follows; and ``epoch``.
 
     Read in 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py``, ``loops/evaluation_loop.py``, ``loops/fit_loop.py``,
     ``loops/prediction_loop.py``, ``loops/optimization``, ``trainer/call.py``).
@@ -332,9 +335,9 @@ def actions(trainer: AnyTrainer, stage: str) -> dict[str, str]:
 class RunBegins:
     """Descriptor that detects the start of a run, when Lightning sets the callback's ``log``.
 
-    Then calls the method of the callback that ``tell`` names, before ``prepare_data`` and ``setup``. Read in 2.4.0 and
-    2.6.6 (``connectors/callback_connector.py: _attach_model_logging_functions``); a hook at the beginning of
-    ``Trainer.fit`` would replace it.
+    It then calls the callback's method named ``tell``, before ``prepare_data`` and ``setup``. Read in 2.4.0 and 2.6.6
+    (``connectors/callback_connector.py: _attach_model_logging_functions``); a hook at the beginning of ``Trainer.fit``
+    would replace it.
     """
 
     def __init__(self, tell: str) -> None:
@@ -368,15 +371,15 @@ def step_to_log(trainer: AnyTrainer, every: int) -> int | None:
 
 
 def steps_logged(trainer: AnyTrainer) -> int:
-    """The loggers' number of the step that comes next. Read in 2.4.0 and 2.6.6, as above."""
+    """The step number under which loggers log the next step. Read in 2.4.0 and 2.6.6, as above."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def bar_printer(trainer: AnyTrainer) -> Callable[[str], object] | None:
-    """A function that prints a line above a live progress bar; None where a plain ``print`` does.
+    """A function to print a line above a live progress bar; None if a plain ``print`` works.
 
-    Lightning's TQDM bar prints nothing at all when it is closed or disabled; other bars let a ``print`` through. Read
-    in 2.4.0 and 2.6.6 (``callbacks/progress/tqdm_progress.py: print``).
+    Lightning's TQDM bar drops the line if it is closed or disabled; other bars allow a plain ``print``. Read in 2.4.0
+    and 2.6.6 (``callbacks/progress/tqdm_progress.py: print``).
     """
     bar = trainer.progress_bar_callback
     live = getattr(bar, "_train_progress_bar", None)
@@ -387,15 +390,15 @@ def bar_printer(trainer: AnyTrainer) -> Callable[[str], object] | None:
 
 
 class Wrap:
-    """``around(original, *args)`` instead of ``owner.name(*args)``, on this one instance, until :meth:`undo`.
+    """Calls ``around(original, *args)`` in place of ``owner.name(*args)``, on this one instance, until :meth:`undo`.
 
-    A wrap that another tool has wrapped in its turn cannot be taken out; it then goes dead and passes calls through.
-    It pickles and deep-copies as the plain method, so a module copied or saved in the middle of a fit stays usable.
+    A wrap that another tool has wrapped cannot be removed; it then only passes calls through. It pickles and
+    deep-copies as the plain method, so a module copied or saved during a fit stays usable.
     """
 
     def __init__(self, owner: object, name: str, around: Callable[..., Any]) -> None:
         original = getattr(owner, name)
-        # Lightning's is_overridden looks through __wrapped__. First of all: it copies attributes, those of a wrap too.
+        # Lightning's is_overridden follows __wrapped__. This comes first: it also copies the attributes of a wrap.
         functools.update_wrapper(self, original)
         self._owner, self._name = owner, name
         self._original = original
@@ -409,7 +412,7 @@ class Wrap:
         return self._around(self._original, *args, **kwargs)
 
     def undo(self) -> None:
-        """Take the wrap out, or make it dead where something else holds on to it."""
+        """Remove the wrap, or make it pass calls through if another tool has wrapped it."""
         self._around = None
         if vars(self._owner).get(self._name) is not self:
             return
@@ -423,9 +426,9 @@ class Wrap:
 
 
 def replace_in_class(owner: object, name: str, around: Callable[..., Any]) -> Callable[[], None]:
-    """``around(original, self, *args)`` instead of a method, for all objects of a class and its heirs.
+    """Call ``around(original, self, *args)`` in place of a method, for all objects of a class and its subclasses.
 
-    Keeps the signature: LightningCLI makes arguments of it. Returns what puts the method back.
+    Keeps the signature, from which LightningCLI makes arguments. Returns a function that restores the method.
     """
     original = vars(owner)[name]
 
@@ -441,16 +444,16 @@ def arguments_of(method: Callable[..., Any], owner: object, args: Any, kwargs: A
     """The arguments of a call of a method, by name.
 
     Raises:
-        TypeError: when it does not take that, as the call itself would.
+        TypeError: the method does not accept these arguments.
     """
     return inspect.signature(method).bind(owner, *args, **kwargs).arguments
 
 
 def wrap_transfer(trainer: AnyTrainer, convert_input: Callable[..., Any], batch_hook: Callable[..., Any]) -> list[Wrap]:
-    """Put ``around`` functions before the three things that every loop does to a fetched batch.
+    """Replace the functions that every loop calls on a fetched batch.
 
-    ``convert_input(original, batch)`` stands in for the precision plugin's, and
-    ``batch_hook(original, name, batch, *args)`` for the module's dispatch of ``on_before_batch_transfer``,
+    ``convert_input(original, batch)`` replaces the precision plugin's ``convert_input``, and
+    ``batch_hook(original, name, batch, *args)`` the module's calls of ``on_before_batch_transfer``,
     ``transfer_batch_to_device`` and ``on_after_batch_transfer``. Read in 2.4.0, 2.5.6 and 2.6.6
     (``core/module.py: _call_batch_hook``); a public hook that gives a callback the next batch would replace it.
     """
@@ -461,7 +464,7 @@ def wrap_transfer(trainer: AnyTrainer, convert_input: Callable[..., Any], batch_
 
 
 def transfer_early(trainer: AnyTrainer, stage: Callable[..., Any], batch: object, index: int) -> Any:
-    """``stage(batch, prepare=..., copy=...)`` with the functions by which a loop prepares and transfers a batch.
+    """Call ``stage(batch, prepare=..., copy=...)`` with the loop's functions to prepare and transfer a batch.
 
     Read in 2.4.0, 2.5.6 and 2.6.6 (``strategies/strategy.py: batch_to_device``, ``core/module.py: _call_batch_hook``).
     """
@@ -476,7 +479,7 @@ def transfer_early(trainer: AnyTrainer, stage: Callable[..., Any], batch: object
             copy=lambda host: module._call_batch_hook("transfer_batch_to_device", host, device, index),
         )
     finally:
-        module._current_fx_name = hook_in_progress  # a hook that raises leaves its own name behind
+        module._current_fx_name = hook_in_progress  # a hook that raises leaves its own name
 
 
 def is_overridden(owner: object, hook: str) -> bool:
@@ -489,7 +492,7 @@ _BASES = ("Callback", "ModelHooks", "DataHooks", "LightningModule", "Strategy")
 
 
 def is_empty_hook(trainer: AnyTrainer, action: str) -> bool:
-    """Check if an action, as Lightning names it to its profiler, is a hook that does nothing since nobody overrides it.
+    """True if an action of Lightning's profiler is a hook that does nothing, as nobody overrides it.
 
     Read in 2.4.0 and 2.6.6 (``trainer/call.py``).
     """
@@ -508,7 +511,7 @@ def defined_by_lightning(thing: object) -> bool:
 
 
 def optimizes_by_the_book(trainer: AnyTrainer) -> bool:
-    """Check if no class of the user's takes part in the backward pass and the optimizer step.
+    """True if none of the user's classes takes part in the backward pass and the optimizer step.
 
     Strategy and precision plugin come from Lightning, optimizers and schedulers from torch. Read in 2.4.0 and 2.6.6
     (``strategies/strategy.py``).
@@ -521,14 +524,14 @@ def optimizes_by_the_book(trainer: AnyTrainer) -> bool:
 def known_syncs(trainer: AnyTrainer) -> tuple[str, ...]:
     """Names of ``measure.measurements.SYNCS`` that apply to a running fit.
 
-    - ``prog_bar``: a progress bar is on, and a metric on the device is logged with ``prog_bar=True``, which only shows
-      once it was logged: ask after some steps. Each is converted by ``Tensor.item`` in every step, by
-      ``ModelCheckpoint`` or the bar. Read in 2.4.0 and 2.6.6 (``logger_connector/result.py: metrics``,
+    - ``prog_bar``: a progress bar is on, and a metric on the device is logged with ``prog_bar=True``, which is seen
+      only after the first log: call this after some steps. ``ModelCheckpoint`` or the bar converts each metric with
+      ``Tensor.item`` in every step. Read in 2.4.0 and 2.6.6 (``logger_connector/result.py: metrics``,
       ``utilities/metrics: convert_tensors_to_scalars``).
     - ``grad_scaler``: the precision plugin has a GradScaler. Read in 2.4.0 and 2.6.6 (``plugins/precision/amp.py``).
     - ``sigterm_broadcast``: several ranks, in a version whose loop broadcasts SIGTERM before each batch and reads the
-      answer by ``Tensor.item``: 2.6.6 does, 2.4.0 does not (``loops/training_epoch_loop.py: advance``).
-    - ``throughput_monitor``: the callback is there. It calls ``torch.cuda.synchronize``, on CUDA only. Read in 2.4.0
+      answer with ``Tensor.item``: 2.6.6 does, 2.4.0 does not (``loops/training_epoch_loop.py: advance``).
+    - ``throughput_monitor``: the callback is present. It calls ``torch.cuda.synchronize``, on CUDA only. Read in 2.4.0
       and 2.6.6 (``callbacks/throughput_monitor.py: _update``).
     """
     loop, on_device = trainer.fit_loop.epoch_loop, trainer.strategy.root_device.type != "cpu"

@@ -1,4 +1,4 @@
-"""Batches drawn ahead of a loop from its fetcher, and the loader states of checkpoints that belong to them."""
+"""Batches drawn ahead of a loop from its fetcher, and the matching loader states for checkpoints."""
 
 import functools
 import weakref
@@ -19,18 +19,18 @@ class Fetched:
     fetched: int = 0
     done: bool = False
     states: list[dict[str, Any]] | None = None
-    """States of the stateful loaders with which a run goes on after this batch was trained. None: as they stand."""
+    """States of the stateful loaders for a run resumed after this batch was trained. None: the present ones."""
     ahead: bool = False
     """True if it was drawn before the loop asked for it."""
     staged: Any = None
-    """The batch as the prefetcher staged it."""
+    """The batch, as staged by the prefetcher."""
 
 
 class FetcherTap:
-    """State of an adopted fetcher: batches drawn ahead of the loop, and the loader states that belong to them."""
+    """State of an adopted fetcher: batches drawn ahead of the loop, and the matching loader states."""
 
     def __init__(self, fetcher: Any) -> None:
-        # Weak: the fetcher holds its tap, and a ring of the two would keep the loader's workers alive.
+        # Weak: the fetcher holds its tap, and a reference cycle would keep the loader's workers alive.
         self._fetcher: Any = weakref.proxy(fetcher)
         self.ahead: deque[Fetched] = deque()
         self.owner: Any = None
@@ -38,20 +38,20 @@ class FetcherTap:
         self.checked: set[int] = set()
         """The loaders, by ``dataloader_idx``, whose first batch the prefetcher has checked."""
         self.closed = False
-        """True once the prefetcher does not touch this fetcher any more."""
+        """True once the prefetcher no longer uses this fetcher."""
         self.epoch_over = False
-        """True where the epoch is trained: a resumed run draws no batch before its next ``iter()``."""
+        """True if the epoch is fully trained: a resumed run draws no batch before its next ``iter()``."""
         self.on_hand_out: Callable[[Fetched], None] | None = None
         self.track_states = any(is_stateful(loader) for loader in fetcher.combined_loader.flattened)
         self.trained_states: list[dict[str, Any]] | None = None
-        """Loader states after the batch that the loop was handed last, where they differ from the present ones."""
+        """Loader states after the last batch that the loop received, if they differ from the present ones."""
         self.progress: Any = None
         """The training loop's count of its batches; None in other loops."""
         self._before: list[dict[str, Any]] | None = None
         self._processed_before = -1
 
     def hand_out(self, item: Fetched, before: list[dict[str, Any]] | None) -> None:
-        """The loop takes a batch; ``before`` are the loader states without it."""
+        """Note that the loop takes a batch. ``before``: the loader states before it was drawn."""
         self._before, self.trained_states = before, item.states
         if self.progress is not None:
             self._processed_before = self.progress.total.processed
@@ -59,24 +59,24 @@ class FetcherTap:
             self.on_hand_out(item)
 
     def states_to_save(self) -> list[dict[str, Any]] | None:
-        """The loader states with which a run goes on that is saved now; None: as they stand.
+        """The loader states for a checkpoint saved now; None: the present ones.
 
-        A batch whose step has not come to its end, because a signal or an error came first, is to be trained again:
-        Lightning does not count it either.
+        If a signal or an error interrupted a batch's step, the batch is trained again. Lightning does not count it,
+        either.
         """
         in_hand = self.progress is not None and self.progress.total.processed == self._processed_before
         return self._before if in_hand else self.trained_states
 
     def present_states(self) -> list[dict[str, Any]] | None:
-        """The states of the stateful loaders as they stand; None where there is no such loader."""
+        """The present states of the stateful loaders; None if there is no such loader."""
         if not self.track_states:
             return None
         return [loader.state_dict() for loader in self._fetcher.combined_loader.flattened if is_stateful(loader)]
 
     def look_ahead(self) -> Fetched:
-        """Draw one more batch and keep it for the loop, to which the fetcher looks as if nothing had been drawn.
+        """Draw one more batch and keep it for the loop, which does not notice.
 
-        An ``Exception`` is kept too: it belongs to the step that would have met it.
+        An ``Exception`` is kept, too, and raised when the loop would have met it.
         """
         fetcher = self._fetcher
         seen_by_loop = fetcher.fetched, fetcher.done
@@ -97,20 +97,19 @@ class FetcherTap:
 
 @functools.cache
 def _adopted(kind: type[Any]) -> type[Any]:
-    """A subclass of a fetcher's class, which a live fetcher can be turned into.
+    """A subclass of a fetcher's class, to assign to a live fetcher's ``__class__``.
 
-    It has that class for its only base: with a mixin before it the layout of the object would differ, and Python would
-    refuse to assign ``__class__``.
+    That class is its only base: with a mixin the object's layout would differ, and Python would refuse the assignment.
     """
 
-    class Adopted(kind):  # type: ignore[misc]  # a class that is known only now
+    class Adopted(kind):  # type: ignore[misc]  # the base class is only known here
         def __next__(self) -> Any:
             tap: FetcherTap = self._feed_tap
             if tap.epoch_over:
                 raise StopIteration
             before = tap.trained_states
             if tap.ahead:
-                item = tap.ahead.popleft()  # its fetch was profiled when it took place
+                item = tap.ahead.popleft()  # the fetch was profiled when the batch was drawn
                 self.fetched, self.done = item.fetched, item.done
             else:
                 before = tap.present_states() if before is None else before
@@ -126,7 +125,7 @@ def _adopted(kind: type[Any]) -> type[Any]:
             states = tap.present_states()
             super().__iter__()
             if self.length is None:
-                tap.trained_states = states  # a loader without a length has been read already
+                tap.trained_states = states  # Lightning has already read a loader without a length
             return self
 
         def reset(self) -> None:
@@ -134,9 +133,9 @@ def _adopted(kind: type[Any]) -> type[Any]:
             super().reset()
 
         def _feed_draw(self) -> Fetched:
-            """The fetcher's own ``__next__``, with the loader states that belong to the batch it returns."""
-            # Lightning reads a loader without a length one batch ahead: the states after the batch that comes out now
-            # are those from before the draw. With a length they are those from after it.
+            """Call the fetcher's own ``__next__``, and add the loader states that match its batch."""
+            # Lightning reads a loader without a length one batch ahead, so the states before the draw are those after
+            # the batch returned now. For a loader with a length, the states after the draw are.
             states = self._feed_tap.present_states() if self.length is None else None
             item = Fetched(states=states)
             try:
@@ -150,11 +149,11 @@ def _adopted(kind: type[Any]) -> type[Any]:
 
 
 def adopt_fetcher(fetcher: Any) -> FetcherTap | None:
-    """Let ``fetcher`` be drawn from ahead of its loop, and know the loader states of what was trained.
+    """Prepare ``fetcher`` for drawing batches ahead of its loop, and for tracking the states of its loaders.
 
-    The class of the live object is changed to a subclass of its own class: nothing that holds the fetcher notices.
-    Returns the same tap when called again, and None for a fetcher that hands its iterator to ``training_step``. Read in
-    2.4.0, 2.5.6 and 2.6.6 (``loops/fetchers.py``); a public look-ahead in the fetcher would replace it.
+    Changes the class of the live object to a subclass of its own class, so all references stay valid. Returns the same
+    tap if called again, and None for a fetcher that passes its iterator to ``training_step``. Read in 2.4.0, 2.5.6 and
+    2.6.6 (``loops/fetchers.py``); a public look-ahead in the fetcher would replace it.
     """
     if not hasattr(fetcher, "prefetch_batches"):
         return None
@@ -172,7 +171,7 @@ def tap_of(fetcher: object) -> FetcherTap | None:
 
 
 def is_stateful(loader: object) -> bool:
-    """Check for the two methods for which Lightning keeps the loader's state in checkpoints."""
+    """True if a loader has the two methods with which Lightning keeps its state in checkpoints."""
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
@@ -196,7 +195,7 @@ def checkpoint_loader_states(checkpoint: dict[str, Any]) -> list[dict[str, Any]]
 
 
 def write_loader_states(checkpoint: dict[str, Any], states: list[dict[str, Any]]) -> None:
-    """Replace Lightning's loader states by ``states``; remove them where nothing was trained yet."""
+    """Replace Lightning's loader states by ``states``; remove them if nothing was trained yet."""
     fit_loop = checkpoint["loops"]["fit_loop"]["state_dict"]
     if states:
         fit_loop["combined_loader"] = states
@@ -210,10 +209,10 @@ def fit_progress(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_progress_of_ranks(checkpoint: dict[str, Any], progress: list[dict[str, Any]]) -> None:
-    """Add the counts of all ranks, beside those of rank 0, which Lightning writes and reads alone.
+    """Add the counts of all ranks to a checkpoint. Lightning itself only uses those of rank 0.
 
-    Ranks whose shards have different lengths are in different epochs. Lightning reads what it knows and leaves the
-    rest. Read in 2.6.6 (``loops/loop.py: load_state_dict``).
+    Ranks whose shards have different lengths are in different epochs. Lightning ignores the added entries. Read in
+    2.6.6 (``loops/loop.py: load_state_dict``).
     """
     checkpoint["loops"]["fit_loop"]["by_rank"] = progress
 
@@ -227,20 +226,21 @@ def take_progress_of_rank(checkpoint: dict[str, Any], rank: int, ranks: int) -> 
 
 
 def epoch_is_trained(checkpoint: dict[str, Any]) -> bool:
-    """Check whether every batch of the epoch that a checkpoint was saved in has been trained.
+    """True if a checkpoint was saved after the last batch of an epoch.
 
-    Lightning gives the loaders their states then too, but no new ``iter()``: a loader that goes on from there has
-    nothing left, and the new epoch would be empty. Read in 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py: reset``).
+    Lightning then also restores the loaders' states, but does not call ``iter()``: a loader that continues from there
+    has nothing left, and the new epoch would be empty. Read in 2.4.0 and 2.6.6
+    (``loops/training_epoch_loop.py: reset``).
     """
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     current = progress["current"]
     if current["started"] < current["ready"] == current["processed"]:
-        return True  # `on_train_batch_start` gave -1, which ends the epoch
+        return True  # `on_train_batch_start` returned -1, which ends the epoch
     return bool(progress["is_last_batch"] and current["ready"] == current["processed"])
 
 
 def batches_to_skip(checkpoint: dict[str, Any]) -> int:
-    """Trained batches of an epoch that has more of them."""
+    """Number of trained batches in an unfinished epoch."""
     fit_loop = checkpoint["loops"]["fit_loop"]
     epochs, batches = fit_loop["epoch_progress"]["current"], fit_loop["epoch_loop.batch_progress"]["current"]
     begun = epochs["processed"] < epochs["ready"] and not epoch_is_trained(checkpoint)
@@ -254,15 +254,15 @@ def end_epoch(checkpoint: dict[str, Any]) -> bool:
     ``on_train_epoch_end`` has yet to run is left unchanged.
 
     Returns:
-        True where the epoch is over now.
+        True if the epoch is over now.
     """
     fit_loop = checkpoint["loops"]["fit_loop"]
     epochs, batches = fit_loop["epoch_progress"], fit_loop["epoch_loop.batch_progress"]
     if epochs["current"]["processed"] < epochs["current"]["ready"]:
         if batches["current"]["completed"] == batches["current"]["processed"]:
             return False
-        # Saved in `on_train_batch_end`, as ModelCheckpoint(every_n_train_steps=...) does: 2.6.6 counts that batch and
-        # the epoch, and 2.4.0 would train one more batch.
+        # Saved in `on_train_batch_end`, as by ModelCheckpoint(every_n_train_steps=...): 2.6.6 counts that batch and the
+        # epoch, but 2.4.0 would train one more batch.
         batches["total"]["completed"] += 1
         fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
         for part in epochs.values():
@@ -275,9 +275,9 @@ def end_epoch(checkpoint: dict[str, Any]) -> bool:
 
 
 def reopen_epoch(checkpoint: dict[str, Any]) -> None:
-    """Let a resumed run finish an epoch that ``max_steps``, ``max_time`` or ``should_stop`` ended in its middle.
+    """Let a resumed run finish an epoch that ``max_steps``, ``max_time`` or ``should_stop`` interrupted.
 
-    Lightning counts such an epoch as over, and would train its other half as an epoch of its own.
+    Lightning counts such an epoch as finished, and would train the rest as a separate epoch.
     """
     epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]
     if epochs["current"]["processed"] == epochs["current"]["ready"] > 0:
@@ -287,24 +287,23 @@ def reopen_epoch(checkpoint: dict[str, Any]) -> None:
 
 
 def count_the_batch_in_hand(trainer: AnyTrainer, checkpoint: dict[str, Any]) -> None:
-    """Let an older Lightning know that a batch was trained whose ``on_train_batch_end`` was still running.
+    """Count the batch whose ``on_train_batch_end`` was running when an older Lightning saved a checkpoint.
 
-    ``ModelCheckpoint(every_n_train_steps=...)`` saves there. 2.6.6 counts that batch, and 2.4.0 would train one more in
-    its place.
+    ``ModelCheckpoint(every_n_train_steps=...)`` saves there. 2.6.6 counts that batch, but 2.4.0 would train one more.
     """
     if hasattr(trainer.fit_loop.epoch_loop, "restarted_on_train_batch_end"):
         return
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     current = progress["current"]
     if current["ready"] > current["processed"]:
-        progress["is_last_batch"] = False  # it is to be trained again, and 2.4.0 would take the epoch as ended
+        progress["is_last_batch"] = False  # it will be trained again, and 2.4.0 would count the epoch as ended
     elif current["completed"] == current["processed"] - 1:
         for part in (current, progress["total"]):
             part["completed"] += 1
 
 
 def load_states_once(trainer: AnyTrainer, states: list[dict[str, Any]]) -> None:
-    """Give the training loaders ``states`` when they are made. Lightning does so only inside an epoch.
+    """Restore the training loaders' ``states`` when they are made. Lightning does so only inside an epoch.
 
     Read in 2.4.0 and 2.6.6 (``loops/fit_loop.py: _load_combined_loader_states``).
     """
@@ -317,22 +316,22 @@ def load_states_once(trainer: AnyTrainer, states: list[dict[str, Any]]) -> None:
 
 
 def forget_states(trainer: AnyTrainer) -> None:
-    """Drop what :func:`load_states_once` left with a Trainer whose fit ended before it made its loaders."""
+    """Undo :func:`load_states_once` after a fit that ended before its loaders were made."""
     vars(trainer.fit_loop).pop("_load_combined_loader_states", None)
 
 
 def begin_epoch(trainer: AnyTrainer) -> None:
-    """Let a resumed run begin a new epoch, also where Lightning counts by steps alone and takes all of them as begun.
+    """Let a resumed run begin a new epoch, even if Lightning counts only steps and assumes that the epoch has begun.
 
-    To be called in ``on_train_start``. Read in 2.4.0 and 2.6.6 (``loops/fit_loop.py: restarting``).
+    Call it in ``on_train_start``. Read in 2.4.0 and 2.6.6 (``loops/fit_loop.py: restarting``).
     """
     trainer.fit_loop.epoch_loop.restarting = False
 
 
 def shift_batches(trainer: AnyTrainer, shift: int) -> None:
-    """Add ``shift`` to the batches of the resumed epoch: its loader makes others of the same samples.
+    """Add ``shift`` to the batch count of the resumed epoch, because its loader batches the same samples differently.
 
-    To be called in ``on_train_start``, before the loop compares them with the loader's length. Read in 2.4.0 and 2.6.6
+    Call it in ``on_train_start``, before the loop compares the count with the loader's length. Read in 2.4.0 and 2.6.6
     (``loops/training_epoch_loop.py: on_run_start``).
     """
     current = trainer.fit_loop.epoch_loop.batch_progress.current

@@ -1,1 +1,1 @@
-"""Callbacks: what users put into the Trainer, and watch_loader for loops of their own."""
+"""Callbacks for the Trainer, and watch_loader for other training loops."""

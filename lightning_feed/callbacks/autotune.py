@@ -1,4 +1,4 @@
-"""AutotuneCallback: workers of the training loader, found by short trials when training begins."""
+"""AutotuneCallback: finds the number of workers by short trials when training begins."""
 
 import logging
 import warnings
@@ -30,14 +30,14 @@ from lightning_feed.trials.tune_loader import remember
 logger = logging.getLogger(__name__)
 
 STARVED_PCT = 5.0
-"""Share of step time spent waiting for data from which training is starved: the threshold of TensorFlow's
-input-pipeline analyzer."""
+"""Training is starved if it waits for data for at least this share of step time. TensorFlow's input-pipeline analyzer
+has the same threshold."""
 LATE = 0.2
-"""A loader is late when batches take longer than promised by this share: twice what the rates of trials vary."""
+"""A loader is late if batches take this share longer than in the trials: twice the spread of the trials' rates."""
 WORSE = 0.05
-"""Steps longer by this share are worse. Smaller differences are seen between epochs of the same settings."""
+"""Steps longer by this share are worse. Epochs with the same settings can differ by less than that."""
 FEWEST_STEPS = 20
-"""Fewest steps for figures to be compared."""
+"""Fewest steps needed for a comparison."""
 _SET = ("num_workers", "prefetch_factor", "persistent_workers")
 
 
@@ -66,27 +66,27 @@ class EpochFigures:
 
 
 class AutotuneCallback(Callback):
-    """Finds the workers of the training loader by short trials when training begins, and sets them.
+    """Finds the best number of workers for the training loader by short trials when training begins, and sets it.
 
-    It tries the loader's own setting and a few others, on copies of the loader, and takes the fastest, unless the own
-    one is within 10 % of it. It sets ``num_workers``, ``prefetch_factor`` and ``persistent_workers`` on a copy, says
-    so in one line, and remembers the result for this machine and data. If an epoch is starved, and its loader slower
-    than the trials promised and than its own setting was in them, it goes back to that setting for an epoch, and keeps
-    the one with the shorter steps.
+    It tries your setting and a few others on copies of the loader, and takes the fastest. Your setting stays if it is
+    within 10 % of the fastest. Otherwise ``num_workers``, ``prefetch_factor`` and ``persistent_workers`` are set on a
+    copy, one line says so, and the result is remembered for this machine and data. If an epoch is starved although the
+    trials promised otherwise, the callback goes back to your setting for an epoch, and keeps the one with the shorter
+    steps.
 
     For a training loader that is not a DataLoader, such as a generator, it tries a background thread in the first steps
-    instead, unless that loader draws from the random generators of the model.
+    instead, unless that loader draws from the model's random generators.
 
     Samples come in the same order as without the callback. Random numbers drawn inside workers (augmentation) differ
-    with the number of workers, as they do when it is set by hand.
+    with the number of workers, as they do if you set it by hand.
 
-    It serves one training loader of a map-style dataset, whoever made it. With iterable datasets, several loaders,
-    loaders that iterate in their own way (StatefulDataLoader), and data on the device it does nothing, and says so.
-    A failed trial leaves the loader as it is.
+    It serves one training loader with a map-style dataset. With iterable datasets, several loaders, loaders that
+    iterate in their own way (StatefulDataLoader), or data on the device it does nothing, and says so. After a failed
+    trial the loader stays as it is.
 
     Args:
         max_workers: the most workers to try; None: as many as CPUs, memory and /dev/shm allow.
-        budget_s: seconds for the trials. None is begun later.
+        budget_s: seconds for the trials. No trial starts later.
 
     Raises:
         SettingsError: when ``max_workers`` is not a positive integer, or ``budget_s`` not a positive number.
@@ -107,7 +107,7 @@ class AutotuneCallback(Callback):
                 f"AutotuneCallback(max_workers={max_workers!r}): give the most workers that it may use, a whole number "
                 f"from 1 to {MOST}, or leave it out to let CPUs and memory decide."
             )
-        Goal(budget_s=budget_s)  # raises for what is no budget
+        Goal(budget_s=budget_s)  # raises if it is not a valid budget
         self.max_workers, self.budget_s = max_workers, budget_s
         self._once = Once(logger)
         self._guard = self._new_guard()
@@ -121,7 +121,7 @@ class AutotuneCallback(Callback):
     def _forget(self) -> None:
         self._moves: list[Move] = []
         self._loader: DataLoader[Batch] | None = None
-        """The user's loader, as first prepared by Lightning."""
+        """The user's loader, as Lightning first prepared it."""
         self._background: BackgroundLoader | None = None
         """The user's loader if it is not a DataLoader, with a thread that may draw from it."""
         self._goal: Goal | None = None
@@ -135,7 +135,7 @@ class AutotuneCallback(Callback):
         self._decided: LoopSums | None = None
         """The sums at the end of the last epoch, and at the last decision."""
         self._taken_back: EpochFigures | None = None
-        """The figures for which the found setting was reverted; None while it is in use."""
+        """The figures that made us revert the found setting; None while it is in use."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Trainers are pickled for `ddp_spawn`, and callbacks are deep-copied by tuners. A running fit can be neither.
@@ -177,7 +177,7 @@ class AutotuneCallback(Callback):
         if self._run is not None:
             self._guard.measure(self._run.epoch_began)
         if self._epochs and not self._over:
-            mine = self._guard.measure(self._figures, trainer)  # on a rank that has failed, too: the others wait
+            mine = self._guard.measure(self._figures, trainer)  # also on a rank that has failed: the others wait for it
             every = self._guard.attempt("ask the other ranks", gather, trainer, mine)
             self._guard.measure(self._compare, trainer, every)
 
@@ -228,7 +228,7 @@ class AutotuneCallback(Callback):
         return made
 
     def _process(self, trainer: AnyTrainer, original: Original, loader: object) -> Any:
-        """The loader that Lightning trains with, instead of the user's."""
+        """Return the loader for Lightning to train with in place of the user's."""
         if trainer.training:
             tuned = self._guard.attempt("tune the training loader", self._tune, trainer, loader)
             loader = loader if tuned is None else tuned
@@ -243,7 +243,7 @@ class AutotuneCallback(Callback):
             self._find(trainer, loader)
         if self._now is None:
             return None
-        # More workers than CPUs is what was found to be fastest, because they wait for something else.
+        # Trials found more workers than CPUs to be fastest: the workers wait for something else.
         warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
         return with_setting(loader, self._now)
 
@@ -270,7 +270,7 @@ class AutotuneCallback(Callback):
         self._change(trainer, own, found, f"{self._tuned.reason} ({rate})")
 
     def _in_background(self, trainer: AnyTrainer, loader: AnyLoader) -> BackgroundLoader | None:
-        """A loader that is not a DataLoader, with a thread that may draw from it; None if it is kept."""
+        """Wrap a loader that is not a DataLoader, so that a thread can draw from it; None if it stays as it is."""
         why_not = self._why_not(loader)
         if why_not:
             self._do_nothing(trainer, why_not)
@@ -286,7 +286,7 @@ class AutotuneCallback(Callback):
 
     def _why_not(self, loader: object) -> str:
         if self._loaders != 1:
-            return f"there are {self._loaders} training loaders, and which of them is waited for is not measured"
+            return f"there are {self._loaders} training loaders, and the wait is not measured for each of them"
         if isinstance(loader, ResidentLoader):
             return "the training set is on the device, so there is nothing to load"
         return why_fixed(loader) if isinstance(loader, DataLoader) else why_not_in_background(loader)
@@ -373,7 +373,7 @@ class AutotuneCallback(Callback):
         self._once.say(trainer, logging.INFO, f"AutotuneCallback does nothing: {why}.")
 
     def _log(self, trainer: AnyTrainer) -> None:
-        """The settings of the epochs to come, as metrics."""
+        """Log the settings for the next epochs as metrics."""
         if not trainer.is_global_zero or self._now is None:
             return
         settings = {"num_workers": self._now.num_workers, "prefetch_factor": self._now.prefetch_factor}
@@ -385,9 +385,9 @@ class AutotuneCallback(Callback):
 
 
 def is_late(tuned: Tuned, own: Setting, *, step_ms: float, data_idle_ms: float) -> bool:
-    """Check if training is starved by a loader that is slower than in the trials, and than its own setting was there.
+    """True if training is starved, and the loader is slower than both it and the user's setting were in the trials.
 
-    With workers a loader has the whole step to make a batch; without, the time that the step waits for it.
+    With workers, a loader has the whole step to make a batch; without, only the time in which the step waits for it.
 
     Args:
         tuned: the result of the trials.

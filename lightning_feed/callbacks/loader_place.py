@@ -1,4 +1,4 @@
-"""Location of the call that makes the training loader, recorded at that call, and its command-line key."""
+"""The place in the user's code where the training loader is made, and the command-line key that changes it."""
 
 import functools
 import inspect
@@ -35,7 +35,7 @@ _HOSTS = ("lightning_feed", "lightning", "pytorch_lightning", "lightning_fabric"
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOrigin:
-    """The place where a DataLoader was made, from the stack at that time; or where ``trainer.fit`` was given it."""
+    """The place where a DataLoader was made, read from the stack at that time, or where it was passed to ``fit``."""
 
     file: str
     line: int
@@ -46,7 +46,7 @@ class LoaderOrigin:
     """Innermost user code on the stack; empty if none."""
     user_line: int = 0
     parameter: str = ""
-    """A parameter that sets its number of workers or its arguments; empty if none was seen."""
+    """A parameter that sets the loader's number of workers or its arguments; empty if none was seen."""
     as_dict: bool = False
     """True if the parameter takes the arguments as a dict."""
     taker: str = ""
@@ -54,7 +54,7 @@ class LoaderOrigin:
     names: tuple[tuple[str, str], ...] = ()
     """(setting, its name in ``taker``), if ``taker`` accepts the number of workers itself."""
     made: bool = True
-    """False if the loader was made before this module was imported, and is passed to ``trainer.fit`` here."""
+    """False if the loader was made before this module was imported: then this is where ``trainer.fit`` is called."""
 
     @property
     def at(self) -> str:
@@ -70,7 +70,7 @@ class LoaderOrigin:
 
 
 def origin_of(loader: object) -> LoaderOrigin | None:
-    """The place where a loader was made; None if it predates this module's import or is not a DataLoader."""
+    """The place where a loader was made; None if it is older than this module's import, or not a DataLoader."""
     found: LoaderOrigin | None = getattr(loader, "__dict__", {}).get("_feed_origin")
     return found
 
@@ -94,7 +94,7 @@ def _origin_on_stack(loader: AnyLoader, frame: FrameType | None) -> LoaderOrigin
     on_the_way: list[FrameType] = []
     while frame is not None and not _is_users(frame):
         for held in frame.f_locals.values():
-            # Lightning and accelerate make a loader out of the user's, with another sampler.
+            # Lightning and accelerate make a new loader from the user's, with another sampler.
             is_one = issubclass(type(held), DataLoader)  # isinstance would ask objects that may raise
             if is_one and held is not loader and held.dataset is loader.dataset:
                 return origin_of(held)
@@ -120,20 +120,23 @@ def _package(frame: FrameType) -> str:
 
 
 def _file(frame: FrameType) -> str:
-    """The file of a frame. A package without its source was compiled elsewhere, and its code names a file there."""
+    """The file of a frame. The code of a package compiled elsewhere names a file that is not on this machine."""
     loaded, named = frame.f_globals.get("__file__"), frame.f_code.co_filename
     return loaded if isinstance(loaded, str) and loaded.endswith((".pyc", ".so", ".pyd")) else named
 
 
 def _has_no_file(frame: FrameType) -> bool:
-    """True for code that exec runs, also for that of dataclasses and of frozen modules."""
+    """True for code that ``exec`` runs, including that of dataclasses and frozen modules."""
     file = frame.f_code.co_filename
     return file.startswith("<") and not is_users(file)
 
 
 def _is_users(frame: FrameType) -> bool:
-    """True for the user's own code; of code that exec runs, for the line that runs it, or for itself if that is none of
-    the user's, as in notebooks that do not name their cells."""
+    """True for the user's own code.
+
+    For code that ``exec`` runs, the user's line that runs it counts. Without one, as in notebooks that do not name
+    their cells, the code itself counts.
+    """
     outer: FrameType | None = frame
     while outer is not None and _has_no_file(outer):
         outer = outer.f_back
@@ -152,7 +155,7 @@ def _first_argument(frame: FrameType) -> Any:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call on the way to a loader: of a function, or that which made the object whose method runs."""
+    """A call on the way to a loader: of a function, or of the constructor of the object whose method runs."""
 
     taker: str
     parameters: Mapping[str, inspect.Parameter]
@@ -161,10 +164,10 @@ class _Call:
 
 
 def _parameter(frames: Sequence[FrameType], loader: AnyLoader) -> dict[str, Any]:
-    """The parameter of a call by which the workers can be given: the user's own call first, then those inside."""
+    """The parameter that sets the workers: looked for in the user's own call first, then in the calls inside it."""
     calls: list[_Call] = []
     for frame in reversed(frames):
-        with suppress(Exception):  # signatures and values of others
+        with suppress(Exception):  # other people's signatures and values may raise
             calls += _calls(frame)
     for found in (_workers, _dict, _config):
         for call in calls:
@@ -209,7 +212,7 @@ def _signature(kind: type) -> dict[str, inspect.Parameter]:
 
 
 def _workers(call: _Call, loader: AnyLoader) -> dict[str, Any]:
-    """Takes the number of workers itself. One with another value does not lead to this loader."""
+    """A parameter for the number of workers itself. If its value differs, it does not lead to this loader."""
     for name in WORKER_NAMES:
         if name in call.parameters and call.values.get(name, loader.num_workers) == loader.num_workers:
             return {"parameter": name, "names": _names(name, call.parameters)}
@@ -227,7 +230,7 @@ def _names(workers: str, parameters: Mapping[str, inspect.Parameter]) -> tuple[t
 
 
 def _dict(call: _Call, loader: AnyLoader) -> dict[str, Any]:
-    """Takes a loader's arguments as a dict, or as further arguments, which it was seen to do."""
+    """A parameter that takes a loader's arguments as a dict, or ``**kwargs`` that were seen to hold them."""
     for name, parameter in call.parameters.items():
         is_one = _TAKES_DICT.fullmatch(name) or (isinstance(parameter.default, dict) and _LOADER_DICT.fullmatch(name))
         given = call.values.get(name)
@@ -240,7 +243,7 @@ def _dict(call: _Call, loader: AnyLoader) -> dict[str, Any]:
 
 
 def _config(call: _Call, loader: AnyLoader) -> dict[str, Any]:
-    """Takes an object of a class that is made with the number of workers."""
+    """A parameter for a config object whose class takes the number of workers."""
     for name, parameter in call.parameters.items():
         given = call.values.get(name)
         for kind in (type(given), *_classes(parameter.annotation)):
@@ -275,10 +278,10 @@ def loader_location(trainer: AnyTrainer, loaders: Sequence[AnyLoader]) -> Place:
 
 
 def place_of(owner: object, trainer: object, data: object, loaders: Sequence[AnyLoader]) -> Place:
-    """The location of that set-up outside of a fit.
+    """Location of that set-up outside a fit.
 
     Args:
-        owner: the module or data module with the ``train_dataloader``; None where ``trainer.fit`` is given the loaders.
+        owner: the module or data module with ``train_dataloader``; None if the loaders are passed to ``trainer.fit``.
         trainer: the user's.
         data: the data module, or None.
         loaders: those for training, without their wrappers.
@@ -311,7 +314,7 @@ def _passed_to_fit(trainer: object, loader: AnyLoader) -> list[LoaderOrigin]:
 
 
 def _in_a_package(place: Place, first: LoaderOrigin) -> Place:
-    """The place, with the parameter that leads to the package's loader; without one, AutotuneCallback sets workers."""
+    """Add the parameter that leads to the package's loader. Without one, AutotuneCallback has to set the workers."""
     if first.parameter:
         return replace(place, names=first.names, argument=first.parameter if first.as_dict else "")
     return replace(place, form="callback") if first.made and not place.overrides else place

@@ -54,23 +54,24 @@ class PrefetchCallback(ExactResume):
     (``pin_memory=True``). Checkpoints do not count batches that were only fetched.
 
     The device holds at most ``depth + 3`` batches, or 64 MiB of smaller ones: those that are ready, the one in use, and
-    those before it that the device has not finished. A host that is further ahead waits before it copies the next.
+    earlier ones that the device has not finished. A host that is further ahead waits before it copies the next.
 
-    A transfer of your own may read, apart from the batch, only what it alone makes, changes and replaces: the step may
-    be changing anything else at that time (see docs/how-to/copy-less.md).
+    Your own transfer may read only the batch, and state that nothing else uses: the step may be changing anything else
+    at that time (see docs/how-to/copy-less.md).
 
     Nothing is prefetched, and one INFO line says so, on devices other than CUDA and XPU, with loaders that yield device
     tensors, and in loops whose ``training_step`` takes ``dataloader_iter``.
 
     Args:
-        depth: batches kept ready on the device, 1 or more. Where the step itself waits for the device (``.item()``,
-            manual optimisation with a gradient scaler) it takes 2 to hide the copy. From 2, batches are loaded before
-            earlier steps have run: with ``num_workers=0`` the dataset's random numbers are then drawn in another order.
+        depth: batches kept ready on the device, 1 or more. If the step itself waits for the device (``.item()``,
+            manual optimisation with a gradient scaler), 2 are needed to hide the copy. From 2, batches are loaded
+            before earlier steps have run: with ``num_workers=0`` the dataset then draws its random numbers in another
+            order.
         host_keys: keys of dict batches, at any depth of nesting, whose values stay on the host.
         drop_keys: keys that are left out before the transfer, since the step does not read them. Mappings lose the key;
             named tuples and dataclasses have None there. ``on_before_batch_transfer`` still sees the values.
             ``FastDataModule(drop_keys=...)`` drops them earlier, in the workers.
-        pack_small: from an earlier version; a value is refused.
+        pack_small: removed; any value raises an error.
         stages: where to prefetch: any of ``"fit"``, ``"validate"``, ``"test"``, ``"predict"``. ``"validate"`` covers
             the validation inside a fit and the sanity check.
 
@@ -178,7 +179,7 @@ class PrefetchCallback(ExactResume):
         if stage not in self.stages:
             return
         if self.drop_keys or self.host_keys:
-            self._wrap(trainer)  # prefetched or not, the step sees the same batches
+            self._wrap(trainer)  # the step sees the same batches with and without prefetching
         device = trainer.strategy.root_device
         if self._stream is None or device != self._device:  # a callback may serve one Trainer after another
             self._stream, self._device = self.open_stream(device), device
@@ -218,10 +219,10 @@ class PrefetchCallback(ExactResume):
         self._wraps += _host.wrap_transfer(trainer, self._convert_input, partial(self._batch_hook, trainer))
 
     def _set_trigger(self, trainer: AnyTrainer, batch_end: str) -> None:
-        """Choose the moment of the look-ahead: the earliest that no other code can notice.
+        """Choose when to look ahead: as early as possible without other code noticing.
 
-        Best is our own hook, before the progress bar reads metrics off the device. But code of the user's that runs
-        after it may change what the next batch is, or draw random numbers; then it must run first.
+        Our own hook is best, as it runs before the progress bar reads metrics off the device. But user code that runs
+        after it may change the next batch, or draw random numbers; then that code must run first.
         """
         module, later = trainer.lightning_module, trainer.callbacks[trainer.callbacks.index(self) + 1 :]
 
@@ -281,7 +282,7 @@ class PrefetchCallback(ExactResume):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Look ahead in a validation, test or prediction."""
+        """Look ahead during validation, testing or prediction."""
         if self._triggers.get(BATCH_ENDS[_host.stage_now(trainer)]):
             self._look_ahead(trainer)
 
@@ -336,7 +337,7 @@ class PrefetchCallback(ExactResume):
         return original(batch) if self._in_hand is None else batch
 
     def _batch_hook(self, trainer: Trainer, original: Original, name: str, batch: object, *args: Any) -> Any:
-        """Stand in for the dispatch of the transfer hooks: a staged batch has been through the first two."""
+        """Replace Lightning's calls of the transfer hooks: a staged batch has already been through the first two."""
         if name == _TRANSFER:
             return self._transfer(trainer, partial(original, name), batch, *args)
         if name == "on_before_batch_transfer":
@@ -369,14 +370,15 @@ class PrefetchCallback(ExactResume):
             return send(batch)
 
     def _check_first(self, trainer: Trainer, tap: FetcherTap | None, batch: object, dataloader_idx: int) -> None:
-        """A loader that yields device tensors (DALI, static buffers) may overwrite a batch in use when drawn ahead.
+        """Do not prefetch from a loader that yields device tensors: it may overwrite a batch that is still in use.
 
-        Asked of each loader's first batch, before ``on_before_batch_transfer``, which may put tensors on the device.
+        Examples are DALI and static buffers. Runs on each loader's first batch, before ``on_before_batch_transfer``,
+        which may put tensors on the device.
         """
         if tap is None or tap.owner is not self or dataloader_idx in tap.checked:
             return
         tap.checked.add(dataloader_idx)
         if off_host(batch):
-            tap.closed, tap.owner = True, None  # what is staged already is still received
+            tap.closed, tap.owner = True, None  # the loop still receives the batches staged so far
             self._active = False
             self._stand_aside(trainer, "the loader yields tensors that are on the device already")

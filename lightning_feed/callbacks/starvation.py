@@ -46,27 +46,28 @@ class GPUStarvationCallback(Callback):
     """Measures how each training step divides into waiting for data, copying, computing and the rest.
 
     Measuring never synchronises: with CUDA and XPU the parts are times between events on the compute stream, read some
-    steps later. On the CPU they are the host's times. So they are on other devices, with low confidence and one INFO
-    line, since the host does not see the work that is queued there. The figures go to every logger of the Trainer, to
-    the progress bar (``feed``: share of the step spent waiting for data), and into a report on the console. If the
-    callback itself fails, one warning says so, and training goes on.
+    steps later. On the CPU they are the host's times. Other devices are timed on the host as well, but with low
+    confidence and one INFO line, because the host does not see the work queued there. The figures go to every logger of
+    the Trainer, to the progress bar (``feed``: share of the step spent waiting for data), and into a report on the
+    console. If the callback itself fails, one warning says so, and training goes on.
 
     Args:
-        every_n_steps: log figures every so many steps, over these steps; None: the Trainer's ``log_every_n_steps``.
+        every_n_steps: steps between two logs, each over these steps; None: the Trainer's ``log_every_n_steps``.
         nvml: also read the GPU's utilisation, memory, power and PCIe traffic, once a second.
         report: print the report after 200 steps or a minute, at the end of the fit, and when Ctrl-C, SIGTERM or an
-            error ends it; in endless streams every 10 minutes. The later ones print only the verdict and the next step
-            where these are the same. Fits of fewer than 30 steps, and all but the first of a process, print one line.
-            Each report is written to ``feed_report.html``, ``.json`` and ``.md``; loggers get it, too, but not after
-            Ctrl-C, SIGTERM or an error.
-        tags: ``"core"`` logs how fast training is and what it waits for; ``"all"`` also what helps to find the cause.
-        folder: for these files. None: that of the environment variable ``LIGHTNING_FEED_DIR``, of the first logger that
-            has one on this machine, or of the checkpoints; else ``feed_reports`` in the Trainer's ``default_root_dir``.
-            Reports of other runs stay: the next is ``feed_report-2.html``.
+            error ends it; in endless streams every 10 minutes. Later reports print only the verdict and the next step
+            if these are unchanged. Fits of fewer than 30 steps, and every fit after the first of a process, print one
+            line. Each report is written to ``feed_report.html``, ``.json`` and ``.md``; loggers get it, too, but not
+            after Ctrl-C, SIGTERM or an error.
+        tags: ``"core"`` logs the speed of training and what it waits for; ``"all"`` adds figures that help to find the
+            cause.
+        folder: folder for these files. None: the one in the environment variable ``LIGHTNING_FEED_DIR``, the first
+            logger's that is on this machine, or the checkpoints'; else ``feed_reports`` in the Trainer's
+            ``default_root_dir``. Reports of other runs are kept: the next one is ``feed_report-2.html``.
 
     Raises:
-        SettingsError: when ``every_n_steps`` is not a positive integer, ``tags`` neither of the two, or the folder is
-            on another machine.
+        SettingsError: when ``every_n_steps`` is not a positive integer, ``tags`` is unknown, or the folder is on
+            another machine.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -102,7 +103,7 @@ class GPUStarvationCallback(Callback):
         self.every_n_steps, self.tags = every_n_steps, tags
         self.nvml = nvml
         self.any_logger = True
-        """Loggers of other packages receive figures and reports, too."""
+        """Further loggers, from other packages, that receive figures and reports."""
         self.print_report = report
         self._run: StarvationRun | None = None
         self._wall = WallClock()
@@ -162,7 +163,7 @@ class GPUStarvationCallback(Callback):
 
     @guarded
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count the following time as set-up."""
+        """Count the time from here on as set-up."""
         self._wall.leave()
 
     @guarded
@@ -193,8 +194,8 @@ class GPUStarvationCallback(Callback):
             self._once.say(
                 trainer,
                 logging.INFO,
-                f"GPUStarvationCallback: there are no timing events to use on device '{device}'. The times are the "
-                "host's, which does not see the work that is queued, so confidence is low.",
+                f"GPUStarvationCallback: device '{device}' has no timing events. Times are measured on the host, which "
+                "does not see queued work, so confidence is low.",
             )
         run.nvml = self._guard.attempt("read the GPU's figures", self._start_nvml, trainer, device)
         if trainer.progress_bar_callback is not None:
@@ -253,9 +254,9 @@ class GPUStarvationCallback(Callback):
         self._let_go()
 
     def on_exception(self, trainer: Trainer, *args: object) -> None:
-        """Report what was measured, and remove everything from the Trainer: teardown is not called after an exception.
+        """Report, and remove everything from the Trainer: Lightning does not call ``teardown`` after an exception.
 
-        Called on Ctrl-C and SIGTERM, too. Nothing waits for the device, other ranks, or a server of a logger.
+        Also called on Ctrl-C and SIGTERM. Nothing here waits for the device, other ranks, or a logger's server.
         """
         check_instance(self, GPUStarvationCallback)
         self._guard.measure(self._interrupted, trainer)
@@ -312,7 +313,7 @@ class GPUStarvationCallback(Callback):
                 self._log_window(trainer, run, step)
         run.step_ended()
         if self.print_report and trainer.is_global_zero and self._schedule.due(run.finished):
-            run.leave_out_step()  # what a report takes is no part of it
+            run.leave_out_step()  # a step that includes a report does not count
             self._publish(trainer, run)
 
     def _log_window(self, trainer: Trainer, run: StarvationRun, step: int) -> None:
@@ -322,7 +323,7 @@ class GPUStarvationCallback(Callback):
         began = loop.clock()
         self._log(trainer, tags, step)
         if loop.clock() - began >= SLOW_S:
-            run.leave_out_step()  # what our own call takes is no part of it
+            run.leave_out_step()  # a step that includes our slow call does not count
 
     def _log(self, trainer: object, tags: dict[str, float], step: int) -> None:
         chosen = choose_tags(tags, self.tags)
@@ -346,7 +347,7 @@ class GPUStarvationCallback(Callback):
             return
         self._reported_steps = run.finished
         found = self._guard.attempt("make its report", lambda: self.report(run.stage))
-        # Of a fit with so few steps nobody expects a verdict.
+        # Nobody expects a verdict from a fit with so few steps.
         silent = found is None or (found.grade == "not measured" and run.finished < SOME_STEPS)
         first = self._schedule.first
         self._schedule.came(early=silent)
@@ -369,7 +370,7 @@ class GPUStarvationCallback(Callback):
     def _form(
         self, trainer: AnyTrainer, run: StarvationRun, report: Report, *, ended: bool, first: bool
     ) -> Form | None:
-        """The part of a report to show now; None if it is only written."""
+        """The form in which to show the report now; None if it is only written to files."""
         endless = trainer.num_training_batches == math.inf
         if run.stage == "fit" and ((_shown_fits - {self._identity.id}) or (ended and run.finished < ENOUGH_STEPS)):
             return "line" if ended or endless else None
@@ -382,11 +383,11 @@ class GPUStarvationCallback(Callback):
         return "short" if told == self._told else "full"
 
     def _give_to_loggers(self, trainer: AnyTrainer, report: Report, *, ended: bool) -> None:
-        params = self._guard.attempt("tell the settings of the loader", tuned_hparams, trainer.datamodule)
+        params = self._guard.attempt("read the loader's settings", tuned_hparams, trainer.datamodule)
         if params and ended:
             self._for_each_logger(
                 trainer,
-                "give the settings of the loader to",
+                "pass the loader's settings to",
                 lambda one: log_hparams(one, params, achieved(report.diagnosis)),
             )
         step = trainer.global_step
@@ -443,7 +444,7 @@ SLOW_S = 1e-3
 
 
 class Pace:
-    """Passes figures to one logger: to a slow logger only as often as costs 1 % of the time."""
+    """Passes figures to one logger; to a slow logger so rarely that it costs 1 % of the time."""
 
     def __init__(self) -> None:
         self._took: deque[float] = deque(maxlen=3)
@@ -462,11 +463,11 @@ class Pace:
 
 
 def run_folder(trainer: AnyTrainer, chosen: Path | None = None) -> Path | None:
-    """The folder for the reports of this run: the chosen one, that of the first logger that has one on this machine, or
-    that of the checkpoints; else one in ``default_root_dir``. None: there is none, as in a ``fast_dev_run``.
+    """Folder for this run's reports; None if there is none, as in a ``fast_dev_run``.
 
-    Not ``trainer.log_dir``: that is a broadcast, which all ranks have to take part in. Loggers may give anything; an
-    empty ``log_dir`` is none, and not the current folder.
+    In this order: the chosen folder, the first logger's that is on this machine, the checkpoints', or one in
+    ``default_root_dir``. Not ``trainer.log_dir``: it broadcasts, so all ranks would have to call it. An empty
+    ``log_dir`` of a logger means no folder, not the current one.
     """
     if trainer.fast_dev_run:
         return None
@@ -497,20 +498,20 @@ def _fallback(trainer: AnyTrainer) -> Path | None:
 
 
 def _of_lightning(logger: object) -> bool:
-    """True for Lightning's own loggers, and classes made of one. Those of other packages have only its base class."""
+    """True for Lightning's own loggers and their subclasses. Other packages' loggers share only the base class."""
     kinds = [one for one in type(logger).__mro__ if one.__module__.partition(".")[0] in _host.PACKAGES]
     return any(one.__name__ != "Logger" for one in kinds)
 
 
 def _path(folder: object) -> Path | None:
-    """None too for an address (``s3://bucket/runs``), of which a path would make a folder here."""
+    """A folder as a path; None also for a URL (``s3://bucket/runs``), which would become a local folder."""
     if not isinstance(folder, (str, PurePath)) or "://" in str(folder):
         return None
     return Path(folder)
 
 
 def achieved(found: Diagnosis) -> dict[str, float]:
-    """Results of a run's settings, for a table of runs, without unmeasured values."""
+    """Measured results of a run, to compare settings in a table of runs."""
     stats, size = found.stats, found.measurements.facts.batch_size
     figures = {
         "feed_final/starved_pct": stats.starved_pct,
@@ -522,8 +523,8 @@ def achieved(found: Diagnosis) -> dict[str, float]:
 def give_report(to: object, report: Report, step: int) -> None:
     """Pass a report to a logger in the form it shows best, or nothing if it accepts neither pages nor text.
 
-    Weights & Biases gets the page, and in the run's summary the verdict with the figures of the whole run; TensorBoard
-    and Comet get Markdown; MLflow the files ``feed_report.md`` and ``feed_report.json`` as artifacts.
+    Weights & Biases gets the page, and the verdict and the whole run's figures in its summary. TensorBoard and Comet
+    get Markdown. MLflow gets ``feed_report.md`` and ``feed_report.json`` as artifacts.
     """
     found = report.diagnosis
     experiment: Any = getattr(to, "experiment", None)
@@ -545,13 +546,13 @@ def give_report(to: object, report: Report, step: int) -> None:
 
 
 def tuned_hparams(datamodule: object) -> dict[str, Any]:
-    """The settings of the training loader as hyperparameters, so that runs can be compared by them.
+    """The training loader's settings as hyperparameters, to compare runs by them.
 
     Args:
         datamodule: a FastDataModule or a wrapped data module whose training loader was made.
 
     Returns:
-        ``feed/num_workers`` and so on; of several training loaders with their names. Empty for other data modules, and
+        ``feed/num_workers`` and so on, with the loaders' names if there are several. Empty for other data modules, and
         before the loader is made.
     """
     found = getattr(datamodule, "recommendations", None)

@@ -28,7 +28,7 @@ from lightning_feed.measure.wall import Part, WallClock
 from lightning_feed.storage.shared_cache import CacheStats
 
 _PART: dict[Stage, Part] = {"fit": "epoch starts", "validate": "validation", "test": "test", "predict": "predict"}
-"""The wall-time part with which each stage's loop begins."""
+"""The part of wall time in which each stage's loop begins."""
 
 
 class StarvationRun:
@@ -38,13 +38,13 @@ class StarvationRun:
         trainer: the Trainer that fits, validates, tests or predicts.
         every: steps between two windows.
         guard: the callback's guard, around the functions that the loop calls.
-        wall: the clock of the whole run, which may have begun before.
-        stage: whose loop is measured. A fit has that of its validation beside it.
+        wall: the clock of the whole run, which may have started earlier.
+        stage: the stage whose loop is measured. A fit also measures its validation's loop.
 
     Attributes:
         last: the last window that was closed.
-        logged_step: the number of the step at whose end it was.
-        nvml: reads the GPU beside it, and is stopped with it; None for no GPU figures.
+        logged_step: the number of the step at which that window was closed.
+        nvml: reads the GPU's figures until the run ends; None for no GPU figures.
         main: the loop of the stage.
     """
 
@@ -65,7 +65,7 @@ class StarvationRun:
         self._cpus = CpuShare() if trainer.world_size == 1 else None
         self._final: Measurements | None = None
         self._cache_began = self._cache_before = _cache_stats(trainer)
-        self._undo = ExitStack()  # calls each, and the others where one fails
+        self._undo = ExitStack()  # calls all of them, even if one fails
         self.also_undo = self._undo.callback
         self.also_undo(lambda: self.nvml.stop() if self.nvml is not None else None)
         self.also_undo(self.main.loaders.close)
@@ -79,7 +79,7 @@ class StarvationRun:
         device = self._trainer.strategy.root_device
         ring = open_ring(device)
         self.sees_device = ring is not None or device.type == "cpu"
-        """True if the computing device's clock is used, False for the host's clock although a device computes."""
+        """True with the computing device's clock; False with the host's, although a device computes."""
         return MeasuredLoop(
             facts_of(self._trainer, self._guard, stage),
             partial(_host.loop_iterators, self._trainer, stage),
@@ -110,14 +110,14 @@ class StarvationRun:
         self._hooks.leave_out_step()
 
     def _validation_comes(self) -> None:
-        """Note that the loaders of a validation are iterated next."""
+        """Note that the validation's loaders are iterated next."""
         if self._now is self.main:
             self._wall.enter("validation")
             self.main.cpu.pause()
             self._validation_since = host_clock()
 
     def validation_began(self) -> None:
-        """Begin a validation within a fit: leave out the training step around it, and measure its own."""
+        """Begin a validation within a fit: measure its own steps, and leave out the training step around it."""
         if self._validation_since is None:
             self._validation_comes()
         self.leave_out_step()
@@ -128,7 +128,7 @@ class StarvationRun:
         self._begin(self._now, "validate", self._validation_since)
 
     def _validation_ended(self) -> None:
-        """End a validation; without batches it never began."""
+        """End a validation. One without batches never began."""
         if self._validation_since is not None:
             self._wall.leave()
             self.main.cpu.go_on()
@@ -142,7 +142,7 @@ class StarvationRun:
             self._guard.attempt("inspect a batch", loop.look_at, batch)
 
     def step_ended(self) -> None:
-        """Bound the memory in use, detect the end of the warm-up, and time the hooks now and then."""
+        """Limit the memory used, detect the end of the warm-up, and time the hooks now and then."""
         loop = self._now
         if loop is self.main:
             self._hooks.step_ended(loop.meter.finished)
@@ -152,7 +152,7 @@ class StarvationRun:
             self._fold(loop)
 
     def _fold(self, loop: MeasuredLoop) -> None:
-        """Sum up the steps held one by one; those of training are still to be sent to the other ranks."""
+        """Replace single steps by their sums. Training steps still have to be sent to the other ranks."""
         if self._ranks is not None and loop is self.main:
             self._ranks.add(loop.ledger.fresh)
         loop.ledger.fold()
@@ -167,7 +167,7 @@ class StarvationRun:
     # --- what the loop announces --------------------------------------------------------------------------------------
 
     def _tap(self) -> Callable[[], None]:
-        """Call back at what :func:`_host.actions` names, and at what a PrefetchCallback announces."""
+        """Hook into the actions of :func:`_host.actions`, and into those that a PrefetchCallback announces."""
         meter, tap = self.main.meter, self._guard.tap
         begins: Calls = {
             "fetch": self._fetch_began,
@@ -257,7 +257,7 @@ class StarvationRun:
         return tuple(one for one in self._hooks.result() if not _host.is_empty_hook(self._trainer, one.name))
 
     def _syncs(self) -> tuple[str, ...]:
-        """All synchronisations found so far: a metric appears in the progress bar only once it has been logged."""
+        """All synchronisations found so far. A metric's appear only after it was first logged to the progress bar."""
         return tuple(sorted({*self.main.facts.syncs, *_host.known_syncs(self._trainer)}))
 
     # --- its end ------------------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ class StarvationRun:
 
 
 def _cache_stats(trainer: AnyTrainer) -> CacheStats | None:
-    """The caches' statistics of our data modules. A user's own may mean anything by that name."""
+    """Cache statistics of our data modules. A user's own class may use that name for anything."""
     ours = getattr(trainer.datamodule, "_feed_facts", None) is not None
     return trainer.datamodule.cache_stats() if ours else None
 
@@ -304,13 +304,13 @@ def _hit_pct(before: CacheStats | None, after: CacheStats | None) -> float | Non
 # --- facts of a run ---------------------------------------------------------------------------------------------------
 
 _INTERVALS = ("every_n_steps", "log_every_n_steps", "every_n_train_steps", "refresh_rate")
-"""Constructor parameters of callbacks for the number of steps between two runs of their work."""
+"""Names of callbacks' constructor parameters that make them work only every N steps."""
 _STEP_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 def facts_of(trainer: AnyTrainer, guard: Guard, stage: Stage = "fit", *, before: LoopFacts | None = None) -> LoopFacts:
-    """The facts known of a stage's loop before its first batch, and those from its batches so far (``before``)."""
+    """The facts about a stage's loop: those known before its first batch, and those learned since (``before``)."""
     machine = read_machine()
     facts = LoopFacts(
         stage=stage,
@@ -333,8 +333,8 @@ def facts_of(trainer: AnyTrainer, guard: Guard, stage: Stage = "fit", *, before:
     if stage != "fit":
         return with_loaders(facts, loaders)
     place = before.place if before is not None else None
-    # These read the user's source, objects and settings, which may be anything.
-    place = place or guard.attempt("tell where the training loader is made", loader_location, trainer, loaders)
+    # This reads the user's source, objects and settings, which may be anything.
+    place = place or guard.attempt("find where the training loader is made", loader_location, trainer, loaders)
     hooks = before.hook_places if before is not None else guard.attempt("find the hooks", _hook_places, trainer)
     facts = replace(facts, place=place, hook_places=hooks or (), bar_refresh_rate=_host.bar_refresh_rate(trainer))
     return with_loaders(facts, loaders, reloaded=bool(trainer.reload_dataloaders_every_n_epochs))
@@ -363,7 +363,7 @@ def _beside_training(trainer: AnyTrainer) -> dict[str, Any]:
         between = None  # at the end of an epoch
     needed = _host.needs_metrics_every(trainer)
     if "step" in needed or ("epoch" in needed and None in (every, between)):
-        every = between = None  # with longer intervals a scheduler would find no metric, and that ends the fit
+        every = between = None  # with longer intervals a scheduler would miss its metric, and the fit would fail
     savers = [_host.steps_between_checkpoints(one) for one in trainer.checkpoint_callbacks]
     return {
         "max_epochs": trainer.max_epochs if (trainer.max_epochs or 0) > 0 else None,
@@ -386,7 +386,7 @@ def prefetch_active(trainer: AnyTrainer) -> bool | None:
 
 
 def _package(trainer: object) -> dict[str, Any]:
-    """The package that trains, and its version, of whatever subclass the Trainer is."""
+    """The name and version of the package that the Trainer, or its base class, comes from."""
     modules = (kind.__module__.partition(".")[0] for kind in type(trainer).__mro__)
     found = next((name for name in modules if name in _host.PACKAGES), None)
     return {"package": _host.PACKAGES[found], "lightning": str(sys.modules[found].__version__)} if found else {}

@@ -44,19 +44,19 @@ def watch_loader(
 ) -> "WatchedLoader[T]":
     """Measure how long each step of a loop waits for its batch, why, and what to change.
 
-    Gives the same batches in the same order. Waiting for data is the time inside ``next(loader)``; on a GPU only the
-    part in which the GPU had nothing to do, by events on the compute stream, without waiting for it. All else is
-    computing. A report is printed after 200 steps or a minute, every 10 minutes, and when the program ends or
-    :meth:`WatchedLoader.close` is called. Of several ranks each measures itself, and rank 0 reports.
+    The batches and their order stay the same. Waiting for data is the time inside ``next(loader)``; on a GPU, only the
+    part in which the GPU had nothing to do. That is read from events on the compute stream, without synchronising. All
+    else is computing. A report is printed after 200 steps or a minute, every 10 minutes, and when the program ends or
+    :meth:`WatchedLoader.close` is called. With several ranks, each measures itself, and rank 0 reports.
 
-    Called again with the same loader it continues to measure, with the options given last. Give it the loader that the
-    loop iterates over, after ``fabric.setup_dataloaders`` or ``accelerator.prepare``. Give it the validation loader,
-    too: the training step that contains a validation is then left out.
+    A second call with the same loader continues the measurement with the new options. Pass the loader that the loop
+    iterates over, after ``fabric.setup_dataloaders`` or ``accelerator.prepare``. Wrap the validation loader, too: the
+    training step that contains a validation is then left out.
 
     Args:
         loader: a DataLoader, or anything else that can be iterated.
-        device: where the model computes; None: the loader's device, else the GPU where one is in use, else the CPU.
-        folder: where ``feed_report.json``, ``.md`` and ``.html`` are written with each report; None: nowhere.
+        device: the model's device; None: the loader's device, else the GPU if one is in use, else the CPU.
+        folder: folder for ``feed_report.json``, ``.md`` and ``.html``, written with each report; None: not written.
         report: print reports.
 
     Example:
@@ -64,7 +64,7 @@ def watch_loader(
         >>> loader = watch_loader([1, 2, 3], report=False)
         >>> for batch in loader:
         ...     pass  # the training step
-        >>> loader.summary().steps  # the first of an epoch has a figure of its own
+        >>> loader.summary().steps  # an epoch's first step is counted separately
         2
     """
     try:
@@ -73,7 +73,7 @@ def watch_loader(
             run = _runs[loader] = PlainRun()
             weakref.finalize(loader, run.close, wait=False)
         watched = WatchedLoader(loader, run)
-    except TypeError:  # a list, or another thing that no weak reference can be held to
+    except TypeError:  # a list, or another type without weak references
         run = PlainRun()
         watched = WatchedLoader(loader, run)
         weakref.finalize(watched, run.close, wait=False)
@@ -91,7 +91,7 @@ class WatchedLoader(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         run = self._run
         began = run.clock()
-        batches = iter(self._loader)  # now, as without us: it draws a random number, and starts the workers
+        batches = iter(self._loader)  # at once, as without us: this draws a random number and starts the workers
         return batches if run.closed else self._measured(batches, run.clock() - began)
 
     def _measured(self, batches: Iterator[T], started_ns: int) -> Iterator[T]:
@@ -107,7 +107,7 @@ class WatchedLoader(Generic[T]):
                     return
                 run.fetch_ended()
                 run.measure(run.batch_came, batch[0])
-                yield batch.pop()  # nothing here keeps the batch alive while the step runs
+                yield batch.pop()  # do not keep the batch alive while the step runs
                 run.step_ended()
         finally:
             run.live = []
@@ -131,7 +131,7 @@ class WatchedLoader(Generic[T]):
         self.close()
 
     def summary(self) -> StarvationStats:
-        """The parts of the steps so far, without the first steps, in which queues fill."""
+        """The parts of the steps so far, without the first ones, in which queues still fill."""
         return self._run.measurements().stats
 
     def report(self) -> "Diagnosis":
@@ -148,13 +148,13 @@ class WatchedLoader(Generic[T]):
 
 
 class PlainRun:
-    """The clocks of one loop, over all of its epochs. It does not keep the loader alive.
+    """The clocks of one loop, over all its epochs. They do not keep the loader alive.
 
     Attributes:
-        device: device of the model; None: determined when the first epoch begins.
-        folder: for the files of reports, or None.
-        shows: True to report by itself.
-        live: the iterator that the loop goes through now, or nothing.
+        device: the model's device; None until the first epoch begins.
+        folder: the folder for report files, or None.
+        shows: True to print reports without being asked.
+        live: the iterator that the loop goes through now, if any.
         clock: the host's.
         closed: True once measuring has ended.
     """
@@ -186,7 +186,7 @@ class PlainRun:
     def epoch_began(self, loader: object, started_ns: int = 0) -> None:
         """Begin an epoch on the loader, whose iterator took ``started_ns`` to make."""
         thread = threading.get_ident()
-        for other, its_thread in list(_open.items()):  # a copy: loops of other threads begin and end meanwhile
+        for other, its_thread in list(_open.items()):  # a copy: loops in other threads begin and end meanwhile
             if its_thread == thread:
                 other.leave_out_step()
         loaders = loaders_in(loader)
@@ -221,7 +221,7 @@ class PlainRun:
 
     def _fetch_ended(self) -> None:
         self._loop.fetch_ended()
-        self._loop.meter.arrived()  # the copy to the device is the user's, and not seen
+        self._loop.meter.arrived()  # the user copies the batch to the device, which is not seen here
 
     def _step_ended(self) -> None:
         loop = self._loop
@@ -255,9 +255,9 @@ class PlainRun:
         """Read the last times of the device, report them, and stop measuring.
 
         Args:
-            wait: for the steps that the device still works on; else they are left out.
+            wait: wait for steps that the device still works on; otherwise leave them out.
         """
-        if self.closed or self._process != os.getpid():  # a forked process is not the one that trains
+        if self.closed or self._process != os.getpid():  # a forked process does not train
             return
         self.closed = True
         if self._loop is not None and self._guard.measures:
@@ -275,7 +275,7 @@ class PlainRun:
             self._guard.attempt("show its report", self._show)
 
     def _show(self) -> None:
-        # Imported when a report is due: a loop that is only measured needs none of it.
+        # Imported only when a report is due.
         from lightning_feed.report.document import make_report
         from lightning_feed.report.files import show_report, write_report
         from lightning_feed.report.report import read_identity
@@ -298,7 +298,7 @@ class PlainRun:
 
 def _facts_of(loader: AnyLoader, loaders: list[AnyLoader], device: torch.device) -> LoopFacts:
     batches: int | None = None
-    with contextlib.suppress(Exception):  # of the user's, who may have written anything there
+    with contextlib.suppress(Exception):  # the user may have written anything there
         batches = len(loader)
     machine = read_machine()
     facts = LoopFacts(
@@ -325,7 +325,7 @@ def _device_of(loader: object) -> torch.device:
 
 
 def _number(variable: str, otherwise: int) -> int:
-    """A per-rank number from torch.distributed, or else from the launcher's environment."""
+    """A number of this rank from torch.distributed, or else from the launcher's environment."""
     distributed: Any = torch.distributed
     if variable != "LOCAL_WORLD_SIZE" and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank() if variable == "RANK" else distributed.get_world_size())

@@ -1,1 +1,1 @@
-"""Data modules: what users subclass, and wrap for those that they have."""
+"""Data modules: FastDataModule, ImageFolderDataModule, and a wrapper for any other."""

@@ -112,7 +112,7 @@ class Loaders(ChosenSettings):
         trainer = datamodule.trainer
 
         def for_trials() -> DataLoader[object]:
-            # A user's sampler may draw random numbers when it is made, or count its instances.
+            # Creating a user's sampler may draw random numbers, or count instances.
             with preserve_state(datamodule, dataset):
                 tried, _ = build_loader(dataset, part, replace(self.settings, num_workers="auto"), job)
             return tried
@@ -154,7 +154,7 @@ class Loaders(ChosenSettings):
         device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
         held, data = self.resident.get(part.name, (None, None))
         if data is None or held is not dataset or data.device != device:
-            self.resident.pop(part.name, None)  # free it before the next one is loaded: both may not fit
+            self.resident.pop(part.name, None)  # free it before loading the next: there may not be room for both
             data = self._load(trainer, dataset, part, storage, job, device)
             self.resident[part.name] = (dataset, data)
         sampler, training = part.sampler(dataset), part.split == "train"

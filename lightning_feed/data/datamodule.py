@@ -60,8 +60,10 @@ class _State:
 
 @dataclass(frozen=True)
 class Collate:
-    """``datamodule.collate`` for one split, as a ``collate_fn``. Spawned workers get the data module without its
-    Trainer and datasets, see ``FeedDataModule.__getstate__``."""
+    """``datamodule.collate`` for one split, as a ``collate_fn``.
+
+    Spawned workers get the data module without its Trainer and datasets, see ``FeedDataModule.__getstate__``.
+    """
 
     datamodule: "FeedDataModule"
     split: str
@@ -72,7 +74,7 @@ class Collate:
 
 
 class FeedDataModule:
-    """FastDataModule without its base class, which depends on the Lightning package: there are two.
+    """FastDataModule without its base class, which differs between ``lightning`` and ``pytorch_lightning``.
 
     Names that begin with ``_feed_`` are ours. All other names belong to the user.
     """
@@ -112,8 +114,8 @@ class FeedDataModule:
         # Lightning sees val_dataloader before it knows if there is validation data. setup() warns if there is.
         ignore_warning("You passed in a `val_dataloader` but have no `validation_step`")
         if type(self).device_transform is not FeedDataModule.device_transform:
-            # Bound to this object only when it is needed, since Lightning takes an override of this hook away from the
-            # LightningModule. Here, and not in on_after_batch_transfer, it runs on the stream that the copy runs on.
+            # Set only if needed: once a data module overrides this hook, Lightning ignores the LightningModule's.
+            # Unlike on_after_batch_transfer, this hook runs on the stream of the copy.
             setattr(self, _TRANSFER, self._feed_transfer)
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
         storage = Storage(
@@ -130,8 +132,8 @@ class FeedDataModule:
         )
         if loader.workers == "ray" and cache in ("bytes", "decoded"):
             raise SettingsError(
-                f"cache={cache!r} is memory of one machine, which Ray workers on others cannot use. Leave one of the "
-                "two out."
+                f"cache={cache!r} is in one machine's memory, which Ray workers on other machines cannot use. Leave "
+                "one of the two out."
             )
         self._feed = _State(Loaders(loader, drop_keys=check_drop_keys(drop_keys, type(self).__name__)), storage)
 
@@ -149,7 +151,7 @@ class FeedDataModule:
         raise NotImplementedError(
             f"{type(self).__name__} has no make_dataset. Write into the class:\n\n"
             "    def make_dataset(self, split):  # 'train', 'val', 'test' or 'predict'\n"
-            "        return MyDataset(split)     # None where there is no such split\n"
+            "        return MyDataset(split)     # None if there is no such split\n"
         )
 
     def collate(self, samples: list[Any], split: str) -> Any:
@@ -217,8 +219,8 @@ class FeedDataModule:
         given, saved = self._feed_given_seed, state_dict.get("seed")
         if saved is not None and given is not None and saved != given:
             logger.warning(
-                "The checkpoint was trained in the order of seed %d, and this data module was given seed %d. The "
-                "checkpoint's seed is used, since another order would repeat samples in this epoch.",
+                "The checkpoint was trained in the order of seed %d, but this data module has seed %d. The "
+                "checkpoint's seed is used, because another order would repeat samples in this epoch.",
                 saved,
                 given,
             )
@@ -272,8 +274,9 @@ class FeedDataModule:
 
     @property
     def remote_dir(self) -> "RemoteFolder":
-        """The files of a ``data_dir`` that is a URL: ``names()``, ``read(name)``, ``read_many(names)``. Reads through
-        the cache in ``stage_to`` if ``stage_limit`` is set. Datasets can hold it and take it to workers.
+        """The files of a ``data_dir`` that is a URL: ``names()``, ``read(name)``, ``read_many(names)``.
+
+        Reads through the cache in ``stage_to`` if ``stage_limit`` is set. Datasets can hold it in workers, too.
 
         Raises:
             SettingsError: ``data_dir`` is not a URL, or was copied whole.
@@ -296,8 +299,7 @@ class FeedDataModule:
         return self._feed.loaders.report()
 
     def cache_stats(self) -> "CacheStats | None":
-        """Return contents and use of the caches in host memory, over all processes of the node. None without a
-        cache."""
+        """Return size and hit counts of the caches in host memory, over all processes of the node. None without one."""
         return self._feed.storage.stats()
 
     def _feed_facts(self) -> dict[str, object]:
@@ -312,7 +314,7 @@ class FeedDataModule:
 
     def __getstate__(self) -> dict[str, object]:
         # Pickled for ddp_spawn, and for spawned workers if `collate` is overridden; copied by tuners. The Trainer
-        # attaches itself again, and loader resources are made again when needed.
+        # attaches itself again, and loader resources are rebuilt when needed.
         feed = _State(self._feed.loaders.copy(), self._feed.storage.copy())
         return {**self.__dict__, "trainer": None, "_feed": feed}
 
@@ -425,8 +427,7 @@ class FeedDataModule:
             self.trainer.callbacks.append(ExactResume())
 
     def _feed_run_seed(self) -> int:
-        """Return the seed of the run's training order: the user's, that of ``seed_everything``, or one drawn for all
-        ranks."""
+        """Return the seed of the training order: the user's, ``seed_everything``'s, or one drawn for all ranks."""
         trainer = self.trainer
         if self._feed_seed is None:
             self._feed_seed = self._feed_given_seed
@@ -435,7 +436,7 @@ class FeedDataModule:
         if self._feed_seed is None:
             self._feed_seed = int(torch.randint(SEEDS, (), device="cpu"))
             if trainer is not None and trainer.world_size > 1:
-                # Each rank takes its share of one common order.
+                # All ranks need the same seed: each takes its share of one common order.
                 self._feed_seed = trainer.strategy.broadcast(self._feed_seed)
         return self._feed_seed
 
@@ -443,7 +444,7 @@ class FeedDataModule:
         if split == "train":
             raise DatasetError(
                 f"{type(self).__name__}.make_dataset('train') returned None, so there is no training data. "
-                "Return a dataset for 'train', or call trainer.validate, test or predict, which need none."
+                "Return a dataset for 'train', or call trainer.validate, test or predict, which do not need one."
             )
         if self.trainer is not None and self.trainer.state.fn == "fit":  # training without validation is intended
             ignore_warning("Total length of `list` across ranks is zero")
@@ -453,7 +454,7 @@ class FeedDataModule:
         return 0 if self.trainer is None else _host.epochs_processed(self.trainer)
 
     def _feed_transfer(self, batch: object, device: torch.device, dataloader_idx: int) -> object:
-        """Run the original transfer, which may be the module's, then ``device_transform``."""
+        """Run the original transfer (the module's, if it has one), then ``device_transform``."""
         trainer, own = self.trainer, getattr(type(self), _TRANSFER)
         if trainer is None:
             raise LoaderError(f"{_TRANSFER} needs the split, which only a Trainer knows. Call device_transform.")
@@ -464,7 +465,7 @@ class FeedDataModule:
                 there = own(self, batch, device, dataloader_idx)
         from lightning_feed.transfer.batch_tree import release
 
-        # From here on the batch has the values again that PrefetchCallback(host_keys=...) kept from the transfer.
+        # Put back the values that PrefetchCallback(host_keys=...) kept out of the transfer.
         there = release(there)
         split = _SPLITS_OF_STAGE[_host.stage_now(trainer)][0]
         with traced("device_transform"):

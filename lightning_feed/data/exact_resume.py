@@ -62,7 +62,7 @@ class ExactResume(Callback):
             ResumeError: a state was changed after it was saved, or lacks data for the next epoch.
         """
         if trainer.state.fn != "fit":
-            return  # ``trainer.validate(ckpt_path=...)``: no training loader is given a state
+            return  # ``trainer.validate(ckpt_path=...)`` restores no training loader
         from lightning_feed.load.elastic_resume import begin_next_epoch, is_feed_state  # only a resumed run needs it
 
         take_progress_of_rank(checkpoint, trainer.global_rank, trainer.world_size)
@@ -73,7 +73,7 @@ class ExactResume(Callback):
         if not states:
             self._resumed = "without a place" if batches_to_skip(checkpoint) else ""
         elif epoch_is_trained(checkpoint):
-            # Our loaders can begin the next epoch; other loaders can only start from scratch.
+            # Our loaders can begin the next epoch; others can only start from the beginning.
             states = [begin_next_epoch(state) for state in states] if ours else []
             write_loader_states(checkpoint, states)
             self._resumed = "at the end of an epoch"
@@ -133,7 +133,7 @@ class ExactResume(Callback):
         self._adopt(trainer, [])
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]) -> None:
-        """Correct the states taken by Lightning. Called on all ranks, as saving is."""
+        """Correct the states that Lightning has saved. Called on all ranks."""
         fetcher = _host.train_fetcher(trainer)
         if fetcher is None:
             return
@@ -155,7 +155,7 @@ class ExactResume(Callback):
 
     @staticmethod
     def _of_all_ranks(checkpoint: dict[str, object], states: list[Any], ranks: int) -> list[Any]:
-        """The states of all ranks, and their progress in the checkpoint."""
+        """Gather the states of all ranks, and write their progress into the checkpoint."""
         by_rank: list[object] = [None] * ranks
         dist.all_gather_object(by_rank, (states, fit_progress(checkpoint)))
         of_ranks, progress = zip(*by_rank, strict=True)

@@ -106,7 +106,7 @@ def _check_dali(backend: str, dali: DaliOptions) -> None:
 
 
 def check_available(backend: str, device: torch.device) -> None:
-    """Refuse a backend that cannot decode here. nvJPEG is tried when training begins.
+    """Refuse a backend that cannot decode here. nvJPEG is only tested when training begins.
 
     Raises:
         SettingsError: a GPU backend without a GPU, or an unsuitable DALI.
@@ -135,13 +135,13 @@ def require_nvjpeg(device: torch.device) -> None:
     except RuntimeError as error:
         failure = str(error).partition("\n")[0]
         raise LoaderError(
-            f'backend="nvjpeg" cannot decode on {device}, which failed on a small JPEG: {failure}. Check '
+            f'backend="nvjpeg" failed to decode a small JPEG on {device}: {failure}. Check '
             'the driver and the CUDA of torch and torchvision (lightning-feed doctor), or use backend="torch".'
         ) from error
 
 
 def device_of(trainer: Trainer | None) -> torch.device:
-    """Return the device of the batches: the Trainer's. Without a Trainer, the first that a Trainer would use."""
+    """Return the device for the batches: the Trainer's, or the first that a new Trainer would use."""
     if trainer is not None:
         return trainer.strategy.root_device
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -154,7 +154,7 @@ def once_for_all_ranks(trainer: Trainer | None, decide: Callable[[], Chosen]) ->
     """Use rank 0's decision on all ranks: nodes may have different packages, but all must do the same.
 
     Raises:
-        FeedError: on other ranks, if ``decide`` raises on rank 0. Of the same class, if it is one of ours.
+        FeedError: on the other ranks, if ``decide`` raises on rank 0; the same class if it is one of ours.
     """
     if trainer is None or trainer.world_size == 1:
         return decide()
@@ -189,15 +189,15 @@ def choose_decoder(source: SampleSource, crops: bool) -> Choice:  # noqa: FBT001
     step = max(1, len(source) // _SAMPLES_TO_CHOOSE_BY)
     samples, indices = [], range(0, len(source), step)[:_SAMPLES_TO_CHOOSE_BY]
     expect = getattr(source, "expect", None)
-    _held = None if expect is None else expect(indices)  # reads a remote place's files in parallel
+    _held = None if expect is None else expect(indices)  # reads remote files in parallel
     for index in indices:
-        with suppress(DatasetError):  # raised again when its turn comes, and on_error applies
+        with suppress(DatasetError):  # raised again when the sample is loaded; then on_error applies
             samples.append(source.read(index))
     try:
         if not samples or any(map(holds_pixels, samples)):
-            raise DecodeError("there are no encoded images to time decoders on: a pack of pixels needs none")
+            raise DecodeError("there are no encoded images to time decoders on: a pack of pixels needs no decoder")
         choice = make_decoder("auto", samples, regions=crops)
-    except DecodeError as error:  # on_error handles unreadable images when their turn comes
+    except DecodeError as error:  # on_error handles unreadable images when they are loaded
         choice = replace(make_decoder("pillow"), reason=f'decoder="auto" took the reference: {error}')
     logger.info("decoder=%r: %s", choice.name, choice.reason)
     return choice

@@ -94,7 +94,7 @@ class FeedImageFolder(FeedDataModule):
         BadSamples(on_error, max_failures)  # refuses invalid values early
         if self._feed.storage.cache == "device" and transform is not None:
             raise SettingsError(
-                "cache='device' keeps decoded images, so no transform on the host runs on them again. Leave "
+                "cache='device' keeps decoded images on the device, so a transform cannot run on the host. Leave "
                 "transform out (crop and flip are then done on the device), or use cache='decoded'."
             )
         self._images_dali = image_backends.check_backend(backend, quality, dali, self._images_only_torch())
@@ -125,8 +125,7 @@ class FeedImageFolder(FeedDataModule):
         )
 
     def collate(self, samples: list[Any], split: str) -> Any:
-        """Make a batch (images, labels). uint8 images stay uint8, channels last; encoded images stay encoded. Runs in
-        the workers."""
+        """Make a batch (images, labels) in a worker. uint8 images stay uint8, channels last; encoded ones encoded."""
         return collate_images(samples) if self._images_settle() == "torch" else collate_encoded(samples)
 
     def device_transform(self, batch: Batch, split: str) -> Any:
@@ -138,7 +137,7 @@ class FeedImageFolder(FeedDataModule):
             return images.to(self.dtype), labels  # normalised already; DALI knows no bfloat16
         if not isinstance(images, torch.Tensor) or images.dtype != torch.uint8:
             return batch
-        if aspects:  # from cache="device", whole and stretched to squares
+        if aspects:  # images from cache="device" are whole, stretched to squares
             generator = self._images_generator(images.device)
             boxes = draw_boxes(aspects[0], generator=generator)
             flipped = torch.rand(len(images), generator=generator, device=images.device) < 0.5
@@ -193,7 +192,7 @@ class FeedImageFolder(FeedDataModule):
         return sum(images.bad_samples.failures for images in found if images is not None)
 
     def __getstate__(self) -> dict[str, object]:
-        # Device data is not pickled: a worker that received it would open the device itself.
+        # Device data is not pickled: a worker that receives it would open the device.
         return {**super().__getstate__(), "_images_generators": {}, "_images_decoders": {}}
 
     # --- details ------------------------------------------------------------------------------------------------------
@@ -216,7 +215,7 @@ class FeedImageFolder(FeedDataModule):
             callbacks.append(PassEnds(self))
 
     def _feed_pass_ended(self, split: str) -> None:
-        """Release the split's DALI pipeline at the end of a pass, unless it is to be kept."""
+        """Release the split's DALI pipeline at the end of a pass, unless the options keep it."""
         if split in self._images_decoders and not self._images_dali.keep_eval_pipelines:
             self._images_decoders[split].release()
 
@@ -268,7 +267,7 @@ class FeedImageFolder(FeedDataModule):
         if self._images_choice is None:
             auto = self.decoder == "auto"
             name = image_backends.once_for_all_ranks(self.trainer, choose) if auto else self.decoder
-            if name is not None and self._images_choice is None:  # chosen by name, or on the other ranks
+            if name is not None and self._images_choice is None:  # the user named it, or another rank chose it
                 self._images_choice = make_decoder(name)
         return found[0] if found else find()
 
@@ -310,8 +309,7 @@ class FeedImageFolder(FeedDataModule):
         return tuple(name for name, there in asked.items() if there)
 
     def _images_generator(self, device: torch.device) -> torch.Generator:
-        """Return the generator for random numbers on the device, seeded by run and epoch. Never the model's
-        generator."""
+        """Return a generator of our own for random numbers on the device, seeded by run and epoch."""
         epoch = self._feed_epoch()
         held = self._images_generators.get(device)
         if held is None or held[0] != epoch:
@@ -335,12 +333,12 @@ def _scaling(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return scale and offset, shape (3, 1, 1): (x / 255 - mean) / std = x * scale + offset.
 
-    Cached, since making these tensors is a copy that the host waits for, so they are ready on every stream.
+    Cached, because the host waits for the copy that makes these tensors. So they are ready on every stream.
     """
     means, stds = torch.tensor([mean, std], dtype=torch.float64, device="cpu").view(2, 3, 1, 1)
     values = torch.stack([1 / (255 * stds), -means / stds]).float()
     if device.type in prefetcher.STREAM_BACKENDS:
-        # torch.cuda.set_sync_debug_mode("error") raises at a blocking copy, and not at an event that is waited for.
+        # With set_sync_debug_mode("error"), torch raises at a blocking copy, but not when the host waits for an event.
         values = values.to(device, non_blocking=True)
         torch.get_device_module(device).current_stream(device).record_event().synchronize()
     scale, offset = values.to(device).unbind()
@@ -376,7 +374,7 @@ class ImageFolderDataModule(FeedImageFolder, LightningDataModule):
         transform: replaces RandomResizedCrop and flip for training images: torchvision v1 or v2, or a function.
         eval_transform: replaces Resize and CenterCrop for the other splits.
         transform_input: input type of the transforms, ``"tensor"`` (uint8, (3, H, W)), ``"pil"``, or ``"auto"`` to
-        detect it.
+            detect it.
         dali: options of the DALI backends.
         decoder: a decoder's name, or ``"auto"`` for the fastest on this machine that matches Pillow (45 dB or more).
         val_fraction: share set aside for validation if ``root`` has no split folders.
@@ -387,8 +385,8 @@ class ImageFolderDataModule(FeedImageFolder, LightningDataModule):
         on_error: for unreadable images, ``"raise"``, ``"skip"`` (repeats another image of the batch) or
             ``"substitute"`` (takes another image of the split). The last two count and log them.
         max_failures: limit of unreadable images, for ``"skip"`` and ``"substitute"``.
-        backend: decodes the images: ``"torch"`` in the workers, ``"nvjpeg"`` or ``"dali-gpu"`` on the GPU,
-        ``"dali-cpu"``.
+        backend: how to decode: ``"torch"`` in the workers, ``"nvjpeg"`` or ``"dali-gpu"`` on the GPU, or
+            ``"dali-cpu"``.
         loader: settings of the loaders.
         **storage: ``cache``, ``cache_limit``, ``stage_to``, ``drop_keys`` and other arguments of FastDataModule.
 

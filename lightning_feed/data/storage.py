@@ -51,7 +51,7 @@ class Storage:
     total_bytes: int | None = None
     """Largest total size of all caches. None until the first is opened."""
     run: str | None = None
-    """Name that separates this run's caches from other runs'. The same on all ranks."""
+    """Name that keeps this run's caches apart from other runs'. The same on all ranks."""
     makings: int = 0
 
     def __post_init__(self) -> None:
@@ -72,8 +72,8 @@ class Storage:
             ),
             (
                 not self.stage_wait,
-                "stage_wait=False is not possible: training begins when the copy is complete. Leave it out; with a "
-                "URL, stage_limit begins at once. Or run lightning-feed stage before the training.",
+                "stage_wait=False is not possible: training begins when the copy is complete. Leave it out. To begin "
+                "at once, set stage_limit for a URL, or run lightning-feed stage before the training.",
             ),
             (
                 self.cache_shard and self.cache != "device",
@@ -85,7 +85,7 @@ class Storage:
             ),
             (
                 self.readahead != Storage.readahead and self.stage_limit is None,
-                f"readahead={self.readahead!r} needs the cache of a stage_limit. Set it, or leave readahead out.",
+                f"readahead={self.readahead!r} needs a cache. Set stage_limit, or leave readahead out.",
             ),
             (
                 bool(self.storage_options) and not url,
@@ -93,9 +93,9 @@ class Storage:
             ),
             (
                 self.stage_limit is not None and not (url and self.stage_to is not None),
-                f"stage_limit={self.stage_limit!r} bounds a cache of remote files in stage_to, and data_dir="
-                f"{url or self.data_dir!r}, stage_to={self.stage_to!r}. Give a URL and stage_to, or leave stage_limit "
-                "out.",
+                f"stage_limit={self.stage_limit!r} is for a cache of remote files in stage_to, but data_dir="
+                f"{url or self.data_dir!r} and stage_to={self.stage_to!r}. Give a URL and stage_to, or leave "
+                "stage_limit out.",
             ),
             (
                 self.stage_remove and self.stage_limit is not None,

@@ -1,4 +1,4 @@
-"""wrap: gives the loaders of any LightningDataModule workers that fit the machine, and changes nothing else."""
+"""wrap: gives the loaders of any LightningDataModule a number of workers that fits the machine."""
 
 import functools
 import logging
@@ -36,8 +36,8 @@ _DECIDED = (*_CHANGED, "sample_bytes", "background")
 def wrap(datamodule: object, loader: LoaderSettings | None = None) -> Any:
     """Wrap a data module so that its loaders get other workers. See ``FastDataModule.wrap``.
 
-    The result has a class derived from the data module's class, and shares its attributes: an attribute set on one is
-    set on both. So all its hooks run, and Lightning sees the same data module.
+    The result's class derives from the data module's class, so all hooks run. Both objects share their attributes: an
+    attribute set on one is set on both.
 
     Raises:
         SettingsError: the object is not a data module or chooses its loaders itself, or a setting was passed that
@@ -55,8 +55,9 @@ def wrap(datamodule: object, loader: LoaderSettings | None = None) -> Any:
             f"{kind.__name__} already chooses its loaders itself. Pass loader=LoaderSettings(...) to its constructor."
         )
     wrapped = object.__new__(_class_around(kind))
-    # A new dict for both: from Python 3.13 on attributes lie in their object, and until 2026 the collector looked for
-    # them there alone, so it emptied what the other held (https://github.com/python/cpython/issues/130327).
+    # A new dict for both: from Python 3.13 on, attributes are stored inside their object. A bug in the garbage
+    # collector, fixed in 2026, then cleared attributes that the other object still used
+    # (https://github.com/python/cpython/issues/130327).
     datamodule.__dict__ = wrapped.__dict__ = dict(datamodule.__dict__)
     methods = {name: datamodule.__dict__.get(name) for name in _SPLIT_OF}
     wrapped.__dict__[_OURS] = WrappedLoaders(loader or LoaderSettings(), methods=methods)
@@ -139,8 +140,8 @@ class WrappedLoaders(ChosenSettings):
         for name, value in vars(self.settings).items():
             if name not in _DECIDED and value != vars(plain)[name]:
                 raise SettingsError(
-                    f"{name}={value!r} would have no effect: wrap() keeps what the loaders of the data module say, and "
-                    f"changes only {', '.join(_CHANGED)}. Set it where the loaders are made."
+                    f"{name}={value!r} would have no effect: wrap() changes only {', '.join(_CHANGED)}. Set it where "
+                    "the loaders are made."
                 )
 
     def change(self, trainer: object, split: str, made: object) -> Any:
@@ -271,7 +272,7 @@ def _recommended(
 def _why_kept(loader: DataLoader[object], *, stream: bool) -> str:
     """Return the reason for keeping the number of workers. Empty if the number is chosen here."""
     if stream:
-        return "as the loader has it: each worker of an IterableDataset goes through what it takes for its own part"
+        return "as the loader has it: each worker of an IterableDataset reads the part that it takes for its own"
     context: Any = loader.multiprocessing_context
     why = why_not_sent(loader, context.get_start_method() if context is not None else read_machine().start_method)
     return f"as the loader has it: {why}" if why else ""

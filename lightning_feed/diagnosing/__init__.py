@@ -1,4 +1,4 @@
-"""``diagnose``: one part of the input pipeline changed at a time, timed, and what training changed put back."""
+"""``diagnose``: changes one part of the input pipeline at a time, times it, and restores what training changed."""
 
 from lightning_feed.diagnosing.failures import DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten
 from lightning_feed.diagnosing.run import diagnose

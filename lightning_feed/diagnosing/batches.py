@@ -1,4 +1,4 @@
-"""Batches of a short fit: kept, replayed, timed, and watched for the parts that a step reads."""
+"""Batches of a short fit: keeping, replaying and timing them, and finding the parts that a step reads."""
 
 import copy
 import itertools
@@ -23,26 +23,26 @@ from lightning_feed.transfer.batch_tree import tensors
 from lightning_feed.trials.cloning import map_loaders
 
 MOST_KEPT, MOST_BYTES = 32, 256 * 2**20
-"""Batches that a sample of a run holds at most, and their memory."""
+"""Most batches kept as a sample of a run, and their largest size in bytes."""
 WINDOWS = 5
 FEWEST_CYCLES = 3
-"""Optimizer steps behind the warm-up with which a rate is given."""
+"""Fewest optimizer steps after the warm-up for a rate."""
 FEWEST_PASSES = 2
-"""Times that several batches must have come behind the warm-up."""
+"""Fewest times that each of several batches must have come after the warm-up."""
 STEPS_AHEAD = 8
-"""Steps that the device may be behind the host: enough that it never runs out of work."""
+"""Most steps that the device may be behind the host: enough that it never runs out of work."""
 _Shapes = tuple[tuple[int, ...], ...]
 
 # --- copies -------------------------------------------------------------------------------------------------------
 
 
 def copy_of(batch: object) -> Batch:
-    """A copy of a batch with its tensors, pinned where they are: a copy to the device is then as fast."""
+    """A copy of a batch with its tensors. Pinned tensors stay pinned, so copies to the device are as fast."""
     return _with_new_containers(batch, _clone)
 
 
 def _with_new_containers(batch: object, change: Callable[[Tensor], Tensor]) -> Batch:
-    """New containers with ``change(tensor)`` for each tensor. Other objects are copied without what they hold."""
+    """New containers with ``change(tensor)`` in place of each tensor. Other objects get a shallow copy."""
     return tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else copy.copy(leaf), batch)
 
 
@@ -58,13 +58,13 @@ def _idle_copy(loader: DataLoader[Batch]) -> DataLoader[Batch]:
 
 
 def own_loaders(loaders: object, make: Callable[[DataLoader[Batch]], Any] = _idle_copy) -> Any:
-    """``loaders`` with a copy of every DataLoader, without the workers that the user's own may have running.
+    """``loaders`` with a copy of every DataLoader, without running workers.
 
     Dicts, lists and tuples of loaders, and ``CombinedLoader``, are rebuilt around the copies; data sets, samplers and
-    other iterables are the user's own objects.
+    other iterables are not copied.
 
     Args:
-        loaders: as the data module gives them.
+        loaders: the data module's loaders.
         make: makes a copy of a DataLoader.
 
     Raises:
@@ -90,11 +90,11 @@ def own_loaders(loaders: object, make: Callable[[DataLoader[Batch]], Any] = _idl
 class Replay:
     """A loader that yields the same batches again and again, ``length`` in all.
 
-    The containers are new each time, since a step may take parts out of its batch. The tensors are the same, unless the
-    first step wrote into them: then each step gets copies.
+    The containers are new each time, because a step may take parts out of its batch. The tensors are the same, unless
+    the first step wrote into them: then each step gets copies.
 
     Args:
-        batches: the batches for the loop, one after the other. They are not written to.
+        batches: the batches for the loop, in this order. They stay unchanged.
         length: batches per epoch.
     """
 
@@ -121,12 +121,12 @@ def _version(tensor: Tensor) -> int:
 
 
 class Sample:
-    """Batches of a run to be replayed: taken evenly over it where their shapes differ, else only the first.
+    """Batches of a run to replay: spread evenly over the run if their shapes differ, else only the first.
 
-    Of batches with equal shapes one is kept for all.
+    Batches of equal shapes share one copy.
 
     Args:
-        skip: batches before those that are measured; of them only the first is kept.
+        skip: number of batches before the measured ones. Only the first of these is kept.
     """
 
     def __init__(self, skip: int = 0) -> None:
@@ -138,7 +138,7 @@ class Sample:
         self._skip, self._every = skip, 1
 
     def offer(self, batch: object) -> None:
-        """Keep a copy of a batch of the run, if its turn has come."""
+        """Keep a copy of a batch of the run, if it is one of those to keep."""
         number, self.came = self.came, self.came + 1
         if number and (number < self._skip or (number - self._skip) % self._every):
             return
@@ -157,7 +157,7 @@ class Sample:
             self._batches = {one: self._batches[one] for one in self._kept}
 
     def take(self, count: int) -> list[Batch]:
-        """``count`` batches, as large as those of the run were; one where all are alike, and where ``count`` is one.
+        """``count`` batches with sizes like those in the run; one if all are alike, or if ``count`` is 1.
 
         There must be a ``first``.
         """
@@ -171,7 +171,7 @@ class Sample:
 
 
 class Pace:
-    """The times at which steps end; on a device they are those at which it has finished them."""
+    """The times at which steps end; with a device, the times at which it has finished them."""
 
     def __init__(self, device: torch.device) -> None:
         self._make = event_maker(device)
@@ -182,10 +182,10 @@ class Pace:
         self._stamps: list[float] = []
 
     def stamp(self) -> None:
-        """A step has ended on the host.
+        """Note that a step has ended on the host, and wait for an earlier step on the device.
 
-        It waits for an earlier one: a host that never waits (CUDA graphs) may queue all of its steps within the time of
-        the experiment, and they take many times as long.
+        Without waiting (CUDA graphs), the host could queue far more steps in the experiment's time than the device can
+        run.
         """
         if self._make is None:
             self._wait()
@@ -199,11 +199,11 @@ class Pace:
         self._stamps.append(time.perf_counter())
 
     def per_s(self, accumulate: int, batches: int = 1) -> float | None:
-        """Batches per second over whole optimizer steps of ``accumulate`` batches, the first quarter of them left out.
+        """Batches per second over whole optimizer steps of ``accumulate`` batches, without the first quarter.
 
-        The rest is divided into windows, whose median rate counts: work that comes only every few steps is in each of
-        them, and another program that takes the CPUs for a while is in few. Of several ``batches`` that come again and
-        again, each window has all of them equally often.
+        The result is the median rate of several windows. Each window includes the work that comes only every few steps,
+        but few of them include another program that takes the CPUs for a while. With several ``batches`` in turn, each
+        window has all of them equally often.
         """
         self._wait()
         period = math.lcm(accumulate, batches)
@@ -223,14 +223,14 @@ class Pace:
 
 
 class KeyWatch(TorchFunctionMode):
-    """A batch that knows which of its parts were read; and the context in which torch's functions are seen, too.
+    """Finds the parts of a batch that a step reads. Use it as a context manager, to see torch's functions, too.
 
-    A part is used when the step takes it out of a dict by its key, or hands it to any function of torch. It is unused
-    when the dict was never asked for it. What was only handed out with others (unpacking, ``**batch``, ``.items()``, a
-    tuple, a dataclass) and no function of torch has seen may have been kept by the step, or ignored.
+    A part is used if the step reads it from a dict by its key, or passes it to any function of torch. It is unused if
+    nothing ever read it from the dict. The use is unknown for parts that no function of torch received, and that the
+    step got only together with others (unpacking, ``**batch``, ``.items()``, a tuple, a dataclass).
 
     Args:
-        batch: the batch for the step. It is not written to.
+        batch: the batch for the step. It stays unchanged.
     """
 
     def __init__(self, batch: object) -> None:
@@ -238,10 +238,10 @@ class KeyWatch(TorchFunctionMode):
         self._leaves = dict(key_leaves(batch))
         self._read: set[str] = set()
         self.batch, self._handed = self._watched(batch, "")
-        """The batch with watched dicts, and the names of the parts that the step may have taken."""
+        """The batch with watched dicts, and the names of the parts that the step may have read."""
 
     def uses(self) -> dict[str, bool | None]:
-        """The use of each part by its place, as :func:`key_leaves` names it: used, not used, or None for not known."""
+        """True, False, or None (unknown) for each part, by its name from :func:`key_leaves`."""
         return {name: True if name in self._read else None if name in self._handed else False for name in self._leaves}
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
@@ -250,7 +250,7 @@ class KeyWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _watched(self, value: Any, place: str) -> tuple[Any, set[str]]:
-        """The value with its dicts watched, and the leaves in it that no dict gives by a key."""
+        """The value with its dicts watched, and its leaves that are not in a dict."""
         leaves, kind = {name for name, _ in key_leaves(value, place)}, type(value)
         if kind in (dict, OrderedDict):
             return self._watched_dict(value, place), set()
@@ -281,14 +281,14 @@ _MAPPING: Any = MutableMapping
 
 
 class _WatchedDict:
-    """Methods by which dicts give their values, all of them through ``__getitem__``. Writing needs no watching."""
+    """Methods of dicts that read values, all through ``__getitem__``. Writing is not watched."""
 
     _kind: Any = dict
     _listed = False
 
     @staticmethod
     def _take(key: object, *, by_key: bool) -> None:
-        """Note that a value was read. Does nothing for a dict that the step made itself from the class of its batch."""
+        """Note that a value was read. Does nothing in a dict that the step itself made from the class of its batch."""
 
     def __getitem__(self, key: object) -> Any:
         self._take(key, by_key=not self._listed)  # `f(**batch)` lists all keys, and then reads each by its name
@@ -316,7 +316,7 @@ class _WatchedDict:
 
 
 def is_opaque(module: torch.nn.Module) -> bool:
-    """Check for compiled code, which may read parts of a batch where neither dicts nor torch's functions notice it."""
+    """True for compiled code, which may read parts of a batch without calling dicts or torch's functions."""
     scripted = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
     return any(
         type(part).__name__ == "OptimizedModule"

@@ -1,4 +1,4 @@
-"""Storage: which files samples are made of, where they lie, and the loader with them in and out of the page cache."""
+"""Storage: the files of the samples, their file system, and the loader's rate with and without the page cache."""
 
 import functools
 import math
@@ -26,9 +26,9 @@ from lightning_feed.storage.remote_speed import TOGETHER, Wanted, measure_speed
 from lightning_feed.trials.cloning import Changes, burst_of
 
 ROUNDS = 8
-"""Of the first batches: two that do not count, and six that do."""
+"""Number of first batches: two that do not count, and six that do."""
 _FILES_SHARE = 0.25
-"""Of free memory, for the files of the first batches."""
+"""Share of free memory for the files of the first batches."""
 _SAMPLES_OPENED = 16
 _NO_FILE = "the samples were not seen to open a file: they are in memory, or a library opens files in C"
 _NOT_DATA = (".py", ".pyc", ".so", ".pth", ".pyd", ".pyi")
@@ -44,13 +44,13 @@ class FirstBatches:
 
     batches: dict[LoaderPart, list[Index]]
     files: dict[str, int]
-    """The files of their samples, with sizes in bytes; empty where none was found."""
+    """The files of their samples, with sizes in bytes; empty if none was found."""
 
 
 def measure_cached(session: Session) -> None:
-    """The rate over the first batches, again and again. The first time through is not counted: it fetches the files."""
+    """The rate over the first batches, repeated. The first pass does not count: it reads the files from storage."""
     if _remote_samples(session):
-        raise NotMeasurable("the samples are read from a URL, of which the page cache holds nothing")
+        raise NotMeasurable("the samples are read from a URL, which the page cache does not hold")
     first = choose(session)
     burst = max(burst_of(part.loader) for part in session.parts)
     once = math.ceil(min(map(len, first.batches.values())) / burst)
@@ -61,10 +61,10 @@ def measure_cached(session: Session) -> None:
 
 
 def measure_cold(session: Session) -> None:
-    """The rate over the first batches, whose files leave the page cache before each time through."""
+    """The rate over the first batches, with their files removed from the page cache before each pass."""
     first = choose(session)
     if not hasattr(os, "posix_fadvise"):
-        raise NotMeasurable("this system has no posix_fadvise, by which files are taken out of the page cache")
+        raise NotMeasurable("this system has no posix_fadvise to remove files from the page cache")
     if not first.files:
         raise NotMeasurable(_NO_FILE)
     system, kind = file_system(next(iter(first.files)))
@@ -75,9 +75,9 @@ def measure_cold(session: Session) -> None:
 
 
 def forget_files(files: Iterable[str]) -> None:
-    """Take files out of the page cache, as far as no process maps them.
+    """Remove files from the page cache, unless a process maps them.
 
-    Needs no rights but to read them (posix_fadvise(2), POSIX_FADV_DONTNEED).
+    Only needs the right to read them (posix_fadvise(2), POSIX_FADV_DONTNEED).
     """
     for path in files:
         with suppress(OSError), Path(path).open("rb", buffering=0) as file:  # the loader raises for missing ones
@@ -85,10 +85,10 @@ def forget_files(files: Iterable[str]) -> None:
 
 
 def choose(session: Session) -> FirstBatches:
-    """The first batches that the samplers give, as many as can be gone through in time and fit in memory.
+    """The first batches of the samplers, as many as there are time and memory for.
 
     Raises:
-        NotMeasurable: why there are none.
+        NotMeasurable: there are none, for the reason in the message.
         DatasetError: a sample cannot be made.
     """
     if session.subset is None:
@@ -117,7 +117,7 @@ def _choose(session: Session, max_s: float, max_bytes: float) -> FirstBatches:
         files, taken = found, taken + 1
     if taken < 1 + burst:
         raise NotMeasurable(
-            f"too little time or memory: {taken} batches fit, and a round of the workers has {1 + burst}"
+            f"too little time or memory: {taken} batches fit, but a round of the workers has {1 + burst}"
         )
     return FirstBatches({part: given[:taken] for part, given in batches.items()}, files)
 
@@ -126,7 +126,7 @@ def _choose(session: Session, max_s: float, max_bytes: float) -> FirstBatches:
 
 
 def innermost(dataset: AnyDataset, index: Index) -> tuple[AnyDataset, Index]:
-    """The data set under subsets and concatenations, and the sample's index there."""
+    """The data set inside subsets and concatenations, and the sample's index in it."""
     while True:
         if isinstance(dataset, Subset):
             dataset, index = dataset.dataset, dataset.indices[index]
@@ -140,8 +140,7 @@ def innermost(dataset: AnyDataset, index: Index) -> tuple[AnyDataset, Index]:
 
 
 def files_of_samples(part: LoaderPart, indices: list[Index]) -> list[str]:
-    """The files of these samples: by the data set's list of them, or by making the samples in this process and noting
-    which files are opened.
+    """The files of these samples: from the data set's list, or those opened while making the samples in this process.
 
     Raises:
         DatasetError: when a sample cannot be made.
@@ -157,7 +156,7 @@ def files_of_samples(part: LoaderPart, indices: list[Index]) -> list[str]:
 
 
 def _listed_file(dataset: object, index: Index) -> str | None:
-    """The file of a sample, where the data set has a list of them (``samples``, ``imgs``; ours); None where not."""
+    """The file of a sample, if the data set lists its files (``samples``, ``imgs``; ours); else None."""
     listed = [getattr(dataset, name, None) for name in ("samples", "imgs")]
     items = [one[index] for one in listed if isinstance(one, (list, tuple)) and -len(one) <= index < len(one)]
     if isinstance(dataset, ImageDataset):
@@ -168,11 +167,11 @@ def _listed_file(dataset: object, index: Index) -> str | None:
 
 
 def opened_by(work: Callable[[], object]) -> list[str]:
-    """The files of data that ``work`` opens for reading, in this thread, each once.
+    """The data files that ``work`` opens for reading in this thread, each once.
 
-    Python reports every ``open`` of its own to audit hooks (https://docs.python.org/3/library/audit_events.html).
-    Libraries that open files in C, as OpenCV and HDF5 do, are not seen. A hook cannot be removed, so one is installed
-    at the first call, and afterwards only checks that a dict is empty.
+    Python reports each of its ``open`` calls to audit hooks (https://docs.python.org/3/library/audit_events.html).
+    Libraries that open files in C, such as OpenCV and HDF5, are not seen. A hook cannot be removed. So the first call
+    installs one, which otherwise only checks that a dict is empty.
     """
     _install_hook()
     found: list[str] = []
@@ -185,7 +184,7 @@ def opened_by(work: Callable[[], object]) -> list[str]:
 
 
 _opened: dict[int, list[str]] = {}
-"""Files opened so far, by the thread that is observed."""
+"""Files opened so far, by observed thread."""
 
 
 @functools.cache
@@ -218,10 +217,10 @@ def sizes_of(paths: Iterable[str]) -> dict[str, int]:
 
 
 def measure_disk(session: Session) -> None:
-    """The file system of some samples' files, and the rate at which the loader alone reads them."""
+    """The file system of some samples' files, and the rate at which the loader alone reads files."""
     assert session.alone is not None, "it is measured first"
     if any(part.stream for part in session.parts):
-        raise NotMeasurable("an iterable data set does not tell which files a sample is made of")
+        raise NotMeasurable("the files of an iterable data set's samples are unknown")
     if (remote := _remote_samples(session)) is not None:
         session.note(disk=_measure_url(*remote))
         return
@@ -233,7 +232,7 @@ def measure_disk(session: Session) -> None:
     mean = sum(sizes.values()) / len(sizes)
     per_sample = len(files) / sum(map(len, opened.values()))
     files_per_s = None
-    if per_sample >= 0.9:  # else many samples are of one file, and files are not opened at the rate of samples
+    if per_sample >= 0.9:  # else many samples share a file, and the rate of files is not that of samples
         files_per_s = session.alone.batches_per_s * (session.results.batch_size or 1) * per_sample
     system, kind = file_system(files[0])
     session.note(
@@ -248,7 +247,7 @@ def measure_disk(session: Session) -> None:
 
 
 def _remote_samples(session: Session) -> tuple[RemoteSource, list[int]] | None:
-    """The samples read from a URL, and the numbers of the first ones; None where there are none."""
+    """The samples read from a URL, and the numbers of the first ones; None if there are none."""
     for part in session.parts:
         samples = [] if part.stream else part.first_samples(TOGETHER)
         found = [innermost(part.loader.dataset, sample) for sample in samples]
@@ -261,7 +260,7 @@ def _remote_samples(session: Session) -> tuple[RemoteSource, list[int]] | None:
 
 
 def _measure_url(reads: RemoteSource, numbers: list[int]) -> DiskFacts:
-    """The speed of a URL, by requests for some of its samples."""
+    """Measure the speed of a URL by requesting some of its samples."""
     wanted = [
         Wanted(reads.index.path(number), int(reads.sizes[number])) for number in numbers if reads.sizes[number] > 0
     ]

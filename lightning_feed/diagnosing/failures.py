@@ -1,4 +1,4 @@
-"""Failures of a diagnosis, with what was measured until then, and of the user's code, summarized in a line."""
+"""Failures of a diagnosis, with the results so far, and failures of the user's code, summarized in a line."""
 
 import itertools
 import re
@@ -19,31 +19,31 @@ _LOADING = ("torch.utils.data.dataloader", "lightning_feed.load.")
 
 
 class _EndedEarly(BaseException):
-    """Base of errors that carry what was measured before."""
+    """Base of errors that carry the results so far."""
 
     def __init__(self, message: str, diagnosis: Diagnosis, written: list[Path]) -> None:
         super().__init__(message)
         self.diagnosis = diagnosis
-        """The verdict on what was measured."""
+        """The verdict on the results so far."""
         self.written = written
-        """The files of its report."""
+        """The report's files."""
 
 
 class DiagnosisInterrupted(_EndedEarly, KeyboardInterrupt):
-    """Ctrl-C or SIGTERM while experiments ran, with what had been measured by then."""
+    """Ctrl-C or SIGTERM while experiments ran, with the results so far."""
 
     signal_number: int = signal.SIGINT
     """``signal.SIGINT`` or ``signal.SIGTERM``."""
     not_written = ""
-    """The reason why there are no files, though some were asked for; empty otherwise."""
+    """The reason why requested files were not written; else empty."""
 
 
 class DiagnosisFailed(_EndedEarly, FeedError):
-    """The user's code failed after something had been measured."""
+    """The user's code failed after a part of the experiments."""
 
 
 class DiagnosisNotWritten(_EndedEarly, ReportError):
-    """Everything was measured, and the files could not be written."""
+    """Everything was measured, but the files could not be written."""
 
 
 class ProgramEnded(FeedError):
@@ -52,12 +52,12 @@ class ProgramEnded(FeedError):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
-        """The exit code for the command: the program's own, and 1 where that says that all is well."""
+        """The exit code for the command: the program's, or 1 if that is 0."""
 
 
 @contextmanager
 def user_errors(doing: str) -> Iterator[None]:
-    """A context in which errors of the user's code become a FeedError, in a line that begins with ``doing``."""
+    """Convert errors of the user's code to a FeedError with one line, which begins with ``doing``."""
     try:
         yield
     except FeedError:
@@ -70,7 +70,7 @@ def user_errors(doing: str) -> Iterator[None]:
 
 
 def in_a_line(error: BaseException) -> str:
-    """Class and message of an error, and where in the user's code it was raised."""
+    """Class and message of an error, and the line of the user's code that raised it."""
     kind, text = original_error(error)
     place = _place(error)
     first_line = next(filter(None, map(str.strip, text.splitlines())), "")
@@ -80,17 +80,17 @@ def in_a_line(error: BaseException) -> str:
 def loading_failed(
     doing: str, error: Exception, model: object, loaders: object, *, first_pass: bool
 ) -> FeedError | None:
-    """The error to raise for one that a training loader raised: with worker, sample and place as far as known.
+    """The error to raise in place of a training loader's error: with worker, sample and line of code, if known.
 
     Args:
         doing: the activity that failed.
         error: the error raised.
-        model: the user's. Loading in its own methods is not by a training loader.
-        loaders: the training loaders, restored to before the pass, as are the global random generators.
+        model: the user's module. Loading in its own methods does not count as a training loader's.
+        loaders: the training loaders. They and the global random generators are restored to before the pass.
         first_pass: True for the first pass through them. A later one draws another order.
 
     Returns:
-        None where it was raised elsewhere.
+        None if the error was raised elsewhere.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     before = itertools.takewhile(lambda frame: frame.f_locals.get("self") is not model, frames)
@@ -99,12 +99,12 @@ def loading_failed(
         return None
     try:
         parts = parts_of(loaders)
-    except LoaderError:  # no DataLoader, so the failure cannot be located
+    except LoaderError:  # not a DataLoader, so the failure cannot be located
         return FeedError(f"{doing}: {_closed(in_a_line(error))}")
     if isinstance(error, DatasetError):
         located = error
     else:
-        # torch's iterator counts the batches that it gave. Read in torch 2.6 and 2.15.
+        # torch's iterator counts the batches that it has returned. Read in torch 2.6 and 2.15.
         counts = (getattr(frame.f_locals.get("self"), "_num_yielded", None) for frame in loading)
         known = next((count for count in counts if first_pass and isinstance(count, int)), None)
         located = locate_failure(parts, error, known)
@@ -113,9 +113,9 @@ def loading_failed(
 
 
 def _place(error: BaseException) -> str:
-    """File and line of the user's code that raised it: ``train.py:12``. Empty: none of theirs is in the traceback."""
+    """File and line of the user's code that raised an error: ``train.py:12``; empty if the traceback has none."""
     frames = [(one.filename, one.lineno) for one in traceback.extract_tb(error.__traceback__)]
-    # What happened in a worker is in the message.
+    # For an error in a worker, these are in the message.
     frames += [(name, int(line)) for name, line in _OF_A_WORKER.findall(str(error))]
     theirs = [(name, line) for name, line in frames if is_users(name)]
     return f"{Path(theirs[-1][0]).name}:{theirs[-1][1]}" if theirs else ""

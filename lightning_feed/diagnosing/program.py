@@ -1,4 +1,4 @@
-"""The fit to diagnose or tune: the first one of the user's program, or the objects that ``module.py:NAME`` gives."""
+"""The fit to diagnose or tune: the first one of the user's program, or the objects from ``module.py:NAME``."""
 
 import gc
 import importlib.util
@@ -53,11 +53,11 @@ class Fit:
 
     trainer: AnyTrainer
     model: AnyModule
-    """None: the loader alone."""
+    """The module; None: only the loader."""
     datamodule: AnyDataModule = None
     train_dataloaders: AnyLoader = None
     ended: str = ""
-    """The place where the program is ended, and what would have come next, in sentences; empty without a program."""
+    """Sentences on the place where the program was ended, and on what it would do next; empty without a program."""
 
 
 # --- a program ----------------------------------------------------------------------------------------------------
@@ -66,19 +66,19 @@ class Fit:
 def run_until_fit(program: Program, take: Callable[[Fit], int]) -> NoReturn:
     """Run a program, call ``take`` instead of its first ``Trainer.fit``, and end the process there.
 
-    The program runs in this process as ``__main__``, with its own ``sys.argv`` and ``sys.path[0]``, and with the fit of
-    ``lightning.pytorch`` and ``pytorch_lightning`` replaced. From the fit on not a line of it is run: its stack is not
-    unwound, so no ``finally``, ``except`` or ``with`` of it is reached, and nothing that it registered for the end of
-    the process, or for a signal. The files that it has open are flushed before.
+    The program runs in this process as ``__main__``, with its own ``sys.argv`` and ``sys.path[0]``, and with the
+    ``fit`` of ``lightning.pytorch`` and ``pytorch_lightning`` replaced. From then on none of its code runs: its stack
+    is not unwound, so no ``finally``, ``except`` or ``with`` is reached, nor its handlers for signals and the end of
+    the process. Its open files are flushed first.
 
     Args:
         program: the program to run.
-        take: called within the program, where it calls ``fit``, with the standard streams as they were before the
-            program. Returns the exit code of the process. Its errors are printed with their traceback.
+        take: called inside the program's call of ``fit``, with the standard streams from before the program. Returns
+            the exit code of the process. Its errors are printed with their traceback.
 
     Raises:
         SettingsError: there is no such program, or this process is one of several ranks.
-        ProgramEnded: it ended before it called ``fit``. The traceback of an error has been printed.
+        ProgramEnded: the program ended before it called ``fit``. The traceback of an error has been printed.
     """
     _refuse_ranks(program)
     path = _path_of(program)
@@ -93,14 +93,14 @@ def run_until_fit(program: Program, take: Callable[[Fit], int]) -> NoReturn:
         raise ProgramEnded(f"{program} ended by an exit with {code} before it called Trainer.fit.", code or 1) from end
     except Exception as error:
         theirs = _theirs(error.__traceback__)
-        if program.is_module and isinstance(error, ImportError) and theirs is None:  # not a line was reached
+        if program.is_module and isinstance(error, ImportError) and theirs is None:  # no line of it was reached
             raise SettingsError(f"{program} cannot be run: {error}. Give SCRIPT.py, or -m package.module.") from error
         sys.excepthook(type(error), error.with_traceback(theirs), error.__traceback__)
         raise ProgramEnded(f"{program} failed before it called Trainer.fit.", 1) from error
     given = " ".join(program.arguments) or "none"
     raise ProgramEnded(
-        f"{program} ran to its end and never called Trainer.fit in this process, so there is nothing to look "
-        f"at. Its arguments were: {given}. Give those that it trains with, after two dashes: lightning-feed "
+        f"{program} ended without calling Trainer.fit in this process, so there is nothing to measure. "
+        f"Its arguments were: {given}. Give the arguments with which it trains after two dashes: lightning-feed "
         f"diagnose {program} -- ARGS. If it trains in another process, name the program that runs there.",
         1,
     )
@@ -115,10 +115,10 @@ class _Takeover:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """A context in which the fit of every Trainer is replaced."""
+        """Replace ``fit`` of every Trainer, as a context manager."""
         with ExitStack() as undo:
             for name in _host.PACKAGES.values():
-                with quiet(), suppress(Exception):  # a package that cannot be imported trains nothing
+                with quiet(), suppress(Exception):  # a package that cannot be imported cannot train
                     trainer = importlib.import_module(name).Trainer
                     undo.callback(_host.replace_in_class(trainer, "fit", self._around))
             yield
@@ -130,7 +130,7 @@ class _Takeover:
         given = _host.arguments_of(original, trainer, args, kwargs)
         if os.getpid() != self._pid:
             self._refuse("a process that it had forked")
-        if not in_main_thread:  # the main one would go on, and it alone hears Ctrl-C
+        if not in_main_thread:  # the main thread would go on, and only it receives Ctrl-C
             _flush_files()
             self._refuse("another thread than its main one")
         code = 1
@@ -151,7 +151,7 @@ class _Takeover:
                 os._exit(code)
 
     def _refuse(self, where: str) -> NoReturn:
-        said = f"{self._program} called Trainer.fit in {where}, where it cannot be taken over. Nothing was trained."
+        said = f"{self._program} called Trainer.fit in {where}, where it cannot be replaced. Nothing was trained."
         try:
             print(f"lightning-feed: {said}", file=self._streams[1], flush=True)
         finally:
@@ -162,29 +162,29 @@ def _flush_files() -> None:
     """Write what the program has written to open files so far, as Python would when it ends."""
     for one in gc.get_objects():
         if type(one) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
-            with suppress(OSError, ValueError):  # closed, detached, or nobody reads it
+            with suppress(OSError, ValueError):  # closed, detached, or a pipe without a reader
                 one.flush()
 
 
 def _drop_signal_handlers() -> None:
-    """Take the program's handlers off: Ctrl-C and SIGTERM end the command, other signals are ignored."""
+    """Remove the program's handlers: Ctrl-C and SIGTERM end the command, other signals are ignored."""
     instead: dict[int, Any] = dict.fromkeys((signal.SIGTERM, signal.SIGCHLD), signal.SIG_DFL)
     instead[signal.SIGINT] = signal.default_int_handler
     for number in signal.valid_signals():
         handler = signal.getsignal(number)
-        of_torch = str(getattr(handler, "__module__", "")).startswith("torch.")  # hears of workers that end
+        of_torch = str(getattr(handler, "__module__", "")).startswith("torch.")  # notices workers that end
         if callable(handler) and not of_torch:
             signal.signal(number, instead.get(number, signal.SIG_IGN))
 
 
 def end_children() -> None:
-    """End what multiprocessing ends with Python: daemonic processes, managers, staging, temporary folders of these.
+    """End what multiprocessing ends at exit: daemonic processes, managers, staging, and their temporary folders.
 
-    Processes that are no daemons are left alone: Python would wait for them.
+    Other processes are left alone: Python would wait for them.
     """
     daemons = [one for one in multiprocessing.active_children() if one.daemon]
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch raises for workers that end
-    # In a thread, since a queue that nobody reads is waited for without an end. Read in Python 3.10 to 3.13.
+    # In a thread, because multiprocessing waits forever for a queue that nobody reads. Read in Python 3.10 to 3.13.
     as_python = multiprocessing.util._exit_function  # type: ignore[attr-defined]
     clean_up = threading.Thread(target=as_python, kwargs={"active_children": lambda: daemons}, daemon=True)
     clean_up.start()
@@ -200,7 +200,7 @@ def _fit_of(program: Program, trainer: object, given: dict[str, Any]) -> Fit:
 
 
 def _ended(program: Program, trainer: AnyTrainer, checkpoint: object) -> str:
-    """The place where the program was ended, and what would have come next, in sentences."""
+    """Sentences on the place where the program was ended, and on what it would do next."""
     frame = next((one for one in inspect.stack(context=0) if is_users(one.filename)), None)
     at = f" at {Path(frame.filename).name}:{frame.lineno}" if frame is not None else ""
     limits = {"epoch": trainer.max_epochs, "step": trainer.max_steps}
@@ -209,7 +209,7 @@ def _ended(program: Program, trainer: AnyTrainer, checkpoint: object) -> str:
     resumed = f" from the checkpoint {checkpoint}, which was not loaded" if checkpoint is not None else ""
     return (
         f"{program} was ended where it calls fit{at}. It would now train {how_long}{resumed}. Neither this nor "
-        "anything else that follows in it was run."
+        "anything after it was run."
     )
 
 
@@ -222,7 +222,7 @@ def _path_of(program: Program) -> Path | None:
 
 @contextmanager
 def _as_main(program: Program, path: Path | None) -> Iterator[tuple[TextIO, TextIO]]:
-    """A context that runs the program as ``__main__``. Gives stdout and stderr, and restores both afterwards."""
+    """Context manager to run the program as ``__main__``. Yields stdout and stderr, and restores both afterwards."""
     argv, search, folder = sys.argv, sys.path[:], Path.cwd()
     streams = _copy_of(sys.stdout), _copy_of(sys.stderr)
     sys.argv = [program.name, *program.arguments]  # the first is set by runpy
@@ -240,7 +240,7 @@ def _as_main(program: Program, path: Path | None) -> Iterator[tuple[TextIO, Text
 
 
 def _copy_of(stream: TextIO) -> TextIO:
-    """A stream to the same file that the program cannot close; the stream itself where it has no file."""
+    """A second stream to the same file, which the program cannot close; the stream itself if it has no file."""
     try:
         number = os.dup(stream.fileno())
     except (AttributeError, OSError, ValueError):
@@ -254,21 +254,21 @@ def _refuse_ranks(program: Program) -> None:
         if os.environ.get("RANK", "0") != "0":
             raise SystemExit(1)  # rank 0 prints the error
         raise SettingsError(
-            f"This is one of {ranks} processes that torchrun, or another launcher, has started, and experiments "
-            f"are made in one, on one device. Run it without the launcher: lightning-feed diagnose {program} -- ARGS. "
-            "What ranks cost each other, GPUStarvationCallback() measures in the run itself."
+            f"This is one of {ranks} processes started by torchrun or another launcher, but experiments run in one "
+            f"process, on one device. Run it without the launcher: lightning-feed diagnose {program} -- ARGS. To "
+            "compare ranks, use GPUStarvationCallback() in the run itself."
         )
 
 
 def _exit_code(end: SystemExit) -> int:
-    """The exit code of an exit, whose message is printed as Python does."""
+    """The exit code of a SystemExit. Prints its message, as Python does."""
     if end.code is not None and not isinstance(end.code, int):
         print(end.code, file=sys.stderr)  # noqa: T201
     return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
 
 
 def _theirs(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback from the program's own first line on."""
+    """The part of a traceback from the program's own first line on."""
     while trace is not None and not is_users(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     return trace
@@ -278,23 +278,21 @@ def _theirs(trace: TracebackType | None) -> TracebackType | None:
 
 
 def fit_of_target(text: str, accelerator: str) -> Fit:
-    """Import what ``text`` names, call it where it can be called, and give what it returns, with a Trainer.
+    """Import the object that ``text`` names, call it if it is callable, and add a Trainer.
 
-    NAME is a function or a class that needs no arguments, or an object: a data module, or a module and a data module.
-    Its folder (the current one for ``package.module``) is importable from then on, and found first.
+    NAME is a function or class that needs no arguments, or an object: a data module, or a module and a data module.
+    From then on its folder (the current one for ``package.module``) is first on the import path.
 
     Args:
         text: ``module.py:NAME`` or ``package.module:NAME``.
         accelerator: accelerator of the Trainer, which has one device.
 
     Raises:
-        SettingsError: for whatever is wrong with it.
+        SettingsError: the target cannot be used.
     """
     place, _, name = text.rpartition(":")
     if not place or not name:
-        raise SettingsError(
-            f"TARGET {text!r} names no object in a file or module. Give module.py:NAME or package.module:NAME."
-        )
+        raise SettingsError(f"TARGET {text!r} does not name an object. Give module.py:NAME or package.module:NAME.")
     module = _import(place)
     try:
         found = attrgetter(name)(module)
@@ -302,7 +300,7 @@ def fit_of_target(text: str, accelerator: str) -> Fit:
             found = found()
     except (Exception, SystemExit) as error:
         raise SettingsError(
-            f"TARGET {text!r} failed: {in_a_line(error)}. NAME is called without arguments where it can be called."
+            f"TARGET {text!r} failed: {in_a_line(error)}. If NAME is callable, it is called without arguments."
         ) from error
     model, datamodule = _pair(found, text)
     package = _host.package_of(*(one for one in (model, datamodule) if one is not None))
@@ -331,12 +329,12 @@ def _import(place: str) -> ModuleType:
 
 
 def _from_file(path: Path, name: str) -> ModuleType:
-    """Import this very file: its name may have dots, or be that of another module."""
+    """Import a file by its path: its name may contain dots, or equal that of another module."""
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError("it is no Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where spawned workers look for the dataset's class
+    sys.modules[name] = module  # spawned workers look here for the dataset's class
     try:
         spec.loader.exec_module(module)
     except BaseException:

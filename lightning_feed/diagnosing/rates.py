@@ -1,4 +1,4 @@
-"""Rates: the loader alone, with other workers or constant samples, a ready batch handed over, copied, decoded."""
+"""Rates of the loader alone, with other workers and with constant samples; of handing over, copying and decoding."""
 
 import multiprocessing
 import signal
@@ -30,21 +30,21 @@ from lightning_feed.transfer.gpu_decode import decode_batch
 from lightning_feed.trials.cloning import Changes, clone_loader, has_threads, iter_is_itself, original_error
 
 _TIMES = 3
-"""Each number of workers is tried at most this often."""
+"""Most tries of each number of workers."""
 _EACH = 1 / 8
-"""Of the time, for each try."""
+"""Share of the time for each try."""
 _WARM, _BATCHES = 2, 20
-"""Batches of a pass of the hand-over that do not count, and those that do."""
+"""Batches in a pass of the hand-over experiment: those that do not count, and those that do."""
 _FULL_S, _POLL_S = 0.5, 0.0005
 """Time for the queue to fill up, and between two checks of it."""
 _CHILD_S = 20.0
 
 
 def measure_loader(session: Session) -> None:
-    """Drain the loaders side by side as they are configured. Samplers begin again at their end.
+    """Measure the rate of the loaders side by side, as configured. Samplers begin again at their end.
 
     Raises:
-        LoaderError: nothing can be taken from it, or it hangs.
+        LoaderError: the loader gives nothing, or hangs.
         DatasetError: a sample cannot be loaded.
     """
     kind = type(session.loader).__name__
@@ -54,7 +54,7 @@ def measure_loader(session: Session) -> None:
             "another iterable."
         )
     if not session.parts and iter_is_itself(session.loader):
-        raise NotMeasurable(f"a {kind} can be gone through only once, and training needs it")
+        raise NotMeasurable(f"a {kind} can be iterated only once, and training needs it")
     session.check_memory()
     workers = [part.loader.num_workers for part in session.parts]
     rate, session.first = session.drain()
@@ -79,7 +79,7 @@ def measure_keys(session: Session) -> None:
 
 
 def workers_to_try(session: Session) -> list[int]:
-    """Numbers of workers around the configured one and the number of CPUs, the most informative first; 0 is none."""
+    """Numbers of workers around the configured number and the number of CPUs, the most informative first."""
     now = max(part.loader.num_workers for part in session.parts)
     cpus = max(1, session.machine.usable_cpus // len(session.parts))
     wanted = [cpus, 0, 1, 2 * now, now // 2, max(1, cpus // 2), now + 1]
@@ -89,8 +89,9 @@ def workers_to_try(session: Session) -> list[int]:
 
 
 def measure_scaling(session: Session) -> None:
-    """The rate with each number of workers, all of them again and again while there is time: rates of the same loader
-    vary, and only a larger difference between two numbers counts.
+    """The rate with each number of workers. Repeats all of them while there is time.
+
+    Rates of the same loader vary, and only a larger difference between two numbers counts.
 
     Raises:
         NotMeasurable: some numbers were not tried; the message says why.
@@ -132,8 +133,8 @@ class _Constant:
         self.sample, self.original = sample, original
 
     def __getattr__(self, name: str) -> Any:
-        # Not __getitems__, by which torch would load whole batches from the original; no length and no state of a
-        # stream, which would be believed; and nothing while unpickling.
+        # Not __getitems__: torch would load whole batches from the original. Not a stream's length or state: torch
+        # would use them. And nothing while unpickling.
         if name in ("state_dict", "load_state_dict") or name.startswith("__") or "original" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.original, name)
@@ -162,7 +163,7 @@ def _null(part: LoaderPart, sample: object) -> Any:
 
 
 def measure_ceiling(session: Session) -> None:
-    """The rate of the loaders with constant samples: what handing over, collating and pinning allow.
+    """The rate of the loaders with constant samples: the limit of handing over, collating and pinning.
 
     Raises:
         NotMeasurable: for a loader of a class that needs a data set of its own kind, such as LitData's.
@@ -175,7 +176,7 @@ def measure_ceiling(session: Session) -> None:
         kinds = ", ".join(sorted({type(part.loader).__name__ for part in session.parts}))
         kind, text = original_error(error.__cause__ or error)
         why = text.partition("\n")[0] or kind
-        raise NotMeasurable(f"a {kinds} takes no constant samples in place of its data set: {why}") from error
+        raise NotMeasurable(f"a {kinds} does not accept constant samples as its data set: {why}") from error
     session.note(ceiling_per_s=rate)
 
 
@@ -183,13 +184,13 @@ def measure_ceiling(session: Session) -> None:
 
 
 def measure_hand_over(session: Session) -> None:
-    """Take constant batches that are ready from one worker of each loader, with both sharing strategies.
+    """Time taking ready, constant batches from one worker of each loader, with both sharing strategies.
 
-    All of it happens in a process of its own: the strategy is one for the whole process, and with ``file_system``
-    helpers of torch live as long as the process that received a tensor.
+    Runs in a separate process: the strategy applies to a whole process, and with ``file_system`` helpers of torch live
+    as long as the process that received a tensor.
 
     Raises:
-        NotMeasurable: why that cannot be done.
+        NotMeasurable: that is not possible, for the reason in the message.
     """
     for part in session.parts:
         method = (part.loader.multiprocessing_context or multiprocessing).get_start_method()
@@ -211,13 +212,13 @@ def _in_a_process(work: Callable[[], Any]) -> Any:
     """The result of ``work`` in a forked process.
 
     Raises:
-        NotMeasurable: it fails there, takes too long, or ends the process.
+        NotMeasurable: the work fails, takes too long, or ends the process.
     """
 
     def answer(there: Connection) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it, and ends this process
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        torch.set_num_threads(1)  # OpenMP would wait for threads of the parent, to shuffle a large set for example
+        torch.set_num_threads(1)  # else OpenMP may wait for the parent's threads, such as to shuffle a large set
         try:
             there.send(work())
         except NotMeasurable as reason:
@@ -235,10 +236,10 @@ def _in_a_process(work: Callable[[], Any]) -> Any:
     try:
         given = here.recv() if here.poll(_CHILD_S) else NotMeasurable(f"no batch was handed over within {_CHILD_S:g} s")
     except EOFError:
-        given = NotMeasurable("the process that measured it ended before it was done")
+        given = NotMeasurable("the process that measured it ended early")
     finally:
         child.join(1.0)
-        child.kill()  # its workers see it, and end
+        child.kill()  # its workers notice, and end
         child.join()
         here.close()
     if isinstance(given, NotMeasurable):
@@ -247,7 +248,7 @@ def _in_a_process(work: Callable[[], Any]) -> Any:
 
 
 def _compare(session: Session) -> tuple[str, dict[str, float]]:
-    """(strategy in force, milliseconds of each strategy)."""
+    """(present strategy, milliseconds with each strategy)."""
     now: str = torch_mp.get_sharing_strategy()
     total = dict.fromkeys([now, "file_system"] if sys.platform.startswith("linux") else [now], 0.0)
     for part, sample in zip(session.parts, session.samples, strict=True):
@@ -258,7 +259,7 @@ def _compare(session: Session) -> tuple[str, dict[str, float]]:
             torch_mp.set_sharing_strategy(strategy)
             loader = clone_loader(part.loader, changes)
             if isinstance(loader, FeedLoader):
-                loader.background = 0  # its thread would take the batches, and hide the time for that
+                loader.background = 0  # its thread would take the batches, and hide that time
             taken[strategy] += taking_times(loader)
         if not all(taken.values()):
             raise NotMeasurable("the queue of the worker did not fill up")
@@ -268,7 +269,7 @@ def _compare(session: Session) -> tuple[str, dict[str, float]]:
 
 
 def taking_times(loader: Iterable[Any]) -> list[float]:
-    """Seconds in ``next()``, of batches that were ready."""
+    """Seconds in ``next()`` for batches that were ready."""
     batches = iter(loader)
     probe = probe_loader(batches)
     times: list[float] = []
@@ -283,7 +284,7 @@ def taking_times(loader: Iterable[Any]) -> list[float]:
 
 
 def _full(probe: Probe) -> bool:
-    """Wait for the queue to fill up; False where it does not in time."""
+    """Wait for the queue to fill up; False if that takes too long."""
     for _ in range(round(_FULL_S / _POLL_S)):
         state, capacity = probe.read(), probe.held
         if state is None or capacity is None:
@@ -299,7 +300,7 @@ def _full(probe: Probe) -> bool:
 BUFFER_BYTES = 64 << 20
 _REPEATS = 7
 MOST_IMAGES = 256
-"""Images that are decoded together: more would not change the rate, and would take longer to read."""
+"""Number of images decoded together: more would not change the rate, but take longer to read."""
 FEWEST_ROUNDS = 2
 
 
@@ -307,13 +308,13 @@ def measure_copies(session: Session) -> None:
     """Copy a buffer of 64 MiB and the first batch to a CUDA device, several times each; medians.
 
     Raises:
-        NotMeasurable: why there is nothing to measure.
+        NotMeasurable: there is nothing to measure, for the reason in the message.
     """
     device = session.device
     if device is None or device.type == "cpu":
         raise NotMeasurable("nothing is copied: the device is the CPU")
     if device.type != "cuda":
-        raise NotMeasurable(f"copies are timed by CUDA events, and the device is of type '{device.type}'")
+        raise NotMeasurable(f"copies are timed by CUDA events, but the device is of type '{device.type}'")
     leaves = [tensor for tensor in tensors(session.first) if tensor.device.type == "cpu"]
     batch_bytes = sum(tensor.numel() * tensor.element_size() for tensor in leaves)
     free, _ = torch.cuda.mem_get_info(device)
@@ -321,7 +322,7 @@ def measure_copies(session: Session) -> None:
         raise NotMeasurable(
             f"a batch of {batch_bytes >> 20} MiB and a buffer would take more than half of the free device memory"
         )
-    pageable = torch.ones(BUFFER_BYTES, dtype=torch.uint8, device="cpu")  # written: else its pages are not there
+    pageable = torch.ones(BUFFER_BYTES, dtype=torch.uint8, device="cpu")  # ones: only written pages exist
     pinned = pageable.pin_memory()
     target = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=device)
     gb_ms = BUFFER_BYTES / 1e6
@@ -333,7 +334,7 @@ def measure_copies(session: Session) -> None:
 
 
 def _median_ms(copy: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds between two events around the copy; the first two times do not count."""
+    """Milliseconds between two events around the copy. The first two copies do not count."""
     taken: list[float] = []
     with torch.cuda.device(device):
         for _ in range(2 + _REPEATS):
@@ -349,25 +350,25 @@ def _median_ms(copy: Callable[[], object], device: torch.device) -> float:
 
 
 def measure_device_decode(session: Session) -> None:
-    """Decode images of the folder on the device itself (``backend="nvjpeg"``), with nothing beside it.
+    """Measure the device's rate at decoding the folder's images (``backend="nvjpeg"``), with nothing else running.
 
-    Nothing is noted where that is not possible.
+    Does nothing if that is not possible.
 
     Raises:
-        NotMeasurable: it failed.
+        NotMeasurable: decoding failed.
     """
     if session.device is not None and session.device.type == "cuda" and len(session.parts) == 1:
         try:
             per_s = decode_rate(session.parts[0], session.device, session.counted_s())
-        except (FeedError, RuntimeError) as error:  # of nvJPEG, or memory on the device
+        except (FeedError, RuntimeError) as error:  # nvJPEG failed, or the device has too little memory
             raise NotMeasurable(str(error).partition("\n")[0]) from error
         session.note(device_decode_per_s=per_s)
 
 
 def decode_rate(part: LoaderPart, device: torch.device, max_s: float) -> float | None:
-    """Batches per second, by the same files and crops as the loader's first ones; None where that is not possible.
+    """Batches per second for the files and crops of the loader's first batches; None if that is not possible.
 
-    It is possible for images that are decoded in the workers and go through no transform of the user's.
+    The workers must decode the images, without any transform of the user's.
 
     Args:
         part: the loader.

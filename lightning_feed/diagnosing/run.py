@@ -1,4 +1,4 @@
-"""diagnose: which experiments are run, in what order, for how long, and the verdict on their results."""
+"""diagnose: the choice, order and duration of experiments, and the verdict on their results."""
 
 import math
 import signal
@@ -47,7 +47,7 @@ from lightning_feed.verdict import decide as tree
 from lightning_feed.verdict.diagnosis import Diagnosis
 
 MODEL_EXPERIMENTS = {"model": "model_per_s", "host-batch": "host_batch_per_s"}
-"""Replays of the same batches on the device and from the host, and the fields of their rates."""
+"""Replays of the same batches, on the device and from the host, with the fields for their rates."""
 LOADER_EXPERIMENTS = {
     "loader": ("loader", "keys", "workers"),
     "cached-files": ("cached-files", "disk"),
@@ -56,20 +56,20 @@ LOADER_EXPERIMENTS = {
     "constant-samples": ("constant-samples", "hand-over"),
     "copies": ("copies",),
 }
-"""The experiments with the loader alone, and the parts that each of them has."""
+"""The experiments with the loader alone, and the parts of each."""
 EXPERIMENTS = (*MODEL_EXPERIMENTS, *LOADER_EXPERIMENTS)
-"""Names that users can give. The earlier names ``X1`` to ``X8`` stand for these, in this order."""
+"""Names that users can give. The older names ``X1`` to ``X8`` stand for these, in this order."""
 BUDGET_S, QUICK_BUDGET_S = 90.0, 30.0
 RUN_SHARE, REPLAY_SHARE = 0.17, 0.06
-"""Shares of the budget for the run as it is, and for each replay. The data experiments have the rest."""
+"""Shares of the budget for the unchanged run, and for each replay. The data experiments get the rest."""
 RUN_STEPS, REPLAY_STEPS = 200, 300
 QUICK_RUN_STEPS, QUICK_REPLAY_STEPS = 80, 80
 REPLAYED = (8, 4, 2)
 """Numbers of batches to replay if their shapes differ. The largest for which there is time is taken."""
 PASSES = 5
-"""Times that all of them come: one is warm-up, and two must be left behind it."""
+"""Times that all of them are repeated: one is warm-up, and at least two must follow."""
 FEWEST_RUN_STEPS = 12
-"""The first does not count, and a verdict needs ten."""
+"""Fewest steps of the run: the first does not count, and a verdict needs ten."""
 CALLBACK_HOOKS = (
     *("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end"),
     *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
@@ -93,40 +93,39 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
 ) -> Diagnosis:
     """Find what limits training by experiments.
 
-    Trains for some seconds with the loaders as they are, then with the same batches again and again (on the device,
-    then from the host), on one device, without loggers, checkpoints, validation or other callbacks than
-    PrefetchCallback, and without the module's hooks for the end of a training. What was left out is named in the
-    report. Then drives the training loader alone, with parts of its work left out.
+    Trains for some seconds on one device: first with the loaders unchanged, then with the same batches repeated (on the
+    device, then from the host). Loggers, checkpoints, validation, callbacks other than PrefetchCallback, and the
+    module's hooks for the end of a training do not run; the report names them. Then measures the training loader alone,
+    with parts of its work left out.
 
-    Afterwards these are as before: the ``state_dict`` of the module, of optimizers and schedulers that it has as
-    attributes, and of callbacks that ran; ``requires_grad``, ``train()`` and ``eval()``; the random states of torch,
-    numpy and Python; attributes of the data module and its data sets; your own loaders. Gradients are dropped. What
-    else your code changes in a training step is not put back: the command ``lightning-feed diagnose`` runs in a process
-    of its own.
+    Afterwards these are restored: the ``state_dict`` of the module, of optimizers and schedulers in its attributes, and
+    of callbacks that ran; ``requires_grad``, ``train()`` and ``eval()``; the random states of torch, numpy and Python;
+    attributes of the data module and its data sets; your own loaders. Gradients are dropped. Other changes that your
+    code makes in a training step remain. To avoid them, use the command ``lightning-feed diagnose``, which runs in a
+    separate process.
 
     Args:
-        trainer: the Trainer that trains the model. It is only read. None: a Trainer for the device that Lightning
-            chooses.
+        trainer: the Trainer to copy settings from. None: a Trainer for the device that Lightning chooses.
         model: the module. None: only the loader is measured.
         datamodule: the data module, unless ``train_dataloaders`` or the module gives the training loader.
         train_dataloaders: as for ``Trainer.fit``.
         quick: a third of the time.
-        only: experiments to run, such as "model" and "loader"; None: all. With a module, the run as it is always comes
+        only: experiments to run, such as "model" and "loader"; None: all. With a module, the unchanged run always comes
             first.
         out: folder for ``feed_report.json``, ``.md`` and ``.html``; None: nothing is written.
-        previous: the report of an earlier run, or its path. Its predictions for remedies that are in effect now are
+        previous: the report of an earlier run, or its path. Its predictions for remedies that you have applied are
             compared with this run, in the ``report_card`` of the files.
-        budget_s: about how many seconds to take in all; None: 90, or 30 with ``quick``.
-        callbacks: also run the Trainer's callbacks of your own classes in the first fit, whatever they write or upload,
+        budget_s: approximate total seconds; None: 90, or 30 with ``quick``.
+        callbacks: also run the Trainer's callbacks of your own classes in the first fit, even if they write or upload,
             but not their hooks for the end of a training.
 
     Raises:
         SettingsError: when there is nothing to load from, or the Trainer cannot be used.
         ReportError: when ``out`` cannot be written to, or ``previous`` cannot be read; nothing was run.
-        FeedError: when the run without changes fails; the cause is attached.
-        DiagnosisFailed: the same, with what was measured before.
-        DiagnosisNotWritten: when the files cannot be written in the end, with the verdict.
-        DiagnosisInterrupted: on Ctrl-C and SIGTERM, with what was measured.
+        FeedError: when the unchanged run fails; the cause is attached.
+        DiagnosisFailed: when your code fails later, with the results so far.
+        DiagnosisNotWritten: when the files cannot be written at the end, with the verdict.
+        DiagnosisInterrupted: on Ctrl-C and SIGTERM, with the results so far.
     """
     asked = _check_only(only)
     limit_s = (QUICK_BUDGET_S if quick else BUDGET_S) if budget_s is None else budget_s
@@ -134,7 +133,7 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
         raise SettingsError(f"budget_s={budget_s!r}: give the seconds that the experiments may take, more than 0.")
     earlier = read_document(previous) if isinstance(previous, (str, Path)) else previous
     if out is not None:
-        check_writable(Path(out))  # a minute of experiments is not to be lost in the end
+        check_writable(Path(out))  # do not lose a minute of experiments at the end
     session = _open(trainer, model, datamodule, train_dataloaders, callbacks=callbacks)
     experiments = _Experiments(session, asked, limit_s, quick=quick)
     failure = _run(experiments)
@@ -154,7 +153,7 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
 def _write(
     diagnosis: Diagnosis, previous: Report | None, out: str | Path | None
 ) -> tuple[list[Path], ReportError | None]:
-    """The files written, and the error where they could not be: a full disk must not cost the verdict."""
+    """Write the files; return them, or the error: a full disk must not cost the verdict."""
     if out is None:
         return [], None
     try:
@@ -172,7 +171,7 @@ def _check_only(only: Iterable[str] | None) -> tuple[str, ...]:
     unknown = [name for name in asked if name not in EXPERIMENTS]
     if unknown or not asked:
         raise SettingsError(
-            f"only={','.join(asked)!r}: {unknown[0] if unknown else 'nothing'} is no experiment. Give any of "
+            f"only={','.join(asked)!r}: {unknown[0] if unknown else 'an empty list'} is not an experiment. Give any of "
             f"{', '.join(EXPERIMENTS)}."
         )
     return asked
@@ -207,7 +206,7 @@ def _run(experiments: "_Experiments") -> FeedError | None:
     except KeyboardInterrupt:
         stops.note(signal.SIGINT)
     except Exception as error:
-        # Ctrl-C reaches the workers too, and the loader fails of it.
+        # Ctrl-C also reaches the workers, which makes the loader fail.
         if stops.number is None:
             if not isinstance(error, FeedError) or not experiments.found_anything():
                 raise
@@ -218,7 +217,7 @@ def _run(experiments: "_Experiments") -> FeedError | None:
 class _Experiments:
     """The experiments of one diagnosis, and their results so far.
 
-    Ctrl-C is raised through; where Python dropped it, it is raised between steps of a fit and between experiments.
+    Ctrl-C is raised at once. If Python dropped it, it is raised after the current step of a fit or experiment.
     """
 
     def __init__(self, session: DiagnosisSession, asked: tuple[str, ...], budget_s: float, *, quick: bool) -> None:
@@ -227,11 +226,11 @@ class _Experiments:
         self._asked, self._budget_s, self._quick = asked, budget_s, quick
         self._results = ExperimentResults()
         self._rates: dict[str, Any] = {}
-        """Of the replays, by field of the results."""
+        """Rates of the replays, by field of the results."""
         self._left_out: dict[str, str] = {}
 
     def found_anything(self) -> bool:
-        """Check for results of an experiment, or of the run as it is."""
+        """True if an experiment, or the unchanged run, has a result."""
         measured = self.session.measured
         found = self._results != ExperimentResults() or any(self._rates.values())
         return found or (measured is not None and measured.stats.step_ms is not None)
@@ -242,7 +241,7 @@ class _Experiments:
         measured = session.measured
         if measured is None:
             loaders: list[AnyLoader] = []
-            with suppress(LoaderError):  # no DataLoader: nothing is known of it
+            with suppress(LoaderError):  # not a DataLoader: no facts are known
                 loaders = [part.loader for part in parts_of(session.train_loaders)]
             facts = LoopFacts(device_type=session.device.type, usable_cpus=read_machine().usable_cpus)
             none = StarvationStats(steps=0, confidence="low")
@@ -261,14 +260,14 @@ class _Experiments:
         return replace(measured, experiments=results)
 
     def run(self, state: ModelState, bar: object) -> None:
-        """Run all of them.
+        """Run all experiments.
 
         Args:
-            state: the module's state, with which each replay begins.
+            state: the module's state at the beginning of each replay.
             bar: a tqdm bar of 100 steps.
 
         Raises:
-            FeedError: when the run as it is fails.
+            FeedError: when the unchanged run fails.
         """
         session, self._bar = self.session, bar
         if session.model is None:
@@ -277,7 +276,7 @@ class _Experiments:
                 session.set_up()
         else:
             self._run_as_it_is()
-            # The same weights in each: a long fit of one batch ends in other numbers than training.
+            # Each begins with the same weights: after a long fit of one batch they differ from those in training.
             for name, sample in (("model", session.device_batches), ("host-batch", session.host_batches)):
                 session.stops.check()
                 if name in self._asked:
@@ -304,7 +303,7 @@ class _Experiments:
             self._left_out[REST_OF_THE_FIT] = beside
         if session.trainer.num_devices * session.trainer.num_nodes > 1:
             self._left_out["ranks"] = (
-                "trained on one device; GPUStarvationCallback() measures in the run itself what ranks cost each other"
+                "trained on one device; to compare ranks, use GPUStarvationCallback() in the run itself"
             )
 
     def _replay(self, name: str, sample: Sample) -> None:
@@ -322,15 +321,15 @@ class _Experiments:
         try:
             per_s = session.replay(batches, limits, on_device=on_device)
         except Exception as error:  # noqa: BLE001  # the other experiments do not need this one
-            session.stops.check()  # Ctrl-C reaches the workers too, and they fail of it
+            session.stops.check()  # Ctrl-C also reaches the workers, and makes them fail
             self._left_out[name] = f"it failed: {in_a_line(error)}"
             return
         self._rates[MODEL_EXPERIMENTS[name]] = per_s
         if per_s is None:
-            self._left_out[name] = "too few steps in the time that there was: give it more, or leave --quick out"
+            self._left_out[name] = "too few steps in the available time: allow more, or leave --quick out"
 
     def _batches_and_limits(self, sample: Sample) -> tuple[list[Batch], Limits]:
-        """As many batches of the run as can be replayed often enough in the time that there is."""
+        """The batches of the run to replay, as many as the time allows, and the length of the fit."""
         session, seconds = self.session, REPLAY_SHARE * self._budget_s
         accumulate = session.trainer.accumulate_grad_batches
         most = (QUICK_REPLAY_STEPS if self._quick else REPLAY_STEPS) * accumulate
@@ -375,7 +374,7 @@ class _Experiments:
             self._left_out.update(dict.fromkeys(unmade, str(error)))
 
     def _show(self, words: str, share: float) -> None:
-        """Show on the bar the present experiment, and the share of the time that is over."""
+        """Show the present experiment, and the share of time used, on the bar."""
         self._bar.set_description_str(words)
         self._bar.update(100 * share - self._bar.n)
 
@@ -383,7 +382,7 @@ class _Experiments:
 # --- experiments on loading ---------------------------------------------------------------------------------------
 
 _LEAST_S = 0.3
-"""A share is never smaller; with less time left, an experiment is not begun."""
+"""Shortest time for an experiment. With less time left, it is not started."""
 
 
 @dataclass(frozen=True)
@@ -391,11 +390,11 @@ class Experiment:
     """An experiment on loading."""
 
     what: str
-    """A few words for the progress bar."""
+    """Short description for the progress bar."""
     measure: Callable[[Session], None]
-    """Adds figures to the session's results, or raises NotMeasurable."""
+    """Function that adds figures to the session's results, or raises NotMeasurable."""
     weight: float
-    """Its relative part of the time."""
+    """Weight for its share of the time."""
 
 
 DATA_EXPERIMENTS = {
@@ -415,11 +414,11 @@ DATA_EXPERIMENTS = {
     "workers": Experiment("other numbers of workers", rates.measure_scaling, 4.0),
     "copies": Experiment("copies to the device", rates.measure_copies, 0.5),
 }
-"""By name, in the order in which they are run."""
+"""Experiments by name, in the order of running."""
 _BUILD_ON_LOADER = {"keys", "disk", "cached-files", "cold-files", "workers", "copies"}
 """Experiments that need the result of ``loader``."""
 _OF_ANY_ITERABLE = {"loader", "keys", "copies"}
-"""Experiments that need no DataLoader."""
+"""Experiments that do not need a DataLoader."""
 
 
 def run_data_experiments(
@@ -431,23 +430,23 @@ def run_data_experiments(
     on_progress: Callable[[str, float], object] = lambda *_: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[ExperimentResults]:
-    """Run the experiments one after the other, and yield all results so far after each of them.
+    """Run the experiments one after the other, and yield all results so far after each.
 
-    The user's loaders, data sets, samplers and all random generators are restored after each ``next()``, also when it
-    raises: a KeyboardInterrupt leaves the results that were yielded before it. Each experiment builds its own loaders;
-    the user's are never iterated.
+    The user's loaders, data sets, samplers and all random generators are restored after each ``next()``, even if it
+    raises; results yielded before a KeyboardInterrupt remain valid. Each experiment builds its own loaders; the user's
+    are never iterated.
 
     Args:
-        loader: the result of ``train_dataloader``: a DataLoader, a dict or list of them, a CombinedLoader; of any other
-            iterable that can be iterated again, only the rate is measured.
+        loader: the result of ``train_dataloader``: a DataLoader, a dict or list of them, or a CombinedLoader. For any
+            other iterable that can be iterated again, only the rate is measured.
         device: device that batches go to; None: none.
-        budget_s: seconds for all experiments. One may take longer where a single batch does.
-        only: names of experiments. ``loader`` is run for each one that builds on it.
-        on_progress: called with the name of the next experiment and the share of the work that is done, 0 to 1.
+        budget_s: seconds for all experiments. They may take longer if a single batch does.
+        only: names of experiments. ``loader`` also runs if one of them needs its result.
+        on_progress: called with the name of the next experiment and the share of work done, 0 to 1.
         clock: seconds.
 
     Raises:
-        DatasetError: the loader as configured cannot load a sample, with the sample and the worker as far as known.
+        DatasetError: the loader as configured cannot load a sample; the message names sample and worker, if known.
         LoaderError: the loader hangs or is empty.
     """
     names = [name for name in DATA_EXPERIMENTS if name in only]
@@ -473,13 +472,13 @@ def run_data_experiments(
 
 
 def _check_possible(session: Session, name: str, no_loader: str | None, *, late: bool) -> None:
-    """Raise NotMeasurable for an experiment that cannot be run with this loader, or in time."""
+    """Raise NotMeasurable for an experiment that is impossible with this loader, or comes too late."""
     if no_loader is not None and name not in _OF_ANY_ITERABLE:
         raise NotMeasurable(no_loader)
     if late and name not in ("loader", "keys"):
         raise NotMeasurable("no time was left for it")
     if name in _BUILD_ON_LOADER and session.alone is None:
-        raise NotMeasurable("it builds on the loader alone, which was not measured")
+        raise NotMeasurable("it needs the rate of the loader alone, which was not measured")
 
 
 # --- what is not run ----------------------------------------------------------------------------------------------
@@ -495,7 +494,7 @@ def _own_callbacks(trainer: AnyTrainer) -> list[Any]:
 
 
 def _left_out_of_the_fit(session: DiagnosisSession) -> str:
-    """The names of the parts of a fit that a diagnosis does not run; empty where there are none."""
+    """The names of the parts of a fit that a diagnosis does not run; empty if there are none."""
     trainer, model, data = session.trainer, session.model, session.datamodule
     has_data = data is None or any(_host.is_overridden(one, "val_dataloader") for one in (model, data))
     validates = has_data and trainer.limit_val_batches and _host.is_overridden(model, "validation_step")
@@ -507,6 +506,6 @@ def _left_out_of_the_fit(session: DiagnosisSession) -> str:
         return ""
     more = "; --callbacks, or callbacks=True, runs the callbacks here" if callbacks else ""
     return (
-        f"{', '.join(names)}: not run, since they may write files or upload. What they take, the report of "
-        f"GPUStarvationCallback() in the fit itself tells{more}"
+        f"{', '.join(names)}: not run, since they may write files or upload. To measure them, use "
+        f"GPUStarvationCallback() in the fit itself{more}"
     )

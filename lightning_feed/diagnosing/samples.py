@@ -1,4 +1,4 @@
-"""The cost of making samples: reading, decoding, each transform and each function of the user's; and without them."""
+"""The cost of making samples: of reading, decoding, each transform and each of the user's functions; rates without."""
 
 import copy
 import sys
@@ -44,7 +44,7 @@ _NAMES = {
 }
 _PACKAGES = ("torchvision.transforms", "torchaudio.transforms", "albumentations", "kornia", "monai.transforms")
 _BY_CHANCE = ("RandomApply", "RandomChoice", "RandomOrder", "OneOf", "SomeOf", "OneOrOther")
-"""Containers of which each call uses a part only: timed as one step."""
+"""Containers that use only some of their steps in each call: timed as one step."""
 _DEEPEST = 6
 _MOST_SAMPLES = 200
 
@@ -61,7 +61,7 @@ class Site:
 
     @property
     def held(self) -> Any:
-        """The transform as the owner holds it, which may be in a wrapper of ours."""
+        """The transform in the owner's attribute, which may be inside a wrapper of ours."""
         return vars(self.owner)[self.attribute]
 
     @property
@@ -72,14 +72,14 @@ class Site:
 
 @contextmanager
 def replaced(transforms: Mapping[Site, Any]) -> Iterator[None]:
-    """A context in which each site holds another transform, which gets what the user's own gets."""
+    """Context manager to replace the transform at each site. The new one gets the same arguments."""
     before = {site: site.held for site in transforms}
     try:
         for site, made in transforms.items():
             was = before[site]
             if isinstance(was, UserTransform):
                 made = UserTransform(made, kind="pil" if was.takes_pil else "tensor")
-            vars(site.owner)[site.attribute] = made  # past whatever the owner does about attributes
+            vars(site.owner)[site.attribute] = made  # bypasses the owner's own __setattr__
         yield
     finally:
         for site, was in before.items():
@@ -87,13 +87,13 @@ def replaced(transforms: Mapping[Site, Any]) -> Iterator[None]:
 
 
 def find_sites(dataset: object) -> list[Site]:
-    """The transforms of a data set and of the data sets in it: subsets, concatenations, wrappers."""
+    """The transforms of a data set and of the data sets inside it: subsets, concatenations, wrappers."""
     found = [Site(owner, name) for one in _data_sets_in(dataset) for owner, name in _attributes(one)]
     return list({(id(site.owner), site.attribute): site for site in found}.values())
 
 
 def _data_sets_in(dataset: object, depth: int = 0) -> Iterator[Any]:
-    """A data set, and those that it holds in its attributes or in lists there."""
+    """A data set, and the data sets in its attributes, or in lists there."""
     yield dataset
     values = list(vars(dataset).values()) if depth < _DEEPEST and hasattr(dataset, "__dict__") else []
     for value in values:
@@ -104,11 +104,11 @@ def _data_sets_in(dataset: object, depth: int = 0) -> Iterator[Any]:
 
 def _attributes(dataset: object) -> Iterator[tuple[Any, str]]:
     if isinstance(dataset, ImageDataset):
-        if not dataset.encoded:  # then it only draws by its recipe, and others apply it
+        if not dataset.encoded:  # else it only draws the recipe's numbers, and the recipe is applied elsewhere
             yield dataset, "recipe"
         return
     for name, value in list(getattr(dataset, "__dict__", {}).items()):
-        if type(value).__name__ == "StandardTransform":  # torchvision's pair of the two that it is made of
+        if type(value).__name__ == "StandardTransform":  # torchvision's pair of transform and target_transform
             yield from ((value, inner) for inner in ("transform", "target_transform") if getattr(value, inner, None))
             continue
         is_transform = name.lstrip("_") in _NAMES or type(value).__module__.startswith(_PACKAGES)
@@ -121,7 +121,7 @@ def _attributes(dataset: object) -> Iterator[tuple[Any, str]]:
 
 @dataclass
 class Spent:
-    """The time that a step took so far, in nanoseconds, without the steps in it."""
+    """Nanoseconds that a step has taken so far, without the steps inside it."""
 
     cpu_ns: int = 0
     wall_ns: int = 0
@@ -129,12 +129,12 @@ class Spent:
 
 @dataclass
 class StepTimer:
-    """The times of all steps, in the order in which they were met.
+    """The times of all steps, in the order of their first call.
 
     Attributes:
         on: True while calls count.
-        cpu: CPU time of this process in ns.
-        wall: time in ns.
+        cpu: clock of this process's CPU time, in nanoseconds.
+        wall: clock, in nanoseconds.
     """
 
     on: bool = False
@@ -142,17 +142,17 @@ class StepTimer:
     wall: Callable[[], int] = time.perf_counter_ns
     steps: dict[str, Spent] = field(default_factory=dict)
     _inner: Spent = field(default_factory=Spent)
-    """Time of the steps within the present one."""
+    """Time of the steps inside the present one."""
 
     def step(self, name: str) -> str:
-        """Add a step, and return its name; one that is taken gets a number."""
+        """Add a step, and return its name, with a number if the name is taken."""
         same = sum(one == name or one.startswith(f"{name} (") for one in self.steps)
         name = f"{name} ({same + 1})" if same else name
         self.steps[name] = Spent()
         return name
 
     def call(self, step: str, function: Callable[..., Any], *args: object, **named: Any) -> Any:
-        """Call the function, and add the time to the step, less that of the steps within it."""
+        """Call the function, and add its time to the step, without that of the steps inside it."""
         if not self.on:
             return function(*args, **named)
         outer, self._inner = self._inner, Spent()
@@ -166,7 +166,7 @@ class StepTimer:
 
 
 class _Timed:
-    """Proxy that times a step. It has the step's attributes, and passes ``isinstance`` as the step does."""
+    """Proxy that times a step. It has the step's attributes, and looks like the step to ``isinstance``."""
 
     def __init__(self, step: Any, name: str, timer: StepTimer) -> None:
         self._step, self._name, self._timer = step, name, timer
@@ -185,11 +185,10 @@ class _Timed:
 
 
 def timed(transform: Any, timer: StepTimer) -> Any:
-    """A copy of a transform that times its steps; the transform itself is not written to.
+    """A copy of a transform that times its steps. The transform itself is not changed.
 
-    ``Compose`` and its like are entered: what has a list ``transforms`` of other steps, as of torchvision,
-    albumentations and MONAI, and ``nn.Sequential``. Steps are called as the container calls them, with positional
-    arguments or keywords. What a container does beside calling them belongs to what calls it.
+    Steps inside ``nn.Sequential`` and containers like ``Compose``, with a list ``transforms`` (torchvision,
+    albumentations, MONAI), are timed one by one. A container's own time counts as its caller's.
     """
     steps = getattr(transform, "transforms", None)
     if isinstance(transform, nn.Sequential):
@@ -198,14 +197,16 @@ def timed(transform: Any, timer: StepTimer) -> Any:
     elif isinstance(steps, (list, tuple)) and _calls(transform, steps):
         twin = copy.copy(transform)
         vars(twin)["transforms"] = type(steps)(timed(step, timer) for step in steps)
-    else:  # a step, which may be a thing that cannot be copied
+    else:  # a step, which it may be impossible to copy
         return _Timed(transform, timer.step(name_of(transform)), timer)
     return twin
 
 
 def _calls(transform: object, steps: Sequence[Any]) -> bool:
-    """True for a container that calls these steps one after the other; False where they are functions that a single
-    step is made of, as in albumentations' ColorJitter."""
+    """True for a container that calls these steps one after the other.
+
+    False if they are parts of a single step, as in albumentations' ColorJitter.
+    """
     if not steps or type(transform).__name__ in _BY_CHANCE or not all(map(callable, steps)):
         return False
     named = any("Compose" in kind.__name__ for kind in type(transform).__mro__)
@@ -222,7 +223,7 @@ def name_of(step: object) -> str:
 
 
 def measure_costs(session: Session) -> None:
-    """The costs of all loaders' samples, by name."""
+    """Measure the costs of all loaders' samples, by name."""
     share_s = session.share_s / len(session.parts)
     costs = [(part.name, cost) for part in session.parts for cost in sample_costs(part, share_s)]
     session.note(costs=tuple(replace(cost, name=f"{of}: {cost.name}" if of else cost.name) for of, cost in costs))
@@ -231,21 +232,21 @@ def measure_costs(session: Session) -> None:
 def sample_costs(
     part: LoaderPart, max_s: float, *, timer: StepTimer | None = None, samples: int = _MOST_SAMPLES
 ) -> tuple[NamedCost, ...]:
-    """The cost of each step that makes a sample, in this process, with one thread where workers would have one.
+    """The cost of each step of making a sample in this process, with as many threads as a worker would have.
 
-    Each sample is made twice and timed the second time, so that its files are in the page cache; of an iterable data
-    set every second one is timed. Data sets that separate reading from decoding (a :class:`CacheableDataset`,
-    torchvision's folders) have both by name; of others, all that is no transform is ``load``.
+    Each sample is made twice and timed the second time, so that its files are in the page cache. For an iterable data
+    set, every second sample is timed. Reading and decoding are separate costs if the data set separates them (a
+    :class:`CacheableDataset`, torchvision's folders); else everything except transforms is ``load``.
 
     Args:
         part: a loader with a map-style or an iterable data set.
-        max_s: seconds to take at most.
+        max_s: longest time in seconds.
         timer: keeps the times; its clocks count nanoseconds.
-        samples: number of samples at most.
+        samples: largest number of samples.
 
     Raises:
-        DatasetError: when a sample cannot be made.
-        LoaderError: when one takes longer than ``max_s``.
+        DatasetError: a sample cannot be made.
+        LoaderError: a sample takes longer than ``max_s``.
     """
     timer = timer or StepTimer()
     dataset: AnyDataset = part.loader.dataset
@@ -277,7 +278,7 @@ def sample_costs(
 
 
 _END = object()
-"""Given by a stream that has come to its end."""
+"""Result at the end of a stream."""
 
 
 def _maker(part: LoaderPart, indices: Iterable[Any], timer: StepTimer) -> Callable[[Any], Any]:
@@ -291,7 +292,7 @@ def _maker(part: LoaderPart, indices: Iterable[Any], timer: StepTimer) -> Callab
         return partial(timer.call, timer.step("read"), dataset.__getitem__)
     in_steps = isinstance(base, CacheableDataset)
     if not in_steps and not (callable(getattr(base, "loader", None)) and hasattr(base, "samples")):
-        # The steps of transforms are timed by themselves, and all the rest is one.
+        # The steps of transforms are timed one by one, and all the rest together.
         return partial(timer.call, timer.step("load"), dataset.__getitem__)
     make = _make_in_steps if in_steps else _make_of_folder
     for stage in _STAGES[make]:
@@ -300,7 +301,7 @@ def _maker(part: LoaderPart, indices: Iterable[Any], timer: StepTimer) -> Callab
 
 
 def _make_of_folder(timer: StepTimer, dataset: AnyDataset, index: object) -> None:
-    """Make a sample of torchvision's folder, whose ``loader(path)`` reads and decodes. Reading is timed by itself."""
+    """Make a sample of torchvision's folder, whose ``loader(path)`` reads and decodes. Reading is timed separately."""
     base, inner = innermost(dataset, index)
     read, decode = timer.steps["read"], timer.steps["decode"]
     before = replace(read)
@@ -311,12 +312,12 @@ def _make_of_folder(timer: StepTimer, dataset: AnyDataset, index: object) -> Non
 
 
 def _make_in_steps(timer: StepTimer, dataset: object, index: object) -> None:
-    """Make a sample by the public methods of a CacheableDataset, past its cache."""
+    """Make a sample with the public methods of a CacheableDataset, without its cache."""
     base, inner = innermost(dataset, index)
     decoded = timer.call("decode", base.decode, timer.call("read", base.read, inner), inner)
     if not getattr(getattr(decoded, "flags", None), "writeable", True):
         decoded = decoded.copy()
-    if isinstance(base, ImageDataset):  # its recipe is all of it, and timed by its own name
+    if isinstance(base, ImageDataset):  # its recipe is the whole transform, and timed under its own name
         base.augment(decoded, inner)
     else:
         timer.call("augment", base.augment, decoded, inner)
@@ -327,7 +328,7 @@ _STAGES = {_make_of_folder: ("read", "decode"), _make_in_steps: ("read", "decode
 
 @contextmanager
 def threads_of_a_worker(part: LoaderPart) -> Iterator[None]:
-    """A context in which torch has one thread where the loader has workers."""
+    """Context manager to give torch as many threads as a worker has: one, if the loader has workers."""
     threads = torch.get_num_threads()
     try:
         if part.loader.num_workers:
@@ -341,11 +342,11 @@ def threads_of_a_worker(part: LoaderPart) -> Iterator[None]:
 
 
 class Constant:
-    """Replaces a transform, and gives what that gave once, whatever it is called with.
+    """Replaces a transform, and always returns the same result.
 
     Args:
-        made: the result to give.
-        decodes: True for the recipe of an ImageDataset: the whole image is decoded, since that is not the recipe's own
+        made: the result.
+        decodes: True for the recipe of an ImageDataset: the whole image is still decoded, as that is not a transform's
             work.
     """
 
@@ -355,7 +356,7 @@ class Constant:
         self.made, self.decodes = made, decodes
 
     def __call__(self, *args: Any, **named: object) -> Any:
-        """Return a fresh copy of the result."""
+        """Return a new copy of the result."""
         if self.decodes:
             args[0].whole()
         return fresh(self.made)
@@ -369,7 +370,7 @@ class _Noting:
 
     def __init__(self, transform: Any) -> None:
         self.transform = transform
-        self.crops = getattr(transform, "crops", False)  # recipes have it
+        self.crops = getattr(transform, "crops", False)  # recipes have this attribute
 
     def __call__(self, *args: object, **named: Any) -> Any:
         self.made = self.transform(*args, **named)
@@ -378,12 +379,12 @@ class _Noting:
 
 
 def _rate_with(session: Session, other: Callable[[Site, _Noting], Any]) -> float | None:
-    """The rate of the loaders with other transforms; None where there are none to replace.
+    """The rate of the loaders with other transforms; None if there are none to replace.
 
     Args:
-        session: with the loaders.
-        other: gives the transform for a site, by the arguments and the result of the user's own for one sample; None to
-            keep the user's.
+        session: the session with the loaders.
+        other: returns the transform for a site, from the arguments and the result of the user's own for one sample;
+            None to keep the user's.
     """
     session.check_memory()
     others: dict[Site, Any] = {}
@@ -401,10 +402,10 @@ def _rate_with(session: Session, other: Callable[[Site, _Noting], Any]) -> float
 
 
 def measure_without_transforms(session: Session) -> None:
-    """The rate of the loaders with every transform's result given instead of made.
+    """Measure the rate of the loaders with a constant result in place of each transform.
 
-    Reading, decoding, collating and handing over stay as they are, with the same shapes. Nothing is noted where there
-    is no transform.
+    Reading, decoding, collating and handing over are unchanged, with the same shapes. Does nothing if there is no
+    transform.
     """
 
     def constant(site: Site, note: _Noting) -> Constant:
@@ -415,7 +416,7 @@ def measure_without_transforms(session: Session) -> None:
 
 
 class UntilSized:
-    """The first steps of a pipeline, and what they give as a uint8 tensor of shape (C, H, W).
+    """The first steps of a pipeline, with their result as a uint8 tensor of shape (C, H, W).
 
     Args:
         steps: called one after the other, each with the result of the one before.
@@ -435,20 +436,20 @@ class UntilSized:
 
 
 def measure_as_uint8(session: Session) -> None:
-    """The rate of the loaders with the pixel work left to the device: images at their final size, as uint8.
+    """Measure the rate of the loaders with pixel work left to the device: images at their final size, as uint8.
 
-    Of a pipeline of transforms (torchvision's ``Compose`` of either version, ``nn.Sequential``), those up to the last
-    one that changes the image's size stay in the workers, since a batch needs one size. What comes after them (flips,
-    colours, blurs, conversions to floats, normalising) can be done for the whole batch in ``device_transform``, and is
-    left out here. Nothing is noted where no pipeline of images is found.
+    In a pipeline of transforms (torchvision's ``Compose`` of either version, ``nn.Sequential``), those up to the last
+    one that changes the image's size stay in the workers, because a batch needs one size. Later transforms (flips,
+    colours, blurs, conversion to floats, normalising) can run for the whole batch in ``device_transform``, and are left
+    out here. Does nothing if there is no such pipeline.
     """
     session.note(as_uint8_per_s=_rate_with(session, _until_sized))
 
 
 def _until_sized(site: Site, note: _Noting) -> UntilSized | None:
-    """The steps that would stay in the workers; None for a pipeline that is not of images, or gives uint8 already.
+    """The steps that would stay in the workers; None for a pipeline without images, or one that ends in uint8 already.
 
-    Images with boxes or masks are not considered: the device would have to transform those too.
+    Also None for images with boxes or masks: the device would have to transform those, too.
     """
     pipeline = site.transform
     if type(pipeline) in (v1.Compose, v2.Compose):
@@ -468,7 +469,7 @@ def _until_sized(site: Site, note: _Noting) -> UntilSized | None:
 
 
 def _size_of(image: object) -> list[int] | None:
-    """[height, width]; None for what is no image."""
+    """[height, width] of an image; None for anything else."""
     if isinstance(image, Image.Image) or (isinstance(image, Tensor) and image.ndim == 3):
         size: list[int] = v2.functional.get_size(image)
         return size
@@ -479,7 +480,7 @@ def _size_of(image: object) -> list[int] | None:
 
 
 class _Files:
-    """The files of an image folder, read whole: a SampleSource."""
+    """A SampleSource that reads the files of an image folder."""
 
     def __init__(self, folder: ImageFolder) -> None:
         self.classes = tuple(folder.classes)
@@ -497,15 +498,15 @@ class _Files:
 
 
 def measure_crops(session: Session) -> None:
-    """The cost of a sample of an image folder, and its cost with only the crop decoded.
+    """Measure the cost of an image folder's sample, as it is, and with only the crop decoded.
 
     Each sample is made both ways in turn, with the same random numbers and the user's transform, so that other programs
-    slow both down alike. Nothing is noted for loaders that ImageFolderDataModule cannot replace: see
+    slow both down alike. Does nothing for loaders that ImageFolderDataModule cannot replace: see
     :func:`folder_to_crop`.
 
     Raises:
-        DatasetError: when a sample cannot be made.
-        LoaderError: when one takes very long.
+        DatasetError: a sample cannot be made.
+        LoaderError: a sample takes very long.
     """
     part = session.parts[0]
     dataset: AnyDataset = part.loader.dataset
@@ -525,7 +526,7 @@ def measure_crops(session: Session) -> None:
             if beat.stopped or (done and time.monotonic() - began > session.share_s):
                 break
             beat.beat()
-            timer.on = True  # the first sample of each does not count
+            timer.on = True  # the first sample made in each way does not count
         return done
 
     with preserve_state(part.loader), threads_of_a_worker(part):
@@ -546,10 +547,10 @@ def measure_crops(session: Session) -> None:
 
 
 def folder_to_crop(loader: DataLoader[Batch]) -> ImageFolder | None:
-    """The image folder of a loader that ImageFolderDataModule can replace; None for another loader.
+    """The image folder of a loader that ImageFolderDataModule can replace; None for any other loader.
 
-    The transform begins with a RandomResizedCrop, images are read as RGB, labels are left alone, samples come in random
-    order, each once, and are collated by torch.
+    Such a loader has a transform that begins with a RandomResizedCrop, RGB images, unchanged labels, each sample once
+    in random order, and torch's collate.
     """
     if not with_loaders(LoopFacts(), [loader]).decodes_whole or loader.collate_fn is not default_collate:
         return None
@@ -578,22 +579,22 @@ def _cropping(dataset: AnyDataset, folder: ImageFolder) -> AnyDataset:
 _SAMPLING_S = 0.001
 """Time between two samples of the stack."""
 _SWITCH_S = 0.0001
-"""Longest wait of the sampling thread for pure Python: code that runs after it would be seen instead."""
+"""Longest wait of the sampling thread for the interpreter: later code would be seen instead."""
 _SILENT_S = 60.0
-"""A batch that takes longer is taken to hang."""
+"""Seconds after which a batch counts as hanging."""
 _MOST_FUNCTIONS = 6
 _LEAST_SHARE = 0.05
-"""Functions that take less of a batch's time are not reported."""
+"""Smallest share of a batch's time for a function to be reported."""
 _CLASS_CALLS = {"__call__", "__init__", "forward", "_call_impl", "_wrapped_call_impl"}
-"""Methods by which a class itself is meant."""
+"""Methods that are reported as their class."""
 
 Stage = Literal["samples", "collate"]
 
 
 class StackTally:
-    """Time of the stages that make batches, and of the user's functions in them, as samples of the stack show it.
+    """Times of the stages that make batches, and of the user's functions in them, from samples of the stack.
 
-    Time belongs to the innermost function of the user's; the call into a library is named beside it.
+    Time counts for the user's innermost function, with the name of the call into a library.
     """
 
     def __init__(self) -> None:
@@ -610,7 +611,7 @@ class StackTally:
         """By stage, function, its name, and what it calls: time by line."""
 
     def enter(self, stage: Stage, now: float) -> None:
-        """Begin a stage, and end the one before it."""
+        """Begin a stage, and end the previous one."""
         self._total[self._stage] += now - self._entered
         self._stage, self._entered, self._sampled = stage, now, now
 
@@ -645,7 +646,7 @@ class StackTally:
 
 
 def measure_functions(session: Session) -> None:
-    """The time for making samples and collating them, of all loaders, and the user's functions in them."""
+    """Measure the time for making and collating samples, over all loaders, and the user's functions in it."""
     made = [time_batches(part, session.share_s / len(session.parts)) for part in session.parts]
     functions = sorted((one for _, found in made for one in found), key=lambda one: -one.ms_per_batch)
     session.note(
@@ -656,7 +657,7 @@ def measure_functions(session: Session) -> None:
 
 
 def time_batches(part: LoaderPart, max_s: float) -> tuple[dict[Stage, float], list[FunctionCost]]:
-    """Make batches in this process, with one thread where workers would have one. The first does not count.
+    """Time batches made in this process, with as many threads as a worker would have. The first does not count.
 
     Args:
         part: a loader with a map-style or an iterable data set.
@@ -666,7 +667,7 @@ def time_batches(part: LoaderPart, max_s: float) -> tuple[dict[Stage, float], li
         Milliseconds per batch by stage, and the user's functions.
 
     Raises:
-        LoaderError: when no batch can be made in this process, or one takes very long.
+        LoaderError: no batch can be made in this process, or one takes very long.
     """
     tally = StackTally()
 
@@ -680,7 +681,7 @@ def time_batches(part: LoaderPart, max_s: float) -> tuple[dict[Stage, float], li
         plain, number = _in_this_process(part, partial(collate, beat)), -1
         with sampled(tally):
             began = time.perf_counter()
-            for number, _ in enumerate(chain(plain, plain)):  # twice: there may be one batch only
+            for number, _ in enumerate(chain(plain, plain)):  # twice: there may be only one batch
                 tally.enter("samples", time.perf_counter())
                 if number == 0:
                     tally.clear()
@@ -713,7 +714,7 @@ def _in_this_process(part: LoaderPart, collate: Callable[[Any], object]) -> Data
 
 @contextmanager
 def sampled(tally: StackTally) -> Iterator[None]:
-    """A context in which the stack of this thread is sampled about every millisecond."""
+    """Sample the stack of this thread about every millisecond, as a context manager."""
     ident, done = threading.get_ident(), threading.Event()
 
     def sample() -> None:
@@ -743,7 +744,7 @@ def _name_of(frame: FrameType) -> str:
 
 
 def _name_of_call(frame: FrameType) -> str:
-    """The name of a call: a class where its objects are called, else ``Image.convert``, or the function."""
+    """The name of a call: the class if an object is called, else ``Image.convert``, or the function."""
     name = frame.f_code.co_name
     if "self" not in frame.f_locals:
         return name

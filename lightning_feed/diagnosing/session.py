@@ -1,4 +1,4 @@
-"""The loaders under experiment, with the state and the measurements that all experiments share."""
+"""The loaders under experiment, and the state and results that all experiments share."""
 
 import copy
 import math
@@ -42,17 +42,17 @@ from lightning_feed.trials.cloning import (
 T = TypeVar("T")
 
 WHOLE = "batch"
-"""The name of a batch that has no parts."""
+"""The name of a batch without parts."""
 START_S = 60.0
-"""The loader as configured may take this long to give its first batches, whatever the budget: every other experiment
-needs it, and spawned workers may import for long."""
+"""Extra seconds for the loader as configured to start: all other experiments need its result, and spawned workers may
+take long to import."""
 _LEAST_S = 2.0
-"""Every loader may run this long, whatever its share of the budget, and twice the start-up time of the user's."""
+"""Shortest time for a loader, to which twice the start-up time of the user's loader is added."""
 _NUMBER_BYTES = 8
 
 
 class NotMeasurable(Exception):
-    """An experiment cannot be run; the message is the reason."""
+    """Raised if an experiment cannot be run. The message is the reason."""
 
 
 # --- the loaders --------------------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ class LoaderPart:
     """One loader."""
 
     name: str
-    """Its place among several: ``real``, ``0``; empty for a single one."""
+    """Its key or number among several loaders: ``real``, ``0``; empty for a single one."""
     loader: DataLoader[Batch]
 
     @property
@@ -79,18 +79,20 @@ class LoaderPart:
         return self.loader.batch_size or 1
 
     def changes(self, **changed: Any) -> Changes:
-        """These changes to the loader, whose sampler begins again at its end."""
+        """Changes to the loader: those given, and a sampler that begins again at its end."""
         return Changes(endless=not self.stream, **changed)
 
     def first_batches(self, count: int) -> list[Batch]:
-        """Indices of the first batches of a pass, as its sampler gives them: lists, or indices where the loader does
-        not batch. Fewer where the pass is shorter."""
+        """The sampler's first batches of indices: lists, or indices if the loader does not batch.
+
+        Fewer if the pass is shorter.
+        """
         with preserve_state(self.loader):
             source = self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
             return list(islice(source, count))
 
     def indices(self, batch: Batch) -> list[Index]:
-        """Indices of the samples of a batch that the sampler gave."""
+        """Indices of the samples in one of the sampler's batches."""
         return [batch] if self.loader.batch_sampler is None else list(batch)
 
     def first_samples(self, count: int) -> list[Sample]:
@@ -100,17 +102,17 @@ class LoaderPart:
 
 
 def parts_of(loader: object) -> tuple[LoaderPart, ...]:
-    """The DataLoaders in what a ``train_dataloader`` returned: one, a dict or list of them, or a CombinedLoader.
+    """The DataLoaders in the result of ``train_dataloader``: one, a dict or list of them, or a CombinedLoader.
 
     Raises:
-        LoaderError: when there is anything else in it.
+        LoaderError: it contains anything else.
     """
     found: list[LoaderPart] = []
 
     def add(loader: object, path: tuple[object, ...]) -> None:
         stages = getattr(loader, "pipeline", None)
         if isinstance(stages, list) and len(stages) == 1:
-            loader = stages[0]  # a WebLoader that adds nothing to the loader in it
+            loader = stages[0]  # a WebLoader that adds nothing to its DataLoader
         if not isinstance(loader, DataLoader):
             name = type(loader).__name__
             raise LoaderError(f"a {name} is not a torch DataLoader, so it cannot be rebuilt with changes")
@@ -118,15 +120,15 @@ def parts_of(loader: object) -> tuple[LoaderPart, ...]:
 
     map_loaders(loader, add)
     if not found:
-        raise LoaderError("There is no loader in it.")
+        raise LoaderError("It contains no loader.")
     return tuple(found)
 
 
 class Together(Iterator[list[Batch]]):
-    """Passes side by side: a batch of each loader is one batch. Keeps the first one, and counts them.
+    """Passes side by side: a batch from each loader counts as one. Keeps the first one, and counts them.
 
     Attributes:
-        iterators: those of the loaders.
+        iterators: the loaders' iterators.
         first: the first batch of each loader.
         came: number of batches so far.
     """
@@ -152,10 +154,10 @@ class Together(Iterator[list[Batch]]):
 
 @contextmanager
 def naming(dataset: object, index: object) -> Iterator[None]:
-    """A context in which an error of the data set becomes one that names the sample.
+    """Convert an error of the data set to one that names the sample, as a context manager.
 
     Raises:
-        DatasetError: instead of the data set's own error.
+        DatasetError: in place of the data set's own error.
     """
     try:
         yield
@@ -163,11 +165,11 @@ def naming(dataset: object, index: object) -> Iterator[None]:
         raise
     except Exception as error:
         kind, why = type(dataset).__name__, f"{type(error).__name__}: {str(error).rstrip('.')}"
-        if "thread" in str(error):  # of sqlite3 and others that are bound to the thread that made them
+        if "thread" in str(error):  # sqlite3 and others are bound to the thread that made them
             raise DatasetError(
-                f"The data set ({kind}) works only in the thread that made it ({why}). Experiments load in a thread of "
-                "their own, so that one that hangs can be given up. Your fit is not concerned. To experiment, open "
-                "what is bound to a thread in each thread that uses it."
+                f"The data set ({kind}) works only in the thread that made it ({why}). Experiments load in a separate "
+                "thread, so that a hanging one can be abandoned. Your fit is not affected. To run experiments, open "
+                "resources that are bound to a thread, such as database connections, in each thread that uses them."
             ) from error
         raise DatasetError(
             f"The data set ({kind}) failed to return sample {index}: {why}. Fix or exclude this sample."
@@ -175,15 +177,15 @@ def naming(dataset: object, index: object) -> Iterator[None]:
 
 
 def not_hanging(work: Callable[[Heartbeat], T], silent_s: float, what: str) -> T:
-    """The result of ``work``, which may not be silent for long.
+    """The result of ``work``, unless it hangs.
 
     Args:
-        work: calls ``beat()`` at least every ``silent_s``.
-        silent_s: seconds that it may be silent.
+        work: calls ``beat()`` at least every ``silent_s`` seconds.
+        silent_s: longest time between two beats.
         what: subject of the message.
 
     Raises:
-        LoaderError: the work was silent for longer.
+        LoaderError: no beat for longer than ``silent_s``.
     """
     message = (
         f"{what} took longer than {silent_s:g} s. See what it waits for: a lock, a connection, a file system that does "
@@ -193,16 +195,16 @@ def not_hanging(work: Callable[[Heartbeat], T], silent_s: float, what: str) -> T
 
 
 def make_sample(part: LoaderPart, max_s: float = 60.0) -> Sample:
-    """The first sample of the part, made in this process, as a worker would.
+    """The loader's first sample, made in this process as a worker would.
 
     Raises:
-        DatasetError: when it cannot be made, or there is none.
-        LoaderError: when it takes longer than ``max_s``.
+        DatasetError: the sample cannot be made, or there is none.
+        LoaderError: the sample takes longer than ``max_s``.
     """
     dataset = part.loader.dataset
     indices = ["the first"] if part.stream else part.first_samples(1)
     if not indices:
-        raise DatasetError("The sampler gives no batch at all. Check the length of the data set, and drop_last.")
+        raise DatasetError("The sampler gives no batch. Check the length of the data set, and drop_last.")
 
     def make(_: Heartbeat) -> list[Sample]:
         return list(islice(iter(dataset), 1)) if part.stream else [dataset[indices[0]]]
@@ -210,12 +212,12 @@ def make_sample(part: LoaderPart, max_s: float = 60.0) -> Sample:
     with naming(dataset, indices[0]):
         samples = not_hanging(make, max_s, f"Sample {indices[0]} of the data set ({type(dataset).__name__})")
     if not samples:
-        raise DatasetError("The iterable data set gives nothing at all. Check where it reads from.")
+        raise DatasetError("The iterable data set gives no sample. Check its source.")
     return samples[0]
 
 
 def fresh(sample: object) -> Sample:
-    """The sample, with dicts and lists as shallow copies: collate functions take things out of them."""
+    """The sample with shallow copies of its dicts and lists: collate functions may remove entries."""
     return copy.copy(sample) if isinstance(sample, (Mapping, list)) else sample
 
 
@@ -238,7 +240,7 @@ class Session:
     machine: Machine = field(default_factory=read_machine)
     results: ExperimentResults = field(default_factory=ExperimentResults)
     parts: tuple[LoaderPart, ...] = ()
-    """Empty for what is no DataLoader."""
+    """Empty if the loader is not a DataLoader."""
     samples: list[Sample] = field(default_factory=list)
     """A sample of each loader."""
     first: list[Batch] = field(default_factory=list)
@@ -246,19 +248,19 @@ class Session:
     alone: LoaderRate | None = None
     """The rate of the loaders as configured."""
     share_s: float = 1.0
-    """Seconds that the present experiment has."""
+    """Seconds for the present experiment."""
     subset: Any = None
-    """The first batches, and the files that they are made of; chosen once, so that experiments can be compared."""
+    """The first batches and their files; chosen once, so that experiments can be compared."""
 
     def prepare(self) -> str | None:
         """Find the DataLoaders, and draw a sample of each.
 
         Returns:
-            The reason why they cannot be built again with changes; None when they can.
+            The reason why they cannot be rebuilt with changes; None if they can.
 
         Raises:
             DatasetError: a sample cannot be made.
-            LoaderError: one takes very long.
+            LoaderError: a sample takes very long.
         """
         with preserve_state(self.loader):
             try:
@@ -273,15 +275,15 @@ class Session:
         return None
 
     def note(self, **figures: Any) -> None:
-        """Put figures among the results."""
+        """Add figures to the results."""
         self.results = replace(self.results, **figures)
 
     def counted_s(self, share: float = 1.0) -> float:
-        """The part of the experiment's time, or of a share of it, that is counted; the rest is start-up and warm-up."""
+        """Seconds that are counted, of a share of the experiment's time; the rest is start-up and warm-up."""
         return max(0.1, min(3.0, 0.4 * share * self.share_s))
 
     def rate(self, change: Callable[[LoaderPart], Changes] = LoaderPart.changes, **options: Any) -> float:
-        """Batches per second of the loaders with changes; options as for :meth:`drain`."""
+        """Batches per second of the loaders with changes. Options as for :meth:`drain`."""
         return self.drain(change, **options)[0].batches_per_s
 
     def drain(
@@ -292,19 +294,19 @@ class Session:
         warm_rounds: int = 2,
         prepare: Callable[[], object] | None = None,
     ) -> tuple[LoaderRate, list[Batch]]:
-        """Drain the loaders together, each with its changes; (rate, first batch of each).
+        """Drain the loaders together, each with its changes. Returns (rate, first batch of each).
 
-        The user's loaders are restored afterwards, whatever happens.
+        The user's loaders are always restored afterwards.
 
         Args:
-            change: gives the changes to each loader.
+            change: returns the changes to a loader.
             share: share of the experiment's time.
             warm_rounds: rounds of each pass that do not count.
             prepare: called before each pass; its time is not counted.
 
         Raises:
-            DatasetError: when loading fails, with the worker and the sample as far as they are known.
-            LoaderError: when a loader hangs, is empty or cannot be built again.
+            DatasetError: loading fails; the message names worker and sample, if known.
+            LoaderError: a loader hangs, is empty or cannot be rebuilt.
         """
         start_s = START_S if self.alone is None else 2 * self.alone.start_s
         max_s = max(share * self.share_s, _LEAST_S) + start_s
@@ -312,7 +314,7 @@ class Session:
         passes: list[Together] = []
         try:
             with preserve_state([part.loader for part in self.parts] or self.loader), warnings.catch_warnings():
-                # As clone_loader does: torch warns once more when a pass begins. The user's own run has said both.
+                # As in clone_loader: torch warns again when a pass begins. The user's own run has shown both warnings.
                 warnings.filterwarnings("ignore", message="This DataLoader will create")
                 warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")
                 clones = [clone_loader(part.loader, change(part)) for part in self.parts]
@@ -330,13 +332,13 @@ class Session:
         return rate, passes[0].first
 
     def check_memory(self, num_workers: int | None = None) -> None:
-        """Make sure that the loaders' queues fit into memory.
+        """Check that the loaders' queues fit into memory.
 
         Args:
-            num_workers: instead of the configured ones.
+            num_workers: number of workers in place of the configured one.
 
         Raises:
-            NotMeasurable: they would take too much.
+            NotMeasurable: the queues would take too much.
         """
         for part, sample in zip(self.parts, self.samples, strict=True):
             workers = part.loader.num_workers if num_workers is None else num_workers
@@ -359,18 +361,18 @@ class Session:
 
 
 def key_bytes(batch: object, place: str = "") -> dict[str, int]:
-    """The bytes of every leaf of a batch by its place in it, in order.
+    """The bytes of each leaf of a batch by its name, in order.
 
-    Mappings, lists, tuples, named tuples and dataclasses are entered; any other object counts as one leaf with the
-    tensors that it holds. Lists of plain values, such as paths, are one leaf too.
+    Leaves are found inside mappings, lists, tuples, named tuples and dataclasses. Any other object is one leaf, with
+    the tensors inside it. A list of plain values, such as paths, is one leaf, too.
 
     Args:
-        batch: as a loader gives it.
-        place: place of the batch itself, where it is part of another.
+        batch: a loader's batch.
+        place: name of the batch itself, if it is part of another.
 
     Returns:
         ``{"image": 602112, "meta.path": 1830}``, ``{"0": 602112, "1": 32}`` for a tuple, ``{"batch": 602112}`` for a
-        batch without parts. Tensors and arrays by their elements, text and bytes by length, numbers as 8.
+        batch without parts. Tensors and arrays count their elements, text and bytes their length, numbers 8.
 
     Example:
         >>> key_bytes({"image": Tensor(2, 3), "meta": {"path": ["a.jpg", "b.jpg"]}})
@@ -380,7 +382,7 @@ def key_bytes(batch: object, place: str = "") -> dict[str, int]:
 
 
 def key_leaves(batch: object, place: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a batch in order, each with its place, as :func:`key_bytes` names them."""
+    """The leaves of a batch in order, with the names that :func:`key_bytes` uses."""
     parts = named_parts(batch)
     if isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"):
         holds_parts = any(isinstance(part, (Tensor, np.ndarray)) or named_parts(part) is not None for part in batch)
@@ -393,7 +395,7 @@ def key_leaves(batch: object, place: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def size_of_leaf(leaf: Any) -> int:
-    """Bytes of a leaf; of a whole sample or batch too."""
+    """Bytes of a leaf, or of a whole sample or batch."""
     if isinstance(leaf, np.ndarray):
         return int(leaf.nbytes)
     if isinstance(leaf, str):

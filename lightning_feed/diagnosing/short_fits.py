@@ -1,4 +1,4 @@
-"""Short fits on the user's objects: the training as it is, and replays of its batches; signals, and state restored."""
+"""Short fits on the user's objects: the unchanged training, and replays of its batches. Signals, and restored state."""
 
 import copy
 import gc
@@ -43,30 +43,30 @@ from lightning_feed.measure.windows import WARM_UP_STEPS
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "device_transform")
 STEP_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 OWN_HOOKS = ("[Callback]ShortFit.", "[Callback]GPUStarvationCallback.")
-"""Hooks that a diagnosis adds to a fit; they are no part of the user's run."""
+"""Hooks that a diagnosis adds to a fit. They are not reported."""
 ENDS = ("on_fit_end", "on_train_end", "teardown", "on_exception", "on_save_checkpoint")
-"""Hooks of the user's that are not called: they may upload what they take for the result of a training."""
+"""The user's hooks that are not called: they may upload the short fit as if it were the result of a training."""
 AS_IT_IS = "training as it is failed"
 LATEST = 3
-"""A fit ends after so many times its seconds, however few its steps."""
+"""A fit ends after this many times its seconds, even with too few steps."""
 PRECISIONS_BY_NAME = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
-"""Classes of precision plugins that ``Trainer(precision=...)`` makes from the name."""
+"""Classes of the precision plugins that ``Trainer(precision=...)`` makes from a name."""
 
 
 # --- signals ------------------------------------------------------------------------------------------------------
 
 
 class StopSignals:
-    """A context in which Ctrl-C and SIGTERM are noted, besides raising KeyboardInterrupt where they come.
+    """Context manager that raises KeyboardInterrupt on Ctrl-C and SIGTERM, and remembers the signal.
 
-    Python drops a KeyboardInterrupt that is raised in a ``__del__`` or in the callback of a weak reference ("Exception
-    ignored in"), and torch's loaders and ``logging`` have both. So :meth:`check` raises it again.
+    Python drops a KeyboardInterrupt raised in a ``__del__`` or in a weak reference's callback ("Exception ignored in"),
+    and torch's loaders and ``logging`` have both. So :meth:`check` raises it again.
 
-    SIGTERM is handled where it would end the process, Ctrl-C where it is not ignored; a handler of the user's own is
-    called first, and decides whether it interrupts. Outside of the main thread no signal is handled.
+    SIGTERM is handled if it would end the process, Ctrl-C if it is not ignored. The user's own handler is called first,
+    and decides if the signal interrupts. Outside the main thread no signal is handled.
 
     Attributes:
-        number: number of the first signal that came; None: none.
+        number: number of the first signal received; None: none.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class StopSignals:
             signal.signal(number, before)
 
     def hold_back(self) -> None:
-        """Note signals from now on without raising: what runs now must not be interrupted."""
+        """From now on, note signals without raising: the code that follows must not be interrupted."""
         self._held = True
 
     def note(self, number: int) -> None:
@@ -103,7 +103,7 @@ class StopSignals:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         before = self._before[number]
-        if os.getpid() != self._pid and before is signal.SIG_DFL:  # a worker that was forked just now
+        if os.getpid() != self._pid and before is signal.SIG_DFL:  # a newly forked worker
             signal.signal(number, before)
             os.kill(os.getpid(), number)
         elif self._held:
@@ -120,12 +120,13 @@ class StopSignals:
 
 
 class ModelState:
-    """The ``state_dict`` of a module, of the optimizers and schedulers that its attributes are, and of callbacks;
-    ``train()``, ``eval()`` and ``requires_grad``. Tensors are kept in host memory.
+    """Saved state of a module, of the optimizers and schedulers in its attributes, and of callbacks.
+
+    Holds each ``state_dict``, ``train()`` or ``eval()``, and ``requires_grad``. Tensors are kept in host memory.
 
     Args:
-        model: the module; None: nothing of it is kept.
-        callbacks: callbacks of the user's.
+        model: the module, or None.
+        callbacks: the user's callbacks.
     """
 
     def __init__(self, model: nn.Module | None, callbacks: Sequence[Any] = ()) -> None:
@@ -135,7 +136,7 @@ class ModelState:
         self._learning = [(one, one.requires_grad) for one in self._model.parameters() if not is_lazy(one)]
         held = [value for one in modules for value in vars(one).values() if isinstance(value, (Optimizer, LRScheduler))]
         self._states = [(one, tree_map(_on_host, copy.deepcopy(one.state_dict()))) for one in [*held, *callbacks]]
-        # That of the class: a module of the user's may leave parameters out of what it saves.
+        # The base class's state_dict: the user's may leave parameters out.
         self._values = {
             name: _on_host(value)
             for name, value in nn.Module.state_dict(self._model).items()
@@ -163,7 +164,7 @@ def _on_host(value: object) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The length of a fit: ``most`` steps, or ``seconds`` with no fewer than ``least`` steps."""
+    """The length of a fit: at most ``most`` steps, or ``seconds`` with at least ``least`` steps."""
 
     least: int
     most: int
@@ -172,22 +173,22 @@ class Limits:
 
 @dataclass
 class DiagnosisSession:
-    """The user's objects that experiments train on, and the measurements of the training as it is.
+    """The user's objects that experiments train on, and the measurements of the unchanged training.
 
     Attributes:
         package: ``lightning.pytorch`` or ``pytorch_lightning``.
-        trainer: the user's; read only.
-        model: the user's, or None.
-        datamodule: the user's, or None.
-        loaders: the user's training loaders; None where the data module or the module has them.
+        trainer: the user's Trainer, never changed.
+        model: the user's module, or None.
+        datamodule: the user's data module, or None.
+        loaders: the user's training loaders; None if the data module or the module has them.
         compiled: the user's module from ``torch.compile``, if ``model`` was compiled.
-        callbacks: the user's that run in the training as it is.
+        callbacks: the user's callbacks that run in the unchanged training.
         stops: signals that end the fits.
         train_loaders: the data module's loaders, or dicts or lists of them. Fits and experiments get copies.
-        measured: measurements of the training as it is.
-        host_batches: batches of that training, as the loader gave them.
-        device_batches: the same as the step got them.
-        uses: for each part of the batch, True if the first step read it, None if that is not known.
+        measured: measurements of the unchanged training.
+        host_batches: batches of that training, from the loader.
+        device_batches: the same batches, as passed to the step.
+        uses: for each part of the batch, True if the first step read it, None if unknown.
     """
 
     package: ModuleType
@@ -212,14 +213,14 @@ class DiagnosisSession:
 
     @property
     def loader_owner(self) -> Any:
-        """The object with the ``train_dataloader``; None where the loaders were given."""
+        """The object with ``train_dataloader``; None if the loaders were passed."""
         return None if self.loaders is not None else self.model if self.datamodule is None else self.datamodule
 
     @contextmanager
     def restoring(self) -> Iterator[ModelState]:
-        """A context that handles signals, and restores what the fits change. Gives the module's state."""
+        """Context manager to handle signals, and to restore what the fits change. Yields the module's state."""
         if self.device.type == "cuda":
-            torch.cuda.init()  # its generators are kept too
+            torch.cuda.init()  # so that its generators are restored, too
         with self.stops, preserve_state(self.datamodule, self.loaders):
             state = ModelState(self.model, self.callbacks)
             try:
@@ -232,20 +233,20 @@ class DiagnosisSession:
         """Get the training loaders as Lightning would, without fitting.
 
         Raises:
-            SettingsError: when there are none.
+            SettingsError: there are none.
         """
         self.train_loaders, owner = self.loaders, self.loader_owner
         if owner is None:
             return
-        if owner is self.model or owner.trainer is None:  # a module raises where it has none
+        if owner is self.model or owner.trainer is None:  # a module without a Trainer raises
             owner.trainer = self.trainer
         owner.prepare_data()
         owner.setup("fit")
         self.train_loaders = owner.train_dataloader()
         if self.train_loaders is None:
             raise SettingsError(
-                f"{type(owner).__name__}.train_dataloader() gives None, so there is nothing to load from. Have "
-                "it return the training loader, such as a DataLoader."
+                f"{type(owner).__name__}.train_dataloader() returned None, so there is nothing to load. Make it return "
+                "the training loader, such as a DataLoader."
             )
 
     def tear_down(self) -> None:
@@ -254,7 +255,7 @@ class DiagnosisSession:
             self.datamodule.teardown("fit")
 
     def place(self) -> Place | None:
-        """The place where the user sets the training loader up; their Trainer knows the keys of the command line."""
+        """The place in the user's code that sets up the training loader. Their Trainer has the command line's keys."""
         try:
             loaders = [part.loader for part in parts_of(self.train_loaders)]
             return place_of(self.loader_owner, self.trainer, self.datamodule, loaders)
@@ -262,12 +263,12 @@ class DiagnosisSession:
             return None
 
     def run_as_it_is(self, limits: Limits) -> None:
-        """A fit with the user's loaders: the measurements, batches, which parts of them are read."""
+        """Run a fit with the user's loaders. Records measurements, batches, and the parts that a step reads."""
         feed = import_module("lightning_feed" if self.package.__name__ == "lightning.pytorch" else "lightning_feed.pl")
         meter = feed.GPUStarvationCallback(nvml=False, report=False)
 
         def on_start(trainer: object) -> None:
-            queue = batches_ahead(_host.train_loaders(trainer))  # for so many steps a full queue hides a slow loader
+            queue = batches_ahead(_host.train_loaders(trainer))  # a full queue hides a slow loader for so many steps
             short_fit.limits = replace(limits, most=limits.most + queue + WARM_UP_STEPS)
             short_fit.wraps += self._watch_batches(trainer, queue + WARM_UP_STEPS)
 
@@ -291,16 +292,16 @@ class DiagnosisSession:
             measured = meter.report().measurements
             theirs = tuple(hook for hook in measured.hooks if not hook.name.startswith(OWN_HOOKS))
             facts = replace(measured.facts, place=self.place() or measured.facts.place)
-            # The wall time is that of this short fit, and nobody's.
+            # The wall time is this short fit's, which is of no interest.
             self.measured = replace(measured, hooks=theirs, facts=facts, wall=None)
 
     def replay(self, batches: Sequence[Batch], limits: Limits, *, on_device: bool) -> float | None:
-        """Batches per second of a fit whose steps get ``batches`` again and again. None: too few steps.
+        """Batches per second of a fit whose steps get ``batches`` repeatedly; None: too few steps.
 
         Args:
-            batches: as the step gets them, if they are on the device, else as the loader gives them.
+            batches: batches as passed to the step, if on the device, else from the loader.
             limits: length of the fit.
-            on_device: leave the transfer to the device out, with its hooks.
+            on_device: leave out the transfer to the device, with its hooks.
         """
         pace = Pace(self.device)
 
@@ -331,7 +332,7 @@ class DiagnosisSession:
         set_up: bool = True,
         prefetch: bool = True,
     ) -> None:
-        """Run a short fit on ``give(loaders)``; with ``set_up=False`` on a data module that is set up already."""
+        """Run a short fit on ``give(loaders)``; with ``set_up=False``, the data module is already set up."""
 
         def given(original: Callable[[], Any]) -> Any:
             self.train_loaders = original() if set_up else self.train_loaders
@@ -341,7 +342,7 @@ class DiagnosisSession:
         if self.loaders is not None:
             data = {"train_dataloaders": given(lambda: self.loaders)}
         stdin, wraps, before = sys.stdin, self._wraps(given, set_up=set_up), None
-        with suppress(RuntimeError):  # it has none
+        with suppress(RuntimeError):  # it has no Trainer
             before = self.model.trainer
         try:
             with tempfile.TemporaryDirectory(prefix="feed_diagnose_") as folder:
@@ -352,10 +353,10 @@ class DiagnosisSession:
                 wrap.undo()
             sys.stdin = stdin
             self.model.trainer, trainer = before, None
-            gc.collect()  # a Trainer is a ring of objects; with it go the workers of this fit
+            gc.collect()  # a Trainer is part of reference cycles; this also ends the workers of this fit
 
     def _wraps(self, given: Callable[[Any], Any], *, set_up: bool) -> list[_host.Wrap]:
-        """The methods of the user's that are replaced for a fit."""
+        """The user's methods to replace for a fit."""
         owner, parts = self.loader_owner, [self.model, self.datamodule, *self.callbacks]
         silenced = [(one, name) for one in parts for name in ENDS if _host.is_overridden(one, name)]
         if owner is not None and owner is self.datamodule and not set_up:
@@ -365,19 +366,19 @@ class DiagnosisSession:
         return wraps + [_host.Wrap(one, name, nothing) for one, name in silenced]
 
     def _run_fit(self, trainer: AnyTrainer, short_fit: Any, data: dict[str, Any]) -> None:
-        """``trainer.fit``, from which Ctrl-C and SIGTERM come as KeyboardInterrupt, other exits as they are."""
+        """Call ``trainer.fit``; raise KeyboardInterrupt for Ctrl-C and SIGTERM, and other exits unchanged."""
         try:
             trainer.fit(self.model if self.compiled is None else self.compiled, **data)
         except SystemExit as end:
-            # Lightning's own, for a SIGTERM in a process where the user has a handler for it.
+            # Lightning raises this for a SIGTERM if the user has a handler for it.
             if isinstance(end, import_module(f"{self.package.__name__}.utilities.exceptions").SIGTERMException):
                 self.stops.note(signal.SIGTERM)
-            elif not short_fit.interrupted and self.stops.number is None:  # Lightning makes an exit of Ctrl-C
+            elif not short_fit.interrupted and self.stops.number is None:  # Lightning turns Ctrl-C into an exit
                 raise
             raise KeyboardInterrupt from end
 
     def _watch_batches(self, trainer: AnyTrainer, warm_up: int) -> list[_host.Wrap]:
-        """Keep batches of a fit, before and after the transfer to the device, and watch the first step read its own."""
+        """Keep batches of a fit, before and after the transfer to the device, and watch the first step read one."""
         if _host.takes_iterator(self.model):
             return []
         self.host_batches, self.device_batches = Sample(warm_up), Sample(warm_up)
@@ -406,7 +407,7 @@ class DiagnosisSession:
         ]
 
     def _read_elsewhere(self) -> bool:
-        """Check for hooks of the user's that get the batch too, or change it before the step sees it."""
+        """True if other hooks of the user get the batch, or change it before the step."""
         seers = [(one, hook) for one in (self.model, self.datamodule) for hook in TRANSFER_HOOKS]
         seers += [(one, hook) for one in (self.model, *self.trainer.callbacks) for hook in STEP_HOOKS]
         return any(_host.is_overridden(one, hook) for one, hook in seers)
@@ -418,8 +419,8 @@ def open_session(
     """Open a session for the arguments of ``Trainer.fit``. Without a Trainer, Lightning chooses the device.
 
     Raises:
-        SettingsError: when they come from both packages or from neither, when the Trainer is training now, when this
-            process is one of several ranks, or when the model is sharded.
+        SettingsError: the objects come from both packages or from neither, the Trainer is training now, this process is
+            one of several ranks, or the model is sharded.
     """
     plain = getattr(model, "_orig_mod", model)
     known = [one for one in (trainer, plain, datamodule) if one is not None]
@@ -430,14 +431,14 @@ def open_session(
         raise SettingsError("This Trainer is running. Call diagnose() before or after fit(), not from within.")
     elif _host.shards_the_model(trainer):
         raise SettingsError(
-            f"{type(trainer.strategy).__name__} divides the model among devices, and diagnose() trains on one. "
-            "Diagnose the data module alone, diagnose(None, None, datamodule), and add GPUStarvationCallback() to "
+            f"{type(trainer.strategy).__name__} divides the model among devices, but diagnose() trains on one. "
+            "Diagnose only the data module, with diagnose(None, None, datamodule), and add GPUStarvationCallback() to "
             "the run."
         )
     elif torch.distributed.is_available() and torch.distributed.is_initialized():
         raise SettingsError(
-            "This process is one of several ranks. Run diagnose() in a process of its own, on one device; "
-            "GPUStarvationCallback() measures what ranks cost each other in the run itself."
+            "This process is one of several ranks. Run diagnose() in a separate process, on one device. To compare "
+            "ranks, use GPUStarvationCallback() in the run itself."
         )
     return DiagnosisSession(package, trainer, plain, datamodule, loaders, model if plain is not model else None)
 
@@ -455,14 +456,14 @@ def short_trainer(package: Any, like: Any, callbacks: list[Any], folder: str, *,
     """A new Trainer on one device, with the settings of ``like`` that change what a step does.
 
     Kept: accelerator, the first of the devices, precision, accumulation, clipping, ``max_epochs`` and ``max_steps``
-    (which schedulers read), ``limit_train_batches``, ``log_every_n_steps``, anomaly detection, and PrefetchCallback. A
-    module that had a logger finds one, which drops everything.
+    (which schedulers read), ``limit_train_batches``, ``log_every_n_steps``, anomaly detection, and PrefetchCallback. If
+    there was a logger, there is one that drops everything.
     Left out: loggers, checkpoints, validation, progress bar, profiler, all other callbacks.
     """
     device = like.strategy.root_device
     kept = [callback for callback in like.callbacks if prefetch and isinstance(callback, PrefetchCallback)]
     mine = [*copy.deepcopy(kept), *callbacks]
-    dummy = import_module(f"{package.__name__}.loggers.logger").DummyLogger  # on which everything can be called
+    dummy = import_module(f"{package.__name__}.loggers.logger").DummyLogger  # accepts any call
     same = ("max_epochs", "max_steps", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
     trainer = package.Trainer(
         **{name: getattr(like, name) for name in same},
@@ -488,7 +489,7 @@ def short_trainer(package: Any, like: Any, callbacks: list[Any], folder: str, *,
 
 
 def _precision(like: Any) -> dict[str, Any]:
-    """The precision by its name; a plugin of the user's own as a copy, since a GradScaler in it has a state."""
+    """The precision by its name; a copy of a user's own plugin, because its GradScaler has a state."""
     kind = type(like.precision_plugin)
     if kind.__name__ in PRECISIONS_BY_NAME and _host.defined_by_lightning(kind):
         return {"precision": like.precision}
@@ -505,12 +506,12 @@ class ShortFit:
         self.steps = self.epochs = 0
         self.interrupted = False
         self.wraps: list[_host.Wrap] = []
-        """To be undone after the fit."""
+        """Replaced methods, to be restored after the fit."""
         self._planned = math.inf
         self._began = 0.0
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: object) -> None:
-        """Begin the clock, and let the fit go on past the end of the training."""
+        """Start the clock, and let the fit continue past the user's ``max_epochs`` and ``max_steps``."""
         self.stops.check()
         planned = trainer.estimated_stepping_batches
         self._planned = math.inf if planned == -1 else planned
@@ -522,10 +523,10 @@ class ShortFit:
     def on_train_epoch_start(self, trainer: object, pl_module: object) -> None:
         """Count the passes through the loaders."""
         self.epochs += 1
-        self.stops.check()  # the loader of the epoch before is gone, and with it, perhaps, a Ctrl-C
+        self.stops.check()  # a Ctrl-C may have been dropped with the last epoch's loader
 
     def on_train_batch_end(self, trainer: AnyTrainer, *args: object) -> None:
-        """End the fit when its time is over."""
+        """End the fit after its time."""
         self.stops.check()
         self.steps += 1
         self.on_step()
@@ -534,24 +535,24 @@ class ShortFit:
         if self.steps >= self.limits.most or late or took >= LATEST * self.limits.seconds:
             trainer.should_stop = True
         if trainer.global_step + 1 >= self._planned:
-            # A schedule of fixed length raises when it is stepped past its end.
+            # A schedule of fixed length raises if it is stepped past its end.
             self._planned = math.inf
             self.wraps += [_host.Wrap(one.scheduler, "step", nothing) for one in trainer.lr_scheduler_configs]
 
     def on_exception(self, trainer: object, pl_module: object, exception: BaseException) -> None:
-        """Note a Ctrl-C, which Lightning makes an exit of."""
+        """Note a Ctrl-C, which Lightning turns into an exit."""
         if isinstance(exception, KeyboardInterrupt):
             self.interrupted = True
             sys.stdin = io.StringIO()  # Lightning 2.4 calls exit(), which closes it
 
 
 def nothing(*_: object, **__: object) -> None:
-    """Replaces a method that is not to run."""
+    """Stand in for a method that must not run."""
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """A context without warnings and without Lightning's messages, which speak of our short fits."""
+    """Suppress warnings, and Lightning's messages about our short fits, as a context manager."""
     names = (*_host.PACKAGES, *_host.PACKAGES.values(), "lightning.fabric", "lightning_fabric", "lightning_feed")
     levels = {each: each.level for each in map(logging.getLogger, names)}
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""The doctor: its findings on machine and environment, where they are read from, and how they are shown."""
+"""The doctor: findings about the machine and environment, their sources, and their output."""
 
 import dataclasses
 import importlib
@@ -29,13 +29,13 @@ class Finding:
     topic: str
     """The subject, in a word or two."""
     value: str
-    """The value, with its unit; ``"not known"`` where it could not be read."""
+    """The value, with its unit; ``"not known"`` if it could not be read."""
     level: Level = "ok"
     """``"problem"`` breaks or cripples training, ``"warning"`` slows it, ``"note"`` is worth knowing."""
     meaning: str = ""
-    """Its meaning for feeding a GPU, or why it is not known."""
+    """The meaning for feeding a GPU, or the reason why the value is unknown."""
     do: str = ""
-    """The thing to do; "" where there is nothing to do."""
+    """The thing to do; empty if there is nothing to do."""
 
     def only_if(self, fault: bool) -> "Finding":  # noqa: FBT001  # it reads as a sentence
         """Return this finding if there is a fault, else only its topic and value."""
@@ -50,13 +50,13 @@ def _limit(name: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """The sources of all findings: by default this machine and this process; tests give others."""
+    """The sources of all findings: this machine and process by default; tests pass others."""
 
     root: Path = Path("/")
     """The file system to read ``proc``, ``sys`` and ``dev/shm`` from."""
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     load: Callable[[str], Any] = importlib.import_module
-    """Imports a module; an ImportError says that it is absent."""
+    """Imports a module; raises ImportError if it is missing."""
     version: Callable[[str], str | None] = installed_version
     requirements: Callable[[], list[str] | None] = lambda: requires("lightning-feed")
     """Requirements of this package, as in its metadata (``"torch>=2.6"``)."""
@@ -67,7 +67,7 @@ class Sources:
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """Findings as a screen of text: the worst first; within a level in the order in which they were found."""
+    """Findings as text, the worst first; within a level in the order of the checks."""
     topics = max((len(one.topic) for one in findings), default=0)
     lines = [line for one in sorted(findings, key=lambda one: LEVELS.index(one.level)) for line in _lines(one, topics)]
     counts = {level: sum(one.level == level for one in findings) for level in LEVELS[:3]}
@@ -88,5 +88,5 @@ def _wrapped(head: str, below: str, text: str) -> list[str]:
 
 
 def as_plain(findings: Sequence[Finding]) -> dict[str, Any]:
-    """The output of ``--json``: ``schema`` and ``findings``, in the order in which they were found."""
+    """The output of ``--json``: ``schema`` and ``findings``, in the order of the checks."""
     return {"schema": SCHEMA, "findings": [dataclasses.asdict(one) for one in findings]}

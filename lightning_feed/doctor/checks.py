@@ -23,16 +23,16 @@ from lightning_feed.storage.remote_speed import measure_speed, some_files
 from lightning_feed.storage.system import memory_limits, read_text, size_text
 
 BATCH_BYTES = 64 * 3 * 224 * 224 * 4
-"""64 images of 224 x 224 in float32, 38.5 MB: the batch by which /dev/shm is judged."""
+"""64 images of 224 x 224 in float32, 38.5 MB: the batch size for checking /dev/shm."""
 BATCHES_PER_WORKER = 2
-"""DataLoader's prefetch_factor where none is given."""
+"""DataLoader's default prefetch_factor."""
 LITTLE_MEMORY_BYTES = 2 << 30
 MUCH_SWAP_BYTES = 256 << 20
 FEW_FILES = 1024
 UNLIMITED = -1
 SLOW_GOVERNORS = {"powersave", "conservative"}
 SELF_SCALING_DRIVERS = {"intel_pstate", "amd-pstate-epp", "amd_pstate_epp"}
-"""Under these drivers ``powersave`` is the usual name and raises the clock under load (kernel, pm/intel_pstate)."""
+"""With these drivers ``powersave`` is the usual governor, and raises the clock under load (kernel, pm/intel_pstate)."""
 BUSY_PCT = 30
 """NVML's utilisation above which a GPU no longer lowers its link to save power."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -42,12 +42,12 @@ DECODERS = {
     "opencv": ("opencv-python-headless", "opencv-python", "opencv-contrib-python"),
     "torchvision": ("torchvision",),
 }
-"""Decoder -> the packages that bring it."""
+"""Decoder -> the packages that contain it."""
 DALI_PACKAGES = {12: "nvidia-dali-cuda120", 13: "nvidia-dali-cuda130"}
-"""CUDA -> the package of DALI."""
+"""CUDA version -> DALI's package."""
 OLDEST_DALI = 2
 SLOW_REQUEST_MS = 2.0
-"""From which a worker that asks for one file after the other gets fewer than 500 a second."""
+"""Latency above which a worker that requests one file after the other gets fewer than 500 a second."""
 
 
 # --- CPUs, memory, limits -----------------------------------------------------------------------------------------
@@ -94,10 +94,10 @@ def memory(sources: Sources) -> Iterator[Finding]:
     if limits:
         yield _free_memory(*min(limits))
     else:
-        yield Finding("memory", NOT_KNOWN, "note", "neither /proc/meminfo nor a cgroup tells")
+        yield Finding("memory", NOT_KNOWN, "note", "neither /proc/meminfo nor a cgroup shows it")
     swap = dict(re.findall(r"^(Swap\w+):\s*(\d+)", read_text(sources.root / "proc/meminfo"), re.MULTILINE))
     if not {"SwapTotal", "SwapFree"} <= swap.keys():
-        yield Finding("swap", NOT_KNOWN, "note", "/proc/meminfo does not tell")
+        yield Finding("swap", NOT_KNOWN, "note", "/proc/meminfo does not show it")
         return
     total, used = (1024 * one for one in (int(swap["SwapTotal"]), int(swap["SwapTotal"]) - int(swap["SwapFree"])))
     yield Finding(
@@ -136,7 +136,7 @@ def shared_memory(sources: Sources) -> Iterator[Finding]:
         "/dev/shm",
         value,
         "problem" if batches < BATCHES_PER_WORKER else "warning",
-        f"{room}; one worker for each CPU wants {wanted}, and dies with a bus error when it is full",
+        f"{room}; one worker per CPU needs {wanted}, and workers die with a bus error when it is full",
         "Docker: --shm-size=8g or --ipc=host. Kubernetes: an emptyDir with medium: Memory at /dev/shm.",
     )
 
@@ -149,14 +149,14 @@ def open_files(sources: Sources) -> Iterator[Finding]:
         "open files",
         f"{names[0]} (may be raised to {names[1]})",
         "warning",
-        "each tensor that a worker hands over keeps a file open: Too many open files",
+        "each tensor from a worker keeps a file open, which may end in the error: Too many open files",
         f"ulimit -n {65536 if hard == UNLIMITED else min(hard, 65536)}; above that, raise the hard limit, or "
         'torch.multiprocessing.set_sharing_strategy("file_system").',
     ).only_if(soft != UNLIMITED and soft < FEW_FILES)
 
 
 def container(sources: Sources) -> Iterator[Finding]:
-    """The container, if any: its limits are changed where it is started."""
+    """The container, if any. Its limits are set when it is started."""
     first = read_text(sources.root / "proc/1/cgroup")
     signs = {
         "/.dockerenv": (sources.root / ".dockerenv").exists(),
@@ -171,7 +171,7 @@ def container(sources: Sources) -> Iterator[Finding]:
 
 
 def data_url(url: str) -> Iterator[Finding]:
-    """Latency of a request to an object store, and its rate for many at once."""
+    """Latency of a request to an object store, and its rate with many requests at once."""
     place = RemotePlace(url)
     speed = measure_speed(place, some_files(place))
     rate = "" if speed.mb_per_s is None else f", {speed.mb_per_s:.0f} MB/s for many at once"
@@ -185,10 +185,10 @@ def data_url(url: str) -> Iterator[Finding]:
 
 
 def data_folder(path: Path, sources: Sources) -> Iterator[Finding]:
-    """The file system that the data lies on."""
+    """The file system of the data."""
     system, kind = file_system(path, sources.root)
     if system is None or kind is None:
-        yield Finding("data", NOT_KNOWN, "note", "/proc/self/mountinfo does not tell")
+        yield Finding("data", NOT_KNOWN, "note", "/proc/self/mountinfo does not show it")
         return
     where, level, meaning, do = _DISKS[kind]
     yield Finding("data", f"{system}, {where}", level, meaning, do)
@@ -200,30 +200,30 @@ _DISKS: dict[str, tuple[str, Level, str, str]] = {
     "network": (
         "over a network",
         "warning",
-        "each file is a round trip, and others share the line",
+        "each file needs a round trip, and others share the network",
         "Copy it to a local disk or memory (lightning-feed stage), or pack it (lightning-feed pack).",
     ),
     "rotational": (
-        "on a disk that calls itself rotating",
+        "on a disk that reports itself as rotating",
         "warning",
-        "a seek of some milliseconds for each small file in random order; virtual disks often only say so",
+        "each small file in random order needs a seek of some milliseconds; virtual disks often only claim to rotate",
         "Pack it (lightning-feed pack), or stage it to an SSD or memory (lightning-feed stage).",
     ),
     "overlay": (
         "the container's own layers",
         "note",
-        "opening files is slower here, and the disk below is not known",
+        "opening files is slower here, and the disk below is unknown",
         "Mount the data as a volume.",
     ),
 }
-"""Kind of a file system -> its place, and the finding."""
+"""Kind of file system -> its place, and the finding."""
 
 
 # --- GPUs ---------------------------------------------------------------------------------------------------------
 
 
 def gpus(sources: Sources) -> Iterator[Finding]:
-    """Driver and boards by NVML; a board's link and node each on their own."""
+    """Driver and boards from NVML, with separate checks for each board's link and node."""
     nvml = sources.load("pynvml")
     nvml.nvmlInit()
     try:
@@ -234,14 +234,14 @@ def gpus(sources: Sources) -> Iterator[Finding]:
             for topic, check in ((f"PCIe link {index}", _link), (f"GPU {index} node", _node)):
                 try:
                     yield check(topic, nvml, handle, sources)
-                except (nvml.NVMLError, AttributeError) as error:  # not every board and driver knows everything
+                except (nvml.NVMLError, AttributeError) as error:  # not every board and driver has all values
                     yield Finding(topic, NOT_KNOWN, meaning=f"NVML: {error}")
     finally:
         nvml.nvmlShutdown()
 
 
 def torch_cuda(sources: Sources) -> tuple[int, int] | None:
-    """The CUDA that torch is built for, as (12, 6); None without."""
+    """The CUDA version that torch is built for, as (12, 6); None without CUDA."""
     try:
         built = sources.load("torch").version.cuda
     except ImportError:
@@ -269,7 +269,7 @@ def _driver(nvml: Any, wanted: tuple[int, int] | None) -> Finding:
             f"Update the driver, or install a torch built for CUDA {driver[0]}.",
         )
     if driver < wanted:
-        return Finding("driver", value, "note", f"torch is built for {built}, which is newer: it runs")
+        return Finding("driver", value, "note", f"torch is built for {built}, which is newer but still runs")
     return Finding("driver", value, meaning=f"torch is built for {built}")
 
 
@@ -280,7 +280,7 @@ def _link(topic: str, nvml: Any, handle: Any, _: Sources) -> Finding:
     value = f"x{width} of x{widest}, generation {now} of {most}"
     if width < widest:
         meaning = f"copies to the GPU run at {100 * width / widest:.0f} % of the link's width"
-        do = "Look again while it trains; if it stays, reseat the board or use another slot or riser."
+        do = "Check again while it trains; if it stays, reseat the board or use another slot or riser."
         return Finding(topic, value, "warning", meaning, do)
     # An idle GPU lowers the generation by itself.
     meaning = "the link is below its best generation"
@@ -294,7 +294,7 @@ def _node(topic: str, nvml: Any, handle: Any, sources: Sources) -> Finding:
     place = sources.root / "sys/bus/pci/devices" / f"{domain[-4:]}:{rest}"  # NVML writes eight digits, sysfs four
     node, near = read_text(place / "numa_node"), _cpu_set(read_text(place / "local_cpulist"))
     if not node or node == "-1" or not near or not hasattr(os, "sched_getaffinity"):
-        return Finding(topic, NOT_KNOWN, meaning="the system does not tell which CPUs are near")
+        return Finding(topic, NOT_KNOWN, meaning="the system does not show which CPUs are near")
     ours = os.sched_getaffinity(0) & near
     if ours:
         return Finding(topic, f"NUMA node {node}", meaning=f"{len(ours)} of our CPUs are near it")
@@ -308,12 +308,12 @@ def _node(topic: str, nvml: Any, handle: Any, sources: Sources) -> Finding:
 
 
 def pinned_memory(sources: Sources) -> Iterator[Finding]:
-    """The limit on locked memory, and whether pinning works here."""
+    """The limit on locked memory, and a test of pinning."""
     soft, _ = sources.limit("MEMLOCK")
     value = "no limit" if soft == UNLIMITED else f"limit {size_text(soft)}"
     torch = sources.load("torch")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a driver that is too old is named above, in our words
+        warnings.simplefilter("ignore")  # an old driver is reported above, in our words
         there = torch.cuda.is_available()
     if not there:
         yield Finding("pinned memory", value, meaning="not tried: torch sees no CUDA device")
@@ -333,7 +333,7 @@ def pinned_memory(sources: Sources) -> Iterator[Finding]:
 
 
 def _cpu_set(text: str) -> set[int]:
-    """``"0-3,8"`` as numbers."""
+    """CPU numbers from text such as ``"0-3,8"``."""
     ranges = re.findall(r"(\d+)(?:-(\d+))?", text)
     return {number for first, last in ranges for number in range(int(first), int(last or first) + 1)}
 
@@ -346,7 +346,7 @@ def _name(name: str | bytes) -> str:
 
 
 def threads(sources: Sources) -> Iterator[Finding]:
-    """Thread-count variables, and torch's threads, beside the usable CPUs."""
+    """Thread-count variables, and torch's threads, compared with the usable CPUs."""
     usable = read_machine(sources.root).usable_cpus
     given = {name: sources.environ[name] for name in THREAD_VARIABLES if sources.environ.get(name)}
     yield from _thread_variables(given, usable)
@@ -355,7 +355,7 @@ def threads(sources: Sources) -> Iterator[Finding]:
         "torch threads",
         str(count),
         "warning",
-        f"more than the {usable} usable CPUs: torch sees the machine, not the quota",
+        f"more than the {usable} usable CPUs: torch counts the machine's CPUs, not the quota",
         f"OMP_NUM_THREADS={usable}, or torch.set_num_threads({usable}).",
     ).only_if(count > usable)
 
@@ -366,7 +366,7 @@ def _thread_variables(given: dict[str, str], usable: int) -> Iterator[Finding]:
     invalid = ", ".join(f"{name}={given[name]}" for name, count in counts.items() if count is None)
     most = max((count for count in counts.values() if count is not None), default=0)
     if invalid:
-        meaning = f"{invalid}: no number of threads, so it is ignored, or stops what reads it"
+        meaning = f"{invalid}: not a number of threads; programs ignore it, or stop at it"
         yield Finding(topic, shown, "warning", meaning, f"Set a whole number from 1 to {usable}, or leave it out.")
     if most > usable:
         meaning = f"more threads than the {usable} usable CPUs: they take turns and slow each other"
@@ -376,13 +376,13 @@ def _thread_variables(given: dict[str, str], usable: int) -> Iterator[Finding]:
             topic,
             shown,
             "note",
-            "right for workers; in the main process CPU operations use one thread (torchrun sets it so)",
-            "Leave it out where the model trains on the CPU.",
+            "right for workers; in the main process CPU operations use one thread (torchrun sets it)",
+            "Leave it out if the model trains on the CPU.",
         ).only_if(1 in counts.values() and usable > 1)
 
 
 def _thread_count(name: str, value: str) -> int | None:
-    """Threads that a variable asks for; None where it is not a number. OpenMP's may be a list: its first counts."""
+    """Threads that a variable sets; None if it is not a number. OpenMP's may be a list: its first number counts."""
     parts = [part.strip() for part in (value.split(",") if name == "OMP_NUM_THREADS" else [value])]
     return int(parts[0]) if all(part.isdecimal() and int(part) > 0 for part in parts) else None
 
@@ -391,7 +391,7 @@ def _thread_count(name: str, value: str) -> int | None:
 
 
 def pillow(sources: Sources) -> Iterator[Finding]:
-    """The Pillow that is installed, and its JPEG library."""
+    """The installed Pillow, and its JPEG library."""
     simd = sources.version("Pillow-SIMD")
     name = f"Pillow {sources.load('PIL').__version__}" if simd is None else f"Pillow-SIMD {simd}"
     if sources.load("PIL.features").check_feature("libjpeg_turbo"):
@@ -401,7 +401,7 @@ def pillow(sources: Sources) -> Iterator[Finding]:
         "Pillow",
         f"{name}, without libjpeg-turbo",
         "warning",
-        "JPEGs decode slower than they could",
+        "JPEGs decode more slowly than they could",
         "Install Pillow's own wheel, or use another decoder: pip install 'lightning-feed[images]'",
     )
 
@@ -416,48 +416,48 @@ def decoders(sources: Sources) -> Iterator[Finding]:
     ).only_if(bool(missing))
     if "opencv" in there:
         count, usable = int(sources.load("cv2").getNumThreads()), read_machine(sources.root).usable_cpus
-        meaning = f"in every worker, on {usable} usable CPUs; our loaders set it to fit"
+        meaning = f"in every worker, on {usable} usable CPUs; our loaders set a suitable number"
         yield Finding(
             "OpenCV threads", str(count), "note", meaning, "In workers of your own: cv2.setNumThreads(0)"
         ).only_if(count > 1)
 
 
 def _installed_dali(sources: Sources) -> dict[int, Version]:
-    """By the CUDA that each is built for."""
+    """Versions of the installed DALI builds, by CUDA version."""
     versions = {cuda: sources.version(package) for cuda, package in DALI_PACKAGES.items()}
     return {cuda: Version(version) for cuda, version in versions.items() if version is not None}
 
 
 def dali(sources: Sources) -> Iterator[Finding]:
-    """The installed DALI, and whether it is built for torch's CUDA. It is not imported."""
+    """The installed DALI, compared with torch's CUDA. DALI is not imported."""
     installed = _installed_dali(sources)
     ours, _ = torch_cuda(sources) or (None, None)
     package = DALI_PACKAGES[12 if ours is not None and ours < 13 else 13]
     value = ", ".join(f"{version} for CUDA {cuda}" for cuda, version in installed.items())
     if not installed:
-        meaning = 'backend="dali-gpu" and "dali-cpu" need it; see whether decoding limits: lightning-feed diagnose'
+        meaning = 'backend="dali-gpu" and "dali-cpu" need it; lightning-feed diagnose shows if decoding limits'
         fault = Finding("DALI", "not installed", "note", meaning, f"pip install {package}")
         yield fault if ours is not None else Finding("DALI", "not installed", meaning=meaning)
     elif list(installed) != [ours or next(iter(installed))]:
-        meaning = "one build alone may be installed, of torch's CUDA: else dali-gpu refuses it"
+        meaning = "dali-gpu needs exactly one build, for torch's CUDA"
         others = " ".join(DALI_PACKAGES[cuda] for cuda in installed)
         again = f"pip uninstall --yes {others} && pip install {package}"
         yield Finding("DALI", value, "warning", meaning, again if ours in DALI_PACKAGES else "")
     else:
-        meaning = f"older than {OLDEST_DALI}.0, the oldest that is supported"
+        meaning = f"older than {OLDEST_DALI}.0, the oldest supported version"
         old = min(installed.values()).major < OLDEST_DALI
         yield Finding("DALI", value, "warning", meaning, f"pip install --upgrade {package}").only_if(old)
 
 
 def nvjpeg(sources: Sources) -> Iterator[Finding]:
-    """The nvJPEG of torchvision, as far as its build tells."""
+    """torchvision's nvJPEG, judging by its build."""
     if sources.version("torchvision") is None:
-        return  # named with the versions
+        return  # reported with the versions
     ours, built = torch_cuda(sources), getattr(sources.load("torchvision.version"), "cuda", None)
     sources.load("torchvision.io")  # which registers the operators
     if built is not None and hasattr(sources.load("torch").ops.image, "decode_jpegs_cuda"):
-        # No build says so itself; torchvision's own for CUDA are made with nvJPEG.
-        yield Finding("nvJPEG", "in torchvision", meaning='backend="nvjpeg" decodes on the GPU by it')
+        # No build reports this; torchvision's own builds for CUDA include nvJPEG.
+        yield Finding("nvJPEG", "in torchvision", meaning='backend="nvjpeg" decodes on the GPU with it')
     elif ours is None:
         yield Finding("nvJPEG", "not in torchvision", meaning="this torch has no CUDA to decode on")
     else:
@@ -474,17 +474,17 @@ def nvjpeg(sources: Sources) -> Iterator[Finding]:
 
 
 def versions(sources: Sources) -> Iterator[Finding]:
-    """Versions beside the oldest that are supported."""
+    """Versions, compared with the oldest supported ones."""
     yield Finding("python", platform.python_version())
     needed = {canonicalize_name(one.name): one.specifier for one in map(Requirement, sources.requirements() or ())}
     lightnings = ("lightning", "pytorch_lightning")
     for name in ("torch", "torchvision", *lightnings):
         found, wanted = sources.version(name), needed.get(canonicalize_name(name), SpecifierSet())
         if found is not None:
-            meaning = f"older than {str(wanted).removeprefix('>=')}, the oldest that is supported"
+            meaning = f"older than {str(wanted).removeprefix('>=')}, the oldest supported version"
             old = not wanted.contains(found, prereleases=True)
             yield Finding(name, found, "problem", meaning, f"pip install '{name}{wanted}'").only_if(old)
-        elif name not in lightnings or not any(map(sources.version, lightnings)):  # of the two one is enough
+        elif name not in lightnings or not any(map(sources.version, lightnings)):  # one of the two is enough
             level: Level = "problem" if name == "torch" else "warning"
             yield Finding(name, "not installed", level, do=f"pip install '{name}{wanted}'")
 
@@ -496,37 +496,34 @@ CHECKS: dict[str, Callable[[Sources], Iterator[Finding]]] = {
     "container": container, "GPU": gpus, "pinned memory": pinned_memory, "threads": threads,
     "Pillow": pillow, "decoders": decoders, "DALI": dali, "nvJPEG": nvjpeg, "versions": versions,
 }  # fmt: skip
-"""Topic, for when a check fails -> the check."""
+"""Checks by topic. The topic is shown if the check fails."""
 
 
 def examine(data: str | Path | None = None, sources: Sources | None = None) -> list[Finding]:
-    """Check everything that matters to feeding a GPU. Takes about as long as ``import torch``.
+    """Check everything that matters for feeding a GPU. Takes about as long as ``import torch``.
 
-    A check that fails is a finding of its own, and hides no other.
+    A check that fails is a finding, too. The other checks still run.
 
     Args:
-        data: a file or folder of the dataset, to see on which file system it lies, or a URL, to which some requests
-            are sent.
-        sources: what to read from; None is this machine.
+        data: a file or folder of the dataset, to check its file system, or a URL, to which some requests are sent.
+        sources: sources of the findings; None: this machine.
 
     Raises:
-        SettingsError: when ``data`` is not there.
+        SettingsError: ``data`` does not exist.
     """
     checks = dict(CHECKS)
     if is_url(data):
         checks["data"] = lambda _: data_url(str(data))
     elif data is not None:
         if not Path(data).exists():
-            raise SettingsError(
-                f"--data {data}: there is no such file or folder. Give the folder that the samples lie in."
-            )
+            raise SettingsError(f"--data {data}: there is no such file or folder. Give the folder with the samples.")
         checks["data"] = partial(data_folder, Path(data))
     sources = sources or Sources()
     return [one for topic, check in checks.items() for one in _findings(topic, check, sources)]
 
 
 def _findings(topic: str, check: Callable[[Sources], Iterator[Finding]], sources: Sources) -> Iterator[Finding]:
-    """The findings of a check, to its failure, which is the last of them."""
+    """The findings of a check. If it fails, the last one is its failure."""
     try:
         yield from check(sources)
     except Exception as error:  # noqa: BLE001  # any broken source is a finding of its own

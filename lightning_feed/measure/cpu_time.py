@@ -1,4 +1,4 @@
-"""CPU time: of the training thread and its process per step, of the wait for a CPU, and of other programs."""
+"""CPU time of the training thread and its process per step, their wait for a CPU, and the CPU use of other programs."""
 
 import os
 import threading
@@ -14,12 +14,12 @@ from lightning_feed.storage.system import read_text
 # --- other programs ---------------------------------------------------------------------------------------------------
 
 _USER, _NICE, _SYSTEM, _STEAL = 0, 1, 2, 7
-"""Columns of ``/proc/stat``, see proc(5); of ``/proc/PID/stat``, counted behind the name, ``utime`` to ``cstime``:"""
+"""Columns of ``/proc/stat`` (proc(5)); and of ``/proc/PID/stat`` after the name, ``utime`` to ``cstime``."""
 _FIRST, _LAST = 11, 14
 SAMPLE_S = 2.0
-"""Seconds between two samples of the CPUs' use."""
+"""Seconds between two samples of CPU use."""
 MOST_SAMPLES = 1800
-"""Samples kept: those of the last hour."""
+"""Number of samples kept: one hour."""
 
 
 class CpuTicks(NamedTuple):
@@ -34,11 +34,11 @@ class CpuTicks(NamedTuple):
 
 
 class CpuShare:
-    """Share of the CPUs that other programs took since this was made.
+    """Share of the CPUs that other programs have used since this object was made.
 
-    The time of this process and all of its descendants counts as the run's own. The rest went to other programs, and on
-    a virtual machine to other guests of the host. Interrupts count for nobody. A reading takes some 20 microseconds for
-    each process of the machine: :meth:`sample` therefore reads every 2 seconds at most, for at most 0.3 % of the time.
+    The time of this process and all its descendants is the run's own. The rest went to other programs, and on a virtual
+    machine to other guests of the host. Interrupts are not counted. A reading takes about 20 microseconds for each
+    process of the machine, so :meth:`sample` reads at most every 2 seconds, and for at most 0.3 % of the time.
 
     Args:
         root: the file system to read ``proc`` from.
@@ -70,8 +70,7 @@ class CpuShare:
         self._next_s = now_s + max(SAMPLE_S, 300 * took_s)
 
     def median_others_pct(self, usable_cpus: int | None) -> float | None:
-        """Median of the samples, which a program that ran for a while does not change as it does the mean; None: there
-        is no sample."""
+        """Median of the samples; None without a sample. Unlike the mean, it ignores a program that ran for a while."""
         known = [_others_pct(before, after, usable_cpus) for before, after in self._samples]
         found = [pct for pct in known if pct is not None]
         return median(found) if found else None
@@ -88,7 +87,7 @@ class CpuShare:
         if not cpus or len(cpus[0]) <= _STEAL:
             return None
         programs = (_USER, _NICE, _SYSTEM, _STEAL)
-        whole = sum(sum(line[: _STEAL + 1]) for line in cpus)  # what guests take is in `user` already
+        whole = sum(sum(line[: _STEAL + 1]) for line in cpus)  # `user` already includes guests
         return CpuTicks(len(cpus), whole, sum(line[at] for line in cpus for at in programs), self._own())
 
     def _own(self) -> int:
@@ -123,8 +122,10 @@ thread_clock, process_clock = time.thread_time_ns, time.process_time_ns  # bound
 
 
 class _ThreadStatistics(threading.local):
-    """The kernel's scheduling statistics of the calling thread, kept open: a reading takes 0.7 us, and 3 with opening
-    the file each time."""
+    """The kernel's scheduling statistics of the calling thread.
+
+    The file stays open: a reading takes 0.7 us, but 3 if the file is opened each time.
+    """
 
     thread, handle = 0, -1
 
@@ -157,11 +158,11 @@ class CpuTimes:
     """CPU time since the first batch, or since the warm-up ended, without the time from :meth:`pause` to :meth:`go_on`.
 
     Args:
-        loads_here: whether the process itself makes the batches. None: not known; the batches may come from a
-            generator, whose time is that of the thread.
+        loads_here: True if the process itself makes the batches. None: unknown; they may come from a generator, which
+            runs in this thread.
         thread: the CPU time of this thread in nanoseconds.
         process: the CPU time of all threads of the process.
-        run_queue: the time for which this thread waited for a CPU, in nanoseconds; None: not known.
+        run_queue: the time this thread waited for a CPU, in nanoseconds; None: unknown.
     """
 
     def __init__(
@@ -207,7 +208,7 @@ class CpuTimes:
             return
         load, queue = self._fetch_began
         self._fetch_began, queue_now = None, self._run_queue()
-        if not self._counting:  # set-up and the start of workers are no part of a step
+        if not self._counting:  # set-up and starting workers do not belong to a step
             self._counting, self._began = True, self._now()
             return
         if self._load_clock is not None:

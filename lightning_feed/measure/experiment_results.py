@@ -1,4 +1,4 @@
-"""The results of experiments: frozen values, None for what was not run or could not be measured."""
+"""The results of experiments as frozen values; None: not run, or not measurable."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,7 +9,7 @@ class NamedCost:
     """The cost of one step of making a sample."""
 
     name: str
-    """As in the user's code: ``RandomResizedCrop``, ``read``, ``decode``."""
+    """Name in the user's code: ``RandomResizedCrop``, ``read``, ``decode``."""
     cpu_ms: float
     """CPU time per sample."""
     wall_ms: float
@@ -29,7 +29,7 @@ class FunctionCost:
     calls: str | None
     """The library class or function called there, such as ``ColorJitter``; None: the function's own work."""
     stage: Literal["samples", "collate"]
-    """The work to which it belongs: making samples, or collating them."""
+    """The kind of work: making samples, or collating them."""
     ms_per_batch: float
     """Wall time, excluding the user's other functions that it calls."""
 
@@ -41,7 +41,7 @@ class KeyUse:
     name: str
     """Its place: ``image``, ``0``, ``meta.path``."""
     bytes_per_batch: int
-    """Sent to the training process, and from there to the device."""
+    """Bytes sent to the training process, and from there to the device."""
     used: bool | None
     """True if the module read it in a training step; None if unknown."""
 
@@ -76,7 +76,7 @@ class CropTrial:
     folder: str
     """The folder to pass to an ImageFolderDataModule."""
     val_fraction: float | None = None
-    """Share of its images that the training loader leaves out. None: the folder has its own splits."""
+    """Share of the images set aside for validation. None: the folder has its own splits."""
     whole_ms: float
     """CPU time per sample as configured."""
     crop_ms: float
@@ -85,7 +85,7 @@ class CropTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentResults:
-    """Rates are in batches per second, each over whole rounds after the warm-up."""
+    """Results of all experiments. Rates are in batches per second, each over whole rounds after the warm-up."""
 
     batch_size: int | None = None
     """Samples of a batch in the experiments."""
@@ -114,7 +114,7 @@ class ExperimentResults:
     samples_ms: float | None = None
     """Wall time to make the samples of one batch sequentially in one process."""
     collate_ms: float | None = None
-    """Wall time of ``collate_fn``, which makes a batch of them."""
+    """Wall time of ``collate_fn`` for one batch."""
     functions: tuple[FunctionCost, ...] = ()
     """The user's functions that take this time, the most expensive first."""
     cold_per_s: float | None = None
@@ -122,10 +122,10 @@ class ExperimentResults:
     ceiling_per_s: float | None = None
     """A data set of constant samples of the same shapes, same workers: the limit of IPC, collating and pinning."""
     hand_over_ms: float | None = None
-    """Median wall time to take a batch that is ready from a worker process, without pinning. A training loop pays
-    it in each step, or the pin thread does. Without workers: what one would cost."""
+    """Median wall time to take a ready batch from a worker process, without pinning. The training loop, or the pin
+    thread, spends it on each batch. Without workers: measured with one worker."""
     hand_over_file_system_ms: float | None = None
-    """The same with the sharing strategy ``file_system``; None if it is already in use or cannot be tried."""
+    """``hand_over_ms`` with the sharing strategy ``file_system``; None if it is already in use or cannot be tried."""
     sharing_strategy: str | None = None
     """The current sharing strategy: ``torch.multiprocessing.get_sharing_strategy()``."""
     pinned_gb_per_s: float | None = None
@@ -133,12 +133,12 @@ class ExperimentResults:
     pageable_gb_per_s: float | None = None
     """Host to device, from memory that is not pinned."""
     copy_ms: float | None = None
-    """One batch to the device, from the memory in which the loader returns it."""
+    """Time to copy one batch to the device, from the memory in which the loader returns it."""
     worker_scaling: tuple[tuple[int, float], ...] = ()
-    """(num_workers, batches per second) of the settings that were tried; the median where several times. With 0
-    workers the process that trains makes the batches itself."""
+    """(num_workers, batches per second) of the settings tried; the median if tried several times. With 0 workers the
+    training process makes the batches itself."""
     worker_spread: tuple[tuple[int, float, float], ...] = ()
-    """(num_workers, lowest rate, highest rate) of the settings that were tried more than once."""
+    """(num_workers, lowest rate, highest rate) of the settings tried more than once."""
     keys: tuple[KeyUse, ...] = ()
     disk: DiskFacts | None = None
     left_out: tuple[tuple[str, str], ...] = ()
@@ -151,8 +151,10 @@ class ExperimentResults:
 
     @property
     def noise_pct(self) -> float | None:
-        """Spread of the rates of the same setting: of each the highest less the lowest over the median, 0 to 100
-        and more; the largest of them. Differences within it mean nothing. None: nothing was tried twice."""
+        """Largest spread between rates of the same setting, in % of their median; None: nothing was tried twice.
+
+        The spread is the highest rate less the lowest. Smaller differences between settings mean nothing.
+        """
         median = dict(self.worker_scaling)
         apart = [100 * (high - low) / median[one] for one, low, high in self.worker_spread if median.get(one)]
         return max(apart, default=None)

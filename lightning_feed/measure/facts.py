@@ -1,4 +1,4 @@
-"""Facts of a run besides its times, read off its loaders and batches."""
+"""Facts about a run besides its times, read from its loaders and batches."""
 
 import dis
 import sys
@@ -19,14 +19,14 @@ _DEEPEST = 4
 
 
 def with_loaders(facts: LoopFacts, every: Sequence[AnyLoader], *, reloaded: bool | None = None) -> LoopFacts:
-    """Add the facts of the training loaders. Of several, the one with the fewest workers counts.
+    """Add facts about the training loaders; if there are several, about the one with the fewest workers.
 
     If one has no ``num_workers``, training may wait for that one: the settings of the others are then left out.
 
     Args:
-        facts: of the run.
+        facts: facts about the run so far.
         every: all loaders of a stage, without their wrappers.
-        reloaded: whether new ones are made every few epochs. None: leave out what only remedies need.
+        reloaded: True if new loaders are made every few epochs. None: leave out facts that only remedies need.
     """
     loaders = [loader for loader in every if isinstance(getattr(loader, "num_workers", None), int)]
     other = next((loader for loader in every if not isinstance(getattr(loader, "num_workers", None), int)), None)
@@ -78,7 +78,7 @@ def _name_of(loader: AnyLoader) -> str:
 
 def _batches_of(slowest: Any, loaders: Sequence[AnyLoader]) -> dict[str, Any]:
     sampler = getattr(slowest, "batch_sampler", None)
-    # Loaders that are not torch's need have no dataset at all.
+    # Loaders other than torch's may have no dataset.
     datasets = [getattr(loader, "dataset", None) for loader in loaders]
     return {
         "batch_size": getattr(slowest, "batch_size", None) or getattr(sampler, "batch_size", None),
@@ -95,7 +95,7 @@ def _for_remedies(every: Sequence[AnyLoader], *, reloaded: bool) -> dict[str, An
         "may_persist": not reloaded and bool(every) and not any(map(_needs_each_epoch, datasets)),
     }
     if streams:
-        # Imported for streams alone: it brings most of `load`, and other loops do without.
+        # Imported only for streams: it loads most of `load`, which other loops do not need.
         from lightning_feed.load.iterable import divides_among_workers
 
         divided = [divides_among_workers(loader) for loader in every]
@@ -109,17 +109,17 @@ def _decodes_whole(dataset: AnyDataset) -> bool:
         dataset = dataset.dataset
     if not is_instance(dataset, "torchvision.datasets", "ImageFolder"):
         return False
-    from lightning_feed.images.crop import cropping_step  # here: it brings the decoders
+    from lightning_feed.images.crop import cropping_step  # here, as it imports the decoders
 
     unchanged = type(dataset).__getitem__ is sys.modules["torchvision.datasets"].DatasetFolder.__getitem__
     return unchanged and cropping_step(dataset.transform) is not None
 
 
 def _keeps_nothing(stream: Any, deeper: int) -> bool:
-    """True if a copy of the stream in a worker process is as good as the stream itself.
+    """True if a copy of the stream in a worker process can replace the stream itself.
 
-    False if a method other than ``__init__`` sets an attribute, which may be a count kept across epochs, or if there is
-    a ``state_dict`` that a caller may request.
+    False if a method other than ``__init__`` sets an attribute, such as a count kept across epochs, or if there is a
+    ``state_dict`` for this process to call.
     """
     from lightning_feed.load.iterable import methods_of  # as above
 

@@ -16,11 +16,11 @@ P = ParamSpec("P")
 
 
 class Guard:
-    """Keeps each ``Exception`` of code that only observes a run out of it. KeyboardInterrupt and SystemExit pass.
+    """Catches each ``Exception`` of code that only observes a run. KeyboardInterrupt and SystemExit pass.
 
     A failure is logged once, as a warning, and its task is not tried again with this guard; the traceback is logged at
-    DEBUG. An error that several parts meet one after the other is logged for the first. No code of the user's may be
-    called within: its failures would be taken for ours, and be lost.
+    DEBUG. If several parts meet the same error, only the first is logged. Never call user code inside a guard: its
+    failures would be taken for ours, and be lost.
 
     Args:
         who: name of the callback, for the log.
@@ -44,7 +44,7 @@ class Guard:
             return None
 
     def tap(self, call: Callable[[], object]) -> Callable[[], None]:
-        """``call`` as :meth:`measure` calls it, for several calls in each step."""
+        """Wrap ``call`` as :meth:`measure` does, for code that runs several times in each step."""
 
         def tapped() -> None:
             try:
@@ -76,7 +76,7 @@ class Guard:
             self.measures = False
             self._log("stopped measuring", error, "Training goes on; log at level DEBUG to see where it failed.")
             self._quiet = True  # a failure now has the same reason
-            self.attempt("take out what it had put into the Trainer", self._stop)
+            self.attempt("remove its hooks from the Trainer", self._stop)
             self._quiet = False
 
     def _log(self, what: str, error: Exception, then: str) -> None:
@@ -96,7 +96,7 @@ Owner = TypeVar("Owner", bound=_Guarded)
 
 
 def guarded(hook: Callable[Concatenate[Owner, P], None]) -> Callable[Concatenate[Owner, P], None]:
-    """A hook of a callback, called as :meth:`Guard.measure` of its ``_guard`` calls: there are some in each step."""
+    """Wrap a callback's hook as :meth:`Guard.measure` of its ``_guard`` does: several run in each step."""
 
     @functools.wraps(hook)
     def run(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -111,7 +111,7 @@ def guarded(hook: Callable[Concatenate[Owner, P], None]) -> Callable[Concatenate
 
 
 def check_instance(callback: object, kind: type) -> None:
-    """Refuse the class of a callback in place of an object: its hooks get the Trainer as ``self``.
+    """Refuse a callback's class in place of an object: its hooks would get the Trainer as ``self``.
 
     Raises:
         SettingsError: says what to write.
@@ -121,8 +121,8 @@ def check_instance(callback: object, kind: type) -> None:
 
 
 def say(to: logging.Logger, level: int, what: str) -> None:
-    """Log a line, unless that fails: a handler of the user's may raise, as Python's do once ``stderr`` was closed."""
-    with contextlib.suppress(Exception):  # there is no other place to say it
+    """Log a line, and ignore failures: a user's handler may raise, as Python's do once ``stderr`` is closed."""
+    with contextlib.suppress(Exception):  # there is no other place to report it
         to.log(level, "%s", what)
 
 
@@ -130,19 +130,19 @@ class Once:
     """Logs each line once, and on one rank only.
 
     Args:
-        to: where to.
+        to: the logger to use.
     """
 
     def __init__(self, to: logging.Logger) -> None:
         self._to, self._said = to, set[str]()
 
     def say(self, trainer: Any, level: int, what: str, *, of: str = "") -> None:
-        """Log a line, unless it, or another ``of`` the same matter, was logged."""
+        """Log a line, unless it, or another one with the same ``of``, was already logged."""
         if (of or what) not in self._said and trainer.is_global_zero:
             say(self._to, level, what)
         self._said.add(of or what)
 
 
 def call_plainly(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As :meth:`Guard.measure`, without a guard."""
+    """Call a function: a stand-in for :meth:`Guard.measure` without a guard."""
     return call(*args, **kwargs)

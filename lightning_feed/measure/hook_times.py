@@ -14,9 +14,9 @@ from lightning_feed.measure.step_meter import Clock, host_clock
 T = TypeVar("T")
 
 FIRST_TIMED, FIRST_COUNT = 3, 5
-"""The first timed step, and the number of timed steps that follow directly, so that short runs have some."""
+"""The first timed step, and how many timed steps follow directly, so that short runs have some."""
 EVERY = 47
-"""Steps between timed steps afterwards: a prime, so that work done every 10 or 50 steps is sampled in proportion."""
+"""Steps between later timed steps: a prime, so that work done every 10 or 50 steps is sampled in proportion."""
 LEAST_MS = 0.05
 """Shorter hooks are not reported: most do nothing."""
 OWN = "]GPUStarvationCallback."
@@ -24,15 +24,15 @@ OWN = "]GPUStarvationCallback."
 
 
 class HookTimes:
-    """Sums the time of each action by itself, without those inside it, if it begins between the steps.
+    """Sums the time of each action that begins between the steps, without the actions inside it.
 
-    Loggers are called in some steps only, say every 50, and may take long then: each of their calls is timed, with
+    Loggers are called only in some steps, such as every 50th, and may be slow then: each of their calls is timed, with
     :meth:`call`. All other actions are timed in a step now and then, while :attr:`timing`.
 
     Args:
-        between: whether the loop is between two steps now, neither fetching, nor copying, nor running a step.
+        between: returns True while the loop is between two steps: it neither fetches, nor copies, nor runs a step.
         clock: the host's clock.
-        measure: calls a function with its arguments, and may keep its failures from the loop.
+        measure: calls a function with its arguments, and may catch its failures.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class HookTimes:
 
     def leave_out_step(self) -> None:
         """Do not count this step: it contains a validation or the start of an epoch."""
-        self._left_out |= self.timing  # a timed step that is over, and not counted in yet, stays
+        self._left_out |= self.timing  # an earlier timed step that waits to be counted stays
         self._leaves_out_calls = True
 
     def stop(self) -> None:
@@ -93,7 +93,7 @@ class HookTimes:
         if self.timing:
             self.timing = False
             self._timed_steps += not self._left_out
-            for around in self._stack[:-1]:  # goes on into the next step, as an epoch that began in this one does
+            for around in self._stack[:-1]:  # these go on into the next step, like an epoch that began in this one
                 around.name = None
 
     def result(self) -> tuple[HookTime, ...]:
@@ -174,7 +174,7 @@ class _Announced(AbstractContextManager[str]):
 
 
 class _Actions(dict[str, AbstractContextManager[Any]]):
-    """A context per name; other names share one empty context, since a step requests some thirty."""
+    """One context per name. Other names share an empty context, because a step asks for about thirty."""
 
     def __missing__(self, name: str) -> AbstractContextManager[Any]:
         self[name] = nullcontext(name)
@@ -186,19 +186,19 @@ def tap_profiler(
 ) -> Callable[[], None]:
     """Call back when ``profiler``, on this one instance, starts and stops an action of one of these names.
 
-    The time of the profiler itself falls outside of the action. Some thirty to fifty actions are announced in a step,
-    so any other name costs one search in a dict.
+    The profiler's own time is outside the action. A step announces thirty to fifty actions, so other names cost only
+    one search in a dict.
 
     Args:
         profiler: has ``start(action_name)``, ``stop(action_name)``, and the context manager ``profile(action_name)``.
         on_start: called after the profiler has started the action.
         on_stop: called before the profiler stops the action.
-        does_nothing: ``start`` and ``stop`` of this profiler are empty. ``profile`` then skips them, which saves more
-            than the tap costs; not where another tool has wrapped them.
+        does_nothing: ``start`` and ``stop`` of this profiler are empty. ``profile`` then skips them, unless another
+            tool has wrapped them. That saves more than the tap costs.
         hooks: times every action while it is :attr:`~HookTimes.timing`.
 
     Returns:
-        A function that removes the tap. A tap that another tool has wrapped in its turn stays, and is dead.
+        A function that removes the tap. A tap that another tool has wrapped stays, but does nothing.
     """
     starts, stops, own = dict(on_start), dict(on_stop), vars(profiler)
     actions = _Actions({name: _Announced(name, starts.get(name), stops.get(name)) for name in {**starts, **stops}})
@@ -228,7 +228,7 @@ def tap_profiler(
         return timed
 
     taps: dict[str, Any] = {"start": start, "stop": stop, "profile": profile}
-    own.update(taps)  # last: where anything above failed, nothing is left in the profiler
+    own.update(taps)  # last: if anything above fails, the profiler is unchanged
 
     def untap() -> None:
         for calls in (starts, stops, actions):

@@ -1,6 +1,6 @@
 """Counters of the kernel: times of workers, pressure and throttling.
 
-Read from ``/proc`` and ``/sys`` of Linux. Elsewhere, and in sandboxes without these files, nothing is known.
+Read from Linux's ``/proc`` and ``/sys``. Elsewhere, and in sandboxes without these files, all values are unknown.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ from lightning_feed.measure.stats import Additive
 from lightning_feed.storage.system import cgroup_folders, read_text
 
 MOST_THREADS = 16
-"""Threads read of one worker, the oldest first. Each costs a file; torch gives its workers two."""
+"""Most threads read per worker, the oldest first. Each costs a file; torch's workers have two."""
 SLACK_PER_READ = 4096
-"""Bytes that a disk may return beyond the size of one read(): it returns whole pages."""
+"""Most bytes that a disk returns beyond the size of one read(): it returns whole pages."""
 
 
 class Workers(NamedTuple):
@@ -35,7 +35,7 @@ class WorkerReading(NamedTuple):
 
     at_ns: int
     threads: dict[str, tuple[int, int]]
-    """For the folder of each thread: nanoseconds on a CPU, and nanoseconds ready to run without a CPU."""
+    """By thread folder: nanoseconds on a CPU, and nanoseconds ready to run without a CPU."""
     io: tuple[int, int, int] | None
     """``asked``, ``calls`` and ``from_disk`` of :class:`WorkerTime` since its start; None if unknown."""
 
@@ -49,7 +49,7 @@ class WorkerTime(Additive):
     on_cpu_ns: float = 0.0
     run_queue_ns: float = 0.0
     span_ns: float = 0.0
-    """Length of the intervals in which the bytes of at least one worker are known."""
+    """Length of the intervals in which bytes are known for at least one worker."""
     asked: int = 0
     """Bytes requested by read() calls, from files and pipes. Excludes pages of mapped files (mmap)."""
     calls: int = 0
@@ -77,11 +77,10 @@ class WorkerTime(Additive):
 
     @property
     def page_cache_pct(self) -> float | None:
-        """Share of the bytes asked for that no disk had to give, 0 to 100.
+        """Share of the requested bytes that did not come from storage, 0 to 100; None if nothing was read.
 
-        Storage gives whole pages, so it may give somewhat more than was asked for; that is 0. None where it gave more
-        than whole pages explain: then files are mapped, and what the page cache gave of those nobody counts. None, too,
-        where nothing was read.
+        Storage returns whole pages, so it may return slightly more than requested; that counts as 0. If it returned
+        even more, files are mapped. Then the result is None, because nobody counts the page cache's share for those.
         """
         if not self.asked or self.from_disk > self.asked + SLACK_PER_READ * self.calls:
             return None
@@ -90,12 +89,12 @@ class WorkerTime(Additive):
 
 @dataclass
 class WorkerClock:
-    """Reads the workers' counters, and gives the differences of those that were there the last time.
+    """Reads the workers' counters, and returns their growth since the last reading.
 
-    A worker's time is the wall clock between two readings, once, however many threads it has. On a CPU and in the run
-    queue are sums over its threads: a queue's feeder thread, which mostly sleeps, takes nothing from the decoding
-    beside it. Where several threads work at once the sums can exceed the wall clock; they are then scaled down together
-    to fill it, so that blocked, the rest, is never negative. A thread that ended between two readings is not seen.
+    A worker's time is the wall time between two readings, however many threads it has. Its time on a CPU and in the run
+    queue is summed over its threads, so a thread that mostly sleeps does not hide the one that decodes. If several
+    threads work at once, the sums can exceed the wall time; they are then scaled down to it, so that blocked, the rest,
+    is never negative. A thread that ended between two readings is not seen.
 
     Attributes:
         root: the file system to read ``proc`` from.
@@ -105,11 +104,11 @@ class WorkerClock:
     _last: dict[str, WorkerReading] = field(default_factory=dict)
 
     def take(self, workers: Workers, now_ns: int) -> WorkerTime:
-        """Return the time since the last call, of workers read then. ``now_ns``: the current time."""
+        """Return the times since the last call, for workers that were read then. ``now_ns``: the current time."""
         before, self._last = self._last, self._read(workers, now_ns)
         times = [_between(before[folder], after) for folder, after in self._last.items() if folder in before]
         total = sum(times, WorkerTime())
-        total.span_ns = max((one.span_ns for one in times), default=0.0)  # workers read side by side: it counts once
+        total.span_ns = max((one.span_ns for one in times), default=0.0)  # workers run side by side: count it once
         return total
 
     def meet(self, workers: Workers, now_ns: int) -> None:
@@ -129,10 +128,10 @@ class WorkerClock:
 def _between(before: WorkerReading, after: WorkerReading) -> WorkerTime:
     """The difference of two readings of one worker; empty if a counter went backwards: a new worker."""
     wall = after.at_ns - before.at_ns
-    # A thread that is new began with nothing.
+    # A new thread began at zero.
     times = [(now, before.threads.get(thread, (0, 0))) for thread, now in after.threads.items()]
     passed = [(now[0] - then[0], now[1] - then[1]) for now, then in times]
-    # A kernel without these statistics writes zeros: nothing is known then, rather than that everything is blocked.
+    # A kernel without these statistics writes zeros: then times are unknown, not all blocked.
     if wall <= 0 or min(map(min, passed)) < 0 or not any(map(any, after.threads.values())):
         return WorkerTime()
     on_cpu, run_queue = map(sum, zip(*passed, strict=True))
@@ -198,7 +197,7 @@ def count_connections(pids: Iterable[int], root: Path = Path("/")) -> int | None
     """Count established TCP connections of processes, without connections inherited from this process by a fork.
 
     Args:
-        pids: of the processes. They share this one's network.
+        pids: process IDs. The processes share this one's network.
         root: the file system to read ``proc`` from.
 
     Returns:
@@ -233,7 +232,7 @@ RESOURCES = ("cpu", "io", "memory")
 
 @dataclass
 class PressureTime(Additive):
-    """Sums over intervals: by resource nanoseconds, by cgroup that may have a CPU quota periods of the scheduler."""
+    """Sums over intervals: nanoseconds by resource, and scheduler periods by cgroup that may have a CPU quota."""
 
     part: Counter[str] = field(default_factory=Counter)
     """Time or periods in which some task waited for the resource (PSI "some"), or the quota was used up."""
@@ -254,8 +253,8 @@ class PressureTime(Additive):
 class PressureClock:
     """Reads the kernel's totals, and returns the differences.
 
-    Sources: Documentation/accounting/psi.rst and admin-guide/cgroup-v2.rst of Linux. The files are searched once,
-    when this is made.
+    Sources: Documentation/accounting/psi.rst and admin-guide/cgroup-v2.rst of Linux. The constructor looks for the
+    files once.
 
     Args:
         root: the file system to read ``proc`` and ``sys`` from.
@@ -265,10 +264,10 @@ class PressureClock:
         own = list(cgroup_folders(root, ""))
         self._pressure: dict[str, Path] = {}
         for resource in RESOURCES:
-            # A process outside of any container is in the root cgroup, or in its session's: the nearest is meant.
+            # A process outside any container is in the root cgroup, or in its session's: use the nearest.
             files = [*(folder / f"{resource}.pressure" for folder in own), root / "proc/pressure" / resource]
             self._pressure.update([(resource, path) for path in files if _waited_ns(path) is not None][:1])
-        # The quota that binds may be that of a cgroup further out.
+        # The effective quota may belong to an outer cgroup.
         folders = [*own, *cgroup_folders(root, "cpu")]
         self._quotas = [folder / "cpu.stat" for folder in folders if _periods(folder / "cpu.stat") is not None]
         self._last: dict[str, tuple[int, int]] = {}
@@ -288,12 +287,12 @@ class PressureClock:
 
 
 def _waited_ns(path: Path) -> int | None:
-    """The total of ``some avg10=0.00 avg60=0.00 avg300=0.00 total=123``, which is in microseconds."""
+    """The total in ``some avg10=0.00 avg60=0.00 avg300=0.00 total=123``, which is in microseconds."""
     found = re.search(r"^some .*total=(\d+)$", read_text(path), re.MULTILINE)
     return 1000 * int(found[1]) if found else None
 
 
 def _periods(path: Path) -> tuple[int, int] | None:
-    """``nr_throttled`` and ``nr_periods`` of a ``cpu.stat``, which v1 and v2 call the same."""
+    """``nr_throttled`` and ``nr_periods`` of a ``cpu.stat``; the names are the same in v1 and v2."""
     values = _numbers(read_text(path), " ")
     return (values["nr_throttled"], values["nr_periods"]) if {"nr_throttled", "nr_periods"} <= set(values) else None

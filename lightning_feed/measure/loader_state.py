@@ -1,9 +1,8 @@
 """The state of a live iterator over a loader: batches ready, batches that wait to be pinned, and its workers.
 
-Known are torch's iterator over worker processes and torchdata's, which has the same parts (private; read in torch 2.6
-and 2.15, torchdata 0.11), the one without workers, and our own; and a generator or the like that draws from one of
-these. Of any other iterator nothing is known. A private part that is absent or has changed makes the figure unknown,
-and is never an error in training.
+Known iterators are torch's over worker processes, torchdata's with the same private parts (read in torch 2.6 and 2.15,
+torchdata 0.11), torch's without workers, and our own; also a generator that draws from one of these. The state of any
+other iterator is unknown. If a private part is missing or has changed, the figure is unknown; training never fails.
 """
 
 import gc
@@ -62,7 +61,7 @@ def _is_wrapper(value: object) -> bool:
 
 
 def iterator_in(iterator: object) -> Any:
-    """The iterator of a DataLoader that another one, such as a generator, draws from; None: there is none, or several.
+    """The DataLoader iterator that another one, such as a generator, draws from; None for none, or several.
 
     Only the garbage collector knows the iterator of a generator's ``for``.
     """
@@ -93,12 +92,12 @@ def _is_ours(iterator: object) -> bool:
 def _references(one: object) -> list[Any]:
     attributes = getattr(one, "__dict__", None)
     held = gc.get_referents(one) + (list(attributes.values()) if isinstance(attributes, dict) else [])
-    # In Python 3.10 the frame of a generator holds the iterator.
+    # In Python 3.10 a generator's frame holds the iterator.
     return held + [deeper for frame in held if isinstance(frame, FrameType) for deeper in gc.get_referents(frame)]
 
 
-# Reading a private part can fail: it is absent, of another kind, closed, has no length (queues on macOS), or another
-# thread changes it meanwhile.
+# Reading a private part can fail: it is missing, of another type, closed, without a length (queues on macOS), or
+# changed meanwhile by another thread.
 _UNREADABLE = (AttributeError, TypeError, ValueError, OSError, NotImplementedError, RuntimeError, LookupError)
 
 
@@ -106,15 +105,15 @@ class QueueState(NamedTuple):
     """Batches of one iterator at one moment."""
 
     ready: int
-    """Ready (pinned, if requested) but not returned yet, in any order: the next batch may not be among them."""
+    """Batches ready (pinned, if requested) but not returned yet. The next one in order may not be among them."""
     unpinned: int | None
-    """Made and waiting for the pin thread, without the batch being pinned; None without a pin thread."""
+    """Batches waiting for the pin thread, without the one being pinned; None without a pin thread."""
     taken: int
     """Batches returned by this iterator since its start or reset."""
 
 
 class Probe:
-    """Reads the state of one iterator without keeping it alive; this class that of torch's without workers.
+    """Reads the state of one iterator without keeping it alive. This class is for torch's without workers.
 
     Args:
         iterator: of a kind that :func:`is_known`, or the threads of our own pass.
@@ -188,14 +187,14 @@ def probe_loader(iterator: AnyIterator, clock: Clock = host_clock) -> Probe | No
 class TorchProbe(Probe):
     """Reads torch's ``_MultiProcessingDataLoaderIter``, or an iterator with the same parts.
 
-    Batches that arrive out of order are kept in ``_task_info``, as tuples of two. Torch draws from its queue, by
-    ``_try_get_data``, only while the next batch in order is not there. Time inside of it counts as head of line where a
-    later batch was kept when it began, times the share of workers whose tasks are all done. Where all are busy the
-    order costs nothing: workers alike that are half a batch out of phase have a later batch ready half of the time, and
-    would make no more in any order. At the end of the data workers have nothing to do in any case, so nothing counts
-    there. A batch that came is seen when torch, which waits for it, has unpacked it. ``_try_get_data`` is replaced on
-    this one object, which costs some microseconds for each batch, unless somebody has replaced it already. The
-    replacement does not hold the iterator: torch ends workers when it is garbage.
+    Torch keeps batches that arrive out of order in ``_task_info``, as tuples of two. It reads its queue, with
+    ``_try_get_data``, only while the next batch in order is missing. The time of such a call counts as head-of-line
+    blocking if a later batch was ready when it began, times the share of workers without tasks. If all workers are
+    busy, the order costs nothing: they would not make more batches in any other order. At the end of the data, workers
+    are idle in any case, so nothing counts there. A batch is seen only once torch has unpacked it.
+
+    ``_try_get_data`` is replaced on this one object, unless somebody has already replaced it; that costs some
+    microseconds per batch. The replacement does not keep the iterator alive: torch ends its workers when it is garbage.
     """
 
     def __init__(self, iterator: AnyIterator, clock: Clock = host_clock) -> None:
@@ -212,7 +211,7 @@ class TorchProbe(Probe):
     def head_of_line_ns(self) -> float | None:
         """Time inside ``_try_get_data`` that began with a later batch ready, as above.
 
-        A failure of ours in a call of the loader is raised here: there it would be an error of the loader.
+        Our own failure during a call of the loader is raised here: raised there, it would look like the loader's.
         """
         if self._failure is not None:
             raise self._failure
@@ -286,9 +285,9 @@ class OwnProbe(Probe):
 class PassProbe(Probe):
     """Reads our own pass: worker processes, worker threads or neither, and the thread that reads ahead.
 
-    With ``background``, batches ready for it count as ready: they are made. The one in the hands of the thread while
-    its queue is full is not seen. Without workers, that thread is the worker. Another thread may close the pass at any
-    time; then nothing is known of it.
+    With ``background``, batches ready for that thread count as ready. The one that it holds while its queue is full is
+    not seen. Without workers, that thread is the worker. Another thread may close the pass at any time; then its state
+    is unknown.
     """
 
     def __init__(self, iterator: "LoaderPass", clock: Clock = host_clock) -> None:
@@ -298,7 +297,7 @@ class PassProbe(Probe):
         self._source: Any = OwnProbe(source) if own else probe_loader(source, clock)
 
     def head_of_line_ns(self) -> float | None:
-        """The nanoseconds counted by its workers."""
+        """The nanoseconds counted by the pass's workers."""
         return self._ask(lambda it: float(self._inner(it).head_of_line_ns()), None)
 
     def close(self) -> None:

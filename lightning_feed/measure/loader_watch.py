@@ -1,4 +1,4 @@
-"""Watches the loaders of a running fit: two cheap readings per step, and one of the kernel's counters per log."""
+"""Watches a running fit's loaders: two cheap readings per step, and the kernel's counters once per log."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -18,9 +18,9 @@ from lightning_feed.measure.stats import Additive, LoaderStats
 from lightning_feed.measure.step_meter import Clock, host_clock
 
 COUNT_EVERY_NS = 5_000_000_000
-"""Shortest interval between counts of the workers' connections: a busy machine has many thousands."""
+"""Shortest interval between two counts of the workers' connections: a busy machine has many thousands."""
 TRIES = 3
-"""Fetches at whose start an unknown iterator is searched: a generator reveals its source late."""
+"""Number of fetches at which an unknown iterator is searched: a generator reveals its source late."""
 
 
 @dataclass
@@ -63,9 +63,9 @@ class LoaderSums(Additive):
 
     @property
     def produced_per_s(self) -> float | None:
-        """Batches per second made by the loaders. Batches that the loop takes together count as one.
+        """Batches per second made by the loaders: those returned, plus the growth in ready ones.
 
-        They are the batches returned, and the growth of the stock of ready ones.
+        Batches that the loop takes together from several loaders count as one.
         """
         if not self.draws or not self.span_ns or not self.drawn:
             return None
@@ -116,7 +116,7 @@ class _Fetch:
     drawn: int = 0
     """Batches drawn since the last fetch."""
     scarce: tuple[int, int] | None = None
-    """Batches ready and capacity of the loader with the smallest share ready, for which the loop waits."""
+    """Batches ready, and the capacity, of the loader with the smallest share ready: the loop waits for that one."""
     wait_ns: int = 0
     """Duration of the fetch."""
     late_ns: float | None = None
@@ -140,28 +140,26 @@ class _Fetch:
 
 
 class LoaderWatch:
-    """Figures of the training loaders while they are drawn from.
+    """Measures the training loaders while the loop draws from them.
 
-    Call :meth:`fetch_began` and :meth:`fetch_ended` around each fetch of the loop, wherever it takes place, and around
-    those that only return a batch fetched before, which take nothing from a loader. The first fetch of each epoch does
-    not count: it waits for workers to start.
+    Call :meth:`fetch_began` and :meth:`fetch_ended` around each fetch of the loop, even if it only returns a batch
+    fetched before. The first fetch of each epoch does not count: it waits for workers to start.
 
-    Several loaders are taken together: batches ready and capacity are those of the loader that has the smallest share
-    ready, which is the one that is waited for. A later batch being ready is counted for each loader by itself: the loop
-    waits for one after the other. With one of an unknown kind among them, nobody can say for which the loop waits:
-    waiting and workers are unknown then, and only the batches of the others count.
+    Several loaders are taken together: batches ready, and capacity, are those of the loader with the smallest share
+    ready, because the loop waits for that one. Head-of-line time is counted for each loader by itself: the loop waits
+    for one after the other. If one loader is of an unknown kind, the loop may be waiting for that one: waiting and
+    workers are then unknown, and only the batches of the others count.
 
-    ``head_of_line_pct`` is the time waited with a later batch at hand, from the moment on at which that one came, times
-    the share of workers idle for it, over all time in fetches. With ``background=``, worker processes and the thread
-    that reads ahead are watched as one: as far as the thread waits so while the loop waits, it counts. For the other
-    figures see ``stats`` and ``kernel``.
+    ``head_of_line_pct`` is the time waited while a later batch was ready, times the share of workers idle meanwhile,
+    over all time in fetches. With ``background=``, worker processes and the thread that reads ahead are watched as one:
+    the thread's waits count while the loop waits. For the other figures see ``stats`` and ``kernel``.
 
     Args:
-        find: gives the live iterators of the training loaders. Asked at each fetch.
+        find: returns the live iterators of the training loaders. Called at each fetch.
         clock: the host's clock, nanoseconds.
         root: the file system to read ``proc`` and ``sys`` from.
-        read_every_ns: the kernel's counters are not read more often than this by :meth:`take`; a window that ends
-            sooner is without them, and a later one has their counts. Reading takes about 0.4 ms.
+        read_every_ns: shortest time between two readings of the kernel's counters, which take about 0.4 ms. A window
+            that ends sooner has no such counts; the next reading includes them.
     """
 
     def __init__(
@@ -199,7 +197,7 @@ class LoaderWatch:
         """Note that the loop requests a batch."""
         now, last = self._clock(), self._last
         if self._follow():
-            last = None  # of other iterators
+            last = None  # it belongs to other iterators
         fetch = self._last = _Fetch(now, counts=not self._first, all_known=None not in self._probes)
         for probe in self._live:
             fetch.see(probe)
@@ -211,14 +209,14 @@ class LoaderWatch:
         """Note that the batch has arrived."""
         fetch = self._last
         if fetch is None:
-            return  # began before the watch did
+            return  # this fetch began before the watch
         now = self._clock()
         fetch.wait_ns = now - fetch.at
         if fetch.late_ns is not None:
             fetch.late_ns = max(0.0, (self._late_ns() or 0.0) - fetch.late_ns)
         if self._first:
             self._first = False
-            self._follow()  # loaders without a length are read before the loop asks for them
+            self._follow()  # loaders without a length are read before the loop asks for a batch
             self._workers.meet(self._all_workers(), now)
 
     def _late_ns(self) -> float | None:
@@ -261,7 +259,7 @@ class LoaderWatch:
         if fetch.drawn:  # else it only returned a batch fetched before
             sums.drawn += fetch.drawn
             sums.draws += 1
-            if last.all_known:  # else it may have been the other loader that was waited for
+            if last.all_known:  # else the loop may have waited for the unknown loader
                 self._count_wait(last)
 
     def _count_wait(self, last: _Fetch) -> None:
@@ -293,7 +291,7 @@ class LoaderWatch:
         self._live = [probe for probe in self._probes if probe is not None]
         for probe in old.values():
             probe.close()
-        return self._probes != probes  # else all of them are of no known kind
+        return self._probes != probes  # equal if all iterators are unknown
 
     def _unchanged(self, found: list[Any]) -> bool:
         """True if the iterators are those of the last time, and the unknown ones were searched often enough."""
@@ -310,7 +308,7 @@ class LoaderWatch:
 
     def _all_workers(self) -> Workers:
         if None in self._probes:
-            # Their times would be taken for the reason of a wait that may not be theirs.
+            # Their times would explain a wait that may be for another loader.
             return Workers()
         every = [probe.workers() for probe in self._live]
         return Workers(

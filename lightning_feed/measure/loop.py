@@ -36,12 +36,12 @@ class MeasuredLoop:
     """The clock and the loaders of one loop, with their sums so far.
 
     Args:
-        facts: of the loop before its first batch.
-        find: gives the live iterators of its loaders.
-        queue: batches that these may hold ready.
-        ring: events of the device; None: the host's clock, which is not trusted where something else computes.
-        names: of several loaders that are drawn from one after the other.
-        clock: the host's.
+        facts: facts about the loop before its first batch.
+        find: returns the live iterators of its loaders.
+        queue: most batches that the loaders hold ready.
+        ring: events of the device; None: the host's clock, which is not trusted if another device computes.
+        names: names of the loaders, if there are several that are read one after the other.
+        clock: the host's clock.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class MeasuredLoop:
         self._began_at = self.meter.finished
         self.facts = replace(
             facts, batch_bytes=before.batch_bytes, batch_tensors=before.batch_tensors, syncs=before.syncs,
-            # A stream has no length: an epoch is taken to be as long as the one before.
+            # A stream has no length: assume that an epoch is as long as the one before.
             batches_per_epoch=facts.batches_per_epoch or ran or None,
         )  # fmt: skip
         self.meter.begin(epoch=True, since=since)
@@ -89,7 +89,7 @@ class MeasuredLoop:
         self.facts = with_batch(self.facts, batch)
 
     def step_ended(self) -> bool:
-        """Detect the end of the warm-up. Returns True if enough steps are held to fold them."""
+        """Detect the end of the warm-up. Returns True if enough steps have accumulated to be summed up."""
         if not self._settled and self.meter.finished >= self.warm_up:
             self._settled = True
             self.cpu.settle(self.meter.finished)
@@ -169,7 +169,7 @@ class Schedule:
         return steps >= self._next_step or self._now() >= self._next_s
 
     def came(self, *, early: bool = False) -> None:
-        """Note a report; with ``early`` it had no verdict yet, so the next is due soon."""
+        """Note a report. With ``early`` it had no verdict yet, so the next one is due soon."""
         self._next_step = math.inf
         self._next_s = self._now() + (FIRST_S if early else EVERY_S)
         self.first &= early

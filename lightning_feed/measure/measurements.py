@@ -1,4 +1,4 @@
-"""Measurements of a run, and facts about it: the basis of a verdict. None: unknown."""
+"""Measurements of a run and facts about it, from which the verdict is made. None: unknown."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -13,10 +13,10 @@ class Place:
     """The place in the user's program that sets up the training loader."""
 
     words: str
-    """Words for the call to change: ``your training DataLoader (Data.train_dataloader, data.py:41)``."""
+    """Description of the call to change: ``your training DataLoader (Data.train_dataloader, data.py:41)``."""
     form: Literal["arguments", "settings", "callback"] = "arguments"
-    """Accepts a loader's keyword arguments, or those of LoaderSettings. ``callback``: a package makes the loader and
-    has no parameter for the workers, so AutotuneCallback sets them."""
+    """Kind of arguments that it takes: a DataLoader's, or those of LoaderSettings. ``callback``: a package makes the
+    loader and has no parameter for the workers, so AutotuneCallback sets them."""
     inner: str = ""
     """For a wrapped data module: its inner loader, for settings that ``wrap`` does not change."""
     names: tuple[tuple[str, str], ...] = ()
@@ -44,7 +44,7 @@ class HookPlace:
     """One of the user's hooks, and the setting to run it less often."""
 
     name: str
-    """As Lightning names it to its profiler, without a callback's settings."""
+    """Lightning's name for it in its profiler, without a callback's settings."""
     at: str
     """Its file and line, such as ``train.py:12``."""
     interval: str = ""
@@ -52,7 +52,7 @@ class HookPlace:
 
 
 OTHERS_PCT = 20.0
-"""CPU share of other programs above which the figures depend on them."""
+"""CPU use of other programs, in %, above which it affects the figures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +82,8 @@ class LoopFacts:
     map_style: bool | None = None
     """True if all training datasets are map-style."""
     decodes_whole: bool | None = None
-    """One of them is torchvision's ImageFolder whose transform begins with a RandomResizedCrop: each image is decoded
-    whole, and cropped then."""
+    """True for a torchvision ImageFolder whose transform begins with a RandomResizedCrop: each image is decoded whole,
+    then cropped."""
     ours: bool | None = None
     """True if a FastDataModule made the training loaders."""
     batch_size: int | None = None
@@ -103,10 +103,10 @@ class LoopFacts:
     quality: str | None = None
     """Of an ImageFolderDataModule."""
     backend: str | None = None
-    """Of an ImageFolderDataModule: ``torch``, ``nvjpeg``, ``dali-cpu`` or ``dali-gpu``, whichever decodes."""
+    """Backend of an ImageFolderDataModule: ``torch``, ``nvjpeg``, ``dali-cpu`` or ``dali-gpu``."""
     own_transforms: bool | None = None
-    """Of an ImageFolderDataModule: transforms, a ``collate`` of the user's, or ``drop_keys`` follow decoding in the
-    workers."""
+    """True if an ImageFolderDataModule's workers, after decoding, run transforms, the user's ``collate``, or
+    ``drop_keys``."""
     cache: str | None = None
     """Cache of a FastDataModule: ``bytes``, ``decoded``, ``device`` or ``off``."""
     remote: bool | None = None
@@ -120,16 +120,16 @@ class LoopFacts:
     log_every_n_steps: int | None = None
     """Of the Trainer."""
     check_val_every_n_epoch: int | None = None
-    """Of the Trainer. None: validation goes by steps, and not by epochs."""
+    """The Trainer's ``check_val_every_n_epoch``. None: validation goes by steps, not by epochs."""
     val_check_batches: int | None = None
     """Training batches between validations, if there are several per epoch or they go by steps."""
     checkpoint_steps: int | None = None
-    """Training steps between checkpoints. None: unless exactly one ModelCheckpoint saves by steps."""
+    """Training steps between checkpoints. None unless exactly one ModelCheckpoint saves by steps."""
     others_cpu_pct: float | None = None
-    """Share of this run's CPUs that other programs used, 0 to 100. Above 20 the figures depend on them. Linux, a single
-    training process; elsewhere None."""
+    """Share of this run's CPUs that other programs used, 0 to 100. Above 20 they affect the figures. Only on Linux,
+    with a single training process; else None."""
     others_cpu_median_pct: float | None = None
-    """The same share as a median of samples, for predictions: not affected by a program that ran only for a while."""
+    """Median of that share, for predictions: a program that ran only for a while does not affect it."""
     usable_cpus: int | None = None
     """CPUs that this rank may use."""
     world_size: int = 1
@@ -139,24 +139,24 @@ class LoopFacts:
     lightning: str | None = None
     """Version of this package."""
     host_cpu_ms: float | None = None
-    """CPU time of the training thread per step (``time.thread_time``), over all steps that were measured."""
+    """CPU time of the training thread per step (``time.thread_time``), over all measured steps."""
     process_cpu_ms: float | None = None
-    """CPU time of the training process per step, of all of its threads but without its workers."""
+    """CPU time of the training process per step: all its threads, without its workers."""
     load_cpu_ms: float | None = None
-    """CPU time in ``next(loader)`` per step: of the training process without workers, of the training thread if the
-    loader is not a DataLoader. None with workers."""
+    """CPU time in ``next(loader)`` per step; None with workers. Counts the training process, but if the loader is not a
+    DataLoader only the training thread."""
     load_queue_ms: float | None = None
-    """Time in ``next(loader)`` per step for which the training thread was ready to run and other threads or programs
-    had the CPUs. Linux; elsewhere None."""
+    """Time in ``next(loader)`` per step in which the training thread was ready to run, but other threads or programs
+    had the CPUs. Only on Linux; else None."""
     host_queue_ms: float | None = None
-    """The same time over the whole step."""
+    """Time in which the training thread waited for a CPU, over the whole step."""
     generator: str = ""
     """The loader, if it is not a DataLoader: ``generator batches (train.py:12)``."""
     shards_by_worker: bool | None = None
     """True if an iterable dataset appears to divide its samples among workers."""
     may_leave_process: bool | None = None
-    """True if an iterable dataset may live in one worker process: it counts nothing from epoch to epoch, and has no
-    state that this process may ask for."""
+    """True if an iterable dataset can run in one worker process: it keeps no count across epochs, and has no state that
+    this process may need."""
     may_persist: bool | None = None
     """True if workers may persist between epochs: no ``set_epoch`` of the dataset must reach them."""
     free_shm_bytes: int | None = None
@@ -211,7 +211,7 @@ class HookTime:
     """The time of one hook in a step."""
 
     name: str
-    """As Lightning names it to its profiler, for example ``[Callback]ModelCheckpoint.on_train_batch_end``."""
+    """Lightning's name for it in its profiler, for example ``[Callback]ModelCheckpoint.on_train_batch_end``."""
     ms_per_step: float
     """Mean over the steps in which hooks were timed."""
 
@@ -233,7 +233,7 @@ class LoopMeasurements:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """The basis of a verdict."""
+    """The measurements from which a verdict is made."""
 
     stats: StarvationStats
     facts: LoopFacts = field(default_factory=LoopFacts)

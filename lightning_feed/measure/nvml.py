@@ -21,7 +21,7 @@ class NvmlSampler:
     """Samples one GPU until :meth:`stop`. A failure ends the sampling and is logged once at INFO.
 
     Args:
-        uuid: of the device as torch knows it. The index would be another one under ``CUDA_VISIBLE_DEVICES``.
+        uuid: the device's UUID from torch. Its index may differ because of ``CUDA_VISIBLE_DEVICES``.
         period_s: seconds between two samples.
     """
 
@@ -37,7 +37,7 @@ class NvmlSampler:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread. Waits at most some seconds for a driver that hangs."""
+        """End the thread. Waits at most a few seconds if the driver hangs."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(JOIN_S)
@@ -57,7 +57,7 @@ class NvmlSampler:
                     while readings and not self._stopped.wait(self._period_s):
                         self._sample(readings, pynvml)
                     if not readings:
-                        logger.info("No GPU figures from NVML: it gives none for the GPU %s", self._uuid)
+                        logger.info("No GPU figures from NVML: it has none for the GPU %s", self._uuid)
             finally:
                 pynvml.nvmlShutdown()
         except Exception as error:  # noqa: BLE001  # a meter beside the training must not end it; said, not swallowed
@@ -69,10 +69,10 @@ class NvmlSampler:
                 value = read()
             except pynvml.NVMLError as error:
                 logger.debug("NVML does not give %s: %s", name, error)
-                if isinstance(error, pynvml.NVMLError_NotSupported):  # by this board, at any time
+                if isinstance(error, pynvml.NVMLError_NotSupported):  # this board never will
                     del readings[name]
                 continue
-            if not math.isfinite(value):  # no error and no figure: the next sample may have one
+            if not math.isfinite(value):  # no error, but no figure: the next sample may have one
                 continue
             with self._lock:
                 total, count = self._sums.get(name, (0.0, 0))
@@ -106,7 +106,7 @@ def _readings(pynvml: Any, handle: Any) -> Iterator[dict[str, Callable[[], float
     }
     with ExitStack() as stack:
         try:
-            # The GPU performance monitor is there from Hopper on, in newer drivers and bindings.
+            # The GPU performance monitor exists from Hopper on, in newer drivers and bindings.
             if pynvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
                 busy = _SmActivity(pynvml, handle)
                 stack.callback(busy.close)
@@ -117,7 +117,7 @@ def _readings(pynvml: Any, handle: Any) -> Iterator[dict[str, Callable[[], float
 
 
 class _SmActivity:
-    """Share of busy multiprocessors between two reads: NVML gives counters, of which two samples make a figure."""
+    """Share of busy multiprocessors between two reads: NVML needs two samples of its counters for a figure."""
 
     def __init__(self, pynvml: Any, handle: Any) -> None:
         self._pynvml, self._handle = pynvml, handle
@@ -137,11 +137,11 @@ class _SmActivity:
         pynvml.nvmlGpmMetricsGet(request)
         self._samples = [now, before]
         metric = request.metrics[0]
-        if metric.nvmlReturn != pynvml.NVML_SUCCESS:  # each metric has its own; the call as a whole succeeds
+        if metric.nvmlReturn != pynvml.NVML_SUCCESS:  # a metric can fail although the call succeeds
             raise pynvml.NVMLError(metric.nvmlReturn)
         return float(metric.value)
 
     def close(self) -> None:
-        """Release the samples to NVML."""
+        """Free the samples in NVML."""
         for sample in self._samples:
             self._pynvml.nvmlGpmSampleFree(sample)

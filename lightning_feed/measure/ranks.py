@@ -1,4 +1,4 @@
-"""Cross-rank starvation: the longest wait of each step, its rank, and how it multiplies."""
+"""Cross-rank starvation: the longest wait in each step, its rank, and what it costs all ranks."""
 
 import itertools
 import logging
@@ -19,7 +19,7 @@ from lightning_feed.measure.windows import FEW_STEPS
 SLOW_SHARE = 0.1
 """A rank is slow if it waits longer than the median by this share of a step."""
 NUMBER, DATA_IDLE, STEP = range(3)
-"""Columns of the measurements of a rank: number of the step, nanoseconds of waiting for data, nanoseconds in all."""
+"""Columns of a rank's measurements: number of the step, nanoseconds of waiting for data, nanoseconds in all."""
 
 
 def step_rows(steps: Iterable[StepTimes]) -> list[float]:
@@ -28,10 +28,10 @@ def step_rows(steps: Iterable[StepTimes]) -> list[float]:
 
 
 def align(ranks: Sequence[Tensor]) -> Tensor:
-    """The steps that all ranks measured. A rank may lack steps: its device clock lost them, or has not come to them.
+    """The steps that all ranks measured. A rank may lack steps: its device clock lost them, or is not there yet.
 
     Args:
-        ranks: of each rank its steps as (steps, 3) float64, columns as in :func:`step_rows`.
+        ranks: each rank's steps as (steps, 3) float64, columns as in :func:`step_rows`.
 
     Returns:
         (3, ranks, common steps) float64, in the order of the steps' numbers.
@@ -48,18 +48,18 @@ def align(ranks: Sequence[Tensor]) -> Tensor:
 
 @dataclass
 class RankSums(Additive):
-    """Sums over the steps that all ranks measured. With ``idle[k, r]`` and ``step[k, r]`` of step k on rank r:
+    """Sums over the steps that all ranks measured. With ``idle[k, r]`` and ``step[k, r]`` for step k on rank r:
 
     - ``starved_pct = 100 * sum_k max_r idle[k, r] / sum_k max_r step[k, r]``. A rank that waits for data makes the
-      others wait for its gradients, which is ``compute`` to them: the longest wait of each step is the cost for all of
-      them, whoever has it. A mean over ranks would hide one starved rank among many.
-    - ``amplification = sum_k max_r idle[k, r] / (1 / ranks * sum_r sum_k idle[k, r])``: the cost for all over the mean
-      wait of a rank; from 1 (all wait in the same steps, equally long) to the number of ranks (in each step
-      one waits alone). As steps are equally long on ranks that exchange gradients, that is starved_pct over the mean of
-      the ranks' own starved_pct. None where nobody waits.
-    - ``slow_rank``: the one with the greatest mean wait, where that is 10 % of the mean of ``max_r step[k, r]`` above
-      the median of the ranks' mean waits. Of an even number of ranks the lower of the two in the middle is taken:
-      between two ranks a mean of both would halve their difference.
+      others wait for its gradients, which counts as ``compute`` there. So the longest wait of each step is the cost for
+      all ranks. A mean over ranks would hide one starved rank among many.
+    - ``amplification = sum_k max_r idle[k, r] / (1 / ranks * sum_r sum_k idle[k, r])``: the cost for all ranks over the
+      mean wait of a rank; from 1 (all wait in the same steps, equally long) to the number of ranks (in each step one
+      waits alone). Steps are equally long on ranks that exchange gradients, so this is also starved_pct over the mean
+      of the ranks' own starved_pct. None if no rank waits.
+    - ``slow_rank``: the rank with the longest mean wait, if that exceeds the median of the ranks' mean waits by 10 % of
+      the mean of ``max_r step[k, r]``. For an even number of ranks, the median is the lower of the two in the middle: a
+      mean of both would halve the difference between two ranks.
     """
 
     steps: int
@@ -100,9 +100,9 @@ logger = logging.getLogger(__name__)
 MOST_STEPS = 4096
 """Most steps sent per window, the newest ones: 98 kB."""
 PATIENCE_S = 5.0
-"""Seconds that rank 0 waits for the others' last steps when training is over."""
+"""Seconds that rank 0 waits for the other ranks' last steps after training."""
 WINDOWS_MISSED = 3
-"""Windows without the steps of a rank after which one line is logged."""
+"""Number of windows that lack a rank's steps after which one line is logged."""
 _POLL_S = 0.005
 _LAST = "last"
 _HEADER = 3  # layout, window, rows: float64, as the rows are
@@ -112,19 +112,19 @@ _sessions = itertools.count()
 
 
 class RankExchange:
-    """One rank's side of the exchange. All ranks send at the same steps; only rank 0 takes.
+    """One rank's side of the exchange. All ranks send at the same steps; only rank 0 reads.
 
-    A window's keys are used again two windows later, so that the store does not grow. A value counts only if
-    it names the window that is asked for, and steps are matched by their numbers. So ranks that are out of step give
-    fewer figures, never wrong ones.
+    A window's keys are used again two windows later, so that the store does not grow. A value counts only if it names
+    the requested window, and steps are matched by their numbers. So ranks that are out of step give fewer figures,
+    never wrong ones.
 
     Args:
         store: torch's ``Store``, the same for all ranks.
-        rank: of this process.
-        world_size: ranks.
-        session: the same on all ranks, another one for each fit.
-        warm_up: steps at the beginning that :meth:`total` leaves out, where enough others are there.
-        sleep: seconds -> nothing; called only in :meth:`finish`.
+        rank: this process's rank.
+        world_size: number of ranks.
+        session: a name that is the same on all ranks, and differs between fits.
+        warm_up: steps at the beginning that :meth:`total` leaves out, if enough others remain.
+        sleep: waits for some seconds; called only in :meth:`finish`.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class RankExchange:
         self._works = True
 
     def add(self, steps: Iterable[StepTimes]) -> None:
-        """Keep ``steps`` for the next :meth:`send`. Needed only if the caller drops them before."""
+        """Keep ``steps`` for the next :meth:`send`. Needed only if the caller drops them earlier."""
         self._fresh += step_rows(steps)
         del self._fresh[: -3 * MOST_STEPS]
 
@@ -172,13 +172,15 @@ class RankExchange:
         return self._gather(window, str(window % 2), self._sent[0])
 
     def total(self) -> RankStats | None:
-        """On rank 0: the figures of all windows so far, without the warm-up unless that leaves too little. None before
-        the first, and on other ranks."""
+        """The figures of all windows so far, on rank 0; None before the first, and on other ranks.
+
+        They leave out the warm-up, unless too few steps would remain.
+        """
         sums = self._settled if self._settled.steps >= FEW_STEPS else self._sums
         return sums.stats() if sums.steps else None
 
     def finish(self, steps: Iterable[StepTimes] = ()) -> RankStats | None:
-        """Training is over on this rank: send the last steps, and on rank 0 take those of all.
+        """End the exchange after training: send the last steps; on rank 0, also read those of all ranks.
 
         Rank 0 waits at most 5 s for ranks that have sent windows before. The exchange cannot be used afterwards.
 
@@ -259,7 +261,7 @@ class RankExchange:
             return None
         try:
             return operation(*arguments)
-        except RuntimeError as error:  # the process with the store is gone, or the network is; training goes on
+        except RuntimeError as error:  # the store's process or the network is gone; training goes on
             self._works = False
             logger.log(
                 logging.INFO if self.rank else logging.WARNING,
@@ -272,10 +274,10 @@ class RankExchange:
 def open_rank_exchange(*, warm_up: int = 0) -> RankExchange | None:
     """The exchange of this process; None with a single rank, or if ``torch.distributed`` has no store.
 
-    To be called as often on every rank: the exchanges of a process are counted, and those of a number belong together.
+    Every rank must call it equally often: the n-th exchanges of all ranks belong together.
 
     Args:
-        warm_up: as for :class:`RankExchange`.
+        warm_up: passed to :class:`RankExchange`.
     """
     store = default_store()
     if store is None or torch.distributed.get_world_size() < 2:

@@ -1,4 +1,4 @@
-"""Figures over some steps: frozen values, units in the names, None: not measured."""
+"""Figures over some steps, as frozen values with units in their names. None: not measured."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -7,11 +7,11 @@ from typing import Any, Literal, TypeVar
 Confidence = Literal["high", "medium", "low"]
 
 MIN_STEPS = 10
-"""With fewer steps there is no verdict."""
+"""Fewest steps for a verdict."""
 MANY_STEPS, SOME_STEPS = 200, 50
-"""Steps from which figures are trusted highly, and at all."""
+"""Fewest steps for high confidence, and for medium confidence."""
 LOST_SHARE = 0.1
-"""Share of steps without a device measurement from which figures are not trusted."""
+"""Figures are not trusted if more than this share of steps has no device measurement."""
 
 
 Sums = TypeVar("Sums", bound="Additive")
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass
 class Additive:
-    """Sums that only grow: the sum between two times is the difference of their values then."""
+    """Sums that only grow, so that the difference of two states is the sum over the time between them."""
 
     def __add__(self: Sums, other: Sums) -> Sums:
         return type(self)(**{name: value + vars(other)[name] for name, value in vars(self).items()})
@@ -30,44 +30,44 @@ class Additive:
 
 
 def tagged(tag: str) -> Any:
-    """A field that is logged under ``tag``. The tables of tags are made of these."""
+    """A field that is logged under ``tag``. The tables of tags are built from these fields."""
     return field(default=None, metadata={"tag": tag})
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderStats:
-    """Figures of the loaders, seen from outside or counted by themselves. Linux; elsewhere None."""
+    """Figures of the loaders, observed from outside or counted by the loaders. Only on Linux; else None."""
 
     workers_on_cpu_pct: float | None = tagged("feed_workers/on_cpu_pct")
     """Share of the workers' time on a CPU, 0 to 100, mean over workers. High while starved: decoding, augmenting."""
     workers_run_queue_pct: float | None = tagged("feed_workers/run_queue_pct")
     """Share of the workers' time ready to run without a CPU. High: more workers or threads than CPUs."""
     workers_blocked_pct: float | None = tagged("feed_workers/blocked_pct")
-    """The rest. High while starved: disk, network, locks. High while fed: workers with nothing to do."""
+    """The rest of the workers' time. High while starved: disk, network, locks. High while fed: idle workers."""
     read_mb_per_s: float | None = tagged("feed_workers/read_mb_per_s")
-    """Megabytes per second that all workers read, from wherever."""
+    """Megabytes per second that all workers read, from storage or from the page cache."""
     disk_mb_per_s: float | None = tagged("feed_workers/disk_mb_per_s")
-    """Megabytes per second that storage gave to all workers. Near read_mb_per_s: nothing came from the page cache."""
+    """Megabytes per second that all workers read from storage. Near read_mb_per_s: the page cache gave nothing."""
     page_cache_pct: float | None = tagged("feed_workers/page_cache_pct")
-    """Share of those bytes that no disk had to give, 0 to 100. Low while blocked: stage, cache or pack."""
+    """Share of the bytes read that came from the page cache, 0 to 100. Low while blocked: stage, cache or pack."""
     connections: float | None = None
-    """Connections over the network that worker processes made, all together; mean of some counts. Above 0 while
-    blocked: they wait for another machine, such as an object store."""
+    """Network connections of all worker processes together; mean of several counts. Above 0 while blocked: workers wait
+    for another machine, such as an object store."""
 
     queue_ready: float | None = tagged("feed_queue/ready")
-    """Batches ready when the loop asked for one, mean. Near 0 while starved; near the capacity: the loader is ahead."""
+    """Mean number of batches ready when the loop asked for one. Near 0: starved. Near the capacity: well fed."""
     queue_capacity: float | None = tagged("feed_queue/capacity")
     """Batches that the loader may hold ready."""
     head_of_line_pct: float | None = tagged("feed_queue/head_of_line_pct")
-    """Share of the waiting lost to the order of batches, 0 to 100: time with a later batch at hand, times the share of
-    workers that had nothing to do for it. From 25: ``in_order=False``, or deeper."""
+    """Share of the waiting lost to the order of batches, 0 to 100: time in which a later batch was ready, times the
+    share of workers idle because of it. From 25: set ``in_order=False``, or prefetch more batches."""
     handover_pct: float | None = tagged("feed_queue/handover_pct")
-    """Share of the waiting that began with batches ready, and none of it lost to their order, 0 to 100. From 80: it is
-    handing batches over to the training process that takes the time, so send fewer and smaller tensors, or threads."""
+    """Share of the waiting that began with batches ready and was not lost to their order, 0 to 100. From 80: handing
+    batches over to the training process takes the time, so send fewer and smaller tensors, or use threads."""
     pin_lag_ms: float | None = None
-    """Mean time of waiting for a batch while batches were made, but none of them pinned. High: pinning limits."""
+    """Mean time waited for a batch while batches had been made, but none was pinned. High: pinning limits."""
     produced_per_s: float | None = tagged("feed_queue/produced_per_s")
-    """Batches per second that the loader made, without those that were only taken from a full queue."""
+    """Batches per second that the loader made. Batches taken from a full queue do not count."""
 
     cpu_pressure_pct: float | None = tagged("feed_pressure/cpu_pct")
     """Share of time in which some task of the container, or of the machine, waited for a CPU (PSI "some")."""
@@ -76,7 +76,7 @@ class LoaderStats:
     memory_pressure_pct: float | None = tagged("feed_pressure/memory_pct")
     """Share of time in which some task waited for memory (PSI "some")."""
     throttled_pct: float | None = tagged("feed_pressure/throttled_pct")
-    """Share of the scheduler's periods in which the cgroup had used up its CPU quota. High: fewer workers, or quota."""
+    """Share of scheduler periods in which the cgroup used up its CPU quota. High: use fewer workers, or raise it."""
 
     cache_hit_pct: float | None = tagged("feed/cache_hit_pct")
     """Share of reads since the last window that FastDataModule(cache=...) answered, 0 to 100, over all processes of the
@@ -85,7 +85,7 @@ class LoaderStats:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuStats:
-    """Means over the samples of a window. None: this GPU or driver does not say."""
+    """Means over the samples of a window. None: this GPU or driver does not report it."""
 
     util_pct: float | None = tagged("feed_gpu/util_pct")
     """Share of time in which some kernel ran, 0 to 100. A rank that spins waiting for its peers reads 100."""
@@ -94,7 +94,7 @@ class GpuStats:
     mem_used_mib: float | None = tagged("feed_gpu/mem_used_mib")
     """Device memory in use by all processes, MiB."""
     power_w: float | None = tagged("feed_gpu/power_w")
-    """Power drawn, watts. Far below the limit of the board: the GPU has little to do."""
+    """Power drawn, watts. Far below the board's limit: the GPU has little to do."""
     pcie_rx_mb_per_s: float | None = tagged("feed_gpu/pcie_rx_mb_per_s")
     """Data received over PCIe, MB/s. Near the speed of the link: send less."""
 
@@ -103,7 +103,7 @@ class GpuStats:
 class RankStats:
     """Cross-rank starvation. A starved rank makes the others wait in their gradient exchange.
 
-    Per step the largest value over the ranks counts, never the mean.
+    In each step the largest value over all ranks counts, never the mean.
     """
 
     world_size: int
@@ -111,14 +111,14 @@ class RankStats:
     steps: int
     """Steps that all ranks measured."""
     max_data_idle_ms: float | None = tagged("feed_dist/max_data_idle_ms")
-    """Mean over the steps of the longest wait of any rank. High with a low starved_pct: another rank is starved."""
+    """Longest wait of any rank, mean over the steps. High with a low starved_pct: another rank is starved."""
     slow_rank: int | None = tagged("feed_dist/slow_rank")
-    """The rank that waits longest in the mean, where it is 10 % of a step above the median. Absent: balanced."""
+    """The rank with the longest mean wait, if that is 10 % of a step above the median. Absent: balanced."""
     starved_pct: float | None = tagged("feed_dist/starved_pct")
-    """Sum of the longest waits over sum of the longest steps, 0 to 100: what waiting for data costs all together."""
+    """Sum of the longest waits over sum of the longest steps, 0 to 100: the cost of waiting for all ranks together."""
     amplification: float | None = None
-    """Sum of the longest waits over the sum of the mean waits, 1 to world_size: what all pay over what a rank waits
-    itself. High: ranks wait in turn, or one for all. Absent: nobody waits."""
+    """Sum of the longest waits over the sum of the mean waits, 1 to world_size. High: ranks wait in turn, or all wait
+    for one. Absent: no rank waits."""
     data_idle_ms_by_rank: tuple[float, ...] = ()
     """Mean wait of each rank."""
 
@@ -140,7 +140,7 @@ class StarvationStats:
     """Trust in the figures: by the number of steps, the clock, and whether the warm-up is among them."""
 
     starved_pct: float | None = tagged("feed/starved_pct")
-    """Share of step time the device waited for data, 0 to 100. Near 0: fed. From 20: the loader is the limit."""
+    """Share of step time in which the device waited for data, 0 to 100. Near 0: fed. From 20: the loader limits."""
     starved_low_pct: float | None = None
     """Lower end of the 95 % interval of starved_pct, by a block bootstrap."""
     starved_high_pct: float | None = None
@@ -150,7 +150,7 @@ class StarvationStats:
     speedup_if_free: float | None = tagged("feed/speedup_if_free")
     """Step time over step time without waiting for data, 1 or more. An estimate: something else may limit next."""
     prefetch_active: bool | None = tagged("feed/prefetch_active")
-    """PrefetchCallback copies ahead: logged as 1 or 0. None: there is no such callback."""
+    """True if PrefetchCallback copies ahead (logged as 1 or 0). None: there is no such callback."""
 
     step_ms: float | None = tagged("feed_step/step_ms")
     """Mean step, from the end of one to the end of the next. Low is fast."""
@@ -161,19 +161,19 @@ class StarvationStats:
     compute_ms: float | None = tagged("feed_step/compute_ms")
     """Mean time from the batch being on the device to the end of the step. Near step_ms: compute-bound."""
     forward_ms: float | None = tagged("feed_step/forward_ms")
-    """Of compute_ms: ``training_step`` (mean). Absent: not known, as with manual optimisation."""
+    """Part of compute_ms: ``training_step``. Absent: unknown, as with manual optimisation."""
     backward_ms: float | None = tagged("feed_step/backward_ms")
-    """Of compute_ms: the backward pass, where the gradients of several ranks are exchanged, too."""
+    """Part of compute_ms: the backward pass, with the exchange of gradients between ranks."""
     optimizer_ms: float | None = tagged("feed_step/optimizer_ms")
-    """Of compute_ms: clipping gradients, the optimizer's step, and setting gradients to zero."""
+    """Part of compute_ms: clipping gradients, the optimizer's step, and setting gradients to zero."""
     h2d_ms: float | None = tagged("feed_step/h2d_ms")
-    """Mean time of the transfer to the device, as far as it is exposed, with hooks. High: pin, prefetch, shrink. With
-    ``backend="nvjpeg"`` it is first of all decoding."""
+    """Mean time of the transfer to the device and its hooks that computing does not hide. High: pin, prefetch, shrink.
+    With ``backend="nvjpeg"`` it is mostly decoding."""
     data_idle_ms: float | None = tagged("feed_step/data_idle_ms")
-    """Mean time the device had nothing to do because the host was blocked in the loader. High: load faster. Where DALI
-    works on the GPU, its decoding there is part of it."""
+    """Mean time the device had nothing to do because the host was blocked in the loader. High: load faster. If DALI
+    decodes on the GPU, that is included."""
     other_ms: float | None = tagged("feed_step/other_ms")
-    """Mean time between steps: callbacks, logging, checkpoints. High: look there, not at the loader."""
+    """Mean time between steps: callbacks, logging, checkpoints. High: check these, not the loader."""
 
     next_wait_ms: float | None = tagged("feed_host/next_wait_ms")
     """Mean time the host was blocked in ``next(loader)``. High with a low data_idle_ms: slack, not starvation."""
@@ -194,7 +194,7 @@ class LoaderSteps:
     """The steps on the batches of one of several loaders that are drawn from one after the other."""
 
     name: str
-    """Its key in the dict of loaders, else ``dataloader_idx_0`` and so on, as Lightning has it in names of metrics."""
+    """The loader's key in a dict of loaders, else ``dataloader_idx_0`` and so on, as in Lightning's metric names."""
     steps: int
     """Steps on its batches."""
     step_ms: float
@@ -208,9 +208,9 @@ def grade_confidence(*, steps: int, lost: int, settled: bool, trusted_clock: boo
 
     Args:
         steps: steps measured.
-        lost: steps that were to be measured and were not.
-        settled: the warm-up, in which a full queue hides a slow loader, is not among the steps.
-        trusted_clock: device events, or the host's clock where it computes itself.
+        lost: steps that should have been measured, but were not.
+        settled: True if the steps do not include the warm-up, in which a full queue hides a slow loader.
+        trusted_clock: True for device events, or for the host's clock if the host computes.
     """
     if not settled or not trusted_clock or steps < SOME_STEPS or lost > LOST_SHARE * (steps + lost):
         return "low"
@@ -218,17 +218,17 @@ def grade_confidence(*, steps: int, lost: int, settled: bool, trusted_clock: boo
 
 
 Which = Literal["core", "all"]
-"""``core``: the speed of training and its waits. ``all``: possible reasons, too."""
+"""``core``: the speed of training and its waits. ``all``: also possible reasons."""
 
 _CORE = (
     *("starved_pct", "prefetch_active", "step_ms", "compute_ms", "h2d_ms", "data_idle_ms", "other_ms", "start_s"),
     *("slow_rank", "util_pct"),
 )
-"""Names of the figures that are always logged, whatever the section before the ``/``."""
+"""Names of the figures that are always logged, in any section (the part before the ``/``)."""
 
 
 def tag_table() -> dict[str, str]:
-    """Every tag that can be logged, and the name of the field that it shows."""
+    """Every tag that can be logged, with the name of its field."""
     return {
         one.metadata["tag"]: one.name
         for kind in (StarvationStats, RankStats, LoaderStats, GpuStats)
@@ -243,7 +243,7 @@ def to_tags(
     loaders: LoaderStats | None = None,
     ranks: RankStats | None = None,
 ) -> dict[str, float]:
-    """The measured figures by tag. What was not measured is absent, so that 0 always means a measured zero."""
+    """The measured figures by tag. Unmeasured figures are absent, so that 0 always means a measured zero."""
     known = [value for value in (stats, gpu, loaders, ranks) if value is not None]
     found = {one.metadata["tag"]: vars(value)[one.name] for value in known for one in fields(value) if one.metadata}
     return {tag: float(figure) for tag, figure in found.items() if figure is not None}
@@ -257,11 +257,11 @@ def choose_tags(tags: dict[str, T], which: Which) -> dict[str, T]:
 LOOPS = {"validate": "feed_val", "test": "feed_test", "predict": "feed_predict"}
 """Stage -> the section of its tags."""
 LOOP_FIELDS = ("starved_pct", "step_ms", "compute_ms", "h2d_ms", "data_idle_ms", "other_ms", "epoch_start_s")
-"""Fields of StarvationStats that are logged of a validation, test or prediction: ``feed_val/step_ms`` and so on."""
+"""Fields of StarvationStats that are logged for a validation, test or prediction: ``feed_val/step_ms`` and so on."""
 
 
 def loop_tags(stage: str, stats: StarvationStats, by_loader: Sequence[LoaderSteps] = ()) -> dict[str, float]:
-    """The measured figures of a validation, test or prediction by tag; of several loaders also each by its name."""
+    """The measured figures of a validation, test or prediction by tag; with several loaders, also for each by name."""
     section = LOOPS[stage]
     found = {name.removeprefix("epoch_"): vars(stats)[name] for name in LOOP_FIELDS}
     tags = {f"{section}/{name}": float(value) for name, value in found.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Divides the time of a step by marks: on the host's clock, or by events of the device, read once they have passed."""
+"""Divides a step's time by marks: on the host's clock, or by device events that are read once they have passed."""
 
 import itertools
 import logging
@@ -20,8 +20,8 @@ Clock = Callable[[], int]
 host_clock: Clock = time.perf_counter_ns  # bound here: programs, and Lightning's tests, patch `time`
 
 RING_SIZE = 1024
-"""Events per loop. A training step takes 10, with a prefetcher 14: the host may be 73 steps ahead before one is not
-measured."""
+"""Events per loop. A training step takes 10, with a prefetcher 14: the host can be 73 steps ahead of the device before
+a step is lost."""
 PROBE_SPINS = 10_000
 
 
@@ -61,12 +61,11 @@ class EventStep(NamedTuple):
 class EventRing:
     """Events from a fixed ring: nothing is allocated in a step, and nothing waits.
 
-    Marks carry running numbers; mark ``n`` uses event ``n % size``. Neighbouring steps share the mark between them, so
-    that the intervals telescope. When the ring is full because the host is that far ahead, the step is given up and
-    counted in :attr:`lost`.
+    Marks are numbered; mark ``n`` uses event ``n % size``. Neighbouring steps share the mark between them, so that the
+    intervals leave no gap. If the host is so far ahead that the ring is full, the step is counted in :attr:`lost`.
 
-    An error of the device, which comes up at whatever call is next, stops the ring for good and is not raised here: the
-    training's own next call meets it, and its traceback names the step and not the meter.
+    A device error can show up in any later call. Here it stops the ring for good, but is not raised: the training's
+    next call meets it, so that the traceback names the step, not the meter.
 
     Args:
         make_event: makes one timing event.
@@ -80,7 +79,7 @@ class EventRing:
         self._start: int | None = None
         self._open: list[int] = []
         self._pending: deque[tuple[Note, int, list[int]]] = deque()
-        """Steps that the device has not finished: note, first mark, categories."""
+        """Steps that the device has not finished, each with its note, first mark and categories."""
         self.lost = 0
         """Steps not measured: no event was free, their events could not be compared, or the device failed."""
         self._stopped = False
@@ -159,7 +158,7 @@ class EventRing:
 
 
 def _intervals(marks: list[DeviceEvent], categories: list[int]) -> list[tuple[int, float]] | None:
-    """(category, nanoseconds) between neighbouring marks, all passed; None if they cannot be compared."""
+    """(category, nanoseconds) between neighbouring marks that have passed; None if they cannot be compared."""
     try:
         return [
             (category, before.elapsed_time(after) * 1e6)
@@ -179,8 +178,8 @@ def open_ring(device: torch.device, size: int = RING_SIZE) -> EventRing | None:
 def event_maker(device: torch.device) -> Callable[[], DeviceEvent] | None:
     """The maker of timing events for ``device``, or None if its events do not work.
 
-    They are tried out first, without waiting for the device. The events of MPS are not used: there ``elapsed_time``
-    waits for all queued work, and ``record`` ends the command buffer (torch, ``aten/src/ATen/mps/MPSEvent.mm``).
+    They are tested first, without waiting for the device. MPS events are not used: their ``elapsed_time`` waits for all
+    queued work, and ``record`` ends the command buffer (torch, ``aten/src/ATen/mps/MPSEvent.mm``).
     """
     if device.type not in STREAM_BACKENDS:
         return None
@@ -212,13 +211,13 @@ def events_work(make_event: Callable[[], DeviceEvent]) -> bool:
 OTHER, DATA, H2D, COMPUTE, FORWARD, BACKWARD, OPTIMIZER = range(7)
 """The last three are parts of computing, if they are marked."""
 READS_PER_STEP = 4
-"""Finished steps read from the device at the end of one step: enough to catch up, few enough not to be felt."""
+"""Most finished steps read from the device at the end of one step: enough to catch up, few enough to cost little."""
 
 
 class StepTimes(NamedTuple):
-    """One training step from the end of the one before to its own end. The four parts add up to it.
+    """Times of one training step, from the end of the step before to its own end. The four parts add up to it.
 
-    Nanoseconds: by the device's events where there are any, else by the host's clock.
+    In nanoseconds: by device events if there are any, else by the host's clock.
     """
 
     other_ns: float
@@ -230,7 +229,7 @@ class StepTimes(NamedTuple):
     counted: bool
     """True if windows count the step: not the first of an epoch or after a validation."""
     number: int = 0
-    """Number of the step in its fit, from 1, by which steps of several ranks are matched: some may not be measured."""
+    """Number of the step in its fit, from 1. Matches the steps of several ranks, as some may not be measured."""
     source: int = 0
     """Index of the loader that the batch came from, if several are read one after the other."""
     forward_ns: float = 0.0
@@ -248,13 +247,13 @@ class StepMeter:
     """Switches between categories at each mark, so that all time is counted once.
 
     A step is ``other`` until its fetch, ``data`` during the fetch, ``h2d`` until the batch is on the device, and
-    ``compute`` until it ends, with ``forward``, ``backward`` and ``optimizer`` inside it. A category inside another one
-    (a look-ahead, or a ``training_step`` that fetches for itself) returns to that one afterwards.
+    ``compute`` until it ends, with ``forward``, ``backward`` and ``optimizer`` inside it. After a nested category (a
+    look-ahead, or a ``training_step`` that fetches for itself) the outer one continues.
 
     Args:
-        keep: takes each measured step, in order; on a device some steps after it was queued.
+        keep: takes each measured step, in order; with a device, some steps later.
         clock: the host's clock.
-        ring: events of the device; None: the host's clock is the truth.
+        ring: events of the device; None: use the host's clock.
     """
 
     def __init__(
@@ -289,11 +288,11 @@ class StepMeter:
     # --- the run around the steps -------------------------------------------------------------------------------------
 
     def begin(self, *, epoch: bool, since: int | None = None) -> None:
-        """Start over: an epoch begins, or training (``epoch=False``). An unfinished step is dropped.
+        """Start over at the beginning of an epoch, or of training (``epoch=False``). Drops an unfinished step.
 
         Args:
-            epoch: the time to the first batch is reported.
-            since: when the epoch began, by the host's clock; None: now.
+            epoch: report the time to the first batch.
+            since: start of the epoch by the host's clock; None: now.
         """
         self._last = self._clock()
         self._spent = [0] * 7
@@ -323,9 +322,9 @@ class StepMeter:
         self._switch(DATA)
 
     def fetch_ended(self) -> None:
-        """Note that the batch has arrived. Outside of a look-ahead, the transfer to the device follows."""
+        """Note that the batch has arrived. Outside a look-ahead, the transfer to the device follows."""
         if not self._stack:
-            return  # began before the meter did
+            return  # this fetch began before the meter
         interrupted = self._stack.pop()
         self._switch(interrupted if self._looking_ahead or self._running else H2D)
         if self._epoch_began is not None and self.on_epoch_start is not None:

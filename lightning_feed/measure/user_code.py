@@ -16,7 +16,7 @@ def is_users(file: str) -> bool:
 
 _LIBRARIES = tuple(
     {
-        # Not sys.prefix, below which the user's project may lie: /usr/src/app of a Python in /usr.
+        # Not sys.prefix: the user's project may be inside it, such as /usr/src/app with a Python in /usr.
         *(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
         str(Path(torch.__file__).parent) + os.sep,
         str(Path(__file__).parents[1]) + os.sep,  # and not lightning_feed_runs beside it

@@ -10,12 +10,12 @@ Part = Literal[
     "train", "validation", "test", "predict", "checkpoints", "epoch starts", "sanity check", "set-up", "rest"
 ]
 PARTS: tuple[Part, ...] = get_args(Part)
-"""In the order of reports.
+"""Parts of a run's wall time, in the order of reports.
 
 train: from the first batch of each epoch to the end of its last step, with hooks and loggers between the steps.
-validation, test, predict: from the loop's start, with that of its workers, to its end. checkpoints: saving them,
-wherever that takes place. epoch starts: until the first batch of each training epoch is there. set-up: from the
-beginning of ``trainer.fit`` (or its like) to the loop, but for the sanity check. rest: between and after the epochs.
+validation, test, predict: the whole loop, including the start of its workers. checkpoints: saving them at any time.
+epoch starts: until the first batch of each training epoch arrives. set-up: from the call of ``trainer.fit`` (or its
+like) to the loop, without the sanity check. rest: between and after the epochs.
 """
 
 
@@ -33,7 +33,7 @@ class WallPart:
 
 @dataclass(frozen=True, kw_only=True)
 class WallStats:
-    """The wall time of a run from its beginning until now."""
+    """Wall time of a run from its beginning until now."""
 
     wall_s: float
     """Total in seconds: the sum of the parts."""

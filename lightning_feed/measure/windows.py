@@ -1,4 +1,4 @@
-"""Sums step times over windows, and over the whole run without its warm-up."""
+"""Sums of step times over windows, and over the whole run without its warm-up."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -21,9 +21,9 @@ _SEED = 1
 
 @dataclass
 class PairSums:
-    """Sums of waiting and of step time over chunks of consecutive steps, in bounded memory.
+    """Sums of waiting and step time over chunks of consecutive steps, in bounded memory.
 
-    The chunks are single steps first; whenever there are ``MOST_CHUNKS``, each is merged with its neighbour.
+    A chunk is a single step at first; at ``MOST_CHUNKS`` chunks, each is merged with its neighbour.
     """
 
     chunk: int = 1
@@ -62,9 +62,9 @@ class PairSums:
     def step_interval_ns(self, period: int = 1) -> tuple[float, float] | None:
         """95 % percentile interval of the mean step; None for too few steps.
 
-        Its blocks are longer than those of the shares, since other programs come and go for seconds: ten of them, as
-        few as Schmeiser recommends (1982, "Batch size effects in the analysis of simulation output", Operations
-        Research 30).
+        Its blocks are longer than those for shares, because other programs disturb the run for seconds. There are ten,
+        the fewest that Schmeiser recommends (1982, "Batch size effects in the analysis of simulation output",
+        Operations Research 30).
 
         Args:
             period: steps after which waits repeat: the number of workers.
@@ -84,7 +84,7 @@ class PairSums:
 def block_length(count: int, chunk: int, period: int) -> int:
     """Chunks in a block: whole periods, at least two, about the cube root of their number (Kuensch's order).
 
-    A block begins anywhere in a period. So one of a single period would hold parts of two, which vary less.
+    A block begins anywhere in a period. So a block of one period would hold parts of two, which vary less.
 
     Args:
         count: chunks in all.
@@ -97,7 +97,7 @@ def block_length(count: int, chunk: int, period: int) -> int:
 
 
 def ratio_interval(above: list[float], below: list[float], length: int) -> tuple[float, float]:
-    """95 % interval of ``sum(above) / sum(below)`` from blocks of ``length`` neighbours, by a generator of its own."""
+    """95 % interval of ``sum(above) / sum(below)`` by a bootstrap of blocks of ``length`` neighbours."""
     pairs = torch.tensor([above, below], dtype=torch.float64, device="cpu")  # whatever the default device is
     count = pairs.shape[1]
     circle = torch.cat([torch.zeros(2, 1, dtype=torch.float64, device="cpu"), pairs, pairs[:, :length]], dim=1).cumsum(
@@ -115,7 +115,7 @@ def ratio_interval(above: list[float], below: list[float], length: int) -> tuple
 
 
 def _tail(blocks: int) -> float:
-    """``Phi(-sqrt(n / (n - 1)) * t(n - 1))``, the expanded 2.5 %, for n blocks.
+    """The expanded 2.5 % for n blocks: ``Phi(-sqrt(n / (n - 1)) * t(n - 1))``.
 
     Student's t from the normal quantile by the first two terms of its expansion (Abramowitz and Stegun 26.7.5).
     """
@@ -125,7 +125,7 @@ def _tail(blocks: int) -> float:
 
 
 WARM_UP_STEPS = 20
-"""Steps left out of a report in addition to those that a full queue can serve."""
+"""Warm-up steps in addition to those that a full queue can serve."""
 FEW_STEPS = 20
 """With fewer steps after the warm-up, a report includes the warm-up and has low confidence."""
 UNFOLDED_STEPS = 1024
@@ -203,7 +203,7 @@ class Ledger:
 
     Args:
         queue: batches that the loader may hold ready. A full queue hides a slow loader for this many steps.
-        trusted_clock: whether the times come from a clock that sees the device.
+        trusted_clock: True if the times come from a clock that sees the device.
         period: steps after which waits repeat: the workers of the loader.
     """
 
@@ -215,7 +215,7 @@ class Ledger:
     _warm_up_left: int = field(init=False)
     _sums: Sums = field(default_factory=Sums)
     _warm_up: Sums = field(default_factory=Sums)
-    """Warm-up steps only: epochs that start in the warm-up, and steps lost in it, do count."""
+    """Sums over the warm-up's steps. Epoch starts and lost steps during the warm-up are not among them."""
     _before: Sums = field(default_factory=Sums)
     """Sums at the start of the current window."""
     _window_settled: bool = False
@@ -252,7 +252,7 @@ class Ledger:
 
         Args:
             lost: steps of the run that were not measured.
-            prefetch_active: whether batches are copied ahead; None: nothing is there to do it.
+            prefetch_active: True if batches are copied ahead; None: there is no PrefetchCallback.
         """
         self.fold()
         self._sums.lost = lost
@@ -263,9 +263,9 @@ class Ledger:
         return stats
 
     def total(self, *, prefetch_active: bool | None, lost: int = 0) -> StarvationStats:
-        """The figures of the run so far without its warm-up; with it, if hardly anything else is left.
+        """The figures of the run so far without its warm-up; with the warm-up if too few steps would remain.
 
-        Without the warm-up, and with enough steps, they have the 95 % intervals of ``starved_pct`` and ``step_ms``.
+        Without the warm-up, and with enough steps, they include 95 % intervals of ``starved_pct`` and ``step_ms``.
         """
         sums = self.settled()
         settled = sums.steps >= FEW_STEPS

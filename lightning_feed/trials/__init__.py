@@ -1,1 +1,1 @@
-"""The loader settings that fit: found by a few trials, remembered."""
+"""Search for the best loader settings by a few trials, and a store of the results."""

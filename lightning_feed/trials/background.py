@@ -22,7 +22,7 @@ WATCHED, TRIED = 12, 16
 UNUSUAL = 3
 """Number of first steps, both without and with the thread, that are not compared."""
 LEAST_WAIT = 0.05
-"""Share of a step spent in ``next()`` from which the thread is tried."""
+"""Least share of a step spent in ``next()`` for the thread to be tried."""
 WORSE = 0.05
 """Smallest relevant difference in step time, as a share. Smaller ones also occur within one setting."""
 _MOST_STEPS = 1000
@@ -40,8 +40,8 @@ def why_not_in_background(loader: object) -> str:
     kind = type(loader).__name__
     if not hasattr(loader, "__iter__"):
         return f"the training loader ({kind}) cannot be iterated"
-    if hasattr(loader, "state_dict"):  # it would be saved with the batches that were only drawn
-        return f"the training loader ({kind}) has a state for checkpoints, which a thread would be ahead of"
+    if hasattr(loader, "state_dict"):  # checkpoints would count batches that were only drawn
+        return f"the training loader ({kind}) has a state for checkpoints, and a thread would run ahead of it"
     return ""
 
 
@@ -115,7 +115,7 @@ class BackgroundTrial:
         self._by_loader.update(generators.used())
         self._drawn = DefaultGenerators()
         if shared := sorted(self._by_loader & {TORCHS, *self._by_training}):
-            why = f"it draws random numbers from {' and '.join(shared)}, and in a thread the model would get others"
+            why = f"it draws random numbers from {' and '.join(shared)}, and a thread would change the model's numbers"
             self._end("off", f"leaves {self._name} alone: {why}")
         elif any(isinstance(leaf, Tensor) and leaf.device.type != "cpu" for leaf in tree_leaves(batch)):
             self._end("off", f"leaves {self._name} alone: its batches are made on the device")

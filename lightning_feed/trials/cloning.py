@@ -120,7 +120,7 @@ def clone_loader(loader: DataLoader[Batch], changes: Changes | None = None) -> D
     values |= {name: value for name in _SETTINGS if (value := getattr(changes, name)) is not None}
     if changes.dataset is not None:
         values["dataset"] = changes.dataset
-    if "next_iter_state" in vars(loader):  # torchdata's: where a StatefulDataLoader is to go on
+    if "next_iter_state" in vars(loader):  # the position at which torchdata's StatefulDataLoader resumes
         values["next_iter_state"] = None
     if isinstance(loader, FeedLoader):
         values |= {"order": None, "watch": None, "workers": changes.workers or loader.workers}
@@ -147,8 +147,10 @@ def map_loaders(made: Any, change: Callable[[Any, tuple[Any, ...]], Any]) -> Any
 
 
 def burst_of(loader: DataLoader[Batch]) -> int:
-    """Return the number of batches that arrive together: one per worker process. 1 without workers, and with threads,
-    which share a batch."""
+    """Return the number of batches that arrive together: one per worker process.
+
+    1 without workers, and with threads, which share a batch.
+    """
     return 1 if has_threads(loader) else max(1, loader.num_workers)
 
 
@@ -192,7 +194,7 @@ def _refuse_kept_iterator(loader: DataLoader[Batch]) -> None:
             )
 
 
-# --- with their failures located ------------------------------------------------------------------------------------
+# --- locating failures ------------------------------------------------------------------------------------------------
 
 
 def original_error(error: BaseException) -> tuple[str, str]:
@@ -379,15 +381,15 @@ class _Drain:
     def hanging(self, silent_s: float) -> str:
         came = sum(len(one.stamps) for one in self.passes)
         return (
-            f"The loader gave no batch for {silent_s:g} s (after {came} batches): it hangs, or is far slower than "
-            "that. Its workers were ended. Look for locks and open connections that a worker inherits, and for reads "
+            f"The loader gave no batch for {silent_s:g} s (after {came} batches): it hangs, or is far too slow. "
+            "Its workers were ended. Look for locks and open connections that a worker inherits, and for reads "
             "without a timeout; DataLoader(timeout=...) ends a run that waits for ever."
         )
 
     def rate(self) -> LoaderRate:
         passes, limits = self.passes, self._limits
         came = sum(len(one.stamps) for one in passes)
-        batches, elapsed = self._best(-1)  # time may have run out before the warm-up was over
+        batches, elapsed = self._best(-1)  # the time may have ended during the warm-up
         if not elapsed:  # not even a round
             batches, elapsed = came - len(passes), sum(one.stamps[-1] - one.stamps[0] for one in passes)
         if elapsed <= 0:
@@ -402,8 +404,7 @@ class _Drain:
         )
 
     def _best(self, fewest_warm: int) -> tuple[int, float]:
-        """Return (batches, seconds) without the requested warm-up rounds, or with fewer warm-up rounds if nothing else
-        is left."""
+        """Return (batches, seconds) without the requested warm-up rounds, or without fewer if nothing would remain."""
         found = map(self._measured, range(self._limits.warm_rounds, fewest_warm - 1, -1))
         return next((one for one in found if one[1]), (0, 0.0))
 

@@ -1,4 +1,4 @@
-"""``num_workers="tune"`` in a fit: trials with a training loader, and their result in the settings."""
+"""``num_workers="tune"`` in a fit: trials with a training loader, and settings from their result."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -23,11 +23,11 @@ from lightning_feed.trials.tune_loader import Store, tune_loader
 
 logger = logging.getLogger(__name__)
 _OPEN = ("prefetch_factor", "pin_memory", "persistent_workers")
-"""Settings that tuning chooses where the user leaves them open."""
+"""Settings that tuning chooses if the user does not."""
 
 
 def why_not_now(trainer: Any, split: str) -> str:
-    """The reason for using ``"auto"`` in place of ``"tune"`` for a loader. Empty if it is to be tuned."""
+    """The reason for using ``"auto"`` in place of ``"tune"`` for a loader. Empty if it can be tuned."""
     if split != "train":
         return "not tuned: only training loaders are, so this is as for num_workers='auto'"
     if trainer is None or trainer.state.fn != "fit":
@@ -38,10 +38,9 @@ def why_not_now(trainer: Any, split: str) -> str:
 
 
 def goal_of(trainer: Any, loader: object, **others: Any) -> Goal:
-    """The goal of tuning for a run: all ranks of a node at once, and the fastest setting unless ``others`` say more.
+    """The goal of tuning for a run: all ranks of a node at once; the fastest setting, unless ``others`` set a demand.
 
-    Threads are tried only where the user allows them: not every dataset can be read by several threads, and one that
-    cannot need not say so.
+    Threads are tried only if the user allows them: some datasets cannot be read by several threads, and may not say so.
     """
     return Goal(
         local_ranks=trainer.num_devices,
@@ -53,18 +52,18 @@ def goal_of(trainer: Any, loader: object, **others: Any) -> Goal:
 
 
 def tune_for_fit(loader: DataLoader[Batch], trainer: Any, name: str, goal: Goal | None = None) -> Tuned | None:
-    """The settings for a training loader of a run that is about to begin. The loader is not iterated.
+    """Tune the training loader of a run that is about to begin. The loader itself is not iterated.
 
-    On several ranks one of each node runs the trials, for all of its ranks at once; the others wait for it.
+    With several ranks, one rank of each node runs the trials, for all its ranks at once; the others wait for it.
 
     Args:
-        loader: as it would be without tuning.
+        loader: the loader without tuning.
         trainer: the Trainer of the run.
         name: name of the loader, for the progress bar.
         goal: result of :func:`goal_of`, with further limits.
 
     Returns:
-        What was found; None, on all ranks, where they are not connected by torch.distributed.
+        The result; None, on all ranks, if torch.distributed does not connect them.
 
     Raises:
         FeedError: the loader cannot be tuned: its data set raises, hangs, or gives nothing.
@@ -78,7 +77,7 @@ def tune_for_fit(loader: DataLoader[Batch], trainer: Any, name: str, goal: Goal 
     if trainer.world_size < 2:
         return tune()
     if not connected():
-        logger.warning("The loaders are not tuned: the ranks are not connected by torch.distributed, so none can tell.")
+        logger.warning("The loaders are not tuned: torch.distributed does not connect the ranks, so they cannot agree.")
         return None
     return _once_per_node(tune, trainer)
 
@@ -87,8 +86,7 @@ def _once_per_node(tune: Callable[[], Tuned], trainer: Any) -> Tuned:
     """The result of local rank 0, on all ranks of its node.
 
     Raises:
-        LoaderError: on all other ranks, those of other nodes too, when ``tune`` raised. Where it did, its own error
-            comes through.
+        LoaderError: on all other ranks, also of other nodes, if ``tune`` raised. On its own rank, that error is raised.
     """
     mine: Tuned | Exception | None = None
     if trainer.local_rank == 0:
@@ -101,7 +99,7 @@ def _once_per_node(tune: Callable[[], Tuned], trainer: Any) -> Tuned:
     if isinstance(mine, Exception):
         raise mine
     for node, found in every:
-        if isinstance(found, str):  # on all nodes: ranks that went on to train would wait for those that do not
+        if isinstance(found, str):  # raise on all nodes: ranks that train would wait for ranks that do not
             raise LoaderError(
                 f"The rank that tunes the loaders for node {node} failed: {found} See its own error for details. Pass "
                 "LoaderSettings(num_workers=...) to train without tuning."
@@ -111,7 +109,7 @@ def _once_per_node(tune: Callable[[], Tuned], trainer: Any) -> Tuned:
 
 
 def settled(settings: LoaderSettings, tuned: Tuned | None) -> LoaderSettings:
-    """``settings`` with the values found where they leave them open; as for ``"auto"`` without a result."""
+    """``settings``, completed by tuned values; as for ``"auto"`` if there is no result."""
     if tuned is None:
         return replace(settings, num_workers="auto")
     found = tuned.setting
@@ -123,24 +121,24 @@ def settled(settings: LoaderSettings, tuned: Tuned | None) -> LoaderSettings:
     if found.workers == "thread":
         changed["start_method"] = None
     if found.num_workers == 1:
-        changed["in_order"] = True  # nobody is there to overtake
+        changed["in_order"] = True  # no batch can overtake another
     return replace(settings, **changed)
 
 
 def without_workers(settings: LoaderSettings) -> LoaderSettings:
-    """``settings`` with no workers, and without what would be refused beside that."""
+    """``settings`` with no workers, and without settings that need workers."""
     plain = LoaderSettings()
     return replace(settings, num_workers=0, **{name: getattr(plain, name) for name in settings.asking_for_workers()})
 
 
 def explained(found: Recommendation, settings: LoaderSettings, tuned: Tuned | None, why_not: str) -> Recommendation:
-    """The recommendation, with tuning as the reason of the values that it chose.
+    """The recommendation, with tuning as the reason for the values that it chose.
 
     Args:
-        found: made with :func:`settled`.
-        settings: the user's.
+        found: recommendation for the result of :func:`settled`.
+        settings: the user's settings.
         tuned: the result of tuning.
-        why_not: the reason for no tuning; empty where the ranks could not agree.
+        why_not: the reason for not tuning; empty if the ranks could not agree.
     """
     reasons = dict(found.reasons)
     if tuned is None:
@@ -149,7 +147,7 @@ def explained(found: Recommendation, settings: LoaderSettings, tuned: Tuned | No
     short = "tuned" if not tuned.remembered else "tuned by an earlier run, and checked"
     rate = "" if tuned.batches_per_s is None else f", {throughput(tuned.batches_per_s, tuned.batch_size)} in the trial"
     reasons["num_workers"] = f"{short}: {tuned.reason}{rate}"
-    # A value of the user's stays "as given"; one without effect with num_workers=0 has its own reason.
+    # A user's value stays "as given". One without effect with num_workers=0 has its own reason.
     chosen = {name: short for name in _OPEN if getattr(settings, name) == "auto" and reasons[name] == "as given"}
     return replace(found, reasons=reasons | chosen)
 
@@ -158,7 +156,7 @@ def explained(found: Recommendation, settings: LoaderSettings, tuned: Tuned | No
 
 
 def why_fixed(loader: DataLoader[Batch]) -> str:
-    """The reason why the workers of a training loader cannot be changed; empty where they can."""
+    """The reason why the workers of a training loader cannot be changed; empty if they can."""
     kind = type(loader)
     if isinstance(loader.dataset, IterableDataset):
         return "the dataset is iterable, so its samples depend on the number of workers"
@@ -183,15 +181,15 @@ def setting_of(loader: DataLoader[Batch]) -> Setting:
 
 
 def with_setting(loader: DataLoader[Batch], setting: Setting) -> DataLoader[Batch]:
-    """A twin of a loader with the workers of ``setting``, in the same order of samples.
+    """A copy of a loader with the workers of ``setting``, in the same order of samples.
 
-    Its workers are seeded by a generator of their own, and the seed that the given loader would draw for its workers is
-    drawn all the same: the numbers that samplers and model draw afterwards stay what they were.
+    Its workers are seeded by a separate generator. The seed that the given loader would draw for its workers is still
+    drawn, so that samplers and model draw the same numbers afterwards.
 
     Args:
-        loader: one of which :func:`why_fixed` says nothing. It is left as it is.
-        setting: to take ``num_workers``, ``workers``, ``prefetch_factor`` and ``persistent_workers`` from. Workers of
-            a loader that has persistent ones stay persistent.
+        loader: a loader for which :func:`why_fixed` returns nothing. It stays unchanged.
+        setting: source of ``num_workers``, ``workers``, ``prefetch_factor`` and ``persistent_workers``. Persistent
+            workers stay persistent.
     """
     values: dict[str, Any] = {
         "num_workers": setting.num_workers,
@@ -217,7 +215,7 @@ def with_setting(loader: DataLoader[Batch], setting: Setting) -> DataLoader[Batc
 def end_workers(loader: DataLoader[Batch]) -> None:
     """End the workers that a loader keeps from pass to pass."""
     if isinstance(loader, FeedLoader):
-        loader.close()  # a thread that reads ahead would go on
+        loader.close()  # else a thread that reads ahead would go on
     iterator, loader._iterator = loader._iterator, None
     shut_down_workers(iterator)
 
@@ -229,15 +227,15 @@ def _seeds_for(loader: DataLoader[Batch]) -> torch.Generator:
 
 
 class SameDraws:
-    """A sampler that draws, with any workers, what it drew with those of the loader that it was taken from.
+    """A sampler that draws the same samples with any workers as with the original loader's.
 
-    When a pass begins, torch begins an iteration of the sampler, draws a seed for the workers, and begins another
-    iteration where it has started worker processes (torch 2.6 to 2.15, ``_BaseDataLoaderIter.__init__`` and
+    At the beginning of a pass, torch begins an iteration of the sampler, draws a seed for the workers, and begins
+    another iteration if it has started worker processes (torch 2.6 to 2.15, ``_BaseDataLoaderIter.__init__`` and
     ``_MultiProcessingDataLoaderIter._reset``).
 
     Args:
         source: the sampler.
-        loader: the loader that it was taken from.
+        loader: the original loader.
     """
 
     def __init__(self, source: Any, loader: DataLoader[Batch]) -> None:
@@ -254,6 +252,6 @@ class SameDraws:
         return len(self.source)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "source":  # not there yet, in a copy that is being made
+        if name == "source":  # still missing while a copy is made
             raise AttributeError(name)
         return getattr(self.source, name)

@@ -189,7 +189,7 @@ class Search:
             starved_pct=None if demand is None else max(0.0, 100 * (1 - self._effective(best) / demand)),
         )
 
-    # --- what was measured --------------------------------------------------------------------------------------------
+    # --- results so far -----------------------------------------------------------------------------------------------
 
     def _of(self, kind: Kind) -> list[Trial]:
         return [trial for trial in self.trials if trial.setting.num_workers and trial.setting.workers == kind]
@@ -203,8 +203,10 @@ class Search:
         return trial.batches_per_s >= SPARE * demand
 
     def _effective(self, trial: Trial) -> float:
-        """Return the loader's batches per second in training, ignoring the model's speed. Without workers the rate is
-        lower, because loader and model take turns."""
+        """Return the loader's batches per second in training, ignoring the model's speed.
+
+        Without workers the rate is lower, because loader and model take turns.
+        """
         rate, demand = trial.batches_per_s or 0.0, self._goal.demand_per_s
         if trial.setting.num_workers or not rate:
             return rate
@@ -250,8 +252,7 @@ class Search:
         return sorted(near, key=lambda kind: -fastest[kind])
 
     def _promising_counts(self, kind: Kind) -> list[int]:
-        """Return numbers of workers of a kind to try: that of its best trial, with more prefetch if needed, then more
-        or fewer."""
+        """Return numbers of workers to try: the best so far, with more prefetch if needed; then more or fewer."""
         ran = [trial for trial in self._of(kind) if trial.batches_per_s]
         if not ran:  # enough to meet the demand or to keep the CPUs busy, whichever is fewer
             for_cpus = _PER_CPU * self._offer.cpus * self._worker_s / self._cpu_s
@@ -320,8 +321,7 @@ class Search:
         uneven = (probe.gap_p99_s or 0.0) * (probe.batches_per_s or 0.0)
         for trial in self._of("process"):
             workers, gap_s = trial.setting.num_workers, trial.gap_p99_s or 0.0
-            # Batches of equal cost from workers in step arrive together, one batch time apart. Longer gaps mean slow
-            # batches.
+            # Workers in step deliver equal batches together, once per batch time. Longer gaps mean slow batches.
             if gap_s * (trial.batches_per_s or 0.0) > _EVEN * workers:
                 usual_s = max(self._worker_s, workers * self._cpu_s / self._offer.cpus)
                 uneven = max(uneven, gap_s / usual_s)
@@ -337,7 +337,7 @@ class Search:
             if best.setting.num_workers == 0:
                 load_ms, step_ms = 1e3 / (best.batches_per_s or 1), 1e3 / demand
                 return f"loading adds {load_ms:.3g} ms to steps of {step_ms:.3g} ms: workers would have little to gain"
-            return f"the smallest tried that gives what the model can take, and {SPARE - 1:.0%} to spare"
+            return f"the smallest tried that keeps up with the model, with {SPARE - 1:.0%} to spare"
         gain = max(self._effective(trial) for trial in self.trials) / self._effective(best) - 1
         why = f"the fastest of {tried} tried"
         if gain > 0:

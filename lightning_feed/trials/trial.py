@@ -40,8 +40,8 @@ except ImportError:  # Windows has no such limits
 Kind = Literal["process", "thread"]
 
 WORKER_FILES = 4
-"""Open files in this process per worker process: both ends of its index queue, its sentinel, and one spare. Measured in
-/proc/self/fd with torch 2.15: 3."""
+"""Open files in this process per worker process: both ends of its index queue, its sentinel, and one spare. With torch
+2.15, /proc/self/fd shows 3."""
 OTHER_FILES = 256
 """Open files reserved for the program: libraries, checkpoints, logs, connections."""
 
@@ -148,7 +148,7 @@ class Feasible:
             return ""
         return (
             f"{plural(workers, 'worker')} and {plural(batches, 'batch', 'batches')} of {plural(tensors, 'tensor')} "
-            f"would keep {needed} files open, and this process may have {self.open_files:.0f} (`ulimit -n`)"
+            f"would keep {needed} files open, but this process may have {self.open_files:.0f} (`ulimit -n`)"
         )
 
 
@@ -191,7 +191,7 @@ def run_trial(loader: DataLoader[Batch], setting: Setting, limits: RoundLimits, 
     stream = isinstance(loader.dataset, IterableDataset)
     try:
         with preserve_state(loader), warnings.catch_warnings():
-            # More workers than CPUs is on purpose. Torch warned of pinning without a device for the user's own loader.
+            # More workers than CPUs are intended. For the user's loader, torch has already warned of useless pinning.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")
             own = asdict(replace(setting, persistent_workers=False))  # each trial ends its own workers
@@ -287,12 +287,11 @@ def _measured(setting: Setting, rate: LoaderRate, passes: list[_Pass], seconds: 
     )
 
 
-# --- what a running loader takes --------------------------------------------------------------------------------------
+# --- CPU time and memory of a running loader --------------------------------------------------------------------------
 
 
 def cpu_seconds(pids: Iterable[int], root: Path = Path("/")) -> float | None:
-    """Return the CPU seconds used so far by this process and its workers, all threads. None if a worker's is
-    unreadable."""
+    """Return the CPU seconds used so far by all threads of this process and its workers. None if unreadable."""
     total = time.process_time()
     for pid in pids:
         try:

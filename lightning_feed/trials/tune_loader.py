@@ -123,7 +123,7 @@ class _Run:
             return None
         trial = self._try(kept.setting, RoundLimits(min_s=_CHECK_S, max_s=self.goal.budget_s, silent_s=_SILENT_S))
         if trial.batches_per_s is None or abs(trial.batches_per_s / kept.batches_per_s - 1) > SAME_WITHIN:
-            logger.info("The stored loader setting has another rate than before, so the loader is tuned again.")
+            logger.info("The stored loader setting no longer has the stored rate, so the loader is tuned again.")
             return None
         own = [one for one in kept.trials if one.setting == self.goal.given != kept.setting]
         return replace(kept, trials=(trial, *own), remembered=True, seconds=self._clock() - self._began)
@@ -168,8 +168,8 @@ class _Run:
         if stream and most > 1 and not divides_among_workers(self.loader):
             most = 1
             self._notes.append(
-                "at most one worker, since the code of the iterable data set does not ask get_worker_info() which part "
-                "is its own: each worker would give all samples"
+                "at most one worker, because the iterable data set does not call get_worker_info() to divide its "
+                "samples: each worker would give all samples"
             )
         given = self.goal.given
         pin = self.goal.device_type in PINNING_DEVICES if given is None else given.pin_memory
@@ -211,7 +211,7 @@ class Store:
         kept = read_json(path)
         try:
             if kept and (kept["version"] != _VERSION or kept["key"] != key):
-                raise ValueError("it is of another version")
+                raise ValueError("it is from another version")
             return _tuned(kept["tuned"]) if kept else None
         except (ValueError, KeyError, TypeError) as error:  # content of another kind
             logger.debug("The stored tuning result in %s is not used (%s): tuning starts again.", path, error)

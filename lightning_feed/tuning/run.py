@@ -66,7 +66,7 @@ def tuned_text(tuned: Tuned, place: Place | None = None) -> str:
     known = "remembered, and checked now" if tuned.remembered else plural(len(tuned.trials), "trial")
     lines += ["", f"{_short(tuned.setting)}: {tuned.reason}", f"{known}, {tuned.seconds:.0f} s"]
     if tuned.batches_per_s is not None:
-        starved = "; what the model can take is not known"
+        starved = "; the model's rate is unknown"
         if tuned.starved_pct is not None and tuned.demand_per_s is not None:
             can_take = throughput(tuned.demand_per_s, tuned.batch_size)
             starved = f"; the model can take {can_take}, so it starves {tuned.starved_pct:.0f} %"
@@ -288,7 +288,7 @@ def tune(  # noqa: PLR0913  # all but the target are by name, and have a default
     fresh: bool = False,
     loader: str | None = None,
 ) -> Tuned:
-    """Find loader settings for a data module or a DataLoader, leaving everything as it was.
+    """Find loader settings for a data module or a DataLoader, without changing either.
 
     With a model or ``demand_per_s``, picks the smallest setting that delivers 10 % more than the model can consume.
     Otherwise picks the fastest. The result is stored per machine, data set, batch size and package versions, and
@@ -297,8 +297,8 @@ def tune(  # noqa: PLR0913  # all but the target are by name, and have a default
     Args:
         target: a LightningDataModule, which is prepared and set up for "fit", or torch DataLoaders.
         model: the LightningModule. Its training rate is measured on one batch for some seconds.
-        trainer: the Trainer to be used, which is only read. Loaders for all its local ranks are tried at once.
-        batch_size: samples in a batch, for rates in samples per second, if the loader does not say.
+        trainer: the Trainer for the settings of the run. Loaders for all its local ranks are tried at once.
+        batch_size: samples in a batch, for rates in samples per second, if the loader has no ``batch_size``.
         demand_per_s: batches per second that the model can train, instead of measuring it.
         budget_s: seconds for the trials. No trial starts later.
         max_trials: largest number of trials, including the first one, without workers.
@@ -334,7 +334,7 @@ def find(
     Args:
         session: training session. Its module's demand is measured unless the goal has one.
         loader: the training loader.
-        goal: target and limits; the Trainer gives the device, and whether workers may live on.
+        goal: target and limits. Device and persistent workers follow from the Trainer.
         batch_size: as for :func:`tune`.
         fresh: as for :func:`tune`.
     """
@@ -350,7 +350,7 @@ def find(
 
 
 def batch_size_of(loader: DataLoader[Batch]) -> int | None:
-    """Return the samples per batch. None if the loader does not say."""
+    """Return the samples per batch. None if unknown."""
     return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
 
 
@@ -366,8 +366,7 @@ def run_tune(  # the options of the command, by name
     grid: Sequence[int] | None = None,
     loader: str | None = None,
 ) -> tuple[Tuned, Sweep | None, Place | None]:
-    """Tune, and sweep if requested, with the tuner's choice marked. Also returns the place of the loader's set-up, if
-    known.
+    """Tune, and sweep if requested, with the tuner's choice marked. Also returns the loader's place, if known.
 
     Args:
         fit: the module and the data.
@@ -375,7 +374,7 @@ def run_tune(  # the options of the command, by name
         samples_per_s: rate that the model can consume. None: measured, if there is a module.
         fresh: as for :func:`tune`.
         grid: numbers of workers to sweep; None: no sweep.
-        loader: the place of the loader among several.
+        loader: key or number of the loader, if there are several.
 
     Raises:
         FeedError: as for ``tune``, or the demand is in samples and the batch size is unknown.
@@ -389,8 +388,8 @@ def run_tune(  # the options of the command, by name
         if samples_per_s is not None:
             if size is None:
                 raise SettingsError(
-                    f"--demand {samples_per_s:g} is in samples per second, and the loader does not say how many "
-                    "samples a batch has. Leave it out, or call tune(demand_per_s=...), in batches per second."
+                    f"--demand {samples_per_s:g} is in samples per second, but the loader's batch size is unknown. "
+                    "Leave it out, or call tune(demand_per_s=...), in batches per second."
                 )
             goal = replace(goal, demand_per_s=samples_per_s / size)
         tuned = find(session, one, goal, batch_size=size, fresh=fresh)
@@ -434,17 +433,17 @@ def sweep_loader(loader: DataLoader[Batch], grid: Iterable[int], on_trial: Calla
     return Sweep(trials=tuple(trials), cpus=machine.usable_cpus, batch_size=batch_size_of(loader), seconds=seconds)
 
 
-# --- what is tuned, and what its model can take -----------------------------------------------------------------------
+# --- the loader to tune, and its model's demand -----------------------------------------------------------------------
 
 
 @contextmanager
 def open_target_session(
     target: object, model: object, trainer: object, name: str | None = None
 ) -> Iterator[tuple[DiagnosisSession, DataLoader[Batch]]]:
-    """Open a target's training loader for training. On exit everything is as before.
+    """Open a target's training loader for training. On exit, everything is restored.
 
     Args:
-        target: a data module, which is prepared and set up, or loaders; or ``model``, which has its own.
+        target: a data module, which is prepared and set up; loaders; or ``model``, if it has ``train_dataloader``.
         model: the module, or None.
         trainer: the user's Trainer. None: a new one, on Lightning's choice of device.
         name: key of the loader among several, as in messages.
@@ -481,15 +480,14 @@ def measure_demand(session: DiagnosisSession) -> float:
         per_s = session.replay([batch], limits, on_device=False)
     if per_s is None:
         raise LoaderError(
-            "Training on one batch again and again was too slow to measure the model's rate. Set demand_per_s="
-            "..., in batches per second, or leave the model out to look for the fastest setting."
+            "Training repeatedly on one batch was too slow to measure the model's rate. Set demand_per_s=..., in "
+            "batches per second, or leave the model out to look for the fastest setting."
         )
     return per_s
 
 
 def _first_batch(session: DiagnosisSession) -> Any:
-    """Load the loop's first batch, in this process. With several loaders, one batch of each. None if there is no
-    batch."""
+    """Load the loop's first batch in this process; one batch of each loader, if several. None if there is no batch."""
     mine = own_loaders(session.train_loaders, lambda loader: clone_loader(loader, Changes(num_workers=0)))
     if isinstance(mine, DataLoader):
         batches = iter(mine)
@@ -515,7 +513,7 @@ def _named_loader(session: DiagnosisSession, name: str | None) -> DataLoader[Bat
     if chosen in parts:
         return parts[chosen]
     if len(parts) == 1:
-        raise SettingsError(f"loader={name!r}: there is one training loader only. Leave the name out.")
+        raise SettingsError(f"loader={name!r}: there is only one training loader. Leave the name out.")
     what = "Tune them one by one" if name is None else f"None is named {name!r}"
     raise SettingsError(
         f"There are {len(parts)} training loaders: {', '.join(parts)}. {what}: --loader {first} on the command line, "

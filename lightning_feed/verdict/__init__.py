@@ -1,1 +1,1 @@
-"""The verdict: the limit of training and its remedies, a pure function of the measurements."""
+"""The verdict: what limits training, and the remedies, as a pure function of the measurements."""

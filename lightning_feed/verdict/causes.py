@@ -1,8 +1,7 @@
-"""Causes: the part of a step that is over its limit, and the reason.
+"""Causes: the reasons for each part of a step that is over its limit.
 
-The cause of waiting is the first rule that matches. Workers with nothing to do are blocked, too, so their times count
-only while training waits for them. Reasons for idle workers (one slow batch in front, a queue that is mostly full)
-therefore come first.
+The first rule that matches gives the cause of waiting. Idle workers look blocked, too. So the rules that recognise idle
+workers (one slow batch in front, a queue that is mostly full) come before those that read the workers' times.
 """
 
 import math
@@ -32,23 +31,23 @@ CPU_PRESSURE_PCT = 30.0
 BUSY_PCT, BLOCKED_PCT = 70.0, 50.0
 """Limits of the workers' busy time (on a CPU, or ready for one) and of their blocked time."""
 READY_SHARE = 0.5
-"""Limit of the mean fill of the queue. Lockstep workers, which deliver batches in bursts, leave it less than half full:
+"""Limit of the mean fill of the queue. Workers in lockstep deliver batches in bursts, and leave it less than half full:
 (workers - 1) / 2 of at least ``workers`` batches."""
 HANDOVER_PCT = 80.0
-"""Limit of the share of waiting that began with batches ready. It is high, since a queue that is sometimes empty also
-spends much of its waiting on the millisecond that each ready batch takes."""
+"""Limit of the share of waiting that began with batches ready. It is high, because with a queue that is sometimes
+empty, too, much of the waiting is the millisecond that each ready batch takes."""
 QUEUE_SHARE = 0.1
-"""Share of loading spent waiting for a CPU from which the evidence names it."""
+"""Least share of loading spent waiting for a CPU that the evidence mentions."""
 WARM_PCT = 80.0
 """Share of bytes from the page cache above which the disk is not the reason."""
 DISK_MB_PER_S = 0.05
-"""Workers do not wait for a disk that gives less: even random 4 kB reads give more (100 a second)."""
+"""Least rate of a disk that workers wait for: even random 4 kB reads give more (100 a second)."""
 IO_PRESSURE_PCT = 20.0
 CONNECTED = 0.5
-"""Network connections per worker from which workers count as reading over the network."""
+"""Fewest network connections per worker that count as reading over the network."""
 DALI_DECODES = "DALI decodes on the GPU, so this time includes its decoding"
 FASTER, NO_FASTER = 1.25, 1.1
-"""Speed-up of the loader without a stage: above the first the stage is at fault, below the second it is not."""
+"""Speed-up of the loader without a stage: above the first, the stage is the cause; below the second, it is not."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +58,9 @@ class Reason:
     because: Sequence[str] = ()
     """One sentence each."""
     sure: bool = True
-    """No figure that could change the cause is missing."""
+    """True if no missing figure could change the cause."""
     contradicted: bool = False
-    """An experiment contradicts it: confidence is low, however good the figures are."""
+    """True if an experiment contradicts the cause: confidence is then low."""
 
 
 # --- waiting for data ---------------------------------------------------------------------------------------------
@@ -100,7 +99,7 @@ def _no_workers(measured: Measurements, shares: Shares) -> Iterator[Reason]:
 
 
 def _loading_here(measured: Measurements, step: float) -> list[str]:
-    """Evidence: the time in which the training process makes a batch; empty if not known."""
+    """Evidence: the time that the training process takes to make a batch; empty if unknown."""
     facts, wait = measured.facts, measured.stats.next_wait_ms
     if not wait or facts.load_cpu_ms is None or facts.load_queue_ms is None:
         return []
@@ -125,7 +124,7 @@ def _oversubscribed(measured: Measurements, _: Shares) -> Iterator[Reason]:
 
 def _ready_without_cpu(measured: Measurements, shares: Shares) -> Iterator[Reason]:
     facts, wait = measured.facts, measured.stats.next_wait_ms
-    never_idle = (_busy_pct(measured) or 0.0) >= BUSY_PCT  # workers that are too slow, whoever has the CPUs
+    never_idle = (_busy_pct(measured) or 0.0) >= BUSY_PCT  # these workers are too slow in any case
     if facts.crowded or never_idle or not facts.num_workers or not wait:
         return
     if (facts.load_queue_ms or 0.0) >= READY_SHARE * wait:
@@ -135,7 +134,7 @@ def _ready_without_cpu(measured: Measurements, shares: Shares) -> Iterator[Reaso
 
 def _more_workers_than_cpus(measured: Measurements, _: Shares) -> Iterator[Reason]:
     facts, loaders, pressure = measured.facts, measured.loaders, measured.loaders.cpu_pressure_pct or 0.0
-    # Workers whose queue is full rest; then it is the training process that waits for a CPU, to take a ready batch.
+    # Workers with a full queue rest. Then the training process waits for a CPU, to take a ready batch.
     unseen = loaders.workers_run_queue_pct is None or (loaders.handover_pct or 0.0) >= HANDOVER_PCT
     more = (facts.num_workers or 0) > (facts.usable_cpus or math.inf)
     if unseen and more and not facts.crowded and pressure >= CPU_PRESSURE_PCT:
@@ -149,7 +148,7 @@ def _pin_thread(measured: Measurements, _: Shares) -> Iterator[Reason]:
 
 
 def _idle_workers(measured: Measurements, _: Shares) -> Iterator[Reason]:
-    """Reasons for idle workers. Workers that are never idle are too slow on average, whatever the order of batches."""
+    """Reasons for idle workers. Workers that are never idle are too slow on average, in any order of batches."""
     loaders, wait = measured.loaders, measured.stats.next_wait_ms or 0.0
     held, handed = loaders.head_of_line_pct or 0.0, loaders.handover_pct or 0.0
     ready, most = loaders.queue_ready or 0.0, loaders.queue_capacity or 0.0
@@ -165,7 +164,7 @@ def _idle_workers(measured: Measurements, _: Shares) -> Iterator[Reason]:
 
 
 def _workers(measured: Measurements, _: Shares) -> Iterator[Reason]:
-    """Busy or blocked workers. The evidence has their shares of time, whatever the cause."""
+    """Busy or blocked workers. The evidence shows their shares of time for any cause."""
     busy = _busy_pct(measured)
     if busy is not None:
         yield _blocked(measured) if 100.0 - busy >= BLOCKED_PCT else Reason("cpu", sure=busy >= BUSY_PCT)
@@ -183,8 +182,8 @@ def _busy_pct(measured: Measurements) -> float | None:
 def unclear_beside_others(measured: Measurements, cause: Cause) -> bool:
     """True if other programs may have made a cause of waiting for data.
 
-    They delay the start of workers, and the thread that takes ready batches. And of workers that lack a CPU for much of
-    their time nobody can say whether they compute or wait most.
+    They delay the start of workers, and the thread that takes ready batches. If workers lack a CPU for much of their
+    time, it is unclear if they mostly compute or wait.
     """
     queue, blocked = measured.loaders.workers_run_queue_pct or 0.0, measured.loaders.workers_blocked_pct or 0.0
     if cause in _OF_WORKERS:
@@ -226,7 +225,7 @@ def _waiting(measured: Measurements) -> Reason:
     cached, pressure = loaders.page_cache_pct, loaders.io_pressure_pct
     if cached is None and loaders.disk_mb_per_s is None:
         if pressure is None:
-            return Reason("unknown", ["it is not known if workers wait for storage"], sure=False)
+            return Reason("unknown", ["it is unknown if workers wait for storage"], sure=False)
         if pressure >= IO_PRESSURE_PCT:
             return Reason("cold reads", [f"some task waits for storage {pressure:.0f} % of the time"], sure=False)
     read = "" if cached is None else f": {cached:.0f} % of the bytes come from the page cache"
@@ -248,7 +247,7 @@ def _remote(measured: Measurements) -> list[str]:
 
 
 def _experiments(measured: Measurements, _: Shares) -> Iterator[Reason]:
-    """The loader's gain without a stage, if nothing is known of the workers."""
+    """The loader's speed-up without a stage, if the workers' times are unknown."""
     found, cached, ceiling = measured.found, _gain(measured, "cached_bytes_per_s"), _gain(measured, "ceiling_per_s")
     if cached is not None and cached >= FASTER:
         yield Reason("cold reads", [f"with its files in memory, the loader is {cached:.1f} x as fast"])
@@ -266,7 +265,7 @@ def _experiments(measured: Measurements, _: Shares) -> Iterator[Reason]:
 
 
 def _gain(measured: Measurements, rate: Literal["cached_bytes_per_s", "ceiling_per_s"]) -> float | None:
-    """Rate of the loader with one change over its rate as configured."""
+    """The loader's rate with one change, divided by its rate as configured."""
     changed: float | None = vars(measured.found)[rate]
     now = measured.found.loader_per_s
     return None if changed is None or not now else changed / now
@@ -285,24 +284,24 @@ DATA_RULES = (
 # --- the other parts of a step ------------------------------------------------------------------------------------
 
 NAMED_SHARE = 0.5
-"""Share of the time between steps that hooks must take to be its cause. Else it is a wait for the device."""
+"""Least share of the time between steps that hooks take to be its cause. Else it is a wait for the device."""
 HOOKS_SAID = 3
 SMALL_BYTES, MANY_TENSORS = 64 * 1024, 8
-"""A batch of many small tensors has at least so many, of at most so many bytes on average."""
+"""Fewest tensors, and largest mean size in bytes, of a batch of many small tensors."""
 COPY_SHARE = 0.5
-"""Share of the transfer time that the copy alone must take. Else hooks are at fault."""
+"""Least share of the transfer that the copy alone takes. Else hooks are the cause."""
 LINK_SHARE = 0.5
 """Share of the speed of a pinned copy above which the link is the limit."""
 LAUNCH_SHARE = 0.9
-"""CPU time of the training thread over the time of the step on the device."""
+"""CPU time of the training thread, divided by the time of the step on the device."""
 FAR = 1.5
-"""Above this ratio of the step to the model alone, the model is not the cause. Below it, workers may share its CPUs."""
+"""Ratio of the step to the model alone above which the model is not the cause. Below, workers may share its CPUs."""
 WAITING_HOOKS = ("ProgressBar", "ThroughputMonitor")
 """Callbacks of Lightning that wait for the device to read a metric or to measure: their time counts as that wait."""
 
 
 def framework_cause(measured: Measurements, shares: Shares) -> Reason:
-    """The cause of time between steps: hooks, or a wait for the device that leaves it with an empty queue."""
+    """The cause of time between steps: hooks, or a wait for the device that empties its queue."""
     hooks, facts = measured.hooks, measured.facts
     said = [f"{hook.name} takes {in_ms(hook.ms_per_step, shares.step_ms)} ms a step" for hook in hooks[:HOOKS_SAID]]
     working = sum(hook.ms_per_step for hook in hooks if not _waits(hook))
@@ -360,7 +359,7 @@ def _beside_the_copy(measured: Measurements, alone: float | None, step_ms: float
 
 
 def compute_cause(measured: Measurements, shares: Shares) -> Reason:
-    """The step itself: device work, or the host work to launch it."""
+    """The cause of a long step itself: work on the device, or on the host to launch it."""
     facts, compute, alone = measured.facts, measured.stats.compute_ms or 0.0, model_alone_ms(measured)
     waiting = _waiting_without_cpus(measured, shares)
     if waiting:
@@ -373,7 +372,7 @@ def compute_cause(measured: Measurements, shares: Shares) -> Reason:
             f"the model alone takes {in_ms(alone, shares.step_ms)} ms a step with one batch repeated: "
             "faster loading would not help here"
         )
-    # A thread that waits for the device spins, and so looks busy: with a known synchronisation that means nothing.
+    # A thread that waits for the device spins, so it looks busy: ignore that if a synchronisation is known.
     host = 0.0 if facts.device_type == "cpu" or facts.syncs else facts.host_cpu_ms or 0.0
     if host >= LAUNCH_SHARE * compute > 0:
         said = f"the training thread computes {in_ms(host, shares.step_ms)} ms a step to launch the work of the device"
@@ -382,7 +381,7 @@ def compute_cause(measured: Measurements, shares: Shares) -> Reason:
 
 
 def _waiting_without_cpus(measured: Measurements, shares: Shares) -> list[str]:
-    """Figures of the waiting that other programs cause; empty if they cause none."""
+    """Evidence of waiting that other programs cause; empty if they cause none."""
     facts, queue, whole = measured.facts, measured.loaders.workers_run_queue_pct, shares.step_ms
     if not facts.crowded or shares.compute_bound_confirmed:
         return []
@@ -399,7 +398,7 @@ def _waiting_without_cpus(measured: Measurements, shares: Shares) -> list[str]:
 
 
 def _not_the_model(measured: Measurements, shares: Shares, alone: float) -> Reason:
-    """The cause of a step that takes much longer than its model: other users of the CPUs."""
+    """The cause of a step that takes much longer than its model: something else uses the CPUs."""
     whole, pressure = shares.step_ms, measured.loaders.cpu_pressure_pct
     said = (
         f"the model alone takes {in_ms(alone, whole)} of the {in_ms(measured.stats.compute_ms, whole)} ms of the step "

@@ -60,11 +60,11 @@ def diagnose(measured: Measurements) -> Diagnosis:
 def _of_steps(measured: Measurements) -> Diagnosis:
     """Find what limits the steps, and why.
 
-    The parts of a step are compared with their limits in the order framework (10 %), copy (5 %), data (5 %). Of those
-    over their limit the largest is the bottleneck, the earlier on a tie; the others are named and treated too. With
-    none, computing limits training. Waiting for data is the longest over the ranks, where that is known, and does not
-    count where the model alone, fed the same batch repeatedly, takes as long as a step. A model alone that took longer
-    than that was disturbed: the verdict is then that of the other figures, and less sure.
+    The parts of a step are compared with their limits in the order framework (10 %), copy (5 %), data (5 %). The
+    largest part over its limit is the bottleneck, the earlier one on a tie; others over their limits are named and
+    treated too. If there is none, computing limits training. Waiting for data is the longest over the ranks, if known.
+    It does not count if the model alone, fed the same batch repeatedly, takes as long as a step. If the model alone
+    took even longer, that experiment was disturbed: the verdict ignores it, with lower confidence.
     """
     if model_disturbed(measured):
         return _without_model(measured)
@@ -104,8 +104,7 @@ def _with_advice(found: Diagnosis, finding: Finding) -> Diagnosis:
 def _stripped(finding: Finding) -> tuple[str, ...]:
     """The note on a diagnosis whose fit ran without callbacks, loggers or validation, and hardly waited for data.
 
-    Its steps are shorter than those of the user's fit, so that small waits are a larger share of them, most of all the
-    time to take a ready batch.
+    Its steps are shorter than in the user's fit, so small waits, such as taking a ready batch, are a larger share.
     """
     measured, shares = finding.measured, finding.shares
     limit = HIGH_PCT if finding.data == "hand-over" else MODERATE_PCT
@@ -129,7 +128,7 @@ def _not_measured(measured: Measurements) -> Diagnosis:
 
 
 def _doubt(measured: Measurements, shares: Shares, cause: Cause) -> str:
-    """A figure that other programs may have caused, and that no measurement explains; empty if there is none."""
+    """A figure that other programs may have caused, and that no measurement explains; empty for none."""
     first, step_ms, other_ms = next(iter(shares.over), "compute"), shares.step_ms, measured.stats.other_ms or 0.0
     if not measured.facts.crowded:
         return ""
@@ -166,13 +165,13 @@ def _without_model(measured: Measurements) -> Diagnosis:
     found = _of_steps(replace(measured, experiments=replace(measured.found, model_per_s=None)))
     said = (
         f"the model alone took {in_ms(alone, step_ms)} ms, more than the {in_ms(step_ms, step_ms)} ms of a step: "
-        "something disturbed that experiment, so it is ignored"
+        "something disturbed that experiment, so its result is ignored"
     )
     return replace(found, confidence=_LOWER[found.confidence], evidence=(*found.evidence, said), measurements=measured)
 
 
 def _confidence(measured: Measurements, shares: Shares, found: Reason) -> Confidence:
-    """Confidence of the figures, lower if a limit lies in their interval or figures of the cause are missing."""
+    """Confidence of the figures; lower if their interval contains a limit, or figures of the cause are missing."""
     stats, confidence = measured.stats, measured.stats.confidence
     low, high = stats.interval_pct or (0.0, 0.0)
     wide = any(low < limit <= high for limit in (DATA_PCT, HIGH_PCT))
@@ -184,9 +183,9 @@ def _confidence(measured: Measurements, shares: Shares, found: Reason) -> Confid
 
 
 SLOW_START_S = 1.0
-"""Time to the first batch of an epoch above which the evidence names it."""
+"""Time to the first batch of an epoch above which the evidence mentions it."""
 SLACK_SHARE = 0.01
-"""Share of a step above which the evidence names a hidden wait."""
+"""Share of a step above which the evidence mentions a hidden wait."""
 
 
 def _evidence(measured: Measurements, shares: Shares, because: Sequence[str]) -> tuple[str, ...]:
@@ -216,7 +215,7 @@ def _beside(measured: Measurements, step_ms: float) -> Iterator[str]:
 
 
 def _loading(measured: Measurements) -> list[str]:
-    """Evidence: the workers, and their shares of time on a CPU, ready for one, and blocked."""
+    """Evidence: the number of workers, and their shares of time on a CPU, ready for one, and blocked."""
     facts, loaders = measured.facts, measured.loaders
     if not facts.num_workers:
         turns = f"num_workers=0, so loading and {LOOP_WORDS[facts.stage]} take turns"
@@ -250,7 +249,7 @@ def _part(measured: Measurements, shares: Shares, part: StepPart) -> str:
         "data": ("waiting for data", shares.data_ms, shares.data_pct),
     }[part]
     if part == "data":
-        pct = 100 * shares.data_ms / whole  # the first batches of epochs lie in no step
+        pct = 100 * shares.data_ms / whole  # the first batches of epochs do not belong to a step
         where = "waiting for data, the slowest rank of each step" if shares.by_ranks else where
     return f"{in_ms(ms, whole)} of {in_ms(whole, whole)} ms ({pct:.0f} %) {where}"
 
@@ -259,9 +258,9 @@ def _part(measured: Measurements, shares: Shares, part: StepPart) -> str:
 
 Limit = Literal["validation", "checkpoints"]
 LEAST_S = 2.0
-"""Seconds of validation and checkpoints above which they are worth a verdict or a note."""
+"""Seconds of validation and checkpoints above which they get a verdict or a note."""
 NOTED_SHARE = 0.15
-"""Share of the wall time above which they are worth a note."""
+"""Share of the wall time above which they get a note."""
 AT_MOST = 0.25
 """Goal for validation or checkpoints, as a share of the training time."""
 FACTORS = (2, 5, 10)
@@ -280,7 +279,7 @@ def _limit_of(measured: Measurements) -> Limit | None:
 
 
 def _beside_training(measured: Measurements) -> str:
-    """The note on validation and checkpoints that take much of a fit; empty if they do not."""
+    """The note on validation and checkpoints; empty unless they take much of a fit."""
     wall = measured.wall
     if wall is None or measured.facts.stage != "fit":
         return ""
@@ -292,7 +291,7 @@ def share_text(measured: Measurements) -> str:
     """``validation takes 60 % of the run, and waits for data 80 % of its time``; with checkpoints if they take much."""
     wall, validation = measured.wall, measured.validation
     if wall is None or wall.wall_s <= 0:
-        return ""  # of a report from elsewhere
+        return ""  # an older report
     taken, saving = wall.seconds("validation"), wall.seconds("checkpoints")
     said, waits = [], ""
     if validation is not None and taken:
@@ -310,7 +309,7 @@ def _of_the_run(limit: Limit, steps: Diagnosis, validation: Diagnosis | None) ->
     Args:
         limit: validation or checkpoints.
         steps: the verdict on the training steps.
-        validation: the verdict on the validation; None if it is not the limit, or was not measured.
+        validation: the verdict on the validation; None if validation is not the limit, or was not measured.
     """
     measured, wall = steps.measurements, steps.measurements.wall
     assert wall is not None
@@ -331,7 +330,7 @@ def _of_the_run(limit: Limit, steps: Diagnosis, validation: Diagnosis | None) ->
 
 
 def _in_the_run(remedy: Remedy, wall: WallStats) -> Remedy:
-    """A remedy for the validation loader, with its saving as a share of the run."""
+    """Convert a remedy for the validation loader: its saving becomes a share of the run."""
     gain = (remedy.predicted_gain_pct or 0.0) * wall.seconds("validation") / wall.wall_s
     why = f"in validation: {remedy.why}{_saves(gain)}"
     return replace(remedy, why=why, predicted_step_ms=None, predicted_gain_pct=gain)
@@ -347,14 +346,14 @@ def _saves(pct: float) -> str:
 def rarer_validation(measured: Measurements, wall: WallStats) -> Remedy | None:
     """Remedy: validate less often, if there was more than one validation."""
     facts, taken, train = measured.facts, wall.seconds("validation"), wall.seconds("train", "epoch starts")
-    factors = [one for one in FACTORS if one <= wall.times("validation")]  # one at least is to be left
+    factors = [one for one in FACTORS if one <= wall.times("validation")]  # keep at least one validation
     times = next((one for one in factors if taken / one <= AT_MOST * train), factors[-1]) if factors else 0
     setting = _rarer_setting(facts, times) if times else None
     if setting is None:
         return None
     name, now, then, rarer = setting
     if wall.times("checkpoints") <= wall.times("validation"):
-        taken += wall.seconds("checkpoints")  # ModelCheckpoint saves behind a validation, if it was given no interval
+        taken += wall.seconds("checkpoints")  # without an interval, ModelCheckpoint saves after each validation
     gain = 100 * taken * (1 - 1 / rarer) / wall.wall_s
     why = (
         f"validation runs {rarer:.3g} times less often, and so do early stopping, the choice of the best "
@@ -364,11 +363,11 @@ def rarer_validation(measured: Measurements, wall: WallStats) -> Remedy | None:
 
 
 def _rarer_setting(facts: LoopFacts, times: int) -> tuple[str, int, int | float, float] | None:
-    """(setting of the Trainer, old value, new value, factor); None if validation goes by time or is not known."""
+    """(setting of the Trainer, old value, new value, factor); None if validation goes by time or is unknown."""
     every, between, epoch = facts.check_val_every_n_epoch, facts.val_check_batches, facts.batches_per_epoch
     if between is None:
         return None if every is None else ("check_val_every_n_epoch", every, every * times, times)
-    if every is not None and epoch is not None and between * times >= epoch:  # more than an epoch has is refused
+    if every is not None and epoch is not None and between * times >= epoch:  # Lightning refuses more than an epoch
         return "val_check_interval", between, 1.0, epoch / between
     return "val_check_interval", between, between * times, times
 
@@ -377,9 +376,9 @@ def rarer_checkpoints(measured: Measurements, wall: WallStats) -> Remedy | None:
     """Remedy: save less often, if a single ModelCheckpoint saves by steps and has saved at least four times."""
     facts, taken, times = measured.facts, wall.seconds("checkpoints"), wall.times("checkpoints")
     now, train = facts.checkpoint_steps, wall.seconds("train", "epoch starts")
-    most = times // 2  # one at least is to be left, and ``save_last`` may save each twice
+    most = times // 2  # keep at least one; ``save_last`` may save each twice
     if now is None or not train or most < 2 or (facts.place or PLACE).trainer_key:
-        return None  # a command line adds callbacks, and cannot change one
+        return None  # a command line can add callbacks, but not change them
     rarer = min(most, max(2, math.ceil(taken / (AT_MOST * train))))
     gain = 100 * taken * (1 - 1 / rarer) / wall.wall_s
     return Remedy(

@@ -18,32 +18,32 @@ Cause = Literal[
 ]  # fmt: skip
 """The cause within a bottleneck.
 
-framework: ``hooks`` (callbacks, logging, checkpoints), ``synchronisation`` (the host waits for the device by itself).
+framework: ``hooks`` (callbacks, logging, checkpoints), ``synchronisation`` (the host waits for the device).
 copy: ``unpinned``, ``not overlapped`` (pinned, on the compute stream), ``link`` (near its speed), ``small tensors``,
-``transfer hooks`` (the user's, or no copy at all), ``decoding on the GPU`` (nvJPEG's, for which the host waits there).
-data: ``epoch start`` (workers are started again), ``no workers``, ``head of line`` (one slow batch holds finished ones
-up), ``pin thread``, ``oversubscribed`` (more runnable threads than CPUs, or a quota), ``cpu`` (decoding, augmenting),
-``cold reads`` (from the disk or a network disk), ``remote reads`` (over connections of their own, as to an object
+``transfer hooks`` (the user's, or no copy at all), ``decoding on the GPU`` (nvJPEG, for which the host waits).
+data: ``epoch start`` (workers are started again), ``no workers``, ``head of line`` (a slow batch delays finished ones),
+``pin thread``, ``oversubscribed`` (more runnable threads than CPUs, or a quota), ``cpu`` (decoding, augmenting),
+``cold reads`` (from a local or network disk), ``remote reads`` (over the workers' own connections, as to an object
 store), ``waiting`` (reads are cached: locks, sleeping), ``hand-over`` (batches are ready; handing them over takes the
 time), ``jitter`` (fast enough on average, not always), ``one rank``.
-compute: ``compute``, or ``launch`` (the host can hardly issue the work as fast as the device does it). Where the model
-alone is much faster than the step: ``oversubscribed`` (tasks wait for a CPU), or ``unknown``.
+compute: ``compute``, or ``launch`` (the host issues work hardly faster than the device does it). If the model alone is
+much faster than the step: ``oversubscribed`` (tasks wait for a CPU), or ``unknown``.
 """
 
 
 Form = Literal[
     "arguments", "settings", "datamodule", "replacement", "override", "method", "trainer", "callback", "line"
 ]
-"""The kind of text that a remedy's ``code`` is, so that a program can apply it, too.
+"""The kind of text in a remedy's ``code``, so that programs can apply it, too.
 
-``arguments``: keyword arguments for the call that makes the training loader; one that is there already gets the new
-value; of a dict (``dataloader_kwargs={"num_workers": 2}``), its entry does. ``settings``: the same for LoaderSettings,
-which a FastDataModule takes as ``loader=`` and ``wrap`` as its second argument. ``datamodule``: the same for the call
-that makes the data module. ``trainer``: the same for the Trainer. ``override``: what LightningCLI or Hydra takes on the
-command line. ``callback``: a callback to add to the Trainer's; one of its class that is there already gets these
+``arguments``: keyword arguments for the call that makes the training loader. They replace present values; a dict
+(``dataloader_kwargs={"num_workers": 2}``) replaces single entries. ``settings``: arguments for LoaderSettings, which a
+FastDataModule takes as ``loader=`` and ``wrap`` as its second argument. ``datamodule``: arguments for the call that
+makes the data module. ``trainer``: arguments for the Trainer. ``override``: text for the command line of LightningCLI
+or Hydra. ``callback``: a callback to add to the Trainer's; if one of its class is present, that one gets these
 arguments. ``method``: a method for the class that ``where`` names. ``line``: a line to run before the loaders are made.
-``replacement``: a data module for ``trainer.fit`` in place of the training loader, with ``...`` for what only the user
-has.
+``replacement``: a data module for ``trainer.fit`` in place of the training loader, with ``...`` for parts that the user
+has to fill in.
 """
 
 
@@ -52,16 +52,16 @@ class Remedy:
     """One change to make."""
 
     code: str
-    """The text to paste, and nothing else: see :data:`Form`."""
+    """The text to paste: see :data:`Form`."""
     form: Form | None = None
-    """The kind of text that ``code`` is. None: of a report that was written before there were forms."""
+    """The kind of text in ``code``. None in reports from older versions."""
     where: str = ""
     """The change and its place, in words: ``num_workers: 0 -> 2 in your training DataLoader (Data.train_dataloader,
     data.py:41)``."""
     why: str
-    """The reason that it helps."""
+    """The reason why it helps."""
     predicted_step_ms: float | None = None
-    """Predicted step time. None: it cannot be computed from the measurements, or steps do not change."""
+    """Predicted step time. None: the measurements do not allow a prediction, or steps do not change."""
     predicted_gain_pct: float | None = None
     """Predicted saving as a share of an epoch with its first batch, 0 to 100; remedies are sorted by it. If validation
     or checkpoints limit the run: the share of the run."""
@@ -77,7 +77,7 @@ class Diagnosis:
     """``data``, ``copy``, ``framework`` (between the steps), ``compute`` (the GPU is fed) or ``unknown``;
     ``validation`` or ``checkpoints`` if they take longer than training."""
     cause: Cause = "unknown"
-    """The cause, as far as it is known: see :data:`Cause`."""
+    """The cause, if known: see :data:`Cause`."""
     grade: Grade
     """Degree of starvation, for any bottleneck: OK below 5 %, slightly below 10 %, moderately below 20 %."""
     confidence: Confidence
@@ -87,9 +87,9 @@ class Diagnosis:
     remedies: tuple[Remedy, ...] = ()
     """At most three changes that save time, the largest predicted gain first."""
     notes: tuple[str, ...] = ()
-    """Further facts and things to try without a predicted gain, a sentence each."""
+    """Further facts, and things to try without a predicted gain, one sentence each."""
     why_not: tuple[str, ...] = ()
-    """Obvious changes that would not help, with the reason, a sentence each."""
+    """Obvious changes that would not help, with the reason, one sentence each."""
     measurements: Measurements
     """All that was measured."""
 

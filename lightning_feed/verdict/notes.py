@@ -1,4 +1,4 @@
-"""Notes: changes without a prediction, and reasons that the obvious change would not help."""
+"""Notes: changes without a prediction, and reasons why the obvious change would not help."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ SHARD = (
 )
 _DIAGNOSE = "`lightning-feed diagnose your_script.py -- ARGUMENTS`"
 _ASK: tuple[Cause, ...] = ("no workers", "cpu", "oversubscribed", "waiting", "unknown")
-"""Causes in the making of samples or batches."""
+"""Causes that lie in making samples or batches."""
 _WAYS_OUT = {
     "prog_bar": "self.log(..., prog_bar=False) avoids it",
     "grad_scaler": 'precision="bf16-mixed" needs no scaler',
@@ -42,7 +42,7 @@ def notes_for(finding: Finding, remedies: tuple[Remedy, ...]) -> tuple[str, ...]
 
 
 def why_not(finding: Finding, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
-    """The reason that more workers would not help, if they were tried or can be predicted."""
+    """The reason why more workers would not help, if they were tried or can be predicted."""
     if finding.data is None or any(remedy.changes.startswith("num_workers=") for remedy in remedies):
         return ()
     said = _tried_in_vain(finding) or _predicted_in_vain(finding)
@@ -100,7 +100,7 @@ def _may_diagnose(finding: Finding) -> bool:
 
 
 def _is_worth_it(step: float | None, finding: Finding) -> TypeGuard[float]:
-    """True for a known step time that saves as much as remedies have to."""
+    """True for a known step time that saves as much as a remedy must save."""
     if step is None:
         return False
     return 100 * (finding.shares.step_ms - step) / finding.step_with_start_ms >= least_gain_pct(finding)
@@ -143,7 +143,7 @@ def _hand_over(finding: Finding) -> Iterator[str]:
 
 
 def _cold(finding: Finding) -> Iterator[str]:
-    """The step with all files in memory, where that was timed: the most that a copy nearby gives."""
+    """Note on the step time with all files in memory, if measured: the limit for a local copy."""
     found, step = finding.measured.found, finding.shares.step_ms
     if finding.facts.cache == "bytes":
         return
@@ -152,8 +152,8 @@ def _cold(finding: Finding) -> Iterator[str]:
         yield f"files are read from storage: {_DIAGNOSE} times the loader with its files in memory"
     elif _is_worth_it(then, finding):
         yield (
-            f"files are read from storage: with them in memory a step takes {in_ms(then, step)} ms, from a local disk "
-            "(FastDataModule(stage_to=...)) at best as long"
+            f"files are read from storage: with them in memory a step takes {in_ms(then, step)} ms; from a local disk "
+            "(FastDataModule(stage_to=...)) at best the same"
         )
 
 
@@ -164,7 +164,7 @@ def _over_the_network(finding: Finding) -> Iterator[str]:
     if facts.remote and not facts.staged and near is not None:
         yield (
             "samples are read from a URL one by one; FastDataModule(stage_to=..., stage_limit=...) reads them "
-            "ahead, and from a local disk in the second epoch: after that, a step takes "
+            "ahead, and from the second epoch on from a local disk: then a step takes "
             f"{in_ms(near, finding.shares.step_ms)} ms"
         )
     elif not facts.remote:
@@ -178,7 +178,7 @@ def _over_the_network(finding: Finding) -> Iterator[str]:
 
 
 def _missing_cpus(finding: Finding) -> Iterator[str]:
-    """The number of CPUs that are missing if all are busy and the device is not, and the cost of loading elsewhere."""
+    """Note on the number of missing CPUs, if all are busy and the device is not, and on loading on other machines."""
     measured, shares, facts = finding.measured, finding.shares, finding.facts
     floor_ms, cpus = predict.floor_ms(measured, shares), facts.usable_cpus
     training_ms = predict.training_cpu_ms(measured, shares)
@@ -230,7 +230,7 @@ def _whole_images(finding: Finding, cause: Cause) -> Iterator[str]:
 
 
 def _pixels(finding: Finding) -> Iterator[str]:
-    """The step with images that stay uint8: that takes a change of the data set and of a hook."""
+    """Note on the step time with uint8 images, which needs a change of the data set and a hook."""
     facts, found = finding.facts, finding.measured.found
     done = facts.device_transform or (facts.decoder is not None and facts.own_transforms is False)
     then = predict.with_rate(finding.measured, finding.shares, found.as_uint8_per_s, found.loader_per_s)
@@ -242,7 +242,7 @@ def _pixels(finding: Finding) -> Iterator[str]:
 
 
 def _transforms(finding: Finding, step: float) -> Iterator[str]:
-    """The slowest transforms, and the step without transforms: the limit of what faster ones can gain."""
+    """Note on the slowest transforms, and the step time without transforms: the limit for faster ones."""
     found = finding.measured.found
     costs = [cost for cost in found.costs if predict.step_of(cost.name) not in predict.NOT_TRANSFORMS]
     then = predict.with_rate(finding.measured, finding.shares, found.no_transform_per_s, found.loader_per_s)
@@ -275,7 +275,7 @@ def _treated(hook: HookTime, remedies: tuple[Remedy, ...]) -> bool:
 
 def _slow_hook(finding: Finding, hook: HookTime) -> str:
     """The note on a slow hook. It is not a remedy, since the hook may be needed."""
-    name = re.sub(r"\{.*\}", "", hook.name)  # without its callback's settings, which Lightning puts into it
+    name = re.sub(r"\{.*\}", "", hook.name)  # Lightning adds the callback's settings to the name
     place = next((one for one in finding.facts.hook_places if one.name == name), None)
     at, step = f" ({place.at})" if place is not None else "", finding.shares.step_ms
     then = in_ms(predict.without(finding.shares, hook.ms_per_step), step)
@@ -306,10 +306,10 @@ def _launch(finding: Finding) -> Iterator[str]:
 
 
 def _fed(finding: Finding) -> Iterator[str]:
-    """Fewer workers that would do, by the rates of loader and model."""
+    """Note on a smaller number of workers that suffices, by the rates of loader and model."""
     loaders, found, workers = finding.measured.loaders, finding.measured.found, finding.facts.num_workers or 0
     ready, capacity = loaders.queue_ready or 0.0, loaders.queue_capacity or 0.0
-    # Other programs make the step long; by itself it may want more workers.
+    # Other programs make the step longer; without them it may need more workers.
     if "compute" not in finding.causes or finding.facts.crowded or not ready >= FULL_SHARE * capacity > 0:
         return
     if not found.model_per_s or not found.loader_per_s:

@@ -1,10 +1,10 @@
-"""Step time to expect of a remedy, from experiments where they gave the rates, else from the running figures.
+"""Predicted step time with a remedy: from the rates of experiments, else from the figures of the run.
 
-- Without workers loading and training take turns: what a remedy saves of loading comes off the step, and nothing else.
-- With workers a step takes as long as the slower of both: training with taking a batch from them, or a worker's batch.
-- Workers take CPUs. What does not fit beside training makes the step longer: :func:`crowding_ms`. And no step is
-  shorter than its CPU time, of training and loading, takes on the CPUs that other programs leave: :func:`filled_ms`.
-- Time in which a thread is ready to run without a CPU is not time in which it waits for data.
+- Without workers, loading and training take turns: the step becomes shorter by the loading time that a remedy saves.
+- With workers, a step takes as long as the slower of two: training plus taking a batch, or making a batch.
+- Workers need CPUs. If they do not fit beside training, the step becomes longer: :func:`crowding_ms`. And training and
+  loading cannot take less time than their CPU time on the CPUs that other programs leave: :func:`filled_ms`.
+- Time in which a thread is ready to run without a CPU does not count as waiting for data.
 - No prediction is below the rest of the step, or the model alone.
 """
 
@@ -15,42 +15,42 @@ from lightning_feed.measure.measurements import LoopFacts, Measurements
 from lightning_feed.verdict.shares import Shares, model_alone_ms
 
 SAME = 1.1
-"""Usual difference of two measurements of the same setting: of 67 fits that were measured twice within a minute, 58
-agreed within a tenth (``benchmarks/predictions.py`` on a virtual machine with 2 CPUs)."""
+"""Usual difference between two measurements of the same setting: of 67 fits measured twice within a minute, 58 agreed
+within a tenth (``benchmarks/predictions.py`` on a virtual machine with 2 CPUs)."""
 NOT_TRANSFORMS = ("read", "decode", "load")
 """Costs of a sample other than transforms, as experiments name them: see :func:`step_of`."""
 
 _TAKE = (0.5, 0.1, 0.5)
-"""Cost of taking a batch from a worker process, for the training process: ms, ms a tensor, ms a megabyte. Of lists of 1
-to 64 tensors of 100 B to 40 MB on a virtual machine with 2 CPUs, torch 2.15."""
+"""Cost for the training process to take a batch from a worker process: ms, ms per tensor, ms per megabyte. Measured for
+lists of 1 to 64 tensors of 100 B to 40 MB on a virtual machine with 2 CPUs, torch 2.15."""
 _SEND = (0.3, 0.25, 0.75)
-"""Cost of the same for the worker, which moves the batch into shared memory and answers for each tensor."""
+"""The worker's cost, in the same units: it moves the batch into shared memory, and answers for each tensor."""
 _SLOWEST = 3.0
-"""Limit of the factor by which other programs slow down taking a batch."""
+"""Largest factor by which other programs slow down taking a batch."""
 _TENSORS = 32
 """Tensors assumed in a batch of a user's class, which may hide many."""
 _IDLE_CPUS = 0.3
-"""CPUs that stay idle although training and its workers want more than there are, since each sometimes waits for the
+"""CPUs that stay idle although training and its workers need more than there are, because each sometimes waits for the
 other: 0.24 to 0.34 of 2 CPUs in three projects of ``tests/zoo``."""
 _SIDE_BY_SIDE = 1.2
-"""Factor on the CPU time of loading and training that took turns and then run at once: they share caches, memory and
-clock. Of 18 first workers in ``tests/zoo`` on two days the steps were 0.96 to 1.40 times those predicted
-without it, nine of ten at most 1.34."""
+"""Factor on the CPU time of loading and training if they run at once instead of taking turns: they share caches, memory
+and clock. With the first workers in ``tests/zoo`` (18 runs on two days), steps took 0.96 to 1.40 times as long as
+predicted without this factor; nine of ten at most 1.34 times."""
 _START_MS = 100.0
-"""Time to start and end a worker process in each epoch: 50 ms if the process that forks it holds 0.5 GB, and 100 if it
-holds 2.5 GB, with 1 to 8 workers on a virtual machine with 2 CPUs, torch 2.15."""
+"""Time to start and end a worker process in each epoch: 50 ms if the forking process holds 0.5 GB, and 100 ms if it
+holds 2.5 GB (1 to 8 workers on a virtual machine with 2 CPUs, torch 2.15)."""
 
 _AHEAD = 2
 """Batches that a worker prefetches: torch's default ``prefetch_factor``."""
 
 
 def step_of(name: str) -> str:
-    """The name of a cost without the name of its loader: ``load`` of ``"a: load"``."""
+    """Name of a cost without its loader's name: ``load`` for ``"a: load"``."""
     return name.rpartition(": ")[2]
 
 
 def without(shares: Shares, part_ms: float) -> float:
-    """Step time without ``part_ms`` of it."""
+    """Step time if a part of ``part_ms`` is saved."""
     return shares.step_ms - min(max(0.0, part_ms), shares.step_ms)
 
 
@@ -60,21 +60,24 @@ def serial(facts: LoopFacts) -> bool:
 
 
 def period_ms(measured: Measurements, shares: Shares) -> float | None:
-    """Time in which the loader makes a batch while training waits for it: with workers a step, else the time in
-    ``next(loader)``. None: not known.
+    """Time for the loader to make a batch: a step with workers, else the time in ``next(loader)``; None if unknown.
+
+    Only meaningful while training waits for data.
     """
     return measured.stats.next_wait_ms if serial(measured.facts) else shares.step_ms
 
 
 def floor_ms(measured: Measurements, shares: Shares) -> float:
-    """Step time without waiting: the rest of the step, or the model alone if that takes longer, with the time to take a
-    ready batch, which counts as waiting otherwise."""
+    """Step time without waiting for data, but with the time to take a ready batch.
+
+    It is the rest of the step, or the model alone if that takes longer.
+    """
     taking = measured.found.taking_ms or 0.0
     return min(shares.step_ms, taking + max(shares.floor_ms, model_alone_ms(measured) or 0.0))
 
 
 def with_batch_in(measured: Measurements, shares: Shares, after_ms: float) -> float | None:
-    """Step time if the same workers, or none, make a batch in ``after_ms``. None: not known."""
+    """Step time if the same workers, or none, make a batch in ``after_ms``; None if unknown."""
     running = period_ms(measured, shares)
     if running is None:
         return None
@@ -87,18 +90,17 @@ def with_batch_in(measured: Measurements, shares: Shares, after_ms: float) -> fl
 def with_rate(measured: Measurements, shares: Shares, rate: float | None, now: float | None) -> float | None:
     """Step time if the loader alone reaches ``rate`` batches per second, and reached ``now`` before.
 
-    A loader is slower while a model trains. If it was slower by more than :data:`SAME`, the same factor is assumed with
-    the remedy.
+    A loader is slower while a model trains. If by more than :data:`SAME`, the same factor is assumed with the remedy.
     """
     return with_batch_in(measured, shares, _beside(measured, shares, rate, now)) if rate else None
 
 
 def crowding_ms(measured: Measurements, shares: Shares, loading_ms: float, workers: int) -> float:
-    """Increase of the step time if workers take ``loading_ms`` of CPU time for each step. 0.0: not known.
+    """Increase of the step time if workers take ``loading_ms`` of CPU time for each step; 0.0 if unknown.
 
-    CPUs that training and other programs do not use cost nothing. The rest is taken from training: from a single
-    thread its share, and from threads that compute on all CPUs together all of it, since each of them waits for the one
-    that was disturbed. It is never more than an equal share for each thread that is ready: Linux gives workers no more.
+    Workers first use the CPUs that training and other programs leave idle. The rest slows training down: a single
+    thread by its share, but threads that compute together on all CPUs by all of it, because each waits for the
+    slowest. Workers never take more than an equal share for each runnable thread: Linux gives them no more.
     """
     facts, rest = measured.facts, shares.floor_ms
     training = training_cpu_ms(measured, shares)
@@ -120,12 +122,12 @@ def filled_ms(
     workers: int | None = None,
     slower: float = 1.0,
 ) -> float:
-    """Step time when ``workers`` of each loader, or those of now, take ``loading_ms`` of CPU time for each step, and no
-    batch is waited for.
+    """Step time if training never waits for a batch, and workers take ``loading_ms`` of CPU time for each step.
 
-    Not below what all of that CPU time takes on the CPUs that the run can count on: those that other programs leave,
-    less :data:`_IDLE_CPUS`, those that it has now, or what its threads were seen to get when they asked, whichever is
-    most. ``slower``: times the CPU time that was seen, where there is more than one CPU.
+    At least the CPU time of training and loading, divided by the number of CPUs that the run can count on. That is the
+    largest of: the CPUs that other programs leave, less :data:`_IDLE_CPUS`; those used now; those that its threads got
+    when they asked. ``workers``: workers of each loader; None: as now. ``slower``: factor on that CPU time, if the run
+    has more than one CPU.
     """
     facts = measured.facts
     workers = facts.loaders_beside * ((facts.num_workers or 0) if workers is None else workers)
@@ -142,9 +144,9 @@ def filled_ms(
 
 
 def _seen_to_get(measured: Measurements) -> float:
-    """CPUs that the loading threads got whenever they were ready for one; 0.0: not known.
+    """CPUs that the loading threads got when they were ready for one; 0.0 if unknown.
 
-    Threads that are mostly blocked seldom ask for a CPU: the run uses few CPUs now, and could use more.
+    Threads that are mostly blocked seldom ask for a CPU: the run uses few CPUs now, but could use more.
     """
     facts, loaders = measured.facts, measured.loaders
     if serial(facts):
@@ -157,8 +159,7 @@ def _seen_to_get(measured: Measurements) -> float:
 
 
 def blocked_share(measured: Measurements) -> float:
-    """Share of the time for a batch during which its worker is blocked, so that others could use the CPU, 0 to 1; 0.0
-    if not measured."""
+    """Share of a batch's time in which its worker is blocked and leaves the CPU to others, 0 to 1; 0.0 if unknown."""
     facts, wait, pct = measured.facts, measured.stats.next_wait_ms, measured.loaders.workers_blocked_pct
     if not serial(facts):
         return (pct or 0.0) / 100
@@ -168,7 +169,7 @@ def blocked_share(measured: Measurements) -> float:
 
 
 def with_files_near(measured: Measurements, shares: Shares) -> float | None:
-    """Step time if workers are never blocked while they make a batch. None: not known."""
+    """Step time if workers are never blocked while they make a batch; None if unknown."""
     running, blocked = period_ms(measured, shares), measured.loaders.workers_blocked_pct
     if running is None or blocked is None:
         return None
@@ -178,8 +179,8 @@ def with_files_near(measured: Measurements, shares: Shares) -> float | None:
 def with_workers(measured: Measurements, shares: Shares, number: int) -> float | None:
     """Step time with ``number`` worker processes, more than now.
 
-    Uses the rates of both numbers if they were tried. Else each worker adds its rate, as far as there are CPUs. None:
-    not known.
+    Uses the rates of both numbers if they were tried. Else each worker adds its rate, as long as there are CPUs. None
+    if unknown.
     """
     facts = measured.facts
     running, now = period_ms(measured, shares), facts.num_workers
@@ -189,7 +190,7 @@ def with_workers(measured: Measurements, shares: Shares, number: int) -> float |
     slower = _SIDE_BY_SIDE if now == 0 and facts.device_type == "cpu" else 1.0
     if now == 0:
         sending = handing_ms(facts, _SEND)
-        # A worker has one thread, where this process may have used several.
+        # A worker has one thread, while this process may have used several.
         one = max(running, loading) + (slower - 1) * loading + sending
         taking = _taking_ms(measured) + _restarting_ms(facts, number) + _left_over_ms(facts, one)
         after, loading = one / number, loading + sending
@@ -198,7 +199,7 @@ def with_workers(measured: Measurements, shares: Shares, number: int) -> float |
     tried = tried_rates(measured)
     if number in tried and now in tried:
         after = _beside(measured, shares, tried[number], tried[now])
-        if now == 0:  # workers, of one thread each, spend no more CPU time than time; threads of torch do as they wait
+        if now == 0:  # a worker has one thread, so its CPU time is at most its time; torch's threads spin as they wait
             loading = min(loading, 1e3 * facts.loaders_beside * number / tried[number])
     step = max(filled_ms(measured, shares, loading, taking, workers=number, slower=slower), after)
     return step if now == 0 else min(shares.step_ms, step)
@@ -207,7 +208,7 @@ def with_workers(measured: Measurements, shares: Shares, number: int) -> float |
 def with_crops(measured: Measurements, shares: Shares) -> dict[int, float]:
     """Step time by number of workers if only the crops of images are decoded; empty if that was not timed.
 
-    Has the present number, and the numbers of first workers that were tried.
+    Contains the present number, and the numbers tried as first workers.
     """
     workers, running, left = measured.facts.num_workers, period_ms(measured, shares), _left_with_crops(measured)
     if left is None or workers is None or running is None:
@@ -224,7 +225,7 @@ def with_crops(measured: Measurements, shares: Shares) -> dict[int, float]:
 
 
 def _left_with_crops(measured: Measurements) -> float | None:
-    """Share of the time for a batch that is left if only crops are decoded; None if that was not timed."""
+    """Share of a batch's time that remains if only crops are decoded; None if that was not timed."""
     found, trial = measured.found, measured.found.crops
     if trial is None or not trial.whole_ms:
         return None
@@ -235,7 +236,7 @@ def _left_with_crops(measured: Measurements) -> float | None:
 
 
 def _as_cropping(measured: Measurements, shares: Shares, left: float, step_ms: float) -> Measurements:
-    """The run as it would be with crops only, from which first workers are predicted as for any other run."""
+    """The measurements that the run would have with crops only, to predict first workers from."""
     facts, found, loading = measured.facts, measured.found, loading_cpu_ms(measured, shares)
     queue, running, most = facts.load_queue_ms, period_ms(measured, shares), found.ceiling_per_s or math.inf
     less = {name: (1 - left) * loading for name in ("host_cpu_ms", "process_cpu_ms") if vars(facts)[name] is not None}
@@ -277,14 +278,14 @@ def tried_rates(measured: Measurements) -> dict[int, float]:
 
 
 def handing_ms(facts: LoopFacts, cost: tuple[float, float, float] = _TAKE) -> float:
-    """Time that one of two processes spends on passing a batch, by the number of its tensors and bytes."""
+    """Time that one process spends on passing a batch to another, by the number of its tensors and bytes."""
     once, each, megabyte = cost
     by_size = each * (facts.batch_tensors or _TENSORS) + megabyte * (facts.batch_bytes or 0) * 1e-6
     return facts.loaders_beside * once + by_size
 
 
 def read_share(measured: Measurements) -> float | None:
-    """Share of reading in the time for a sample, 0 to 1; None if not known."""
+    """Share of a sample's time spent reading, 0 to 1; None if unknown."""
     costs = {cost.name: cost.wall_ms for cost in measured.found.costs}
     whole = sum(costs.values())
     return costs["read"] / whole if "read" in costs and whole > 0 else None
@@ -303,14 +304,14 @@ def decoded_on_device(measured: Measurements, shares: Shares, device_per_s: floa
         return None
     facts = measured.facts
     now = max(1, facts.num_workers or 1)
-    threads = max(now, facts.usable_cpus or 1)  # as many as there are by default, and they start at once
+    threads = max(now, facts.usable_cpus or 1)  # the default number, and threads start at once
     after = running * left * now / threads
     loading = loading_cpu_ms(measured, shares) * left
     return min(shares.step_ms, max(filled_ms(measured, shares, loading, workers=threads), after, 1e3 / device_per_s))
 
 
 def with_pinned(measured: Measurements, shares: Shares) -> float | None:
-    """Step time with copies from pinned memory, which shortens the copy by the ratio of the two speeds."""
+    """Step time with copies from pinned memory: the copy takes less by the ratio of the two speeds."""
     found, h2d = measured.found, measured.stats.h2d_ms
     if not found.pinned_gb_per_s or not found.pageable_gb_per_s or h2d is None:
         return None
@@ -343,7 +344,7 @@ def loading_cpu_ms(measured: Measurements, shares: Shares) -> float:
 
 
 def training_cpu_ms(measured: Measurements, shares: Shares) -> float | None:
-    """CPU time of the training process per step without loading; None: not known."""
+    """CPU time of the training process per step without loading; None if unknown."""
     facts = measured.facts
     spent = facts.process_cpu_ms if facts.process_cpu_ms is not None else facts.host_cpu_ms
     if spent is None:
@@ -354,7 +355,7 @@ def training_cpu_ms(measured: Measurements, shares: Shares) -> float | None:
 
 
 def _taking_ms(measured: Measurements) -> float:
-    """Time to take a batch from a worker: as measured, else by the number of its tensors and bytes."""
+    """Time to take a batch from a worker: as measured, else estimated from its tensors and bytes."""
     if measured.found.hand_over_ms is not None:
         return measured.found.hand_over_ms
     others = measured.facts.others_share  # other programs slow this down as they do training

@@ -15,9 +15,9 @@ from lightning_feed.verdict.shares import DATA_PCT, LOOP_WORDS, Shares
 
 PLACE = Place(words="your training DataLoader")
 OUR_PLACE = Place(words="loader=LoaderSettings(...) of your data module", form="settings")
-"""Places for loaders of which nothing more is known."""
+"""Places for loaders about which nothing more is known."""
 _WRAPPED = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
-"""Settings that ``wrap`` changes; the rest is set in the loader inside."""
+"""Settings that ``wrap`` changes; others are set in the inner loader."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Finding:
 
     @property
     def place(self) -> Place:
-        """The place that sets up the training loader."""
+        """The place in the user's code that sets up the training loader."""
         if self.facts.place is None and not self.facts.ours:
             return replace(PLACE, words=f"your {LOOP_WORDS[self.facts.stage]} DataLoader")
         return self.facts.place or OUR_PLACE
@@ -59,7 +59,7 @@ class Finding:
         return name in dict(self.place.overrides) or not self.place.names or name in dict(self.place.names)
 
     def can_set_with_workers(self, name: str) -> bool:
-        """:meth:`can_set`, beside num_workers: on the command line only settings with a key there can be given."""
+        """True if a setting can be given together with num_workers: on a command line, it needs a key there."""
         keys = dict(self.place.overrides)
         return name in keys if "num_workers" in keys else self.can_set(name)
 
@@ -122,10 +122,10 @@ def callback_remedy(
     """A remedy that adds a callback to the Trainer.
 
     Args:
-        place: of the loader, which knows of a command line.
-        module: what the class is imported from.
-        kind: the class.
-        setting: name of its argument, what that is now, and is to be; None: none is given.
+        place: the loader's place, with the keys of a command line.
+        module: module to import the class from.
+        kind: name of the class.
+        setting: its argument, as (name, old value, new value); None: no argument.
         more: as for :func:`trainer_remedy`, and ``changes``.
     """
     change = f"{setting[0]}: {setting[1]} -> {setting[2]} " if setting else ""
@@ -145,23 +145,24 @@ def callback_remedy(
 # --- the loader ---------------------------------------------------------------------------------------------------
 
 MOST_WAITING = 4
-"""Limit of the factor on the number of workers that only wait."""
+"""Largest factor on the number of workers if they only wait."""
 MOSTLY = 0.5
-"""Share of the time for a batch above which its worker counts as waiting."""
+"""Share of a batch's time spent blocked above which a worker counts as waiting."""
 MOST_WORKERS = 16
-"""Limit of the number of workers suggested for a loader without workers."""
+"""Most workers suggested for a loader without workers."""
 NEARLY = 1.02
-"""Factor on the best step time within which fewer workers are preferred."""
+"""Fewer workers are preferred if their step time is within this factor of the best."""
 _MADE_SLOWLY: tuple[Cause, ...] = ("no workers", "cpu", "cold reads", "remote reads", "waiting", "unknown")
 _READ_SLOWLY: tuple[Cause, ...] = ("cold reads", "remote reads", "waiting")
 MADE_ON_CPU: tuple[Cause, ...] = ("cpu", "no workers", "oversubscribed")
 
 
 def more_workers(finding: Finding) -> Remedy | None:
-    """Training waits for batches that take time to make; what the workers do was seen, or other numbers were tried; a
-    stream was seen to divide itself among workers, or may live in a single one; /dev/shm has room for the batches.
+    """Remedy: more workers, if training waits for batches that take time to make.
 
-    The fewest that reach nearly the best step: up to the CPUs, and beyond where who makes the batches is blocked.
+    The workers must have been observed, or other numbers tried; a stream must divide itself among workers, or may run
+    in a single one; and /dev/shm must have room for the batches. Suggests the fewest workers that nearly reach the best
+    step time: at most one per CPU, or more if workers are blocked.
     """
     predicted = steps_with_more(finding)
     if not predicted:
@@ -179,7 +180,7 @@ def more_workers(finding: Finding) -> Remedy | None:
 
 
 def steps_with_more(finding: Finding) -> dict[int, float]:
-    """Predicted step time by number of workers; empty if more workers would not help."""
+    """Predicted step times by number of workers; empty if more workers would not help."""
     facts, now = finding.facts, finding.facts.num_workers
     if now is None or not facts.usable_cpus or facts.workers == "thread" or finding.data not in _MADE_SLOWLY:
         return {}
@@ -195,7 +196,7 @@ def steps_with_more(finding: Finding) -> dict[int, float]:
 
 
 def _numbers_to_name(finding: Finding, now: int) -> Iterable[int]:
-    """The numbers tried, else all up to the limit; only one for a stream that does not divide itself."""
+    """Numbers of workers to consider: those tried, else all up to the limit; 1 for a stream that is not divided."""
     if not _can_change_workers(finding):
         return []
     if not may_have_workers(finding):
@@ -205,7 +206,7 @@ def _numbers_to_name(finding: Finding, now: int) -> Iterable[int]:
 
 
 def may_have_workers(finding: Finding) -> bool:
-    """True if several workers yield the same samples as one: a stream has to divide them."""
+    """True if several workers yield the same samples as one. A stream must divide them."""
     return finding.facts.map_style is not False or finding.facts.shards_by_worker is True
 
 
@@ -215,7 +216,7 @@ def _can_change_workers(finding: Finding) -> bool:
 
 
 def _with_kept_workers(finding: Finding) -> tuple[Measurements, dict[str, Any]]:
-    """The measurements, with whether new workers may live on; and the setting by which they do, where it needs one."""
+    """The measurements for workers that persist between epochs if possible, and the setting for that, if needed."""
     facts = finding.facts
     if finding.place.form == "settings":  # there it is the default
         return finding.measured, {}
@@ -236,7 +237,7 @@ def _most_workers(finding: Finding) -> int:
 
 
 def _fits(finding: Finding, workers: int) -> bool:
-    """True if /dev/shm has room for the batches that ``workers`` keep ready: a worker without room dies."""
+    """True if /dev/shm has room for the batches that the workers keep ready: without room, a worker dies."""
     facts = finding.facts
     if facts.free_shm_bytes is None or facts.batch_bytes is None:
         return True
@@ -245,8 +246,10 @@ def _fits(finding: Finding, workers: int) -> bool:
 
 
 def fewer_workers(finding: Finding) -> Remedy | None:
-    """Training waits for data, and fewer workers were tried: they load faster, or batches are ready and a single worker
-    makes one sooner than one is handed over."""
+    """Remedy: fewer workers, if training waits for data and fewer were measured to be faster.
+
+    If batches wait to be handed over, also none: making a batch in the training process may be faster.
+    """
     now = finding.facts.num_workers
     if not now or finding.data in (None, "epoch start", "one rank") or not _can_change_workers(finding):
         return None
@@ -274,8 +277,10 @@ def fewer_workers(finding: Finding) -> Remedy | None:
 
 
 def _without_workers(finding: Finding) -> dict[str, Any] | None:
-    """The settings that torch refuses without workers, and LoaderSettings too unless it chooses them, with other
-    values. None: one of them was given where this remedy does not reach."""
+    """New values for settings that torch, and LoaderSettings, refuse without workers.
+
+    None if one of them is set in a place that this remedy cannot change.
+    """
     facts, ours = finding.facts, finding.place.form == "settings"
     settings: dict[str, Any] = {}
     if facts.prefetch_factor is not None:
@@ -289,14 +294,16 @@ def _without_workers(finding: Finding) -> dict[str, Any] | None:
 
 
 def persistent_workers(finding: Finding) -> Remedy | None:
-    """Training waits for the first batch of each epoch, because the workers are started again, and they need nothing
-    new from the data set. Saves the time of that batch, less the time in which workers make one."""
+    """Remedy: persistent workers, if training waits in each epoch for workers to start and make the first batch.
+
+    The workers must not need anything new from the data set. Saves the time to that batch, less the time to make one.
+    """
     facts, start_s, epoch_pct = finding.facts, finding.measured.stats.epoch_start_s or 0.0, finding.shares.epoch_pct
     if finding.data is None or epoch_pct is None or epoch_pct < DATA_PCT or not finding.can_set("persistent_workers"):
         return None
     if facts.persistent_workers is not False or not facts.num_workers or not facts.may_persist or facts.max_epochs == 1:
         return None
-    making_s = 1e-3 * facts.num_workers * finding.shares.step_ms  # at most: each makes one batch in so many steps
+    making_s = 1e-3 * facts.num_workers * finding.shares.step_ms  # upper limit: each makes a batch in so many steps
     saved_ms = 1e3 * max(0.0, start_s - making_s) / (facts.batches_per_epoch or 1)
     why = f"workers are started again for each epoch, whose first batch takes {start_s:.2f} s"
     gain_pct = 100 * saved_ms / finding.step_with_start_ms
@@ -304,8 +311,10 @@ def persistent_workers(finding: Finding) -> Remedy | None:
 
 
 def any_order(finding: Finding) -> Remedy | None:
-    """Remedy for finished batches that wait for a slow one while workers are idle. Not for ``trainer.predict``, whose
-    results are identified only by their order."""
+    """Remedy: any order, if finished batches wait for a slow one while workers are idle.
+
+    Not for ``trainer.predict``, whose results are identified only by their order.
+    """
     facts = finding.facts
     if finding.data != "head of line" or facts.in_order is False or (facts.num_workers or 0) < 2:
         return None
@@ -320,7 +329,7 @@ def any_order(finding: Finding) -> Remedy | None:
 
 
 def shared_files(finding: Finding) -> Remedy | None:
-    """Handing over many tensors is slow, and was measured to be faster with torch's other sharing strategy."""
+    """Remedy: torch's other sharing strategy, if handing over many tensors was measured to be faster with it."""
     found, count = finding.measured.found, finding.facts.batch_tensors or 0
     now, then = found.hand_over_ms, found.hand_over_file_system_ms
     if finding.data != "hand-over" or found.sharing_strategy != "file_descriptor" or count < MANY_TENSORS:
@@ -338,7 +347,7 @@ def shared_files(finding: Finding) -> Remedy | None:
 
 
 def files_in_memory(finding: Finding) -> Remedy | None:
-    """An ImageFolderDataModule without a cache waits for storage, or for an object store."""
+    """Remedy: a cache, if an ImageFolderDataModule without one waits for storage, or for an object store."""
     facts, found = finding.facts, finding.measured.found
     if finding.data not in ("cold reads", "remote reads") or facts.decoder is None or facts.cache != "off":
         return None
@@ -351,7 +360,7 @@ def files_in_memory(finding: Finding) -> Remedy | None:
 
 
 def crops_only(finding: Finding) -> Remedy | None:
-    """An image folder is decoded whole and then cropped, and decoding only the crops was timed."""
+    """Remedy: decode only the crops of an image folder, if that was timed, instead of decoding whole images."""
     trial, facts = finding.measured.found.crops, finding.facts
     if trial is None or finding.data not in MADE_ON_CPU or facts.stage != "fit":
         return None
@@ -360,14 +369,14 @@ def crops_only(finding: Finding) -> Remedy | None:
         return None
     workers = min(steps, key=lambda number: steps[number])
     if 100 * (steps[facts.num_workers] - steps[workers]) / finding.step_with_start_ms < least_gain_pct(finding):
-        workers = facts.num_workers  # others would be another remedy, not worth it
+        workers = facts.num_workers  # another number is not worth it
     split = "" if trial.val_fraction is None else f"val_fraction={trial.val_fraction:g}, "
     return Remedy(
         code=f"from {_door(facts)} import ImageFolderDataModule, LoaderSettings\n"
         f"ImageFolderDataModule({json.dumps(trial.folder)}, {facts.batch_size}, transform=..., {split}"
         f"loader=LoaderSettings(num_workers={workers}))",
         form="replacement",
-        where=f"as datamodule= of trainer.fit, in place of {finding.place.words}",
+        where=f"in trainer.fit(datamodule=...), in place of {finding.place.words}",
         why="put in your transform. Only the crop of an image is decoded: "
         f"{trial.crop_ms:.1f} ms of CPU instead of {trial.whole_ms:.1f}",
         predicted_step_ms=steps[workers],
@@ -380,8 +389,10 @@ def _door(facts: LoopFacts) -> str:
 
 
 def nvjpeg(finding: Finding) -> Remedy | None:
-    """The workers of an ImageFolderDataModule without transforms of the user's decode too slowly, and the GPU was
-    measured to decode faster."""
+    """Remedy: decode on the GPU, if that was measured to be faster than an ImageFolderDataModule's workers.
+
+    Not with the user's own transforms.
+    """
     facts, found = finding.facts, finding.measured.found
     if finding.data not in MADE_ON_CPU or facts.decoder is None or facts.backend not in (None, "torch"):
         return None
@@ -404,7 +415,7 @@ _LOGGING = re.compile(r"^logger .*\.log_metrics$")
 
 
 def pinned_memory(finding: Finding) -> Remedy | None:
-    """Copies from pageable memory are waited for, and both kinds of copies were measured."""
+    """Remedy: pin memory, if training waits for copies from pageable memory, and both kinds of copies were measured."""
     unpinned = finding.causes.get("copy") == "unpinned" and finding.facts.device_type != "cpu"
     if not unpinned or not finding.can_set("pin_memory"):
         return None
@@ -417,7 +428,7 @@ def pinned_memory(finding: Finding) -> Remedy | None:
 
 
 def prefetch_callback(finding: Finding) -> Remedy | None:
-    """Copies from pinned memory, or nvJPEG, are waited for on a GPU, with no PrefetchCallback at work."""
+    """Remedy: PrefetchCallback, if training waits for copies from pinned memory, or for nvJPEG, on a GPU."""
     facts, stats, cause = finding.facts, finding.measured.stats, finding.causes.get("copy")
     decodes = cause == "decoding on the GPU"
     if cause is None or facts.device_type != "cuda" or stats.prefetch_active or stats.h2d_ms is None:
@@ -436,7 +447,7 @@ def prefetch_callback(finding: Finding) -> Remedy | None:
 
 
 def rare_progress_bar(finding: Finding) -> Remedy | None:
-    """The progress bar was seen to take time between the steps, and is drawn often."""
+    """Remedy: draw the progress bar rarely, if it is drawn often and takes time between the steps."""
     rate = finding.facts.bar_refresh_rate
     drawn = [hook for hook in finding.measured.hooks if any(f"]{bar}" in hook.name for bar in _BARS)]
     if "framework" not in finding.causes or not rate or rate >= RARELY or not drawn:
@@ -454,7 +465,7 @@ def rare_progress_bar(finding: Finding) -> Remedy | None:
 
 
 def log_rarely(finding: Finding) -> Remedy | None:
-    """Loggers were seen to take time between the steps, and are called often."""
+    """Remedy: log rarely, if loggers are called often and take time between the steps."""
     every, name = finding.facts.log_every_n_steps, "log_every_n_steps"
     called = [hook for hook in finding.measured.hooks if _LOGGING.search(hook.name)]
     if "framework" not in finding.causes or not every or every >= RARELY or not called:
@@ -475,33 +486,33 @@ def _rarer(finding: Finding, takes_ms: float, every: int) -> float:
 # --- which of them are printed ------------------------------------------------------------------------------------
 
 LEAST_PCT, LEAST_UNSURE_PCT = 5.0, 10.0
-"""Least saving of a remedy, as a share of an epoch; the second for figures of low confidence, and for a first worker
-that shares the CPUs that train."""
+"""Least saving of a remedy, as a share of an epoch; the second for low confidence, and for a first worker that shares
+the CPUs with training."""
 LEAST_SHARED_PCT = 20.0
-"""The same where workers are busy and training computes on the same CPUs: a step of 17.6 ms was predicted, of 21.5, for
-all CPUs kept busy all the time, and 20.9 achieved (``benchmarks/advice.py`` on a virtual machine with 2 CPUs)."""
+"""Least saving if workers are busy and training computes on the same CPUs. Once, with all CPUs busy all the time, 17.6
+instead of 21.5 ms were predicted, but 20.9 achieved (``benchmarks/advice.py`` on a virtual machine with 2 CPUs)."""
 MOST = 3
 RULES = (
     more_workers, fewer_workers, persistent_workers, any_order, shared_files, files_in_memory, crops_only, nvjpeg,
     pinned_memory, prefetch_callback, rare_progress_bar, log_rarely,
 )  # fmt: skip
-"""Rules: each returns its remedy with a prediction, or None. Of two that save the same, the first is printed first."""
+"""Rules: each returns its remedy with a prediction, or None. If two save the same, the earlier one is printed first."""
 
 
 def remedies_for(finding: Finding) -> tuple[Remedy, ...]:
-    """The remedies worth printing, the largest saving first; of two for the same setting, the better."""
+    """The remedies to print, the largest saving first. If two change the same setting, only the better one."""
     found = [remedy for rule in RULES if (remedy := rule(finding)) is not None]
     if finding.facts.loop == "plain":
         found = [remedy for remedy in found if remedy.form in ("arguments", "line")]
     gains = [replace(remedy, predicted_gain_pct=_gain_pct(finding, remedy)) for remedy in found]
     least = least_gain_pct(finding)
-    # A replacement saves CPU time that was measured both ways in turn: other programs do not change that.
+    # A replacement saves CPU time that was measured both ways in turn, so other programs do not affect it.
     worth = [one for one in gains if one.form == "replacement" or (one.predicted_gain_pct or 0.0) >= least]
     return largest(worth, LEAST_PCT)
 
 
 def largest(remedies: list[Remedy], least_pct: float) -> tuple[Remedy, ...]:
-    """The three remedies that save most, and at least ``least_pct``; of those for the same setting, the best."""
+    """The three remedies that save most, and at least ``least_pct``. For each setting, only the best counts."""
     gains = [remedy for remedy in remedies if (remedy.predicted_gain_pct or 0.0) >= least_pct]
     gains.sort(key=lambda remedy: -(remedy.predicted_gain_pct or 0.0))
     best = {remedy.changes.partition("=")[0]: remedy for remedy in reversed(gains)}
@@ -509,7 +520,7 @@ def largest(remedies: list[Remedy], least_pct: float) -> tuple[Remedy, ...]:
 
 
 def _gain_pct(finding: Finding, remedy: Remedy) -> float | None:
-    """Share of an epoch with its first batch that a remedy saves: its own prediction, else by its step time."""
+    """Share of an epoch, with its first batch, that a remedy saves: as it predicts, else by its step time."""
     if remedy.predicted_gain_pct is not None or remedy.predicted_step_ms is None:
         return remedy.predicted_gain_pct
     return 100 * (finding.shares.step_ms - remedy.predicted_step_ms) / finding.step_with_start_ms
@@ -521,7 +532,7 @@ def least_gain_pct(finding: Finding) -> float:
     low, high = stats.interval_pct or (0.0, 0.0)
     least = LEAST_UNSURE_PCT if stats.confidence == "low" or facts.crowded else LEAST_PCT
     if facts.device_type == "cpu" and finding.data == "no workers":
-        # Other programs may take more or less the next time.
+        # Other programs may take more or less CPU time in the next run.
         least = min(LEAST_SHARED_PCT, LEAST_UNSURE_PCT + (facts.others_cpu_pct or 0.0))
     elif facts.device_type == "cpu" and finding.data == "cpu":
         least = LEAST_SHARED_PCT

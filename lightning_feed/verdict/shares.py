@@ -1,4 +1,4 @@
-"""Shares of a step: waiting for data, the copy, the time between steps, and what other programs take of them."""
+"""Shares of a step: waiting for data, the copy, the time between steps, and the effect of other programs on them."""
 
 import math
 from dataclasses import dataclass
@@ -13,41 +13,41 @@ StepPart = Literal["framework", "copy", "data"]
 FRAMEWORK_PCT, COPY_PCT, DATA_PCT = 10.0, 5.0, 5.0
 """Limits of the parts of a step, in percent: a part at its limit or above is a bottleneck."""
 MODERATE_PCT, HIGH_PCT = 10.0, 20.0
-"""Further limits of the grade; 5 and 20 are those of TensorFlow's input-pipeline analyzer."""
+"""Further limits of the grade; 5 and 20 are the limits in TensorFlow's input-pipeline analyzer."""
 MODEL_SHARE, MODEL_MOST = 0.95, 1.1
-"""A model that takes this share of a step, measured without the loader, leaves a loader nothing to gain. A larger share
-than the second cannot be: something disturbed the experiment."""
+"""If the model alone takes the first share of a step, a faster loader gains nothing. A share above the second is
+impossible: something disturbed the experiment."""
 
 RUN_QUEUE_PCT = 30.0
-"""Share of the time of a thread or a worker spent waiting for a CPU, from which it counts."""
+"""Least share of a thread's or worker's time spent waiting for a CPU that counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """Shares of the mean step, in percent; 0 for a part whose time is not known."""
+    """Shares of the mean step, in percent; 0 for a part of unknown length."""
 
     step_ms: float
     framework_pct: float
     copy_pct: float
     data_pct: float
-    """Waiting for data: the largest of this rank's share, the share that the slowest rank of each step costs all ranks,
-    and the share of an epoch that its first batch costs."""
+    """Waiting for data: the largest of three shares: this rank's own, the cost of each step's slowest rank for all
+    ranks, and the cost of an epoch's first batch."""
     data_ms: float
     """Waiting per step that a perfect loader would save."""
     epoch_pct: float | None
-    """Share of an epoch that its first batch takes, beyond the time of any other batch. None: not known."""
+    """Share of an epoch that its first batch takes longer than any other batch; None if unknown."""
     by_ranks: bool
-    """The waiting is that of the slowest rank in each step, which is more than this rank's own."""
+    """True if ``data_pct`` is the waiting of the slowest rank in each step, which is more than this rank's own."""
     over: tuple[StepPart, ...]
     """The parts over their limits, the largest first."""
     compute_bound_confirmed: bool
-    """The waiting is over its limit, but the model without the loader takes as long as a step."""
+    """True if the waiting is over its limit, but the model without the loader takes as long as a step."""
     without_cpu_ms: float = 0.0
-    """Time in ``next(loader)`` with a batch at hand, and no CPU for the training thread: other programs had them. It is
-    not part of ``data_ms``."""
+    """Time in ``next(loader)`` with a batch ready, but no CPU for the training thread, as other programs had them all.
+    Not part of ``data_ms``."""
     fed_if_idle: bool | None = False
-    """Waiting is over its limit, but the workers would keep up if other programs left them the CPUs. None: too close to
-    tell."""
+    """True if waiting is over its limit, but workers would keep up without other programs on their CPUs. None: too
+    close to tell."""
 
     @property
     def floor_ms(self) -> float:
@@ -89,12 +89,12 @@ _LIMITS: dict[StepPart, float] = {"framework": FRAMEWORK_PCT, "copy": COPY_PCT, 
 
 
 def _at_fault(measured: Measurements, pcts: dict[StepPart, float], over: list[StepPart]) -> tuple[StepPart, ...]:
-    """The parts over their limits; none if other programs take more of the step than the largest of them."""
+    """The parts over their limits; empty if other programs take more of the step than the largest part."""
     return () if over and others_take_more(measured, pcts[over[0]]) else tuple(over)
 
 
 def others_take_more(measured: Measurements, than_pct: float) -> bool:
-    """True if the training thread waits for a CPU that other programs have, for a larger share of a step than that."""
+    """True if the training thread waits for CPUs used by other programs for more than this share of a step."""
     facts, step_ms = measured.facts, measured.stats.step_ms or math.inf
     waits_pct = 100 * facts.queue_beside_loading_ms / step_ms
     return facts.crowded and waits_pct >= RUN_QUEUE_PCT and waits_pct > than_pct
@@ -103,13 +103,13 @@ def others_take_more(measured: Measurements, than_pct: float) -> bool:
 def _other_parts(measured: Measurements, step_ms: float, copy_pct: float) -> dict[StepPart, float]:
     """The shares of the time between steps and of the copy."""
     between_pct = 100 * (measured.stats.other_ms or 0.0) / step_ms
-    if measured.facts.copies_nothing:  # the little that Lightning does there is no transfer
+    if measured.facts.copies_nothing:  # Lightning's small overhead there does not count as a transfer
         return {"framework": between_pct + copy_pct, "copy": 0.0}
     return {"framework": between_pct, "copy": copy_pct}
 
 
 class _Waiting(NamedTuple):
-    """Waiting for data, as the fields of :class:`Shares` have it."""
+    """Waiting for data: fields of :class:`Shares`."""
 
     pct: float
     ms: float
@@ -127,8 +127,10 @@ def _waiting_of(measured: Measurements, own_pct: float, step_ms: float) -> _Wait
 
 
 def _without_cpu_share(measured: Measurements) -> float:
-    """Share of the wait in ``next(loader)`` for which other programs had the CPUs that the training thread needed to
-    take a batch from its workers, 0 to 1."""
+    """Share of the wait in ``next(loader)`` in which other programs had the training thread's CPU, 0 to 1.
+
+    It needs the CPU to take a batch from its workers.
+    """
     facts, wait = measured.facts, measured.stats.next_wait_ms
     if not facts.crowded or not facts.num_workers or not wait or facts.load_queue_ms is None:
         return 0.0
@@ -136,12 +138,12 @@ def _without_cpu_share(measured: Measurements) -> float:
 
 
 KEEPS_UP, FALLS_BEHIND = 0.85, 1.15
-"""Time in which the workers make a batch over that of a training step, both without the time that other programs had
-the CPUs: below the first the workers keep up, above the second they do not."""
+"""Time to make a batch divided by that of a training step, both without the time that other programs had the CPUs.
+Below the first, workers keep up; above the second, they do not."""
 
 
 def _fed_if_idle(measured: Measurements) -> bool | None:
-    """True if workers that are too slow beside other programs would keep up without them; None: too close to tell."""
+    """True if workers that are too slow because of other programs would keep up alone; None: too close to tell."""
     facts, stats, loaders = measured.facts, measured.stats, measured.loaders
     queue, step_ms = loaders.workers_run_queue_pct, stats.step_ms or 0.0
     if queue is None and facts.crowded and facts.num_workers:
@@ -157,7 +159,7 @@ def _fed_if_idle(measured: Measurements) -> bool | None:
 
 
 def queue_is_of_others(measured: Measurements) -> bool:
-    """True if workers wait for CPUs that other programs have: the workers do not want more CPUs than there are."""
+    """True if workers wait for CPUs that other programs use, and do not themselves need more CPUs than there are."""
     facts, loaders = measured.facts, measured.loaders
     wanted = (facts.num_workers or 0) * ((loaders.workers_on_cpu_pct or 0.0) + (loaders.workers_run_queue_pct or 0.0))
     return facts.crowded and bool(facts.num_workers) and wanted <= 100 * (facts.usable_cpus or 0)
@@ -178,7 +180,7 @@ def _epoch_pct(measured: Measurements, step_ms: float) -> float | None:
         return None
     start_ms = stats.epoch_start_s * 1e3
     excess_ms = max(0.0, start_ms - (stats.data_idle_ms or 0.0))
-    # An epoch: its first batch, then all of its steps, of which the first has no more waiting in it.
+    # An epoch is its first batch, then all its steps; the first step no longer includes waiting.
     whole_ms = start_ms + batches * step_ms
     return 100 * excess_ms / whole_ms if whole_ms > 0 else None
 
@@ -197,7 +199,7 @@ def model_disturbed(measured: Measurements) -> bool:
 def _model_takes_all(measured: Measurements) -> bool:
     alone, step_ms = model_alone_ms(measured), measured.stats.step_ms
     if alone is None or not step_ms or measured.facts.device_type == "cpu":
-        return False  # on a CPU nothing is queued ahead: what is waited for is no part of the step itself
+        return False  # on a CPU nothing is queued ahead, so waiting is never part of the step itself
     return MODEL_SHARE * step_ms <= alone <= MODEL_MOST * step_ms
 
 
@@ -205,7 +207,7 @@ LOOP_WORDS = {"fit": "training", "validate": "validation", "test": "test", "pred
 """Stage -> the word for its loop."""
 SHORT_STEP_MS = 10.0
 TOY_STEP_MS = 2.0
-"""Shorter steps are those of toy models: no loader setting makes them faster."""
+"""Shorter steps belong to toy models: no loader setting makes them faster."""
 
 
 def in_ms(value: float | None, step_ms: float) -> str:

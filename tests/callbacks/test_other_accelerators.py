@@ -58,8 +58,8 @@ def test_they_stand_aside_and_say_so_once(
     assert not prefetch.active
     assert prefetched(logger) == [0.0] * (EPOCHS * BATCHES // 4)
     assert sorted(said(caplog)) == [
-        f"GPUStarvationCallback: there are no timing events to use on device '{kind}'. The times are the host's, which "
-        "does not see the work that is queued, so confidence is low.",
+        f"GPUStarvationCallback: device '{kind}' has no timing events. Times are measured on the host, which does not "
+        "see queued work, so confidence is low.",
         f"No GPU figures from NVML: training runs on {kind}.",
         f"PrefetchCallback does nothing: there is no stream to copy on for device '{kind}'.",
     ]

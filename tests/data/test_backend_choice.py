@@ -158,7 +158,7 @@ def test_a_device_that_fails_is_reported_before_the_first_batch(
 
     monkeypatch.setattr(image_backends, "nvjpeg", lambda device: fails)
     birds = _setting_up(class_folders, monkeypatch, backend="nvjpeg")
-    words = 'cannot decode on cuda.*driver version is insufficient. Check.*use backend="torch"'
+    words = 'failed to decode a small JPEG on cuda.*driver version is insufficient. Check.*use backend="torch"'
     with pytest.raises(LoaderError, match=words) as raised:
         birds.train_dataloader()
     assert "stack trace" not in str(raised.value)

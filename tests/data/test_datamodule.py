@@ -256,7 +256,7 @@ def test_the_seed_goes_through_a_checkpoint(tmp_path: Any, caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING, "lightning_feed"):
         trainer(max_epochs=2).fit(module(), datamodule=resumed, ckpt_path=tmp_path / "last.ckpt")
     assert resumed.state_dict() == data.state_dict()
-    assert "was given seed 5. The checkpoint's seed is used" in caplog.text
+    assert "has seed 5. The checkpoint's seed is used" in caplog.text
 
 
 def test_reloading_asks_for_the_data_again() -> None:

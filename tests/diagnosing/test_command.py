@@ -203,7 +203,7 @@ def test_what_an_earlier_report_predicted(file: Path, capsys: pytest.CaptureFixt
     [
         (["{file}:nope"], "has no attribute 'nope'"),
         (["{file}:broken"], "ZeroDivisionError"),
-        (["{file}:pair", "--only", "speed"], "speed is no experiment"),
+        (["{file}:pair", "--only", "speed"], "speed is not an experiment"),
         (["{file}:pair", "--accelerator", "abacus"], "abacus"),
         (["nowhere.py:pair"], "There is no file nowhere.py"),
     ],

@@ -110,7 +110,7 @@ def test_other_iterables() -> None:
     assert left_out["transforms"] == "a Batches is not a torch DataLoader, so it cannot be rebuilt with changes"
     used_up = iter(Batches())
     results = _last(used_up)
-    assert "gone through only once" in dict(results.left_out)["loader"]
+    assert "iterated only once" in dict(results.left_out)["loader"]
     assert len(list(used_up)) == 5
 
 

@@ -118,7 +118,7 @@ def test_the_first_batches_are_bounded_in_time_and_memory(tmp_path: Path) -> Non
     assert _taken(session) == [4]
     assert _taken(_session(files, Files(tmp_path / "b", size=60), memory=96 * 3000)) == [6, 6]
     with pytest.raises(
-        NotMeasurable, match="too little time or memory: 0 batches fit, and a round of the workers has 2"
+        NotMeasurable, match="too little time or memory: 0 batches fit, but a round of the workers has 2"
     ):
         choose(_session(files, memory=12_400))
     with pytest.raises(NotMeasurable, match="0 batches fit"):

@@ -196,7 +196,7 @@ def test_a_module_of_a_package(script: Any, tmp_path: Path) -> None:
         ("sys.exit()", 1, "ended by an exit with 0 before it called Trainer.fit", ""),
         ("sys.exit(3)", 3, "ended by an exit with 3 before", ""),
         ("sys.exit('no data')", 1, "ended by an exit with 1 before", "no data\n"),
-        ("make()", 1, "never called Trainer.fit in this process.*Its arguments were: --lr 1", ""),
+        ("make()", 1, "ended without calling Trainer.fit in this process.*Its arguments were: --lr 1", ""),
         ("make().fit()", 1, "failed before it called", "missing a required argument: 'model'\n"),
         ("1 / 0", 1, "failed before it called Trainer.fit", "ZeroDivisionError: division by zero\n"),
     ],
@@ -227,7 +227,7 @@ def test_under_torchrun(monkeypatch: pytest.MonkeyPatch, script: Any) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")
     name = script("raise AssertionError")
-    with pytest.raises(SettingsError, match=r"one of 4 processes that torchrun.*Run it without the launcher"):
+    with pytest.raises(SettingsError, match=r"one of 4 processes started by torchrun.*Run it without the launcher"):
         run_until_fit(Program(name), lambda _: 0)
     monkeypatch.setenv("RANK", "2")
     with pytest.raises(SystemExit) as end:
@@ -251,7 +251,7 @@ def test_a_fit_in_a_forked_process(script: Any, capfd: pytest.CaptureFixture[str
     printed = capfd.readouterr()
     assert "ended with 1" in printed.out
     assert "went on" not in printed.out
-    assert "train.py called Trainer.fit in a process that it had forked, where it cannot be taken over." in printed.err
+    assert "train.py called Trainer.fit in a process that it had forked, where it cannot be replaced." in printed.err
 
 
 def test_trainers_of_a_started_process_are_refused(
@@ -264,7 +264,7 @@ def test_trainers_of_a_started_process_are_refused(
     with pytest.raises(Left):
         callbacks()
     os._exit.assert_called_once_with(1)
-    assert "train.py is only examined, and makes a Trainer in another process" in capfd.readouterr().err
+    assert "train.py makes a Trainer in another process, which cannot be examined" in capfd.readouterr().err
 
 
 # --- TARGET -------------------------------------------------------------------------------------------------------
@@ -331,16 +331,19 @@ def test_a_module_and_a_data_module(file: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{file}", "names no object"),
-        ("{file}:", "names no object"),
-        (":data", "names no object"),
+        ("{file}", "does not name an object"),
+        ("{file}:", "does not name an object"),
+        (":data", "does not name an object"),
         ("{file}:Dat", "AttributeError: module 'target_li' has no attribute 'Dat'"),
         ("{folder}/targt.py:data", "There is no file"),
         (
             "no_such_package.module:data",
             "could not be imported: ModuleNotFoundError: No module named 'no_such_package'",
         ),
-        ("{file}:NeedsPath", "missing 1 required positional argument: 'path'. NAME is called without arguments"),
+        (
+            "{file}:NeedsPath",
+            "missing 1 required positional argument: 'path'. If NAME is callable, it is called without",
+        ),
         ("{file}:alone", "gives Model. A module alone does not say what to load"),
         ("{file}:nothing", "gives NoneType"),
         ("{file}:number", "gives int"),
@@ -362,7 +365,7 @@ def test_a_pair_of_two_packages(order: str, tmp_path: Path) -> None:
         "from lightning.pytorch import LightningDataModule\nfrom pytorch_lightning import LightningModule\n"
         f"class Data(LightningDataModule): pass\nclass Model(LightningModule): pass\ndef make(): return {order}\n"
     )
-    said = "Model comes from pytorch_lightning and Data from lightning.pytorch, and neither package takes"
+    said = "Model comes from pytorch_lightning and Data from lightning.pytorch, but the packages do not accept"
     with pytest.raises(SettingsError, match=said):
         fit_of_target(f"{file}:make", "cpu")
 

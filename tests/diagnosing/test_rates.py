@@ -142,7 +142,7 @@ class Choosy(DataLoader[Any]):
 def test_a_loader_that_needs_its_own_kind_of_data_set_has_no_ceiling() -> None:
     session = session_of(Choosy(Images(), batch_size=4))
     with pytest.raises(
-        NotMeasurable, match="a Choosy takes no constant samples in place of its data set: this is no data"
+        NotMeasurable, match="a Choosy does not accept constant samples as its data set: this is no data"
     ):
         measure_ceiling(session)
 
@@ -179,4 +179,4 @@ def test_what_cannot_be_measured_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "spawn" in _why_not(spawned)
     assert "no two alike" in _why_not(DataLoader(Images(), batch_size=4, collate_fn=_fails))
     monkeypatch.setattr(rates, "_compare", lambda *args: os._exit(3))
-    assert _why_not(DataLoader(Images())) == "the process that measured it ended before it was done"
+    assert _why_not(DataLoader(Images())) == "the process that measured it ended early"

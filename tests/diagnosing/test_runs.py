@@ -391,8 +391,8 @@ def test_ctrl_c_in_the_loader_gives_the_rest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"only": "speed"}, "speed is no experiment"),
-        ({"only": ()}, "nothing is no experiment"),
+        ({"only": "speed"}, "speed is not an experiment"),
+        ({"only": ()}, "an empty list is not an experiment"),
         ({"budget_s": 0}, "budget_s=0"),
         ({"train_dataloaders": [1]}, "not both"),
     ],

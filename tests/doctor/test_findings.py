@@ -168,17 +168,17 @@ def _look(root: Path, topic: str, **changes: Any) -> Finding:
         (NO_DALI, None, "ok", "not installed", "need it", ""),
         ({}, None, "ok", "2.4.0 for CUDA 12", "", ""),
         (
-            FOR_13, "12.6", "warning", "2.4.0 for CUDA 13", "one build alone",
+            FOR_13, "12.6", "warning", "2.4.0 for CUDA 13", "exactly one build",
             "pip uninstall --yes nvidia-dali-cuda130 && pip install nvidia-dali-cuda120",
         ),
-        ({}, "11.8", "warning", "2.4.0 for CUDA 12", "one build alone", ""),
+        ({}, "11.8", "warning", "2.4.0 for CUDA 12", "exactly one build", ""),
         (
             {"nvidia-dali-cuda120": "1.50.0"}, "12.6", "warning", "1.50.0 for CUDA 12", "older than 2.0",
             "pip install --upgrade nvidia-dali-cuda120",
         ),
         (
             {"nvidia-dali-cuda130": "2.4.0"}, "13.2", "warning", "2.4.0 for CUDA 12, 2.4.0 for CUDA 13",
-            "one build alone",
+            "exactly one build",
             "pip uninstall --yes nvidia-dali-cuda120 nvidia-dali-cuda130 && pip install nvidia-dali-cuda130",
         ),
     ],

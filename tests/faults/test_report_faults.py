@@ -145,7 +145,7 @@ def test_a_logger_that_refuses_changed_parameters(caplog: pytest.LogCaptureFixtu
     assert not said(caplog)
     fit_with(logger, other)
     (line,) = said(caplog)
-    assert "could not give the settings of the loader to Refuses (trainer.loggers[0]) (ValueError: Changing" in line
+    assert "could not pass the loader's settings to Refuses (trainer.loggers[0]) (ValueError: Changing" in line
     assert other.experiment.hparams["feed/num_workers"] == 0  # the others get theirs
     assert logger.texts == 2
 

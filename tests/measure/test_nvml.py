@@ -172,7 +172,7 @@ def test_a_mig_instance_is_found_by_its_own_prefix(sampled: Callable[..., Any]) 
         (None, "ModuleNotFoundError"),
         (FakeNvml(cannot=("init",)), "init: Not Supported"),
         (FakeNvml(prefix="no such "), "Not Found"),
-        (FakeNvml(gpm=False, cannot=("util", "memory", "power", "pcie")), "it gives none"),
+        (FakeNvml(gpm=False, cannot=("util", "memory", "power", "pcie")), "it has none"),
     ],
     ids=["module absent", "driver absent", "unknown device", "nothing supported"],
 )

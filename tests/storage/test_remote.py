@@ -362,7 +362,7 @@ def test_a_url_is_staged_whole_where_it_has_no_limit(store: ObjectStore, tmp_pat
         ({"data_dir": "s3://b", "stage_limit": "1GiB"}, "stage_limit=.*Give a URL and stage_to"),
         ({"data_dir": "s3://b", "stage_to": "/x", "stage_limit": "much"}, "The limit 'much'"),
         ({"data_dir": "s3://b", "stage_to": "/x", "readahead": "50%"}, "share of the memory"),
-        ({"data_dir": "s3://b", "stage_to": "/x", "readahead": "2GiB"}, "readahead='2GiB' needs the cache"),
+        ({"data_dir": "s3://b", "stage_to": "/x", "readahead": "2GiB"}, "readahead='2GiB' needs a cache"),
         ({"data_dir": "ftp://me:secret@b/c", "stage_limit": "1GiB"}, "data_dir='ftp://b/c'"),
         ({"data_dir": "s3://b", "stage_to": "/x", "stage_wait": False}, "stage_wait=False"),
         ({"data_dir": "s3://b", "stage_to": "/x", "stage_limit": "1GiB", "stage_remove": True}, "stage_remove=True"),

@@ -162,7 +162,7 @@ def test_a_loader_that_draws_from_the_models_generator_is_left_alone(name: str, 
     for _ in range(epochs + 1):
         assert run.epoch() == list(range(100))
     assert run.trial.state == "off"
-    assert f"it draws random numbers from {name}, and in a thread" in run.said[-1]
+    assert f"it draws random numbers from {name}, and a thread would" in run.said[-1]
     assert all(here for _, here in source.drawn[100 * epochs :])
 
 

@@ -90,7 +90,7 @@ def test_it_keeps_its_limits(kind: str, seed: int, demand: float | None, trials:
 def test_the_smallest_that_meets_the_demand_is_taken() -> None:
     _, found = run(PLAIN, offer_of(PLAIN), Goal(demand_per_s=17))  # of 40 that 4 CPUs give; 2 workers give 20
     assert found.setting.num_workers == 2
-    assert "the smallest tried that gives what the model can take" in found.reason
+    assert "the smallest tried that keeps up with the model" in found.reason
     assert run(PLAIN, offer_of(PLAIN), Goal(demand_per_s=19))[1].setting.num_workers == 3  # 1.1 x 19 > 20
 
 

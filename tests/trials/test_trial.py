@@ -237,7 +237,7 @@ def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     small = replace(PROBE, batch_bytes=1, batch_tensors=100)
     assert LIMITS.broken(setting(4), [small]) == ""  # 4 x 4 + 9 x 100 = 916
     why = LIMITS.broken(setting(5), [small])
-    assert "5 workers and 11 batches of 100 tensors would keep 1120 files open, and this process may have 1196" in why
+    assert "5 workers and 11 batches of 100 tensors would keep 1120 files open, but this process may have 1196" in why
     assert replace(LIMITS, open_files=math.inf).broken(setting(5), [small]) == ""
     assert LIMITS.broken(setting(5, 2, "thread"), [small]) == ""
     monkeypatch.setattr(torch.multiprocessing, "get_sharing_strategy", lambda: "file_system")

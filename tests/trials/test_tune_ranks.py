@@ -140,4 +140,4 @@ def test_ranks_that_cannot_tell_each_other_do_not_tune(caplog: pytest.LogCapture
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
     trainer = SimpleNamespace(world_size=2, num_devices=2, strategy=strategy, reload_dataloaders_every_n_epochs=0)
     assert tuning_fit.tune_for_fit(DataLoader(Rows()), trainer, "train") is None
-    assert "not connected by torch.distributed" in caplog.text
+    assert "torch.distributed does not connect the ranks" in caplog.text

@@ -130,7 +130,7 @@ def test_a_loader_is_tuned_as_it_is(tunes: Tunes) -> None:
         (Rows(), {}, "a Rows is not a torch DataLoader, .* Pass a LightningDataModule, or torch DataLoaders"),
         (Two(), {}, "2 training loaders: a, b. Tune them one by one: .*, loader='a' in a call"),
         (Two(), {"loader": "c"}, "2 training loaders: a, b. None is named 'c'"),
-        (Data(), {"loader": "a"}, "there is one training loader only"),
+        (Data(), {"loader": "a"}, "there is only one training loader"),
         (Data(), {"budget_s": 0}, "budget_s=0"),
         (Data(), {"demand_per_s": -1}, "demand_per_s=-1"),
     ],
@@ -186,7 +186,7 @@ def test_the_text_has_the_trials_the_choice_and_the_line_to_paste() -> None:
         "in the call that makes your FastDataModule:",
         f"    loader=LoaderSettings({arguments})",
     ]
-    assert "50.0 batches/s; what the model can take is not known" in tuned_text(
+    assert "50.0 batches/s; the model's rate is unknown" in tuned_text(
         found(batch_size=None, demand_per_s=None, starved_pct=None)
     )
     assert "remembered" in tuned_text(found(remembered=True))

@@ -547,7 +547,8 @@ def _is_sound(found: Diagnosis) -> None:
         assert remedy.form is not None
         assert remedy.changes
         assert remedy.where
-        assert "\n" not in remedy.code + remedy.why
+        assert "\n" not in remedy.why
+        assert "\n" not in remedy.code or remedy.form == "replacement"
         assert remedy.predicted_gain_pct is not None
         assert LEAST_PCT <= remedy.predicted_gain_pct <= 100 * (1 + 1e-9)
         assert remedy.predicted_step_ms is None or 0 <= remedy.predicted_step_ms <= step * (1 + 1e-9), remedy
