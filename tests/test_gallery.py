@@ -10,6 +10,8 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
+from lightning_feed.report.files import mark_colour
+
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
 AGAIN = "Run `python docs/make_gallery.py --redraw`."
@@ -62,6 +64,13 @@ def test_the_notebook_has_the_words_of_today(gallery: ModuleType) -> None:
         assert gallery.one_line("".join(one.text for one in cell.outputs)) == gallery.one_line(text), AGAIN
     for name, plot in gallery.tour_plots(cells).items():
         assert (IMAGES / f"tour-{name}.png").read_bytes() == plot, AGAIN
+
+
+@pytest.mark.parametrize("name", ["advised", "tour-fixed"])
+def test_fixed_runs_are_green(name: str, gallery: ModuleType) -> None:
+    found = gallery.kept_report(name).diagnosis
+    assert found.grade == "OK"
+    assert mark_colour(found) == "good"
 
 
 def test_kept_runs_name_no_folder_of_the_machine(gallery: ModuleType) -> None:
