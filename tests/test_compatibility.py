@@ -307,7 +307,7 @@ TAKES_LONG = ("`diagnose`", "exact resume, our loader", "exact resume, its loade
 
 def table() -> list[tuple[str, str, str]]:
     """Row, column and cell."""
-    text = (ROOT / "docs" / "compatibility.md").read_text()
+    text = (ROOT / "docs" / "compatibility.md").read_text().partition("## Packages with Lightning inside")[0]
     head, _, *rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
     ]

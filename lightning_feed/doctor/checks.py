@@ -54,7 +54,7 @@ SLOW_REQUEST_MS = 2.0
 
 
 def cpus(sources: Sources) -> Iterator[Finding]:
-    """How many CPUs the workers can keep busy, and which limit determines that number."""
+    """The number of CPUs that workers can keep busy, and the limit that determines it."""
     machine = read_machine(sources.root)
     value = f"{machine.usable_cpus} usable"
     if machine.usable_cpus < 2:

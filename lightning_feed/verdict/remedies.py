@@ -376,7 +376,7 @@ def crops_only(finding: Finding) -> Remedy | None:
         f"ImageFolderDataModule({json.dumps(trial.folder)}, {facts.batch_size}, transform=..., {split}"
         f"loader=LoaderSettings(num_workers={workers}))",
         form="replacement",
-        where=f"in trainer.fit(datamodule=...), in place of {finding.place.words}",
+        where=f"as the datamodule of trainer.fit, in place of {finding.place.words}",
         why="put in your transform. Only the crop of an image is decoded: "
         f"{trial.crop_ms:.1f} ms of CPU instead of {trial.whole_ms:.1f}",
         predicted_step_ms=steps[workers],
