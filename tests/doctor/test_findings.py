@@ -57,7 +57,12 @@ def test_a_machine_in_good_order_has_nothing_to_mend(tmp_path: Path) -> None:
         ({"environ": {"OMP_NUM_THREADS": "0"}}, "thread variables", "warning", "OMP_NUM_THREADS=0: not a number"),
         ({"environ": {"OMP_NUM_THREADS": "4,x"}}, "thread variables", "warning", "OMP_NUM_THREADS=4,x: not a number"),
         ({"environ": {"MKL_NUM_THREADS": "4,2"}}, "thread variables", "warning", "MKL_NUM_THREADS=4,2: not a number"),
-        ({"environ": {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "²"}}, "thread variables", "warning", "²: not a number"),
+        (
+            {"environ": {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "²"}},
+            "thread variables",
+            "warning",
+            "²: not a number",
+        ),
         ({"modules": {"torch": fake_torch(threads=64)}}, "torch threads", "warning", "OMP_NUM_THREADS=4"),
         ({"modules": {"torch": fake_torch(empty=unpinnable)}}, "pinned memory", "problem", "out of memory"),
         (
