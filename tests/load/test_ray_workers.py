@@ -435,7 +435,7 @@ def test_an_actor_that_holds_all_cpus_is_warned_of_and_waited_for(caplog):
     loader = on_ray(Rows(), batch_size=4, watch=Watch("train", after_s=0.5))
 
     def release():
-        wait_until(lambda: "No batch of train has come" in caplog.text)
+        wait_until(lambda: "No batch of train has arrived" in caplog.text)
         ray.kill(hog)
 
     releasing = threading.Thread(target=release)
