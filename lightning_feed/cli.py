@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         at = given.index("--")
         given, program_arguments = given[:at], given[at + 1 :]
     parser = make_parser()
-    close = difflib.get_close_matches("".join(given[:1]), names := list(map(_name_of, _COMMANDS)), 1)
+    names = [_name_of(run) for run in _COMMANDS]
+    close = difflib.get_close_matches("".join(given[:1]), names, 1)
     if close and given[0] not in names:
         parser.error(f"there is no command {given[0]!r}. Did you mean {close[0]!r}?")
     arguments, others = parser.parse_known_args(given)

@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from lightning_feed import _host
 from lightning_feed._host import AnyTrainer, Stage
 from lightning_feed.callbacks.loader_place import loader_location, users_line
@@ -316,6 +318,7 @@ def facts_of(trainer: AnyTrainer, guard: Guard, stage: Stage = "fit", *, before:
         stage=stage,
         device_type=trainer.strategy.root_device.type,
         usable_cpus=max(1, machine.usable_cpus // trainer.num_devices),
+        torch_threads=torch.get_num_threads(),
         free_shm_bytes=machine.free_shm_bytes,
         world_size=trainer.world_size,
         batches_per_epoch=_host.batches_of(trainer, stage),

@@ -161,6 +161,8 @@ class LoopFacts:
     """True if workers may persist between epochs: no ``set_epoch`` of the dataset must reach them."""
     free_shm_bytes: int | None = None
     """Free space of /dev/shm before training; None without a limit."""
+    torch_threads: int | None = None
+    """Threads that torch uses for one operation in the training process."""
     bar_refresh_rate: int | None = None
     """Batches between updates of the progress bar; 0 if it is off."""
     place: Place | None = None

@@ -239,6 +239,9 @@ def _cautions(before: Report, after: Report) -> Iterator[str]:
         yield "the batch sizes differ: compare samples per second, not step times or predictions"
     if old.world_size != new.world_size:
         yield "the runs used different numbers of ranks: figures are per rank"
+    if old.crowded or new.crowded:
+        taken = (old.others_cpu_pct or 0.0, new.others_cpu_pct or 0.0)
+        yield "other programs took {:.0f} % of the CPUs before and {:.0f} % after: steps depend on it".format(*taken)
     for report, which in ((before, "earlier"), (after, "later")):
         if report.diagnosis.grade == "not measured":
             yield f"the {which} run was not measured"

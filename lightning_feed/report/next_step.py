@@ -81,7 +81,7 @@ def _fix(remedy: Remedy) -> str:
 def _to_a_verdict(found: Diagnosis, run: RunIdentity, given: str) -> str:
     measured = found.measurements
     if measured.stats.steps >= MIN_STEPS:
-        return _IDLE if measured.facts.crowded else _diagnose(run, given, "measures each part alone")
+        return _beside_others(found, run, given) or _diagnose(run, given, "measures each part alone")
     if not measured.stats.steps and measured.found.loader_per_s:
         return "diagnose a program that trains, or a TARGET that returns a LightningModule too"
     return f"train for {ENOUGH_STEPS} steps or more"
@@ -89,8 +89,9 @@ def _to_a_verdict(found: Diagnosis, run: RunIdentity, given: str) -> str:
 
 def _for_data(found: Diagnosis, run: RunIdentity, given: str) -> str:
     measured, facts = found.measurements, found.measurements.facts
-    if facts.crowded:
-        return _IDLE
+    beside = _beside_others(found, run, given)
+    if beside:
+        return beside
     if facts.generator and facts.loop == "trainer" and facts.stage == "fit":
         return f"{_IN_A_THREAD}, so that batches are made while the model trains, if that is faster"
     turns = ""
@@ -121,8 +122,9 @@ def _ask_more(found: Diagnosis, run: RunIdentity, given: str) -> str:
 
 def _for_compute(found: Diagnosis, run: RunIdentity, given: str) -> str:
     measured, notes = found.measurements, _notes(found, run, given)
-    if measured.facts.crowded:
-        return f"the loader keeps up; {_IDLE}" if found.cause == "compute" else _IDLE
+    beside = _beside_others(found, run, given)
+    if beside:
+        return f"the loader keeps up; {beside}" if found.cause == "compute" else beside
     if found.cause in ("oversubscribed", "unknown"):  # the model alone is much faster than the step
         return next(iter(notes), _WITHOUT_NOTE["framework"])
     if found.cause == "launch" and notes:
@@ -157,9 +159,32 @@ def _train_measured(run: RunIdentity, given: str) -> str:
     """The command that runs the program with our callbacks."""
     if run.program == "notebook":
         return "train with `GPUStarvationCallback()`"
+    return f"train with `LIGHTNING_FEED=1 {_typed(run, given)}`"
+
+
+def _typed(run: RunIdentity, given: str) -> str:
+    """The command that runs the program."""
     program = _quoted(run.program) or "SCRIPT.py"
     python = "" if run.program and not run.program.startswith("-m ") and not run.program.endswith(".py") else "python "
-    return f"train with `LIGHTNING_FEED=1 {python}{program}{f' {given}' if given else ''}`"
+    return f"{python}{program}{f' {given}' if given else ''}"
+
+
+def _beside_others(found: Diagnosis, run: RunIdentity, given: str) -> str:
+    """The step if other programs use the CPUs; empty if they do not.
+
+    On a CPU, torch's threads wait for each other at each operation, and all of them for the one that lacks a CPU
+    (``benchmarks/threads.py``).
+    """
+    facts = found.measurements.facts
+    if not facts.crowded:
+        return ""
+    free = max(1, int((facts.usable_cpus or 1) * (1 - facts.others_share)))
+    if facts.device_type != "cpu" or (facts.torch_threads or 1) <= free:
+        return _IDLE
+    fewer = f"OMP_NUM_THREADS={free} {_typed(run, given)}"
+    if run.program == "notebook":
+        fewer = f"torch.set_num_threads({free})"
+    return f"try `{fewer}`, since torch's {facts.torch_threads} threads wait for each other; or {_IDLE}"
 
 
 def _quoted(program: str) -> str:

@@ -61,13 +61,11 @@ def _tried_in_vain(finding: Finding) -> str:
 
 def _predicted_in_vain(finding: Finding) -> str:
     facts, step, least = finding.facts, finding.shares.step_ms, min(steps_with_more(finding).values(), default=None)
-    if least is None:
+    if least is None or facts.crowded:  # beside other programs a small gain cannot be told from none
         return ""
     then = f"step {in_ms(step, step)} -> {in_ms(least, step)} ms predicted, no gain worth it"
     because = ""
-    if facts.crowded:
-        because = f": other programs take {facts.others_cpu_pct:.0f} % of the CPUs"
-    elif facts.usable_cpus is not None and facts.device_type == "cpu":
+    if facts.usable_cpus is not None and facts.device_type == "cpu":
         because = f": training and loading share {plural(facts.usable_cpus, 'CPU')}"
     return (then if least < step else "no gain predicted") + because
 

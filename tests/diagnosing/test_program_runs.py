@@ -370,7 +370,7 @@ def test_callbacks_on_request(project: Path) -> None:
 @pytest.mark.slow
 def test_tune_takes_one_of_several_loaders(project: Path) -> None:
     done = run(project, "tune", "--trials", "1", "two.py")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert (
         "There are 2 training loaders: cls, lm. Tune them one by one: --loader cls on the command line, loader='cls' "
         "in a call of tune()."

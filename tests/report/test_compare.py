@@ -148,6 +148,10 @@ def test_cautions() -> None:
         "the runs used different numbers of ranks",
     ]
     assert compare(sample_report(), sample_report()).cautions == ()
+    busy = sample_report(sample(facts=sample_facts(others_cpu_pct=63.0)))
+    assert compare(busy, sample_report()).cautions == (
+        "other programs took 63 % of the CPUs before and 0 % after: steps depend on it",
+    )
     low = sample_report(sample(confidence="low"))
     assert compare(low, sample_report(nothing_measured())).cautions[-2:] == (
         "the earlier report's figures are of low confidence",

@@ -76,6 +76,7 @@ def test_figures_that_are_not_finite_are_null() -> None:
 
 UNITS = ("_ms", "_s", "_pct", "_bytes", "_per_batch", "_per_step", "_cpus", "_workers", "_tensors", "_per_epoch")
 PLAIN_NUMBERS = {
+    "torch_threads",
     "val_fraction",
     "parts",
     "speedup_if_free",

@@ -168,6 +168,32 @@ def test_commands_have_the_real_name(run: RunIdentity, diagnosed: str, trained: 
     assert trained in next_step(_found(LEFT_OUT, **MODEL_ONLY), run)
 
 
+@pytest.mark.parametrize(
+    ("facts", "run", "step"),
+    [
+        (
+            {},
+            RUN,
+            "try `OMP_NUM_THREADS=3 python train.py --epochs 2`, since torch's 8 threads wait for each other; "
+            f"or {IDLE}",
+        ),
+        (
+            {"usable_cpus": 2},
+            RunIdentity(program="notebook"),
+            f"try `torch.set_num_threads(1)`, since torch's 8 threads wait for each other; or {IDLE}",
+        ),
+        ({"torch_threads": 3}, RUN, IDLE),
+        ({"torch_threads": None}, RUN, IDLE),
+        ({"device_type": "cuda"}, RUN, IDLE),
+    ],
+)
+def test_beside_other_programs_torch_gets_as_many_threads_as_there_are_free_cpus(
+    facts: dict[str, Any], run: RunIdentity, step: str
+) -> None:
+    busy: dict[str, Any] = {"device_type": "cpu", "usable_cpus": 8, "torch_threads": 8, "others_cpu_pct": 60.0}
+    assert next_step(_found(cause="cpu", facts=sample_facts(**busy | facts)), run, arguments="--epochs 2") == step
+
+
 @pytest.mark.parametrize("bottleneck", get_args(Bottleneck))
 def test_every_report_ends_with_one(bottleneck: Bottleneck) -> None:
     """Of each cause and grade, with and without a remedy, experiments, workers and other programs."""

@@ -541,6 +541,8 @@ def test_more_workers_that_would_not_help_are_told() -> None:
     (said,) = found.why_not
     assert said.startswith("more workers: no gain predicted: ")
     assert said.endswith("training and loading share 1 CPU")
+    beside_others = measured(num_workers=0, usable_cpus=1, load_cpu_ms=40.0, process_cpu_ms=99.0, others_cpu_pct=60.0)
+    assert diagnose(beside_others).why_not == ()  # a small gain cannot be told from none
 
 
 def test_a_stream_is_told_to_divide_itself_first() -> None:
