@@ -89,9 +89,9 @@ def _to_a_verdict(found: Diagnosis, run: RunIdentity, given: str) -> str:
 
 def _for_data(found: Diagnosis, run: RunIdentity, given: str) -> str:
     measured, facts = found.measurements, found.measurements.facts
-    beside = _beside_others(found, run, given)
-    if beside:
-        return beside
+    fewer = _fewer_threads(found, run, given)
+    if fewer:
+        return fewer
     if facts.generator and facts.loop == "trainer" and facts.stage == "fit":
         return f"{_IN_A_THREAD}, so that batches are made while the model trains, if that is faster"
     turns = ""
@@ -170,17 +170,21 @@ def _typed(run: RunIdentity, given: str) -> str:
 
 
 def _beside_others(found: Diagnosis, run: RunIdentity, given: str) -> str:
-    """The step if other programs use the CPUs; empty if they do not.
+    """The step if other programs use the CPUs; empty if they do not."""
+    idle = _IDLE if found.measurements.facts.crowded else ""
+    return _fewer_threads(found, run, given) or idle
+
+
+def _fewer_threads(found: Diagnosis, run: RunIdentity, given: str) -> str:
+    """The step if torch uses more threads than other programs leave CPUs; empty if it does not.
 
     On a CPU, torch's threads wait for each other at each operation, and all of them for the one that lacks a CPU
     (``benchmarks/threads.py``).
     """
     facts = found.measurements.facts
-    if not facts.crowded:
-        return ""
     free = max(1, int((facts.usable_cpus or 1) * (1 - facts.others_share)))
-    if facts.device_type != "cpu" or (facts.torch_threads or 1) <= free:
-        return _IDLE
+    if not facts.crowded or facts.device_type != "cpu" or (facts.torch_threads or 1) <= free:
+        return ""
     fewer = f"OMP_NUM_THREADS={free} {_typed(run, given)}"
     if run.program == "notebook":
         fewer = f"torch.set_num_threads({free})"

@@ -81,7 +81,10 @@ MODEL_ONLY: dict[str, Any] = {"bottleneck": "compute", "cause": "compute", "grad
             _found(cause="waiting", facts=sample_facts(stage="validate")),
             "`lightning_feed.tune(loader)` tries other settings of this loader",
         ),
-        (_found(cause="cpu", facts=sample_facts(others_cpu_pct=60.0)), IDLE),
+        (
+            _found(cause="cpu", facts=sample_facts(others_cpu_pct=60.0)),  # which measures what helps beside them
+            "`lightning-feed diagnose train.py -- --epochs 2` finds the lines of your code that take the time",
+        ),
         (_found(bottleneck="unknown", grade="not measured", facts=sample_facts(others_cpu_pct=60.0)), IDLE),
         (
             _found(bottleneck="unknown", grade="not measured"),
@@ -191,7 +194,8 @@ def test_beside_other_programs_torch_gets_as_many_threads_as_there_are_free_cpus
     facts: dict[str, Any], run: RunIdentity, step: str
 ) -> None:
     busy: dict[str, Any] = {"device_type": "cpu", "usable_cpus": 8, "torch_threads": 8, "others_cpu_pct": 60.0}
-    assert next_step(_found(cause="cpu", facts=sample_facts(**busy | facts)), run, arguments="--epochs 2") == step
+    found = _found(facts=sample_facts(**busy | facts), **{**MODEL_ONLY, "cause": "oversubscribed"})
+    assert next_step(found, run, arguments="--epochs 2") == step
 
 
 @pytest.mark.parametrize("bottleneck", get_args(Bottleneck))
