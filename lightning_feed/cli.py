@@ -167,7 +167,7 @@ def _demo(arguments: argparse.Namespace) -> None:
 
     Train torchvision's ShuffleNetV2 on small images three times: with a plain DataLoader; with FastDataModule and
     PrefetchCallback; and with ImageFolderDataModule, which the report of the first run advises. All are measured by
-    GPUStarvationCallback. Takes less than a minute on two CPUs that are idle.
+    GPUStarvationCallback. Takes about a minute on two idle CPUs.
     """
     from lightning_feed.demo import demo_text, run_demo
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -50,8 +50,8 @@ PIXELS = 64
 BATCH_SIZE = 16
 """Small, so that a few hundred images are enough steps for a verdict."""
 SIDES = 768, 1024
-"""Least and most pixels of a side of the images that are made. Photos of today are larger still, and data sets keep
-about so many; with thumbnails of 300 pixels there would be little decoding to save."""
+"""Smallest and largest side of the images that are made, in pixels. Photos of today are larger still. With thumbnails
+of 300 pixels there would be little decoding to save."""
 MOST_IMAGES = 100_000
 BUSY_S = 1.0
 """Time for measuring what other programs take of the CPUs, before anything else."""
@@ -347,6 +347,8 @@ def _figures(report: Report, setup_s: float, epoch_s: float, images: int) -> Fig
 
 # --- all runs -----------------------------------------------------------------------------------------------------
 
+Outcome: TypeAlias = dict[str, Any]
+"""What ``--json`` prints: the keys are documented with :func:`run_demo`."""
 RUNS = "plain", "fed", "advised"
 ROWS = {
     "step_ms": ("step ms", ".1f"),
@@ -363,7 +365,7 @@ ROWS = {
 """Figure -> what it is called in the table, and its format."""
 
 
-def demo_text(outcome: Mapping[str, Any]) -> str:
+def demo_text(outcome: Outcome) -> str:
     """The results of :func:`run_demo` as text: a report, a table of all runs, and paths."""
     meanings = "".join(f"{name + ':':8} {meaning}\n" for name, meaning in _meanings(outcome).items())
     epochs_s = " : ".join(f"{outcome[name]['epoch_s']:.2f}" for name in RUNS)
@@ -379,14 +381,14 @@ def demo_text(outcome: Mapping[str, Any]) -> str:
     )
 
 
-def _what(outcome: Mapping[str, Any]) -> str:
+def _what(outcome: Outcome) -> str:
     return (
         f"ShuffleNetV2, {outcome['pictures']:,} images at {PIXELS} x {PIXELS}, batches of {BATCH_SIZE}, "
         f"{plural(outcome['epochs'], 'epoch')} each, on {outcome['device']} with {plural(outcome['cpus'], 'CPU')}"
     )
 
 
-def _meanings(outcome: Mapping[str, Any]) -> dict[str, str]:
+def _meanings(outcome: Outcome) -> dict[str, str]:
     how = "which decodes only what the crop needs" if outcome["decoder"] == "turbo-region" else "the fastest here"
     return {
         "plain": "DataLoader as most people write it (float32, no workers)",
@@ -395,7 +397,7 @@ def _meanings(outcome: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _on_the_device(outcome: Mapping[str, Any]) -> str:
+def _on_the_device(outcome: Outcome) -> str:
     """The waiting times of the GPU, where it was measured; on the CPU, a note on its stand-in."""
     if outcome["device"] == "CPU":
         return (
@@ -409,7 +411,7 @@ def _on_the_device(outcome: Mapping[str, Any]) -> str:
     )
 
 
-def _rows(outcome: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def _rows(outcome: Outcome) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("", *RUNS)]
     for name, (label, form) in ROWS.items():
         found = (outcome[run][name] for run in RUNS)
@@ -417,14 +419,14 @@ def _rows(outcome: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _table(outcome: Mapping[str, Any]) -> str:
+def _table(outcome: Outcome) -> str:
     rows = _rows(outcome)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
 
 
-def run_demo(*, data: Path | None, images: int, epochs: int, out: Path) -> dict[str, Any]:
+def run_demo(*, data: Path | None, images: int, epochs: int, out: Path) -> Outcome:
     """Train three times and compare.
 
     Args:
@@ -494,7 +496,7 @@ def _prediction(advice: Remedy | None, achieved_ms: object) -> str:
     )
 
 
-def demo_page(outcome: Mapping[str, Any], reports: Mapping[str, Report]) -> str:
+def demo_page(outcome: Outcome, reports: Mapping[str, Report]) -> str:
     """The steps of all runs as bars, the gain, predicted beside achieved, and the table."""
     advice = _advice(reports["plain"])
     plain_ms, advised_ms = (float(outcome[name]["step_ms"] or 0.0) for name in ("plain", "advised"))
@@ -519,7 +521,7 @@ def demo_page(outcome: Mapping[str, Any], reports: Mapping[str, Report]) -> str:
     )
 
 
-def _bars(outcome: Mapping[str, Any], reports: Mapping[str, Report]) -> list[dict[str, Any]]:
+def _bars(outcome: Outcome, reports: Mapping[str, Report]) -> list[dict[str, Any]]:
     """A bar for the step of each run, as the page draws it."""
     times = {name: float(outcome[name]["step_ms"] or 0.0) for name in RUNS}
     return [

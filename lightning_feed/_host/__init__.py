@@ -273,7 +273,7 @@ def keep_plateaus(trainer: AnyTrainer) -> None:
 
 
 def needs_metrics_every(trainer: AnyTrainer) -> set[str]:
-    """The intervals (``"epoch"``, ``"step"``) at which a learning rate needs a metric, without which the fit fails.
+    """The intervals (``"epoch"``, ``"step"``) at which a learning-rate scheduler needs a metric. Else the fit fails.
 
     Checked against Lightning 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py: _update_learning_rates``).
     """

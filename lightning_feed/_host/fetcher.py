@@ -304,7 +304,7 @@ def count_the_batch_in_hand(trainer: AnyTrainer, checkpoint: dict[str, Any]) -> 
 
 
 def load_states_once(trainer: AnyTrainer, states: list[dict[str, Any]]) -> None:
-    """Restore the training loaders' ``states`` when they are made. Lightning does so only inside an epoch.
+    """Restore the ``states`` of the training loaders once they exist. Lightning does so only in the middle of an epoch.
 
     Checked against Lightning 2.4.0 and 2.6.6 (``loops/fit_loop.py: _load_combined_loader_states``).
     """

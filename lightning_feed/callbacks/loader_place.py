@@ -278,13 +278,13 @@ def loader_location(trainer: AnyTrainer, loaders: Sequence[AnyLoader]) -> Place:
 
 
 def place_of(owner: object, trainer: object, data: object, loaders: Sequence[AnyLoader]) -> Place:
-    """Location of that set-up outside a fit.
+    """Location of the set-up of training loaders outside a fit. In a fit, use :func:`loader_location`.
 
     Args:
         owner: the module or data module with ``train_dataloader``; None if the loaders are passed to ``trainer.fit``.
-        trainer: the user's.
+        trainer: the user's Trainer.
         data: the data module, or None.
-        loaders: those for training, without their wrappers.
+        loaders: the training loaders, without their wrappers.
     """
     datamodule = type(data).__name__ if data is not None else ""
     if loaders and all(isinstance(loader, FeedLoader) for loader in loaders):

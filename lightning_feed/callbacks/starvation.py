@@ -293,7 +293,7 @@ class GPUStarvationCallback(Callback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Note the parts of the first batch, and the loader of each."""
+        """Note the loader of each batch, and the parts of the first batch."""
         if self._run is not None:
             self._run.batch_came(batch, dataloader_idx)
             self._run.step_ended()

@@ -305,6 +305,7 @@ def _facts_of(loader: AnyLoader, loaders: list[AnyLoader], device: torch.device)
         loop="plain",
         device_type=device.type,
         usable_cpus=max(1, machine.usable_cpus // _number("LOCAL_WORLD_SIZE", 1)),
+        torch_threads=torch.get_num_threads(),
         free_shm_bytes=machine.free_shm_bytes,
         world_size=_number("WORLD_SIZE", 1),
         batches_per_epoch=batches,

@@ -23,14 +23,14 @@ from lightning_feed.transfer.batch_tree import tensors
 from lightning_feed.trials.cloning import map_loaders
 
 MOST_KEPT, MOST_BYTES = 32, 256 * 2**20
-"""Most batches kept as a sample of a run, and their largest size in bytes."""
+"""Largest number of batches kept as a sample of a run, and their largest size in bytes."""
 WINDOWS = 5
 FEWEST_CYCLES = 3
 """Fewest optimizer steps after the warm-up for a rate."""
 FEWEST_PASSES = 2
 """Fewest times that each of several batches must have come after the warm-up."""
 STEPS_AHEAD = 8
-"""Most steps that the device may be behind the host: enough that it never runs out of work."""
+"""Largest number of steps that the device may be behind the host: enough that it never runs out of work."""
 _Shapes = tuple[tuple[int, ...], ...]
 
 # --- copies -------------------------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ def _drop_signal_handlers() -> None:
 
 
 def end_children() -> None:
-    """End what multiprocessing ends at exit: daemonic processes, managers, staging, and their temporary folders.
+    """End daemonic processes, managers and staging, and remove their temporary folders, as Python does at exit.
 
     Other processes are left alone: Python would wait for them.
     """

@@ -30,7 +30,7 @@ from lightning_feed.transfer.gpu_decode import decode_batch
 from lightning_feed.trials.cloning import Changes, clone_loader, has_threads, iter_is_itself, original_error
 
 _TIMES = 3
-"""Most tries of each number of workers."""
+"""Largest number of tries of each number of workers."""
 _EACH = 1 / 8
 """Share of the time for each try."""
 _WARM, _BATCHES = 2, 20
@@ -366,9 +366,10 @@ def measure_device_decode(session: Session) -> None:
 
 
 def decode_rate(part: LoaderPart, device: torch.device, max_s: float) -> float | None:
-    """Batches per second for the files and crops of the loader's first batches; None if that is not possible.
+    """Batches per second at which the device decodes and crops the images of the loader's first batches.
 
-    The workers must decode the images, without any transform of the user's.
+    None if this cannot be measured: the data set is iterable, the workers do not decode its images, or they apply a
+    transform of the user's.
 
     Args:
         part: the loader.
@@ -376,7 +377,7 @@ def decode_rate(part: LoaderPart, device: torch.device, max_s: float) -> float |
         max_s: seconds after which no further round begins.
 
     Raises:
-        DatasetError: an image cannot be read or decoded, with its name.
+        DatasetError: an image cannot be read or decoded; names the image.
         MissingExtraError: this torchvision has no nvJPEG.
     """
     if part.stream:

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from lightning_feed import _host
 from lightning_feed._host import AnyDataModule, AnyModule, AnyTrainer
-from lightning_feed.diagnosing import disk, rates, samples
+from lightning_feed.diagnosing import disk, functions, less_work, rates, samples
 from lightning_feed.diagnosing.batches import FEWEST_CYCLES, Sample, own_loaders
 from lightning_feed.diagnosing.failures import (
     DiagnosisFailed,
@@ -400,14 +400,14 @@ class Experiment:
 DATA_EXPERIMENTS = {
     "loader": Experiment("the loader alone, as configured", rates.measure_loader, 4.0),
     "keys": Experiment("bytes of each part of a batch", rates.measure_keys, 0.0),
-    "functions": Experiment("your functions, by time", samples.measure_functions, 0.7),
+    "functions": Experiment("your functions, by time", functions.measure_functions, 0.7),
     "disk": Experiment("the files that samples are made of", disk.measure_disk, 0.5),
     "constant-samples": Experiment("constant samples, same workers", rates.measure_ceiling, 1.6),
     "hand-over": Experiment("a ready batch, from worker to training", rates.measure_hand_over, 0.4),
     "transforms": Experiment("reading, decoding and each transform", samples.measure_costs, 1.3),
-    "no-transforms": Experiment("transforms left out", samples.measure_without_transforms, 1.0),
-    "uint8": Experiment("pixel work left to the device", samples.measure_as_uint8, 1.0),
-    "crops": Experiment("only the crops decoded", samples.measure_crops, 1.0),
+    "no-transforms": Experiment("transforms left out", less_work.measure_without_transforms, 1.0),
+    "uint8": Experiment("pixel work left to the device", less_work.measure_as_uint8, 1.0),
+    "crops": Experiment("only the crops decoded", less_work.measure_crops, 1.0),
     "device-decode": Experiment("decoding on the device", rates.measure_device_decode, 0.7),
     "cached-files": Experiment("files in the page cache", disk.measure_cached, 3.0),
     "cold-files": Experiment("files out of the page cache", disk.measure_cold, 3.0),

@@ -39,6 +39,8 @@ from lightning_feed.trials.cloning import (
     watchdog,
 )
 
+SILENT_S = 60.0
+"""Seconds after which a batch counts as hanging."""
 T = TypeVar("T")
 
 WHOLE = "batch"
@@ -192,6 +194,18 @@ def not_hanging(work: Callable[[Heartbeat], T], silent_s: float, what: str) -> T
         "not answer."
     )
     return watchdog(work, silent_s=silent_s, unblock=lambda: False, what=lambda _: message)
+
+
+@contextmanager
+def threads_of_a_worker(part: LoaderPart) -> Iterator[None]:
+    """Context manager to give torch as many threads as a worker has: one, if the loader has workers."""
+    threads = torch.get_num_threads()
+    try:
+        if part.loader.num_workers:
+            torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def make_sample(part: LoaderPart, max_s: float = 60.0) -> Sample:

@@ -318,7 +318,7 @@ class DiagnosisSession:
         return pace.per_s(self.trainer.accumulate_grad_batches, len(batches))
 
     def _short_fit(
-        self, limits: Limits, on_start: Callable[[Any], None], on_step: Callable[[], object] = lambda: None
+        self, limits: Limits, on_start: Callable[[AnyTrainer], None], on_step: Callable[[], object] = lambda: None
     ) -> Any:
         """The callback that ends a fit. Lightning recognizes callbacks by their class."""
         return type("ShortFit", (ShortFit, self.package.Callback), {})(limits, self.stops, on_start, on_step)
@@ -446,13 +446,13 @@ def open_session(
 # --- the Trainer of a short fit, and its end ----------------------------------------------------------------------
 
 
-def plain_trainer(package: Any, accelerator: str = "auto") -> Any:
+def plain_trainer(package: Any, accelerator: str = "auto") -> AnyTrainer:
     """A Trainer on one device that writes no files."""
     with quiet():
         return package.Trainer(accelerator=accelerator, devices=1, logger=False, enable_checkpointing=False)
 
 
-def short_trainer(package: Any, like: Any, callbacks: list[Any], folder: str, *, prefetch: bool) -> Any:
+def short_trainer(package: Any, like: AnyTrainer, callbacks: list[Any], folder: str, *, prefetch: bool) -> AnyTrainer:
     """A new Trainer on one device, with the settings of ``like`` that change what a step does.
 
     Kept: accelerator, the first of the devices, precision, accumulation, clipping, ``max_epochs`` and ``max_steps``
@@ -488,7 +488,7 @@ def short_trainer(package: Any, like: Any, callbacks: list[Any], folder: str, *,
     return trainer
 
 
-def _precision(like: Any) -> dict[str, Any]:
+def _precision(like: AnyTrainer) -> dict[str, Any]:
     """Return the precision's name, or a copy of the user's own plugin, whose GradScaler is stateful."""
     kind = type(like.precision_plugin)
     if kind.__name__ in PRECISIONS_BY_NAME and _host.defined_by_lightning(kind):
@@ -500,7 +500,7 @@ class ShortFit:
     """Ends a fit in time, and calls ``on_step`` after each step. Mixed into the Callback of either package."""
 
     def __init__(
-        self, limits: Limits, stops: StopSignals, on_start: Callable[[Any], None], on_step: Callable[[], object]
+        self, limits: Limits, stops: StopSignals, on_start: Callable[[AnyTrainer], None], on_step: Callable[[], object]
     ) -> None:
         self.limits, self.stops, self.on_start, self.on_step = limits, stops, on_start, on_step
         self.steps = self.epochs = 0

@@ -51,7 +51,7 @@ class CacheableDataset(Dataset[Sample]):
 
     def read(self, index: int) -> Encoded:
         """Read the encoded bytes of a sample from storage."""
-        raise NotImplementedError(f"{type(self).__name__} has no read. Write read(self, index), which returns bytes.")
+        raise NotImplementedError(f"{type(self).__name__} has no method read. Write read(self, index) -> bytes.")
 
     def decode(self, data: Encoded, index: int) -> Array:
         """Decode the bytes into an array. The result must be the same in each epoch.

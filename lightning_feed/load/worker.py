@@ -63,7 +63,7 @@ def disable_opencv_threads() -> None:
 
 
 def on_this_device() -> Callable[[], None]:
-    """Return a function that moves another thread to this thread's CUDA device. Otherwise that thread would start on
+    """Return a function that sets this thread's CUDA device in another thread. That thread would otherwise use
     device 0, and register pinned memory there."""
     if not torch.cuda.is_initialized():
         return lambda: None

@@ -51,7 +51,10 @@ def with_batch(facts: LoopFacts, batch: Batch) -> LoopFacts:
 
 
 def batches_ahead(loaders: Sequence[AnyLoader]) -> int:
-    """Most batches that the training loaders may hold ready: workers x prefetch_factor, plus the background queue."""
+    """Largest number of batches that the training loaders may hold ready.
+
+    For each: workers x prefetch_factor, plus the queue in the background.
+    """
     ready = [
         (getattr(loader, "num_workers", 0) or 0) * (getattr(loader, "prefetch_factor", 0) or 0)
         + (getattr(loader, "background", 0) or 0)

@@ -16,9 +16,9 @@ from lightning_feed.measure.stats import Additive
 from lightning_feed.storage.system import cgroup_folders, read_text
 
 MOST_THREADS = 16
-"""Most threads read per worker, the oldest first. Each costs a file; torch's workers have two."""
+"""Largest number of threads read per worker, the oldest first. Each costs a file; torch's workers have two."""
 SLACK_PER_READ = 4096
-"""Most bytes that a disk returns beyond the size of one read(): it returns whole pages."""
+"""Largest number of bytes that a disk returns beyond the size of one read(): it returns whole pages."""
 
 
 class Workers(NamedTuple):
@@ -62,8 +62,8 @@ class WorkerTime(Additive):
 
     @property
     def blocked_ns(self) -> float:
-        """Time neither on a CPU nor ready to run."""
-        return self.wall_ns - self.on_cpu_ns - self.run_queue_ns
+        """Time neither on a CPU nor ready to run. The clocks differ a little, so the difference may be below 0."""
+        return max(0.0, self.wall_ns - self.on_cpu_ns - self.run_queue_ns)
 
     @property
     def read_mb_per_s(self) -> float | None:

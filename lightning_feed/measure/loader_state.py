@@ -129,7 +129,7 @@ class Probe:
 
     @cached_property
     def held(self) -> int | None:
-        """Most batches that the iterator may hold ready, read once."""
+        """Largest number of batches that the iterator may hold ready, read once."""
         return self._ask(self._capacity, None)
 
     def inside(self, wrapper: object) -> "Probe | None":

@@ -38,8 +38,8 @@ class MeasuredLoop:
     Args:
         facts: facts about the loop before its first batch.
         find: returns the live iterators of its loaders.
-        queue: most batches that the loaders hold ready.
-        ring: events of the device; None: the host's clock, which is not trusted if another device computes.
+        queue: largest number of batches that the loaders hold ready.
+        ring: device events that time the steps. None: the host's clock, which is trusted only for a model on the CPU.
         names: names of the loaders, if there are several that are read one after the other.
         clock: the host's clock.
     """

@@ -98,7 +98,7 @@ class RankSums(Additive):
 logger = logging.getLogger(__name__)
 
 MOST_STEPS = 4096
-"""Most steps sent per window, the newest ones: 98 kB."""
+"""Largest number of steps sent per window, the newest ones: 98 kB."""
 PATIENCE_S = 5.0
 """Seconds that rank 0 waits for the other ranks' last steps after training."""
 WINDOWS_MISSED = 3

@@ -211,7 +211,7 @@ def events_work(make_event: Callable[[], DeviceEvent]) -> bool:
 OTHER, DATA, H2D, COMPUTE, FORWARD, BACKWARD, OPTIMIZER = range(7)
 """The last three are parts of computing, if they are marked."""
 READS_PER_STEP = 4
-"""Most finished steps read from the device at the end of one step: enough to catch up, few enough to cost little."""
+"""Largest number of finished steps read from the device at the end of one step: enough to catch up, at little cost."""
 
 
 class StepTimes(NamedTuple):

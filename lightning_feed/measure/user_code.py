@@ -8,12 +8,18 @@ import torch
 
 
 def is_users(file: str) -> bool:
-    """True for notebook cells, and for files outside Python, installed packages and this package."""
+    """True for notebook cells, and for files outside Python, installed packages and this package.
+
+    Also for the demo, which stands for a program of the user's.
+    """
     if file.startswith("<"):
         return file.startswith(("<ipython", "<stdin"))
+    if file == _DEMO:
+        return True
     return not file.startswith(_LIBRARIES) and "site-packages" not in file and "dist-packages" not in file
 
 
+_DEMO = str(Path(__file__).parents[1] / "demo.py")
 _LIBRARIES = tuple(
     {
         # Not sys.prefix: the user's project may be inside it, such as /usr/src/app with a Python in /usr.

@@ -13,7 +13,7 @@ REPLICATES = 500
 Z = 1.959964
 """Quantile of the normal distribution for 95 %."""
 MOST_CHUNKS = 1024
-"""Most pairs of sums kept; beyond this, neighbours are merged."""
+"""Largest number of pairs of sums kept; beyond this, neighbours are merged."""
 FEWEST_BLOCKS = 8
 """Fewest blocks for which the spread between them is meaningful."""
 _SEED = 1
@@ -129,7 +129,7 @@ WARM_UP_STEPS = 20
 FEW_STEPS = 20
 """With fewer steps after the warm-up, a report includes the warm-up and has low confidence."""
 UNFOLDED_STEPS = 1024
-"""Most steps kept individually if no window is ever closed."""
+"""Largest number of steps kept individually if no window is ever closed."""
 
 
 @dataclass

@@ -247,8 +247,8 @@ def is_toy(diagnosis: Diagnosis) -> bool:
 
 
 def takes_turns(diagnosis: Diagnosis) -> bool:
-    """True where the training process loads, and no number of workers is a remedy: one waits for the other, and
-    neither is the bottleneck."""
+    """True if the training process loads, and workers are no remedy. Loading and training then wait for each other,
+    and neither is the bottleneck."""
     workers = any(one.changes.startswith("num_workers=") for one in diagnosis.remedies)
     return diagnosis.bottleneck == "data" and diagnosis.measurements.facts.num_workers == 0 and not workers
 
@@ -278,7 +278,7 @@ def _waits(diagnosis: Diagnosis, starved_pct: float) -> str:
     without_cpu = _without_cpu_ms(diagnosis)
     if shares is not None and 100 * without_cpu >= shares.step_ms:
         waits, loop = 100 * shares.data_ms / shares.step_ms, LOOP_WORDS[measured.facts.stage]
-        for_cpu = f"{100 * without_cpu / shares.step_ms:.0f} % for a CPU to take a ready batch"
+        for_cpu = f"{100 * without_cpu / shares.step_ms:.0f} % for a free CPU while a batch is ready"
         return f"{loop} waits {waits:.0f} % of each step for data, and {for_cpu}"
     share, on_cpu, on_gpu = f"{starved_pct:.0f} % of each step", "", " waiting for data"
     if counted == "epochs" and shares is not None:

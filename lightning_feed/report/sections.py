@@ -289,7 +289,7 @@ def _validation_sections(validation: LoopMeasurements, *, shown: bool) -> Iterat
 
 
 def advice_sections(diagnosis: Diagnosis, notes: Sequence[str]) -> Iterator[Section]:
-    """Causes, remedies, and the notes that are no next step."""
+    """Causes, remedies, and the notes that the next step does not repeat."""
     cause, evidence = cause_text(diagnosis), diagnosis.evidence
     lines = [f"cause {cause}"] * bool(cause) + ["why   " + "; ".join(evidence)] * bool(evidence)
     yield from _list("Why", [one for one in (cause, *evidence) if one], lines)

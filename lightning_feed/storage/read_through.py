@@ -130,7 +130,7 @@ class ReadThrough:
         Args:
             key: key of the file.
             size: expected bytes.
-            again_late: True if it will be read again only after most others, as in epochs.
+            again_late: True if most other files will be read before this one is read again, as in epochs.
         """
         with suppress(OSError):
             return self._read(key, size, again_late=again_late)

@@ -75,7 +75,7 @@ class Listing:
         return nth_name(self.names, self.ends, number).decode("utf-8", "surrogateescape")
 
     def files(self) -> Iterator[tuple[str, int]]:
-        """Yield the path below the place and the number of each file."""
+        """Yield each file's path below the place, and its number."""
         for number in range(len(self)):
             yield self.path(number), number
 

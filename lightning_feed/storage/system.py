@@ -1,4 +1,4 @@
-"""The operating system: atomic, private and refcounted files; memory limits; sizes; progress bars."""
+"""The operating system: files that are atomic, private or shared; memory limits; sizes; progress bars."""
 
 import errno
 import fcntl

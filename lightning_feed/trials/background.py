@@ -22,7 +22,7 @@ WATCHED, TRIED = 12, 16
 UNUSUAL = 3
 """Number of first steps, both without and with the thread, that are not compared."""
 LEAST_WAIT = 0.05
-"""Least share of a step spent in ``next()`` for the thread to be tried."""
+"""Smallest share of a step spent in ``next()`` for the thread to be tried."""
 WORSE = 0.05
 """Smallest relevant difference in step time, as a share. Smaller ones also occur within one setting."""
 _MOST_STEPS = 1000

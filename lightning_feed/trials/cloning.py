@@ -447,7 +447,7 @@ def watchdog(
         work: must call ``beat()`` at least every ``silent_s`` seconds.
         silent_s: longest time between two beats.
         unblock: called to unblock the work. Returns True if there was anything to unblock.
-        what: returns the error message for this many seconds without a beat.
+        what: makes the error message, given the number of seconds without a beat (``silent_s``).
 
     Raises:
         LoaderError: no beat for longer than ``silent_s``.

@@ -227,7 +227,7 @@ def _seeds_for(loader: DataLoader[Batch]) -> torch.Generator:
 
 
 class SameDraws:
-    """A sampler that draws the same samples with any workers as with the original loader's.
+    """A sampler that draws the samples of the original loader, whatever the number of workers is.
 
     At the beginning of a pass, torch begins an iteration of the sampler, draws a seed for the workers, and begins
     another iteration if it has started worker processes (torch 2.6 to 2.15, ``_BaseDataLoaderIter.__init__`` and

@@ -34,7 +34,7 @@ from lightning_feed.trials.trial import Kind, Setting, Trial, feasible, leaf_siz
 logger = logging.getLogger(__name__)
 
 MOST_WORKERS = 16
-"""Most workers to try if nothing else limits them: loaders that wait for storage gain from more workers than CPUs."""
+"""Largest number of workers to try without another limit: loaders that wait for storage use more workers than CPUs."""
 SAME_WITHIN = 0.10
 """Largest deviation, as a share, from a stored rate for the stored setting to be trusted."""
 _MEASURE_S = 2.0

@@ -406,7 +406,7 @@ def sweep_loader(loader: DataLoader[Batch], grid: Iterable[int], on_trial: Calla
 
     Args:
         loader: any DataLoader.
-        grid: numbers of workers, in any order. Skips numbers that would break a limit of this machine.
+        grid: numbers of workers, in any order. Any that would break a limit of this machine is listed, but not tried.
         on_trial: called after each trial.
 
     Raises:
@@ -414,7 +414,7 @@ def sweep_loader(loader: DataLoader[Batch], grid: Iterable[int], on_trial: Calla
         LoaderError: the loader is empty, or hangs without workers.
 
     Returns:
-        The trials by number of workers, without ``chosen`` and ``demand_per_s``.
+        A Sweep with the trials ordered by number of workers, and without ``chosen`` and ``demand_per_s``.
     """
     machine, began = read_machine(), time.perf_counter()
     limits, trials = feasible(loader, machine), list[Trial]()

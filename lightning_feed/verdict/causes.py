@@ -37,11 +37,11 @@ HANDOVER_PCT = 80.0
 """Limit of the share of waiting that began with batches ready. It is high, because with a queue that is sometimes
 empty, too, much of the waiting is the millisecond that each ready batch takes."""
 QUEUE_SHARE = 0.1
-"""Least share of loading spent waiting for a CPU that the evidence mentions."""
+"""Smallest share of loading spent waiting for a CPU that the evidence mentions."""
 WARM_PCT = 80.0
 """Share of bytes from the page cache above which the disk is not the reason."""
 DISK_MB_PER_S = 0.05
-"""Least rate of a disk that workers wait for: even random 4 kB reads give more (100 a second)."""
+"""Smallest rate of a disk that workers wait for: even random 4 kB reads give more (100 a second)."""
 IO_PRESSURE_PCT = 20.0
 CONNECTED = 0.5
 """Fewest network connections per worker that count as reading over the network."""
@@ -284,12 +284,12 @@ DATA_RULES = (
 # --- the other parts of a step ------------------------------------------------------------------------------------
 
 NAMED_SHARE = 0.5
-"""Least share of the time between steps that hooks take to be its cause. Else it is a wait for the device."""
+"""Smallest share of the time between steps that hooks take to be its cause. Else it is a wait for the device."""
 HOOKS_SAID = 3
 SMALL_BYTES, MANY_TENSORS = 64 * 1024, 8
 """Fewest tensors, and largest mean size in bytes, of a batch of many small tensors."""
 COPY_SHARE = 0.5
-"""Least share of the transfer that the copy alone takes. Else hooks are the cause."""
+"""Smallest share of the transfer that the copy alone takes. Else hooks are the cause."""
 LINK_SHARE = 0.5
 """Share of the speed of a pinned copy above which the link is the limit."""
 LAUNCH_SHARE = 0.9

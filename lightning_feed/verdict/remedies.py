@@ -149,7 +149,7 @@ MOST_WAITING = 4
 MOSTLY = 0.5
 """Share of a batch's time spent blocked above which a worker counts as waiting."""
 MOST_WORKERS = 16
-"""Most workers suggested for a loader without workers."""
+"""Largest number of workers suggested for a loader without workers."""
 NEARLY = 1.02
 """Fewer workers are preferred if their step time is within this factor of the best."""
 _MADE_SLOWLY: tuple[Cause, ...] = ("no workers", "cpu", "cold reads", "remote reads", "waiting", "unknown")
@@ -486,8 +486,8 @@ def _rarer(finding: Finding, takes_ms: float, every: int) -> float:
 # --- which of them are printed ------------------------------------------------------------------------------------
 
 LEAST_PCT, LEAST_UNSURE_PCT = 5.0, 10.0
-"""Least saving of a remedy, as a share of an epoch; the second for low confidence, and for a first worker that shares
-the CPUs with training."""
+"""Smallest saving of a remedy, as a share of an epoch; the second for low confidence, and for a first worker that
+shares the CPUs with training."""
 LEAST_SHARED_PCT = 20.0
 """Smallest saving worth advising if workers are busy and training shares their CPUs. In one run with every CPU busy, a
 step was predicted to fall from 21.5 to 17.6 ms, and only fell to 20.9 (``benchmarks/advice.py``, 2 CPUs)."""
@@ -527,7 +527,7 @@ def _gain_pct(finding: Finding, remedy: Remedy) -> float | None:
 
 
 def least_gain_pct(finding: Finding) -> float:
-    """Least gain of a printed remedy: 5 %, or more if noise is larger."""
+    """Smallest gain of a printed remedy: 5 %, or more if noise is larger."""
     stats, facts = finding.measured.stats, finding.facts
     low, high = stats.interval_pct or (0.0, 0.0)
     least = LEAST_UNSURE_PCT if stats.confidence == "low" or facts.crowded else LEAST_PCT

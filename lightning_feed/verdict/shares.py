@@ -19,7 +19,7 @@ MODEL_SHARE, MODEL_MOST = 0.95, 1.1
 impossible: something disturbed the experiment."""
 
 RUN_QUEUE_PCT = 30.0
-"""Least share of a thread's or worker's time spent waiting for a CPU that counts."""
+"""Smallest share of a thread's or worker's time spent waiting for a CPU that counts."""
 
 
 @dataclass(frozen=True, kw_only=True)

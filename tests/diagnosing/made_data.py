@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_feed.diagnosing.less_work import measure_without_transforms
 from lightning_feed.diagnosing.session import LoaderPart, Session
 from lightning_feed.load.machine import Machine
 from lightning_feed.trials.cloning import LoaderRate
@@ -104,3 +105,15 @@ def session_of(*loaders: Any, machine: Machine | None = None, rate: float | None
 def part_of(dataset: Any, **options: Any) -> LoaderPart:
     """The only part of a loader."""
     return LoaderPart("", DataLoader(dataset, **{"batch_size": 4, **options}))
+
+
+def shuffled_part(dataset: Any, **options: Any) -> LoaderPart:
+    """The only part of a loader, in random order if it has one."""
+    return part_of(dataset, **{"shuffle": not isinstance(dataset, Stream), **options})
+
+
+def without_transforms(dataset: Any) -> float | None:
+    """The rate with constant transforms."""
+    session = session_of(shuffled_part(dataset).loader)
+    measure_without_transforms(session)
+    return session.results.no_transform_per_s

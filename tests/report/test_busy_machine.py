@@ -25,7 +25,7 @@ def test_the_wait_for_a_cpu_is_not_called_waiting_for_data() -> None:
     said = _first_lines(as_text(ready))
     assert said.startswith(
         "FEED limited by other programs, which have 60 % of the CPUs: training waits 2 % of each step for data, and "
-        "23 % for a CPU to take a ready batch (confidence low, 412 steps)"
+        "23 % for a free CPU while a batch is ready (confidence low, 412 steps)"
     )
     assert if_free(ready) == "if data were free: 1.02 x as fast"
     assert "next: run again when the machine is idle" in said
@@ -35,7 +35,8 @@ def test_what_is_left_of_the_waiting_is_graded() -> None:
     found = diagnose(measured(loaders=FALL_BEHIND, load_queue_ms=10.0, host_queue_ms=20.0, **BUSY_MACHINE))
     said = _first_lines(as_text(found))
     assert said.startswith(
-        "FEED slightly data-bound: training waits 8 % of each step for data, and 17 % for a CPU to take a ready batch"
+        "FEED slightly data-bound: training waits 8 % of each step for data, and 17 % for a free CPU while a batch is "
+        "ready"
     )
 
 
