@@ -1,4 +1,7 @@
-"""Plugins for PyTorch Lightning that keep the GPU fed. Each name is imported on first use: Lightning takes seconds."""
+"""Plugins for PyTorch Lightning that keep the GPU fed.
+
+Names are imported on first use, because importing Lightning takes seconds.
+"""
 
 import logging
 import sys
@@ -45,7 +48,7 @@ _GONE = {
 
 
 class _ConsoleHandler(logging.Handler):
-    """Writes our lines to ``stderr`` while the root logger has no handler. If it has one, that one shows them."""
+    """Writes our log lines to ``stderr``, unless the root logger has a handler, which then shows them."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers:

@@ -8,7 +8,7 @@ from lightning_feed.errors import SettingsError
 
 VARIABLE = "LIGHTNING_FEED"
 PROGRAM = "LIGHTNING_FEED_PROGRAM"
-"""Set while a program is diagnosed or tuned: the number of its process, and its name."""
+"""Environment variable that is set while a program is diagnosed or tuned, to its process ID and its name."""
 
 
 def callbacks() -> list[Any]:

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             hint = f". Those of your program come after two dashes: {_with_dashes(given, others, program_arguments)}"
         parser.error(f"unrecognized arguments: {' '.join(others)}{hint}")
     arguments.program_arguments = program_arguments
-    if sys.stderr is None:  # closed by the caller: a data file must not get file descriptor 2
+    if sys.stderr is None:  # closed by the caller: else the next file to be opened would get file descriptor 2
         sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - until the process ends
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names may hold what the output cannot encode
@@ -178,7 +178,7 @@ def _demo(arguments: argparse.Namespace) -> None:
 
 
 def _pack_format(text: str) -> str:
-    """The format of a pack. LitData's, which was removed, is refused with the alternative."""
+    """Check a pack's format. LitData's, which was removed, is refused with a message that names the alternative."""
     if text == "litdata":
         from lightning_feed.storage.packing import LITDATA
 
@@ -230,7 +230,7 @@ def _stage(arguments: argparse.Namespace) -> None:
 
 
 def _percent(text: str) -> float:
-    """A share from the command line. NaN would let every run pass."""
+    """Read a percentage from the command line. NaN is refused, because every run would pass with it."""
     try:
         share = float(text)
     except ValueError:

@@ -54,9 +54,10 @@ SIDES = 768, 1024
 of 300 pixels there would be little decoding to save."""
 MOST_IMAGES = 100_000
 BUSY_S = 1.0
-"""Time for measuring what other programs take of the CPUs, before anything else."""
+"""Seconds for measuring the CPU use of other programs, before anything else."""
 TRIAL_S, TRIALS = 8.0, frozenset({"crops", "workers"})
-"""Time for trials after the plain run: whole images and crops decoded in turn, and numbers of workers."""
+"""Seconds for the trials after the plain run, and these trials: decoding whole images and only crops in turn, and
+loading with other numbers of workers."""
 # Photographs in scikit-image's wheel (nothing is downloaded), freed for any use by their docstrings in skimage.data:
 # public domain: astronaut (NASA), hubble_deep_field (NASA), rocket (SpaceX);
 # CC0: brick, camera (Lav Varshney), chelsea (Stefan van der Walt), coffee (Rachel Michetti), grass, gravel,
@@ -100,7 +101,7 @@ def make_images(out: Path, count: int) -> Path:
             for index in tqdm(range(count), desc="making images", unit="image", disable=None):
                 name = SOURCES[index % len(photographs)]
                 (unfinished / name / f"{index:06d}.jpg").write_bytes(_varied_jpeg(photographs[name], index))
-            unfinished.chmod(0o755)  # mkdtemp's is for the owner alone
+            unfinished.chmod(0o755)  # only the owner can open a folder of mkdtemp
             unfinished.rename(target)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)  # gone already when the rename went through
@@ -114,8 +115,8 @@ def make_images(out: Path, count: int) -> Path:
 def _varied_jpeg(photograph: Image.Image, seed: int) -> bytes:
     """A random crop, perhaps mirrored, lighter or darker, as a JPEG of random quality: no two files are alike.
 
-    Photographs that are smaller go on beyond their edges as in a mirror. Enlarged ones would be blurred, and their
-    JPEGs smaller and sooner decoded than real ones of that size.
+    Smaller photographs are padded with their mirror image. Enlarging would blur them, so that their JPEGs would be
+    smaller, and faster to decode, than real ones of that size.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -178,8 +179,9 @@ def _transformed(images: ImageFolder, transform: Callable[[Image.Image], Tensor]
 class SmallModel(LightningModule):
     """torchvision's ShuffleNetV2, untrained, with SGD.
 
-    Small, since a CPU has to stand in for a GPU: a large model would limit the epoch, which no loader changes. Yet a
-    step takes longer than a worker needs to decode the crops of a batch, so that a loader can keep up.
+    The model is small, because a CPU may have to stand in for a GPU: a large model would limit training, so that no
+    loader could make an epoch shorter. Yet a step takes longer than a worker needs to decode the crops of a batch, so
+    that a loader can keep up.
     """
 
     def __init__(self, classes: int) -> None:
@@ -205,7 +207,7 @@ def plain_transform() -> v2.Compose:
 
 
 def plain_loader(images: ImageFolder) -> DataLoader[Any]:
-    """As most people write it first: normalised float32 images from the loader, no workers."""
+    """The DataLoader as most people write it first: normalised float32 images, no workers."""
     return DataLoader(_transformed(images, plain_transform()), batch_size=BATCH_SIZE, shuffle=True)
 
 
@@ -222,9 +224,9 @@ class FedImages(FastDataModule):
         return _transformed(self._images, transform) if split == "train" else None
 
     def device_transform(self, batch: tuple[Tensor, Tensor], split: str) -> tuple[Tensor, Tensor]:
-        """Make (batch, 3, PIXELS, PIXELS) uint8 images float32 from -1 to 1, on the device.
+        """Convert (batch, 3, PIXELS, PIXELS) uint8 images to float32 from -1 to 1, on the device.
 
-        Without a constant to copy to the device: such a copy in each step would make the host wait.
+        Uses plain numbers, not constant tensors: copying a tensor to the device in each step would make the host wait.
         """
         images, classes = batch
         return images.float().div_(127.5).sub_(1), classes
@@ -241,7 +243,7 @@ class AdvisedImages(ImageFolderDataModule):
         self._most = len(images)
 
     def make_dataset(self, split: str) -> Any:
-        """The training images, as many as the others have; there are no other splits."""
+        """The training images, as many as the other runs have; there are no other splits."""
         found = super().make_dataset(split)
         return found if found is None or len(found) <= self._most else Subset(found, _evenly(len(found), self._most))
 
@@ -285,12 +287,12 @@ class Run(NamedTuple):
     figures: Figures
     report: Report
     path: Path
-    """Of the report as a page."""
+    """The report's HTML page."""
 
 
 def _train(name: str, data: Any, images: ImageFolder, epochs: int, logs: Path) -> Run:
     seed_everything(0, workers=True, verbose=False)
-    course, starvation = Course(name), GPUStarvationCallback(report=False)  # what is shown is shown at the end
+    course, starvation = Course(name), GPUStarvationCallback(report=False)  # the demo shows all results at its end
     trainer = Trainer(
         max_epochs=epochs,
         devices=1,
@@ -325,7 +327,7 @@ def _trials(loader: DataLoader[Any]) -> ExperimentResults:
 
 
 def _advice(report: Report) -> Remedy | None:
-    """The remedy of the plain run that the advised run follows; None where it has none."""
+    """The remedy in the plain run's report that the advised run follows; None if there is no such remedy."""
     return next((one for one in report.diagnosis.remedies if one.form == "replacement"), None)
 
 
@@ -348,7 +350,7 @@ def _figures(report: Report, setup_s: float, epoch_s: float, images: int) -> Fig
 # --- all runs -----------------------------------------------------------------------------------------------------
 
 Outcome: TypeAlias = dict[str, Any]
-"""What ``--json`` prints: the keys are documented with :func:`run_demo`."""
+"""The output of ``--json``, as returned by :func:`run_demo`."""
 RUNS = "plain", "fed", "advised"
 ROWS = {
     "step_ms": ("step ms", ".1f"),
@@ -398,7 +400,7 @@ def _meanings(outcome: Outcome) -> dict[str, str]:
 
 
 def _on_the_device(outcome: Outcome) -> str:
-    """The waiting times of the GPU, where it was measured; on the CPU, a note on its stand-in."""
+    """The waiting times of the GPU in each run, if measured; without a GPU, a note on the CPU that stands in for it."""
     if outcome["device"] == "CPU":
         return (
             "There is no GPU here. As a stand-in, training has half of the CPUs, in all runs; fed and advised load\n"
@@ -538,7 +540,7 @@ def _bars(outcome: Outcome, reports: Mapping[str, Report]) -> list[dict[str, Any
 
 
 def _say_if_busy() -> None:
-    """Say on stderr that other programs keep the CPUs busy, since the runs then differ for no reason of their own."""
+    """Warn on stderr if other programs keep the CPUs busy, because the runs then also differ for that reason."""
     share = CpuShare()
     time.sleep(BUSY_S)
     taken_pct = share.others_pct(read_machine().usable_cpus) or 0.0
@@ -550,7 +552,7 @@ def _say_if_busy() -> None:
 
 
 def _warm_up(classes: int) -> None:
-    """Some steps beforehand: what the first use of the device costs must not count against the plain run, the first."""
+    """Run some steps first, so that the cost of the device's first use does not count against the plain run."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = SmallModel(classes).network.to(device)
     for _ in range(3):
@@ -559,10 +561,11 @@ def _warm_up(classes: int) -> None:
 
 @contextmanager
 def _half_the_cpus() -> Iterator[None]:
-    """Training on the CPU gets half of its threads, in all runs, as a stand-in for a device of its own.
+    """Context manager to give training on the CPU only half of torch's threads, as a stand-in for a separate device.
 
-    With all of them, workers and training would compete for the same cores. OpenMP's threads wait for each other in
-    every layer, so a core taken away for a moment stops all: the same step was seen to take several times as long.
+    With all threads, training would compete with the workers for the same cores. OpenMP's threads wait for each other
+    in every layer, so a core that is taken away for a moment delays all of them: the same step was seen to take several
+    times as long.
     """
     threads = torch.get_num_threads()
     if not torch.cuda.is_available():

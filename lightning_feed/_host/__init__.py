@@ -1,8 +1,8 @@
 """All code that uses Lightning's private parts.
 
-Each function names the versions against which these were checked, and a public interface that would replace them. The
-functions take objects of both packages (``lightning`` and ``pytorch_lightning``), so nothing is imported from either:
-their classes are recognized by name.
+Each function names the versions against which its private parts were checked, and, if known, a public interface that
+would replace them. The functions take objects of both packages (``lightning`` and ``pytorch_lightning``). Nothing is
+imported from either: their classes are recognized by name.
 """
 
 import functools
@@ -90,7 +90,7 @@ def stage_now(trainer: AnyTrainer) -> Stage:
 
 
 def _loop_of(trainer: AnyTrainer, stage: str) -> Any:
-    """The loop of a stage, as :func:`stage_now` names them.
+    """The loop of a stage, named as by :func:`stage_now`.
 
     Checked against Lightning 2.4.0, 2.5.6 and 2.6.6 (``trainer/trainer.py``).
     """
@@ -123,11 +123,12 @@ def loader_names(trainer: object, stage: str) -> list[str]:
 
 
 def loop_iterators(trainer: object, stage: str) -> list[Any]:
-    """The iterators that a stage's batches come from now, one for each loader of the mode; empty outside the stage.
+    """The iterators that a stage's batches come from now; empty outside the stage.
 
-    They may change within an epoch: ``max_size_cycle`` makes a new one at the end of a loader, and ``sequential`` goes
-    on to the next loader. The fetcher may have any class, also one adopted by PrefetchCallback. Checked against
-    Lightning 2.4.0 and 2.6.6 (``loops/fetchers.py: _DataFetcher``, ``utilities/combined_loader.py: _ModeIterator``).
+    One for each loader, but only the current loader's in the mode ``sequential``, which goes on to the next loader
+    within an epoch. ``max_size_cycle`` makes a new iterator at the end of a loader. The fetcher may have any class, and
+    may be adopted by PrefetchCallback. Checked against Lightning 2.4.0 and 2.6.6 (``loops/fetchers.py: _DataFetcher``,
+    ``utilities/combined_loader.py: _ModeIterator``).
     """
     combined = getattr(_loop_of(trainer, stage)._data_fetcher, "_combined_loader", None)
     return list(getattr(getattr(combined, "_iterator", None), "iterators", None) or ())
@@ -273,7 +274,7 @@ def keep_plateaus(trainer: AnyTrainer) -> None:
 
 
 def needs_metrics_every(trainer: AnyTrainer) -> set[str]:
-    """The intervals (``"epoch"``, ``"step"``) at which a learning-rate scheduler needs a metric. Else the fit fails.
+    """The intervals (``"epoch"``, ``"step"``) at which the fit fails if a learning-rate scheduler gets no metric.
 
     Checked against Lightning 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py: _update_learning_rates``).
     """
@@ -282,7 +283,7 @@ def needs_metrics_every(trainer: AnyTrainer) -> set[str]:
 
 
 def takes_iterator(pl_module: AnyModule) -> bool:
-    """Check if ``training_step`` fetches for itself.
+    """Check if ``training_step`` takes an iterator, and fetches its batches itself.
 
     Checked against Lightning 2.4.0 and 2.6.6 (``loops/utilities.py``).
     """
@@ -327,10 +328,13 @@ def steps_between_checkpoints(callback: object) -> int:
 def actions(trainer: AnyTrainer, stage: str) -> dict[str, str]:
     """The profiler's names for the parts of a stage's loop: ``fetch``, ``to_device``, ``step``.
 
-    For a fit also ``forward``, ``backward`` and ``optimizer``, except with manual optimisation: that does not announce
-    the backward pass, and CUDA graphs captured there must not contain our events. And parts around the steps:
-    ``validation``, which starts before its loaders are iterated, unless gradients are being accumulated;
-    ``validation_end``, which stops when only printing follows; and ``epoch``.
+    For a fit also:
+
+    - ``forward``, ``backward`` and ``optimizer``, but not with manual optimisation: it does not announce the backward
+      pass, and its CUDA graphs must not contain our events.
+    - ``validation``, which starts before the validation's loaders are iterated. Absent while gradients are accumulated.
+    - ``validation_end``, which stops when the validation has only to print.
+    - ``epoch``.
 
     Checked against Lightning 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py``, ``loops/evaluation_loop.py``,
     ``loops/fit_loop.py``, ``loops/prediction_loop.py``, ``loops/optimization``, ``trainer/call.py``).
@@ -424,7 +428,8 @@ class Wrap:
 
     def __init__(self, owner: object, name: str, around: Callable[..., Any]) -> None:
         original = getattr(owner, name)
-        # Lightning's is_overridden follows __wrapped__. This comes first: it also copies the attributes of a wrap.
+        # Sets __wrapped__, which Lightning's is_overridden follows. If `original` is a Wrap, its attributes are copied,
+        # too, so ours are set afterwards.
         functools.update_wrapper(self, original)
         self._owner, self._name = owner, name
         self._original = original

@@ -249,7 +249,7 @@ def batches_to_skip(checkpoint: dict[str, Any]) -> int:
 
 
 def end_epoch(checkpoint: dict[str, Any]) -> bool:
-    """Mark an epoch as finished if all its batches are trained, so that a resumed run starts the next one at batch 0.
+    """Mark an epoch whose batches are all trained as finished, so that a resumed run starts the next one at batch 0.
 
     Lightning compares the saved batch count with the loader's current length, which may differ. An epoch whose
     ``on_train_epoch_end`` has yet to run is left unchanged.
@@ -290,7 +290,8 @@ def reopen_epoch(checkpoint: dict[str, Any]) -> None:
 def count_the_batch_in_hand(trainer: AnyTrainer, checkpoint: dict[str, Any]) -> None:
     """Count the batch whose ``on_train_batch_end`` was running when an older Lightning saved a checkpoint.
 
-    ``ModelCheckpoint(every_n_train_steps=...)`` saves there. 2.6.6 counts that batch, but 2.4.0 would train one more.
+    ``ModelCheckpoint(every_n_train_steps=...)`` saves in that hook. Lightning 2.6.6 counts the batch, but 2.4.0 would
+    train one more.
     """
     if hasattr(trainer.fit_loop.epoch_loop, "restarted_on_train_batch_end"):
         return

@@ -85,7 +85,7 @@ class AutotuneCallback(Callback):
     trial the loader stays as it is.
 
     Args:
-        max_workers: the most workers to try; None: as many as CPUs, memory and /dev/shm allow.
+        max_workers: largest number of workers to try; None: as many as CPUs, memory and /dev/shm allow.
         budget_s: seconds for the trials. No trial starts later.
 
     Raises:
@@ -243,7 +243,7 @@ class AutotuneCallback(Callback):
             self._find(trainer, loader)
         if self._now is None:
             return None
-        # Trials found more workers than CPUs to be fastest: the workers wait for something else.
+        # If trials found more workers than CPUs to be fastest, the workers wait for something else.
         warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
         return with_setting(loader, self._now)
 
@@ -385,15 +385,16 @@ class AutotuneCallback(Callback):
 
 
 def is_late(tuned: Tuned, own: Setting, *, step_ms: float, data_idle_ms: float) -> bool:
-    """True if training is starved, and the loader is slower than both it and the user's setting were in the trials.
+    """True if training is starved, and batches take longer than in the trials.
 
-    With workers, a loader has the whole step to make a batch; without, only the time in which the step waits for it.
+    They take longer than with the user's setting, and, by more than ``LATE``, longer than with the tuned setting. With
+    workers, a loader has the whole step to make a batch; without, only the time in which the step waits for it.
 
     Args:
         tuned: the result of the trials.
         own: the setting of the user's loader.
         step_ms: mean time of a step.
-        data_idle_ms: the part of it in which the step waits for data.
+        data_idle_ms: mean time of a step spent waiting for data.
     """
     if 100 * data_idle_ms < STARVED_PCT * step_ms:
         return False

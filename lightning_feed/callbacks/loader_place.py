@@ -28,7 +28,7 @@ WORKER_NAMES = ("num_workers", "workers", "n_workers", "nworkers")
 _TAKES_DICT = re.compile(r"(?!val|test|pred|eval).*(loader|splitter|data_?module)\w*_(kwargs|args|options|params)")
 """Names of parameters that take a loader's arguments as a dict."""
 _LOADER_DICT = re.compile(r"(train_?)?(data_?)?loader")
-"""Names of such parameters if their default is a dict."""
+"""Names of parameters that take a loader's arguments as a dict, but only if their default is a dict."""
 _HOSTS = ("lightning_feed", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "torch", "hydra")
 """Packages that make and run loaders for the user."""
 
@@ -54,7 +54,7 @@ class LoaderOrigin:
     names: tuple[tuple[str, str], ...] = ()
     """(setting, its name in ``taker``), if ``taker`` accepts the number of workers itself."""
     made: bool = True
-    """False if the loader was made before this module was imported: then this is where ``trainer.fit`` is called."""
+    """False if the loader was made before this module was imported. The place is then the call of ``trainer.fit``."""
 
     @property
     def at(self) -> str:
@@ -120,7 +120,8 @@ def _package(frame: FrameType) -> str:
 
 
 def _file(frame: FrameType) -> str:
-    """The file of a frame. The code of a package compiled elsewhere names a file that is not on this machine."""
+    """The file of a frame. For a compiled package, the compiled file, because its code may name a source file that is
+    not on this machine."""
     loaded, named = frame.f_globals.get("__file__"), frame.f_code.co_filename
     return loaded if isinstance(loaded, str) and loaded.endswith((".pyc", ".so", ".pyd")) else named
 
@@ -134,8 +135,8 @@ def _has_no_file(frame: FrameType) -> bool:
 def _is_users(frame: FrameType) -> bool:
     """True for the user's own code.
 
-    For code that ``exec`` runs, the user's line that runs it counts. Without one, as in notebooks that do not name
-    their cells, the code itself counts.
+    Code that ``exec`` runs counts only in ``__main__``, and only if no file of the user runs it, as in notebooks that
+    do not name their cells. Otherwise the line in the user's file counts.
     """
     outer: FrameType | None = frame
     while outer is not None and _has_no_file(outer):
@@ -174,7 +175,7 @@ def _parameter(frames: Sequence[FrameType], loader: AnyLoader) -> dict[str, Any]
             with suppress(Exception):
                 if one := found(call, loader):
                     return {"taker": call.taker, **one}
-    if len(frames) == 1 and calls and _further(calls[0]):  # which the user calls, and which makes the loader
+    if len(frames) == 1 and calls and _further(calls[0]):  # this one call makes the loader
         return {"taker": calls[0].taker, "parameter": _further(calls[0])}
     return {}
 
@@ -189,7 +190,7 @@ def _calls(frame: FrameType) -> Iterator[_Call]:
     is_method = code.co_varnames[:1] == ("self",)
     taker = f"{type(owner).__name__}.{code.co_name}" if is_method else code.co_name
     parameters = {name: inspect.Parameter(name, kind) for name, kind in kinds.items() if name.isidentifier()}
-    yield _Call(taker, parameters, frame.f_locals)  # a comprehension's is called `.0`
+    yield _Call(taker, parameters, frame.f_locals)  # a comprehension's argument is called `.0`
     if is_method:
         yield _Call(type(owner).__name__, _signature(type(owner)), getattr(owner, "__dict__", {}))
 
@@ -199,7 +200,7 @@ def _signature(kind: type) -> dict[str, inspect.Parameter]:
     found: dict[str, inspect.Parameter] = {}
     for one in kind.__mro__:
         made_by = vars(one).get("__init__")
-        if not inspect.isfunction(made_by):  # in C, or that of a base
+        if not inspect.isfunction(made_by):  # written in C, or inherited
             continue
         try:
             own = inspect.signature(made_by, eval_str=True).parameters
@@ -212,7 +213,7 @@ def _signature(kind: type) -> dict[str, inspect.Parameter]:
 
 
 def _workers(call: _Call, loader: AnyLoader) -> dict[str, Any]:
-    """A parameter for the number of workers itself. If its value differs, it does not lead to this loader."""
+    """A parameter for the number of workers itself. With another value than the loader's, it is for another loader."""
     for name in WORKER_NAMES:
         if name in call.parameters and call.values.get(name, loader.num_workers) == loader.num_workers:
             return {"parameter": name, "names": _names(name, call.parameters)}
@@ -220,7 +221,7 @@ def _workers(call: _Call, loader: AnyLoader) -> dict[str, Any]:
 
 
 def _further(call: _Call) -> str:
-    """The name of its ``**kwargs`` parameter; empty without one."""
+    """The name of a call's ``**kwargs`` parameter; empty without one."""
     kinds = {name: parameter.kind for name, parameter in call.parameters.items()}
     return next((name for name, kind in kinds.items() if kind == inspect.Parameter.VAR_KEYWORD), "")
 
@@ -271,8 +272,8 @@ def loader_location(trainer: AnyTrainer, loaders: Sequence[AnyLoader]) -> Place:
     """Location of the set-up of a Trainer's training loaders.
 
     Args:
-        trainer: in a fit, with its loaders.
-        loaders: those, without their wrappers.
+        trainer: a Trainer whose fit is running.
+        loaders: its training loaders, without their wrappers.
     """
     return place_of(_host.train_loader_source(trainer), trainer, trainer.datamodule, loaders)
 
@@ -351,7 +352,7 @@ def users_line(function: object) -> str:
 
 
 def _overrides(trainer: object, loaders: Sequence[AnyLoader]) -> tuple[tuple[str, str], ...]:
-    """Keys that hold the loaders' values. Omits settings without exactly one key."""
+    """(setting, key) for each setting with exactly one key that holds its value. Empty without ``num_workers``."""
     given, prefix = _host.cli_config(trainer), "--"
     if not given:
         given, prefix = _hydra_config(), ""

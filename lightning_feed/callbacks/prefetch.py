@@ -41,7 +41,7 @@ _AFTER_BACKWARD_BEGAN = (
 LOOK_AHEAD = "[PrefetchCallback].look_ahead"
 """The profiler action around fetching and staging the next batch."""
 HAND_OUT = "[PrefetchCallback].hand_out"
-"""The profiler action in which the loop takes a batch fetched earlier, whose fetch was announced then."""
+"""The profiler action in which the loop takes a batch fetched ahead. Its fetch was announced when it was drawn."""
 _TRANSFER = "transfer_batch_to_device"
 
 
@@ -262,8 +262,8 @@ class PrefetchCallback(ExactResume):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """With a gradient scaler, look ahead before it makes the host wait for the device in the optimizer step.
 
-        Not with manual optimisation: there ``manual_backward`` comes here from within ``training_step``, under its
-        autocast and before the random numbers that the rest of the step draws.
+        Not with manual optimisation: ``manual_backward`` calls this hook within ``training_step``, under autocast, and
+        before the rest of the step has drawn its random numbers.
         """
         if pl_module.automatic_optimization and self._triggers.get("on_before_backward"):
             self._look_ahead(trainer, step_pending=True)
@@ -337,7 +337,7 @@ class PrefetchCallback(ExactResume):
         return original(batch) if self._in_hand is None else batch
 
     def _batch_hook(self, trainer: Trainer, original: Original, name: str, batch: object, *args: Any) -> Any:
-        """Replace Lightning's calls of the transfer hooks: a staged batch has already been through the first two."""
+        """Replace Lightning's calls of the transfer hooks. A staged batch needs only ``on_after_batch_transfer``."""
         if name == _TRANSFER:
             return self._transfer(trainer, partial(original, name), batch, *args)
         if name == "on_before_batch_transfer":

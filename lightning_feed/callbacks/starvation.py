@@ -1,4 +1,4 @@
-"""GPUStarvationCallback: how long each step waits for data, for the copy, and for its own computing."""
+"""GPUStarvationCallback: the time that each step spends waiting for data, copying, and computing."""
 
 import io
 import logging
@@ -61,9 +61,9 @@ class GPUStarvationCallback(Callback):
             after Ctrl-C, SIGTERM or an error.
         tags: ``"core"`` logs the speed of training and what it waits for; ``"all"`` adds figures that help to find the
             cause.
-        folder: folder for these files. None: the one in the environment variable ``LIGHTNING_FEED_DIR``, the first
-            logger's that is on this machine, or the checkpoints'; else ``feed_reports`` in the Trainer's
-            ``default_root_dir``. Reports of other runs are kept: the next one is ``feed_report-2.html``.
+        folder: folder for these files. None: the folder named by the environment variable ``LIGHTNING_FEED_DIR``, the
+            first logger's folder on this machine, or the folder of the checkpoints; else ``feed_reports`` in the
+            Trainer's ``default_root_dir``. Reports of other runs are kept: the next one is ``feed_report-2.html``.
 
     Raises:
         SettingsError: when ``every_n_steps`` is not a positive integer, ``tags`` is unknown, or the folder is on
@@ -103,7 +103,7 @@ class GPUStarvationCallback(Callback):
         self.every_n_steps, self.tags = every_n_steps, tags
         self.nvml = nvml
         self.any_logger = True
-        """Further loggers, from other packages, that receive figures and reports."""
+        """True if loggers from other packages than Lightning receive figures and reports, too."""
         self.print_report = report
         self._run: StarvationRun | None = None
         self._wall = WallClock()
@@ -465,9 +465,9 @@ class Pace:
 def run_folder(trainer: AnyTrainer, chosen: Path | None = None) -> Path | None:
     """Folder for this run's reports; None if there is none, as in a ``fast_dev_run``.
 
-    In this order: the chosen folder, the first logger's that is on this machine, the checkpoints', or one in
-    ``default_root_dir``. Not ``trainer.log_dir``: it broadcasts, so all ranks would have to call it. An empty
-    ``log_dir`` of a logger means no folder, not the current one.
+    The chosen folder, else the first logger's folder on this machine, else the folder of the checkpoints, else one in
+    ``default_root_dir``. Not ``trainer.log_dir``, which broadcasts, so that all ranks would have to call it. For a
+    logger with an empty ``log_dir``, the folder is in its ``save_dir``; empty does not mean the current folder.
     """
     if trainer.fast_dev_run:
         return None
@@ -567,10 +567,10 @@ def tuned_hparams(datamodule: object) -> dict[str, Any]:
 
 
 def log_hparams(logger: Any, params: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-    """Give a logger of Lightning's hyperparameters with what they led to. Once, at the end of a fit, on rank 0.
+    """Pass the loader's settings to a logger as hyperparameters, with the results. For rank 0, once, after a fit.
 
-    Not TensorBoard, which takes the first hyperparameters of a run and no others: those are the user's, and ours would
-    need a second run. The settings are in the report.
+    Skips TensorBoard, which accepts hyperparameters only once per run: the user's. Ours would need a second run. The
+    settings are in the report.
     """
     if not hasattr(logger.experiment, "add_hparams"):
         logger.log_hyperparams(dict(params))

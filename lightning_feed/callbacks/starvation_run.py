@@ -81,7 +81,7 @@ class StarvationRun:
         device = self._trainer.strategy.root_device
         ring = open_ring(device)
         self.sees_device = ring is not None or device.type == "cpu"
-        """True with the computing device's clock; False with the host's, although a device computes."""
+        """True if times come from the clock of the device that computes; False if from the host's clock instead."""
         return MeasuredLoop(
             facts_of(self._trainer, self._guard, stage),
             partial(_host.loop_iterators, self._trainer, stage),
@@ -154,7 +154,7 @@ class StarvationRun:
             self._fold(loop)
 
     def _fold(self, loop: MeasuredLoop) -> None:
-        """Replace single steps by their sums. Training steps still have to be sent to the other ranks."""
+        """Replace single steps by their sums, after keeping training steps for the other ranks."""
         if self._ranks is not None and loop is self.main:
             self._ranks.add(loop.ledger.fresh)
         loop.ledger.fold()
@@ -259,7 +259,8 @@ class StarvationRun:
         return tuple(one for one in self._hooks.result() if not _host.is_empty_hook(self._trainer, one.name))
 
     def _syncs(self) -> tuple[str, ...]:
-        """All synchronisations found so far. A metric's appear only after it was first logged to the progress bar."""
+        """All synchronisations found so far. Those caused by a metric appear only after the metric was first logged to
+        the progress bar."""
         return tuple(sorted({*self.main.facts.syncs, *_host.known_syncs(self._trainer)}))
 
     # --- its end ------------------------------------------------------------------------------------------------------
@@ -289,7 +290,7 @@ class StarvationRun:
 
 
 def _cache_stats(trainer: AnyTrainer) -> CacheStats | None:
-    """Cache statistics of our data modules. A user's own class may use that name for anything."""
+    """Cache statistics of our data modules; None for other classes, in which ``cache_stats`` may mean anything."""
     ours = getattr(trainer.datamodule, "_feed_facts", None) is not None
     return trainer.datamodule.cache_stats() if ours else None
 
@@ -312,7 +313,7 @@ _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_afte
 
 
 def facts_of(trainer: AnyTrainer, guard: Guard, stage: Stage = "fit", *, before: LoopFacts | None = None) -> LoopFacts:
-    """The facts about a stage's loop: those known before its first batch, and those learned since (``before``)."""
+    """The facts about a stage's loop. Takes places in the user's code from ``before``, the loop's earlier facts."""
     machine = read_machine()
     facts = LoopFacts(
         stage=stage,
@@ -358,7 +359,7 @@ def _hook_places(trainer: AnyTrainer) -> tuple[HookPlace, ...]:
 
 
 def _beside_training(trainer: AnyTrainer) -> dict[str, Any]:
-    """Number of epochs, and the intervals of validations (if they may be longer) and of checkpoints."""
+    """Number of epochs, and the intervals of validations (None if they must not grow) and of checkpoints."""
     every, between = trainer.check_val_every_n_epoch, trainer.val_check_batch
     if between is None:
         every = None  # validation goes by time

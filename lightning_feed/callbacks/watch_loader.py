@@ -45,9 +45,9 @@ def watch_loader(
     """Measure how long each step of a loop waits for its batch, why, and what to change.
 
     The batches and their order stay the same. Waiting for data is the time inside ``next(loader)``; on a GPU, only the
-    part in which the GPU had nothing to do. That is read from events on the compute stream, without synchronising. All
-    else is computing. A report is printed after 200 steps or a minute, every 10 minutes, and when the program ends or
-    :meth:`WatchedLoader.close` is called. With several ranks, each measures itself, and rank 0 reports.
+    part in which the GPU had nothing to do. This part is read from events on the compute stream, without synchronising.
+    All else is computing. A report is printed after 200 steps or a minute, every 10 minutes, and when the program ends
+    or :meth:`WatchedLoader.close` is called. With several ranks, each measures itself, and rank 0 reports.
 
     A second call with the same loader continues the measurement with the new options. Pass the loader that the loop
     iterates over, after ``fabric.setup_dataloaders`` or ``accelerator.prepare``. Wrap the validation loader, too: the
@@ -151,11 +151,11 @@ class PlainRun:
     """The clocks of one loop, over all its epochs. They do not keep the loader alive.
 
     Attributes:
-        device: the model's device; None until the first epoch begins.
+        device: the model's device, if the user gives it. None: found from the loader when an epoch begins.
         folder: the folder for report files, or None.
         shows: True to print reports without being asked.
         live: the iterator that the loop goes through now, if any.
-        clock: the host's.
+        clock: the host's clock, in nanoseconds.
         closed: True once measuring has ended.
     """
 
@@ -237,7 +237,7 @@ class PlainRun:
         steps = loop.meter.finished
         if steps >= MIN_STEPS and self._schedule.due(steps):
             self._report()
-            loop.meter.leave_out_step()  # the next one, in which this lies
+            loop.meter.leave_out_step()  # the step now begun contains the report
 
     def measurements(self) -> Measurements:
         """All measurements so far, without the warm-up."""
@@ -298,7 +298,7 @@ class PlainRun:
 
 def _facts_of(loader: AnyLoader, loaders: list[AnyLoader], device: torch.device) -> LoopFacts:
     batches: int | None = None
-    with contextlib.suppress(Exception):  # the user may have written anything there
+    with contextlib.suppress(Exception):  # a user's __len__ may raise anything
         batches = len(loader)
     machine = read_machine()
     facts = LoopFacts(
@@ -326,7 +326,8 @@ def _device_of(loader: object) -> torch.device:
 
 
 def _number(variable: str, otherwise: int) -> int:
-    """A number of this rank from torch.distributed, or else from the launcher's environment."""
+    """The rank, or the number of ranks of the run or of this machine, from torch.distributed, or else from the
+    launcher's environment variable. ``otherwise`` if neither has it."""
     distributed: Any = torch.distributed
     if variable != "LOCAL_WORLD_SIZE" and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank() if variable == "RANK" else distributed.get_world_size())

@@ -54,12 +54,12 @@ class ChosenSettings:
     tuned: "dict[str, Tuned | None]" = field(default_factory=dict)
     """Results of tuning, by loader name. None if the ranks could not agree."""
     even: dict[str, str] = field(default_factory=dict)
-    """Report line on the evaluation batch size."""
+    """Report line about the evaluation batch size, by loader name."""
 
     def settings_for(
         self, trainer: Trainer | None, split: str, name: str, for_trials: Callable[[], DataLoader[object]]
     ) -> tuple[LoaderSettings, Callable[[Recommendation], Recommendation]]:
-        """Return the settings of one loader, tuned if requested, and a function that adds the reason."""
+        """Return the settings of one loader, tuned if requested, and a function that adds the reasons for them."""
         if self.settings.num_workers != "tune":
             return self.settings, lambda found: found
         from lightning_feed.trials import in_fit
@@ -70,7 +70,7 @@ class ChosenSettings:
                 tried = for_trials()
                 with preserve_state(tried):
                     found = in_fit.tune_for_fit(tried, trainer, name)
-                self.tuned[name] = found  # inside the block: the restored state may hold this dict
+                self.tuned[name] = found  # after the block, because the state that it restores may include this dict
             tuned = self.tuned[name]
         explain = partial(in_fit.explained, settings=self.settings, tuned=tuned, why_not=why_not)
         return in_fit.settled(self.settings, tuned), explain
@@ -133,7 +133,7 @@ class Loaders(ChosenSettings):
             part: loader, with the largest allowed batch size.
             dataset: dataset to divide into batches.
             job: run, with the number of ranks.
-            even: find the size that leaves the fewest samples for a last batch.
+            even: True to use the size that leaves the fewest samples for a last batch, False to only report it.
         """
         size, samples = part.batch_size, None if isinstance(dataset, IterableDataset) else size_of(dataset)
         best, reason = size, "a stream has no length that could be divided evenly"
@@ -183,7 +183,7 @@ class Loaders(ChosenSettings):
         ranks = job.sharing_ranks if storage.cache_shard else 1
         workers = self.settings.num_workers
         if not isinstance(workers, int):
-            # Worth starting only for more than a few batches.
+            # Workers are worth starting only for more than a few batches.
             workers = min(read_machine().usable_cpus // job.local_ranks, len(dataset) // 512)
         return load_resident(
             dataset,

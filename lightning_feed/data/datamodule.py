@@ -197,17 +197,17 @@ class FeedDataModule:
 
     @final
     def val_dataloader(self) -> Any:
-        """Return the validation loader, or a dict or list of them. An empty list without that split."""
+        """Return the validation loader, or a dict or list of them. An empty list if there is no such split."""
         return self._feed_loaders("val")
 
     @final
     def test_dataloader(self) -> Any:
-        """Return the test loader, or a dict or list of them. An empty list without that split."""
+        """Return the test loader, or a dict or list of them. An empty list if there is no such split."""
         return self._feed_loaders("test")
 
     @final
     def predict_dataloader(self) -> Any:
-        """Return the prediction loader, or a dict or list of them. An empty list without that split."""
+        """Return the prediction loader, or a dict or list of them. An empty list if there is no such split."""
         return self._feed_loaders("predict")
 
     def state_dict(self) -> dict[str, Any]:
@@ -276,7 +276,7 @@ class FeedDataModule:
     def remote_dir(self) -> "RemoteFolder":
         """The files of a ``data_dir`` that is a URL: ``names()``, ``read(name)``, ``read_many(names)``.
 
-        Reads through the cache in ``stage_to`` if ``stage_limit`` is set. Datasets can hold it in workers, too.
+        Reads through the cache in ``stage_to`` if ``stage_limit`` is set. Datasets may use the result in workers, too.
 
         Raises:
             SettingsError: ``data_dir`` is not a URL, or was copied whole.
@@ -412,7 +412,7 @@ class FeedDataModule:
     # --- what an ImageFolderDataModule changes ------------------------------------------------------------------------
 
     def _feed_decode(self, split: str) -> BatchDecoder | None:
-        """Return the decoder for a loader's batches after the workers."""
+        """Return the decoder that the loader runs on the batches from its workers; None to run none."""
         return None
 
     def _feed_on_device(self, batch: object, split: str) -> object:
@@ -485,13 +485,13 @@ class FastDataModule(FeedDataModule, LightningDataModule):
             size, from half of ``batch_size`` to all of it, that leaves the fewest samples for a last batch.
         loader: settings of the loaders.
         drop_keys: parts of a batch that no step reads, dropped in the workers.
-        data_dir: the folder or file that ``make_dataset`` reads, for ``stage_to``; read it from ``staged_dir``. Or an
-            fsspec URL (``"s3://bucket/birds"``), read from ``remote_dir``.
+        data_dir: the folder or file of the data, or its fsspec URL (``"s3://bucket/birds"``). ``make_dataset`` gets it
+            from ``staged_dir``, or from ``remote_dir`` for a URL that is not copied whole.
         stage_to: a folder in memory (``"/dev/shm/<user>"``) or on a local disk: the data is copied there once per node.
         stage_wait: wait for the copy before training. Must be True.
         stage_remove: remove the copy when its last user ends.
         stage_limit: for a URL, makes ``stage_to`` a cache of at most this size (``"500GiB"``) instead of a copy.
-        readahead: bytes of upcoming samples to fetch into that cache ahead of time.
+        readahead: bytes of upcoming samples to fetch ahead of time into the cache of ``stage_limit``.
         storage_options: fsspec options for a URL.
         cache: ``"bytes"`` or ``"decoded"`` caches the encoded or decoded samples of a ``CacheableDataset`` in memory
             shared by all processes of the node. ``"device"`` keeps the whole dataset on each device.

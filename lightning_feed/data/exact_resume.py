@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 class ExactResume(Callback):
     """Writes into each checkpoint the loader states after the last trained batch.
 
-    ``PrefetchCallback`` is one, and ``FastDataModule`` adds one if necessary. Works for any loader with ``state_dict``
-    and ``load_state_dict``; ignores other loaders.
+    ``PrefetchCallback`` is a subclass. ``FastDataModule`` adds an ExactResume if the Trainer has none. Works for any
+    loader with ``state_dict`` and ``load_state_dict``; ignores other loaders.
     """
 
     def __init__(self) -> None:

@@ -67,7 +67,7 @@ def check_backend(backend: str, quality: str, dali: DaliOptions | None, only_tor
         backend: name of the backend.
         quality: the user's ``quality``.
         dali: the user's DALI options.
-        only_torch: requested features, as keys of the table above.
+        only_torch: requested features, as keys of ``_ONLY_TORCH``.
 
     Raises:
         SettingsError: says what to do instead.
@@ -154,7 +154,8 @@ def once_for_all_ranks(trainer: Trainer | None, decide: Callable[[], Chosen]) ->
     """Use rank 0's decision on all ranks: nodes may have different packages, but all must do the same.
 
     Raises:
-        FeedError: on the other ranks, if ``decide`` raises on rank 0; the same class if it is one of ours.
+        FeedError: on the other ranks, if ``decide`` raises on rank 0: the class of rank 0's error if that is a
+            FeedError, else LoaderError.
     """
     if trainer is None or trainer.world_size == 1:
         return decide()

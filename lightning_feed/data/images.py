@@ -133,7 +133,7 @@ class FeedImageFolder(FeedDataModule):
         batch = self._feed_on_device(batch, split)  # if called by hand, the batch may still be encoded
         images, labels, *aspects = batch
         backend = None if self._images_backend is None else self._images_backend.name
-        if backend == "dali-gpu" and images.is_floating_point():  # on the CPU, as after training on a GPU, it is not
+        if backend == "dali-gpu" and images.is_floating_point():  # uint8 on the CPU, as after training on a GPU
             return images.to(self.dtype), labels  # normalised already; DALI knows no bfloat16
         if not isinstance(images, torch.Tensor) or images.dtype != torch.uint8:
             return batch
@@ -333,7 +333,8 @@ def _scaling(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return scale and offset, shape (3, 1, 1): (x / 255 - mean) / std = x * scale + offset.
 
-    Cached, because the host waits for the copy that makes these tensors. So they are ready on every stream.
+    Cached, because making the tensors blocks the host until they are on the device. They are then ready on every
+    stream.
     """
     means, stds = torch.tensor([mean, std], dtype=torch.float64, device="cpu").view(2, 3, 1, 1)
     values = torch.stack([1 / (255 * stds), -means / stds]).float()
@@ -358,10 +359,11 @@ def _images_in(dataset: object) -> ImageDataset | None:
 class ImageFolderDataModule(FeedImageFolder, LightningDataModule):
     """A data module for images in class folders, or for a pack of them.
 
-    ``root`` holds ``train`` and ``val`` (and ``test``) folders of class folders, or class folders, from which
-    ``val_fraction`` is set aside; or it is a pack of either (``lightning-feed pack``). Batches are (images, labels).
-    Images leave the workers as uint8 of shape (B, 3, H, W), channels last, a quarter of the bytes. ``device_transform``
-    normalises them to ``dtype`` on the device.
+    ``root`` is a folder of ``train`` and ``val`` (and ``test``) folders with class folders in them; or a folder of
+    class folders, of whose images ``val_fraction`` is set aside for validation; or a pack of either
+    (``lightning-feed pack``). Batches are (images, labels). Images leave the workers as uint8 of shape (B, 3, H, W),
+    channels last, which is a quarter of the bytes of float32. ``device_transform`` normalises them to ``dtype`` on the
+    device.
 
     Args:
         root: the folder or the pack. May be an fsspec URL, such as ``"s3://bucket/birds"``.
@@ -378,7 +380,7 @@ class ImageFolderDataModule(FeedImageFolder, LightningDataModule):
         dali: options of the DALI backends.
         decoder: a decoder's name, or ``"auto"`` for the fastest on this machine that matches Pillow (45 dB or more).
         val_fraction: share set aside for validation if ``root`` has no split folders.
-        split_seed: seed for choosing these images.
+        split_seed: seed for choosing the images set aside for validation.
         mean: channel means, for values in [0, 1].
         std: channel standard deviations, for values in [0, 1].
         dtype: type of the normalised images.

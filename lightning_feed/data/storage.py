@@ -144,7 +144,7 @@ class Storage:
         return RemotePlace(str(data_dir), self.storage_options, cache=cache, readahead_bytes=ahead)
 
     def open_caches(self, trainer: "Trainer | None", made: Sequence[tuple[str, object]]) -> None:
-        """Put caches in host memory into the datasets of some splits, passed by split name."""
+        """Open caches in host memory for the datasets of some splits, passed as (split, dataset)."""
         if self.cache is None or self.cache == "device" or not made:
             return
         from lightning_feed.load.cacheable import open_caches

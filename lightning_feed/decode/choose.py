@@ -35,7 +35,8 @@ MIN_PSNR_DB: Final = 45.0
 """Minimum fidelity to Pillow, for "auto"; every sample must reach it."""
 MAX_SAMPLES: Final = 64
 MAX_PIXELS: Final = 32_000_000
-"""Limit for large images, with at least MIN_SAMPLES samples. The choice should take a second or two."""
+"""Total pixels after which no more samples are used, once there are MIN_SAMPLES, so that the choice takes only a second
+or two even with large images."""
 MIN_SAMPLES: Final = 4
 ROUNDS: Final = 3
 TIE: Final = 1.05
@@ -146,7 +147,7 @@ def _ms(decoder: Decoder, samples: list[_Sample], clock: Callable[[], float], *,
 
 
 def _decodable(samples: Sequence[Encoded]) -> list[_Sample]:
-    """Return the samples that Pillow can decode, with its pixels and a random box."""
+    """Return the samples that Pillow can decode, each with Pillow's pixels and a random box."""
     generator, pillow = torch.Generator().manual_seed(0), PillowDecoder()
     kept: list[_Sample] = []
     failure: DecodeError | None = None
@@ -257,7 +258,7 @@ class FallbackDecoder(Decoder):
         return self._decode(data, lambda decoder: decoder.decode_region(data, region, cover=cover))
 
     def size(self, data: Encoded) -> tuple[int, int]:
-        """Return (height, width) from the header; never counted."""
+        """Return (height, width) from the header. Images left to Pillow are not counted here."""
         if kind_of(data) in self.primary.kinds:
             try:
                 return self.primary.size(data)

@@ -24,8 +24,10 @@ class SharedCounts:
         self._counts.share_memory_()
 
     def add(self, name: str) -> bool:
-        """Count one. Return True for the first with this name in all workers (rarely, two processes may both be
-        first)."""
+        """Add one to the count of a name. Return True if it was zero before, over all processes.
+
+        Rarely, two processes may both get True.
+        """
         column = self._names.index(name)
         with _count_lock:
             first = not self._counts[:, column].any()

@@ -82,13 +82,14 @@ class Decoder:
             data: the encoded image.
             region: the box to decode, inside the image.
             cover: None for exactly the pixels of :meth:`decode`, at full size. (height, width) allows the smallest
-                scale at which the result is at least that large. The box is then moved to whole pixels of that scale,
-                by half a pixel at most, which makes a slightly different crop but does not shift the image inside its
-                box.
+                scale at which the result is at least that large. The edges of the box are then moved to whole pixels of
+                that scale, by less than one pixel, which makes a slightly different crop but does not shift the image
+                inside its box.
 
         Returns:
-            Pixels of the region: without ``cover``, of its size; with it, at least as large as ``cover`` but no larger
-            than the region. Rows may have gaps in memory, because a decoder's margin is cut off without a copy.
+            Pixels of the region. Without ``cover``, at full size. With ``cover``, no larger than at full size and, if
+            the region is large enough, at least as large as ``cover``. Rows may have gaps in memory, because a
+            decoder's margin is cut off without a copy.
 
         Raises:
             DecodeError: as in :meth:`decode`, for the data that is read.
@@ -205,7 +206,7 @@ def open_cv2() -> tuple[Any, int]:
     """Import OpenCV and disable its threads. Return it with the flags that match torchvision's ImageFolder.
 
     Raises:
-        MissingExtraError: if OpenCV is not installed, or older than 4.11, which fills truncated JPEGs with grey.
+        MissingExtraError: if OpenCV is not installed, or older than 4.11 (older ones fill truncated JPEGs with grey).
     """
     cv2 = require("cv2", extra="images", why="decoding or resizing with OpenCV")
     if not hasattr(cv2, "IMREAD_COLOR_RGB"):
@@ -296,7 +297,8 @@ def resize(pixels: Pixels, size: tuple[int, int], *, antialias: bool = True) -> 
         pixels: uint8, (H, W, 3). A box cut out of a larger image need not be copied first.
         size: (height, width) of the result.
         antialias: True for torchvision's uint8 resize, which is within one grey level of Pillow's. False for OpenCV's
-            linear resize, in about half the time: equal when enlarging, and less accurate the more it shrinks.
+            linear resize, which takes about half the time. Its result is equal if the image is enlarged, and less
+            accurate the more the image is shrunk.
 
     Returns:
         uint8, shape (3, height, width), channels last in memory.

@@ -25,7 +25,8 @@ class TurboRegionDecoder(Decoder):
     """Decodes JPEGs only. A warning of libjpeg-turbo (truncated or corrupt data) raises an error.
 
     A region needs entropy decoding of all rows down to its lower edge; all other work is for the region only. Rows
-    below it are not read, so corrupt data there goes unnoticed, but a missing end marker does not.
+    below the region are not read, so corrupt data in them goes unnoticed. A file without an end marker is decoded
+    whole, so truncation is noticed.
     """
 
     name = "turbo-region"
@@ -43,9 +44,9 @@ class TurboRegionDecoder(Decoder):
     def decode_region(self, data: Encoded, region: Region, *, cover: tuple[int, int] | None = None) -> Pixels:
         """Decode the pixels of a region, see :class:`~lightning_feed.decode.decoders.Decoder`.
 
-        With ``cover``, the box is moved to the nearest pixels of the scale, by less than one of them. Done before
-        decoding, this is just another crop with correct pixels. Rounding afterwards would shift the image and cost 10
-        dB.
+        With ``cover``, the edges of the box are moved to the nearest whole pixels of the scale, by less than one pixel.
+        Moved before decoding, the box is just another crop, with correct pixels. Rounding after decoding would shift
+        the image and cost 10 dB.
         """
         library, shape = _open(data)
         region.check_inside(shape.height, shape.width)
@@ -105,7 +106,7 @@ def _edges(start: int, length: int, full: int, step: int) -> tuple[int, int]:
 
 
 def _with_margin(box: tuple[int, ...], shape: "JpegShape", eighths: int) -> tuple[int, int, int, int]:
-    """Return a box that starts on an MCU boundary and holds all pixels that ``box`` depends on."""
+    """Return a box whose left edge is on an MCU boundary, with all pixels that ``box`` depends on."""
     step = 8 // eighths
     limit_height, limit_width = -(-shape.height // step), -(-shape.width // step)
     mcu_width = shape.mcu_width // step
@@ -189,7 +190,7 @@ class TurboJpeg:
     def decompress(
         self, data: Encoded, size: tuple[int, int], *, corner: tuple[int, int] | None = None, eighths: int = 8
     ) -> Pixels:
-        """Decode the image whose header was just read, or a box of it. Checks all data for the whole image.
+        """Decode the image whose header was just read, or a box of it. Only decoding the whole image checks all data.
 
         Args:
             data: the JPEG.

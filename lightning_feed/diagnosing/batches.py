@@ -201,9 +201,9 @@ class Pace:
     def per_s(self, accumulate: int, batches: int = 1) -> float | None:
         """Batches per second over whole optimizer steps of ``accumulate`` batches, without the first quarter.
 
-        The result is the median rate of several windows. Each window includes the work that comes only every few steps,
-        but few of them include another program that takes the CPUs for a while. With several ``batches`` in turn, each
-        window has all of them equally often.
+        The result is the median rate of several windows. Each window is long enough to include work that comes only
+        every few steps, while a program that takes the CPUs for a while affects only a few windows. If several
+        ``batches`` are repeated in turn, each window includes every batch equally often.
         """
         self._wait()
         period = math.lcm(accumulate, batches)

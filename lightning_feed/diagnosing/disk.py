@@ -26,7 +26,7 @@ from lightning_feed.storage.remote_speed import TOGETHER, Wanted, measure_speed
 from lightning_feed.trials.cloning import Changes, burst_of
 
 ROUNDS = 8
-"""Number of first batches: two that do not count, and six that do."""
+"""Rounds of the workers for which there are first batches: two that do not count, and six that do."""
 _FILES_SHARE = 0.25
 """Share of free memory for the files of the first batches."""
 _SAMPLES_OPENED = 16
@@ -170,8 +170,8 @@ def opened_by(work: Callable[[], object]) -> list[str]:
     """The data files that ``work`` opens for reading in this thread, each once.
 
     Python reports each of its ``open`` calls to audit hooks (https://docs.python.org/3/library/audit_events.html).
-    Libraries that open files in C, such as OpenCV and HDF5, are not seen. A hook cannot be removed. So the first call
-    installs one, which otherwise only checks that a dict is empty.
+    Libraries that open files in C, such as OpenCV and HDF5, are not seen. A hook cannot be removed, so the first call
+    installs one that stays. While no thread is observed, it only checks that a dict is empty.
     """
     _install_hook()
     found: list[str] = []
@@ -213,7 +213,7 @@ def sizes_of(paths: Iterable[str]) -> dict[str, int]:
     return {path: Path(path).stat().st_size for path in paths if Path(path).is_file()}
 
 
-# --- where they lie ---------------------------------------------------------------------------------------------------
+# --- where the files lie ----------------------------------------------------------------------------------------------
 
 
 def measure_disk(session: Session) -> None:

@@ -24,7 +24,7 @@ from lightning_feed.trials.cloning import Heartbeat
 _SAMPLING_S = 0.001
 """Time between two samples of the stack."""
 _SWITCH_S = 0.0001
-"""Longest wait of the sampling thread for the interpreter: later code would be seen instead."""
+"""Longest wait of the sampling thread for the interpreter lock. After a longer wait, it would see later code."""
 _MOST_FUNCTIONS = 6
 _LEAST_SHARE = 0.05
 """Smallest share of a batch's time for a function to be reported."""
@@ -89,7 +89,7 @@ class StackTally:
 
 
 def measure_functions(session: Session) -> None:
-    """Measure the time for making and collating samples, over all loaders, and the user's functions in it."""
+    """Measure the time for making and collating samples, over all loaders, and the user's functions that take it."""
     made = [time_batches(part, session.share_s / len(session.parts)) for part in session.parts]
     functions = sorted((one for _, found in made for one in found), key=lambda one: -one.ms_per_batch)
     session.note(

@@ -78,8 +78,8 @@ def _rate_with(session: Session, other: Callable[[Site, _Noting], Any]) -> float
 
     Args:
         session: the session with the loaders.
-        other: returns the transform for a site, from the arguments and the result of the user's own for one sample;
-            None to keep the user's.
+        other: returns the replacement for a site's transform, given the arguments and the result that the user's
+            transform had for one sample; None to keep the user's transform.
     """
     session.check_memory()
     others: dict[Site, Any] = {}

@@ -193,7 +193,7 @@ def end_children() -> None:
 
 def _fit_of(program: Program, trainer: object, given: dict[str, Any]) -> Fit:
     loaders, datamodule = given.get("train_dataloaders"), given.get("datamodule")
-    if datamodule is None and hasattr(loaders, "train_dataloader"):  # Lightning takes it there, too
+    if datamodule is None and hasattr(loaders, "train_dataloader"):  # Lightning takes a data module as this argument
         loaders, datamodule = None, loaders
     ended = _ended(program, trainer, given.get("ckpt_path"))
     return Fit(trainer=trainer, model=given["model"], datamodule=datamodule, train_dataloaders=loaders, ended=ended)
@@ -281,7 +281,7 @@ def fit_of_target(text: str, accelerator: str) -> Fit:
     """Import the object that ``text`` names, call it if it is callable, and add a Trainer.
 
     NAME is a function or class that needs no arguments, or an object: a data module, or a module and a data module.
-    From then on its folder (the current one for ``package.module``) is first on the import path.
+    Afterwards, the module's folder (for ``package.module``: the current folder) is first on the import path.
 
     Args:
         text: ``module.py:NAME`` or ``package.module:NAME``.

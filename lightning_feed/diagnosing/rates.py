@@ -1,4 +1,7 @@
-"""Rates of the loader alone, with other workers and with constant samples; of handing over, copying and decoding."""
+"""Rates of the loader alone: as configured, with other numbers of workers, and with constant samples.
+
+Also the rates of handing a batch over, copying it to the device, and decoding it there.
+"""
 
 import multiprocessing
 import signal
@@ -36,7 +39,7 @@ _EACH = 1 / 8
 _WARM, _BATCHES = 2, 20
 """Batches in a pass of the hand-over experiment: those that do not count, and those that do."""
 _FULL_S, _POLL_S = 0.5, 0.0005
-"""Time for the queue to fill up, and between two checks of it."""
+"""Longest time for the queue to fill up, and time between two checks if it is full."""
 _CHILD_S = 20.0
 
 
@@ -91,7 +94,7 @@ def workers_to_try(session: Session) -> list[int]:
 def measure_scaling(session: Session) -> None:
     """The rate with each number of workers. Repeats all of them while there is time.
 
-    Rates of the same loader vary, and only a larger difference between two numbers counts.
+    The rate varies even with the same number of workers. Only a larger difference between two numbers counts.
 
     Raises:
         NotMeasurable: some numbers were not tried; the message says why.
@@ -186,8 +189,8 @@ def measure_ceiling(session: Session) -> None:
 def measure_hand_over(session: Session) -> None:
     """Time taking ready, constant batches from one worker of each loader, with both sharing strategies.
 
-    Runs in a separate process: the strategy applies to a whole process, and with ``file_system`` helpers of torch live
-    as long as the process that received a tensor.
+    Runs in a separate process, because the strategy applies to a whole process. With ``file_system``, torch also starts
+    helper processes, which live as long as the process that received a tensor.
 
     Raises:
         NotMeasurable: that is not possible, for the reason in the message.

@@ -67,14 +67,14 @@ QUICK_RUN_STEPS, QUICK_REPLAY_STEPS = 80, 80
 REPLAYED = (8, 4, 2)
 """Numbers of batches to replay if their shapes differ. The largest for which there is time is taken."""
 PASSES = 5
-"""Times that all of them are repeated: one is warm-up, and at least two must follow."""
+"""Fewest passes over the replayed batches: one is warm-up, and at least two have to follow."""
 FEWEST_RUN_STEPS = 12
 """Fewest steps of the run: the first does not count, and a verdict needs ten."""
 CALLBACK_HOOKS = (
     *("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end"),
     *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
 )
-"""Of callbacks, and called in training."""
+"""Hooks of callbacks that are called in training."""
 BAR = "{desc} {bar} {percentage:3.0f}%"
 
 
@@ -276,7 +276,7 @@ class _Experiments:
                 session.set_up()
         else:
             self._run_as_it_is()
-            # Each begins with the same weights: after a long fit of one batch they differ from those in training.
+            # Each replay begins with the weights from before the run: a long fit of one batch moves them far away.
             for name, sample in (("model", session.device_batches), ("host-batch", session.host_batches)):
                 session.stops.check()
                 if name in self._asked:

@@ -146,7 +146,7 @@ class Together(Iterator[list[Batch]]):
         return batch
 
     def close(self) -> None:
-        """End all of them."""
+        """End all passes."""
         for one in self.iterators:
             end_pass(one)
 

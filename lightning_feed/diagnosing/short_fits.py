@@ -122,7 +122,8 @@ class StopSignals:
 class ModelState:
     """Saved state of a module, of the optimizers and schedulers in its attributes, and of callbacks.
 
-    Holds each ``state_dict``, ``train()`` or ``eval()``, and ``requires_grad``. Tensors are kept in host memory.
+    Holds the ``state_dict`` of each of them, the mode (``train()`` or ``eval()``) of each submodule, and
+    ``requires_grad`` of each parameter. Tensors are kept in host memory.
 
     Args:
         model: the module, or None.
@@ -255,7 +256,10 @@ class DiagnosisSession:
             self.datamodule.teardown("fit")
 
     def place(self) -> Place | None:
-        """The place in the user's code that sets up the training loader. Their Trainer has the command line's keys."""
+        """The place in the user's code that sets up the training loader, or None if it cannot be found.
+
+        Looks at the user's own Trainer, which knows the keys of the command line.
+        """
         try:
             loaders = [part.loader for part in parts_of(self.train_loaders)]
             return place_of(self.loader_owner, self.trainer, self.datamodule, loaders)
@@ -394,7 +398,7 @@ class DiagnosisSession:
             try:
                 with KeyWatch(batch) as watch:
                     output = original(watch.batch, *rest, **named)
-            except Exception:  # noqa: BLE001  # a step that minds the dicts minds nothing else: it gets its own batch
+            except Exception:  # noqa: BLE001  # the step may not accept watched dicts: give it an ordinary batch
                 first = self.device_batches.first
                 return original(batch if first is None else copy_of(first), *rest, **named)
             sure = not self._read_elsewhere()

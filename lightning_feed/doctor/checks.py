@@ -382,7 +382,7 @@ def _thread_variables(given: dict[str, str], usable: int) -> Iterator[Finding]:
 
 
 def _thread_count(name: str, value: str) -> int | None:
-    """Threads that a variable sets; None if it is not a number. OpenMP's may be a list: its first number counts."""
+    """Threads that a variable sets; None if it is not a number. In a list (only OMP_NUM_THREADS), the first counts."""
     parts = [part.strip() for part in (value.split(",") if name == "OMP_NUM_THREADS" else [value])]
     return int(parts[0]) if all(part.isdecimal() and int(part) > 0 for part in parts) else None
 

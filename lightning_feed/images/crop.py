@@ -193,7 +193,7 @@ class UserTransform:
         self.crops = crop is not None
         self._steps = _steps(transform) if self.crops else []
         if self.crops:
-            version = ".v2" if ".v2." in type(crop).__module__ else ""  # they round differently
+            version = ".v2" if ".v2." in type(crop).__module__ else ""  # v1 and v2 round differently
             self._resize = import_module(f"torchvision.transforms{version}.functional").resize
 
     def __call__(self, image: SourceImage) -> Any:

@@ -14,8 +14,9 @@ from lightning_feed.errors import LoaderError, MissingExtraError, SettingsError
 from lightning_feed.load.machine import Machine
 
 _GPU_THREADS = 8
-"""With ``device_memory_padding`` and ``host_memory_padding`` each thread has buffers for the largest image, one on the
-device and two page-locked (DALI's documentation of ``fn.decoders.image``): 66 and 89 MB for 12 megapixels."""
+"""Maximum CPU threads beside a GPU. With ``device_memory_padding`` and ``host_memory_padding``, each thread has its own
+buffers for the largest image: one on the device and two page-locked (DALI's documentation of ``fn.decoders.image``), in
+total 66 MB and 89 MB for 12 megapixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,8 +185,8 @@ def release_unused_memory() -> None:
 
 
 pipelines: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""Pipelines of this process. Forked children, such as DataLoader workers, must not free them: a child lacks their
-threads, and freeing would wait for these forever (DALI 2.4: ``~Executor2`` destroys a condition variable that has
-waiters). These references stop a child's garbage collection from freeing them."""
+"""Pipelines of this process. A forked child, such as a DataLoader worker, must not free them: it lacks their threads,
+and freeing a pipeline would wait for these threads forever (DALI 2.4: ``~Executor2`` destroys a condition variable that
+has waiters). So each child keeps references to the pipelines in ``_kept``."""
 _kept: list[object] = []
 os.register_at_fork(after_in_child=lambda: _kept.extend(pipelines))

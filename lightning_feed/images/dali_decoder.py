@@ -298,7 +298,7 @@ class DaliImageDecoder:
     # --- a pass -------------------------------------------------------------------------------------------------------
 
     def _advance(self, now: _Pass) -> ImagePipeline:
-        """Return a pipeline with all batches of the pass in progress."""
+        """Feed the batches of the pass that are not in the pipeline yet. Return the pipeline."""
         size = max(len(waiting.images) for waiting in now)
         pipeline = self._pipeline
         if pipeline is None or pipeline.owner is not now or size > pipeline.spec.batch_size:

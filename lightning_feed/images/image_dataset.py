@@ -31,7 +31,7 @@ _HOST = torch.device("cpu")
 
 
 class CpuFallback:
-    """Counts images that the CPU decodes in the training process because a device decoder cannot, by reason.
+    """Counts, by reason, the images that the CPU decodes in the training process because a device decoder cannot.
 
     Attributes:
         known: image index -> reason why the device decoder failed. These images are not tried again.
@@ -71,11 +71,12 @@ class ImageDataset(CacheableDataset):
         source: source of the encoded images, or of pixels.
         decoder: decoder of encoded images.
         recipe: crop, resize and augmentation.
-        kept: replaces ``recipe`` for images that stay on the device, with one size and without randomness. None if
-            ``recipe`` already does that. With ``kept``, a sample has the image's width / height as a third part.
+        kept: recipe used instead of ``recipe`` for images that stay on the device: makes images of one size, without
+            random draws. None if ``recipe`` already does so. With ``kept``, samples that stay on the device have the
+            image's width / height as a third part.
         bad_samples: policy for images that cannot be read or decoded.
-        encoded: True to leave samples encoded. Random draws follow ``recipe`` in the same order, so every backend makes
-            the same crops. May be changed between passes.
+        encoded: True to leave samples encoded. Their crops are drawn by ``recipe``, with the same random draws as for
+            decoded samples, so every backend makes the same crops. May be changed between passes.
     """
 
     def __init__(
@@ -196,7 +197,7 @@ class ImageDataset(CacheableDataset):
         return EncodedSample(data, size, crop, int(self.source.labels[index]), index)
 
     def decoded(self, sample: "EncodedSample") -> tuple[Tensor, int] | Skipped:
-        """Return the sample of ``backend="torch"``: (uint8 of shape (3, H, W), label), or its ``on_error`` replacement.
+        """Decode as ``backend="torch"`` does: (uint8 of shape (3, H, W), label), or its ``on_error`` replacement.
 
         Raises:
             DatasetError: naming an image that cannot be decoded, or if too many cannot.
@@ -234,7 +235,7 @@ def collate_images(samples: list[Any]) -> Any:
     avoids transposing them. Other parts are collated by torch.
 
     Returns:
-        A list: images, shape (B, 3, H, W), labels, int64 of shape (B,), and any other parts.
+        A list of the images, shape (B, 3, H, W); the labels, int64, shape (B,); and any other parts.
     """
     images, *others = zip(*fill_skipped(samples), strict=True)
     with torch.device("cpu"):  # torch makes tensors of numbers on the default device
@@ -297,7 +298,7 @@ class EncodedBatch:
     files: Tensor
     """uint8, shape (total bytes,): the files, concatenated."""
     offsets: Tensor
-    """int64, shape (B + 1,): start of each file, and the end."""
+    """int64, shape (B + 1,): start of each file in ``files``, and the end of the last."""
     plan: Tensor
     """int64, shape (B, 15): size (2), region (4), resized (2), window (4), flipped, label, index."""
     labels: Tensor
@@ -333,7 +334,7 @@ class EncodedBatch:
         ]
 
     def to(self, device: Any, non_blocking: bool = False) -> "EncodedBatch":  # noqa: FBT001, FBT002  # torch's own form
-        """Return the batch for a device. Lightning omits ``non_blocking``; pinned labels never wait."""
+        """Return the batch for a device. Pinned labels never wait, although Lightning omits ``non_blocking``."""
         labels = self.labels.to(device, non_blocking=non_blocking or self.labels.is_pinned())
         return replace(self, labels=labels, device=labels.device)
 
@@ -382,7 +383,8 @@ def decode_rest(
         images: all images of the batch.
         dataset: the dataset of the images.
         batch: pixels of the batch, shape (B, 3, height, width). Written to.
-        convert: uint8, shape (3, height, width), on the batch's device -> the values that the batch holds.
+        convert: function from a uint8 image, shape (3, height, width), on the batch's device, to the values that the
+            batch holds; None if the batch holds uint8.
 
     Returns:
         Labels of the batch: int64, shape (B,), on the host.

@@ -110,7 +110,7 @@ class CacheableDataset(Dataset[Sample]):
 
     def __getitem__(self, index: int) -> Sample:
         decoded = self.cached_decoded(index)
-        # From the cache, or from a decoder. Augment may write, and torch warns about read-only arrays.
+        # Arrays of the cache, and of some decoders, are read-only. Augment may write, and torch warns about them.
         if isinstance(decoded, np.ndarray) and not decoded.flags.writeable:
             decoded = decoded.copy()
         return self.augment(decoded, index)

@@ -77,9 +77,9 @@ def check_kind(state: SavedState, kind: str, dataset: AnyDataset) -> None:
 def converted(state: State, loader: DataLoader[Batch], samplers: Mapping[str, AnySampler]) -> State:
     """Convert ``state`` for ``loader``, whose configuration may differ from the saved one.
 
-    For a map-style dataset, ``rest`` names the source of the remaining samples: "own" for the loader's own samplers,
-    "dealt" for the checkpoint's order. Without ``rest``, whole batches are skipped. With it, ``batches`` is set so that
-    the loader's epoch has the right number of batches left.
+    For a map-style dataset, the result's ``rest`` names the source of the remaining samples: "own" for the loader's own
+    samplers, "dealt" for the checkpoint's order. ``batches`` is then set so that the loader's epoch has the right
+    number of batches left. Without ``rest``, whole batches are skipped.
 
     Raises:
         ResumeError: the state cannot be converted.
@@ -286,7 +286,7 @@ def _batching(loader: DataLoader[Batch]) -> tuple[AnySampler, int, bool]:
 
 
 def _left(state: SavedState, loader: DataLoader[Batch]) -> tuple[int, str]:
-    """Return the batch count before this rank's remaining samples, and a description of the rest."""
+    """Return the number of the batch with which this rank's remaining samples begin, and a description of these."""
     sampler, size, drop_last = _batching(loader)
     twice = 0
     if state["rest"] == "own":

@@ -45,8 +45,8 @@ class Stamped(NamedTuple):
 
 
 _beginnings: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()
-"""Initial state of Hugging Face datasets that had a state loaded: they return to it in every pass, until
-``set_epoch`` (datasets 5.2.0, iterable_dataset.py)."""
+"""Initial states of Hugging Face datasets into which a state was loaded. Without them, every later pass would begin at
+the loaded state, until ``set_epoch`` (datasets 5.2.0, iterable_dataset.py)."""
 _MARKER = object()
 """Marks a skipped turn of a worker. Not a sample."""
 
@@ -72,7 +72,7 @@ class ResumableDataset(IterableDataset[Sample]):
     ``get_worker_info().dataset``.
 
     Args:
-        dataset: the user's.
+        dataset: the user's dataset.
         batch_size: samples per batch. None if torch does not batch.
         workers: saved position by worker number, as in :meth:`IterablePass.state`. Empty: start from the beginning.
         next_worker: the worker with the next turn. Workers before it skip their first turn.
@@ -262,7 +262,8 @@ _SHARDING_PACKAGES = ("litdata", "streaming")
 def divides_among_workers(loader: AnyLoader) -> bool | None:
     """Check that a loader's stream divides itself among workers. None if the dataset is not a stream.
 
-    True if it already has several workers, its code calls ``get_worker_info``, or its package is known to do so.
+    True if the loader already has several workers, the dataset's code calls ``get_worker_info``, or the dataset comes
+    from a package whose streams divide themselves.
     """
     dataset = getattr(loader, "dataset", None)
     if not isinstance(dataset, IterableDataset):

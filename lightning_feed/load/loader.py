@@ -2,8 +2,8 @@
 
 Each pass builds and iterates an inner DataLoader around the same dataset and samplers, with our counting in between. So
 ``dataset``, ``sampler``, ``batch_sampler`` and ``collate_fn`` stay the user's, for Lightning to inspect and copy, and
-nothing private in torch is overridden. The only private name in use is ``_iterator``: torch keeps persistent workers
-there, and Lightning looks for them there (torch 2.6 to 2.15).
+nothing private in torch is overridden. The only private attribute of DataLoader in use is ``_iterator``, in which torch
+keeps persistent workers, and Lightning looks for them (torch 2.6 to 2.15).
 """
 
 import copy
@@ -73,7 +73,7 @@ class FeedLoader(DataLoader[Batch]):
             :class:`RayCluster`. Threads and Ray load only map-style datasets: ``get_worker_info()`` is None in them,
             and ``worker_init_fn`` is not called.
         watch: when to warn of a missing batch; None: never.
-        decode: decodes whole batches after the workers, a few of them ahead. None: no decoding.
+        decode: decodes whole batches after the workers, a few batches ahead. None: no decoding.
         **options: other DataLoader arguments, under their usual names, because Lightning copies the loader by these
             names to replace its sampler.
 
@@ -137,7 +137,7 @@ class FeedLoader(DataLoader[Batch]):
                 "workers='process', or LoaderSettings(num_workers=0, background=2), which reads it in one thread."
             )
         function = getattr(self.worker_init_fn, "func", self.worker_init_fn)
-        # Lightning sets its own after seed_everything(workers=True). Not needed: each sample has its own generator.
+        # seed_everything(workers=True) makes Lightning set a function. It is not needed: each sample has a generator.
         if function is not None and getattr(function, "__name__", "") != "pl_worker_init_function":
             logger.warning(
                 "worker_init_fn=%r is not called with workers=%r: it would change the "
@@ -285,7 +285,7 @@ class FeedLoader(DataLoader[Batch]):
             position.facts |= {key: resume[key] for key in ("since", "done", "order", "rest") if key in resume}
             position.rest = rest_of(resume, self, position)
         if position.facts["order"] is None and (self.in_order or self.num_workers < 2):
-            position.drawn = 0  # torch's own samplers draw the same again, others may not
+            position.drawn = 0  # begins a checksum: only torch's own samplers surely repeat their order
         self._index.now = position
         return position
 
@@ -324,7 +324,7 @@ class FeedLoader(DataLoader[Batch]):
             from lightning_feed.load.ray_workers import RayPass, RemotePlan
 
             plan: Any = self._iterator if self._iterator is not None else RemotePlan(self, self.workers)
-            self._iterator = plan if self.persistent_workers else None  # where Lightning ends workers
+            self._iterator = plan if self.persistent_workers else None  # Lightning ends the workers in this attribute
             return RayPass(self, indices, first=position.batches, seed=seed, plan=plan)
         from lightning_feed.load.threads import ThreadPass
 
@@ -337,8 +337,8 @@ class FeedLoader(DataLoader[Batch]):
         inner._iterator = None if getattr(self._iterator, "_shutdown", False) else self._iterator
         device = drawing_device(inner.generator)
         try:
-            # Entered only if it changes the device: it slows each call, and workers forked here inherit it.
-            # Read from a tensor: torch 2.6's get_default_device() raises after set_default_device(None).
+            # Entered only if it changes the default device: it slows each call of torch, and forked workers inherit it.
+            # The default is read from a tensor: torch 2.6's get_default_device() raises after set_default_device(None).
             with nullcontext() if torch.empty(0).device == device else device:
                 iterator = iter(inner)
         except (TypeError, AttributeError, PicklingError):
@@ -367,8 +367,11 @@ class FeedLoader(DataLoader[Batch]):
         return {name: getattr(self, name) for name in _PASSED_ON if hasattr(self, name)}
 
     def _base_of(self, position: Any) -> torch.Generator | None:
-        """Return the generator of the workers' base seed. Datasets that shuffle by worker seed then repeat their
-        order."""
+        """Return the generator from which torch draws the workers' base seed. None: torch's default generator.
+
+        Any other generator draws the same base seed in a resumed pass, so datasets that shuffle by worker seed repeat
+        their order.
+        """
         if self.generator is not None:
             saved = position.origin["base_state"] if position.origin is not None else None
             if saved is not None:

@@ -91,7 +91,7 @@ class LoaderPass(Iterator[Batch]):
             return position.refusal
         self._failed(end)
         said = str(end).strip()
-        # Otherwise newer indices have been requested since.
+        # The index is known only if no later one has been requested.
         at = f", at {position.newest()!r:.200}" if self.taken + 1 == position.given else ""
         self._end = "ended early, with StopIteration"
         return LoaderError(

@@ -90,8 +90,8 @@ class DrawsOf:
     """The random draws of a loader and its samplers, to be repeated by a clone with other workers.
 
     torch draws a seed for the workers when a pass begins, unless they are alive already. With workers, indices are
-    drawn past the end of the sampler, and there torch's RandomSampler draws once more from the user's generator.
-    Without workers, a loop that knows the loader's length stops before that (torch 2.6 to 2.15).
+    drawn past the end of the sampler. At this end, torch's RandomSampler draws once more from the user's generator.
+    Without workers, a loop that knows the loader's length stops before this last draw (torch 2.6 to 2.15).
 
     Args:
         loader: a DataLoader.
@@ -156,7 +156,7 @@ def find_samplers(*roots: object) -> State:
 
 
 def state_of_sampler(sampler: AnySampler) -> State:
-    """Return the state that a sampler keeps between epochs: its own, and the user's generator's."""
+    """Return the state that a sampler keeps between epochs: its own state, and the state of the user's generator."""
     state: State = {}
     if _has_state(sampler):
         state["sampler"] = copy.deepcopy(sampler.state_dict())
@@ -263,8 +263,10 @@ class MapPass(Pass):
             self._drawn_ahead.append(checksum(index, before))
 
     def skip_trained(self, indices: Iterator[Index], count: int) -> Iterator[Index]:
-        """Yield ``indices`` after the first ``count``, trained before the checkpoint. Yields nothing if the sampler
-        draws other samples now."""
+        """Return ``indices`` without the first ``count``, which were trained before the checkpoint.
+
+        If these differ from the samples in the checkpoint, sets :attr:`Pass.refusal` and returns no indices.
+        """
         if self.drawn is None:
             return islice(indices, count, None)
         for index in islice(indices, count):
@@ -299,14 +301,14 @@ class MapPass(Pass):
         """Seed, restore and record the samplers. Runs once, before the first index is drawn.
 
         Not earlier: building a torch iterator draws the workers' base seed from the user's generator unless persistent
-        workers are alive. Only the generator's state after that is the same in a resumed run.
+        workers are alive. The generator's state is the same in a resumed run only after this draw.
         """
         if self._begun:
             return
         self._begun = True
         saved: Mapping[str, SavedState] = self.origin["pass_start"] if self.origin is not None else {}
         if self.origin is not None and self.origin.get("rest") == "dealt":
-            self.pass_start = copy.deepcopy(self.origin["pass_start"])  # its order is drawn from these
+            self.pass_start = copy.deepcopy(self.origin["pass_start"])  # source of the remaining samples' order
             return
         for name, sampler in samplers.items():
             self.pass_start[name] = self._begin_sampler(name, sampler, saved.get(name, {}))
@@ -367,8 +369,9 @@ def facts_of(loader: DataLoader[Batch], samplers: Mapping[str, AnySampler]) -> S
     """Describe a map-style loader's configuration for its state, for comparison in a resumed run.
 
     Returns:
-        ``world``, the number of ranks; ``shares`` of the sampler, one per rank; ``batch_size``; ``samples`` in the
-        dataset, None if it has no length; and ``order``, a recipe to draw the order again, None if unknown.
+        ``world``, the number of ranks; ``shares``, the number of parts into which a DistributedSampler divides its
+        order, 1 for other samplers; ``batch_size``; ``samples``, the length of the dataset, None if it has none; and
+        ``order``, a recipe to draw the order again, None if unknown.
     """
     batches = loader.batch_sampler
     sampler: AnySampler = loader.sampler if batches is None else getattr(batches, "sampler", batches)

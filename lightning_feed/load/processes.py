@@ -47,8 +47,8 @@ class TorchBatches(Maker):
         """See :meth:`Stage.fail`.
 
         Ends the worker processes at once. Torch would end them only when the traceback is freed; its queues are gone by
-        then, so it waits 5 s for each worker (torch 2.6 and 2.15). Persistent workers are ended only if one of them is
-        dead, since no other pass can use the rest.
+        then, so it waits 5 s for each worker (torch 2.6 and 2.15). Persistent workers stay alive, unless one of them is
+        dead, because no other pass can then use the rest.
         """
         if isinstance(error, KeyboardInterrupt):
             stop_workers(self._iterator)
@@ -74,7 +74,9 @@ class TorchBatches(Maker):
 
 
 def _open_tasks(iterator: AnyIterator, position: Pass) -> str:
-    """Return torch's open tasks, which each worker processes in order (``_task_info`` in torch 2.6 and 2.15).
+    """Describe the worker with the earliest batch that is missing, from torch's open tasks.
+
+    Each worker processes its tasks in order (``_task_info`` in torch 2.6 and 2.15).
 
     A thread in the worker sends finished batches, so the worker may be past its first missing task.
     """
@@ -98,7 +100,7 @@ def _open_tasks(iterator: AnyIterator, position: Pass) -> str:
 
 
 def torch_iterators(batches: Any) -> list[Any]:
-    """Find torch's iterators in an iterator: itself, that of a LoaderPass, or several of a combined loader."""
+    """Return torch's iterators in ``batches``: one of torch's itself, a LoaderPass, or a combined loader's iterator."""
     side_by_side = getattr(batches, "iterators", None)
     if isinstance(side_by_side, list):
         return [inner for one in side_by_side for inner in torch_iterators(one)]

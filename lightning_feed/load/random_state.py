@@ -1,6 +1,6 @@
 """Random numbers: one generator per sample in worker threads; comparing and restoring random states.
 
-Python, NumPy and torch each have one default generator per process. Worker threads and training would draw from it
+Python, NumPy and torch each have one default generator per process, from which worker threads and training would draw
 in an unpredictable order. Our recipes draw from :func:`sample_generator` instead. If the first sample uses a default
 generator, a warning says so.
 """
@@ -124,9 +124,11 @@ def preserve_state(*owners: object) -> Iterator[None]:
     """Restore ``owners`` and the global generators at the end of a ``with`` block.
 
     Restores torch's, NumPy's and Python's global generators. Also restores attributes, container contents and
-    generators in all objects reachable from the owners, such as datasets, samplers and transforms. Does not restore the
-    contents of arrays and tensors, containers of more than 100,000 elements, the elements of containers of more than
-    1,000, or state outside Python, such as a file's position.
+    generators in all objects reachable from the owners, such as datasets, samplers and transforms.
+
+    Does not restore the contents of arrays and tensors, or state outside Python, such as a file's position. Containers
+    of more than 100,000 elements are not restored. In containers of more than 1,000, the elements' own state is not
+    restored.
 
     Args:
         owners: loaders, datasets, or containers of them. Iterators of loaders are not visited.
@@ -176,7 +178,7 @@ def _kept(value: object) -> Iterator[Undo]:
 
 
 def _refill(container: Any, before: Any) -> None:
-    """Restore the elements of a container. An unchanged one is not written to."""
+    """Restore the elements of a container. An unchanged container is not written to."""
     here, there = (chain(one, one.values()) if isinstance(one, dict) else one for one in (container, before))
     if len(container) == len(before) and all(now is then for now, then in zip(here, there, strict=True)):
         return

@@ -34,7 +34,8 @@ class Job(NamedTuple):
     """The arguments of a task."""
 
     keys: tuple[str, ...]
-    """Key of this loader's plan, then those of all other plans of its process. Workers drop any older plan."""
+    """Key of this loader's plan, then the keys of the other plans that its training process uses. Workers drop that
+    process's other plans."""
     report_s: float
     """Seconds between two reports of a busy worker."""
     grace_s: float
@@ -142,7 +143,7 @@ class _Worker:
     def _begin(self, job: Job, place: int, what: str) -> None:
         self._doing = what
         begin_sample(job.seed, job.number, place)
-        # Nothing else here uses the default generators, so the user's own draws do not depend on the worker either.
+        # The default generators serve only the user's code. Seeded for each sample, they do not depend on the worker.
         own = mix_seed(job.seed, job.number, place, "default generators")
         torch.default_generator.manual_seed(own)
         random.seed(own)
@@ -214,9 +215,9 @@ def _tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...], order: list
 
 # --- messages between workers and training processes -----------------------------------------------------------------
 
-# In the key-value store of the head node: a few bytes that any process of the cluster may write or read in less than a
-# millisecond. ray.cancel() is not used: if the task ends at the same moment, it ends the calling process (seen in Ray
-# 2.60).
+# Messages are a few bytes in the key-value store of the head node. Any process of the cluster can write or read them in
+# less than a millisecond. ray.cancel() is not used: if the task ends at the same moment, the call ends the calling
+# process (seen in Ray 2.60).
 _NAMESPACE = {"namespace": "lightning_feed"}
 
 
@@ -240,7 +241,7 @@ def take_reports(key: str) -> list[str]:
 
 
 def close_passes(key: str, last: int) -> None:
-    """Mark a loader's passes up to this one as closed."""
+    """Mark a loader's passes up to number ``last`` as closed."""
     _store()._internal_kv_put(f"closed/{key}", str(last), **_NAMESPACE)
 
 

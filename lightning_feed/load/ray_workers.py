@@ -111,9 +111,9 @@ def _warn_of_few(there: float, workers: int) -> None:
         logger.warning(few, there, workers)
 
 
-@functools.cache  # each is sent to the cluster once
+@functools.cache  # the task is sent to the cluster once
 def _task(tries: int) -> Any:
-    # SPREAD keeps tasks out of the placement group even if training itself runs in an actor, as under ray.train.
+    # If training itself runs in an actor (ray.train), SPREAD keeps our tasks out of the actor's placement group.
     options = {"num_returns": 2, "num_cpus": 1, "max_retries": tries - 1, "scheduling_strategy": "SPREAD"}
     return _ray().remote(**options)(make_batch)
 
@@ -135,20 +135,21 @@ class RemotePlan:
         self.address: str = ray.get_runtime_context().gcs_address
         self.node: str = ray.get_runtime_context().get_node_id()
         plan = Plan(loader.dataset, loader.collate_fn, loader.batch_sampler is not None)
-        self._plan = [self._put(plan)]  # in a list, so that Ray passes a reference to the task, not the object
+        self._plan = [self._put(plan)]  # in a list, so that Ray gives the task a reference, not the object
         self.key = f"{_owner}/{uuid.uuid4().hex}"
         self.passes = count()
         _in_use[self.key] = self
 
     def make(self, after: Any, *job: Any) -> Any:
-        """Request a batch that starts once another finishes. Returns references to its completion and to the batch."""
+        """Request a batch, to be started when task ``after`` has ended. Returns references to its completion marker and
+        to its result."""
         keys = (self.key, *(key for key in _in_use if key != self.key))
         # One argument instead of seven: Ray would serialise each separately.
         packed = self.ray.cloudpickle.dumps(Job(keys, REPORT_S, GRACE_S, *job))
         return _task(TRIES).remote(after, self._plan, packed)
 
     def close_passes(self, last: int) -> None:
-        """Tell workers that these passes are closed."""
+        """Tell workers that the passes up to number ``last`` are closed."""
         if self.ray.is_initialized() and self.ray.get_runtime_context().gcs_address == self.address:
             close_passes(self.key, last)
 

@@ -13,7 +13,7 @@ from lightning_feed.load.machine import THREAD_BYTES, WORKER_BYTES, Footprint, M
 MOST = 1024
 """Upper limit for workers and batches ahead. A larger number is a typing error."""
 SEEDS = 2**32
-"""Largest seed, as in NumPy and Lightning."""
+"""Number of possible seeds, from 0 on, as in NumPy and Lightning."""
 _NONE = range(0)
 _ALLOWED: dict[str, tuple[range, tuple[object, ...]]] = {
     "num_workers": (range(MOST + 1), ("auto", "tune")),
@@ -34,7 +34,7 @@ _ALLOWED: dict[str, tuple[range, tuple[object, ...]]] = {
 
 @dataclass(frozen=True)
 class RayCluster:
-    """A FeedLoader's ``workers`` that make its batches on a Ray cluster."""
+    """Value of a FeedLoader's ``workers``: its batches are made on a Ray cluster."""
 
     address: str | None = None
     """Address of the cluster, as in ``ray.init``. None: the Ray already used by this process, or a new one."""
@@ -87,7 +87,8 @@ class LoaderSettings:
     seed: int | None = None
     """Seed of the training order. None: the seed of ``seed_everything``, or a random one."""
     sample_bytes: int | None = None
-    """Bytes of one sample from the dataset, if known. Lets ``"auto"`` calculate how many fit into shared memory."""
+    """Bytes of one sample from the dataset, if known. Lets ``"auto"`` calculate the number of batches that fit into
+    memory and shared memory."""
 
     def __post_init__(self) -> None:
         for name, (numbers, others) in _ALLOWED.items():
@@ -110,7 +111,7 @@ class LoaderSettings:
         raise SettingsError(f"{name}={value!r} is not possible. Use {' or '.join(allowed)}.")
 
     def asking_for_workers(self) -> dict[str, Any]:
-        """Names of the user's settings that need workers."""
+        """Return the user's settings that need workers, by name."""
         idle: dict[str, tuple[object, ...]] = {
             "workers": ("process",),
             "prefetch_factor": ("auto",),

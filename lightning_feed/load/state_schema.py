@@ -149,7 +149,7 @@ def _has_order(state: SavedState) -> bool:
 
 
 def _fits_the_epoch(state: SavedState, name: str, start: SavedState) -> bool:
-    """Check that a sampler started with the right epoch and, if the run has a seed, with the seed derived for it."""
+    """Check that a sampler started with the right epoch and derived seed. True if the run has no seed."""
     seed, epoch = state["seed"], state["epoch"]
     if seed is None or epoch is None:
         return True

@@ -6,7 +6,7 @@ finalizer that garbage collection runs inside another ``put``.
 
 Uses only the standard library. torchdata's ParallelMapper (read in 0.11) polls its queues ten times a second, loses a
 BaseException and cannot say which sample it waits for. Python joins a ThreadPoolExecutor at exit, so a sample that
-hangs would block the exit for ever. Our threads end with the pass, because they start in less than a millisecond.
+hangs would block the exit for ever. Our threads end with the pass. Keeping them would save less than a millisecond.
 """
 
 import logging
@@ -63,7 +63,7 @@ class _Plan:
     seed: int
     """Seed of the samples' random numbers."""
     done: "SimpleQueue[int | None]" = field(default_factory=SimpleQueue)
-    """Queue of complete batch numbers. None: the pass was closed."""
+    """Queue of the numbers of complete batches. None: the pass was closed."""
     tasks: "SimpleQueue[_Task | None]" = field(default_factory=SimpleQueue)
     """Queue of the threads' tasks. None: end."""
     cancelled: bool = False
@@ -102,7 +102,7 @@ class _Job:
         self._failure: tuple[int, int, BaseException] | None = None  # place, thread, error
         self._held: object = None
         if not plan.whole and hasattr(plan.dataset, "expect"):
-            self._held = plan.dataset.expect(self.parts)  # keeps the files read together for the life of this job
+            self._held = plan.dataset.expect(self.parts)  # reads in progress: dropping this abandons them
 
     def work(self, place: int, thread: int) -> None:
         """Load the sample at ``place``. Never raises."""
@@ -119,8 +119,11 @@ class _Job:
         self.at.pop(thread, None)
 
     def take(self) -> Batch:
-        """Return the batch, only once, or raise the error of the first failed sample, in its own type, with thread and
-        index."""
+        """Return the batch. Works only once.
+
+        Raises:
+            BaseException: the error of the first failed sample, in its own type. Any Exception names thread and index.
+        """
         if self._failure is None:
             batch, self._loaded = self._loaded[0], []
             return batch
@@ -268,7 +271,7 @@ class ThreadPass(OwnPass):
         try:
             loaded.get(timeout=self._timeout_s or None)
         except Empty:
-            return  # next() waits for it again, up to the timeout, and then names it
+            return  # next() waits for this sample again, up to the timeout, and then names it
         changed = before.restore()
         if changed:
             logger.warning(
@@ -349,7 +352,7 @@ def _serve(
     set_device: Callable[[], None],
 ) -> None:
     try:
-        torch.get_num_threads()  # a thread's first call sets the default, so call it before the next line
+        torch.get_num_threads()  # the first call in a thread resets the number to the default, so it comes first
         torch.set_num_threads(1)
         set_device()
     except BaseException as error:  # noqa: BLE001  # raised where the threads are started

@@ -1,4 +1,4 @@
-"""A watchdog for one pass: warns where loading hangs if no batch arrives for a long time."""
+"""A watchdog for one pass. If no batch arrives for a long time, its warning names the place where loading hangs."""
 
 import logging
 import queue
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 _CHECKS = 10
 """Number of checks within the waiting time before a warning."""
 _REPEAT = 10
-"""Factor on the waiting time after each warning."""
+"""Time without another warning after a warning, in multiples of the waiting time."""
 
 
 class Watched(Protocol):
@@ -41,7 +41,7 @@ class LateBatch:
     Args:
         batches: the pass. Not kept alive.
         watch: waiting time and name of the loader.
-        clock: seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, batches: Watched, watch: Watch, clock: Callable[[], float] = time.monotonic) -> None:
@@ -61,7 +61,7 @@ class LateBatch:
             self._thread.start()
 
     def came(self) -> None:
-        """Note that the loop has its batch, or will not get one."""
+        """Note that the loop has its batch."""
         self._since = None
 
     def close(self) -> None:

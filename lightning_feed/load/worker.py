@@ -173,7 +173,7 @@ def stack_of(pid: int) -> str:
 
 @contextlib.contextmanager
 def resend_ctrl_c() -> Iterator[None]:
-    """Resend, a moment later, a Ctrl-C raised here: Python drops errors raised in a finalizer or ``__del__``."""
+    """Send a Ctrl-C in a finalizer or ``__del__`` again, a moment later, because Python drops errors raised there."""
     try:
         yield
     except KeyboardInterrupt:

@@ -14,8 +14,9 @@ from lightning_feed.storage.system import read_text
 # --- other programs ---------------------------------------------------------------------------------------------------
 
 _USER, _NICE, _SYSTEM, _STEAL = 0, 1, 2, 7
-"""Columns of ``/proc/stat`` (proc(5)); and of ``/proc/PID/stat`` after the name, ``utime`` to ``cstime``."""
+"""Columns of ``/proc/stat`` (proc(5))."""
 _FIRST, _LAST = 11, 14
+"""Columns ``utime`` and ``cstime`` of ``/proc/PID/stat``, counted after the program's name."""
 SAMPLE_S = 2.0
 """Seconds between two samples of CPU use."""
 MOST_SAMPLES = 1800

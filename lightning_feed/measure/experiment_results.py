@@ -27,7 +27,7 @@ class FunctionCost:
     line: int
     """The line that takes most of the time."""
     calls: str | None
-    """The library class or function called there, such as ``ColorJitter``; None: the function's own work."""
+    """The library class or function called on that line, such as ``ColorJitter``; None: the function's own work."""
     stage: Literal["samples", "collate"]
     """The kind of work: making samples, or collating them."""
     ms_per_batch: float
@@ -63,7 +63,7 @@ class DiskFacts:
     latency_ms: float | None = None
     """For a URL: time from requesting one byte to receiving it, with sequential requests."""
     line_mb_per_s: float | None = None
-    """For a URL: with many concurrent requests."""
+    """For a URL: rate of reading with many concurrent requests."""
 
 
 REST_OF_THE_FIT = "the rest of the fit"
@@ -100,15 +100,16 @@ class ExperimentResults:
     taking_ms: float | None = None
     """CPU time that the training process needs to take one batch from its workers; null without workers."""
     cached_bytes_per_s: float | None = None
-    """The loader with all files that it opens in the page cache."""
+    """Rate of the loader when all files that it reads are already in the page cache."""
     no_transform_per_s: float | None = None
-    """The loader without the dataset's transforms."""
+    """Rate of the loader without the dataset's transforms."""
     as_uint8_per_s: float | None = None
-    """The loader with uint8 images at their final size: all other transforms are left to the device."""
+    """Rate of the loader if it yields uint8 images at their final size. All later transforms are left to the device."""
     device_decode_per_s: float | None = None
     """Rate at which an otherwise idle device decodes, crops and resizes an image folder."""
     crops: CropTrial | None = None
-    """The samples of an image folder with only the crops decoded; None if no images are decoded whole, then cropped."""
+    """Comparison of decoding an image folder's images whole and decoding only their crops. None if the loader does not
+    decode images whole and then crop them."""
     costs: tuple[NamedCost, ...] = ()
     """Per sample: reading, decoding, and every transform by name."""
     samples_ms: float | None = None
@@ -116,22 +117,23 @@ class ExperimentResults:
     collate_ms: float | None = None
     """Wall time of ``collate_fn`` for one batch."""
     functions: tuple[FunctionCost, ...] = ()
-    """The user's functions that take this time, the most expensive first."""
+    """The user's functions that take the time in ``samples_ms`` and ``collate_ms``, the most expensive first."""
     cold_per_s: float | None = None
-    """The loader with none of its files in the page cache."""
+    """Rate of the loader with none of its files in the page cache."""
     ceiling_per_s: float | None = None
-    """A data set of constant samples of the same shapes, same workers: the limit of IPC, collating and pinning."""
+    """Rate of the loader with constant samples of the same shapes and the same workers: the limit of IPC, collating and
+    pinning."""
     hand_over_ms: float | None = None
     """Median wall time to take a ready batch from a worker process, without pinning. The training loop, or the pin
-    thread, spends it on each batch. Without workers: measured with one worker."""
+    thread, spends this time on each batch. Always measured with one worker per loader."""
     hand_over_file_system_ms: float | None = None
     """``hand_over_ms`` with the sharing strategy ``file_system``; None if it is already in use or cannot be tried."""
     sharing_strategy: str | None = None
     """The current sharing strategy: ``torch.multiprocessing.get_sharing_strategy()``."""
     pinned_gb_per_s: float | None = None
-    """Host to device, from pinned memory."""
+    """Speed of copies from host to device, from pinned memory."""
     pageable_gb_per_s: float | None = None
-    """Host to device, from memory that is not pinned."""
+    """Speed of copies from host to device, from memory that is not pinned."""
     copy_ms: float | None = None
     """Time to copy one batch to the device, from the memory in which the loader returns it."""
     worker_scaling: tuple[tuple[int, float], ...] = ()

@@ -21,7 +21,7 @@ _DEEPEST = 4
 def with_loaders(facts: LoopFacts, every: Sequence[AnyLoader], *, reloaded: bool | None = None) -> LoopFacts:
     """Add facts about the training loaders; if there are several, about the one with the fewest workers.
 
-    If one has no ``num_workers``, training may wait for that one: the settings of the others are then left out.
+    If any loader has no ``num_workers``, training may be waiting for that loader, so all settings are left out.
 
     Args:
         facts: facts about the run so far.
@@ -45,15 +45,15 @@ def with_loaders(facts: LoopFacts, every: Sequence[AnyLoader], *, reloaded: bool
 
 
 def with_batch(facts: LoopFacts, batch: Batch) -> LoopFacts:
-    """Add the batch size."""
+    """Add the number of tensors in a batch, and their size in bytes."""
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors(batch)]
     return replace(facts, batch_bytes=sum(sizes), batch_tensors=len(sizes))
 
 
 def batches_ahead(loaders: Sequence[AnyLoader]) -> int:
-    """Largest number of batches that the training loaders may hold ready.
+    """Largest number of batches that any one of the training loaders may hold ready.
 
-    For each: workers x prefetch_factor, plus the queue in the background.
+    A loader may hold ``num_workers`` x ``prefetch_factor`` batches, plus those in its background queue.
     """
     ready = [
         (getattr(loader, "num_workers", 0) or 0) * (getattr(loader, "prefetch_factor", 0) or 0)

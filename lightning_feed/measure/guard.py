@@ -58,8 +58,8 @@ class Guard:
         """Return the result of ``call``, or None if it fails or ``task`` has failed before. Measuring continues.
 
         Args:
-            task: what it does, to follow "could not": ``"print its report"``.
-            call: does it.
+            task: the task in words that can follow "could not": ``"print its report"``.
+            call: the function that does the task.
         """
         if task in self._failed:
             return None
@@ -75,7 +75,7 @@ class Guard:
         if self.measures:
             self.measures = False
             self._log("stopped measuring", error, "Training goes on; log at level DEBUG to see where it failed.")
-            self._quiet = True  # a failure now has the same reason
+            self._quiet = True  # a failure to remove the hooks would have the reason that was just logged
             self.attempt("remove its hooks from the Trainer", self._stop)
             self._quiet = False
 
@@ -111,10 +111,10 @@ def guarded(hook: Callable[Concatenate[Owner, P], None]) -> Callable[Concatenate
 
 
 def check_instance(callback: object, kind: type) -> None:
-    """Refuse a callback's class in place of an object: its hooks would get the Trainer as ``self``.
+    """Refuse a callback's class that was passed in place of an object: its hooks would get the Trainer as ``self``.
 
     Raises:
-        SettingsError: says what to write.
+        SettingsError: when ``callback`` is a class; the message says what to write instead.
     """
     if not isinstance(callback, kind):
         raise SettingsError(f"callbacks=[{kind.__name__}] holds the class. Write callbacks=[{kind.__name__}()].")

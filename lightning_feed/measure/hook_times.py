@@ -14,9 +14,10 @@ from lightning_feed.measure.step_meter import Clock, host_clock
 T = TypeVar("T")
 
 FIRST_TIMED, FIRST_COUNT = 3, 5
-"""The first timed step, and how many timed steps follow directly, so that short runs have some."""
+"""Steps that end before the first timed one, and timed steps in a row from there on, so that short runs have some."""
 EVERY = 47
-"""Steps between later timed steps: a prime, so that work done every 10 or 50 steps is sampled in proportion."""
+"""Steps from one later timed step to the next: a prime, so that work done every 10 or 50 steps is sampled in
+proportion."""
 LEAST_MS = 0.05
 """Shorter hooks are not reported: most do nothing."""
 OWN = "]GPUStarvationCallback."
@@ -48,7 +49,7 @@ class HookTimes:
         self._between, self._clock = between, clock
         self._next_turn = FIRST_TIMED
         self._begun = self._timed_steps = self._steps = 0
-        """Counts of timed steps that began, of timed steps that count, and of steps whose calls count."""
+        """Number of timed steps that began, of timed steps that were not left out, and of all steps not left out."""
         self._left_out = self._leaves_out_calls = False
         self._sums: Counter[str] = Counter()
         self._fresh: Counter[str] = Counter()
@@ -85,7 +86,7 @@ class HookTimes:
 
     def leave_out_step(self) -> None:
         """Do not count this step: it contains a validation or the start of an epoch."""
-        self._left_out |= self.timing  # an earlier timed step that waits to be counted stays
+        self._left_out |= self.timing  # if this step is not timed, the last timed one, still to be added, counts
         self._leaves_out_calls = True
 
     def stop(self) -> None:
@@ -174,7 +175,7 @@ class _Announced(AbstractContextManager[str]):
 
 
 class _Actions(dict[str, AbstractContextManager[Any]]):
-    """One context per name. Other names share an empty context, because a step asks for about thirty."""
+    """One context per name. A new name gets an empty context, which is kept, because a step asks for about thirty."""
 
     def __missing__(self, name: str) -> AbstractContextManager[Any]:
         self[name] = nullcontext(name)
@@ -184,10 +185,10 @@ class _Actions(dict[str, AbstractContextManager[Any]]):
 def tap_profiler(
     profiler: Any, on_start: Calls, on_stop: Calls, *, does_nothing: bool = False, hooks: HookTimes | None = None
 ) -> Callable[[], None]:
-    """Call back when ``profiler``, on this one instance, starts and stops an action of one of these names.
+    """Call functions when this one instance of a profiler starts or stops an action with one of the given names.
 
-    The profiler's own time is outside the action. A step announces thirty to fifty actions, so other names cost only
-    one search in a dict.
+    The profiler's own time is not part of the action. Other names cost only one look-up in a dict, because a step
+    announces thirty to fifty actions.
 
     Args:
         profiler: has ``start(action_name)``, ``stop(action_name)``, and the context manager ``profile(action_name)``.

@@ -18,7 +18,7 @@ from lightning_feed.storage.system import cgroup_folders, read_text
 MOST_THREADS = 16
 """Largest number of threads read per worker, the oldest first. Each costs a file; torch's workers have two."""
 SLACK_PER_READ = 4096
-"""Largest number of bytes that a disk returns beyond the size of one read(): it returns whole pages."""
+"""Largest number of bytes that a disk returns beyond those requested by one read(), because it returns whole pages."""
 
 
 class Workers(NamedTuple):
@@ -62,7 +62,7 @@ class WorkerTime(Additive):
 
     @property
     def blocked_ns(self) -> float:
-        """Time neither on a CPU nor ready to run. The clocks differ a little, so the difference may be below 0."""
+        """Time neither on a CPU nor ready to run. The clocks differ a little, so a difference below 0 counts as 0."""
         return max(0.0, self.wall_ns - self.on_cpu_ns - self.run_queue_ns)
 
     @property
@@ -197,7 +197,7 @@ def count_connections(pids: Iterable[int], root: Path = Path("/")) -> int | None
     """Count established TCP connections of processes, without connections inherited from this process by a fork.
 
     Args:
-        pids: process IDs. The processes share this one's network.
+        pids: IDs of processes in the network namespace of this process.
         root: the file system to read ``proc`` from.
 
     Returns:
@@ -232,7 +232,7 @@ RESOURCES = ("cpu", "io", "memory")
 
 @dataclass
 class PressureTime(Additive):
-    """Sums over intervals: nanoseconds by resource, and scheduler periods by cgroup that may have a CPU quota."""
+    """Sums over intervals: nanoseconds by resource, and scheduler periods by cgroup, if it may have a CPU quota."""
 
     part: Counter[str] = field(default_factory=Counter)
     """Time or periods in which some task waited for the resource (PSI "some"), or the quota was used up."""
@@ -264,7 +264,7 @@ class PressureClock:
         own = list(cgroup_folders(root, ""))
         self._pressure: dict[str, Path] = {}
         for resource in RESOURCES:
-            # A process outside any container is in the root cgroup, or in its session's: use the nearest.
+            # The nearest file counts: that of the process's cgroup or of one around it, else the whole machine's.
             files = [*(folder / f"{resource}.pressure" for folder in own), root / "proc/pressure" / resource]
             self._pressure.update([(resource, path) for path in files if _waited_ns(path) is not None][:1])
         # The effective quota may belong to an outer cgroup.

@@ -1,7 +1,7 @@
 """The state of a live iterator over a loader: batches ready, batches that wait to be pinned, and its workers.
 
-Known iterators are torch's over worker processes, torchdata's with the same private parts (checked against torch 2.6,
-torch 2.15 and torchdata 0.11), torch's without workers, and our own; also a generator that draws from one of these. The
+Known iterators: torch's with worker processes, and torchdata's, which has the same private parts (checked against torch
+2.6, torch 2.15 and torchdata 0.11); torch's without workers; our own; and a generator that draws from one of these. The
 state of any other iterator is unknown. If a private part is missing or has changed, the figure is unknown; training
 never fails.
 """
@@ -62,9 +62,9 @@ def _is_wrapper(value: object) -> bool:
 
 
 def iterator_in(iterator: object) -> Any:
-    """The DataLoader iterator that another one, such as a generator, draws from; None for none, or several.
+    """The DataLoader iterator that another iterator, such as a generator, draws from; None for none, or several.
 
-    Only the garbage collector knows the iterator of a generator's ``for``.
+    Uses the garbage collector, because nothing else knows the iterator of a ``for`` loop inside a generator.
     """
     found: list[object] = []
     seen = {id(iterator)}
@@ -114,10 +114,10 @@ class QueueState(NamedTuple):
 
 
 class Probe:
-    """Reads the state of one iterator without keeping it alive. This class is for torch's without workers.
+    """Reads the state of one iterator without keeping it alive. This base class reads torch's iterator without workers.
 
     Args:
-        iterator: of a kind that :func:`is_known`, or the threads of our own pass.
+        iterator: an iterator that :func:`is_known`, or our own workers (``OwnPass``) inside our own pass.
         clock: measures waiting.
     """
 
@@ -133,7 +133,7 @@ class Probe:
         return self._ask(self._capacity, None)
 
     def inside(self, wrapper: object) -> "Probe | None":
-        """This probe for use inside a wrapper such as a generator; None if the wrapper's end cannot be seen."""
+        """This probe, tied to the life of a wrapper such as a generator; None if there is no weak reference to it."""
         with suppress(TypeError):
             self._outer = weakref.ref(wrapper)
             return self
@@ -189,13 +189,14 @@ class TorchProbe(Probe):
     """Reads torch's ``_MultiProcessingDataLoaderIter``, or an iterator with the same parts.
 
     Torch keeps batches that arrive out of order in ``_task_info``, as tuples of two. It reads its queue, with
-    ``_try_get_data``, only while the next batch in order is missing. The time of such a call counts as head-of-line
-    blocking if a later batch was ready when it began, times the share of workers without tasks. If all workers are
-    busy, the order costs nothing: they would not make more batches in any other order. At the end of the data, workers
-    are idle in any case, so nothing counts there. A batch is seen only once torch has unpacked it.
+    ``_try_get_data``, only while the next batch in order is missing. If a later batch is ready when such a call begins,
+    the call's duration, times the share of workers without tasks, counts as head-of-line time. If all workers are busy,
+    the order costs nothing: they would not make more batches in any other order. At the end of the data, workers are
+    idle in any case, so nothing counts then. A batch is seen only once torch has unpacked it.
 
     ``_try_get_data`` is replaced on this one object, unless somebody has already replaced it; that costs some
-    microseconds per batch. The replacement does not keep the iterator alive: torch ends its workers when it is garbage.
+    microseconds per batch. The replacement does not keep the iterator alive, because torch ends the workers when their
+    iterator is garbage.
     """
 
     def __init__(self, iterator: AnyIterator, clock: Clock = host_clock) -> None:
@@ -210,9 +211,10 @@ class TorchProbe(Probe):
                 self._head_of_line_ns = 0.0
 
     def head_of_line_ns(self) -> float | None:
-        """Time inside ``_try_get_data`` that began with a later batch ready, as above.
+        """Head-of-line time in nanoseconds, as described above; None if ``_try_get_data`` was not replaced.
 
-        Our own failure during a call of the loader is raised here: raised there, it would look like the loader's.
+        Raises an error of ours that happened inside a call of the loader: raised in that call, it would look like the
+        loader's.
         """
         if self._failure is not None:
             raise self._failure
@@ -252,7 +254,7 @@ class TorchProbe(Probe):
 
 
 def _kept(iterator: AnyIterator) -> int:
-    """Batches that arrived before earlier ones in order. Tasks are ``(worker,)``, and ``(worker, batch)`` once kept."""
+    """Batches kept because an earlier one is missing. A task is ``(worker,)``, or ``(worker, batch)`` if kept."""
     tasks = iterator._task_info
     return sum(map(len, tasks.values())) - len(tasks)
 
@@ -286,9 +288,9 @@ class OwnProbe(Probe):
 class PassProbe(Probe):
     """Reads our own pass: worker processes, worker threads or neither, and the thread that reads ahead.
 
-    With ``background``, batches ready for that thread count as ready. The one that it holds while its queue is full is
-    not seen. Without workers, that thread is the worker. Another thread may close the pass at any time; then its state
-    is unknown.
+    With ``background``, batches that the thread reading ahead has not fetched yet also count as ready. A batch that the
+    thread holds while its queue is full is not seen. Without workers, the thread counts as the worker. If another
+    thread closes the pass, which may happen at any time, the state is unknown.
     """
 
     def __init__(self, iterator: "LoaderPass", clock: Clock = host_clock) -> None:

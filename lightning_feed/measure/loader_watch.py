@@ -18,9 +18,10 @@ from lightning_feed.measure.stats import Additive, LoaderStats
 from lightning_feed.measure.step_meter import Clock, host_clock
 
 COUNT_EVERY_NS = 5_000_000_000
-"""Shortest interval between two counts of the workers' connections: a busy machine has many thousands."""
+"""Shortest interval between two counts of the workers' connections, because a busy machine has many thousands."""
 TRIES = 3
-"""Number of fetches at which an unknown iterator is searched: a generator reveals its source late."""
+"""Number of fetches at which an unknown iterator is searched for the loader inside. The first may be too early for a
+generator."""
 
 
 @dataclass
@@ -120,7 +121,7 @@ class _Fetch:
     wait_ns: int = 0
     """Duration of the fetch."""
     late_ns: float | None = None
-    """Time in the fetch with a later batch ready; until the fetch ends, the total before it."""
+    """Time in the fetch while a later batch was ready. Until the fetch ends: the loaders' total at its start."""
 
     def see(self, probe: Probe) -> None:
         """Add the state of one loader."""

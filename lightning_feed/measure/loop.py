@@ -56,7 +56,7 @@ class MeasuredLoop:
     ) -> None:
         self.facts, self.names = facts, names
         self.batch_seen = False
-        """True if the facts include the batch size."""
+        """True if the facts include the number of tensors in a batch and their size."""
         trusted = ring is not None or facts.device_type == "cpu"
         self.ledger = Ledger(queue=queue, trusted_clock=trusted, period=max(1, facts.num_workers or 0))
         self.warm_up, self._settled = WARM_UP_STEPS + queue, False
@@ -67,7 +67,7 @@ class MeasuredLoop:
         self.loaders = LoaderWatch(find, clock=clock, read_every_ns=READ_EVERY_NS)
         self._by_loader: dict[int, Sums] = {}
         self._waited_ns = 0.0
-        self._began_at = 0  # steps finished then
+        self._began_at = 0  # steps that were finished when the loop last began
 
     # --- what the loop does -------------------------------------------------------------------------------------------
 
@@ -84,7 +84,7 @@ class MeasuredLoop:
         self.loaders.epoch_began()
 
     def look_at(self, batch: Batch) -> None:
-        """Add the batch size to the facts."""
+        """Add the number of tensors in a batch, and their size, to the facts."""
         self.batch_seen = True
         self.facts = with_batch(self.facts, batch)
 
@@ -154,7 +154,7 @@ class Schedule:
     """Due times of reports.
 
     Args:
-        now: the seconds of a clock.
+        now: returns the seconds of a clock.
     """
 
     def __init__(self, now: Callable[[], float] | None = None) -> None:

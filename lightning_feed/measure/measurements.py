@@ -15,12 +15,12 @@ class Place:
     words: str
     """Description of the call to change: ``your training DataLoader (Data.train_dataloader, data.py:41)``."""
     form: Literal["arguments", "settings", "callback"] = "arguments"
-    """Kind of arguments that it takes: a DataLoader's, or those of LoaderSettings. ``callback``: a package makes the
-    loader and has no parameter for the workers, so AutotuneCallback sets them."""
+    """``arguments``: the call takes a DataLoader's arguments. ``settings``: it takes those of LoaderSettings.
+    ``callback``: a package makes the loader and has no parameter for the workers, so AutotuneCallback sets them."""
     inner: str = ""
-    """For a wrapped data module: its inner loader, for settings that ``wrap`` does not change."""
+    """Description of a wrapped data module's inner loader, which takes the settings that ``wrap`` does not change."""
     names: tuple[tuple[str, str], ...] = ()
-    """(setting, its name there), if a function of another package makes the loader."""
+    """(setting, name of its parameter), if a function of another package makes the loader."""
     overrides: tuple[tuple[str, str], ...] = ()
     """(setting, its command-line key), if LightningCLI or Hydra set the value."""
     datamodule: str = ""
@@ -31,7 +31,7 @@ class Place:
     """The argument that takes the settings as a dict (``dataloader_kwargs``), if a package makes the loader."""
 
     def code(self, **settings: object) -> str:
-        """Settings as written there: ``num_workers=2``, or ``dataloader_kwargs={"num_workers": 2}``."""
+        """Settings as code for this place: ``num_workers=2``, or ``dataloader_kwargs={"num_workers": 2}``."""
         if self.argument:
             entries = ", ".join(f'"{name}": {value!r}' for name, value in settings.items())
             return f"{self.argument}={{{entries}}}"
@@ -48,7 +48,7 @@ class HookPlace:
     at: str
     """Its file and line, such as ``train.py:12``."""
     interval: str = ""
-    """The constructor argument that seems to make the callback work every N steps, if N is 1."""
+    """The callback's constructor argument that seems to set the number of steps between two actions, if it is 1."""
 
 
 OTHERS_PCT = 20.0
@@ -99,9 +99,9 @@ class LoopFacts:
     breaks_off: bool | None = None
     """True if the Trainer has a limit that may end an epoch before its loaders do."""
     decoder: str | None = None
-    """Of an ImageFolderDataModule."""
+    """``decoder`` of an ImageFolderDataModule."""
     quality: str | None = None
-    """Of an ImageFolderDataModule."""
+    """``quality`` of an ImageFolderDataModule."""
     backend: str | None = None
     """Backend of an ImageFolderDataModule: ``torch``, ``nvjpeg``, ``dali-cpu`` or ``dali-gpu``."""
     own_transforms: bool | None = None
@@ -118,18 +118,19 @@ class LoopFacts:
     max_epochs: int | None = None
     """Epochs of the fit; None if unbounded."""
     log_every_n_steps: int | None = None
-    """Of the Trainer."""
+    """The Trainer's ``log_every_n_steps``."""
     check_val_every_n_epoch: int | None = None
     """The Trainer's ``check_val_every_n_epoch``. None: validation goes by steps, not by epochs."""
     val_check_batches: int | None = None
-    """Training batches between validations, if there are several per epoch or they go by steps."""
+    """Training batches between two validations, if an epoch has several validations, or if they go by steps."""
     checkpoint_steps: int | None = None
     """Training steps between checkpoints. None unless exactly one ModelCheckpoint saves by steps."""
     others_cpu_pct: float | None = None
     """Share of this run's CPUs that other programs used, 0 to 100. Above 20 they affect the figures. Only on Linux,
     with a single training process; else None."""
     others_cpu_median_pct: float | None = None
-    """Median of that share, for predictions: a program that ran only for a while does not affect it."""
+    """Median over time of the share in ``others_cpu_pct``, for predictions: a program that ran only for a while does
+    not affect it."""
     usable_cpus: int | None = None
     """CPUs that this rank may use."""
     world_size: int = 1
@@ -143,13 +144,13 @@ class LoopFacts:
     process_cpu_ms: float | None = None
     """CPU time of the training process per step: all its threads, without its workers."""
     load_cpu_ms: float | None = None
-    """CPU time in ``next(loader)`` per step; None with workers. Counts the training process, but if the loader is not a
-    DataLoader only the training thread."""
+    """CPU time of the training process in ``next(loader)`` per step; None with workers. If the loader is not a
+    DataLoader: CPU time of the training thread only."""
     load_queue_ms: float | None = None
     """Time in ``next(loader)`` per step in which the training thread was ready to run, but other threads or programs
     had the CPUs. Only on Linux; else None."""
     host_queue_ms: float | None = None
-    """Time in which the training thread waited for a CPU, over the whole step."""
+    """Time per step in which the training thread waited for a CPU, in ``next(loader)`` and outside it."""
     generator: str = ""
     """The loader, if it is not a DataLoader: ``generator batches (train.py:12)``."""
     shards_by_worker: bool | None = None
@@ -158,7 +159,8 @@ class LoopFacts:
     """True if an iterable dataset can run in one worker process: it keeps no count across epochs, and has no state that
     this process may need."""
     may_persist: bool | None = None
-    """True if workers may persist between epochs: no ``set_epoch`` of the dataset must reach them."""
+    """True if workers may persist between epochs: the loaders are not replaced, and nothing new, such as a call of
+    ``set_epoch``, has to reach the workers."""
     free_shm_bytes: int | None = None
     """Free space of /dev/shm before training; None without a limit."""
     torch_threads: int | None = None

@@ -28,7 +28,7 @@ def step_rows(steps: Iterable[StepTimes]) -> list[float]:
 
 
 def align(ranks: Sequence[Tensor]) -> Tensor:
-    """The steps that all ranks measured. A rank may lack steps: its device clock lost them, or is not there yet.
+    """The steps that all ranks measured. A rank may lack steps that its device clock lost, or has not reached yet.
 
     Args:
         ranks: each rank's steps as (steps, 3) float64, columns as in :func:`step_rows`.
@@ -51,12 +51,12 @@ class RankSums(Additive):
     """Sums over the steps that all ranks measured. With ``idle[k, r]`` and ``step[k, r]`` for step k on rank r:
 
     - ``starved_pct = 100 * sum_k max_r idle[k, r] / sum_k max_r step[k, r]``. A rank that waits for data makes the
-      others wait for its gradients, which counts as ``compute`` there. So the longest wait of each step is the cost for
-      all ranks. A mean over ranks would hide one starved rank among many.
-    - ``amplification = sum_k max_r idle[k, r] / (1 / ranks * sum_r sum_k idle[k, r])``: the cost for all ranks over the
-      mean wait of a rank; from 1 (all wait in the same steps, equally long) to the number of ranks (in each step one
-      waits alone). Steps are equally long on ranks that exchange gradients, so this is also starved_pct over the mean
-      of the ranks' own starved_pct. None if no rank waits.
+      others wait for its gradients, and they count that as ``compute``. So the longest wait of each step is the cost
+      for all ranks. A mean over ranks would hide one starved rank among many.
+    - ``amplification = sum_k max_r idle[k, r] / (1 / ranks * sum_r sum_k idle[k, r])``: the cost for all ranks, divided
+      by the mean wait of a rank. From 1 (all wait in the same steps, equally long) to the number of ranks (a single
+      rank waits in each step). Steps are equally long on ranks that exchange gradients, so this is also starved_pct
+      divided by the mean of the ranks' own starved_pct. None if no rank waits.
     - ``slow_rank``: the rank with the longest mean wait, if that exceeds the median of the ranks' mean waits by 10 % of
       the mean of ``max_r step[k, r]``. For an even number of ranks, the median is the lower of the two in the middle: a
       mean of both would halve the difference between two ranks.
@@ -66,7 +66,7 @@ class RankSums(Additive):
     longest_idle_ns: float
     longest_step_ns: float
     idle_ns: Tensor
-    """Of each rank."""
+    """Waiting time of each rank."""
 
     @classmethod
     def of(cls, common: Tensor) -> "RankSums":
@@ -102,7 +102,7 @@ MOST_STEPS = 4096
 PATIENCE_S = 5.0
 """Seconds that rank 0 waits for the other ranks' last steps after training."""
 WINDOWS_MISSED = 3
-"""Number of windows that lack a rank's steps after which one line is logged."""
+"""Number of windows in a row without the steps of some rank, after which a line is logged."""
 _POLL_S = 0.005
 _LAST = "last"
 _HEADER = 3  # layout, window, rows: float64, as the rows are

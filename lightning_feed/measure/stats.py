@@ -36,7 +36,10 @@ def tagged(tag: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderStats:
-    """Figures of the loaders, observed from outside or counted by the loaders. Only on Linux; else None."""
+    """Figures of the loaders, observed from outside or counted by the loaders.
+
+    Figures of workers and of pressure are known only on Linux; else None.
+    """
 
     workers_on_cpu_pct: float | None = tagged("feed_workers/on_cpu_pct")
     """Share of the workers' time on a CPU, 0 to 100, mean over workers. High while starved: decoding, augmenting."""
@@ -167,8 +170,8 @@ class StarvationStats:
     optimizer_ms: float | None = tagged("feed_step/optimizer_ms")
     """Part of compute_ms: clipping gradients, the optimizer's step, and setting gradients to zero."""
     h2d_ms: float | None = tagged("feed_step/h2d_ms")
-    """Mean time of the transfer to the device and its hooks that computing does not hide. High: pin, prefetch, shrink.
-    With ``backend="nvjpeg"`` it is mostly decoding."""
+    """Mean time of the transfer to the device, with its hooks, as far as computing does not hide it. High: pin,
+    prefetch, shrink. With ``backend="nvjpeg"`` it is mostly decoding."""
     data_idle_ms: float | None = tagged("feed_step/data_idle_ms")
     """Mean time the device had nothing to do because the host was blocked in the loader. High: load faster. If DALI
     decodes on the GPU, that is included."""

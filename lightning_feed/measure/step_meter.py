@@ -209,7 +209,7 @@ def events_work(make_event: Callable[[], DeviceEvent]) -> bool:
 # --- the parts of a step ----------------------------------------------------------------------------------------------
 
 OTHER, DATA, H2D, COMPUTE, FORWARD, BACKWARD, OPTIMIZER = range(7)
-"""The last three are parts of computing, if they are marked."""
+"""Categories of time. The last three are parts of ``COMPUTE``, and have no time unless they are marked."""
 READS_PER_STEP = 4
 """Largest number of finished steps read from the device at the end of one step: enough to catch up, at little cost."""
 
@@ -229,7 +229,7 @@ class StepTimes(NamedTuple):
     counted: bool
     """True if windows count the step: not the first of an epoch or after a validation."""
     number: int = 0
-    """Number of the step in its fit, from 1. Matches the steps of several ranks, as some may not be measured."""
+    """Number of the step in its fit, from 1. Steps of several ranks are matched by it, as some may not be measured."""
     source: int = 0
     """Index of the loader that the batch came from, if several are read one after the other."""
     forward_ns: float = 0.0
@@ -277,7 +277,7 @@ class StepMeter:
 
     @property
     def lost(self) -> int:
-        """Steps that had no free event of the device clock."""
+        """Steps that the device clock could not measure: :attr:`EventRing.lost`."""
         return self._ring.lost if self._ring is not None else 0
 
     @property
@@ -337,7 +337,7 @@ class StepMeter:
             self._switch(COMPUTE)
 
     def step_began(self) -> None:
-        """Note that the step runs; if the batch did not pass E2 (``dataloader_iter``), compute begins here."""
+        """Note that the step runs. Compute begins here if no batch was seen to arrive, as with ``dataloader_iter``."""
         self._running = True
         if self._category != COMPUTE:
             self._switch(COMPUTE)

@@ -10,7 +10,7 @@ import torch
 def is_users(file: str) -> bool:
     """True for notebook cells, and for files outside Python, installed packages and this package.
 
-    Also for the demo, which stands for a program of the user's.
+    Also for the demo, which stands in for a user's program.
     """
     if file.startswith("<"):
         return file.startswith(("<ipython", "<stdin"))

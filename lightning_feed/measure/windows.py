@@ -62,8 +62,8 @@ class PairSums:
     def step_interval_ns(self, period: int = 1) -> tuple[float, float] | None:
         """95 % percentile interval of the mean step; None for too few steps.
 
-        Its blocks are longer than those for shares, because other programs disturb the run for seconds. There are ten,
-        the fewest that Schmeiser recommends (1982, "Batch size effects in the analysis of simulation output",
+        The blocks are longer than for shares, because other programs disturb the run for seconds. About ten blocks are
+        used, the fewest that Schmeiser recommends (1982, "Batch size effects in the analysis of simulation output",
         Operations Research 30).
 
         Args:
@@ -82,9 +82,10 @@ class PairSums:
 
 
 def block_length(count: int, chunk: int, period: int) -> int:
-    """Chunks in a block: whole periods, at least two, about the cube root of their number (Kuensch's order).
+    """Chunks in a block: about the cube root of the number of chunks (Kuensch's order), as whole periods.
 
-    A block begins anywhere in a period. So a block of one period would hold parts of two, which vary less.
+    At least two periods, unless one fits into a chunk. A block may begin anywhere in a period, so a block of one period
+    would consist of parts of two periods, and such blocks vary less.
 
     Args:
         count: chunks in all.
@@ -115,9 +116,10 @@ def ratio_interval(above: list[float], below: list[float], length: int) -> tuple
 
 
 def _tail(blocks: int) -> float:
-    """The expanded 2.5 % for n blocks: ``Phi(-sqrt(n / (n - 1)) * t(n - 1))``.
+    """Tail of the expanded percentile interval of n blocks, in place of 2.5 %: ``Phi(-sqrt(n / (n - 1)) * t(n - 1))``.
 
-    Student's t from the normal quantile by the first two terms of its expansion (Abramowitz and Stegun 26.7.5).
+    Student's t is computed from the normal quantile, by the first two terms of its expansion (Abramowitz and Stegun
+    26.7.5).
     """
     free = max(1, blocks - 1)
     student = Z + (Z**3 + Z) / (4 * free) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * free**2)

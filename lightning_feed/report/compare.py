@@ -19,12 +19,12 @@ FIGURES = (
 )  # fmt: skip
 """Fields of StarvationStats that are compared, after ``samples_per_s``."""
 MACHINE = ("platform", "cpu", "device", "usable_cpus")
-"""Fields of Environment by which another machine is known."""
+"""Fields of Environment that tell one machine from another."""
 _PASSING = ("available_memory_bytes", "free_shm_bytes", "cpu_reason")
 """Fields of Environment that say nothing about why a run is faster."""
 
 _NONE_IS_OFF = ("prefetch_callback",)
-"""Settings of which None means absent, and not unknown."""
+"""Settings for which None means absent, not unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,29 +52,31 @@ class Comparison:
     """Two reports, the earlier first."""
 
     before: str
-    """The file of the earlier."""
+    """The file of the earlier report."""
     after: str
     settings: tuple[Changed, ...]
-    """Of the run. Settings unknown in either report are left out."""
+    """Changed settings of the run. Settings unknown in either report are left out."""
     versions: tuple[Changed, ...]
-    """Of packages and machine."""
+    """Changed versions of packages, and changes of the machine."""
     figures: tuple[Figure, ...]
     times_as_fast: float | None
-    """Rate of samples after / before; of steps where the batch size is not known. None: neither is."""
+    """Samples per second of the later run, divided by those of the earlier; steps per second if a batch size is
+    unknown. None: a step time is unknown, too."""
     times_low: float | None
-    """Lower end of its 95 % interval. None: one of the reports does not have that of its steps."""
+    """Lower end of the 95 % interval of ``times_as_fast``. None: a report has no interval of its step time."""
     times_high: float | None
-    """Its upper end. Within noise: 1 lies between the two."""
+    """Upper end of that interval. If 1 lies inside, the runs differ by no more than noise."""
     verdict_changed: bool
-    """Another bottleneck, cause or grade."""
+    """True if the bottleneck, the cause or the grade differs."""
     verdict_before: str
     verdict_after: str
     starved_within_noise: bool | None
-    """The 95 % intervals of starved_pct overlap. None: one is not known."""
+    """True if the 95 % intervals of starved_pct overlap. None: one is not known."""
     predictions: tuple[RemedyCheck, ...]
-    """The earlier report's remedies that are in effect in the later."""
+    """Checks of the earlier report's remedies that are in effect in the later run."""
     unchecked: tuple[str, ...]
-    """``changes`` of its other remedies that no report records: a transform, a copy in memory."""
+    """``changes`` of remedies of the earlier report that cannot be checked, because no report records them: a
+    transform, a copy in memory."""
     cautions: tuple[str, ...]
     """Reasons why the figures may not be comparable."""
 
@@ -82,8 +84,8 @@ class Comparison:
 def compare(before: Report, after: Report) -> Comparison:
     """The changes from one report to another.
 
-    A remedy of the earlier report counts as followed when its ``changes`` is true of the later run's facts and not of
-    the earlier's. A remedy outside the facts (another model, another transform) never counts as followed.
+    A remedy of the earlier report counts as followed if its ``changes`` are in effect in the later run, and were not in
+    the earlier run. A remedy that the facts do not record (another model, another transform) never counts as followed.
     """
     old, new = _settings(before), _settings(after)
     settings = tuple(_changed(old, new))
@@ -116,12 +118,12 @@ def compare(before: Report, after: Report) -> Comparison:
 _NOT_CHOSEN = (
     "syncs", "usable_cpus", "lightning", "batch_hooks", "place", "may_persist", "shards_by_worker", "free_shm_bytes",
     "others_cpu_pct", "others_cpu_median_pct", "generator", "every_num_workers", "may_leave_process", "hook_places",
-    "package", "batch_bytes",  # of the first batch, where each may have another length
+    "package", "batch_bytes",  # of the first batch: other batches may have other sizes
 )  # fmt: skip
 
 
 def _settings(report: Report) -> dict[str, Setting]:
-    """Settings chosen by the user, by name. A configured synchronisation is an entry of its own, set to True."""
+    """Settings chosen by the user, by name. Each known synchronisation is an entry of its own: True if configured."""
     facts = report.diagnosis.measurements.facts
     chosen = {
         name: value for name, value in vars(facts).items() if name not in _NOT_CHOSEN and not name.endswith("_ms")
@@ -193,11 +195,11 @@ def _known(figures: tuple[Figure, ...]) -> dict[str, tuple[float, float]]:
 def _times_as_fast(
     figures: tuple[Figure, ...], before: StarvationStats, after: StarvationStats
 ) -> tuple[float | None, float | None, float | None]:
-    """The quotient of two rates, and the ends of its 95 % interval, from those of the two mean steps.
+    """The quotient of two rates, and the ends of its 95 % interval, from the intervals of the two mean steps.
 
-    By the method of variance estimates recovery, MOVER (Zou and Donner 2008, "Construction of confidence limits about
-    effect measures: a general approach", Statistics in Medicine 27), on the logarithms. The intervals are of the steps
-    within each run: what changes from run to run of the same program is not in them.
+    Uses the method of variance estimates recovery, MOVER (Zou and Donner 2008, "Construction of confidence limits about
+    effect measures: a general approach", Statistics in Medicine 27), on logarithms. The intervals only cover variation
+    of the steps within a run, not variation between runs of the same program.
     """
     known = _known(figures)
     if "samples_per_s" in known:
@@ -210,11 +212,11 @@ def _times_as_fast(
     if not 0 < times < math.inf or old is None or new is None:
         return times, None, None
     down, up = math.hypot(old[0], new[1]), math.hypot(old[1], new[0])
-    return times, times * math.exp(-down), times * math.exp(min(up, 700.0))  # beyond are figures that no run has
+    return times, times * math.exp(-down), times * math.exp(min(up, 700.0))  # no overflow: no run has such figures
 
 
 def _spread(stats: StarvationStats) -> tuple[float, float] | None:
-    """Logarithms of the mean step over the lower end of its interval, and of the upper end over it."""
+    """Logarithms of two ratios: the mean step / the lower end of its interval, and the upper end / the mean step."""
     mean, low, high = stats.step_ms, stats.step_low_ms, stats.step_high_ms
     if mean is None or low is None or high is None or not 0 < low <= mean <= high < math.inf:
         return None
@@ -333,15 +335,15 @@ def _row(figure: Figure) -> str:
 def check_starved(report: Report, *, above_pct: float) -> str:
     """Check that a run is within the limit.
 
-    The figure is the base of the verdict's grade, the largest of three shares: ``starved_pct``; with several ranks the
-    loss of all of them together (``ranks.starved_pct``), because the rank that wrote the report may be fed while it
-    waits for another; and the share of an epoch before its first batch, which lies in no step. Where the model alone
-    takes as long as a step nothing is lost, as the verdict says.
+    The checked figure is the one behind the verdict's grade, the largest of three shares: ``starved_pct``; with several
+    ranks, the loss of all ranks together (``ranks.starved_pct``), because the rank that wrote the report may itself be
+    fed while it waits for another rank; and the share of an epoch before its first batch, which belongs to no step. A
+    run also passes if the model alone takes as long as a step, because nothing is lost then, as the verdict says.
 
-    Waiting of the training thread for a CPU that other programs had does not count.
+    Time that the training thread waited for a CPU that other programs had does not count.
 
     Args:
-        report: of the run.
+        report: the run's report.
         above_pct: the largest share of step time that may be spent waiting for data, 0 to 100.
 
     Returns:

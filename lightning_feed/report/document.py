@@ -29,9 +29,9 @@ from lightning_feed.report.report import (
 from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Diagnosis, Grade, Remedy
 
 NAME = "feed_report"
-"""Of the files, without the ending."""
+"""Name of the report's files, without the suffix."""
 SCHEMA = "lightning_feed.report/1"
-"""Name and version of the form. Keys may be added within a version; what is there keeps its meaning."""
+"""Name and version of the JSON format. Within a version, keys may be added, but existing keys keep their meaning."""
 
 
 # --- the parts of the file ----------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ class ReportedRemedy(Remedy):
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The parts of ``feed_report.json`` beside ``schema`` and ``written_at``. All are always there."""
+    """The parts of ``feed_report.json`` other than ``schema`` and ``written_at``. All of them are always written."""
 
     identity: RunIdentity = field(default_factory=RunIdentity)
     environment: Environment
@@ -118,7 +118,7 @@ def _report_of(parts: Parts, **more: Any) -> Report:
 
 
 def _shared(value: object, kind: Any) -> dict[str, Any]:
-    """The fields of a value that another dataclass has under the same names."""
+    """The fields of ``value`` that the dataclass ``kind`` has, too, by name."""
     names = {one.name for one in fields(kind)}
     return {name: part for name, part in vars(value).items() if name in names}
 
@@ -127,11 +127,11 @@ def _shared(value: object, kind: Any) -> dict[str, Any]:
 
 
 def make_report(diagnosis: Diagnosis, *, previous: Report | None = None, run: RunIdentity | None = None) -> Report:
-    """A report of a verdict, here and now.
+    """Make a report of a verdict, with the present time and environment.
 
     Args:
         diagnosis: the verdict.
-        run: the run that it is of. None: one that no other report is of.
+        run: the run that the verdict is about. None: a run without any other report.
         previous: the report of an earlier run. Its predictions for remedies that are in effect now are checked, and
             the result is the new report's ``report_card``.
     """
@@ -154,10 +154,10 @@ def read_document(path: str | Path) -> Report:
     """Read a report and check it.
 
     Args:
-        path: the file, or a folder with reports in it, else below it; of several the newest.
+        path: the file; or a folder, of which the newest report is read, or, if it holds none, the newest below it.
 
     Raises:
-        ReportError: when there is none, or it cannot be read, is no JSON, not of this version, or lacks a part.
+        ReportError: when there is no report, or it cannot be read, is not JSON, not of this version, or lacks a part.
     """
     try:
         file = _find_report(Path(path))
@@ -296,7 +296,7 @@ _SCALARS: dict[type, tuple[tuple[type, ...], float, str]] = {
     str: ((str,), 0, "text"),
     bool: ((bool,), 0, "true or false"),
 }
-"""Type -> the types it may have in JSON, the largest number or 0, and the words for it."""
+"""Type -> its types in JSON, the largest absolute value (0: no limit), and its description for messages."""
 
 
 def _refuse(where: str, value: object, wanted: str) -> NoReturn:

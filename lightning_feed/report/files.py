@@ -43,7 +43,7 @@ Printer = Callable[[str], object]
 
 
 NARROWEST, NO_TERMINAL = 40, 100
-"""Characters of a line, at least; and where there is no terminal."""
+"""Smallest width of a line in characters, and the width without a terminal."""
 
 
 def as_text(
@@ -54,16 +54,16 @@ def as_text(
     width: int | None = None,
     arguments: str = ARGUMENTS,
 ) -> str:
-    """The verdict, how a step divides, why, what to change, and the next step. With experiments, the pipeline behind.
+    """The verdict, the parts of a step, the reasons, the changes to make, the pipeline if measured, and the next step.
 
-    Of steps so short that Python takes most of them: one sentence, and what experiments found.
+    If steps are so short that Python takes most of their time: one sentence, and the results of experiments.
 
     Args:
         diagnosis: the verdict.
-        run: the run that it is of; None: not known.
-        beside: lines before the last, which are not broken.
-        width: characters of a line; None: as the terminal has.
-        arguments: of the program, as they are typed, for the command that tells more.
+        run: the run that the verdict is about; None: not known.
+        beside: lines to print before the last line, without line breaks in them.
+        width: characters of a line; None: the terminal's width.
+        arguments: the program's arguments as typed in a shell, for commands that measure more.
     """
     measured, step = diagnosis.measurements, next_step(diagnosis, run, arguments=arguments)
     shown: list[Iterable[Section]] = [sections.pipeline_sections(diagnosis), sections.measured_sections(measured)]
@@ -169,7 +169,7 @@ def _text(words: str) -> str:
 
 
 def _with_code(words: str) -> str:
-    """Text in which what stands between backquotes is code."""
+    """Markdown of a text whose parts between backquotes are code."""
     return "".join(_code(code) if code else _text(text) for text, code in in_backquotes(words))
 
 
@@ -181,7 +181,7 @@ def _code(words: str) -> str:
 
 
 def _fence(text: str, least: int = 1) -> str:
-    """More backquotes than stand together in a text."""
+    """A fence for a text: ``least`` backquotes, or more than any run of backquotes in the text has."""
     return "`" * max(least, 1 + max(map(len, re.findall("`+", text)), default=0))
 
 
@@ -197,7 +197,7 @@ _COLOURS: dict[Grade, str] = {
 
 
 def mark_colour(diagnosis: Diagnosis) -> str:
-    """The colour of the mark on a page: a class of its style."""
+    """The colour of the mark on a page, as a CSS class."""
     found = "other" if diagnosis.bottleneck == "unknown" else _COLOURS.get(diagnosis.grade, "other")
     if (diagnosis.bottleneck, diagnosis.cause) == ("compute", "oversubscribed"):  # other programs limit the run
         return "other"
@@ -205,7 +205,7 @@ def mark_colour(diagnosis: Diagnosis) -> str:
 
 
 def as_html(report: Report) -> str:
-    """A page with the verdict, the step as a stacked bar, remedies, the pipeline, and all that was found beside it.
+    """A page with the verdict, the step as a stacked bar, the remedies, the pipeline, and all other findings.
 
     It loads nothing, runs no script, and is readable in light and dark, on a phone and on paper.
     """
@@ -229,7 +229,7 @@ def in_backquotes(words: str) -> list[tuple[str, str]]:
 
 
 def in_frame(page: str) -> str:
-    """A page as part of another one, such as a notebook, whose style it does not change."""
+    """A page as a frame inside another page, such as a notebook, without changing the style of that page."""
     return f'<iframe srcdoc="{escape(page)}" style="width: 100%; height: 640px; border: 0"></iframe>'
 
 
@@ -252,7 +252,7 @@ def page_template(name: str) -> "Template":
 
 
 def _tiles(report: Report) -> list[tuple[str, str, str]]:
-    """(figure, unit, words) of what is known of the figures on top."""
+    """(figure, unit, words) for each known figure at the top of the page."""
     stats, facts = report.diagnosis.stats, report.diagnosis.measurements.facts
     per_s, faster = rate(stats.step_ms, facts.batch_size), speedup(report.diagnosis)
     tiles = [
@@ -271,13 +271,13 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
 
 
 def write_report(report: Report, folder: str | Path) -> list[Path]:
-    """Write ``feed_report.json``, ``.md`` and ``.html`` into a folder, which is made where needed.
+    """Write ``feed_report.json``, ``.md`` and ``.html`` into a folder, which is made if it does not exist.
 
-    Each file is whole or not there. Earlier files of the same run are replaced; beside those of another run it is
-    ``feed_report-2``, and so on.
+    Each file is written completely or not at all. Earlier files of the same run are replaced. If the folder holds files
+    of another run, the new ones are named ``feed_report-2``, and so on.
 
     Raises:
-        ReportError: when one cannot be written.
+        ReportError: when a file cannot be written.
     """
     forms = {"json": as_json(report), "md": as_markdown(report), "html": as_html(report)}
     numbered = (Path(folder) / (f"{NAME}-{number}" if number > 1 else NAME) for number in count(1))
@@ -289,7 +289,7 @@ def write_report(report: Report, folder: str | Path) -> list[Path]:
 
 
 def _is_free(path: Path, run_id: str) -> bool:
-    """True if a report of this run may be written there: there is none, or it is of the same run."""
+    """True if a report of this run may be written to ``path``: no file is there, or one of the same run."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, NotADirectoryError):
@@ -300,10 +300,10 @@ def _is_free(path: Path, run_id: str) -> bool:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file, making its folder where needed. What is there stays until all of the new one is written.
+    """Write a text file, and make its folder if needed. An existing file is replaced once the new one is complete.
 
     Raises:
-        ReportError: when it cannot be written. What was there is unchanged.
+        ReportError: when the file cannot be written. An existing one is then unchanged.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -314,7 +314,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """See that files can be written into a folder, or into the one that it would be made in. Leaves nothing.
+    """Check that files can be written into a folder, or into the nearest parent that exists. Leaves no file behind.
 
     Raises:
         ReportError: when they cannot.
@@ -344,9 +344,9 @@ def show_report(
 
     Args:
         report: what to show.
-        printer: prints above a live progress bar that would otherwise be drawn over the text; None: none does.
-        written: its files, which differ in their endings alone.
-        form: the part of it that the console shows.
+        printer: prints above a live progress bar, which would otherwise be drawn over the text; None: there is no bar.
+        written: the report's files, which differ only in their suffixes.
+        form: the part of the report that the console shows.
     """
     files, arguments = _files_line(written), arguments_now()
     full = as_text(report.diagnosis, report.run, beside=files, arguments=arguments)
@@ -367,20 +367,21 @@ def _files_line(written: Sequence[Path]) -> list[str]:
 
 
 def print_text(text: str, printer: Printer | None = None) -> None:
-    """Print lines, through ``printer`` where there is one.
+    """Print lines, through ``printer`` if it is given.
 
-    All in one call that ends with a line end. Rich stands in for ``sys.stdout`` while it draws a bar, and keeps an
-    unfinished line back: a bar drawn then stands between our lines, and in a notebook draws itself without end.
+    All lines are written in one call, which ends with a line end. Rich replaces ``sys.stdout`` while it draws a bar,
+    and holds an unfinished line back: a bar drawn at that time would stand between our lines, and in a notebook would
+    draw itself without end.
 
-    What the output cannot encode is escaped. Nothing is left in a buffer that cannot be written, as on a full disk or
-    into a closed pipe: Python would fail with it once more when it ends, and make the exit code of a good run 120.
+    Characters that the output cannot encode are escaped. If writing fails, as on a full disk or into a closed pipe, no
+    text stays in a buffer: Python would fail to write it once more at exit, and end a good run with exit code 120.
     """
     out = sys.stdout
     encoding = getattr(out, "encoding", None) or "utf-8"
     text = text.encode(encoding, "backslashreplace").decode(encoding)
     if printer is not None:
         printer(text)
-    elif out is sys.__stdout__ and out is not None and "write" not in vars(out):  # nobody listens in between
+    elif out is sys.__stdout__ and out is not None and "write" not in vars(out):  # nobody has replaced or patched it
         out.flush()
         with open(out.fileno(), "w", encoding=encoding, closefd=False) as own:
             own.write(f"{text}\n")

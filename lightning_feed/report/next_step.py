@@ -1,4 +1,4 @@
-"""The last line of a report: one step to take next, or that there is none."""
+"""The last line of a report: the one step to take next, or the statement that nothing is to be gained."""
 
 import shlex
 
@@ -11,17 +11,17 @@ from lightning_feed.verdict.diagnosis import Cause, Diagnosis, Remedy
 from lightning_feed.verdict.shares import LOOP_WORDS
 
 ENOUGH_STEPS = 30
-"""Steps that a verdict takes: the warm-up, and those that count."""
+"""Number of steps that are enough for a verdict, including the warm-up."""
 ARGUMENTS = "ARGUMENTS"
 """Stands for arguments that are not known."""
 _DIAGNOSE = "lightning-feed diagnose your_script.py -- ARGUMENTS"
-"""The command in notes, which know no program."""
+"""The command as notes contain it, because they are made without knowing the program."""
 _MEASURE_THE_REST = "Train with LIGHTNING_FEED=1"
-"""In the note of a diagnosis that gives no fix, since what it left out may be to blame."""
+"""Words that identify the note of a diagnosis without fixes, where the parts that it did not run may be to blame."""
 _IDLE = "run again when the machine is idle, or reserve CPUs for this run (Slurm: `--cpus-per-task`)"
 _IN_A_THREAD = "train with LIGHTNING_FEED=tune, or with `AutotuneCallback()`: it puts the loader into a thread"
 _IN_YOUR_CODE: tuple[Cause, ...] = ("no workers", "cpu", "oversubscribed", "waiting", "unknown")
-"""Causes of which an experiment finds the lines in the user's code."""
+"""Causes for which an experiment can find the responsible lines in the user's code."""
 
 
 def next_step(found: Diagnosis, run: RunIdentity | None = None, *, arguments: str = ARGUMENTS) -> str:
@@ -29,8 +29,8 @@ def next_step(found: Diagnosis, run: RunIdentity | None = None, *, arguments: st
 
     Args:
         found: the verdict.
-        run: the run that it is of; None: not known.
-        arguments: of the program, as they are typed, if it has any.
+        run: the run that the verdict is about; None: not known.
+        arguments: the program's arguments as typed in a shell. Not used if the program was given none.
     """
     run = RunIdentity() if run is None else run
     given = arguments if run.has_arguments else ""
@@ -51,14 +51,14 @@ def next_step(found: Diagnosis, run: RunIdentity | None = None, *, arguments: st
 
 
 def other_notes(found: Diagnosis, run: RunIdentity | None = None, *, arguments: str = ARGUMENTS) -> list[str]:
-    """The notes that the next step does not repeat, with the name of the program. Arguments as for it."""
+    """The notes that :func:`next_step` does not repeat, with the program's name in commands. Arguments as for it."""
     step, run = next_step(found, run, arguments=arguments), RunIdentity() if run is None else run
     notes = [one.replace(_DIAGNOSE, _command(run, arguments if run.has_arguments else "")) for one in found.notes]
     return [one for one in notes if not step.endswith(one) and _MEASURE_THE_REST not in one]
 
 
 def _notes(found: Diagnosis, run: RunIdentity, given: str) -> list[str]:
-    """The notes that say what to do. One only says what validation and checkpoints take."""
+    """The notes that say what to do: all except the one on the time that validation and checkpoints take."""
     said = share_text(found.measurements)
     return [one.replace(_DIAGNOSE, _command(run, given)) for one in found.notes if one != said]
 
@@ -69,7 +69,7 @@ _WITHOUT_NOTE: dict[str, str] = {
     "validation": "validate less often: `Trainer(check_val_every_n_epoch=...)`, or on less: `limit_val_batches=...`",
     "checkpoints": "save less often: `ModelCheckpoint(every_n_train_steps=...)`",
 }
-"""Bottleneck -> the step, where the verdict has no note on it."""
+"""Bottleneck -> the next step if the verdict has no note on it."""
 
 
 def _fix(remedy: Remedy) -> str:

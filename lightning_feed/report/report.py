@@ -47,23 +47,23 @@ class Environment:
     available_memory_bytes: int | None = None
     """Memory that could be taken when the report was written."""
     free_shm_bytes: int | None = None
-    """Free space of /dev/shm then."""
+    """Free space of /dev/shm when the report was written."""
     start_method: str | None = None
     """Start method of worker processes: ``fork``, ``forkserver`` or ``spawn``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunIdentity:
-    """The run that a report is of. Empty: not known, as in reports of earlier versions."""
+    """The run that a report is about. Empty fields: not known, as in reports of earlier versions."""
 
     program: str = ""
-    """The program as Python was given it: ``train.py``, ``-m package.train``; ``notebook`` in one."""
+    """The program as passed to Python: ``train.py``, ``-m package.train``; in a notebook: ``notebook``."""
     has_arguments: bool = False
-    """The program was given arguments. A report does not keep them: they may hold passwords."""
+    """True if the program was given arguments. A report does not keep them, because they may hold passwords."""
     folder: str = ""
     """Name of the folder of the run: ``version_3``."""
     id: str = ""
-    """Random, another for each run."""
+    """Random name, different for each run."""
 
     @property
     def name(self) -> str:
@@ -87,7 +87,7 @@ class RemedyCheck:
     error_pct: float | None
     """100 * (predicted - achieved) / achieved. Above 0: it became faster than predicted."""
     also_changed: tuple[str, ...] = ()
-    """Other settings that changed between the runs, to which a part of the difference may be due."""
+    """Other settings that changed between the runs. They may explain a part of the difference."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class Report:
     written_at: str
     """ISO 8601, UTC."""
     run: RunIdentity = field(default_factory=RunIdentity)
-    """The run that it is of."""
+    """The run that the report is about."""
     report_card: tuple[RemedyCheck, ...] = ()
     """Predictions of an earlier report for this run. Empty: there was none to compare with, or none of its remedies
     is in effect."""
@@ -172,7 +172,7 @@ def arguments_now() -> str:
 
 
 def rate(step_ms: float | None, batch_size: int | None) -> float | None:
-    """Samples per second at a step time; None where one of both is not known or the step took no time."""
+    """Samples per second at a step time; None if either argument is not known, or the step took no time."""
     return None if not step_ms or batch_size is None else 1000 * batch_size / step_ms
 
 
@@ -191,7 +191,7 @@ _OF_THE_STEP = {
     "compute": "OK: limited by the model",
     "launch": "limited by Python, which hardly issues the GPU's work as fast as it is done",
 }
-"""Cause -> verdict, where it is neither data nor what lies between the steps."""
+"""Cause -> verdict in words, for the bottleneck ``compute``."""
 _OF_THE_RUN = ("validation", "checkpoints")
 """Bottlenecks that lie outside the training steps."""
 
@@ -256,8 +256,9 @@ def takes_turns(diagnosis: Diagnosis) -> bool:
 def trust(diagnosis: Diagnosis) -> str:
     """The trust in the verdict: ``95 % CI 32-36, confidence high, 412 steps``.
 
-    The interval is that of this rank's steps: it is left out where the headline names what all ranks lose, or what an
-    epoch loses before its first batch, and where it has no width.
+    The interval describes the waiting in this rank's steps. It is left out if the headline is about anything else: all
+    ranks, the first batch of an epoch, validation, checkpoints, or waiting for a CPU. It is also left out if it has no
+    width.
     """
     said = f"confidence {diagnosis.confidence}, {plural(diagnosis.stats.steps, 'step')}"
     low, high = diagnosis.stats.interval_pct or (0.0, 0.0)
@@ -297,7 +298,7 @@ def _waits(diagnosis: Diagnosis, starved_pct: float) -> str:
 
 
 def _without_cpu_ms(diagnosis: Diagnosis) -> float:
-    """The part of the waiting in which other programs had the CPUs; 0.0 if that is not told apart."""
+    """The part of the waiting in which other programs had the CPUs; 0.0 if it was not measured separately."""
     shares = shares_of(diagnosis.measurements)
     return 0.0 if shares is None else shares.without_cpu_ms
 
@@ -343,7 +344,7 @@ def speedup(diagnosis: Diagnosis) -> float | None:
 
 
 def _speedup_of_the_step(measured: Measurements) -> float | None:
-    """Times as fast without waiting for data, of which waiting for a CPU is no part."""
+    """Speed-up without waiting for data. Waiting for a CPU does not count as waiting for data."""
     shares = shares_of(measured)
     if shares is not None and shares.without_cpu_ms and shares.floor_ms:
         return shares.step_ms / shares.floor_ms

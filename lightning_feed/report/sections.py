@@ -22,16 +22,16 @@ from lightning_feed.verdict.shares import in_ms, model_disturbed
 # --- the pipeline from disk to model ------------------------------------------------------------------------------
 
 _CHARACTERS, _FEWEST_CHARACTERS = 32, 8
-"""Of the longest bar; and in a narrow terminal."""
+"""Length of the longest bar in characters, in a wide and in a narrow terminal."""
 _REMARK = 17
 """Characters of the longest remark behind a bar."""
 WIDE = 120
-"""Characters of a line, as long as any line of the pipeline."""
+"""Characters of a line: enough for every line of the pipeline."""
 _CUT = 3
 """The longest bar shows this many times the lowest rate; longer bars are cut. A copy may be 100 times as fast."""
 Kind = Literal["stage", "part", "fit", "if", "remedy"]
 _Row = tuple[Kind, str, float | None, str]
-"""Of a bar: its kind and name, batches per second, and how they were found."""
+"""Kind and name of a bar, its rate in batches per second, and the way the rate was measured."""
 
 
 class Bar(NamedTuple):
@@ -40,8 +40,9 @@ class Bar(NamedTuple):
     name: str
     per_s: float
     kind: Kind
-    """A stage that every sample passes; a part of the loader, which shares its workers with the other parts; the fit as
-    it ran; the loader under other circumstances; or the fit, predicted after a remedy, whose code is the name."""
+    """``stage``: every sample passes it. ``part``: a part of the loader, which shares the workers with other parts.
+    ``fit``: the fit as it ran. ``if``: the loader under other conditions. ``remedy``: the fit as predicted with a
+    remedy, named by the remedy's code."""
     note: str = ""
     """The way the figure was measured."""
     narrowest: bool = False
@@ -115,9 +116,9 @@ _SAMPLE_PARTS = (*NOT_TRANSFORMS, "transforms")
 
 
 def _sample_parts(costs: tuple[NamedCost, ...], facts: LoopFacts, batch_size: int | None) -> Iterator[_Row]:
-    """Reading, decoding and the transforms: the rate of the workers if they did nothing else.
+    """Bars for reading, decoding and the transforms: the rate of the workers if they did only that.
 
-    A worker is taken to run at full speed while there is a CPU for it.
+    Assumes that a worker runs at full speed as long as there is a CPU for it.
     """
     if facts.num_workers is None or batch_size is None:
         return
@@ -134,11 +135,11 @@ def _sample_parts(costs: tuple[NamedCost, ...], facts: LoopFacts, batch_size: in
 
 
 _STAGE_NAMED: dict[Bottleneck, str] = {"data": "loader", "copy": "copy", "compute": "model"}
-"""Bottleneck -> the stage that the headline names with it."""
+"""Bottleneck -> the stage of the pipeline that it means in the headline."""
 
 
 def _mark(bars: list[Bar], diagnosis: Diagnosis) -> list[Bar]:
-    """Mark the narrowest of several stages if the headline names it, and the slowest part of a loader that is the
+    """Mark the narrowest of several stages if the headline names it, and the loader's slowest part if the loader is the
     narrowest."""
     stages, parts = ([one for one in bars if one.kind == kind] for kind in ("stage", "part"))
     narrow = min(stages, key=lambda one: one.per_s) if len(stages) > 1 else None
@@ -155,7 +156,7 @@ def _mark(bars: list[Bar], diagnosis: Diagnosis) -> list[Bar]:
 VALIDATION_PCT = 10.0
 """Share of the run from which the console shows the parts of validation."""
 ROWS_NAMED = 6
-"""Rows of a section that a line of the console names."""
+"""Largest number of a section's rows that its line on the console lists."""
 
 Row = tuple[str, ...]
 
@@ -191,12 +192,12 @@ class Section:
 
     title: str
     rows: Sequence[Row]
-    """Text. The first column names; in a table the others are figures."""
+    """Cells as text. The first column holds names; in a table, the other columns hold figures."""
     header: Row = ()
     form: Literal["table", "list", "step", "remedies", "pipeline", "pairs"] = "table"
     """Its form on a page: a ``table``, a ``list`` (a single column), or one of its own."""
     console: Sequence[str | CodeLine] | str = ()
-    """Lines, or a word that a line of the rows begins with. Empty: the console does not show it."""
+    """Lines, or the first word of a line that lists the rows. Empty: the console does not show the section."""
     note: str = ""
     """A sentence below."""
     pipeline: Pipeline | None = None
@@ -224,7 +225,7 @@ def step_sections(diagnosis: Diagnosis) -> Iterator[Section]:
 def _parts_section(what: str, stats: StarvationStats, *, copies: bool, end: str) -> Section:
     """The measured parts of a step as they follow each other on the device; they add up to the step.
 
-    Where nothing is copied, on a CPU, what little time the transfer takes counts as ``other``.
+    If nothing is copied (on a CPU), the short time of the transfer counts as ``other``.
     """
     whole, copy_ms, other_ms = stats.step_ms or 0.0, stats.h2d_ms, stats.other_ms
     if not copies:
@@ -365,7 +366,7 @@ def _table(title: str, rows: Sequence[Row], header: Row = (), console: str = "")
 
 
 def _figures(*rows: tuple[str, float | None, str]) -> list[Row]:
-    """(name, figure as text) of what is known, by (name, figure, format)."""
+    """Rows (name, figure as text) for all given (name, figure, format) whose figure is known."""
     return [(name, form.format(value)) for name, value, form in rows if value is not None]
 
 
@@ -447,7 +448,7 @@ def _disk_rows(disk: DiskFacts) -> list[Row]:
 
 
 def _key_rows(keys: tuple[KeyUse, ...]) -> list[Row]:
-    """(place, size and use) of each part of a batch, unused ones first; those of a list are one.
+    """(place, size and use) of each part of a batch, unused parts first; the parts in a list share one row.
 
     Places are as Python writes them: ``batch[1]``, ``targets[*].boxes``.
     """

@@ -81,7 +81,7 @@ class Mount:
 
     @property
     def in_memory(self) -> bool:
-        """True if data written there takes memory."""
+        """True if data written to this mount takes memory."""
         return self.kind in ("tmpfs", "ramfs")
 
 
@@ -116,7 +116,7 @@ def _unescaped(word: str) -> str:
 
 
 def find_room(folder: str | Path, root: Path = Path("/")) -> MemoryLimit:
-    """Return the bytes that can still be written to a folder, and the limit: the file system, or memory if less."""
+    """Return the tighter limit on new data in a folder: free space or, if the folder is in memory, free memory."""
     mount, status = find_mount(folder, root), os.statvfs(folder)
     place = f"{mount.point} ({mount.kind})" if mount else str(folder)
     limits = [MemoryLimit(status.f_bavail * status.f_frsize, place)]
@@ -130,13 +130,13 @@ def check_room(new_bytes: int, new_files: int, folder: str, root: Path = Path("/
     """Refuse a copy that does not fit.
 
     Args:
-        new_bytes: size of the copy, in whole blocks of the file system.
-        new_files: number of files and folders.
+        new_bytes: bytes that the copy adds, each file rounded up to whole blocks of the file system.
+        new_files: number of files and folders that the copy adds.
         folder: target of the copy; must exist.
         root: the file system to read ``proc`` and ``sys`` from.
 
     Raises:
-        ArchiveError: with the needed and the free space, and advice.
+        ArchiveError: if the copy does not fit. The message has the needed and the free space, and advice.
     """
     mount, least, status = find_mount(folder, root), find_room(folder, root), os.statvfs(folder)
     in_memory = mount is not None and mount.in_memory
@@ -164,7 +164,7 @@ def find_caveats(folder: str, root: Path = Path("/")) -> tuple[str, ...]:
         root: as in :func:`check_room`.
     """
     mount, status, found = find_mount(folder, root), os.stat(folder), []  # noqa: PTH116
-    sticky = status.st_mode & stat.S_ISVTX  # then only the owner can move files there
+    sticky = status.st_mode & stat.S_ISVTX  # only the owner of a file can move it in a sticky folder
     if status.st_uid not in (0, os.geteuid()) or (status.st_mode & 0o002 and not sticky):
         found.append(
             f"Other users can replace a copy in {folder}. Choose a DEST of your own, for example /dev/shm/<user>."

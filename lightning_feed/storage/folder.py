@@ -1,4 +1,4 @@
-"""Class folders: listed, remembered between runs, and read; and the protocol of all sample sources."""
+"""Class folders (their listing, kept between runs, and reading), and the protocol of all sample sources."""
 
 import errno
 import hashlib
@@ -23,7 +23,7 @@ from lightning_feed.storage.system import cache_folder, read_private, write_priv
 logger = logging.getLogger(__name__)
 
 Encoded: TypeAlias = "bytes | memoryview | npt.NDArray[np.uint8]"
-"""Bytes of one sample: a whole, unchanged file; or decoded uint8 pixels, (H, W, 3)."""
+"""One sample: the bytes of a whole encoded file, or decoded pixels, uint8 (H, W, 3)."""
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """Suffixes of torchvision's ImageFolder; case is ignored."""
 MANIFEST = "pack.json"
@@ -156,7 +156,7 @@ class FolderSource:
     def changed_ns(self, index: int) -> int:
         """Return the change time of file ``index``, in ns since 1970; 0 if it does not exist.
 
-        Uses the inode's change time: a copy that keeps the modification time still changes it.
+        The inode's change time is used, because even a program that keeps the modification time (``cp -p``) changes it.
         """
         try:
             return os.stat(self.name(index)).st_ctime_ns  # noqa: PTH116 - a million times
@@ -171,7 +171,7 @@ def open_file(path: str) -> io.FileIO:
     """Open a file to read.
 
     Raises:
-        OSError: also if it is not a file (a FIFO, for example): reading it might never end.
+        OSError: if the file cannot be opened, or is not a regular file. Reading a FIFO, for example, might never end.
     """
     # A Path would cost as much as the read; without O_NONBLOCK, opening a FIFO would block.
     file = io.FileIO(path, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
@@ -269,10 +269,10 @@ def index_classes(
     *,
     every: bool,
 ) -> FolderIndex:
-    """Index the images of each class. A class may have no images only without ``every``.
+    """Index the images of each class.
 
     Raises:
-        DatasetError: if there are no images.
+        DatasetError: if there are no images at all or, with ``every``, if a class has none.
     """
     counts = [len(paths.get(name, ())) for name in names]
     empty = [name for name, count in zip(names, counts, strict=True) if every and not count]
@@ -284,7 +284,7 @@ def index_classes(
 
 
 def is_pack(path: str | Path) -> bool:
-    """True if ``path`` is a pack. Checks for one file."""
+    """True if ``path`` is a pack. Checks only that the manifest exists."""
     return os.path.isfile(os.path.join(path, MANIFEST))  # noqa: PTH113, PTH118 - also False if access fails
 
 
@@ -328,8 +328,8 @@ def index_of(
 ) -> FolderIndex:
     """Return the index of ``root``: the remembered one if no folder has changed; else a new one, saved if possible.
 
-    Listing a network folder of a million files takes minutes. FUSE mounts are listed in every run: mounts of object
-    stores have folder times that do not follow changes.
+    Listing a network folder of a million files takes minutes. Folders on FUSE mounts are listed in every run, because
+    in a mounted object store the times of a folder do not change when its files do.
 
     Args:
         root: a folder of class folders.

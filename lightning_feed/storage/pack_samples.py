@@ -37,7 +37,7 @@ class Shrink:
     """Changes made to images when they are packed."""
 
     short_side: int | None = None
-    """Images whose shorter side is longer than this are resized to it, in pixels; smaller ones stay as they are."""
+    """Maximum length of the shorter side, in pixels. Larger images are resized to it, smaller files stay unchanged."""
     quality: int | None = None
     """Quality of re-encoded JPEGs, 1 to 100. Without a short side, all images are re-encoded."""
     decoded: bool = False

@@ -53,7 +53,7 @@ class Manifest:
 
     format: Format
     kind: Literal["files", "decoded", "samples"]
-    """``"files"``: encoded files, unchanged or re-encoded. ``"decoded"``: pixels. ``"samples"``: of a dataset."""
+    """``"files"``: encoded files, unchanged or re-encoded. ``"decoded"``: pixels. ``"samples"``: dataset samples."""
     classes: tuple[str, ...]
     """Label names; empty for samples of a dataset."""
     parts: dict[str, int]
@@ -75,7 +75,8 @@ class Manifest:
     @property
     def identity(self) -> str:
         """Digest of the data: equal only for equal data."""
-        return self.checksum("files") if self.indexes else self.checksum()  # a resumed pack had more pages
+        # File sizes are left out: earlier versions could resume a pack, which added pages to the file for equal data.
+        return self.checksum("files") if self.indexes else self.checksum()
 
     def save(self, folder: Path) -> None:
         """Write the manifest atomically."""
@@ -159,7 +160,8 @@ class PartIndex:
             digest: the digest from :meth:`save`; None if unknown.
 
         Raises:
-            ArchiveError: if it is missing or damaged, or the labels are not integers.
+            ArchiveError: if it is missing or damaged, or an array other than ``names`` does not hold one integer for
+                each sample.
         """
         try:
             content = path.read_bytes()
@@ -180,7 +182,8 @@ class PartIndex:
 Read = Callable[[int], bytes]
 """Reads a sample's payload in this process, from any thread; may raise any exception."""
 _environments: "WeakValueDictionary[tuple[int, int, int], Any]" = WeakValueDictionary()
-"""Open environments, by process, device and inode of the data: the path may lead to another pack by now."""
+"""Open LMDB environments by process id, and by device and inode of the data file. Not by path, because another pack may
+have replaced the one at that path."""
 
 
 def lmdb_key(number: int) -> bytes:
@@ -189,7 +192,7 @@ def lmdb_key(number: int) -> bytes:
 
 
 def open_lmdb(folder: Path) -> Any:
-    """Open an LMDB environment to read. LMDB forbids two in one process, so all readers of a pack share one.
+    """Open an LMDB environment to read. LMDB forbids opening one twice in a process, so all readers of a pack share it.
 
     Raises:
         lmdb.Error: if it is damaged or truncated.
@@ -261,15 +264,15 @@ class DamagedSampleError(ArchiveError, DatasetError):
 class PackedDataset(Dataset[Any]):
     """Map-style dataset over the result of :func:`~lightning_feed.storage.pack`. Pickling it sends only the path.
 
-    ``dataset[i]`` is (bytes of the file, label) for a packed folder, (uint8 pixels (H, W, 3), label) for one packed
-    decoded, and the sample itself for a packed dataset. Files are opened on the first read in each process, so fork,
-    spawn, forkserver and threads are safe. Nothing is unpickled. Each process compares a sample's checksum when it
-    first reads the sample.
+    ``dataset[i]`` is (bytes of the file, label) for a packed folder, (uint8 pixels (H, W, 3), label) for a folder
+    packed with ``decoded=True``, and the sample itself for a packed dataset. Files are opened on the first read in each
+    process, so fork, spawn, forkserver and threads are safe. Nothing is unpickled. Each process compares a sample's
+    checksum when it first reads the sample.
 
     Args:
         path: the pack. A pack at a URL must be staged first.
-        part: ``"train"``, ``"val"`` or ``"test"`` of a folder that had these; None if the pack has one part.
-        storage_options: for a URL, which is refused.
+        part: ``"train"``, ``"val"`` or ``"test"`` if the packed folder had these splits; None if the pack has one part.
+        storage_options: fsspec options of a URL. Of no use yet: URLs are refused, and so are options for a path.
 
     Attributes:
         classes: label names, sorted; empty for a packed dataset.
@@ -277,7 +280,7 @@ class PackedDataset(Dataset[Any]):
 
     Raises:
         ArchiveError: if it is not a pack, is damaged, or was written by another version.
-        SettingsError: if the part does not exist, or for a URL.
+        SettingsError: if the part does not exist, or for a URL or ``storage_options``.
         MissingExtraError: on the first read, if the library of the format is not installed.
     """
 

@@ -71,13 +71,13 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
     starts over. HDF5 packs need space for twice the data until they are done.
 
     Args:
-        source: a folder, also at a URL of fsspec; or a dataset whose samples are nested dicts, lists and tuples of
-            tensors, arrays, numbers, text, bytes and None.
+        source: a folder or its fsspec URL; or a dataset whose samples are nested dicts, lists and tuples of tensors,
+            arrays, numbers, text, bytes and None.
         dest: path of the pack; must not exist.
         format: ``"lmdb"`` or ``"hdf5"``.
         short_side: resize images whose shorter side is longer than this, in pixels.
-        quality: JPEG quality, 1 to 100, of images that ``short_side`` shrinks (None for 95); without ``short_side``,
-            all images are re-encoded at it.
+        quality: JPEG quality, 1 to 100. With ``short_side``, used for the images that are shrunk (None: 95). Without
+            ``short_side``, all images are re-encoded with this quality (None: none are).
         decoded: True to store pixels, uint8 (H, W, 3), instead of files.
         workers: processes that read and resize; None for one per CPU.
         on_error: for images that cannot be read: ``"raise"``, or ``"skip"`` to leave them out and report them.
@@ -185,7 +185,7 @@ def _check_target(target: Path, *, force: bool) -> None:
 
 
 def _check_outside(target: Path, parts: dict[str, Payloads]) -> None:
-    """Refuse a target inside its own source. Compares device and inode: links and mounts can hide it."""
+    """Refuse a target inside its own source. Compares device and inode, because paths may contain links or mounts."""
     sources = [part.source for part in parts.values() if isinstance(part.source, FolderSource)]
     for root in [source.root for source in sources if not isinstance(source, RemoteSource)]:
         if any(folder.exists() and folder.samefile(root) for folder in target.absolute().resolve().parents):
@@ -267,9 +267,6 @@ def _payloads(part: Payloads, workers: int | None) -> Iterator[Payload]:
 logger = logging.getLogger(__name__)
 
 _LOCK = "lock"
-
-
-# --- the folder beside DEST -------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -441,9 +438,9 @@ class _LmdbWriter:
 
 
 class _Hdf5Writer:
-    """Writer of ``data.h5``: ``bytes``, uint8, all payloads concatenated; and ``ends``, int64, the end of each.
+    """Writer of ``data.h5`` with two arrays: ``bytes``, uint8, all payloads concatenated; ``ends``, int64, their ends.
 
-    HDF5 needs the size first, so the payloads are collected in a file beside it.
+    HDF5 needs the size of an array to create it, so the payloads are first collected in a second file.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,8 +1,9 @@
 """Fetches remote files in an epoch's order before they are needed, in a separate process.
 
 A process, not a thread: an object store library takes a millisecond of Python per object, which would slow the training
-loop. The training process draws indices from the sampler early, up to the bytes to read ahead, and sends their numbers
-to the process. Fetched files go into the cache, where workers find them.
+loop. The training process draws indices from the sampler early, until their files add up to the bytes to read ahead,
+and sends the numbers of these files to the fetching process. That process puts the files into the cache, where workers
+find them.
 """
 
 import logging
@@ -42,7 +43,8 @@ class ReadAhead:
 
     Args:
         source: must have a cache.
-        picked: index mappings from the dataset of the order down to the source, one per ``Subset`` or share.
+        picked: index arrays to apply one after the other, from an index in the order to a file number in ``source``:
+            one for each ``Subset`` or split share between them.
         limit_bytes: bytes to fetch ahead of their use.
     """
 
@@ -56,7 +58,10 @@ class ReadAhead:
         self._ended = False
 
     def through(self, order: Iterable[object], then: Callable[[], Iterable[object]] = tuple) -> Iterator[Any]:
-        """Yield the entries of ``order``, and fetch the next files in advance; near the end, those of ``then``."""
+        """Yield the entries of ``order``, and fetch the files of the next entries in advance.
+
+        Near the end, also fetch the first files of the next order, which ``then`` returns.
+        """
         waiting, ahead_bytes = deque[tuple[object, int]](), 0
         entries: Iterator[object] | None = iter(order)
         own, self._ended = True, False
@@ -93,7 +98,7 @@ class ReadAhead:
             pipe = self._pipe()
             pipe.write(np.array(numbers, np.int64).tobytes())
             pipe.flush()
-        except (OSError, PicklingError, TypeError, AttributeError) as error:  # ended, or cannot be sent
+        except (OSError, PicklingError, TypeError, AttributeError) as error:  # the child ended, or pickling failed
             self._child, self._ended = None, True
             logger.warning(
                 "Nothing is read ahead of %s until the next epoch (%s: %s): each sample is read when it is needed, "
@@ -140,7 +145,7 @@ def _indices_in(entry: object) -> list[int]:
 
 
 def fetch_in_child() -> None:
-    """Fetch samples by the numbers that the parent sends, until the parent exits."""
+    """Fetch the samples whose numbers the parent sends, until the parent exits or too many fetches fail in a row."""
     given = sys.stdin.buffer
     parent, source = pickle.load(given)  # only from the parent
     os.nice(5)

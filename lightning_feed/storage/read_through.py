@@ -4,11 +4,12 @@ One cached file per remote file, named by a digest of its location and version: 
 first, and a replaced object gets a new file. fsspec's own ``filecache`` and ``simplecache`` were considered: they have
 no size limit, evict nothing, and let two processes read the same object at once.
 
-Modification times hold the eviction order: the smallest goes first. A file that may be read again at any time gets the
-time of the read, so the least recently used file goes first. In an epoch each file is read once, so the file just read
-will be needed last. It gets a time that falls as the clock rises, and files of the read-ahead window get the present
-time. (With least-recently-used eviction, a cache of half the data serves 15 % of the reads of shuffled epochs; with
-this order, half.)
+Modification times hold the eviction order: the file with the smallest time is removed first. A file that may be read
+again at any time gets the time of the read, so the least recently used file is removed first. In an epoch each file is
+read once, so the file just read is the last to be needed again. It gets a time that decreases as the clock advances, so
+the most recently read file is removed first. Files of the read-ahead window get the present time, so they stay longest.
+(With least-recently-used eviction, a cache of half the data serves 15 % of the reads of shuffled epochs; with this
+order, half.)
 
 Killed processes: a file is written under a temporary name, with a kernel lock, and renamed. Used bytes are counted
 before the write, so a kill can only leave the count too high. A crash of the machine can leave any count, so the first
@@ -46,7 +47,7 @@ _BLOCK = 4096
 _LOOK_AT = 20_000
 """Number of candidates for eviction: all files of a small cache, a random sample of a large one."""
 _AT_ONCE = 64
-"""Each eviction frees 1 / this of the limit."""
+"""Each eviction frees the excess, and 1 / this of the limit."""
 _POLL_S = 0.003
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -73,9 +74,9 @@ class ReadThrough:
     """Remote files on a local disk, within a limit. Can be pickled and forked.
 
     Args:
-        folder: on a local disk or in memory; gets a subfolder that only this user can enter. Caches of several places
-            in one folder share it, and its limit.
-        limit_bytes: maximum size; reduced, with a warning, to the free space.
+        folder: a folder on a local disk or in memory. A subfolder that only this user can enter is made in it. Caches
+            of several remote places in one folder share that subfolder, and their sizes count together.
+        limit_bytes: maximum size; reduced, with a warning, to the bytes already used plus 90 % of the free space.
 
     Raises:
         ArchiveError: if the folder cannot be made, or if another user owns it or may write to it.
@@ -185,7 +186,9 @@ class ReadThrough:
 
     @contextmanager
     def _claimed(self, key: str) -> Iterator[int | None]:
-        """Yield a descriptor of the partial file, claimed for this process; None if another process has it.
+        """Yield a descriptor of the partial file, claimed for this process.
+
+        Yields None if another process has claimed the file, or has completed it.
 
         The kernel drops the lock of a killed process. Its partial file is overwritten.
         """
@@ -227,7 +230,7 @@ class ReadThrough:
             raise
 
     def _warn_once(self, error: OSError) -> None:
-        """Warn, in the first process of the node, that a file could not be kept, which costs only speed."""
+        """Warn, once per node, that a file could not be kept, which costs only speed."""
         if self._warned:
             return
         self._warned = True
@@ -294,7 +297,8 @@ class ReadThrough:
         _chance.shuffle(buckets)
         while buckets and len(found) < _LOOK_AT:
             found += self._look_into(buckets.pop())
-        # All files were seen, so correct the count after kills. A smaller difference may come from writes in progress.
+        # If all files were seen, a large difference means that kills have left a wrong count: correct it. A small one
+        # may come from writes in progress.
         if not buckets and abs(counted - sum(each.size for each in found)) > self.limit_bytes // _AT_ONCE:
             with self._locked(_COUNT) as file:
                 wanted += _write_count(file, self._present_bytes()) - counted
@@ -319,7 +323,7 @@ class ReadThrough:
                         yield _Found(status.st_mtime_ns, _on_disk(status.st_size), entry.path)
 
     def _was_left(self, path: str) -> bool:
-        """Remove a partial file that no process holds. True if it was one."""
+        """Remove a partial file unless a process holds it. True if none does."""
         part = os.open(path, os.O_RDWR | _SAFELY)
         try:
             fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -33,7 +33,7 @@ _chance = random.SystemRandom()  # never the user's generators
 REQUESTS = 64
 """Concurrent requests of each process."""
 SLOWEST_BYTES_PER_S = 1_000_000
-"""Slowest accepted rate of a large read; extends the time limit of each request by its size."""
+"""Slowest accepted rate of a large read. The time limit of a request is extended by its size divided by this rate."""
 _THREADS = 32
 """Threads for file systems without coroutines."""
 _ATTEMPTS = 6
@@ -71,7 +71,7 @@ def _joined(url: str, name: str) -> str:
 
 
 def place_of(path: str | Path, storage_options: Mapping[str, object] | None = None) -> "Path | RemotePlace":
-    """Return the place of a path or a URL.
+    """Return a RemotePlace for a URL, a Path for any other path.
 
     Raises:
         SettingsError: for options without a URL.
@@ -89,9 +89,9 @@ class RemotePlace:
     Args:
         url: URL for fsspec, with its protocol.
         options: ``storage_options`` of fsspec: credentials, endpoints.
-        cache: cache of the read files; None to read them each time.
-        readahead_bytes: bytes of the next samples to fetch into the cache.
-        timeout_s: time limit of one request, in addition to the time for its bytes.
+        cache: cache for files that have been read; None to fetch a file at every read.
+        readahead_bytes: number of bytes to fetch into the cache in advance, for the next samples.
+        timeout_s: time limit of one request; the time for its bytes is added (:data:`SLOWEST_BYTES_PER_S`).
 
     Raises:
         SettingsError: if ``url`` is not a URL.
@@ -162,7 +162,8 @@ class RemotePlace:
 
 _connecting: dict[int, threading.RLock] = {}
 _connections: "dict[tuple[int, str, float], Connection]" = {}
-"""By process and place. Connections inherited by a fork are never used or dropped: closing them needs their loop."""
+"""Connections by process and place. A forked child neither uses nor drops the inherited ones, because closing them
+needs the parent's event loop."""
 
 
 class Connection:
@@ -215,7 +216,7 @@ class Connection:
     async def fetch(
         self, name: str, size: int | None = None, *, begin: int = 0, whole: bool = True, **options: Any
     ) -> bytes:
-        """Return the bytes of a file, or ``size`` bytes from ``begin``; with ``whole``, the file must end there.
+        """Return the bytes of a file, or ``size`` bytes from ``begin``; with ``whole``, the file must end after them.
 
         Raises:
             GoneError: if the file is missing, or differs from the listing.
@@ -268,7 +269,7 @@ class Connection:
                 passing = _may_pass(cause) or await self._renew(cause, began_s)
                 if not passing or attempt == _ATTEMPTS - 1:
                     raise self.error_for(cause, name) from error
-            # Random pauses, because all readers fail at once.
+            # Random pauses, so that readers that failed together do not retry together.
             await asyncio.sleep(min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2**attempt) * _chance.uniform(0.5, 1.0))
         raise AssertionError("the last attempt returns or raises")
 

@@ -45,10 +45,12 @@ logger = logging.getLogger(__name__)
 _VERSION = 3
 _STARTED_S = time.time()
 _RANKS_START_WITHIN_S = 60
-"""A listing is reused by the process that made it, and by its forked children. The ranks of one run share a listing."""
+"""Largest difference between the start times of a run's ranks, in seconds. A process reuses a listing made since its
+own start; with several ranks also one made up to this long before, so that the ranks of a run share one listing."""
 _CHANGED = ("LastModified", "last_modified", "updated", "modified", "mtime", "created")
 _CONTENT = ("ETag", "Last-Modified", "etag", "md5Hash", "content_settings", "blob_id", "sha", "CRC", "ino")
-"""Keys of listing entries, over all file systems: of the change time, and of values that change with the content."""
+"""Keys of fsspec's listing entries, for all file systems: ``_CHANGED`` for the change time, ``_CONTENT`` for values
+that change with the content."""
 _HEADERS = ("ETag", "Last-Modified")
 """The keys of ``_CONTENT`` that are HTTP headers."""
 
@@ -64,8 +66,8 @@ class Listing:
     sizes: npt.NDArray[np.int64]
     """Shape (n,): bytes; -1 if the server does not report them."""
     stamps: npt.NDArray[np.int64]
-    """Shape (n,): a number per version of the file: its change time, in ns since 1970; below one second for a hash
-    without a time; or the time of the listing if the server sends neither."""
+    """Shape (n,): a number for the listed version of each file, see :func:`stamp_of`; the time of the listing, in ns
+    since 1970, if the server sends neither a change time nor a tag."""
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -201,8 +203,8 @@ def parse_entries(entries: list[dict[str, object]], folder: str, path: str) -> t
     Args:
         entries: fsspec's listing of the folder.
         folder: path of the folder below the place.
-        path: path of the folder in the file system. A file lists itself, and object stores mark an empty folder with an
-            object of the same name.
+        path: path of the folder in the file system. An entry with this path is the folder itself (object stores mark an
+            empty folder with an object of its name), or the place itself if that is a file.
 
     Raises:
         ArchiveError: for a name that leads out of the folder.
@@ -228,7 +230,11 @@ def _file(path: str, entry: Mapping[str, Any]) -> _File:
 
 
 def stamp_of(entry: Mapping[str, Any]) -> int:
-    """Return a number for each version of an object: its change time in ns, with a hash of its tag below the second."""
+    """Return a number for the version of an object, from its entry in a listing.
+
+    It is the change time in ns since 1970, whose digits below one second are replaced by a hash of time and tag. For an
+    object without a change time, it is only that hash, below 10**9.
+    """
     changed = next((entry[name] for name in _CHANGED if entry.get(name) is not None), 0)
     # An ETag may be weak within a second of the change and become strong later.
     content = repr([str(entry[name]).removeprefix("W/") for name in _CONTENT if entry.get(name) is not None])
@@ -244,7 +250,7 @@ def stamp_of(entry: Mapping[str, Any]) -> int:
 
 
 def same_version(stamp: int, headers: Mapping[str, str]) -> dict[str, Any]:
-    """Return options of an HTTP request that refuse a response with another version than the listed one.
+    """Return options for an HTTP request that raise an error if the response has another version than the listed one.
 
     Args:
         stamp: stamp from the listing.
@@ -270,7 +276,7 @@ def same_version(stamp: int, headers: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _class_folders(listing: Listing, prefix: str) -> dict[str, list[tuple[str, int]]]:
-    """Return path below ``prefix`` and number of each file, by folder at ``prefix``."""
+    """Return the files of each folder directly below ``prefix``, as (path below ``prefix``, number)."""
     folders: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
     for path, number in listing.files():
         inner = path.removeprefix(prefix)
@@ -282,7 +288,7 @@ def _class_folders(listing: Listing, prefix: str) -> dict[str, list[tuple[str, i
 
 
 class RemoteSource(FolderSource):
-    """Images in class folders at a remote place. Each is read by one request; expected ones concurrently.
+    """Images in class folders at a remote place. An image is read with one request, several concurrently (``expect``).
 
     Args:
         place: the folder of class folders.
@@ -334,7 +340,7 @@ class RemoteSource(FolderSource):
         return made
 
     def remote_reads(self) -> "RemoteSamples":
-        """Return these samples."""
+        """Return all samples of this source as remote samples."""
         return RemoteSamples(self)
 
     def expect(self, numbers: Iterable[int]) -> "list[Future[bytes]]":
@@ -419,7 +425,7 @@ class RemoteSamples(NamedTuple):
 
     reads: RemoteSource
     numbers: npt.NDArray[np.int64] | None = None
-    """Number of each sample in ``reads``; None if it is the sample's index."""
+    """Each sample's number in ``reads``; None if it equals the sample's index."""
 
 
 class RemoteFolder:

@@ -40,7 +40,7 @@ class RemoteSpeed(NamedTuple):
 
 
 def measure_speed(place: RemotePlace, wanted: Sequence[Wanted]) -> RemoteSpeed:
-    """Time a few sequential small requests, then many concurrent ones. At most 64 MiB, 5 s and 137 requests.
+    """Time a few sequential one-byte requests, then many concurrent ones for at most 5 s. At most 64 MiB, 137 requests.
 
     Args:
         place: the place to measure.

@@ -83,11 +83,11 @@ class SampleCache:
     Args:
         size: samples in the dataset.
         limit_bytes: limit of the space for samples. The first user's limit holds for all.
-        kind: content, ``"bytes"`` as read or arrays as ``"decoded"``. Must be equal for all users of one name.
+        kind: content: ``"bytes"`` as read, or ``"decoded"`` arrays. All users of one name must pass the same kind.
         name: shared by the processes that use the cache; letters, digits, ``.``, ``_`` and ``-``.
         directory: folder of the file; a tmpfs is memory, a local disk is page cache and disk.
-        memory_left: returns the free memory in bytes, or None; called when the cache grows. Leave it out if
-            ``directory`` is not memory. Must be picklable for workers that are not forked.
+        memory_left: function that returns the free memory in bytes, None if unknown; called when the cache grows. Leave
+            it out if ``directory`` is not memory. Must be picklable for workers that are not forked.
 
     Raises:
         ArchiveError: if the file cannot be opened, belongs to other data, or has no space for its index.
@@ -261,7 +261,7 @@ class _CacheFile:
     Attributes:
         words: the header as 64-bit integers, shared.
         buffer: the whole file, writable.
-        readonly: the same, read-only.
+        readonly: the whole file, read-only.
         data_start: offset of the data space in the file.
     """
 
@@ -298,8 +298,8 @@ class _CacheFile:
     def locked(self) -> Iterator[None]:
         """Exclude every other process and thread that takes this lock.
 
-        The system call also orders memory: a reader that sees a write made after it sees all writes made before it,
-        even on processors that reorder stores.
+        The system call is also a memory barrier: if a reader sees a write made after the call, it also sees all writes
+        made before the call, even on processors that reorder stores.
         """
         with system.process_lock:
             fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, 0)
@@ -397,8 +397,8 @@ def _open_cache_file(path: Path, identity: tuple[int, ...], *given: Any) -> _Cac
     Args:
         path: the file.
         identity: values that must be equal for all users, up to 7 integers.
-        *given: bytes of the zeroed table after the header; bytes of the data space (the first user's hold for all); and
-            the function that returns the free memory, called as the file is filled.
+        *given: size of the zeroed table after the header, in bytes; size of the data space, in bytes (the first user's
+            size holds for all users); and the function that returns the free memory, called as the file is filled.
 
     Raises:
         ArchiveError: if the file is another user's, of other data, or has no space for its table.

@@ -49,7 +49,7 @@ class Root:
         return is_pack(str(self.place))
 
     def source(self, split: str) -> FolderSource | None:
-        """Return the images of a split, or of a root without splits; None if the split does not exist.
+        """Return the images of a split, or all images of a root without splits; None if the split does not exist.
 
         Raises:
             DatasetError: if there are no images, or several folders mean the same split.
@@ -79,7 +79,7 @@ class Root:
 
 @dataclass(frozen=True)
 class Splits:
-    """Splits of a root: its folders ``train``, ``val`` and ``test``, or a random share of its class folders.
+    """Splits of a root: its ``train``, ``val`` and ``test`` folders, or else a random share of its images for ``val``.
 
     Args:
         val_fraction: share of the samples for ``"val"`` if there are no split folders; 0 for none.
@@ -102,7 +102,8 @@ class Splits:
 
         Raises:
             DatasetError: if there are no samples.
-            ArchiveError: if a pack cannot be trusted.
+            ArchiveError: if a pack is damaged, or was written by another version.
+            SettingsError: if ``root`` is a pack at a URL.
         """
         if split not in _FOLDERS:
             return None

@@ -40,8 +40,8 @@ class FileStamp(NamedTuple):
 
 
 Tree: TypeAlias = dict[str, FileStamp | None]
-"""A file, or all files and folders (None) below a folder, by relative path, each folder before its contents. The root
-is ``""``."""
+"""Stamps by relative path, for one file, or for all files and folders below a root folder. A folder has None as stamp.
+Each folder comes before its contents. The path of the root is ``""``."""
 
 
 # --- sources ----------------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def overlap_error(source: str, target: Path) -> ArchiveError:
     )
 
 
-# --- a copy made equal to one -----------------------------------------------------------------------------------------
+# --- making a copy equal to its source --------------------------------------------------------------------------------
 
 
 class Mirror:

@@ -197,7 +197,7 @@ def unstage(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> boo
         dest: the same argument as for :func:`stage`.
 
     Returns:
-        False if there is none.
+        False if there is no such copy, else True.
 
     Raises:
         ArchiveError: if the target is not a copy of ``source``, cannot be removed, or is in use or being copied by
@@ -241,7 +241,7 @@ class StageRecord:
     source: str
     """Absolute path, or URL."""
     remove_at_exit: bool
-    """True to remove the copy with the last process that uses it."""
+    """True to remove the copy when the last process that uses it ends."""
     copied_by: str = "an earlier version"
     """Description of the process that copies or copied it, for people."""
     files: int = 0
@@ -287,14 +287,14 @@ def find_place(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> 
 
 @contextmanager
 def claimed(place: StagePlace, *, wait_s: float | None = None) -> Iterator[None]:
-    """Wait until no other process copies to this place, and exclude them until the block ends.
+    """Wait until no other process copies to this place, and exclude other processes until the block ends.
 
     The kernel drops the lock when its process ends in any way. If there is no record after the block, everything but
     the copy itself is removed.
 
     Args:
         place: place of the copy; the folder beside it is made if missing.
-        wait_s: time limit in seconds; None to wait until the other process ends.
+        wait_s: time limit in seconds; None to wait until the other process has finished or ended.
 
     Raises:
         ArchiveError: if another process still copies after ``wait_s``, or the folder cannot be written.
@@ -346,7 +346,8 @@ def _make_private(folder: Path) -> None:
 
 
 _uses: dict[tuple[int, str], RefcountedFile] = {}
-"""Users file by process and path of the copy. Module state, because a process uses a copy, not an object."""
+"""Open ``users`` file of each copy in use, by process id and path of the copy. Module state, because the user of a copy
+is a process, not an object."""
 
 
 def hold(place: StagePlace) -> None:
@@ -365,7 +366,7 @@ def release(place: StagePlace) -> None:
 
 
 def is_used(place: StagePlace) -> bool:
-    """True if another process uses the copy. Call while the place is claimed, and not used by this process."""
+    """True if another process uses the copy. Call when this process has claimed the place and does not use the copy."""
     return not open_refcounted(place.users).give_up()
 
 

@@ -109,7 +109,7 @@ def read_private(path: str | Path) -> bytes:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file atomically that only this user can read, in a folder that only this user can enter.
+    """Atomically write a file that only this user can read. Missing folders are made so that only this user can enter.
 
     Raises:
         OSError: if it cannot be written.
@@ -146,7 +146,8 @@ def write_json(path: Path, document: dict[str, object]) -> None:
 # --- refcounted files -------------------------------------------------------------------------------------------------
 
 process_lock = threading.RLock()
-"""Lock between the threads of this process. Always access it through this module: a forked child has a new one."""
+"""Lock that excludes other threads of this process. Always access it as ``system.process_lock``, because a forked child
+replaces it."""
 
 
 def _renew_lock() -> None:
@@ -158,10 +159,11 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 class RefcountedFile:
-    """An open file that its last user removes, however the processes end.
+    """An open file that its last user removes. A killed process does not count as a user any more.
 
-    A shared ``flock`` marks it as in use. The lock belongs to the open file, so forked workers share it with their
-    parent, and the kernel drops it with the last descriptor. A file that nobody has locked is a leftover.
+    A shared ``flock`` marks the file as in use. The lock belongs to the open file, so forked workers share it with
+    their parent, and the kernel drops it when the last descriptor is closed. A file that nobody has locked is a
+    leftover.
 
     Attributes:
         fd: open as long as this object exists, so that no other file can get its number.
@@ -199,7 +201,7 @@ class RefcountedFile:
 
 
 def open_refcounted(path: Path) -> RefcountedFile:
-    """Open the file at ``path``, making it if missing; in use until :meth:`RefcountedFile.give_up`.
+    """Open the file at ``path``, or make it. It counts as in use until :meth:`RefcountedFile.give_up`.
 
     Raises:
         ArchiveError: if it cannot be opened, or is another user's.

@@ -190,7 +190,7 @@ def decode_batch(batch: EncodedBatch, dataset: ImageDataset, decode: DecodeJpegs
 def _decode_on_device(
     images: list[EncodedSample], dataset: ImageDataset, decode: DecodeJpegs, pixels: Tensor
 ) -> list[int]:
-    """Decode the images that the device can decode into ``pixels``. Return the places of the others."""
+    """Decode into ``pixels`` all images that the device can decode. Return the places of the others."""
     left: list[int] = []
     there: list[int] = []
     for place, image in enumerate(images):
@@ -208,7 +208,10 @@ def _decode_on_device(
 def _decode_part(
     part: list[int], images: list[EncodedSample], dataset: ImageDataset, decode: DecodeJpegs, pixels: Tensor
 ) -> list[int]:
-    """Do the same for some of the places. A separate function, so that its return frees the full-size images."""
+    """Decode the images at the places of ``part`` into ``pixels``. Return the places that the device cannot decode.
+
+    A separate function, so that its return frees the full-size images.
+    """
     found = dict(zip(part, _decode_many([images[place] for place in part], dataset, decode), strict=True))
     wholes = {place: whole for place, whole in found.items() if whole is not None}
     if wholes:
@@ -233,7 +236,7 @@ def _decode_many(images: list[EncodedSample], dataset: ImageDataset, decode: Dec
         memory.known[image.index] = _FAILED
         memory.add(_FAILED, dataset.source.name(image.index))
     if not memory.worked and len(images) > 1:
-        # So the images are not at fault. Without an error, the CPU would decode all of them in this process.
+        # No file was decoded, so the images are not at fault. Without an error, the CPU would decode them all here.
         raise LoaderError(
             f"The device decoded none of the first {len(images)} JPEGs: {error}. Check the driver "
             'and the CUDA of torch and torchvision (lightning-feed doctor), or use backend="torch".'
@@ -273,8 +276,8 @@ def crop_on_device(
     which ``torch.set_float32_matmul_precision`` allows for float32, is no more precise and takes twice the memory.
 
     ``quality="fast"`` omits the antialiasing if an image shrinks to no less than half. The CPU always omits it, because
-    it decodes at a smaller scale first. From a whole image that would be less accurate (26 dB from ``"exact"`` instead
-    of the CPU's 33 dB, measured on 60 photographs 6 to 11 times as large as the result).
+    it decodes at a smaller scale first. Always omitting it here, from whole images, would be less accurate (26 dB from
+    ``"exact"`` instead of the CPU's 33 dB, measured on 60 photographs 6 to 11 times as large as the result).
 
     Args:
         wholes: images by their place in the batch: uint8, shape (3, H, W).
@@ -297,8 +300,10 @@ def crop_on_device(
 def _resize_group(
     group: Mapping[int, tuple[Tensor, Region]], sides: tuple[int, int], numbers: Tensor, pixels: Tensor
 ) -> None:
-    """Do the same for boxes no larger than ``sides``. A separate function, so that its return frees memory for the next
-    group."""
+    """Cut out and resize boxes no larger than ``sides``, and write them into ``pixels``.
+
+    A separate function, so that its return frees memory for the next group.
+    """
     _, height, width, _ = pixels.shape
     high, wide = sides
     # The channel axis is between lines and columns, so both are plain matrix products.

@@ -18,9 +18,10 @@ MOST_AHEAD: Final = 60
 """Limit on how far the host may run ahead of the device: 2 batches that the device has not reached, or up to 60 if
 together they fit into ``RUN_AHEAD_BYTES``.
 
-``record_stream`` frees memory only after the device has passed it, so a host that runs M steps ahead holds M batches.
-Running ahead helps while the loader stalls: the device works off the queue. Steps on large batches are long, so two are
-enough; small batches cost little memory. 60 steps are about the capacity of the ring in ``watch.step_meter``.
+Because of ``record_stream``, a batch's memory is freed only after the device has used the batch, so a host that runs M
+steps ahead holds M batches. Running ahead helps while the loader stalls: the device works off the queue. Steps on large
+batches are long, so two are enough; small batches cost little memory. 60 steps fit into the event ring in
+``measure.step_meter``, which has room for 73.
 """
 
 
@@ -47,7 +48,8 @@ class SideStream:
         """Make the compute stream wait for ``mark`` and own ``batch``. The host does not wait."""
 
     def follow_compute(self, batch: object = None) -> None:
-        """Order later work after everything queued on the compute stream so far, and let it read ``batch``."""
+        """Make later work on this stream wait for all work queued on the compute stream so far. ``batch`` may then be
+        read on this stream."""
 
     def limit_run_ahead(self) -> None:
         """Wait while the device is too far behind the last batch handed over: see ``RUN_AHEAD``."""
@@ -95,7 +97,8 @@ class DeviceStream(SideStream):
         self._handed_over.append((reached, bytes_off_host(batch)))
 
     def follow_compute(self, batch: object = None) -> None:
-        """Order later work after everything queued on the compute stream so far, and let it read ``batch``."""
+        """Make later work on this stream wait for all work queued on the compute stream so far. ``batch`` may then be
+        read on this stream."""
         self._stream.wait_stream(self._backend.current_stream(self._device))
         if off_host(batch):
             record_stream(batch, self._stream)

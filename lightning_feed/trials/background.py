@@ -29,7 +29,7 @@ _MOST_STEPS = 1000
 
 
 def taken_by(trainer: Any, given: int) -> float:
-    """Return the batch of this epoch at which training pauses: the end of the epoch, or the next validation."""
+    """Return the batch count of this epoch at which training pauses next: for a validation, or at the epoch's end."""
     every: float = trainer.val_check_batch
     most: float = trainer.num_training_batches
     return most if not every or every == float("inf") else min(most, (given // int(every) + 1) * int(every))
@@ -52,16 +52,18 @@ TORCHS = "torch's default generator"
 class BackgroundTrial:
     """Decides from the training steps if a thread should iterate a training loader.
 
-    The first batches are drawn in the training thread. The new thread is not used if they took random numbers from
-    torch's default generator, or from Python's or NumPy's if training uses it too, or are on a device already.
-    Otherwise the new thread draws the next batches, and stays if that makes the steps shorter. The first batch of each
-    pass, and the first after each portion of the thread, is drawn without the thread and checked in the same way.
+    Training draws the first batches itself. The thread is ruled out if the loader draws random numbers from torch's
+    default generator, or from a generator of Python or NumPy that training uses too, or if its batches are on a device
+    already. Otherwise the thread draws the next batches, and stays if that makes the steps shorter.
+
+    The thread draws in portions that end, at the latest, where training pauses. Training itself draws the first
+    batch of each pass and the first batch after each portion, and checks them in the same way.
 
     Args:
         name: name of the loader, for the log.
         say: called with one line per decision.
         asked: the user requested the thread. It is used unless there is a reason against it, without comparing steps.
-        clock: seconds.
+        clock: returns the time in seconds.
 
     Attributes:
         state: ``watch`` and ``try`` during the trial, without and with the thread; ``on`` or ``off`` afterwards.
@@ -87,7 +89,7 @@ class BackgroundTrial:
         self._by_training: set[str] = set()
 
     def begin_pass(self) -> None:
-        """Begin a pass. Gives up the thread if the last pass had longer steps than without it."""
+        """Begin a pass. Gives up the thread if the steps of the last pass were longer than without the thread."""
         self._began = self._drawn = None
         if self.state == "on" and not self._asked and len(self._steps) >= TRIED:
             after_s = self._step_s()

@@ -1,6 +1,6 @@
 """Clones of a user's loader for trials and experiments: changes, timing, watchdog, and locating failures.
 
-Workers finish together, so batches arrive in bursts of ``num_workers``, and the first ones were made before the clock
+Workers finish together, so batches arrive in rounds of ``num_workers``, and the first ones were made before the clock
 started. Rates over a fixed number of batches were off by -13 to +52 %, rates over whole rounds by -4 to +3 %.
 """
 
@@ -170,7 +170,7 @@ def iter_is_itself(source: object) -> bool:
 
 
 def _order(loader: DataLoader[Batch], changes: Changes) -> dict[str, Any]:
-    """Return the new source of indices, if it changes."""
+    """Return the sampler or batch sampler of the clone, by attribute name. Empty if it stays as it is."""
     if isinstance(loader.dataset, IterableDataset):
         return {}
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
@@ -198,7 +198,7 @@ def _refuse_kept_iterator(loader: DataLoader[Batch]) -> None:
 
 
 def original_error(error: BaseException) -> tuple[str, str]:
-    """Return an error's class name and message. For an error from a worker, those of the original error."""
+    """Return class name and message of an error, or of the original error that a worker's error reports."""
     kind, text = type(error).__name__, str(error).strip()
     if text.startswith("Caught "):  # torch puts the worker's traceback into the message
         text = text.rpartition("\n")[2]
@@ -236,7 +236,7 @@ def locate_failure(parts: Sequence[Any], error: BaseException, came: int | None)
 def _failing_sample(loader: DataLoader[Batch], kind: str, came: int) -> Any:
     """Find the failed sample. None if it is not found."""
     with preserve_state(loader):
-        # As torch does before it draws from the sampler.
+        # Torch draws a seed, too, before it draws from the sampler.
         with drawing_device(loader.generator):
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             batched = loader.batch_sampler is not None
@@ -303,15 +303,15 @@ def time_loader(
 ) -> LoaderRate:
     """Measure a loader's rate by iterating it.
 
-    If a pass ends too early, a new one follows. The incomplete round between the two, the start-up, and the first batch
-    and rounds of the new pass are not counted. If passes are too short for that, fewer rounds are discarded, and
-    finally whole passes are measured.
+    If a pass ends too early, a new pass follows. Not counted are the incomplete round at the end of the old pass, the
+    start-up, and the first batch and the warm-up rounds of the new pass. If passes are too short for that, fewer rounds
+    are discarded, and finally whole passes are measured.
 
     Args:
-        begin: begins a pass. All workers of the loader are ended, including persistent ones.
+        begin: begins a pass. After the last pass all workers are ended, including persistent ones.
         burst: batches per round: the loader's ``num_workers``, or 1.
         limits: limits of the measurement.
-        clock: seconds.
+        clock: returns the time in seconds.
         prepare: called before each pass. Its time is not measured.
 
     Raises:
@@ -404,7 +404,8 @@ class _Drain:
         )
 
     def _best(self, fewest_warm: int) -> tuple[int, float]:
-        """Return (batches, seconds) without the requested warm-up rounds, or without fewer if nothing would remain."""
+        """Return (batches, seconds) after the requested number of warm-up rounds. If nothing remains, discards fewer
+        rounds, down to ``fewest_warm``."""
         found = map(self._measured, range(self._limits.warm_rounds, fewest_warm - 1, -1))
         return next((one for one in found if one[1]), (0, 0.0))
 

@@ -40,7 +40,8 @@ def why_not_now(trainer: Any, split: str) -> str:
 def goal_of(trainer: Any, loader: object, **others: Any) -> Goal:
     """The goal of tuning for a run: all ranks of a node at once; the fastest setting, unless ``others`` set a demand.
 
-    Threads are tried only if the user allows them: some datasets cannot be read by several threads, and may not say so.
+    Threads are tried only if the user's loader has threads: some datasets cannot be read by several threads, and may
+    not say so.
     """
     return Goal(
         local_ranks=trainer.num_devices,
@@ -86,7 +87,8 @@ def _once_per_node(tune: Callable[[], Tuned], trainer: Any) -> Tuned:
     """The result of local rank 0, on all ranks of its node.
 
     Raises:
-        LoaderError: on all other ranks, also of other nodes, if ``tune`` raised. On its own rank, that error is raised.
+        LoaderError: ``tune`` failed on another rank, of any node.
+        Exception: the error of ``tune``, on the rank that ran it.
     """
     mine: Tuned | Exception | None = None
     if trainer.local_rank == 0:
@@ -109,7 +111,7 @@ def _once_per_node(tune: Callable[[], Tuned], trainer: Any) -> Tuned:
 
 
 def settled(settings: LoaderSettings, tuned: Tuned | None) -> LoaderSettings:
-    """``settings``, completed by tuned values; as for ``"auto"`` if there is no result."""
+    """``settings``, completed by tuned values; with ``num_workers="auto"`` if there is no result."""
     if tuned is None:
         return replace(settings, num_workers="auto")
     found = tuned.setting
@@ -147,7 +149,7 @@ def explained(found: Recommendation, settings: LoaderSettings, tuned: Tuned | No
     short = "tuned" if not tuned.remembered else "tuned by an earlier run, and checked"
     rate = "" if tuned.batches_per_s is None else f", {throughput(tuned.batches_per_s, tuned.batch_size)} in the trial"
     reasons["num_workers"] = f"{short}: {tuned.reason}{rate}"
-    # A user's value stays "as given". One without effect with num_workers=0 has its own reason.
+    # A value from the user stays "as given". A value that has no effect without workers keeps the reason for that.
     chosen = {name: short for name in _OPEN if getattr(settings, name) == "auto" and reasons[name] == "as given"}
     return replace(found, reasons=reasons | chosen)
 

@@ -1,8 +1,8 @@
 """The search for a loader's setting: proposes trials and selects the result. Pure: no clock, no loader.
 
-The first trial has no workers. It measures the time of a worker per batch, and from it follows the number of workers
-that keep the CPUs busy, for the next trial. Further trials have more or fewer workers, if the rates so far suggest that
-this is faster.
+The first trial has no workers. It measures a worker's time per batch, which gives the number of workers that keep the
+CPUs busy. A later trial has this number, or fewer if these meet the demand. Further trials have more or fewer workers,
+if the rates so far suggest that this is faster.
 """
 
 import math
@@ -22,7 +22,7 @@ FED_PCT = 2.0
 """Starvation below which a loader without workers, which takes turns with the model, is good enough."""
 MOST_PREFETCH = 8
 _PER_CPU = 1.25
-"""Factor on the number of always-busy workers that fill the CPUs: with just that number, CPUs are idle at times."""
+"""Factor on the number of workers that would fill the CPUs if always busy. Without it, CPUs are idle at times."""
 _IN_PROPORTION = 0.7
 """Share of the ideal rate (all workers independent) above which more workers are worth a trial."""
 _IN_THE_WAY = 0.6
@@ -58,7 +58,8 @@ class Goal:
     max_trials: int = 5
     """Largest number of trials, including the first one, without workers."""
     most_workers: int | None = None
-    """Largest number of workers. None: 16, or twice the CPUs if that is more."""
+    """Largest number of workers. None: 16 (4 with several local ranks), or twice the CPUs per rank if that is more, but
+    fewer if the loader starts workers without fork."""
     may_persist: bool = True
     """True if workers may stay alive between epochs. False if the Trainer reloads the loaders."""
     threads: bool = True
@@ -292,7 +293,8 @@ class Search:
         return None
 
     def _was_tried(self, setting: Setting) -> bool:
-        """Check if this number of workers was tried with this prefetch factor, or with any above the default."""
+        """Check if this number of workers was tried with this prefetch factor or a larger one. All factors above the
+        default count as equal."""
         enough = min(setting.prefetch_factor or 0, TORCH_PREFETCH + 1)
         return any(
             trial.setting.num_workers == setting.num_workers and (trial.setting.prefetch_factor or 0) >= enough

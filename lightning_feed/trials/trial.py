@@ -179,7 +179,7 @@ def run_trial(loader: DataLoader[Batch], setting: Setting, limits: RoundLimits, 
         loader: any DataLoader. Map-style data sets restart at the end, so few samples suffice.
         setting: the setting to run it with.
         limits: limits of the measurement.
-        copies: number of loaders to run at once, like that many local ranks. Only with workers.
+        copies: number of copies of the loader to run at once, as local ranks do. Ignored without workers.
 
     Raises:
         DatasetError: the data set raised an error; the message names worker and sample.

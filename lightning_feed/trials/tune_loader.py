@@ -34,7 +34,8 @@ from lightning_feed.trials.trial import Kind, Setting, Trial, feasible, leaf_siz
 logger = logging.getLogger(__name__)
 
 MOST_WORKERS = 16
-"""Largest number of workers to try without another limit: loaders that wait for storage use more workers than CPUs."""
+"""Largest number of workers to try with one local rank, unless CPUs or the user allow another number. Loaders that wait
+for storage use more workers than CPUs."""
 SAME_WITHIN = 0.10
 """Largest deviation, as a share, from a stored rate for the stored setting to be trusted."""
 _MEASURE_S = 2.0
@@ -67,7 +68,7 @@ def tune_loader(  # noqa: PLR0913  # all but the loader and its goal are by name
         fresh: ignore stored results.
         on_trial: called with each finished trial.
         machine: limits of this machine. None: read now.
-        clock: seconds.
+        clock: returns the time in seconds.
 
     Raises:
         LoaderError: the loader is empty, or hangs without workers.
@@ -275,7 +276,7 @@ def _tuned(kept: dict[str, Any]) -> Tuned:
     kept["trials"] = tuple(Trial(**{**one, "setting": Setting(**one["setting"])}) for one in kept["trials"])
     kept["rejected"] = tuple((Setting(**setting), why) for setting, why in kept["rejected"])
     tuned = Tuned(**kept)
-    if not tuned.batches_per_s or tuned.settings.num_workers == "auto":  # settings refuses impossible values
+    if not tuned.batches_per_s or tuned.settings.num_workers == "auto":  # `.settings` raises for impossible values
         raise ValueError(f"{tuned} cannot be used")
     return tuned
 

@@ -115,7 +115,10 @@ def tuned_document(tuned: Tuned, place: Place | None = None) -> dict[str, Any]:
 
 
 def pastes(tuned: Tuned, place: Place | None) -> list[Paste]:
-    """Return code to paste, the form that fits the place first. All forms if the place is unknown."""
+    """Return code to paste, in the forms that fit the place, the best form first.
+
+    If the place is unknown, one form for a DataLoader and one for a FastDataModule.
+    """
     settings = Paste("in the call that makes your FastDataModule", "settings", paste_line(tuned))
     values = _values(tuned)
     if "workers" in values:  # threads: a DataLoader cannot use them
@@ -149,7 +152,7 @@ def _overrides(keys: dict[str, str], values: dict[str, Any]) -> list[Paste]:
 
 
 def paste_line(tuned: Tuned) -> str:
-    """Return the line of code that sets these values in a FastDataModule."""
+    """Return the line of code that applies the tuned setting to a FastDataModule."""
     return f"loader=LoaderSettings({_arguments(_values(tuned))})"
 
 
@@ -366,7 +369,7 @@ def run_tune(  # the options of the command, by name
     grid: Sequence[int] | None = None,
     loader: str | None = None,
 ) -> tuple[Tuned, Sweep | None, Place | None]:
-    """Tune, and sweep if requested, with the tuner's choice marked. Also returns the loader's place, if known.
+    """Tune, and sweep if requested. The sweep marks the tuner's choice. Also returns the loader's place, if known.
 
     Args:
         fit: the module and the data.
@@ -464,8 +467,8 @@ def open_target_session(
 def measure_demand(session: DiagnosisSession) -> float:
     """Measure batches per second of a fit that repeats one batch, including its transfer to the device.
 
-    The batch is on the host, as if loading took no time. With PrefetchCallback the copy overlaps with computing;
-    without it, the copy is part of the model's time.
+    The batch is loaded before, and kept on the host. With PrefetchCallback its copy to the device overlaps with
+    computing; without, the copy is part of the model's time.
 
     Raises:
         FeedError: the fit fails, or is too slow to be measured.

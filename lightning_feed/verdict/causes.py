@@ -34,14 +34,15 @@ READY_SHARE = 0.5
 """Limit of the mean fill of the queue. Workers in lockstep deliver batches in bursts, and leave it less than half full:
 (workers - 1) / 2 of at least ``workers`` batches."""
 HANDOVER_PCT = 80.0
-"""Limit of the share of waiting that began with batches ready. It is high, because with a queue that is sometimes
-empty, too, much of the waiting is the millisecond that each ready batch takes."""
+"""Limit of the share of waiting that began with batches ready. It is high, because taking a ready batch also needs a
+millisecond: even if the queue is sometimes empty, much of the waiting is spent on that."""
 QUEUE_SHARE = 0.1
 """Smallest share of loading spent waiting for a CPU that the evidence mentions."""
 WARM_PCT = 80.0
 """Share of bytes from the page cache above which the disk is not the reason."""
 DISK_MB_PER_S = 0.05
-"""Smallest rate of a disk that workers wait for: even random 4 kB reads give more (100 a second)."""
+"""Rate of reading from storage below which workers do not wait for it: even 100 random reads of 4 kB a second, as from
+a slow disk, give more."""
 IO_PRESSURE_PCT = 20.0
 CONNECTED = 0.5
 """Fewest network connections per worker that count as reading over the network."""
@@ -180,10 +181,10 @@ def _busy_pct(measured: Measurements) -> float | None:
 
 
 def unclear_beside_others(measured: Measurements, cause: Cause) -> bool:
-    """True if other programs may have made a cause of waiting for data.
+    """True if a cause of waiting for data may only be an effect of other programs.
 
-    They delay the start of workers, and the thread that takes ready batches. If workers lack a CPU for much of their
-    time, it is unclear if they mostly compute or wait.
+    Other programs delay the start of workers, and the thread that takes ready batches. If workers wait for a CPU for
+    much of their time, and are blocked for much of it, it is unclear if they mostly compute or wait.
     """
     queue, blocked = measured.loaders.workers_run_queue_pct or 0.0, measured.loaders.workers_blocked_pct or 0.0
     if cause in _OF_WORKERS:
@@ -247,7 +248,7 @@ def _remote(measured: Measurements) -> list[str]:
 
 
 def _experiments(measured: Measurements, _: Shares) -> Iterator[Reason]:
-    """The loader's speed-up without a stage, if the workers' times are unknown."""
+    """Reasons from experiments, if the workers' times are unknown."""
     found, cached, ceiling = measured.found, _gain(measured, "cached_bytes_per_s"), _gain(measured, "ceiling_per_s")
     if cached is not None and cached >= FASTER:
         yield Reason("cold reads", [f"with its files in memory, the loader is {cached:.1f} x as fast"])
@@ -284,18 +285,19 @@ DATA_RULES = (
 # --- the other parts of a step ------------------------------------------------------------------------------------
 
 NAMED_SHARE = 0.5
-"""Smallest share of the time between steps that hooks take to be its cause. Else it is a wait for the device."""
+"""Share of the time between steps from which hooks are its cause, even if the host is known to wait for the device."""
 HOOKS_SAID = 3
 SMALL_BYTES, MANY_TENSORS = 64 * 1024, 8
-"""Fewest tensors, and largest mean size in bytes, of a batch of many small tensors."""
+"""Largest mean size in bytes, and fewest tensors, of a batch of many small tensors."""
 COPY_SHARE = 0.5
-"""Smallest share of the transfer that the copy alone takes. Else hooks are the cause."""
+"""Share of the transfer that the copy alone takes, below which hooks are the cause."""
 LINK_SHARE = 0.5
 """Share of the speed of a pinned copy above which the link is the limit."""
 LAUNCH_SHARE = 0.9
-"""CPU time of the training thread, divided by the time of the step on the device."""
+"""CPU time of the training thread, as a share of the step's time on the device, from which launching is the cause."""
 FAR = 1.5
-"""Ratio of the step to the model alone above which the model is not the cause. Below, workers may share its CPUs."""
+"""Ratio of the step to the model alone from which the model is not the cause. A smaller one may come from workers that
+share the model's CPUs."""
 WAITING_HOOKS = ("ProgressBar", "ThroughputMonitor")
 """Callbacks of Lightning that wait for the device to read a metric or to measure: their time counts as that wait."""
 

@@ -229,7 +229,7 @@ def _loading(measured: Measurements) -> list[str]:
 
 
 def _making(measured: Measurements) -> list[str]:
-    """Evidence: samples or collating, whichever takes more of a batch, and its slowest function in the user's code."""
+    """Evidence: the time to make a batch, its larger part (samples or collating), and that part's slowest function."""
     found = measured.found
     if found.samples_ms is None or not found.collate_ms:
         return []
@@ -260,7 +260,7 @@ Limit = Literal["validation", "checkpoints"]
 LEAST_S = 2.0
 """Seconds of validation and checkpoints above which they get a verdict or a note."""
 NOTED_SHARE = 0.15
-"""Share of the wall time above which they get a note."""
+"""Share of the wall time above which validation and checkpoints get a note."""
 AT_MOST = 0.25
 """Goal for validation or checkpoints, as a share of the training time."""
 FACTORS = (2, 5, 10)
@@ -268,7 +268,10 @@ FACTORS = (2, 5, 10)
 
 
 def _limit_of(measured: Measurements) -> Limit | None:
-    """The part of a fit that takes longer than training with its epoch starts; None if training takes longest."""
+    """The longer of validation and checkpoints; None if training with its epoch starts takes longer than both together.
+
+    Also None if both together take less than :data:`LEAST_S`.
+    """
     wall = measured.wall
     if wall is None or measured.facts.stage != "fit":
         return None

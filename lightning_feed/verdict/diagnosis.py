@@ -63,8 +63,8 @@ class Remedy:
     predicted_step_ms: float | None = None
     """Predicted step time. None: the measurements do not allow a prediction, or steps do not change."""
     predicted_gain_pct: float | None = None
-    """Predicted saving as a share of an epoch with its first batch, 0 to 100; remedies are sorted by it. If validation
-    or checkpoints limit the run: the share of the run."""
+    """Predicted saving in % of an epoch, including the time to its first batch; in % of the run if validation or
+    checkpoints limit the run. Remedies are sorted by it."""
     changes: str = ""
     """The change in a fixed form, by which a later run is compared: ``num_workers=8``."""
 

@@ -18,7 +18,7 @@ FULL_SHARE = 0.8
 MOSTLY_BUSY = 0.8
 """Share of the available CPU time above which all CPUs count as busy."""
 SPARE = 1.1
-"""Factor by which the loader must be faster than the model with fewer workers."""
+"""Factor by which the loader, with fewer workers, must be faster than the model."""
 SHARD = (
     "the dataset is a stream that does not seem to divide itself among workers: with num_workers=2 every sample would "
     "come twice. Divide it by torch.utils.data.get_worker_info() before you use more than one worker"
@@ -195,7 +195,7 @@ def _missing_cpus(finding: Finding) -> Iterator[str]:
 
 def _crowded(finding: Finding) -> Iterator[str]:
     workers, cpus = finding.facts.num_workers, finding.facts.usable_cpus
-    if not workers or not cpus or finding.facts.crowded:  # the evidence says so
+    if not workers or not cpus or finding.facts.crowded:  # the evidence already names other programs
         return
     if workers > cpus:
         yield f"{workers} workers share {cpus} CPUs: fewer may be as fast. `lightning-feed tune` tries it"

@@ -90,7 +90,8 @@ def with_batch_in(measured: Measurements, shares: Shares, after_ms: float) -> fl
 def with_rate(measured: Measurements, shares: Shares, rate: float | None, now: float | None) -> float | None:
     """Step time if the loader alone reaches ``rate`` batches per second, and reached ``now`` before.
 
-    A loader is slower while a model trains. If by more than :data:`SAME`, the same factor is assumed with the remedy.
+    A loader is slower while a model trains. If the present loader is slower by more than the factor :data:`SAME`, the
+    loader with the remedy is assumed to become slower by as much.
     """
     return with_batch_in(measured, shares, _beside(measured, shares, rate, now)) if rate else None
 
@@ -98,9 +99,10 @@ def with_rate(measured: Measurements, shares: Shares, rate: float | None, now: f
 def crowding_ms(measured: Measurements, shares: Shares, loading_ms: float, workers: int) -> float:
     """Increase of the step time if workers take ``loading_ms`` of CPU time for each step; 0.0 if unknown.
 
-    Workers first use the CPUs that training and other programs leave idle. The rest slows training down: a single
-    thread by its share, but threads that compute together on all CPUs by all of it, because each waits for the
-    slowest. Workers never take more than an equal share for each runnable thread: Linux gives them no more.
+    Workers first use the CPU time that training and other programs leave idle. The rest of their CPU time slows
+    training down: a single training thread only by that thread's share of the CPUs, but threads that compute together
+    on all CPUs by all of it, because each waits for the slowest. Workers never take more than an equal share for each
+    runnable thread, because Linux gives them no more.
     """
     facts, rest = measured.facts, shares.floor_ms
     training = training_cpu_ms(measured, shares)
@@ -124,10 +126,10 @@ def filled_ms(
 ) -> float:
     """Step time if training never waits for a batch, and workers take ``loading_ms`` of CPU time for each step.
 
-    At least the CPU time of training and loading, divided by the number of CPUs that the run can count on. That is the
-    largest of: the CPUs that other programs leave, less :data:`_IDLE_CPUS`; those used now; those that its threads got
-    when they asked. ``workers``: workers of each loader; None: as now. ``slower``: factor on that CPU time, if the run
-    has more than one CPU.
+    The step is at least as long as the CPU time of training and loading, divided by the number of CPUs that the run can
+    count on. That number is the largest of three: the CPUs that other programs leave, less :data:`_IDLE_CPUS`; the CPUs
+    used now; and the CPUs that the loading threads got when they were ready for one. ``workers``: workers of each
+    loader; None: as now. ``slower``: factor on the CPU time of training and loading, if the run has more than one CPU.
     """
     facts = measured.facts
     workers = facts.loaders_beside * ((facts.num_workers or 0) if workers is None else workers)
@@ -179,8 +181,8 @@ def with_files_near(measured: Measurements, shares: Shares) -> float | None:
 def with_workers(measured: Measurements, shares: Shares, number: int) -> float | None:
     """Step time with ``number`` worker processes, more than now.
 
-    Uses the rates of both numbers if they were tried. Else each worker adds its rate, as long as there are CPUs. None
-    if unknown.
+    Uses the loader's rates with this number and with the present one, if both were tried. Else assumes that each worker
+    adds the same rate, as long as there are CPUs. None if unknown.
     """
     facts = measured.facts
     running, now = period_ms(measured, shares), facts.num_workers

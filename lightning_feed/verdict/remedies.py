@@ -53,13 +53,13 @@ class Finding:
         return self.facts.place or OUR_PLACE
 
     def can_set(self, name: str) -> bool:
-        """True if a setting can be given at that place."""
+        """True if a setting can be given at :attr:`place`."""
         if self.place.form == "callback":
             return name in ("num_workers", "prefetch_factor", "persistent_workers")
         return name in dict(self.place.overrides) or not self.place.names or name in dict(self.place.names)
 
     def can_set_with_workers(self, name: str) -> bool:
-        """True if a setting can be given together with num_workers: on a command line, it needs a key there."""
+        """True if a setting can be given where num_workers is given. On the command line, it needs a key of its own."""
         keys = dict(self.place.overrides)
         return name in keys if "num_workers" in keys else self.can_set(name)
 
@@ -70,7 +70,7 @@ class Finding:
 def loader_remedy(
     finding: Finding, why: str, step_ms: float | None, *, gain_pct: float | None = None, **settings: object
 ) -> Remedy:
-    """A remedy that changes settings of the training loader; the first setting names it."""
+    """A remedy that changes settings of the training loader. It is named after the first setting."""
     place, (name, value) = finding.place, next(iter(settings.items()))
     keys = dict(place.overrides)
     form: Form = place.form
@@ -160,9 +160,9 @@ MADE_ON_CPU: tuple[Cause, ...] = ("cpu", "no workers", "oversubscribed")
 def more_workers(finding: Finding) -> Remedy | None:
     """Remedy: more workers, if training waits for batches that take time to make.
 
-    The workers must have been observed, or other numbers tried; a stream must divide itself among workers, or may run
-    in a single one; and /dev/shm must have room for the batches. Suggests the fewest workers that nearly reach the best
-    step time: at most one per CPU, or more if workers are blocked.
+    Suggests the fewest workers that nearly reach the best step time: at most one per CPU, or more if workers are
+    blocked. None if the present workers were not observed and no other numbers were tried, if a stream can neither be
+    divided among workers nor run in a single one, or if /dev/shm has no room for the batches.
     """
     predicted = steps_with_more(finding)
     if not predicted:
@@ -216,9 +216,9 @@ def _can_change_workers(finding: Finding) -> bool:
 
 
 def _with_kept_workers(finding: Finding) -> tuple[Measurements, dict[str, Any]]:
-    """The measurements for workers that persist between epochs if possible, and the setting for that, if needed."""
+    """The measurements as if workers persist between epochs, if they can, and the setting to add for that, if any."""
     facts = finding.facts
-    if finding.place.form == "settings":  # there it is the default
+    if finding.place.form == "settings":  # LoaderSettings keep the workers by default
         return finding.measured, {}
     can_set = finding.can_set_with_workers("persistent_workers") and "num_workers" not in dict(finding.place.names)
     kept = bool(facts.may_persist) and can_set
@@ -227,7 +227,7 @@ def _with_kept_workers(finding: Finding) -> tuple[Measurements, dict[str, Any]]:
 
 
 def _most_workers(finding: Finding) -> int:
-    """The number of CPUs; for workers that are mostly blocked, the number that keeps the CPUs busy."""
+    """Largest number of workers to suggest: one per CPU, or as many as keep the CPUs busy if workers mostly wait."""
     facts, now = finding.facts, finding.facts.num_workers or 0
     most = cpus = max(1, (facts.usable_cpus or 1) // facts.loaders_beside)
     blocked = predict.blocked_share(finding.measured) if now == 0 or finding.data in _READ_SLOWLY else 0.0
@@ -248,7 +248,8 @@ def _fits(finding: Finding, workers: int) -> bool:
 def fewer_workers(finding: Finding) -> Remedy | None:
     """Remedy: fewer workers, if training waits for data and fewer were measured to be faster.
 
-    If batches wait to be handed over, also none: making a batch in the training process may be faster.
+    If handing over batches is the cause, may also suggest ``num_workers=0``: making a batch in the training process may
+    be faster.
     """
     now = finding.facts.num_workers
     if not now or finding.data in (None, "epoch start", "one rank") or not _can_change_workers(finding):
@@ -296,14 +297,15 @@ def _without_workers(finding: Finding) -> dict[str, Any] | None:
 def persistent_workers(finding: Finding) -> Remedy | None:
     """Remedy: persistent workers, if training waits in each epoch for workers to start and make the first batch.
 
-    The workers must not need anything new from the data set. Saves the time to that batch, less the time to make one.
+    None if anything new, such as a call of ``set_epoch``, has to reach the workers in each epoch. Saves the time to the
+    first batch of an epoch, less the time to make one batch.
     """
     facts, start_s, epoch_pct = finding.facts, finding.measured.stats.epoch_start_s or 0.0, finding.shares.epoch_pct
     if finding.data is None or epoch_pct is None or epoch_pct < DATA_PCT or not finding.can_set("persistent_workers"):
         return None
     if facts.persistent_workers is not False or not facts.num_workers or not facts.may_persist or facts.max_epochs == 1:
         return None
-    making_s = 1e-3 * facts.num_workers * finding.shares.step_ms  # upper limit: each makes a batch in so many steps
+    making_s = 1e-3 * facts.num_workers * finding.shares.step_ms  # at most: a worker makes a batch in num_workers steps
     saved_ms = 1e3 * max(0.0, start_s - making_s) / (facts.batches_per_epoch or 1)
     why = f"workers are started again for each epoch, whose first batch takes {start_s:.2f} s"
     gain_pct = 100 * saved_ms / finding.step_with_start_ms
@@ -391,7 +393,7 @@ def _door(facts: LoopFacts) -> str:
 def nvjpeg(finding: Finding) -> Remedy | None:
     """Remedy: decode on the GPU, if that was measured to be faster than an ImageFolderDataModule's workers.
 
-    Not with the user's own transforms.
+    None with the user's own transforms, or with a cache of decoded images.
     """
     facts, found = finding.facts, finding.measured.found
     if finding.data not in MADE_ON_CPU or facts.decoder is None or facts.backend not in (None, "torch"):
@@ -512,7 +514,7 @@ def remedies_for(finding: Finding) -> tuple[Remedy, ...]:
 
 
 def largest(remedies: list[Remedy], least_pct: float) -> tuple[Remedy, ...]:
-    """The three remedies that save most, and at least ``least_pct``. For each setting, only the best counts."""
+    """The best three remedies, of those that save at least ``least_pct``. For each setting, only the best counts."""
     gains = [remedy for remedy in remedies if (remedy.predicted_gain_pct or 0.0) >= least_pct]
     gains.sort(key=lambda remedy: -(remedy.predicted_gain_pct or 0.0))
     best = {remedy.changes.partition("=")[0]: remedy for remedy in reversed(gains)}

@@ -35,7 +35,7 @@ class Shares:
     data_ms: float
     """Waiting per step that a perfect loader would save."""
     epoch_pct: float | None
-    """Share of an epoch that its first batch takes longer than any other batch; None if unknown."""
+    """Share of an epoch by which its first batch takes longer than other batches; None if unknown."""
     by_ranks: bool
     """True if ``data_pct`` is the waiting of the slowest rank in each step, which is more than this rank's own."""
     over: tuple[StepPart, ...]
@@ -94,7 +94,10 @@ def _at_fault(measured: Measurements, pcts: dict[StepPart, float], over: list[St
 
 
 def others_take_more(measured: Measurements, than_pct: float) -> bool:
-    """True if the training thread waits for CPUs used by other programs for more than this share of a step."""
+    """True if the training thread waits for CPUs that other programs use, during more than ``than_pct`` of a step.
+
+    A wait of less than :data:`RUN_QUEUE_PCT` of a step does not count.
+    """
     facts, step_ms = measured.facts, measured.stats.step_ms or math.inf
     waits_pct = 100 * facts.queue_beside_loading_ms / step_ms
     return facts.crowded and waits_pct >= RUN_QUEUE_PCT and waits_pct > than_pct
@@ -103,7 +106,7 @@ def others_take_more(measured: Measurements, than_pct: float) -> bool:
 def _other_parts(measured: Measurements, step_ms: float, copy_pct: float) -> dict[StepPart, float]:
     """The shares of the time between steps and of the copy."""
     between_pct = 100 * (measured.stats.other_ms or 0.0) / step_ms
-    if measured.facts.copies_nothing:  # Lightning's small overhead there does not count as a transfer
+    if measured.facts.copies_nothing:  # the time of the transfer is only Lightning's small overhead
         return {"framework": between_pct + copy_pct, "copy": 0.0}
     return {"framework": between_pct, "copy": copy_pct}
 
@@ -129,7 +132,7 @@ def _waiting_of(measured: Measurements, own_pct: float, step_ms: float) -> _Wait
 def _without_cpu_share(measured: Measurements) -> float:
     """Share of the wait in ``next(loader)`` in which other programs had the training thread's CPU, 0 to 1.
 
-    It needs the CPU to take a batch from its workers.
+    The training thread needs the CPU to take a batch from its workers.
     """
     facts, wait = measured.facts, measured.stats.next_wait_ms
     if not facts.crowded or not facts.num_workers or not wait or facts.load_queue_ms is None:
