@@ -29,6 +29,8 @@ _SLOWEST = 3.0
 """Largest factor by which other programs slow down taking a batch."""
 _TENSORS = 32
 """Tensors assumed in a batch of a user's class, which may hide many."""
+MOSTLY = 0.5
+"""Share of a batch's time spent blocked above which a worker counts as waiting."""
 _IDLE_CPUS = 0.3
 """CPUs that stay idle although training and its workers need more than there are, because each sometimes waits for the
 other: 0.24 to 0.34 of 2 CPUs in three projects of ``tests/zoo``."""
@@ -126,10 +128,9 @@ def filled_ms(
 ) -> float:
     """Step time if training never waits for a batch, and workers take ``loading_ms`` of CPU time for each step.
 
-    The step is at least as long as the CPU time of training and loading, divided by the number of CPUs that the run can
-    count on. That number is the largest of three: the CPUs that other programs leave, less :data:`_IDLE_CPUS`; the CPUs
-    used now; and the CPUs that the loading threads got when they were ready for one. ``workers``: workers of each
-    loader; None: as now. ``slower``: factor on the CPU time of training and loading, if the run has more than one CPU.
+    The step is at least as long as the CPU time of training and loading, divided by the CPUs that the run will get
+    (:func:`_cpus_to_get`). ``workers``: workers of each loader; None: as now. ``slower``: factor on the CPU time of
+    training and loading, if the run has more than one CPU.
     """
     facts = measured.facts
     workers = facts.loaders_beside * ((facts.num_workers or 0) if workers is None else workers)
@@ -137,19 +138,32 @@ def filled_ms(
     if not facts.usable_cpus:
         return step
     training = training_cpu_ms(measured, shares) or 0.0
-    now = (training + loading_cpu_ms(measured, shares)) / shares.step_ms
-    free = facts.usable_cpus * (1 - facts.others_share)
-    idle = _IDLE_CPUS if facts.usable_cpus > 1 or facts.world_size > 1 else 0.0  # ranks wait for each other, too
-    left = max(now, free - idle, min(_seen_to_get(measured), facts.usable_cpus - idle))
+    left = _cpus_to_get(measured, (training + loading_cpu_ms(measured, shares)) / shares.step_ms)
     spent = (training + loading_ms) * (slower if left > 1 else 1.0)
     return max(step, spent / left) if left else step
 
 
-def _seen_to_get(measured: Measurements) -> float:
-    """CPUs that the loading threads got when they were ready for one; 0.0 if unknown.
+def _cpus_to_get(measured: Measurements, now: float) -> float:
+    """CPUs that training and loading will get, of which they use ``now``.
 
-    Threads that are mostly blocked seldom ask for a CPU: the run uses few CPUs now, but could use more.
+    They are those that other programs leave, less :data:`_IDLE_CPUS`. More workers do not take CPUs from other
+    programs: Linux divides CPUs between sessions and containers first, and then between the threads of each. Threads
+    that are mostly blocked use few CPUs, and could use those that they got whenever they were ready for one. With
+    several ranks, the share of other programs is unknown, and those CPUs are the limit.
     """
+    facts, seen = measured.facts, _seen_to_get(measured)
+    cpus = facts.usable_cpus or 0
+    free = cpus * (1 - facts.others_share)
+    idle = _IDLE_CPUS if cpus > 1 or facts.world_size > 1 else 0.0  # ranks wait for each other, too
+    if facts.world_size > 1 and seen:
+        free = min(free, seen)
+    if blocked_share(measured) >= MOSTLY:
+        return max(now, free - idle, min(seen, cpus - idle))
+    return max(now, free - idle)
+
+
+def _seen_to_get(measured: Measurements) -> float:
+    """CPUs that the loading threads got when they were ready for one; 0.0 if unknown."""
     facts, loaders = measured.facts, measured.loaders
     if serial(facts):
         on_cpu, queue, threads = facts.load_cpu_ms, facts.load_queue_ms, 1

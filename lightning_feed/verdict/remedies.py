@@ -146,8 +146,6 @@ def callback_remedy(
 
 MOST_WAITING = 4
 """Largest factor on the number of workers if they only wait."""
-MOSTLY = 0.5
-"""Share of a batch's time spent blocked above which a worker counts as waiting."""
 MOST_WORKERS = 16
 """Largest number of workers suggested for a loader without workers."""
 NEARLY = 1.02
@@ -231,7 +229,7 @@ def _most_workers(finding: Finding) -> int:
     facts, now = finding.facts, finding.facts.num_workers or 0
     most = cpus = max(1, (facts.usable_cpus or 1) // facts.loaders_beside)
     blocked = predict.blocked_share(finding.measured) if now == 0 or finding.data in _READ_SLOWLY else 0.0
-    if blocked >= MOSTLY:
+    if blocked >= predict.MOSTLY:
         most = max(cpus, min(MOST_WAITING * max(1, now), int(cpus / max(1e-9, 1 - blocked))))
     return min(MOST_WORKERS, most) if now == 0 else most
 

@@ -126,6 +126,21 @@ def test_workers_for_a_loader_that_waits_beside_other_programs() -> None:
     assert 29.0 / (13 / 20) <= (remedy.predicted_step_ms or 0.0) < 80.0
 
 
+def test_more_workers_take_no_cpu_from_other_programs() -> None:
+    """One worker beside a program: 24 ms were predicted for two workers, and steps stayed at 31."""
+    run: dict[str, Any] = {"step": 31.4, "data": 15.5, "num_workers": 1, "usable_cpus": 2, "others_cpu_pct": 50.0}
+    busy = {"workers_on_cpu_pct": 61.4, "workers_run_queue_pct": 38.5, "workers_blocked_pct": 0.1}
+    assert diagnose(measured(**run, process_cpu_ms=10.1, load_queue_ms=1.8, loaders=busy)).remedies == ()
+
+
+def test_several_ranks_beside_another_program_get_the_cpus_that_their_threads_got() -> None:
+    """Their share of other programs is unknown. 31 ms were predicted for a first worker, and steps stayed at 45."""
+    run: dict[str, Any] = {"step": 42.0, "data": 24.4, "num_workers": 0, "usable_cpus": 1, "world_size": 2}
+    run |= {"load_cpu_ms": 13.0, "process_cpu_ms": 20.5}
+    assert diagnose(measured(**run, load_queue_ms=11.6)).remedies == ()
+    assert _with_workers(1, **run, load_queue_ms=0.0) == pytest.approx((20.5 + 0.8) / 0.7)  # alone on the machine
+
+
 TWO_CPUS: dict[str, Any] = {"num_workers": 0, "usable_cpus": 2, "process_cpu_ms": 100.0}
 """Steps of 100 ms, 60 of which a single thread trains. 40.8 ms of a worker beside them: 1.2 x 100.8 on 1.7 CPUs."""
 ONE_GPU: dict[str, Any] = {"device_type": "cuda", "usable_cpus": 16, "num_workers": 0, "data": 80.0}
