@@ -481,7 +481,7 @@ class IndexSource:
         now.begin(self.samplers)
         generators = (getattr(sampler, "generator", None) for sampler in self.samplers.values())
         device = drawing_device(next(filter(None, generators), None))
-        drawn = iter(self.inner) if self.draws is None else self.draws.walk(iter(self.inner), len(self.inner))
+        drawn = iter(self.inner) if self.draws is None else self.draws.walk(iter(self.inner), size_of(self.inner))
         indices = now.skip_trained(drawn, now.skip) if now.rest is None else now.rest()
         if self.ahead is not None:
             indices = self.ahead.through(indices, partial(_order_after, now, self.samplers))

@@ -106,8 +106,8 @@ class _Job:
 
     def work(self, place: int, thread: int) -> None:
         """Load the sample at ``place``. Never raises."""
-        # Threads take places in order, so all places before a failed one are done, and the first failure is raised.
-        if self.parts and self._failure is None:
+        # Threads take places in order. Those before a failed one are still attempted, so the first failure is raised.
+        if self.parts and (self._failure is None or place < self._failure[0]):
             self._attempt(place, thread, self._load)
         with self._lock:
             self.left -= 1

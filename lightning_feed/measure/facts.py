@@ -29,8 +29,7 @@ def with_loaders(facts: LoopFacts, every: Sequence[AnyLoader], *, reloaded: bool
         reloaded: True if new loaders are made every few epochs. None: leave out facts that only remedies need.
     """
     loaders = [loader for loader in every if isinstance(getattr(loader, "num_workers", None), int)]
-    other = next((loader for loader in every if not isinstance(getattr(loader, "num_workers", None), int)), None)
-    known: dict[str, Any] = {"generator": "" if other is None else _name_of(other)}
+    known: dict[str, Any] = {"generator": _name_of(every[0]) if every else ""}
     if loaders:
         slowest = min(loaders, key=lambda loader: loader.num_workers)
         known = _batches_of(slowest, loaders)

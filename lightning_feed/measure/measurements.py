@@ -196,6 +196,11 @@ class LoopFacts:
         return (pct or 0.0) / 100
 
     @property
+    def all_workers(self) -> int:
+        """Number of workers of all training loaders."""
+        return sum(self.every_num_workers) or self.num_workers or 0
+
+    @property
     def loaders_beside(self) -> int:
         """Number of training loaders that each provide a part of a batch."""
         return max(1, len(self.every_num_workers))

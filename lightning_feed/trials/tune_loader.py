@@ -264,7 +264,7 @@ def key_of(loader: DataLoader[Batch], goal: Goal, machine: Machine, version: str
             False,  # earlier versions had an option to yield batches in another order
             goal.may_persist,
             *([] if goal.threads else ["no threads"]),
-            *([] if goal.given is None else [str(goal.given)]),
+            *([] if goal.given is None else [vars(goal.given)]),
         ],
     }
 

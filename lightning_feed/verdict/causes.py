@@ -237,7 +237,7 @@ def _remote(measured: Measurements) -> list[str]:
     """Signs that blocked workers wait for another machine."""
     facts, connections, disk = measured.facts, measured.loaders.connections or 0.0, measured.found.disk
     said = []
-    if connections >= CONNECTED * (facts.num_workers or 1):
+    if connections >= CONNECTED * max(1, facts.all_workers):
         said.append(f"the workers are blocked, with {connections:.0f} network connections open")
     elif facts.remote:
         said.append("the data are read from a URL, and the workers are blocked")

@@ -133,7 +133,7 @@ def filled_ms(
     training and loading, if the run has more than one CPU.
     """
     facts = measured.facts
-    workers = facts.loaders_beside * ((facts.num_workers or 0) if workers is None else workers)
+    workers = facts.all_workers if workers is None else facts.loaders_beside * workers
     step = floor_ms(measured, shares) + taking_ms + crowding_ms(measured, shares, loading_ms, workers)
     if not facts.usable_cpus:
         return step
@@ -168,7 +168,7 @@ def _seen_to_get(measured: Measurements) -> float:
     if serial(facts):
         on_cpu, queue, threads = facts.load_cpu_ms, facts.load_queue_ms, 1
     else:
-        on_cpu, queue, threads = loaders.workers_on_cpu_pct, loaders.workers_run_queue_pct, (facts.num_workers or 0) + 1
+        on_cpu, queue, threads = loaders.workers_on_cpu_pct, loaders.workers_run_queue_pct, facts.all_workers + 1
     if not on_cpu or queue is None:
         return 0.0
     return min(threads, facts.usable_cpus or 1) * on_cpu / (on_cpu + queue)
@@ -356,7 +356,7 @@ def loading_cpu_ms(measured: Measurements, shares: Shares) -> float:
     facts, on_cpu = measured.facts, measured.loaders.workers_on_cpu_pct
     if serial(facts):
         return (measured.stats.next_wait_ms or 0.0) if facts.load_cpu_ms is None else facts.load_cpu_ms
-    return (facts.num_workers or 0) * shares.step_ms * (on_cpu or 0.0) / 100
+    return facts.all_workers * shares.step_ms * (on_cpu or 0.0) / 100
 
 
 def training_cpu_ms(measured: Measurements, shares: Shares) -> float | None:

@@ -164,7 +164,7 @@ def _fed_if_idle(measured: Measurements) -> bool | None:
 def queue_is_of_others(measured: Measurements) -> bool:
     """True if workers wait for CPUs that other programs use, and do not themselves need more CPUs than there are."""
     facts, loaders = measured.facts, measured.loaders
-    wanted = (facts.num_workers or 0) * ((loaders.workers_on_cpu_pct or 0.0) + (loaders.workers_run_queue_pct or 0.0))
+    wanted = facts.all_workers * ((loaders.workers_on_cpu_pct or 0.0) + (loaders.workers_run_queue_pct or 0.0))
     return facts.crowded and bool(facts.num_workers) and wanted <= 100 * (facts.usable_cpus or 0)
 
 

@@ -100,6 +100,13 @@ def module(**settings: Any) -> Callable[[], dict[str, Any]]:
     return lambda: {"datamodule": Birds(BATCH, loader=LoaderSettings(**settings))}
 
 
+class Unsized(Sampler[int]):
+    """Has no ``__len__``."""
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(SAMPLES).tolist())
+
+
 LOADERS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": plain(num_workers=1),
     "plain, no workers": plain(),
@@ -110,6 +117,7 @@ LOADERS: dict[str, Callable[[], dict[str, Any]]] = {
     "ours, no workers, seeded": lambda: ours(
         sampler=RandomSampler(Numbers(SAMPLES), generator=torch.Generator().manual_seed(3))
     )(),
+    "ours, no workers, a sampler without a length": lambda: ours(sampler=Unsized())(),
     "ours, persistent, background": ours(num_workers=1, persistent_workers=True, background=2),
     "ours, in an order": lambda: ours(num_workers=1, order=EpochOrder(seed=1, epoch=lambda: 0))(),
     "threads, persistent": ours(num_workers=1, workers="thread", persistent_workers=True),

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 from load.numbered import LOADERS, SIZE, Failing, Noisy, Rows, as_list, epochs
-from torch.utils.data import get_worker_info
+from torch.utils.data import default_collate, get_worker_info
 
 from lightning_feed.errors import LoaderError
 from lightning_feed.load.elastic_resume import begin_next_epoch
 from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.threads import _Job, _Plan
 
 
 def threaded(dataset, *, num_workers=2, **options):
@@ -170,6 +171,16 @@ def test_batches_are_pinned_in_the_threads(monkeypatch):
 def test_of_several_errors_in_a_batch_the_first_is_told():
     with pytest.raises(ValueError, match="at index 9 of"):
         epochs(threaded(Failing(ValueError()), num_workers=4, batch_size=16))
+
+
+def test_a_sample_before_the_one_that_failed_is_loaded():
+    """Its thread has taken it, and not yet begun."""
+    job = _Job(_Plan(Failing(ValueError(), at=[4, 6]), default_collate, None, batched=True, seed=0), 0, [4, 5, 6])
+    job.work(2, 1)
+    job.work(1, 0)
+    job.work(0, 0)
+    with pytest.raises(ValueError, match="index 4"):
+        job.take()
 
 
 @pytest.mark.parametrize(("error", "background"), [(SystemExit(3), 0), (KeyboardInterrupt(), 1)])

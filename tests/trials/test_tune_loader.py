@@ -357,6 +357,8 @@ def test_the_key_holds_what_a_result_depends_on() -> None:
         key(loader, Goal(local_ranks=2)),
         key(loader, Goal(device_type="cuda")),
         key(loader, Goal(may_persist=False)),
+        key(loader, Goal(given=Setting(num_workers=1, prefetch_factor=2))),
+        key(loader, Goal(given=Setting(num_workers=1, prefetch_factor=2, pin_memory=True))),
         key(loader, machine=replace(BIG_MACHINE, usable_cpus=4)),
         key(loader, machine=replace(BIG_MACHINE, free_shm_bytes=2**26)),
     ]
