@@ -323,13 +323,14 @@ class DiagnosisSession:
 
     def _short_fit(
         self, limits: Limits, on_start: Callable[[AnyTrainer], None], on_step: Callable[[], object] = lambda: None
-    ) -> Any:
+    ) -> "ShortFit":
         """The callback that ends a fit. Lightning recognizes callbacks by their class."""
-        return type("ShortFit", (ShortFit, self.package.Callback), {})(limits, self.stops, on_start, on_step)
+        made: ShortFit = type("ShortFit", (ShortFit, self.package.Callback), {})(limits, self.stops, on_start, on_step)
+        return made
 
     def _fit(
         self,
-        short_fit: Any,
+        short_fit: "ShortFit",
         callbacks: list[Any],
         give: Callable[[Any], Any],
         *,
@@ -369,7 +370,7 @@ class DiagnosisSession:
         wraps += [] if owner is None else [_host.Wrap(owner, "train_dataloader", given)]
         return wraps + [_host.Wrap(one, name, nothing) for one, name in silenced]
 
-    def _run_fit(self, trainer: AnyTrainer, short_fit: Any, data: dict[str, Any]) -> None:
+    def _run_fit(self, trainer: AnyTrainer, short_fit: "ShortFit", data: dict[str, Any]) -> None:
         """Call ``trainer.fit``; raise KeyboardInterrupt for Ctrl-C and SIGTERM, and other exits unchanged."""
         try:
             trainer.fit(self.model if self.compiled is None else self.compiled, **data)
