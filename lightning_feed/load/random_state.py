@@ -108,10 +108,12 @@ _ENTERED = 1_000
 _MOST = 200_000
 """Largest number of visited objects."""
 _APART = re.compile(
-    r"(threading|multiprocessing|logging|torch\.multiprocessing|lightning_feed\.storage)\b"
+    r"(threading|multiprocessing|logging|torch\.multiprocessing|lightning_feed\.(storage|_host|diagnosing\.short_fits))\b"
     r"|(lightning|pytorch_lightning)\b(?!(\.pytorch|\.fabric)?\.(core|utilities)\b)"
 )
-"""Packages whose objects are not visited: parts of the running program, and our storage, whose state is outside Python.
+"""Packages whose objects are not visited: parts of the running program, a diagnosis that runs, and our storage, whose
+state is outside Python.
+
 Exceptions are Lightning's objects that hold user data: data modules made by ``from_datasets``, ``hparams``,
 ``CombinedLoader``."""
 _GENERATORS = ((torch.Generator, "get_state"), (random.Random, "getstate"), (np.random.RandomState, "get_state"))

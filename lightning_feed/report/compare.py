@@ -72,6 +72,8 @@ class Comparison:
     verdict_after: str
     starved_within_noise: bool | None
     """True if the 95 % intervals of starved_pct overlap. None: one is not known."""
+    advised: bool
+    """True if the earlier report has remedies."""
     predictions: tuple[RemedyCheck, ...]
     """Checks of the earlier report's remedies that are in effect in the later run."""
     unchecked: tuple[str, ...]
@@ -106,6 +108,7 @@ def compare(before: Report, after: Report) -> Comparison:
         verdict_before=_verdict(before),
         verdict_after=_verdict(after),
         starved_within_noise=_overlap(before.diagnosis.stats, after.diagnosis.stats),
+        advised=bool(remedies),
         predictions=tuple(_check(one, after, settings) for one, wanted in remedies if _followed(wanted, old, new)),
         unchecked=tuple(dict.fromkeys(filter(None, unchecked))),
         cautions=tuple(_cautions(before, after)),
@@ -283,7 +286,7 @@ def _figure_lines(found: Comparison) -> Iterator[str]:
 
 def _outcome_lines(found: Comparison) -> Iterator[str]:
     yield from (f"check    {check_text(one)}" for one in found.predictions)
-    if not found.predictions:
+    if not found.predictions and found.advised:
         yield "check    none of the earlier report's remedies is in effect in the later run"
     if found.unchecked:
         yield f"unknown  the reports do not tell whether these are in effect: {'; '.join(found.unchecked)}"

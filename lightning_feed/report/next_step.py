@@ -97,7 +97,7 @@ def _for_data(found: Diagnosis, run: RunIdentity, given: str) -> str:
     turns = ""
     if takes_turns(found):
         turns = f"loading and {LOOP_WORDS[facts.stage]} take turns"
-        turns += ", and workers would gain nothing; " if found.why_not else "; "
+        turns += ", and workers would gain nothing; " if _workers_in_vain(found) else "; "
     if measured.found.functions:
         slowest = measured.found.functions[0]
         place = source_line(slowest.file, slowest.line)
@@ -108,14 +108,21 @@ def _for_data(found: Diagnosis, run: RunIdentity, given: str) -> str:
         return turns + next(asked, _ask_more(found, run, given))
     if notes:
         return turns + notes[0]
-    return f"{turns}make a batch with less work: no setting of the loader that was tried is faster"
+    most = max(measured.found.costs, key=lambda cost: cost.cpu_ms, default=None)
+    part = "" if most is None else f", above all in {most.name} ({most.cpu_ms:.1f} ms of CPU for a sample)"
+    return f"{turns}make a batch with less work{part}: no setting of the loader is predicted to be worth it"
+
+
+def _workers_in_vain(found: Diagnosis) -> bool:
+    """True if more workers were tried, or predicted, to gain nothing."""
+    return any(one.startswith("more workers") for one in found.why_not)
 
 
 def _ask_more(found: Diagnosis, run: RunIdentity, given: str) -> str:
     facts = found.measurements.facts
     if facts.loop == "trainer" and facts.stage == "fit":
         return _diagnose(run, given, "finds the lines of your code that take the time")
-    if takes_turns(found) and found.why_not:
+    if takes_turns(found) and _workers_in_vain(found):
         return "make a batch with less work"
     return "`lightning_feed.tune(loader)` tries other settings of this loader"
 
@@ -124,7 +131,7 @@ def _for_compute(found: Diagnosis, run: RunIdentity, given: str) -> str:
     measured, notes = found.measurements, _notes(found, run, given)
     beside = _beside_others(found, run, given)
     if beside:
-        return f"the loader keeps up; {beside}" if found.cause == "compute" else beside
+        return f"the loader keeps up; {beside}" if found.grade == "OK" or found.cause == "compute" else beside
     if found.cause in ("oversubscribed", "unknown"):  # the model alone is much faster than the step
         return next(iter(notes), _WITHOUT_NOTE["framework"])
     if found.cause == "launch" and notes:

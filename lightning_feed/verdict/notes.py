@@ -42,11 +42,16 @@ def notes_for(finding: Finding, remedies: tuple[Remedy, ...]) -> tuple[str, ...]
 
 
 def why_not(finding: Finding, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
-    """The reason why more workers would not help, if they were tried or can be predicted."""
-    if finding.data is None or any(remedy.changes.startswith("num_workers=") for remedy in remedies):
-        return ()
-    said = _tried_in_vain(finding) or _predicted_in_vain(finding)
-    return (f"more workers: {said}",) if said else ()
+    """The reasons why more workers, or decoding only the crops, would not help, if that was tried or is predicted."""
+    said = []
+    if finding.data is not None and not any(one.changes.startswith("num_workers=") for one in remedies):
+        workers = _tried_in_vain(finding) or _predicted_in_vain(finding)
+        said += [f"more workers: {workers}"] if workers else []
+    crops = finding.measured.found.crops
+    if crops is not None and not any(one.form == "replacement" for one in remedies):
+        times = f"{crops.whole_ms:.2f} -> {crops.crop_ms:.2f} ms of CPU for a sample"
+        said.append(f"decoding only the crops: {times}, no gain worth it")
+    return tuple(said)
 
 
 def _tried_in_vain(finding: Finding) -> str:

@@ -16,7 +16,7 @@ from simulated.device import SimulatedDevice
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_feed import GPUStarvationCallback, tune
+from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings, tune
 from lightning_feed._host import package_of
 from lightning_feed.diagnosing import batches, diagnose, run
 from lightning_feed.diagnosing import short_fits as session
@@ -108,6 +108,19 @@ def test_prefetching_is_kept_with_a_copy_of_the_callback() -> None:
 def test_callbacks_by_environment_stay_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_FEED", "1")
     assert results_of(Module()).model_per_s > 0
+
+
+def test_a_data_module_of_ours_without_workers() -> None:
+    """Its loader leads to the module, to the hooks replaced there, and so to the session: that is not restored."""
+
+    class Ours(FastDataModule):
+        def make_dataset(self, split: str) -> Any:
+            return Numbers() if split == "train" else None
+
+    results = results_of(Module(), Ours(4, loader=LoaderSettings(num_workers=0)), only="model,host-batch")
+    assert results.model_per_s > 0
+    assert results.host_batch_per_s > 0
+    assert {key.used for key in results.keys} == {True}
 
 
 def test_several_loaders() -> None:

@@ -28,7 +28,7 @@ def test_the_wait_for_a_cpu_is_not_called_waiting_for_data() -> None:
         "23 % for a free CPU while a batch is ready (confidence low, 412 steps)"
     )
     assert if_free(ready) == "if data were free: 1.02 x as fast"
-    assert "next: run again when the machine is idle" in said
+    assert "run again when the machine is idle" in said
 
 
 def test_what_is_left_of_the_waiting_is_graded() -> None:
@@ -45,7 +45,7 @@ def test_cannot_tell_says_why_and_what_to_do() -> None:
     found = diagnose(measured(loaders=close, load_queue_ms=1.0, host_queue_ms=16.0, **BUSY_MACHINE))
     said = _first_lines(as_text(found))
     assert said.startswith("FEED cannot tell: other programs have 60 % of the CPUs: training waits 23 % of each step")
-    assert "next: run again when the machine is idle" in said
+    assert "run again when the machine is idle" in said
 
 
 def test_the_gate_does_not_count_what_other_programs_took() -> None:

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 from report.sample_reports import nothing_measured, sample, sample_facts, sample_stats
 
-from lightning_feed.measure.experiment_results import ExperimentResults, FunctionCost
+from lightning_feed.measure.experiment_results import ExperimentResults, FunctionCost, NamedCost
 from lightning_feed.measure.wall import WallPart, WallStats
 from lightning_feed.report.document import make_report
 from lightning_feed.report.files import as_html, as_markdown, as_text
@@ -71,7 +71,7 @@ MODEL_ONLY: dict[str, Any] = {"bottleneck": "compute", "cause": "compute", "grad
         (_found(ExperimentResults(), notes=("a note",)), "a note"),
         (
             _found(ExperimentResults()),
-            "make a batch with less work: no setting of the loader that was tried is faster",
+            "make a batch with less work: no setting of the loader is predicted to be worth it",
         ),
         (
             _found(cause="cpu", facts=sample_facts(loop="plain")),
@@ -115,7 +115,10 @@ MODEL_ONLY: dict[str, Any] = {"bottleneck": "compute", "cause": "compute", "grad
             "CSVLogger): the rest hardly waits",
         ),
         (_found(**{**MODEL_ONLY, "cause": "launch"}, notes=("compile",)), "compile"),
-        (_found(**{**MODEL_ONLY, "cause": "oversubscribed"}, facts=sample_facts(others_cpu_pct=60.0)), IDLE),
+        (
+            _found(**{**MODEL_ONLY, "cause": "oversubscribed"}, facts=sample_facts(others_cpu_pct=60.0)),
+            f"the loader keeps up; {IDLE}",
+        ),
         (
             _found(**{**MODEL_ONLY, "cause": "unknown"}),
             '`Trainer(profiler="simple")` names the callback or hook that takes the time between the steps',
@@ -142,6 +145,17 @@ def test_a_note_on_what_validation_takes_is_no_step() -> None:
         measured = replace(found.measurements, wall=WallStats(wall_s=10.0, parts=parts))
         notes = (share_text(measured), "do it rarely")
         assert next_step(replace(found, measurements=measured, notes=notes), RUN).startswith(step)
+
+
+def test_without_a_fix_the_part_that_takes_the_time_is_named() -> None:
+    costs = (NamedCost(name="decode", cpu_ms=1.2, wall_ms=1.3), NamedCost(name="Flip", cpu_ms=0.1, wall_ms=0.1))
+    measured = _found().measurements
+    found = _found(cause="no workers", notes=(), why_not=("decoding only the crops: no gain worth it",))
+    experiments = replace(measured.found, costs=costs, functions=())
+    found = replace(found, measurements=replace(found.measurements, experiments=experiments))
+    step = next_step(found, RUN)
+    assert "make a batch with less work, above all in decode (1.2 ms of CPU for a sample): no setting" in step
+    assert "workers would gain nothing" not in step
 
 
 @pytest.mark.parametrize(
@@ -195,7 +209,7 @@ def test_beside_other_programs_torch_gets_as_many_threads_as_there_are_free_cpus
 ) -> None:
     busy: dict[str, Any] = {"device_type": "cpu", "usable_cpus": 8, "torch_threads": 8, "others_cpu_pct": 60.0}
     found = _found(facts=sample_facts(**busy | facts), **{**MODEL_ONLY, "cause": "oversubscribed"})
-    assert next_step(found, run, arguments="--epochs 2") == step
+    assert next_step(found, run, arguments="--epochs 2") == f"the loader keeps up; {step}"
 
 
 @pytest.mark.parametrize("bottleneck", get_args(Bottleneck))

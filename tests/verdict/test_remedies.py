@@ -545,6 +545,13 @@ def test_more_workers_that_would_not_help_are_told() -> None:
     assert diagnose(beside_others).why_not == ()  # a small gain cannot be told from none
 
 
+def test_crops_that_would_gain_little_are_told() -> None:
+    """The report of the fit had sent to a diagnosis for them."""
+    trial = CropTrial(folder="birds", whole_ms=1.85, crop_ms=1.51)
+    found = diagnose(measured(found={"crops": trial}, loaders=BUSY, data=3.0))
+    assert found.why_not == ("decoding only the crops: 1.85 -> 1.51 ms of CPU for a sample, no gain worth it",)
+
+
 def test_a_stream_is_told_to_divide_itself_first() -> None:
     stream = measured(num_workers=0, load_cpu_ms=40.0, map_style=False)
     found = diagnose(stream)
