@@ -176,9 +176,10 @@ def test_of_several_errors_in_a_batch_the_first_is_told():
 def test_a_sample_before_the_one_that_failed_is_loaded():
     """Its thread has taken it, and not yet begun."""
     job = _Job(_Plan(Failing(ValueError(), at=[4, 6]), default_collate, None, batched=True, seed=0), 0, [4, 5, 6])
-    job.work(2, 1)
-    job.work(1, 0)
-    job.work(0, 0)
+    for place in (2, 1, 0):
+        thread = threading.Thread(target=job.work, args=(place, 0))  # its generator is not that of the tests' thread
+        thread.start()
+        thread.join()
     with pytest.raises(ValueError, match="index 4"):
         job.take()
 
