@@ -9,7 +9,14 @@ from lightning_feed.measure.measurements import SYNCS, HookTime
 from lightning_feed.verdict import predict
 from lightning_feed.verdict.causes import MANY_TENSORS
 from lightning_feed.verdict.diagnosis import Cause, Remedy
-from lightning_feed.verdict.remedies import MADE_ON_CPU, Finding, least_gain_pct, may_have_workers, steps_with_more
+from lightning_feed.verdict.remedies import (
+    LEAST_PCT,
+    MADE_ON_CPU,
+    Finding,
+    least_gain_pct,
+    may_have_workers,
+    steps_with_more,
+)
 from lightning_feed.verdict.shares import in_ms
 
 MOST = 3
@@ -42,16 +49,13 @@ def notes_for(finding: Finding, remedies: tuple[Remedy, ...]) -> tuple[str, ...]
 
 
 def why_not(finding: Finding, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
-    """The reasons why more workers, or decoding only the crops, would not help, if that was tried or is predicted."""
+    """The reasons why more workers, or decoding only the crops, would not help, as tried or predicted."""
     said = []
     if finding.data is not None and not any(one.changes.startswith("num_workers=") for one in remedies):
         workers = _tried_in_vain(finding) or _predicted_in_vain(finding)
         said += [f"more workers: {workers}"] if workers else []
-    crops = finding.measured.found.crops
-    if crops is not None and not any(one.form == "replacement" for one in remedies):
-        times = f"{crops.whole_ms:.2f} -> {crops.crop_ms:.2f} ms of CPU for a sample"
-        said.append(f"decoding only the crops: {times}, no gain worth it")
-    return tuple(said)
+    crops = _crops_in_vain(finding)
+    return (*said, f"decoding only the crops: {crops}") if crops else tuple(said)
 
 
 def _tried_in_vain(finding: Finding) -> str:
@@ -73,6 +77,15 @@ def _predicted_in_vain(finding: Finding) -> str:
     if facts.usable_cpus is not None and facts.device_type == "cpu":
         because = f": training and loading share {plural(facts.usable_cpus, 'CPU')}"
     return (then if least < step else "no gain predicted") + because
+
+
+def _crops_in_vain(finding: Finding) -> str:
+    trial, steps = finding.measured.found.crops, predict.with_crops(finding.measured, finding.shares)
+    step, then = finding.shares.step_ms, min(steps.values(), default=0.0)
+    if trial is None or not steps or step - then >= LEAST_PCT / 100 * finding.step_with_start_ms:
+        return ""
+    times = f"{trial.whole_ms:.2f} -> {trial.crop_ms:.2f} ms of CPU for a sample"
+    return f"{times}, step {in_ms(step, step)} -> {in_ms(then, step)} ms predicted, no gain worth it"
 
 
 # --- waiting for data ---------------------------------------------------------------------------------------------

@@ -147,31 +147,30 @@ def _cpus_to_get(measured: Measurements, now: float) -> float:
     """CPUs that training and loading will get, of which they use ``now``.
 
     They are those that other programs leave, less :data:`_IDLE_CPUS`. More workers do not take CPUs from other
-    programs: Linux divides CPUs between sessions and containers first, and then between the threads of each. Threads
-    that are mostly blocked use few CPUs, and could use those that they got whenever they were ready for one. With
-    several ranks, the share of other programs is unknown, and those CPUs are the limit.
+    programs: Linux divides CPUs between sessions and containers first, and then between the threads of each. With
+    several ranks, the share of other programs is unknown, and what the loading threads got stands for the rest. Threads
+    that are mostly blocked use few CPUs, and could use those that they got whenever they were ready for one.
     """
-    facts, seen = measured.facts, _seen_to_get(measured)
+    facts, got = measured.facts, _share_got(measured)
     cpus = facts.usable_cpus or 0
     free = cpus * (1 - facts.others_share)
     idle = _IDLE_CPUS if cpus > 1 or facts.world_size > 1 else 0.0  # ranks wait for each other, too
-    if facts.world_size > 1 and seen:
-        free = min(free, seen)
-    if blocked_share(measured) >= MOSTLY:
-        return max(now, free - idle, min(seen, cpus - idle))
-    return max(now, free - idle)
+    if got is not None and facts.world_size > 1:
+        free = min(free, cpus * got)
+    sure = max(now, free - idle)
+    if got is None or blocked_share(measured) < MOSTLY:
+        return sure
+    threads = 1 if serial(facts) else facts.all_workers + 1
+    return max(sure, min(min(threads, cpus) * got, cpus - idle))
 
 
-def _seen_to_get(measured: Measurements) -> float:
-    """CPUs that the loading threads got when they were ready for one; 0.0 if unknown."""
+def _share_got(measured: Measurements) -> float | None:
+    """Share of the time in which the loading threads had a CPU, of that in which they were ready for one."""
     facts, loaders = measured.facts, measured.loaders
+    on_cpu, queue = loaders.workers_on_cpu_pct, loaders.workers_run_queue_pct
     if serial(facts):
-        on_cpu, queue, threads = facts.load_cpu_ms, facts.load_queue_ms, 1
-    else:
-        on_cpu, queue, threads = loaders.workers_on_cpu_pct, loaders.workers_run_queue_pct, facts.all_workers + 1
-    if not on_cpu or queue is None:
-        return 0.0
-    return min(threads, facts.usable_cpus or 1) * on_cpu / (on_cpu + queue)
+        on_cpu, queue = facts.load_cpu_ms, facts.load_queue_ms
+    return on_cpu / (on_cpu + queue) if on_cpu and queue is not None else None
 
 
 def blocked_share(measured: Measurements) -> float:

@@ -141,6 +141,13 @@ def test_several_ranks_beside_another_program_get_the_cpus_that_their_threads_go
     assert _with_workers(1, **run, load_queue_ms=0.0) == pytest.approx((20.5 + 0.8) / 0.7)  # alone on the machine
 
 
+def test_several_ranks_on_gpus_have_the_other_cpus_for_workers() -> None:
+    """Their one loading thread uses one of 16 CPUs, and gets it whenever it is ready."""
+    run = ONE_GPU | {"load_cpu_ms": 76.0, "process_cpu_ms": 96.0, "host_cpu_ms": 96.0}
+    alone, ranks = (diagnose(measured(**run, load_queue_ms=4.0, world_size=size)).remedies for size in (1, 8))
+    assert [one.code for one in ranks] == [one.code for one in alone] == ["num_workers=4"]
+
+
 TWO_CPUS: dict[str, Any] = {"num_workers": 0, "usable_cpus": 2, "process_cpu_ms": 100.0}
 """Steps of 100 ms, 60 of which a single thread trains. 40.8 ms of a worker beside them: 1.2 x 100.8 on 1.7 CPUs."""
 ONE_GPU: dict[str, Any] = {"device_type": "cuda", "usable_cpus": 16, "num_workers": 0, "data": 80.0}

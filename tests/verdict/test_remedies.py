@@ -547,9 +547,18 @@ def test_more_workers_that_would_not_help_are_told() -> None:
 
 def test_crops_that_would_gain_little_are_told() -> None:
     """The report of the fit had sent to a diagnosis for them."""
-    trial = CropTrial(folder="birds", whole_ms=1.85, crop_ms=1.51)
-    found = diagnose(measured(found={"crops": trial}, loaders=BUSY, data=3.0))
-    assert found.why_not == ("decoding only the crops: 1.85 -> 1.51 ms of CPU for a sample, no gain worth it",)
+    run: dict[str, Any] = {"num_workers": 0, "usable_cpus": 1, "data": 25.0, "load_cpu_ms": 25.0, "load_queue_ms": 0.0}
+    tried = {"crops": CropTrial(folder="birds", whole_ms=1.85, crop_ms=1.51), "worker_scaling": ((0, 40.0), (1, 35.0))}
+    found = diagnose(measured(**run, process_cpu_ms=100.0, found=tried))
+    assert found.remedies == ()
+    assert found.why_not[-1] == (
+        "decoding only the crops: 1.85 -> 1.51 ms of CPU for a sample, "
+        "step 100.0 -> 95.4 ms predicted, no gain worth it"
+    )
+    worth_it = tried | {"crops": CropTrial(folder="birds", whole_ms=1.85, crop_ms=0.5)}
+    found = diagnose(measured(**run, process_cpu_ms=100.0, found=worth_it))
+    assert [one.form for one in found.remedies] == ["replacement"]
+    assert not [one for one in found.why_not if "crops" in one]
 
 
 def test_a_stream_is_told_to_divide_itself_first() -> None:
