@@ -53,14 +53,16 @@ def next_step(found: Diagnosis, run: RunIdentity | None = None, *, arguments: st
 def other_notes(found: Diagnosis, run: RunIdentity | None = None, *, arguments: str = ARGUMENTS) -> list[str]:
     """The notes that :func:`next_step` does not repeat, with the program's name in commands. Arguments as for it."""
     step, run = next_step(found, run, arguments=arguments), RunIdentity() if run is None else run
-    notes = [one.replace(_DIAGNOSE, _command(run, arguments if run.has_arguments else "")) for one in found.notes]
+    notes = [
+        one.replace(_DIAGNOSE, _command(found, run, arguments if run.has_arguments else "")) for one in found.notes
+    ]
     return [one for one in notes if not step.endswith(one) and _MEASURE_THE_REST not in one]
 
 
 def _notes(found: Diagnosis, run: RunIdentity, given: str) -> list[str]:
     """The notes that say what to do: all except the one on the time that validation and checkpoints take."""
     said = share_text(found.measurements)
-    return [one.replace(_DIAGNOSE, _command(run, given)) for one in found.notes if one != said]
+    return [one.replace(_DIAGNOSE, _command(found, run, given)) for one in found.notes if one != said]
 
 
 _WITHOUT_NOTE: dict[str, str] = {
@@ -81,7 +83,7 @@ def _fix(remedy: Remedy) -> str:
 def _to_a_verdict(found: Diagnosis, run: RunIdentity, given: str) -> str:
     measured = found.measurements
     if measured.stats.steps >= MIN_STEPS:
-        return _beside_others(found, run, given) or _diagnose(run, given, "measures each part alone")
+        return _beside_others(found, run, given) or _diagnose(found, run, given, "measures each part alone")
     if not measured.stats.steps and measured.found.loader_per_s:
         return "diagnose a program that trains, or a TARGET that returns a LightningModule too"
     return f"train for {ENOUGH_STEPS} steps or more"
@@ -104,13 +106,13 @@ def _for_data(found: Diagnosis, run: RunIdentity, given: str) -> str:
         return f"{turns}make {slowest.name} ({place}) faster: it takes {slowest.ms_per_batch:.1f} ms for each batch"
     notes = _notes(found, run, given)
     if measured.experiments is None and (found.cause in _IN_YOUR_CODE or not notes):
-        asked = (one for one in notes if _command(run, given) in one)
+        asked = (one for one in notes if _command(found, run, given) in one)
         return turns + next(asked, _ask_more(found, run, given))
     if notes:
         return turns + notes[0]
     most = max(measured.found.costs, key=lambda cost: cost.cpu_ms, default=None)
     part = "" if most is None else f", above all in {most.name} ({most.cpu_ms:.1f} ms of CPU for a sample)"
-    return f"{turns}make a batch with less work{part}: no setting of the loader is predicted to be worth it"
+    return f"{turns}make a batch with less work{part}: no loader setting is predicted to help"
 
 
 def _workers_in_vain(found: Diagnosis) -> bool:
@@ -121,7 +123,7 @@ def _workers_in_vain(found: Diagnosis) -> bool:
 def _ask_more(found: Diagnosis, run: RunIdentity, given: str) -> str:
     facts = found.measurements.facts
     if facts.loop == "trainer" and facts.stage == "fit":
-        return _diagnose(run, given, "finds the lines of your code that take the time")
+        return _diagnose(found, run, given, "finds the lines of your code that take the time")
     if takes_turns(found) and _workers_in_vain(found):
         return "make a batch with less work"
     return "`lightning_feed.tune(loader)` tries other settings of this loader"
@@ -149,17 +151,17 @@ def _for_compute(found: Diagnosis, run: RunIdentity, given: str) -> str:
 # --- commands -----------------------------------------------------------------------------------------------------
 
 
-def _diagnose(run: RunIdentity, given: str, what: str) -> str:
+def _diagnose(found: Diagnosis, run: RunIdentity, given: str, what: str) -> str:
     how = " in a cell, with what `trainer.fit` is given," if run.program == "notebook" else ""
-    return f"`{_command(run, given)}`{how} {what}"
+    return f"`{_command(found, run, given)}`{how} {what}"
 
 
-def _command(run: RunIdentity, given: str) -> str:
+def _command(found: Diagnosis, run: RunIdentity, given: str) -> str:
     """The command, or the call, that diagnoses the same training."""
     if run.program == "notebook":
         return "lightning_feed.diagnose(trainer, model)"
     program = _quoted(run.program) or "SCRIPT.py"
-    return f"lightning-feed diagnose {program}{f' -- {given}' if given else ''}"
+    return f"{_few_threads(found)}lightning-feed diagnose {program}{f' -- {given}' if given else ''}"
 
 
 def _train_measured(run: RunIdentity, given: str) -> str:
@@ -167,6 +169,14 @@ def _train_measured(run: RunIdentity, given: str) -> str:
     if run.program == "notebook":
         return "train with `GPUStarvationCallback()`"
     return f"train with `LIGHTNING_FEED=1 {_typed(run, given)}`"
+
+
+def _few_threads(found: Diagnosis) -> str:
+    """The variable that keeps torch's threads as few as in this run, if other programs compute beside it."""
+    facts = found.measurements.facts
+    if not facts.crowded or facts.device_type != "cpu" or facts.torch_threads is None:
+        return ""
+    return f"OMP_NUM_THREADS={facts.torch_threads} " if facts.torch_threads < (facts.usable_cpus or 1) else ""
 
 
 def _typed(run: RunIdentity, given: str) -> str:

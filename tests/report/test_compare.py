@@ -140,6 +140,13 @@ def test_the_verdict() -> None:
     assert compare(sample_report(), sample_report(sample(cause="waiting"))).verdict_changed
 
 
+def test_a_report_without_remedies_is_not_checked() -> None:
+    advised, nothing = sample_report(), sample_report(sample(remedies=()))
+    said = "none of the earlier report's remedies is in effect"
+    assert said in comparison_text(compare(advised, advised))
+    assert said not in comparison_text(compare(nothing, nothing))
+
+
 def test_cautions() -> None:
     after = replace(_after(batch_size=64, world_size=2), environment=sample_environment(cpu="Other CPU"))
     assert [one.split(",")[0].split(":")[0] for one in compare(sample_report(), after).cautions] == [

@@ -71,7 +71,7 @@ MODEL_ONLY: dict[str, Any] = {"bottleneck": "compute", "cause": "compute", "grad
         (_found(ExperimentResults(), notes=("a note",)), "a note"),
         (
             _found(ExperimentResults()),
-            "make a batch with less work: no setting of the loader is predicted to be worth it",
+            "make a batch with less work: no loader setting is predicted to help",
         ),
         (
             _found(cause="cpu", facts=sample_facts(loop="plain")),
@@ -154,7 +154,7 @@ def test_without_a_fix_the_part_that_takes_the_time_is_named() -> None:
     experiments = replace(measured.found, costs=costs, functions=())
     found = replace(found, measurements=replace(found.measurements, experiments=experiments))
     step = next_step(found, RUN)
-    assert "make a batch with less work, above all in decode (1.2 ms of CPU for a sample): no setting" in step
+    assert "make a batch with less work, above all in decode (1.2 ms of CPU for a sample): no loader" in step
     assert "workers would gain nothing" not in step
 
 
@@ -210,6 +210,16 @@ def test_beside_other_programs_torch_gets_as_many_threads_as_there_are_free_cpus
     busy: dict[str, Any] = {"device_type": "cpu", "usable_cpus": 8, "torch_threads": 8, "others_cpu_pct": 60.0}
     found = _found(facts=sample_facts(**busy | facts), **{**MODEL_ONLY, "cause": "oversubscribed"})
     assert next_step(found, run, arguments="--epochs 2") == f"the loader keeps up; {step}"
+
+
+def test_commands_keep_the_few_threads_of_a_run_beside_other_programs() -> None:
+    """Without them, the diagnosis would only find that torch has too many threads."""
+    busy: dict[str, Any] = {"device_type": "cpu", "usable_cpus": 2, "torch_threads": 1, "others_cpu_pct": 60.0}
+    for changed, threads in (({}, "OMP_NUM_THREADS=1 "), ({"others_cpu_pct": 0.0}, ""), ({"device_type": "cuda"}, "")):
+        found = _found(cause="cpu", facts=sample_facts(**busy | changed))
+        assert next_step(found, RUN, arguments="-b 2").startswith(
+            f"`{threads}lightning-feed diagnose train.py -- -b 2`"
+        )
 
 
 @pytest.mark.parametrize("bottleneck", get_args(Bottleneck))
