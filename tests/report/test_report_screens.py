@@ -30,6 +30,7 @@ trainer = pl.Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_check
                      callbacks=[BAR(), starvation], limit_val_batches=0)
 trainer.fit(Model(), DataLoader(RandomDataset(32, 105)))
 """
+STARTS = ("FEED", "step", "wall", "cause", "why", "fix", "not", "note", "next:")
 TUNE = "import lightning_feed; lightning_feed.tune(DataLoader(RandomDataset(32, 64)), budget_s=1, max_trials=1)"
 
 
@@ -84,5 +85,7 @@ def test_in_a_terminal_no_bar_stands_between_the_lines(bar: str, tmp_path: Path)
     reports = re.findall(r"FEED  .*?next: [^\r\n]*", plain, re.DOTALL)
     assert len(reports) == 2
     assert not any("Epoch" in one for one in reports)
-    starts = [[line.split()[0] for line in one.split("\r\n") if line.strip()] for one in reports]
-    assert starts[0][:3] == ["FEED", "step", "wall"]
+    for report in reports:
+        starts = [line.split()[0] for line in re.split(r"[\r\n]+(?! )", report)]
+        assert set(starts) <= {*STARTS, "files"}, starts  # on a busy machine it cannot tell, and shows fewer lines
+        assert (starts[0], starts[-1]) == ("FEED", "next:")
