@@ -23,6 +23,14 @@ MACHINE = ("platform", "cpu", "device", "usable_cpus")
 _PASSING = ("available_memory_bytes", "free_shm_bytes", "cpu_reason")
 """Fields of Environment that say nothing about why a run is faster."""
 
+_LOAD_CHANGED_PCT = 10.0
+"""Change of the share of the CPUs that other programs took, in points, above which it may explain a part of the factor.
+Or the factor explains it: where a run takes more of the CPUs, others get less."""
+_WORDS = {
+    "breaks_off": "limit of batches", "decodes_whole": "images decoded whole", "map_style": "map-style dataset",
+    "ours": "FastDataModule", "own_transforms": "transforms in workers",
+}  # fmt: skip
+"""Settings whose name in the report's file says little."""
 _NONE_IS_OFF = ("prefetch_callback",)
 """Settings for which None means absent, not unknown."""
 
@@ -63,9 +71,13 @@ class Comparison:
     """Samples per second of the later run, divided by those of the earlier; steps per second if a batch size is
     unknown. None: a step time is unknown, too."""
     times_low: float | None
-    """Lower end of the 95 % interval of ``times_as_fast``. None: a report has no interval of its step time."""
+    """Lower end of the 95 % interval of ``times_as_fast``. None: a report has no interval of its step time, or other
+    programs took more of the CPUs in one of the runs."""
     times_high: float | None
     """Upper end of that interval. If 1 lies inside, the runs differ by no more than noise."""
+    others_change_pct: float
+    """Change of the share of the CPUs that other programs took, in points. Above 10 points the interval is left out:
+    the runs differ in more than their settings. 0.0 if not known."""
     verdict_changed: bool
     """True if the bottleneck, the cause or the grade differs."""
     verdict_before: str
@@ -93,6 +105,9 @@ def compare(before: Report, after: Report) -> Comparison:
     settings = tuple(_changed(old, new))
     figures = tuple(_figures(before, after))
     times, low, high = _times_as_fast(figures, before.diagnosis.stats, after.diagnosis.stats)
+    others_change_pct = _others_pct(after) - _others_pct(before)
+    if abs(others_change_pct) > _LOAD_CHANGED_PCT:
+        low = high = None
     remedies = [(one, wanted_settings(one)) for one in before.diagnosis.remedies]
     unchecked = [one.changes for one, wanted in remedies if not wanted or wanted.keys() - old.keys()]
     return Comparison(
@@ -104,6 +119,7 @@ def compare(before: Report, after: Report) -> Comparison:
         times_as_fast=times,
         times_low=low,
         times_high=high,
+        others_change_pct=others_change_pct,
         verdict_changed=_verdict(before) != _verdict(after),
         verdict_before=_verdict(before),
         verdict_after=_verdict(after),
@@ -172,6 +188,10 @@ def _check(remedy: Remedy, after: Report, settings: tuple[Changed, ...]) -> Reme
         error_pct=None if predicted is None or not achieved else 100 * (predicted - achieved) / achieved,
         also_changed=tuple(one.name for one in settings if one.name not in wanted),
     )
+
+
+def _others_pct(report: Report) -> float:
+    return report.diagnosis.measurements.facts.others_cpu_pct or 0.0
 
 
 # --- figures ------------------------------------------------------------------------------------------------------
@@ -245,8 +265,8 @@ def _cautions(before: Report, after: Report) -> Iterator[str]:
     if old.world_size != new.world_size:
         yield "the runs used different numbers of ranks: figures are per rank"
     if old.crowded or new.crowded:
-        taken = (old.others_cpu_pct or 0.0, new.others_cpu_pct or 0.0)
-        yield "other programs took {:.0f} % of the CPUs before and {:.0f} % after: steps depend on it".format(*taken)
+        taken = f"{_others_pct(before):.0f} % of the CPUs before and {_others_pct(after):.0f} % after"
+        yield f"other programs took {taken}: steps depend on it"
     for report, which in ((before, "earlier"), (after, "later")):
         if report.diagnosis.grade == "not measured":
             yield f"the {which} run was not measured"
@@ -306,6 +326,8 @@ def _result(found: Comparison) -> Iterator[str]:
     if found.times_low is not None and found.times_high is not None:
         within = "within noise: " if found.times_low <= 1 <= found.times_high else ""
         times = f"{within}{times} ({found.times_low:.2f} to {found.times_high:.2f})"
+    if abs(found.others_change_pct) > _LOAD_CHANGED_PCT:
+        times += f", while other programs took {'less' if found.others_change_pct < 0 else 'more'} of the CPUs"
     yield f"result   {times}: {rates}"
 
 
@@ -316,12 +338,16 @@ def check_text(check: RemedyCheck) -> str:
     if check.predicted_step_ms is not None:
         outcome = f"predicted step {check.predicted_step_ms:.1f} ms, achieved {achieved}"
     error = "" if check.error_pct is None else f", error {check.error_pct:+.1f} %"
-    also = f" (also changed: {', '.join(check.also_changed)})" if check.also_changed else ""
+    also = (
+        f" (also changed: {', '.join(_WORDS.get(name, name) for name in check.also_changed)})"
+        if check.also_changed
+        else ""
+    )
     return f"{check.changes}: {outcome}{error}{also}"
 
 
 def _changes(changes: tuple[Changed, ...]) -> str:
-    return "; ".join(f"{one.name} {one.before} -> {one.after}" for one in changes)
+    return "; ".join(f"{_WORDS.get(one.name, one.name)} {one.before} -> {one.after}" for one in changes)
 
 
 def _row(figure: Figure) -> str:

@@ -216,6 +216,27 @@ def test_a_speed_up_within_noise(after: tuple[float, float, float], noise: bool)
     assert ("result   within noise: " in comparison_text(_times((76.0, 80.0, 84.0), after))) == noise
 
 
+@pytest.mark.parametrize(
+    ("steps", "others", "said"),
+    [
+        ((80.0, 40.0), (69.0, 51.0), "2.00 times as fast, while other programs took less of the CPUs: "),
+        ((80.0, 160.0), (0.0, 51.0), "0.50 times as fast, while other programs took more of the CPUs: "),
+        ((80.0, 40.0), (60.0, 69.0), "2.00 times as fast (1.81 to 2.21): "),  # such a share varies as much
+    ],
+)
+def test_a_factor_beside_other_programs(steps: tuple[float, float], others: tuple[float, float], said: str) -> None:
+    reports = [
+        sample_report(
+            sample(
+                stats=sample_stats(step_low_ms=step * 0.93, step_ms=step, step_high_ms=step * 1.07),
+                facts=sample_facts(others_cpu_pct=taken),
+            )
+        )
+        for step, taken in zip(steps, others, strict=True)
+    ]
+    assert f"result   {said}" in comparison_text(compare(*reports))
+
+
 def test_without_the_interval_of_one_run_the_factor_stands_for_itself() -> None:
     old = sample_report()  # as those of earlier versions
     found = compare(old, sample_report(sample(stats=sample_stats(step_low_ms=1.0, step_ms=2.0, step_high_ms=3.0))))
