@@ -40,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         at = given.index("--")
         given, program_arguments = given[:at], given[at + 1 :]
     parser = make_parser()
+    if not given:
+        parser.print_help(sys.stderr)
+        return 2
     names = [_name_of(run) for run in _COMMANDS]
     close = difflib.get_close_matches("".join(given[:1]), names, 1)
     if close and given[0] not in names:
@@ -107,7 +110,7 @@ def make_parser() -> argparse.ArgumentParser:
         name = _name_of(run)
         summary, _, description = inspect.cleandoc(run.__doc__ or "").partition("\n\n")
         usage = f"lightning-feed {name} [options] {_PROGRAM_USAGE}" if run in (_diagnose, _tune) else None
-        command = commands.add_parser(name, help=summary, description=description, usage=usage)
+        command = commands.add_parser(name, help=summary, description=description, usage=usage, allow_abbrev=False)
         command.set_defaults(run=run)
         _add_options(command, options)
     return parser

@@ -34,7 +34,7 @@ from lightning_feed.errors import DatasetError, SettingsError, plural
 from lightning_feed.extras import require
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.settings import LoaderSettings
-from lightning_feed.measure.cpu_time import CpuShare
+from lightning_feed.measure.cpu_time import others_pct_now
 from lightning_feed.measure.experiment_results import ExperimentResults
 from lightning_feed.measure.measurements import OTHERS_PCT
 from lightning_feed.report.compare import wanted_settings
@@ -53,8 +53,6 @@ SIDES = 768, 1024
 """Smallest and largest side of the images that are made, in pixels. Photos of today are larger still. With thumbnails
 of 300 pixels there would be little decoding to save."""
 MOST_IMAGES = 100_000
-BUSY_S = 1.0
-"""Seconds for measuring the CPU use of other programs, before anything else."""
 TRIAL_S, TRIALS = 8.0, frozenset({"crops", "workers"})
 """Seconds for the trials after the plain run, and these trials: decoding whole images and only crops in turn, and
 loading with other numbers of workers."""
@@ -541,9 +539,7 @@ def _bars(outcome: Outcome, reports: Mapping[str, Report]) -> list[dict[str, Any
 
 def _say_if_busy() -> None:
     """Warn on stderr if other programs keep the CPUs busy, because the runs then also differ for that reason."""
-    share = CpuShare()
-    time.sleep(BUSY_S)
-    taken_pct = share.others_pct(read_machine().usable_cpus) or 0.0
+    taken_pct = others_pct_now(read_machine().usable_cpus) or 0.0
     if taken_pct >= OTHERS_PCT:
         said = (
             f"Other programs take {taken_pct:.0f} % of the CPUs: runs are slower and gain less than on an idle machine."

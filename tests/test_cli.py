@@ -14,13 +14,26 @@ from lightning_feed.errors import DatasetError
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["tune"], ["demo", "--images", "many"], ["demo", "extra"], ["demo", "--colour"]], ids=" ".join
+    "argv",
+    [
+        ["tune"],
+        ["demo", "--images", "many"],
+        ["demo", "extra"],
+        ["demo", "--colour"],
+        ["report", "RUN", "--fail-abov", "20"],
+    ],
+    ids=" ".join,
 )
 def test_wrong_usage_is_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(argv)
     assert end.value.code == 2
     assert "usage: lightning-feed" in capsys.readouterr().err
+
+
+def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "Find what limits training by experiments" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

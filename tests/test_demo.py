@@ -150,8 +150,7 @@ def test_a_corrupt_jpeg_is_named_with_what_to_do(
 def test_a_busy_machine_is_named_at_the_start(
     taken_pct: float | None, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo, "BUSY_S", 0.0)
-    monkeypatch.setattr(demo.CpuShare, "others_pct", lambda *_: taken_pct)
+    monkeypatch.setattr(demo, "others_pct_now", lambda _: taken_pct)
     demo._say_if_busy()
     printed = capsys.readouterr()
     assert printed.err.startswith(said)

@@ -343,7 +343,9 @@ class GPUStarvationCallback(Callback):
         self, trainer: AnyTrainer, run: StarvationRun, *, ended: bool = False, to_loggers: bool = True
     ) -> None:
         """Write the report into the run's folder, show it, and pass it to the loggers."""
-        if not self.print_report or not trainer.is_global_zero or run.finished == self._reported_steps:
+        if not self.print_report or not trainer.is_global_zero:
+            return
+        if run.finished == self._reported_steps and not ended:  # the end of a run adds its validation and its wall time
             return
         self._reported_steps = run.finished
         found = self._guard.attempt("make its report", lambda: self.report(run.stage))

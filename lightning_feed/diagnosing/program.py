@@ -208,8 +208,8 @@ def _ended(program: Program, trainer: AnyTrainer, checkpoint: object) -> str:
     how_long = f"for {' or '.join(until)}" if until else "without an end"
     resumed = f" from the checkpoint {checkpoint}, which was not loaded" if checkpoint is not None else ""
     return (
-        f"{program} was ended where it calls fit{at}. It would now train {how_long}{resumed}. Neither this nor "
-        "anything after it was run."
+        f"{program} was ended where it calls fit{at}. It would now train {how_long}{resumed}. This training, and "
+        "what follows it, was not run."
     )
 
 

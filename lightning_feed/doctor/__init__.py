@@ -5,6 +5,7 @@ import importlib
 import os
 import shutil
 import textwrap
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import requires
@@ -62,6 +63,8 @@ class Sources:
     """Requirements of this package, as in its metadata (``"torch>=2.6"``)."""
     limit: Callable[[str], tuple[int, int]] = _limit
     """(soft, hard) limit of open files (``"NOFILE"``) or of locked memory in bytes (``"MEMLOCK"``); -1: no limit."""
+    wait: Callable[[float], object] = time.sleep
+    """Waits for a number of seconds."""
     space: Callable[[Path], tuple[int, int, int]] = shutil.disk_usage
     """(size, used, free) of the file system of a folder, bytes."""
 

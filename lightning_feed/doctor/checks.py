@@ -17,6 +17,8 @@ from packaging.version import Version
 from lightning_feed.doctor import NOT_KNOWN, Finding, Level, Sources
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.machine import read_machine
+from lightning_feed.measure.cpu_time import others_pct_now
+from lightning_feed.measure.measurements import OTHERS_PCT
 from lightning_feed.storage.file_system import file_system
 from lightning_feed.storage.remote import RemotePlace, is_url
 from lightning_feed.storage.remote_speed import measure_speed, some_files
@@ -346,7 +348,7 @@ def _name(name: str | bytes) -> str:
 
 
 def threads(sources: Sources) -> Iterator[Finding]:
-    """Thread-count variables, and torch's threads, compared with the usable CPUs."""
+    """Thread-count variables and torch's threads, compared with the usable CPUs, and what other programs take."""
     usable = read_machine(sources.root).usable_cpus
     given = {name: sources.environ[name] for name in THREAD_VARIABLES if sources.environ.get(name)}
     yield from _thread_variables(given, usable)
@@ -358,6 +360,18 @@ def threads(sources: Sources) -> Iterator[Finding]:
         f"more than the {usable} usable CPUs: torch counts the machine's CPUs, not the quota",
         f"OMP_NUM_THREADS={usable}, or torch.set_num_threads({usable}).",
     ).only_if(count > usable)
+    taken_pct = others_pct_now(usable, sources.root, sources.wait)
+    if taken_pct is not None:
+        free = max(1, int(usable * (1 - taken_pct / 100)))
+        fewer = f"To train on the CPU beside them: OMP_NUM_THREADS={free}. " if count > free else ""
+        meaning = "they slow training and loading down, most of all torch's threads, which wait for each other"
+        yield Finding(
+            "other programs",
+            f"{taken_pct:.0f} % of the CPUs",
+            "warning",
+            meaning,
+            f"{fewer}Measure again without them before you trust a figure.",
+        ).only_if(taken_pct >= OTHERS_PCT)
 
 
 def _thread_variables(given: dict[str, str], usable: int) -> Iterator[Finding]:
@@ -436,8 +450,10 @@ def dali(sources: Sources) -> Iterator[Finding]:
     value = ", ".join(f"{version} for CUDA {cuda}" for cuda, version in installed.items())
     if not installed:
         meaning = 'backend="dali-gpu" and "dali-cpu" need it; lightning-feed diagnose shows if decoding limits'
-        fault = Finding("DALI", "not installed", "note", meaning, f"pip install {package}")
-        yield fault if ours is not None else Finding("DALI", "not installed", meaning=meaning)
+        useful = ours is not None and sources.load("torch").cuda.is_available()
+        yield Finding(
+            "DALI", "not installed", "note" if useful else "ok", meaning, f"pip install {package}" if useful else ""
+        )
     elif list(installed) != [ours or next(iter(installed))]:
         meaning = "dali-gpu needs exactly one DALI build installed, the one for torch's CUDA version"
         others = " ".join(DALI_PACKAGES[cuda] for cuda in installed)

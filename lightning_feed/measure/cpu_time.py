@@ -19,6 +19,8 @@ _FIRST, _LAST = 11, 14
 """Columns ``utime`` and ``cstime`` of ``/proc/PID/stat``, counted after the program's name."""
 SAMPLE_S = 2.0
 """Seconds between two samples of CPU use."""
+NOW_S = 0.5
+"""Seconds over which :func:`others_pct_now` measures."""
 MOST_SAMPLES = 1800
 """Number of samples kept: one hour."""
 
@@ -107,6 +109,15 @@ class CpuShare:
             own |= found
             found = {pid for pid, parent in parents.items() if parent in own} - own
         return sum(ticks.get(pid, 0) for pid in own)
+
+
+def others_pct_now(
+    usable_cpus: int | None, root: Path = Path("/"), wait: Callable[[float], object] = time.sleep
+) -> float | None:
+    """Percentage of ``usable_cpus`` that other programs use now; None if unknown. Takes half a second."""
+    share = CpuShare(root)
+    wait(NOW_S)
+    return share.others_pct(usable_cpus)
 
 
 def _others_pct(before: CpuTicks | None, now: CpuTicks | None, usable_cpus: int | None) -> float | None:

@@ -186,7 +186,9 @@ def _check(remedy: Remedy, after: Report, settings: tuple[Changed, ...]) -> Reme
         predicted_step_ms=predicted,
         achieved_step_ms=achieved,
         error_pct=None if predicted is None or not achieved else 100 * (predicted - achieved) / achieved,
-        also_changed=tuple(one.name for one in settings if one.name not in wanted),
+        also_changed=tuple(
+            one.name for one in settings if one.name not in wanted and f"{one.name}=" not in remedy.code
+        ),
     )
 
 
@@ -391,14 +393,15 @@ def check_starved(report: Report, *, above_pct: float) -> str:
         )
     without_cpu_pct = 100 * shares.without_cpu_ms / shares.step_ms if shares is not None else 0.0
     candidates = {
-        "starved_pct": stats.starved_pct - without_cpu_pct,
-        "ranks.starved_pct": getattr(measured.ranks, "starved_pct", None),
-        "the share of each epoch before its first batch": getattr(shares, "epoch_pct", None),
+        "of step time (starved_pct)": stats.starved_pct - without_cpu_pct,
+        "of all ranks' step time (ranks.starved_pct)": getattr(measured.ranks, "starved_pct", None),
+        "of each epoch, for its first batch": getattr(shares, "epoch_pct", None),
     }
-    starved, whose = max((pct, name) for name, pct in candidates.items() if pct is not None)
-    said = f"{whose} is {starved:.2f}, limit {above_pct:g} (confidence {report.diagnosis.confidence})"
+    starved, of = max((pct, name) for name, pct in candidates.items() if pct is not None)
+    confidence = report.diagnosis.confidence
+    said = f"training waits for data {starved:.2f} % {of}, limit {above_pct:g} % (confidence {confidence})"
     if starved <= above_pct:
         return f"{said}: fine"
     if shares is not None and shares.compute_bound_confirmed:
         return f"{said}: fine, the model alone takes as long as a step"
-    raise ReportError(f"{said}: training waits too long for data")
+    raise ReportError(f"{said}: too long")

@@ -8,7 +8,7 @@ from lightning_feed.measure.wall import Part
 from lightning_feed.report.report import RunIdentity, is_toy, takes_turns
 from lightning_feed.verdict.decide import share_text
 from lightning_feed.verdict.diagnosis import Cause, Diagnosis, Remedy
-from lightning_feed.verdict.shares import LOOP_WORDS
+from lightning_feed.verdict.shares import LOOP_WORDS, workers_exceed_cpus
 
 ENOUGH_STEPS = 30
 """Number of steps that are enough for a verdict, including the warm-up."""
@@ -19,7 +19,7 @@ _DIAGNOSE = "lightning-feed diagnose your_script.py -- ARGUMENTS"
 _MEASURE_THE_REST = "Train with LIGHTNING_FEED=1"
 """Words that identify the note of a diagnosis without fixes, where the parts that it did not run may be to blame."""
 _IDLE = "run again when the machine is idle, or reserve CPUs for this run (Slurm: `--cpus-per-task`)"
-_IN_A_THREAD = "train with LIGHTNING_FEED=tune, or with `AutotuneCallback()`: it puts the loader into a thread"
+_TUNE = "train with LIGHTNING_FEED=tune, or with `AutotuneCallback()`"
 _IN_YOUR_CODE: tuple[Cause, ...] = ("no workers", "cpu", "oversubscribed", "waiting", "unknown")
 """Causes for which an experiment can find the responsible lines in the user's code."""
 
@@ -42,7 +42,7 @@ def next_step(found: Diagnosis, run: RunIdentity | None = None, *, arguments: st
         return _fix(found.remedies[0])
     left_out = found.measurements.found.stripped
     if left_out and any(_MEASURE_THE_REST in one for one in found.notes):
-        return f"{_train_measured(run, given)} to measure what was left out here ({left_out}): the rest hardly waits"
+        return f"{_train_measured(run, given)} to measure what was left out here ({left_out})"
     if found.bottleneck == "data":
         return _for_data(found, run, given)
     if found.bottleneck == "compute":
@@ -95,7 +95,7 @@ def _for_data(found: Diagnosis, run: RunIdentity, given: str) -> str:
     if fewer:
         return fewer
     if facts.generator and facts.loop == "trainer" and facts.stage == "fit":
-        return f"{_IN_A_THREAD}, so that batches are made while the model trains, if that is faster"
+        return f"{_TUNE}: it makes batches in a thread while the model trains, if that is faster"
     turns = ""
     if takes_turns(found):
         turns = f"loading and {LOOP_WORDS[facts.stage]} take turns"
@@ -103,7 +103,7 @@ def _for_data(found: Diagnosis, run: RunIdentity, given: str) -> str:
     if measured.found.functions:
         slowest = measured.found.functions[0]
         place = source_line(slowest.file, slowest.line)
-        return f"{turns}make {slowest.name} ({place}) faster: it takes {slowest.ms_per_batch:.1f} ms for each batch"
+        return f"{turns}make {slowest.name} faster, most of all {place}: it takes {slowest.ms_per_batch:.1f} ms a batch"
     notes = _notes(found, run, given)
     if measured.experiments is None and (found.cause in _IN_YOUR_CODE or not notes):
         asked = (one for one in notes if _command(found, run, given) in one)
@@ -122,7 +122,11 @@ def _workers_in_vain(found: Diagnosis) -> bool:
 
 def _ask_more(found: Diagnosis, run: RunIdentity, given: str) -> str:
     facts = found.measurements.facts
+    if found.cause == "hand-over" and found.grade == "slightly data-bound":
+        return "nothing: batches are ready in time, and the wait is for taking them over"
     if facts.loop == "trainer" and facts.stage == "fit":
+        if found.cause == "hand-over":
+            return f"{_TUNE}: it tries other numbers of workers"
         return _diagnose(found, run, given, "finds the lines of your code that take the time")
     if takes_turns(found) and _workers_in_vain(found):
         return "make a batch with less work"
@@ -131,7 +135,8 @@ def _ask_more(found: Diagnosis, run: RunIdentity, given: str) -> str:
 
 def _for_compute(found: Diagnosis, run: RunIdentity, given: str) -> str:
     measured, notes = found.measurements, _notes(found, run, given)
-    beside = _beside_others(found, run, given)
+    healthy = found.grade == "OK" and found.cause == "compute"
+    beside = _fewer_threads(found, run, given) if healthy else _beside_others(found, run, given)
     if beside:
         return f"the loader keeps up; {beside}" if found.grade == "OK" or found.cause == "compute" else beside
     if found.cause in ("oversubscribed", "unknown"):  # the model alone is much faster than the step
@@ -188,8 +193,13 @@ def _typed(run: RunIdentity, given: str) -> str:
 
 def _beside_others(found: Diagnosis, run: RunIdentity, given: str) -> str:
     """The step if other programs use the CPUs; empty if they do not."""
-    idle = _IDLE if found.measurements.facts.crowded else ""
-    return _fewer_threads(found, run, given) or idle
+    measured = found.measurements
+    if not measured.facts.crowded:
+        return ""
+    step = _IDLE
+    if workers_exceed_cpus(measured):
+        step = f"{_TUNE}: the workers share the CPUs with other programs, and fewer may be as fast"
+    return _fewer_threads(found, run, given) or step
 
 
 def _fewer_threads(found: Diagnosis, run: RunIdentity, given: str) -> str:

@@ -15,7 +15,7 @@ from lightning_feed.load.machine import read_machine
 from lightning_feed.measure.measurements import Measurements
 from lightning_feed.verdict.decide import share_text
 from lightning_feed.verdict.diagnosis import Diagnosis
-from lightning_feed.verdict.shares import LOOP_WORDS, grade_of, shares_of, toy_sentence
+from lightning_feed.verdict.shares import LOOP_WORDS, grade_of, shares_of, toy_sentence, workers_exceed_cpus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +226,9 @@ def _of_the_other_parts(diagnosis: Diagnosis, waits: str) -> tuple[str, str]:
     if diagnosis.bottleneck == "compute":
         verdict = _OF_THE_STEP.get(diagnosis.cause, "limited by the step itself, not by data")
         facts = diagnosis.measurements.facts
+        if facts.crowded and diagnosis.cause == "oversubscribed" and workers_exceed_cpus(diagnosis.measurements):
+            cpus = plural(facts.usable_cpus or 0, "CPU")
+            return f"limited by {cpus}, which {plural(facts.all_workers, 'worker')} and other programs share", waits
         if facts.crowded and diagnosis.cause == "oversubscribed":
             return f"limited by other programs, which have {facts.others_cpu_pct:.0f} % of the CPUs", waits
         if diagnosis.device_type == "cpu" and facts.crowded:

@@ -110,7 +110,7 @@ def _stripped(finding: Finding) -> tuple[str, ...]:
     limit = HIGH_PCT if finding.data == "hand-over" else MODERATE_PCT
     if not measured.found.stripped or shares.data_pct >= limit:
         return ()
-    said = "not run here, and the rest hardly waits. Train with LIGHTNING_FEED=1 to measure them"
+    said = "not run here, and the rest waits little. Train with LIGHTNING_FEED=1 to measure them"
     return (f"{measured.found.stripped}: {said}",)
 
 
@@ -215,7 +215,7 @@ def _beside(measured: Measurements, step_ms: float) -> Iterator[str]:
 
 
 def _loading(measured: Measurements) -> list[str]:
-    """Evidence: the number of workers, and their shares of time on a CPU, ready for one, and blocked."""
+    """Evidence: the number of workers, and their shares of time on a CPU, waiting for one, and blocked."""
     facts, loaders = measured.facts, measured.loaders
     if not facts.num_workers:
         turns = f"num_workers=0, so loading and {LOOP_WORDS[facts.stage]} take turns"
@@ -224,7 +224,7 @@ def _loading(measured: Measurements) -> list[str]:
     on_cpu, queue, blocked = loaders.workers_on_cpu_pct, loaders.workers_run_queue_pct, loaders.workers_blocked_pct
     did = ""
     if on_cpu is not None and queue is not None and blocked is not None:
-        did = f", {on_cpu:.0f} % of their time on a CPU, {queue:.0f} % ready for one, {blocked:.0f} % blocked"
+        did = f": on a CPU {on_cpu:.0f} % of the time, waiting for one {queue:.0f} %, blocked {blocked:.0f} %"
     return [f"the loader has {plural(facts.num_workers, 'worker')}{cpus}{did}"]
 
 

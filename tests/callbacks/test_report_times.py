@@ -63,7 +63,7 @@ def _reports(capsys: pytest.CaptureFixture[str]) -> int:
     return capsys.readouterr().out.count("FEED  ")
 
 
-@pytest.mark.parametrize(("batches", "times"), [(8, 0), (199, 1), (210, 2)])
+@pytest.mark.parametrize(("batches", "times"), [(8, 0), (199, 1), (200, 2), (210, 2)])
 @pytest.mark.usefixtures("clock")
 def test_after_200_steps_and_at_the_end(batches: int, times: int, capsys: pytest.CaptureFixture[str]) -> None:
     _fit({}, make_loader(batches))

@@ -244,7 +244,7 @@ def _command(folder: Path, arguments: tuple[str, ...]) -> None:
 OUT, ERR = "printed.out", "printed.err"
 """Beside the folder of the program, which is looked through."""
 QUICK = ("diagnose", "--quick", "--only", "model")
-END = "Neither this nor anything after it was run."
+END = "This training, and what follows it, was not run."
 
 
 def test_nothing_of_a_program_is_run_after_its_fit(project: Path) -> None:

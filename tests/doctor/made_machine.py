@@ -132,6 +132,7 @@ def made_machine(root: Path, **changes: Any) -> Sources:
                 "version": versions.get,
                 "requirements": lambda: ["torch>=2.6", "lightning>=2.4", 'pytorch_lightning>=2.4; extra == "pl"'],
                 "limit": {"NOFILE": (65536, 65536), "MEMLOCK": (-1, -1)}.__getitem__,
+                "wait": lambda seconds: None,
                 "space": lambda folder: (64 * GIB, 32 * GIB, 32 * GIB),
             }
             | changes

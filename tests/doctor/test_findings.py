@@ -84,6 +84,27 @@ def test_a_planted_fault_is_named_alone(
     assert words in f"{one.value} {one.meaning} {one.do}"
 
 
+@pytest.mark.parametrize(
+    ("idle", "threads", "level", "do"),
+    [
+        (900, 4, "ok", ""),
+        (100, 4, "warning", "To train on the CPU beside them: OMP_NUM_THREADS=1. Measure again"),
+        (100, 1, "warning", "Measure again"),
+    ],
+)
+def test_other_programs_on_the_cpus(idle: int, threads: int, level: str, do: str, tmp_path: Path) -> None:
+    def used(user: int, idle: int) -> None:
+        cpus = "".join(f"cpu{one} {user} 0 0 {idle} 0 0 0 0\n" for one in os.sched_getaffinity(0))
+        write(tmp_path, {"proc/stat": cpus})
+
+    used(0, 0)
+    modules = {"torch": fake_torch(threads=threads)}
+    sources = made_machine(tmp_path, modules=modules, wait=lambda seconds: used(1000 - idle, idle))
+    (one,) = (one for one in examine(None, sources) if one.topic == "other programs")
+    assert (one.value, one.level) == (f"{(1000 - idle) / 10:.0f} % of the CPUs", level)
+    assert one.do.startswith(do)
+
+
 def test_swap_in_use_and_a_slow_governor_and_a_far_gpu(tmp_path: Path) -> None:
     sources = made_machine(tmp_path)
     write(

@@ -140,6 +140,14 @@ def test_the_verdict() -> None:
     assert compare(sample_report(), sample_report(sample(cause="waiting"))).verdict_changed
 
 
+def test_all_settings_of_a_fix_belong_to_it() -> None:
+    before = sample()
+    fix = replace(before.remedies[0], code="num_workers=14, pin_memory=False")
+    earlier = sample_report(replace(before, remedies=(fix,)))
+    (check,) = compare(earlier, _after(num_workers=14, pin_memory=False)).predictions
+    assert check.also_changed == ()
+
+
 def test_a_report_without_remedies_is_not_checked() -> None:
     advised, nothing = sample_report(), sample_report(sample(remedies=()))
     said = "none of the earlier report's remedies is in effect"

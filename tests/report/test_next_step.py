@@ -41,6 +41,9 @@ LEFT_OUT = ExperimentResults(left_out=(("the rest of the fit", "validation, CSVL
 MODEL_ONLY: dict[str, Any] = {"bottleneck": "compute", "cause": "compute", "grade": "OK"}
 
 
+TUNE = "train with LIGHTNING_FEED=tune, or with `AutotuneCallback()`"
+
+
 @pytest.mark.parametrize(
     ("found", "step"),
     [
@@ -54,8 +57,7 @@ MODEL_ONLY: dict[str, Any] = {"bottleneck": "compute", "cause": "compute", "grad
         (_found(cause="jitter", notes=("a note",)), "a note"),
         (
             _found(cause="no workers", facts=sample_facts(num_workers=None, generator="batches (train.py:12)")),
-            "train with LIGHTNING_FEED=tune, or with `AutotuneCallback()`: it puts the loader into a thread, so that "
-            "batches are made while the model trains, if that is faster",
+            f"{TUNE}: it makes batches in a thread while the model trains, if that is faster",
         ),
         (_found(cause="jitter"), f"`lightning-feed diagnose train.py -- --epochs 2` {FINDS}"),
         (
@@ -65,8 +67,8 @@ MODEL_ONLY: dict[str, Any] = {"bottleneck": "compute", "cause": "compute", "grad
         ),
         (
             _found(ExperimentResults(functions=(BIRDS,)), sample_facts(**ON_CPU), cause="no workers"),
-            "loading and training take turns; make Birds.__getitem__ (birds.py:41) faster: it takes 120.0 ms for each "
-            "batch",
+            "loading and training take turns; make Birds.__getitem__ faster, most of all birds.py:41: it takes "
+            "120.0 ms a batch",
         ),
         (_found(ExperimentResults(), notes=("a note",)), "a note"),
         (
@@ -103,7 +105,13 @@ MODEL_ONLY: dict[str, Any] = {"bottleneck": "compute", "cause": "compute", "grad
         (_found(stats=sample_stats(step_ms=0.7)), "use larger batches: no other setting makes steps this short faster"),
         (_found(**MODEL_ONLY), "nothing, the loader keeps up"),
         (_found(**MODEL_ONLY, notes=("fewer workers would do",)), "nothing, the loader keeps up"),
-        (_found(**MODEL_ONLY, facts=sample_facts(others_cpu_pct=60.0)), f"the loader keeps up; {IDLE}"),
+        (_found(**MODEL_ONLY, facts=sample_facts(others_cpu_pct=60.0)), "nothing, the loader keeps up"),
+        (
+            _found(cause="hand-over", grade="slightly data-bound"),
+            "nothing: batches are ready in time, and the wait is for taking them over",
+        ),
+        (_found(cause="hand-over", grade="slightly data-bound", notes=("a note",)), "a note"),
+        (_found(cause="hand-over"), f"{TUNE}: it tries other numbers of workers"),
         (
             _found(LEFT_OUT, **MODEL_ONLY),
             "train with `LIGHTNING_FEED=1 python train.py --epochs 2` to measure what was left out here (validation, "
@@ -112,7 +120,7 @@ MODEL_ONLY: dict[str, Any] = {"bottleneck": "compute", "cause": "compute", "grad
         (
             _found(LEFT_OUT, notes=("validation: not run here. Train with LIGHTNING_FEED=1 to measure them",)),
             "train with `LIGHTNING_FEED=1 python train.py --epochs 2` to measure what was left out here (validation, "
-            "CSVLogger): the rest hardly waits",
+            "CSVLogger)",
         ),
         (_found(**{**MODEL_ONLY, "cause": "launch"}, notes=("compile",)), "compile"),
         (
@@ -240,7 +248,7 @@ def test_every_report_ends_with_one(bottleneck: Bottleneck) -> None:
 
 
 def test_a_command_is_said_once_with_the_name_of_the_program() -> None:
-    note = "validation: not run here, and the rest hardly waits. Train with LIGHTNING_FEED=1 to measure them"
+    note = "validation: not run here, and the rest waits little. Train with LIGHTNING_FEED=1 to measure them"
     text = as_text(_found(LEFT_OUT, notes=(note,)), RUN)
     assert text.count("LIGHTNING_FEED=1") == 1
     earlier = "`lightning-feed diagnose your_script.py -- ARGUMENTS` finds the lines of your code that take the time"

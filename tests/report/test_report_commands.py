@@ -74,7 +74,8 @@ def test_the_gate(limit: str, code: int, tmp_path: Path, capsys: pytest.CaptureF
     assert main(["report", run, "--fail-above", limit]) == code
     out, err = capsys.readouterr()
     assert out.startswith("FEED  ")  # the report is shown either way
-    assert f"\nlightning-feed: starved_pct is 33.90, limit {limit} (confidence high): " in err
+    said = f"training waits for data 33.90 % of step time (starved_pct), limit {limit} % (confidence high): "
+    assert f"\nlightning-feed: {said}" in err
     assert ("too long" in err) == bool(code)
     assert ("fine" in err) == (not code)
 
@@ -82,7 +83,7 @@ def test_the_gate(limit: str, code: int, tmp_path: Path, capsys: pytest.CaptureF
 def test_the_gate_counts_what_all_ranks_lose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fed = sample(stats=sample_stats(starved_pct=1.0))  # this rank waits for the other
     assert main(["report", _run(tmp_path, fed), "--fail-above", "20"]) == 1
-    assert "ranks.starved_pct is 35.00" in capsys.readouterr().err
+    assert "waits for data 35.00 % of all ranks' step time (ranks.starved_pct)" in capsys.readouterr().err
 
 
 def _slow_start(**changes: Any) -> Diagnosis:
@@ -96,11 +97,13 @@ def _slow_start(**changes: Any) -> Diagnosis:
 
 def test_the_gate_counts_what_an_epoch_loses_before_its_first_batch() -> None:
     report = sample_report(_slow_start())
-    with pytest.raises(ReportError, match=r"the share of each epoch before its first batch is 66\.57, limit 20"):
+    with pytest.raises(ReportError, match=r"66\.57 % of each epoch, for its first batch, limit 20 %"):
         check_starved(report, above_pct=20)
     assert check_starved(report, above_pct=66.6).endswith("fine")
     without = replace(_slow_start().measurements.facts, batches_per_epoch=None)
-    assert "starved_pct is 6.00" in check_starved(sample_report(_slow_start(facts=without)), above_pct=20)
+    assert "data 6.00 % of step time (starved_pct)" in check_starved(
+        sample_report(_slow_start(facts=without)), above_pct=20
+    )
 
 
 def test_the_gate_lets_a_model_pass_that_takes_all_of_a_step() -> None:
@@ -112,7 +115,7 @@ def test_the_gate_lets_a_model_pass_that_takes_all_of_a_step() -> None:
     )
     for per_s in (40.0, 5.0):  # faster than its steps, and impossibly slow
         waiting = _slow_start(stats=stats, experiments=ExperimentResults(model_per_s=per_s))
-        with pytest.raises(ReportError, match=r"starved_pct is 6\.00, limit 5"):
+        with pytest.raises(ReportError, match=r"6\.00 % of step time \(starved_pct\), limit 5 %"):
             check_starved(sample_report(waiting), above_pct=5)
 
 

@@ -8,6 +8,8 @@ from verdict.cases import READY, ROOM, measured
 from lightning_feed.measure.experiment_results import REST_OF_THE_FIT
 from lightning_feed.measure.measurements import HookTime
 from lightning_feed.measure.wall import Part, WallPart, WallStats
+from lightning_feed.report.next_step import next_step
+from lightning_feed.report.report import headline
 from lightning_feed.verdict.decide import diagnose
 
 TWO = {"num_workers": 2, "usable_cpus": 2}
@@ -30,6 +32,18 @@ def test_a_ready_batch_and_a_thread_without_a_cpu_is_not_the_loaders_fault() -> 
     assert "batches are ready; other programs have the CPUs" in found.evidence[1]
     assert not found.remedies
     assert not any("num_workers" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(("workers", "who"), [(2, "other programs"), (8, "workers and other programs")])
+def test_own_workers_beyond_the_cpus_are_named_with_the_other_programs(workers: int, who: str) -> None:
+    ready = READY | _workers(12.0, 40.0)
+    facts = BUSY_MACHINE | {"num_workers": workers}
+    found = diagnose(measured(step=24.0, data=8.0, loaders=ready, load_queue_ms=7.5, host_queue_ms=9.0, **facts))
+    assert (found.bottleneck, found.cause) == ("compute", "oversubscribed")
+    assert f"batches are ready; {who} have the CPUs" in found.evidence[1]
+    verdict = "limited by 2 CPUs, which 8 workers and other programs share"
+    assert headline(found).startswith(verdict) == (workers == 8)
+    assert ("fewer may be as fast" in next_step(found)) == (workers == 8)
 
 
 def test_a_ready_batch_and_own_threads_on_the_cpus_is_oversubscription() -> None:

@@ -526,7 +526,7 @@ def test_what_takes_most_of_a_batch_is_named(samples: float, collate: float, sai
         (
             TWO,
             _of(91, 4),
-            "the loader has 2 workers on 2 CPUs, 91 % of their time on a CPU, 4 % ready for one, 5 % blocked",
+            "the loader has 2 workers on 2 CPUs: on a CPU 91 % of the time, waiting for one 4 %, blocked 5 %",
         ),
     ],
 )
