@@ -146,10 +146,10 @@ def shared_memory(sources: Sources) -> Iterator[Finding]:
 def open_files(sources: Sources) -> Iterator[Finding]:
     """The limit on open files."""
     soft, hard = sources.limit("NOFILE")
-    names = ["unlimited" if one == UNLIMITED else str(one) for one in (soft, hard)]
+    now, most = ("unlimited" if one == UNLIMITED else str(one) for one in (soft, hard))
     yield Finding(
         "open files",
-        f"{names[0]} (may be raised to {names[1]})",
+        now if now == most else f"{now} (may be raised to {most})",
         "warning",
         "each tensor from a worker keeps a file open, which may end in the error: Too many open files",
         f"ulimit -n {65536 if hard == UNLIMITED else min(hard, 65536)}; above that, raise the hard limit, or "
