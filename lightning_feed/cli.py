@@ -40,9 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         at = given.index("--")
         given, program_arguments = given[:at], given[at + 1 :]
     parser = make_parser()
-    if not given:
-        parser.print_help(sys.stderr)
-        return 2
     names = [_name_of(run) for run in _COMMANDS]
     close = difflib.get_close_matches("".join(given[:1]), names, 1)
     if close and given[0] not in names:
@@ -105,7 +102,8 @@ def make_parser() -> argparse.ArgumentParser:
     """Make the parser of all commands. shtab reads it, too, for shell completion."""
     parser = argparse.ArgumentParser(prog="lightning-feed", description="Keep the GPU fed in PyTorch Lightning.")
     parser.add_argument("--version", action="version", version=f"lightning-feed {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    parser.set_defaults(run=lambda _: parser.exit(2, parser.format_help()))  # without a command
+    commands = parser.add_subparsers(metavar="COMMAND")
     for run, options in _COMMANDS.items():
         name = _name_of(run)
         summary, _, description = inspect.cleandoc(run.__doc__ or "").partition("\n\n")

@@ -184,8 +184,7 @@ class PrefetchCallback(ExactResume):
         if self._stream is None or device != self._device:  # a callback may serve one Trainer after another
             self._stream, self._device = self.open_stream(device), device
         if self._stream is None:
-            why = "on a CPU there is nothing to copy" if device.type == "cpu" else f"{device} has no stream to copy on"
-            self._stand_aside(trainer, why)
+            self._stand_aside(trainer, f"copies cannot run ahead on {device}")
             return
         tap = self._adopt_live(trainer)
         if tap is None:

@@ -1,5 +1,6 @@
 """Checks of machine and environment: everything that could keep a GPU from being fed."""
 
+import dataclasses
 import os
 import platform
 import re
@@ -450,10 +451,10 @@ def dali(sources: Sources) -> Iterator[Finding]:
     value = ", ".join(f"{version} for CUDA {cuda}" for cuda, version in installed.items())
     if not installed:
         meaning = 'backend="dali-gpu" and "dali-cpu" need it; lightning-feed diagnose shows if decoding limits'
-        useful = ours is not None and sources.load("torch").cuda.is_available()
-        yield Finding(
-            "DALI", "not installed", "note" if useful else "ok", meaning, f"pip install {package}" if useful else ""
-        )
+        missing = Finding("DALI", "not installed", meaning=meaning)
+        if ours is not None and sources.load("torch").cuda.is_available():
+            missing = dataclasses.replace(missing, level="note", do=f"pip install {package}")
+        yield missing
     elif list(installed) != [ours or next(iter(installed))]:
         meaning = "dali-gpu needs exactly one DALI build installed, the one for torch's CUDA version"
         others = " ".join(DALI_PACKAGES[cuda] for cuda in installed)

@@ -340,11 +340,8 @@ def check_text(check: RemedyCheck) -> str:
     if check.predicted_step_ms is not None:
         outcome = f"predicted step {check.predicted_step_ms:.1f} ms, achieved {achieved}"
     error = "" if check.error_pct is None else f", error {check.error_pct:+.1f} %"
-    also = (
-        f" (also changed: {', '.join(_WORDS.get(name, name) for name in check.also_changed)})"
-        if check.also_changed
-        else ""
-    )
+    changed = ", ".join(_WORDS.get(name, name) for name in check.also_changed)
+    also = f" (also changed: {changed})" if changed else ""
     return f"{check.changes}: {outcome}{error}{also}"
 
 

@@ -135,8 +135,7 @@ def _ask_more(found: Diagnosis, run: RunIdentity, given: str) -> str:
 
 def _for_compute(found: Diagnosis, run: RunIdentity, given: str) -> str:
     measured, notes = found.measurements, _notes(found, run, given)
-    healthy = found.grade == "OK" and found.cause == "compute"
-    beside = _fewer_threads(found, run, given) if healthy else _beside_others(found, run, given)
+    beside = _beside_others(found, run, given)
     if beside:
         return f"the loader keeps up; {beside}" if found.grade == "OK" or found.cause == "compute" else beside
     if found.cause in ("oversubscribed", "unknown"):  # the model alone is much faster than the step
@@ -192,12 +191,10 @@ def _typed(run: RunIdentity, given: str) -> str:
 
 
 def _beside_others(found: Diagnosis, run: RunIdentity, given: str) -> str:
-    """The step if other programs use the CPUs; empty if they do not."""
-    measured = found.measurements
-    if not measured.facts.crowded:
-        return ""
-    step = _IDLE
-    if workers_exceed_cpus(measured):
+    """The step if other programs use the CPUs; empty if they do not, or if they take nothing from this run."""
+    healthy = found.grade == "OK" and found.cause == "compute"
+    step = "" if healthy or not found.measurements.facts.crowded else _IDLE
+    if step and workers_exceed_cpus(found.measurements):
         step = f"{_TUNE}: the workers share the CPUs with other programs, and fewer may be as fast"
     return _fewer_threads(found, run, given) or step
 

@@ -221,19 +221,24 @@ def headline_parts(diagnosis: Diagnosis) -> tuple[str, str]:
     return _of_the_other_parts(diagnosis, waits)
 
 
+def _of_the_step_itself(diagnosis: Diagnosis) -> str:
+    facts, verdict = diagnosis.measurements.facts, "limited by the step itself, not by data"
+    verdict = _OF_THE_STEP.get(diagnosis.cause, verdict)
+    if not facts.crowded:
+        return verdict
+    taken = f"{facts.others_cpu_pct:.0f} % of the CPUs"
+    if diagnosis.cause == "oversubscribed":
+        if workers_exceed_cpus(diagnosis.measurements):
+            cpus, workers = plural(facts.usable_cpus or 0, "CPU"), plural(facts.all_workers, "worker")
+            return f"limited by {cpus}, which {workers} and other programs share"
+        return f"limited by other programs, which have {taken}"
+    return f"{verdict}, beside other programs that take {taken}" if diagnosis.device_type == "cpu" else verdict
+
+
 def _of_the_other_parts(diagnosis: Diagnosis, waits: str) -> tuple[str, str]:
     stats = diagnosis.stats
     if diagnosis.bottleneck == "compute":
-        verdict = _OF_THE_STEP.get(diagnosis.cause, "limited by the step itself, not by data")
-        facts = diagnosis.measurements.facts
-        if facts.crowded and diagnosis.cause == "oversubscribed" and workers_exceed_cpus(diagnosis.measurements):
-            cpus = plural(facts.usable_cpus or 0, "CPU")
-            return f"limited by {cpus}, which {plural(facts.all_workers, 'worker')} and other programs share", waits
-        if facts.crowded and diagnosis.cause == "oversubscribed":
-            return f"limited by other programs, which have {facts.others_cpu_pct:.0f} % of the CPUs", waits
-        if diagnosis.device_type == "cpu" and facts.crowded:
-            verdict += f", beside other programs that take {facts.others_cpu_pct:.0f} % of the CPUs"
-        return verdict, waits
+        return _of_the_step_itself(diagnosis), waits
     verdict, part, where = f"{diagnosis.bottleneck}-bound", stats.other_ms, "between the steps"
     if diagnosis.bottleneck == "copy":
         part, where = stats.h2d_ms, "copying batches to the device"

@@ -66,7 +66,7 @@ def read_pipeline(diagnosis: Diagnosis) -> Pipeline | None:
     size = next((one for one in (found.batch_size, facts.batch_size) if one and one > 0), None)
     rows: list[_Row] = [
         *_sample_parts(found.costs, facts, size),
-        ("part", "collate, IPC" if facts.num_workers else "collate", found.ceiling_per_s, "constant samples"),
+        ("part", "collate", found.ceiling_per_s, "constant samples, same workers"),
         ("stage", "loader", found.loader_per_s, "alone, as configured"),
         ("stage", "copy", rate(found.copy_ms, 1), "one batch after the other"),
         ("stage", "model", None if model_disturbed(measured) else found.model_per_s, "the same device batch each step"),
@@ -220,14 +220,14 @@ def step_sections(diagnosis: Diagnosis) -> Iterator[Section]:
     if diagnosis.stats.step_ms:
         copies = diagnosis.device_type != "cpu" or diagnosis.bottleneck == "copy"
         shares = shares_of(diagnosis.measurements)
-        without_cpu_ms = 0.0 if shares is None else shares.without_cpu_ms
+        for_cpu = ""
+        if shares is not None and 100 * shares.without_cpu_ms >= shares.step_ms:
+            for_cpu = f" (for a CPU {in_ms(shares.without_cpu_ms, shares.step_ms)})"
         end = f"        {if_free(diagnosis)}"
-        yield _parts_section("step", diagnosis.stats, copies=copies, end=end, without_cpu_ms=without_cpu_ms)
+        yield _parts_section("step", diagnosis.stats, copies=copies, end=end, for_cpu=for_cpu)
 
 
-def _parts_section(
-    what: str, stats: StarvationStats, *, copies: bool, end: str, without_cpu_ms: float = 0.0
-) -> Section:
+def _parts_section(what: str, stats: StarvationStats, *, copies: bool, end: str, for_cpu: str = "") -> Section:
     """The measured parts of a step as they follow each other on the device; they add up to the step.
 
     If nothing is copied (on a CPU), the short time of the transfer counts as ``other``.
@@ -237,7 +237,6 @@ def _parts_section(
         copy_ms, other_ms = None, None if other_ms is None else other_ms + (copy_ms or 0.0)
     named = {"forward": stats.forward_ms, "backward": stats.backward_ms, "optimizer": stats.optimizer_ms}
     inside = ", ".join(f"{name} {in_ms(ms, whole)}" for name, ms in named.items() if ms is not None)
-    for_cpu = f" (for a CPU {in_ms(without_cpu_ms, whole)})" if 100 * without_cpu_ms >= whole else ""
     parts = (
         ("compute", stats.compute_ms, "forward, backward and optimizer", f" ({inside})" if inside else ""),
         ("data", stats.data_idle_ms, "the device waited for data", for_cpu),
