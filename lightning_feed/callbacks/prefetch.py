@@ -184,7 +184,7 @@ class PrefetchCallback(ExactResume):
         if self._stream is None or device != self._device:  # a callback may serve one Trainer after another
             self._stream, self._device = self.open_stream(device), device
         if self._stream is None:
-            self._stand_aside(trainer, f"copies cannot run ahead on {device}")
+            self._stand_aside(trainer, f"batches cannot be copied ahead of time on {device}")
             return
         tap = self._adopt_live(trainer)
         if tap is None:

@@ -262,7 +262,7 @@ class GPUStarvationCallback(Callback):
         self._guard.measure(self._interrupted, trainer)
 
     def _interrupted(self, trainer: AnyTrainer) -> None:
-        if self._run is not None:
+        if self._run is not None and self._run.finished != self._reported_steps:
             self._publish(trainer, self._run, ended=True, to_loggers=False)
         self._let_go()
 

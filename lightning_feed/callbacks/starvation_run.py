@@ -16,7 +16,7 @@ from lightning_feed.callbacks.loader_place import loader_location, users_line
 from lightning_feed.callbacks.prefetch import HAND_OUT, LOOK_AHEAD, PrefetchCallback
 from lightning_feed.load.machine import read_machine
 from lightning_feed.measure.cpu_time import CpuShare, own_clock
-from lightning_feed.measure.facts import batches_ahead, with_loaders
+from lightning_feed.measure.facts import batches_ahead, is_instance, with_loaders
 from lightning_feed.measure.guard import Guard
 from lightning_feed.measure.hook_times import Calls, HookTimes, tap_profiler
 from lightning_feed.measure.loader_state import loaders_in
@@ -340,7 +340,15 @@ def facts_of(trainer: AnyTrainer, guard: Guard, stage: Stage = "fit", *, before:
     # This reads the user's source, objects and settings, which may be anything.
     place = place or guard.attempt("find where the training loader is made", loader_location, trainer, loaders)
     hooks = before.hook_places if before is not None else guard.attempt("find the hooks", _hook_places, trainer)
-    facts = replace(facts, place=place, hook_places=hooks or (), bar_refresh_rate=_host.bar_refresh_rate(trainer))
+    facts = replace(
+        facts,
+        place=place,
+        hook_places=hooks or (),
+        bar_refresh_rate=_host.bar_refresh_rate(trainer),
+        tuned=any(
+            is_instance(one, "lightning_feed.callbacks.autotune", "AutotuneCallback") for one in trainer.callbacks
+        ),
+    )
     return with_loaders(facts, loaders, reloaded=bool(trainer.reload_dataloaders_every_n_epochs))
 
 

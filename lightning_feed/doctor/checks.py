@@ -352,7 +352,8 @@ def threads(sources: Sources) -> Iterator[Finding]:
     """Thread-count variables and torch's threads, compared with the usable CPUs, and what other programs take."""
     usable = read_machine(sources.root).usable_cpus
     given = {name: sources.environ[name] for name in THREAD_VARIABLES if sources.environ.get(name)}
-    yield from _thread_variables(given, usable)
+    taken_pct = others_pct_now(usable, sources.root, sources.wait)
+    yield from _thread_variables(given, usable, beside_others=(taken_pct or 0.0) >= OTHERS_PCT)
     count = int(sources.load("torch").get_num_threads())
     yield Finding(
         "torch threads",
@@ -361,7 +362,6 @@ def threads(sources: Sources) -> Iterator[Finding]:
         f"more than the {usable} usable CPUs: torch counts the machine's CPUs, not the quota",
         f"OMP_NUM_THREADS={usable}, or torch.set_num_threads({usable}).",
     ).only_if(count > usable)
-    taken_pct = others_pct_now(usable, sources.root, sources.wait)
     if taken_pct is not None:
         free = max(1, int(usable * (1 - taken_pct / 100)))
         fewer = f"To train on the CPU beside them: OMP_NUM_THREADS={free}. " if count > free else ""
@@ -375,7 +375,7 @@ def threads(sources: Sources) -> Iterator[Finding]:
         ).only_if(taken_pct >= OTHERS_PCT)
 
 
-def _thread_variables(given: dict[str, str], usable: int) -> Iterator[Finding]:
+def _thread_variables(given: dict[str, str], usable: int, *, beside_others: bool) -> Iterator[Finding]:
     topic, shown = "thread variables", ", ".join(f"{name}={value}" for name, value in given.items()) or "none set"
     counts = {name: _thread_count(name, value) for name, value in given.items()}
     invalid = ", ".join(f"{name}={given[name]}" for name, count in counts.items() if count is None)
@@ -393,7 +393,7 @@ def _thread_variables(given: dict[str, str], usable: int) -> Iterator[Finding]:
             "note",
             "right for workers; in the main process CPU operations use one thread (torchrun sets it)",
             "Leave it out if the model trains on the CPU.",
-        ).only_if(1 in counts.values() and usable > 1)
+        ).only_if(1 in counts.values() and usable > 1 and not beside_others)
 
 
 def _thread_count(name: str, value: str) -> int | None:
@@ -517,7 +517,7 @@ CHECKS: dict[str, Callable[[Sources], Iterator[Finding]]] = {
 
 
 def examine(data: str | Path | None = None, sources: Sources | None = None) -> list[Finding]:
-    """Check everything that matters for feeding a GPU. Takes about as long as ``import torch``.
+    """Check everything that matters for feeding a GPU. Takes about as long as ``import torch``, and half a second.
 
     A check that fails is a finding, too. The other checks still run.
 

@@ -86,6 +86,8 @@ class LoopFacts:
     then cropped."""
     ours: bool | None = None
     """True if a FastDataModule made the training loaders."""
+    tuned: bool | None = None
+    """True if an AutotuneCallback is among the Trainer's callbacks."""
     batch_size: int | None = None
     """Samples in a batch, on one rank."""
     batch_bytes: int | None = None

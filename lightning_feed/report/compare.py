@@ -1,15 +1,16 @@
 """Two reports compared: changes, and which predictions came true. And a gate for CI."""
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_feed.errors import ReportError, printable_lines
-from lightning_feed.measure.measurements import SYNCS
+from lightning_feed.measure.measurements import SYNCS, LoopFacts
 from lightning_feed.measure.stats import StarvationStats
 from lightning_feed.report.report import RemedyCheck, Report, cause_text, rate
 from lightning_feed.verdict.diagnosis import Remedy
-from lightning_feed.verdict.shares import shares_of
+from lightning_feed.verdict.shares import LOOP_WORDS, shares_of
 
 Setting = bool | int | float | str | None
 
@@ -31,6 +32,8 @@ _WORDS = {
     "ours": "FastDataModule", "own_transforms": "transforms in workers",
 }  # fmt: skip
 """Settings whose name in the report's file says little."""
+_IN_CODE = re.compile(r"""(\w+)["']?(?:=|: )["']?(\w+)""")
+"""A setting and its value in a remedy's code: ``num_workers=2`` or ``"num_workers": 2``."""
 _NONE_IS_OFF = ("prefetch_callback",)
 """Settings for which None means absent, not unknown."""
 
@@ -75,9 +78,9 @@ class Comparison:
     programs took more of the CPUs in one of the runs."""
     times_high: float | None
     """Upper end of that interval. If 1 lies inside, the runs differ by no more than noise."""
-    others_change_pct: float
-    """Change of the share of the CPUs that other programs took, in points. Above 10 points the interval is left out:
-    the runs differ in more than their settings. 0.0 if not known."""
+    others_change_pct: float | None
+    """Change of the share of the CPUs that other programs took, in points. The interval is then left out: the runs
+    differ in more than their settings. None: by 10 points or less, unknown, or too small a share to matter."""
     verdict_changed: bool
     """True if the bottleneck, the cause or the grade differs."""
     verdict_before: str
@@ -105,8 +108,8 @@ def compare(before: Report, after: Report) -> Comparison:
     settings = tuple(_changed(old, new))
     figures = tuple(_figures(before, after))
     times, low, high = _times_as_fast(figures, before.diagnosis.stats, after.diagnosis.stats)
-    others_change_pct = _others_pct(after) - _others_pct(before)
-    if abs(others_change_pct) > _LOAD_CHANGED_PCT:
+    others_change_pct = _others_change_pct(before, after)
+    if others_change_pct:
         low = high = None
     remedies = [(one, wanted_settings(one)) for one in before.diagnosis.remedies]
     unchecked = [one.changes for one, wanted in remedies if not wanted or wanted.keys() - old.keys()]
@@ -179,7 +182,7 @@ def _in_effect(wanted: dict[str, str], settings: dict[str, Setting]) -> bool:
 
 def _check(remedy: Remedy, after: Report, settings: tuple[Changed, ...]) -> RemedyCheck:
     predicted, achieved = remedy.predicted_step_ms, after.diagnosis.stats.step_ms
-    wanted = wanted_settings(remedy)
+    fixed = wanted_settings(remedy) | dict(_IN_CODE.findall(remedy.code))
     return RemedyCheck(
         code=remedy.code,
         changes=remedy.changes,
@@ -187,16 +190,24 @@ def _check(remedy: Remedy, after: Report, settings: tuple[Changed, ...]) -> Reme
         achieved_step_ms=achieved,
         error_pct=None if predicted is None or not achieved else 100 * (predicted - achieved) / achieved,
         also_changed=tuple(
-            one.name for one in settings if one.name not in wanted and f"{one.name}=" not in remedy.code
+            one.name for one in settings if fixed.get(one.name, "").casefold() != str(one.after).casefold()
         ),
     )
 
 
-def _others_pct(report: Report) -> float:
-    return report.diagnosis.measurements.facts.others_cpu_pct or 0.0
+def _others_change_pct(before: Report, after: Report) -> float | None:
+    old, new = before.diagnosis.measurements.facts, after.diagnosis.measurements.facts
+    if old.others_cpu_pct is None or new.others_cpu_pct is None or not (old.crowded or new.crowded):
+        return None
+    change_pct = new.others_cpu_pct - old.others_cpu_pct
+    return change_pct if abs(change_pct) > _LOAD_CHANGED_PCT else None
 
 
 # --- figures ------------------------------------------------------------------------------------------------------
+
+
+def _taken(facts: LoopFacts) -> str:
+    return "an unknown share" if facts.others_cpu_pct is None else f"{facts.others_cpu_pct:.0f} % of the CPUs"
 
 
 def _figures(*reports: Report) -> Iterator[Figure]:
@@ -267,8 +278,7 @@ def _cautions(before: Report, after: Report) -> Iterator[str]:
     if old.world_size != new.world_size:
         yield "the runs used different numbers of ranks: figures are per rank"
     if old.crowded or new.crowded:
-        taken = f"{_others_pct(before):.0f} % of the CPUs before and {_others_pct(after):.0f} % after"
-        yield f"other programs took {taken}: steps depend on it"
+        yield f"other programs took {_taken(old)} before and {_taken(new)} after: steps depend on it"
     for report, which in ((before, "earlier"), (after, "later")):
         if report.diagnosis.grade == "not measured":
             yield f"the {which} run was not measured"
@@ -328,7 +338,7 @@ def _result(found: Comparison) -> Iterator[str]:
     if found.times_low is not None and found.times_high is not None:
         within = "within noise: " if found.times_low <= 1 <= found.times_high else ""
         times = f"{within}{times} ({found.times_low:.2f} to {found.times_high:.2f})"
-    if abs(found.others_change_pct) > _LOAD_CHANGED_PCT:
+    if found.others_change_pct:
         times += f", while other programs took {'less' if found.others_change_pct < 0 else 'more'} of the CPUs"
     yield f"result   {times}: {rates}"
 
@@ -389,14 +399,15 @@ def check_starved(report: Report, *, above_pct: float) -> str:
             f"nothing to compare with the limit of {above_pct:g} %: {stats.steps} steps were measured. {todo}"
         )
     without_cpu_pct = 100 * shares.without_cpu_ms / shares.step_ms if shares is not None else 0.0
+    beside = ", less the wait for a CPU" if without_cpu_pct else ""
     candidates = {
-        "of step time (starved_pct)": stats.starved_pct - without_cpu_pct,
+        f"of step time (starved_pct{beside})": stats.starved_pct - without_cpu_pct,
         "of all ranks' step time (ranks.starved_pct)": getattr(measured.ranks, "starved_pct", None),
         "of each epoch, for its first batch": getattr(shares, "epoch_pct", None),
     }
     starved, of = max((pct, name) for name, pct in candidates.items() if pct is not None)
-    confidence = report.diagnosis.confidence
-    said = f"training waits for data {starved:.2f} % {of}, limit {above_pct:g} % (confidence {confidence})"
+    confidence, loop = report.diagnosis.confidence, LOOP_WORDS[measured.facts.stage]
+    said = f"{loop} waits for data {starved:.2f} % {of}, limit {above_pct:g} % (confidence {confidence})"
     if starved <= above_pct:
         return f"{said}: fine"
     if shares is not None and shares.compute_bound_confirmed:

@@ -3,6 +3,7 @@
 import shlex
 
 from lightning_feed.errors import source_line
+from lightning_feed.measure.measurements import LoopFacts
 from lightning_feed.measure.stats import MIN_STEPS
 from lightning_feed.measure.wall import Part
 from lightning_feed.report.report import RunIdentity, is_toy, takes_turns
@@ -124,13 +125,21 @@ def _ask_more(found: Diagnosis, run: RunIdentity, given: str) -> str:
     facts = found.measurements.facts
     if found.cause == "hand-over" and found.grade == "slightly data-bound":
         return "nothing: batches are ready in time, and the wait is for taking them over"
+    if found.cause == "hand-over" and _may_be_tuned(facts):
+        return f"{_TUNE}: it tries other numbers of workers"
+    if found.cause == "hand-over":
+        return "send less in a batch: fewer tensors, or a smaller dtype such as uint8"
     if facts.loop == "trainer" and facts.stage == "fit":
-        if found.cause == "hand-over":
-            return f"{_TUNE}: it tries other numbers of workers"
         return _diagnose(found, run, given, "finds the lines of your code that take the time")
     if takes_turns(found) and _workers_in_vain(found):
         return "make a batch with less work"
     return "`lightning_feed.tune(loader)` tries other settings of this loader"
+
+
+def _may_be_tuned(facts: LoopFacts) -> bool:
+    """True for a loader that an AutotuneCallback can tune, and has not tuned."""
+    in_fit = facts.loop == "trainer" and facts.stage == "fit" and not facts.tuned
+    return in_fit and facts.map_style is not False and len(facts.every_num_workers) <= 1
 
 
 def _for_compute(found: Diagnosis, run: RunIdentity, given: str) -> str:
@@ -195,7 +204,7 @@ def _beside_others(found: Diagnosis, run: RunIdentity, given: str) -> str:
     healthy = found.grade == "OK" and found.cause == "compute"
     step = "" if healthy or not found.measurements.facts.crowded else _IDLE
     if step and workers_exceed_cpus(found.measurements):
-        step = f"{_TUNE}: the workers share the CPUs with other programs, and fewer may be as fast"
+        step = f"try fewer workers, since these share the CPUs with other programs; or {_IDLE}"
     return _fewer_threads(found, run, given) or step
 
 

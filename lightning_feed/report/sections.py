@@ -66,7 +66,7 @@ def read_pipeline(diagnosis: Diagnosis) -> Pipeline | None:
     size = next((one for one in (found.batch_size, facts.batch_size) if one and one > 0), None)
     rows: list[_Row] = [
         *_sample_parts(found.costs, facts, size),
-        ("part", "collate", found.ceiling_per_s, "constant samples, same workers"),
+        ("part", "collate, send", found.ceiling_per_s, "constant samples, same workers"),
         ("stage", "loader", found.loader_per_s, "alone, as configured"),
         ("stage", "copy", rate(found.copy_ms, 1), "one batch after the other"),
         ("stage", "model", None if model_disturbed(measured) else found.model_per_s, "the same device batch each step"),
@@ -222,7 +222,7 @@ def step_sections(diagnosis: Diagnosis) -> Iterator[Section]:
         shares = shares_of(diagnosis.measurements)
         for_cpu = ""
         if shares is not None and 100 * shares.without_cpu_ms >= shares.step_ms:
-            for_cpu = f" (for a CPU {in_ms(shares.without_cpu_ms, shares.step_ms)})"
+            for_cpu = f" ({in_ms(shares.without_cpu_ms, shares.step_ms)} of it waiting for a CPU)"
         end = f"        {if_free(diagnosis)}"
         yield _parts_section("step", diagnosis.stats, copies=copies, end=end, for_cpu=for_cpu)
 

@@ -65,7 +65,7 @@ def _tried_in_vain(finding: Finding) -> str:
         return ""
     size = finding.measured.found.batch_size
     now_per_s, *span = (in_rate(per_s * (size or 1)) for per_s in (tried[now], min(more), max(more)))
-    return f"{' to '.join(dict.fromkeys(span))} {rate_unit(size)} from the loader alone, no gain over {now_per_s}"
+    return f"{' to '.join(dict.fromkeys(span))} {rate_unit(size)} from the loader alone, no clear gain over {now_per_s}"
 
 
 def _predicted_in_vain(finding: Finding) -> str:

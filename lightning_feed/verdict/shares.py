@@ -169,8 +169,8 @@ def queue_is_of_others(measured: Measurements) -> bool:
 def workers_exceed_cpus(measured: Measurements) -> bool:
     """True if workers need more CPUs than this run may use."""
     facts, loaders = measured.facts, measured.loaders
-    wanted = facts.all_workers * ((loaders.workers_on_cpu_pct or 0.0) + (loaders.workers_run_queue_pct or 0.0))
-    return wanted > 100 * (facts.usable_cpus or 0)
+    busy = min(100.0, (loaders.workers_on_cpu_pct or 0.0) + (loaders.workers_run_queue_pct or 0.0))
+    return facts.all_workers * busy > 100 * (facts.usable_cpus or 0)
 
 
 def grade_of(data_pct: float) -> Grade:

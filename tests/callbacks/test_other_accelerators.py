@@ -61,7 +61,7 @@ def test_they_stand_aside_and_say_so_once(
         f"GPUStarvationCallback: device '{kind}' has no timing events. Times are measured on the host, which does not "
         "see queued work, so confidence is low.",
         f"No GPU figures from NVML: training runs on {kind}.",
-        f"PrefetchCallback does nothing: copies cannot run ahead on {kind}.",
+        f"PrefetchCallback does nothing: batches cannot be copied ahead of time on {kind}.",
     ]
     stats = starvation.report().stats
     assert (stats.confidence, stats.lost_steps) == ("low", 0)

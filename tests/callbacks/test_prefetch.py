@@ -126,7 +126,7 @@ def test_on_the_cpu_it_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="lightning_feed"):
         assert_same_run(with_validation, prefetch=lambda: callback)
     assert not callback.active
-    assert said(caplog) == ["PrefetchCallback does nothing: copies cannot run ahead on cpu."]
+    assert said(caplog) == ["PrefetchCallback does nothing: batches cannot be copied ahead of time on cpu."]
 
 
 class TakesIterator(LightningModule):

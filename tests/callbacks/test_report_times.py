@@ -19,6 +19,7 @@ from lightning_feed import GPUStarvationCallback
 from lightning_feed.callbacks import starvation
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.measure import loop
+from lightning_feed.report.document import read_document
 
 
 class Clock:
@@ -146,6 +147,24 @@ def test_a_run_that_is_ended_is_told_of_without_waiting_for_anything(
         _fit({40: end}, make_loader(90), logger=CSVLogger(tmp_path))
     assert _reports(capsys) == 1
     assert len(list(tmp_path.rglob("feed_report.*"))) == 3
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_run_that_is_stopped_just_after_its_report_is_told_of_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """The callback measures before At runs, so the report after 200 steps is out."""
+    trainer = make_trainer(GPUStarvationCallback(nvml=False), At({200: _ctrl_c}))
+    with pytest.raises(SystemExit):
+        trainer.fit(BoringModel(), make_loader(210))
+    assert _reports(capsys) == 1
+
+
+@pytest.mark.usefixtures("clock")
+def test_the_validation_after_the_last_step_is_in_the_files(tmp_path: Path) -> None:
+    _fit({}, make_loader(200), logger=CSVLogger(tmp_path), limit_val_batches=1.0)
+    (document,) = tmp_path.rglob("feed_report.json")
+    wall = read_document(document).diagnosis.measurements.wall
+    assert wall is not None
+    assert wall.times("validation") == 1
 
 
 # --- what it costs ------------------------------------------------------------------------------------------------

@@ -105,6 +105,26 @@ def test_other_programs_on_the_cpus(idle: int, threads: int, level: str, do: str
     assert one.do.startswith(do)
 
 
+def test_one_thread_is_right_beside_other_programs(tmp_path: Path) -> None:
+    def busy(_: float) -> None:
+        write(tmp_path, {"proc/stat": "".join(f"cpu{one} 900 0 0 1000 0 0 0 0\n" for one in os.sched_getaffinity(0))})
+
+    write(tmp_path, {"proc/stat": "".join(f"cpu{one} 0 0 0 900 0 0 0 0\n" for one in os.sched_getaffinity(0))})
+    found = _bad(examine(None, made_machine(tmp_path, environ={"OMP_NUM_THREADS": "1"}, wait=busy)))
+    assert set(found) == {"other programs"}
+
+
+def test_a_limit_that_cannot_be_raised_is_shown_alone(tmp_path: Path) -> None:
+    limits = {"NOFILE": (65536, 65536), "MEMLOCK": (-1, -1)}
+    assert _look(tmp_path, "open files", limit=limits.__getitem__).value == "65536"
+
+
+def test_dali_is_proposed_only_beside_a_gpu(tmp_path: Path) -> None:
+    torch = fake_torch(cuda="12.6", available=False)
+    found = _look(tmp_path, "DALI", versions=NO_DALI, modules={"torch": torch})
+    assert (found.level, found.do) == ("ok", "")
+
+
 def test_swap_in_use_and_a_slow_governor_and_a_far_gpu(tmp_path: Path) -> None:
     sources = made_machine(tmp_path)
     write(

@@ -50,7 +50,9 @@ def test_cannot_tell_says_why_and_what_to_do() -> None:
 
 def test_the_gate_does_not_count_what_other_programs_took() -> None:
     ready = make_report(diagnose(measured(loaders=READY, load_queue_ms=14.0, host_queue_ms=30.0, **BUSY_MACHINE)))
-    assert "waits for data 1.67 % of step time (starved_pct)" in check_starved(ready, above_pct=5.0)
+    assert "waits for data 1.67 % of step time (starved_pct, less the wait for a CPU)" in check_starved(
+        ready, above_pct=5.0
+    )
     alone = make_report(diagnose(measured(loaders=READY, load_queue_ms=14.0, **BUSY_MACHINE | {"others_cpu_pct": 0.0})))
     with pytest.raises(ReportError, match="too long"):
         check_starved(alone, above_pct=5.0)

@@ -140,12 +140,33 @@ def test_the_verdict() -> None:
     assert compare(sample_report(), sample_report(sample(cause="waiting"))).verdict_changed
 
 
-def test_all_settings_of_a_fix_belong_to_it() -> None:
-    before = sample()
-    fix = replace(before.remedies[0], code="num_workers=14, pin_memory=False")
-    earlier = sample_report(replace(before, remedies=(fix,)))
-    (check,) = compare(earlier, _after(num_workers=14, pin_memory=False)).predictions
-    assert check.also_changed == ()
+@pytest.mark.parametrize(
+    ("code", "after", "also"),
+    [
+        ("num_workers=14, pin_memory=False", {"pin_memory": False}, ()),
+        ('dataloader_kwargs={"num_workers": 14, "pin_memory": False}', {"pin_memory": False}, ()),
+        ("num_workers=14, pin_memory=True", {"pin_memory": False}, ("pin_memory",)),  # not the value of the fix
+        ("num_workers=14", {"workers": "thread"}, ("workers",)),
+    ],
+)
+def test_all_settings_of_a_fix_belong_to_it(code: str, after: dict[str, Any], also: tuple[str, ...]) -> None:
+    before = sample(facts=sample_facts(workers="process", pin_memory=True))
+    earlier = sample_report(replace(before, remedies=(replace(before.remedies[0], code=code),)))
+    (check,) = compare(earlier, _after(**{"num_workers": 14, "workers": "process"} | after)).predictions
+    assert check.also_changed == also
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, 60.0), (3.0, 14.0), (60.0, None)])
+def test_a_load_that_is_unknown_or_small_explains_nothing(before: float | None, after: float | None) -> None:
+    reports = [sample_report(sample(facts=sample_facts(others_cpu_pct=taken))) for taken in (before, after)]
+    found = compare(*reports)
+    assert found.others_change_pct is None
+    assert "while other programs" not in comparison_text(found)
+
+
+def test_settings_are_named_in_words() -> None:
+    before, after = (sample_report(sample(facts=sample_facts(ours=ours))) for ours in (False, True))
+    assert "changed  FastDataModule False -> True" in comparison_text(compare(before, after))
 
 
 def test_a_report_without_remedies_is_not_checked() -> None:
@@ -165,7 +186,7 @@ def test_cautions() -> None:
     assert compare(sample_report(), sample_report()).cautions == ()
     busy = sample_report(sample(facts=sample_facts(others_cpu_pct=63.0)))
     assert compare(busy, sample_report()).cautions == (
-        "other programs took 63 % of the CPUs before and 0 % after: steps depend on it",
+        "other programs took 63 % of the CPUs before and an unknown share after: steps depend on it",
     )
     low = sample_report(sample(confidence="low"))
     assert compare(low, sample_report(nothing_measured())).cautions[-2:] == (

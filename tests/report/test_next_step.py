@@ -112,6 +112,13 @@ TUNE = "train with LIGHTNING_FEED=tune, or with `AutotuneCallback()`"
         ),
         (_found(cause="hand-over", grade="slightly data-bound", notes=("a note",)), "a note"),
         (_found(cause="hand-over"), f"{TUNE}: it tries other numbers of workers"),
+        *(
+            (
+                _found(cause="hand-over", facts=sample_facts(**facts)),
+                "send less in a batch: fewer tensors, or a smaller dtype such as uint8",
+            )
+            for facts in ({"tuned": True}, {"map_style": False}, {"stage": "validate"}, {"every_num_workers": (2, 2)})
+        ),
         (
             _found(LEFT_OUT, **MODEL_ONLY),
             "train with `LIGHTNING_FEED=1 python train.py --epochs 2` to measure what was left out here (validation, "

@@ -338,7 +338,7 @@ def test_the_rates_of_the_stages() -> None:
         "read": 3158,  # 6 workers, 1.9 ms each
         "decode": 612,
         "transforms": 1304,  # 3.2 + 1.4 ms
-        "collate": 3040,
+        "collate, send": 3040,
         "loader": 371,
         "copy": 35556,
         "model": 589,

@@ -8,6 +8,7 @@ from verdict.cases import READY, ROOM, measured
 from lightning_feed.measure.experiment_results import REST_OF_THE_FIT
 from lightning_feed.measure.measurements import HookTime
 from lightning_feed.measure.wall import Part, WallPart, WallStats
+from lightning_feed.report.files import as_text
 from lightning_feed.report.next_step import next_step
 from lightning_feed.report.report import headline
 from lightning_feed.verdict.decide import diagnose
@@ -43,7 +44,15 @@ def test_own_workers_beyond_the_cpus_are_named_with_the_other_programs(workers: 
     assert f"batches are ready; {who} have the CPUs" in found.evidence[1]
     verdict = "limited by 2 CPUs, which 8 workers and other programs share"
     assert headline(found).startswith(verdict) == (workers == 8)
-    assert ("fewer may be as fast" in next_step(found)) == (workers == 8)
+    assert next_step(found).startswith("the loader keeps up; try fewer workers") == (workers == 8)
+    step = next(line for line in as_text(found, width=200).splitlines() if line.startswith("step "))
+    assert "| data 8.0 (7.5 of it waiting for a CPU) |" in step
+
+
+def test_two_clocks_that_differ_make_no_worker_exceed_its_cpu() -> None:
+    ready = READY | _workers(60.1, 40.0)
+    found = diagnose(measured(step=24.0, data=8.0, loaders=ready, load_queue_ms=7.5, **BUSY_MACHINE))
+    assert not headline(found).startswith("limited by 2 CPUs")
 
 
 def test_a_ready_batch_and_own_threads_on_the_cpus_is_oversubscription() -> None:

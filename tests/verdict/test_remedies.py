@@ -532,7 +532,7 @@ def test_more_workers_that_were_tried_in_vain_are_told() -> None:
     tried = {"worker_scaling": ((2, 90.0), (3, 78.0), (4, 92.0)), "loader_per_s": 90.0}
     found = diagnose(measured(found=tried, loaders=BUSY))
     assert found.remedies == ()
-    assert found.why_not == ("more workers: 78.0 to 92.0 batches/s from the loader alone, no gain over 90.0",)
+    assert found.why_not == ("more workers: 78.0 to 92.0 batches/s from the loader alone, no clear gain over 90.0",)
 
 
 def test_more_workers_that_would_not_help_are_told() -> None:
