@@ -340,15 +340,7 @@ def facts_of(trainer: AnyTrainer, guard: Guard, stage: Stage = "fit", *, before:
     # This reads the user's source, objects and settings, which may be anything.
     place = place or guard.attempt("find where the training loader is made", loader_location, trainer, loaders)
     hooks = before.hook_places if before is not None else guard.attempt("find the hooks", _hook_places, trainer)
-    facts = replace(
-        facts,
-        place=place,
-        hook_places=hooks or (),
-        bar_refresh_rate=_host.bar_refresh_rate(trainer),
-        tuned=any(
-            is_instance(one, "lightning_feed.callbacks.autotune", "AutotuneCallback") for one in trainer.callbacks
-        ),
-    )
+    facts = replace(facts, place=place, hook_places=hooks or (), bar_refresh_rate=_host.bar_refresh_rate(trainer))
     return with_loaders(facts, loaders, reloaded=bool(trainer.reload_dataloaders_every_n_epochs))
 
 
@@ -366,8 +358,11 @@ def _hook_places(trainer: AnyTrainer) -> tuple[HookPlace, ...]:
     return tuple(found)
 
 
+_AUTOTUNE = "lightning_feed.callbacks.autotune", "AutotuneCallback"
+
+
 def _beside_training(trainer: AnyTrainer) -> dict[str, Any]:
-    """Number of epochs, and the intervals of validations (None if they must not grow) and of checkpoints."""
+    """Number of epochs, the intervals of validations (None if they must not grow) and of checkpoints, and the tuner."""
     every, between = trainer.check_val_every_n_epoch, trainer.val_check_batch
     if between is None:
         every = None  # validation goes by time
@@ -382,6 +377,7 @@ def _beside_training(trainer: AnyTrainer) -> dict[str, Any]:
         "check_val_every_n_epoch": every,
         "val_check_batches": between,
         "checkpoint_steps": savers[0] or None if len(savers) == 1 else None,
+        "tuned": any(is_instance(one, *_AUTOTUNE) for one in trainer.callbacks),
         "breaks_off": trainer.limit_train_batches != 1.0,
     }
 

@@ -353,7 +353,7 @@ def threads(sources: Sources) -> Iterator[Finding]:
     usable = read_machine(sources.root).usable_cpus
     given = {name: sources.environ[name] for name in THREAD_VARIABLES if sources.environ.get(name)}
     taken_pct = others_pct_now(usable, sources.root, sources.wait)
-    yield from _thread_variables(given, usable, beside_others=(taken_pct or 0.0) >= OTHERS_PCT)
+    yield from _thread_variables(given, usable, spare=usable > 1 and (taken_pct or 0.0) < OTHERS_PCT)
     count = int(sources.load("torch").get_num_threads())
     yield Finding(
         "torch threads",
@@ -375,7 +375,7 @@ def threads(sources: Sources) -> Iterator[Finding]:
         ).only_if(taken_pct >= OTHERS_PCT)
 
 
-def _thread_variables(given: dict[str, str], usable: int, *, beside_others: bool) -> Iterator[Finding]:
+def _thread_variables(given: dict[str, str], usable: int, *, spare: bool) -> Iterator[Finding]:
     topic, shown = "thread variables", ", ".join(f"{name}={value}" for name, value in given.items()) or "none set"
     counts = {name: _thread_count(name, value) for name, value in given.items()}
     invalid = ", ".join(f"{name}={given[name]}" for name, count in counts.items() if count is None)
@@ -393,7 +393,7 @@ def _thread_variables(given: dict[str, str], usable: int, *, beside_others: bool
             "note",
             "right for workers; in the main process CPU operations use one thread (torchrun sets it)",
             "Leave it out if the model trains on the CPU.",
-        ).only_if(1 in counts.values() and usable > 1 and not beside_others)
+        ).only_if(1 in counts.values() and spare)
 
 
 def _thread_count(name: str, value: str) -> int | None:

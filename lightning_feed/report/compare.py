@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_feed.errors import ReportError, printable_lines
-from lightning_feed.measure.measurements import SYNCS, LoopFacts
+from lightning_feed.measure.measurements import SYNCS, LoopFacts, Measurements
 from lightning_feed.measure.stats import StarvationStats
 from lightning_feed.report.report import RemedyCheck, Report, cause_text, rate
 from lightning_feed.verdict.diagnosis import Remedy
@@ -398,14 +398,7 @@ def check_starved(report: Report, *, above_pct: float) -> str:
         raise ReportError(
             f"nothing to compare with the limit of {above_pct:g} %: {stats.steps} steps were measured. {todo}"
         )
-    without_cpu_pct = 100 * shares.without_cpu_ms / shares.step_ms if shares is not None else 0.0
-    beside = ", less the wait for a CPU" if without_cpu_pct else ""
-    candidates = {
-        f"of step time (starved_pct{beside})": stats.starved_pct - without_cpu_pct,
-        "of all ranks' step time (ranks.starved_pct)": getattr(measured.ranks, "starved_pct", None),
-        "of each epoch, for its first batch": getattr(shares, "epoch_pct", None),
-    }
-    starved, of = max((pct, name) for name, pct in candidates.items() if pct is not None)
+    starved, of = _longest_wait(measured, stats.starved_pct)
     confidence, loop = report.diagnosis.confidence, LOOP_WORDS[measured.facts.stage]
     said = f"{loop} waits for data {starved:.2f} % {of}, limit {above_pct:g} % (confidence {confidence})"
     if starved <= above_pct:
@@ -413,3 +406,17 @@ def check_starved(report: Report, *, above_pct: float) -> str:
     if shares is not None and shares.compute_bound_confirmed:
         return f"{said}: fine, the model alone takes as long as a step"
     raise ReportError(f"{said}: too long")
+
+
+def _longest_wait(measured: Measurements, starved_pct: float) -> tuple[float, str]:
+    """The largest share of time that waits for data, and the time that it is a share of."""
+    shares, of_steps = shares_of(measured), "of step time (starved_pct)"
+    if shares is not None and shares.without_cpu_ms:
+        starved_pct -= 100 * shares.without_cpu_ms / shares.step_ms
+        of_steps = "of step time (starved_pct, less the wait for a CPU)"
+    known = [
+        (starved_pct, of_steps),
+        (getattr(measured.ranks, "starved_pct", None), "of all ranks' step time (ranks.starved_pct)"),
+        (getattr(shares, "epoch_pct", None), "of each epoch, for its first batch"),
+    ]
+    return max((pct, of) for pct, of in known if pct is not None)

@@ -21,7 +21,7 @@ from scripted_starvation import FED, STARVED, STILL, Scripted, Trials, own_lines
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_feed import FastDataModule, LoaderSettings, _host
+from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings, _host
 from lightning_feed.callbacks.autotune import AutotuneCallback, is_late
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.load.loader import FeedLoader
@@ -214,6 +214,13 @@ def test_the_users_loader_is_left_alone(trials: Trials) -> None:
     fit([Scripted(FED), AutotuneCallback(max_workers=3), watching], lambda: {"train_dataloaders": loader})
     assert watching.seen[0] == (3, 2)
     assert vars(loader) == before
+
+
+@pytest.mark.parametrize("tuner", [(), (AutotuneCallback(max_workers=3),)])
+def test_a_report_tells_if_the_run_was_tuned(tuner: tuple[Callback, ...], trials: Trials) -> None:
+    starvation = GPUStarvationCallback(nvml=False, report=False)
+    fit([*tuner, starvation], plain(num_workers=1))
+    assert starvation.report().measurements.facts.tuned is bool(tuner)
 
 
 def test_a_result_is_remembered(trials: Trials) -> None:
