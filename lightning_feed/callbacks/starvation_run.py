@@ -362,7 +362,7 @@ _AUTOTUNE = "lightning_feed.callbacks.autotune", "AutotuneCallback"
 
 
 def _beside_training(trainer: AnyTrainer) -> dict[str, Any]:
-    """Number of epochs, the intervals of validations (None if they must not grow) and of checkpoints, and the tuner."""
+    """Number of epochs, the intervals of validations (None if they must not grow) and of checkpoints; a tuner."""
     every, between = trainer.check_val_every_n_epoch, trainer.val_check_batch
     if between is None:
         every = None  # validation goes by time

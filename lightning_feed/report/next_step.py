@@ -9,7 +9,7 @@ from lightning_feed.measure.wall import Part
 from lightning_feed.report.report import RunIdentity, is_toy, takes_turns
 from lightning_feed.verdict.decide import share_text
 from lightning_feed.verdict.diagnosis import Cause, Diagnosis, Remedy
-from lightning_feed.verdict.shares import LOOP_WORDS, workers_exceed_cpus
+from lightning_feed.verdict.shares import LOOP_WORDS, in_ms
 
 ENOUGH_STEPS = 30
 """Number of steps that are enough for a verdict, including the warm-up."""
@@ -123,17 +123,22 @@ def _workers_in_vain(found: Diagnosis) -> bool:
 
 def _ask_more(found: Diagnosis, run: RunIdentity, given: str) -> str:
     facts = found.measurements.facts
-    if found.cause == "hand-over" and found.grade == "slightly data-bound":
-        return "nothing: batches are ready in time, and the wait is for taking them over"
-    if found.cause == "hand-over" and _may_be_tuned(facts):
-        return f"{_TUNE}: it tries other numbers of workers"
     if found.cause == "hand-over":
-        return "send less in a batch: fewer tensors, or a smaller dtype such as uint8"
+        return _for_hand_over(found)
     if facts.loop == "trainer" and facts.stage == "fit":
         return _diagnose(found, run, given, "finds the lines of your code that take the time")
     if takes_turns(found) and _workers_in_vain(found):
         return "make a batch with less work"
     return "`lightning_feed.tune(loader)` tries other settings of this loader"
+
+
+def _for_hand_over(found: Diagnosis) -> str:
+    if found.grade == "slightly data-bound":
+        return "nothing: batches are ready in time, and only handing them over takes time"
+    if _may_be_tuned(found.measurements.facts):
+        return f"{_TUNE}: it tries other numbers of workers"
+    takes = in_ms(found.stats.data_idle_ms, found.stats.step_ms or 0.0)
+    return f"batches are ready in time, and handing one over takes {takes} ms: fewer or smaller tensors take less"
 
 
 def _may_be_tuned(facts: LoopFacts) -> bool:
@@ -202,10 +207,8 @@ def _typed(run: RunIdentity, given: str) -> str:
 def _beside_others(found: Diagnosis, run: RunIdentity, given: str) -> str:
     """The step if other programs use the CPUs; empty if they do not, or if they take nothing from this run."""
     healthy = found.grade == "OK" and found.cause == "compute"
-    step = "" if healthy or not found.measurements.facts.crowded else _IDLE
-    if step and workers_exceed_cpus(found.measurements):
-        step = f"try fewer workers, since these share the CPUs with other programs; or {_IDLE}"
-    return _fewer_threads(found, run, given) or step
+    idle = "" if healthy or not found.measurements.facts.crowded else _IDLE
+    return _fewer_threads(found, run, given) or idle
 
 
 def _fewer_threads(found: Diagnosis, run: RunIdentity, given: str) -> str:

@@ -15,7 +15,7 @@ from lightning_feed.load.machine import read_machine
 from lightning_feed.measure.measurements import Measurements
 from lightning_feed.verdict.decide import share_text
 from lightning_feed.verdict.diagnosis import Diagnosis
-from lightning_feed.verdict.shares import LOOP_WORDS, grade_of, shares_of, toy_sentence, workers_exceed_cpus
+from lightning_feed.verdict.shares import LOOP_WORDS, grade_of, shares_of, toy_sentence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,9 +228,6 @@ def _of_the_step_itself(diagnosis: Diagnosis) -> str:
         return verdict
     taken = f"{facts.others_cpu_pct:.0f} % of the CPUs"
     if diagnosis.cause == "oversubscribed":
-        if workers_exceed_cpus(diagnosis.measurements):
-            cpus, workers = plural(facts.usable_cpus or 0, "CPU"), plural(facts.all_workers, "worker")
-            return f"limited by {cpus}, which {workers} and other programs share"
         return f"limited by other programs, which have {taken}"
     return f"{verdict}, beside other programs that take {taken}" if diagnosis.device_type == "cpu" else verdict
 

@@ -20,7 +20,6 @@ from lightning_feed.verdict.shares import (
     model_alone_ms,
     others_take_more,
     queue_is_of_others,
-    workers_exceed_cpus,
 )
 
 HEAD_OF_LINE_PCT = 25.0
@@ -389,13 +388,12 @@ def _waiting_without_cpus(measured: Measurements, shares: Shares) -> list[str]:
     if not facts.crowded or shares.compute_bound_confirmed:
         return []
     said = []
-    who = "workers and other programs" if workers_exceed_cpus(measured) else "other programs"
     if shares.without_cpu_ms >= 0.01 * DATA_PCT * whole:
         waited = f"{in_ms(shares.without_cpu_ms, whole)} of {in_ms(whole, whole)} ms"
-        said.append(f"batches are ready; {who} have the CPUs: the training thread waits {waited} for one")
+        said.append(f"batches are ready; other programs have the CPUs: the training thread waits {waited} for one")
     if others_take_more(measured, 0.0):
         waited = f"{in_ms(facts.queue_beside_loading_ms, whole)} of {in_ms(whole, whole)} ms"
-        said.append(f"outside loading, the training thread waits {waited} for a CPU that {who} use")
+        said.append(f"outside loading, the training thread waits {waited} for a free CPU")
     if shares.fed_if_idle and queue is not None:
         said.append(
             f"the workers spend {queue:.0f} % of their time waiting for a CPU, and would keep up if they had "

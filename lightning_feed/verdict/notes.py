@@ -95,7 +95,8 @@ def _data(finding: Finding, remedies: tuple[Remedy, ...]) -> Iterator[str]:
     facts, cause = finding.facts, finding.causes.get("data")
     if cause is None:
         return
-    if not may_have_workers(finding) and (facts.num_workers or 0) <= 1:
+    enough = cause == "hand-over" or (facts.num_workers or 0) > 1
+    if not enough and not may_have_workers(finding):
         yield SHARD
     crops = tuple(_whole_images(finding, cause))
     yield from crops

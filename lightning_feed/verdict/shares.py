@@ -163,14 +163,10 @@ def _fed_if_idle(measured: Measurements) -> bool | None:
 
 def queue_is_of_others(measured: Measurements) -> bool:
     """True if workers wait for CPUs that other programs use, and do not themselves need more CPUs than there are."""
-    return measured.facts.crowded and bool(measured.facts.num_workers) and not workers_exceed_cpus(measured)
-
-
-def workers_exceed_cpus(measured: Measurements) -> bool:
-    """True if workers need more CPUs than this run may use."""
     facts, loaders = measured.facts, measured.loaders
-    busy = min(100.0, (loaders.workers_on_cpu_pct or 0.0) + (loaders.workers_run_queue_pct or 0.0))
-    return facts.all_workers * busy > 100 * (facts.usable_cpus or 0)
+    busy_pct = min(100.0, (loaders.workers_on_cpu_pct or 0.0) + (loaders.workers_run_queue_pct or 0.0))
+    wanted_pct = facts.all_workers * busy_pct
+    return facts.crowded and bool(facts.num_workers) and wanted_pct <= 100 * (facts.usable_cpus or 0)
 
 
 def grade_of(data_pct: float) -> Grade:

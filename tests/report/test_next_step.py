@@ -108,14 +108,14 @@ TUNE = "train with LIGHTNING_FEED=tune, or with `AutotuneCallback()`"
         (_found(**MODEL_ONLY, facts=sample_facts(others_cpu_pct=60.0)), "nothing, the loader keeps up"),
         (
             _found(cause="hand-over", grade="slightly data-bound"),
-            "nothing: batches are ready in time, and the wait is for taking them over",
+            "nothing: batches are ready in time, and only handing them over takes time",
         ),
         (_found(cause="hand-over", grade="slightly data-bound", notes=("a note",)), "a note"),
         (_found(cause="hand-over"), f"{TUNE}: it tries other numbers of workers"),
         *(
             (
                 _found(cause="hand-over", facts=sample_facts(**facts)),
-                "send less in a batch: fewer tensors, or a smaller dtype such as uint8",
+                "batches are ready in time, and handing one over takes 29.6 ms: fewer or smaller tensors take less",
             )
             for facts in ({"tuned": True}, {"map_style": False}, {"stage": "validate"}, {"every_num_workers": (2, 2)})
         ),

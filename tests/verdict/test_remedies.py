@@ -561,6 +561,12 @@ def test_crops_that_would_gain_little_are_told() -> None:
     assert not [one for one in found.why_not if "crops" in one]
 
 
+def test_a_stream_whose_batches_are_ready_is_not_told_of_more_workers() -> None:
+    ready = measured(step=20.0, data=3.0, loaders=READY, num_workers=1, map_style=False)
+    assert diagnose(ready).cause == "hand-over"
+    assert diagnose(ready).notes == ()
+
+
 def test_a_stream_is_told_to_divide_itself_first() -> None:
     stream = measured(num_workers=0, load_cpu_ms=40.0, map_style=False)
     found = diagnose(stream)
