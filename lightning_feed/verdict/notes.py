@@ -95,9 +95,7 @@ def _data(finding: Finding, remedies: tuple[Remedy, ...]) -> Iterator[str]:
     facts, cause = finding.facts, finding.causes.get("data")
     if cause is None:
         return
-    enough = cause == "hand-over" or (facts.num_workers or 0) > 1
-    if not enough and not may_have_workers(finding):
-        yield SHARD
+    yield from _undivided(finding, cause)
     crops = tuple(_whole_images(finding, cause))
     yield from crops
     if not remedies:
@@ -109,6 +107,12 @@ def _data(finding: Finding, remedies: tuple[Remedy, ...]) -> Iterator[str]:
         yield 'the workers wait, and DALI decodes what they read: compare with backend="torch"'
     yield from _pixels(finding)
     yield from _transforms(finding, finding.shares.step_ms)
+
+
+def _undivided(finding: Finding, cause: Cause) -> Iterator[str]:
+    """Note on a stream that workers would repeat, unless its batches are ready and more workers are no remedy."""
+    if cause != "hand-over" and (finding.facts.num_workers or 0) <= 1 and not may_have_workers(finding):
+        yield SHARD
 
 
 def _may_diagnose(finding: Finding) -> bool:
