@@ -335,7 +335,8 @@ def _diagnose(arguments: argparse.Namespace) -> None:
                 **options,
             )
         except (DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten) as error:  # raised below
-            stop, found = error, error.diagnosis
+            stop = error
+            found = error.diagnosis
         report = make_report(found, previous=earlier)
         _print(as_json(report).removesuffix("\n") if arguments.json else _as_text(report, arguments_now()))
         if earlier is not None and not report.report_card:
@@ -388,9 +389,11 @@ def _tune(arguments: argparse.Namespace) -> None:
             grid=arguments.sweep,
             loader=arguments.loader,
         )
-        document, text = tuned_document(tuned, place), tuned_text(tuned, place)
+        document = tuned_document(tuned, place)
+        text = tuned_text(tuned, place)
         if swept is not None:
-            document, text = {**document, "sweep": swept.to_dict()}, f"{text}\n\n{swept.text()}"
+            document = {**document, "sweep": swept.to_dict()}
+            text = f"{text}\n\n{swept.text()}"
         _print_found(arguments, document, text)
         if swept is not None and plot is not None:
             _print(f"Drawn into {write_plot(swept, plot)}.", sys.stderr)
@@ -404,7 +407,8 @@ def _with_fit(arguments: argparse.Namespace, run: "Callable[[Fit], None]") -> No
     """Call ``run`` with TARGET's objects; or with a program's first fit, and end the process there."""
     from lightning_feed.diagnosing.program import Program, fit_of_target, run_until_fit
 
-    target, given = arguments.target, tuple(arguments.program_arguments)
+    target = arguments.target
+    given = tuple(arguments.program_arguments)
     if target is not None and ":" in target and not target.endswith(".py"):
         if given:
             raise SettingsError(f"Arguments after -- are for a program, but {target} is not one. Leave them out.")

@@ -53,7 +53,8 @@ SIDES = 768, 1024
 """Smallest and largest side of the images that are made, in pixels. Photos of today are larger still. With thumbnails
 of 300 pixels there would be little decoding to save."""
 MOST_IMAGES = 100_000
-TRIAL_S, TRIALS = 8.0, frozenset({"crops", "workers"})
+TRIAL_S = 8.0
+TRIALS = frozenset({"crops", "workers"})
 """Seconds for the trials after the plain run, and these trials: decoding whole images and only crops in turn, and
 loading with other numbers of workers."""
 # Photographs in scikit-image's wheel (nothing is downloaded), freed for any use by their docstrings in skimage.data:
@@ -199,7 +200,8 @@ class SmallModel(LightningModule):
 
 def plain_transform() -> v2.Compose:
     """RandomResizedCrop and flip, to normalised float32 images."""
-    crop, flip = v2.RandomResizedCrop(PIXELS), v2.RandomHorizontalFlip()
+    crop = v2.RandomResizedCrop(PIXELS)
+    flip = v2.RandomHorizontalFlip()
     floats = v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.5] * 3)
     return v2.Compose([crop, flip, *floats])
 
@@ -290,7 +292,9 @@ class Run(NamedTuple):
 
 def _train(name: str, data: Any, images: ImageFolder, epochs: int, logs: Path) -> Run:
     seed_everything(0, workers=True, verbose=False)
-    course, starvation = Course(name), GPUStarvationCallback(report=False)  # the demo shows all results at its end
+    # the demo shows all results at its end
+    course = Course(name)
+    starvation = GPUStarvationCallback(report=False)
     trainer = Trainer(
         max_epochs=epochs,
         devices=1,
@@ -330,7 +334,8 @@ def _advice(report: Report) -> Remedy | None:
 
 
 def _figures(report: Report, setup_s: float, epoch_s: float, images: int) -> Figures:
-    found, stats = report.diagnosis, report.diagnosis.stats
+    found = report.diagnosis
+    stats = report.diagnosis.stats
     return {
         "step_ms": stats.step_ms,
         "compute_ms": stats.compute_ms,
@@ -461,7 +466,8 @@ def run_demo(*, data: Path | None, images: int, epochs: int, out: Path) -> Outco
         advice = _advice(runs["plain"].report)
         advised = AdvisedImages(found, advice)
         runs["advised"] = _train("advised", advised, found, epochs, logs)
-    choice, figures = advised.decoder_choice, {name: run.figures for name, run in runs.items()}
+    choice = advised.decoder_choice
+    figures = {name: run.figures for name, run in runs.items()}
     outcome = {
         **figures,
         "ratio": float(figures["plain"]["epoch_s"] or 0.0) / float(figures["advised"]["epoch_s"] or 1.0),

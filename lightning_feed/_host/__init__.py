@@ -197,7 +197,8 @@ def change_saved_arguments(loader: object, changed: dict[str, Any], *, always: t
     kept = vars(loader)
     if "__pl_saved_kwargs" not in kept:
         return
-    names, values = list(kept["__pl_saved_arg_names"]), list(kept["__pl_saved_args"])
+    names = list(kept["__pl_saved_arg_names"])
+    values = list(kept["__pl_saved_args"])
     saved = dict(kept["__pl_saved_kwargs"])
     constructor: Any = inspect.unwrap(type(loader).__init__)
     parameters = inspect.signature(constructor).parameters
@@ -431,7 +432,8 @@ class Wrap:
         # Sets __wrapped__, which Lightning's is_overridden follows. If `original` is a Wrap, its attributes are copied,
         # too, so ours are set afterwards.
         functools.update_wrapper(self, original)
-        self._owner, self._name = owner, name
+        self._owner = owner
+        self._name = name
         self._original = original
         self._shadowed = vars(owner).get(name)
         self._around: Callable[..., Any] | None = around
@@ -500,7 +502,8 @@ def transfer_early(trainer: AnyTrainer, stage: Callable[..., Any], batch: object
     Checked against Lightning 2.4.0, 2.5.6 and 2.6.6 (``strategies/strategy.py: batch_to_device``,
     ``core/module.py: _call_batch_hook``).
     """
-    module, device = trainer.lightning_module, trainer.strategy.root_device
+    module = trainer.lightning_module
+    device = trainer.strategy.root_device
     hook_in_progress = module._current_fx_name
     try:
         return stage(
@@ -528,7 +531,8 @@ def is_empty_hook(trainer: AnyTrainer, action: str) -> bool:
 
     Checked against Lightning 2.4.0 and 2.6.6 (``trainer/call.py``).
     """
-    module, strategy = trainer.lightning_module, trainer.strategy
+    module = trainer.lightning_module
+    strategy = trainer.strategy
     owners: dict[str, Any] = {f"[Callback]{one.state_key}": one for one in trainer.callbacks}
     owners |= {f"[LightningModule]{type(module).__name__}": module, f"[Strategy]{type(strategy).__name__}": strategy}
     owner, _, hook = action.rpartition(".")
@@ -567,7 +571,8 @@ def known_syncs(trainer: AnyTrainer) -> tuple[str, ...]:
     - ``throughput_monitor``: the callback is present. It calls ``torch.cuda.synchronize``, on CUDA only. Checked
       against Lightning 2.4.0 and 2.6.6 (``callbacks/throughput_monitor.py: _update``).
     """
-    loop, on_device = trainer.fit_loop.epoch_loop, trainer.strategy.root_device.type != "cpu"
+    loop = trainer.fit_loop.epoch_loop
+    on_device = trainer.strategy.root_device.type != "cpu"
     bar_is_on = trainer.progress_bar_callback and getattr(trainer.progress_bar_callback, "is_enabled", True)
     applies = {
         "prog_bar": on_device and bar_is_on and any(map(_in_bar, getattr(loop, "_results", {}).values())),
@@ -580,7 +585,8 @@ def known_syncs(trainer: AnyTrainer) -> tuple[str, ...]:
 
 
 def _in_bar(metric: object) -> bool:
-    meta, value = getattr(metric, "meta", None), getattr(metric, "value", None)
+    meta = getattr(metric, "meta", None)
+    value = getattr(metric, "value", None)
     device = getattr(value, "device", None)
     return bool(getattr(meta, "prog_bar", False)) and getattr(device, "type", "cpu") != "cpu"
 

@@ -52,7 +52,8 @@ class FetcherTap:
 
     def hand_out(self, item: Fetched, before: list[dict[str, Any]] | None) -> None:
         """Note that the loop takes a batch. ``before``: the loader states before it was drawn."""
-        self._before, self.trained_states = before, item.states
+        self._before = before
+        self.trained_states = item.states
         if self.progress is not None:
             self._processed_before = self.progress.total.processed
         if self.on_hand_out is not None:
@@ -81,7 +82,8 @@ class FetcherTap:
         fetcher = self._fetcher
         seen_by_loop = fetcher.fetched, fetcher.done
         if self.ahead:
-            fetcher.fetched, fetcher.done = self.ahead[-1].fetched, self.ahead[-1].done
+            fetcher.fetched = self.ahead[-1].fetched
+            fetcher.done = self.ahead[-1].done
         elif self.trained_states is None:
             self.trained_states = self.present_states()  # the batch in hand was drawn without looking ahead
         try:
@@ -110,7 +112,8 @@ def _adopted(kind: type[Any]) -> type[Any]:
             before = tap.trained_states
             if tap.ahead:
                 item = tap.ahead.popleft()  # the fetch was profiled when the batch was drawn
-                self.fetched, self.done = item.fetched, item.done
+                self.fetched = item.fetched
+                self.done = item.done
             else:
                 before = tap.present_states() if before is None else before
                 item = self._feed_draw()
@@ -121,7 +124,8 @@ def _adopted(kind: type[Any]) -> type[Any]:
 
         def __iter__(self) -> Any:
             tap: FetcherTap = self._feed_tap
-            tap.trained_states, tap.epoch_over = None, False
+            tap.trained_states = None
+            tap.epoch_over = False
             states = tap.present_states()
             super().__iter__()
             if self.length is None:
@@ -142,7 +146,8 @@ def _adopted(kind: type[Any]) -> type[Any]:
                 item.value = super().__next__()
             except Exception as error:  # noqa: BLE001  # raised by the caller, in the step that the batch belongs to
                 item.error = error
-            item.fetched, item.done = self.fetched, self.done
+            item.fetched = self.fetched
+            item.done = self.done
             return item
 
     return Adopted
@@ -243,7 +248,8 @@ def epoch_is_trained(checkpoint: dict[str, Any]) -> bool:
 def batches_to_skip(checkpoint: dict[str, Any]) -> int:
     """Number of trained batches in an unfinished epoch."""
     fit_loop = checkpoint["loops"]["fit_loop"]
-    epochs, batches = fit_loop["epoch_progress"]["current"], fit_loop["epoch_loop.batch_progress"]["current"]
+    epochs = fit_loop["epoch_progress"]["current"]
+    batches = fit_loop["epoch_loop.batch_progress"]["current"]
     begun = epochs["processed"] < epochs["ready"] and not epoch_is_trained(checkpoint)
     return int(batches["processed"]) if begun else 0
 
@@ -258,7 +264,8 @@ def end_epoch(checkpoint: dict[str, Any]) -> bool:
         True if the epoch is over now.
     """
     fit_loop = checkpoint["loops"]["fit_loop"]
-    epochs, batches = fit_loop["epoch_progress"], fit_loop["epoch_loop.batch_progress"]
+    epochs = fit_loop["epoch_progress"]
+    batches = fit_loop["epoch_loop.batch_progress"]
     if epochs["current"]["processed"] < epochs["current"]["ready"]:
         if batches["current"]["completed"] == batches["current"]["processed"]:
             return False

@@ -108,7 +108,8 @@ class AutotuneCallback(Callback):
                 f"from 1 to {MOST}, or leave it out to let CPUs and memory decide."
             )
         Goal(budget_s=budget_s)  # raises if it is not a valid budget
-        self.max_workers, self.budget_s = max_workers, budget_s
+        self.max_workers = max_workers
+        self.budget_s = budget_s
         self._once = Once(logger)
         self._guard = self._new_guard()
         self._wraps: list[_host.Wrap] = []
@@ -300,7 +301,8 @@ class AutotuneCallback(Callback):
             self._run = StarvationRun(trainer, every=0, guard=self._guard)
 
     def _stop_measuring(self) -> None:
-        run, self._run = self._run, None
+        run = self._run
+        self._run = None
         if run is not None:
             run.close()
 
@@ -329,12 +331,14 @@ class AutotuneCallback(Callback):
         assert self._loader is not None
         assert self._goal is not None
         self._decided = self._sums
-        own, found = setting_of(self._loader), self._tuned.setting
+        own = setting_of(self._loader)
+        found = self._tuned.setting
         if self._taken_back is None:
             self._take_back(trainer, max(known, key=lambda one: (one.late, one.step_ms)), self._tuned, own)
             return
         self._over = True
-        before, after = self._taken_back.step_ms, max(one.step_ms for one in known)
+        before = self._taken_back.step_ms
+        after = max(one.step_ms for one in known)
         if after > before * (1 + WORSE):
             self._change(trainer, own, found, f"without it steps took {after:.3g} ms, with it {before:.3g}")
             return
@@ -353,7 +357,8 @@ class AutotuneCallback(Callback):
 
     def _change(self, trainer: AnyTrainer, before: Setting, now: Setting, why: str) -> None:
         self._now = now
-        epoch, changed = trainer.current_epoch, {name: getattr(now, name) for name in _SET}
+        epoch = trainer.current_epoch
+        changed = {name: getattr(now, name) for name in _SET}
         self._moves.append(Move(epoch=epoch, **changed, reason=why))
         same = "" if self._epochs else " The order of samples stays; random numbers drawn inside workers differ."
         self._say(trainer, f"AutotuneCallback, epoch {epoch}: {_described(before, now)}: {why}.{same}")

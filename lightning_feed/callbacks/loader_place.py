@@ -59,7 +59,8 @@ class LoaderOrigin:
     @property
     def at(self) -> str:
         """File and line for the user; for a package, the path starts at its folder."""
-        parts, line = Path(self.file).parts, source_line(self.file, self.line)
+        parts = Path(self.file).parts
+        line = source_line(self.file, self.line)
         folders = parts[parts.index(self.package) : -1] if self.package in parts[:-1] else ()
         return "/".join((*folders, line))
 
@@ -122,7 +123,8 @@ def _package(frame: FrameType) -> str:
 def _file(frame: FrameType) -> str:
     """The file of a frame. For a compiled package, the compiled file, because its code may name a source file that is
     not on this machine."""
-    loaded, named = frame.f_globals.get("__file__"), frame.f_code.co_filename
+    loaded = frame.f_globals.get("__file__")
+    named = frame.f_code.co_filename
     return loaded if isinstance(loaded, str) and loaded.endswith((".pyc", ".so", ".pyd")) else named
 
 
@@ -181,7 +183,8 @@ def _parameter(frames: Sequence[FrameType], loader: AnyLoader) -> dict[str, Any]
 
 
 def _calls(frame: FrameType) -> Iterator[_Call]:
-    code, owner = frame.f_code, _first_argument(frame)
+    code = frame.f_code
+    owner = _first_argument(frame)
     number = code.co_argcount + code.co_kwonlyargcount
     kinds: dict[str, Any] = dict.fromkeys(code.co_varnames[:number], inspect.Parameter.KEYWORD_ONLY)
     if code.co_flags & inspect.CO_VARKEYWORDS:
@@ -353,9 +356,11 @@ def users_line(function: object) -> str:
 
 def _overrides(trainer: object, loaders: Sequence[AnyLoader]) -> tuple[tuple[str, str], ...]:
     """(setting, key) for each setting with exactly one key that holds its value. Empty without ``num_workers``."""
-    given, prefix = _host.cli_config(trainer), "--"
+    given = _host.cli_config(trainer)
+    prefix = "--"
     if not given:
-        given, prefix = _hydra_config(), ""
+        given = _hydra_config()
+        prefix = ""
     numbers = {key: value for key, value in given.items() if type(value) in (int, bool)}
     found = {}
     for setting in SETTINGS:
@@ -368,7 +373,8 @@ def _overrides(trainer: object, loaders: Sequence[AnyLoader]) -> tuple[tuple[str
 
 def _hydra_config() -> dict[str, Any]:
     """Hydra's config by its dotted keys; empty without Hydra."""
-    hydra, omegaconf = sys.modules.get("hydra.core.hydra_config"), sys.modules.get("omegaconf")
+    hydra = sys.modules.get("hydra.core.hydra_config")
+    omegaconf = sys.modules.get("omegaconf")
     if hydra is None or omegaconf is None or not hydra.HydraConfig.initialized():
         return {}
     run = hydra.HydraConfig.get()

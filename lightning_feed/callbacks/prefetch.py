@@ -182,7 +182,8 @@ class PrefetchCallback(ExactResume):
             self._wrap(trainer)  # the step sees the same batches with and without prefetching
         device = trainer.strategy.root_device
         if self._stream is None or device != self._device:  # a callback may serve one Trainer after another
-            self._stream, self._device = self.open_stream(device), device
+            self._stream = self.open_stream(device)
+            self._device = device
         if self._stream is None:
             self._stand_aside(trainer, f"batches cannot be copied ahead of time on {device}")
             return
@@ -224,7 +225,8 @@ class PrefetchCallback(ExactResume):
         Our own hook is best, as it runs before the progress bar reads metrics off the device. But user code that runs
         after it may change the next batch, or draw random numbers; then that code must run first.
         """
-        module, later = trainer.lightning_module, trainer.callbacks[trainer.callbacks.index(self) + 1 :]
+        module = trainer.lightning_module
+        later = trainer.callbacks[trainer.callbacks.index(self) + 1 :]
 
         def own_code(hooks: Iterable[str], callbacks: Iterable[Any]) -> bool:
             return any(_host.is_overridden(owner, hook) for owner in (module, *callbacks) for hook in hooks)
@@ -350,7 +352,8 @@ class PrefetchCallback(ExactResume):
     def _transfer(self, trainer: Trainer, original: Original, batch: object, *args: Any) -> Any:
         if self._in_hand is not None:
             assert self._prefetcher is not None
-            staged, self._in_hand = self._in_hand, None
+            staged = self._in_hand
+            self._in_hand = None
             return self._prefetcher.take(staged)
 
         def copy(left: Any) -> Any:
@@ -379,6 +382,8 @@ class PrefetchCallback(ExactResume):
             return
         tap.checked.add(dataloader_idx)
         if off_host(batch):
-            tap.closed, tap.owner = True, None  # the loop still receives the batches staged so far
+            # the loop still receives the batches staged so far
+            tap.closed = True
+            tap.owner = None
             self._active = False
             self._stand_aside(trainer, "the loader yields tensors that are on the device already")

@@ -100,7 +100,8 @@ class GPUStarvationCallback(Callback):
         if self._folder is None and chosen is not None:
             given = f"folder={folder!r}" if folder else f"{FOLDER_VARIABLE}={chosen}"
             raise SettingsError(f"GPUStarvationCallback: {given} is not on this machine. Give a local folder.")
-        self.every_n_steps, self.tags = every_n_steps, tags
+        self.every_n_steps = every_n_steps
+        self.tags = tags
         self.nvml = nvml
         self.any_logger = True
         """True if loggers from other packages than Lightning receive figures and reports, too."""
@@ -109,8 +110,10 @@ class GPUStarvationCallback(Callback):
         self._wall = WallClock()
         self._measured: dict[Stage, Measurements] = {}
         self._last: StarvationStats | None = None
-        self._schedule, self._reported_steps = Schedule(), 0
-        self._identity, self._told = RunIdentity(), ""
+        self._schedule = Schedule()
+        self._reported_steps = 0
+        self._identity = RunIdentity()
+        self._told = ""
         self._paces: dict[int, Pace] = {}
         self._laid_out: weakref.WeakSet[Any] | None = None
         self._once = Once(logger)
@@ -186,8 +189,10 @@ class GPUStarvationCallback(Callback):
         every = trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps
         self._measured.pop(stage, None)
         self._last = None if stage == "fit" else self._last
-        self._schedule, self._reported_steps = Schedule(), 0
-        self._identity, self._told = read_identity(), ""
+        self._schedule = Schedule()
+        self._reported_steps = 0
+        self._identity = read_identity()
+        self._told = ""
         run = self._run = StarvationRun(trainer, every=every, guard=self._guard, wall=self._wall, stage=stage)
         device = trainer.strategy.root_device
         if not run.sees_device:
@@ -234,7 +239,8 @@ class GPUStarvationCallback(Callback):
             return
         if run.stage != "fit":
             run.end()
-        tags, step = run.loop_tags(), _host.steps_logged(trainer)
+        tags = run.loop_tags()
+        step = _host.steps_logged(trainer)
         if tags and trainer.is_global_zero:
             self._log(trainer, tags, step)
         if run.stage != "fit":
@@ -272,7 +278,8 @@ class GPUStarvationCallback(Callback):
         self._let_go()
 
     def _let_go(self) -> None:
-        run, self._run = self._run, None
+        run = self._run
+        self._run = None
         if run is None:
             return
         self._last = run.last if run.stage == "fit" else self._last
@@ -381,7 +388,8 @@ class GPUStarvationCallback(Callback):
         if run.stage == "fit":
             _shown_fits.add(self._identity.id)
         found = report.diagnosis
-        told, self._told = self._told, f"{found.bottleneck}, {found.cause}, {found.grade}, {next_step(found)}"
+        told = self._told
+        self._told = f"{found.bottleneck}, {found.cause}, {found.grade}, {next_step(found)}"
         return "short" if told == self._told else "full"
 
     def _give_to_loggers(self, trainer: AnyTrainer, report: Report, *, ended: bool) -> None:
@@ -432,7 +440,8 @@ class GPUStarvationCallback(Callback):
 
 
 def _write(trainer: AnyTrainer, report: Report, chosen: Path | None) -> list[Path]:
-    folder, stage = run_folder(trainer, chosen), report.diagnosis.measurements.facts.stage
+    folder = run_folder(trainer, chosen)
+    stage = report.diagnosis.measurements.facts.stage
     if folder is None:
         return []
     return write_report(report, folder if stage == "fit" else folder / stage)
@@ -514,7 +523,8 @@ def _path(folder: object) -> Path | None:
 
 def achieved(found: Diagnosis) -> dict[str, float]:
     """Measured results of a run, to compare settings in a table of runs."""
-    stats, size = found.stats, found.measurements.facts.batch_size
+    stats = found.stats
+    size = found.measurements.facts.batch_size
     figures = {
         "feed_final/starved_pct": stats.starved_pct,
         "feed_final/samples_per_s": 1e3 * size / stats.step_ms if stats.step_ms and size else None,

@@ -53,7 +53,10 @@ class StarvationRun:
     def __init__(
         self, trainer: AnyTrainer, *, every: int, guard: Guard, wall: WallClock | None = None, stage: Stage = "fit"
     ) -> None:
-        self._trainer, self.every, self._guard, self.stage = trainer, every, guard, stage
+        self._trainer = trainer
+        self.every = every
+        self._guard = guard
+        self.stage = stage
         self.last: StarvationStats | None = None
         self.logged_step = -1
         self.nvml: NvmlSampler | None = None
@@ -134,7 +137,8 @@ class StarvationRun:
         if self._validation_since is not None:
             self._wall.leave()
             self.main.cpu.go_on()
-            self._now, self._validation_since = self.main, None
+            self._now = self.main
+            self._validation_since = None
 
     def batch_came(self, batch: object, dataloader_idx: int = 0) -> None:
         """Note the loader of a batch, and the parts of the first one."""
@@ -170,7 +174,8 @@ class StarvationRun:
 
     def _tap(self) -> Callable[[], None]:
         """Hook into the actions of :func:`_host.actions`, and into those that a PrefetchCallback announces."""
-        meter, tap = self.main.meter, self._guard.tap
+        meter = self.main.meter
+        tap = self._guard.tap
         begins: Calls = {
             "fetch": self._fetch_began,
             "step": lambda: self._now.meter.step_began(),
@@ -213,13 +218,15 @@ class StarvationRun:
 
     def close_window(self) -> dict[str, float]:
         """Return the figures since the last window, by tag, and begin a new window. All ranks do so together."""
-        loop, ranks = self.main, None
+        loop = self.main
+        ranks = None
         if self._ranks is not None:
             self._ranks.send(loop.ledger.fresh)
             ranks = self._ranks.take()
         self.last = loop.ledger.close_window(lost=loop.meter.lost, prefetch_active=prefetch_active(self._trainer))
         loop.facts = replace(loop.facts, syncs=self._syncs())
-        cache, self._cache_before = self._cache_before, _cache_stats(self._trainer)
+        cache = self._cache_before
+        self._cache_before = _cache_stats(self._trainer)
         loaders = replace(loop.loaders.take(), cache_hit_pct=_hit_pct(cache, self._cache_before))
         return to_tags(self.last, self.nvml.take() if self.nvml is not None else None, loaders, ranks)
 
@@ -240,7 +247,8 @@ class StarvationRun:
         """All measurements so far, without the warm-up; fixed once the run is over."""
         if self._final is not None:
             return self._final
-        validation, cpus = self._validation, self._cpus
+        validation = self._validation
+        cpus = self._cpus
         self._fold(self.main)
         found = self.main.measurements(prefetch_active=prefetch_active(self._trainer))
         others = cpus.others(found.facts.usable_cpus) if cpus is not None else {}
@@ -298,9 +306,11 @@ def _cache_stats(trainer: AnyTrainer) -> CacheStats | None:
 def _hit_pct(before: CacheStats | None, after: CacheStats | None) -> float | None:
     if after is None:
         return None
-    hits, misses = after.hits, after.misses
+    hits = after.hits
+    misses = after.misses
     if before is not None:
-        hits, misses = hits - before.hits, misses - before.misses
+        hits = hits - before.hits
+        misses = misses - before.misses
     return 100 * hits / (hits + misses) if hits + misses else None
 
 
@@ -363,7 +373,8 @@ _AUTOTUNE = "lightning_feed.callbacks.autotune", "AutotuneCallback"
 
 def _beside_training(trainer: AnyTrainer) -> dict[str, Any]:
     """Number of epochs, the intervals of validations (None if they must not grow) and of checkpoints; a tuner."""
-    every, between = trainer.check_val_every_n_epoch, trainer.val_check_batch
+    every = trainer.check_val_every_n_epoch
+    between = trainer.val_check_batch
     if between is None:
         every = None  # validation goes by time
     elif every is not None and between in (float("inf"), trainer.num_training_batches):

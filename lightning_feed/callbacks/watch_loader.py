@@ -78,7 +78,8 @@ def watch_loader(
         watched = WatchedLoader(loader, run)
         weakref.finalize(watched, run.close, wait=False)
     run.device = None if device is None else torch.device(device)
-    run.folder, run.shows = None if folder is None else Path(folder), report
+    run.folder = None if folder is None else Path(folder)
+    run.shows = report
     return watched
 
 
@@ -86,7 +87,8 @@ class WatchedLoader(Generic[T]):
     """The loader that :func:`watch_loader` returns, with all attributes of the wrapped loader."""
 
     def __init__(self, loader: Iterable[T], run: "PlainRun") -> None:
-        self._loader, self._run = loader, run
+        self._loader = loader
+        self._run = run
 
     def __iter__(self) -> Iterator[T]:
         run = self._run
@@ -193,7 +195,8 @@ class PlainRun:
         device = self.device or _device_of(loader)
         facts = _facts_of(loader, loaders, device)
         if self._loop is None:
-            ring, queue = open_ring(device), batches_ahead(loaders)
+            ring = open_ring(device)
+            queue = batches_ahead(loaders)
             self._loop = MeasuredLoop(facts, lambda: self.live, queue=queue, ring=ring, clock=self.clock)
             self._cpus = CpuShare() if facts.world_size == 1 else None
             self._schedule = Schedule(self._seconds)

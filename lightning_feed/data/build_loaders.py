@@ -64,7 +64,8 @@ class ChosenSettings:
             return self.settings, lambda found: found
         from lightning_feed.trials import in_fit
 
-        tuned, why_not = None, in_fit.why_not_now(trainer, split)
+        tuned = None
+        why_not = in_fit.why_not_now(trainer, split)
         if not why_not:
             if name not in self.tuned:
                 tried = for_trials()
@@ -135,8 +136,10 @@ class Loaders(ChosenSettings):
             job: run, with the number of ranks.
             even: True to use the size that leaves the fewest samples for a last batch, False to only report it.
         """
-        size, samples = part.batch_size, None if isinstance(dataset, IterableDataset) else size_of(dataset)
-        best, reason = size, "a stream has no length that could be divided evenly"
+        size = part.batch_size
+        samples = None if isinstance(dataset, IterableDataset) else size_of(dataset)
+        best = size
+        reason = "a stream has no length that could be divided evenly"
         if samples is not None:
             best, reason = even_batch_size(size, samples, job.sharing_ranks)
         if even:
@@ -157,7 +160,8 @@ class Loaders(ChosenSettings):
             self.resident.pop(part.name, None)  # free it before loading the next: there may not be room for both
             data = self._load(trainer, dataset, part, storage, job, device)
             self.resident[part.name] = (dataset, data)
-        sampler, training = part.sampler(dataset), part.split == "train"
+        sampler = part.sampler(dataset)
+        training = part.split == "train"
         if sampler is None and training and self.settings.shuffle and not job.overfit:
             sampler = RandomSampler(data)
         drop_last = training and self.settings.drop_last

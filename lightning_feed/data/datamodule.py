@@ -117,7 +117,8 @@ class FeedDataModule:
             # Set only if needed: once a data module overrides this hook, Lightning ignores the LightningModule's.
             # Unlike on_after_batch_transfer, this hook runs on the stream of the copy.
             setattr(self, _TRANSFER, self._feed_transfer)
-        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size
         storage = Storage(
             data_dir=data_dir,
             stage_to=stage_to,
@@ -216,7 +217,8 @@ class FeedDataModule:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Use the checkpoint's seed."""
-        given, saved = self._feed_given_seed, state_dict.get("seed")
+        given = self._feed_given_seed
+        saved = state_dict.get("seed")
         if saved is not None and given is not None and saved != given:
             logger.warning(
                 "The checkpoint was trained in the order of seed %d, but this data module has seed %d. The "
@@ -368,7 +370,8 @@ class FeedDataModule:
 
     def _feed_loaders(self, split: str) -> object:
         self._feed_attach()
-        trainer, feed = self.trainer, self._feed
+        trainer = self.trainer
+        feed = self._feed
         if trainer is not None and trainer.reload_dataloaders_every_n_epochs and split in feed.built:
             del feed.datasets[split]  # made again, since the data may have changed
             feed.cached.discard(split)
@@ -455,7 +458,8 @@ class FeedDataModule:
 
     def _feed_transfer(self, batch: object, device: torch.device, dataloader_idx: int) -> object:
         """Run the original transfer (the module's, if it has one), then ``device_transform``."""
-        trainer, own = self.trainer, getattr(type(self), _TRANSFER)
+        trainer = self.trainer
+        own = getattr(type(self), _TRANSFER)
         if trainer is None:
             raise LoaderError(f"{_TRANSFER} needs the split, which only a Trainer knows. Call device_transform.")
         with traced("device_copy"):

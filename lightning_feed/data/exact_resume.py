@@ -53,7 +53,8 @@ class ExactResume(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Reset the state from an earlier fit of the Trainer."""
         forget_states(trainer)
-        self._loaded, self._resumed = [], ""
+        self._loaded = []
+        self._resumed = ""
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]) -> None:
         """Keep the states that Lightning loads: they are valid until the first batch is trained.
@@ -108,7 +109,8 @@ class ExactResume(Callback):
         """
         self._uneven = not check_equal_ranks(trainer)
         loaders = _host.train_loaders(trainer)
-        resumed, self._resumed = self._resumed, ""
+        resumed = self._resumed
+        self._resumed = ""
         if resumed == "without a place" and any(isinstance(loader, FeedLoader) for loader in loaders):
             from lightning_feed.load.elastic_resume import WAY_OUT
 

@@ -188,7 +188,8 @@ def choose_decoder(source: SampleSource, crops: bool) -> Choice:  # noqa: FBT001
         crops: True if training crops the images.
     """
     step = max(1, len(source) // _SAMPLES_TO_CHOOSE_BY)
-    samples, indices = [], range(0, len(source), step)[:_SAMPLES_TO_CHOOSE_BY]
+    samples = []
+    indices = range(0, len(source), step)[:_SAMPLES_TO_CHOOSE_BY]
     expect = getattr(source, "expect", None)
     _held = None if expect is None else expect(indices)  # reads remote files in parallel
     for index in indices:

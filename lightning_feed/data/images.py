@@ -82,9 +82,14 @@ class FeedImageFolder(FeedDataModule):
         check_whole("image_size", image_size, "pixels")
         _check_normalisation(dtype, mean, std)
         self.image_size = image_size
-        self.mean, self.std, self.dtype = tuple(mean), tuple(std), dtype
-        self.decoder, self.quality, self.backend = decoder, quality, backend
-        self.on_error, self.max_failures = on_error, max_failures
+        self.mean = tuple(mean)
+        self.std = tuple(std)
+        self.dtype = dtype
+        self.decoder = decoder
+        self.quality = quality
+        self.backend = backend
+        self.on_error = on_error
+        self.max_failures = max_failures
         short_side = round(image_size * 256 / 224)  # as in torchvision's reference evaluation
         train, evaluate = (
             None if one is None else UserTransform(one, transform_input) for one in (transform, eval_transform)
@@ -198,10 +203,12 @@ class FeedImageFolder(FeedDataModule):
     # --- details ------------------------------------------------------------------------------------------------------
 
     def _feed_decode(self, split: str) -> BatchDecoder | None:
-        backend, trainer = self._images_settle(), self.trainer
+        backend = self._images_settle()
+        trainer = self.trainer
         if backend == "torch":
             return None
-        images, device = self._images_encoded(split), device_of(trainer)
+        images = self._images_encoded(split)
+        device = device_of(trainer)
         if backend in DALI_BACKENDS:
             return self._images_dali_decoder(split, images, device, backend)
         if trainer is not None and device.type == "cuda":  # CUDA does not survive a later fork
@@ -228,10 +235,12 @@ class FeedImageFolder(FeedDataModule):
         self, split: str, images: ImageDataset, device: torch.device, backend: str
     ) -> DaliImageDecoder:
         """Make a DALI decoder for the batches of a split. Frees the previous decoder."""
-        trainer, options = self.trainer, self._images_dali
+        trainer = self.trainer
+        options = self._images_dali
         if split in self._images_decoders:
             self._images_decoders[split].release()
-        gpu, ranks = backend == "dali-gpu", 1 if trainer is None else trainer.num_devices
+        gpu = backend == "dali-gpu"
+        ranks = 1 if trainer is None else trainer.num_devices
         threads, reason = decode_threads(options, read_machine(), ranks, gpu=gpu)
         if not self._images_decoders:
             logger.info("DALI decodes with %d CPU threads for each pipeline: %s", threads, reason)

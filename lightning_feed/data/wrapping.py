@@ -92,7 +92,8 @@ class _Wrapped:
         reduced: Any = super().__reduce_ex__(protocol)
         make, arguments, *rest = reduced
         if arguments and arguments[0] is type(self):
-            make, arguments = _made_again, (type(self).__bases__[1], *arguments[1:])
+            make = _made_again
+            arguments = (type(self).__bases__[1], *arguments[1:])
         return (make, arguments, *rest)
 
 
@@ -248,7 +249,8 @@ def _rebuilt(loader: DataLoader[object], found: Recommendation) -> DataLoader[ob
 def _recommended(
     loader: DataLoader[object], split: str, settings: LoaderSettings, job: Job, together: int
 ) -> Recommendation:
-    stream, batches = isinstance(loader.dataset, IterableDataset), size_of(loader)
+    stream = isinstance(loader.dataset, IterableDataset)
+    batches = size_of(loader)
     ranks = 1 if stream else job.sharing_ranks
     kept = _why_kept(loader, stream=stream) if settings.num_workers == "auto" else ""
     if kept:

@@ -148,7 +148,8 @@ def _ms(decoder: Decoder, samples: list[_Sample], clock: Callable[[], float], *,
 
 def _decodable(samples: Sequence[Encoded]) -> list[_Sample]:
     """Return the samples that Pillow can decode, each with Pillow's pixels and a random box."""
-    generator, pillow = torch.Generator().manual_seed(0), PillowDecoder()
+    generator = torch.Generator().manual_seed(0)
+    pillow = PillowDecoder()
     kept: list[_Sample] = []
     failure: DecodeError | None = None
     pixels = 0
@@ -179,14 +180,16 @@ def _decode(decoder: Decoder, sample: _Sample, *, regions: bool) -> Pixels | Non
 
 
 def _fidelity(decoder: Decoder, samples: list[_Sample]) -> Measured:
-    worst, decoded = math.inf, 0
+    worst = math.inf
+    decoded = 0
     for sample in samples:
         pixels = _decode(decoder, sample, regions=False)
         if pixels is None:
             continue
         if pixels.shape != sample.reference.shape:
             return Measured(out=f"returns {pixels.shape}, but Pillow returns {sample.reference.shape}")
-        worst, decoded = min(worst, psnr_db(pixels, sample.reference)), decoded + 1
+        worst = min(worst, psnr_db(pixels, sample.reference))
+        decoded = decoded + 1
     if not decoded:
         return Measured(out="decodes none of the samples")
     out = f"{worst:.1f} dB to Pillow, less than {MIN_PSNR_DB:.0f}" if worst < MIN_PSNR_DB else ""
@@ -245,8 +248,10 @@ class FallbackDecoder(Decoder):
     """
 
     def __init__(self, primary: Decoder) -> None:
-        self.primary, self._pillow = primary, PillowDecoder()
-        self.name, self.decodes_regions = primary.name, primary.decodes_regions
+        self.primary = primary
+        self._pillow = PillowDecoder()
+        self.name = primary.name
+        self.decodes_regions = primary.decodes_regions
         self.tally = SharedCounts(*REASONS)
 
     def decode(self, data: Encoded) -> Pixels:
@@ -274,7 +279,8 @@ class FallbackDecoder(Decoder):
                 return decode(self.primary)
             except DecodeError as error:
                 why = error
-        pixels, reason = decode(self._pillow), _reason(data)
+        pixels = decode(self._pillow)
+        reason = _reason(data)
         if self.tally.add(reason):
             log.warning(
                 "decoder=%r leaves images of the kind %s to pillow: %s. Later ones are only counted.",

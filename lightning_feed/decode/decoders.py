@@ -36,7 +36,8 @@ class Region(NamedTuple):
         Raises:
             ValueError: with the box and the image size.
         """
-        bottom, right = self.top + self.height, self.left + self.width
+        bottom = self.top + self.height
+        right = self.left + self.width
         if self.top < 0 or self.left < 0 or self.height < 1 or self.width < 1 or bottom > height or right > width:
             raise ValueError(f"{self} is not inside an image of {height} x {width} pixels: clip the box to the image.")
 
@@ -345,12 +346,14 @@ def draw_region(
     for _ in range(_TRIES):
         area = height * width * drawn.uniform_(scale[0], scale[1], generator=generator).item()
         aspect = drawn.uniform_(shortest, longest, generator=generator).exp().item()
-        rows, columns = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
+        rows = round(math.sqrt(area / aspect))
+        columns = round(math.sqrt(area * aspect))
         if 0 < columns <= width and 0 < rows <= height:
             top = int(torch.randint(height - rows + 1, (1,), generator=generator, device="cpu").item())
             left = int(torch.randint(width - columns + 1, (1,), generator=generator, device="cpu").item())
             return Region(top, left, rows, columns)
-    rows, columns = height, width
+    rows = height
+    columns = width
     if width / height < min(ratio):
         rows = round(width / min(ratio))
     elif width / height > max(ratio):

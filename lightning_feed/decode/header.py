@@ -56,7 +56,8 @@ def kind_of(data: Encoded) -> str:
 
 def jpeg_segments(data: Encoded) -> Iterator[tuple[int, int, int]]:
     """Yield the consecutive segments of a JPEG: the marker, and the start and end of the body."""
-    at, end = 2, len(data)
+    at = 2
+    end = len(data)
     while at + 4 <= end and data[at] == 0xFF:
         marker = int(data[at + 1])
         if marker == 0xFF or marker in _ALONE:  # 0xFF: a fill byte before the marker

@@ -59,7 +59,8 @@ class TurboRegionDecoder(Decoder):
             top, left, height, width = scaled_box(region, size, eighths)
             outer = _with_margin((top, left, height, width), shape, eighths)
             pixels = library.decompress(data, outer[2:], corner=outer[:2], eighths=eighths)
-            top, left = top - outer[0], left - outer[1]
+            top = top - outer[0]
+            left = left - outer[1]
         return Region(top, left, height, width).cut(pixels)
 
 
@@ -108,19 +109,25 @@ def _edges(start: int, length: int, full: int, step: int) -> tuple[int, int]:
 def _with_margin(box: tuple[int, ...], shape: "JpegShape", eighths: int) -> tuple[int, int, int, int]:
     """Return a box whose left edge is on an MCU boundary, with all pixels that ``box`` depends on."""
     step = 8 // eighths
-    limit_height, limit_width = -(-shape.height // step), -(-shape.width // step)
+    limit_height = -(-shape.height // step)
+    limit_width = -(-shape.width // step)
     mcu_width = shape.mcu_width // step
     top, left, height, width = box
     outer_top = max(0, top - MARGIN)
     outer_left = max(0, left - MARGIN) // mcu_width * mcu_width
-    bottom, right = min(limit_height, top + height + MARGIN), min(limit_width, left + width + MARGIN)
+    bottom = min(limit_height, top + height + MARGIN)
+    right = min(limit_width, left + width + MARGIN)
     return outer_top, outer_left, bottom - outer_top, right - outer_left
 
 
 # --- the library --------------------------------------------------------------------------------------------------
 
 _INIT_DECOMPRESS: Final = 1
-_STOP_ON_WARNING, _SUBSAMPLING, _WIDTH, _HEIGHT = 0, 4, 5, 6  # TJPARAM_*
+# TJPARAM_*
+_STOP_ON_WARNING = 0
+_SUBSAMPLING = 4
+_WIDTH = 5
+_HEIGHT = 6
 _PIXELS_RGB: Final = 0
 _MCU_WIDTH: Final = (8, 16, 16, 8, 8, 32, 8)
 """Pixels per MCU by TJSAMP_*: 4:4:4, 4:2:2, 4:2:0, grey, 4:4:0, 4:1:1, 4:4:1."""
@@ -276,7 +283,9 @@ def _memory(data: Encoded) -> bytes | int:
 
 def _declare(library: ctypes.CDLL) -> None:
     """Declare the argument types of turbojpeg.h, without which ctypes would truncate pointers to 32 bits."""
-    handle, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+    handle = ctypes.c_void_p
+    integer = ctypes.c_int
+    size = ctypes.c_size_t
     for name, result, arguments in (
         ("tj3Init", handle, [integer]),
         ("tj3Destroy", None, [handle]),
@@ -289,4 +298,5 @@ def _declare(library: ctypes.CDLL) -> None:
         ("tj3Decompress8", integer, [handle, handle, size, handle, integer, integer]),
     ):
         function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
+        function.restype = result
+        function.argtypes = arguments

@@ -22,7 +22,8 @@ from lightning_feed.measure.step_meter import event_maker
 from lightning_feed.transfer.batch_tree import tensors
 from lightning_feed.trials.cloning import map_loaders
 
-MOST_KEPT, MOST_BYTES = 32, 256 * 2**20
+MOST_KEPT = 32
+MOST_BYTES = 256 * 2**20
 """Largest number of batches kept as a sample of a run, and their largest size in bytes."""
 WINDOWS = 5
 FEWEST_CYCLES = 3
@@ -135,11 +136,13 @@ class Sample:
         self._batches: dict[_Shapes, Batch] = {}
         self.came = 0
         """Batches so far."""
-        self._skip, self._every = skip, 1
+        self._skip = skip
+        self._every = 1
 
     def offer(self, batch: object) -> None:
         """Keep a copy of a batch of the run, if it is one of those to keep."""
-        number, self.came = self.came, self.came + 1
+        number = self.came
+        self.came = self.came + 1
         if number and (number < self._skip or (number - self._skip) % self._every):
             return
         try:
@@ -251,7 +254,8 @@ class KeyWatch(TorchFunctionMode):
 
     def _watched(self, value: Any, place: str) -> tuple[Any, set[str]]:
         """The value with its dicts watched, and its leaves that are not in a dict."""
-        leaves, kind = {name for name, _ in key_leaves(value, place)}, type(value)
+        leaves = {name for name, _ in key_leaves(value, place)}
+        kind = type(value)
         if kind in (dict, OrderedDict):
             return self._watched_dict(value, place), set()
         if kind in (list, tuple) and leaves != {place or WHOLE}:
@@ -260,7 +264,8 @@ class KeyWatch(TorchFunctionMode):
         return value, leaves
 
     def _watched_dict(self, value: dict[Any, Any], place: str) -> Any:
-        names, kind = {key: _place(place, key) for key in value}, type(value)
+        names = {key: _place(place, key) for key in value}
+        kind = type(value)
         parts = {key: self._watched(part, names[key]) for key, part in value.items()}
 
         def take(key: object, *, by_key: bool) -> None:
@@ -298,9 +303,14 @@ class _WatchedDict:
         self._listed = True
         return iter(self._kind.__iter__(self))
 
-    keys, values, items = _MAPPING.keys, _MAPPING.values, _MAPPING.items
-    get, pop, popitem = _MAPPING.get, _MAPPING.pop, _MAPPING.popitem
-    setdefault, __eq__ = _MAPPING.setdefault, _MAPPING.__eq__
+    keys = _MAPPING.keys
+    values = _MAPPING.values
+    items = _MAPPING.items
+    get = _MAPPING.get
+    pop = _MAPPING.pop
+    popitem = _MAPPING.popitem
+    setdefault = _MAPPING.setdefault
+    __eq__ = _MAPPING.__eq__
 
     def copy(self) -> Any:
         return self._kind(self.items())

@@ -107,14 +107,16 @@ def _choose(session: Session, max_s: float, max_bytes: float) -> FirstBatches:
     count = min(1 + ROUNDS * burst, int(session.alone.batches_per_s * max_s))
     batches = {part: part.first_batches(count) for part in session.parts}
     files: dict[str, int] = {}
-    taken, deadline = 0, session.clock() + max_s
+    taken = 0
+    deadline = session.clock() + max_s
     for together in zip(*batches.values(), strict=False):
         found = dict(files)
         for part, batch in zip(batches, together, strict=True):
             found |= sizes_of(files_of_samples(part, part.indices(batch)))
         if sum(found.values()) > max_bytes or session.clock() > deadline:
             break
-        files, taken = found, taken + 1
+        files = found
+        taken = taken + 1
     if taken < 1 + burst:
         raise NotMeasurable(
             f"too little time or memory: {taken} batches fit, but a round of the workers has {1 + burst}"

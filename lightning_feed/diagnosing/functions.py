@@ -56,15 +56,19 @@ class StackTally:
     def enter(self, stage: Stage, now: float) -> None:
         """Begin a stage, and end the previous one."""
         self._total[self._stage] += now - self._entered
-        self._stage, self._entered, self._sampled = stage, now, now
+        self._stage = stage
+        self._entered = now
+        self._sampled = now
 
     def add(self, frame: FrameType | None, now: float) -> None:
         """Add the time since the last sample, given the innermost ``frame`` of the stack."""
-        elapsed, self._sampled = max(0.0, now - self._sampled), now
+        elapsed = max(0.0, now - self._sampled)
+        self._sampled = now
         self._seen[self._stage] += elapsed
         called: FrameType | None = None
         while frame is not None and not is_users(frame.f_code.co_filename):
-            called, frame = frame, frame.f_back
+            called = frame
+            frame = frame.f_back
         if frame is not None:
             calls = None if called is None else _name_of_call(called)
             lines = self._spent.setdefault((self._stage, frame.f_code, _name_of(frame), calls), defaultdict(float))
@@ -121,7 +125,8 @@ def time_batches(part: LoaderPart, max_s: float) -> tuple[dict[Stage, float], li
         beat.beat()
 
     def work(beat: Heartbeat) -> int:
-        plain, number = _in_this_process(part, partial(collate, beat)), -1
+        plain = _in_this_process(part, partial(collate, beat))
+        number = -1
         with sampled(tally):
             began = time.perf_counter()
             for number, _ in enumerate(chain(plain, plain)):  # twice: there may be only one batch
@@ -158,7 +163,8 @@ def _in_this_process(part: LoaderPart, collate: Callable[[Any], object]) -> Data
 @contextmanager
 def sampled(tally: StackTally) -> Iterator[None]:
     """Sample the stack of this thread about every millisecond, as a context manager."""
-    ident, done = threading.get_ident(), threading.Event()
+    ident = threading.get_ident()
+    done = threading.Event()
 
     def sample() -> None:
         while not done.wait(_SAMPLING_S):

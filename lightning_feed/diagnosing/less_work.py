@@ -48,7 +48,8 @@ class Constant:
     crops = False
 
     def __init__(self, made: Any, *, decodes: bool = False) -> None:
-        self.made, self.decodes = made, decodes
+        self.made = made
+        self.decodes = decodes
 
     def __call__(self, *args: Any, **named: object) -> Any:
         """Return a new copy of the result."""
@@ -212,7 +213,8 @@ def measure_crops(session: Session) -> None:
     ways = {timer.step("whole"): dataset, timer.step("crop"): _cropping(dataset, folder)}
 
     def work(beat: Heartbeat) -> int:
-        began, done = time.monotonic(), 0
+        began = time.monotonic()
+        done = 0
         for done, index in enumerate(part.first_samples(MOST_SAMPLES)):
             for name, made_of in ways.items():
                 torch.manual_seed(done)

@@ -192,7 +192,8 @@ def end_children() -> None:
 
 
 def _fit_of(program: Program, trainer: object, given: dict[str, Any]) -> Fit:
-    loaders, datamodule = given.get("train_dataloaders"), given.get("datamodule")
+    loaders = given.get("train_dataloaders")
+    datamodule = given.get("datamodule")
     if datamodule is None and hasattr(loaders, "train_dataloader"):  # Lightning takes a data module as this argument
         loaders, datamodule = None, loaders
     ended = _ended(program, trainer, given.get("ckpt_path"))
@@ -223,7 +224,9 @@ def _path_of(program: Program) -> Path | None:
 @contextmanager
 def _as_main(program: Program, path: Path | None) -> Iterator[tuple[TextIO, TextIO]]:
     """Context manager to run the program as ``__main__``. Yields stdout and stderr, and restores both afterwards."""
-    argv, search, folder = sys.argv, sys.path[:], Path.cwd()
+    argv = sys.argv
+    search = sys.path[:]
+    folder = Path.cwd()
     streams = _copy_of(sys.stdout), _copy_of(sys.stderr)
     sys.argv = [program.name, *program.arguments]  # the first is set by runpy
     if not getattr(sys.flags, "safe_path", False):
@@ -312,12 +315,16 @@ def fit_of_target(text: str, accelerator: str) -> Fit:
 
 
 def _import(place: str) -> ModuleType:
-    folder, name, load = Path.cwd(), place, importlib.import_module
+    folder = Path.cwd()
+    name = place
+    load = importlib.import_module
     if place.endswith(".py") or "/" in place:
         path = Path(place).expanduser().resolve()
         if not path.is_file():
             raise SettingsError(f"There is no file {place}. Give module.py:NAME or package.module:NAME.")
-        folder, name, load = path.parent, path.stem, partial(_from_file, path)
+        folder = path.parent
+        name = path.stem
+        load = partial(_from_file, path)
     sys.path.insert(0, str(folder))
     try:
         return load(name)

@@ -36,9 +36,11 @@ _TIMES = 3
 """Largest number of tries of each number of workers."""
 _EACH = 1 / 8
 """Share of the time for each try."""
-_WARM, _BATCHES = 2, 20
+_WARM = 2
+_BATCHES = 20
 """Batches in a pass of the hand-over experiment: those that do not count, and those that do."""
-_FULL_S, _POLL_S = 0.5, 0.0005
+_FULL_S = 0.5
+_POLL_S = 0.0005
 """Longest time for the queue to fill up, and time between two checks if it is full."""
 _CHILD_S = 20.0
 
@@ -133,7 +135,8 @@ class _Constant:
     """
 
     def __init__(self, sample: object, original: AnyDataset) -> None:
-        self.sample, self.original = sample, original
+        self.sample = sample
+        self.original = original
 
     def __getattr__(self, name: str) -> Any:
         # Not __getitems__: torch would load whole batches from the original. Not a stream's length or state: torch
@@ -289,7 +292,8 @@ def taking_times(loader: Iterable[Any]) -> list[float]:
 def _full(probe: Probe) -> bool:
     """Wait for the queue to fill up; False if that takes too long."""
     for _ in range(round(_FULL_S / _POLL_S)):
-        state, capacity = probe.read(), probe.held
+        state = probe.read()
+        capacity = probe.held
         if state is None or capacity is None:
             return False
         if state.ready >= capacity:
@@ -396,7 +400,8 @@ def decode_rate(part: LoaderPart, device: torch.device, max_s: float) -> float |
         batch = collate_encoded([encoded[index] for _, index in samples]).to(device)
         decode_batch(batch, encoded)  # makes the decoder, and the memory that it takes
         torch.cuda.synchronize(device)
-        began, rounds = time.perf_counter(), 0
+        began = time.perf_counter()
+        rounds = 0
         while rounds < FEWEST_ROUNDS or time.perf_counter() - began < max_s:
             decode_batch(batch, encoded)
             torch.cuda.synchronize(device)

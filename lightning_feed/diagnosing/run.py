@@ -59,11 +59,15 @@ LOADER_EXPERIMENTS = {
 """The experiments with the loader alone, and the parts of each."""
 EXPERIMENTS = (*MODEL_EXPERIMENTS, *LOADER_EXPERIMENTS)
 """Names that users can give. The older names ``X1`` to ``X8`` stand for these, in this order."""
-BUDGET_S, QUICK_BUDGET_S = 90.0, 30.0
-RUN_SHARE, REPLAY_SHARE = 0.17, 0.06
+BUDGET_S = 90.0
+QUICK_BUDGET_S = 30.0
+RUN_SHARE = 0.17
+REPLAY_SHARE = 0.06
 """Shares of the budget for the unchanged run, and for each replay. The data experiments get the rest."""
-RUN_STEPS, REPLAY_STEPS = 200, 300
-QUICK_RUN_STEPS, QUICK_REPLAY_STEPS = 80, 80
+RUN_STEPS = 200
+REPLAY_STEPS = 300
+QUICK_RUN_STEPS = 80
+QUICK_REPLAY_STEPS = 80
 REPLAYED = (8, 4, 2)
 """Numbers of batches to replay if their shapes differ. The largest for which there is time is taken."""
 PASSES = 5
@@ -141,7 +145,8 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
     written, problem = _write(diagnosis, earlier, out)
     if session.stops.number is not None:
         stop = DiagnosisInterrupted("diagnose() was interrupted", diagnosis, written)
-        stop.signal_number, stop.not_written = session.stops.number, str(problem or "")
+        stop.signal_number = session.stops.number
+        stop.not_written = str(problem or "")
         raise stop
     if failure is not None:
         raise DiagnosisFailed(str(failure), diagnosis, written) from (failure.__cause__ or failure)
@@ -223,7 +228,9 @@ class _Experiments:
     def __init__(self, session: DiagnosisSession, asked: tuple[str, ...], budget_s: float, *, quick: bool) -> None:
         self.session = session
         self._bar: Any = None
-        self._asked, self._budget_s, self._quick = asked, budget_s, quick
+        self._asked = asked
+        self._budget_s = budget_s
+        self._quick = quick
         self._results = ExperimentResults()
         self._rates: dict[str, Any] = {}
         """Rates of the replays, by field of the results."""
@@ -237,7 +244,8 @@ class _Experiments:
 
     def measurements(self) -> Measurements:
         """All measurements so far, for the verdict."""
-        session, results = self.session, self._results
+        session = self.session
+        results = self._results
         measured = session.measured
         if measured is None:
             loaders: list[AnyLoader] = []
@@ -269,7 +277,8 @@ class _Experiments:
         Raises:
             FeedError: when the unchanged run fails.
         """
-        session, self._bar = self.session, bar
+        session = self.session
+        self._bar = bar
         if session.model is None:
             self._left_out.update({name: "no module was given" for name in MODEL_EXPERIMENTS if name in self._asked})
             with user_errors("the data module could not be set up"):
@@ -307,7 +316,8 @@ class _Experiments:
             )
 
     def _replay(self, name: str, sample: Sample) -> None:
-        session, on_device = self.session, name == "model"
+        session = self.session
+        on_device = name == "model"
         if sample.first is None:
             self._left_out[name] = (
                 "training_step takes dataloader_iter, and fetches for itself"
@@ -316,7 +326,8 @@ class _Experiments:
             )
             return
         batches, limits = self._batches_and_limits(sample)
-        many, where = "batch" if len(batches) == 1 else "batches", "on the device" if on_device else "from the host"
+        many = "batch" if len(batches) == 1 else "batches"
+        where = "on the device" if on_device else "from the host"
         self._show(f"{name}: the same {many} {where} again and again", RUN_SHARE + (0 if on_device else REPLAY_SHARE))
         try:
             per_s = session.replay(batches, limits, on_device=on_device)
@@ -330,7 +341,8 @@ class _Experiments:
 
     def _batches_and_limits(self, sample: Sample) -> tuple[list[Batch], Limits]:
         """The batches of the run to replay, as many as the time allows, and the length of the fit."""
-        session, seconds = self.session, REPLAY_SHARE * self._budget_s
+        session = self.session
+        seconds = REPLAY_SHARE * self._budget_s
         accumulate = session.trainer.accumulate_grad_batches
         most = (QUICK_REPLAY_STEPS if self._quick else REPLAY_STEPS) * accumulate
         step_ms = session.measured.stats.step_ms if session.measured is not None else None
@@ -495,7 +507,9 @@ def _own_callbacks(trainer: AnyTrainer) -> list[Any]:
 
 def _left_out_of_the_fit(session: DiagnosisSession) -> str:
     """The names of the parts of a fit that a diagnosis does not run; empty if there are none."""
-    trainer, model, data = session.trainer, session.model, session.datamodule
+    trainer = session.trainer
+    model = session.model
+    data = session.datamodule
     has_data = data is None or any(_host.is_overridden(one, "val_dataloader") for one in (model, data))
     validates = has_data and trainer.limit_val_batches and _host.is_overridden(model, "validation_step")
     run = set(map(id, session.callbacks))

@@ -141,10 +141,13 @@ class StepTimer:
         """Call the function, and add its time to the step, without that of the steps inside it."""
         if not self.on:
             return function(*args, **named)
-        outer, self._inner = self._inner, Spent()
-        cpu, wall = self.cpu(), self.wall()
+        outer = self._inner
+        self._inner = Spent()
+        cpu = self.cpu()
+        wall = self.wall()
         made = function(*args, **named)
-        wall, cpu = self.wall() - wall, self.cpu() - cpu
+        wall = self.wall() - wall
+        cpu = self.cpu() - cpu
         self.steps[step].wall_ns += wall - self._inner.wall_ns
         self.steps[step].cpu_ns += cpu - self._inner.cpu_ns
         self._inner = Spent(outer.cpu_ns + cpu, outer.wall_ns + wall)
@@ -155,7 +158,9 @@ class _Timed:
     """Proxy that times a step. It has the step's attributes, and looks like the step to ``isinstance``."""
 
     def __init__(self, step: Any, name: str, timer: StepTimer) -> None:
-        self._step, self._name, self._timer = step, name, timer
+        self._step = step
+        self._name = name
+        self._timer = timer
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -271,7 +276,8 @@ def _maker(part: LoaderPart, indices: Iterable[Any], timer: StepTimer) -> Callab
     """A function that makes the sample of an index, and times its stages."""
     dataset: AnyDataset = part.loader.dataset
     if part.stream:
-        stream, load = iter(dataset), timer.step("load")
+        stream = iter(dataset)
+        load = timer.step("load")
         return lambda _: timer.call(load, next, stream, _END)
     base = next((innermost(dataset, index)[0] for index in indices), dataset)
     if isinstance(base, ImageDataset) and base.encoded:
@@ -289,7 +295,8 @@ def _maker(part: LoaderPart, indices: Iterable[Any], timer: StepTimer) -> Callab
 def _make_of_folder(timer: StepTimer, dataset: AnyDataset, index: object) -> None:
     """Make a sample of torchvision's folder, whose ``loader(path)`` reads and decodes. Reading is timed separately."""
     base, inner = innermost(dataset, index)
-    read, decode = timer.steps["read"], timer.steps["decode"]
+    read = timer.steps["read"]
+    decode = timer.steps["decode"]
     before = replace(read)
     timer.call("read", Path(base.samples[inner][0]).read_bytes)
     timer.call("decode", dataset.__getitem__, index)

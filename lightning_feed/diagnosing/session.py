@@ -142,7 +142,8 @@ class Together(Iterator[list[Batch]]):
 
     def __next__(self) -> list[Batch]:
         batch = [next(one) for one in self.iterators]
-        self.first, self.came = self.first or batch, self.came + 1
+        self.first = self.first or batch
+        self.came = self.came + 1
         return batch
 
     def close(self) -> None:
@@ -166,7 +167,8 @@ def naming(dataset: object, index: object) -> Iterator[None]:
     except FeedError:
         raise
     except Exception as error:
-        kind, why = type(dataset).__name__, f"{type(error).__name__}: {str(error).rstrip('.')}"
+        kind = type(dataset).__name__
+        why = f"{type(error).__name__}: {str(error).rstrip('.')}"
         if "thread" in str(error):  # sqlite3 and others are bound to the thread that made them
             raise DatasetError(
                 f"The data set ({kind}) works only in the thread that made it ({why}). Experiments load in a separate "

@@ -236,7 +236,8 @@ class DiagnosisSession:
         Raises:
             SettingsError: there are none.
         """
-        self.train_loaders, owner = self.loaders, self.loader_owner
+        self.train_loaders = self.loaders
+        owner = self.loader_owner
         if owner is None:
             return
         if owner is self.model or owner.trainer is None:  # a module without a Trainer raises
@@ -346,7 +347,9 @@ class DiagnosisSession:
         data: dict[str, Any] = {"datamodule": self.datamodule}
         if self.loaders is not None:
             data = {"train_dataloaders": given(lambda: self.loaders)}
-        stdin, wraps, before = sys.stdin, self._wraps(given, set_up=set_up), None
+        stdin = sys.stdin
+        wraps = self._wraps(given, set_up=set_up)
+        before = None
         with suppress(RuntimeError):  # it has no Trainer
             before = self.model.trainer
         try:
@@ -357,12 +360,14 @@ class DiagnosisSession:
             for wrap in reversed([*wraps, *short_fit.wraps]):
                 wrap.undo()
             sys.stdin = stdin
-            self.model.trainer, trainer = before, None
+            self.model.trainer = before
+            trainer = None
             gc.collect()  # a Trainer is part of reference cycles; this also ends the workers of this fit
 
     def _wraps(self, given: Callable[[Any], Any], *, set_up: bool) -> list[_host.Wrap]:
         """The user's methods to replace for a fit."""
-        owner, parts = self.loader_owner, [self.model, self.datamodule, *self.callbacks]
+        owner = self.loader_owner
+        parts = [self.model, self.datamodule, *self.callbacks]
         silenced = [(one, name) for one in parts for name in ENDS if _host.is_overridden(one, name)]
         if owner is not None and owner is self.datamodule and not set_up:
             silenced += [(owner, "prepare_data"), (owner, "setup")]
@@ -386,7 +391,8 @@ class DiagnosisSession:
         """Keep batches of a fit, before and after the transfer to the device, and watch the first step read one."""
         if _host.takes_iterator(self.model):
             return []
-        self.host_batches, self.device_batches = Sample(warm_up), Sample(warm_up)
+        self.host_batches = Sample(warm_up)
+        self.device_batches = Sample(warm_up)
 
         def on_host(original: Original, batch: object) -> Any:
             self.host_batches.offer(batch)
@@ -507,7 +513,10 @@ class ShortFit:
     def __init__(
         self, limits: Limits, stops: StopSignals, on_start: Callable[[AnyTrainer], None], on_step: Callable[[], object]
     ) -> None:
-        self.limits, self.stops, self.on_start, self.on_step = limits, stops, on_start, on_step
+        self.limits = limits
+        self.stops = stops
+        self.on_start = on_start
+        self.on_step = on_step
         self.steps = self.epochs = 0
         self.interrupted = False
         self.wraps: list[_host.Wrap] = []

@@ -78,7 +78,8 @@ def cpus(sources: Sources) -> Iterator[Finding]:
 def clock(sources: Sources) -> Iterator[Finding]:
     """The CPU frequency governor, if visible."""
     folder = sources.root / "sys/devices/system/cpu/cpu0/cpufreq"
-    governor, driver = read_text(folder / "scaling_governor"), read_text(folder / "scaling_driver")
+    governor = read_text(folder / "scaling_governor")
+    driver = read_text(folder / "scaling_driver")
     if not governor:
         yield Finding("CPU clock", NOT_KNOWN, "note", "no governor is shown, as in most virtual machines")
         return
@@ -277,7 +278,8 @@ def _driver(nvml: Any, wanted: tuple[int, int] | None) -> Finding:
 
 
 def _link(topic: str, nvml: Any, handle: Any, _: Sources) -> Finding:
-    width, widest = int(nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)), int(nvml.nvmlDeviceGetMaxPcieLinkWidth(handle))
+    width = int(nvml.nvmlDeviceGetCurrPcieLinkWidth(handle))
+    widest = int(nvml.nvmlDeviceGetMaxPcieLinkWidth(handle))
     now = int(nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle))
     most = int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle))
     value = f"x{width} of x{widest}, generation {now} of {most}"
@@ -295,7 +297,8 @@ def _link(topic: str, nvml: Any, handle: Any, _: Sources) -> Finding:
 def _node(topic: str, nvml: Any, handle: Any, sources: Sources) -> Finding:
     domain, _, rest = _name(nvml.nvmlDeviceGetPciInfo(handle).busId).lower().partition(":")
     place = sources.root / "sys/bus/pci/devices" / f"{domain[-4:]}:{rest}"  # NVML writes eight digits, sysfs four
-    node, near = read_text(place / "numa_node"), _cpu_set(read_text(place / "local_cpulist"))
+    node = read_text(place / "numa_node")
+    near = _cpu_set(read_text(place / "local_cpulist"))
     if not node or node == "-1" or not near or not hasattr(os, "sched_getaffinity"):
         return Finding(topic, NOT_KNOWN, meaning="the system does not show which CPUs are near")
     ours = os.sched_getaffinity(0) & near
@@ -376,7 +379,8 @@ def threads(sources: Sources) -> Iterator[Finding]:
 
 
 def _thread_variables(given: dict[str, str], usable: int, *, spare: bool) -> Iterator[Finding]:
-    topic, shown = "thread variables", ", ".join(f"{name}={value}" for name, value in given.items()) or "none set"
+    topic = "thread variables"
+    shown = ", ".join(f"{name}={value}" for name, value in given.items()) or "none set"
     counts = {name: _thread_count(name, value) for name, value in given.items()}
     invalid = ", ".join(f"{name}={given[name]}" for name, count in counts.items() if count is None)
     most = max((count for count in counts.values() if count is not None), default=0)
@@ -430,7 +434,8 @@ def decoders(sources: Sources) -> Iterator[Finding]:
         "decoders", ", ".join([*there, "pillow"]), "note", meaning, "pip install 'lightning-feed[images]'"
     ).only_if(bool(missing))
     if "opencv" in there:
-        count, usable = int(sources.load("cv2").getNumThreads()), read_machine(sources.root).usable_cpus
+        count = int(sources.load("cv2").getNumThreads())
+        usable = read_machine(sources.root).usable_cpus
         meaning = f"in every worker, on {usable} usable CPUs; our loaders set a suitable number"
         yield Finding(
             "OpenCV threads", str(count), "note", meaning, "In workers of your own: cv2.setNumThreads(0)"
@@ -470,7 +475,8 @@ def nvjpeg(sources: Sources) -> Iterator[Finding]:
     """torchvision's nvJPEG, judging by its build."""
     if sources.version("torchvision") is None:
         return  # reported with the versions
-    ours, built = torch_cuda(sources), getattr(sources.load("torchvision.version"), "cuda", None)
+    ours = torch_cuda(sources)
+    built = getattr(sources.load("torchvision.version"), "cuda", None)
     sources.load("torchvision.io")  # which registers the operators
     if built is not None and hasattr(sources.load("torch").ops.image, "decode_jpegs_cuda"):
         # No build reports this; torchvision's own builds for CUDA include nvJPEG.
@@ -496,7 +502,8 @@ def versions(sources: Sources) -> Iterator[Finding]:
     needed = {canonicalize_name(one.name): one.specifier for one in map(Requirement, sources.requirements() or ())}
     lightnings = ("lightning", "pytorch_lightning")
     for name in ("torch", "torchvision", *lightnings):
-        found, wanted = sources.version(name), needed.get(canonicalize_name(name), SpecifierSet())
+        found = sources.version(name)
+        wanted = needed.get(canonicalize_name(name), SpecifierSet())
         if found is not None:
             meaning = f"older than {str(wanted).removeprefix('>=')}, the oldest supported version"
             old = not wanted.contains(found, prereleases=True)

@@ -138,7 +138,8 @@ class EvalRecipe:
         """Return the centre crop of an image of that size, without random draws."""
         short = min(height, width)
         # As in torchvision, the longer side is truncated, not rounded.
-        rows, columns = int(self.short_side * height / short), int(self.short_side * width / short)
+        rows = int(self.short_side * height / short)
+        columns = int(self.short_side * width / short)
         # As in torchvision's center_crop, halves are rounded to even.
         top, left = (round((side - self.size) / 2) for side in (rows, columns))
         return CropSpec(
@@ -202,7 +203,8 @@ class UserTransform:
             return self.transform(self._image(image.whole()))
         crop, *rest = self._steps
         region = draw_region(*image.size(), crop.scale, crop.ratio, sample_generator())
-        pixels, size = self._image(image.region(region)), list(crop.size)
+        pixels = self._image(image.region(region))
+        size = list(crop.size)
         made: object = self._resize(pixels, size, interpolation=crop.interpolation, antialias=crop.antialias)
         for step in rest:
             made = step(made)

@@ -122,7 +122,8 @@ def require_dali(*, gpu: bool, why: str = "Decoding with DALI") -> Any:
             f"{pip_line('--upgrade')}"
         )
     # DALI stores "12.9.86" as the number 12986 (checked in 2.4.0); its own checks use the first two digits.
-    theirs, ours = str(getattr(dali, "__cuda_version__", ""))[:2], str(torch.version.cuda).partition(".")[0]
+    theirs = str(getattr(dali, "__cuda_version__", ""))[:2]
+    ours = str(torch.version.cuda).partition(".")[0]
     if gpu and ours.isdecimal() and theirs.isdecimal() and ours != theirs:
         raise SettingsError(
             f"{why} on the GPU needs a DALI built for torch's CUDA version. The installed torch {torch.__version__} is "

@@ -23,7 +23,8 @@ from lightning_feed.load.trace import traced
 
 STAND_IN = b"P6\n1 1\n255\n\x00\x00\x00"
 """A one-pixel image (PNM) that stands in for an image not passed to DALI."""
-_DEVICE_BYTES_PER_PIXEL, _HOST_BYTES_PER_PIXEL = 5.5, 3.7
+_DEVICE_BYTES_PER_PIXEL = 5.5
+_HOST_BYTES_PER_PIXEL = 3.7
 """Size of the decoder's buffers. In DALI's ImageNet example (docs/examples/use_cases/pytorch/resnet50/main.py) the
 largest image has 5980 x 6430 pixels; its paddings are 211025920 and 140544512 bytes: 5.49 and 3.66 bytes a pixel."""
 
@@ -135,9 +136,14 @@ def _numbers(crops: Sequence[CropSpec]) -> dict[str, npt.NDArray[np.generic]]:
     The box has fractional coordinates. To flip the image, the box starts at its right side.
     """
     rows = np.array([(*c.region, *c.resized, *c.window, c.flipped) for c in crops], np.float64)
-    corner, extent, resized = rows[:, 0:2], rows[:, 2:4], rows[:, 4:6]
-    first, shape, flipped = rows[:, 6:8], rows[:, 8:10], rows[:, 10] > 0
-    begin, end = first * extent / resized, (first + shape) * extent / resized
+    corner = rows[:, 0:2]
+    extent = rows[:, 2:4]
+    resized = rows[:, 4:6]
+    first = rows[:, 6:8]
+    shape = rows[:, 8:10]
+    flipped = rows[:, 10] > 0
+    begin = first * extent / resized
+    end = (first + shape) * extent / resized
     begin[flipped, 1], end[flipped, 1] = end[flipped, 1], begin[flipped, 1]
     return {
         "corner": corner.astype(np.int32),
@@ -149,9 +155,11 @@ def _numbers(crops: Sequence[CropSpec]) -> dict[str, npt.NDArray[np.generic]]:
 
 
 def _build(spec: PipelineSpec) -> Any:
-    gpu, index = spec.device.type == "cuda", spec.device.index
+    gpu = spec.device.type == "cuda"
+    index = spec.device.index
     dali = binding.require_dali(gpu=gpu)
-    fn, types = dali.fn, dali.types
+    fn = dali.fn
+    types = dali.types
     pipeline = dali.Pipeline(
         batch_size=spec.batch_size,
         num_threads=spec.threads,
@@ -233,7 +241,8 @@ class _Waiting:
 
     def feed(self, pipeline: ImagePipeline) -> None:
         """Start to decode the batch, with stand-ins for images that DALI does not decode."""
-        files, crops = [image.data for image in self.images], [image.crop for image in self.images]
+        files = [image.data for image in self.images]
+        crops = [image.crop for image in self.images]
         for place in self.on_host:
             window = crops[place].window
             files[place], crops[place] = STAND_IN, _whole(window.height, window.width)
@@ -259,7 +268,10 @@ class DaliImageDecoder:
     """
 
     def __init__(self, dataset: ImageDataset, spec: PipelineSpec, *, keep: bool, pin: bool = False) -> None:
-        self.dataset, self.spec, self.keep, self.pin = dataset, spec, keep, pin
+        self.dataset = dataset
+        self.spec = spec
+        self.keep = keep
+        self.pin = pin
         self.built = 0
         """Number of pipelines built so far."""
         self._pipeline: ImagePipeline | None = None
@@ -290,7 +302,8 @@ class DaliImageDecoder:
 
     def release(self) -> None:
         """Drop the pipeline and its memory. A pass in progress builds a new one."""
-        pipeline, self._pipeline = self._pipeline, None
+        pipeline = self._pipeline
+        self._pipeline = None
         if pipeline is not None:
             pipeline.close()
             binding.release_unused_memory()

@@ -123,7 +123,8 @@ class ImageDataset(CacheableDataset):
     def expect(self, indices: Sequence[int]) -> object:
         """Start to read the images of a batch concurrently, if they are remote. Keep the returned object until they are
         read."""
-        expect, cache = getattr(self.source, "expect", None), self.cache
+        expect = getattr(self.source, "expect", None)
+        cache = self.cache
         if expect is None:
             return None
         held: object = expect([index for index in indices if cache is None or not cache.holds(index)])
@@ -319,7 +320,8 @@ class EncodedBatch:
 
     def images(self) -> list[EncodedSample]:
         """Return the samples of the batch; their bytes are views of ``files``."""
-        files, offsets = self.files.numpy(), self.offsets.tolist()
+        files = self.files.numpy()
+        offsets = self.offsets.tolist()
         return [
             EncodedSample(
                 data=files[start:end],

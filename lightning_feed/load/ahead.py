@@ -66,7 +66,9 @@ class BackgroundIterator(Stage):
             raise
         if outcome.error is None:
             self._permits.give()
-            value, outcome.value = outcome.value, None  # the thread keeps the outcome until the next one
+            # the thread keeps the outcome until the next one
+            value = outcome.value
+            outcome.value = None
             return value
         self.close()
         self._ended = isinstance(outcome.error, StopIteration)

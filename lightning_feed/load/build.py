@@ -176,7 +176,8 @@ def even_batch_size(wished: int, samples: int, world_size: int = 1) -> tuple[int
     if share <= wished:
         return wished, f"the {of_each} fit into one batch"
     best = min(range((wished + 1) // 2, wished + 1), key=lambda size: (share % size, -size))
-    left, before = share % best, share % wished
+    left = share % best
+    before = share % wished
     if best == wished:
         return best, f"the {of_each} leave {left} for a last batch; no size from half of {wished} up leaves fewer"
     return best, f"the {of_each} leave {left} for a last batch, instead of {before} with {wished}"

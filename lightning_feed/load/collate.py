@@ -48,7 +48,8 @@ class BadSamples:
             raise SettingsError(f"on_error={on_error!r} is not a choice. Use 'raise', 'skip' or 'substitute'.")
         if isinstance(max_failures, bool) or not isinstance(max_failures, int) or max_failures < 0:
             raise SettingsError(f"max_failures={max_failures!r} is not possible. Use a whole number, 0 or more.")
-        self.on_error, self.max_failures = on_error, max_failures
+        self.on_error = on_error
+        self.max_failures = max_failures
         self._counts = SharedCounts("failed")
         self._key = uuid.uuid4().hex
         _known[self._key] = self
@@ -212,7 +213,8 @@ class DroppingCollate:
         batch = samples if self.collate is None else self.collate(samples)
         if not self._looked:
             self._looked = True
-            worker, absent = get_worker_info(), missing_keys(batch, self.keys)
+            worker = get_worker_info()
+            absent = missing_keys(batch, self.keys)
             if absent is not None and (worker is None or worker.id == 0):
                 logger.warning("%s", absent)
         if self.collate is None:

@@ -104,13 +104,15 @@ def _converted_stream(state: State, loader: DataLoader[Batch]) -> State:
             f"num_workers={loader.num_workers}. An iterable dataset is divided among its workers, so their positions "
             f"cannot be converted. Set num_workers={state['num_workers']} to resume."
         )
-    ranks, now = state.get("world"), ranks_of_run()
+    ranks = state.get("world")
+    now = ranks_of_run()
     if ranks not in (None, now):
         raise ResumeError(
             f"The checkpoint was saved by {ranks} ranks and this run has {now}. An iterable dataset is divided among "
             f"the ranks, so their positions cannot be converted. Resume with {ranks} ranks."
         )
-    before, size = state.get("batch_size", loader.batch_size), loader.batch_size
+    before = state.get("batch_size", loader.batch_size)
+    size = loader.batch_size
     if before == size:
         return state
     what = f"The checkpoint was saved with batch_size={before}, and this loader has {size}."
@@ -214,7 +216,8 @@ def rest_of(state: SavedState, loader: DataLoader[Batch], position: MapPass) -> 
 
 def trained_parts(state: SavedState) -> list[list[int]]:
     """Return the trained parts of the epoch, one per configuration: [shares, samples per share]."""
-    shares, samples = state["shares"], (state["batches"] - state["since"]) * (state["batch_size"] or 1)
+    shares = state["shares"]
+    samples = (state["batches"] - state["since"]) * (state["batch_size"] or 1)
     if state["order"] is not None:  # the last batch may have been smaller
         left = max(0, state["samples"] - samples_of_all(state))
         samples = min(samples, math.ceil(left / shares))
@@ -243,7 +246,8 @@ def _order(state: SavedState, sampler: AnySampler) -> list[int]:
 
     Draws from the user's generator in ``sampler``, if any, since later epochs continue from its state.
     """
-    order, everything = state["order"], range(state["samples"])
+    order = state["order"]
+    everything = range(state["samples"])
     start = state["pass_start"][order["sampler"]]
     if "shuffle" in order:
         whole: DistributedSampler[int] = DistributedSampler(
@@ -295,7 +299,8 @@ def _left(state: SavedState, loader: DataLoader[Batch]) -> tuple[int, str]:
             return had // size, ""
         left = max(0, len(sampler) - had)
     else:
-        whole, shares = max(0, state["samples"] - samples_of_all(state)), state["shares"]
+        whole = max(0, state["samples"] - samples_of_all(state))
+        shares = state["shares"]
         left = whole // shares if getattr(sampler, "drop_last", False) else -(-whole // shares)
         twice = max(0, left * shares - whole)
     batches = left // size if drop_last else -(-left // size)

@@ -107,7 +107,8 @@ class _Draws:
     """The iterator over a user's dataset in one worker."""
 
     def __init__(self, dataset: AnyDataset, worker: int, saved: SavedState | None, markers: int) -> None:
-        self.worker, self.markers = worker, markers
+        self.worker = worker
+        self.markers = markers
         self.drawn: int = saved["drawn"] if saved is not None else 0
         self.ended = False
         self.iterator = iterator = _open(dataset, saved)
@@ -132,7 +133,8 @@ class _Draws:
 
     def stamp(self) -> Stamped:
         """Return the worker's current position, without a batch."""
-        place, lost = None, False
+        place = None
+        lost = False
         if self._stateful:
             states = {name: thing.state_dict() for name, thing in self._stateful.items()}
             try:

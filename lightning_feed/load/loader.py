@@ -103,9 +103,12 @@ class FeedLoader(DataLoader[Batch]):
         watch: "Watch | None" = None,
         **options: Any,
     ) -> None:
-        self.workers, self.decode, self.watch = workers, decode, watch
+        self.workers = workers
+        self.decode = decode
+        self.watch = watch
         super().__init__(dataset, **options)
-        self.background, self.order = background, order
+        self.background = background
+        self.order = order
         self.draws: DrawsOf | None = None
         """Random draws of the loader that this one replaces. None: replaces no loader."""
         self.forget()
@@ -257,7 +260,8 @@ class FeedLoader(DataLoader[Batch]):
 
     def _take_pending(self) -> State | None:
         """Return the state to resume from, and clear it. None: start from the beginning."""
-        state, self._pending = self._pending, None
+        state = self._pending
+        self._pending = None
         last = self._position
         if state is None and last is not None and last.origin is not None and not last.ended:
             # Lightning may iter() a loader twice before its first batch: the second pass resumes as well.
@@ -291,7 +295,8 @@ class FeedLoader(DataLoader[Batch]):
 
     def _next_epoch(self) -> tuple[int | None, int]:
         """Return epoch and cycle of a new pass."""
-        epoch, last = self.order.epoch() if self.order is not None else None, self._position
+        epoch = self.order.epoch() if self.order is not None else None
+        last = self._position
         if epoch is None or last is None or last.epoch != epoch:
             return epoch, 0
         return epoch, last.cycle + (1 if last.batches else 0)
@@ -328,7 +333,8 @@ class FeedLoader(DataLoader[Batch]):
             return RayPass(self, indices, first=position.batches, seed=seed, plan=plan)
         from lightning_feed.load.threads import ThreadPass
 
-        probe, self._probed = not self._probed, True
+        probe = not self._probed
+        self._probed = True
         return ThreadPass(self, indices, first=position.batches, seed=seed, probe=probe)
 
     def _torch_iterator(self, inner: DataLoader[Batch]) -> Iterator[Batch]:
@@ -346,7 +352,8 @@ class FeedLoader(DataLoader[Batch]):
             refuse_unsendable(self, "This loader", context.get_start_method())
             raise
         # Kept only here, for Lightning to end the workers, and not in the inner loader too.
-        self._iterator, inner._iterator = inner._iterator, None
+        self._iterator = inner._iterator
+        inner._iterator = None
         return iterator
 
     def _map_loader(self) -> DataLoader[Batch]:

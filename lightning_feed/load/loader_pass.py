@@ -41,7 +41,8 @@ class LoaderPass(Iterator[Batch]):
         ahead: "BackgroundIterator | None" = None,
         watch: "Watch | None" = None,
     ) -> None:
-        self._maker, self._stages = maker, (maker, *later)
+        self._maker = maker
+        self._stages = (maker, *later)
         self._last = self._stages[-1]
         self._end = "was closed before its end: by close(), by a loaded state, or because a new pass began"
         self.position = position
@@ -111,7 +112,9 @@ class LoaderPass(Iterator[Batch]):
         """End the pass and its threads. Persistent workers stay alive. A second call does nothing."""
         if self._late is not None:
             self._late.close()
-        stages, self._stages, self.background = self._stages, (), None
+        stages = self._stages
+        self._stages = ()
+        self.background = None
         for stage in stages:
             stage.cancel()  # first stage first, so that no later stage still waits for a batch
         with ExitStack() as closing:

@@ -141,7 +141,9 @@ def find_samplers(*roots: object) -> State:
     Lightning wraps samplers in two ways: ``DistributedSamplerWrapper`` keeps the original as ``dataset._sampler``, and
     ``_IndexBatchSamplerWrapper`` keeps the batch sampler as ``_batch_sampler``.
     """
-    waiting, seen, named = list(roots), set[int](), State()
+    waiting = list(roots)
+    seen = set[int]()
+    named = State()
     while waiting:
         found = waiting.pop(0)
         if found is None or id(found) in seen or isinstance(found, (list, tuple, range)):
@@ -191,7 +193,10 @@ class Pass:
     """
 
     def __init__(self, order: EpochOrder | None, *, epoch: int | None, cycle: int, resume: SavedState | None) -> None:
-        self.order, self.epoch, self.cycle, self.origin = order, epoch, cycle, resume
+        self.order = order
+        self.epoch = epoch
+        self.cycle = cycle
+        self.origin = resume
         self.batches: int = resume["batches"] if resume is not None else 0
         self.ended = False  # set at the end of the data
         self.exact = True

@@ -59,7 +59,8 @@ class TorchBatches(Maker):
 
     def close(self) -> None:
         """See :meth:`Stage.close`. Persistent workers stay alive; other workers end with torch's iterator."""
-        iterator, self._iterator = self._iterator, None
+        iterator = self._iterator
+        self._iterator = None
         if self._shut_down:
             shut_down_workers(iterator)
 

@@ -83,7 +83,8 @@ def begin_sample(seed: int, batch: int, place: int) -> None:
         batch: number of the batch in the epoch.
         place: position of the sample in the batch.
     """
-    _thread.place, _thread.generator = (seed, batch, place), None
+    _thread.place = (seed, batch, place)
+    _thread.generator = None
 
 
 def sample_generator() -> torch.Generator | None:

@@ -52,10 +52,12 @@ def gather(trainer: Any, mine: Any) -> list[Any]:
     store = default_store()
     if trainer.world_size == 1 or store is None:
         return [mine]
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank = torch.distributed.get_rank()
+    world_size = torch.distributed.get_world_size()
     prefix = f"lightning_feed/gather/{next(_gathered)}"
     keys = [f"{prefix}/{each}" for each in range(world_size)]
-    readers, read_by_all = f"{prefix}/readers", f"{prefix}/read"
+    readers = f"{prefix}/readers"
+    read_by_all = f"{prefix}/read"
     store.set(keys[rank], pickle.dumps(mine))
     store.wait(keys, _PATIENCE)
     every = [pickle.loads(value) for value in read_all(store, keys)]

@@ -114,7 +114,8 @@ class _Worker:
             self._at = None
 
     def _is_open(self, job: Job) -> bool:
-        now, of_pass = time.monotonic(), (job.keys[0], job.of_pass)
+        now = time.monotonic()
+        of_pass = (job.keys[0], job.of_pass)
         if of_pass != self._open or now >= self._open_until:
             self._open = None if is_closed(*of_pass) else of_pass
             self._open_until = now + OPEN_S
@@ -154,7 +155,8 @@ class _Worker:
         reported = closed = 0.0
         while True:
             time.sleep(CHECK_S)
-            at, now = self._at, time.monotonic()
+            at = self._at
+            now = time.monotonic()
             if at is None or now - at[1] < CHECK_S:
                 continue
             job, since = at
@@ -234,7 +236,8 @@ def report(key: str, name: str, text: str) -> None:
 
 def take_reports(key: str) -> list[str]:
     """Return the workers' reports since the last call."""
-    store, prefix = _store(), f"at/{key}/"
+    store = _store()
+    prefix = f"at/{key}/"
     found = [store._internal_kv_get(one, **_NAMESPACE) for one in store._internal_kv_list(prefix, **_NAMESPACE)]
     store._internal_kv_del(prefix, del_by_prefix=True, **_NAMESPACE)
     return sorted(text.decode() for text in found if text is not None)

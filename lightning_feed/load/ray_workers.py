@@ -50,7 +50,8 @@ REPORT_S = 10.0
 """Seconds between two reports of a busy worker."""
 GRACE_S = 5.0
 """Seconds that a batch of a closed pass may take before its worker is ended, as torch ends workers."""
-_HEAD_CHECK_S, _HEAD_PATIENCE_S = 5.0, 20.0
+_HEAD_CHECK_S = 5.0
+_HEAD_PATIENCE_S = 20.0
 """Seconds between two checks of the head node, and the longest time without an answer. After 60 s without contact Ray
 ends a process, without an exception."""
 _CHECK_S = 0.2
@@ -169,11 +170,13 @@ class RemotePlan:
                 "object_store_memory."
             ) from error
         except Exception as error:
-            name, thing = "dataset", plan.dataset
+            name = "dataset"
+            thing = plan.dataset
             try:
                 self.ray.cloudpickle.dumps(plan.collate)
             except Exception:  # noqa: BLE001  # any error from the user's objects
-                name, thing = "collate_fn", plan.collate
+                name = "collate_fn"
+                thing = plan.collate
             raise LoaderError(
                 f"Cannot pickle the {name} ({shortened(thing)}) for the Ray workers: {error.__cause__ or error}. Open "
                 "files and connections in the first __getitem__, hold no locks, or use workers='process' with "
@@ -208,7 +211,8 @@ class RayPass(OwnPass):
 
     def __init__(self, loader: DataLoader[Batch], indices: Iterator[Index], *, plan: RemotePlan, **begun: int) -> None:
         super().__init__(loader, indices, **begun)
-        self._plan, self._ray = plan, plan.ray
+        self._plan = plan
+        self._ray = plan.ray
         self._ends: deque[Any] = deque([None] * loader.num_workers, maxlen=loader.num_workers)
         # No more ranks share a node than it has devices.
         self._sharers = min(ranks_of_run(), torch.accelerator.device_count() or ranks_of_run())

@@ -234,9 +234,11 @@ def recommend(machine: Machine, settings: LoaderSettings, workload: Workload) ->
         SettingsError: persistent workers, but the Trainer reloads the loaders every few epochs.
     """
     workers, why_workers = _workers(machine, settings, workload)
-    prefetch, why_prefetch = TORCH_PREFETCH, "torch's default; more helps only if samples differ much in cost"
+    prefetch = TORCH_PREFETCH
+    why_prefetch = "torch's default; more helps only if samples differ much in cost"
     if settings.prefetch_factor != "auto":
-        prefetch, why_prefetch = settings.prefetch_factor, "as given"
+        prefetch = settings.prefetch_factor
+        why_prefetch = "as given"
     exceeded = partial(_exceeded_limit, machine, settings, workload)
     wanted = workers, prefetch
     while exceeded(workers, prefetch) and (fewer := _fewer(settings, workers, prefetch)):

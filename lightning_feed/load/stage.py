@@ -84,8 +84,10 @@ class OwnPass(Maker):
 
     def __init__(self, loader: DataLoader[Batch], indices: Iterator[Index], *, first: int, seed: int) -> None:
         self.capacity = loader.num_workers * (loader.prefetch_factor or 1)
-        self._indices, self._number = indices, first
-        self._in_order, self._timeout_s = loader.in_order, loader.timeout
+        self._indices = indices
+        self._number = first
+        self._in_order = loader.in_order
+        self._timeout_s = loader.timeout
         self._seed = mix_seed(seed, rank_of_run(), 0, "rank")
         self._pin = _pin_function() if loader.pin_memory else None
         self._ended = False
@@ -128,7 +130,8 @@ class ThreadShutdown:
     """
 
     def __init__(self, owner: object, threads: list[threading.Thread], stop: Callable[[], None]) -> None:
-        self._threads, self._stop = threads, stop
+        self._threads = threads
+        self._stop = stop
         self._pid, self._starter = os.getpid(), threading.get_ident()
         self._finalizer = weakref.finalize(owner, self._abandon)
 

@@ -25,7 +25,8 @@ def _is_trained_part(value: Any) -> bool:
     return _fits(value, [_SIZE]) and len(value) == 2
 
 
-_COUNT, _SIZE = range(2**63), range(1, 2**63)
+_COUNT = range(2**63)
+_SIZE = range(1, 2**63)
 _COMMON = {"version": _SIZE, "kind": str, "seed": (int, NoneType), "begun": bool, "exact": bool}
 _BEGUN = {**_COMMON, "epoch": (_COUNT, NoneType), "cycle": _COUNT, "batches": _COUNT}
 _STARTS = _each(str, {"epoch?": (_COUNT, NoneType), "seed?": int, "generator?": _is_generator_state})
@@ -150,7 +151,8 @@ def _has_order(state: SavedState) -> bool:
 
 def _fits_the_epoch(state: SavedState, name: str, start: SavedState) -> bool:
     """Check that a sampler started with the right epoch and derived seed. True if the run has no seed."""
-    seed, epoch = state["seed"], state["epoch"]
+    seed = state["seed"]
+    epoch = state["epoch"]
     if seed is None or epoch is None:
         return True
     expected = {"epoch": epoch, "seed": mix_seed(seed, epoch, state["cycle"], name)}

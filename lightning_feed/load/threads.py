@@ -92,7 +92,9 @@ class _Job:
     """
 
     def __init__(self, plan: _Plan, number: int, index: Index) -> None:
-        self.plan, self.number, self.index = plan, number, index
+        self.plan = plan
+        self.number = number
+        self.index = index
         self.parts = [index] if plan.whole else list(index)
         self.places = range(max(1, len(self.parts)))  # an empty batch needs a task too: collating
         self.left = len(self.places)
@@ -125,7 +127,8 @@ class _Job:
             BaseException: the error of the first failed sample, in its own type. Any Exception names thread and index.
         """
         if self._failure is None:
-            batch, self._loaded = self._loaded[0], []
+            batch = self._loaded[0]
+            self._loaded = []
             return batch
         place, thread, error = self._failure
         if not isinstance(error, Exception):
@@ -152,12 +155,15 @@ class _Job:
                     self._failure = (place, thread, error)
 
     def _load(self, place: int) -> None:
-        part, dataset = self.parts[place], self.plan.dataset
+        part = self.parts[place]
+        dataset = self.plan.dataset
         with traced("thread_sample"):
             self._loaded[place] = dataset.__getitems__(part) if self.plan.at_once else dataset[part]
 
     def _put_together(self, _: int) -> None:
-        loaded, self._loaded, self._held = self._loaded, [], None
+        loaded = self._loaded
+        self._loaded = []
+        self._held = None
         with traced("thread_collate"):
             batch = self.plan.collate(loaded[0] if self.plan.whole else loaded)
             self._loaded = [batch if self.plan.pin is None else self.plan.pin(batch)]
@@ -261,7 +267,8 @@ class ThreadPass(OwnPass):
             self._plan.tasks.put(partial(job.work, place))
 
     def _probe(self, job: _Job, place: int) -> None:
-        before, loaded = DefaultGenerators(), SimpleQueue[None]()
+        before = DefaultGenerators()
+        loaded = SimpleQueue[None]()
 
         def task(thread: int) -> None:
             job.work(place, thread)
@@ -292,7 +299,8 @@ class ThreadPass(OwnPass):
             if number is not None and number in self._ready:
                 del self._ready[number]
                 return number
-            idle, since = self._idle_share() if self._ready else 0.0, time.perf_counter_ns()
+            idle = self._idle_share() if self._ready else 0.0
+            since = time.perf_counter_ns()
             try:
                 done = self._plan.done.get(timeout=max(0.0, min(_CHECK_S, until - time.monotonic())))
             except Empty:

@@ -45,7 +45,9 @@ class LateBatch:
     """
 
     def __init__(self, batches: Watched, watch: Watch, clock: Callable[[], float] = time.monotonic) -> None:
-        self._batches, self._watch, self._clock = weakref.ref(batches), watch, clock
+        self._batches = weakref.ref(batches)
+        self._watch = watch
+        self._clock = clock
         self._since: float | None = None
         self._quiet_until = clock()
         self._started = False
@@ -78,7 +80,9 @@ class LateBatch:
 
     def check(self) -> None:
         """Warn if the batch is overdue."""
-        since, now, batches = self._since, self._clock(), self._batches()
+        since = self._since
+        now = self._clock()
+        batches = self._batches()
         if since is None or batches is None or now - since < self._watch.after_s or now < self._quiet_until:
             return
         self._quiet_until = now + _REPEAT * self._watch.after_s

@@ -28,7 +28,8 @@ ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPE
 """Environment variables that libraries read when loaded, so they affect the dataset's later imports."""
 _STACK_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7
 _STACK_FILE = "lightning_feed_stack"
-_POLL_S, _POLLS = 0.02, 50
+_POLL_S = 0.02
+_POLLS = 50
 _RESEND_S = 0.05
 
 
@@ -156,11 +157,13 @@ def stack_of(pid: int) -> str:
         status = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines() if ":" in line)
         files = [file for file in (place / "fd").iterdir() if _STACK_FILE in _target_of(file).name]
         if files and int(status["SigCgt"], 16) >> (_STACK_SIGNAL - 1) & 1:
-            before, said = len(files[0].read_bytes()), b""
+            before = len(files[0].read_bytes())
+            said = b""
             os.kill(pid, _STACK_SIGNAL)
             for _ in range(_POLLS):
                 time.sleep(_POLL_S)
-                last, said = said, files[0].read_bytes()[before:]
+                last = said
+                said = files[0].read_bytes()[before:]
                 if said and said == last:
                     return said.decode(errors="replace").strip()
         return f"(not available; the kernel says of the process: {status['State'].strip()})"

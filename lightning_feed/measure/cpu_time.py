@@ -13,9 +13,13 @@ from lightning_feed.storage.system import read_text
 
 # --- other programs ---------------------------------------------------------------------------------------------------
 
-_USER, _NICE, _SYSTEM, _STEAL = 0, 1, 2, 7
+_USER = 0
+_NICE = 1
+_SYSTEM = 2
+_STEAL = 7
 """Columns of ``/proc/stat`` (proc(5))."""
-_FIRST, _LAST = 11, 14
+_FIRST = 11
+_LAST = 14
 """Columns ``utime`` and ``cstime`` of ``/proc/PID/stat``, counted after the program's name."""
 SAMPLE_S = 2.0
 """Seconds between two samples of CPU use."""
@@ -49,7 +53,8 @@ class CpuShare:
     """
 
     def __init__(self, root: Path = Path("/"), clock: Callable[[], float] = time.monotonic) -> None:
-        self._proc, self._clock = root / "proc", clock
+        self._proc = root / "proc"
+        self._clock = clock
         self._began = self._last = self._read()
         self._next_s = clock() + SAMPLE_S
         self._samples: deque[tuple[CpuTicks, CpuTicks]] = deque(maxlen=MOST_SAMPLES)
@@ -66,7 +71,8 @@ class CpuShare:
         now_s = self._clock()
         if now_s < self._next_s:
             return
-        before, self._last = self._last, self._read()
+        before = self._last
+        self._last = self._read()
         if before is not None and self._last is not None:
             self._samples.append((before, self._last))
         took_s = self._clock() - now_s
@@ -80,7 +86,8 @@ class CpuShare:
 
     def others(self, usable_cpus: int | None) -> dict[str, Any]:
         """Fields of ``LoopFacts``: the mean and the median."""
-        mean, middle = self.others_pct(usable_cpus), self.median_others_pct(usable_cpus)
+        mean = self.others_pct(usable_cpus)
+        middle = self.median_others_pct(usable_cpus)
         return {"others_cpu_pct": mean, "others_cpu_median_pct": middle}
 
     def _read(self) -> CpuTicks | None:
@@ -104,7 +111,8 @@ class CpuShare:
                 if len(fields) > _LAST:
                     parents[int(folder.name)] = int(fields[1])
                     ticks[int(folder.name)] = sum(map(int, fields[_FIRST : _LAST + 1]))
-        own, found = set[int](), {os.getpid()}
+        own = set[int]()
+        found = {os.getpid()}
         while found:
             own |= found
             found = {pid for pid, parent in parents.items() if parent in own} - own
@@ -123,14 +131,17 @@ def others_pct_now(
 def _others_pct(before: CpuTicks | None, now: CpuTicks | None, usable_cpus: int | None) -> float | None:
     if now is None or before is None or not usable_cpus or now.whole <= before.whole:
         return None
-    busy, own = now.busy - before.busy, now.own - before.own
+    busy = now.busy - before.busy
+    own = now.own - before.own
     others = now.cpus * max(0, busy - own) / (now.whole - before.whole)
     return 100 * min(1.0, max(0.0, others - max(0, now.cpus - usable_cpus)) / usable_cpus)
 
 
 # --- the training thread ----------------------------------------------------------------------------------------------
 
-thread_clock, process_clock = time.thread_time_ns, time.process_time_ns  # bound here: programs patch `time`
+# bound here: programs patch `time`
+thread_clock = time.thread_time_ns
+process_clock = time.process_time_ns
 
 
 class _ThreadStatistics(threading.local):
@@ -139,7 +150,8 @@ class _ThreadStatistics(threading.local):
     The file stays open: a reading takes 0.7 us, but 3 if the file is opened each time.
     """
 
-    thread, handle = 0, -1
+    thread = 0
+    handle = -1
 
     def read(self) -> bytes:
         thread = threading.get_native_id()
@@ -185,9 +197,13 @@ class CpuTimes:
         process: Callable[[], int] = process_clock,
         run_queue: Callable[[], int | None] = run_queue_clock,
     ) -> None:
-        self._thread, self._process, self._run_queue = thread, process, run_queue
+        self._thread = thread
+        self._process = process
+        self._run_queue = run_queue
         self._load_clock = {True: process, None: thread, False: None}[loads_here]
-        self._steps_before, self._paused, self._counting = 0, False, False
+        self._steps_before = 0
+        self._paused = False
+        self._counting = False
         self._spent = CpuSums()
         self._began = self._now()
         self._loaded = self._load_queued = 0
@@ -195,7 +211,9 @@ class CpuTimes:
 
     def settle(self, steps: int) -> None:
         """Start over after ``steps`` steps."""
-        self._steps_before, self._spent, self._counting = steps, CpuSums(), True
+        self._steps_before = steps
+        self._spent = CpuSums()
+        self._counting = True
         self._loaded = self._load_queued = 0
         self._began = self._now()
 
@@ -248,7 +266,8 @@ class CpuTimes:
     def _add(self) -> None:
         now = self._now()
         passed = (spent + at - began for spent, at, began in zip(self._spent, now, self._began, strict=True))
-        self._spent, self._began = CpuSums(*passed), now
+        self._spent = CpuSums(*passed)
+        self._began = now
 
 
 class CpuSums(NamedTuple):

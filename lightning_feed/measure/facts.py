@@ -70,7 +70,8 @@ def is_instance(value: object, module: str, name: str) -> bool:
 
 def _name_of(loader: AnyLoader) -> str:
     """``batches (train.py:12)``: a generator, or the class of another iterable, with the line of its code."""
-    code, name = getattr(loader, "gi_code", None), type(loader).__name__
+    code = getattr(loader, "gi_code", None)
+    name = type(loader).__name__
     if code is None:
         code = getattr(getattr(type(loader), "__iter__", None), "__code__", None)
     else:

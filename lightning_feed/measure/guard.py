@@ -28,10 +28,12 @@ class Guard:
     """
 
     def __init__(self, who: str, stop: Callable[[], object]) -> None:
-        self._who, self._stop = who, stop
+        self._who = who
+        self._stop = stop
         self._failed: set[str] = set()
         self._said: set[str] = set()
-        self.measures, self._quiet = True, False
+        self.measures = True
+        self._quiet = False
 
     def measure(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Return the result of ``call``; None once it has failed, which ends all measuring."""

@@ -13,7 +13,8 @@ from lightning_feed.measure.step_meter import Clock, host_clock
 
 T = TypeVar("T")
 
-FIRST_TIMED, FIRST_COUNT = 3, 5
+FIRST_TIMED = 3
+FIRST_COUNT = 5
 """Steps that end before the first timed one, and timed steps in a row from there on, so that short runs have some."""
 EVERY = 47
 """Steps from one later timed step to the next: a prime, so that work done every 10 or 50 steps is sampled in
@@ -46,7 +47,8 @@ class HookTimes:
         self.timing = False
         """True while all actions are timed."""
         self.measure = measure
-        self._between, self._clock = between, clock
+        self._between = between
+        self._clock = clock
         self._next_turn = FIRST_TIMED
         self._begun = self._timed_steps = self._steps = 0
         """Number of timed steps that began, of timed steps that were not left out, and of all steps not left out."""
@@ -82,7 +84,9 @@ class HookTimes:
             self._next_turn = finished + EVERY - 1
             return
         self._fold()
-        self.timing, self._begun, self._next_turn = True, self._begun + 1, finished + 1
+        self.timing = True
+        self._begun = self._begun + 1
+        self._next_turn = finished + 1
 
     def leave_out_step(self) -> None:
         """Do not count this step: it contains a validation or the start of an epoch."""
@@ -162,7 +166,9 @@ class _Announced(AbstractContextManager[str]):
     __slots__ = ("_begins", "_ends", "_name")
 
     def __init__(self, name: str, begins: Callable[[], object] | None, ends: Callable[[], object] | None) -> None:
-        self._name, self._begins, self._ends = name, begins, ends
+        self._name = name
+        self._begins = begins
+        self._ends = ends
 
     def __enter__(self) -> str:
         if self._begins is not None:
@@ -201,12 +207,18 @@ def tap_profiler(
     Returns:
         A function that removes the tap. A tap that another tool has wrapped stays, but does nothing.
     """
-    starts, stops, own = dict(on_start), dict(on_stop), vars(profiler)
+    starts = dict(on_start)
+    stops = dict(on_stop)
+    own = vars(profiler)
     actions = _Actions({name: _Announced(name, starts.get(name), stops.get(name)) for name in {**starts, **stops}})
     shadowed = {name: own[name] for name in ("start", "stop", "profile") if name in own}
-    skips, hook_times = does_nothing and not shadowed, hooks or HookTimes(lambda: False)
-    original_start, original_stop, original_profile = profiler.start, profiler.stop, profiler.profile
-    started, stopped = starts.get, stops.get
+    skips = does_nothing and not shadowed
+    hook_times = hooks or HookTimes(lambda: False)
+    original_start = profiler.start
+    original_stop = profiler.stop
+    original_profile = profiler.profile
+    started = starts.get
+    stopped = stops.get
 
     def start(action_name: str) -> None:
         original_start(action_name)

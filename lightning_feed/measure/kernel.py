@@ -105,7 +105,8 @@ class WorkerClock:
 
     def take(self, workers: Workers, now_ns: int) -> WorkerTime:
         """Return the times since the last call, for workers that were read then. ``now_ns``: the current time."""
-        before, self._last = self._last, self._read(workers, now_ns)
+        before = self._last
+        self._last = self._read(workers, now_ns)
         times = [_between(before[folder], after) for folder, after in self._last.items() if folder in before]
         total = sum(times, WorkerTime())
         total.span_ns = max((one.span_ns for one in times), default=0.0)  # workers run side by side: count it once
@@ -212,7 +213,9 @@ def count_connections(pids: Iterable[int], root: Path = Path("/")) -> int | None
     return sum(len(one) > _INODE and one[_STATE] == _ESTABLISHED and one[_INODE] in theirs for one in fields)
 
 
-_STATE, _ESTABLISHED, _INODE = 3, "01", 9
+_STATE = 3
+_ESTABLISHED = "01"
+_INODE = 9
 
 
 def _sockets(folder: str) -> set[str]:
@@ -274,7 +277,8 @@ class PressureClock:
 
     def take(self, now_ns: int) -> PressureTime:
         """Return the times since the last call; empty on the first call. ``now_ns``: the current time."""
-        taken, before = PressureTime(), self._last
+        taken = PressureTime()
+        before = self._last
         waited = {name: _waited_ns(path) for name, path in self._pressure.items()}
         periods = {str(path): _periods(path) for path in self._quotas}
         self._last = {name: (part, now_ns) for name, part in waited.items() if part is not None}

@@ -261,7 +261,8 @@ def _kept(iterator: AnyIterator) -> int:
 
 def _idle_share(iterator: AnyIterator) -> float:
     """Share of the workers with no task left until the next batch arrives, 0 to 1."""
-    tasks, count = iterator._task_info, iterator._num_workers
+    tasks = iterator._task_info
+    count = iterator._num_workers
     if not _kept(iterator) or len(tasks) < count * iterator._prefetch_factor:
         return 0.0
     return float(1 - len({task[0] for task in tasks.values() if len(task) == 1}) / count)
@@ -314,7 +315,8 @@ class PassProbe(Probe):
         return self._source
 
     def _state(self, it: "LoaderPass") -> QueueState:
-        state, background = self._inner(it).read(), it.background
+        state = self._inner(it).read()
+        background = it.background
         more = background.ready if background is not None else 0
         return QueueState(state.ready + more, state.unpinned, it.taken)
 

@@ -75,7 +75,8 @@ class LoaderSums(Additive):
 
     def to_stats(self) -> LoaderStats:
         """The figures; None for figures without data."""
-        seen, pressure = self.workers, self.pressure
+        seen = self.workers
+        pressure = self.pressure
         return LoaderStats(
             workers_on_cpu_pct=seen.share_pct(seen.on_cpu_ns),
             workers_run_queue_pct=seen.share_pct(seen.run_queue_ns),
@@ -125,7 +126,8 @@ class _Fetch:
 
     def see(self, probe: Probe) -> None:
         """Add the state of one loader."""
-        state, held = probe.read(), probe.held
+        state = probe.read()
+        held = probe.held
         if state is None:
             self.all_known = False
             return
@@ -171,7 +173,9 @@ class LoaderWatch:
         root: Path = Path("/"),
         read_every_ns: int = 0,
     ) -> None:
-        self._find, self._clock, self._read_every_ns = find, clock, read_every_ns
+        self._find = find
+        self._clock = clock
+        self._read_every_ns = read_every_ns
         self._root = root
         self._next_read = self._next_count = clock()
         self._probes: list[Probe | None] = []
@@ -180,9 +184,12 @@ class LoaderWatch:
         self._unknown: list[int] = []
         """Identities of the iterators of unknown kinds."""
         self._tries = TRIES
-        self._workers, self._pressure = WorkerClock(root), PressureClock(root)
+        self._workers = WorkerClock(root)
+        self._pressure = PressureClock(root)
         self._pressure.take(clock())
-        self._sums, self._settled, self._before = LoaderSums(), LoaderSums(), LoaderSums()
+        self._sums = LoaderSums()
+        self._settled = LoaderSums()
+        self._before = LoaderSums()
         """Sums of the whole run, at the end of its warm-up, and at the start of the current window."""
         self._first = True
         """True until a fetch of this epoch has ended."""
@@ -196,7 +203,8 @@ class LoaderWatch:
 
     def fetch_began(self) -> None:
         """Note that the loop requests a batch."""
-        now, last = self._clock(), self._last
+        now = self._clock()
+        last = self._last
         if self._follow():
             last = None  # it belongs to other iterators
         fetch = self._last = _Fetch(now, counts=not self._first, all_known=None not in self._probes)
@@ -229,7 +237,8 @@ class LoaderWatch:
         """The figures since the last call."""
         if self._clock() >= self._next_read:
             self._read()
-        window, self._before = self._sums - self._before, replace(self._sums)
+        window = self._sums - self._before
+        self._before = replace(self._sums)
         return window.to_stats()
 
     def settle(self) -> None:
@@ -250,7 +259,9 @@ class LoaderWatch:
         """Undo all changes to the iterators. Figures remain available."""
         for probe in self._live:
             probe.close()
-        self._probes, self._live, self._last = [], [], None
+        self._probes = []
+        self._live = []
+        self._last = None
 
     def _count(self, last: _Fetch, fetch: _Fetch) -> None:
         """Count the last fetch, and the time from its start to the start of the current fetch."""
@@ -284,7 +295,8 @@ class LoaderWatch:
 
     def _follow(self) -> bool:
         """Find the live iterators. Returns True if they differ from the last time."""
-        found, probes = self._find(), self._probes
+        found = self._find()
+        probes = self._probes
         if self._unchanged(found):
             return False
         old = {id(probe.iterator()): probe for probe in self._live}

@@ -17,7 +17,8 @@ from lightning_feed.measure.windows import UNFOLDED_STEPS, WARM_UP_STEPS, Ledger
 
 READ_EVERY_NS = 250_000_000
 """Shortest time between readings of the workers' kernel counters, however often windows are logged."""
-FIRST_STEPS, FIRST_S = 200, 60.0
+FIRST_STEPS = 200
+FIRST_S = 60.0
 """Steps and seconds to the first report, whichever is sooner."""
 EVERY_S = 600.0
 """Seconds from one report to the next."""
@@ -54,12 +55,14 @@ class MeasuredLoop:
         names: Sequence[str] = (),
         clock: Clock = host_clock,
     ) -> None:
-        self.facts, self.names = facts, names
+        self.facts = facts
+        self.names = names
         self.batch_seen = False
         """True if the facts include the number of tensors in a batch and their size."""
         trusted = ring is not None or facts.device_type == "cpu"
         self.ledger = Ledger(queue=queue, trusted_clock=trusted, period=max(1, facts.num_workers or 0))
-        self.warm_up, self._settled = WARM_UP_STEPS + queue, False
+        self.warm_up = WARM_UP_STEPS + queue
+        self._settled = False
         self.cpu = CpuTimes(loads_here=None if facts.num_workers is None else facts.num_workers == 0)
         self.meter = StepMeter(self._keep, clock=clock, ring=ring)
         self.meter.on_epoch_start = self.ledger.epoch_started
@@ -73,7 +76,8 @@ class MeasuredLoop:
 
     def begins(self, facts: LoopFacts, since: int | None = None) -> None:
         """Begin the loop again, at ``since`` by the host's clock. Its loaders may have changed."""
-        before, ran = self.facts, self.meter.finished - self._began_at
+        before = self.facts
+        ran = self.meter.finished - self._began_at
         self._began_at = self.meter.finished
         self.facts = replace(
             facts, batch_bytes=before.batch_bytes, batch_tensors=before.batch_tensors, syncs=before.syncs,
@@ -131,7 +135,8 @@ class MeasuredLoop:
         for source, sums in sorted(self._by_loader.items()):
             if source < len(self.names):
                 stats = sums.stats(settled=True, trusted_clock=True, prefetch_active=None)
-                name, idle_ms = self.names[source], stats.data_idle_ms or 0.0
+                name = self.names[source]
+                idle_ms = stats.data_idle_ms or 0.0
                 found.append(LoaderSteps(name, sums.steps, step_ms=stats.step_ms or 0.0, data_idle_ms=idle_ms))
         return tuple(found)
 

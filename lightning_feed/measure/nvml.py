@@ -26,7 +26,8 @@ class NvmlSampler:
     """
 
     def __init__(self, uuid: str, *, period_s: float = PERIOD_S) -> None:
-        self._uuid, self._period_s = uuid, period_s
+        self._uuid = uuid
+        self._period_s = period_s
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._sums: dict[str, tuple[float, int]] = {}
@@ -45,7 +46,8 @@ class NvmlSampler:
     def take(self) -> GpuStats | None:
         """Means of the samples since the last call; None without a sample."""
         with self._lock:
-            sums, self._sums = self._sums, {}
+            sums = self._sums
+            self._sums = {}
         return GpuStats(**{name: total / count for name, (total, count) in sums.items()}) if sums else None
 
     def _run(self) -> None:
@@ -120,7 +122,8 @@ class _SmActivity:
     """Share of busy multiprocessors between two reads: NVML needs two samples of its counters for a figure."""
 
     def __init__(self, pynvml: Any, handle: Any) -> None:
-        self._pynvml, self._handle = pynvml, handle
+        self._pynvml = pynvml
+        self._handle = handle
         self._samples = [pynvml.nvmlGpmSampleAlloc() for _ in range(2)]
         pynvml.nvmlGpmSampleGet(handle, self._samples[0])
 
@@ -132,7 +135,8 @@ class _SmActivity:
         request = pynvml.c_nvmlGpmMetricsGet_t()
         request.version = pynvml.NVML_GPM_METRICS_GET_VERSION
         request.numMetrics = 1
-        request.sample1, request.sample2 = before, now
+        request.sample1 = before
+        request.sample2 = now
         request.metrics[0].metricId = pynvml.NVML_GPM_METRIC_SM_UTIL
         pynvml.nvmlGpmMetricsGet(request)
         self._samples = [now, before]

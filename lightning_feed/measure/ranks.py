@@ -83,7 +83,8 @@ class RankSums(Additive):
         by_rank = [ns / self.steps for ns in idle_ns]
         slow = max(range(world_size), key=by_rank.__getitem__)
         above = by_rank[slow] - sorted(by_rank)[(world_size - 1) // 2]
-        longest_ns, step_ns = self.longest_idle_ns, self.longest_step_ns
+        longest_ns = self.longest_idle_ns
+        step_ns = self.longest_step_ns
         return RankStats(
             world_size=world_size,
             steps=self.steps,
@@ -137,8 +138,10 @@ class RankExchange:
         warm_up: int = 0,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        self.rank, self.world_size = rank, world_size
-        self._store, self._prefix = store, f"lightning_feed/ranks/{session}"
+        self.rank = rank
+        self.world_size = world_size
+        self._store = store
+        self._prefix = f"lightning_feed/ranks/{session}"
         self._sleep = sleep
         self._windows = self._missed = 0
         self._fresh: list[float] = []
@@ -209,7 +212,8 @@ class RankExchange:
         return [self._key(rank, slot) for rank in range(1, self.world_size)]
 
     def _put(self, slot: str) -> None:
-        rows, self._fresh = self._fresh, []
+        rows = self._fresh
+        self._fresh = []
         if self.rank:
             packed = array("d", (_LAYOUT, self._windows, len(rows) // 3, *rows)).tobytes()
             self._try(self._store.set, self._key(self.rank, slot), packed)
@@ -282,7 +286,8 @@ def open_rank_exchange(*, warm_up: int = 0) -> RankExchange | None:
     store = default_store()
     if store is None or torch.distributed.get_world_size() < 2:
         return None
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank = torch.distributed.get_rank()
+    world_size = torch.distributed.get_world_size()
     return RankExchange(store, rank, world_size, session=next(_sessions), warm_up=warm_up)
 
 

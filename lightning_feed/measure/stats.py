@@ -8,7 +8,8 @@ Confidence = Literal["high", "medium", "low"]
 
 MIN_STEPS = 10
 """Fewest steps for a verdict."""
-MANY_STEPS, SOME_STEPS = 200, 50
+MANY_STEPS = 200
+SOME_STEPS = 50
 """Fewest steps for high confidence, and for medium confidence."""
 LOST_SHARE = 0.1
 """Figures are not trusted if more than this share of steps has no device measurement."""
@@ -188,7 +189,8 @@ class StarvationStats:
     @property
     def interval_pct(self) -> tuple[float, float] | None:
         """The 95 % interval of starved_pct; None: not known."""
-        low, high = self.starved_low_pct, self.starved_high_pct
+        low = self.starved_low_pct
+        high = self.starved_high_pct
         return None if low is None or high is None else (low, high)
 
 

@@ -105,7 +105,8 @@ class EventRing:
             self.begin()
             return
         self._pending.append((note, self._start, self._open))
-        self._start, self._open = self._next - 1, []
+        self._start = self._next - 1
+        self._open = []
 
     def read(self) -> EventStep | None:
         """The oldest step that the device has finished, or None. The host does not wait."""
@@ -137,7 +138,8 @@ class EventRing:
     def _stop(self, error: RuntimeError) -> None:
         """Stop using a device that has failed."""
         logger.warning("The device clock stopped: %s", str(error).partition("\n")[0])
-        self._stopped, self._start = True, None
+        self._stopped = True
+        self._start = None
         self.lost += len(self._pending)
         self._pending.clear()
 
@@ -194,7 +196,8 @@ def event_maker(device: torch.device) -> Callable[[], DeviceEvent] | None:
 def events_work(make_event: Callable[[], DeviceEvent]) -> bool:
     """True if two events can be recorded and compared, or if the device is too busy to answer."""
     try:
-        first, last = make_event(), make_event()
+        first = make_event()
+        last = make_event()
         first.record()
         last.record()
         for _ in range(PROBE_SPINS):
@@ -259,7 +262,9 @@ class StepMeter:
     def __init__(
         self, keep: Callable[[StepTimes], object], *, clock: Clock = host_clock, ring: EventRing | None = None
     ) -> None:
-        self._keep, self._clock, self._ring = keep, clock, ring
+        self._keep = keep
+        self._clock = clock
+        self._ring = ring
         self._spent = [0] * 7
         self._category = OTHER
         self._last = clock()
@@ -357,8 +362,10 @@ class StepMeter:
         """End the step."""
         self._switch(OTHER)
         self._running = False
-        spent, self._spent = self._spent, [0] * 7
-        counted, self._counted = self._counted, True
+        spent = self._spent
+        self._spent = [0] * 7
+        counted = self._counted
+        self._counted = True
         self.finished += 1
         note = Note(spent[DATA], counted, self.finished, self.source)
         if self._ring is None:

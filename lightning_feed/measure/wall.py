@@ -98,4 +98,5 @@ class WallClock:
     def _switch(self, part: Part) -> None:
         now = self._clock()
         self._spent[self._part] += now - self._last
-        self._last, self._part = now, part
+        self._last = now
+        self._part = part

@@ -261,7 +261,8 @@ class Ledger:
         stats = (self._sums - self._before).stats(
             settled=self._window_settled, trusted_clock=self.trusted_clock, prefetch_active=prefetch_active
         )
-        self._before, self._window_settled = replace(self._sums), not self._warm_up_left
+        self._before = replace(self._sums)
+        self._window_settled = not self._warm_up_left
         return stats
 
     def total(self, *, prefetch_active: bool | None, lost: int = 0) -> StarvationStats:

@@ -104,7 +104,8 @@ def compare(before: Report, after: Report) -> Comparison:
     A remedy of the earlier report counts as followed if its ``changes`` are in effect in the later run, and were not in
     the earlier run. A remedy that the facts do not record (another model, another transform) never counts as followed.
     """
-    old, new = _settings(before), _settings(after)
+    old = _settings(before)
+    new = _settings(after)
     settings = tuple(_changed(old, new))
     figures = tuple(_figures(before, after))
     times, low, high = _times_as_fast(figures, before.diagnosis.stats, after.diagnosis.stats)
@@ -181,7 +182,8 @@ def _in_effect(wanted: dict[str, str], settings: dict[str, Setting]) -> bool:
 
 
 def _check(remedy: Remedy, after: Report, settings: tuple[Changed, ...]) -> RemedyCheck:
-    predicted, achieved = remedy.predicted_step_ms, after.diagnosis.stats.step_ms
+    predicted = remedy.predicted_step_ms
+    achieved = after.diagnosis.stats.step_ms
     fixed = wanted_settings(remedy) | dict(_IN_CODE.findall(remedy.code))
     return RemedyCheck(
         code=remedy.code,
@@ -196,7 +198,8 @@ def _check(remedy: Remedy, after: Report, settings: tuple[Changed, ...]) -> Reme
 
 
 def _others_change_pct(before: Report, after: Report) -> float | None:
-    old, new = before.diagnosis.measurements.facts, after.diagnosis.measurements.facts
+    old = before.diagnosis.measurements.facts
+    new = after.diagnosis.measurements.facts
     if old.others_cpu_pct is None or new.others_cpu_pct is None or not (old.crowded or new.crowded):
         return None
     change_pct = new.others_cpu_pct - old.others_cpu_pct
@@ -244,33 +247,41 @@ def _times_as_fast(
         second, first = known["step_ms"]
     else:
         return None, None, None
-    times, old, new = second / first, _spread(before), _spread(after)
+    times = second / first
+    old = _spread(before)
+    new = _spread(after)
     if not 0 < times < math.inf or old is None or new is None:
         return times, None, None
-    down, up = math.hypot(old[0], new[1]), math.hypot(old[1], new[0])
+    down = math.hypot(old[0], new[1])
+    up = math.hypot(old[1], new[0])
     return times, times * math.exp(-down), times * math.exp(min(up, 700.0))  # no overflow: no run has such figures
 
 
 def _spread(stats: StarvationStats) -> tuple[float, float] | None:
     """Logarithms of two ratios: the mean step / the lower end of its interval, and the upper end / the mean step."""
-    mean, low, high = stats.step_ms, stats.step_low_ms, stats.step_high_ms
+    mean = stats.step_ms
+    low = stats.step_low_ms
+    high = stats.step_high_ms
     if mean is None or low is None or high is None or not 0 < low <= mean <= high < math.inf:
         return None
     return math.log(mean / low), math.log(high / mean)
 
 
 def _overlap(before: StarvationStats, after: StarvationStats) -> bool | None:
-    one, other = before.interval_pct, after.interval_pct
+    one = before.interval_pct
+    other = after.interval_pct
     return None if one is None or other is None else one[0] <= other[1] and other[0] <= one[1]
 
 
 def _verdict(report: Report) -> str:
-    found, cause = report.diagnosis, cause_text(report.diagnosis)
+    found = report.diagnosis
+    cause = cause_text(report.diagnosis)
     return f"{found.bottleneck}{f' ({cause})' if cause else ''}, {found.grade}"
 
 
 def _cautions(before: Report, after: Report) -> Iterator[str]:
-    old, new = before.diagnosis.measurements.facts, after.diagnosis.measurements.facts
+    old = before.diagnosis.measurements.facts
+    new = after.diagnosis.measurements.facts
     if any(vars(before.environment)[name] != vars(after.environment)[name] for name in MACHINE):
         yield "they ran on different machines, or on a machine that was changed"
     if None not in (old.batch_size, new.batch_size) and old.batch_size != new.batch_size:
@@ -390,7 +401,8 @@ def check_starved(report: Report, *, above_pct: float) -> str:
     Raises:
         ReportError: when the share is above the limit, or was not measured.
     """
-    stats, measured = report.diagnosis.stats, report.diagnosis.measurements
+    stats = report.diagnosis.stats
+    measured = report.diagnosis.measurements
     shares = shares_of(measured)
     if report.diagnosis.grade == "not measured" or stats.starved_pct is None:
         alone = measured.experiments is not None and not stats.steps
@@ -399,7 +411,8 @@ def check_starved(report: Report, *, above_pct: float) -> str:
             f"nothing to compare with the limit of {above_pct:g} %: {stats.steps} steps were measured. {todo}"
         )
     starved, of = _longest_wait(measured, stats.starved_pct)
-    confidence, loop = report.diagnosis.confidence, LOOP_WORDS[measured.facts.stage]
+    confidence = report.diagnosis.confidence
+    loop = LOOP_WORDS[measured.facts.stage]
     said = f"{loop} waits for data {starved:.2f} % {of}, limit {above_pct:g} % (confidence {confidence})"
     if starved <= above_pct:
         return f"{said}: fine"
@@ -410,7 +423,8 @@ def check_starved(report: Report, *, above_pct: float) -> str:
 
 def _longest_wait(measured: Measurements, starved_pct: float) -> tuple[float, str]:
     """The largest share of time that waits for data, and the time that it is a share of."""
-    shares, of_steps = shares_of(measured), "of step time (starved_pct)"
+    shares = shares_of(measured)
+    of_steps = "of step time (starved_pct)"
     if shares is not None and shares.without_cpu_ms:
         starved_pct -= 100 * shares.without_cpu_ms / shares.step_ms
         of_steps = "of step time (starved_pct, less the wait for a CPU)"

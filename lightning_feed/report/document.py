@@ -90,8 +90,10 @@ class Parts:
 
 
 def _parts_of(report: Report) -> Parts:
-    found, measured = report.diagnosis, report.diagnosis.measurements
-    size, step_ms = measured.facts.batch_size, measured.stats.step_ms
+    found = report.diagnosis
+    measured = report.diagnosis.measurements
+    size = measured.facts.batch_size
+    step_ms = measured.stats.step_ms
     remedies = [
         ReportedRemedy(**vars(one), predicted_samples_per_s=rate(one.predicted_step_ms, size)) for one in found.remedies
     ]
@@ -243,7 +245,8 @@ EARLIER_NAMES = {"fed": "OK", "fed, some jitter": "OK"}
 
 
 def _read(hint: Any, value: object, where: str) -> Any:
-    origin, inner = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    inner = get_args(hint)
     if origin in (Union, UnionType):
         return None if value is None else _read(_not_none(inner), value, where)
     if is_dataclass(hint):
@@ -331,7 +334,8 @@ def json_schema() -> dict[str, Any]:
 
 
 def _form(hint: Any) -> dict[str, Any]:
-    origin, inner = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    inner = get_args(hint)
     if is_dataclass(hint):
         return _form_of_object(hint)
     if origin in (Union, UnionType):
@@ -348,5 +352,6 @@ def _form(hint: Any) -> dict[str, Any]:
 
 
 def _form_of_object(kind: Any) -> dict[str, Any]:
-    hints, required = get_type_hints(kind), [one.name for one in fields(kind) if _is_required(one)]
+    hints = get_type_hints(kind)
+    required = [one.name for one in fields(kind) if _is_required(one)]
     return {"type": "object", "properties": {name: _form(hint) for name, hint in hints.items()}, "required": required}

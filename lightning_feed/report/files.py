@@ -42,7 +42,8 @@ Printer = Callable[[str], object]
 # --- the console --------------------------------------------------------------------------------------------------
 
 
-NARROWEST, NO_TERMINAL = 40, 100
+NARROWEST = 40
+NO_TERMINAL = 100
 """Smallest width of a line in characters, and the width without a terminal."""
 
 
@@ -65,7 +66,8 @@ def as_text(
         width: characters of a line; None: the terminal's width.
         arguments: the program's arguments as typed in a shell, for commands that measure more.
     """
-    measured, step = diagnosis.measurements, next_step(diagnosis, run, arguments=arguments)
+    measured = diagnosis.measurements
+    step = next_step(diagnosis, run, arguments=arguments)
     shown: list[Iterable[Section]] = [sections.pipeline_sections(diagnosis), sections.measured_sections(measured)]
     if _judged(diagnosis):
         time = sections.step_sections(diagnosis), sections.time_sections(measured)
@@ -125,7 +127,8 @@ def short_markdown(report: Report) -> str:
 
 
 def _first_sections(report: Report) -> tuple[Section, ...]:
-    diagnosis, notes = report.diagnosis, other_notes(report.diagnosis, report.run)
+    diagnosis = report.diagnosis
+    notes = other_notes(report.diagnosis, report.run)
     advice = () if is_toy(diagnosis) else sections.advice_sections(diagnosis, notes)
     changes_first = sorted(advice, key=lambda one: one.form != "remedies")
     return (*sections.step_sections(diagnosis), *changes_first)
@@ -253,8 +256,10 @@ def page_template(name: str) -> "Template":
 
 def _tiles(report: Report) -> list[tuple[str, str, str]]:
     """(figure, unit, words) for each known figure at the top of the page."""
-    stats, facts = report.diagnosis.stats, report.diagnosis.measurements.facts
-    per_s, faster = rate(stats.step_ms, facts.batch_size), speedup(report.diagnosis)
+    stats = report.diagnosis.stats
+    facts = report.diagnosis.measurements.facts
+    per_s = rate(stats.step_ms, facts.batch_size)
+    faster = speedup(report.diagnosis)
     tiles = [
         (in_ms(stats.step_ms, stats.step_ms) if stats.step_ms else "", "ms", "a step on average"),
         (
@@ -348,7 +353,8 @@ def show_report(
         written: the report's files, which differ only in their suffixes.
         form: the part of the report that the console shows.
     """
-    files, arguments = _files_line(written), arguments_now()
+    files = _files_line(written)
+    arguments = arguments_now()
     full = as_text(report.diagnosis, report.run, beside=files, arguments=arguments)
     show = _notebook_display()
     if show is not None:

@@ -53,7 +53,8 @@ def next_step(found: Diagnosis, run: RunIdentity | None = None, *, arguments: st
 
 def other_notes(found: Diagnosis, run: RunIdentity | None = None, *, arguments: str = ARGUMENTS) -> list[str]:
     """The notes that :func:`next_step` does not repeat, with the program's name in commands. Arguments as for it."""
-    step, run = next_step(found, run, arguments=arguments), RunIdentity() if run is None else run
+    step = next_step(found, run, arguments=arguments)
+    run = RunIdentity() if run is None else run
     notes = [
         one.replace(_DIAGNOSE, _command(found, run, arguments if run.has_arguments else "")) for one in found.notes
     ]
@@ -91,7 +92,8 @@ def _to_a_verdict(found: Diagnosis, run: RunIdentity, given: str) -> str:
 
 
 def _for_data(found: Diagnosis, run: RunIdentity, given: str) -> str:
-    measured, facts = found.measurements, found.measurements.facts
+    measured = found.measurements
+    facts = found.measurements.facts
     fewer = _fewer_threads(found, run, given)
     if fewer:
         return fewer
@@ -148,7 +150,8 @@ def _may_be_tuned(facts: LoopFacts) -> bool:
 
 
 def _for_compute(found: Diagnosis, run: RunIdentity, given: str) -> str:
-    measured, notes = found.measurements, _notes(found, run, given)
+    measured = found.measurements
+    notes = _notes(found, run, given)
     beside = _beside_others(found, run, given)
     if beside:
         return f"the loader keeps up; {beside}" if found.grade == "OK" or found.cause == "compute" else beside

@@ -222,7 +222,8 @@ def headline_parts(diagnosis: Diagnosis) -> tuple[str, str]:
 
 
 def _of_the_step_itself(diagnosis: Diagnosis) -> str:
-    facts, verdict = diagnosis.measurements.facts, "limited by the step itself, not by data"
+    facts = diagnosis.measurements.facts
+    verdict = "limited by the step itself, not by data"
     verdict = _OF_THE_STEP.get(diagnosis.cause, verdict)
     if not facts.crowded:
         return verdict
@@ -236,11 +237,15 @@ def _of_the_other_parts(diagnosis: Diagnosis, waits: str) -> tuple[str, str]:
     stats = diagnosis.stats
     if diagnosis.bottleneck == "compute":
         return _of_the_step_itself(diagnosis), waits
-    verdict, part, where = f"{diagnosis.bottleneck}-bound", stats.other_ms, "between the steps"
+    verdict = f"{diagnosis.bottleneck}-bound"
+    part = stats.other_ms
+    where = "between the steps"
     if diagnosis.bottleneck == "copy":
-        part, where = stats.h2d_ms, "copying batches to the device"
+        part = stats.h2d_ms
+        where = "copying batches to the device"
         if diagnosis.device_type == "cpu":
-            verdict, where = "limited by transfer hooks", "in them"
+            verdict = "limited by transfer hooks"
+            where = "in them"
     taken = 100 * (part or 0.0) / (stats.step_ms or 1.0)
     return verdict, f"{taken:.0f} % of each step {where}; {waits}"
 
@@ -276,20 +281,26 @@ def trust(diagnosis: Diagnosis) -> str:
 
 def _waits(diagnosis: Diagnosis, starved_pct: float) -> str:
     """The share of time that training waits for data, in words."""
-    measured, counted = diagnosis.measurements, _counted(diagnosis)
-    ranks, shares = measured.ranks, shares_of(measured)
+    measured = diagnosis.measurements
+    counted = _counted(diagnosis)
+    ranks = measured.ranks
+    shares = shares_of(measured)
     if counted == "ranks" and ranks is not None:
         whose = "one of them" if ranks.slow_rank is None else f"rank {ranks.slow_rank}"
         return f"all ranks wait {ranks.starved_pct:.0f} % of each step for the data of {whose}"
     without_cpu = _without_cpu_ms(diagnosis)
     if shares is not None and 100 * without_cpu >= shares.step_ms:
-        waits, loop = 100 * shares.data_ms / shares.step_ms, LOOP_WORDS[measured.facts.stage]
+        waits = 100 * shares.data_ms / shares.step_ms
+        loop = LOOP_WORDS[measured.facts.stage]
         for_cpu = f"{100 * without_cpu / shares.step_ms:.0f} % for a free CPU while a batch is ready"
         return f"{loop} waits {waits:.0f} % of each step for data, and {for_cpu}"
-    share, on_cpu, on_gpu = f"{starved_pct:.0f} % of each step", "", " waiting for data"
+    share = f"{starved_pct:.0f} % of each step"
+    on_cpu = ""
+    on_gpu = " waiting for data"
     if counted == "epochs" and shares is not None:
         share = f"{shares.epoch_pct:.0f} % of each epoch"
-        on_cpu, on_gpu = ", for its first batch", " waiting for its first batch"
+        on_cpu = ", for its first batch"
+        on_gpu = " waiting for its first batch"
     elif diagnosis.bottleneck == "compute":
         proven = shares is not None and shares.compute_bound_confirmed
         more = ", which faster loading would not change: the model alone takes as long as a step"
@@ -311,7 +322,8 @@ def _without_cpu_ms(diagnosis: Diagnosis) -> float:
 def _counted(diagnosis: Diagnosis) -> Literal["steps", "ranks", "epochs"]:
     """The base of the grade: waiting in this rank's steps, in those of all ranks, or for an epoch's first batch."""
     measured = diagnosis.measurements
-    starved, shares = measured.stats.starved_pct, shares_of(measured)
+    starved = measured.stats.starved_pct
+    shares = shares_of(measured)
     if diagnosis.cause == "one rank" and measured.ranks is not None and measured.ranks.starved_pct is not None:
         return "ranks"
     if shares is None or starved is None or (diagnosis.cause != "epoch start" and grade_of(starved) == diagnosis.grade):
@@ -335,12 +347,16 @@ def if_free(diagnosis: Diagnosis) -> str:
 
 def speedup(diagnosis: Diagnosis) -> float | None:
     """Times as fast if data were free, by the share that the headline names; None: not known."""
-    measured, counted = diagnosis.measurements, _counted(diagnosis)
-    stats, ranks, batches = measured.stats, measured.ranks, measured.facts.batches_per_epoch or 0
+    measured = diagnosis.measurements
+    counted = _counted(diagnosis)
+    stats = measured.stats
+    ranks = measured.ranks
+    batches = measured.facts.batches_per_epoch or 0
     if counted == "steps":
         return _speedup_of_the_step(measured)
     if counted == "ranks":
-        whole, busy = 100.0, 100.0 - ((ranks.starved_pct if ranks is not None else None) or 0.0)
+        whole = 100.0
+        busy = 100.0 - ((ranks.starved_pct if ranks is not None else None) or 0.0)
     else:
         step_ms = stats.step_ms or 0.0
         whole = 1e3 * (stats.epoch_start_s or 0.0) + batches * step_ms

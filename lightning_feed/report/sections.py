@@ -21,7 +21,8 @@ from lightning_feed.verdict.shares import in_ms, model_disturbed, shares_of
 
 # --- the pipeline from disk to model ------------------------------------------------------------------------------
 
-_CHARACTERS, _FEWEST_CHARACTERS = 32, 8
+_CHARACTERS = 32
+_FEWEST_CHARACTERS = 8
 """Length of the longest bar in characters, in a wide and in a narrow terminal."""
 _REMARK = 17
 """Characters of the longest remark behind a bar."""
@@ -62,7 +63,8 @@ class Pipeline(NamedTuple):
 def read_pipeline(diagnosis: Diagnosis) -> Pipeline | None:
     """The pipeline as far as experiments measured it. None: no stage was measured."""
     measured = diagnosis.measurements
-    found, facts = measured.found, measured.facts
+    found = measured.found
+    facts = measured.facts
     size = next((one for one in (found.batch_size, facts.batch_size) if one and one > 0), None)
     rows: list[_Row] = [
         *_sample_parts(found.costs, facts, size),
@@ -107,7 +109,9 @@ def pipeline_text(pipeline: Pipeline, width: int = WIDE) -> list[str]:
 
 
 def _short(name: str, most: int) -> str:
-    indent, words, most = name[: len(name) - len(name.lstrip())], name.split(), max(12, min(50, most))
+    indent = name[: len(name) - len(name.lstrip())]
+    words = name.split()
+    most = max(12, min(50, most))
     code = indent + " ".join(words)
     return code if len(code) <= most else f"{code[: most - 3]}..."
 
@@ -122,13 +126,15 @@ def _sample_parts(costs: tuple[NamedCost, ...], facts: LoopFacts, batch_size: in
     """
     if facts.num_workers is None or batch_size is None:
         return
-    wall_ms, cpu_ms = dict.fromkeys(_SAMPLE_PARTS, 0.0), dict.fromkeys(_SAMPLE_PARTS, 0.0)
+    wall_ms = dict.fromkeys(_SAMPLE_PARTS, 0.0)
+    cpu_ms = dict.fromkeys(_SAMPLE_PARTS, 0.0)
     for one in costs:
         step = step_of(one.name) if step_of(one.name) in NOT_TRANSFORMS else "transforms"
         wall_ms[step] += one.wall_ms
         cpu_ms[step] += one.cpu_ms
     for name in _SAMPLE_PARTS:
-        per_s, most = rate(wall_ms[name], max(facts.num_workers, 1)), rate(cpu_ms[name], facts.usable_cpus)
+        per_s = rate(wall_ms[name], max(facts.num_workers, 1))
+        most = rate(cpu_ms[name], facts.usable_cpus)
         if per_s is not None:
             per_s = per_s if most is None else min(per_s, most)
             yield "part", name, per_s / batch_size, "cost of one sample, shared by the workers"
@@ -232,7 +238,9 @@ def _parts_section(what: str, stats: StarvationStats, *, copies: bool, end: str,
 
     If nothing is copied (on a CPU), the short time of the transfer counts as ``other``.
     """
-    whole, copy_ms, other_ms = stats.step_ms or 0.0, stats.h2d_ms, stats.other_ms
+    whole = stats.step_ms or 0.0
+    copy_ms = stats.h2d_ms
+    other_ms = stats.other_ms
     if not copies:
         copy_ms, other_ms = None, None if other_ms is None else other_ms + (copy_ms or 0.0)
     named = {"forward": stats.forward_ms, "backward": stats.backward_ms, "optimizer": stats.optimizer_ms}
@@ -257,7 +265,9 @@ _PARTS = ("part of the step", "ms", "%", "")
 
 def time_sections(measured: Measurements) -> Iterator[Section]:
     """The parts of the run, and of its validation."""
-    wall, validation, by_loader = measured.wall, measured.validation, measured.by_loader
+    wall = measured.wall
+    validation = measured.validation
+    by_loader = measured.by_loader
     if wall is not None and wall.wall_s > 0:
         yield _wall_section(wall)
     if validation is not None:
@@ -281,7 +291,8 @@ def _wall_section(wall: WallStats) -> Section:
 
 
 def _validation_sections(validation: LoopMeasurements, *, shown: bool) -> Iterator[Section]:
-    step, copies = validation.stats.step_ms, validation.facts.device_type != "cpu"
+    step = validation.stats.step_ms
+    copies = validation.facts.device_type != "cpu"
     if step:
         waits = [
             f"; {one.name} waits {in_ms(one.data_idle_ms, step)} of {in_ms(one.step_ms, step)}"
@@ -296,7 +307,8 @@ def _validation_sections(validation: LoopMeasurements, *, shown: bool) -> Iterat
 
 def advice_sections(diagnosis: Diagnosis, notes: Sequence[str]) -> Iterator[Section]:
     """Causes, remedies, and the notes that the next step does not repeat."""
-    cause, evidence = cause_text(diagnosis), diagnosis.evidence
+    cause = cause_text(diagnosis)
+    evidence = diagnosis.evidence
     lines = [f"cause {cause}"] * bool(cause) + ["why   " + "; ".join(evidence)] * bool(evidence)
     yield from _list("Why", [one for one in (cause, *evidence) if one], lines)
     if diagnosis.remedies:
@@ -358,7 +370,8 @@ def measured_sections(measured: Measurements) -> Iterator[Section]:
     hooks = [(one.name, f"{one.ms_per_step:.2f}") for one in measured.hooks]
     yield from _table("Slowest hooks", hooks, ("hook or logger", "ms a step"))
     if measured.ranks is not None:
-        slow, waits = measured.ranks.slow_rank, enumerate(measured.ranks.data_idle_ms_by_rank)
+        slow = measured.ranks.slow_rank
+        waits = enumerate(measured.ranks.data_idle_ms_by_rank)
         rows = [(f"rank {rank}{' (the slow one)' if rank == slow else ''}", f"{ms:.2f}") for rank, ms in waits]
         yield from _table("Ranks", rows, ("", "waits for data, ms a step"))
     yield from _table("Loader and workers during the fit", _loader_rows(measured.loaders))
@@ -483,7 +496,8 @@ def other_sections(report: Report) -> Iterator[Section]:
 
 def _run_rows(report: Report) -> list[Row]:
     """(name, value) of the run and its machine, as far as they are known."""
-    facts, where = report.diagnosis.measurements.facts, report.environment
+    facts = report.diagnosis.measurements.facts
+    where = report.environment
     size = facts.batch_bytes
     batch = _figures(("", facts.batch_size, "{} samples"), ("", None if size is None else size / 1e6, "{:.2f} MB"))
     rows = (

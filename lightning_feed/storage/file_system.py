@@ -92,11 +92,13 @@ def find_mount(path: str | Path, root: Path = Path("/")) -> Mount | None:
         path: a file or a folder.
         root: the file system to read ``proc`` from.
     """
-    resolved, found = Path(path).resolve(), None
+    resolved = Path(path).resolve()
+    found = None
     for line in read_text(root / "proc/self/mountinfo").splitlines():
         # 25 24 0:23 / /dev/shm rw,relatime [fields of any number] - tmpfs tmpfs rw,size=24684084k
         left, _, right = line.partition(" - ")
-        words, tail = left.split(" "), right.split(" ")
+        words = left.split(" ")
+        tail = right.split(" ")
         if len(words) < 6 or len(tail) < 3:
             continue
         point = _unescaped(words[4])
@@ -117,7 +119,8 @@ def _unescaped(word: str) -> str:
 
 def find_room(folder: str | Path, root: Path = Path("/")) -> MemoryLimit:
     """Return the tighter limit on new data in a folder: free space or, if the folder is in memory, free memory."""
-    mount, status = find_mount(folder, root), os.statvfs(folder)
+    mount = find_mount(folder, root)
+    status = os.statvfs(folder)
     place = f"{mount.point} ({mount.kind})" if mount else str(folder)
     limits = [MemoryLimit(status.f_bavail * status.f_frsize, place)]
     if mount is not None and mount.in_memory:
@@ -138,7 +141,9 @@ def check_room(new_bytes: int, new_files: int, folder: str, root: Path = Path("/
     Raises:
         ArchiveError: if the copy does not fit. The message has the needed and the free space, and advice.
     """
-    mount, least, status = find_mount(folder, root), find_room(folder, root), os.statvfs(folder)
+    mount = find_mount(folder, root)
+    least = find_room(folder, root)
+    status = os.statvfs(folder)
     in_memory = mount is not None and mount.in_memory
     share = RAM_SHARE if in_memory else 1
     if new_bytes > least.left_bytes * share:
@@ -163,7 +168,9 @@ def find_caveats(folder: str, root: Path = Path("/")) -> tuple[str, ...]:
         folder: target of the copies; must exist.
         root: as in :func:`check_room`.
     """
-    mount, status, found = find_mount(folder, root), os.stat(folder), []  # noqa: PTH116
+    mount = find_mount(folder, root)
+    status = Path(folder).stat()
+    found = []
     sticky = status.st_mode & stat.S_ISVTX  # only the owner of a file can move it in a sticky folder
     if status.st_uid not in (0, os.geteuid()) or (status.st_mode & 0o002 and not sticky):
         found.append(

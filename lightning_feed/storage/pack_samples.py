@@ -71,11 +71,13 @@ class Payloads(Dataset[Payload]):
     """
 
     def __init__(self, source: Any, shrink: Shrink) -> None:
-        self.source, self.shrink = source, shrink
+        self.source = source
+        self.shrink = shrink
         self.kind: Literal["files", "decoded", "samples"] = "samples"
         self.labels: npt.NDArray[np.int64] = np.zeros(len(source), dtype=np.int64)
         if isinstance(source, FolderSource):
-            self.kind, self.labels = "decoded" if shrink.decoded else "files", source.labels
+            self.kind = "decoded" if shrink.decoded else "files"
+            self.labels = source.labels
 
     def __len__(self) -> int:
         return len(self.source)
@@ -207,7 +209,8 @@ class _Reader:
     """Reads the arrays in the order of the header."""
 
     def __init__(self, data: bytes, at: int) -> None:
-        self.data, self.at = data, at
+        self.data = data
+        self.at = at
 
     def build(self, tree: dict[str, Any]) -> Any:
         """Build the value from its header."""

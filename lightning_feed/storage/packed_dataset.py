@@ -94,7 +94,8 @@ def read_manifest(path: Path) -> Manifest:
         raise ArchiveError(f"{path} is not a pack: it has no {MANIFEST}. To make one: lightning-feed pack SRC DEST")
     try:
         found = json.loads((path / MANIFEST).read_text())
-        version, format = found["version"], found.get("format")
+        version = found["version"]
+        format = found.get("format")
         if version == _VERSION and format != "litdata":
             return _manifest_of(**found)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -211,7 +212,8 @@ def open_lmdb(folder: Path) -> Any:
         # No lock: nobody writes. No readahead: training reads at random. Extra readers are for threads.
         environment = lmdb.open(os.path.realpath(folder), readonly=True, lock=False, readahead=False, max_readers=512)
         page = environment.stat()["psize"]
-        needed, there = environment.info()["last_pgno"] + 1, status.st_size // page if page else 0
+        needed = environment.info()["last_pgno"] + 1
+        there = status.st_size // page if page else 0
         if there < needed:  # reading further would end the process with SIGBUS
             environment.close()
             raise lmdb.CorruptedError(f"it is cut short: only {there} of {needed} pages are present")
@@ -235,7 +237,8 @@ def _open_lmdb(folder: Path, _index: PartIndex) -> Read:
 def _open_hdf5(folder: Path, index: PartIndex) -> Read:
     """Get the offset of the bytes from HDF5 once, then read the file directly: HDF5 locks, and is not fork-safe."""
     h5py = require("h5py", extra="hdf5", why="A pack of the format hdf5")
-    path, ends = folder / "data.h5", np.cumsum(index.sizes)
+    path = folder / "data.h5"
+    ends = np.cumsum(index.sizes)
     with h5py.File(path, "r", locking=False) as opened:
         offset = opened["bytes"].id.get_offset() or 0  # None when all files are empty
     file = os.open(path, os.O_RDONLY)

@@ -232,7 +232,8 @@ def _estimated_bytes(part: Payloads) -> int:
 
 def _fill(written: "PartWriter", workers: int | None, on_error: str) -> None:
     """Read and write all samples of a part."""
-    waiting, waiting_bytes = list[Payload](), 0
+    waiting = list[Payload]()
+    waiting_bytes = 0
     with progress_bar(f"Packing {written.name}", len(written.part), " samples") as bar:
         for payload in _payloads(written.part, workers):
             if payload.data is None and on_error == "raise":
@@ -242,7 +243,8 @@ def _fill(written: "PartWriter", workers: int | None, on_error: str) -> None:
             bar.update()
             if waiting_bytes >= _WRITTEN_BYTES:
                 written.append(waiting)
-                waiting, waiting_bytes = [], 0
+                waiting = []
+                waiting_bytes = 0
     written.append(waiting)
     written.finish()
 
@@ -360,8 +362,10 @@ class PartWriter:
     digest = ""
 
     def __init__(self, folder: Path, part: Payloads, format: Format) -> None:
-        self.part, self.name = part, folder.name
-        self._index, self._data = folder / "index.npz", folder / "data"
+        self.part = part
+        self.name = folder.name
+        self._index = folder / "index.npz"
+        self._data = folder / "data"
         self._data.mkdir(parents=True)
         self._write = _WRITERS[format](self._data)
         self._kept, self._sizes, self._checksums, self._changed_ns = list[int](), list[int](), list[int](), list[int]()
@@ -422,7 +426,9 @@ class PartWriter:
 class _LmdbWriter:
     def __init__(self, folder: Path) -> None:
         lmdb = require("lmdb", extra="pack", why="Packing")
-        self._environment, self._count = lmdb.open(str(folder), lock=False, readahead=False), 0  # nobody reads it yet
+        # nobody reads it yet
+        self._environment = lmdb.open(str(folder), lock=False, readahead=False)
+        self._count = 0
 
     def append(self, payloads: list[bytes]) -> None:
         page = self._environment.stat()["psize"]
@@ -445,7 +451,8 @@ class _Hdf5Writer:
 
     def __init__(self, folder: Path) -> None:
         self._h5py = require("h5py", extra="hdf5", why="A pack of the format hdf5")
-        self._path, self._payloads = folder / "data.h5", folder / "payloads"
+        self._path = folder / "data.h5"
+        self._payloads = folder / "payloads"
 
     def append(self, payloads: list[bytes]) -> None:
         with self._payloads.open("ab") as file:

@@ -51,7 +51,8 @@ class ReadAhead:
     def __init__(self, source: RemoteSource, picked: Sequence[Any], limit_bytes: int) -> None:
         cache = source.place.cache
         assert cache is not None
-        self._source, self._picked = source, picked
+        self._source = source
+        self._picked = picked
         # New files must not push out files that were fetched just before.
         self._limit_bytes = max(1, min(limit_bytes, cache.limit_bytes // 4))
         self._child: tuple[int, subprocess.Popen[bytes]] | None = None
@@ -62,9 +63,11 @@ class ReadAhead:
 
         Near the end, also fetch the first files of the next order, which ``then`` returns.
         """
-        waiting, ahead_bytes = deque[tuple[object, int]](), 0
+        waiting = deque[tuple[object, int]]()
+        ahead_bytes = 0
         entries: Iterator[object] | None = iter(order)
-        own, self._ended = True, False
+        own = True
+        self._ended = False
         while True:
             sent = list[int]()
             while ahead_bytes < self._limit_bytes and entries is not None:
@@ -99,7 +102,8 @@ class ReadAhead:
             pipe.write(np.array(numbers, np.int64).tobytes())
             pipe.flush()
         except (OSError, PicklingError, TypeError, AttributeError) as error:  # the child ended, or pickling failed
-            self._child, self._ended = None, True
+            self._child = None
+            self._ended = True
             logger.warning(
                 "Nothing is read ahead of %s until the next epoch (%s: %s): each sample is read when it is needed, "
                 "which is slower. If the data cannot be read at all, the next sample's error says why.",
@@ -152,7 +156,8 @@ def fetch_in_child() -> None:
     numbers: SimpleQueue[int | None] = SimpleQueue()
     end_with(parent)
     threading.Thread(target=_take_in, args=(given, numbers), daemon=True).start()
-    running, failures = set[Future[bytes]](), 0
+    running = set[Future[bytes]]()
+    failures = 0
     while (number := numbers.get()) is not None and failures < _GIVE_UP:
         future = source.begin_ahead(number)
         if future is not None:

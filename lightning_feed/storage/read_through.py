@@ -54,7 +54,8 @@ _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """Flags that follow no link, and do not wait for the other end of a FIFO."""
 _PART = ".part"
-_COUNT, _WARNED = "used_bytes", "told"
+_COUNT = "used_bytes"
+_WARNED = "told"
 _MOST = 1 << 62
 """Upper bound of any real count; a crash may leave larger ones."""
 
@@ -220,7 +221,8 @@ class ReadThrough:
         if not self._take(taken):
             return
         try:
-            view, at = memoryview(stored), 0
+            view = memoryview(stored)
+            at = 0
             while at < len(stored):
                 at += os.pwrite(part, view[at:], at)
             with self._locked(_COUNT):  # not during a recount, which would miss the file
@@ -293,7 +295,9 @@ class ReadThrough:
 
     def _remove_first(self, wanted: int) -> bool:
         """Remove the first files in eviction order, from all or a sample of the files. True if there were any."""
-        found, buckets, counted = list[_Found](), self._buckets(), self.used_bytes()
+        found = list[_Found]()
+        buckets = self._buckets()
+        counted = self.used_bytes()
         _chance.shuffle(buckets)
         while buckets and len(found) < _LOOK_AT:
             found += self._look_into(buckets.pop())

@@ -37,7 +37,8 @@ SLOWEST_BYTES_PER_S = 1_000_000
 _THREADS = 32
 """Threads for file systems without coroutines."""
 _ATTEMPTS = 6
-_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.2, 10.0
+_FIRST_DELAY_S = 0.2
+_LONGEST_DELAY_S = 10.0
 _RENEW_EVERY_S = 60
 _PASSING = (408, 425, 429)
 """HTTP 4xx statuses worth another attempt; all 5xx are, too."""
@@ -116,8 +117,10 @@ class RemotePlace:
                 f"{url!r} is not a URL such as s3://bucket/folder. Pass a URL, or a path without options."
             )
         self.url = url if "::" in url else url.rstrip("/")
-        self.options, self.timeout_s = dict(options or {}), timeout_s
-        self.cache, self.readahead_bytes = cache, readahead_bytes
+        self.options = dict(options or {})
+        self.timeout_s = timeout_s
+        self.cache = cache
+        self.readahead_bytes = readahead_bytes
         self.is_http = self.url.startswith(("http://", "https://"))
         about = repr((self.url, sorted(self.options.items(), key=lambda item: item[0])))
         self.key = hashlib.blake2b(about.encode(), digest_size=12).hexdigest()
@@ -174,7 +177,8 @@ class Connection:
         self.loop = get_loop()  # fsspec makes a new one in a forked child
         self._slots = asyncio.Semaphore(REQUESTS)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="lightning-feed-remote")
-        self._renewing, self._renewed_s = asyncio.Lock(), float("-inf")
+        self._renewing = asyncio.Lock()
+        self._renewed_s = float("-inf")
         self._open()
 
     def _open(self) -> None:
@@ -294,7 +298,8 @@ class Connection:
         """Return the error to raise for a library's error: the file, the failure, and advice."""
         if isinstance(error, ArchiveError):
             return error
-        url, status = self.place.url_of(name), status_of(error)
+        url = self.place.url_of(name)
+        status = status_of(error)
         if isinstance(error, ReplacedError) or status == 416:
             what = "it is shorter than listed" if status == 416 else error
             return GoneError(f"{url} cannot be used: {what}. Start the run again, which lists the files again.")

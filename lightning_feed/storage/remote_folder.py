@@ -162,7 +162,8 @@ class _File(NamedTuple):
 
 
 async def _walk(place: RemotePlace) -> list[_File]:
-    connection, found = place.connection(), list[_File]()
+    connection = place.connection()
+    found = list[_File]()
 
     async def walk(folder: str) -> None:
         entries = await connection.call("ls", folder, detail=True)
@@ -209,13 +210,16 @@ def parse_entries(entries: list[dict[str, object]], folder: str, path: str) -> t
     Raises:
         ArchiveError: for a name that leads out of the folder.
     """
-    files, inside = [], []
+    files = []
+    inside = []
     for entry in entries:
         name = str(entry["name"])
-        base, itself = name.rstrip("/").rpartition("/")[2], name.strip("/") == path.strip("/")
+        base = name.rstrip("/").rpartition("/")[2]
+        itself = name.strip("/") == path.strip("/")
         if base in (".", "..") or "\0" in base:
             raise ArchiveError(f"{printable(name)} has a name that leads out of its folder. Remove it there.")
-        kind, place_itself = entry["type"], itself and not folder
+        kind = entry["type"]
+        place_itself = itself and not folder
         if kind == "directory" and not itself:
             inside.append(below(folder, base))
         elif kind == "file" and (place_itself or not itself) and not name.endswith("/"):
@@ -242,7 +246,8 @@ def stamp_of(entry: Mapping[str, Any]) -> int:
         try:
             changed = datetime.fromisoformat(changed.replace("Z", "+00:00"))
         except ValueError:
-            content, changed = f"{content}{changed}", 0
+            content = f"{content}{changed}"
+            changed = 0
     if isinstance(changed, datetime):
         changed = calendar.timegm(changed.utctimetuple()) + changed.microsecond / 1e6
     known_ns = int(float(changed) * 1e6) * 1000
@@ -306,8 +311,12 @@ class RemoteSource(FolderSource):
     def __init__(
         self, place: RemotePlace, index: FolderIndex, sizes: npt.NDArray[np.int64], stamps: npt.NDArray[np.int64]
     ) -> None:
-        self.place, self.index, self.sizes, self.stamps = place, index, sizes, stamps
-        self.classes, self.labels = index.classes, index.labels
+        self.place = place
+        self.index = index
+        self.sizes = sizes
+        self.stamps = stamps
+        self.classes = index.classes
+        self.labels = index.labels
         self._listed = place
         self._expected: WeakValueDictionary[int, Future[bytes]] = WeakValueDictionary()
 
@@ -326,7 +335,8 @@ class RemoteSource(FolderSource):
         Raises:
             DatasetError: as :func:`~lightning_feed.storage.folder.scan_classes`.
         """
-        where, by_class = place.url_of(top), _class_folders(listing, f"{top}/" if top else "")
+        where = place.url_of(top)
+        by_class = _class_folders(listing, f"{top}/" if top else "")
         names = check_classes(sorted(by_class), classes, where)
         images = {
             name: [(path, number) for path, number in files if path.lower().endswith(IMAGE_SUFFIXES)]
@@ -366,7 +376,8 @@ class RemoteSource(FolderSource):
             GoneError: if it no longer exists, or was replaced.
             ArchiveError: if it cannot be read for another reason.
         """
-        waiting, cache = self._expected.pop(index, None), self._cache(index)
+        waiting = self._expected.pop(index, None)
+        cache = self._cache(index)
         if waiting is None and cache is not None:
             found = cache.read(self._key(index), int(self.sizes[index]), again_late=self.again_late)
             if found is not None:
@@ -398,8 +409,11 @@ class RemoteSource(FolderSource):
         return int(self.stamps[index])
 
     def _begin(self, number: int) -> "Future[bytes]":
-        connection, size, cache = self.place.connection(), int(self.sizes[number]), self._cache(number)
-        path, expected = self.index.path(number), size if size >= 0 else None
+        connection = self.place.connection()
+        size = int(self.sizes[number])
+        cache = self._cache(number)
+        path = self.index.path(number)
+        expected = size if size >= 0 else None
         fetch = partial(connection.fetch, path, expected, **self.options(number))
         if cache is None:
             return connection.submit(fetch())

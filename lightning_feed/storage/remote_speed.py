@@ -54,7 +54,8 @@ def measure_speed(place: RemotePlace, wanted: Sequence[Wanted]) -> RemoteSpeed:
 
 
 async def _measure(connection: Connection, wanted: Sequence[Wanted]) -> RemoteSpeed:
-    first, took_ms = wanted[0], []
+    first = wanted[0]
+    took_ms = []
     for _ in range(1 + ALONE):  # the first request opens the connection
         began = time.perf_counter()
         await connection.fetch(first.name, 1, whole=False)
@@ -65,7 +66,8 @@ async def _measure(connection: Connection, wanted: Sequence[Wanted]) -> RemoteSp
     done, pending = await asyncio.wait(reads, timeout=_MOST_S)
     for one in pending:
         one.cancel()
-    size, seconds = sum(len(one.result()) for one in done), time.perf_counter() - began
+    size = sum(len(one.result()) for one in done)
+    seconds = time.perf_counter() - began
     return RemoteSpeed(median(took_ms[1:]), size / 1e6 / seconds if size else None, len(wanted))
 
 
@@ -75,7 +77,8 @@ def some_files(place: RemotePlace) -> list[Wanted]:
     Raises:
         ArchiveError: if it cannot be listed, or has no files.
     """
-    connection, folder = place.connection(), ""
+    connection = place.connection()
+    folder = ""
     while True:
         entries = connection.submit(connection.call("ls", folder, detail=True)).result()
         files, inside = parse_entries(entries, folder, connection.path(folder))

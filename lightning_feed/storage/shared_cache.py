@@ -34,7 +34,13 @@ PREFIX = "lightning-feed-cache-"
 _MemoryLeft: TypeAlias = Callable[[], int | None]
 
 # Words of the header; the identity takes up to 7.
-_MAGIC, _IDENTITY, _LIMIT, _NEXT, _ENTRIES, _STORED, _REFUSED = 0, 1, 8, 9, 16, 17, 18
+_MAGIC = 0
+_IDENTITY = 1
+_LIMIT = 8
+_NEXT = 9
+_ENTRIES = 16
+_STORED = 17
+_REFUSED = 18
 _VERSION = 0x3143_4546_4D  # change it with the layout
 _PAGE = 4096
 _STEP_BYTES = 16 << 20
@@ -336,7 +342,8 @@ class _CacheFile:
         try:
             while data:
                 written = os.pwrite(self._fd, data, offset)
-                data, offset = data[written:], offset + written
+                data = data[written:]
+                offset = offset + written
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise
@@ -384,7 +391,8 @@ class _CacheFile:
         lack = f"{self.path.parent} has {room >> 20} MiB free. {_ENLARGE}"
         left = self._memory_left() if self._memory_left is not None else None
         if left is not None and left - _SPARE_BYTES < room:
-            room, lack = max(0, left - _SPARE_BYTES), f"{max(left, 0) >> 20} MiB of memory can still be taken"
+            room = max(0, left - _SPARE_BYTES)
+            lack = f"{max(left, 0) >> 20} MiB of memory can still be taken"
         if limit_bytes > room:
             say = "The cache is limited to %d MiB instead of %d MiB, since %s"
             logger.warning(say, room >> 20, limit_bytes >> 20, lack)

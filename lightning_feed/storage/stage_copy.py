@@ -61,7 +61,8 @@ class LocalOrigin:
     threads = 4
 
     def __init__(self, root: str, target: Path) -> None:
-        self.root, self._target = root, target
+        self.root = root
+        self._target = target
         real = Path(os.path.realpath(root))
         same = any(is_same(path, root) for path in (target, *target.parents))
         if same or any(path.is_relative_to(target) for path in (Path(root), real)):
@@ -113,7 +114,8 @@ class RemoteOrigin:
     def __init__(self, place: RemotePlace) -> None:
         if place.url.startswith(("file:", "local:")):
             raise ArchiveError(f"{place} is on this machine. Use its path instead of the URL.")
-        self.root, self._place = str(place), place
+        self.root = str(place)
+        self._place = place
 
     def scan(self) -> Tree:
         """Return sizes and versions of all files, listed now.
@@ -122,7 +124,8 @@ class RemoteOrigin:
             ArchiveError: if they cannot be listed, or the server sends no sizes.
         """
         listing = list_files(self._place, fresh=True)
-        files, folders = dict[str, FileStamp | None](), dict[str, FileStamp | None]()
+        files = dict[str, FileStamp | None]()
+        folders = dict[str, FileStamp | None]()
         for name, number in listing.files():
             size = int(listing.sizes[number])
             if size < 0:
@@ -139,7 +142,8 @@ class RemoteOrigin:
         Raises:
             ArchiveError: if it cannot be read, or differs from the listing.
         """
-        connection, url = self._place.connection(), self._place.url_of(name)
+        connection = self._place.connection()
+        url = self._place.url_of(name)
         large = stamp.size > _PART_BYTES
         before = connection.submit(connection.call("info", name)).result() if large else {}
         asked = (
@@ -218,8 +222,11 @@ class Mirror:
     """
 
     def __init__(self, source: LocalOrigin | RemoteOrigin, target: Path, parts: Path) -> None:
-        self._source, self._target, self._parts = source, str(target), parts
-        self._wanted, self._there = Tree(), Tree()
+        self._source = source
+        self._target = str(target)
+        self._parts = parts
+        self._wanted = Tree()
+        self._there = Tree()
         self.to_copy, self.to_remove = dict[str, FileStamp](), list[str]()
 
     @property
@@ -294,7 +301,8 @@ class Mirror:
                 stop.set()
 
     def _copy_file(self, name: str, advance: Callable[[int], None]) -> None:
-        part, stamp = self._parts / str(threading.get_ident()), self.to_copy[name]
+        part = self._parts / str(threading.get_ident())
+        stamp = self.to_copy[name]
         try:
             self._source.fetch(name, stamp, part, advance)
             part.chmod(part.stat().st_mode & 0o700)  # only this user may access the copy

@@ -119,7 +119,8 @@ def stage(  # noqa: PLR0913 - all but two are by name, and have a default
         record = _make(place, mirror, origin, since_s, force=force, remove_at_exit=remove_at_exit)
         place.write(record)
         hold(place)
-    mount, caveats = find_mount(place.target.parent), find_caveats(str(place.target.parent))
+    mount = find_mount(place.target.parent)
+    caveats = find_caveats(str(place.target.parent))
     if mirror.to_copy:
         for caveat in caveats:
             logger.warning("%s", caveat)
@@ -152,7 +153,8 @@ def _make(
     place: "StagePlace", mirror: Mirror, origin: str, since_s: float, *, force: bool, remove_at_exit: bool
 ) -> "StageRecord":
     """Copy the differences, unless another process made or checked the copy while this one waited."""
-    found, owner = place.read(), owner_of(place.target)
+    found = place.read()
+    owner = owner_of(place.target)
     if found is not None and found.source == origin and (found.checked_s or 0.0) >= since_s:
         return replace(found, remove_at_exit=found.remove_at_exit and remove_at_exit)
     check_owner(place.target)
@@ -215,7 +217,8 @@ def unstage(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> boo
 
 def _remove(place: "StagePlace", origin: str) -> None:
     """Remove a copy and its record. A kill midway leaves an incomplete copy."""
-    target, record = place.target, place.read()
+    target = place.target
+    record = place.read()
     if record is None or record.source != origin:
         raise ArchiveError(f"{target} is not a staged copy of {origin}. Remove it yourself.")
     if is_same(target, origin):

@@ -270,7 +270,8 @@ def cgroup_memory_limits(root: Path = Path("/")) -> Iterator[MemoryLimit]:
 
 
 def _left_in_cgroup(root: Path, limit_file: Path, usage_name: str, prefix: str) -> Iterator[MemoryLimit]:
-    limit, usage = read_text(limit_file), read_text(limit_file.parent / usage_name)
+    limit = read_text(limit_file)
+    usage = read_text(limit_file.parent / usage_name)
     if not limit.isdigit() or not usage.isdigit() or int(limit) >= NO_LIMIT_BYTES:
         return
     # Usage includes the page cache, which the kernel frees under pressure (MemAvailable accounts for that). A job that

@@ -163,7 +163,9 @@ class LeanTransfer:
     """
 
     def __init__(self, *, drop_keys: frozenset[str], host_keys: frozenset[str], warn: Callable[[str], object]) -> None:
-        self._drop, self._held, self._warn = drop_keys, host_keys, warn
+        self._drop = drop_keys
+        self._held = host_keys
+        self._warn = warn
         self._looked = False
 
     def look(self, batch: object) -> None:

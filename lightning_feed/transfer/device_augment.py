@@ -34,7 +34,8 @@ def draw_boxes(
     area = scale[0] + (scale[1] - scale[0]) * draws[0]
     # Boxes are in shares of a stretched image's sides, so their aspect is divided by the image's aspect.
     aspect = torch.exp(math.log(ratio[0]) + (math.log(ratio[1]) - math.log(ratio[0])) * draws[1]) / aspects
-    widths, heights = (area * aspect).sqrt(), (area / aspect).sqrt()
+    widths = (area * aspect).sqrt()
+    heights = (area / aspect).sqrt()
     fits = (widths <= 1) & (heights <= 1)
     order = torch.arange(_TRIES, 0, -1, device=fits.device)[:, None]
     first = (fits * order).argmax(0, keepdim=True)

@@ -16,8 +16,12 @@ from lightning_feed.images.crop import CropSpec, Quality
 from lightning_feed.images.image_dataset import EncodedBatch, EncodedSample, ImageDataset, decode_on_cpu, decode_rest
 from lightning_feed.load.trace import traced
 
-_BASELINE, _PROGRESSIVE, _APP14, _SCAN = 0xC0, 0xC2, 0xEE, 0xDA
-_GREY, _COLOUR = 1, 3
+_BASELINE = 0xC0
+_PROGRESSIVE = 0xC2
+_APP14 = 0xEE
+_SCAN = 0xDA
+_GREY = 1
+_COLOUR = 3
 _SUBSAMPLINGS: Final = frozenset({(1, 1), (2, 1), (2, 2), (1, 2), (4, 1), (4, 2)})
 """(horizontal, vertical) luma factors, with chroma (1, 1): 4:4:4, 4:2:2, 4:2:0, 4:4:0, 4:1:1 and 4:1:0."""
 
@@ -126,12 +130,15 @@ def not_for_nvjpeg(data: Encoded) -> str | None:
 
 def _read_frame(data: memoryview) -> tuple[int, memoryview, bool]:
     """Return marker and body of the frame header, and True if an Adobe segment marks the colours as untransformed."""
-    frame, body, holds_rgb = 0, data[:0], False
+    frame = 0
+    body = data[:0]
+    holds_rgb = False
     for marker, start, end in jpeg_segments(data):
         if marker == _SCAN:
             break
         if marker in FRAME_HEADERS:
-            frame, body = marker, data[start:end]
+            frame = marker
+            body = data[start:end]
         elif marker == _APP14 and bytes(data[start : start + 5]) == b"Adobe" and start + 12 <= min(end, len(data)):
             holds_rgb = data[start + 11] == 0
     return frame, body, holds_rgb
@@ -181,7 +188,8 @@ def decode_batch(batch: EncodedBatch, dataset: ImageDataset, decode: DecodeJpegs
     # Filled image by image, channels last: no stacking or transposing afterwards.
     pixels = torch.empty((len(images), height, width, 3), dtype=torch.uint8, device=batch.device)
     left = _decode_on_device(images, dataset, decode, pixels)
-    made, labels = pixels.permute(0, 3, 1, 2), batch.labels
+    made = pixels.permute(0, 3, 1, 2)
+    labels = batch.labels
     if left:
         labels = decode_rest(left, images, dataset, made).to(labels.device, non_blocking=True)
     return [made, labels]
@@ -333,7 +341,8 @@ def _groups(crops: Mapping[int, CropSpec], height: int, width: int) -> Iterator[
             group = []
             higher, wider = map(_aligned, sides)
         group.append(place)
-        high, wide = higher, wider
+        high = higher
+        wide = wider
     if group:
         yield group, high, wide
 
@@ -351,7 +360,8 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 def _numbers(place: int, crop: CropSpec, quality: Quality) -> list[float]:
     """Return a row of the table: the place; then for lines and for columns: the box's size, the centre of the first
     output pixel in the box, the distance between centres, and 1 / (filter radius in box pixels)."""
-    region, window = crop.region, crop.window
+    region = crop.region
+    window = crop.window
     antialias = quality != "fast" or _shrink(crop) > 2
     across = (window.left + window.width - 1, -1) if crop.flipped else (window.left, 1)
     row: list[float] = [place]
@@ -409,7 +419,8 @@ def _parts(places: list[int], images: list[EncodedSample]) -> Iterator[list[int]
         more = 3 * height * width
         if part and size + more > MOST_BYTES:
             yield part
-            part, size = [], 0
+            part = []
+            size = 0
         part.append(place)
         size += more
     if part:

@@ -62,7 +62,9 @@ class ResidentData(Dataset[object]):
 
     def __init__(self, leaves: "list[_Leaf]", form: TreeSpec, size: int, shard: Shard | None = None) -> None:
         self.shard = shard
-        self._leaves, self._form, self._size = leaves, form, size
+        self._leaves = leaves
+        self._form = form
+        self._size = size
         self.device = leaves[0].rows.device
 
     def __len__(self) -> int:
@@ -193,7 +195,9 @@ class _Plain(Dataset[object]):
     """Samples of ``part`` without augmentation, each checked against the first."""
 
     def __init__(self, dataset: object, part: range, expected: dict[str, str]) -> None:
-        self.dataset, self.part, self.expected = dataset, part, expected
+        self.dataset = dataset
+        self.part = part
+        self.expected = expected
 
     def __len__(self) -> int:
         return len(self.part)
@@ -271,7 +275,8 @@ def _check_rows(batch: object, rows: int) -> None:
 def _refuse_if_too_large(
     sample_bytes: int, rows: int, size: int, device: torch.device, limit_bytes: int | None
 ) -> None:
-    needed, free = sample_bytes * rows, free_device_bytes(device)
+    needed = sample_bytes * rows
+    free = free_device_bytes(device)
     limits = [limit for limit in (limit_bytes, free) if limit is not None]
     if not limits or needed <= min(limits):
         return
@@ -321,7 +326,9 @@ class _Batches:
     """Batches of a plain BatchSampler, as slices of one tensor of row numbers on the device."""
 
     def __init__(self, sampler: AnySampler, plain: BatchSampler, data: ResidentData) -> None:
-        self.sampler, self.plain, self.data = sampler, plain, data
+        self.sampler = sampler
+        self.plain = plain
+        self.data = data
 
     def __len__(self) -> int:
         return len(self.plain)

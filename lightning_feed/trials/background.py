@@ -17,7 +17,8 @@ from lightning_feed.load.stage import Stage
 
 DEPTH = 2
 """Batches that the thread keeps ready by default."""
-WATCHED, TRIED = 12, 16
+WATCHED = 12
+TRIED = 16
 """Number of measured steps, both without and with the thread."""
 UNUSUAL = 3
 """Number of first steps, both without and with the thread, that are not compared."""
@@ -78,7 +79,10 @@ class BackgroundTrial:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.state: Literal["watch", "try", "on", "off"] = "watch"
-        self._name, self._say, self._asked, self._clock = name, say, asked, clock
+        self._name = name
+        self._say = say
+        self._asked = asked
+        self._clock = clock
         self._steps: deque[float] = deque(maxlen=_MOST_STEPS)
         self._waits: list[float] = []
         self._before_s = 0.0
@@ -101,7 +105,8 @@ class BackgroundTrial:
         """Note that training requests a batch."""
         if self.state == "off":
             return
-        began, self._began = self._began, self._clock()
+        began = self._began
+        self._began = self._clock()
         if began is not None:
             self._steps.append(self._began - began)
 
@@ -111,7 +116,8 @@ class BackgroundTrial:
             return next(source)
         if self._drawn is not None:
             self._by_training.update(self._drawn.used())
-        generators, began = DefaultGenerators(), self._clock()
+        generators = DefaultGenerators()
+        began = self._clock()
         batch = next(source)
         self._waits.append(self._clock() - began)
         self._by_loader.update(generators.used())
@@ -135,7 +141,8 @@ class BackgroundTrial:
         return count
 
     def _watched(self) -> None:
-        wait_s, self._before_s = statistics.median(self._waits), self._step_s()
+        wait_s = statistics.median(self._waits)
+        self._before_s = self._step_s()
         if self._asked:
             self._end("on", f"draws from {self._name} in a thread. {self._random()}")
         elif wait_s < LEAST_WAIT * self._before_s:
@@ -192,7 +199,10 @@ class BackgroundLoader:
     def __init__(
         self, source: AnyLoader, trial: BackgroundTrial, *, limit: Callable[[int], float], depth: int = DEPTH
     ) -> None:
-        self.source, self.trial, self._limit, self._depth = source, trial, limit, depth
+        self.source = source
+        self.trial = trial
+        self._limit = limit
+        self._depth = depth
         self._pass: _Pass | None = None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -211,7 +221,8 @@ class BackgroundLoader:
 
     def close(self) -> None:
         """End the thread of the current pass. A second call does nothing."""
-        ended, self._pass = self._pass, None
+        ended = self._pass
+        self._pass = None
         if ended is not None:
             ended.close()
 
@@ -225,7 +236,10 @@ class _Pass(Stage):
     def __init__(
         self, source: Iterator[Batch], trial: BackgroundTrial, limit: Callable[[int], float], depth: int
     ) -> None:
-        self._source, self._trial, self._limit, self._depth = source, trial, limit, depth
+        self._source = source
+        self._trial = trial
+        self._limit = limit
+        self._depth = depth
         self._ahead: BackgroundIterator | None = None
         self._given = 0
         self._until: float = 0
@@ -253,6 +267,7 @@ class _Pass(Stage):
 
     def close(self) -> None:
         """End the thread."""
-        ahead, self._ahead = self._ahead, None
+        ahead = self._ahead
+        self._ahead = None
         if ahead is not None:
             ahead.close()

@@ -199,7 +199,8 @@ def _refuse_kept_iterator(loader: DataLoader[Batch]) -> None:
 
 def original_error(error: BaseException) -> tuple[str, str]:
     """Return class name and message of an error, or of the original error that a worker's error reports."""
-    kind, text = type(error).__name__, str(error).strip()
+    kind = type(error).__name__
+    text = str(error).strip()
     if text.startswith("Caught "):  # torch puts the worker's traceback into the message
         text = text.rpartition("\n")[2]
         name, _, rest = text.partition(":")
@@ -358,12 +359,15 @@ class _Drain:
     """Draws batches until enough is measured or the pass ends. Keeps no batch."""
 
     def __init__(self, burst: int, limits: RoundLimits, clock: Callable[[], float]) -> None:
-        self._burst, self._limits, self._clock = burst, limits, clock
+        self._burst = burst
+        self._limits = limits
+        self._clock = clock
         self._started = clock()
         self.passes: list[_Pass] = []
 
     def run(self, batches: Iterator[Batch], heartbeat: "Heartbeat") -> None:
-        now, began = self.passes[-1], time.thread_time()
+        now = self.passes[-1]
+        began = time.thread_time()
         while next(batches, _END) is not _END:
             now.stamps.append(self._clock())
             now.cpu_s = time.thread_time() - began
@@ -387,11 +391,13 @@ class _Drain:
         )
 
     def rate(self) -> LoaderRate:
-        passes, limits = self.passes, self._limits
+        passes = self.passes
+        limits = self._limits
         came = sum(len(one.stamps) for one in passes)
         batches, elapsed = self._best(-1)  # the time may have ended during the warm-up
         if not elapsed:  # not even a round
-            batches, elapsed = came - len(passes), sum(one.stamps[-1] - one.stamps[0] for one in passes)
+            batches = came - len(passes)
+            elapsed = sum(one.stamps[-1] - one.stamps[0] for one in passes)
         if elapsed <= 0:
             raise LoaderError(
                 f"The loader yielded {came} batches in {limits.max_s:g} s, too few to measure its rate. "
@@ -453,7 +459,8 @@ def watchdog(
     Raises:
         LoaderError: no beat for longer than ``silent_s``.
     """
-    heartbeat, outcome = Heartbeat(), Future[T]()
+    heartbeat = Heartbeat()
+    outcome = Future[T]()
     thread = threading.Thread(
         target=_watched,
         args=(partial(work, heartbeat), outcome, on_this_device()),

@@ -218,7 +218,8 @@ def end_workers(loader: DataLoader[Batch]) -> None:
     """End the workers that a loader keeps from pass to pass."""
     if isinstance(loader, FeedLoader):
         loader.close()  # else a thread that reads ahead would go on
-    iterator, loader._iterator = loader._iterator, None
+    iterator = loader._iterator
+    loader._iterator = None
     shut_down_workers(iterator)
 
 

@@ -150,7 +150,9 @@ class Search:
     def __init__(self, offer: Offer, goal: Goal, broken: Callable[[Setting, Sequence[Trial]], str]) -> None:
         self.trials: list[Trial] = []
         self.rejected: dict[Setting, str] = {}
-        self._offer, self._goal, self._broken = offer, goal, broken
+        self._offer = offer
+        self._goal = goal
+        self._broken = broken
         self._most: dict[Kind, int] = dict.fromkeys(offer.kinds, offer.most_workers)
 
     def next_setting(self) -> Setting | None:
@@ -179,7 +181,8 @@ class Search:
         """Return the best of the settings tried. None if none of them could run."""
         if all(trial.batches_per_s is None for trial in self.trials):
             return None
-        best, demand = self._given_if_fast() or self._best(), self._goal.demand_per_s
+        best = self._given_if_fast() or self._best()
+        demand = self._goal.demand_per_s
         return Tuned(
             setting=best.setting,
             reason=self._reason(best),
@@ -208,7 +211,8 @@ class Search:
 
         Without workers the rate is lower, because loader and model take turns.
         """
-        rate, demand = trial.batches_per_s or 0.0, self._goal.demand_per_s
+        rate = trial.batches_per_s or 0.0
+        demand = self._goal.demand_per_s
         if trial.setting.num_workers or not rate:
             return rate
         return TURNS * rate if demand is None else 1 / (1 / rate + 1 / demand)
@@ -259,7 +263,8 @@ class Search:
             for_cpus = _PER_CPU * self._offer.cpus * self._worker_s / self._cpu_s
             return [math.ceil(min(for_cpus, self._wanted_per_s() * self._worker_s, self._offer.most_workers))]
         best = self._smallest(ran)
-        workers, rate = best.setting.num_workers, best.batches_per_s or 0.0
+        workers = best.setting.num_workers
+        rate = best.batches_per_s or 0.0
         if self._meets(best):
             return [workers, min(workers, math.ceil(workers * self._wanted_per_s() / rate))]
         tried = [trial.setting.num_workers for trial in self._of(kind)]
@@ -322,7 +327,8 @@ class Search:
         probe = self.trials[0]
         uneven = (probe.gap_p99_s or 0.0) * (probe.batches_per_s or 0.0)
         for trial in self._of("process"):
-            workers, gap_s = trial.setting.num_workers, trial.gap_p99_s or 0.0
+            workers = trial.setting.num_workers
+            gap_s = trial.gap_p99_s or 0.0
             # Workers in step deliver equal batches together, once per batch time. Longer gaps mean slow batches.
             if gap_s * (trial.batches_per_s or 0.0) > _EVEN * workers:
                 usual_s = max(self._worker_s, workers * self._cpu_s / self._offer.cpus)
@@ -332,12 +338,14 @@ class Search:
     # --- what to say --------------------------------------------------------------------------------------------------
 
     def _reason(self, best: Trial) -> str:
-        demand, tried = self._goal.demand_per_s, len(self.trials)
+        demand = self._goal.demand_per_s
+        tried = len(self.trials)
         if best.setting == self._goal.given:
             return f"none of {tried} tried is {KEEP:.0%} faster"
         if demand is not None and self._meets(best):
             if best.setting.num_workers == 0:
-                load_ms, step_ms = 1e3 / (best.batches_per_s or 1), 1e3 / demand
+                load_ms = 1e3 / (best.batches_per_s or 1)
+                step_ms = 1e3 / demand
                 return f"loading adds only {load_ms:.3g} ms to steps of {step_ms:.3g} ms: workers could save little"
             return f"the smallest tried that keeps up with the model, with {SPARE - 1:.0%} to spare"
         gain = max(self._effective(trial) for trial in self.trials) / self._effective(best) - 1

@@ -116,7 +116,8 @@ class Feasible:
             trials: the trials so far. The first has the batch size in bytes; trials with workers have the memory per
                 worker.
         """
-        workers, threads = setting.num_workers, setting.workers == "thread"
+        workers = setting.num_workers
+        threads = setting.workers == "thread"
         if workers == 0:
             return ""
         batch_bytes = max((trial.batch_bytes or 0 for trial in trials), default=0)

@@ -111,7 +111,11 @@ class _Run:
         on_trial: Callable[[Trial], object],
         clock: Callable[[], float],
     ) -> None:
-        self.loader, self.goal, self.machine, self._on_trial, self._clock = loader, goal, machine, on_trial, clock
+        self.loader = loader
+        self.goal = goal
+        self.machine = machine
+        self._on_trial = on_trial
+        self._clock = clock
         self._began = clock()
         self._notes: list[str] = []
         self._cpus = (machine.cpu_time or machine.usable_cpus) / goal.local_ranks

@@ -32,7 +32,9 @@ from lightning_feed.trials.search import Goal, Tuned
 from lightning_feed.trials.trial import Setting, Trial, feasible, run_trial
 from lightning_feed.trials.tune_loader import Store, tune_loader
 
-REPLAY_STEPS, FEWEST_STEPS, REPLAY_S = 300, 12, 5.0
+REPLAY_STEPS = 300
+FEWEST_STEPS = 12
+REPLAY_S = 5.0
 
 # --- results as text, JSON, code to paste, and a plot ----------------------------------------------------------------
 
@@ -77,7 +79,8 @@ def tuned_text(tuned: Tuned, place: Place | None = None) -> str:
 
 
 def _row(trial: Trial, tuned: Tuned) -> str:
-    setting, chosen = trial.setting, tuned.setting
+    setting = trial.setting
+    chosen = tuned.setting
     head = f"{setting.num_workers:>7}  {setting.prefetch_factor or '-':>5}  "
     if trial.batches_per_s is None:
         return f"{head}{'-':>11}  {'-':>5}  could not run: {trial.infeasible}"
@@ -100,7 +103,8 @@ def _short(setting: Setting) -> str:
 
 def tuned_document(tuned: Tuned, place: Place | None = None) -> dict[str, Any]:
     """Convert the result for JSON, with a schema name. Rates are in batches per second, times in seconds."""
-    rate, size = tuned.batches_per_s, tuned.batch_size
+    rate = tuned.batches_per_s
+    size = tuned.batch_size
     return {
         "schema": SCHEMA,
         **asdict(tuned),
@@ -223,10 +227,12 @@ class Sweep:
         return self.chosen is not None and _same_workers(self.chosen, trial.setting)
 
     def _line(self, trial: Trial, top: float) -> str:
-        workers, rate = trial.setting.num_workers, self.rate(trial)
+        workers = trial.setting.num_workers
+        rate = self.rate(trial)
         if rate is None:
             return f"{workers:>7} {'-':>11}  {trial.infeasible or 'it could not run'}"
-        cpu, memory = self.cpu_pct(trial), trial.memory_bytes
+        cpu = self.cpu_pct(trial)
+        memory = trial.memory_bytes
         cpu_text = f"{cpu:.0f} %" if cpu is not None else "-"
         memory_text = f"{memory / _MIB:,.0f}M" if memory is not None else "-"
         bar = "#" * max(1, round(_BAR * rate / top)) if top else ""
@@ -341,7 +347,8 @@ def find(
         batch_size: as for :func:`tune`.
         fresh: as for :func:`tune`.
     """
-    device, reloads = session.trainer.strategy.root_device, session.trainer.reload_dataloaders_every_n_epochs
+    device = session.trainer.strategy.root_device
+    reloads = session.trainer.reload_dataloaders_every_n_epochs
     goal = replace(goal, device_type=device.type, may_persist=not reloads)
     with tqdm(total=goal.max_trials, desc="tune", disable=None, leave=False) as bar:
         if session.model is not None and goal.demand_per_s is None:
@@ -419,8 +426,10 @@ def sweep_loader(loader: DataLoader[Batch], grid: Iterable[int], on_trial: Calla
     Returns:
         A Sweep with the trials ordered by number of workers, and without ``chosen`` and ``demand_per_s``.
     """
-    machine, began = read_machine(), time.perf_counter()
-    limits, trials = feasible(loader, machine), list[Trial]()
+    machine = read_machine()
+    began = time.perf_counter()
+    limits = feasible(loader, machine)
+    trials = list[Trial]()
     for workers in sorted(set(grid)):
         setting = Setting(
             num_workers=workers,

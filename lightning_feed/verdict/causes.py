@@ -28,7 +28,8 @@ PIN_SHARE = 0.5
 """Limit of the mean wait for the pin thread, as a share of the mean wait."""
 THROTTLED_PCT = 20.0
 CPU_PRESSURE_PCT = 30.0
-BUSY_PCT, BLOCKED_PCT = 70.0, 50.0
+BUSY_PCT = 70.0
+BLOCKED_PCT = 50.0
 """Limits of the workers' busy time (on a CPU, or ready for one) and of their blocked time."""
 READY_SHARE = 0.5
 """Limit of the mean fill of the queue. Workers in lockstep deliver batches in bursts, and leave it less than half full:
@@ -47,7 +48,8 @@ IO_PRESSURE_PCT = 20.0
 CONNECTED = 0.5
 """Fewest network connections per worker that count as reading over the network."""
 DALI_DECODES = "DALI decodes on the GPU, so this time includes its decoding"
-FASTER, NO_FASTER = 1.25, 1.1
+FASTER = 1.25
+NO_FASTER = 1.1
 """Speed-up of the loader without a stage: above the first, the stage is the cause; below the second, it is not."""
 
 
@@ -76,7 +78,8 @@ def data_cause(measured: Measurements, shares: Shares) -> Reason:
 
 
 def _epoch_start(measured: Measurements, shares: Shares) -> Iterator[Reason]:
-    pct, batches = shares.epoch_pct, measured.facts.batches_per_epoch
+    pct = shares.epoch_pct
+    batches = measured.facts.batches_per_epoch
     if pct is not None and pct >= max(DATA_PCT, 100 * shares.data_ms / shares.step_ms):
         took = f"before its first batch ({measured.stats.epoch_start_s:.2f} s)"
         yield Reason("epoch start", [f"{pct:.0f} % of an epoch of {batches} steps passes {took}"])
@@ -90,7 +93,8 @@ def _one_rank(measured: Measurements, _: Shares) -> Iterator[Reason]:
 
 
 def _no_workers(measured: Measurements, shares: Shares) -> Iterator[Reason]:
-    facts, because = measured.facts, _loading_here(measured, shares.step_ms)
+    facts = measured.facts
+    because = _loading_here(measured, shares.step_ms)
     busy_ms = (facts.load_cpu_ms or 0.0) + (facts.load_queue_ms or 0.0)
     is_busy = 100 * busy_ms >= BUSY_PCT * (measured.stats.next_wait_ms or math.inf)
     if facts.num_workers == 0 or (facts.generator and is_busy):
@@ -101,7 +105,8 @@ def _no_workers(measured: Measurements, shares: Shares) -> Iterator[Reason]:
 
 def _loading_here(measured: Measurements, step: float) -> list[str]:
     """Evidence: the time that the training process takes to make a batch; empty if unknown."""
-    facts, wait = measured.facts, measured.stats.next_wait_ms
+    facts = measured.facts
+    wait = measured.stats.next_wait_ms
     if not wait or facts.load_cpu_ms is None or facts.load_queue_ms is None:
         return []
     cpu = min(wait, facts.load_cpu_ms)
@@ -112,8 +117,10 @@ def _loading_here(measured: Measurements, step: float) -> list[str]:
 
 
 def _oversubscribed(measured: Measurements, _: Shares) -> Iterator[Reason]:
-    facts, loaders = measured.facts, measured.loaders
-    queue, throttled = loaders.workers_run_queue_pct, loaders.throttled_pct or 0.0
+    facts = measured.facts
+    loaders = measured.loaders
+    queue = loaders.workers_run_queue_pct
+    throttled = loaders.throttled_pct or 0.0
     if queue is not None and queue >= RUN_QUEUE_PCT and not queue_is_of_others(measured):
         because = [f"workers wait for a CPU {queue:.0f} % of their time"]
         if 0 < (facts.num_workers or 0) <= (facts.usable_cpus or 0):
@@ -124,7 +131,8 @@ def _oversubscribed(measured: Measurements, _: Shares) -> Iterator[Reason]:
 
 
 def _ready_without_cpu(measured: Measurements, shares: Shares) -> Iterator[Reason]:
-    facts, wait = measured.facts, measured.stats.next_wait_ms
+    facts = measured.facts
+    wait = measured.stats.next_wait_ms
     never_idle = (_busy_pct(measured) or 0.0) >= BUSY_PCT  # these workers are too slow in any case
     if facts.crowded or never_idle or not facts.num_workers or not wait:
         return
@@ -134,7 +142,9 @@ def _ready_without_cpu(measured: Measurements, shares: Shares) -> Iterator[Reaso
 
 
 def _more_workers_than_cpus(measured: Measurements, _: Shares) -> Iterator[Reason]:
-    facts, loaders, pressure = measured.facts, measured.loaders, measured.loaders.cpu_pressure_pct or 0.0
+    facts = measured.facts
+    loaders = measured.loaders
+    pressure = measured.loaders.cpu_pressure_pct or 0.0
     # Workers with a full queue rest. Then the training process waits for a CPU, to take a ready batch.
     unseen = loaders.workers_run_queue_pct is None or (loaders.handover_pct or 0.0) >= HANDOVER_PCT
     more = (facts.num_workers or 0) > (facts.usable_cpus or math.inf)
@@ -143,16 +153,20 @@ def _more_workers_than_cpus(measured: Measurements, _: Shares) -> Iterator[Reaso
 
 
 def _pin_thread(measured: Measurements, _: Shares) -> Iterator[Reason]:
-    lag, wait = measured.loaders.pin_lag_ms, measured.stats.next_wait_ms
+    lag = measured.loaders.pin_lag_ms
+    wait = measured.stats.next_wait_ms
     if lag and wait and lag >= PIN_SHARE * wait and measured.facts.pin_memory is not False:
         yield Reason("pin thread", [f"finished batches wait {lag:.1f} ms for the thread that pins them"])
 
 
 def _idle_workers(measured: Measurements, _: Shares) -> Iterator[Reason]:
     """Reasons for idle workers. Workers that are never idle are too slow on average, in any order of batches."""
-    loaders, wait = measured.loaders, measured.stats.next_wait_ms or 0.0
-    held, handed = loaders.head_of_line_pct or 0.0, loaders.handover_pct or 0.0
-    ready, most = loaders.queue_ready or 0.0, loaders.queue_capacity or 0.0
+    loaders = measured.loaders
+    wait = measured.stats.next_wait_ms or 0.0
+    held = loaders.head_of_line_pct or 0.0
+    handed = loaders.handover_pct or 0.0
+    ready = loaders.queue_ready or 0.0
+    most = loaders.queue_capacity or 0.0
     if (_busy_pct(measured) or 0.0) >= BUSY_PCT:
         return
     if held >= HEAD_OF_LINE_PCT:
@@ -174,7 +188,9 @@ def _workers(measured: Measurements, _: Shares) -> Iterator[Reason]:
 def _busy_pct(measured: Measurements) -> float | None:
     """Share of the workers' time on a CPU or ready for one."""
     loaders = measured.loaders
-    on_cpu, queue, blocked = loaders.workers_on_cpu_pct, loaders.workers_run_queue_pct, loaders.workers_blocked_pct
+    on_cpu = loaders.workers_on_cpu_pct
+    queue = loaders.workers_run_queue_pct
+    blocked = loaders.workers_blocked_pct
     if blocked is not None:
         return max(0.0, 100.0 - blocked)
     return None if on_cpu is None or queue is None else min(100.0, on_cpu + queue)
@@ -186,7 +202,8 @@ def unclear_beside_others(measured: Measurements, cause: Cause) -> bool:
     Other programs delay the start of workers, and the thread that takes ready batches. If workers wait for a CPU for
     much of their time, and are blocked for much of it, it is unclear if they mostly compute or wait.
     """
-    queue, blocked = measured.loaders.workers_run_queue_pct or 0.0, measured.loaders.workers_blocked_pct or 0.0
+    queue = measured.loaders.workers_run_queue_pct or 0.0
+    blocked = measured.loaders.workers_blocked_pct or 0.0
     if cause in _OF_WORKERS:
         return min(queue, blocked) >= RUN_QUEUE_PCT
     return cause in ("epoch start", "hand-over", "jitter")
@@ -201,7 +218,8 @@ def _blocked(measured: Measurements) -> Reason:
     if gain is not None and gain >= FASTER:
         return Reason("cold reads", [f"with its files in memory, the loader is {gain:.1f} x as fast"])
     same = gain is not None and gain < NO_FASTER
-    found, remote = None if same else _cold_reads(measured), _remote(measured)
+    found = None if same else _cold_reads(measured)
+    remote = _remote(measured)
     if found is None and remote:
         return Reason("remote reads", remote)
     if same:
@@ -210,7 +228,8 @@ def _blocked(measured: Measurements) -> Reason:
 
 
 def _cold_reads(measured: Measurements) -> Reason | None:
-    cached, disk = measured.loaders.page_cache_pct, measured.loaders.disk_mb_per_s
+    cached = measured.loaders.page_cache_pct
+    disk = measured.loaders.disk_mb_per_s
     if disk is not None and disk < DISK_MB_PER_S:
         return None
     if cached is not None and cached < WARM_PCT:
@@ -223,7 +242,8 @@ def _cold_reads(measured: Measurements) -> Reason | None:
 
 def _waiting(measured: Measurements) -> Reason:
     loaders = measured.loaders
-    cached, pressure = loaders.page_cache_pct, loaders.io_pressure_pct
+    cached = loaders.page_cache_pct
+    pressure = loaders.io_pressure_pct
     if cached is None and loaders.disk_mb_per_s is None:
         if pressure is None:
             return Reason("unknown", ["it is unknown if workers wait for storage"], sure=False)
@@ -235,7 +255,9 @@ def _waiting(measured: Measurements) -> Reason:
 
 def _remote(measured: Measurements) -> list[str]:
     """Signs that blocked workers wait for another machine."""
-    facts, connections, disk = measured.facts, measured.loaders.connections or 0.0, measured.found.disk
+    facts = measured.facts
+    connections = measured.loaders.connections or 0.0
+    disk = measured.found.disk
     said = []
     if connections >= CONNECTED * max(1, facts.all_workers):
         said.append(f"the workers are blocked, with {connections:.0f} network connections open")
@@ -249,7 +271,9 @@ def _remote(measured: Measurements) -> list[str]:
 
 def _experiments(measured: Measurements, _: Shares) -> Iterator[Reason]:
     """Reasons from experiments, if the workers' times are unknown."""
-    found, cached, ceiling = measured.found, _gain(measured, "cached_bytes_per_s"), _gain(measured, "ceiling_per_s")
+    found = measured.found
+    cached = _gain(measured, "cached_bytes_per_s")
+    ceiling = _gain(measured, "ceiling_per_s")
     if cached is not None and cached >= FASTER:
         yield Reason("cold reads", [f"with its files in memory, the loader is {cached:.1f} x as fast"])
     wall = sum(cost.wall_ms for cost in found.costs)
@@ -287,7 +311,8 @@ DATA_RULES = (
 NAMED_SHARE = 0.5
 """Share of the time between steps from which hooks are its cause, even if the host is known to wait for the device."""
 HOOKS_SAID = 3
-SMALL_BYTES, MANY_TENSORS = 64 * 1024, 8
+SMALL_BYTES = 64 * 1024
+MANY_TENSORS = 8
 """Largest mean size in bytes, and fewest tensors, of a batch of many small tensors."""
 COPY_SHARE = 0.5
 """Share of the transfer that the copy alone takes, below which hooks are the cause."""
@@ -304,7 +329,8 @@ WAITING_HOOKS = ("ProgressBar", "ThroughputMonitor")
 
 def framework_cause(measured: Measurements, shares: Shares) -> Reason:
     """The cause of time between steps: hooks, or a wait for the device that empties its queue."""
-    hooks, facts = measured.hooks, measured.facts
+    hooks = measured.hooks
+    facts = measured.facts
     said = [f"{hook.name} takes {in_ms(hook.ms_per_step, shares.step_ms)} ms a step" for hook in hooks[:HOOKS_SAID]]
     working = sum(hook.ms_per_step for hook in hooks if not _waits(hook))
     syncs = facts.syncs if facts.device_type != "cpu" else ()
@@ -320,7 +346,8 @@ def _waits(hook: HookTime) -> bool:
 
 def copy_cause(measured: Measurements, shares: Shares) -> Reason:
     """The cause of an exposed transfer to the device."""
-    alone, step_ms = measured.found.copy_ms, shares.step_ms
+    alone = measured.found.copy_ms
+    step_ms = shares.step_ms
     return next(chain(_beside_the_copy(measured, alone, step_ms), _slow_copies(measured), _link(measured, step_ms)))
 
 
@@ -328,7 +355,8 @@ def _slow_copies(measured: Measurements) -> Iterator[Reason]:
     facts = measured.facts
     if facts.pin_memory is False:
         yield Reason("unpinned", ["batches are in pageable memory"])
-    count, size = facts.batch_tensors or 0, facts.batch_bytes
+    count = facts.batch_tensors or 0
+    size = facts.batch_bytes
     if size is not None and count >= MANY_TENSORS and size <= count * SMALL_BYTES:
         yield Reason("small tensors", [f"a batch has {count} tensors of {size / count / 1024:.1f} kB"])
     if facts.pin_memory and not measured.stats.prefetch_active:
@@ -336,7 +364,9 @@ def _slow_copies(measured: Measurements) -> Iterator[Reason]:
 
 
 def _link(measured: Measurements, step_ms: float) -> Iterator[Reason]:
-    alone, size, h2d_ms = measured.found.copy_ms, measured.facts.batch_bytes or 0, measured.stats.h2d_ms
+    alone = measured.found.copy_ms
+    size = measured.facts.batch_bytes or 0
+    h2d_ms = measured.stats.h2d_ms
     if alone is not None:
         yield Reason("link", [f"the copy alone takes {in_ms(alone, step_ms)} ms"])
     most = measured.found.pinned_gb_per_s or 0.0
@@ -362,7 +392,9 @@ def _beside_the_copy(measured: Measurements, alone: float | None, step_ms: float
 
 def compute_cause(measured: Measurements, shares: Shares) -> Reason:
     """The cause of a long step itself: work on the device, or on the host to launch it."""
-    facts, compute, alone = measured.facts, measured.stats.compute_ms or 0.0, model_alone_ms(measured)
+    facts = measured.facts
+    compute = measured.stats.compute_ms or 0.0
+    alone = model_alone_ms(measured)
     waiting = _waiting_without_cpus(measured, shares)
     if waiting:
         return Reason("oversubscribed", waiting)
@@ -384,7 +416,9 @@ def compute_cause(measured: Measurements, shares: Shares) -> Reason:
 
 def _waiting_without_cpus(measured: Measurements, shares: Shares) -> list[str]:
     """Evidence of waiting for CPUs that other programs have; empty if there is none."""
-    facts, queue, whole = measured.facts, measured.loaders.workers_run_queue_pct, shares.step_ms
+    facts = measured.facts
+    queue = measured.loaders.workers_run_queue_pct
+    whole = shares.step_ms
     if not facts.crowded or shares.compute_bound_confirmed:
         return []
     said = []
@@ -404,7 +438,8 @@ def _waiting_without_cpus(measured: Measurements, shares: Shares) -> list[str]:
 
 def _not_the_model(measured: Measurements, shares: Shares, alone: float) -> Reason:
     """The cause of a step that takes much longer than its model: something else uses the CPUs."""
-    whole, pressure = shares.step_ms, measured.loaders.cpu_pressure_pct
+    whole = shares.step_ms
+    pressure = measured.loaders.cpu_pressure_pct
     said = (
         f"the model alone takes {in_ms(alone, whole)} of the {in_ms(measured.stats.compute_ms, whole)} ms of the step "
         "itself: other programs take its CPUs, or the step does more than the model"

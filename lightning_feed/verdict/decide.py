@@ -47,7 +47,9 @@ _LOWER: dict[Confidence, Confidence] = {"high": "medium", "medium": "low", "low"
 
 def diagnose(measured: Measurements) -> Diagnosis:
     """Find the bottleneck of a run and its cause: in the training steps, or in validation and checkpoints."""
-    steps, limit, one = _of_steps(measured), _limit_of(measured), measured.validation
+    steps = _of_steps(measured)
+    limit = _limit_of(measured)
+    one = measured.validation
     if limit is None:
         beside = _beside_training(measured)
         return replace(steps, notes=(beside, *steps.notes)[:MOST]) if beside else steps
@@ -79,7 +81,8 @@ def _of_steps(measured: Measurements) -> Diagnosis:
     because = [line for one in reasons.values() for line in one.because]
     if shares.compute_bound_confirmed and shares.over:
         because += compute_cause(measured, shares).because
-    first, toy = reasons[parts[0]], toy_sentence(shares.step_ms)
+    first = reasons[parts[0]]
+    toy = toy_sentence(shares.step_ms)
     found = Diagnosis(
         bottleneck=parts[0],
         cause=first.cause,
@@ -106,7 +109,8 @@ def _stripped(finding: Finding) -> tuple[str, ...]:
 
     Its steps are shorter than in the user's fit, so small waits, such as taking a ready batch, are a larger share.
     """
-    measured, shares = finding.measured, finding.shares
+    measured = finding.measured
+    shares = finding.shares
     limit = HIGH_PCT if finding.data == "hand-over" else MODERATE_PCT
     if not measured.found.stripped or shares.data_pct >= limit:
         return ()
@@ -129,7 +133,9 @@ def _not_measured(measured: Measurements) -> Diagnosis:
 
 def _doubt(measured: Measurements, shares: Shares, cause: Cause) -> str:
     """A figure that other programs may have caused, and that no measurement explains; empty for none."""
-    first, step_ms, other_ms = next(iter(shares.over), "compute"), shares.step_ms, measured.stats.other_ms or 0.0
+    first = next(iter(shares.over), "compute")
+    step_ms = shares.step_ms
+    other_ms = measured.stats.other_ms or 0.0
     if not measured.facts.crowded:
         return ""
     if first == "data" and (shares.fed_if_idle is None or unclear_beside_others(measured, cause)):
@@ -141,10 +147,8 @@ def _doubt(measured: Measurements, shares: Shares, cause: Cause) -> str:
 
 def _explained(measured: Measurements, other_ms: float) -> bool:
     """True if hooks or known synchronisations explain the time between steps, apart from waiting for a CPU."""
-    hooks_ms, own_ms = (
-        sum(hook.ms_per_step for hook in measured.hooks),
-        other_ms - measured.facts.queue_beside_loading_ms,
-    )
+    hooks_ms = sum(hook.ms_per_step for hook in measured.hooks)
+    own_ms = other_ms - measured.facts.queue_beside_loading_ms
     return bool(measured.facts.syncs) or (hooks_ms > 0 and hooks_ms >= NAMED_SHARE * own_ms)
 
 
@@ -161,7 +165,8 @@ def _cannot_tell(measured: Measurements, shares: Shares, doubt: str) -> Diagnosi
 
 def _without_model(measured: Measurements) -> Diagnosis:
     """The verdict that ignores an impossible figure of the model alone."""
-    alone, step_ms = model_alone_ms(measured) or 0.0, measured.stats.step_ms or 0.0
+    alone = model_alone_ms(measured) or 0.0
+    step_ms = measured.stats.step_ms or 0.0
     found = _of_steps(replace(measured, experiments=replace(measured.found, model_per_s=None)))
     said = (
         f"the model alone took {in_ms(alone, step_ms)} ms, more than the {in_ms(step_ms, step_ms)} ms of a step: "
@@ -172,7 +177,8 @@ def _without_model(measured: Measurements) -> Diagnosis:
 
 def _confidence(measured: Measurements, shares: Shares, found: Reason) -> Confidence:
     """Confidence of the figures; lower if their interval contains a limit, or figures of the cause are missing."""
-    stats, confidence = measured.stats, measured.stats.confidence
+    stats = measured.stats
+    confidence = measured.stats.confidence
     low, high = stats.interval_pct or (0.0, 0.0)
     wide = any(low < limit <= high for limit in (DATA_PCT, HIGH_PCT))
     if wide and not shares.compute_bound_confirmed:
@@ -190,7 +196,8 @@ SLACK_SHARE = 0.01
 
 def _evidence(measured: Measurements, shares: Shares, because: Sequence[str]) -> tuple[str, ...]:
     """Evidence: the largest parts of a step, the figures of their cause (``because``), and related facts."""
-    stats, whole = measured.stats, shares.step_ms
+    stats = measured.stats
+    whole = shares.step_ms
     said = [_part(measured, shares, part) for part in shares.over]
     if not shares.over:
         pct = 100 * (stats.compute_ms or 0.0) / whole
@@ -202,9 +209,11 @@ def _evidence(measured: Measurements, shares: Shares, because: Sequence[str]) ->
 
 
 def _beside(measured: Measurements, step_ms: float) -> Iterator[str]:
-    stats, facts = measured.stats, measured.facts
+    stats = measured.stats
+    facts = measured.facts
     if stats.hidden_wait_ms is not None and stats.hidden_wait_ms >= SLACK_SHARE * step_ms:
-        hidden, wait = in_ms(stats.hidden_wait_ms, step_ms), in_ms(stats.next_wait_ms, step_ms)
+        hidden = in_ms(stats.hidden_wait_ms, step_ms)
+        wait = in_ms(stats.next_wait_ms, step_ms)
         yield f"{hidden} of {wait} ms in next(loader) are hidden: the device computes meanwhile"
     if stats.epoch_start_s is not None and stats.epoch_start_s >= SLOW_START_S:
         yield f"the first batch of an epoch takes {stats.epoch_start_s:.1f} s"
@@ -216,12 +225,15 @@ def _beside(measured: Measurements, step_ms: float) -> Iterator[str]:
 
 def _loading(measured: Measurements) -> list[str]:
     """Evidence: the number of workers, and their shares of time on a CPU, waiting for one, and blocked."""
-    facts, loaders = measured.facts, measured.loaders
+    facts = measured.facts
+    loaders = measured.loaders
     if not facts.num_workers:
         turns = f"num_workers=0, so loading and {LOOP_WORDS[facts.stage]} take turns"
         return [turns] if facts.num_workers == 0 else []
     cpus = f" on {plural(facts.usable_cpus, 'CPU')}" if facts.usable_cpus is not None else ""
-    on_cpu, queue, blocked = loaders.workers_on_cpu_pct, loaders.workers_run_queue_pct, loaders.workers_blocked_pct
+    on_cpu = loaders.workers_on_cpu_pct
+    queue = loaders.workers_run_queue_pct
+    blocked = loaders.workers_blocked_pct
     did = ""
     if on_cpu is not None and queue is not None and blocked is not None:
         did = f": on a CPU {on_cpu:.0f} % of the time, waiting for one {queue:.0f} %, blocked {blocked:.0f} %"
@@ -242,7 +254,8 @@ def _making(measured: Measurements) -> list[str]:
 
 
 def _part(measured: Measurements, shares: Shares, part: StepPart) -> str:
-    stats, whole = measured.stats, shares.step_ms
+    stats = measured.stats
+    whole = shares.step_ms
     where, ms, pct = {
         "framework": ("between the steps", stats.other_ms, shares.framework_pct),
         "copy": ("in the transfer to the device", stats.h2d_ms, shares.copy_pct),
@@ -275,7 +288,8 @@ def _limit_of(measured: Measurements) -> Limit | None:
     wall = measured.wall
     if wall is None or measured.facts.stage != "fit":
         return None
-    validation, checkpoints = wall.seconds("validation"), wall.seconds("checkpoints")
+    validation = wall.seconds("validation")
+    checkpoints = wall.seconds("checkpoints")
     if validation + checkpoints < max(LEAST_S, wall.seconds("train", "epoch starts")):
         return None
     return "validation" if validation >= checkpoints else "checkpoints"
@@ -292,11 +306,14 @@ def _beside_training(measured: Measurements) -> str:
 
 def share_text(measured: Measurements) -> str:
     """``validation takes 60 % of the run, and waits for data 80 % of its time``; with checkpoints if they take much."""
-    wall, validation = measured.wall, measured.validation
+    wall = measured.wall
+    validation = measured.validation
     if wall is None or wall.wall_s <= 0:
         return ""  # an older report
-    taken, saving = wall.seconds("validation"), wall.seconds("checkpoints")
-    said, waits = [], ""
+    taken = wall.seconds("validation")
+    saving = wall.seconds("checkpoints")
+    said = []
+    waits = ""
     if validation is not None and taken:
         waits = f", and waits for data {100 * min(1.0, validation.waited_s / taken):.0f} % of its time"
     if taken:
@@ -314,7 +331,8 @@ def _of_the_run(limit: Limit, steps: Diagnosis, validation: Diagnosis | None) ->
         steps: the verdict on the training steps.
         validation: the verdict on the validation; None if validation is not the limit, or was not measured.
     """
-    measured, wall = steps.measurements, steps.measurements.wall
+    measured = steps.measurements
+    wall = steps.measurements.wall
     assert wall is not None
     rule = rarer_validation if limit == "validation" else rarer_checkpoints
     remedies = [one for one in (rule(measured, wall),) if one is not None]
@@ -348,7 +366,9 @@ def _saves(pct: float) -> str:
 
 def rarer_validation(measured: Measurements, wall: WallStats) -> Remedy | None:
     """Remedy: validate less often, if there was more than one validation."""
-    facts, taken, train = measured.facts, wall.seconds("validation"), wall.seconds("train", "epoch starts")
+    facts = measured.facts
+    taken = wall.seconds("validation")
+    train = wall.seconds("train", "epoch starts")
     factors = [one for one in FACTORS if one <= wall.times("validation")]  # keep at least one validation
     times = next((one for one in factors if taken / one <= AT_MOST * train), factors[-1]) if factors else 0
     setting = _rarer_setting(facts, times) if times else None
@@ -367,7 +387,9 @@ def rarer_validation(measured: Measurements, wall: WallStats) -> Remedy | None:
 
 def _rarer_setting(facts: LoopFacts, times: int) -> tuple[str, int, int | float, float] | None:
     """(Trainer setting, old value, new value, factor), or None if the schedule of validation is by time or unknown."""
-    every, between, epoch = facts.check_val_every_n_epoch, facts.val_check_batches, facts.batches_per_epoch
+    every = facts.check_val_every_n_epoch
+    between = facts.val_check_batches
+    epoch = facts.batches_per_epoch
     if between is None:
         return None if every is None else ("check_val_every_n_epoch", every, every * times, times)
     if every is not None and epoch is not None and between * times >= epoch:  # Lightning refuses more than an epoch
@@ -377,8 +399,11 @@ def _rarer_setting(facts: LoopFacts, times: int) -> tuple[str, int, int | float,
 
 def rarer_checkpoints(measured: Measurements, wall: WallStats) -> Remedy | None:
     """Remedy: save less often, if a single ModelCheckpoint saves by steps and has saved at least four times."""
-    facts, taken, times = measured.facts, wall.seconds("checkpoints"), wall.times("checkpoints")
-    now, train = facts.checkpoint_steps, wall.seconds("train", "epoch starts")
+    facts = measured.facts
+    taken = wall.seconds("checkpoints")
+    times = wall.times("checkpoints")
+    now = facts.checkpoint_steps
+    train = wall.seconds("train", "epoch starts")
     most = times // 2  # keep at least one; ``save_last`` may save each twice
     if now is None or not train or most < 2 or (facts.place or PLACE).trainer_key:
         return None  # a command line can add callbacks, but not change them

@@ -59,7 +59,8 @@ def why_not(finding: Finding, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
 
 
 def _tried_in_vain(finding: Finding) -> str:
-    now, tried = finding.facts.num_workers or 0, predict.tried_rates(finding.measured)
+    now = finding.facts.num_workers or 0
+    tried = predict.tried_rates(finding.measured)
     more = [rate for number, rate in tried.items() if number > now]
     if now not in tried or not more or max(more) >= tried[now] * (1 + least_gain_pct(finding) / 100):
         return ""
@@ -69,7 +70,9 @@ def _tried_in_vain(finding: Finding) -> str:
 
 
 def _predicted_in_vain(finding: Finding) -> str:
-    facts, step, least = finding.facts, finding.shares.step_ms, min(steps_with_more(finding).values(), default=None)
+    facts = finding.facts
+    step = finding.shares.step_ms
+    least = min(steps_with_more(finding).values(), default=None)
     if least is None or facts.crowded:  # beside other programs a small gain cannot be told from none
         return ""
     then = f"step {in_ms(step, step)} -> {in_ms(least, step)} ms predicted, no gain worth it"
@@ -80,8 +83,10 @@ def _predicted_in_vain(finding: Finding) -> str:
 
 
 def _crops_in_vain(finding: Finding) -> str:
-    trial, steps = finding.measured.found.crops, predict.with_crops(finding.measured, finding.shares)
-    step, then = finding.shares.step_ms, min(steps.values(), default=0.0)
+    trial = finding.measured.found.crops
+    steps = predict.with_crops(finding.measured, finding.shares)
+    step = finding.shares.step_ms
+    then = min(steps.values(), default=0.0)
     if trial is None or not steps or step - then >= LEAST_PCT / 100 * finding.step_with_start_ms:
         return ""
     times = f"{trial.whole_ms:.2f} -> {trial.crop_ms:.2f} ms of CPU for a sample"
@@ -92,7 +97,8 @@ def _crops_in_vain(finding: Finding) -> str:
 
 
 def _data(finding: Finding, remedies: tuple[Remedy, ...]) -> Iterator[str]:
-    facts, cause = finding.facts, finding.causes.get("data")
+    facts = finding.facts
+    cause = finding.causes.get("data")
     if cause is None:
         return
     yield from _undivided(finding, cause)
@@ -154,7 +160,8 @@ def _hand_over(finding: Finding) -> Iterator[str]:
             f"a batch has {facts.batch_tensors} tensors, and each is sent separately: fewer, larger tensors are "
             "faster to send"
         )
-    making_ms, taking_ms = predict.loading_cpu_ms(finding.measured, finding.shares), finding.shares.data_ms
+    making_ms = predict.loading_cpu_ms(finding.measured, finding.shares)
+    taking_ms = finding.shares.data_ms
     if facts.num_workers and 0 < making_ms < taking_ms:
         step = finding.shares.step_ms
         yield (
@@ -165,7 +172,8 @@ def _hand_over(finding: Finding) -> Iterator[str]:
 
 def _cold(finding: Finding) -> Iterator[str]:
     """Note on the step time with all files in memory, if measured: the limit for a local copy."""
-    found, step = finding.measured.found, finding.shares.step_ms
+    found = finding.measured.found
+    step = finding.shares.step_ms
     if finding.facts.cache == "bytes":
         return
     then = predict.with_rate(finding.measured, finding.shares, found.cached_bytes_per_s, found.loader_per_s)
@@ -180,7 +188,8 @@ def _cold(finding: Finding) -> Iterator[str]:
 
 def _over_the_network(finding: Finding) -> Iterator[str]:
     """Ways to read more at a time, and the limit of the network."""
-    facts, disk = finding.facts, finding.measured.found.disk
+    facts = finding.facts
+    disk = finding.measured.found.disk
     near = predict.with_files_near(finding.measured, finding.shares)
     if facts.remote and not facts.staged and near is not None:
         yield (
@@ -200,8 +209,11 @@ def _over_the_network(finding: Finding) -> Iterator[str]:
 
 def _missing_cpus(finding: Finding) -> Iterator[str]:
     """Note on the number of missing CPUs, if all are busy and the device is not, and on loading on other machines."""
-    measured, shares, facts = finding.measured, finding.shares, finding.facts
-    floor_ms, cpus = predict.floor_ms(measured, shares), facts.usable_cpus
+    measured = finding.measured
+    shares = finding.shares
+    facts = finding.facts
+    floor_ms = predict.floor_ms(measured, shares)
+    cpus = facts.usable_cpus
     training_ms = predict.training_cpu_ms(measured, shares)
     if facts.device_type == "cpu" or not cpus or training_ms is None or floor_ms <= 0:
         return
@@ -217,7 +229,8 @@ def _missing_cpus(finding: Finding) -> Iterator[str]:
 
 
 def _crowded(finding: Finding) -> Iterator[str]:
-    workers, cpus = finding.facts.num_workers, finding.facts.usable_cpus
+    workers = finding.facts.num_workers
+    cpus = finding.facts.usable_cpus
     if not workers or not cpus or finding.facts.crowded:  # the evidence already names other programs
         return
     if workers > cpus:
@@ -252,7 +265,8 @@ def _whole_images(finding: Finding, cause: Cause) -> Iterator[str]:
 
 def _pixels(finding: Finding) -> Iterator[str]:
     """Note on the step time with uint8 images, which needs a change of the data set and a hook."""
-    facts, found = finding.facts, finding.measured.found
+    facts = finding.facts
+    found = finding.measured.found
     done = facts.device_transform or (facts.decoder is not None and facts.own_transforms is False)
     then = predict.with_rate(finding.measured, finding.shares, found.as_uint8_per_s, found.loader_per_s)
     if not done and facts.device_type != "cpu" and _is_worth_it(then, finding):
@@ -278,7 +292,8 @@ def _transforms(finding: Finding, step: float) -> Iterator[str]:
 
 
 def _framework(finding: Finding, remedies: tuple[Remedy, ...]) -> Iterator[str]:
-    facts, hooks = finding.facts, finding.measured.hooks
+    facts = finding.facts
+    hooks = finding.measured.hooks
     if "framework" not in finding.causes:
         return
     if facts.device_type != "cpu":
@@ -298,7 +313,8 @@ def _slow_hook(finding: Finding, hook: HookTime) -> str:
     """The note on a slow hook. It is not a remedy, since the hook may be needed."""
     name = re.sub(r"\{.*\}", "", hook.name)  # Lightning adds the callback's settings to the name
     place = next((one for one in finding.facts.hook_places if one.name == name), None)
-    at, step = f" ({place.at})" if place is not None else "", finding.shares.step_ms
+    at = f" ({place.at})" if place is not None else ""
+    step = finding.shares.step_ms
     then = in_ms(predict.without(finding.shares, hook.ms_per_step), step)
     way = f"without it, a step takes {then} ms. If it only observes, every 50th step is enough"
     if place is not None and place.interval:
@@ -328,8 +344,11 @@ def _launch(finding: Finding) -> Iterator[str]:
 
 def _fed(finding: Finding) -> Iterator[str]:
     """Note on a smaller number of workers that suffices, by the rates of loader and model."""
-    loaders, found, workers = finding.measured.loaders, finding.measured.found, finding.facts.num_workers or 0
-    ready, capacity = loaders.queue_ready or 0.0, loaders.queue_capacity or 0.0
+    loaders = finding.measured.loaders
+    found = finding.measured.found
+    workers = finding.facts.num_workers or 0
+    ready = loaders.queue_ready or 0.0
+    capacity = loaders.queue_capacity or 0.0
     # Other programs make the step longer; without them it may need more workers.
     if "compute" not in finding.causes or finding.facts.crowded or not ready >= FULL_SHARE * capacity > 0:
         return

@@ -106,7 +106,8 @@ def crowding_ms(measured: Measurements, shares: Shares, loading_ms: float, worke
     on all CPUs by all of it, because each waits for the slowest. Workers never take more than an equal share for each
     runnable thread, because Linux gives them no more.
     """
-    facts, rest = measured.facts, shares.floor_ms
+    facts = measured.facts
+    rest = shares.floor_ms
     training = training_cpu_ms(measured, shares)
     if not facts.usable_cpus or training is None or rest <= 0:
         return 0.0
@@ -151,7 +152,8 @@ def _cpus_to_get(measured: Measurements, now: float) -> float:
     several ranks, the share of other programs is unknown, and what the loading threads got stands for the rest. Threads
     that are mostly blocked use few CPUs, and could use those that they got whenever they were ready for one.
     """
-    facts, got = measured.facts, _share_got(measured)
+    facts = measured.facts
+    got = _share_got(measured)
     cpus = facts.usable_cpus or 0
     free = cpus * (1 - facts.others_share)
     idle = _IDLE_CPUS if cpus > 1 or facts.world_size > 1 else 0.0  # ranks wait for each other, too
@@ -166,16 +168,21 @@ def _cpus_to_get(measured: Measurements, now: float) -> float:
 
 def _share_got(measured: Measurements) -> float | None:
     """Share of the time in which the loading threads had a CPU, of that in which they were ready for one."""
-    facts, loaders = measured.facts, measured.loaders
-    on_cpu, queue = loaders.workers_on_cpu_pct, loaders.workers_run_queue_pct
+    facts = measured.facts
+    loaders = measured.loaders
+    on_cpu = loaders.workers_on_cpu_pct
+    queue = loaders.workers_run_queue_pct
     if serial(facts):
-        on_cpu, queue = facts.load_cpu_ms, facts.load_queue_ms
+        on_cpu = facts.load_cpu_ms
+        queue = facts.load_queue_ms
     return on_cpu / (on_cpu + queue) if on_cpu and queue is not None else None
 
 
 def blocked_share(measured: Measurements) -> float:
     """Share of a batch's time in which its worker is blocked and leaves the CPU to others, 0 to 1; 0.0 if unknown."""
-    facts, wait, pct = measured.facts, measured.stats.next_wait_ms, measured.loaders.workers_blocked_pct
+    facts = measured.facts
+    wait = measured.stats.next_wait_ms
+    pct = measured.loaders.workers_blocked_pct
     if not serial(facts):
         return (pct or 0.0) / 100
     if not wait or facts.load_cpu_ms is None or facts.load_queue_ms is None:
@@ -185,7 +192,8 @@ def blocked_share(measured: Measurements) -> float:
 
 def with_files_near(measured: Measurements, shares: Shares) -> float | None:
     """Step time if workers are never blocked while they make a batch; None if unknown."""
-    running, blocked = period_ms(measured, shares), measured.loaders.workers_blocked_pct
+    running = period_ms(measured, shares)
+    blocked = measured.loaders.workers_blocked_pct
     if running is None or blocked is None:
         return None
     return with_batch_in(measured, shares, running * (100 - blocked) / 100)
@@ -198,17 +206,20 @@ def with_workers(measured: Measurements, shares: Shares, number: int) -> float |
     adds the same rate, as long as there are CPUs. None if unknown.
     """
     facts = measured.facts
-    running, now = period_ms(measured, shares), facts.num_workers
+    running = period_ms(measured, shares)
+    now = facts.num_workers
     if running is None or now is None:
         return None
-    loading, taking = loading_cpu_ms(measured, shares), 0.0
+    loading = loading_cpu_ms(measured, shares)
+    taking = 0.0
     slower = _SIDE_BY_SIDE if now == 0 and facts.device_type == "cpu" else 1.0
     if now == 0:
         sending = handing_ms(facts, _SEND)
         # A worker has one thread, while this process may have used several.
         one = max(running, loading) + (slower - 1) * loading + sending
         taking = _taking_ms(measured) + _restarting_ms(facts, number) + _left_over_ms(facts, one)
-        after, loading = one / number, loading + sending
+        after = one / number
+        loading = loading + sending
     else:
         after = running * now / number
     tried = tried_rates(measured)
@@ -225,7 +236,9 @@ def with_crops(measured: Measurements, shares: Shares) -> dict[int, float]:
 
     Contains the present number, and the numbers tried as first workers.
     """
-    workers, running, left = measured.facts.num_workers, period_ms(measured, shares), _left_with_crops(measured)
+    workers = measured.facts.num_workers
+    running = period_ms(measured, shares)
+    left = _left_with_crops(measured)
     if left is None or workers is None or running is None:
         return {}
     step = with_batch_in(measured, shares, running * left)
@@ -241,7 +254,8 @@ def with_crops(measured: Measurements, shares: Shares) -> dict[int, float]:
 
 def _left_with_crops(measured: Measurements) -> float | None:
     """Share of a batch's time that remains if only crops are decoded; None if that was not timed."""
-    found, trial = measured.found, measured.found.crops
+    found = measured.found
+    trial = measured.found.crops
     if trial is None or not trial.whole_ms:
         return None
     left = trial.crop_ms / trial.whole_ms
@@ -252,8 +266,12 @@ def _left_with_crops(measured: Measurements) -> float | None:
 
 def _as_cropping(measured: Measurements, shares: Shares, left: float, step_ms: float) -> Measurements:
     """The measurements that the run would have with crops only, to predict first workers from."""
-    facts, found, loading = measured.facts, measured.found, loading_cpu_ms(measured, shares)
-    queue, running, most = facts.load_queue_ms, period_ms(measured, shares), found.ceiling_per_s or math.inf
+    facts = measured.facts
+    found = measured.found
+    loading = loading_cpu_ms(measured, shares)
+    queue = facts.load_queue_ms
+    running = period_ms(measured, shares)
+    most = found.ceiling_per_s or math.inf
     less = {name: (1 - left) * loading for name in ("host_cpu_ms", "process_cpu_ms") if vars(facts)[name] is not None}
     rates = {number: min(rate / left, most) for number, rate in tried_rates(measured).items()}
     return replace(
@@ -271,7 +289,8 @@ def _as_cropping(measured: Measurements, shares: Shares, left: float, step_ms: f
 
 def without_workers(measured: Measurements, shares: Shares) -> float | None:
     """Step time without workers, if loading a batch in one process was timed; else None."""
-    found, alone = measured.found, tried_rates(measured).get(0)
+    found = measured.found
+    alone = tried_rates(measured).get(0)
     if alone:
         return shares.floor_ms + 1e3 / alone
     if found.samples_ms is None or found.collate_ms is None:
@@ -281,7 +300,8 @@ def without_workers(measured: Measurements, shares: Shares) -> float | None:
 
 def by_trial(measured: Measurements, shares: Shares, number: int) -> float | None:
     """Step time with ``number`` workers, if that number and the present one were both tried; else None."""
-    tried, now = tried_rates(measured), measured.facts.num_workers
+    tried = tried_rates(measured)
+    now = measured.facts.num_workers
     if now is None or number not in tried or now not in tried:
         return None
     return with_rate(measured, shares, tried[number], tried[now])
@@ -314,7 +334,8 @@ def decoded_on_device(measured: Measurements, shares: Shares, device_per_s: floa
         shares: how a step divides.
         device_per_s: batches per second that the device decodes alone.
     """
-    running, left = period_ms(measured, shares), read_share(measured)
+    running = period_ms(measured, shares)
+    left = read_share(measured)
     if running is None or left is None:
         return None
     facts = measured.facts
@@ -327,7 +348,8 @@ def decoded_on_device(measured: Measurements, shares: Shares, device_per_s: floa
 
 def with_pinned(measured: Measurements, shares: Shares) -> float | None:
     """Step time with copies from pinned memory: the copy takes less by the ratio of the two speeds."""
-    found, h2d = measured.found, measured.stats.h2d_ms
+    found = measured.found
+    h2d = measured.stats.h2d_ms
     if not found.pinned_gb_per_s or not found.pageable_gb_per_s or h2d is None:
         return None
     return without(shares, h2d * (1 - found.pageable_gb_per_s / found.pinned_gb_per_s))
@@ -352,7 +374,8 @@ def _beside(measured: Measurements, shares: Shares, rate: float, now: float | No
 
 def loading_cpu_ms(measured: Measurements, shares: Shares) -> float:
     """CPU time of loading a batch: as measured, or all of the loading time without workers."""
-    facts, on_cpu = measured.facts, measured.loaders.workers_on_cpu_pct
+    facts = measured.facts
+    on_cpu = measured.loaders.workers_on_cpu_pct
     if serial(facts):
         return (measured.stats.next_wait_ms or 0.0) if facts.load_cpu_ms is None else facts.load_cpu_ms
     return facts.all_workers * shares.step_ms * (on_cpu or 0.0) / 100

@@ -42,7 +42,8 @@ class Finding:
     @property
     def step_with_start_ms(self) -> float:
         """Time of an epoch per step, with the time to its first batch if known."""
-        batches, start_s = self.facts.batches_per_epoch, self.measured.stats.epoch_start_s
+        batches = self.facts.batches_per_epoch
+        start_s = self.measured.stats.epoch_start_s
         return self.shares.step_ms + (1e3 * start_s / batches if batches and start_s is not None else 0.0)
 
     @property
@@ -80,10 +81,12 @@ def loader_remedy(
         code = "AutotuneCallback()"
         where = f"by AutotuneCallback in callbacks=[...] of the Trainer, or by LIGHTNING_FEED=tune, in {place.words}"
     if name in keys:
-        form, where = "override", "on the command line"
+        form = "override"
+        where = "on the command line"
         code = " ".join(f"{keys[one]}={json.dumps(given)}" for one, given in settings.items() if one in keys)
     elif form == "settings" and place.inner and name not in _WRAPPED:
-        form, where = "arguments", f"in {place.inner}"
+        form = "arguments"
+        where = f"in {place.inner}"
     now = vars(finding.facts).get(name)
     return Remedy(
         code=code,
@@ -100,7 +103,8 @@ def datamodule_remedy(finding: Finding, name: str, value: str, why: str, step_ms
     """A remedy that changes an argument of an ImageFolderDataModule."""
     change = f"{name}: {vars(finding.facts)[name] or 'not set'} -> {value}"
     where = f"{change} in the call that makes your {finding.place.datamodule or 'ImageFolderDataModule'}"
-    code, changes = f'{name}="{value}"', f"{name}={value!r}"
+    code = f'{name}="{value}"'
+    changes = f"{name}={value!r}"
     return Remedy(code=code, form="datamodule", where=where, why=why, predicted_step_ms=step_ms, changes=changes)
 
 
@@ -167,7 +171,8 @@ def more_workers(finding: Finding) -> Remedy | None:
         return None
     best = min(predicted.values())
     number = min(number for number, step in predicted.items() if step <= NEARLY * best)
-    now, cpus = finding.facts.num_workers, finding.facts.usable_cpus
+    now = finding.facts.num_workers
+    cpus = finding.facts.usable_cpus
     why = "batches are made while the model trains" if now == 0 else "more workers make more batches at once"
     if not may_have_workers(finding):
         why += "; the one worker reads the whole stream"
@@ -179,7 +184,8 @@ def more_workers(finding: Finding) -> Remedy | None:
 
 def steps_with_more(finding: Finding) -> dict[int, float]:
     """Predicted step times by number of workers; empty if more workers would not help."""
-    facts, now = finding.facts, finding.facts.num_workers
+    facts = finding.facts
+    now = finding.facts.num_workers
     if now is None or not facts.usable_cpus or facts.workers == "thread" or finding.data not in _MADE_SLOWLY:
         return {}
     if now and not predict.tried_rates(finding.measured) and finding.measured.loaders.workers_on_cpu_pct is None:
@@ -226,7 +232,8 @@ def _with_kept_workers(finding: Finding) -> tuple[Measurements, dict[str, Any]]:
 
 def _most_workers(finding: Finding) -> int:
     """Largest number of workers to suggest: one per CPU, or as many as keep the CPUs busy if workers mostly wait."""
-    facts, now = finding.facts, finding.facts.num_workers or 0
+    facts = finding.facts
+    now = finding.facts.num_workers or 0
     most = cpus = max(1, (facts.usable_cpus or 1) // facts.loaders_beside)
     blocked = predict.blocked_share(finding.measured) if now == 0 or finding.data in _READ_SLOWLY else 0.0
     if blocked >= predict.MOSTLY:
@@ -280,7 +287,8 @@ def _without_workers(finding: Finding) -> dict[str, Any] | None:
 
     None if one of them is set in a place that this remedy cannot change.
     """
-    facts, ours = finding.facts, finding.place.form == "settings"
+    facts = finding.facts
+    ours = finding.place.form == "settings"
     settings: dict[str, Any] = {}
     if facts.prefetch_factor is not None:
         settings["prefetch_factor"] = "auto" if ours else None
@@ -298,7 +306,9 @@ def persistent_workers(finding: Finding) -> Remedy | None:
     None if anything new, such as a call of ``set_epoch``, has to reach the workers in each epoch. Saves the time to the
     first batch of an epoch, less the time to make one batch.
     """
-    facts, start_s, epoch_pct = finding.facts, finding.measured.stats.epoch_start_s or 0.0, finding.shares.epoch_pct
+    facts = finding.facts
+    start_s = finding.measured.stats.epoch_start_s or 0.0
+    epoch_pct = finding.shares.epoch_pct
     if finding.data is None or epoch_pct is None or epoch_pct < DATA_PCT or not finding.can_set("persistent_workers"):
         return None
     if facts.persistent_workers is not False or not facts.num_workers or not facts.may_persist or facts.max_epochs == 1:
@@ -330,8 +340,10 @@ def any_order(finding: Finding) -> Remedy | None:
 
 def shared_files(finding: Finding) -> Remedy | None:
     """Remedy: torch's other sharing strategy, if handing over many tensors was measured to be faster with it."""
-    found, count = finding.measured.found, finding.facts.batch_tensors or 0
-    now, then = found.hand_over_ms, found.hand_over_file_system_ms
+    found = finding.measured.found
+    count = finding.facts.batch_tensors or 0
+    now = found.hand_over_ms
+    then = found.hand_over_file_system_ms
     if finding.data != "hand-over" or found.sharing_strategy != "file_descriptor" or count < MANY_TENSORS:
         return None
     if now is None or then is None:
@@ -348,7 +360,8 @@ def shared_files(finding: Finding) -> Remedy | None:
 
 def files_in_memory(finding: Finding) -> Remedy | None:
     """Remedy: a cache, if an ImageFolderDataModule without one waits for storage, or for an object store."""
-    facts, found = finding.facts, finding.measured.found
+    facts = finding.facts
+    found = finding.measured.found
     if finding.data not in ("cold reads", "remote reads") or facts.decoder is None or facts.cache != "off":
         return None
     step = predict.with_files_near(finding.measured, finding.shares)
@@ -361,7 +374,8 @@ def files_in_memory(finding: Finding) -> Remedy | None:
 
 def crops_only(finding: Finding) -> Remedy | None:
     """Remedy: decode only the crops of an image folder, if that was timed, instead of decoding whole images."""
-    trial, facts = finding.measured.found.crops, finding.facts
+    trial = finding.measured.found.crops
+    facts = finding.facts
     if trial is None or finding.data not in MADE_ON_CPU or facts.stage != "fit":
         return None
     steps = predict.with_crops(finding.measured, finding.shares)
@@ -393,7 +407,8 @@ def nvjpeg(finding: Finding) -> Remedy | None:
 
     None with the user's own transforms, or with a cache of decoded images.
     """
-    facts, found = finding.facts, finding.measured.found
+    facts = finding.facts
+    found = finding.measured.found
     if finding.data not in MADE_ON_CPU or facts.decoder is None or facts.backend not in (None, "torch"):
         return None
     if facts.device_type != "cuda" or facts.own_transforms or facts.cache in ("decoded", "device"):
@@ -429,7 +444,9 @@ def pinned_memory(finding: Finding) -> Remedy | None:
 
 def prefetch_callback(finding: Finding) -> Remedy | None:
     """Remedy: PrefetchCallback, if training waits for copies from pinned memory, or for nvJPEG, on a GPU."""
-    facts, stats, cause = finding.facts, finding.measured.stats, finding.causes.get("copy")
+    facts = finding.facts
+    stats = finding.measured.stats
+    cause = finding.causes.get("copy")
     decodes = cause == "decoding on the GPU"
     if cause is None or facts.device_type != "cuda" or stats.prefetch_active or stats.h2d_ms is None:
         return None
@@ -452,7 +469,8 @@ def rare_progress_bar(finding: Finding) -> Remedy | None:
     drawn = [hook for hook in finding.measured.hooks if any(f"]{bar}" in hook.name for bar in _BARS)]
     if "framework" not in finding.causes or not rate or rate >= RARELY or not drawn:
         return None
-    bar, takes_ms = next(bar for bar in _BARS if f"]{bar}" in drawn[0].name), _sum(drawn)
+    bar = next(bar for bar in _BARS if f"]{bar}" in drawn[0].name)
+    takes_ms = _sum(drawn)
     return callback_remedy(
         finding.place,
         f"{finding.facts.package}.callbacks",
@@ -466,11 +484,13 @@ def rare_progress_bar(finding: Finding) -> Remedy | None:
 
 def log_rarely(finding: Finding) -> Remedy | None:
     """Remedy: log rarely, if loggers are called often and take time between the steps."""
-    every, name = finding.facts.log_every_n_steps, "log_every_n_steps"
+    every = finding.facts.log_every_n_steps
+    name = "log_every_n_steps"
     called = [hook for hook in finding.measured.hooks if _LOGGING.search(hook.name)]
     if "framework" not in finding.causes or not every or every >= RARELY or not called:
         return None
-    why, step = f"{called[0].name} takes {_sum(called):.2f} ms a step", _rarer(finding, _sum(called), every)
+    why = f"{called[0].name} takes {_sum(called):.2f} ms a step"
+    step = _rarer(finding, _sum(called), every)
     return trainer_remedy(finding.place, name, every, RARELY, why=why, predicted_step_ms=step)
 
 
@@ -485,7 +505,8 @@ def _rarer(finding: Finding, takes_ms: float, every: int) -> float:
 
 # --- which of them are printed ------------------------------------------------------------------------------------
 
-LEAST_PCT, LEAST_UNSURE_PCT = 5.0, 10.0
+LEAST_PCT = 5.0
+LEAST_UNSURE_PCT = 10.0
 """Smallest saving of a remedy, as a share of an epoch; the second for low confidence, and for a first worker that
 shares the CPUs with training."""
 LEAST_SHARED_PCT = 20.0
@@ -528,7 +549,8 @@ def _gain_pct(finding: Finding, remedy: Remedy) -> float | None:
 
 def least_gain_pct(finding: Finding) -> float:
     """Smallest gain of a printed remedy: 5 %, or more if noise is larger."""
-    stats, facts = finding.measured.stats, finding.facts
+    stats = finding.measured.stats
+    facts = finding.facts
     low, high = stats.interval_pct or (0.0, 0.0)
     least = LEAST_UNSURE_PCT if stats.confidence == "low" or facts.crowded else LEAST_PCT
     if facts.device_type == "cpu" and finding.data == "no workers":

@@ -10,11 +10,15 @@ from lightning_feed.verdict.diagnosis import Grade
 
 StepPart = Literal["framework", "copy", "data"]
 
-FRAMEWORK_PCT, COPY_PCT, DATA_PCT = 10.0, 5.0, 5.0
+FRAMEWORK_PCT = 10.0
+COPY_PCT = 5.0
+DATA_PCT = 5.0
 """Limits of the parts of a step, in percent: a part at its limit or above is a bottleneck."""
-MODERATE_PCT, HIGH_PCT = 10.0, 20.0
+MODERATE_PCT = 10.0
+HIGH_PCT = 20.0
 """Further limits of the grade; 5 and 20 are the limits in TensorFlow's input-pipeline analyzer."""
-MODEL_SHARE, MODEL_MOST = 0.95, 1.1
+MODEL_SHARE = 0.95
+MODEL_MOST = 1.1
 """If the model alone takes the first share of a step, a faster loader gains nothing. A share above the second is
 impossible: something disturbed the experiment."""
 
@@ -98,7 +102,8 @@ def others_take_more(measured: Measurements, than_pct: float) -> bool:
 
     A wait of less than :data:`RUN_QUEUE_PCT` of a step does not count.
     """
-    facts, step_ms = measured.facts, measured.stats.step_ms or math.inf
+    facts = measured.facts
+    step_ms = measured.stats.step_ms or math.inf
     waits_pct = 100 * facts.queue_beside_loading_ms / step_ms
     return facts.crowded and waits_pct >= RUN_QUEUE_PCT and waits_pct > than_pct
 
@@ -121,7 +126,8 @@ class _Waiting(NamedTuple):
 
 
 def _waiting_of(measured: Measurements, own_pct: float, step_ms: float) -> _Waiting:
-    ranks, own_ms = measured.ranks, measured.stats.data_idle_ms or 0.0
+    ranks = measured.ranks
+    own_ms = measured.stats.data_idle_ms or 0.0
     if ranks is not None and ranks.starved_pct is not None and ranks.starved_pct > own_pct:
         longest_ms = max(own_ms, min(step_ms, ranks.max_data_idle_ms or 0.0))
         return _Waiting(ranks.starved_pct, longest_ms, by_ranks=True, without_cpu_ms=0.0)
@@ -134,21 +140,26 @@ def _without_cpu_share(measured: Measurements) -> float:
 
     The training thread needs the CPU to take a batch from its workers.
     """
-    facts, wait = measured.facts, measured.stats.next_wait_ms
+    facts = measured.facts
+    wait = measured.stats.next_wait_ms
     if not facts.crowded or not facts.num_workers or not wait or facts.load_queue_ms is None:
         return 0.0
     return min(1.0, facts.load_queue_ms / wait)
 
 
-KEEPS_UP, FALLS_BEHIND = 0.85, 1.15
+KEEPS_UP = 0.85
+FALLS_BEHIND = 1.15
 """Time to make a batch divided by that of a training step, both without the time that other programs had the CPUs.
 Below the first, workers keep up; above the second, they do not."""
 
 
 def _fed_if_idle(measured: Measurements) -> bool | None:
     """True if workers that are too slow because of other programs would keep up alone; None: too close to tell."""
-    facts, stats, loaders = measured.facts, measured.stats, measured.loaders
-    queue, step_ms = loaders.workers_run_queue_pct, stats.step_ms or 0.0
+    facts = measured.facts
+    stats = measured.stats
+    loaders = measured.loaders
+    queue = loaders.workers_run_queue_pct
+    step_ms = stats.step_ms or 0.0
     if queue is None and facts.crowded and facts.num_workers:
         return None
     if queue is None or not queue_is_of_others(measured):
@@ -163,7 +174,8 @@ def _fed_if_idle(measured: Measurements) -> bool | None:
 
 def queue_is_of_others(measured: Measurements) -> bool:
     """True if workers wait for CPUs that other programs use, and do not themselves need more CPUs than there are."""
-    facts, loaders = measured.facts, measured.loaders
+    facts = measured.facts
+    loaders = measured.loaders
     busy_pct = min(100.0, (loaders.workers_on_cpu_pct or 0.0) + (loaders.workers_run_queue_pct or 0.0))
     wanted_pct = facts.all_workers * busy_pct
     return facts.crowded and bool(facts.num_workers) and wanted_pct <= 100 * (facts.usable_cpus or 0)
@@ -179,7 +191,8 @@ def grade_of(data_pct: float) -> Grade:
 
 
 def _epoch_pct(measured: Measurements, step_ms: float) -> float | None:
-    stats, batches = measured.stats, measured.facts.batches_per_epoch
+    stats = measured.stats
+    batches = measured.facts.batches_per_epoch
     if stats.epoch_start_s is None or not batches:
         return None
     start_ms = stats.epoch_start_s * 1e3
@@ -196,12 +209,14 @@ def model_alone_ms(measured: Measurements) -> float | None:
 
 def model_disturbed(measured: Measurements) -> bool:
     """True if the model alone took longer than the steps that contain it, so that its figure is useless."""
-    alone, step_ms = model_alone_ms(measured), measured.stats.step_ms
+    alone = model_alone_ms(measured)
+    step_ms = measured.stats.step_ms
     return alone is not None and step_ms is not None and alone > MODEL_MOST * step_ms
 
 
 def _model_takes_all(measured: Measurements) -> bool:
-    alone, step_ms = model_alone_ms(measured), measured.stats.step_ms
+    alone = model_alone_ms(measured)
+    step_ms = measured.stats.step_ms
     if alone is None or not step_ms or measured.facts.device_type == "cpu":
         return False  # on a CPU nothing is queued ahead, so waiting is never part of the step itself
     return MODEL_SHARE * step_ms <= alone <= MODEL_MOST * step_ms
