@@ -152,8 +152,6 @@ class StarvationRun:
         loop = self._now
         if loop is self.main:
             self._hooks.step_ended(loop.meter.finished)
-            if self._cpus is not None:
-                self._cpus.sample()
         if loop.step_ended():
             self._fold(loop)
 
@@ -251,10 +249,10 @@ class StarvationRun:
         cpus = self._cpus
         self._fold(self.main)
         found = self.main.measurements(prefetch_active=prefetch_active(self._trainer))
-        others = cpus.others(found.facts.usable_cpus) if cpus is not None else {}
+        others_cpu_pct = cpus.others_pct(found.facts.usable_cpus) if cpus is not None else None
         return Measurements(
             stats=found.stats,
-            facts=replace(found.facts, syncs=self._syncs(), **others),
+            facts=replace(found.facts, syncs=self._syncs(), others_cpu_pct=others_cpu_pct),
             loaders=replace(found.loaders, cache_hit_pct=_hit_pct(self._cache_began, _cache_stats(self._trainer))),
             hooks=self._guard.attempt("tell the slowest hooks", self._slow_hooks) or (),
             ranks=self._rank_total or (self._ranks.total() if self._ranks is not None else None),

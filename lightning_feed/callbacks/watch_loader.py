@@ -235,8 +235,6 @@ class PlainRun:
         if now >= self._next_read:  # workers take their counters with them when an epoch ends
             self._next_read = now + READ_EVERY_NS
             loop.loaders.take()
-            if self._cpus is not None:
-                self._cpus.sample()
         steps = loop.meter.finished
         if steps >= MIN_STEPS and self._schedule.due(steps):
             self._report()
@@ -249,8 +247,10 @@ class PlainRun:
         found = self._loop.measurements(prefetch_active=None)
         # Neither the copy to the device nor the time between steps is seen from the step itself.
         stats = replace(found.stats, h2d_ms=None, other_ms=None)
-        others = self._cpus.others(found.facts.usable_cpus) if self._cpus is not None else {}
-        return Measurements(stats=stats, facts=replace(found.facts, **others), loaders=found.loaders)
+        usable_cpus = found.facts.usable_cpus
+        others_cpu_pct = self._cpus.others_pct(usable_cpus) if self._cpus is not None else None
+        facts = replace(found.facts, others_cpu_pct=others_cpu_pct)
+        return Measurements(stats=stats, facts=facts, loaders=found.loaders)
 
     # --- reports ------------------------------------------------------------------------------------------------------
 

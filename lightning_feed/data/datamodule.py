@@ -309,8 +309,6 @@ class FeedDataModule:
         storage = self._feed.storage
         return {
             "cache": storage.cache or "off",
-            "remote": not isinstance(storage.place, Path | None),
-            "staged": storage.stage_to is not None,
             "device_transform": type(self).device_transform is not FeedDataModule.device_transform,
         }
 

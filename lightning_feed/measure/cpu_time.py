@@ -1,12 +1,10 @@
-"""CPU time of the training thread and its process per step, their wait for a CPU, and the CPU use of other programs."""
+"""CPU time of the training thread per step, its wait for a CPU, and the CPU use of other programs."""
 
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 from lightning_feed.storage.system import read_text
@@ -21,13 +19,8 @@ _STEAL = 7
 _FIRST = 11
 _LAST = 14
 """Columns ``utime`` and ``cstime`` of ``/proc/PID/stat``, counted after the program's name."""
-SAMPLE_S = 2.0
-"""Seconds between two samples of CPU use."""
 NOW_S = 0.5
 """Seconds over which :func:`others_pct_now` measures."""
-MOST_SAMPLES = 1800
-"""Number of samples kept: one hour."""
-
 
 class CpuTicks(NamedTuple):
     """Ticks since the machine started, over the CPUs that this process may use."""
@@ -44,20 +37,15 @@ class CpuShare:
     """Share of the CPUs that other programs have used since this object was made.
 
     The time of this process and all its descendants is the run's own. The rest went to other programs, and on a virtual
-    machine to other guests of the host. Interrupts are not counted. A reading takes about 20 microseconds for each
-    process of the machine, so :meth:`sample` reads at most every 2 seconds, and for at most 0.3 % of the time.
+    machine to other guests of the host. Interrupts are not counted.
 
     Args:
         root: the file system to read ``proc`` from.
-        clock: seconds.
     """
 
-    def __init__(self, root: Path = Path("/"), clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, root: Path = Path("/")) -> None:
         self._proc = root / "proc"
-        self._clock = clock
-        self._began = self._last = self._read()
-        self._next_s = clock() + SAMPLE_S
-        self._samples: deque[tuple[CpuTicks, CpuTicks]] = deque(maxlen=MOST_SAMPLES)
+        self._began = self._read()
 
     def others_pct(self, usable_cpus: int | None) -> float | None:
         """Mean percentage of ``usable_cpus`` that other programs used; None if unknown.
@@ -65,30 +53,6 @@ class CpuShare:
         Excludes CPUs that this run may not use, since it could not have used their time anyway.
         """
         return _others_pct(self._began, self._read(), usable_cpus)
-
-    def sample(self) -> None:
-        """Sample the CPU usage if a sample is due."""
-        now_s = self._clock()
-        if now_s < self._next_s:
-            return
-        before = self._last
-        self._last = self._read()
-        if before is not None and self._last is not None:
-            self._samples.append((before, self._last))
-        took_s = self._clock() - now_s
-        self._next_s = now_s + max(SAMPLE_S, 300 * took_s)
-
-    def median_others_pct(self, usable_cpus: int | None) -> float | None:
-        """Median of the samples; None without a sample. Unlike the mean, it ignores a program that ran for a while."""
-        known = [_others_pct(before, after, usable_cpus) for before, after in self._samples]
-        found = [pct for pct in known if pct is not None]
-        return median(found) if found else None
-
-    def others(self, usable_cpus: int | None) -> dict[str, Any]:
-        """Fields of ``LoopFacts``: the mean and the median."""
-        mean = self.others_pct(usable_cpus)
-        middle = self.median_others_pct(usable_cpus)
-        return {"others_cpu_pct": mean, "others_cpu_median_pct": middle}
 
     def _read(self) -> CpuTicks | None:
         lines = [line.split() for line in read_text(self._proc / "stat").splitlines()]
@@ -204,18 +168,20 @@ class CpuTimes:
         self._steps_before = 0
         self._paused = False
         self._counting = False
-        self._spent = CpuSums()
-        self._began = self._now()
-        self._loaded = self._load_queued = 0
         self._fetch_began: tuple[int, int | None] | None = None
+        self._restart()
+
+    def _restart(self) -> None:
+        self._spent_ns = 0
+        self._loaded_ns = 0
+        self._load_queued_ns = 0
+        self._began_ns = self._thread()
 
     def settle(self, steps: int) -> None:
         """Start over after ``steps`` steps."""
         self._steps_before = steps
-        self._spent = CpuSums()
         self._counting = True
-        self._loaded = self._load_queued = 0
-        self._began = self._now()
+        self._restart()
 
     def pause(self) -> None:
         """Pause: training stops for a while."""
@@ -226,25 +192,29 @@ class CpuTimes:
     def go_on(self) -> None:
         """Resume: training continues."""
         if self._paused:
-            self._paused, self._began = False, self._now()
+            self._paused = False
+            self._began_ns = self._thread()
 
     def fetch_began(self) -> None:
         """Note that the loop requests a batch."""
-        self._fetch_began = (self._load_clock() if self._load_clock else 0), self._run_queue()
+        loaded_ns = self._load_clock() if self._load_clock else 0
+        self._fetch_began = (loaded_ns, self._run_queue())
 
     def fetch_ended(self) -> None:
         """Note that the batch has arrived."""
         if self._fetch_began is None:
             return
-        load, queue = self._fetch_began
-        self._fetch_began, queue_now = None, self._run_queue()
+        loaded_ns, queued_ns = self._fetch_began
+        queued_now_ns = self._run_queue()
+        self._fetch_began = None
         if not self._counting:  # set-up and starting workers do not belong to a step
-            self._counting, self._began = True, self._now()
+            self._counting = True
+            self._began_ns = self._thread()
             return
         if self._load_clock is not None:
-            self._loaded += self._load_clock() - load
-        if queue is not None and queue_now is not None:
-            self._load_queued += queue_now - queue
+            self._loaded_ns += self._load_clock() - loaded_ns
+        if queued_ns is not None and queued_now_ns is not None:
+            self._load_queued_ns += queued_now_ns - queued_ns
 
     def per_step(self, steps: int) -> dict[str, Any]:
         """Fields of ``LoopFacts``: mean milliseconds per finished step; empty before the first step ends."""
@@ -253,26 +223,14 @@ class CpuTimes:
             return {}
         if not self._paused:
             self._add()
-        known = {"host_cpu_ms": self._spent.thread, "process_cpu_ms": self._spent.process}
+        known = {"host_cpu_ms": self._spent_ns}
         if self._load_clock is not None:
-            known["load_cpu_ms"] = self._loaded
+            known["load_cpu_ms"] = self._loaded_ns
         if self._run_queue() is not None:
-            known |= {"host_queue_ms": self._spent.run_queue, "load_queue_ms": self._load_queued}
+            known["load_queue_ms"] = self._load_queued_ns
         return {name: 1e-6 * ns / counted for name, ns in known.items()}
 
-    def _now(self) -> "CpuSums":
-        return CpuSums(self._thread(), self._process(), self._run_queue() or 0)
-
     def _add(self) -> None:
-        now = self._now()
-        passed = (spent + at - began for spent, at, began in zip(self._spent, now, self._began, strict=True))
-        self._spent = CpuSums(*passed)
-        self._began = now
-
-
-class CpuSums(NamedTuple):
-    """CPU time of the training thread and of its process, and the thread's wait for a CPU, in nanoseconds."""
-
-    thread: int = 0
-    process: int = 0
-    run_queue: int = 0
+        now_ns = self._thread()
+        self._spent_ns += now_ns - self._began_ns
+        self._began_ns = now_ns

@@ -66,6 +66,8 @@ class DiskFacts:
     """For a URL: rate of reading with many concurrent requests."""
 
 
+NOT_TRANSFORMS = ("read", "decode", "load")
+"""Names of the costs of a sample other than its transforms, as experiments give them: see :func:`step_of`."""
 REST_OF_THE_FIT = "the rest of the fit"
 
 
@@ -160,3 +162,8 @@ class ExperimentResults:
         median = dict(self.worker_scaling)
         apart = [100 * (high - low) / median[one] for one, low, high in self.worker_spread if median.get(one)]
         return max(apart, default=None)
+
+
+def step_of(name: str) -> str:
+    """Name of a cost without its loader's name: ``load`` for ``"a: load"``."""
+    return name.rpartition(": ")[2]

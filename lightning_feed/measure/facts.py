@@ -1,10 +1,8 @@
 """Facts about a run besides its times, read from its loaders and batches."""
 
-import dis
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from types import CodeType
 from typing import Any
 
 from torch.utils.data import IterableDataset, Subset
@@ -103,7 +101,6 @@ def _for_remedies(every: Sequence[AnyLoader], *, reloaded: bool) -> dict[str, An
 
         divided = [divides_among_workers(loader) for loader in every]
         known["shards_by_worker"] = all(one is not False for one in divided)
-        known["may_leave_process"] = all(_keeps_nothing(stream, _DEEPEST) for stream in streams)
     return known
 
 
@@ -116,26 +113,6 @@ def _decodes_whole(dataset: AnyDataset) -> bool:
 
     unchanged = type(dataset).__getitem__ is sys.modules["torchvision.datasets"].DatasetFolder.__getitem__
     return unchanged and cropping_step(dataset.transform) is not None
-
-
-def _keeps_nothing(stream: Any, deeper: int) -> bool:
-    """True if a copy of the stream in a worker process can replace the stream itself.
-
-    False if a method other than ``__init__`` sets an attribute, such as a count kept across epochs, or if there is a
-    ``state_dict`` for this process to call.
-    """
-    from lightning_feed.load.iterable import methods_of  # as above
-
-    codes = [code for name, code in methods_of(stream) if name != "__init__"]
-    if hasattr(stream, "state_dict") or any(map(_sets_attribute, codes)) or not deeper:
-        return False
-    inside = [value for value in vars(stream).values() if isinstance(value, IterableDataset)]
-    return all(_keeps_nothing(one, deeper - 1) for one in inside)
-
-
-def _sets_attribute(code: CodeType) -> bool:
-    inner = (one for one in code.co_consts if isinstance(one, CodeType))
-    return any(one.opname == "STORE_ATTR" for one in dis.get_instructions(code)) or any(map(_sets_attribute, inner))
 
 
 def _needs_each_epoch(dataset: AnyDataset) -> bool:

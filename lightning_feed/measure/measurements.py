@@ -111,10 +111,6 @@ class LoopFacts:
     ``drop_keys``."""
     cache: str | None = None
     """Cache of a FastDataModule: ``bytes``, ``decoded``, ``device`` or ``off``."""
-    remote: bool | None = None
-    """True if a FastDataModule reads its data from a URL."""
-    staged: bool | None = None
-    """True if a FastDataModule reads from a staged copy."""
     device_transform: bool | None = None
     """True if a FastDataModule transforms batches on the device."""
     max_epochs: int | None = None
@@ -130,9 +126,6 @@ class LoopFacts:
     others_cpu_pct: float | None = None
     """Share of this run's CPUs that other programs used, 0 to 100. Above 20 they affect the figures. Only on Linux,
     with a single training process; else None."""
-    others_cpu_median_pct: float | None = None
-    """Median over time of the share in ``others_cpu_pct``, for predictions: a program that ran only for a while does
-    not affect it."""
     usable_cpus: int | None = None
     """CPUs that this rank may use."""
     world_size: int = 1
@@ -143,23 +136,16 @@ class LoopFacts:
     """Version of this package."""
     host_cpu_ms: float | None = None
     """CPU time of the training thread per step (``time.thread_time``), over all measured steps."""
-    process_cpu_ms: float | None = None
-    """CPU time of the training process per step: all its threads, without its workers."""
     load_cpu_ms: float | None = None
     """CPU time of the training process in ``next(loader)`` per step; None with workers. If the loader is not a
     DataLoader: CPU time of the training thread only."""
     load_queue_ms: float | None = None
     """Time in ``next(loader)`` per step in which the training thread was ready to run, but other threads or programs
     had the CPUs. Only on Linux; else None."""
-    host_queue_ms: float | None = None
-    """Time per step in which the training thread waited for a CPU, in ``next(loader)`` and outside it."""
     generator: str = ""
     """The loader, if it is not a DataLoader: ``generator batches (train.py:12)``."""
     shards_by_worker: bool | None = None
     """True if an iterable dataset appears to divide its samples among workers."""
-    may_leave_process: bool | None = None
-    """True if an iterable dataset can run in one worker process: it keeps no count across epochs, and has no state that
-    this process may need."""
     may_persist: bool | None = None
     """True if workers may persist between epochs: the loaders are not replaced, and nothing new, such as a call of
     ``set_epoch``, has to reach the workers."""
@@ -182,20 +168,9 @@ class LoopFacts:
         return (self.others_cpu_pct or 0.0) >= OTHERS_PCT
 
     @property
-    def queue_beside_loading_ms(self) -> float:
-        """Time per step outside ``next(loader)`` in which the training thread waited for a CPU; 0.0 if unknown."""
-        return max(0.0, (self.host_queue_ms or 0.0) - (self.load_queue_ms or 0.0))
-
-    @property
     def copies_nothing(self) -> bool:
         """True if batches stay on the CPU unchanged, without a hook or transform of the user in their transfer."""
         return self.device_type == "cpu" and self.batch_hooks is False and not self.device_transform
-
-    @property
-    def others_share(self) -> float:
-        """Share of the CPUs that other programs usually take, 0 to 1; 0 if unknown."""
-        pct = self.others_cpu_pct if self.others_cpu_median_pct is None else self.others_cpu_median_pct
-        return (pct or 0.0) / 100
 
     @property
     def all_workers(self) -> int:

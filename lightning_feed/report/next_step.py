@@ -19,7 +19,6 @@ _DIAGNOSE = "lightning-feed diagnose your_script.py -- ARGUMENTS"
 """The command as notes contain it, because they are made without knowing the program."""
 _MEASURE_THE_REST = "Train with LIGHTNING_FEED=1"
 """Words that identify the note of a diagnosis without fixes, where the parts that it did not run may be to blame."""
-_IDLE = "run again when the machine is idle, or reserve CPUs for this run (Slurm: `--cpus-per-task`)"
 _TUNE = "train with LIGHTNING_FEED=tune, or with `AutotuneCallback()`"
 _IN_YOUR_CODE: tuple[Cause, ...] = ("no workers", "cpu", "oversubscribed", "waiting", "unknown")
 """Causes for which an experiment can find the responsible lines in the user's code."""
@@ -40,7 +39,7 @@ def next_step(found: Diagnosis, run: RunIdentity | None = None, *, arguments: st
     if found.bottleneck == "unknown":
         return _to_a_verdict(found, run, given)
     if found.remedies:
-        return _fix(found.remedies[0])
+        return _try_workers(found, run, given) or _fix(found.remedies[0])
     left_out = found.measurements.found.stripped
     if left_out and any(_MEASURE_THE_REST in one for one in found.notes):
         return f"{_train_measured(run, given)} to measure what was left out here ({left_out})"
@@ -76,6 +75,17 @@ _WITHOUT_NOTE: dict[str, str] = {
 """Bottleneck -> the next step if the verdict has no note on it."""
 
 
+def _try_workers(found: Diagnosis, run: RunIdentity, given: str) -> str:
+    """The command that tries numbers of workers, if the first fix is a number that was not tried; else empty."""
+    facts = found.measurements.facts
+    untried = found.measurements.experiments is None and found.remedies[0].changes.startswith("num_workers=")
+    if not untried or not _may_be_tuned(facts):
+        return ""
+    if run.program == "notebook" or not run.program:
+        return f"{_TUNE}: it tries numbers of workers, and takes the fastest"
+    return f"`LIGHTNING_FEED=tune {_typed(run, given)}` tries numbers of workers, and takes the fastest"
+
+
 def _fix(remedy: Remedy) -> str:
     if "\n" in remedy.code:
         return f"paste the first fix, {remedy.where}"
@@ -85,7 +95,7 @@ def _fix(remedy: Remedy) -> str:
 def _to_a_verdict(found: Diagnosis, run: RunIdentity, given: str) -> str:
     measured = found.measurements
     if measured.stats.steps >= MIN_STEPS:
-        return _beside_others(found, run, given) or _diagnose(found, run, given, "measures each part alone")
+        return _fewer_threads(found, run, given) or _diagnose(found, run, given, "measures each part alone")
     if not measured.stats.steps and measured.found.loader_per_s:
         return "diagnose a program that trains, or a TARGET that returns a LightningModule too"
     return f"train for {ENOUGH_STEPS} steps or more"
@@ -97,8 +107,6 @@ def _for_data(found: Diagnosis, run: RunIdentity, given: str) -> str:
     fewer = _fewer_threads(found, run, given)
     if fewer:
         return fewer
-    if facts.generator and facts.loop == "trainer" and facts.stage == "fit":
-        return f"{_TUNE}: it makes batches in a thread while the model trains, if that is faster"
     turns = ""
     if takes_turns(found):
         turns = f"loading and {LOOP_WORDS[facts.stage]} take turns"
@@ -115,11 +123,11 @@ def _for_data(found: Diagnosis, run: RunIdentity, given: str) -> str:
         return turns + notes[0]
     most = max(measured.found.costs, key=lambda cost: cost.cpu_ms, default=None)
     part = "" if most is None else f", above all in {most.name} ({most.cpu_ms:.1f} ms of CPU for a sample)"
-    return f"{turns}make a batch with less work{part}: no loader setting is predicted to help"
+    return f"{turns}make a batch with less work{part}: no loader setting is known to help"
 
 
 def _workers_in_vain(found: Diagnosis) -> bool:
-    """True if more workers were tried, or predicted, to gain nothing."""
+    """True if more workers were tried, and gained nothing."""
     return any(one.startswith("more workers") for one in found.why_not)
 
 
@@ -152,9 +160,9 @@ def _may_be_tuned(facts: LoopFacts) -> bool:
 def _for_compute(found: Diagnosis, run: RunIdentity, given: str) -> str:
     measured = found.measurements
     notes = _notes(found, run, given)
-    beside = _beside_others(found, run, given)
-    if beside:
-        return f"the loader keeps up; {beside}" if found.grade == "OK" or found.cause == "compute" else beside
+    fewer = _fewer_threads(found, run, given)
+    if fewer:
+        return f"the loader keeps up; {fewer}"
     if found.cause in ("oversubscribed", "unknown"):  # the model alone is much faster than the step
         return next(iter(notes), _WITHOUT_NOTE["framework"])
     if found.cause == "launch" and notes:
@@ -207,13 +215,6 @@ def _typed(run: RunIdentity, given: str) -> str:
     return f"{python}{program}{f' {given}' if given else ''}"
 
 
-def _beside_others(found: Diagnosis, run: RunIdentity, given: str) -> str:
-    """The step if other programs use the CPUs; empty if they do not, or if they take nothing from this run."""
-    healthy = found.grade == "OK" and found.cause == "compute"
-    idle = "" if healthy or not found.measurements.facts.crowded else _IDLE
-    return _fewer_threads(found, run, given) or idle
-
-
 def _fewer_threads(found: Diagnosis, run: RunIdentity, given: str) -> str:
     """The step if torch uses more threads than other programs leave CPUs; empty if it does not.
 
@@ -221,13 +222,13 @@ def _fewer_threads(found: Diagnosis, run: RunIdentity, given: str) -> str:
     (``benchmarks/threads.py``).
     """
     facts = found.measurements.facts
-    free = max(1, int((facts.usable_cpus or 1) * (1 - facts.others_share)))
+    free = max(1, int((facts.usable_cpus or 1) * (1 - (facts.others_cpu_pct or 0.0) / 100)))
     if not facts.crowded or facts.device_type != "cpu" or (facts.torch_threads or 1) <= free:
         return ""
     fewer = f"OMP_NUM_THREADS={free} {_typed(run, given)}"
     if run.program == "notebook":
         fewer = f"torch.set_num_threads({free})"
-    return f"try `{fewer}`, since torch's {facts.torch_threads} threads wait for each other; or {_IDLE}"
+    return f"try `{fewer}`, since torch's {facts.torch_threads} threads wait for each other"
 
 
 def _quoted(program: str) -> str:

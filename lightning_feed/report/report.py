@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Literal
 from lightning_feed.errors import plural
 from lightning_feed.extras import installed_version
 from lightning_feed.load.machine import read_machine
-from lightning_feed.measure.measurements import Measurements
 from lightning_feed.verdict.decide import share_text
 from lightning_feed.verdict.diagnosis import Diagnosis
 from lightning_feed.verdict.shares import LOOP_WORDS, grade_of, shares_of, toy_sentence
@@ -73,24 +72,6 @@ class RunIdentity:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemedyCheck:
-    """The step time that a remedy was predicted to give, and the one that a later run with it achieved."""
-
-    code: str
-    """The remedy, as the earlier report put it."""
-    changes: str
-    """The setting that is in effect in the later run and was not in the earlier: ``num_workers=8``."""
-    predicted_step_ms: float | None
-    """Mean step that the earlier report predicted. None: it predicted none."""
-    achieved_step_ms: float | None
-    """Mean step of the later run."""
-    error_pct: float | None
-    """100 * (predicted - achieved) / achieved. Above 0: it became faster than predicted."""
-    also_changed: tuple[str, ...] = ()
-    """Other settings that changed between the runs. They may explain a part of the difference."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Report:
     """A verdict, and all that is needed to compare it with another."""
 
@@ -100,9 +81,6 @@ class Report:
     """ISO 8601, UTC."""
     run: RunIdentity = field(default_factory=RunIdentity)
     """The run that the report is about."""
-    report_card: tuple[RemedyCheck, ...] = ()
-    """Predictions of an earlier report for this run. Empty: there was none to compare with, or none of its remedies
-    is in effect."""
     path: Path | None = None
     """The file that it was read from."""
     page: ClassVar[Callable[["Report"], str] | None] = None
@@ -222,15 +200,8 @@ def headline_parts(diagnosis: Diagnosis) -> tuple[str, str]:
 
 
 def _of_the_step_itself(diagnosis: Diagnosis) -> str:
-    facts = diagnosis.measurements.facts
     verdict = "limited by the step itself, not by data"
-    verdict = _OF_THE_STEP.get(diagnosis.cause, verdict)
-    if not facts.crowded:
-        return verdict
-    taken = f"{facts.others_cpu_pct:.0f} % of the CPUs"
-    if diagnosis.cause == "oversubscribed":
-        return f"limited by other programs, which have {taken}"
-    return f"{verdict}, beside other programs that take {taken}" if diagnosis.device_type == "cpu" else verdict
+    return _OF_THE_STEP.get(diagnosis.cause, verdict)
 
 
 def _of_the_other_parts(diagnosis: Diagnosis, waits: str) -> tuple[str, str]:
@@ -267,13 +238,11 @@ def trust(diagnosis: Diagnosis) -> str:
     """The trust in the verdict: ``95 % CI 32-36, confidence high, 412 steps``.
 
     The interval describes the waiting in this rank's steps. It is left out if the headline is about anything else: all
-    ranks, the first batch of an epoch, validation, checkpoints, or waiting for a CPU. It is also left out if it has no
-    width.
+    ranks, the first batch of an epoch, validation, or checkpoints. It is also left out if it has no width.
     """
     said = f"confidence {diagnosis.confidence}, {plural(diagnosis.stats.steps, 'step')}"
     low, high = diagnosis.stats.interval_pct or (0.0, 0.0)
     of_steps = _counted(diagnosis) == "steps" and diagnosis.bottleneck not in _OF_THE_RUN
-    of_steps &= not _without_cpu_ms(diagnosis)
     if not of_steps or f"{low:.0f}" == f"{high:.0f}":
         return said
     return f"95 % CI {low:.0f}-{high:.0f}, {said}"
@@ -288,12 +257,6 @@ def _waits(diagnosis: Diagnosis, starved_pct: float) -> str:
     if counted == "ranks" and ranks is not None:
         whose = "one of them" if ranks.slow_rank is None else f"rank {ranks.slow_rank}"
         return f"all ranks wait {ranks.starved_pct:.0f} % of each step for the data of {whose}"
-    without_cpu = _without_cpu_ms(diagnosis)
-    if shares is not None and 100 * without_cpu >= shares.step_ms:
-        waits = 100 * shares.data_ms / shares.step_ms
-        loop = LOOP_WORDS[measured.facts.stage]
-        for_cpu = f"{100 * without_cpu / shares.step_ms:.0f} % for a free CPU while a batch is ready"
-        return f"{loop} waits {waits:.0f} % of each step for data, and {for_cpu}"
     share = f"{starved_pct:.0f} % of each step"
     on_cpu = ""
     on_gpu = " waiting for data"
@@ -311,12 +274,6 @@ def _waits(diagnosis: Diagnosis, starved_pct: float) -> str:
     if diagnosis.device_type == "cpu":
         return f"{loop} waits for data {share}{on_cpu}"
     return f"GPU idle {share}{on_gpu}"
-
-
-def _without_cpu_ms(diagnosis: Diagnosis) -> float:
-    """The part of the waiting in which other programs had the CPUs; 0.0 if it was not measured separately."""
-    shares = shares_of(diagnosis.measurements)
-    return 0.0 if shares is None else shares.without_cpu_ms
 
 
 def _counted(diagnosis: Diagnosis) -> Literal["steps", "ranks", "epochs"]:
@@ -353,7 +310,7 @@ def speedup(diagnosis: Diagnosis) -> float | None:
     ranks = measured.ranks
     batches = measured.facts.batches_per_epoch or 0
     if counted == "steps":
-        return _speedup_of_the_step(measured)
+        return stats.speedup_if_free
     if counted == "ranks":
         whole = 100.0
         busy = 100.0 - ((ranks.starved_pct if ranks is not None else None) or 0.0)
@@ -362,14 +319,6 @@ def speedup(diagnosis: Diagnosis) -> float | None:
         whole = 1e3 * (stats.epoch_start_s or 0.0) + batches * step_ms
         busy = batches * (step_ms - (stats.data_idle_ms or 0.0))
     return whole / busy if busy > 0 else None
-
-
-def _speedup_of_the_step(measured: Measurements) -> float | None:
-    """Speed-up without waiting for data. Waiting for a CPU does not count as waiting for data."""
-    shares = shares_of(measured)
-    if shares is not None and shares.without_cpu_ms and shares.floor_ms:
-        return shares.step_ms / shares.floor_ms
-    return measured.stats.speedup_if_free
 
 
 def cause_text(diagnosis: Diagnosis) -> str:

@@ -9,15 +9,21 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from lightning_feed.errors import in_rate, plural, rate_unit, source_line, throughput
-from lightning_feed.measure.experiment_results import DiskFacts, ExperimentResults, FunctionCost, KeyUse, NamedCost
+from lightning_feed.measure.experiment_results import (
+    NOT_TRANSFORMS,
+    DiskFacts,
+    ExperimentResults,
+    FunctionCost,
+    KeyUse,
+    NamedCost,
+    step_of,
+)
 from lightning_feed.measure.measurements import LoopFacts, LoopMeasurements, Measurements
 from lightning_feed.measure.stats import LoaderStats, StarvationStats
 from lightning_feed.measure.wall import WallStats
-from lightning_feed.report.compare import check_text
 from lightning_feed.report.report import Report, cause_text, if_free, rate, takes_turns
 from lightning_feed.verdict.diagnosis import Bottleneck, Diagnosis, Remedy
-from lightning_feed.verdict.predict import NOT_TRANSFORMS, step_of
-from lightning_feed.verdict.shares import in_ms, model_disturbed, shares_of
+from lightning_feed.verdict.shares import in_ms, model_disturbed
 
 # --- the pipeline from disk to model ------------------------------------------------------------------------------
 
@@ -30,7 +36,7 @@ WIDE = 120
 """Characters of a line: enough for every line of the pipeline."""
 _CUT = 3
 """The longest bar shows this many times the lowest rate; longer bars are cut. A copy may be 100 times as fast."""
-Kind = Literal["stage", "part", "fit", "if", "remedy"]
+Kind = Literal["stage", "part", "fit", "if"]
 _Row = tuple[Kind, str, float | None, str]
 """Kind and name of a bar, its rate in batches per second, and the way the rate was measured."""
 
@@ -42,8 +48,7 @@ class Bar(NamedTuple):
     per_s: float
     kind: Kind
     """``stage``: every sample passes it. ``part``: a part of the loader, which shares the workers with other parts.
-    ``fit``: the fit as it ran. ``if``: the loader under other conditions. ``remedy``: the fit as predicted with a
-    remedy, named by the remedy's code."""
+    ``fit``: the fit as it ran. ``if``: the loader under other conditions."""
     note: str = ""
     """The way the figure was measured."""
     narrowest: bool = False
@@ -74,10 +79,7 @@ def read_pipeline(diagnosis: Diagnosis) -> Pipeline | None:
         ("stage", "model", None if model_disturbed(measured) else found.model_per_s, "the same device batch each step"),
         ("fit", "fit as it ran", rate(measured.stats.step_ms, 1), ""),
         ("if", "files in memory", found.cached_bytes_per_s, ""),
-        ("if", "files on disk only", found.cold_per_s, ""),
         ("if", "no transforms", found.no_transform_per_s, ""),
-        ("if", "uint8 images", found.as_uint8_per_s, ""),
-        *(("remedy", one.code.rpartition("\n")[2], rate(one.predicted_step_ms, 1), "") for one in diagnosis.remedies),
     ]
     scaled = [(kind, name, (size or 1) * per_s, note) for kind, name, per_s, note in rows if per_s is not None]
     bars = [Bar(name, per_s, kind, note) for kind, name, per_s, note in scaled if 0 < per_s < math.inf]
@@ -90,7 +92,7 @@ def read_pipeline(diagnosis: Diagnosis) -> Pipeline | None:
 
 def pipeline_text(pipeline: Pipeline, width: int = WIDE) -> list[str]:
     """The pipeline as bars of characters, a line for each."""
-    leads = {"stage": "", "part": "  ", "fit": "", "if": "if: loader, ", "remedy": "with: "}
+    leads = {"stage": "", "part": "  ", "fit": "", "if": "if: loader, "}
     beside = 13 + 2 + 2 + _REMARK  # the rate, the spaces around the bar, and the remark
     names = [_short(leads[one.kind] + one.name, width - beside - _FEWEST_CHARACTERS) for one in pipeline.bars]
     title = f"Pipeline ({pipeline.unit})"
@@ -101,7 +103,7 @@ def pipeline_text(pipeline: Pipeline, width: int = WIDE) -> list[str]:
         bar = "#" * max(1, round(most * min(1.0, one.per_s / pipeline.full_per_s)))
         if one.per_s > pipeline.full_per_s:
             bar = bar[:-1] + ">"
-        remark = "predicted" if one.kind == "remedy" else ""
+        remark = ""
         if one.narrowest:
             remark = "<- bottleneck" if one.kind == "stage" else "<- slowest part"
         lines.append(f"{name:{column}}{in_rate(one.per_s):>13}  {bar:{most}}  {remark}".rstrip())
@@ -225,15 +227,11 @@ def step_sections(diagnosis: Diagnosis) -> Iterator[Section]:
     """The parts of a step."""
     if diagnosis.stats.step_ms:
         copies = diagnosis.device_type != "cpu" or diagnosis.bottleneck == "copy"
-        shares = shares_of(diagnosis.measurements)
-        for_cpu = ""
-        if shares is not None and 100 * shares.without_cpu_ms >= shares.step_ms:
-            for_cpu = f" ({in_ms(shares.without_cpu_ms, shares.step_ms)} of it waiting for a CPU)"
         end = f"        {if_free(diagnosis)}"
-        yield _parts_section("step", diagnosis.stats, copies=copies, end=end, for_cpu=for_cpu)
+        yield _parts_section("step", diagnosis.stats, copies=copies, end=end)
 
 
-def _parts_section(what: str, stats: StarvationStats, *, copies: bool, end: str, for_cpu: str = "") -> Section:
+def _parts_section(what: str, stats: StarvationStats, *, copies: bool, end: str) -> Section:
     """The measured parts of a step as they follow each other on the device; they add up to the step.
 
     If nothing is copied (on a CPU), the short time of the transfer counts as ``other``.
@@ -242,12 +240,13 @@ def _parts_section(what: str, stats: StarvationStats, *, copies: bool, end: str,
     copy_ms = stats.h2d_ms
     other_ms = stats.other_ms
     if not copies:
-        copy_ms, other_ms = None, None if other_ms is None else other_ms + (copy_ms or 0.0)
+        other_ms = None if other_ms is None else other_ms + (copy_ms or 0.0)
+        copy_ms = None
     named = {"forward": stats.forward_ms, "backward": stats.backward_ms, "optimizer": stats.optimizer_ms}
     inside = ", ".join(f"{name} {in_ms(ms, whole)}" for name, ms in named.items() if ms is not None)
     parts = (
         ("compute", stats.compute_ms, "forward, backward and optimizer", f" ({inside})" if inside else ""),
-        ("data", stats.data_idle_ms, "the device waited for data", for_cpu),
+        ("data", stats.data_idle_ms, "the device waited for data", ""),
         ("copy to device", copy_ms, "as far as no computing hides it, with the hooks before it", ""),
         ("other", other_ms, "between the steps: callbacks, logging, checkpoints", ""),
     )
@@ -313,7 +312,7 @@ def advice_sections(diagnosis: Diagnosis, notes: Sequence[str]) -> Iterator[Sect
     yield from _list("Why", [one for one in (cause, *evidence) if one], lines)
     if diagnosis.remedies:
         rows = [_remedy_row(one, diagnosis) for one in diagnosis.remedies]
-        header = ("change", "why", "predicted step", "predicted rate")
+        header = ("change", "why", "at most")
         yield Section("What to change", rows, header, "remedies", list(_remedy_lines(diagnosis)))
     lines = [f"not   {one}" for one in diagnosis.why_not] + [f"note  {one}" for one in notes]
     yield from _list("Notes", [*(f"not {one}" for one in diagnosis.why_not), *notes], lines)
@@ -326,28 +325,29 @@ def _list(title: str, lines: Iterable[str], console: Sequence[str] = ()) -> Iter
 
 
 def _remedy_row(remedy: Remedy, diagnosis: Diagnosis) -> Row:
-    predicted = remedy.predicted_step_ms
-    per_s = rate(predicted, diagnosis.measurements.facts.batch_size)
-    return (
-        remedy.code,
-        f"{remedy.where}: {remedy.why}" if remedy.where else remedy.why,
-        "" if predicted is None else f"{in_ms(predicted, diagnosis.stats.step_ms or predicted)} ms",
-        "" if per_s is None else f"{in_rate(per_s)} samples/s",
-    )
+    why = f"{remedy.where}: {remedy.why}" if remedy.where else remedy.why
+    return (remedy.code, why, _at_most(remedy, diagnosis))
+
+
+def _at_most(remedy: Remedy, diagnosis: Diagnosis) -> str:
+    """The largest possible gain of a remedy, in words. Empty: unknown."""
+    step_ms = diagnosis.stats.step_ms
+    if remedy.least_step_ms and step_ms:
+        return f"at most {step_ms / remedy.least_step_ms:.2f} x as fast"
+    if remedy.most_gain_pct is None:
+        return ""
+    return f"saves at most {remedy.most_gain_pct:.0f} % of the time"
 
 
 def _remedy_lines(diagnosis: Diagnosis) -> Iterator[str | CodeLine]:
     lead = "fix   "
     for remedy in diagnosis.remedies:
-        then = ""
-        if remedy.predicted_step_ms is not None:
-            then = f" (predicted step {in_ms(remedy.predicted_step_ms, diagnosis.stats.step_ms or 0.0)} ms)"
-        elif remedy.predicted_gain_pct is not None and "predicted" not in remedy.why:
-            then = f" (predicted: {remedy.predicted_gain_pct:.0f} % less time)"
+        gain = _at_most(remedy, diagnosis)
+        comment = f"{remedy.why} ({gain})" if gain else remedy.why
         if remedy.where:
             yield f"{lead}{remedy.where}"
             lead = " " * 8
-        yield CodeLine([f"{lead}{one}" for one in remedy.code.split("\n")], f"{remedy.why}{then}")
+        yield CodeLine([f"{lead}{line}" for line in remedy.code.split("\n")], comment)
         lead = " " * 6
 
 
@@ -487,7 +487,6 @@ def _key_rows(keys: tuple[KeyUse, ...]) -> list[Row]:
 def other_sections(report: Report) -> Iterator[Section]:
     """The sections of a page below the step and the advice."""
     diagnosis = report.diagnosis
-    yield from _list("What an earlier report predicted for this run", map(check_text, report.report_card))
     yield from pipeline_sections(diagnosis)
     yield from time_sections(diagnosis.measurements)
     yield from measured_sections(diagnosis.measurements)

@@ -18,8 +18,6 @@ from lightning_feed.verdict.shares import (
     Shares,
     in_ms,
     model_alone_ms,
-    others_take_more,
-    queue_is_of_others,
 )
 
 HEAD_OF_LINE_PCT = 25.0
@@ -45,8 +43,6 @@ DISK_MB_PER_S = 0.05
 """Rate of reading from storage below which workers do not wait for it: even 100 random reads of 4 kB a second, as from
 a slow disk, give more."""
 IO_PRESSURE_PCT = 20.0
-CONNECTED = 0.5
-"""Fewest network connections per worker that count as reading over the network."""
 DALI_DECODES = "DALI decodes on the GPU, so this time includes its decoding"
 FASTER = 1.25
 NO_FASTER = 1.1
@@ -121,10 +117,10 @@ def _oversubscribed(measured: Measurements, _: Shares) -> Iterator[Reason]:
     loaders = measured.loaders
     queue = loaders.workers_run_queue_pct
     throttled = loaders.throttled_pct or 0.0
-    if queue is not None and queue >= RUN_QUEUE_PCT and not queue_is_of_others(measured):
+    if queue is not None and queue >= RUN_QUEUE_PCT:
         because = [f"workers wait for a CPU {queue:.0f} % of their time"]
         if 0 < (facts.num_workers or 0) <= (facts.usable_cpus or 0):
-            because.append("there are no more workers than CPUs: other threads or programs have them")
+            because.append("there are no more workers than CPUs: other threads have them")
         yield Reason("oversubscribed", because)
     if throttled >= THROTTLED_PCT:
         yield Reason("oversubscribed", [f"the CPU quota is used up in {throttled:.0f} % of the scheduler's periods"])
@@ -134,7 +130,7 @@ def _ready_without_cpu(measured: Measurements, shares: Shares) -> Iterator[Reaso
     facts = measured.facts
     wait = measured.stats.next_wait_ms
     never_idle = (_busy_pct(measured) or 0.0) >= BUSY_PCT  # these workers are too slow in any case
-    if facts.crowded or never_idle or not facts.num_workers or not wait:
+    if never_idle or not facts.num_workers or not wait:
         return
     if (facts.load_queue_ms or 0.0) >= READY_SHARE * wait:
         waited = f"{in_ms(facts.load_queue_ms, shares.step_ms)} of {in_ms(wait, shares.step_ms)} ms"
@@ -148,15 +144,8 @@ def _more_workers_than_cpus(measured: Measurements, _: Shares) -> Iterator[Reaso
     # Workers with a full queue rest. Then the training process waits for a CPU, to take a ready batch.
     unseen = loaders.workers_run_queue_pct is None or (loaders.handover_pct or 0.0) >= HANDOVER_PCT
     more = (facts.num_workers or 0) > (facts.usable_cpus or math.inf)
-    if unseen and more and not facts.crowded and pressure >= CPU_PRESSURE_PCT:
+    if unseen and more and pressure >= CPU_PRESSURE_PCT:
         yield Reason("oversubscribed", [f"some task waits for a CPU {pressure:.0f} % of the time"], sure=False)
-
-
-def _pin_thread(measured: Measurements, _: Shares) -> Iterator[Reason]:
-    lag = measured.loaders.pin_lag_ms
-    wait = measured.stats.next_wait_ms
-    if lag and wait and lag >= PIN_SHARE * wait and measured.facts.pin_memory is not False:
-        yield Reason("pin thread", [f"finished batches wait {lag:.1f} ms for the thread that pins them"])
 
 
 def _idle_workers(measured: Measurements, _: Shares) -> Iterator[Reason]:
@@ -167,8 +156,11 @@ def _idle_workers(measured: Measurements, _: Shares) -> Iterator[Reason]:
     handed = loaders.handover_pct or 0.0
     ready = loaders.queue_ready or 0.0
     most = loaders.queue_capacity or 0.0
+    pin_lag_ms = loaders.pin_lag_ms or 0.0
     if (_busy_pct(measured) or 0.0) >= BUSY_PCT:
         return
+    if pin_lag_ms >= PIN_SHARE * wait > 0 and measured.facts.pin_memory is not False:
+        yield Reason("pin thread", [f"finished batches wait {pin_lag_ms:.1f} ms for the thread that pins them"])
     if held >= HEAD_OF_LINE_PCT:
         yield Reason("head of line", [f"a later batch was ready in {held:.0f} % of the waiting"])
     if handed >= HANDOVER_PCT:
@@ -196,35 +188,14 @@ def _busy_pct(measured: Measurements) -> float | None:
     return None if on_cpu is None or queue is None else min(100.0, on_cpu + queue)
 
 
-def unclear_beside_others(measured: Measurements, cause: Cause) -> bool:
-    """True if a cause of waiting for data may only be an effect of other programs.
-
-    Other programs delay the start of workers, and the thread that takes ready batches. If workers wait for a CPU for
-    much of their time, and are blocked for much of it, it is unclear if they mostly compute or wait.
-    """
-    queue = measured.loaders.workers_run_queue_pct or 0.0
-    blocked = measured.loaders.workers_blocked_pct or 0.0
-    if cause in _OF_WORKERS:
-        return min(queue, blocked) >= RUN_QUEUE_PCT
-    return cause in ("epoch start", "hand-over", "jitter")
-
-
-_OF_WORKERS: tuple[Cause, ...] = ("cpu", "cold reads", "remote reads", "waiting")
-
-
 def _blocked(measured: Measurements) -> Reason:
-    """Blocked workers: they wait for storage, for the network, or for something else."""
+    """Blocked workers: they wait for storage, or for something else."""
     gain = _gain(measured, "cached_bytes_per_s")
     if gain is not None and gain >= FASTER:
         return Reason("cold reads", [f"with its files in memory, the loader is {gain:.1f} x as fast"])
-    same = gain is not None and gain < NO_FASTER
-    found = None if same else _cold_reads(measured)
-    remote = _remote(measured)
-    if found is None and remote:
-        return Reason("remote reads", remote)
-    if same:
+    if gain is not None and gain < NO_FASTER:
         return Reason("waiting", ["with its files in memory, the loader is no faster"])
-    return found or _waiting(measured)
+    return _cold_reads(measured) or _waiting(measured)
 
 
 def _cold_reads(measured: Measurements) -> Reason | None:
@@ -251,22 +222,6 @@ def _waiting(measured: Measurements) -> Reason:
             return Reason("cold reads", [f"some task waits for storage {pressure:.0f} % of the time"], sure=False)
     read = "" if cached is None else f": {cached:.0f} % of the bytes come from the page cache"
     return Reason("waiting", [f"workers do not wait for storage{read}"])
-
-
-def _remote(measured: Measurements) -> list[str]:
-    """Signs that blocked workers wait for another machine."""
-    facts = measured.facts
-    connections = measured.loaders.connections or 0.0
-    disk = measured.found.disk
-    said = []
-    if connections >= CONNECTED * max(1, facts.all_workers):
-        said.append(f"the workers are blocked, with {connections:.0f} network connections open")
-    elif facts.remote:
-        said.append("the data are read from a URL, and the workers are blocked")
-    if disk is not None and disk.latency_ms is not None:
-        line = "" if disk.line_mb_per_s is None else f", and {disk.line_mb_per_s:.0f} MB/s with many requests at once"
-        said.append(f"a request takes {disk.latency_ms:.1f} ms{line}")
-    return said
 
 
 def _experiments(measured: Measurements, _: Shares) -> Iterator[Reason]:
@@ -301,8 +256,8 @@ def _unknown(_: Measurements, __: Shares) -> Iterator[Reason]:
 
 
 DATA_RULES = (
-    _epoch_start, _one_rank, _no_workers, _oversubscribed, _more_workers_than_cpus, _pin_thread, _ready_without_cpu,
-    _idle_workers, _workers, _experiments, _unknown,
+    _epoch_start, _one_rank, _no_workers, _oversubscribed, _more_workers_than_cpus, _ready_without_cpu, _idle_workers,
+    _workers, _experiments, _unknown,
 )  # fmt: skip
 
 
@@ -395,9 +350,6 @@ def compute_cause(measured: Measurements, shares: Shares) -> Reason:
     facts = measured.facts
     compute = measured.stats.compute_ms or 0.0
     alone = model_alone_ms(measured)
-    waiting = _waiting_without_cpus(measured, shares)
-    if waiting:
-        return Reason("oversubscribed", waiting)
     because = []
     if alone is not None and compute >= FAR * alone:
         return _not_the_model(measured, shares, alone)
@@ -412,28 +364,6 @@ def compute_cause(measured: Measurements, shares: Shares) -> Reason:
         said = f"the training thread computes {in_ms(host, shares.step_ms)} ms a step to launch the work of the device"
         return Reason("launch", [*because, said], sure=False)
     return Reason("compute", because)
-
-
-def _waiting_without_cpus(measured: Measurements, shares: Shares) -> list[str]:
-    """Evidence of waiting for CPUs that other programs have; empty if there is none."""
-    facts = measured.facts
-    queue = measured.loaders.workers_run_queue_pct
-    whole = shares.step_ms
-    if not facts.crowded or shares.compute_bound_confirmed:
-        return []
-    said = []
-    if shares.without_cpu_ms >= 0.01 * DATA_PCT * whole:
-        waited = f"{in_ms(shares.without_cpu_ms, whole)} of {in_ms(whole, whole)} ms"
-        said.append(f"batches are ready; other programs have the CPUs: the training thread waits {waited} for one")
-    if others_take_more(measured, 0.0):
-        waited = f"{in_ms(facts.queue_beside_loading_ms, whole)} of {in_ms(whole, whole)} ms"
-        said.append(f"outside loading, the training thread waits {waited} for a free CPU")
-    if shares.fed_if_idle and queue is not None:
-        said.append(
-            f"the workers spend {queue:.0f} % of their time waiting for a CPU, and would keep up if they had "
-            "enough CPUs"
-        )
-    return said
 
 
 def _not_the_model(measured: Measurements, shares: Shares, alone: float) -> Reason:

@@ -9,16 +9,8 @@ from lightning_feed.errors import plural, source_line
 from lightning_feed.measure.measurements import LoopFacts, Measurements
 from lightning_feed.measure.stats import MIN_STEPS, Confidence
 from lightning_feed.measure.wall import WallStats
-from lightning_feed.verdict.causes import (
-    NAMED_SHARE,
-    Reason,
-    compute_cause,
-    copy_cause,
-    data_cause,
-    framework_cause,
-    unclear_beside_others,
-)
-from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Diagnosis, Remedy
+from lightning_feed.verdict.causes import Reason, compute_cause, copy_cause, data_cause, framework_cause
+from lightning_feed.verdict.diagnosis import Bottleneck, Diagnosis, Remedy
 from lightning_feed.verdict.notes import MOST, SHARD, notes_for, why_not
 from lightning_feed.verdict.remedies import LEAST_PCT, PLACE, Finding, largest, remedies_for, trainer_remedy
 from lightning_feed.verdict.shares import (
@@ -30,6 +22,7 @@ from lightning_feed.verdict.shares import (
     StepPart,
     grade_of,
     in_ms,
+    lacked_cpu,
     model_alone_ms,
     model_disturbed,
     shares_of,
@@ -75,9 +68,8 @@ def _of_steps(measured: Measurements) -> Diagnosis:
         return _not_measured(measured)
     parts: tuple[Bottleneck, ...] = shares.over or ("compute",)
     reasons = {part: _FIND[part](measured, shares) for part in parts}
-    doubt = _doubt(measured, shares, reasons[parts[0]].cause)
-    if doubt:
-        return _cannot_tell(measured, shares, doubt)
+    if parts[0] == "data" and lacked_cpu(measured):
+        return _cannot_tell(measured, shares)
     because = [line for one in reasons.values() for line in one.because]
     if shares.compute_bound_confirmed and shares.over:
         because += compute_cause(measured, shares).because
@@ -86,7 +78,7 @@ def _of_steps(measured: Measurements) -> Diagnosis:
     found = Diagnosis(
         bottleneck=parts[0],
         cause=first.cause,
-        grade="OK" if shares.compute_bound_confirmed or shares.fed_if_idle else grade_of(shares.data_pct),
+        grade="OK" if shares.compute_bound_confirmed else grade_of(shares.data_pct),
         confidence=_confidence(measured, shares, first),
         evidence=_evidence(measured, shares, because),
         notes=(toy,) if toy else (),
@@ -131,36 +123,21 @@ def _not_measured(measured: Measurements) -> Diagnosis:
     )
 
 
-def _doubt(measured: Measurements, shares: Shares, cause: Cause) -> str:
-    """A figure that other programs may have caused, and that no measurement explains; empty for none."""
-    first = next(iter(shares.over), "compute")
-    step_ms = shares.step_ms
-    other_ms = measured.stats.other_ms or 0.0
-    if not measured.facts.crowded:
-        return ""
-    if first == "data" and (shares.fed_if_idle is None or unclear_beside_others(measured, cause)):
-        return f"training waits {shares.data_pct:.0f} % of each step for data"
-    if first == "framework" and not _explained(measured, other_ms):
-        return f"{in_ms(other_ms, step_ms)} of {in_ms(step_ms, step_ms)} ms lie between the steps"
-    return ""
-
-
-def _explained(measured: Measurements, other_ms: float) -> bool:
-    """True if hooks or known synchronisations explain the time between steps, apart from waiting for a CPU."""
-    hooks_ms = sum(hook.ms_per_step for hook in measured.hooks)
-    own_ms = other_ms - measured.facts.queue_beside_loading_ms
-    return bool(measured.facts.syncs) or (hooks_ms > 0 and hooks_ms >= NAMED_SHARE * own_ms)
-
-
-def _cannot_tell(measured: Measurements, shares: Shares, doubt: str) -> Diagnosis:
-    taken = f"other programs have {measured.facts.others_cpu_pct:.0f} % of the CPUs"
+def _cannot_tell(measured: Measurements, shares: Shares) -> Diagnosis:
+    """No verdict on loading from threads that had no CPU."""
+    waits = f"training waits {shares.data_pct:.0f} % of each step for data, and loading for a CPU"
     return Diagnosis(
         bottleneck="unknown",
         grade=grade_of(shares.data_pct),
         confidence="low",
-        evidence=(f"{taken}: {doubt}, and on an idle machine that may not be so", *_loading(measured)),
+        evidence=(_others(measured), waits, *_loading(measured)),
         measurements=measured,
     )
+
+
+def _others(measured: Measurements) -> str:
+    """The one line about other programs."""
+    return f"other programs take {measured.facts.others_cpu_pct:.0f} % of the CPUs: figures are of this moment"
 
 
 def _without_model(measured: Measurements) -> Diagnosis:
@@ -218,7 +195,7 @@ def _beside(measured: Measurements, step_ms: float) -> Iterator[str]:
     if stats.epoch_start_s is not None and stats.epoch_start_s >= SLOW_START_S:
         yield f"the first batch of an epoch takes {stats.epoch_start_s:.1f} s"
     if facts.crowded:
-        yield f"other programs had {facts.others_cpu_pct:.0f} % of the CPUs: low confidence"
+        yield _others(measured)
     if stats.lost_steps:
         yield f"{stats.lost_steps} steps could not be measured on the device"
 
@@ -352,13 +329,8 @@ def _of_the_run(limit: Limit, steps: Diagnosis, validation: Diagnosis | None) ->
 
 def _in_the_run(remedy: Remedy, wall: WallStats) -> Remedy:
     """Convert a remedy for the validation loader: its saving becomes a share of the run."""
-    gain = (remedy.predicted_gain_pct or 0.0) * wall.seconds("validation") / wall.wall_s
-    why = f"in validation: {remedy.why}{_saves(gain)}"
-    return replace(remedy, why=why, predicted_step_ms=None, predicted_gain_pct=gain)
-
-
-def _saves(pct: float) -> str:
-    return f" (predicted to save {pct:.0f} % of the run)"
+    gain = (remedy.most_gain_pct or 0.0) * wall.seconds("validation") / wall.wall_s
+    return replace(remedy, why=f"in validation: {remedy.why}", least_step_ms=None, most_gain_pct=gain)
 
 
 # --- remedies for the run -----------------------------------------------------------------------------------------
@@ -380,9 +352,9 @@ def rarer_validation(measured: Measurements, wall: WallStats) -> Remedy | None:
     gain = 100 * taken * (1 - 1 / rarer) / wall.wall_s
     why = (
         f"validation runs {rarer:.3g} times less often, and so do early stopping, the choice of the best "
-        f"checkpoint and schedulers that use a validation metric{_saves(gain)}"
+        "checkpoint and schedulers that use a validation metric"
     )
-    return trainer_remedy(facts.place or PLACE, name, now, then, why=why, predicted_gain_pct=gain)
+    return trainer_remedy(facts.place or PLACE, name, now, then, why=why, most_gain_pct=gain)
 
 
 def _rarer_setting(facts: LoopFacts, times: int) -> tuple[str, int, int | float, float] | None:
@@ -414,8 +386,8 @@ def rarer_checkpoints(measured: Measurements, wall: WallStats) -> Remedy | None:
         form="callback",
         where=f"every_n_train_steps: {now} -> {now * rarer} in callbacks=[...] of your Trainer, with `from "
         f"{facts.package}.callbacks import ModelCheckpoint`",
-        why=f"each of {times} checkpoints took {taken / times:.2f} s{_saves(gain)}",
-        predicted_gain_pct=gain,
+        why=f"each of {times} checkpoints took {taken / times:.2f} s",
+        most_gain_pct=gain,
         changes=f"every_n_train_steps={now * rarer}",
     )
 

@@ -12,8 +12,8 @@ Grade = Literal["OK", "slightly data-bound", "moderately data-bound", "highly da
 Cause = Literal[
     "hooks", "synchronisation",
     "unpinned", "not overlapped", "link", "small tensors", "transfer hooks", "decoding on the GPU",
-    "epoch start", "no workers", "head of line", "pin thread", "oversubscribed", "cpu", "cold reads", "remote reads",
-    "waiting", "hand-over", "jitter", "one rank",
+    "epoch start", "no workers", "head of line", "pin thread", "oversubscribed", "cpu", "cold reads", "waiting",
+    "hand-over", "jitter", "one rank",
     "compute", "launch", "unknown",
 ]  # fmt: skip
 """The cause within a bottleneck.
@@ -23,9 +23,8 @@ copy: ``unpinned``, ``not overlapped`` (pinned, on the compute stream), ``link``
 ``transfer hooks`` (the user's, or no copy at all), ``decoding on the GPU`` (nvJPEG, for which the host waits).
 data: ``epoch start`` (workers are started again), ``no workers``, ``head of line`` (a slow batch delays finished ones),
 ``pin thread``, ``oversubscribed`` (more runnable threads than CPUs, or a quota), ``cpu`` (decoding, augmenting),
-``cold reads`` (from a local or network disk), ``remote reads`` (over the workers' own connections, as to an object
-store), ``waiting`` (reads are cached: locks, sleeping), ``hand-over`` (batches are ready; handing them over takes the
-time), ``jitter`` (fast enough on average, not always), ``one rank``.
+``cold reads`` (from a local or network disk), ``waiting`` (reads are cached: locks, sleeping), ``hand-over`` (batches
+are ready; handing them over takes the time), ``jitter`` (fast enough on average, not always), ``one rank``.
 compute: ``compute``, or ``launch`` (the host issues work hardly faster than the device does it). If the model alone is
 much faster than the step: ``oversubscribed`` (tasks wait for a CPU), or ``unknown``.
 """
@@ -54,17 +53,17 @@ class Remedy:
     code: str
     """The text to paste: see :data:`Form`."""
     form: Form | None = None
-    """The kind of text in ``code``. None in reports from older versions."""
+    """The kind of text in ``code``. None: unknown."""
     where: str = ""
     """The change and its place, in words: ``num_workers: 0 -> 2 in your training DataLoader (Data.train_dataloader,
     data.py:41)``."""
     why: str
     """The reason why it helps."""
-    predicted_step_ms: float | None = None
-    """Predicted step time. None: the measurements do not allow a prediction, or steps do not change."""
-    predicted_gain_pct: float | None = None
-    """Predicted saving in % of an epoch, including the time to its first batch; in % of the run if validation or
-    checkpoints limit the run. Remedies are sorted by it."""
+    least_step_ms: float | None = None
+    """Lower bound of the step time with this change. None: unknown, or steps do not change."""
+    most_gain_pct: float | None = None
+    """Upper bound of the saving in % of an epoch, including the time to its first batch; in % of the run if validation
+    or checkpoints limit the run. Remedies are sorted by it."""
     changes: str = ""
     """The change in a fixed form, by which a later run is compared: ``num_workers=8``."""
 
@@ -85,9 +84,9 @@ class Diagnosis:
     evidence: tuple[str, ...]
     """The figures behind the verdict, one sentence each."""
     remedies: tuple[Remedy, ...] = ()
-    """At most three changes that save time, the largest predicted gain first."""
+    """At most three changes that save time, the largest possible gain first."""
     notes: tuple[str, ...] = ()
-    """Further facts, and things to try without a predicted gain, one sentence each."""
+    """Further facts, and things to try without a known gain, one sentence each."""
     why_not: tuple[str, ...] = ()
     """Obvious changes that would not help, with the reason, one sentence each."""
     measurements: Measurements

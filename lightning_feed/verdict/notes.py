@@ -1,31 +1,19 @@
-"""Notes: changes without a prediction, and reasons why the obvious change would not help."""
+"""Notes: things to try without a known gain, and reasons why the obvious change would not help."""
 
 import re
 from collections.abc import Callable, Iterator
 from typing import TypeGuard
 
-from lightning_feed.errors import in_rate, plural, rate_unit
+from lightning_feed.errors import in_rate, rate_unit
+from lightning_feed.measure.experiment_results import NOT_TRANSFORMS, step_of
 from lightning_feed.measure.measurements import SYNCS, HookTime
-from lightning_feed.verdict import predict
+from lightning_feed.verdict import bounds
 from lightning_feed.verdict.causes import MANY_TENSORS
 from lightning_feed.verdict.diagnosis import Cause, Remedy
-from lightning_feed.verdict.remedies import (
-    LEAST_PCT,
-    MADE_ON_CPU,
-    Finding,
-    least_gain_pct,
-    may_have_workers,
-    steps_with_more,
-)
+from lightning_feed.verdict.remedies import LEAST_PCT, MADE_ON_CPU, Finding, least_gain_pct, may_have_workers
 from lightning_feed.verdict.shares import in_ms
 
 MOST = 3
-FULL_SHARE = 0.8
-"""Mean fill of the queue above which there may be too many workers."""
-MOSTLY_BUSY = 0.8
-"""Share of the available CPU time above which all CPUs count as busy."""
-SPARE = 1.1
-"""Factor by which the loader, with fewer workers, must be faster than the model."""
 SHARD = (
     "the dataset is a stream that does not seem to divide itself among workers: with num_workers=2 every sample would "
     "come twice. Divide it by torch.utils.data.get_worker_info() before you use more than one worker"
@@ -44,53 +32,37 @@ _WAYS_OUT = {
 def notes_for(finding: Finding, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
     """Further facts and things to try, the most useful first."""
     said = [*_framework(finding, remedies), *_copy(finding), *_data(finding, remedies), *_launch(finding)]
-    said += _fed(finding)
     return tuple(dict.fromkeys(said))[:MOST]
 
 
 def why_not(finding: Finding, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
-    """The reasons why more workers, or decoding only the crops, would not help, as tried or predicted."""
-    said = []
-    if finding.data is not None and not any(one.changes.startswith("num_workers=") for one in remedies):
-        workers = _tried_in_vain(finding) or _predicted_in_vain(finding)
-        said += [f"more workers: {workers}"] if workers else []
-    crops = _crops_in_vain(finding)
-    return (*said, f"decoding only the crops: {crops}") if crops else tuple(said)
+    """The reasons why more workers, or decoding only the crops, did not help in the trials."""
+    reasons = []
+    if finding.data is not None and not any(remedy.changes.startswith("num_workers=") for remedy in remedies):
+        reasons.append(_workers_in_vain(finding))
+    reasons.append(_crops_in_vain(finding))
+    return tuple(reason for reason in reasons if reason)
 
 
-def _tried_in_vain(finding: Finding) -> str:
-    now = finding.facts.num_workers or 0
-    tried = predict.tried_rates(finding.measured)
-    more = [rate for number, rate in tried.items() if number > now]
-    if now not in tried or not more or max(more) >= tried[now] * (1 + least_gain_pct(finding) / 100):
+def _workers_in_vain(finding: Finding) -> str:
+    present = finding.facts.num_workers or 0
+    tried = bounds.tried_rates(finding.measured)
+    more = [rate for number, rate in tried.items() if number > present]
+    if present not in tried or not more or max(more) >= tried[present] * (1 + least_gain_pct(finding) / 100):
         return ""
     size = finding.measured.found.batch_size
-    now_per_s, *span = (in_rate(per_s * (size or 1)) for per_s in (tried[now], min(more), max(more)))
-    return f"{' to '.join(dict.fromkeys(span))} {rate_unit(size)} from the loader alone, no clear gain over {now_per_s}"
-
-
-def _predicted_in_vain(finding: Finding) -> str:
-    facts = finding.facts
-    step = finding.shares.step_ms
-    least = min(steps_with_more(finding).values(), default=None)
-    if least is None or facts.crowded:  # beside other programs a small gain cannot be told from none
-        return ""
-    then = f"step {in_ms(step, step)} -> {in_ms(least, step)} ms predicted, no gain worth it"
-    because = ""
-    if facts.usable_cpus is not None and facts.device_type == "cpu":
-        because = f": training and loading share {plural(facts.usable_cpus, 'CPU')}"
-    return (then if least < step else "no gain predicted") + because
+    present_per_s, *span = (in_rate(per_s * (size or 1)) for per_s in (tried[present], min(more), max(more)))
+    rates = " to ".join(dict.fromkeys(span))
+    return f"more workers: {rates} {rate_unit(size)} from the loader alone, no clear gain over {present_per_s}"
 
 
 def _crops_in_vain(finding: Finding) -> str:
     trial = finding.measured.found.crops
-    steps = predict.with_crops(finding.measured, finding.shares)
-    step = finding.shares.step_ms
-    then = min(steps.values(), default=0.0)
-    if trial is None or not steps or step - then >= LEAST_PCT / 100 * finding.step_with_start_ms:
+    least_ms = bounds.with_crops(finding.measured, finding.shares)
+    step_ms = finding.shares.step_ms
+    if trial is None or least_ms is None or step_ms - least_ms >= LEAST_PCT / 100 * finding.step_with_start_ms:
         return ""
-    times = f"{trial.whole_ms:.2f} -> {trial.crop_ms:.2f} ms of CPU for a sample"
-    return f"{times}, step {in_ms(step, step)} -> {in_ms(then, step)} ms predicted, no gain worth it"
+    return f"decoding only the crops: {trial.whole_ms:.2f} -> {trial.crop_ms:.2f} ms of CPU for a sample, no clear gain"
 
 
 # --- waiting for data ---------------------------------------------------------------------------------------------
@@ -111,8 +83,7 @@ def _data(finding: Finding, remedies: tuple[Remedy, ...]) -> Iterator[str]:
     yield from _HINTS.get(cause, _no_hint)(finding)
     if facts.backend in ("dali-cpu", "dali-gpu"):
         yield 'the workers wait, and DALI decodes what they read: compare with backend="torch"'
-    yield from _pixels(finding)
-    yield from _transforms(finding, finding.shares.step_ms)
+    yield from _transforms(finding)
 
 
 def _undivided(finding: Finding, cause: Cause) -> Iterator[str]:
@@ -150,7 +121,7 @@ def _jitter(finding: Finding) -> Iterator[str]:
 
 
 def _pin_thread(_: Finding) -> Iterator[str]:
-    yield "one thread pins all batches and cannot keep up: compare with pin_memory=False, or send fewer bytes"
+    yield "one thread pins all batches and cannot keep up: send fewer bytes, such as uint8 images for device_transform"
 
 
 def _hand_over(finding: Finding) -> Iterator[str]:
@@ -160,97 +131,49 @@ def _hand_over(finding: Finding) -> Iterator[str]:
             f"a batch has {facts.batch_tensors} tensors, and each is sent separately: fewer, larger tensors are "
             "faster to send"
         )
-    making_ms = predict.loading_cpu_ms(finding.measured, finding.shares)
-    taking_ms = finding.shares.data_ms
-    if facts.num_workers and 0 < making_ms < taking_ms:
-        step = finding.shares.step_ms
-        yield (
-            f"making a batch costs {in_ms(making_ms, step)} ms of CPU time, and fetching it from the workers costs "
-            f"{in_ms(taking_ms, step)}: num_workers=0 may be faster. `lightning-feed tune` tries it"
-        )
 
 
 def _cold(finding: Finding) -> Iterator[str]:
-    """Note on the step time with all files in memory, if measured: the limit for a local copy."""
+    """Note on the trial with all files in memory."""
     found = finding.measured.found
-    step = finding.shares.step_ms
     if finding.facts.cache == "bytes":
         return
-    then = predict.with_rate(finding.measured, finding.shares, found.cached_bytes_per_s, found.loader_per_s)
     if _may_diagnose(finding):
         yield f"files are read from storage: {_DIAGNOSE} times the loader with its files in memory"
-    elif _is_worth_it(then, finding):
-        yield (
-            f"files are read from storage: with them in memory a step takes {in_ms(then, step)} ms; from a local disk "
-            "(FastDataModule(stage_to=...)) at best the same"
-        )
+    elif _is_worth_it(bounds.with_rate(finding.measured, finding.shares, found.cached_bytes_per_s), finding):
+        rates = _rates(finding, found.loader_per_s, found.cached_bytes_per_s)
+        yield f"files are read from storage: with them in memory the loader alone gives {rates}"
 
 
-def _over_the_network(finding: Finding) -> Iterator[str]:
-    """Ways to read more at a time, and the limit of the network."""
-    facts = finding.facts
-    disk = finding.measured.found.disk
-    near = predict.with_files_near(finding.measured, finding.shares)
-    if facts.remote and not facts.staged and near is not None:
-        yield (
-            "samples are read from a URL one by one; FastDataModule(stage_to=..., stage_limit=...) reads them "
-            "ahead, and from the second epoch on from a local disk: then a step takes "
-            f"{in_ms(near, finding.shares.step_ms)} ms"
-        )
-    elif not facts.remote:
-        yield (
-            "a worker that reads one object at a time has one request in flight: fetch the samples of a batch together "
-            "(__getitems__)"
-        )
-    if disk is not None and disk.line_mb_per_s and disk.mean_file_bytes:
-        most = disk.line_mb_per_s * 1e6 / disk.mean_file_bytes
-        yield f"the network gives {disk.line_mb_per_s:.0f} MB/s, or {most:.0f} samples/s: no loader is faster"
+def _rates(finding: Finding, before_per_s: float | None, after_per_s: float | None) -> str:
+    """Two rates of the loader alone, as tried."""
+    size = finding.measured.found.batch_size
+    before = in_rate((before_per_s or 0.0) * (size or 1))
+    after = in_rate((after_per_s or 0.0) * (size or 1))
+    return f"{after} {rate_unit(size)} instead of {before}"
 
 
-def _missing_cpus(finding: Finding) -> Iterator[str]:
-    """Note on the number of missing CPUs, if all are busy and the device is not, and on loading on other machines."""
-    measured = finding.measured
-    shares = finding.shares
-    facts = finding.facts
-    floor_ms = predict.floor_ms(measured, shares)
-    cpus = facts.usable_cpus
-    training_ms = predict.training_cpu_ms(measured, shares)
-    if facts.device_type == "cpu" or not cpus or training_ms is None or floor_ms <= 0:
-        return
-    used_ms = training_ms + predict.loading_cpu_ms(measured, shares)
-    missing = used_ms / floor_ms - cpus
-    if used_ms < MOSTLY_BUSY * cpus * shares.step_ms or missing < 0.5:
-        return
-    said = f"all {cpus} CPUs of this rank are busy: about {missing:.0f} more would keep the device busy"
-    if facts.batch_bytes and facts.loop == "trainer":
-        rate = facts.batch_bytes / floor_ms * 1e-3
-        said += f'; other machines\' (LoaderSettings(workers="ray")) would send {rate:.0f} MB/s of batches'
-    yield said
-
-
-def _crowded(finding: Finding) -> Iterator[str]:
+def _oversubscribed(finding: Finding) -> Iterator[str]:
     workers = finding.facts.num_workers
     cpus = finding.facts.usable_cpus
-    if not workers or not cpus or finding.facts.crowded:  # the evidence already names other programs
+    if not workers or not cpus:
         return
     if workers > cpus:
         yield f"{workers} workers share {cpus} CPUs: fewer may be as fast. `lightning-feed tune` tries it"
         return
     yield (
-        "other threads or programs take the workers' CPUs. If these are threads of the training process, "
-        "torch.set_num_threads(1) at the start of your program gives them back"
+        "other threads take the workers' CPUs. If these are threads of the training process, torch.set_num_threads(1) "
+        "at the start of your program gives them back"
     )
 
 
 _TRY: dict[Cause, Callable[[Finding], Iterator[str]]] = {
     "hand-over": _hand_over,
-    "oversubscribed": _crowded,
+    "oversubscribed": _oversubscribed,
     "cold reads": _cold,
-    "cpu": _missing_cpus,
 }
 """Cause -> notes if there is no remedy."""
 _HINTS: dict[Cause, Callable[[Finding], Iterator[str]]] = {
-    "remote reads": _over_the_network,
     "one rank": _one_rank,
     "jitter": _jitter,
     "pin thread": _pin_thread,
@@ -263,29 +186,17 @@ def _whole_images(finding: Finding, cause: Cause) -> Iterator[str]:
         yield f"your ImageFolder decodes each image whole and then crops it: {_DIAGNOSE} times decoding only the crops"
 
 
-def _pixels(finding: Finding) -> Iterator[str]:
-    """Note on the step time with uint8 images, which needs a change of the data set and a hook."""
-    facts = finding.facts
+def _transforms(finding: Finding) -> Iterator[str]:
+    """Note on the slowest transforms, and the loader's rate without transforms: the limit for faster ones."""
     found = finding.measured.found
-    done = facts.device_transform or (facts.decoder is not None and facts.own_transforms is False)
-    then = predict.with_rate(finding.measured, finding.shares, found.as_uint8_per_s, found.loader_per_s)
-    if not done and facts.device_type != "cpu" and _is_worth_it(then, finding):
-        yield (
-            "with transforms that end with uint8 images, and the rest done on the device (device_transform), a step "
-            f"takes {in_ms(then, finding.shares.step_ms)} ms"
-        )
-
-
-def _transforms(finding: Finding, step: float) -> Iterator[str]:
-    """Note on the slowest transforms, and the step time without transforms: the limit for faster ones."""
-    found = finding.measured.found
-    costs = [cost for cost in found.costs if predict.step_of(cost.name) not in predict.NOT_TRANSFORMS]
-    then = predict.with_rate(finding.measured, finding.shares, found.no_transform_per_s, found.loader_per_s)
-    if not costs or not _is_worth_it(then, finding):
+    costs = [cost for cost in found.costs if step_of(cost.name) not in NOT_TRANSFORMS]
+    without_ms = bounds.with_rate(finding.measured, finding.shares, found.no_transform_per_s)
+    if not costs or not _is_worth_it(without_ms, finding):
         return
     slowest = sorted(costs, key=lambda cost: cost.cpu_ms, reverse=True)[:2]
     named = " and ".join(f"{cost.name} ({cost.cpu_ms:.1f} ms)" for cost in slowest)
-    yield f"the slowest transforms of a sample are {named}; without transforms a step takes {in_ms(then, step)} ms"
+    rates = _rates(finding, found.loader_per_s, found.no_transform_per_s)
+    yield f"the slowest transforms of a sample are {named}; without transforms the loader alone gives {rates}"
 
 
 # --- the other parts of a step ------------------------------------------------------------------------------------
@@ -315,12 +226,11 @@ def _slow_hook(finding: Finding, hook: HookTime) -> str:
     place = next((one for one in finding.facts.hook_places if one.name == name), None)
     at = f" ({place.at})" if place is not None else ""
     step = finding.shares.step_ms
-    then = in_ms(predict.without(finding.shares, hook.ms_per_step), step)
-    way = f"without it, a step takes {then} ms. If it only observes, every 50th step is enough"
+    way = "if it only observes, every 50th step is enough"
     if place is not None and place.interval:
         way += f" ({place.interval}=50)"
     if "ProgressBar" in name:
-        way = f"without a progress bar a step takes {then} ms"
+        way = "Trainer(enable_progress_bar=False) saves it"
     return f"{name}{at} takes {in_ms(hook.ms_per_step, step)} of {in_ms(step, step)} ms a step; {way}"
 
 
@@ -340,21 +250,3 @@ def _copy(finding: Finding) -> Iterator[str]:
 def _launch(finding: Finding) -> Iterator[str]:
     if finding.causes.get("compute") == "launch":
         yield 'model.compile(mode="reduce-overhead") launches many operations at once'
-
-
-def _fed(finding: Finding) -> Iterator[str]:
-    """Note on a smaller number of workers that suffices, by the rates of loader and model."""
-    loaders = finding.measured.loaders
-    found = finding.measured.found
-    workers = finding.facts.num_workers or 0
-    ready = loaders.queue_ready or 0.0
-    capacity = loaders.queue_capacity or 0.0
-    # Other programs make the step longer; without them it may need more workers.
-    if "compute" not in finding.causes or finding.facts.crowded or not ready >= FULL_SHARE * capacity > 0:
-        return
-    if not found.model_per_s or not found.loader_per_s:
-        return
-    fewer = max(1, int(-(-workers * SPARE * found.model_per_s // found.loader_per_s)))
-    if fewer < workers:
-        ready_text = f"{ready:.1f} of {capacity:.0f} batches are ready on average"
-        yield f"num_workers={fewer} would do: with {workers}, {ready_text}"

@@ -1,15 +1,15 @@
 """Remedies: the rules, the text to paste, and the choice of those to print."""
 
 import json
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_feed.load.machine import SHM_SHARE
 from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements, Place
-from lightning_feed.verdict import predict
-from lightning_feed.verdict.causes import MANY_TENSORS
+from lightning_feed.verdict import bounds
 from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Form, Remedy
 from lightning_feed.verdict.shares import DATA_PCT, LOOP_WORDS, Shares
 
@@ -93,8 +93,8 @@ def loader_remedy(
         form=form,
         where=f"{name}: {'not set' if now is None else now} -> {value} {where}",
         why=why,
-        predicted_step_ms=step_ms,
-        predicted_gain_pct=gain_pct,
+        least_step_ms=step_ms,
+        most_gain_pct=gain_pct,
         changes=f"{name}={value!r}",
     )
 
@@ -105,11 +105,11 @@ def datamodule_remedy(finding: Finding, name: str, value: str, why: str, step_ms
     where = f"{change} in the call that makes your {finding.place.datamodule or 'ImageFolderDataModule'}"
     code = f'{name}="{value}"'
     changes = f"{name}={value!r}"
-    return Remedy(code=code, form="datamodule", where=where, why=why, predicted_step_ms=step_ms, changes=changes)
+    return Remedy(code=code, form="datamodule", where=where, why=why, least_step_ms=step_ms, changes=changes)
 
 
 def trainer_remedy(place: Place, name: str, now: object, value: object, **more: Any) -> Remedy:
-    """A remedy that changes an argument of the Trainer; ``more``: its ``why`` and its prediction."""
+    """A remedy that changes an argument of the Trainer; ``more``: its ``why`` and its bound."""
     form: Form = "override" if place.trainer_key else "trainer"
     return Remedy(
         code=f"{place.trainer_key}{name}={value}",
@@ -148,65 +148,80 @@ def callback_remedy(
 
 # --- the loader ---------------------------------------------------------------------------------------------------
 
-MOST_WAITING = 4
-"""Largest factor on the number of workers if they only wait."""
-MOST_WORKERS = 16
-"""Largest number of workers suggested for a loader without workers."""
-NEARLY = 1.02
-"""Fewer workers are preferred if their step time is within this factor of the best."""
-_MADE_SLOWLY: tuple[Cause, ...] = ("no workers", "cpu", "cold reads", "remote reads", "waiting", "unknown")
-_READ_SLOWLY: tuple[Cause, ...] = ("cold reads", "remote reads", "waiting")
+FAST_ENOUGH = 0.97
+"""Share of the best rate from which a smaller number of workers is preferred: the spread of repeated trials."""
+_MADE_SLOWLY: tuple[Cause, ...] = ("no workers", "cpu", "cold reads", "waiting", "unknown")
 MADE_ON_CPU: tuple[Cause, ...] = ("cpu", "no workers", "oversubscribed")
 
 
 def more_workers(finding: Finding) -> Remedy | None:
     """Remedy: more workers, if training waits for batches that take time to make.
 
-    Suggests the fewest workers that nearly reach the best step time: at most one per CPU, or more if workers are
-    blocked. None if the present workers were not observed and no other numbers were tried, if a stream can neither be
-    divided among workers nor run in a single one, or if /dev/shm has no room for the batches.
+    Of the numbers that were tried, names the smallest that is nearly as fast as the fastest, or as the model. Without a
+    trial, names the smallest with which loading could keep up, at most one worker for each CPU. None for a stream that
+    its workers do not divide among themselves, and if /dev/shm has no room for the batches.
     """
-    predicted = steps_with_more(finding)
-    if not predicted:
+    number = workers_to_name(finding)
+    if number is None:
         return None
-    best = min(predicted.values())
-    number = min(number for number, step in predicted.items() if step <= NEARLY * best)
-    now = finding.facts.num_workers
-    cpus = finding.facts.usable_cpus
-    why = "batches are made while the model trains" if now == 0 else "more workers make more batches at once"
-    if not may_have_workers(finding):
-        why += "; the one worker reads the whole stream"
-    if cpus is not None and number > cpus:
-        why += "; workers that wait need little CPU"
-    kept = _with_kept_workers(finding)[1] if now == 0 else {}
-    return loader_remedy(finding, why, predicted[number], num_workers=number, **kept)
+    measured = finding.measured
+    step_ms = bounds.with_tried_workers(measured, finding.shares, number)
+    if step_ms is None:
+        step_ms = bounds.with_workers(measured, finding.shares, number)
+    why = "more workers make more batches at once"
+    kept: dict[str, Any] = {}
+    if finding.facts.num_workers == 0:
+        why = "batches are made while the model trains"
+        kept = _kept_workers(finding)
+    return loader_remedy(finding, why, step_ms, num_workers=number, **kept)
 
 
-def steps_with_more(finding: Finding) -> dict[int, float]:
-    """Predicted step times by number of workers; empty if more workers would not help."""
+def workers_to_name(finding: Finding) -> int | None:
+    """The number of workers that the report names; None if more workers are no remedy."""
     facts = finding.facts
-    now = finding.facts.num_workers
-    if now is None or not facts.usable_cpus or facts.workers == "thread" or finding.data not in _MADE_SLOWLY:
-        return {}
-    if now and not predict.tried_rates(finding.measured) and finding.measured.loaders.workers_on_cpu_pct is None:
-        return {}
-    measured = _with_kept_workers(finding)[0]
-    steps = {
-        number: predict.with_workers(measured, finding.shares, number)
-        for number in _numbers_to_name(finding, now)
-        if _fits(finding, number)
-    }
-    return {number: step for number, step in steps.items() if step is not None}
+    workers = facts.num_workers
+    if workers is None or not facts.usable_cpus or facts.workers == "thread" or finding.data not in _MADE_SLOWLY:
+        return None
+    if not may_have_workers(finding) or not _can_change_workers(finding):
+        return None
+    rates = bounds.tried_rates(finding.measured)
+    number = _fastest_tried(finding, rates) if rates else _enough_workers(finding)
+    if number is None or number <= workers or not _fits(finding, number):
+        return None
+    return number
 
 
-def _numbers_to_name(finding: Finding, now: int) -> Iterable[int]:
-    """Numbers of workers to consider: those tried, else all up to the limit; 1 for a stream that is not divided."""
-    if not _can_change_workers(finding):
-        return []
-    if not may_have_workers(finding):
-        return [1] if now == 0 and finding.facts.may_leave_process else []
-    tried = [number for number in predict.tried_rates(finding.measured) if number > now]
-    return tried or range(now + 1, _most_workers(finding) + 1)
+def _fastest_tried(finding: Finding, rates: dict[int, float]) -> int:
+    """The smallest number of workers that was tried and is nearly as fast as the fastest, or as the model.
+
+    The present number has the step time that it had in the run; the others have their bounds.
+    """
+    steps = {number: bounds.with_tried_workers(finding.measured, finding.shares, number) for number in rates}
+    known = {number: step_ms for number, step_ms in steps.items() if step_ms is not None}
+    present = finding.facts.num_workers
+    if present in known:
+        known[present] = finding.shares.step_ms
+        known = {number: step_ms for number, step_ms in known.items() if _may_replace(number, present, rates)}
+    best_ms = min(known.values())
+    return min(number for number, step_ms in known.items() if FAST_ENOUGH * step_ms <= best_ms)
+
+
+def _may_replace(number: int, present: int, rates: dict[int, float]) -> bool:
+    """True if the loader alone is faster with this number of workers. Without workers, only the step counts."""
+    return number in (0, present) or FAST_ENOUGH * rates[number] > rates[present]
+
+
+def _enough_workers(finding: Finding) -> int | None:
+    """The smallest number with which loading could keep up, at most one worker for each CPU; None if unknown."""
+    facts = finding.facts
+    if facts.num_workers and finding.measured.loaders.workers_on_cpu_pct is None:
+        return None  # the workers were not observed
+    loading_ms = bounds.loading_time_ms(finding.measured, finding.shares)
+    training_ms = bounds.data_free_ms(finding.measured, finding.shares)
+    if loading_ms is None or training_ms <= 0:
+        return None
+    most = max(1, (facts.usable_cpus or 1) // facts.loaders_beside)
+    return min(most, math.ceil(loading_ms / training_ms))
 
 
 def may_have_workers(finding: Finding) -> bool:
@@ -219,26 +234,13 @@ def _can_change_workers(finding: Finding) -> bool:
     return finding.can_set("num_workers") and len(set(finding.facts.every_num_workers)) <= 1
 
 
-def _with_kept_workers(finding: Finding) -> tuple[Measurements, dict[str, Any]]:
-    """The measurements as if workers persist between epochs, if they can, and the setting to add for that, if any."""
+def _kept_workers(finding: Finding) -> dict[str, Any]:
+    """The setting to add so that first workers persist between epochs, if they can."""
     facts = finding.facts
-    if finding.place.form == "settings":  # LoaderSettings keep the workers by default
-        return finding.measured, {}
+    if finding.place.form == "settings" or facts.persistent_workers is True:  # LoaderSettings keep them by default
+        return {}
     can_set = finding.can_set_with_workers("persistent_workers") and "num_workers" not in dict(finding.place.names)
-    kept = bool(facts.may_persist) and can_set
-    measured = replace(finding.measured, facts=replace(facts, may_persist=kept))
-    return measured, {"persistent_workers": True} if kept and facts.persistent_workers is not True else {}
-
-
-def _most_workers(finding: Finding) -> int:
-    """Largest number of workers to suggest: one per CPU, or as many as keep the CPUs busy if workers mostly wait."""
-    facts = finding.facts
-    now = finding.facts.num_workers or 0
-    most = cpus = max(1, (facts.usable_cpus or 1) // facts.loaders_beside)
-    blocked = predict.blocked_share(finding.measured) if now == 0 or finding.data in _READ_SLOWLY else 0.0
-    if blocked >= predict.MOSTLY:
-        most = max(cpus, min(MOST_WAITING * max(1, now), int(cpus / max(1e-9, 1 - blocked))))
-    return min(MOST_WORKERS, most) if now == 0 else most
+    return {"persistent_workers": True} if facts.may_persist and can_set else {}
 
 
 def _fits(finding: Finding, workers: int) -> bool:
@@ -251,35 +253,24 @@ def _fits(finding: Finding, workers: int) -> bool:
 
 
 def fewer_workers(finding: Finding) -> Remedy | None:
-    """Remedy: fewer workers, if training waits for data and fewer were measured to be faster.
-
-    If handing over batches is the cause, may also suggest ``num_workers=0``: making a batch in the training process may
-    be faster.
-    """
-    now = finding.facts.num_workers
-    if not now or finding.data in (None, "epoch start", "one rank") or not _can_change_workers(finding):
+    """Remedy: fewer workers, or none, if training waits for data and fewer were faster in a trial."""
+    workers = finding.facts.num_workers
+    if not workers or finding.data in (None, "epoch start", "one rank") or not _can_change_workers(finding):
         return None
-    steps = {
-        number: predict.by_trial(finding.measured, finding.shares, number)
-        for number in predict.tried_rates(finding.measured)
-        if 0 < number < now
-    }
-    without = _without_workers(finding) if finding.data == "hand-over" else None
-    if without is not None:
-        steps[0] = predict.without_workers(finding.measured, finding.shares)
-    known = {number: step for number, step in steps.items() if step is not None}
-    if not known:
+    rates = bounds.tried_rates(finding.measured)
+    if workers not in rates:
         return None
-    number = min(known, key=lambda one: known[one])
+    number = _fastest_tried(finding, rates)
+    if number >= workers:
+        return None
+    step_ms = bounds.with_tried_workers(finding.measured, finding.shares, number)
     if number:
-        return loader_remedy(finding, "the workers compete for CPUs", known[number], num_workers=number)
-    return loader_remedy(
-        finding,
-        "making a batch is faster than sending it from a worker",
-        known[0],
-        num_workers=0,
-        **(without or {}),
-    )
+        return loader_remedy(finding, "the workers compete for CPUs", step_ms, num_workers=number)
+    without = _without_workers(finding)
+    if without is None:
+        return None
+    why = "making a batch is faster than sending it from a worker"
+    return loader_remedy(finding, why, step_ms, num_workers=0, **without)
 
 
 def _without_workers(finding: Finding) -> dict[str, Any] | None:
@@ -333,92 +324,46 @@ def any_order(finding: Finding) -> Remedy | None:
     return loader_remedy(
         finding,
         "finished batches do not wait for a slow one; the order of batches is then random",
-        predict.in_any_order(finding.measured, finding.shares),
+        bounds.data_free_ms(finding.measured, finding.shares),
         in_order=False,
     )
 
 
-def shared_files(finding: Finding) -> Remedy | None:
-    """Remedy: torch's other sharing strategy, if handing over many tensors was measured to be faster with it."""
-    found = finding.measured.found
-    count = finding.facts.batch_tensors or 0
-    now = found.hand_over_ms
-    then = found.hand_over_file_system_ms
-    if finding.data != "hand-over" or found.sharing_strategy != "file_descriptor" or count < MANY_TENSORS:
-        return None
-    if now is None or then is None:
-        return None
-    return Remedy(
-        code='torch.multiprocessing.set_sharing_strategy("file_system")',
-        form="line",
-        where="sharing strategy: file_descriptor -> file_system, at the start of your script, after `import torch`",
-        why=f"a batch has {count} tensors: taking it from a worker takes {now:.1f} ms, or {then:.1f} ms through files",
-        predicted_step_ms=predict.without(finding.shares, min(finding.shares.data_ms, now - then)),
-        changes="sharing_strategy='file_system'",
-    )
-
-
 def files_in_memory(finding: Finding) -> Remedy | None:
-    """Remedy: a cache, if an ImageFolderDataModule without one waits for storage, or for an object store."""
+    """Remedy: a cache, if an ImageFolderDataModule without one waits for storage."""
     facts = finding.facts
     found = finding.measured.found
-    if finding.data not in ("cold reads", "remote reads") or facts.decoder is None or facts.cache != "off":
+    if finding.data != "cold reads" or facts.decoder is None or facts.cache != "off":
         return None
-    step = predict.with_files_near(finding.measured, finding.shares)
-    if found.cached_bytes_per_s:
-        step = predict.with_rate(finding.measured, finding.shares, found.cached_bytes_per_s, found.loader_per_s)
-    return datamodule_remedy(
-        finding, "cache", "bytes", "files that fit are kept in host memory from the first epoch on", step
-    )
+    step_ms = bounds.with_rate(finding.measured, finding.shares, found.cached_bytes_per_s)
+    if step_ms is None:
+        step_ms = bounds.data_free_ms(finding.measured, finding.shares)
+    why = "files that fit are kept in host memory from the first epoch on"
+    return datamodule_remedy(finding, "cache", "bytes", why, step_ms)
 
 
 def crops_only(finding: Finding) -> Remedy | None:
     """Remedy: decode only the crops of an image folder, if that was timed, instead of decoding whole images."""
     trial = finding.measured.found.crops
     facts = finding.facts
-    if trial is None or finding.data not in MADE_ON_CPU or facts.stage != "fit":
+    if trial is None or finding.data not in MADE_ON_CPU or facts.stage != "fit" or facts.num_workers is None:
         return None
-    steps = predict.with_crops(finding.measured, finding.shares)
-    if facts.num_workers is None or facts.num_workers not in steps:
-        return None
-    workers = min(steps, key=lambda number: steps[number])
-    if 100 * (steps[facts.num_workers] - steps[workers]) / finding.step_with_start_ms < least_gain_pct(finding):
-        workers = facts.num_workers  # another number is not worth it
     split = "" if trial.val_fraction is None else f"val_fraction={trial.val_fraction:g}, "
     return Remedy(
         code=f"from {_door(facts)} import ImageFolderDataModule, LoaderSettings\n"
         f"ImageFolderDataModule({json.dumps(trial.folder)}, {facts.batch_size}, transform=..., {split}"
-        f"loader=LoaderSettings(num_workers={workers}))",
+        f"loader=LoaderSettings(num_workers={facts.num_workers}))",
         form="replacement",
         where=f"as the datamodule of trainer.fit, in place of {finding.place.words}",
         why="put in your transform. Only the crop of an image is decoded: "
         f"{trial.crop_ms:.1f} ms of CPU instead of {trial.whole_ms:.1f}",
-        predicted_step_ms=steps[workers],
-        changes=f"decodes_whole=False,num_workers={workers}",
+        least_step_ms=bounds.with_crops(finding.measured, finding.shares),
+        changes=f"decodes_whole=False,num_workers={facts.num_workers}",
     )
 
 
 def _door(facts: LoopFacts) -> str:
     return "lightning_feed" if facts.package == "lightning.pytorch" else "lightning_feed.pl"
-
-
-def nvjpeg(finding: Finding) -> Remedy | None:
-    """Remedy: decode on the GPU, if that was measured to be faster than an ImageFolderDataModule's workers.
-
-    None with the user's own transforms, or with a cache of decoded images.
-    """
-    facts = finding.facts
-    found = finding.measured.found
-    if finding.data not in MADE_ON_CPU or facts.decoder is None or facts.backend not in (None, "torch"):
-        return None
-    if facts.device_type != "cuda" or facts.own_transforms or facts.cache in ("decoded", "device"):
-        return None
-    if not found.device_decode_per_s or not found.batch_size:
-        return None
-    rate = f"{found.device_decode_per_s * found.batch_size:,.0f} images/s if the GPU does nothing else"
-    why = f"nvJPEG decodes on the GPU ({rate}); workers only read"
-    step = predict.decoded_on_device(finding.measured, finding.shares, found.device_decode_per_s)
-    return datamodule_remedy(finding, "backend", "nvjpeg", why, step)
 
 
 # --- the transfer, callbacks and loggers --------------------------------------------------------------------------
@@ -430,14 +375,14 @@ _LOGGING = re.compile(r"^logger .*\.log_metrics$")
 
 
 def pinned_memory(finding: Finding) -> Remedy | None:
-    """Remedy: pin memory, if training waits for copies from pageable memory, and both kinds of copies were measured."""
+    """Remedy: pin memory, if training waits for copies from pageable memory."""
     unpinned = finding.causes.get("copy") == "unpinned" and finding.facts.device_type != "cpu"
     if not unpinned or not finding.can_set("pin_memory"):
         return None
     return loader_remedy(
         finding,
         "the host waits for copies from pageable memory",
-        predict.with_pinned(finding.measured, finding.shares),
+        bounds.without(finding.shares, finding.measured.stats.h2d_ms or 0.0),
         pin_memory=True,
     )
 
@@ -458,7 +403,7 @@ def prefetch_callback(finding: Finding) -> Remedy | None:
         "PrefetchCallback",
         None,
         why=f"{'decodes' if decodes else 'copies'} the next batch while this one computes",
-        predicted_step_ms=predict.without(finding.shares, stats.h2d_ms),
+        least_step_ms=bounds.without(finding.shares, stats.h2d_ms),
         changes="prefetch_callback=True",
     )
 
@@ -477,7 +422,7 @@ def rare_progress_bar(finding: Finding) -> Remedy | None:
         bar,
         ("refresh_rate", rate, RARELY),
         why=f"drawing it takes {takes_ms:.2f} ms a step",
-        predicted_step_ms=_rarer(finding, takes_ms, rate),
+        least_step_ms=_rarer(finding, takes_ms, rate),
         changes=f"bar_refresh_rate={RARELY}",
     )
 
@@ -491,7 +436,7 @@ def log_rarely(finding: Finding) -> Remedy | None:
         return None
     why = f"{called[0].name} takes {_sum(called):.2f} ms a step"
     step = _rarer(finding, _sum(called), every)
-    return trainer_remedy(finding.place, name, every, RARELY, why=why, predicted_step_ms=step)
+    return trainer_remedy(finding.place, name, every, RARELY, why=why, least_step_ms=step)
 
 
 def _sum(hooks: list[HookTime]) -> float:
@@ -500,24 +445,20 @@ def _sum(hooks: list[HookTime]) -> float:
 
 def _rarer(finding: Finding, takes_ms: float, every: int) -> float:
     """Step time if something done every ``every`` steps is done every 50 steps."""
-    return predict.without(finding.shares, min(takes_ms, finding.measured.stats.other_ms or 0.0) * (1 - every / RARELY))
+    return bounds.without(finding.shares, min(takes_ms, finding.measured.stats.other_ms or 0.0) * (1 - every / RARELY))
 
 
 # --- which of them are printed ------------------------------------------------------------------------------------
 
 LEAST_PCT = 5.0
 LEAST_UNSURE_PCT = 10.0
-"""Smallest saving of a remedy, as a share of an epoch; the second for low confidence, and for a first worker that
-shares the CPUs with training."""
-LEAST_SHARED_PCT = 20.0
-"""Smallest saving worth advising if workers are busy and training shares their CPUs. In one run with every CPU busy, a
-step was predicted to fall from 21.5 to 17.6 ms, and only fell to 20.9 (``benchmarks/advice.py``, 2 CPUs)."""
+"""Smallest saving of a remedy, as a share of an epoch; the second for low confidence."""
 MOST = 3
 RULES = (
-    more_workers, fewer_workers, persistent_workers, any_order, shared_files, files_in_memory, crops_only, nvjpeg,
-    pinned_memory, prefetch_callback, rare_progress_bar, log_rarely,
+    more_workers, fewer_workers, persistent_workers, any_order, files_in_memory, crops_only, pinned_memory,
+    prefetch_callback, rare_progress_bar, log_rarely,
 )  # fmt: skip
-"""Rules: each returns its remedy with a prediction, or None. If two save the same, the earlier one is printed first."""
+"""Rules: each returns its remedy with a bound, or None. If two save the same, the earlier one is printed first."""
 
 
 def remedies_for(finding: Finding) -> tuple[Remedy, ...]:
@@ -525,37 +466,28 @@ def remedies_for(finding: Finding) -> tuple[Remedy, ...]:
     found = [remedy for rule in RULES if (remedy := rule(finding)) is not None]
     if finding.facts.loop == "plain":
         found = [remedy for remedy in found if remedy.form in ("arguments", "line")]
-    gains = [replace(remedy, predicted_gain_pct=_gain_pct(finding, remedy)) for remedy in found]
-    least = least_gain_pct(finding)
-    # A replacement saves CPU time that was measured both ways in turn, so other programs do not affect it.
-    worth = [one for one in gains if one.form == "replacement" or (one.predicted_gain_pct or 0.0) >= least]
-    return largest(worth, LEAST_PCT)
+    gains = [replace(remedy, most_gain_pct=_gain_pct(finding, remedy)) for remedy in found]
+    return largest(gains, least_gain_pct(finding))
 
 
 def largest(remedies: list[Remedy], least_pct: float) -> tuple[Remedy, ...]:
     """The best three remedies, of those that save at least ``least_pct``. For each setting, only the best counts."""
-    gains = [remedy for remedy in remedies if (remedy.predicted_gain_pct or 0.0) >= least_pct]
-    gains.sort(key=lambda remedy: -(remedy.predicted_gain_pct or 0.0))
+    gains = [remedy for remedy in remedies if (remedy.most_gain_pct or 0.0) >= least_pct]
+    gains.sort(key=lambda remedy: -(remedy.most_gain_pct or 0.0))
     best = {remedy.changes.partition("=")[0]: remedy for remedy in reversed(gains)}
     return tuple(remedy for remedy in gains if remedy in best.values())[:MOST]
 
 
 def _gain_pct(finding: Finding, remedy: Remedy) -> float | None:
-    """Share of an epoch, with its first batch, that a remedy saves: as it predicts, else by its step time."""
-    if remedy.predicted_gain_pct is not None or remedy.predicted_step_ms is None:
-        return remedy.predicted_gain_pct
-    return 100 * (finding.shares.step_ms - remedy.predicted_step_ms) / finding.step_with_start_ms
+    """Share of an epoch, with its first batch, that a remedy saves at most."""
+    if remedy.most_gain_pct is not None or remedy.least_step_ms is None:
+        return remedy.most_gain_pct
+    return 100 * (finding.shares.step_ms - remedy.least_step_ms) / finding.step_with_start_ms
 
 
 def least_gain_pct(finding: Finding) -> float:
     """Smallest gain of a printed remedy: 5 %, or more if noise is larger."""
     stats = finding.measured.stats
-    facts = finding.facts
     low, high = stats.interval_pct or (0.0, 0.0)
-    least = LEAST_UNSURE_PCT if stats.confidence == "low" or facts.crowded else LEAST_PCT
-    if facts.device_type == "cpu" and finding.data == "no workers":
-        # Other programs may take more or less CPU time in the next run.
-        least = min(LEAST_SHARED_PCT, LEAST_UNSURE_PCT + (facts.others_cpu_pct or 0.0))
-    elif facts.device_type == "cpu" and finding.data == "cpu":
-        least = LEAST_SHARED_PCT
+    least = LEAST_UNSURE_PCT if stats.confidence == "low" or finding.facts.crowded else LEAST_PCT
     return max(least, (high - low) / 2, (finding.measured.found.noise_pct or 0.0) / 2)

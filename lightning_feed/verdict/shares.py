@@ -1,6 +1,5 @@
-"""Shares of a step: waiting for data, the copy, the time between steps, and the effect of other programs on them."""
+"""Shares of a step: waiting for data, the copy, and the time between steps."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -46,12 +45,6 @@ class Shares:
     """The parts over their limits, the largest first."""
     compute_bound_confirmed: bool
     """True if the waiting is over its limit, but the model without the loader takes as long as a step."""
-    without_cpu_ms: float = 0.0
-    """Time in ``next(loader)`` with a batch ready, but no CPU for the training thread, as other programs had them all.
-    Not part of ``data_ms``."""
-    fed_if_idle: bool | None = False
-    """True if waiting is over its limit, but workers would keep up without other programs on their CPUs. None: too
-    close to tell."""
 
     @property
     def floor_ms(self) -> float:
@@ -71,8 +64,7 @@ def shares_of(measured: Measurements) -> Shares | None:
     over = [part for part in sorted(pcts, key=lambda part: -pcts[part]) if pcts[part] >= _LIMITS[part]]
     of_steps = "data" in over and epoch_pct < DATA_PCT and not waiting.by_ranks
     confirmed = of_steps and _model_takes_all(measured)
-    fed_if_idle = _fed_if_idle(measured) if of_steps and not confirmed else False
-    if confirmed or fed_if_idle:
+    if confirmed:
         over.remove("data")
     return Shares(
         step_ms=stats.step_ms,
@@ -82,30 +74,12 @@ def shares_of(measured: Measurements) -> Shares | None:
         data_ms=waiting.ms,
         epoch_pct=_epoch_pct(measured, stats.step_ms),
         by_ranks=waiting.by_ranks,
-        over=_at_fault(measured, pcts, over),
+        over=tuple(over),
         compute_bound_confirmed=confirmed,
-        without_cpu_ms=waiting.without_cpu_ms,
-        fed_if_idle=fed_if_idle,
     )
 
 
 _LIMITS: dict[StepPart, float] = {"framework": FRAMEWORK_PCT, "copy": COPY_PCT, "data": DATA_PCT}
-
-
-def _at_fault(measured: Measurements, pcts: dict[StepPart, float], over: list[StepPart]) -> tuple[StepPart, ...]:
-    """The parts over their limits; empty if other programs take more of the step than the largest part."""
-    return () if over and others_take_more(measured, pcts[over[0]]) else tuple(over)
-
-
-def others_take_more(measured: Measurements, than_pct: float) -> bool:
-    """True if the training thread waits for CPUs that other programs use, during more than ``than_pct`` of a step.
-
-    A wait of less than :data:`RUN_QUEUE_PCT` of a step does not count.
-    """
-    facts = measured.facts
-    step_ms = measured.stats.step_ms or math.inf
-    waits_pct = 100 * facts.queue_beside_loading_ms / step_ms
-    return facts.crowded and waits_pct >= RUN_QUEUE_PCT and waits_pct > than_pct
 
 
 def _other_parts(measured: Measurements, step_ms: float, copy_pct: float) -> dict[StepPart, float]:
@@ -122,7 +96,6 @@ class _Waiting(NamedTuple):
     pct: float
     ms: float
     by_ranks: bool
-    without_cpu_ms: float
 
 
 def _waiting_of(measured: Measurements, own_pct: float, step_ms: float) -> _Waiting:
@@ -130,55 +103,18 @@ def _waiting_of(measured: Measurements, own_pct: float, step_ms: float) -> _Wait
     own_ms = measured.stats.data_idle_ms or 0.0
     if ranks is not None and ranks.starved_pct is not None and ranks.starved_pct > own_pct:
         longest_ms = max(own_ms, min(step_ms, ranks.max_data_idle_ms or 0.0))
-        return _Waiting(ranks.starved_pct, longest_ms, by_ranks=True, without_cpu_ms=0.0)
-    share = _without_cpu_share(measured)
-    return _Waiting(own_pct * (1 - share), own_ms * (1 - share), by_ranks=False, without_cpu_ms=own_ms * share)
+        return _Waiting(ranks.starved_pct, longest_ms, by_ranks=True)
+    return _Waiting(own_pct, own_ms, by_ranks=False)
 
 
-def _without_cpu_share(measured: Measurements) -> float:
-    """Share of the wait in ``next(loader)`` in which other programs had the training thread's CPU, 0 to 1.
-
-    The training thread needs the CPU to take a batch from its workers.
-    """
+def lacked_cpu(measured: Measurements) -> bool:
+    """True if other programs had the CPUs for which the loading threads waited, so that loading cannot be judged."""
     facts = measured.facts
-    wait = measured.stats.next_wait_ms
-    if not facts.crowded or not facts.num_workers or not wait or facts.load_queue_ms is None:
-        return 0.0
-    return min(1.0, facts.load_queue_ms / wait)
-
-
-KEEPS_UP = 0.85
-FALLS_BEHIND = 1.15
-"""Time to make a batch divided by that of a training step, both without the time that other programs had the CPUs.
-Below the first, workers keep up; above the second, they do not."""
-
-
-def _fed_if_idle(measured: Measurements) -> bool | None:
-    """True if workers that are too slow because of other programs would keep up alone; None: too close to tell."""
-    facts = measured.facts
-    stats = measured.stats
-    loaders = measured.loaders
-    queue = loaders.workers_run_queue_pct
-    step_ms = stats.step_ms or 0.0
-    if queue is None and facts.crowded and facts.num_workers:
-        return None
-    if queue is None or not queue_is_of_others(measured):
-        return False
-    making_ms = step_ms * (1 - queue / 100)
-    training_ms = step_ms - (stats.data_idle_ms or 0.0) - facts.queue_beside_loading_ms
-    ratio = making_ms / training_ms if training_ms > 0 else math.inf
-    if ratio >= FALLS_BEHIND:
-        return False
-    return True if ratio <= KEEPS_UP else None
-
-
-def queue_is_of_others(measured: Measurements) -> bool:
-    """True if workers wait for CPUs that other programs use, and do not themselves need more CPUs than there are."""
-    facts = measured.facts
-    loaders = measured.loaders
-    busy_pct = min(100.0, (loaders.workers_on_cpu_pct or 0.0) + (loaders.workers_run_queue_pct or 0.0))
-    wanted_pct = facts.all_workers * busy_pct
-    return facts.crowded and bool(facts.num_workers) and wanted_pct <= 100 * (facts.usable_cpus or 0)
+    wait_ms = measured.stats.next_wait_ms or 0.0
+    queue_pct = measured.loaders.workers_run_queue_pct or 0.0
+    if wait_ms > 0:
+        queue_pct = max(queue_pct, 100 * (facts.load_queue_ms or 0.0) / wait_ms)
+    return facts.crowded and queue_pct >= RUN_QUEUE_PCT
 
 
 def grade_of(data_pct: float) -> Grade:

@@ -67,23 +67,3 @@ def test_where_the_kernel_does_not_tell(tmp_path: Path, machine: Machine) -> Non
     assert CpuShare(machine.root).others_pct(None) is None
     (tmp_path / "proc/stat").write_text("cpu 1 2 3")
     assert CpuShare(tmp_path).others_pct(4) is None
-
-
-def test_the_median_of_samples_does_not_know_a_program_that_ran_for_a_while(machine: Machine) -> None:
-    now = [0.0]
-    share = CpuShare(machine.root, lambda: now[0])
-    for taken in (0, 100, 0):
-        now[0] += 1.0
-        share.sample()  # not due
-        now[0] += 1.5
-        machine.busy = [busy + taken for busy in machine.busy]
-        machine.idle = [idle + 100 - taken for idle in machine.idle]
-        machine.write()
-        share.sample()
-    assert len(share._samples) == 3
-    assert share.median_others_pct(4) == 0.0
-    assert share.others_pct(4) == pytest.approx(100 / 3)
-
-
-def test_a_median_needs_a_sample(machine: Machine) -> None:
-    assert CpuShare(machine.root).median_others_pct(4) is None

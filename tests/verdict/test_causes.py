@@ -102,9 +102,10 @@ RANKS = RankStats(
         ({"num_workers": 8, "usable_cpus": 2}, _of(20, 20, cpu_pressure_pct=20.0, handover_pct=95.0), "hand-over"),
         ({"num_workers": 2, "usable_cpus": 2}, _of(20, 20, cpu_pressure_pct=90.0, handover_pct=95.0), "hand-over"),
         # --- pin thread
-        (TWO, _of(90, 5, pin_lag_ms=20.0), "pin thread"),
-        (TWO, _of(90, 5, pin_lag_ms=19.9), "cpu"),
-        (TWO | {"pin_memory": False}, _of(90, 5, pin_lag_ms=40.0), "cpu"),
+        (TWO, _of(2, 2, pin_lag_ms=20.0), "pin thread"),
+        (TWO, _of(2, 2, pin_lag_ms=19.9, disk_mb_per_s=0.0), "waiting"),
+        (TWO | {"pin_memory": False}, _of(2, 2, pin_lag_ms=40.0, disk_mb_per_s=0.0), "waiting"),
+        (TWO, _of(99, 1, pin_lag_ms=40.0), "cpu"),  # workers that are never idle are the limit, not the thread
         # --- head of line
         (TWO, _of(2, 2, head_of_line_pct=25.0), "head of line"),
         (TWO, _of(2, 2, head_of_line_pct=24.9, disk_mb_per_s=0.0), "waiting"),
@@ -337,7 +338,7 @@ def test_the_dearest_hooks_are_named() -> None:
     found = diagnose(_measured(OTHER, hooks=hooks))
     assert "[Callback]Slow.on_train_batch_end takes 20.0 ms a step" in found.evidence
     assert not any("takes 1.0 ms" in line for line in found.evidence)
-    assert "without it, a step takes 80.0 ms" in found.notes[0]
+    assert found.notes[0].startswith("[Callback]Slow.on_train_batch_end takes 20.0 of 100.0 ms a step")
 
 
 @pytest.mark.parametrize(
@@ -415,7 +416,6 @@ _FACTS = st.builds(
     log_every_n_steps=_COUNT,
     free_shm_bytes=st.none() | st.integers(0, 1 << 34),
     load_cpu_ms=st.none() | _MS,
-    process_cpu_ms=st.none() | _MS,
     syncs=st.sets(st.sampled_from([*SYNCS, "unheard of"])).map(tuple),
     host_cpu_ms=st.none() | _MS,
 )
@@ -540,7 +540,7 @@ def _is_sound(found: Diagnosis) -> None:
     order = ["low", "medium", "high"]
     assert order.index(found.confidence) <= order.index(found.stats.confidence)
     assert len({remedy.code for remedy in found.remedies}) == len(found.remedies)
-    gains = [remedy.predicted_gain_pct for remedy in found.remedies]
+    gains = [remedy.most_gain_pct for remedy in found.remedies]
     assert len(gains) <= 3
     assert gains == sorted(gains, key=lambda gain: -(gain or 0.0))
     for remedy in found.remedies:
@@ -549,8 +549,8 @@ def _is_sound(found: Diagnosis) -> None:
         assert remedy.where
         assert "\n" not in remedy.why
         assert "\n" not in remedy.code or remedy.form == "replacement"
-        assert remedy.predicted_gain_pct is not None
-        assert LEAST_PCT <= remedy.predicted_gain_pct <= 100 * (1 + 1e-9)
-        assert remedy.predicted_step_ms is None or 0 <= remedy.predicted_step_ms <= step * (1 + 1e-9), remedy
+        assert remedy.most_gain_pct is not None
+        assert LEAST_PCT <= remedy.most_gain_pct <= 100 * (1 + 1e-9)
+        assert remedy.least_step_ms is None or 0 <= remedy.least_step_ms <= step * (1 + 1e-9), remedy
     assert len(found.notes) <= 3
     assert not any("\n" in line for line in (*found.notes, *found.why_not))

@@ -1,4 +1,4 @@
-"""Every remedy that can be printed: a run in which it is, runs in which it must not be, what it predicts, what is
+"""Every remedy that can be printed: a run in which it is, runs in which it must not be, its bound, what is
 pasted."""
 
 import ast
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from verdict.cases import ASLEEP, BUSY, READY, measured
 
 import lightning_feed
-from lightning_feed.measure.experiment_results import CropTrial, NamedCost
+from lightning_feed.measure.experiment_results import CropTrial
 from lightning_feed.measure.measurements import HookPlace, HookTime, Place
 from lightning_feed.measure.wall import WallPart, WallStats
 from lightning_feed.verdict.decide import RUN_RULES, diagnose
@@ -25,8 +25,6 @@ IMAGES: dict[str, Any] = {"decoder": "turbo", "cache": "off", "own_transforms": 
 COLD = ASLEEP | {"page_cache_pct": 10.0, "disk_mb_per_s": 30.0}
 STARTS: dict[str, Any] = {"batches_per_epoch": 5, "persistent_workers": False, "may_persist": True}
 SLOW_START: dict[str, Any] = {"data": 0.0, "stats": {"epoch_start_s": 0.7}}
-HANDED: dict[str, Any] = {"hand_over_ms": 30.0, "hand_over_file_system_ms": 12.0, "sharing_strategy": "file_descriptor"}
-COSTS = (NamedCost(name="read", cpu_ms=0.5, wall_ms=1.0), NamedCost(name="decode", cpu_ms=9.0, wall_ms=9.0))
 CROPS = CropTrial(folder="birds", val_fraction=0.1, whole_ms=4.0, crop_ms=2.0)
 WHOLE: dict[str, Any] = {"loaders": BUSY, "usable_cpus": 2, "host_cpu_ms": 0.0, "batch_size": 8}
 BAR = (HookTime(name="[Callback]TQDMProgressBar.on_train_batch_end", ms_per_step=20.0),)
@@ -92,7 +90,6 @@ CONTRACTS = {
         without={
             "it was not tried": {"found": {}},
             "loading takes longer": {"found": {"worker_scaling": ((0, 22.0), (2, 30.0))}},
-            "batches are not ready": {"loaders": ASLEEP},
         },
     ),
     "persistent workers": Contract(
@@ -114,26 +111,13 @@ CONTRACTS = {
         run={"loaders": ASLEEP | {"head_of_line_pct": 50.0}},
         changes="in_order=False",
         code="in_order=False",
-        step_ms=80.0,
+        step_ms=60.0,
         without={
             "any order already": {"in_order": False},
             "results are told apart by it": {"stage": "predict"},
             "one worker": {"num_workers": 1},
             "workers are never idle": {"loaders": BUSY | {"head_of_line_pct": 50.0}},
             "little is lost to the order": {"loaders": ASLEEP | {"head_of_line_pct": 24.0}},
-        },
-    ),
-    "shared files": Contract(
-        run={"loaders": READY, "batch_tensors": 24, "found": HANDED},
-        changes="sharing_strategy='file_system'",
-        code='torch.multiprocessing.set_sharing_strategy("file_system")',
-        step_ms=82.0,
-        without={
-            "few tensors": {"batch_tensors": 7},
-            "it was not timed": {"found": {"sharing_strategy": "file_descriptor"}},
-            "it is in force": {"found": HANDED | {"sharing_strategy": "file_system"}},
-            "it is no faster": {"found": HANDED | {"hand_over_file_system_ms": 29.0}},
-            "batches are not ready": {"loaders": ASLEEP},
         },
     ),
     "files in memory": Contract(
@@ -163,39 +147,18 @@ CONTRACTS = {
             "validation": {"stage": "validate"},
         },
     ),
-    "nvjpeg": Contract(
-        run={
-            "loaders": BUSY,
-            "usable_cpus": 2,
-            "found": {"batch_size": 64, "device_decode_per_s": 20.0, "costs": COSTS},
-            **CUDA,
-            **IMAGES,
-        },
-        changes="backend='nvjpeg'",
-        code='backend="nvjpeg"',
-        step_ms=60.0,
-        without={
-            "no GPU": {"device_type": "cpu"},
-            "transforms of the user's": {"own_transforms": True},
-            "it was not timed": {"found": {"batch_size": 64, "costs": COSTS}},
-            "the GPU is no faster": {"found": {"batch_size": 64, "device_decode_per_s": 10.0, "costs": COSTS}},
-            "another backend": {"backend": "dali-gpu"},
-        },
-    ),
     "pinned memory": Contract(
         run={
             "data": 0.0,
             "h2d": 40.0,
-            "found": {"pinned_gb_per_s": 20.0, "pageable_gb_per_s": 5.0},
             **CUDA,
             "pin_memory": False,
         },
         changes="pin_memory=True",
         code="pin_memory=True",
-        step_ms=70.0,
+        step_ms=60.0,
         without={
             "pinned already": {"pin_memory": True},
-            "not timed": {"found": {}},
             "no GPU": {"device_type": "cpu"},
             "hidden": {"h2d": 2.0},
         },
@@ -275,11 +238,11 @@ def test_it_is_printed_where_its_condition_holds(name: str) -> None:
     found = diagnose(measured(**contract.run))
     remedy = next(one for one in found.remedies if one.changes == contract.changes)
     assert remedy.code == contract.code
-    assert remedy.predicted_step_ms == (
+    assert remedy.least_step_ms == (
         contract.step_ms if contract.step_ms is None else pytest.approx(contract.step_ms)
     )
-    assert remedy.predicted_gain_pct is not None
-    assert LEAST_PCT <= remedy.predicted_gain_pct <= 100
+    assert remedy.most_gain_pct is not None
+    assert LEAST_PCT <= remedy.most_gain_pct <= 100
     assert remedy.form in get_args(Form)
     assert remedy.why
     assert remedy.where
@@ -361,10 +324,10 @@ def test_the_largest_gain_comes_first_and_three_are_enough() -> None:
         **CUDA,
     }
     found = diagnose(measured(**run))
-    gains = [one.predicted_gain_pct or 0.0 for one in found.remedies]
+    gains = [one.most_gain_pct or 0.0 for one in found.remedies]
     assert [one.changes for one in found.remedies] == [
-        "bar_refresh_rate=50",
         "in_order=False",
+        "bar_refresh_rate=50",
         "prefetch_callback=True",
     ]
     assert gains == sorted(gains, reverse=True)
@@ -374,16 +337,16 @@ def test_the_largest_gain_comes_first_and_three_are_enough() -> None:
 
 @pytest.mark.parametrize(
     ("low", "high", "confidence", "printed"),
-    [(36.0, 44.0, "high", True), (20.0, 60.0, "high", False), (None, None, "low", False), (None, None, "high", True)],
+    [(5.0, 13.0, "high", True), (1.0, 41.0, "high", False), (None, None, "low", False), (None, None, "high", True)],
 )
 def test_a_gain_within_noise_is_none(low: Any, high: Any, confidence: str, printed: bool) -> None:
     stats = {"starved_low_pct": low, "starved_high_pct": high, "confidence": confidence}
-    late = measured(loaders=ASLEEP | {"head_of_line_pct": 25.0}, step=100, data=36.0, stats=stats)  # it saves 9 %
+    late = measured(loaders=ASLEEP | {"head_of_line_pct": 25.0}, step=100, data=9.0, stats=stats)  # it saves 9 %
     assert bool(diagnose(late).remedies) is printed
 
 
 def test_other_programs_make_the_figures_unsure() -> None:
-    late = {"loaders": ASLEEP | {"head_of_line_pct": 25.0}, "data": 36.0}
+    late = {"loaders": ASLEEP | {"head_of_line_pct": 25.0}, "data": 9.0}
     assert diagnose(measured(**late, others_cpu_pct=19.0)).remedies
     assert diagnose(measured(**late, others_cpu_pct=21.0)).remedies == ()
 
@@ -393,18 +356,6 @@ def test_rates_that_lie_apart_are_noise() -> None:
     assert diagnose(measured(found=tried)).remedies == ()
     calm = tried | {"worker_spread": ((2, 9.9, 10.1),)}
     assert [one.changes for one in diagnose(measured(found=calm)).remedies] == ["num_workers=4"]
-
-
-def test_32_milliseconds_instead_of_32_are_no_remedy_but_a_note() -> None:
-    full = {"queue_ready": 15.8, "queue_capacity": 16.0}
-    assert diagnose(measured(step=32.0, data=0.1, num_workers=8, loaders=full)).notes == ()  # nothing was tried
-    rates = {"model_per_s": 31.0, "loader_per_s": 70.0}
-    fed = diagnose(measured(step=32.0, data=0.1, num_workers=8, loaders=full, found=rates))
-    assert fed.remedies == ()
-    assert fed.notes == ("num_workers=4 would do: with 8, 15.8 of 16 batches are ready on average",)
-    # Beside other programs steps may be long for want of CPUs, and a worker less made one 43 % longer.
-    crowded = diagnose(measured(step=32.0, data=0.1, num_workers=8, loaders=full, found=rates, others_cpu_pct=36.0))
-    assert not any("would do" in note for note in crowded.notes)
 
 
 # --- where it is pasted -------------------------------------------------------------------------------------------
@@ -512,19 +463,6 @@ def test_what_torch_refuses_without_workers_is_set_too_or_they_stay(facts: dict[
     assert [one.code for one in found.remedies] == ([code] if code else [])
 
 
-def test_new_workers_that_may_not_live_on_are_predicted_so() -> None:
-    def step_ms(**keys: str) -> float | None:
-        place = Place(words="", overrides=tuple(keys.items()))
-        run = {"num_workers": 0, "load_cpu_ms": 40.0, "may_persist": True, "batches_per_epoch": 30, "place": place}
-        return diagnose(measured(**run)).remedies[0].predicted_step_ms
-
-    both = step_ms(num_workers="--n", persistent_workers="--p")
-    one = step_ms(num_workers="--n")
-    assert both is not None
-    assert one is not None
-    assert both < one
-
-
 # --- notes, and what would not help -------------------------------------------------------------------------------
 
 
@@ -535,30 +473,17 @@ def test_more_workers_that_were_tried_in_vain_are_told() -> None:
     assert found.why_not == ("more workers: 78.0 to 92.0 batches/s from the loader alone, no clear gain over 90.0",)
 
 
-def test_more_workers_that_would_not_help_are_told() -> None:
-    found = diagnose(measured(num_workers=0, usable_cpus=1, load_cpu_ms=40.0, process_cpu_ms=99.0))
-    assert found.remedies == ()
-    (said,) = found.why_not
-    assert said.startswith("more workers: no gain predicted: ")
-    assert said.endswith("training and loading share 1 CPU")
-    beside_others = measured(num_workers=0, usable_cpus=1, load_cpu_ms=40.0, process_cpu_ms=99.0, others_cpu_pct=60.0)
-    assert diagnose(beside_others).why_not == ()  # a small gain cannot be told from none
-
-
 def test_crops_that_would_gain_little_are_told() -> None:
     """The report of the fit had sent to a diagnosis for them."""
     run: dict[str, Any] = {"num_workers": 0, "usable_cpus": 1, "data": 25.0, "load_cpu_ms": 25.0, "load_queue_ms": 0.0}
-    tried = {"crops": CropTrial(folder="birds", whole_ms=1.85, crop_ms=1.51), "worker_scaling": ((0, 40.0), (1, 35.0))}
-    found = diagnose(measured(**run, process_cpu_ms=100.0, found=tried))
+    tried = {"crops": CropTrial(folder="birds", whole_ms=1.85, crop_ms=1.51), "worker_scaling": ((0, 40.0), (1, 10.0))}
+    found = diagnose(measured(**run, found=tried))
     assert found.remedies == ()
-    assert found.why_not[-1] == (
-        "decoding only the crops: 1.85 -> 1.51 ms of CPU for a sample, "
-        "step 100.0 -> 95.4 ms predicted, no gain worth it"
-    )
+    assert found.why_not[-1] == "decoding only the crops: 1.85 -> 1.51 ms of CPU for a sample, no clear gain"
     worth_it = tried | {"crops": CropTrial(folder="birds", whole_ms=1.85, crop_ms=0.5)}
-    found = diagnose(measured(**run, process_cpu_ms=100.0, found=worth_it))
-    assert [one.form for one in found.remedies] == ["replacement"]
-    assert not [one for one in found.why_not if "crops" in one]
+    found = diagnose(measured(**run, found=worth_it))
+    assert [remedy.form for remedy in found.remedies] == ["replacement"]
+    assert not [reason for reason in found.why_not if "crops" in reason]
 
 
 def test_a_stream_whose_batches_are_ready_is_not_told_of_more_workers() -> None:
@@ -573,15 +498,6 @@ def test_a_stream_is_told_to_divide_itself_first() -> None:
     assert found.remedies == ()
     assert "every sample would come twice" in found.notes[0]
     assert "thread" not in str(found.notes)
-    (remedy,) = diagnose(
-        measured(num_workers=0, data=60.0, load_cpu_ms=60.0, map_style=False, may_leave_process=True)
-    ).remedies  # of which two workers, where it divides itself, would be the better number
-    assert (remedy.changes, remedy.predicted_step_ms) == ("num_workers=1", pytest.approx(72.8))
-    assert "reads the whole stream" in remedy.why
-    kept = measured(num_workers=0, data=80.0, load_cpu_ms=80.0, map_style=False, may_leave_process=False)
-    assert diagnose(kept).remedies == ()
-    one = measured(num_workers=1, data=80.0, loaders=BUSY, map_style=False, may_leave_process=True)
-    assert diagnose(one).remedies == ()
     seen = diagnose(measured(num_workers=0, load_cpu_ms=40.0, map_style=False, shards_by_worker=True))
     assert [one.changes for one in seen.remedies] == ["num_workers=1"]
 
@@ -630,5 +546,5 @@ def test_steps_of_a_first_try_are_told_one_thing() -> None:
 def test_a_progress_bar_that_is_drawn_rarely_already_is_a_note() -> None:
     found = diagnose(measured(data=0.0, other=25.0, hooks=BAR, bar_refresh_rate=100))
     assert found.remedies == ()
-    assert found.notes[0].endswith("takes 20.0 of 100.0 ms a step; without a progress bar a step takes 80.0 ms")
+    assert found.notes[0].endswith("takes 20.0 of 100.0 ms a step; Trainer(enable_progress_bar=False) saves it")
     assert "ProgressBar" not in str(diagnose(measured(data=0.0, other=25.0, hooks=BAR, bar_refresh_rate=1)).notes)

@@ -1,0 +1,97 @@
+"""Bounds of a step's time after a change, from what the run itself measured.
+
+A step takes at least as long as its work other than loading, and at least as long as the loader needs for a batch. How
+close to its bound a change comes, only a trial can tell: more workers share CPUs, memory and storage.
+"""
+
+from lightning_feed.measure.measurements import LoopFacts, Measurements
+from lightning_feed.verdict.shares import Shares, model_alone_ms
+
+
+def without(shares: Shares, part_ms: float) -> float:
+    """Step time without a part of ``part_ms``."""
+    return max(0.0, shares.step_ms - max(0.0, part_ms))
+
+
+def loads_in_turn(facts: LoopFacts) -> bool:
+    """True if the training process itself loads, so that loading and training take turns."""
+    return facts.num_workers == 0
+
+
+def data_free_ms(measured: Measurements, shares: Shares) -> float:
+    """Step time if data were free: the rest of the step, or the model alone if that takes longer."""
+    return min(shares.step_ms, max(shares.floor_ms, model_alone_ms(measured) or 0.0))
+
+
+def with_loading_time(measured: Measurements, shares: Shares, factor: float) -> float | None:
+    """Lower bound of the step time if the same loader needs ``factor`` times its present time for a batch.
+
+    None if that time is unknown. With workers, a loader for which training waits needs one step for a batch.
+    """
+    wait_ms = measured.stats.next_wait_ms
+    if not loads_in_turn(measured.facts):
+        return max(data_free_ms(measured, shares), factor * shares.step_ms)
+    if wait_ms is None:
+        return None
+    return max(data_free_ms(measured, shares), without(shares, (1 - factor) * wait_ms))
+
+
+def with_workers(measured: Measurements, shares: Shares, number: int) -> float | None:
+    """Lower bound of the step time with ``number`` workers: the rest of the step, or the loading time over the workers.
+
+    None if the loading time is unknown.
+    """
+    loading_ms = loading_time_ms(measured, shares)
+    if loading_ms is None:
+        return None
+    return min(shares.step_ms, max(data_free_ms(measured, shares), loading_ms / number))
+
+
+def loading_time_ms(measured: Measurements, shares: Shares) -> float | None:
+    """Time that one process needs to make a batch; None if unknown.
+
+    Without workers it is the time in ``next(loader)``. Workers for which training waits make one batch in each step.
+    """
+    workers = measured.facts.num_workers
+    if workers is None:
+        return None
+    return workers * shares.step_ms if workers else measured.stats.next_wait_ms
+
+
+def tried_rates(measured: Measurements) -> dict[int, float]:
+    """Batches per second of the loader alone, by number of workers. Empty: none was tried."""
+    return {number: rate for number, rate in measured.found.worker_scaling if rate > 0}
+
+
+def with_tried_workers(measured: Measurements, shares: Shares, number: int) -> float | None:
+    """Lower bound of the step time with a number of workers that was tried; None if it was not."""
+    rate = tried_rates(measured).get(number)
+    if rate is None:
+        return None
+    if number == 0:
+        return data_free_ms(measured, shares) + 1e3 / rate
+    return max(data_free_ms(measured, shares), 1e3 / rate)
+
+
+def with_crops(measured: Measurements, shares: Shares) -> float | None:
+    """Lower bound of the step time if only the crops of images are decoded; None if that was not timed."""
+    trial = measured.found.crops
+    if trial is None or not trial.whole_ms:
+        return None
+    return with_loading_time(measured, shares, _share_left(measured, trial.crop_ms / trial.whole_ms))
+
+
+def _share_left(measured: Measurements, of_samples: float) -> float:
+    """Share of a batch's time that remains if its samples take the share ``of_samples``; collating stays."""
+    found = measured.found
+    if not found.samples_ms or not found.collate_ms:
+        return of_samples
+    return (of_samples * found.samples_ms + found.collate_ms) / (found.samples_ms + found.collate_ms)
+
+
+def with_rate(measured: Measurements, shares: Shares, per_s: float | None) -> float | None:
+    """Lower bound of the step time if the loader alone reaches ``per_s`` batches per second; None if not tried."""
+    configured = measured.found.loader_per_s
+    if not per_s or not configured:
+        return None
+    return with_loading_time(measured, shares, min(1.0, configured / per_s))
