@@ -120,13 +120,13 @@ def sample(*, stats: StarvationStats | None = None, facts: LoopFacts | None = No
             Remedy(
                 code="FastDataModule(loader=LoaderSettings(num_workers=14))",
                 why="num_workers 6 -> 14; 20 CPUs may be used",
-                predicted_step_ms=57.6,
+                least_step_ms=57.6,
                 changes="num_workers=14",
             ),
             Remedy(
                 code='ImageFolderDataModule(root, decoder="turbo")',
                 why="decodes in less CPU time",
-                predicted_step_ms=61.0,
+                least_step_ms=61.0,
                 changes="decoder=turbo",
             ),
             Remedy(code="def device_transform(self, batch, split): ...", why="uint8 batches are smaller"),
@@ -162,6 +162,6 @@ def sample_environment(**changes: Any) -> Environment:
     return replace(environment, **changes)
 
 
-def sample_report(diagnosis: Diagnosis | None = None, *, previous: Report | None = None) -> Report:
-    report = make_report(diagnosis or sample(), previous=previous, run=RunIdentity())
+def sample_report(diagnosis: Diagnosis | None = None) -> Report:
+    report = make_report(diagnosis or sample(), run=RunIdentity())
     return replace(report, environment=sample_environment(), written_at=WHEN)

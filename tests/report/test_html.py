@@ -146,7 +146,7 @@ def test_the_bar_of_a_step_adds_up() -> None:
 def test_every_name_is_text() -> None:
     found = sample(
         evidence=(HOSTILE,),
-        remedies=(Remedy(code=HOSTILE, why=HOSTILE, predicted_step_ms=60.0),),
+        remedies=(Remedy(code=HOSTILE, why=HOSTILE, least_step_ms=60.0),),
     )
     experiments = replace(
         sample_experiments(),

@@ -238,9 +238,7 @@ def test_it_is_printed_where_its_condition_holds(name: str) -> None:
     found = diagnose(measured(**contract.run))
     remedy = next(one for one in found.remedies if one.changes == contract.changes)
     assert remedy.code == contract.code
-    assert remedy.least_step_ms == (
-        contract.step_ms if contract.step_ms is None else pytest.approx(contract.step_ms)
-    )
+    assert remedy.least_step_ms == (contract.step_ms if contract.step_ms is None else pytest.approx(contract.step_ms))
     assert remedy.most_gain_pct is not None
     assert LEAST_PCT <= remedy.most_gain_pct <= 100
     assert remedy.form in get_args(Form)
