@@ -237,6 +237,14 @@ def replace_train_loader(trainer: AnyTrainer, loader: object) -> None:
     trainer.fit_loop._combined_loader.flattened = [loader]
 
 
+def replace_train_iterator(trainer: AnyTrainer, iterator: object) -> None:
+    """Take the rest of the present epoch's batches from another iterator. For a single training loader.
+
+    Checked against Lightning 2.4.0 and 2.6.6 (``utilities/combined_loader.py: _ModeIterator``).
+    """
+    trainer.fit_loop._combined_loader._iterator.iterators[0] = iterator
+
+
 def bar_refresh_rate(trainer: AnyTrainer) -> int | None:
     """Batches between two updates of the progress bar; None if there is no bar, or one of another kind."""
     rate = getattr(trainer.progress_bar_callback, "refresh_rate", None)

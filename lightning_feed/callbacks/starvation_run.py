@@ -114,6 +114,12 @@ class StarvationRun:
         self.main.meter.leave_out_step()
         self._hooks.leave_out_step()
 
+    def restart(self) -> None:
+        """Measure the main loop afresh: its loader has changed."""
+        self.main.loaders.close()
+        self.main = self._now = self._make_loop(self.stage)
+        self.also_undo(self.main.loaders.close)
+
     def _validation_comes(self) -> None:
         """Note that the validation's loaders are iterated next."""
         if self._now is self.main:
@@ -172,21 +178,20 @@ class StarvationRun:
 
     def _tap(self) -> Callable[[], None]:
         """Hook into the actions of :func:`_host.actions`, and into those that a PrefetchCallback announces."""
-        meter = self.main.meter
         tap = self._guard.tap
         begins: Calls = {
             "fetch": self._fetch_began,
             "step": lambda: self._now.meter.step_began(),
-            "forward": partial(meter.part_began, FORWARD),
-            "backward": partial(meter.part_began, BACKWARD),
-            "optimizer": partial(meter.part_began, OPTIMIZER),
+            "forward": lambda: self.main.meter.part_began(FORWARD),
+            "backward": lambda: self.main.meter.part_began(BACKWARD),
+            "optimizer": lambda: self.main.meter.part_began(OPTIMIZER),
             "validation": self._validation_comes,
         }
         ends: Calls = {
             "fetch": self._fetch_ended,
             "to_device": lambda: self._now.meter.arrived(),
             "step": lambda: self._now.meter.step_ended(),
-            **dict.fromkeys(("forward", "backward", "optimizer"), meter.part_ended),
+            **dict.fromkeys(("forward", "backward", "optimizer"), lambda: self.main.meter.part_ended()),
             "validation_end": self._validation_ended,
             "epoch": lambda: self._wall.go_on("rest"),
         }

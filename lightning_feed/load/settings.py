@@ -3,7 +3,7 @@
 import math
 import multiprocessing
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -164,9 +164,48 @@ def workers_of(settings: LoaderSettings) -> Literal["process", "thread"] | RayCl
     return RayCluster(settings.ray_address) if settings.workers == "ray" else settings.workers
 
 
+TORCH_PREFETCH = 2
+"""Batches that each worker loads ahead by default in torch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The values of one loader, without any ``"auto"``: what is decided, tried, set and reported."""
+
+    num_workers: int
+    prefetch_factor: int | None = None
+    """Batches that each worker loads ahead; None without workers."""
+    pin_memory: bool = False
+    persistent_workers: bool = False
+    workers: Literal["process", "thread", "ray"] = "process"
+    """Kind of the workers."""
+    in_order: bool = True
+
+    def __str__(self) -> str:
+        kind = "" if self.workers == "process" else f", workers={self.workers!r}"
+        ahead = f", prefetch_factor={self.prefetch_factor}" if self.prefetch_factor else ""
+        return f"num_workers={self.num_workers}{kind}{ahead}"
+
+    def with_workers(self, number: int, *, persistent: bool = False) -> "Setting":
+        """The same values with another number of workers.
+
+        Args:
+            number: the number of workers.
+            persistent: True to keep the workers from epoch to epoch, if there are any.
+        """
+        if number == 0:
+            return Setting(num_workers=0, pin_memory=self.pin_memory)
+        return replace(
+            self,
+            num_workers=number,
+            prefetch_factor=self.prefetch_factor or TORCH_PREFETCH,
+            persistent_workers=self.persistent_workers or persistent,
+            in_order=self.in_order or number == 1,
+        )
+
+
 ASSUMED_SAMPLE_BYTES = 3 * 224 * 224 * 4
 """Assumed bytes of a sample of unknown size: a float32 image of 3 x 224 x 224. Most samples are no larger."""
-TORCH_PREFETCH = 2
 PINNING_DEVICES = ("cuda", "xpu")
 """Device types whose copies from page-locked memory can overlap with computing."""
 

@@ -24,7 +24,7 @@ from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import drawing_device
 from lightning_feed.load.processes import end_pass, stop_workers
 from lightning_feed.load.random_state import preserve_state
-from lightning_feed.load.settings import TORCH_PREFETCH
+from lightning_feed.load.settings import TORCH_PREFETCH, Setting
 from lightning_feed.load.worker import on_this_device
 
 _SETTINGS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "in_order")
@@ -38,6 +38,8 @@ class Changes:
 
     dataset: AnyDataset = None
     """Replaces the dataset. Of the same kind and length."""
+    setting: Setting | None = None
+    """The workers, and what belongs to them."""
     num_workers: int | None = None
     workers: Literal["process", "thread"] | None = None
     """Kind of workers. Only a FeedLoader has the choice."""
@@ -117,13 +119,16 @@ def clone_loader(loader: DataLoader[Batch], changes: Changes | None = None) -> D
     changes = changes or Changes()
     _refuse_kept_iterator(loader)
     values: dict[str, Any] = _order(loader, changes)
+    if changes.setting is not None:
+        values |= {name: getattr(changes.setting, name) for name in _SETTINGS}
     values |= {name: value for name in _SETTINGS if (value := getattr(changes, name)) is not None}
     if changes.dataset is not None:
         values["dataset"] = changes.dataset
     if "next_iter_state" in vars(loader):  # the position at which torchdata's StatefulDataLoader resumes
         values["next_iter_state"] = None
     if isinstance(loader, FeedLoader):
-        values |= {"order": None, "watch": None, "workers": changes.workers or loader.workers}
+        kind = changes.setting.workers if changes.setting is not None and changes.setting.num_workers else None
+        values |= {"order": None, "watch": None, "workers": kind or changes.workers or loader.workers}
     return twin_of(loader, **values)
 
 

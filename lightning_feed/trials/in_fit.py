@@ -1,79 +1,101 @@
-"""``num_workers="tune"`` in a fit: trials with a training loader, and settings from their result."""
+"""Tuning within a fit: the goal of a run, one result for all ranks, and the tuned loader."""
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm.auto import tqdm
 
-from lightning_feed.errors import LoaderError, throughput
-from lightning_feed.load.kinds import Batch
+from lightning_feed.errors import LoaderError
+from lightning_feed.load.kinds import AnyIterator, Batch, Index
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import DrawsOf, size_of
 from lightning_feed.load.processes import shut_down_workers
 from lightning_feed.load.rank_store import connected, gather
-from lightning_feed.load.settings import LoaderSettings, RayCluster, Recommendation
-from lightning_feed.trials.cloning import has_threads, twin_of
-from lightning_feed.trials.search import Goal, Tuned
-from lightning_feed.trials.trial import Setting
-from lightning_feed.trials.tune_loader import Store, tune_loader
+from lightning_feed.load.settings import RayCluster, Setting
+from lightning_feed.measure.measurements import LoopMeasurements
+from lightning_feed.trials.cloning import twin_of
+from lightning_feed.trials.training_work import TrainingWork
+from lightning_feed.trials.tune_loader import Goal, Store, Tuned, tune_loader
 
 logger = logging.getLogger(__name__)
-_OPEN = ("prefetch_factor", "pin_memory", "persistent_workers")
-"""Settings that tuning chooses if the user does not."""
 
 
-def why_not_now(trainer: Any, split: str) -> str:
-    """The reason for using ``"auto"`` in place of ``"tune"`` for a loader. Empty if it can be tuned."""
-    if split != "train":
-        return "not tuned: only training loaders are; using the settings of num_workers='auto'"
-    if trainer is None or trainer.state.fn != "fit":
-        return "not tuned: tuning waits for trainer.fit; using the settings of num_workers='auto'"
-    if trainer.fast_dev_run:
-        return "not tuned in a fast_dev_run; using the settings of num_workers='auto'"
+def why_fixed(loader: DataLoader[Batch]) -> str:
+    """The reason why the workers of a training loader may not be changed; empty if they may."""
+    kind = type(loader)
+    if isinstance(loader.dataset, IterableDataset):
+        return "the dataset is a stream, so its samples depend on the number of workers"
+    known = kind.__iter__ in (DataLoader.__iter__, FeedLoader.__iter__)
+    if not known or kind._get_iterator is not DataLoader._get_iterator:
+        return f"the training loader ({kind.__name__}) iterates in its own way"
+    if isinstance(loader, FeedLoader) and isinstance(loader.workers, RayCluster):
+        return "Ray workers run on other machines"
     return ""
 
 
-def goal_of(trainer: Any, loader: object, **others: Any) -> Goal:
-    """The goal of tuning for a run: all ranks of a node at once; the fastest setting, unless ``others`` set a demand.
-
-    Threads are tried only if the user's loader has threads: some datasets cannot be read by several threads, and may
-    not say so.
-    """
+def goal_of(trainer: Any, *, work: TrainingWork, most_workers: int | None, budget_s: float) -> Goal:
+    """The goal of tuning for a run: all ranks of a node at once."""
     return Goal(
-        local_ranks=trainer.num_devices,
+        work=work,
         device_type=trainer.strategy.root_device.type,
+        local_ranks=trainer.num_devices,
+        most_workers=most_workers,
         may_persist=not trainer.reload_dataloaders_every_n_epochs,
-        threads=has_threads(loader),
-        **others,
+        budget_s=budget_s,
     )
 
 
-def tune_for_fit(loader: DataLoader[Batch], trainer: Any, name: str, goal: Goal | None = None) -> Tuned | None:
-    """Tune the training loader of a run that is about to begin. The loader itself is not iterated.
+def work_of(measured: LoopMeasurements) -> TrainingWork | None:
+    """The work of a training step, from the steps of a run; None if too little was measured."""
+    stats = measured.stats
+    facts = measured.facts
+    if stats.step_ms is None or stats.data_idle_ms is None:
+        return None
+    step_ms = max(0.0, stats.step_ms - stats.data_idle_ms)
+    cpu_ms = facts.host_cpu_ms or 0.0
+    if facts.num_workers == 0:  # this thread loads, too
+        cpu_ms -= facts.load_cpu_ms or 0.0
+    on_device = facts.device_type != "cpu"
+    return TrainingWork(
+        step_s=1e-3 * step_ms,
+        cpu_s=1e-3 * min(step_ms, max(0.0, cpu_ms)),
+        threads=1 if on_device else torch.get_num_threads(),
+        on_device=on_device,
+    )
+
+
+def slowest_work(works: list[TrainingWork | None]) -> TrainingWork:
+    """The work of the slowest rank, which all ranks wait for. No work if a rank could not measure its own."""
+    if any(work is None for work in works):
+        return TrainingWork()
+    return max((work for work in works if work is not None), key=lambda work: work.step_s)
+
+
+def tune_for_fit(loader: DataLoader[Batch], trainer: Any, goal: Goal) -> Tuned | None:
+    """Tune the training loader of a run. The loader itself is not iterated.
 
     With several ranks, one rank of each node runs the trials, for all its ranks at once; the others wait for it.
 
     Args:
-        loader: the loader without tuning.
+        loader: the loader to tune.
         trainer: the Trainer of the run.
-        name: name of the loader, for the progress bar.
-        goal: result of :func:`goal_of`, with further limits.
+        goal: result of :func:`goal_of`.
 
     Returns:
         The result; None, on all ranks, if torch.distributed does not connect them.
 
     Raises:
-        FeedError: the loader cannot be tuned: its data set raises, hangs, or gives nothing.
+        FeedError: the loader cannot be tuned: its dataset raises, hangs, or gives nothing.
     """
-    goal = goal or goal_of(trainer, loader)
 
     def tune() -> Tuned:
-        with tqdm(total=goal.max_trials, desc=f"tuning the loader of {name}", disable=None, leave=False) as bar:
-            return tune_loader(loader, goal, store=Store(), on_trial=lambda _: bar.update())
+        with tqdm(desc="tuning the training loader", unit=" trials", disable=None, leave=False) as bar:
+            return tune_loader(loader, goal, store=Store(), fresh=True, on_trial=lambda _: bar.update())
 
     if trainer.world_size < 2:
         return tune()
@@ -100,103 +122,31 @@ def _once_per_node(tune: Callable[[], Tuned], trainer: Any) -> Tuned:
     every = gather(trainer, (trainer.node_rank, result))
     if isinstance(mine, Exception):
         raise mine
-    for node, found in every:
-        if isinstance(found, str):  # raise on all nodes: ranks that train would wait for ranks that do not
-            raise LoaderError(
-                f"The rank that tunes the loaders for node {node} failed: {found} See its own error for details. Pass "
-                "LoaderSettings(num_workers=...) to train without tuning."
-            )
-    tuned: Tuned = next(found for node, found in every if node == trainer.node_rank and found is not None)
+    for node, answer in every:
+        if isinstance(answer, str):  # raise on all nodes: ranks that train would wait for ranks that do not
+            raise LoaderError(f"The rank that tunes the loaders of node {node} failed: {answer} See its own error.")
+    tuned: Tuned = next(answer for node, answer in every if node == trainer.node_rank and answer is not None)
     return tuned
-
-
-def settled(settings: LoaderSettings, tuned: Tuned | None) -> LoaderSettings:
-    """``settings``, completed by tuned values; with ``num_workers="auto"`` if there is no result."""
-    if tuned is None:
-        return replace(settings, num_workers="auto")
-    found = tuned.setting
-    if not found.num_workers:
-        pinned = settings.pin_memory if settings.pin_memory != "auto" else found.pin_memory
-        return replace(without_workers(settings), pin_memory=pinned)
-    changed: dict[str, Any] = {"num_workers": found.num_workers, "workers": found.workers}
-    changed |= {name: getattr(found, name) for name in _OPEN if getattr(settings, name) == "auto"}
-    if found.workers == "thread":
-        changed["start_method"] = None
-    if found.num_workers == 1:
-        changed["in_order"] = True  # no batch can overtake another
-    return replace(settings, **changed)
-
-
-def without_workers(settings: LoaderSettings) -> LoaderSettings:
-    """``settings`` with no workers, and without settings that need workers."""
-    plain = LoaderSettings()
-    return replace(settings, num_workers=0, **{name: getattr(plain, name) for name in settings.asking_for_workers()})
-
-
-def explained(found: Recommendation, settings: LoaderSettings, tuned: Tuned | None, why_not: str) -> Recommendation:
-    """The recommendation, with tuning as the reason for the values that it chose.
-
-    Args:
-        found: recommendation for the result of :func:`settled`.
-        settings: the user's settings.
-        tuned: the result of tuning.
-        why_not: the reason for not tuning; empty if the ranks could not agree.
-    """
-    reasons = dict(found.reasons)
-    if tuned is None:
-        why_not = why_not or "not tuned: the ranks are not connected, so this is as for num_workers='auto'"
-        return replace(found, reasons={**reasons, "num_workers": f"{reasons['num_workers']} ({why_not})"})
-    short = "tuned" if not tuned.remembered else "tuned by an earlier run, and checked"
-    rate = "" if tuned.batches_per_s is None else f", {throughput(tuned.batches_per_s, tuned.batch_size)} in the trial"
-    reasons["num_workers"] = f"{short}: {tuned.reason}{rate}"
-    # A value from the user stays "as given". A value that has no effect without workers keeps the reason for that.
-    chosen = {name: short for name in _OPEN if getattr(settings, name) == "auto" and reasons[name] == "as given"}
-    return replace(found, reasons=reasons | chosen)
 
 
 # --- the tuned loader ------------------------------------------------------------------------------------------------
 
 
-def why_fixed(loader: DataLoader[Batch]) -> str:
-    """The reason why the workers of a training loader cannot be changed; empty if they can."""
-    kind = type(loader)
-    if isinstance(loader.dataset, IterableDataset):
-        return "the dataset is iterable, so its samples depend on the number of workers"
-    known = kind.__iter__ in (DataLoader.__iter__, FeedLoader.__iter__)
-    if not known or kind._get_iterator is not DataLoader._get_iterator:
-        return f"the training loader ({kind.__name__}) iterates in its own way"
-    if isinstance(loader, FeedLoader) and isinstance(loader.workers, RayCluster):
-        return "Ray workers run on other machines"
-    return ""
-
-
-def setting_of(loader: DataLoader[Batch]) -> Setting:
-    """The present setting of a loader."""
-    workers = loader.num_workers
-    return Setting(
-        num_workers=workers,
-        prefetch_factor=loader.prefetch_factor if workers else None,
-        workers="thread" if workers and has_threads(loader) else "process",
-        persistent_workers=loader.persistent_workers,
-        pin_memory=loader.pin_memory,
-    )
-
-
 def with_setting(loader: DataLoader[Batch], setting: Setting) -> DataLoader[Batch]:
-    """A copy of a loader with the workers of ``setting``, in the same order of samples.
+    """A copy of a loader with other workers, in the same order of samples.
 
     Its workers are seeded by a separate generator. The seed that the given loader would draw for its workers is still
     drawn, so that samplers and model draw the same numbers afterwards.
 
     Args:
         loader: a loader for which :func:`why_fixed` returns nothing. It stays unchanged.
-        setting: source of ``num_workers``, ``workers``, ``prefetch_factor`` and ``persistent_workers``. Persistent
-            workers stay persistent.
+        setting: the values to set.
     """
     values: dict[str, Any] = {
         "num_workers": setting.num_workers,
         "prefetch_factor": setting.prefetch_factor,
         "persistent_workers": setting.persistent_workers or loader.persistent_workers,
+        "pin_memory": setting.pin_memory,
     }
     if isinstance(loader, FeedLoader):
         if setting.num_workers:
@@ -204,7 +154,7 @@ def with_setting(loader: DataLoader[Batch], setting: Setting) -> DataLoader[Batc
         if loader.draws is None:
             values |= {"draws": DrawsOf(loader), "generator": _seeds_for(loader)}
     else:
-        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        name = _sampler_name(loader)
         source = getattr(loader, name)
         if not isinstance(source, SameDraws):
             values |= {name: SameDraws(source, loader), "generator": _seeds_for(loader)}
@@ -214,13 +164,47 @@ def with_setting(loader: DataLoader[Batch], setting: Setting) -> DataLoader[Batc
     return twin
 
 
-def end_workers(loader: DataLoader[Batch]) -> None:
-    """End the workers that a loader keeps from pass to pass."""
+def rest_of_epoch(loader: DataLoader[Batch], iterator: AnyIterator, setting: Setting) -> Iterator[Batch] | None:
+    """The rest of the present epoch, made by other workers; None if the order of batches does not allow it.
+
+    Args:
+        loader: the loader in use, a result of :func:`with_setting` or a FeedLoader.
+        iterator: its iterator, from which the first batches of the epoch came.
+        setting: the values for the rest of the epoch.
+    """
+    if not getattr(loader, "in_order", True):
+        return None
+    if isinstance(loader, FeedLoader):
+        state = loader.state_dict()
+        if not state["exact"]:
+            return None
+        twin = with_setting(loader, setting)
+        assert isinstance(twin, FeedLoader)
+        twin.load_state_dict(state)
+        with torch.random.fork_rng(devices=[]):  # the original loader draws its seeds only once in an epoch
+            return iter(twin)
+    name = _sampler_name(loader)
+    draws = getattr(loader, name)
+    if not isinstance(draws, SameDraws):
+        return None
+    values: dict[str, Any] = {name: draws.rest(iterator._num_yielded), "generator": _seeds_for(loader)}
+    values |= {"num_workers": setting.num_workers, "prefetch_factor": setting.prefetch_factor}
+    return iter(twin_of(loader, **values, pin_memory=setting.pin_memory, persistent_workers=False))
+
+
+def end_workers(loader: DataLoader[Batch], iterator: AnyIterator | None = None) -> None:
+    """End the workers of a loader: those that it keeps from pass to pass, and those of its present iterator."""
     if isinstance(loader, FeedLoader):
         loader.close()  # else a thread that reads ahead would go on
-    iterator = loader._iterator
+    kept = loader._iterator
     loader._iterator = None
-    shut_down_workers(iterator)
+    shut_down_workers(kept)
+    if iterator is not None and iterator is not kept and hasattr(iterator, "_shutdown_workers"):
+        shut_down_workers(iterator)
+
+
+def _sampler_name(loader: DataLoader[Batch]) -> str:
+    return "sampler" if loader.batch_sampler is None else "batch_sampler"
 
 
 def _seeds_for(loader: DataLoader[Batch]) -> torch.Generator:
@@ -244,12 +228,28 @@ class SameDraws:
     def __init__(self, source: Any, loader: DataLoader[Batch]) -> None:
         self.source = source
         self._draws = DrawsOf(loader)
+        self._count = 0
+        ahead = loader.num_workers * (loader.prefetch_factor or 1)
+        self._recent: deque[Index] = deque(maxlen=ahead + 1)
+        self._walk: Iterator[Index] = iter(())
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Index]:
         indices = iter(self.source)
         if self._draws.draw_seed() and self._draws.processes:
             indices = iter(self.source)
-        yield from self._draws.walk(indices, size_of(self.source))
+        self._count = 0
+        self._recent.clear()
+        self._walk = self._draws.walk(indices, size_of(self.source))
+        for index in self._walk:
+            self._count += 1
+            self._recent.append(index)
+            yield index
+
+    def rest(self, yielded: int) -> "Rest":
+        """The indices of the present pass after the first ``yielded`` batches, which the loader has yielded."""
+        drawn_ahead = self._count - yielded
+        recent = list(self._recent)
+        return Rest(chain(recent[len(recent) - drawn_ahead :], self._walk))
 
     def __len__(self) -> int:
         return len(self.source)
@@ -258,3 +258,13 @@ class SameDraws:
         if name == "source":  # still missing while a copy is made
             raise AttributeError(name)
         return getattr(self.source, name)
+
+
+class Rest:
+    """A sampler that can be iterated once."""
+
+    def __init__(self, indices: Iterator[Index]) -> None:
+        self._indices = indices
+
+    def __iter__(self) -> Iterator[Index]:
+        return self._indices

@@ -1,360 +1,294 @@
-"""The search for a loader's setting: proposes trials and selects the result. Pure: no clock, no loader.
+"""The search for the setting of a loader with which training is fastest. It has no clock and no loader of its own.
 
-The first trial has no workers. It measures a worker's time per batch, which gives the number of workers that keep the
-CPUs busy. A later trial has this number, or fewer if these meet the demand. Further trials have more or fewer workers,
-if the rates so far suggest that this is faster.
+A trial takes a setting and gives the time of a training step with it. Short trials explore numbers of workers: the
+user's own, none, then more and more as long as steps become shorter, then numbers between those. The best of them
+compete in further turns, one after the other, so that other programs on the machine disturb all of them alike.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from html import escape
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
-from lightning_feed.errors import SettingsError, throughput
-from lightning_feed.load.settings import TORCH_PREFETCH, LoaderSettings
-from lightning_feed.trials.trial import Kind, Setting, Trial
+from lightning_feed.load.settings import Setting
 
-SPARE = 1.1
-"""Factor on the demand that a sufficient setting must deliver: rates vary, and the model must never wait."""
-TIE = 0.02
-"""Settings whose rates differ by at most this share are equally fast. The smaller one is taken."""
-FED_PCT = 2.0
-"""Starvation below which a loader without workers, which takes turns with the model, is good enough."""
-MOST_PREFETCH = 8
-_PER_CPU = 1.25
-"""Factor on the number of workers that would fill the CPUs if always busy. Without it, CPUs are idle at times."""
-_IN_PROPORTION = 0.7
-"""Share of the ideal rate (all workers independent) above which more workers are worth a trial."""
-_IN_THE_WAY = 0.6
-"""Share of the ideal rate below which fewer workers may be as fast."""
-KEEP = 0.10
-"""The user's setting is kept unless another is faster by this share, about the spread between trials."""
-TURNS = 0.8
-"""Weight of the rate without workers if the demand is unknown, because loader and model then take turns."""
-_BUSY = 0.95
-"""Share of the CPUs' maximal rate above which more workers are not worth a trial."""
-_CLOSE = 0.85
-"""Share of the best rate above which the other kind of workers is worth further trials."""
-_EVEN = 2.0
-"""Longest slow batch, in multiples of a usual batch, that torch's default prefetch factor covers."""
+ALIKE = 1.03
+"""Settings whose steps differ by less than this factor are equally fast: repeated trials differ as much."""
+CLOSE = 1.15
+"""Settings whose first trial is slower than the fastest by more than this factor do not compete in further turns."""
+HOPELESS = 2.0
+"""Factor by which the user's setting must be slower than the fastest for its first trial to be enough."""
+TURNS = 3
+"""Trials of each setting that competes."""
+FINALISTS = 4
+"""Largest number of settings that compete."""
+GAP = 1.15
+"""Numbers of workers closer to each other than this factor are not told apart."""
+REFINEMENTS = 8
+"""Largest number of trials around the fastest number of workers."""
+UNEVEN = 2.0
+"""Longest wait for a batch, as a multiple of the mean, above which more batches ahead are tried."""
+DEPTHS = (4, 8)
+"""Batches ahead for each worker to try if batches take unequal times; torch's default is 2."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Goal:
-    """Target and limits of tuning.
+class Trial:
+    """A setting, and what was measured with it. None means unknown."""
 
-    Raises:
-        SettingsError: the values leave nothing to try.
-    """
+    setting: Setting
+    steps_s: tuple[float, ...] = ()
+    """Mean time of a training step in each turn, in seconds. Empty if the setting could not run."""
+    unevenness: float | None = None
+    """Longest time between two batches, as a multiple of the mean, over rounds of one batch for each worker."""
+    start_s: float | None = None
+    """Seconds from ``iter(loader)`` to the first batch."""
+    batch_bytes: int | None = None
+    """Bytes of tensors and arrays in a batch, the largest of the first batches."""
+    batch_tensors: int | None = None
+    """Number of tensors and arrays in a batch."""
+    memory_bytes: int | None = None
+    """Memory of the workers."""
+    infeasible: str | None = None
+    """The reason why the setting could not run."""
 
-    demand_per_s: float | None = None
-    """Batches per second that the model can consume. None: unknown, so tuning finds the fastest setting."""
-    local_ranks: int = 1
-    """Number of training processes on this machine, all loading at once."""
-    device_type: str = "cpu"
-    """Type of the batches' target device, as in ``torch.device.type``."""
-    budget_s: float = 30.0
-    """Seconds for all trials. No trial starts later, and a running one is cut short."""
-    max_trials: int = 5
-    """Largest number of trials, including the first one, without workers."""
-    most_workers: int | None = None
-    """Largest number of workers. None: 16 (4 with several local ranks), or twice the CPUs per rank if that is more, but
-    fewer if the loader starts workers without fork."""
-    may_persist: bool = True
-    """True if workers may stay alive between epochs. False if the Trainer reloads the loaders."""
-    threads: bool = True
-    """True to try worker threads, if the loader supports them."""
-    given: Setting | None = None
-    """The loader's own setting. It is tried too, and kept unless another is clearly faster. None: no preference."""
-
-    def __post_init__(self) -> None:
-        for name in ("demand_per_s", "budget_s", "max_trials"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise SettingsError(f"{name}={value!r} is not possible. Use a number above 0.")
+    @property
+    def step_s(self) -> float:
+        """Median time of a training step over the turns; infinite if the setting could not run."""
+        return statistics.median(self.steps_s) if self.steps_s else math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offer:
-    """The possible settings of a loader."""
+class Space:
+    """The settings that may be tried."""
 
+    own: Setting
+    """The user's setting, which is always tried."""
     cpus: float
     """CPUs for one rank."""
     most_workers: int
-    kinds: tuple[Kind, ...] = ("process",)
-    pin_memory: bool = False
-    may_persist: bool = False
-    """True if worker processes may stay alive between epochs, which saves restarting them."""
+    """Largest number of workers to try."""
+    model_s: float = 0.0
+    """Time of a training step that never waits for data; 0.0 if unknown."""
+
+    def with_workers(self, number: int) -> Setting:
+        """The user's setting with another number of workers."""
+        return self.own.with_workers(number)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuned:
-    """Result of tuning: the setting, its reason and the trials."""
+class Choice:
+    """The result of a search."""
 
     setting: Setting
     reason: str
-    """Reason for the setting, in one sentence."""
+    """The reason for the setting, in one sentence."""
     trials: tuple[Trial, ...]
-    """Trials, in the order of running."""
-    rejected: tuple[tuple[Setting, str], ...] = ()
-    """Settings not tried because they would break a machine limit, with the limit."""
-    demand_per_s: float | None = None
-    """Batches per second that the model can consume. None: unknown, so tuning found the fastest setting."""
-    batch_size: int | None = None
-    batches_per_s: float | None = None
-    """Rate of the chosen setting."""
-    starved_pct: float | None = None
-    """Predicted starvation: 100 * (1 - rate / demand_per_s), 0 or more. None without a demand. The rate is
-    ``batches_per_s``; without workers, where loading and training take turns, 1 / (1 / batches_per_s + 1 /
-    demand_per_s)."""
-    remembered: bool = False
-    """True if an earlier run found the setting, and this run only checked it."""
-    seconds: float = 0.0
-    """Seconds of tuning in total."""
-
-    def __repr__(self) -> str:
-        return f"<Tuned: {self._line(self.setting, self.batches_per_s)}; {self.reason}>"
-
-    def _repr_html_(self) -> str:
-        """Return the HTML for a notebook."""
-        rows = [f"<tr><td>{escape(self._line(one.setting, one.batches_per_s))}</td></tr>" for one in self.trials]
-        found = escape(self._line(self.setting, self.batches_per_s))
-        return f"<p><b>{found}</b><br>{escape(self.reason)}</p><table>{''.join(rows)}</table>"
-
-    def _line(self, setting: Setting, per_s: float | None) -> str:
-        return f"{setting}: {'could not run' if per_s is None else throughput(per_s, self.batch_size)}"
-
-    @property
-    def settings(self) -> LoaderSettings:
-        """Convert the setting to settings of a FastDataModule."""
-        values = asdict(self.setting)
-        if values["prefetch_factor"] is None:
-            values["prefetch_factor"] = "auto"
-        return LoaderSettings(**values)
+    """All trials, in the order in which their settings were first tried."""
 
 
-class Search:
-    """Proposes settings one by one, each based on the results so far.
+class OutOfTime(Exception):
+    """Raised by a trial that may not begin any more."""
 
-    Attributes:
-        trials: the results so far.
-        rejected: settings not tried because they would break a limit, with the limit.
 
-    Args:
-        offer: the possible settings of the loader.
-        goal: the demand and the limits.
-        broken: describes the machine limit that a setting would break, or returns an empty string. Also takes the
-            trials so far, for the sizes of batches and workers.
-    """
+Run = Callable[[Setting], Trial]
+"""Runs one trial. Raises OutOfTime if there is no time left for it."""
 
-    def __init__(self, offer: Offer, goal: Goal, broken: Callable[[Setting, Sequence[Trial]], str]) -> None:
-        self.trials: list[Trial] = []
-        self.rejected: dict[Setting, str] = {}
-        self._offer = offer
-        self._goal = goal
-        self._broken = broken
-        self._most: dict[Kind, int] = dict.fromkeys(offer.kinds, offer.most_workers)
 
-    def next_setting(self) -> Setting | None:
-        """Return the setting to try next. None if the search is over."""
-        if not self.trials:
-            return Setting(num_workers=0, prefetch_factor=None, pin_memory=self._offer.pin_memory)
-        if len(self.trials) >= self._goal.max_trials or self.trials[0].batches_per_s is None:
+def find_setting(space: Space, run: Run) -> Choice | None:
+    """Search until the best setting is found, or the time is over. None if no setting could run."""
+    search = _Search(space, run)
+    finished = True
+    try:
+        search.explore()
+        search.refine()
+        search.try_depths()
+        search.compete()
+    except OutOfTime:
+        finished = False
+    return search.choose(finished=finished)
+
+
+class _Search:
+    def __init__(self, space: Space, run: Run) -> None:
+        self._space = space
+        self._run = run
+        self._trials: dict[Setting, Trial] = {}
+        self._most = max(space.most_workers, space.own.num_workers)
+
+    def explore(self) -> None:
+        """Try the user's setting, none, and growing numbers of workers while they make steps shorter."""
+        self._try(self._space.own)
+        self._try_workers(0)
+        fastest_s = math.inf
+        in_vain = 0
+        for number in self._growing_numbers():
+            step_s = self._try_workers(number)
+            if self._is_fed(step_s):
+                return
+            in_vain = 0 if ALIKE * step_s < fastest_s else in_vain + 1
+            fastest_s = min(fastest_s, step_s)
+            if in_vain == 2 or (in_vain == 1 and number >= self._space.cpus):
+                return
+
+    def refine(self) -> None:
+        """Try numbers between those tried: around the fastest, then down to the smallest that is as fast."""
+        for number in self._around_the_fastest():
+            self._try_workers(number)
+        while (smaller := self._below_the_smallest()) is not None:
+            self._try_workers(smaller)
+
+    def try_depths(self) -> None:
+        """Try more batches ahead if some batches take much longer than others, and training waits for them."""
+        best = self._smallest_of_the_fastest()
+        if best is None or not best.setting.num_workers or self._is_fed(best.step_s):
+            return
+        if (best.unevenness or 0.0) < UNEVEN:
+            return
+        for depth in DEPTHS:
+            if depth > (best.setting.prefetch_factor or 0):
+                self._try(replace(best.setting, prefetch_factor=depth))
+
+    def compete(self) -> None:
+        """Run the best settings in turns."""
+        finalists = self._finalists()
+        if len(finalists) < 2:
+            return
+        for _ in range(TURNS - 1):
+            for setting in finalists:
+                self._try(setting)
+
+    def choose(self, *, finished: bool) -> Choice | None:
+        """The user's setting if it is as fast as the fastest, else the smallest that is."""
+        best = self._smallest_of_the_fastest()
+        if best is None:
             return None
-        given = self._goal.given
-        if len(self.trials) == 1 and given is not None and given.num_workers and not self._broken(given, self.trials):
-            return given
-        best = self._best()
-        if self._meets(best) and not best.setting.num_workers:
+        own = self._trials[self._space.own]
+        fastest_s = min(trial.step_s for trial in self._trials.values())
+        tried = f"{len(self._trials)} tried"
+        if own.step_s <= ALIKE * fastest_s:
+            best = own
+            reason = f"none of {tried} makes steps more than {ALIKE - 1:.0%} shorter"
+        elif not self._is_faster_in_each_turn(best, own):
+            reason = f"the turns disagree: {_in_ms(best)} with {best.setting}, {_in_ms(own)} with {own.setting}"
+            best = own
+        elif best.step_s > fastest_s:
+            reason = f"the smallest of {tried} within {ALIKE - 1:.0%} of the fastest"
+        else:
+            reason = f"the fastest of {tried}"
+        if not finished:
+            reason += "; the time ended the search"
+        return Choice(setting=best.setting, reason=reason, trials=tuple(self._trials.values()))
+
+    @staticmethod
+    def _is_faster_in_each_turn(best: Trial, own: Trial) -> bool:
+        """True if a setting was faster than the user's own in each turn that both had."""
+        return all(best_s < own_s for best_s, own_s in zip(best.steps_s, own.steps_s, strict=False))
+
+    # --- trials so far ------------------------------------------------------------------------------------------------
+
+    def _try(self, setting: Setting) -> float:
+        """Run a trial, add it to those of the same setting, and return its step time."""
+        trial = self._run(setting)
+        before = self._trials.get(setting)
+        if before is not None:
+            trial = replace(trial, steps_s=(*before.steps_s, *trial.steps_s))
+        self._trials[setting] = trial
+        if trial.infeasible:  # fewer workers may meet the same limit
+            self._most = min(self._most, setting.num_workers // 2)
+        return trial.step_s
+
+    def _try_workers(self, number: int) -> float:
+        """The step time with a number of workers, from an earlier trial if there was one."""
+        trial = self._by_number().get(number)
+        if trial is not None:
+            return trial.step_s
+        return self._try(self._space.with_workers(number))
+
+    def _by_number(self) -> dict[int, Trial]:
+        """The fastest trial for each number of workers that could run, by number."""
+        trials = sorted(self._trials.values(), key=lambda trial: -trial.step_s)
+        return {trial.setting.num_workers: trial for trial in trials if trial.steps_s}
+
+    def _is_fed(self, step_s: float) -> bool:
+        """True if training never waits with this step time."""
+        return step_s <= ALIKE * self._space.model_s
+
+    def _smallest_of_the_fastest(self) -> Trial | None:
+        trials = [trial for trial in self._trials.values() if trial.steps_s]
+        if not trials:
             return None
-        kinds = [best.setting.workers] if self._meets(best) else self._promising_kinds(best)
-        found = (self._untried(kind, workers) for kind in kinds for workers in self._promising_counts(kind))
-        return next(filter(None, found), None)
+        limit_s = ALIKE * min(trial.step_s for trial in trials)
+        return min((trial for trial in trials if trial.step_s <= limit_s), key=lambda trial: _size(trial.setting))
 
-    def take(self, trial: Trial) -> None:
-        """Add the result of a trial."""
-        self.trials.append(trial)
-        if trial.batches_per_s is None:  # fewer workers may hit the same limit
-            self._most[trial.setting.workers] = trial.setting.num_workers // 2
-
-    def found(self) -> Tuned | None:
-        """Return the best of the settings tried. None if none of them could run."""
-        if all(trial.batches_per_s is None for trial in self.trials):
-            return None
-        best = self._given_if_fast() or self._best()
-        demand = self._goal.demand_per_s
-        return Tuned(
-            setting=best.setting,
-            reason=self._reason(best),
-            trials=tuple(self.trials),
-            rejected=tuple(self.rejected.items()),
-            demand_per_s=demand,
-            batches_per_s=best.batches_per_s,
-            starved_pct=None if demand is None else max(0.0, 100 * (1 - self._effective(best) / demand)),
-        )
-
-    # --- results so far -----------------------------------------------------------------------------------------------
-
-    def _of(self, kind: Kind) -> list[Trial]:
-        return [trial for trial in self.trials if trial.setting.num_workers and trial.setting.workers == kind]
-
-    def _meets(self, trial: Trial) -> bool:
-        demand = self._goal.demand_per_s
-        if demand is None or trial.batches_per_s is None:
-            return False
-        if trial.setting.num_workers == 0:
-            return 100 * (1 - self._effective(trial) / demand) <= FED_PCT
-        return trial.batches_per_s >= SPARE * demand
-
-    def _effective(self, trial: Trial) -> float:
-        """Return the loader's batches per second in training, ignoring the model's speed.
-
-        Without workers the rate is lower, because loader and model take turns.
-        """
-        rate = trial.batches_per_s or 0.0
-        demand = self._goal.demand_per_s
-        if trial.setting.num_workers or not rate:
-            return rate
-        return TURNS * rate if demand is None else 1 / (1 / rate + 1 / demand)
-
-    def _best(self) -> Trial:
-        """Return the smallest setting that meets the demand. If none does, the smallest of the fastest."""
-        ran = [trial for trial in self.trials if trial.batches_per_s is not None]
-        enough = [trial for trial in ran if self._meets(trial)]
-        return self._smallest(enough or ran)
-
-    def _smallest(self, trials: list[Trial]) -> Trial:
-        """Return the smallest of the equally fast settings at the top."""
-        fastest = max(min(self._effective(trial), self._wanted_per_s()) for trial in trials)
-        return min((trial for trial in trials if self._effective(trial) >= (1 - TIE) * fastest), key=_size)
-
-    def _given_if_fast(self) -> Trial | None:
-        """Return the trial of the user's setting. None if another is clearly faster."""
-        ran = [trial for trial in self.trials if trial.batches_per_s is not None]
-        fastest = max(map(self._effective, ran))
-        near = (trial for trial in ran if self._effective(trial) >= (1 - KEEP) * fastest)
-        return next((trial for trial in near if trial.setting == self._goal.given), None)
-
-    @property
-    def _worker_s(self) -> float:
-        """Seconds per batch of a single worker, from the trial without workers."""
-        probe = self.trials[0]
-        return max(1 / (probe.batches_per_s or 1.0), probe.cpu_s_per_batch or 0.0)
-
-    @property
-    def _cpu_s(self) -> float:
-        return self.trials[0].cpu_s_per_batch or self._worker_s
+    def _finalists(self) -> list[Setting]:
+        """The user's setting, and those close to the fastest, the fastest first."""
+        smallest = self._smallest_of_the_fastest()
+        if smallest is None:
+            return []
+        trials = sorted(self._trials.values(), key=lambda trial: trial.step_s)
+        fastest_s = trials[0].step_s
+        close = [trial.setting for trial in trials if trial.step_s <= CLOSE * fastest_s]
+        wanted = [smallest.setting, *close]
+        if self._trials[self._space.own].step_s <= HOPELESS * fastest_s:
+            wanted.insert(0, self._space.own)
+        return list(dict.fromkeys(wanted))[:FINALISTS]
 
     # --- what to try next ---------------------------------------------------------------------------------------------
 
-    def _wanted_per_s(self) -> float:
-        return math.inf if self._goal.demand_per_s is None else SPARE * self._goal.demand_per_s
+    def _growing_numbers(self) -> Iterator[int]:
+        """1, 2, 4 and so on, and the number of CPUs, up to the largest number allowed."""
+        cpus = max(1, round(self._space.cpus))
+        number = 1
+        while number <= self._most:
+            yield number
+            following = 2 * number
+            number = cpus if number < cpus < following else following
+        if 1 < self._most < number < 2 * self._most:
+            yield self._most
 
-    def _promising_kinds(self, best: Trial) -> list[Kind]:
-        """Return the kinds of workers that are untried or nearly as fast as the best, the fastest first."""
-        fastest = {kind: max(map(self._effective, self._of(kind)), default=math.inf) for kind in self._offer.kinds}
-        near = [kind for kind in fastest if fastest[kind] >= _CLOSE * self._effective(best)]
-        return sorted(near, key=lambda kind: -fastest[kind])
+    def _around_the_fastest(self) -> Iterator[int]:
+        """Numbers in the middle between the fastest and its neighbours, until these are close."""
+        for _ in range(REFINEMENTS):
+            trials = self._by_number()
+            numbers = sorted(number for number in trials if number)
+            if not numbers:
+                return
+            fastest = min(numbers, key=lambda number: trials[number].step_s)
+            if self._is_fed(trials[fastest].step_s):
+                return
+            place = numbers.index(fastest)
+            above = numbers[place + 1 : place + 2]
+            below = numbers[max(0, place - 1) : place]
+            middles = [_middle(fastest, number) for number in (*above, *below)]
+            untried = [number for number in middles if number is not None and number not in trials]
+            if not untried or untried[0] > self._most:
+                return
+            yield untried[0]
 
-    def _promising_counts(self, kind: Kind) -> list[int]:
-        """Return numbers of workers to try: the best so far, with more prefetch if needed; then more or fewer."""
-        ran = [trial for trial in self._of(kind) if trial.batches_per_s]
-        if not ran:  # enough to meet the demand or to keep the CPUs busy, whichever is fewer
-            for_cpus = _PER_CPU * self._offer.cpus * self._worker_s / self._cpu_s
-            return [math.ceil(min(for_cpus, self._wanted_per_s() * self._worker_s, self._offer.most_workers))]
-        best = self._smallest(ran)
-        workers = best.setting.num_workers
-        rate = best.batches_per_s or 0.0
-        if self._meets(best):
-            return [workers, min(workers, math.ceil(workers * self._wanted_per_s() / rate))]
-        tried = [trial.setting.num_workers for trial in self._of(kind)]
-        alone = rate * self._worker_s / workers  # share of the ideal rate, with all workers independent
-        if alone < _IN_THE_WAY and workers == min(tried):
-            return [workers, max(1, round(_PER_CPU * alone * workers))]
-        idle = rate < _BUSY * self._offer.cpus / self._cpu_s
-        if workers == max(tried) and (alone >= _IN_PROPORTION or (idle and (len(tried) > 1 or kind == "thread"))):
-            more = min(2.0 * workers, 1.1 * workers * self._wanted_per_s() / rate)
-            return [workers, max(workers + 1, math.ceil(more))]
-        return [workers]
-
-    def _untried(self, kind: Kind, workers: int) -> Setting | None:
-        """Return the setting with this many workers, or as many as fit. None if it was tried, or if no worker fits."""
-        workers = min(max(workers, 1), self._most[kind])
-        for count in range(workers, 0, -1):
-            wanted = self._prefetch(kind, count)
-            for prefetch in range(wanted, 0, -1):
-                setting = Setting(
-                    num_workers=count,
-                    prefetch_factor=prefetch,
-                    workers=kind,
-                    persistent_workers=self._offer.may_persist and kind == "process",
-                    pin_memory=self._offer.pin_memory,
-                )
-                why = self._broken(setting, self.trials)
-                if not why:
-                    return None if self._was_tried(setting) else setting
-                if count == workers and prefetch == wanted:
-                    self.rejected.setdefault(setting, why)
-        return None
-
-    def _was_tried(self, setting: Setting) -> bool:
-        """Check if this number of workers was tried with this prefetch factor or a larger one. All factors above the
-        default count as equal."""
-        enough = min(setting.prefetch_factor or 0, TORCH_PREFETCH + 1)
-        return any(
-            trial.setting.num_workers == setting.num_workers and (trial.setting.prefetch_factor or 0) >= enough
-            for trial in self._of(setting.workers)
-        )
-
-    def _prefetch(self, kind: Kind, workers: int) -> int:
-        """Return the prefetch factor that bridges the time of a slow batch.
-
-        Twice a slow batch's time: the next slow batch may come before the queue is full again. Threads make a slow
-        batch together.
-        """
-        if kind == "thread":
-            return TORCH_PREFETCH
-        # A model that is slower than the workers empties the queue more slowly.
-        slower = 1.0 if self._goal.demand_per_s is None else self._goal.demand_per_s * self._worker_s / workers
-        uneven = self._unevenness() * min(1.0, slower)
-        return TORCH_PREFETCH if uneven <= _EVEN else min(MOST_PREFETCH, math.ceil(2 * uneven))
-
-    def _unevenness(self) -> float:
-        """Return a slow batch's time as a multiple of the usual time. 1 if all are alike.
-
-        Uses 99th percentiles, not means: with batches in order, all workers wait for the worker with the slow batch.
-        """
-        probe = self.trials[0]
-        uneven = (probe.gap_p99_s or 0.0) * (probe.batches_per_s or 0.0)
-        for trial in self._of("process"):
-            workers = trial.setting.num_workers
-            gap_s = trial.gap_p99_s or 0.0
-            # Workers in step deliver equal batches together, once per batch time. Longer gaps mean slow batches.
-            if gap_s * (trial.batches_per_s or 0.0) > _EVEN * workers:
-                usual_s = max(self._worker_s, workers * self._cpu_s / self._offer.cpus)
-                uneven = max(uneven, gap_s / usual_s)
-        return uneven
-
-    # --- what to say --------------------------------------------------------------------------------------------------
-
-    def _reason(self, best: Trial) -> str:
-        demand = self._goal.demand_per_s
-        tried = len(self.trials)
-        if best.setting == self._goal.given:
-            return f"none of {tried} tried is {KEEP:.0%} faster"
-        if demand is not None and self._meets(best):
-            if best.setting.num_workers == 0:
-                load_ms = 1e3 / (best.batches_per_s or 1)
-                step_ms = 1e3 / demand
-                return f"loading adds only {load_ms:.3g} ms to steps of {step_ms:.3g} ms: workers could save little"
-            return f"the smallest tried that keeps up with the model, with {SPARE - 1:.0%} to spare"
-        gain = max(self._effective(trial) for trial in self.trials) / self._effective(best) - 1
-        why = f"the fastest of {tried} tried"
-        if gain > 0:
-            why = f"the smallest of {tried} tried that is within {TIE:.0%} of the fastest ({gain:.1%})"
-        return why if demand is None else f"{why}; with {SPARE - 1:.0%} to spare, the model could take more"
+    def _below_the_smallest(self) -> int | None:
+        """A number between the smallest that is as fast as the fastest, and the largest below that is not."""
+        best = self._smallest_of_the_fastest()
+        if best is None or best.setting.num_workers < 2:
+            return None
+        slower = max((number for number in self._by_number() if number < best.setting.num_workers), default=0)
+        middle = _middle(max(1, slower), best.setting.num_workers)
+        return None if middle in self._by_number() else middle
 
 
-def _size(trial: Trial) -> tuple[int, int, float]:
-    """Return the sort key for size: workers, then prefetched batches, then rate (faster first)."""
-    return trial.setting.num_workers, trial.setting.prefetch_factor or 0, -(trial.batches_per_s or 0.0)
+def _middle(one: int, other: int) -> int | None:
+    """The geometric middle of two numbers of workers; None if they are close to each other."""
+    low = min(one, other)
+    high = max(one, other)
+    middle = round(math.sqrt(low * high))
+    return middle if low < middle < high and high > GAP * low else None
+
+
+def _in_ms(trial: Trial) -> str:
+    """The step times of all turns: ``31.2, 45.0, 33.1 ms``."""
+    return ", ".join(f"{1e3 * step_s:.3g}" for step_s in trial.steps_s) + " ms"
+
+
+def _size(setting: Setting) -> tuple[int, int]:
+    """The key by which settings are sorted: workers, then batches ahead."""
+    return setting.num_workers, setting.prefetch_factor or 0

@@ -1,43 +1,33 @@
-"""Loader settings, and the trials that measure them."""
+"""One trial of a loader: the time of a training step with a setting, and the machine limits that a setting must keep."""
 
 import math
-import os
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from torch import Tensor, multiprocessing
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_feed.errors import DatasetError, FeedError, plural
+from lightning_feed.errors import DatasetError, LoaderError, plural
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.machine import THREAD_BYTES, WORKER_BYTES, Footprint, Machine, exceeded_limit
 from lightning_feed.load.processes import ended_worker, worker_processes
-from lightning_feed.load.random_state import preserve_state
-from lightning_feed.load.settings import TORCH_PREFETCH
-from lightning_feed.trials.cloning import (
-    Changes,
-    LoaderRate,
-    RoundLimits,
-    background_of,
-    burst_of,
-    clone_loader,
-    locate_failure,
-    time_loader,
-)
+from lightning_feed.load.settings import TORCH_PREFETCH, Setting
+from lightning_feed.trials.child import run_in_children
+from lightning_feed.trials.cloning import Changes, background_of, burst_of, clone_loader, original_error
+from lightning_feed.trials.search import Trial
+from lightning_feed.trials.training_work import ImitatedTraining, TrainingWork
 
 try:
     import resource
 except ImportError:  # Windows has no such limits
     resource = None  # type: ignore[assignment]
-
-Kind = Literal["process", "thread"]
 
 WORKER_FILES = 4
 """Open files in this process per worker process: both ends of its index queue, its sentinel, and one spare. With torch
@@ -50,49 +40,6 @@ def open_files_limit() -> float:
     """Return the limit of open files of this process. Infinite if there is no limit."""
     most = -1 if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return math.inf if most < 0 else most
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """Loader settings of a trial."""
-
-    num_workers: int
-    prefetch_factor: int | None
-    """Batches prefetched per worker. None without workers."""
-    workers: Kind = "process"
-    persistent_workers: bool = False
-    pin_memory: bool = False
-    in_order: bool = True
-
-    def __str__(self) -> str:
-        kind = "" if self.workers == "process" else f", workers={self.workers!r}"
-        ahead = f", prefetch_factor={self.prefetch_factor}" if self.prefetch_factor else ""
-        return f"num_workers={self.num_workers}{kind}{ahead}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """A setting and its measurements. None means unknown."""
-
-    setting: Setting
-    batches_per_s: float | None = None
-    """Mean rate per rank on this machine. None: the trial could not run."""
-    start_s: float | None = None
-    """Seconds from ``iter(loader)`` to the first batch."""
-    cpu_s_per_batch: float | None = None
-    """CPU time of this process and its workers."""
-    memory_bytes: int | None = None
-    """Memory of the workers."""
-    batch_bytes: int | None = None
-    """Bytes of tensors and arrays in a batch, the largest of the first batches."""
-    batch_tensors: int | None = None
-    """Number of tensors and arrays in a batch."""
-    gap_p99_s: float | None = None
-    """Longest time between two batches in a round of ``num_workers`` batches, 99th percentile over the rounds."""
-    seconds: float = 0.0
-    """Seconds of the trial."""
-    infeasible: str | None = None
-    """Reason why the trial could not run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,9 +84,9 @@ class Feasible:
 
     def _worker_bytes(self, trials: Sequence[Trial]) -> int:
         """Memory of a worker process, measured if possible."""
-        ran = [one for one in trials if one.memory_bytes and one.setting.workers == "process"]
-        measured = [(one.memory_bytes or 0) // one.setting.num_workers for one in ran if one.setting.num_workers]
-        return max(measured, default=WORKER_BYTES[self.start_method])
+        measured = [trial for trial in trials if trial.memory_bytes and trial.setting.num_workers]
+        each = [(trial.memory_bytes or 0) // trial.setting.num_workers for trial in measured]
+        return max(each, default=WORKER_BYTES[self.start_method])
 
     def _too_many_files(self, workers: int, batches: int, trials: Sequence[Trial]) -> str:
         kept = multiprocessing.get_sharing_strategy() == "file_descriptor"
@@ -165,143 +112,151 @@ def feasible(loader: DataLoader[Batch], machine: Machine, local_ranks: int = 1) 
     )
 
 
-_READ_EVERY_S = 0.1
-"""Seconds between two readings of CPU times. Each reads one file per worker."""
-_DEEPEST = 8
+@dataclass(frozen=True, kw_only=True)
+class TrialLimits:
+    """How long a trial measures."""
+
+    min_s: float = 0.5
+    """Measure at least this long."""
+    min_rounds: int = 2
+    """Measure at least this many rounds, of one batch for each worker."""
+    max_s: float = 10.0
+    """End after this time, with what was measured until then."""
+    patience_s: float = 60.0
+    """Seconds without a result after ``max_s`` until the trial is given up: the loader hangs, or is far too slow."""
 
 
-def run_trial(loader: DataLoader[Batch], setting: Setting, limits: RoundLimits, *, copies: int = 1) -> Trial:
-    """Measure a loader with a setting. Restores the loader, its samplers and generators, and all random state.
+def run_trial(
+    loader: DataLoader[Batch], setting: Setting, work: TrainingWork, limits: TrialLimits, *, ranks: int = 1
+) -> Trial:
+    """Measure the time of a training step with a setting, in a forked child for each rank.
 
-    If the setting cannot run, the trial holds the reason. A failing data set raises an error, since no setting would
-    help.
+    A setting with workers that cannot run gives a trial with the reason.
 
     Args:
-        loader: any DataLoader. Map-style data sets restart at the end, so few samples suffice.
-        setting: the setting to run it with.
-        limits: limits of the measurement.
-        copies: number of copies of the loader to run at once, as local ranks do. Ignored without workers.
+        loader: any DataLoader. It stays as it is; the children iterate copies, from the beginning of the dataset.
+        setting: the setting to try. Nothing is pinned, since a forked child must not touch the device.
+        work: the work of training for each batch.
+        limits: how long to measure.
+        ranks: number of loaders to run at once, as the local ranks do.
 
     Raises:
-        DatasetError: the data set raised an error; the message names worker and sample.
+        DatasetError: the dataset raised an error without workers.
         LoaderError: the loader is empty, or hangs without workers.
     """
-    began = time.perf_counter()
-    copies = copies if setting.num_workers else 1
-    passes: list[_Pass] = []
-    stream = isinstance(loader.dataset, IterableDataset)
+    measure = partial(_measure, loader, setting, work, limits)
     try:
-        with preserve_state(loader), warnings.catch_warnings():
-            # More workers than CPUs are intended. For the user's loader, torch has already warned of useless pinning.
-            warnings.filterwarnings("ignore", message="This DataLoader will create")
-            warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")
-            own = asdict(replace(setting, persistent_workers=False))  # each trial ends its own workers
-            variants = [clone_loader(loader, Changes(**own, endless=not stream)) for _ in range(copies)]
-            burst = burst_of(variants[0])
-
-            def begin() -> _Pass:
-                passes.append(_Pass([iter(variant) for variant in variants], burst))
-                return passes[-1]
-
-            rate = time_loader(begin, burst=burst, limits=limits)
-    except FeedError as error:
-        if not setting.num_workers or isinstance(error, DatasetError):
+        trials = run_in_children(measure, count=ranks, timeout_s=limits.max_s + limits.patience_s)
+    except (DatasetError, LoaderError) as error:
+        if not setting.num_workers:
             raise
-        reason = str(error)
+        return Trial(setting=setting, infeasible=str(error))
+    return max(trials, key=lambda trial: trial.step_s)
+
+
+def _measure(loader: DataLoader[Batch], setting: Setting, work: TrainingWork, limits: TrialLimits) -> Trial:
+    """Run one rank's loader with the setting. Called in the child."""
+    # More workers than CPUs are intended. For the user's loader, torch has already warned of useless pinning.
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
+    warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")
+    tried = replace(setting, pin_memory=False, persistent_workers=False)
+    endless = not isinstance(loader.dataset, IterableDataset)
+    copy = clone_loader(loader, Changes(setting=tried, endless=endless))
+    began_s = time.perf_counter()
+    iterator = iter(copy)
+    try:
+        return _Steps(setting, iterator, burst_of(copy), began_s).measure(ImitatedTraining(work).train, limits)
+    except (DatasetError, LoaderError):
+        raise
     except Exception as error:
-        reason = (ended_worker(passes[-1], error) if passes else None) or ""
-        if not reason:
-            came = passes[-1].taken if len(passes) == 1 and copies == 1 else None
-            raise locate_failure([SimpleNamespace(loader=loader, stream=stream)], error, came) from error
-    else:
-        return _measured(setting, rate, passes, time.perf_counter() - began)
-    return Trial(setting=setting, infeasible=reason, seconds=time.perf_counter() - began)
+        died = ended_worker(iterator, error)
+        if died:
+            raise LoaderError(died) from error
+        kind, text = original_error(error)
+        name = type(loader.dataset).__name__
+        raise DatasetError(f"Loading from the dataset ({name}) failed: {kind}: {text}") from error
 
 
-@dataclass
-class _Pass(Iterator[Batch]):
-    """Parallel iterators, one per rank, with arrival times and CPU times of their batches."""
+class _Steps:
+    """The steps of one trial.
 
-    iterators: list[Any]
-    """The iterators. Their workers are found, and ended, through this attribute."""
-    burst: int
-    stamps: list[float] = field(default_factory=list)
-    cpu: list[tuple[int, float]] = field(default_factory=list)
-    """Samples of (batches so far, CPU seconds of this process and its workers)."""
-    memory: int = 0
-    batch_bytes: int = 0
-    batch_tensors: int = 0
-    _read_at: float = -math.inf
+    The queue is empty at the first batch. From then on, it stays empty if the loader is slower than training, and each
+    step takes as long as the loader needs for a batch; else it fills up, and a step takes as long as training. Batches
+    come in rounds of one for each worker, so whole rounds are measured, after a first one.
+    """
 
-    def __post_init__(self) -> None:
-        self.pids = [process.pid for process in worker_processes(self) if process.pid is not None]
+    def __init__(self, setting: Setting, iterator: Any, burst: int, began_s: float) -> None:
+        self._setting = setting
+        self._iterator = iterator
+        self._burst = burst
+        self._began_s = began_s
+        self._stamps_s: list[float] = []
+        self._sizes: list[int] = []
 
-    @property
-    def taken(self) -> int:
-        return len(self.stamps)
+    def measure(self, train: Callable[[], None], limits: TrialLimits) -> Trial:
+        """Take batches and train on them until enough is measured."""
+        while not self._is_enough(limits):
+            batch = next(self._iterator, _END)
+            if batch is _END:
+                break
+            self._stamps_s.append(time.perf_counter())
+            if len(self._stamps_s) <= 2:
+                self._sizes = max(self._sizes, leaf_sizes(batch), key=sum)
+            del batch
+            train()
+        return self._trial()
 
-    def __next__(self) -> Any:
-        batches = [next(iterator) for iterator in self.iterators]
-        self.stamps.append(time.perf_counter())
-        if self.taken <= 2:
-            sizes = leaf_sizes(batches[0])
-            self.batch_bytes = max(self.batch_bytes, sum(sizes))
-            self.batch_tensors = max(self.batch_tensors, len(sizes))
-        if self.taken > 1 + self.burst:
-            self._read_counters(self.stamps[-1])
-        return batches
+    def _is_enough(self, limits: TrialLimits) -> bool:
+        if not self._stamps_s:
+            return False
+        passed_s = time.perf_counter() - self._stamps_s[0]
+        if passed_s > limits.max_s:
+            return True
+        return self._measured_s() >= limits.min_s and self._measured_batches() >= limits.min_rounds * self._burst
 
-    def _read_counters(self, now: float) -> None:
-        if now - self._read_at < _READ_EVERY_S:
-            return
-        self._read_at = now
-        if not self.memory and self.pids:
-            self.memory = worker_memory(self.pids) or 0
-        seconds = cpu_seconds(self.pids)
-        if seconds is not None:
-            self.cpu.append((self.taken, seconds))
+    def _first(self) -> int:
+        """Position of the batch with which measuring begins: after one round, or sooner if there are too few."""
+        return min(self._burst, max(0, len(self._stamps_s) - 2))
 
-    def longest_gaps(self) -> list[float]:
-        """Return the longest gap of each round, after the first rounds."""
-        stamps = self.stamps[self.burst :] if len(self.stamps) > 3 * self.burst else self.stamps
-        gaps = np.diff(stamps)
-        return [float(gaps[start : start + self.burst].max()) for start in range(0, len(gaps), self.burst)]
+    def _measured_batches(self) -> int:
+        """Batches in whole rounds since measuring began; all of them if not even one round is complete."""
+        batches = max(0, len(self._stamps_s) - 1 - self._first())
+        return batches // self._burst * self._burst or batches
 
+    def _measured_s(self) -> float:
+        first = self._first()
+        batches = self._measured_batches()
+        return self._stamps_s[first + batches] - self._stamps_s[first] if batches else 0.0
 
-def _measured(setting: Setting, rate: LoaderRate, passes: list[_Pass], seconds: float) -> Trial:
-    ranks = len(passes[0].iterators)
-    spans = [(one.cpu[0], one.cpu[-1]) for one in passes if len(one.cpu) > 1]
-    batches = sum(last[0] - first[0] for first, last in spans) * ranks
-    cpu_s = sum(last[1] - first[1] for first, last in spans)
-    gaps = sorted(gap for one in passes for gap in one.longest_gaps())
-    memory = max(one.memory for one in passes)
-    return Trial(
-        setting=setting,
-        batches_per_s=rate.batches_per_s,
-        start_s=rate.start_s,
-        cpu_s_per_batch=cpu_s / batches if batches else None,
-        memory_bytes=memory // ranks if memory else None,
-        batch_bytes=max(one.batch_bytes for one in passes),
-        batch_tensors=max(one.batch_tensors for one in passes),
-        gap_p99_s=gaps[int(0.99 * (len(gaps) - 1))] if gaps else None,
-        seconds=seconds,
-    )
+    def _trial(self) -> Trial:
+        batches = self._measured_batches()
+        if not batches:
+            raise LoaderError(
+                f"The loader yielded {plural(len(self._stamps_s), 'batch', 'batches')}, too few to measure its speed. "
+                "Check the length of the dataset, the sampler and drop_last."
+            )
+        step_s = self._measured_s() / batches
+        first = self._first()
+        gaps_s = np.diff(self._stamps_s[first : first + batches + 1])
+        longest_s = [gaps_s[start : start + self._burst].max() for start in range(0, batches, self._burst)]
+        slow_s = float(np.percentile(longest_s, _SLOW_PERCENTILE))
+        pids = [process.pid for process in worker_processes(self._iterator) if process.pid is not None]
+        return Trial(
+            setting=self._setting,
+            steps_s=(step_s,),
+            unevenness=slow_s / (step_s * self._burst) if step_s > 0 else None,
+            start_s=self._stamps_s[0] - self._began_s,
+            batch_bytes=sum(self._sizes),
+            batch_tensors=len(self._sizes),
+            memory_bytes=worker_memory(pids) or None,
+        )
 
 
-# --- CPU time and memory of a running loader --------------------------------------------------------------------------
-
-
-def cpu_seconds(pids: Iterable[int], root: Path = Path("/")) -> float | None:
-    """Return the CPU seconds used so far by all threads of this process and its workers. None if unreadable."""
-    total = time.process_time()
-    for pid in pids:
-        try:
-            stat = (root / f"proc/{pid}/stat").read_text()
-            user, system = stat.rpartition(")")[2].split()[11:13]  # proc(5), fields 14 and 15
-            total += (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-        except (OSError, ValueError):
-            return None
-    return total
+_DEEPEST = 8
+_SLOW_PERCENTILE = 90
+"""Percentile of the longest waits of all rounds that counts as a slow batch."""
+_END = object()
+"""Stands for the end of a pass."""
 
 
 def worker_memory(pids: Iterable[int], root: Path = Path("/")) -> int | None:

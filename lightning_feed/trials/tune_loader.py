@@ -1,4 +1,4 @@
-"""Tuning a loader: settings from an earlier run, or found by a few trials."""
+"""Tuning a loader: its setting from an earlier run of the same program, or from trials."""
 
 import hashlib
 import json
@@ -9,41 +9,120 @@ import re
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from lightning_feed.errors import LoaderError
+from lightning_feed.errors import LoaderError, SettingsError, throughput
 from lightning_feed.extras import installed_version
-from lightning_feed.load.iterable import divides_among_workers
 from lightning_feed.load.kinds import AnyDataset, Batch
-from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine, read_machine
 from lightning_feed.load.order import size_of
-from lightning_feed.load.random_state import preserve_state
-from lightning_feed.load.settings import PINNING_DEVICES
+from lightning_feed.load.settings import PINNING_DEVICES, Setting
 from lightning_feed.load.worker import why_not_sent
 from lightning_feed.storage.system import cache_folder, read_json, read_text, write_json
-from lightning_feed.trials.cloning import RoundLimits, background_of, watchdog
-from lightning_feed.trials.search import Goal, Offer, Search, Tuned
-from lightning_feed.trials.trial import Kind, Setting, Trial, feasible, leaf_sizes, run_trial
+from lightning_feed.trials.cloning import background_of, has_threads
+from lightning_feed.trials.search import OutOfTime, Space, Trial, find_setting
+from lightning_feed.trials.training_work import TrainingWork
+from lightning_feed.trials.trial import TrialLimits, feasible, run_trial
 
 logger = logging.getLogger(__name__)
 
 MOST_WORKERS = 16
-"""Largest number of workers to try with one local rank, unless CPUs or the user allow another number. Loaders that wait
-for storage use more workers than CPUs."""
-SAME_WITHIN = 0.10
-"""Largest deviation, as a share, from a stored rate for the stored setting to be trusted."""
-_MEASURE_S = 2.0
-_CHECK_S = 1.0
-_SILENT_S = 60.0
-"""Seconds without a batch before a loader counts as hanging. Spawned workers may take long to import."""
-IMPORT_S = 2.5
-"""CPU time to import torch in a process that is not forked: 2.2 to 2.9 s with torch 2.15 on an AMD EPYC."""
+"""Smallest limit of the number of workers to try: loaders that wait for storage use more workers than CPUs."""
+_WORKERS_PER_CPU = 2
+"""Limit of the number of workers to try, for each CPU."""
+_PATIENCE = 20
+"""A loader hangs if a batch takes longer than this many times the longest step so far."""
+_LEAST_PATIENCE_S = 5.0
+_FIRST_PATIENCE_S = 60.0
+"""Seconds to wait for the first trial: spawned workers may take long to import."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """What a loader is tuned for."""
+
+    work: TrainingWork = field(default_factory=TrainingWork)
+    """The work of a training step. The default finds the fastest loader."""
+    device_type: str = "cpu"
+    """Type of the training device."""
+    local_ranks: int = 1
+    """Training processes on this machine, all of which load at the same time."""
+    most_workers: int | None = None
+    """Largest number of workers to try; None: as many as CPUs, memory and /dev/shm allow."""
+    may_persist: bool = True
+    """True if workers may stay alive between epochs. False if the Trainer reloads the loaders."""
+    budget_s: float = 30.0
+    """Seconds for the trials. No trial starts later."""
+
+    def __post_init__(self) -> None:
+        if not _is_positive(self.budget_s):
+            raise SettingsError(f"budget_s={self.budget_s!r} is not possible. Use a number of seconds above 0.")
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """The setting of a loader with which training is fastest, and the trials that show it."""
+
+    setting: Setting
+    """The setting to use."""
+    own: Setting
+    """The user's setting."""
+    reason: str
+    """The reason for the setting, in one sentence."""
+    trials: tuple[Trial, ...]
+    """All trials, in the order in which their settings were first tried."""
+    work: TrainingWork = field(default_factory=TrainingWork)
+    """The imitated work of a training step. Without it, steps are those of the loader alone."""
+    batch_size: int | None = None
+    remembered: bool = False
+    """True if an earlier run of the same program found the setting."""
+    seconds: float = 0.0
+    """Seconds of tuning."""
+
+    def trial_of(self, setting: Setting) -> Trial | None:
+        """The trial of the workers of a setting; None if they were not tried, or could not run."""
+        wanted = _what_is_tried(setting)
+        return next((trial for trial in self.trials if _what_is_tried(trial.setting) == wanted and trial.steps_s), None)
+
+    @property
+    def step_s(self) -> float | None:
+        """Time of a training step with the chosen setting, in the trials."""
+        trial = self.trial_of(self.setting)
+        return None if trial is None else trial.step_s
+
+    def in_words(self, trial: Trial) -> str:
+        """What a trial measured: a step time, or the rate of the loader alone."""
+        if not trial.steps_s:
+            return f"could not run: {trial.infeasible}"
+        if self.work.step_s > 0:
+            return f"{1e3 * trial.step_s:.3g} ms a step"
+        return throughput(1 / trial.step_s, self.batch_size)
+
+    def __repr__(self) -> str:
+        return f"<Tuned: {self.setting}; {self.reason}>"
+
+    def _repr_html_(self) -> str:
+        """The result for a notebook."""
+        rows = [
+            f"<tr><td>{escape(str(trial.setting))}</td><td>{escape(self.in_words(trial))}</td></tr>"
+            for trial in self.trials
+        ]
+        return f"<p><b>{escape(str(self.setting))}</b><br>{escape(self.reason)}</p><table>{''.join(rows)}</table>"
+
+
+def _what_is_tried(setting: Setting) -> Setting:
+    """A setting without the values that no trial changes."""
+    return replace(setting, pin_memory=False, persistent_workers=False)
 
 
 def tune_loader(  # noqa: PLR0913  # all but the loader and its goal are by name, and have a default
@@ -56,52 +135,49 @@ def tune_loader(  # noqa: PLR0913  # all but the loader and its goal are by name
     machine: Machine | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Tuned:
-    """Find the settings for a loader, in ``goal.max_trials`` trials and ``goal.budget_s`` seconds.
-
-    Iterates clones of the loader, not the loader itself, and ends their workers. Restores samplers, generators and the
-    global random state.
+    """Find the setting of a loader with which training is fastest. The loader itself is not iterated.
 
     Args:
-        loader: any DataLoader, or a FeedLoader, for which threads are tried too.
-        goal: target and limits. None: find the fastest setting.
+        loader: a DataLoader or a FeedLoader with a map-style dataset: see :func:`in_fit.why_fixed`.
+        goal: the work of training, and limits.
         store: the store of results. None: store nothing.
         fresh: ignore stored results.
         on_trial: called with each finished trial.
         machine: limits of this machine. None: read now.
-        clock: returns the time in seconds.
+        clock: seconds.
 
     Raises:
         LoaderError: the loader is empty, or hangs without workers.
-        DatasetError: the data set raises an error; the message names the sample.
+        DatasetError: the dataset raises an error.
     """
     run = _Run(loader, goal or Goal(), machine or read_machine(), on_trial, clock)
-    if store is None:
-        return run.search()
-    key = key_of(loader, run.goal, run.machine, installed_version("lightning-feed") or "")
-    tuned = None if fresh else run.check(store.load(key))
-    if tuned is None:
-        tuned = run.search()
+    key = key_of(loader, run.goal, run.machine)
+    if store is not None and not fresh:
+        tuned = store.load(key)
+        if tuned is not None:
+            return tuned
+    tuned = run.search()
+    if store is not None:
         store.save(key, tuned)
     return tuned
 
 
-def remember(loader: DataLoader[Batch], goal: Goal, tuned: Tuned, taken: Setting) -> None:
-    """Store another setting as the result because it trained better, if it was among the trials.
-
-    Args:
-        loader: the loader that was tuned.
-        goal: target and limits.
-        tuned: result of the trials.
-        taken: the better setting.
-    """
-    trial = next((one for one in tuned.trials if one.setting == taken), None)
-    if trial is not None and trial.batches_per_s is not None:
-        kept = replace(tuned, setting=taken, batches_per_s=trial.batches_per_s, reason="steps were shorter with it")
-        Store().save(key_of(loader, goal, read_machine(), installed_version("lightning-feed") or ""), kept)
+def own_setting(loader: DataLoader[Batch]) -> Setting:
+    """The present setting of a loader."""
+    if not loader.num_workers:
+        return Setting(num_workers=0, pin_memory=loader.pin_memory)
+    return Setting(
+        num_workers=loader.num_workers,
+        prefetch_factor=loader.prefetch_factor,
+        workers="thread" if has_threads(loader) else "process",
+        persistent_workers=loader.persistent_workers,
+        pin_memory=loader.pin_memory,
+        in_order=getattr(loader, "in_order", True),
+    )
 
 
 class _Run:
-    """A tuning run for one loader."""
+    """The trials of one loader."""
 
     def __init__(
         self,
@@ -116,92 +192,78 @@ class _Run:
         self.machine = machine
         self._on_trial = on_trial
         self._clock = clock
-        self._began = clock()
-        self._notes: list[str] = []
-        self._cpus = (machine.cpu_time or machine.usable_cpus) / goal.local_ranks
+        self._began_s = clock()
         self._feasible = feasible(loader, machine, goal.local_ranks)
-        self._method = self._feasible.start_method
-
-    def check(self, kept: Tuned | None) -> Tuned | None:
-        """Return the stored result, if its setting is still possible and as fast as before."""
-        if kept is None or kept.batches_per_s is None or self._feasible.broken(kept.setting, kept.trials):
-            return None
-        trial = self._try(kept.setting, RoundLimits(min_s=_CHECK_S, max_s=self.goal.budget_s, silent_s=_SILENT_S))
-        if trial.batches_per_s is None or abs(trial.batches_per_s / kept.batches_per_s - 1) > SAME_WITHIN:
-            logger.info("The stored loader setting no longer has the stored rate, so the loader is tuned again.")
-            return None
-        own = [one for one in kept.trials if one.setting == self.goal.given != kept.setting]
-        return replace(kept, trials=(trial, *own), remembered=True, seconds=self._clock() - self._began)
+        self._trials: list[Trial] = []
+        self._slowest_s = 0.0
 
     def search(self) -> Tuned:
         """Run trials until the search or the budget ends."""
-        search = Search(self._offer(), self.goal, self._feasible.broken)
-        while (setting := search.next_setting()) is not None:
-            left = self.goal.budget_s - (self._clock() - self._began)
-            if search.trials and left < _MEASURE_S / 2:
-                self._notes.append(f"the budget of {self.goal.budget_s:g} s ended the search")
-                break
-            measure = min(_MEASURE_S, self.goal.budget_s / 8)
-            longest = max(measure, left if not search.trials else left / 2)
-            search.take(self._try(setting, RoundLimits(min_s=measure, max_s=longest, silent_s=_SILENT_S)))
-        failed = [trial for trial in search.trials if trial.infeasible]
-        failures = [
-            f"num_workers={one.setting.num_workers} ({one.setting.workers}): {one.infeasible}" for one in failed
-        ]
-        found = search.found()
-        if found is None:
+        own = own_setting(self.loader)
+        cpus = (self.machine.cpu_time or self.machine.usable_cpus) / self.goal.local_ranks
+        why_none = why_not_sent(self.loader, self._feasible.start_method)
+        most = 0 if why_none else self._most_workers(cpus)
+        model_s = self.goal.work.step_s
+        choice = find_setting(Space(own=own, cpus=cpus, most_workers=most, model_s=model_s), self._try)
+        if choice is None:
+            failures = [f"{trial.setting}: {trial.infeasible}" for trial in self._trials if trial.infeasible]
             raise LoaderError("No setting of the loader could be run: " + "; ".join(failures))
-        reason = "; ".join([found.reason, *self._notes, *(f"not taken: {failure}" for failure in failures[-1:])])
-        return replace(found, reason=reason, batch_size=self.loader.batch_size, seconds=self._clock() - self._began)
+        reason = f"{choice.reason}; no worker processes: {why_none}" if why_none else choice.reason
+        failed = next((trial for trial in reversed(choice.trials) if trial.infeasible), None)
+        if failed is not None:
+            reason += f"; num_workers={failed.setting.num_workers} could not run: {failed.infeasible}"
+        return Tuned(
+            setting=self._completed(choice.setting, own),
+            own=own,
+            reason=reason,
+            trials=choice.trials,
+            work=self.goal.work,
+            batch_size=self.loader.batch_size,
+            seconds=self._clock() - self._began_s,
+        )
 
-    def _try(self, setting: Setting, limits: RoundLimits) -> Trial:
-        trial = run_trial(self.loader, setting, limits, copies=self.goal.local_ranks)
+    def _completed(self, chosen: Setting, own: Setting) -> Setting:
+        """The chosen setting with what is not tried: pinned memory on a device, and workers that stay alive."""
+        if chosen == own:
+            return chosen
+        persists = bool(chosen.num_workers) and chosen.workers == "process" and self.goal.may_persist
+        pins = own.pin_memory or self.goal.device_type in PINNING_DEVICES
+        return replace(chosen, pin_memory=pins, persistent_workers=chosen.persistent_workers or persists)
+
+    def _try(self, setting: Setting) -> Trial:
+        left_s = self.goal.budget_s - (self._clock() - self._began_s)
+        if self._trials and left_s <= 0:
+            raise OutOfTime
+        broken = self._feasible.broken(setting, self._trials)
+        if broken:
+            return Trial(setting=setting, infeasible=broken)
+        patience_s = _FIRST_PATIENCE_S
+        if self._slowest_s:
+            patience_s = max(_LEAST_PATIENCE_S, _PATIENCE * self._slowest_s)
+        limits = TrialLimits(max_s=max(1.0, self.goal.budget_s / 4), patience_s=patience_s)
+        trial = run_trial(self.loader, setting, self.goal.work, limits, ranks=self.goal.local_ranks)
+        self._trials.append(trial)
+        if trial.steps_s:
+            self._slowest_s = max(self._slowest_s, trial.step_s * max(1, setting.num_workers), trial.start_s or 0.0)
         self._on_trial(trial)
         return trial
 
-    def _offer(self) -> Offer:
-        """Return the settings that the loader and the machine allow. Notes name the excluded ones."""
-        stream = isinstance(self.loader.dataset, IterableDataset)
-        threads = isinstance(self.loader, FeedLoader) and self.goal.threads and not stream
-        kinds: tuple[Kind, ...] = ("process", "thread") if threads else ("process",)
-        if why := why_not_sent(self.loader, self._method):
-            self._notes.append(f"no worker processes: {why}")
-            kinds = kinds[1:]
-        if self._cpus < 1:
-            self._notes.append(f"there is {self._cpus:.2g} of a CPU for each rank ({self.machine.cpu_reason})")
-        most = self._most_workers()
-        if stream and most > 1 and not divides_among_workers(self.loader):
-            most = 1
-            self._notes.append(
-                "at most one worker, because the iterable data set does not call get_worker_info() to divide its "
-                "samples: each worker would give all samples"
-            )
-        given = self.goal.given
-        pin = self.goal.device_type in PINNING_DEVICES if given is None else given.pin_memory
-        return Offer(cpus=self._cpus, most_workers=most, kinds=kinds, pin_memory=pin, may_persist=self.goal.may_persist)
-
-    def _most_workers(self) -> int:
-        most = self.goal.most_workers
-        if most is None:
-            most = max(MOST_WORKERS if self.goal.local_ranks == 1 else 4, int(2 * self._cpus))
-        if self._method != "fork":  # one per CPU, but no more than start within a quarter of the budget
-            most = min(most, max(1, int(self._cpus), int(self._cpus * self.goal.budget_s / 4 / IMPORT_S)))
-        return most
+    def _most_workers(self, cpus: float) -> int:
+        if self.goal.most_workers is not None:
+            return self.goal.most_workers
+        return max(MOST_WORKERS // self.goal.local_ranks, int(_WORKERS_PER_CPU * cpus), 1)
 
 
 # --- remembered between runs ------------------------------------------------------------------------------------------
 
-_VERSION = 1
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-_SAMPLE_S = 10.0
 _NESTED = 6
-_DEMAND_STEP = 1.25
 _MEMORY_STEP = 4.0
 """Sizes within this factor are in one class, since free memory changes all the time."""
 
 
 class Store:
-    """A folder of results. If it is unreadable or unwritable, it is treated as missing, without an error.
+    """A folder of results. If it cannot be read or written, it counts as empty, without an error.
 
     Args:
         folder: the folder. None: ``tuning`` in the user's cache folder.
@@ -211,12 +273,10 @@ class Store:
         self.folder = folder if folder is not None else cache_folder() / "tuning"
 
     def load(self, key: dict[str, Any]) -> Tuned | None:
-        """Load the result saved under ``key``. None if there is no result."""
+        """Load the result saved under ``key``; None if there is none."""
         path = self._path(key)
         kept = read_json(path)
         try:
-            if kept and (kept["version"] != _VERSION or kept["key"] != key):
-                raise ValueError("it is from another version")
             return _tuned(kept["tuned"]) if kept else None
         except (ValueError, KeyError, TypeError) as error:  # content of another kind
             logger.debug("The stored tuning result in %s is not used (%s): tuning starts again.", path, error)
@@ -226,25 +286,19 @@ class Store:
         """Save a result under ``key``, replacing any earlier one."""
         path = self._path(key)
         try:
-            write_json(path, {"version": _VERSION, "key": key, "tuned": asdict(tuned)})
+            write_json(path, {"key": key, "tuned": asdict(tuned)})
         except OSError as error:
             logger.info("The tuning result could not be stored in %s: %s. The next run tunes again.", path, error)
 
     def _path(self, key: dict[str, Any]) -> Path:
-        text = json.dumps([_VERSION, key], sort_keys=True)
+        text = json.dumps(key, sort_keys=True)
         return self.folder / f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.json"
 
 
-def key_of(loader: DataLoader[Batch], goal: Goal, machine: Machine, version: str) -> dict[str, Any]:
-    """Return the conditions under which a result is valid: machine, data set, batch size, versions and goal.
+def key_of(loader: DataLoader[Batch], goal: Goal, machine: Machine) -> dict[str, Any]:
+    """Return the conditions under which a result is valid: machine, dataset, batch size, versions and goal.
 
-    Loads one sample for its shape. If that takes long or fails, the key has no shape.
-
-    Args:
-        loader: the loader to tune.
-        goal: target and limits.
-        machine: limits of the machine.
-        version: version of this package.
+    The work of training is not among them: it is known only after some steps, and the same program has the same work.
     """
     return {
         "machine": {
@@ -259,56 +313,31 @@ def key_of(loader: DataLoader[Batch], goal: Goal, machine: Machine, version: str
         "batches": _described(loader.batch_sampler),
         "collate": _described(loader.collate_fn),
         "loader": [_name(loader), background_of(loader), _described(loader.multiprocessing_context)],
-        "versions": [version, str(torch.__version__), platform.python_version()],
-        "goal": [
-            _class_of(goal.demand_per_s, _DEMAND_STEP),
-            goal.local_ranks,
-            goal.device_type,
-            goal.most_workers,
-            False,  # earlier versions had an option to yield batches in another order
-            goal.may_persist,
-            *([] if goal.threads else ["no threads"]),
-            *([] if goal.given is None else [vars(goal.given)]),
-        ],
+        "own": asdict(own_setting(loader)),
+        "versions": [installed_version("lightning-feed"), str(torch.__version__), platform.python_version()],
+        "goal": [goal.work.step_s > 0, goal.local_ranks, goal.device_type, goal.most_workers, goal.may_persist],
     }
 
 
 def _tuned(kept: dict[str, Any]) -> Tuned:
-    for gone in [kept, *kept["trials"]]:  # written by earlier versions
-        gone.pop("options", None), gone.pop("head_of_line_pct", None)
-    kept["setting"] = Setting(**kept["setting"])
-    kept["trials"] = tuple(Trial(**{**one, "setting": Setting(**one["setting"])}) for one in kept["trials"])
-    kept["rejected"] = tuple((Setting(**setting), why) for setting, why in kept["rejected"])
-    tuned = Tuned(**kept)
-    if not tuned.batches_per_s or tuned.settings.num_workers == "auto":  # `.settings` raises for impossible values
-        raise ValueError(f"{tuned} cannot be used")
-    return tuned
+    trials = tuple(
+        Trial(**{**trial, "setting": Setting(**trial["setting"]), "steps_s": tuple(trial["steps_s"])})
+        for trial in kept["trials"]
+    )
+    settings = {name: Setting(**kept[name]) for name in ("setting", "own")}
+    return Tuned(**{**kept, **settings, "work": TrainingWork(**kept["work"]), "trials": trials, "remembered": True})
 
 
-def _data(loader: DataLoader[Batch]) -> dict[str, Any]:
+def _data(loader: DataLoader[Batch]) -> list[list[object]]:
+    """Class, length and transforms of a dataset, and of the datasets inside it."""
     dataset: AnyDataset = loader.dataset
     parts: list[list[object]] = []
     while dataset is not None and len(parts) < _NESTED:
         held = {name: getattr(dataset, name, None) for name in ("transform", "transforms", "target_transform")}
-        transforms = {name: _described(one) for name, one in held.items() if one is not None}
+        transforms = {name: _described(value) for name, value in held.items() if value is not None}
         parts.append([_name(dataset), size_of(dataset), transforms])
         dataset = getattr(dataset, "dataset", None)
-    return {"parts": parts, "sample": _sample(loader)}
-
-
-def _sample(loader: DataLoader[Batch]) -> list[Any] | None:
-    """Return the sizes of the first sample's tensors. None if it cannot be loaded."""
-    if isinstance(loader.dataset, IterableDataset):
-        return None
-    try:
-        with preserve_state(loader):
-            sample = watchdog(
-                lambda _: loader.dataset[0], silent_s=_SAMPLE_S, unblock=lambda: False, what=lambda _: "no sample came"
-            )
-    except Exception as error:  # noqa: BLE001  # the trials will report any error of the data set
-        logger.debug("The first sample could not be made for the key of the result: %s", error)
-        return None
-    return leaf_sizes(sample)
+    return parts
 
 
 def _name(thing: object) -> str:

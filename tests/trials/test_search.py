@@ -1,151 +1,146 @@
-"""The search, on simulated loaders of eight kinds, and by hand where one of its rules decides."""
+"""The search chooses well on machines of every size, and never leaves the user's setting without need."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
-from typing import Any
 
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from simulated_loaders import KINDS, SimulatedLoader, draw_loader
+import pytest
+from trials.machines import LAWS, FakeMachine, workers
 
-from lightning_feed.trials.search import Goal, Offer, Search, Tuned
-from lightning_feed.trials.trial import Setting, Trial
-
-NOTHING: Callable[[Setting, Any], str] = lambda setting, trials: ""  # noqa: E731
-PLAIN = SimulatedLoader(cpu_s=0.1, cpus=4, noise=0, crowding=0)
+from lightning_feed.load.settings import Setting
+from lightning_feed.trials.search import ALIKE, FINALISTS, TURNS, Choice, OutOfTime, Space, Trial, find_setting
 
 
-def run(
-    loader: SimulatedLoader,
-    offer: Offer,
-    goal: Goal = Goal(),  # noqa: B008
-    seed: int = 0,
-    broken: Any = NOTHING,
-) -> tuple[Search, Tuned]:
-    search = Search(offer, goal, broken)
-    while (setting := search.next_setting()) is not None:
-        assert len(search.trials) < goal.max_trials
-        search.take(loader.trial(setting, 100 * seed + len(search.trials)))
-    found = search.found()
-    assert found is not None
-    return search, found
+def search(machine: FakeMachine, own: int = 0, most_workers: int | None = None) -> Choice:
+    most = max(16, 2 * machine.cpus) if most_workers is None else most_workers
+    space = Space(own=workers(own), cpus=machine.cpus, most_workers=most, model_s=machine.model_s)
+    choice = find_setting(space, machine.run)
+    assert choice is not None
+    return choice
 
 
-def offer_of(loader: SimulatedLoader, kind: str = "") -> Offer:
-    return Offer(
-        cpus=loader.cpus, most_workers=16, kinds=("process", "thread") if kind == "thread friendly" else ("process",)
+@pytest.mark.parametrize("model_s", [0.0, 0.001, 0.01, 0.3])
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("cpus", [1, 2, 4, 16, 64, 192])
+def test_the_choice_is_within_five_percent_of_the_best(cpus: int, law: str, model_s: float) -> None:
+    for own in (0, 1, 2, 8, cpus, 2 * cpus):
+        machine = FakeMachine(law, cpus, model_s)
+        choice = search(machine, own)
+        assert machine.step_s(choice.setting) <= 1.05 * machine.best_s(max(16, 2 * cpus, own)), (own, choice)
+        assert len(machine.tried) <= 30
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("cpus", [2, 16, 192])
+def test_noise_costs_little(cpus: int, law: str) -> None:
+    machine = FakeMachine(law, cpus, noise=0.02)
+    assert machine.step_s(search(machine).setting) <= 1.08 * machine.best_s(2 * cpus)
+
+
+def test_the_smallest_of_equally_fast_settings_is_taken() -> None:
+    assert search(FakeMachine("linear", 16, model_s=0.02)).setting.num_workers in (5, 6)
+    assert search(FakeMachine("bound by a lock", 16)).setting.num_workers <= 1
+
+
+def test_the_own_setting_is_always_tried_and_so_is_none() -> None:
+    for own in (0, 3, 40):
+        machine = FakeMachine("linear", 4)
+        search(machine, own)
+        assert workers(own) in machine.tried
+        assert workers(0) in machine.tried
+
+
+def test_the_own_setting_stays_if_it_is_as_fast() -> None:
+    machine = FakeMachine("linear", 16, model_s=0.02)
+    choice = search(machine, own=12)  # 5 would do as well
+    assert choice.setting == workers(12)
+    assert "more than 3% shorter" in choice.reason
+
+
+def test_fewer_workers_are_found() -> None:
+    machine = FakeMachine("bound by a lock", 4)
+    choice = search(machine, own=8)
+    assert choice.setting.num_workers < 2
+
+
+def test_numbers_between_powers_of_two_are_found() -> None:
+    assert search(FakeMachine("falling", 24)).setting.num_workers in range(22, 27)
+
+
+def test_if_the_turns_disagree_the_own_setting_stays() -> None:
+    times_s = {0: [0.10, 0.08, 0.08], 1: [0.07, 0.09, 0.07], 2: [0.30]}
+
+    def run(setting: Setting) -> Trial:
+        return Trial(setting=setting, steps_s=(times_s[setting.num_workers].pop(0),))
+
+    choice = find_setting(Space(own=workers(0), cpus=1, most_workers=2), run)
+    assert choice is not None
+    assert choice.setting == workers(0)
+    assert choice.reason == (
+        "the turns disagree: 70, 90, 70 ms with num_workers=1, prefetch_factor=2, 100, 80, 80 ms with num_workers=0"
     )
 
 
-def shares(kind: str, demand_of_best: float | None, seeds: range) -> list[float]:
-    """What the choice gives, as a share of the best of the whole grid."""
-    found = []
-    for seed in seeds:
-        loader = draw_loader(kind, seed)
-        offer = offer_of(loader, kind)
-        demand = None if demand_of_best is None else demand_of_best * loader.best(16, offer.kinds)
-        _, choice = run(loader, offer, Goal(demand_per_s=demand), seed)
-        found.append(loader.gives(choice.setting, demand) / loader.best(16, offer.kinds, demand))
-    return found
+def test_beside_a_steady_load_the_ranking_is_right() -> None:
+    machine = FakeMachine("linear", 4, busy=lambda trial: 1.7)
+    assert search(machine).setting.num_workers == 4
 
 
-def test_the_choice_is_within_five_per_cent_of_the_best_of_the_grid_nearly_always() -> None:
-    found = {(kind, demand): shares(kind, demand, range(6)) for kind in KINDS for demand in (None, 0.3, 0.8, 1.5)}
-    flat = [share for some in found.values() for share in some]
-    assert len(flat) == 192
-    assert sum(share >= 0.95 for share in flat) >= 0.95 * len(flat), {
-        key: [round(share, 2) for share in some if share < 0.95] for key, some in found.items()
-    }
-    # A heavy tail makes trials of seconds differ by tens of per cent; all other kinds stay close even at their worst.
-    assert min(share for (kind, _), some in found.items() for share in some if kind != "heavy tail") > 0.88
+def test_finalists_are_tried_in_turns() -> None:
+    machine = FakeMachine("linear", 4)
+    choice = search(machine, own=2)
+    turns = machine.tried[-2 * FINALISTS :]
+    assert {workers(2), workers(4)} <= set(turns)
+    assert turns[:FINALISTS] == turns[FINALISTS:]
+    best = next(trial for trial in choice.trials if trial.setting == choice.setting)
+    assert len(best.steps_s) == TURNS
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    st.sampled_from(KINDS),
-    st.integers(0, 10**6),
-    st.none() | st.floats(0.1, 1000),
-    st.integers(1, 5),
-    st.integers(0, 40),
-    st.integers(0, 60),
-)
-def test_it_keeps_its_limits(kind: str, seed: int, demand: float | None, trials: int, most: int, room: int) -> None:
-    def broken(setting: Setting, so_far: Any) -> str:
-        return "too large" if setting.num_workers * (setting.prefetch_factor or 0) > room else ""
-
-    loader = draw_loader(kind, seed)
-    offer = replace(offer_of(loader, kind), most_workers=most)
-    search, found = run(loader, offer, Goal(demand_per_s=demand, max_trials=trials), seed, broken)
-    tried = [trial.setting for trial in search.trials]
-    assert 1 <= len(tried) <= trials
-    assert len(set(tried)) == len(tried)
-    assert not any(broken(setting, ()) for setting in tried)
-    assert all(setting.num_workers <= most and setting.workers in offer.kinds for setting in tried)
-    assert not set(tried) & set(search.rejected)
-    assert found.setting in tried
-    assert found.reason
+def test_workers_that_die_limit_what_is_tried() -> None:
+    machine = FakeMachine("linear", 64, most=10)
+    choice = search(machine)
+    assert choice.setting.num_workers == 8
+    assert max(setting.num_workers for setting in machine.tried) == 16
 
 
-def test_the_smallest_that_meets_the_demand_is_taken() -> None:
-    _, found = run(PLAIN, offer_of(PLAIN), Goal(demand_per_s=17))  # of 40 that 4 CPUs give; 2 workers give 20
-    assert found.setting.num_workers == 2
-    assert "the smallest tried that keeps up with the model" in found.reason
-    assert run(PLAIN, offer_of(PLAIN), Goal(demand_per_s=19))[1].setting.num_workers == 3  # 1.1 x 19 > 20
+def test_nothing_that_runs_is_no_choice() -> None:
+    space = Space(own=workers(2), cpus=2, most_workers=4)
+    assert find_setting(space, lambda setting: Trial(setting=setting, infeasible="no")) is None
 
 
-def by_hand(rates: dict[int, float | None], offer: Offer, goal: Goal = Goal(), **fields: Any) -> tuple[Search, Tuned]:  # noqa: B008
-    search = Search(offer, goal, NOTHING)
-    while (setting := search.next_setting()) is not None:
-        rate = rates[setting.num_workers]
-        why = None if rate is not None else "it died"
-        search.take(Trial(setting=setting, batches_per_s=rate, infeasible=why, cpu_s_per_batch=0.1, **fields))
-    found = search.found()
-    assert found is not None
-    return search, found
+def test_the_end_of_the_time_is_no_error() -> None:
+    machine = FakeMachine("linear", 16)
+
+    def run(setting: Setting) -> Trial:
+        if len(machine.tried) == 3:
+            raise OutOfTime
+        return machine.run(setting)
+
+    choice = find_setting(Space(own=workers(0), cpus=16, most_workers=16), run)
+    assert choice is not None
+    assert choice.setting == workers(2)
+    assert choice.reason == "the fastest of 3 tried; the time ended the search"
 
 
-def test_ties_go_to_the_smaller() -> None:
-    flat = {0: 10.0, **{workers: 30 + 0.05 * workers for workers in range(1, 17)}}
-    search, found = by_hand(flat, Offer(cpus=16, most_workers=16))
-    workers = [trial.setting.num_workers for trial in search.trials if trial.setting.num_workers]
-    assert found.setting.num_workers == min(workers)
-    assert "within 2%" in found.reason
+def test_more_batches_ahead_are_tried_only_where_batches_are_uneven() -> None:
+    machine = FakeMachine("linear", 2)
+
+    def uneven(setting: Setting) -> Trial:
+        trial = replace(machine.run(setting), unevenness=3.0)
+        gain = 0.8 if setting.prefetch_factor == 8 else 1.0
+        return replace(trial, steps_s=tuple(gain * step_s for step_s in trial.steps_s))
+
+    choice = find_setting(Space(own=workers(0), cpus=2, most_workers=4), uneven)
+    assert choice is not None
+    assert (choice.setting.num_workers, choice.setting.prefetch_factor) == (2, 8)
+    even = FakeMachine("linear", 2)
+    search(even)
+    assert {setting.prefetch_factor for setting in even.tried} == {None, 2}
 
 
-def test_a_worker_that_dies_halves_what_is_tried_after_it() -> None:
-    dying = {workers: 10.0 * max(1, workers) if workers < 4 else None for workers in range(17)}
-    search, found = by_hand(dying, Offer(cpus=16, most_workers=16))
-    workers = [trial.setting.num_workers for trial in search.trials]
-    assert all(after <= before // 2 for before, after in pairwise(workers[1:]) if before >= 4)
-    assert found.batches_per_s is not None
+def test_a_fed_model_ends_the_exploration() -> None:
+    machine = FakeMachine("linear", 192, model_s=0.2)
+    search(machine)
+    assert max(setting.num_workers for setting in machine.tried) == 1
 
 
-def test_nothing_that_runs_is_nothing_found() -> None:
-    search = Search(Offer(cpus=4, most_workers=4), Goal(), NOTHING)
-    setting = search.next_setting()
-    assert setting is not None
-    search.take(Trial(setting=setting, infeasible="it died"))
-    assert search.next_setting() is None
-    assert search.found() is None
-
-
-def test_more_is_loaded_ahead_where_batches_are_uneven_and_only_there() -> None:
-    even = SimulatedLoader(cpu_s=0.001, blocked_s=0.03, noise=0)
-    uneven = replace(even, slow_share=0.04, slow_times=6)
-    assert {trial.setting.prefetch_factor for trial in run(even, offer_of(even))[0].trials[1:]} == {2}
-    assert (run(uneven, offer_of(uneven))[1].setting.prefetch_factor or 0) > 4
-
-
-def test_a_slow_model_gives_the_queue_time_to_fill() -> None:
-    uneven = SimulatedLoader(cpu_s=0.001, blocked_s=0.03, slow_share=0.04, slow_times=6, noise=0)
-    found = run(uneven, offer_of(uneven), Goal(demand_per_s=8))[1]
-    assert found.setting.prefetch_factor == 2
-
-
-def test_threads_are_tried_where_processes_do_not_do() -> None:
-    loader = SimulatedLoader(cpu_s=0.05, gil_share=0.02, receive_s=0.03, noise=0)
-    both = Offer(cpus=4, most_workers=8, kinds=("process", "thread"))
-    search, found = run(loader, both)
-    assert found.setting.workers == "thread"
-    assert {trial.setting.workers for trial in search.trials} == {"process", "thread"}
+def test_alike_is_a_small_factor() -> None:
+    assert 1 < ALIKE < 1.05

@@ -1,4 +1,4 @@
-"""One setting, tried on loaders of many kinds; faults planted in them; and everything as it was afterwards."""
+"""One setting, tried on loaders of many kinds; faults planted in them; and nothing changed afterwards."""
 
 import math
 import os
@@ -15,17 +15,19 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_feed.errors import DatasetError
+from lightning_feed.errors import DatasetError, LoaderError
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine
-from lightning_feed.trials import trial as trials
-from lightning_feed.trials.cloning import RoundLimits
-from lightning_feed.trials.trial import Feasible, Setting, Trial, cpu_seconds, run_trial, worker_memory
+from lightning_feed.load.settings import Setting
+from lightning_feed.trials.search import Trial
+from lightning_feed.trials.training_work import TrainingWork
+from lightning_feed.trials.trial import Feasible, TrialLimits, run_trial, worker_memory
 
 # torchdata 0.11 calls a function that torch 2.15 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
-QUICK = RoundLimits(min_s=0.0, min_rounds=2, warm_rounds=1, max_s=20.0)
+QUICK = TrialLimits(min_s=0.0, max_s=20.0)
+NO_WORK = TrainingWork()
 NONE = Setting(num_workers=0, prefetch_factor=None)
 TWO = Setting(num_workers=2, prefetch_factor=2)
 THREADS = Setting(num_workers=2, prefetch_factor=2, workers="thread")
@@ -87,108 +89,82 @@ LOADERS = {
 @pytest.mark.parametrize("name", LOADERS)
 def test_loaders_of_all_kinds(name: str, setting: Setting) -> None:
     loader: Any = LOADERS[name]()
-    torch.manual_seed(5)
-    np.random.seed(5)  # the global state is what must stay
-    global_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
     own_state = loader.generator.get_state() if loader.generator is not None else None
     before = {key: value for key, value in vars(loader).items() if not key.startswith("_")}
-    trial = run_trial(loader, setting, QUICK)
+    trial = run_trial(loader, setting, NO_WORK, QUICK)
     assert trial.infeasible is None
-    assert (trial.batches_per_s or 0) > 0
+    (step_s,) = trial.steps_s
+    assert step_s > 0
     assert trial.start_s is not None
     assert trial.batch_tensors == (1 if name == "stream" else 2) or name == "unbatched"
-    assert torch.equal(torch.get_rng_state(), global_state)
-    assert (np.random.get_state()[1] == numpy_state).all()
     assert own_state is None or torch.equal(loader.generator.get_state(), own_state)
     assert {key: value for key, value in vars(loader).items() if not key.startswith("_")} == before
     assert torch.multiprocessing.active_children() == []
 
 
 def test_threads() -> None:
-    before = set(threading.enumerate())  # a crew of another test may be garbage that is not collected yet
     loader = FeedLoader(Numbers(), batch_size=4, shuffle=True)
-    trial = run_trial(loader, THREADS, QUICK)
-    assert (trial.batches_per_s or 0) > 0
-    assert trial.infeasible is None
+    trial = run_trial(loader, THREADS, NO_WORK, QUICK)
+    assert trial.steps_s
     assert loader.workers == "process"
-    new = set(threading.enumerate()) - before
-    assert not [thread for thread in new if thread.name.startswith("lightning-feed")]
 
 
 def test_what_is_measured_of_batches_and_workers() -> None:
-    trial = run_trial(DataLoader(Numbers(), batch_size=4), TWO, RoundLimits(min_s=0.3, max_s=20.0))
+    trial = run_trial(DataLoader(Numbers(), batch_size=4), TWO, NO_WORK, TrialLimits(min_s=0.3, max_s=20.0))
     assert trial.batch_bytes == 4 * 25 * 8 + 4 * 4
     assert trial.memory_bytes is not None
     assert 2**20 < trial.memory_bytes < 2**31
-    assert trial.cpu_s_per_batch is not None
-    assert 0 < trial.cpu_s_per_batch < 1
-    assert (trial.gap_p99_s or 0) > 0
-    assert trial.seconds >= 0.3
+    assert trial.unevenness is not None
+    assert trial.unevenness > 0
 
 
-@pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """For each pass that was begun, how many loaders ran at once."""
-    seen: list[int] = []
-    real = trials.time_loader
-
-    def spy(begin: Any, **options: Any) -> Any:
-        def counted() -> Any:
-            both = begin()
-            seen.append(len(both.iterators))
-            return both
-
-        return real(counted, **options)
-
-    monkeypatch.setattr(trials, "time_loader", spy)
-    return seen
+def test_a_step_takes_at_least_as_long_as_training() -> None:
+    work = TrainingWork(step_s=0.05, cpu_s=0.01)
+    for setting in (NONE, TWO):
+        trial = run_trial(DataLoader(Numbers(), batch_size=4), setting, work, QUICK)
+        assert trial.step_s >= 0.05
 
 
-def test_loaders_of_several_ranks_run_at_once(passes: list[int]) -> None:
-    run_trial(DataLoader(Numbers(), batch_size=4), TWO, QUICK, copies=3)
-    run_trial(DataLoader(Numbers(), batch_size=4), NONE, QUICK, copies=3)
-    assert passes == [3, 1]
+def test_the_slowest_of_several_ranks_counts() -> None:
+    trial = run_trial(DataLoader(Numbers(), batch_size=4), TWO, NO_WORK, QUICK, ranks=3)
+    assert len(trial.steps_s) == 1
 
 
 def test_a_worker_that_is_killed_makes_the_setting_infeasible() -> None:
-    trial = run_trial(DataLoader(Dies(), batch_size=4), TWO, QUICK)
-    assert trial.batches_per_s is None
+    trial = run_trial(DataLoader(Dies(), batch_size=4), TWO, NO_WORK, QUICK)
+    assert trial.steps_s == ()
     assert trial.infeasible is not None
-    assert "A worker process of the loader (pid " in trial.infeasible
     assert "was killed by SIGKILL" in trial.infeasible
     assert torch.multiprocessing.active_children() == []
 
 
-@pytest.mark.parametrize("setting", [NONE, TWO], ids=["none", "two"])
-def test_a_data_set_that_raises_is_named_with_its_sample(setting: Setting) -> None:
-    with pytest.raises(DatasetError, match=r"\(Raises\) failed in .*sample 17: OSError: the file is cut short"):
-        run_trial(DataLoader(Raises(), batch_size=4), setting, RoundLimits(min_s=1.0, max_s=20.0))
+def test_a_dataset_that_raises_is_an_error_without_workers_and_a_reason_with_them() -> None:
+    loader = DataLoader(Raises(), batch_size=4)
+    limits = TrialLimits(min_s=1.0, max_s=20.0)
+    with pytest.raises(DatasetError, match=r"\(Raises\) failed: OSError: the file is cut short"):
+        run_trial(loader, NONE, NO_WORK, limits)
+    trial = run_trial(loader, TWO, NO_WORK, limits)
+    assert "(Raises) failed: OSError: the file is cut short" in str(trial.infeasible)
 
 
-def test_a_loader_that_hangs_is_given_up_after_its_time() -> None:
-    limits = RoundLimits(min_s=0.0, max_s=20.0, silent_s=0.5)
-    trial = run_trial(DataLoader(Hangs(), batch_size=4), TWO, limits)
-    assert trial.infeasible is not None
-    assert "gave no batch for 0.5 s" in trial.infeasible
+def test_a_loader_that_hangs_is_given_up() -> None:
+    trial = run_trial(DataLoader(Hangs(), batch_size=4), TWO, NO_WORK, TrialLimits(max_s=0.5, patience_s=0.5))
+    assert trial.infeasible == "it gave no batch within 1 s"
+    assert torch.multiprocessing.active_children() == []
 
 
-def test_meters_read_proc(tmp_path: Path) -> None:
+def test_a_loader_without_a_step_to_measure_is_an_error() -> None:
+    with pytest.raises(LoaderError, match="yielded 0 batches"):
+        run_trial(DataLoader(Numbers(0), batch_size=4), NONE, NO_WORK, QUICK)
+
+
+def test_memory_is_read_from_proc(tmp_path: Path) -> None:
     folder = tmp_path / "proc/7"
     folder.mkdir(parents=True)
-    (folder / "stat").write_text("7 (a (b) c) S 1 7 7 0 -1 0 0 0 0 0 150 50 0 0 20 0 1 0 0 0 0")
     (folder / "smaps_rollup").write_text("00-ff ---p 0 0 0 [rollup]\nRss: 900 kB\nPss: 500 kB\nPss_Shmem: 100 kB\n")
-    both, mine = cpu_seconds([7], tmp_path), cpu_seconds([], tmp_path)
-    assert both is not None
-    assert mine is not None
-    assert both - mine == pytest.approx(200 / os.sysconf("SC_CLK_TCK"), abs=0.5)
-    assert worker_memory([7, 7], tmp_path) == 2 * 400 * 1024
-    assert cpu_seconds([8], tmp_path) is None
-    assert worker_memory([8], tmp_path) is None
-    (folder / "smaps_rollup").write_text("")
-    assert worker_memory([7], tmp_path) is None
+    assert worker_memory([7], tmp_path) == 400 * 1024
+    assert worker_memory([7, 8], tmp_path) is None
 
-
-# --- limits of the machine -------------------------------------------------------------------------------------------
 
 MIB = 2**20
 MACHINE = Machine(
@@ -200,7 +176,7 @@ MACHINE = Machine(
 )
 LIMITS = Feasible(machine=MACHINE, open_files=1196)
 PROBE = Trial(
-    setting=Setting(num_workers=0, prefetch_factor=None), batches_per_s=1.0, batch_bytes=10 * MIB, batch_tensors=2
+    setting=Setting(num_workers=0, prefetch_factor=None), steps_s=(1.0,), batch_bytes=10 * MIB, batch_tensors=2
 )
 
 
@@ -226,9 +202,9 @@ def test_memory_of_workers_as_measured_or_else_as_reckoned() -> None:
     small = replace(PROBE, batch_bytes=0)
     assert tight.broken(setting(2), [small]) == ""  # 256 MiB each, in half of 1 GiB
     assert "50% of the 1,024 MiB of free memory" in tight.broken(setting(3), [small])
-    light = Trial(setting=setting(2), batches_per_s=1.0, memory_bytes=20 * MIB)
+    light = Trial(setting=setting(2), steps_s=(1.0,), memory_bytes=20 * MIB)
     assert tight.broken(setting(16), [small, light]) == ""
-    heavy = Trial(setting=setting(2), batches_per_s=1.0, memory_bytes=800 * MIB)
+    heavy = Trial(setting=setting(2), steps_s=(1.0,), memory_bytes=800 * MIB)
     assert "2 workers at 400 MiB" in tight.broken(setting(2), [small, heavy])
     assert replace(tight, start_method="spawn").broken(setting(2), [small])
 

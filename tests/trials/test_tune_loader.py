@@ -1,161 +1,119 @@
-"""All of it together: on simulated trials, with a clock of our own, and once on a real loader."""
+"""Tuning a loader: trials until the search or the budget ends, results that are remembered, and one real loader."""
 
 import errno
 import json
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from simulated_loaders import SimulatedLoader
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from trials.machines import FakeMachine, workers
 
-from lightning_feed.errors import SettingsError
-from lightning_feed.load.loader import FeedLoader
+from lightning_feed.errors import LoaderError, SettingsError
 from lightning_feed.load.machine import Machine
+from lightning_feed.load.settings import Setting
 from lightning_feed.storage import system
-from lightning_feed.trials import trial as trial_module
 from lightning_feed.trials import tune_loader as door
-from lightning_feed.trials.search import Goal, Tuned
-from lightning_feed.trials.trial import Setting, Trial
-from lightning_feed.trials.tune_loader import Store, key_of, tune_loader
+from lightning_feed.trials.search import Trial
+from lightning_feed.trials.training_work import TrainingWork
+from lightning_feed.trials.tune_loader import Goal, Store, Tuned, key_of, tune_loader
 
 MACHINE = Machine(
     usable_cpus=4, cpu_reason="CPUs by decree", available_memory_bytes=2**36, free_shm_bytes=2**34, start_method="fork"
 )
 LOADER = DataLoader(TensorDataset(torch.zeros(64, 3)), batch_size=4)
-IO = SimulatedLoader(cpu_s=0.002, blocked_s=0.05, noise=0)
 
 
 class Trials:
-    """Stands in for trials: simulated, and paid for on the clock."""
+    """Trials on a fake machine, which take time on a clock of their own."""
 
-    def __init__(self, loader: SimulatedLoader = IO, seconds: float = 3.0) -> None:
-        self.loader, self.seconds, self.now = loader, seconds, 0.0
-        self.ran: list[Setting] = []
+    def __init__(self, seconds: float = 1.0) -> None:
+        self.machine = FakeMachine("linear", 4)
+        self.seconds = seconds
+        self.now_s = 0.0
+        self.ranks: list[int] = []
         self.limits: list[Any] = []
-        self.copies: list[int] = []
-        self.slower = 1.0
 
     def clock(self) -> float:
-        return self.now
+        return self.now_s
 
-    def run(self, loader: Any, setting: Setting, limits: Any, *, copies: int) -> Trial:
-        self.ran.append(setting)
+    def run(self, loader: Any, setting: Setting, work: TrainingWork, limits: Any, *, ranks: int) -> Trial:
+        self.ranks.append(ranks)
         self.limits.append(limits)
-        self.copies.append(copies)
-        self.now += self.seconds
-        trial = self.loader.trial(setting, len(self.ran))
-        return replace(trial, batches_per_s=(trial.batches_per_s or 0) / self.slower)
+        self.now_s += self.seconds
+        return self.machine.run(setting)
 
 
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch) -> Trials:
-    found = Trials()
-    monkeypatch.setattr(door, "run_trial", found.run)
-    return found
+    made = Trials()
+    monkeypatch.setattr(door, "run_trial", made.run)
+    return made
 
 
 def tune(trials: Trials, loader: Any = LOADER, goal: Goal | None = None, **options: Any) -> Any:
     return tune_loader(loader, goal, machine=options.pop("machine", MACHINE), clock=trials.clock, **options)
 
 
-def test_trials_are_told_and_kept(trials: Trials) -> None:
-    told: list[Trial] = []
-    found = tune(trials, goal=Goal(demand_per_s=50), on_trial=told.append)
-    assert tuple(told) == found.trials
-    assert found.setting.num_workers == 3
-    assert found.starved_pct == 0
-    assert found.batch_size == 4
-    assert found.demand_per_s == 50
-    assert found.seconds == pytest.approx(3 * len(told))
-    assert found.settings.num_workers == 3
+def test_trials_are_reported_and_kept(trials: Trials) -> None:
+    finished: list[Trial] = []
+    tuned = tune(trials, on_trial=finished.append)
+    assert {trial.setting for trial in finished} == {trial.setting for trial in tuned.trials}
+    assert tuned.setting.num_workers == 4
+    assert tuned.own == workers(0)
+    assert tuned.batch_size == 4
+    assert tuned.seconds == pytest.approx(len(finished))
+    assert tuned.step_s == pytest.approx(0.025)
+    assert tuned.in_words(tuned.trial_of(tuned.setting)) == "160 samples/s"
+
+
+def test_workers_stay_alive_and_memory_is_pinned_where_that_helps(trials: Trials) -> None:
+    assert tune(trials).setting == workers(4, persistent_workers=True)
+    on_gpu = tune(trials, goal=Goal(device_type="cuda", may_persist=False)).setting
+    assert (on_gpu.persistent_workers, on_gpu.pin_memory) == (False, True)
 
 
 def test_the_budget_ends_the_search(trials: Trials) -> None:
-    trials.seconds = 12.5
-    found = tune(trials, goal=Goal(budget_s=13))
-    assert len(found.trials) == 1
-    assert "the budget of 13 s ended the search" in found.reason
-    assert all(limits.max_s <= 13 for limits in trials.limits)
+    trials.seconds = 7.0
+    tuned = tune(trials, goal=Goal(budget_s=13))
+    assert len(tuned.trials) == 2
+    assert "the time ended the search" in tuned.reason
 
 
-def test_a_result_is_remembered_and_checked(trials: Trials, tmp_path: Path) -> None:
+def test_a_hang_is_given_up_sooner_once_the_speed_is_known(trials: Trials) -> None:
+    tune(trials)
+    patience = [limits.patience_s for limits in trials.limits]
+    assert patience[0] == 60.0
+    assert max(patience[1:]) < 10.0
+
+
+def test_a_result_is_remembered(trials: Trials, tmp_path: Path) -> None:
     store = Store(tmp_path)
     first = tune(trials, store=store)
     assert not first.remembered
-    ran = len(trials.ran)
+    ran = len(trials.ranks)
     again = tune(trials, store=store)
-    assert again.remembered
-    assert again.setting == first.setting
-    assert len(trials.ran) == ran + 1
-    assert len(again.trials) == 1
-    assert trials.ran[-1] == first.setting
+    assert again == replace(first, remembered=True)
+    assert len(trials.ranks) == ran
     tune(trials, store=store, fresh=True)
-    assert trials.ran[ran + 1] == Setting(num_workers=0, prefetch_factor=None)
-
-
-@pytest.mark.parametrize(("slower", "trusted"), [(1.05, True), (1.3, False), (0.7, False)])
-def test_a_remembered_result_that_does_not_hold_is_found_anew(
-    slower: float, trusted: bool, trials: Trials, tmp_path: Path
-) -> None:
-    store = Store(tmp_path)
-    trials.loader = replace(IO, spread=0.001)
-    tune(trials, store=store)
-    trials.slower = slower
-    assert tune(trials, store=store).remembered is trusted
-
-
-def test_a_remembered_result_that_no_longer_fits_is_not_run(
-    trials: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = Store(tmp_path)
-    found = tune(trials, store=store)
-    assert found.setting.num_workers > 1
-    ran = len(trials.ran)
-    monkeypatch.setattr(trial_module, "open_files_limit", lambda: trial_module.OTHER_FILES + 6.0)
-    tight = tune(trials, store=store)
-    assert trials.ran[ran].num_workers == 0
-    assert tight.setting.num_workers <= 1
-    assert "ulimit -n" in tight.rejected[0][1]
-
-
-def test_threads_are_offered_for_our_loader_only(trials: Trials) -> None:
-    trials.loader = replace(IO, gil_share=0.01)
-    tune(trials, FeedLoader(TensorDataset(torch.zeros(64)), batch_size=4))
-    assert "thread" in {setting.workers for setting in trials.ran}
-    trials.ran.clear()
-    tune(trials)
-    assert {setting.workers for setting in trials.ran} == {"process"}
+    assert len(trials.ranks) > ran
 
 
 def test_local_ranks_share_the_machine(trials: Trials) -> None:
-    trials.loader = SimulatedLoader(cpu_s=0.05, cpus=1, noise=0)
     tune(trials, goal=Goal(local_ranks=4))
-    assert set(trials.copies) == {4}
-    assert max(setting.num_workers for setting in trials.ran) <= 4
+    assert set(trials.ranks) == {4}
+    assert max(setting.num_workers for setting in trials.machine.tried) <= 4
 
 
-class Whole(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        yield from range(40)
-
-
-class Divided(Whole):
-    def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        yield from range(40) if info is None else range(info.id, 40, info.num_workers)
-
-
-def test_a_stream_that_would_be_doubled_gets_one_worker_at_most(trials: Trials) -> None:
-    found = tune(trials, DataLoader(Whole(), batch_size=4))
-    assert max(setting.num_workers for setting in trials.ran) == 1
-    assert "get_worker_info()" in found.reason
-    tune(trials, DataLoader(Divided(), batch_size=4))
-    assert max(setting.num_workers for setting in trials.ran) > 1
+def test_limits_of_the_machine_are_not_broken(trials: Trials) -> None:
+    small = replace(MACHINE, available_memory_bytes=2**30)  # half of it is room for two workers
+    tuned = tune(trials, machine=small)
+    assert tuned.setting.num_workers == 2
+    assert max(setting.num_workers for setting in trials.machine.tried) == 2
+    assert "of free memory" in tuned.reason
 
 
 class Unpicklable(Dataset[Any]):
@@ -171,54 +129,37 @@ class Unpicklable(Dataset[Any]):
 
 def test_what_cannot_be_sent_to_workers_gets_none(trials: Trials) -> None:
     spawned = replace(MACHINE, start_method="spawn")
-    found = tune(trials, DataLoader(Unpicklable(), batch_size=4), machine=spawned)
-    assert found.setting.num_workers == 0
-    assert (
-        "no worker processes: its dataset cannot be sent to worker processes that are started by 'spawn'"
-        in found.reason
-    )
-    assert len(trials.ran) == 1
-    tune(trials, DataLoader(Unpicklable(), batch_size=4))
-    assert max(setting.num_workers for setting in trials.ran) > 0
-    trials.ran.clear()
-    trials.loader = replace(IO, gil_share=0.01)
-    tune(trials, FeedLoader(Unpicklable(), batch_size=4), machine=spawned)
-    assert {setting.workers for setting in trials.ran if setting.num_workers} == {"thread"}
+    tuned = tune(trials, DataLoader(Unpicklable(), batch_size=4), machine=spawned)
+    assert tuned.setting.num_workers == 0
+    assert "no worker processes: its dataset cannot be sent to worker processes" in tuned.reason
+    assert {setting.num_workers for setting in trials.machine.tried} == {0}
 
 
-def test_a_worker_that_died_is_told(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
-    def dying(loader: Any, setting: Setting, limits: Any, **options: Any) -> Trial:
-        if setting.num_workers:
-            return Trial(setting=setting, infeasible="a worker process (pid 7) died")
-        return trials.run(loader, setting, limits, **options)
-
-    monkeypatch.setattr(door, "run_trial", dying)
-    found = tune(trials)
-    assert found.setting.num_workers == 0
-    assert "a worker process (pid 7) died" in found.reason
+def test_a_worker_that_died_is_named(trials: Trials) -> None:
+    trials.machine.most = 0
+    tuned = tune(trials)
+    assert tuned.setting.num_workers == 0
+    assert tuned.reason.endswith("num_workers=1 could not run: it died")
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"demand_per_s": 0.0},
-        {"demand_per_s": float("inf")},
-        {"budget_s": 0.0},
-        {"max_trials": 0},
-    ],
-)
-def test_impossible_goals(wrong: dict[str, Any]) -> None:
+def test_nothing_that_runs_is_an_error(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "run_trial", lambda _, setting, *more, **options: Trial(setting=setting, infeasible="no"))
+    with pytest.raises(LoaderError, match="No setting of the loader could be run: num_workers=0: no"):
+        tune(trials)
+
+
+@pytest.mark.parametrize("budget_s", [0.0, -1, float("inf"), float("nan"), "10s", True])
+def test_impossible_budgets(budget_s: Any) -> None:
     with pytest.raises(SettingsError, match="is not possible"):
-        Goal(**wrong)
+        Goal(budget_s=budget_s)
 
 
 def test_a_real_loader(tmp_path: Path) -> None:
     torch.manual_seed(1)
     loader = DataLoader(TensorDataset(torch.zeros(64, 3)), batch_size=4, shuffle=True)
     before = torch.get_rng_state()
-    found = tune_loader(loader, Goal(budget_s=2.0, max_trials=2, most_workers=2), store=Store(tmp_path))
-    assert found.setting.num_workers == 0  # nothing to load: processes only cost
-    assert (found.batches_per_s or 0) > 0
+    tuned = tune_loader(loader, Goal(budget_s=4.0, most_workers=1), store=Store(tmp_path))
+    assert tuned.setting.num_workers == 0  # nothing to load: processes only cost
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.multiprocessing.active_children() == []
     assert len(list(tmp_path.iterdir())) == 1
@@ -231,10 +172,10 @@ SETTING = Setting(num_workers=4, prefetch_factor=2, persistent_workers=True)
 TUNED = Tuned(
     setting=SETTING,
     reason="by decree",
-    trials=(Trial(setting=SETTING, batches_per_s=12.5, start_s=0.1),),
-    rejected=((replace(SETTING, num_workers=9), "too large"),),
-    demand_per_s=10.0,
-    batches_per_s=12.5,
+    own=Setting(num_workers=0),
+    trials=(Trial(setting=SETTING, steps_s=(0.1, 0.2), start_s=0.1),),
+    work=TrainingWork(step_s=0.05),
+    remembered=True,
 )
 KEY: dict[str, Any] = {"what": "ever"}
 
@@ -255,8 +196,8 @@ class Raises(Numbers):
         raise OSError("cut short")
 
 
-def key(loader: DataLoader[Any], goal: Goal = Goal(), machine: Machine = BIG_MACHINE, version: str = "1") -> str:  # noqa: B008
-    return json.dumps(key_of(loader, goal, machine, version), sort_keys=True)
+def key(loader: DataLoader[Any], goal: Goal | None = None, machine: Machine = BIG_MACHINE) -> str:
+    return json.dumps(key_of(loader, goal or Goal(), machine), sort_keys=True)
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
@@ -270,26 +211,6 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert len(list(store.folder.iterdir())) == 1
 
 
-OF_0_2 = """{"version": 1, "key": {"what": "ever"}, "tuned": {"setting": {"num_workers": 4, "prefetch_factor": 2,
-"workers": "process", "persistent_workers": true, "pin_memory": false, "in_order": true}, "reason": "by decree",
-"trials": [{"setting": {"num_workers": 4, "prefetch_factor": 2, "workers": "process", "persistent_workers": true,
-"pin_memory": false, "in_order": true}, "batches_per_s": 12.5, "start_s": 0.1, "cpu_s_per_batch": null,
-"memory_bytes": null, "batch_bytes": null, "batch_tensors": null, "gap_p99_s": null, "head_of_line_pct": null,
-"seconds": 0.0, "infeasible": null}], "rejected": [[{"num_workers": 9, "prefetch_factor": 2, "workers": "process",
-"persistent_workers": true, "pin_memory": false, "in_order": true}, "too large"]], "demand_per_s": 10.0,
-"batch_size": null, "batches_per_s": 12.5, "starved_pct": null, "options": ["in_order=False"], "remembered": false,
-"seconds": 0.0}}"""
-"""A file as versions before this one wrote it."""
-
-
-def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    store.save(KEY, replace(TUNED, reason="of today"))
-    (path,) = tmp_path.iterdir()
-    path.write_text(OF_0_2)
-    assert store.load(KEY) == TUNED
-
-
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -297,13 +218,6 @@ def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
         lambda kept: "[1, 2]",
         lambda kept: kept[: len(kept) // 2],
         lambda kept: "\x00\xff" * 20,
-        lambda kept: kept.replace('"version": 1', '"version": 0'),
-        lambda kept: kept.replace('"ever"', '"never"'),
-        lambda kept: kept.replace('"num_workers": 4', '"num_workers": -4'),
-        lambda kept: kept.replace('"num_workers": 4', '"num_workers": "4"'),
-        lambda kept: kept.replace('"num_workers": 4', '"num_workers": 0'),
-        lambda kept: kept.replace('"process"', '"fibre"'),
-        lambda kept: kept.replace('"batches_per_s": 12.5', '"batches_per_s": null'),
         lambda kept: kept.replace('"pin_memory"', '"unknown"'),
     ],
 )
@@ -345,20 +259,16 @@ def test_the_key_holds_what_a_result_depends_on() -> None:
     others = [
         key(DataLoader(Numbers(), batch_size=3)),
         key(DataLoader(Numbers(11), batch_size=2)),
-        key(DataLoader(Numbers(width=4), batch_size=2)),
         key(DataLoader(Numbers(transform=scale), batch_size=2)),
         key(DataLoader(Numbers(transform=torch.nn.ReLU()), batch_size=2)),
         key(DataLoader(Raises(), batch_size=2)),
         key(DataLoader(Numbers(), batch_size=2, collate_fn=scale)),
         key(DataLoader(Subset(Numbers(), range(10)), batch_size=2)),
-        key(loader, version="2"),
-        key(loader, Goal(demand_per_s=10)),
-        key(loader, Goal(demand_per_s=20)),
+        key(loader, Goal(work=TrainingWork(step_s=1.0))),
         key(loader, Goal(local_ranks=2)),
         key(loader, Goal(device_type="cuda")),
         key(loader, Goal(may_persist=False)),
-        key(loader, Goal(given=Setting(num_workers=1, prefetch_factor=2))),
-        key(loader, Goal(given=Setting(num_workers=1, prefetch_factor=2, pin_memory=True))),
+        key(DataLoader(Numbers(), batch_size=2, num_workers=1)),
         key(loader, machine=replace(BIG_MACHINE, usable_cpus=4)),
         key(loader, machine=replace(BIG_MACHINE, free_shm_bytes=2**26)),
     ]
@@ -369,6 +279,7 @@ def test_the_key_stays_while_things_change_little() -> None:
     loader = DataLoader(Numbers(transform=lambda sample: sample), batch_size=2)
     again = DataLoader(Numbers(transform=lambda sample: sample), batch_size=2)
     assert key(loader) == key(again)  # lambdas lie at other addresses in each run
-    assert key(loader, Goal(demand_per_s=10.0)) == key(loader, Goal(demand_per_s=10.1))
+    works = [TrainingWork(step_s=step_s) for step_s in (0.1, 0.2)]
+    assert key(loader, Goal(work=works[0])) == key(loader, Goal(work=works[1]))
     a_little_less = replace(BIG_MACHINE, available_memory_bytes=2**35 + 2**30)
     assert key(loader, machine=a_little_less) == key(loader)

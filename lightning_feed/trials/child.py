@@ -1,0 +1,101 @@
+"""Trials in forked children, so that nothing in the training process changes and nothing has to be restored."""
+
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Generic, TypeVar
+
+import torch
+from torch import multiprocessing
+
+from lightning_feed.errors import FeedError, LoaderError
+
+Result = TypeVar("Result")
+_GRACE_S = 2.0
+"""Seconds for a child to end after its result has come."""
+
+
+@dataclass
+class _Answer(Generic[Result]):
+    """The message of a child: its result, or its error as text."""
+
+    result: Result | None = None
+    kind: type[FeedError] | None = None
+    """Class of the error, if it is one of ours."""
+    text: str = ""
+
+
+def run_in_children(work: Callable[[], Result], *, count: int, timeout_s: float) -> list[Result]:
+    """Run ``work`` in forked children at the same time, and return their results.
+
+    The children hold copies of all objects, so the work may iterate the user's loaders. It must not use the device: a
+    forked process cannot. A child computes with one torch thread, because OpenMP's threads do not survive a fork.
+
+    Args:
+        work: called in each child. Its result is pickled.
+        count: number of children.
+        timeout_s: seconds after which all children are killed, with the processes that they started.
+
+    Raises:
+        LoaderError: a child did not answer in time, or ended without an answer.
+        FeedError: the error of the work. Errors of other kinds become a LoaderError with their text.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    children = [_Child(work) for _ in range(count)]
+    try:
+        return [child.result(deadline_s, timeout_s) for child in children]
+    finally:
+        for child in children:
+            child.end()
+
+
+class _Child(Generic[Result]):
+    def __init__(self, work: Callable[[], Result]) -> None:
+        self._here, there = multiprocessing.Pipe(duplex=False)
+        context = multiprocessing.get_context("fork")
+        # Not a daemon: those may not have worker processes.
+        self._process = context.Process(target=_answer, args=(work, there), daemon=False)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+            self._process.start()
+        there.close()
+
+    def result(self, deadline_s: float, timeout_s: float) -> Result:
+        """Wait for the child's result."""
+        try:
+            if not self._here.poll(max(0.0, deadline_s - time.monotonic())):
+                raise LoaderError(f"it gave no batch within {timeout_s:.0f} s")
+            answer: _Answer[Result] = self._here.recv()
+        except EOFError as error:
+            self._process.join(_GRACE_S)
+            raise LoaderError(f"its process ended early (exit code {self._process.exitcode})") from error
+        if answer.result is None:
+            raise (answer.kind or LoaderError)(answer.text)
+        return answer.result
+
+    def end(self) -> None:
+        """End the child and all processes that it started."""
+        self._here.close()
+        if self._process.pid is not None:
+            with suppress(ProcessLookupError, PermissionError):  # it has not begun, or has ended with all its workers
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+
+
+def _answer(work: Callable[[], Result], there: Connection) -> None:
+    os.setpgid(0, 0)  # so that its workers can be ended with it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it, and ends this process
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    try:
+        there.send(_Answer(result=work()))
+    except FeedError as error:
+        there.send(_Answer(kind=type(error), text=str(error)))
+    except Exception as error:  # noqa: BLE001  # of the user's code: raised in the parent
+        there.send(_Answer(text=f"{type(error).__name__}: {error}"))

@@ -1,0 +1,25 @@
+"""Trials of loaders that give what a test wrote down, in place of ``run_trial``."""
+
+from typing import Any
+
+from lightning_feed.load.settings import Setting
+from lightning_feed.trials.search import Trial
+
+THREE_ARE_BEST = {0: 0.1, 1: 0.09, 2: 0.05, 3: 0.03}
+
+
+class Trials:
+    """Seconds of a step by the number of workers; an error is raised."""
+
+    def __init__(self, steps_s: dict[int, Any]) -> None:
+        self.steps_s = steps_s
+        self.settings: list[Setting] = []
+        self.works: list[Any] = []
+
+    def __call__(self, loader: Any, setting: Setting, work: Any, limits: Any, *, ranks: int = 1) -> Trial:
+        self.settings.append(setting)
+        self.works.append(work)
+        step_s = self.steps_s[min(setting.num_workers, max(self.steps_s))]
+        if isinstance(step_s, Exception):
+            raise step_s
+        return Trial(setting=setting, steps_s=(step_s,), start_s=0.1)

@@ -1,0 +1,81 @@
+"""Forked children answer, fail, hang and die; the parent always goes on, and none of them is left."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_feed.errors import DatasetError, LoaderError
+from lightning_feed.trials.child import run_in_children
+
+
+def test_each_child_answers_at_the_same_time() -> None:
+    pids = run_in_children(os.getpid, count=3, timeout_s=20)
+    assert len({os.getpid(), *pids}) == 4
+
+
+def test_nothing_changes_in_the_parent() -> None:
+    numbers = [1]
+    state = torch.get_rng_state()
+
+    def work() -> int:
+        numbers.append(2)
+        torch.manual_seed(3)
+        return len(numbers)
+
+    assert run_in_children(work, count=1, timeout_s=20) == [2]
+    assert numbers == [1]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_our_errors_keep_their_class() -> None:
+    def work() -> None:
+        raise DatasetError("sample 3 is cut short")
+
+    with pytest.raises(DatasetError, match="sample 3 is cut short"):
+        run_in_children(work, count=2, timeout_s=20)
+
+
+def test_other_errors_are_loader_errors() -> None:
+    with pytest.raises(LoaderError, match="ZeroDivisionError: division by zero"):
+        run_in_children(lambda: 1 / 0, count=1, timeout_s=20)
+
+
+def test_a_child_that_hangs_is_killed_with_its_own_children() -> None:
+    reading, writing = os.pipe()
+
+    def work() -> None:
+        grandchild = os.fork()
+        if not grandchild:
+            time.sleep(60)
+            os._exit(0)
+        os.write(writing, f"{grandchild}\n".encode())
+        time.sleep(60)
+
+    with pytest.raises(LoaderError, match="it gave no batch within 1 s"):
+        run_in_children(work, count=1, timeout_s=1)
+    grandchild = int(os.read(reading, 20))
+    os.close(reading)
+    os.close(writing)
+    assert _ended(grandchild)
+
+
+def test_a_child_that_is_killed_is_named() -> None:
+    with pytest.raises(LoaderError, match=r"its process ended early \(exit code -9\)"):
+        run_in_children(lambda: os.kill(os.getpid(), signal.SIGKILL), count=1, timeout_s=20)
+
+
+def _ended(pid: int) -> bool:
+    """True once a process has ended; as a zombie, too, since its parent is gone."""
+    for _ in range(100):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.05)
+    return False
