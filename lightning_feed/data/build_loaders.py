@@ -26,7 +26,7 @@ from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import size_of
 from lightning_feed.load.random_state import preserve_state
-from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, workers_of
+from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, Setting, workers_of
 from lightning_feed.load.worker import WorkerInit
 from lightning_feed.storage.system import parse_limit
 
@@ -51,43 +51,21 @@ class ChosenSettings:
     settings: LoaderSettings
     """The user's settings."""
     chosen: dict[str, Recommendation] = field(default_factory=dict)
-    tuned: "dict[str, Tuned | None]" = field(default_factory=dict)
-    """Results of tuning, by loader name. None if the ranks could not agree."""
     even: dict[str, str] = field(default_factory=dict)
     """Report line about the evaluation batch size, by loader name."""
-
-    def settings_for(
-        self, trainer: Trainer | None, split: str, name: str, for_trials: Callable[[], DataLoader[object]]
-    ) -> tuple[LoaderSettings, Callable[[Recommendation], Recommendation]]:
-        """Return the settings of one loader, tuned if requested, and a function that adds the reasons for them."""
-        if self.settings.num_workers != "tune":
-            return self.settings, lambda found: found
-        from lightning_feed.trials import in_fit
-
-        tuned = None
-        why_not = in_fit.why_not_now(trainer, split)
-        if not why_not:
-            if name not in self.tuned:
-                tried = for_trials()
-                with preserve_state(tried):
-                    found = in_fit.tune_for_fit(tried, trainer, name)
-                self.tuned[name] = found  # after the block, because the state that it restores may include this dict
-            tuned = self.tuned[name]
-        explain = partial(in_fit.explained, settings=self.settings, tuned=tuned, why_not=why_not)
-        return in_fit.settled(self.settings, tuned), explain
 
     def announce(self, trainer: Trainer | None, split: str, name: str, found: Recommendation) -> None:
         """Log the settings of a loader on one rank if they are new, and suppress Lightning's advice on them."""
         if self.chosen.get(name) != found and (trainer is None or trainer.is_global_zero):
             with suppress(Exception):  # a user's handler may raise, as Python's do after stderr is closed
-                values = ", ".join(f"{setting}={vars(found)[setting]}" for setting in found.reasons)
+                values = ", ".join(f"{setting}={vars(found.setting)[setting]}" for setting in found.reasons)
                 logger.info("%s: %s (loader_report() has the reasons)", name, values)
                 for warning in found.warnings:
                     logger.warning("%s: %s", name, warning)
         self.chosen[name] = found
-        if found.num_workers < 2:
+        if found.setting.num_workers < 2:
             ignore_warning(f"The '{split}_dataloader' does not have many workers")
-        if found.num_workers and not found.persistent_workers:
+        if found.setting.num_workers and not found.setting.persistent_workers:
             ignore_warning(f"Consider setting `persistent_workers=True` in '{split}_dataloader'")
 
     def report(self) -> str:
@@ -112,18 +90,10 @@ class Loaders(ChosenSettings):
         """Build the loader of one dataset of ``datamodule``."""
         trainer = datamodule.trainer
 
-        def for_trials() -> DataLoader[object]:
-            # Creating a user's sampler may draw random numbers, or count instances.
-            with preserve_state(datamodule, dataset):
-                tried, _ = build_loader(dataset, part, replace(self.settings, num_workers="auto"), job)
-            return tried
-
         if storage.cache == "device":
             loader, found = self._build_on_device(trainer, dataset, part, storage, job)
         else:
-            settings, explain = self.settings_for(trainer, part.split, part.name, for_trials)
-            loader, found = build_loader(dataset, part, settings, job)
-            found = explain(found)
+            loader, found = build_loader(dataset, part, self.settings, job)
         self.announce(trainer, part.split, part.name, found)
         return loader
 
@@ -170,13 +140,7 @@ class Loaders(ChosenSettings):
         )
         reason = f"the set is on {device} ({data.stored_bytes >> 20} MiB), so there is nothing to load"
         names = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
-        found = Recommendation(
-            num_workers=0,
-            prefetch_factor=None,
-            pin_memory=False,
-            persistent_workers=False,
-            reasons=dict.fromkeys(names, reason),
-        )
+        found = Recommendation(setting=Setting(num_workers=0), reasons=dict.fromkeys(names, reason))
         return loader, found
 
     def _load(
@@ -200,7 +164,7 @@ class Loaders(ChosenSettings):
 
     def copy(self) -> "Loaders":
         """Return a copy for a copy of the data module."""
-        return replace(self, chosen=dict(self.chosen), tuned=dict(self.tuned), even={}, resident={})
+        return replace(self, chosen=dict(self.chosen), even={}, resident={})
 
 
 def job_of(trainer: AnyTrainer) -> Job:

@@ -60,8 +60,9 @@ def build_loader(
         iterable=isinstance(dataset, IterableDataset),
         **vars(job),
     )
-    found = recommend(machine, settings, workload)
-    processes = found.num_workers > 0 and found.workers == "process"
+    recommendation = recommend(machine, settings, workload)
+    setting = recommendation.setting
+    processes = setting.num_workers > 0 and setting.workers == "process"
     options = {
         "worker_init_fn": job.worker_init or WorkerInit(),
         "multiprocessing_context": settings.start_method,
@@ -70,14 +71,14 @@ def build_loader(
         dataset,
         batch_size=part.batch_size,
         sampler=_sampler(dataset, part, settings, job),
-        num_workers=found.num_workers,
+        num_workers=setting.num_workers,
         collate_fn=part.collate_fn,
-        pin_memory=found.pin_memory,
+        pin_memory=setting.pin_memory,
         drop_last=drop_last,
-        timeout=settings.timeout_s if found.num_workers else 0,
-        prefetch_factor=found.prefetch_factor,
-        persistent_workers=found.persistent_workers,
-        in_order=settings.in_order,
+        timeout=settings.timeout_s if setting.num_workers else 0,
+        prefetch_factor=setting.prefetch_factor,
+        persistent_workers=setting.persistent_workers,
+        in_order=setting.in_order,
         background=settings.background,
         order=part.order,
         workers=workers_of(settings),
@@ -89,7 +90,7 @@ def build_loader(
     if processes and start_method != "fork":
         # Checked here, because Lightning masks an error at the start of a loader with its own.
         refuse_unsendable(loader, part.name, start_method)
-    return loader, found
+    return loader, recommendation
 
 
 def _sampler(dataset: AnyDataset, part: Part, settings: LoaderSettings, job: Job) -> AnySampler:

@@ -249,21 +249,15 @@ class Workload(Job):
 class Recommendation:
     """The chosen settings for a loader, with reasons."""
 
-    num_workers: int
-    prefetch_factor: int | None
-    """Batches that each worker loads ahead; None without workers."""
-    pin_memory: bool
-    persistent_workers: bool
+    setting: Setting
     reasons: dict[str, str]
     """Reason for each value, by name. ``workers`` is included only if it is not the default."""
-    workers: Literal["process", "thread", "ray"] = "process"
-    """Kind of the workers."""
     warnings: tuple[str, ...] = ()
     """Warnings: risks of the user's values, and limits that no choice could satisfy."""
 
     def describe(self) -> str:
         """Return one line per value, with the reason."""
-        return "\n".join(f"{name}={getattr(self, name)}: {reason}" for name, reason in self.reasons.items())
+        return "\n".join(f"{name}={getattr(self.setting, name)}: {reason}" for name, reason in self.reasons.items())
 
 
 def recommend(machine: Machine, settings: LoaderSettings, workload: Workload) -> Recommendation:
@@ -304,12 +298,16 @@ def recommend(machine: Machine, settings: LoaderSettings, workload: Workload) ->
         "pin_memory": why_pin,
         "persistent_workers": why_persistent,
     }
-    return Recommendation(
+    setting = Setting(
         num_workers=workers,
         prefetch_factor=prefetch if workers else None,
         pin_memory=pin,
         persistent_workers=persistent,
         workers=settings.workers,
+        in_order=settings.in_order,
+    )
+    return Recommendation(
+        setting=setting,
         reasons=reasons if settings.workers == "process" else {"workers": "as given", **reasons},
         warnings=warnings,
     )
