@@ -10,6 +10,7 @@ from torch.utils.data import IterableDataset, RandomSampler
 
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.load.decoding import BatchDecoder
+from lightning_feed.load.fork_safety import why_not_renewed
 from lightning_feed.load.kinds import AnyDataset, AnySampler, Batch, Sample
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import read_machine
@@ -58,6 +59,7 @@ def build_loader(
         batches=_batches(dataset, part, job, drop_last=drop_last),
         loaders=part.together,
         iterable=isinstance(dataset, IterableDataset),
+        why_no_workers="" if isinstance(settings.num_workers, int) else why_not_renewed(dataset),
         **vars(job),
     )
     recommendation = recommend(machine, settings, workload)

@@ -243,6 +243,8 @@ class Workload(Job):
     """Number of loaders that run at the same time, including this one."""
     iterable: bool = False
     """True if the dataset is a stream, from which workers cannot pick samples."""
+    why_no_workers: str = ""
+    """The reason why the dataset must not be given worker processes. Empty: none is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,6 +319,8 @@ def _workers(machine: Machine, settings: LoaderSettings, workload: Workload) -> 
     if isinstance(settings.num_workers, int):  # without a trial, "tune" means "auto"
         return settings.num_workers, "as given"
     needed = ", ".join(settings.asking_for_workers())
+    if workload.why_no_workers and settings.workers == "process" and not needed:
+        return 0, workload.why_no_workers
     if workload.batches is not None and workload.batches <= 1 and not needed:
         return 0, "a single batch leaves nothing to load in parallel"
     if workload.iterable:

@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_feed.errors import LoaderError
+from lightning_feed.load.fork_safety import renew
 from lightning_feed.load.kinds import Batch
 
 ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
@@ -54,6 +55,9 @@ class WorkerInit:
         disable_opencv_threads()
         if self.seed_worker is not None and int(os.environ.get("PL_SEED_WORKERS", "0")):
             self.seed_worker(worker_id, self.rank)
+        worker = get_worker_info()
+        if worker is not None:
+            renew(worker.dataset, worker.seed + self.rank)
 
 
 def disable_opencv_threads() -> None:

@@ -22,6 +22,7 @@ _LAST = 14
 NOW_S = 0.5
 """Seconds over which :func:`others_pct_now` measures."""
 
+
 class CpuTicks(NamedTuple):
     """Ticks since the machine started, over the CPUs that this process may use."""
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tqdm.auto import tqdm
 
 from lightning_feed.errors import LoaderError
+from lightning_feed.load.fork_safety import why_no_workers
 from lightning_feed.load.kinds import AnyIterator, Batch, Index
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import DrawsOf, size_of
@@ -35,7 +36,7 @@ def why_fixed(loader: DataLoader[Batch]) -> str:
         return f"the training loader ({kind.__name__}) iterates in its own way"
     if isinstance(loader, FeedLoader) and isinstance(loader.workers, RayCluster):
         return "Ray workers run on other machines"
-    return ""
+    return "" if loader.num_workers else why_no_workers(loader.dataset)
 
 
 def goal_of(trainer: Any, *, work: TrainingWork, most_workers: int | None, budget_s: float) -> Goal:

@@ -1,0 +1,222 @@
+"""What in a dataset does not survive a fork into workers: generators, open files, threads, connections.
+
+Only attributes are looked at, and no code of the user is called: the dataset's own attributes, and those of the objects
+in them, such as the datasets inside it and its transforms.
+"""
+
+import asyncio
+import concurrent.futures
+import io
+import logging
+import multiprocessing.pool
+import multiprocessing.process
+import random
+import socket
+import sqlite3
+import subprocess
+import tarfile
+import threading
+import types
+import zipfile
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+Kind = Literal["generator", "file", "process"]
+"""``generator``: draws random numbers; ``file``: has a position; ``process``: belongs to the process that made it."""
+
+_DEEPEST = 4
+"""Levels of attributes looked at: a Subset, its dataset, a transform, and a transform inside it."""
+_MOST_OBJECTS = 2000
+_MOST_ITEMS = 50
+"""Items of one container that are looked at: samples may lie in long lists."""
+_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+_FILES = (zipfile.ZipFile, tarfile.TarFile, sqlite3.Connection)
+_FILES_BY_NAME = ("h5py._hl.files.File", "builtins.Environment")
+"""Classes of libraries that may not be installed: h5py's, and lmdb's, which names no module."""
+_OF_A_PROCESS = (
+    threading.Thread,
+    concurrent.futures.Executor,
+    multiprocessing.pool.Pool,
+    multiprocessing.process.BaseProcess,
+    subprocess.Popen,
+    socket.socket,
+    asyncio.AbstractEventLoop,
+)
+_PASSED_OVER = (logging.Logger, types.ModuleType, types.FunctionType, type)
+"""Objects whose attributes are not the dataset's."""
+_OURS = "lightning_feed."
+"""Prefix of the modules of our own datasets, which open their files in each process."""
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
+
+
+@dataclass(frozen=True)
+class Hazard:
+    """An object in a dataset that workers would share, or copy, wrongly."""
+
+    kind: Kind
+    path: str
+    """Its place: ``dataset.transform.rng``."""
+    value: Any
+    owner: Any
+    """The object or container that holds it."""
+    key: Any
+    """Its attribute in ``owner``, or its key or position in a container."""
+
+    @property
+    def name(self) -> str:
+        """Class of the object: ``numpy.random.Generator``."""
+        kind = type(self.value)
+        module = kind.__module__.partition("._")[0]
+        return kind.__qualname__ if module == "builtins" else f"{module}.{kind.__qualname__}"
+
+    def replace(self, value: object) -> None:
+        """Put another object in its place."""
+        if isinstance(self.owner, (dict, list)):
+            self.owner[self.key] = value
+        else:
+            vars(self.owner)[self.key] = value
+
+
+def find_hazards(dataset: object) -> list[Hazard]:
+    """The objects in a dataset that do not survive a fork, in the order of their depth."""
+    hazards = []
+    waiting: deque[tuple[Any, str, int]] = deque([(dataset, "dataset", 0)])
+    seen = {id(dataset)}
+    while waiting and len(seen) < _MOST_OBJECTS:
+        holder, path, depth = waiting.popleft()
+        for key, value, name in _parts(holder, path):
+            kind = _kind_of(value)
+            if kind is not None:
+                hazards.append(Hazard(kind, name, value, holder, key))
+            elif id(value) not in seen and depth < _DEEPEST and _may_hold_more(value):
+                seen.add(id(value))
+                waiting.append((value, name, depth + (not isinstance(holder, (dict, list, tuple)))))
+    return hazards
+
+
+def why_no_workers(dataset: object) -> str:
+    """The reason why workers must not be given to a dataset that has none; empty if nothing was found."""
+    hazards = find_hazards(dataset)
+    if not hazards:
+        return ""
+    hazard = min(hazards, key=lambda hazard: ("process", "file", "generator").index(hazard.kind))
+    what = f"{hazard.path} ({hazard.name})"
+    if hazard.kind == "generator":
+        return (
+            f"{what} draws random numbers, and each worker would draw the same. Seed it in a worker_init_fn of the "
+            f"DataLoader, from torch.initial_seed(), to use workers"
+        )
+    if hazard.kind == "file":
+        return (
+            f"{what} is open, and workers would share its position. Open it in the first call of __getitem__ to use "
+            "workers"
+        )
+    return f"{what} belongs to this process, and does not work in workers. Make it in the first call of __getitem__"
+
+
+def why_not_renewed(dataset: object) -> str:
+    """The reason why :func:`renew` cannot make a dataset safe for workers; empty if it can."""
+    for hazard in find_hazards(dataset):
+        if hazard.kind == "process" or (hazard.kind == "file" and not _can_reopen(hazard.value)):
+            return why_no_workers(dataset)
+    return ""
+
+
+def renew(dataset: object, seed: int) -> None:
+    """Give this worker's copy of a dataset generators and files of its own.
+
+    Args:
+        dataset: the worker's dataset.
+        seed: the worker's seed, different for each worker and epoch.
+    """
+    renewed: dict[int, Any] = {}
+    for hazard in find_hazards(dataset):
+        key = id(hazard.value)
+        if hazard.kind == "generator" and key not in renewed:  # a transform and its parts may share one
+            renewed[key] = hazard.value
+            _seed(hazard.value, np.random.SeedSequence([seed, len(renewed)]))
+        elif hazard.kind == "file" and _can_reopen(hazard.value):
+            if key not in renewed:
+                renewed[key] = _reopened(hazard.value)
+            hazard.replace(renewed[key])
+
+
+def _parts(holder: Any, path: str) -> Iterator[tuple[Any, Any, str]]:
+    """(key, value, path) of the attributes or items of an object."""
+    if isinstance(holder, dict):
+        for key in list(holder)[:_MOST_ITEMS]:
+            yield key, holder[key], f"{path}[{key!r}]"
+    elif isinstance(holder, (list, tuple)):
+        for place, value in enumerate(holder[:_MOST_ITEMS]):
+            yield place, value, f"{path}[{place}]"
+    else:
+        attributes = getattr(holder, "__dict__", {}) if type(holder).__getattribute__ is object.__getattribute__ else {}
+        for name in list(attributes):
+            yield name, attributes[name], f"{path}.{name}"
+
+
+def _may_hold_more(value: Any) -> bool:
+    """True if the attributes or items of an object are looked at."""
+    if isinstance(value, _PASSED_OVER) or type(value).__module__.startswith(_OURS):
+        return False
+    return isinstance(value, (dict, list, tuple)) or hasattr(type(value), "__dict__")
+
+
+def _kind_of(value: Any) -> Kind | None:
+    if isinstance(value, _GENERATORS):
+        return "generator"
+    if isinstance(value, _OF_A_PROCESS):
+        return "process"
+    if isinstance(value, _LOCKS):
+        return "process" if _is_held(value) else None
+    if isinstance(value, torch.Tensor):
+        return "process" if value.device.type != "cpu" else None
+    if isinstance(value, io.IOBase):
+        memory = isinstance(value, (io.BytesIO, io.StringIO))
+        return None if memory or value.closed else "file"
+    kind = type(value)
+    if isinstance(value, _FILES) or f"{kind.__module__}.{kind.__qualname__}" in _FILES_BY_NAME:
+        return "file"
+    return None
+
+
+def _is_held(lock: Any) -> bool:
+    if not lock.acquire(blocking=False):
+        return True
+    lock.release()
+    return False
+
+
+def _can_reopen(value: object) -> bool:
+    if isinstance(value, zipfile.ZipFile):
+        return value.mode == "r" and isinstance(value.filename, str)
+    name = getattr(value, "name", None)
+    return isinstance(value, io.IOBase) and isinstance(name, str) and _is_only_read(value)
+
+
+def _is_only_read(file: Any) -> bool:
+    return bool(file.readable()) and not file.writable()
+
+
+def _reopened(value: Any) -> Any:
+    if isinstance(value, zipfile.ZipFile):
+        return zipfile.ZipFile(str(value.filename))
+    if isinstance(value, io.TextIOWrapper):
+        return open(value.name, encoding=value.encoding, errors=value.errors)  # noqa: PTH123
+    return open(value.name, "rb")  # noqa: PTH123
+
+
+def _seed(generator: Any, sequence: np.random.SeedSequence) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(sequence).state
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed(sequence.generate_state(8))
+    elif isinstance(generator, random.Random):
+        generator.seed(int(sequence.generate_state(1, np.uint64)[0]))
+    else:
+        generator.manual_seed(int(sequence.generate_state(1, np.uint64)[0]) >> 1)
