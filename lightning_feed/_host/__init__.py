@@ -299,6 +299,20 @@ def takes_iterator(pl_module: AnyModule) -> bool:
     return "dataloader_iter" in inspect.signature(pl_module.training_step).parameters
 
 
+def epoch_cut_short(trainer: AnyTrainer) -> tuple[int, int] | None:
+    """(batches that came, batches promised) if the training loader ended before its length; None if it did not.
+
+    Lightning then runs no validation, and says nothing. Checked against Lightning 2.4.0 and 2.6.6
+    (``loops/training_epoch_loop.py``).
+    """
+    promised = trainer.num_training_batches
+    loop = trainer.fit_loop.epoch_loop
+    came = loop.batch_progress.current.ready
+    if promised == float("inf") or trainer.should_stop or trainer.global_step == loop.max_steps or came >= promised:
+        return None
+    return int(came), int(promised)
+
+
 def is_training(trainer: AnyTrainer) -> bool:
     """Check if one of the Trainer's loops runs now.
 

@@ -118,7 +118,10 @@ def _adopted(kind: type[Any]) -> type[Any]:
                 before = tap.present_states() if before is None else before
                 item = self._feed_draw()
             if item.error is not None:
-                raise item.error
+                try:
+                    raise item.error
+                finally:
+                    del item  # the error's traceback holds this frame, and the frame would hold the error
             tap.hand_out(item, before)
             return item.value
 
@@ -145,7 +148,8 @@ def _adopted(kind: type[Any]) -> type[Any]:
             try:
                 item.value = super().__next__()
             except Exception as error:  # noqa: BLE001  # raised by the caller, in the step that the batch belongs to
-                item.error = error
+                # The traceback of an end holds frames that hold the fetcher, and with it the loader's workers.
+                item.error = error.with_traceback(None) if isinstance(error, StopIteration) else error
             item.fetched = self.fetched
             item.done = self.done
             return item

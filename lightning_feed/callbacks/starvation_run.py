@@ -69,6 +69,8 @@ class StarvationRun:
         self._rank_total: RankStats | None = None
         self._cpus = CpuShare() if trainer.world_size == 1 else None
         self._final: Measurements | None = None
+        self._cut_short: tuple[int, int] | None = None
+        """Batches of an epoch that ended before its length, and that length."""
         self._cache_began = self._cache_before = _cache_stats(trainer)
         self._undo = ExitStack()  # calls all of them, even if one fails
         self.also_undo = self._undo.callback
@@ -193,7 +195,7 @@ class StarvationRun:
             "step": lambda: self._now.meter.step_ended(),
             **dict.fromkeys(("forward", "backward", "optimizer"), lambda: self.main.meter.part_ended()),
             "validation_end": self._validation_ended,
-            "epoch": lambda: self._wall.go_on("rest"),
+            "epoch": self._epoch_ended,
         }
         starts: Calls = {LOOK_AHEAD: tap(lambda: self._now.meter.look_ahead_began())}
         stops: Calls = {
@@ -206,6 +208,11 @@ class StarvationRun:
                 stops |= {name: tap(ends[part])} if part in ends else {}
         nothing = _host.profiler_does_nothing(self._trainer)
         return tap_profiler(self._trainer.profiler, starts, stops, does_nothing=nothing, hooks=self._hooks)
+
+    def _epoch_ended(self) -> None:
+        self._wall.go_on("rest")
+        if self.stage == "fit":
+            self._cut_short = _host.epoch_cut_short(self._trainer) or self._cut_short
 
     def _fetch_began(self) -> None:
         if self._validation_since is not None and self._now is self.main:
@@ -257,7 +264,7 @@ class StarvationRun:
         others_cpu_pct = cpus.others_pct(found.facts.usable_cpus) if cpus is not None else None
         return Measurements(
             stats=found.stats,
-            facts=replace(found.facts, syncs=self._syncs(), others_cpu_pct=others_cpu_pct),
+            facts=replace(found.facts, syncs=self._syncs(), others_cpu_pct=others_cpu_pct, cut_short=self._cut_short),
             loaders=replace(found.loaders, cache_hit_pct=_hit_pct(self._cache_began, _cache_stats(self._trainer))),
             hooks=self._guard.attempt("tell the slowest hooks", self._slow_hooks) or (),
             ranks=self._rank_total or (self._ranks.total() if self._ranks is not None else None),

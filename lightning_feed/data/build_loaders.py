@@ -6,16 +6,14 @@ Tuning and data on the device are imported only if a setting needs them.
 import logging
 import os
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import IterableDataset, RandomSampler
 
 from lightning_feed import _host
 from lightning_feed._host import AnyDataModule, AnyTrainer
@@ -25,14 +23,12 @@ from lightning_feed.load.kinds import AnyDataset
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import size_of
-from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, Setting, workers_of
 from lightning_feed.load.worker import WorkerInit
 from lightning_feed.storage.system import parse_limit
 
 if TYPE_CHECKING:
     from lightning_feed.transfer.resident import ResidentData
-    from lightning_feed.trials.search import Tuned
 
 logger = logging.getLogger(__name__)
 

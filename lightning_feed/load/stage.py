@@ -192,7 +192,10 @@ def with_place(error: BaseException, where: str) -> ExceptionWrapper:
     """Wrap an error to be raised again, in its own type, with its original location."""
     if isinstance(error, StopIteration):  # would be taken for the end of the epoch
         error = LoaderError(f"StopIteration was raised {where}. The dataset must not raise it.")
-    return ExceptionWrapper((type(error), error, error.__traceback__), where=where)
+    kind = type(error)
+    if hasattr(error, "exceptions"):  # an ExceptionGroup (Python 3.11) cannot be made from text alone
+        kind = RuntimeError
+    return ExceptionWrapper((kind, error, error.__traceback__), where=where)
 
 
 def stack_here(ident: int | None) -> str:

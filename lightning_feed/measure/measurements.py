@@ -98,6 +98,8 @@ class LoopFacts:
     """True if a hook of the user other than ``device_transform`` can change a batch during its transfer."""
     batches_per_epoch: int | None = None
     """Batches of the training loader in an epoch, on one rank."""
+    cut_short: tuple[int, int] | None = None
+    """Batches of an epoch that ended before the length of its loader, and that length; None if no epoch did."""
     breaks_off: bool | None = None
     """True if the Trainer has a limit that may end an epoch before its loaders do."""
     decoder: str | None = None

@@ -31,8 +31,24 @@ _WAYS_OUT = {
 
 def notes_for(finding: Finding, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
     """Further facts and things to try, the most useful first."""
-    said = [*_framework(finding, remedies), *_copy(finding), *_data(finding, remedies), *_launch(finding)]
+    said = [
+        *_cut_short(finding),
+        *_framework(finding, remedies),
+        *_copy(finding),
+        *_data(finding, remedies),
+        *_launch(finding),
+    ]
     return tuple(dict.fromkeys(said))[:MOST]
+
+
+def _cut_short(finding: Finding) -> Iterator[str]:
+    """Note on an epoch that ended too early, since Lightning says nothing about it."""
+    if finding.facts.cut_short is not None:
+        came, promised = finding.facts.cut_short
+        yield (
+            f"the loader ended after {came} of {promised} batches, so Lightning ran no validation: its dataset raised "
+            "StopIteration, or the length of its sampler is wrong"
+        )
 
 
 def why_not(finding: Finding, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:

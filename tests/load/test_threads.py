@@ -5,6 +5,7 @@ import logging
 import multiprocessing
 import os
 import random
+import sys
 import threading
 import weakref
 
@@ -182,6 +183,13 @@ def test_a_sample_before_the_one_that_failed_is_loaded():
         thread.join()
     with pytest.raises(ValueError, match="index 4"):
         job.take()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="ExceptionGroup is new in Python 3.11")
+def test_an_exception_group_keeps_its_text():
+    error = ExceptionGroup("two reads failed", [OSError("disk"), TimeoutError("net")])  # noqa: F821
+    with pytest.raises(RuntimeError, match=r"(?s)in thread worker.*two reads failed.*OSError: disk"):
+        epochs(threaded(Failing(error), batch_size=4))
 
 
 @pytest.mark.parametrize(("error", "background"), [(SystemExit(3), 0), (KeyboardInterrupt(), 1)])
