@@ -121,8 +121,8 @@ def find_room(folder: str | Path, root: Path = Path("/")) -> MemoryLimit:
     """Return the tighter limit on new data in a folder: free space or, if the folder is in memory, free memory."""
     mount = find_mount(folder, root)
     status = os.statvfs(folder)
-    place = f"{mount.point} ({mount.kind})" if mount else str(folder)
-    limits = [MemoryLimit(status.f_bavail * status.f_frsize, place)]
+    name = f"{mount.point} ({mount.kind})" if mount else str(folder)
+    limits = [MemoryLimit(status.f_bavail * status.f_frsize, name)]
     if mount is not None and mount.in_memory:
         limits += memory_limits(root)
     least = min(limits)
@@ -130,16 +130,16 @@ def find_room(folder: str | Path, root: Path = Path("/")) -> MemoryLimit:
 
 
 def check_room(new_bytes: int, new_files: int, folder: str, root: Path = Path("/")) -> None:
-    """Refuse a copy that does not fit.
+    """Refuse a copy or a pack that does not fit.
 
     Args:
-        new_bytes: bytes that the copy adds, each file rounded up to whole blocks of the file system.
-        new_files: number of files and folders that the copy adds.
-        folder: target of the copy; must exist.
+        new_bytes: bytes to add, each file rounded up to whole blocks of the file system.
+        new_files: number of files and folders to add.
+        folder: where to; must exist.
         root: the file system to read ``proc`` and ``sys`` from.
 
     Raises:
-        ArchiveError: if the copy does not fit. The message has the needed and the free space, and advice.
+        ArchiveError: if it does not fit. The message has the needed and the free space, and advice.
     """
     mount = find_mount(folder, root)
     least = find_room(folder, root)
@@ -149,14 +149,14 @@ def check_room(new_bytes: int, new_files: int, folder: str, root: Path = Path("/
     if new_bytes > least.left_bytes * share:
         kept = f", of which {1 - share:.0%} are kept free" if in_memory else ""
         raise ArchiveError(
-            f"{size_text(new_bytes)} are to be copied to {folder}, but the {least.reason} leaves "
-            f"{size_text(least.left_bytes)}{kept}. Nothing was written. Make room, pack images smaller first "
-            "(lightning-feed pack --short-side), stage to a local disk, or mount a tmpfs of the right size and use "
-            f"that:\n  {mount_command(folder, new_bytes, root)}"
+            f"{size_text(new_bytes)} are needed in {folder}, but the {least.reason} leaves "
+            f"{size_text(least.left_bytes)}{kept}. Nothing was written. Make room, pack images smaller "
+            "(lightning-feed pack --short-side), choose a local disk, or mount a tmpfs of the right size and use "
+            f"that:\n  {mount_command('/mnt/ram', new_bytes, root)}"
         )
     if status.f_files > 0 and new_files > status.f_favail:  # a file system without inodes reports 0
         raise ArchiveError(
-            f"{new_files} files are to be copied to {folder}, which has room for {status.f_favail} more, "
+            f"{new_files} files are needed in {folder}, which has room for {status.f_favail} more, "
             "whatever their size. Nothing was written. Pack them into one first (lightning-feed pack)."
         )
 
@@ -170,24 +170,24 @@ def find_caveats(folder: str, root: Path = Path("/")) -> tuple[str, ...]:
     """
     mount = find_mount(folder, root)
     status = Path(folder).stat()
-    found = []
+    caveats = []
     sticky = status.st_mode & stat.S_ISVTX  # only the owner of a file can move it in a sticky folder
     if status.st_uid not in (0, os.geteuid()) or (status.st_mode & 0o002 and not sticky):
-        found.append(
+        caveats.append(
             f"Other users can replace a copy in {folder}. Choose a DEST of your own, for example /dev/shm/<user>."
         )
     if mount is None or not mount.in_memory:
-        return tuple(found)
-    found.append(f"{mount.point} is memory: the copy is gone after a reboot.")
+        return tuple(caveats)
+    caveats.append(f"{mount.point} is memory: the copy is gone after a reboot.")
     if mount.kind == "tmpfs" and "noswap" not in mount.options and _has_swap(root):
-        found.append(
+        caveats.append(
             f"{mount.point} may be swapped out when memory is short. Mount it with noswap (Linux 6.4) to prevent that."
         )
     limit = min(cgroup_memory_limits(root), default=None)
     if limit is not None:
         left = size_text(max(0, limit.left_bytes))
-        found.append(f"The copy counts against the {limit.reason}, which leaves {left} to training now.")
-    return tuple(found)
+        caveats.append(f"The copy counts against the {limit.reason}, which leaves {left} to training now.")
+    return tuple(caveats)
 
 
 def mount_command(path: str | os.PathLike[str], total_bytes: int, root: Path = Path("/")) -> str:
