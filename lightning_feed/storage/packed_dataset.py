@@ -3,6 +3,7 @@
 Data files are opened on the first read in the process that reads: neither LMDB nor HDF5 survives a fork.
 """
 
+import io
 import json
 import mmap
 import os
@@ -10,7 +11,7 @@ import zlib
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, finalize
 
 import numpy as np
 import numpy.typing as npt
@@ -122,7 +123,7 @@ class PartIndex:
             ArchiveError: if it is missing or damaged.
         """
         try:
-            with np.load(path, allow_pickle=False) as stored:
+            with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as stored:
                 index = cls(**{field.name: stored[field.name] for field in fields(cls)})
             if {array.shape for array in vars(index).values()} != {(len(index.ends),)}:
                 raise ValueError("its arrays do not hold one value for each sample")
@@ -159,19 +160,20 @@ class _FileReader:
     """
 
     def __init__(self, path: Path, start: int, ends: npt.NDArray[np.int64], *, mapped: bool) -> None:
-        self._file = path.open("rb", buffering=0)
+        self._file = os.open(path, os.O_RDONLY)
+        finalize(self, os.close, self._file)
         self._start = start
         self._ends = ends
         self._view: memoryview | None = None
         if mapped and len(ends):
-            self._view = memoryview(mmap.mmap(self._file.fileno(), 0, prot=mmap.PROT_READ))
+            self._view = memoryview(mmap.mmap(self._file, 0, prot=mmap.PROT_READ))
 
     def read(self, number: int) -> bytes | memoryview:
         begin = self._start + (int(self._ends[number - 1]) if number else 0)
         end = self._start + int(self._ends[number])
         if self._view is not None:
             return self._view[begin:end]
-        sample = os.pread(self._file.fileno(), end - begin, begin)
+        sample = os.pread(self._file, end - begin, begin)
         if len(sample) < end - begin:
             raise ValueError("it is cut short")
         return sample

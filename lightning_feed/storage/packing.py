@@ -7,6 +7,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -148,7 +149,10 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
     _check_target(target, root, force=force)
     changes = ImageChanges(short_side=short_side, decoded=decoded)
     sources = _sources_in(root)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArchiveError(f"{target.parent} cannot be made: {error.strerror}. Choose another DEST.") from error
     workshop = Workshop(target, "packing")
     with workshop.claimed(wait=False):
         _check_target(target, root, force=force)  # again, because another process may have packed there since
@@ -156,9 +160,9 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
         parts: dict[str, int] = {}
         skipped: list[str] = []
         for name, part in sources.items():
-            writer = PartWriter(workshop.whole / name, format)
-            skipped += _fill(writer, name, part, changes, on_error)
-            parts[name] = writer.finish()
+            with closing(PartWriter(workshop.whole / name, format)) as writer:
+                skipped += _fill(writer, name, part, changes, on_error)
+                parts[name] = writer.finish()
         classes = next(iter(sources.values())).classes
         Manifest(format=format, decoded=decoded, classes=classes, parts=parts).save(workshop.whole)
         if verify:
@@ -314,11 +318,17 @@ class PartWriter:
         index.save(self._folder / "index.npz")
         return self._path.stat().st_size
 
+    def close(self) -> None:
+        """Close the data file, complete or not."""
+        self._data.close()
+
 
 class _Writer(Protocol):
     def append(self, sample: bytes) -> None: ...
 
     def finish(self, index: PartIndex) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class _FlatWriter:
@@ -331,6 +341,9 @@ class _FlatWriter:
         self._file.write(sample)
 
     def finish(self, _index: PartIndex) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._file.close()
 
 
@@ -359,6 +372,9 @@ class _LmdbWriter:
     def finish(self, _index: PartIndex) -> None:
         self._transaction.commit()
         self._environment.sync(True)  # noqa: FBT003 - LMDB's own form
+        self.close()
+
+    def close(self) -> None:
         self._environment.close()
 
 
@@ -386,6 +402,9 @@ class _Hdf5Writer:
             file.create_dataset("ends", data=index.ends)
             file.create_dataset("bytes", data=samples)  # contiguous, so that it can be read by offset
         self._flat.unlink()
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 _WRITERS: dict[Format, type[_FlatWriter] | type[_LmdbWriter] | type[_Hdf5Writer]] = {
