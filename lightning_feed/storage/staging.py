@@ -110,6 +110,8 @@ def stage(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> Stage
         workshop = Workshop(target, "staging")
         with workshop.claimed(wait=True):
             copied = _update(workshop, origin, listing)
+    except ArchiveError:
+        raise
     except OSError as error:
         reason = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
         raise ArchiveError(f"{origin.name} was not staged to {target}: {reason}.") from error

@@ -54,6 +54,8 @@ class Workshop:
             make_private(self.folder)
             lock = FileLock(self.folder / "lock", fallback_to_soft=False)  # a soft lock would outlive a killed process
             self._acquire(lock, wait=wait)
+        except ArchiveError:
+            raise
         except OSError as error:
             raise ArchiveError(
                 f"{self.folder} cannot be made or written to: {error.strerror}. Choose another DEST."
@@ -96,9 +98,11 @@ class Workshop:
 
 
 def _is_full_disk(error: Exception) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return "No space left" in str(error)  # of LMDB, HDF5
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    text = str(error)
+    # LMDB reports an input/output error if a write fitted in part.
+    return "No space left" in text or (text.startswith("mdb_") and "Input/output error" in text)
 
 
 def remove(path: Path) -> None:
