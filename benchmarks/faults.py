@@ -36,6 +36,8 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_feed.storage.read_through import ReadThrough
+from lightning_feed.storage.shared_cache import SampleCache
 from PIL import Image
 from torch.utils.data import TensorDataset
 
@@ -43,8 +45,6 @@ from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.errors import FeedError
 from lightning_feed.storage import PackedDataset, pack, remote, remote_folder, stage
 from lightning_feed.storage.folder import FolderSource, index_of, scan_classes
-from lightning_feed.storage.read_through import ReadThrough
-from lightning_feed.storage.shared_cache import SampleCache
 from lightning_feed.storage.system import cache_folder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
