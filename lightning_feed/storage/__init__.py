@@ -1,4 +1,4 @@
-"""Where samples lie: packs and staged copies. Each name is imported on first use."""
+"""Packs and staged copies of samples. Each name is imported on first use."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
