@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -170,42 +171,55 @@ def scan_classes(root: Path, classes: tuple[str, ...] | None = None) -> FolderIn
         DatasetError: if ``root`` is not a folder, cannot be read or has no class folders; if a class has no images; if
             there are classes that are not in ``classes``; or if symbolic links form a cycle.
     """
+    names = class_names(root)
+    unknown = set(names).difference(classes or names)
+    if unknown:
+        raise DatasetError(
+            f"{root} has classes that training does not have: {_first_of(sorted(unknown))}. Move them away."
+        )
     try:
-        names = _class_folders(root)
         paths = {name: _images_below(root, name) for name in names}
     except OSError as error:
-        raise DatasetError(
-            f"{error.filename} cannot be read: {error.strerror}. Make it readable, or move it away."
-        ) from error
+        raise _unreadable(error) from error
+    empty = [name for name in names if not paths[name]]
+    # Another split than training may lack images of some classes, but not of all.
+    if empty and (classes is None or len(empty) == len(names)):
+        raise DatasetError(f"No images in {_first_of(empty)} of {root}: add some ({', '.join(IMAGE_SUFFIXES)}).")
+    return _index(classes or names, paths)
+
+
+def _index(classes: tuple[str, ...], paths: dict[str, list[bytes]]) -> FolderIndex:
+    parts = [paths.get(name, []) for name in classes]
+    return FolderIndex(
+        classes=classes,
+        labels=np.repeat(np.arange(len(classes), dtype=np.int64), [len(part) for part in parts]),
+        paths=np.array(list(chain.from_iterable(parts))),
+    )
+
+
+def class_names(root: Path) -> tuple[str, ...]:
+    """Return the sorted names of the class folders in ``root``.
+
+    Raises:
+        DatasetError: if ``root`` is not a folder, cannot be read or has no class folders.
+    """
+    try:
+        with os.scandir(root) as entries:
+            folders = [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+    except OSError as error:
+        raise _unreadable(error) from error
+    # A pack inside the folder it was made from is not a class.
+    names = sorted(entry.name for entry in folders if not is_pack(entry.path))
     if not names:
         raise DatasetError(
             f"{root} has no folders in it. Use a folder with one folder of images for each class: {root}/cats/1.jpg, "
             f"{root}/dogs/1.jpg; or with train and val folders of such folders."
         )
-    unknown = [name for name in names if classes is not None and name not in classes]
-    if unknown:
-        raise DatasetError(f"{root} has classes that training does not have: {_first_of(unknown)}. Move them away.")
-    empty = [name for name in names if not paths[name]]
-    # Another split than training may lack images of some classes, but not of all.
-    if empty and (classes is None or len(empty) == len(names)):
-        raise DatasetError(f"No images in {_first_of(empty)} of {root}: add some ({', '.join(IMAGE_SUFFIXES)}).")
-    labels = classes or tuple(names)
-    counts = [len(paths.get(name, ())) for name in labels]
-    return FolderIndex(
-        classes=labels,
-        labels=np.repeat(np.arange(len(labels), dtype=np.int64), counts),
-        paths=np.array([path for name in labels for path in paths.get(name, ())]),
-    )
+    return tuple(names)
 
 
-def _class_folders(root: Path) -> list[str]:
-    with os.scandir(root) as entries:
-        # A pack inside the folder it was made from is not a class.
-        return sorted(
-            entry.name
-            for entry in entries
-            if entry.is_dir() and not entry.name.startswith(".") and not is_pack(entry.path)
-        )
+def _unreadable(error: OSError) -> DatasetError:
+    return DatasetError(f"{error.filename} cannot be read: {error.strerror}. Make it readable, or move it away.")
 
 
 def _images_below(root: Path, name: str) -> list[bytes]:

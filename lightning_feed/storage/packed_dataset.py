@@ -169,7 +169,9 @@ class _FileReader:
             self._view = memoryview(mmap.mmap(self._file, 0, prot=mmap.PROT_READ))
 
     def read(self, number: int) -> bytes | memoryview:
-        begin = self._start + (int(self._ends[number - 1]) if number else 0)
+        begin = self._start
+        if number:
+            begin += int(self._ends[number - 1])
         end = self._start + int(self._ends[number])
         if self._view is not None:
             return self._view[begin:end]
@@ -284,9 +286,9 @@ class PackedDataset(Dataset[Any]):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Encoded, int]:
-        number = index + len(self) if index < 0 else index
-        if not 0 <= number < len(self):
+        if not -len(self) <= index < len(self):
             raise IndexError(f"There is no sample {index} among {len(self)}.")
+        number = index % len(self)
         return self.read(number), int(self.labels[number])
 
     def read(self, index: int) -> Encoded:
@@ -327,12 +329,14 @@ class PackedDataset(Dataset[Any]):
     @property
     def total_bytes(self) -> int:
         """Bytes of all samples."""
-        return int(self._index.ends[-1]) if len(self) else 0
+        return int(self._index.ends[-1:].sum())
 
     def name(self, index: int) -> str:
         """Return the name of sample ``index``, prefixed with the pack."""
-        part = "" if self.part == ALL else self.part
-        return f"{self.path}/{part}:{os.fsdecode(self._index.names[index])}"
+        name = os.fsdecode(self._index.names[index])
+        if self.part == ALL:
+            return f"{self.path}/:{name}"
+        return f"{self.path}/{self.part}:{name}"
 
     def _open(self) -> Reader:
         # Of two threads that open at once, both readers are good.

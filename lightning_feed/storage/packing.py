@@ -140,12 +140,7 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
     began_s = time.monotonic()
     root = Path(source)
     target = Path(dest)
-    if format not in FORMATS:
-        raise SettingsError(f"format={format!r} is not possible. Use one of {', '.join(map(repr, FORMATS))}.")
-    if on_error not in ("raise", "skip"):
-        raise SettingsError(f"on_error={on_error!r} is not possible. Use 'raise' or 'skip'.")
-    if short_side is not None and (type(short_side) is not int or short_side < 1):
-        raise SettingsError(f"short_side={short_side!r} is not possible. Use pixels, 1 or more.")
+    _check_settings(format, short_side, on_error)
     _check_target(target, root, force=force)
     changes = ImageChanges(short_side=short_side, decoded=decoded)
     sources = _sources_in(root)
@@ -199,6 +194,15 @@ def verify_pack(path: str | Path) -> int:
 
 
 # --- before anything is written ---------------------------------------------------------------------------------------
+
+
+def _check_settings(format: str, short_side: int | None, on_error: str) -> None:
+    if format not in FORMATS:
+        raise SettingsError(f"format={format!r} is not possible. Use one of {', '.join(map(repr, FORMATS))}.")
+    if on_error not in ("raise", "skip"):
+        raise SettingsError(f"on_error={on_error!r} is not possible. Use 'raise' or 'skip'.")
+    if short_side is not None and (type(short_side) is not int or short_side < 1):
+        raise SettingsError(f"short_side={short_side!r} is not possible. Use pixels, 1 or more.")
 
 
 def _check_target(target: Path, root: Path, *, force: bool) -> None:

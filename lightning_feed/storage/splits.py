@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_feed.errors import DatasetError, SettingsError
-from lightning_feed.storage.folder import Encoded, FolderSource, SampleSource, is_pack, scan_classes
+from lightning_feed.storage.folder import Encoded, FolderSource, SampleSource, class_names, is_pack, scan_classes
 from lightning_feed.storage.packed_dataset import ALL, PackedDataset, read_manifest
 
 _FOLDERS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
@@ -31,9 +31,10 @@ def folder_of_split(root: Path, split: str) -> FolderSource | None:
         return None
     if len(names) > 1:
         raise DatasetError(f"{root} has {' and '.join(names)}, which all mean the split {split!r}. Rename all but one.")
-    classes = None if split == "train" else scan_classes(root / "train").classes
     folder = root / names[0]
-    return FolderSource(folder, scan_classes(folder, classes))
+    if split == "train":
+        return FolderSource(folder, scan_classes(folder))
+    return FolderSource(folder, scan_classes(folder, class_names(root / "train")))
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,11 @@ class Splits:
 
     def classes(self, root: Path) -> tuple[str, ...]:
         """Return the label names, sorted."""
-        source = self.source(root, "train")
-        return () if source is None else source.classes
+        if is_pack(root):
+            return read_manifest(root).classes
+        if has_splits(root):
+            return class_names(root / "train")
+        return class_names(root)
 
     def _packed(self, root: Path, split: str) -> SampleSource | None:
         parts = read_manifest(root).parts

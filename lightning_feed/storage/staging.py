@@ -113,7 +113,9 @@ def stage(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> Stage
     except ArchiveError:
         raise
     except OSError as error:
-        reason = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        reason = str(error)
+        if error.filename and error.strerror:
+            reason = f"{error.filename}: {error.strerror}"
         raise ArchiveError(f"{origin.name} was not staged to {target}: {reason}.") from error
     mount = find_mount(target.parent)
     caveats = find_caveats(str(target.parent))
@@ -164,7 +166,10 @@ def _update(workshop: Workshop, origin: "_Source", listing: Listing) -> bool:
     origin.copy(listing, workshop.whole)
     if _sizes(_list_folder(str(workshop.whole))) != _sizes(listing) or _fingerprint(origin.list_files()) != fingerprint:
         raise ArchiveError(f"{origin.name} changed while it was copied. Stage it again when no program writes there.")
-    workshop.whole.chmod(0o700 if workshop.whole.is_dir() else 0o600)
+    if workshop.whole.is_file():
+        workshop.whole.chmod(0o600)
+    else:
+        workshop.whole.chmod(0o700)
     record = _Record(source=origin.name, fingerprint=fingerprint, inode=workshop.whole.stat().st_ino)
     write_json(record_path, asdict(record))
     workshop.put_in_place()
@@ -262,7 +267,7 @@ class _LocalSource:
         bar = progress_bar(f"Staging {Path(self.name).name}", _total_bytes(listing))
 
         def copy(name: str) -> None:
-            self._copy_file(f"{self.name}/{name}" if name else self.name, _below(whole, name), bar)
+            self._copy_file(_below(self.name, name), _below(whole, name), bar)
 
         with bar, ThreadPoolExecutor(_THREADS) as pool:  # waits for its threads at the end
             try:
@@ -310,7 +315,7 @@ class _UrlSource:
     def copy(self, listing: Listing, whole: Path) -> None:
         """Download all files."""
         _make_folders(listing, whole)
-        paths = [f"{self._root}/{name}" if name else self._root for name in listing]
+        paths = [_below(self._root, name) for name in listing]
         bar = TqdmCallback(tqdm_kwargs={"desc": f"Staging {self.name}", "unit": " files", "disable": None})
         try:
             self._system.get(paths, [_below(whole, name) for name in listing], callback=bar)
@@ -334,8 +339,11 @@ def _make_folders(listing: Listing, whole: Path) -> None:
         os.makedirs(_below(whole, folder), exist_ok=True)  # noqa: PTH103
 
 
-def _below(whole: Path, name: str) -> str:
-    return f"{whole}/{name}" if name else str(whole)
+def _below(root: str | Path, name: str) -> str:
+    """Return the path of a file of a listing, whose name is empty if the source is one file."""
+    if not name:
+        return str(root)
+    return f"{root}/{name}"
 
 
 def _without_secrets(url: str) -> str:
