@@ -45,7 +45,9 @@ def _kind(system: str, places: Sequence[Path]) -> str:
     known = next((kind for kind, systems in _KINDS.items() if system in systems), None)
     if known is not None or system.startswith("fuse."):
         return known or "network"
-    return "rotational" if any(_rotates(place) for place in places) else "local"
+    if any(_rotates(place) for place in places):
+        return "rotational"
+    return "local"
 
 
 def _rotates(block: Path, depth: int = 0) -> bool:
@@ -93,25 +95,25 @@ def find_mount(path: str | Path, root: Path = Path("/")) -> Mount | None:
         root: the file system to read ``proc`` from.
     """
     resolved = Path(path).resolve()
-    found = None
+    mount = None
     for line in read_text(root / "proc/self/mountinfo").splitlines():
         # 25 24 0:23 / /dev/shm rw,relatime [fields of any number] - tmpfs tmpfs rw,size=24684084k
-        left, _, right = line.partition(" - ")
-        words = left.split(" ")
-        tail = right.split(" ")
+        head, _, tail_text = line.partition(" - ")
+        words = head.split(" ")
+        tail = tail_text.split(" ")
         if len(words) < 6 or len(tail) < 3:
             continue
         point = _unescaped(words[4])
         # Of two mounts at one point, the later hides the earlier.
-        if resolved.is_relative_to(point) and (found is None or len(point) >= len(found.point)):
+        if resolved.is_relative_to(point) and (mount is None or len(point) >= len(mount.point)):
             options = frozenset([*words[5].split(","), *tail[2].split(",")])
-            found = Mount(point=point, kind=tail[0], device=words[2], source=_unescaped(tail[1]), options=options)
-    return found
+            mount = Mount(point=point, kind=tail[0], device=words[2], source=_unescaped(tail[1]), options=options)
+    return mount
 
 
 def _unescaped(word: str) -> str:
     """Decode blanks and backslashes, which the kernel writes in paths as ``\\040`` and the like."""
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), word)
+    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), word)
 
 
 # --- room for a copy --------------------------------------------------------------------------------------------------
@@ -213,4 +215,6 @@ def _has_swap(root: Path) -> bool:
 
 def _kernel(root: Path) -> tuple[int, ...]:
     release = re.match(r"(\d+)\.(\d+)", read_text(root / "proc/sys/kernel/osrelease"))
-    return tuple(map(int, release.groups())) if release else (0, 0)
+    if release is None:
+        return (0, 0)
+    return tuple(map(int, release.groups()))

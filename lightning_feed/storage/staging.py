@@ -137,7 +137,7 @@ def stage(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> Stage
 # --- the copy ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Record:
     """Record of a complete copy, stored beside it."""
 
@@ -146,6 +146,8 @@ class _Record:
     """Digest of the source's listing."""
     inode: int
     """Inode of the copy: something else at its path is not replaced."""
+    replaced_inode: int | None
+    """Inode of the copy that this one replaces, which is still in place if the process was killed just then."""
 
 
 def _update(workshop: Workshop, origin: "_Source", listing: Listing) -> bool:
@@ -154,12 +156,15 @@ def _update(workshop: Workshop, origin: "_Source", listing: Listing) -> bool:
     record_path = workshop.folder / "record.json"
     known = read_json(record_path)
     fingerprint = _fingerprint(listing)
+    inode = None
     if os.path.lexists(target):
         status = target.lstat()
-        ours = status.st_uid == os.geteuid() and status.st_ino == known.get("inode")
+        inode = status.st_ino
+        ours = status.st_uid == os.geteuid() and inode in (known.get("inode"), known.get("replaced_inode"))
         if not ours or known.get("source") != origin.name:
             raise ArchiveError(f"{target} is not a staged copy of {origin.name}. Remove it, or choose another DEST.")
-        if known.get("fingerprint") == fingerprint and _sizes(_list_folder(str(target))) == _sizes(listing):
+        unchanged = known == asdict(_Record(origin.name, fingerprint, inode, known.get("replaced_inode")))
+        if unchanged and _sizes(_list_folder(str(target))) == _sizes(listing):
             return False
         logger.info("%s has changed since it was copied to %s, and is copied again.", origin.name, target)
     _check_room(listing, target.parent)
@@ -170,7 +175,7 @@ def _update(workshop: Workshop, origin: "_Source", listing: Listing) -> bool:
         workshop.whole.chmod(0o600)
     else:
         workshop.whole.chmod(0o700)
-    record = _Record(source=origin.name, fingerprint=fingerprint, inode=workshop.whole.stat().st_ino)
+    record = _Record(origin.name, fingerprint, workshop.whole.stat().st_ino, inode)
     write_json(record_path, asdict(record))
     workshop.put_in_place()
     return True
@@ -233,7 +238,7 @@ def _find_source(source: str | os.PathLike[str]) -> _Source:
         raise ArchiveError(f"{_without_secrets(path)} cannot be opened: {error}.") from error
     if isinstance(system, LocalFileSystem):
         return _LocalSource(root)
-    return _UrlSource(_without_secrets(path), system, root)
+    return _UrlSource(path, system, root)
 
 
 class _LocalSource:
@@ -288,8 +293,9 @@ class _LocalSource:
 class _UrlSource:
     """A folder or a file of an fsspec file system, such as an object store."""
 
-    def __init__(self, name: str, system: fsspec.AbstractFileSystem, root: str) -> None:
-        self.name = name
+    def __init__(self, url: str, system: fsspec.AbstractFileSystem, root: str) -> None:
+        self.name = _without_secrets(url)
+        self._has_secrets = self.name != url.rstrip("/")
         self._system = system
         self._root = root.rstrip("/")
 
@@ -304,7 +310,7 @@ class _UrlSource:
                 return {"": self._stamp("", self._system.info(self._root))}
             found = self._system.find(self._root, detail=True)
         except Exception as error:  # each file system has its own
-            raise ArchiveError(f"{self.name} cannot be listed: {type(error).__name__}: {error}") from error
+            raise ArchiveError(f"{self.name} cannot be listed: {self._describe(error)}.") from error
         listing = {path[len(self._root) :].lstrip("/"): info for path, info in found.items()}
         # Some stores list a folder as an object of its name and no bytes.
         listing = {name: info for name, info in listing.items() if name and not name.endswith("/")}
@@ -322,7 +328,12 @@ class _UrlSource:
         except OSError:
             raise
         except Exception as error:  # each file system has its own
-            raise ArchiveError(f"{self.name} cannot be copied: {type(error).__name__}: {error}") from error
+            raise ArchiveError(f"{self.name} cannot be copied: {self._describe(error)}.") from error
+
+    def _describe(self, error: Exception) -> str:
+        if self._has_secrets:  # messages of file systems show the whole URL
+            return type(error).__name__
+        return f"{type(error).__name__}: {error}"
 
     def _stamp(self, name: str, info: Mapping[str, Any]) -> FileStamp:
         if ".." in name.split("/"):

@@ -51,9 +51,9 @@ def atomic_write(path: Path, *, mode: int = 0o644) -> Iterator[BinaryIO]:
 
 def cache_folder() -> Path:
     """Return the folder kept between runs: ``$XDG_CACHE_HOME/lightning_feed`` or ``~/.cache/lightning_feed``."""
-    given = os.environ.get("XDG_CACHE_HOME")
-    if given:
-        return Path(given) / "lightning_feed"
+    xdg_folder = os.environ.get("XDG_CACHE_HOME")
+    if xdg_folder:
+        return Path(xdg_folder) / "lightning_feed"
     try:
         return Path.home() / ".cache" / "lightning_feed"
     except RuntimeError:  # in some containers, $HOME is not set and the user is not in /etc/passwd
@@ -88,9 +88,9 @@ def read_private(path: str | Path) -> bytes:
     """
     # Opening must neither block on a FIFO without a writer, nor follow another user's link.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file:
-        found = os.fstat(file.fileno())
-        others_may_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or others_may_write:
+        status = os.fstat(file.fileno())
+        others_may_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or others_may_write:
             raise PermissionError(f"it is not a file that only user {os.getuid()} can write")
         return file.read()
 
@@ -110,9 +110,9 @@ def write_private(path: Path, content: bytes) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Read the document written by :func:`write_json`; empty if missing or untrusted."""
     try:
-        found = json.loads(read_private(path))
-        if isinstance(found, dict):
-            return found
+        document = json.loads(read_private(path))
+        if isinstance(document, dict):
+            return document
         logger.debug("%s is not used: it has another format.", path)
     except FileNotFoundError:
         pass
@@ -210,11 +210,11 @@ def cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
             break
     if own is None:
         return
-    mounts = ("", "unified") if controller == "" else (controller, "cpu,cpuacct" if controller == "cpu" else controller)
+    mounts = {"": ("", "unified"), "cpu": ("cpu", "cpu,cpuacct")}.get(controller, (controller,))
     # In a container the path may be the host's, with only its end mounted. The walk then ends at the mount, which is
     # the container's own cgroup. A path out of the namespace ("/..") also ends there.
     parts = [part for part in own.split("/") if part not in ("", "..")]
-    for mount in dict.fromkeys(mounts):
+    for mount in mounts:
         base = root / "sys/fs/cgroup" / mount
         for depth in range(len(parts), -1, -1):
             yield base.joinpath(*parts[:depth])
@@ -233,11 +233,13 @@ def read_text(path: Path) -> str:
 
 def size_text(size: float) -> str:
     """Format bytes for people: ``"12.3 GiB"``."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+    if size < 1024:
+        return f"{size:.0f} bytes"
+    for unit in ("KiB", "MiB"):
         size /= 1024
-    return f"{size:.1f} GiB"
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:.1f} GiB"
 
 
 # --- long work --------------------------------------------------------------------------------------------------------
@@ -245,6 +247,7 @@ def size_text(size: float) -> str:
 
 def progress_bar(text: str, total: int, unit: str = "B") -> "tqdm[Any]":
     """Return a progress bar for a terminal; disabled if there is no standard error, as in some services."""
-    closed = sys.stderr is None or getattr(sys.stderr, "closed", False)
-    no_bar = True if closed else None
-    return tqdm(total=total, desc=text, unit=unit, unit_scale=unit == "B", leave=False, disable=no_bar)
+    disable = None  # by tqdm itself, where standard error is no terminal
+    if sys.stderr is None or getattr(sys.stderr, "closed", False):
+        disable = True
+    return tqdm(total=total, desc=text, unit=unit, unit_scale=unit == "B", leave=False, disable=disable)

@@ -200,6 +200,17 @@ def test_secrets_of_a_url_are_neither_recorded_nor_shown() -> None:
     assert staging._without_secrets("https://me:secret@host/a/b.zip?signature=x") == "https://host/a/b.zip"
 
 
+def test_an_error_at_a_url_with_a_signature_does_not_show_it(dest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    def refuse(_: object, path: str) -> bool:
+        raise RuntimeError(f"403 for {path}?signature=x")
+
+    monkeypatch.setattr(MemoryFileSystem, "isfile", refuse)
+    with pytest.raises(ArchiveError, match=r"memory://bucket/a\.zip cannot be listed: RuntimeError\.$"):
+        stage("memory://bucket/a.zip?signature=x", dest)
+
+
 def test_a_file_url_is_a_path(source: Path, dest: Path) -> None:
     done = stage(f"file://{source}", dest)
     assert done.source == str(source)
@@ -329,6 +340,24 @@ def test_a_copy_stays_where_the_next_one_fails(source: Path, dest: Path, monkeyp
     assert is_clean(dest / "birds")
     stage(source, dest)
     assert contents(dest / "birds") == contents(source)
+
+
+def test_a_copy_that_was_not_put_in_place_is_made_again(
+    source: Path, dest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage(source, dest)
+    (source / "val/2.jpg").write_bytes(b"new")
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging.Workshop, "put_in_place", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stage(source, dest)
+    assert stage(source, dest).copied
+    assert contents(dest / "birds") == contents(source)
+    assert not stage(source, dest).copied
 
 
 @pytest.mark.parametrize("change", ["rewritten", "removed", "added"])
