@@ -1,4 +1,4 @@
-"""Random faults, many of them: kills, flipped bits, full disks, bad servers, while data are packed, cached, trained on.
+"""Random faults, many of them: kills, flipped bits, full disks, while data are packed, staged, trained on.
 
 Bad is what no user should meet: wrong data without a word, a source that was changed, a run that cannot go on
 afterwards, an error that is no message (a raw traceback, a crash), or one that hangs. Full disks are small tmpfs in a
@@ -8,7 +8,6 @@ private mount namespace, which takes root or user namespaces; without them they 
 """
 
 import argparse
-import asyncio
 import contextlib
 import hashlib
 import importlib
@@ -20,7 +19,6 @@ import os
 import random
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -41,18 +39,13 @@ from torch.utils.data import TensorDataset
 
 from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.errors import FeedError
-from lightning_feed.storage import PackedDataset, pack, remote, remote_folder, stage
-from lightning_feed.storage.folder import FolderSource, index_of, scan_classes
-from lightning_feed.storage.read_through import ReadThrough
-from lightning_feed.storage.shared_cache import SampleCache
-from lightning_feed.storage.system import cache_folder
+from lightning_feed.storage import PackedDataset, pack, stage, verify_pack
+from lightning_feed.storage.folder import FolderSource, scan_classes
+from lightning_feed.storage.packed_dataset import FORMATS
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "faults"))
-from http_store import HttpStore, running_http
 from test_resume_everywhere import check as resume_check
 
-FORMATS = ("lmdb", "hdf5")
 FILES, SAMPLES = 40, 64
 LIMIT_S = 120.0
 """Whatever takes longer, hangs."""
@@ -248,21 +241,15 @@ def content(root: Path) -> dict[str, str]:
 
 
 def check_pack(path: Path, source: Path) -> None:
-    """Hold every sample of a pack against its file. A sample that is refused with a message is none of the wrong."""
+    """Verify a pack, and hold every sample against its file. A refusal with a message is none of the wrong."""
+    verify_pack(path)
     given, packed = FolderSource(source, scan_classes(source)), PackedDataset(path)
     if len(packed) != len(given) or tuple(packed.classes) != given.classes:
         raise WrongData(f"{len(packed)} samples of {packed.classes}")
-    refusal = None
     for number in range(len(given)):
-        try:
-            sample, label = packed[number]
-        except FeedError as error:
-            refusal = error
-            continue
+        sample, label = packed[number]
         if bytes(sample) != given.read(number) or label != given.labels[number]:
             raise WrongData(f"sample {number}")
-    if refusal is not None:
-        raise refusal
 
 
 def check_copy(copy: Path, source: Path) -> None:
@@ -299,7 +286,7 @@ def unchanged(source: Path, before: dict[str, str]) -> None:
 def pack_killed(source: Path, place: Path, *, format: str) -> Callable[[random.Random], bool]:
     """``pack``, killed and called again."""
     before, dest = content(source), place / "killed.pack"
-    work = partial(pack, source, dest, format=format, workers=1)
+    work = partial(pack, source, dest, format=format)
     longest_s = timed(work, dest)
 
     def fault(draw: random.Random) -> bool:
@@ -329,44 +316,6 @@ def stage_killed(source: Path, place: Path) -> Callable[[random.Random], bool]:
         must(partial(check_copy, dest / source.name, source), "read")
         unchanged(source, before)
         return True
-
-    return fault
-
-
-def array_of(index: int) -> Any:
-    """A sample that anybody can make."""
-    return np.random.default_rng(index).integers(0, 255, (index % 7 + 1, 300), dtype=np.uint8)
-
-
-def use_cache(folder: Path, seed: int, reads: int) -> None:
-    """Read at random as workers do: from the cache, or made and put there."""
-    cache = SampleCache(SAMPLES, 48 << 10, kind="decoded", name="run", directory=folder)
-    logging.disable()  # that it is full
-    for index in np.random.default_rng(seed).integers(0, SAMPLES, reads).tolist():
-        held = cache.get(index)
-        if held is None:
-            cache.put(index, array_of(index))
-        elif not np.array_equal(held, array_of(index)):
-            raise WrongData(f"sample {index}")
-    cache.close()
-
-
-def cache_killed(_: Path, place: Path) -> Callable[[random.Random], bool]:
-    """One of two processes that fill a cache is killed."""
-    folder = place / "shm"
-    folder.mkdir()
-    longest_s = timed(partial(use_cache, folder, 0, 600))
-
-    def fault(draw: random.Random) -> bool:
-        survivor = Child(partial(use_cache, folder, draw.randrange(1000), 900))
-        was_killed = killed(partial(use_cache, folder, draw.randrange(1000), 600), longest_s, draw)
-        code, text = survivor.end()
-        if code != DONE:
-            raise Bad(f"the process beside it: {code}: {text}")
-        must(partial(use_cache, folder, 1, 60), "the next run")
-        if list(folder.iterdir()):
-            raise Bad(f"left over: {list(folder.iterdir())}")
-        return was_killed
 
     return fault
 
@@ -435,7 +384,7 @@ def fit_killed(_: Path, place: Path) -> Callable[[random.Random], bool]:
 def pack_flipped(source: Path, place: Path, *, format: str) -> Callable[[random.Random], bool]:
     """A bit of a pack, in any of its files."""
     sound, damaged = place / f"sound-{format}", place / f"damaged-{format}"
-    must(partial(pack, source, sound, format=format, workers=1), "packed")
+    must(partial(pack, source, sound, format=format), "packed")
 
     def fault(draw: random.Random) -> bool:
         clear(damaged)
@@ -443,240 +392,6 @@ def pack_flipped(source: Path, place: Path, *, format: str) -> Callable[[random.
         files = sorted(path for path in damaged.rglob("*") if path.is_file() and path.stat().st_size)
         where = flip(draw.choice(files), draw)
         must(partial(check_pack, damaged, source), where, may_refuse=True)
-        return True
-
-    return fault
-
-
-def index_flipped(source: Path, _: Path) -> Callable[[random.Random], bool]:
-    """A bit of a remembered index."""
-    logging.getLogger("lightning_feed").setLevel(logging.ERROR)  # that it is damaged
-    later = partial(int, 10**19)
-    right = index_of(source, now_ns=later)
-    (kept,) = (cache_folder() / "index").iterdir()
-
-    def fault(draw: random.Random) -> bool:
-        where = flip(kept, draw)
-        try:
-            found = index_of(source, now_ns=later)
-        except Exception as error:
-            raise Bad(f"{where}: {error!r}") from error
-        if any(not np.array_equal(getattr(found, name), getattr(right, name)) for name in ("labels", "names", "ends")):
-            raise Bad(f"{where}: another index")
-        return True
-
-    return fault
-
-
-# --- bad servers ------------------------------------------------------------------------------------------------------
-
-MANNERS: tuple[dict[str, Any], ...] = (
-    {},
-    {"ranges": False},
-    {"dated": True},
-    {"etag": None, "dated": True},
-    {"etag": "constant", "dated": True},
-    {"etag": None},
-    {"head": "bare"},
-    {"head": "empty"},
-    {"head": 405},
-    {"head": 501},
-    {"head": "hang up"},
-    {"sized": False},
-    {"head": 405, "sized": False},
-)
-
-
-def body(number: int, version: int, more: int = 0) -> bytes:
-    """An object of a server, in one of its versions."""
-    return f"{number} {version} ".encode() * 200 + bytes(more)
-
-
-def served(draw: random.Random) -> tuple[HttpStore, list[str]]:
-    """A server with random manners, and the paths of its objects."""
-    store, paths = HttpStore(), [f"{'crow' if number % 2 else 'wren'}/{number:02}.jpg" for number in range(10)]
-    vars(store).update(draw.choice(MANNERS))
-    for number, path in enumerate(paths):
-        store.put(path, body(number, 0))
-    return store, paths
-
-
-def read_served(url: str, folder: Path, allowed: dict[str, set[bytes]]) -> None:
-    """Read all objects through a cache, as a process that starts now. Any that is not among those allowed is wrong."""
-    remote._FIRST_DELAY_S = 0.001
-    remote_folder._STARTED_S = time.time()
-    place = remote.RemotePlace(url, cache=ReadThrough(folder, 1 << 30), timeout_s=10)
-    source = remote_folder.RemoteSource.of(place, remote_folder.list_files(place))
-    refusal = None
-    for number in range(len(source)):
-        try:
-            data = source.read(number)
-        except FeedError as error:
-            refusal = error
-            continue
-        if data not in allowed[source.index.path(number)]:
-            raise WrongData(f"{source.index.path(number)}: {data[:20]!r}, {len(data)} bytes")
-    if refusal is not None:
-        raise refusal
-
-
-def object_replaced(_: Path, place: Path) -> Callable[[random.Random], bool]:
-    """Some objects are replaced between two runs: the second reads them as they are."""
-    folder = place / "served"
-
-    def fault(draw: random.Random) -> bool:
-        clear(folder)
-        store, paths = served(draw)
-        with running_http(store):
-            must(partial(read_served, store.url, folder, {path: {store.objects[path]} for path in paths}), "first run")
-            for path in draw.sample(paths, draw.randrange(1, len(paths))):
-                store.put(path, body(paths.index(path), draw.randrange(1, 9), draw.choice((0, 7))))
-            must(partial(read_served, store.url, folder, {path: {store.objects[path]} for path in paths}), "next run")
-        return True
-
-    return fault
-
-
-def body_cut(_: Path, place: Path) -> Callable[[random.Random], bool]:
-    """Bodies are cut short with status 200, for ever or for a while: none is a sample, or is there in the next run."""
-    folder = place / "served"
-
-    def fault(draw: random.Random) -> bool:
-        clear(folder)
-        store, paths = served(draw)
-        known = {path: {store.objects[path]} for path in paths}
-        with running_http(store):
-            store.cut, lasts = set(draw.sample(paths, 3)), draw.choice((1, 2, 10**6))
-            store.before_get = lambda path: store.cut.discard(path) if store.seen["GET", path] > lasts else None
-            if store.head not in (405, 501, "hang up", "empty"):  # else nobody knows the length
-                must(partial(read_served, store.url, folder, known), "while they are cut", may_refuse=True)
-            elif not store.sized:
-                cut = {path: {*good, *(half[: len(half) // 2] for half in good)} for path, good in known.items()}
-                must(partial(read_served, store.url, folder, cut), "while they are cut", may_refuse=True)
-            else:
-                return False
-            store.cut.clear()
-            must(partial(read_served, store.url, folder, known), "the next run")
-        return True
-
-    return fault
-
-
-def object_changing(_: Path, place: Path) -> Callable[[random.Random], bool]:
-    """Objects change between HEAD and GET, or have another ETag each time: refused, and right in the next run."""
-    folder = place / "served"
-
-    def fault(draw: random.Random) -> bool:
-        clear(folder)
-        store, paths = served(draw)
-        changing = set(draw.sample(paths, draw.randrange(1, 5)))
-        store.etag = draw.choice((store.etag, "random"))
-
-        def change(path: str) -> None:
-            if path in changing and store.seen["GET", path] > asked:
-                changing.discard(path)
-                store.put(path, body(paths.index(path), 5))
-
-        with running_http(store):
-            asked = 1 if store.head in (405, 501, "hang up", "empty") else 0  # GET in place of HEAD
-            store.before_get = change
-            either = {path: {body(number, 0), body(number, 5)} for number, path in enumerate(paths)}
-            must(partial(read_served, store.url, folder, either), "while they change", may_refuse=True)
-            changing.clear()
-            store.etag = None if store.etag == "random" else store.etag
-            known = {path: {store.objects[path]} for path in paths}
-            must(partial(read_served, store.url, folder, known), "the next run")
-        return True
-
-    return fault
-
-
-# --- a cache of remote files ------------------------------------------------------------------------------------------
-
-LIMIT = 40 * 4096
-
-
-def taken_bytes(folder: Path) -> int:
-    """What the files of a read-through cache take on the disk."""
-    found = (path.lstat() for path in folder.glob("read-through/??/*"))
-    return sum(status.st_blocks * 512 for status in found if not stat.S_ISDIR(status.st_mode))
-
-
-def fill_cache(folder: Path, seed: int, files: int) -> None:
-    """Put files of random sizes into a read-through cache, and hold what is read from it against them."""
-    draw, cache = random.Random(seed), ReadThrough(folder, LIMIT)
-    logging.disable()
-    for _ in range(files):
-        number = draw.randrange(200)
-        key, data = f"{number:02x}{number}", random.Random(number).randbytes(number * 150)
-        found = cache.read(key, len(data))
-        if found not in (None, data):
-            raise WrongData(f"file {number}")
-        if asyncio.run(cache.through(key, len(data), partial(asyncio.sleep, 0, data))) != data:
-            raise WrongData(f"file {number}")
-    if taken_bytes(folder) > LIMIT:
-        raise WrongData(f"{taken_bytes(folder)} bytes within a limit of {LIMIT}")
-
-
-def cache_writer_killed(_: Path, place: Path) -> Callable[[random.Random], bool]:
-    """One who fills a read-through cache is killed, or its machine, which leaves any count: it is within its limit."""
-    folder = place / "filled"
-    longest_s = timed(partial(fill_cache, folder, 0, 400), folder)
-
-    def fault(draw: random.Random) -> bool:
-        if draw.random() < 0.3:
-            clear(folder)
-        if not killed(partial(fill_cache, folder, draw.randrange(1000), 10**6), longest_s, draw):
-            return False
-        count = folder / "read-through/used_bytes"
-        left = draw.choice((None, None, b"", bytes(8), b"\xff" * 8, b"\xff" * 9, draw.randbytes(8)))
-        if left is not None and count.exists():
-            count.write_bytes(left)
-        must(partial(ReadThrough, folder, LIMIT), "opened")
-        if taken_bytes(folder) > LIMIT:
-            raise Bad(f"{taken_bytes(folder)} bytes within a limit of {LIMIT}")
-        must(partial(fill_cache, folder, draw.randrange(1000), 50), "the next run")
-        return True
-
-    return fault
-
-
-def planted_in_cache(_: Path, place: Path) -> Callable[[random.Random], bool]:
-    """A FIFO, a link or a folder anywhere in a read-through cache, before or while it is open; or mode 0777."""
-    folder, precious = place / "planted", place / "precious"
-    precious.write_bytes(b"precious")
-    plants: list[Callable[[Path], object]] = [os.mkfifo, lambda path: path.symlink_to(precious), Path.mkdir]
-
-    def use(path: Path, plant: Callable[[Path], object]) -> None:
-        cache = ReadThrough(folder, LIMIT)
-        if not os.path.lexists(path):
-            plant(path)
-        logging.disable()
-        fill_cache(folder, 1, 50)
-        cache.read(path.parent.name + path.name, 5)
-
-    def fault(draw: random.Random) -> bool:
-        clear(folder)
-        must(partial(fill_cache, folder, draw.randrange(100), 60), "filled")
-        if draw.random() < 0.25:
-            inner = folder / "read-through" / draw.choice(("", "00", "7f"))
-            inner.chmod(draw.choice((0o777, 0o770, 0o707, 0o772)))
-            if must(partial(ReadThrough, folder, LIMIT), "opened by others", may_refuse=True):
-                raise Bad(f"{inner} with mode {inner.stat().st_mode:o} was accepted")
-            return True
-        number = draw.randrange(200)
-        name = f"{number:02x}/{number}{draw.choice(('', '.part'))}"
-        path, plant = (
-            folder / "read-through" / draw.choice((name, name, "used_bytes", "in_use", "5a")),
-            draw.choice(plants),
-        )
-        before = draw.random() < 0.5
-        if before:
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-            plant(path)
-        must(partial(use, path, plant), f"{plant} at {path}", may_refuse=before)
-        if precious.read_bytes() != b"precious":
-            raise Bad(f"{path} was written through")
         return True
 
     return fault
@@ -727,63 +442,13 @@ def disk_full(
 def pack_on_full_disk(source: Path, disk: Path) -> Callable[[random.Random], bool]:
     """``pack`` to a small disk."""
     dest = disk / "full.pack"
-    return disk_full(disk, dest, partial(pack, source, dest, workers=1), partial(check_pack, dest, source))
+    return disk_full(disk, dest, partial(pack, source, dest), partial(check_pack, dest, source))
 
 
 def stage_on_full_disk(source: Path, disk: Path) -> Callable[[random.Random], bool]:
     """``stage`` to a small disk."""
     dest = disk / "ram"
     return disk_full(disk, dest, partial(stage, source, dest), partial(check_copy, dest / source.name, source))
-
-
-def cache_on_full_disk(_: Path, disk: Path) -> Callable[[random.Random], bool]:
-    """A cache in a small /dev/shm: it holds what there is room for."""
-    clear(*disk.iterdir())
-    folder = disk / "shm"
-    folder.mkdir()
-
-    def fault(draw: random.Random) -> bool:
-        resize(disk, draw.randrange(4 << 10, 140 << 10))
-        must(partial(use_cache, folder, draw.randrange(1000), 200), "on a small disk", may_refuse=True)
-        resize(disk, 64 << 20)
-        must(partial(use_cache, folder, 1, 60), "the next run")
-        return True
-
-    return fault
-
-
-def remote_cache_on_full_disk(_: Path, disk: Path) -> Callable[[random.Random], bool]:
-    """A read-through cache on a disk that another program fills: all is read, and nothing is left half-written."""
-    clear(*disk.iterdir())
-    folder, filler = disk / "served", disk / "filler"
-
-    def fault(draw: random.Random) -> bool:
-        clear(folder, filler)
-        store, paths = served(draw)
-        known = {path: {store.objects[path]} for path in paths}
-        must(partial(ReadThrough, folder, 1 << 20), "opened")
-        at_once, first = draw.random() < 0.5, draw.choice(paths)
-
-        def fill(path: str) -> None:
-            if path == first and not filler.exists():
-                with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-                    resize(disk, 2 << 20)
-                    while True:
-                        file.write(bytes(4096))
-
-        if at_once:
-            fill(first)
-        store.before_get = fill
-        with running_http(store):
-            must(partial(read_served, store.url, folder, known), "on a full disk")
-            filler.unlink(missing_ok=True)
-            resize(disk, 64 << 20)
-            if list(folder.rglob("*.part")):
-                raise Bad("something is left half-written")
-            must(partial(read_served, store.url, folder, known), "with room")
-        return True
-
-    return fault
 
 
 Family = tuple[Callable[[Path, Path], Callable[[random.Random], bool]], float]
@@ -811,22 +476,13 @@ def resumed(_: Path, place: Path) -> Callable[[random.Random], bool]:
 FAMILIES: dict[str, Family] = {
     **{f"kill: pack, {name}": (partial(pack_killed, format=name), 0.5) for name in FORMATS},
     "kill: stage": (stage_killed, 1),
-    "kill: shared cache": (cache_killed, 1),
     "kill: fit, resumed": (fit_killed, 0.4),
     **{f"flipped bit: pack, {name}": (partial(pack_flipped, format=name), 2) for name in FORMATS},
     "resumed: any place, changed or not": (resumed, 2),
-    "flipped bit: remembered index": (index_flipped, 2),
-    "server: replaced object": (object_replaced, 1),
-    "server: body cut short": (body_cut, 1),
-    "server: changes between HEAD and GET": (object_changing, 1),
-    "kill: read-through cache": (cache_writer_killed, 1),
-    "planted: read-through cache": (planted_in_cache, 1),
 }
 ON_SMALL_DISKS: dict[str, Family] = {
     "full disk: pack": (pack_on_full_disk, 0.5),
     "full disk: stage": (stage_on_full_disk, 0.5),
-    "full disk: shared cache": (cache_on_full_disk, 1),
-    "full disk: read-through cache": (remote_cache_on_full_disk, 0.5),
 }
 
 if __name__ == "__main__":

@@ -76,10 +76,10 @@ ROWS: dict[str, Row] = {
     "ours near, t2": Row("near aa", "u8", partial(ours, quality="near")),
     "ours fast, w2": Row("linear", "u8", partial(ours, quality="fast", workers="process")),
     "ours fast, t2": Row("linear", "u8", partial(ours, quality="fast")),
-    "ours exact, decoded cache, t2": Row("aa", "u8", partial(ours, cache="decoded")),
-    "ours fast, decoded cache, t2": Row("linear", "u8", partial(ours, quality="fast", cache="decoded")),
-    "ours, device cache": Row("bilinear", "f32", partial(on_device, augmented=True)),
-    "ours, device cache, gather alone": Row("", "u8", partial(on_device, augmented=False)),
+    "ours exact, pack of pixels, t2": Row("aa", "u8", partial(ours, decoded=True)),
+    "ours fast, pack of pixels, t2": Row("linear", "u8", partial(ours, quality="fast", decoded=True)),
+    "ours, on the device": Row("bilinear", "f32", partial(on_device, augmented=True)),
+    "ours, on the device, gather alone": Row("", "u8", partial(on_device, augmented=False)),
 }
 
 

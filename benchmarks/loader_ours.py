@@ -15,21 +15,24 @@ def ours(
     *,
     quality: Literal["exact", "near", "fast"] = "exact",
     workers: Literal["process", "thread"] = "thread",
-    cache: Literal["bytes", "decoded"] | None = None,
+    decoded: bool = False,
     floats: bool = False,
 ) -> Feed:
-    """``floats`` runs ``device_transform`` on the CPU, too: what the reference gives, where there is no device."""
+    """``decoded`` reads a pack of pixels. ``floats`` runs ``device_transform`` on the CPU, as the reference does."""
     from lightning_feed import ImageFolderDataModule, LoaderSettings
     from lightning_feed.images.crop import SourceImage
+    from lightning_feed.storage import pack
 
-    if cache == "decoded":
+    root = job.folder
+    if decoded:
         _check_room(job)
+        root = job.scratch / "pixels"
+        pack(job.folder, root, decoded=True, force=True)
     made = ImageFolderDataModule(
-        job.folder,
+        root,
         job.batch_size,
         image_size=job.size,
         quality=quality,
-        cache=cache,
         loader=LoaderSettings(num_workers=job.workers, workers=workers, persistent_workers=True, pin_memory=False),
     )
     loader = made.train_dataloader()
@@ -43,7 +46,6 @@ def ours(
     def pixels(paths: Sequence[Path]) -> Iterator[np.ndarray]:
         for path in paths:
             data = path.read_bytes()
-            decoded = cache == "decoded"
             picture = SourceImage(choice.decoder.decode(data)) if decoded else SourceImage(data, choice.decoder)
             yield recipe(picture).permute(1, 2, 0).numpy()
 
@@ -51,7 +53,7 @@ def ours(
 
 
 def on_device(job: Job, *, augmented: bool) -> Feed:
-    """cache="device": on the first CUDA device, else on the CPU, which then does the device's work.
+    """on_device=True: on the first CUDA device, else on the CPU, which then does the device's work.
 
     Without ``augmented`` only the batches are gathered: what is left for the host, whose share on a device is nothing
     per sample.
@@ -67,7 +69,7 @@ def on_device(job: Job, *, augmented: bool) -> Feed:
         job.folder,
         job.batch_size,
         image_size=job.size,
-        cache="device",
+        on_device=True,
         loader=LoaderSettings(num_workers=job.workers, workers="thread"),
     )
     on_cuda = torch.cuda.is_available()

@@ -24,8 +24,8 @@ import numpy as np
 
 from lightning_feed.storage import PackedDataset, pack
 from lightning_feed.storage.folder import FolderSource, scan_classes
+from lightning_feed.storage.packed_dataset import FORMATS
 
-FORMATS = ("lmdb", "hdf5")
 CLASSES = 20
 
 

@@ -240,7 +240,7 @@ def make_workloads(folder: Path, memory: Path) -> dict[str, Workload]:
             changes="staged=True",
             model=model,
             before=lambda: Data(Files, now, 16, data_dir=large),
-            after=lambda _: Data(Files, now, 16, data_dir=large, stage_to=memory, stage_remove=True),
+            after=lambda _: Data(Files, now, 16, data_dir=large, stage_to=memory),
             between=lambda: drop_all(large),
         )
 

@@ -40,7 +40,7 @@ napoleon_numpy_docstring = False
 CHILDREN = {
     "start": ["gallery", "how-to/loggers", "how-to/plain-pytorch", "how-to/ddp"],
     "choose": [
-        *("how-to/tune", "how-to/threads", "how-to/images", "how-to/storage", "how-to/remote", "how-to/copy-less"),
+        *("how-to/tune", "how-to/threads", "how-to/images", "how-to/storage", "how-to/copy-less"),
         *("how-to/exact-resume", "recipes"),
     ],
     "reference/api": [

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from lightning_feed.diagnosing import diagnose as diagnose
     from lightning_feed.errors import FeedError as FeedError
     from lightning_feed.images.dali_binding import DaliOptions as DaliOptions
-    from lightning_feed.load.cacheable import CacheableDataset as CacheableDataset
     from lightning_feed.load.settings import LoaderSettings as LoaderSettings
     from lightning_feed.tuning.run import tune as tune
 
@@ -26,7 +25,6 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AutotuneCallback": "lightning_feed.callbacks.autotune",
-    "CacheableDataset": "lightning_feed.load.cacheable",
     "DaliOptions": "lightning_feed.images.dali_binding",
     "FastDataModule": "lightning_feed.data.datamodule",
     "FeedError": "lightning_feed.errors",

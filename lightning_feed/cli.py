@@ -178,24 +178,15 @@ def _demo(arguments: argparse.Namespace) -> None:
         _say(f"no browser could be started: open {outcome['report']} yourself")
 
 
-def _pack_format(text: str) -> str:
-    """Check a pack's format. LitData's, which was removed, is refused with a message that names the alternative."""
-    if text == "litdata":
-        from lightning_feed.storage.packing import LITDATA
-
-        raise argparse.ArgumentTypeError(LITDATA)
-    return text
-
-
 def _pack(arguments: argparse.Namespace) -> None:
     """Pack a folder of many small files into a few large ones.
 
-    Pack SRC, a folder of class folders (with train, val, test around them or not), into DEST. Run again after a
-    kill, it begins again. ImageFolderDataModule and PackedDataset read the pack.
+    Pack SRC, a folder of class folders (with train, val, test around them or not), into DEST. If interrupted, run it
+    again: packing restarts. ImageFolderDataModule and PackedDataset read the pack.
     """
     from lightning_feed.storage import pack
 
-    names = ("format", "short_side", "quality", "decoded", "workers", "on_error", "force", "verify")
+    names = ("format", "short_side", "decoded", "on_error", "force", "verify")
     done = pack(arguments.source, arguments.dest, **{name: getattr(arguments, name) for name in names})
     for problem in done.skipped:
         _print(f"left out: {printable(problem)}", sys.stderr)
@@ -206,21 +197,18 @@ def _pack(arguments: argparse.Namespace) -> None:
 
 
 def _stage(arguments: argparse.Namespace) -> None:
-    """Copy data to memory or a local disk, or bring the copy there up to date.
+    """Copy data to memory or a local disk, unless the copy there is up to date.
 
-    Copy SRC to DEST/<name of SRC>. Only files that are new or have changed are copied; run again after a kill, it
-    goes on. Only you can open the copy. No root is needed: /dev/shm/<user>, or any folder of yours.
+    Copy SRC to DEST/<name of SRC>, whole or not at all. A copy of files that have changed since is replaced. Only you
+    can open the copy. No root is needed: /dev/shm/<user>, or any folder of yours.
     """
-    from lightning_feed.storage import mount_command, stage, unstage
+    from lightning_feed.storage.file_system import mount_command
+    from lightning_feed.storage.staging import stage
 
-    if arguments.remove:
-        removed = unstage(arguments.source, arguments.dest)
-        _print_found(arguments, {"removed": removed}, "Removed." if removed else "There is no copy.")
-        return
-    done = stage(arguments.source, arguments.dest, force=arguments.force, wait_s=arguments.wait)
-    copied = f"{done.copied_files} copied ({done.copied_bytes / 1e6:.1f} MB), {done.removed} removed"
+    done = stage(arguments.source, arguments.dest)
+    copied = "copied" if done.copied else "up to date"
     place = printable(str(done.path))
-    text = f"{place}: {done.files} files, {done.total_bytes / 1e6:.1f} MB; {copied}, {done.took_s:.1f} s"
+    text = f"{place}: {done.files} files, {done.total_bytes / 1e6:.1f} MB, {copied}, {done.took_s:.1f} s"
     if not done.in_memory:
         mount = mount_command("/mnt/ram", done.total_bytes)
         text += f"\nThis copy is on a disk. For one in memory, mount a tmpfs and stage to it:\n  {mount}"
@@ -451,18 +439,11 @@ _COMMANDS: dict[Callable[[argparse.Namespace], None], tuple[_Option | _OneOf, ..
     ),
     _pack: (
         _json("what was done"),
-        _option("source", metavar="SRC", help="a folder of class folders, or its URL (s3://...)"),
+        _option("source", metavar="SRC", help="a folder of class folders"),
         _option("dest", type=Path, metavar="DEST", help="the pack to write"),
-        _option("--format", type=_pack_format, choices=("lmdb", "hdf5"), default="lmdb", help="default: lmdb"),
+        _option("--format", choices=("flat", "lmdb", "hdf5"), default="flat", help="default: flat"),
         _option("--short-side", type=int, metavar="PX", help="resize larger images once, to this shorter side"),
-        _option(
-            "--quality",
-            type=int,
-            metavar="Q",
-            help="quality for re-encoding JPEGs: those that --short-side makes smaller (default: 95), or all",
-        ),
         _flag("--decoded", "store decoded pixels in place of files"),
-        _option("--workers", type=int, metavar="N", help="processes (default: one for each CPU)"),
         _option("--on-error", choices=("raise", "skip"), default="raise", help="for images that cannot be read"),
         _flag("--force", "replace an existing pack"),
         _flag("--verify", "read everything back and compare checksums"),
@@ -471,10 +452,6 @@ _COMMANDS: dict[Callable[[argparse.Namespace], None], tuple[_Option | _OneOf, ..
         _json("what was done"),
         _option("source", metavar="SRC", help="a folder or a file, or its URL (s3://...)"),
         _option("dest", type=Path, metavar="DEST", help="a folder in memory (/dev/shm/<user>) or on a local disk"),
-        _option("--hash", nargs=0, action=_Gone, const="sizes and times of change are compared now"),
-        _flag("--force", "remove the existing copy and copy everything"),
-        _option("--wait", type=float, metavar="S", help="seconds to wait for another process that copies"),
-        _flag("--remove", "remove the copy instead"),
     ),
     _report: (
         _option("folder", type=Path, metavar="RUN", help="a run's folder, or its feed_report.json"),
@@ -531,7 +508,7 @@ _COMMANDS: dict[Callable[[argparse.Namespace], None], tuple[_Option | _OneOf, ..
     ),
     _doctor: (
         _json("the findings"),
-        _option("--data", metavar="PATH", help="also check the file system of this path, or the speed of this URL"),
+        _option("--data", metavar="PATH", help="also check the file system of this path"),
     ),
 }
 """Options by the function that runs a command. The command's name and description come from the function."""

@@ -70,7 +70,7 @@ class DecodeError(DatasetError):
 
 
 class ArchiveError(FeedError, OSError):
-    """A pack, a staged copy or a cache could not be written, read or trusted."""
+    """A pack or a staged copy could not be written, read or trusted."""
 
 
 class ReportError(FeedError, ValueError):

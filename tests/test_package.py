@@ -38,13 +38,9 @@ def test_a_package_built_by_hand_has_no_addresses(monkeypatch: pytest.MonkeyPatc
 
 def test_earlier_names_of_documented_modules_lead_to_those_of_today() -> None:
     code = (
-        "from lightning_feed.archive import pack, stage\n"
         "from lightning_feed.watch.reports.document import read_document\n"
         "from lightning_feed.watch.reports.files import write_report\n"
-        "print(pack.__module__, stage.__module__, read_document.__module__, write_report.__module__)"
+        "print(read_document.__module__, write_report.__module__)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split() == [
-        *("lightning_feed.storage.packing", "lightning_feed.storage.staging"),
-        *("lightning_feed.report.document", "lightning_feed.report.files"),
-    ]
+    assert done.stdout.split() == ["lightning_feed.report.document", "lightning_feed.report.files"]

@@ -27,7 +27,6 @@ from lightning_feed.measure.ranks import open_rank_exchange
 from lightning_feed.measure.stats import RankStats, StarvationStats, loop_tags, to_tags
 from lightning_feed.measure.step_meter import BACKWARD, FORWARD, OPTIMIZER, host_clock, open_ring
 from lightning_feed.measure.wall import Part, WallClock
-from lightning_feed.storage.shared_cache import CacheStats
 
 _PART: dict[Stage, Part] = {"fit": "epoch starts", "validate": "validation", "test": "test", "predict": "predict"}
 """The part of wall time in which each stage's loop begins."""
@@ -71,7 +70,6 @@ class StarvationRun:
         self._final: Measurements | None = None
         self._cut_short: tuple[int, int] | None = None
         """Batches of an epoch that ended before its length, and that length."""
-        self._cache_began = self._cache_before = _cache_stats(trainer)
         self._undo = ExitStack()  # calls all of them, even if one fails
         self.also_undo = self._undo.callback
         self.also_undo(lambda: self.nvml.stop() if self.nvml is not None else None)
@@ -235,10 +233,7 @@ class StarvationRun:
             ranks = self._ranks.take()
         self.last = loop.ledger.close_window(lost=loop.meter.lost, prefetch_active=prefetch_active(self._trainer))
         loop.facts = replace(loop.facts, syncs=self._syncs())
-        cache = self._cache_before
-        self._cache_before = _cache_stats(self._trainer)
-        loaders = replace(loop.loaders.take(), cache_hit_pct=_hit_pct(cache, self._cache_before))
-        return to_tags(self.last, self.nvml.take() if self.nvml is not None else None, loaders, ranks)
+        return to_tags(self.last, self.nvml.take() if self.nvml is not None else None, loop.loaders.take(), ranks)
 
     def loop_tags(self) -> dict[str, float]:
         """Figures of the validation, test or prediction so far, by tag."""
@@ -265,7 +260,7 @@ class StarvationRun:
         return Measurements(
             stats=found.stats,
             facts=replace(found.facts, syncs=self._syncs(), others_cpu_pct=others_cpu_pct, cut_short=self._cut_short),
-            loaders=replace(found.loaders, cache_hit_pct=_hit_pct(self._cache_began, _cache_stats(self._trainer))),
+            loaders=found.loaders,
             hooks=self._guard.attempt("tell the slowest hooks", self._slow_hooks) or (),
             ranks=self._rank_total or (self._ranks.total() if self._ranks is not None else None),
             by_loader=found.by_loader,
@@ -305,23 +300,6 @@ class StarvationRun:
     def close(self) -> None:
         """Remove everything from the Trainer. The measurements stay."""
         self._undo.close()
-
-
-def _cache_stats(trainer: AnyTrainer) -> CacheStats | None:
-    """Cache statistics of our data modules; None for other classes, in which ``cache_stats`` may mean anything."""
-    ours = getattr(trainer.datamodule, "_feed_facts", None) is not None
-    return trainer.datamodule.cache_stats() if ours else None
-
-
-def _hit_pct(before: CacheStats | None, after: CacheStats | None) -> float | None:
-    if after is None:
-        return None
-    hits = after.hits
-    misses = after.misses
-    if before is not None:
-        hits = hits - before.hits
-        misses = misses - before.misses
-    return 100 * hits / (hits + misses) if hits + misses else None
 
 
 # --- facts of a run ---------------------------------------------------------------------------------------------------

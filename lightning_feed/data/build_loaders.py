@@ -17,7 +17,6 @@ from torch.utils.data import IterableDataset, RandomSampler
 
 from lightning_feed import _host
 from lightning_feed._host import AnyDataModule, AnyTrainer
-from lightning_feed.data.storage import Storage
 from lightning_feed.load.build import Part, build_loader, even_batch_size
 from lightning_feed.load.kinds import AnyDataset
 from lightning_feed.load.loader import FeedLoader
@@ -25,7 +24,6 @@ from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import size_of
 from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, Setting, workers_of
 from lightning_feed.load.worker import WorkerInit
-from lightning_feed.storage.system import parse_limit
 
 if TYPE_CHECKING:
     from lightning_feed.transfer.resident import ResidentData
@@ -79,15 +77,17 @@ class Loaders(ChosenSettings):
 
     drop_keys: tuple[str, ...] = ()
     """Parts of batches dropped in the workers."""
+    on_device: bool = False
+    """True to keep whole datasets on the device."""
     resident: "dict[str, tuple[object, ResidentData]]" = field(default_factory=dict)
     """Datasets kept on the device, with their data there, by loader name."""
 
-    def build(self, datamodule: AnyDataModule, dataset: object, part: Part, job: Job, storage: Storage) -> FeedLoader:
+    def build(self, datamodule: AnyDataModule, dataset: object, part: Part, job: Job) -> FeedLoader:
         """Build the loader of one dataset of ``datamodule``."""
         trainer = datamodule.trainer
 
-        if storage.cache == "device":
-            loader, found = self._build_on_device(trainer, dataset, part, storage, job)
+        if self.on_device:
+            loader, found = self._build_on_device(trainer, dataset, part, job)
         else:
             loader, found = build_loader(dataset, part, self.settings, job)
         self.announce(trainer, part.split, part.name, found)
@@ -115,7 +115,7 @@ class Loaders(ChosenSettings):
         return best if even else size
 
     def _build_on_device(
-        self, trainer: Trainer | None, dataset: object, part: Part, storage: Storage, job: Job
+        self, trainer: Trainer | None, dataset: object, part: Part, job: Job
     ) -> tuple[FeedLoader, Recommendation]:
         """Build the loader of a dataset kept on the device. Loads the data now if necessary."""
         from lightning_feed.transfer.resident import ResidentLoader
@@ -124,7 +124,7 @@ class Loaders(ChosenSettings):
         held, data = self.resident.get(part.name, (None, None))
         if data is None or held is not dataset or data.device != device:
             self.resident.pop(part.name, None)  # free it before loading the next: there may not be room for both
-            data = self._load(trainer, dataset, part, storage, job, device)
+            data = self._load(dataset, part, job, device)
             self.resident[part.name] = (dataset, data)
         sampler = part.sampler(dataset)
         training = part.split == "train"
@@ -139,12 +139,9 @@ class Loaders(ChosenSettings):
         found = Recommendation(setting=Setting(num_workers=0), reasons=dict.fromkeys(names, reason))
         return loader, found
 
-    def _load(
-        self, trainer: Trainer | None, dataset: AnyDataset, part: Part, storage: Storage, job: Job, device: torch.device
-    ) -> "ResidentData":
-        from lightning_feed.transfer.resident import Shard, free_device_bytes, load_resident
+    def _load(self, dataset: AnyDataset, part: Part, job: Job, device: torch.device) -> "ResidentData":
+        from lightning_feed.transfer.resident import load_resident
 
-        ranks = job.sharing_ranks if storage.cache_shard else 1
         workers = self.settings.num_workers
         if not isinstance(workers, int):
             # Workers are worth starting only for more than a few batches.
@@ -152,9 +149,7 @@ class Loaders(ChosenSettings):
         return load_resident(
             dataset,
             device=device,
-            limit_bytes=parse_limit(storage.cache_limit, free_device_bytes(device)),
             collate_fn=part.collate_fn,
-            shard=None if trainer is None or ranks == 1 else Shard(trainer.global_rank, ranks),
             reading={"num_workers": workers, "workers": workers_of(self.settings)},
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, final
+from typing import Any, Literal, NoReturn, final
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -17,7 +17,6 @@ from lightning_feed import _host
 from lightning_feed._host import AnyDataModule, AnyTrainer
 from lightning_feed.data.build_loaders import SPLITS, Loaders, ignore_warning, job_of
 from lightning_feed.data.exact_resume import ExactResume
-from lightning_feed.data.storage import Cache, Storage
 from lightning_feed.errors import DatasetError, LoaderError, SettingsError
 from lightning_feed.load.build import Part, like, name_datasets
 from lightning_feed.load.collate import DroppingCollate, check_drop_keys
@@ -26,10 +25,6 @@ from lightning_feed.load.kinds import AnyDataset, Batch
 from lightning_feed.load.order import EpochOrder, mix_seed
 from lightning_feed.load.settings import SEEDS, LoaderSettings, Recommendation
 from lightning_feed.load.trace import traced
-
-if TYPE_CHECKING:
-    from lightning_feed.storage.remote_folder import RemoteFolder
-    from lightning_feed.storage.shared_cache import CacheStats
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +47,16 @@ class _State:
     """All state of a data module under one name, since the other attribute names belong to the user."""
 
     loaders: Loaders
-    storage: Storage
+    data_dir: str | Path | None
+    stage_to: str | Path | None
+    folder: Path | None = None
+    """The staged copy. None until first used."""
     datasets: dict[str, object] = field(default_factory=dict)
     built: set[str] = field(default_factory=set)
-    cached: set[str] = field(default_factory=set)
+
+    def copy(self) -> "_State":
+        """Return a copy for a copy of the data module: same settings and folder, no datasets."""
+        return _State(self.loaders.copy(), self.data_dir, self.stage_to, self.folder)
 
 
 @dataclass(frozen=True)
@@ -92,14 +93,7 @@ class FeedDataModule:
         drop_keys: Sequence[str] = (),
         data_dir: str | Path | None = None,
         stage_to: str | Path | None = None,
-        stage_wait: bool = True,
-        stage_remove: bool = False,
-        stage_limit: int | str | None = None,
-        readahead: int | str = "1GiB",
-        storage_options: Mapping[str, object] | None = None,
-        cache: Cache | None = None,
-        cache_limit: int | str = "50%",
-        cache_shard: bool = False,
+        on_device: bool = False,
         **misplaced: NoReturn,
     ) -> None:
         self._feed_refuse(misplaced)
@@ -119,24 +113,15 @@ class FeedDataModule:
             setattr(self, _TRANSFER, self._feed_transfer)
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size
-        storage = Storage(
-            data_dir=data_dir,
-            stage_to=stage_to,
-            stage_wait=stage_wait,
-            stage_remove=stage_remove,
-            stage_limit=stage_limit,
-            readahead=readahead,
-            storage_options=storage_options,
-            cache=cache,
-            cache_limit=cache_limit,
-            cache_shard=cache_shard,
-        )
-        if loader.workers == "ray" and cache in ("bytes", "decoded"):
+        if stage_to is not None and data_dir is None:
+            raise SettingsError(f"stage_to={str(stage_to)!r} needs a data_dir to copy. Set data_dir.")
+        if stage_to is None and "://" in str(data_dir):
             raise SettingsError(
-                f"cache={cache!r} is in one machine's memory, which Ray workers on other machines cannot use. Leave "
-                "one of the two out."
+                f"data_dir={str(data_dir)!r} is a URL, but samples are read from this machine. Set stage_to to a "
+                "folder in memory or on a local disk, for a copy."
             )
-        self._feed = _State(Loaders(loader, drop_keys=check_drop_keys(drop_keys, type(self).__name__)), storage)
+        dropped = check_drop_keys(drop_keys, type(self).__name__)
+        self._feed = _State(Loaders(loader, drop_keys=dropped, on_device=on_device), data_dir, stage_to)
 
     # --- to write or to override --------------------------------------------------------------------------------------
 
@@ -181,7 +166,6 @@ class FeedDataModule:
         for split in splits:
             self._feed_dataset(split)
             self._feed.built.discard(split)
-        self._feed_open_caches(*splits)
         if stage == "fit":
             self._feed_warn_of_unused_validation()
             if not self._feed_has("train"):
@@ -263,33 +247,19 @@ class FeedDataModule:
         """The folder to read from: ``data_dir`` as given, or its copy in ``stage_to`` once that is complete.
 
         Raises:
-            SettingsError: there is no ``data_dir``, or it is a URL that is not copied whole.
+            SettingsError: there is no ``data_dir``.
             ArchiveError: staging failed.
         """
-        place = self._feed.storage.find()
-        if not isinstance(place, Path):
-            raise SettingsError(
-                f"data_dir={str(place)!r} is a URL, so there is no folder to read from. Read from self.remote_dir, or "
-                "pass stage_to without stage_limit to copy it whole."
-            )
-        return place
+        feed = self._feed
+        if feed.data_dir is None:
+            raise SettingsError("This data module was made without data_dir, so there is no folder to read from.")
+        if feed.stage_to is None:
+            return Path(feed.data_dir)
+        if feed.folder is None:
+            from lightning_feed.storage.staging import stage
 
-    @property
-    def remote_dir(self) -> "RemoteFolder":
-        """The files of a ``data_dir`` that is a URL: ``names()``, ``read(name)``, ``read_many(names)``.
-
-        Reads through the cache in ``stage_to`` if ``stage_limit`` is set. Datasets may use the result in workers, too.
-
-        Raises:
-            SettingsError: ``data_dir`` is not a URL, or was copied whole.
-            ArchiveError: the files cannot be listed.
-        """
-        place = self._feed.storage.find()
-        if isinstance(place, Path):
-            raise SettingsError("data_dir is a folder, not a URL. Read from self.staged_dir.")
-        from lightning_feed.storage.remote_folder import RemoteFolder
-
-        return RemoteFolder(place)
+            feed.folder = stage(feed.data_dir, feed.stage_to).path
+        return feed.folder
 
     @property
     def recommendations(self) -> Mapping[str, Recommendation]:
@@ -300,23 +270,18 @@ class FeedDataModule:
         """Return the settings of each loader with reasons, one line per value."""
         return self._feed.loaders.report()
 
-    def cache_stats(self) -> "CacheStats | None":
-        """Return size and hit counts of the caches in host memory, over all processes of the node. None without one."""
-        return self._feed.storage.stats()
-
     def _feed_facts(self) -> dict[str, object]:
         """Return the fields of ``LoopFacts`` that only a data module knows."""
-        storage = self._feed.storage
         return {
-            "cache": storage.cache or "off",
+            "cache": "device" if self._feed.loaders.on_device else "off",
+            "staged": self._feed.stage_to is not None,
             "device_transform": type(self).device_transform is not FeedDataModule.device_transform,
         }
 
     def __getstate__(self) -> dict[str, object]:
         # Pickled for ddp_spawn, and for spawned workers if `collate` is overridden; copied by tuners. The Trainer
         # attaches itself again, and loader resources are rebuilt when needed.
-        feed = _State(self._feed.loaders.copy(), self._feed.storage.copy())
-        return {**self.__dict__, "trainer": None, "_feed": feed}
+        return {**self.__dict__, "trainer": None, "_feed": self._feed.copy()}
 
     def _feed_refuse(self, misplaced: Mapping[str, object]) -> None:
         """Refuse unknown arguments, and point to LoaderSettings for its fields."""
@@ -344,14 +309,6 @@ class FeedDataModule:
             self._feed.datasets[split] = made
         return self._feed.datasets[split]
 
-    def _feed_open_caches(self, *splits: str) -> None:
-        """Open caches for new datasets, within one limit."""
-        if self._feed.storage.cache in (None, "device"):
-            return
-        named = [(split, self._feed_dataset(split)) for split in splits if split not in self._feed.cached]
-        self._feed.cached.update(splits)
-        self._feed.storage.open_caches(self.trainer, [(split, made) for split, made in named if made is not None])
-
     def _feed_warn_of_unused_validation(self) -> None:
         module = None if self.trainer is None else self.trainer.lightning_module
         if module is not None and self._feed_has("val") and not _host.is_overridden(module, "validation_step"):
@@ -372,14 +329,12 @@ class FeedDataModule:
         feed = self._feed
         if trainer is not None and trainer.reload_dataloaders_every_n_epochs and split in feed.built:
             del feed.datasets[split]  # made again, since the data may have changed
-            feed.cached.discard(split)
         feed.built.add(split)
         if not self._feed_has(split):
             return self._feed_no_loaders(split)
-        self._feed_open_caches(split)
         made = self._feed_dataset(split)
         named = name_datasets(made, split)
-        job = replace(job_of(trainer), reserved_bytes=sum(cache.growth_bytes for cache in feed.storage.caches))
+        job = job_of(trainer)
         loaders = []
         for index, (name, dataset) in enumerate(named):
             # Training iterates its loaders in parallel, evaluation one after the other.
@@ -387,7 +342,7 @@ class FeedDataModule:
             if split != "train":
                 even = self.eval_batch_size == "even"
                 part = replace(part, batch_size=feed.loaders.eval_size(part, dataset, job, even=even))
-            loaders.append(feed.loaders.build(self, dataset, part, job, feed.storage))
+            loaders.append(feed.loaders.build(self, dataset, part, job))
         return like(made, loaders)
 
     def _feed_part(self, split: str, name: str, index: int, *, together: int) -> Part:
@@ -487,18 +442,10 @@ class FastDataModule(FeedDataModule, LightningDataModule):
             size, from half of ``batch_size`` to all of it, that leaves the fewest samples for a last batch.
         loader: settings of the loaders.
         drop_keys: parts of a batch that no step reads, dropped in the workers.
-        data_dir: the folder or file of the data, or its fsspec URL (``"s3://bucket/birds"``). ``make_dataset`` gets it
-            from ``staged_dir``, or from ``remote_dir`` for a URL that is not copied whole.
+        data_dir: the folder or file of the data, or with ``stage_to`` its fsspec URL (``"s3://bucket/birds"``).
+            ``make_dataset`` gets it from ``staged_dir``.
         stage_to: a folder in memory (``"/dev/shm/<user>"``) or on a local disk: the data is copied there once per node.
-        stage_wait: wait for the copy before training. Must be True.
-        stage_remove: remove the copy when its last user ends.
-        stage_limit: for a URL, makes ``stage_to`` a cache of at most this size (``"500GiB"``) instead of a copy.
-        readahead: bytes of upcoming samples to fetch ahead of time into the cache of ``stage_limit``.
-        storage_options: fsspec options for a URL.
-        cache: ``"bytes"`` or ``"decoded"`` caches the encoded or decoded samples of a ``CacheableDataset`` in memory
-            shared by all processes of the node. ``"device"`` keeps the whole dataset on each device.
-        cache_limit: largest size of all caches: bytes, ``"8GiB"``, or a share of the free memory.
-        cache_shard: for ``"device"``, keep only each rank's share of the samples.
+        on_device: True to keep whole datasets on each device.
 
     Raises:
         SettingsError: a value is invalid, or would have no effect.

@@ -37,7 +37,7 @@ _ONLY_TORCH = {
         'in device_transform, or use backend="torch".'
     ),
     "drop_keys": "has batches of images, labels: drop_keys has nothing to drop. Leave it out.",
-    "cache": 'decodes after the cache, and this one keeps decoded images. Use cache="bytes", or backend="torch".',
+    "on_device": 'decodes each batch anew, so no decoded images stay on the device. Use backend="torch".',
 }
 """Features that only the torch backend has, with the error messages for other backends."""
 
@@ -190,8 +190,6 @@ def choose_decoder(source: SampleSource, crops: bool) -> Choice:  # noqa: FBT001
     step = max(1, len(source) // _SAMPLES_TO_CHOOSE_BY)
     samples = []
     indices = range(0, len(source), step)[:_SAMPLES_TO_CHOOSE_BY]
-    expect = getattr(source, "expect", None)
-    _held = None if expect is None else expect(indices)  # reads remote files in parallel
     for index in indices:
         with suppress(DatasetError):  # raised again when the sample is loaded; then on_error applies
             samples.append(source.read(index))

@@ -97,10 +97,10 @@ class FeedImageFolder(FeedDataModule):
         self._images_train: Recipe = train or TrainRecipe(size=image_size, quality=quality)
         self._images_eval: Recipe = evaluate or EvalRecipe(size=image_size, short_side=short_side, quality=quality)
         BadSamples(on_error, max_failures)  # refuses invalid values early
-        if self._feed.storage.cache == "device" and transform is not None:
+        if self._feed.loaders.on_device and transform is not None:
             raise SettingsError(
-                "cache='device' keeps decoded images on the device, so a transform cannot run on the host. Leave "
-                "transform out (crop and flip are then done on the device), or use cache='decoded'."
+                "on_device=True keeps decoded images on the device, so a transform cannot run on the host. Leave "
+                "transform out (crop and flip are then done on the device), or leave on_device out."
             )
         self._images_dali = image_backends.check_backend(backend, quality, dali, self._images_only_torch())
         self._images_decoders: dict[str, DaliImageDecoder] = {}
@@ -142,7 +142,7 @@ class FeedImageFolder(FeedDataModule):
             return images.to(self.dtype), labels  # normalised already; DALI knows no bfloat16
         if not isinstance(images, torch.Tensor) or images.dtype != torch.uint8:
             return batch
-        if aspects:  # images from cache="device" are whole, stretched to squares
+        if aspects:  # images kept on the device are whole, stretched to squares
             generator = self._images_generator(images.device)
             boxes = draw_boxes(aspects[0], generator=generator)
             flipped = torch.rand(len(images), generator=generator, device=images.device) < 0.5
@@ -158,7 +158,7 @@ class FeedImageFolder(FeedDataModule):
     @property
     def classes(self) -> tuple[str, ...]:
         """Sorted class names: label 0 is ``classes[0]``."""
-        return self._images_splits.classes(self._feed.storage.find())
+        return self._images_splits.classes(self.staged_dir)
 
     @property
     def num_classes(self) -> int:
@@ -172,7 +172,7 @@ class FeedImageFolder(FeedDataModule):
             "decoder": None if choice is None else choice.name,
             "quality": self.quality,
             "backend": None if self._images_backend is None else self._images_backend.name,
-            "own_transforms": any(name != "cache" for name in self._images_only_torch()),
+            "own_transforms": any(name != "on_device" for name in self._images_only_torch()),
         }
 
     def _feed_on_device(self, batch: object, split: str) -> object:
@@ -263,7 +263,7 @@ class FeedImageFolder(FeedDataModule):
         found: list[SampleSource | None] = []
 
         def find() -> SampleSource | None:
-            found.append(self._images_splits.source(self._feed.storage.find(), split))
+            found.append(self._images_splits.source(self.staged_dir, split))
             return found[0]
 
         def choose() -> str | None:
@@ -313,7 +313,7 @@ class FeedImageFolder(FeedDataModule):
             "transform": any(isinstance(recipe, UserTransform) for recipe in (self._images_train, self._images_eval)),
             "collate": type(self).collate is not FeedImageFolder.collate,
             "drop_keys": bool(self._feed.loaders.drop_keys),
-            "cache": self._feed.storage.cache not in (None, "bytes"),
+            "on_device": self._feed.loaders.on_device,
         }
         return tuple(name for name, there in asked.items() if there)
 
@@ -375,7 +375,7 @@ class ImageFolderDataModule(FeedImageFolder, LightningDataModule):
     device.
 
     Args:
-        root: the folder or the pack. May be an fsspec URL, such as ``"s3://bucket/birds"``.
+        root: the folder or the pack. With ``stage_to`` it may be an fsspec URL, such as ``"s3://bucket/birds"``.
         batch_size: samples in a training batch, on each rank.
         eval_batch_size: samples in a batch of validation and test. None: ``batch_size``.
         image_size: height and width of the images, in pixels.
@@ -399,7 +399,7 @@ class ImageFolderDataModule(FeedImageFolder, LightningDataModule):
         backend: how to decode: ``"torch"`` in the workers, ``"nvjpeg"`` or ``"dali-gpu"`` on the GPU, or
             ``"dali-cpu"``.
         loader: settings of the loaders.
-        **storage: ``cache``, ``cache_limit``, ``stage_to``, ``drop_keys`` and other arguments of FastDataModule.
+        **storage: ``stage_to``, ``on_device`` and ``drop_keys`` of FastDataModule.
 
     Raises:
         SettingsError: a value is invalid.

@@ -21,8 +21,6 @@ from lightning_feed.load.random_state import preserve_state
 from lightning_feed.measure.experiment_results import DiskFacts
 from lightning_feed.measure.user_code import is_users
 from lightning_feed.storage.file_system import file_system
-from lightning_feed.storage.remote_folder import RemoteSamples, RemoteSource
-from lightning_feed.storage.remote_speed import TOGETHER, Wanted, measure_speed
 from lightning_feed.trials.cloning import Changes, burst_of
 
 ROUNDS = 8
@@ -49,8 +47,6 @@ class FirstBatches:
 
 def measure_cached(session: Session) -> None:
     """The rate over the first batches, repeated. The first pass does not count: it reads the files from storage."""
-    if _remote_samples(session):
-        raise NotMeasurable("the samples are read from a URL, which the page cache does not hold")
     first = choose(session)
     burst = max(burst_of(part.loader) for part in session.parts)
     once = math.ceil(min(map(len, first.batches.values())) / burst)
@@ -223,9 +219,6 @@ def measure_disk(session: Session) -> None:
     assert session.alone is not None, "it is measured first"
     if any(part.stream for part in session.parts):
         raise NotMeasurable("the files of an iterable data set's samples are unknown")
-    if (remote := _remote_samples(session)) is not None:
-        session.note(disk=_measure_url(*remote))
-        return
     opened = {part: part.first_samples(_SAMPLES_OPENED) for part in session.parts}
     files = [path for part, indices in opened.items() for path in dict.fromkeys(files_of_samples(part, indices))]
     sizes = sizes_of(files)
@@ -245,34 +238,4 @@ def measure_disk(session: Session) -> None:
             files_per_s=files_per_s,
             mean_file_bytes=mean,
         )
-    )
-
-
-def _remote_samples(session: Session) -> tuple[RemoteSource, list[int]] | None:
-    """The samples read from a URL, and the numbers of the first ones; None if there are none."""
-    for part in session.parts:
-        samples = [] if part.stream else part.first_samples(TOGETHER)
-        found = [innermost(part.loader.dataset, sample) for sample in samples]
-        remote = found[0][0].remote_reads() if found and hasattr(found[0][0], "remote_reads") else None
-        if isinstance(remote, RemoteSamples):
-            numbers = [int(number) for _, number in found]
-            picked = numbers if remote.numbers is None else [int(remote.numbers[number]) for number in numbers]
-            return remote.reads, picked
-    return None
-
-
-def _measure_url(reads: RemoteSource, numbers: list[int]) -> DiskFacts:
-    """Measure the speed of a URL by requesting some of its samples."""
-    wanted = [
-        Wanted(reads.index.path(number), int(reads.sizes[number])) for number in numbers if reads.sizes[number] > 0
-    ]
-    if not wanted:
-        raise NotMeasurable("the server does not give the sizes of its files")
-    speed = measure_speed(reads.place, wanted)
-    return DiskFacts(
-        file_system=reads.place.url.partition("://")[0],
-        kind="network",
-        mean_file_bytes=sum(one.size for one in wanted) / len(wanted),
-        latency_ms=speed.latency_ms,
-        line_mb_per_s=speed.mb_per_s,
     )

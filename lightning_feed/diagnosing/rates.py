@@ -411,8 +411,4 @@ def decode_rate(part: LoaderPart, device: torch.device, max_s: float) -> float |
 
 
 def _decodes_images(dataset: object) -> bool:
-    return (
-        type(dataset) is ImageDataset
-        and isinstance(dataset.recipe, (TrainRecipe, EvalRecipe))
-        and (dataset.cache is None or dataset.cache.kind == "bytes")
-    )
+    return type(dataset) is ImageDataset and isinstance(dataset.recipe, (TrainRecipe, EvalRecipe))

@@ -17,7 +17,6 @@ from lightning_feed.diagnosing.disk import innermost
 from lightning_feed.diagnosing.session import LoaderPart, Session, naming, not_hanging, threads_of_a_worker
 from lightning_feed.images.crop import UserTransform
 from lightning_feed.images.image_dataset import ImageDataset
-from lightning_feed.load.cacheable import CacheableDataset
 from lightning_feed.load.kinds import AnyDataset
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.measure.experiment_results import NamedCost
@@ -227,7 +226,7 @@ def sample_costs(
 
     Each sample is made twice and timed the second time, so that its files are in the page cache. For an iterable data
     set, every second sample is timed. Reading and decoding are separate costs if the data set separates them (a
-    :class:`CacheableDataset`, torchvision's folders); else everything except transforms is ``load``.
+    :class:`ImageDataset`, torchvision's folders); else everything except transforms is ``load``.
 
     Args:
         part: a loader with a map-style or an iterable data set.
@@ -282,7 +281,7 @@ def _maker(part: LoaderPart, indices: Iterable[Any], timer: StepTimer) -> Callab
     base = next((innermost(dataset, index)[0] for index in indices), dataset)
     if isinstance(base, ImageDataset) and base.encoded:
         return partial(timer.call, timer.step("read"), dataset.__getitem__)
-    in_steps = isinstance(base, CacheableDataset)
+    in_steps = isinstance(base, ImageDataset)
     if not in_steps and not (callable(getattr(base, "loader", None)) and hasattr(base, "samples")):
         # The steps of transforms are timed one by one, and all the rest together.
         return partial(timer.call, timer.step("load"), dataset.__getitem__)
@@ -305,15 +304,12 @@ def _make_of_folder(timer: StepTimer, dataset: AnyDataset, index: object) -> Non
 
 
 def _make_in_steps(timer: StepTimer, dataset: object, index: object) -> None:
-    """Make a sample with the public methods of a CacheableDataset, without its cache."""
+    """Make a sample of an ImageDataset by its steps."""
     base, inner = innermost(dataset, index)
     decoded = timer.call("decode", base.decode, timer.call("read", base.read, inner), inner)
     if not getattr(getattr(decoded, "flags", None), "writeable", True):
         decoded = decoded.copy()
-    if isinstance(base, ImageDataset):  # its recipe is the whole transform, and timed under its own name
-        base.augment(decoded, inner)
-    else:
-        timer.call("augment", base.augment, decoded, inner)
+    base.augment(decoded, inner)  # its recipe is the whole transform, and timed under its own name
 
 
-_STAGES = {_make_of_folder: ("read", "decode"), _make_in_steps: ("read", "decode", "augment")}
+_STAGES = {_make_of_folder: ("read", "decode"), _make_in_steps: ("read", "decode")}

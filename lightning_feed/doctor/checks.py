@@ -21,8 +21,6 @@ from lightning_feed.load.machine import read_machine
 from lightning_feed.measure.cpu_time import others_pct_now
 from lightning_feed.measure.measurements import OTHERS_PCT
 from lightning_feed.storage.file_system import file_system
-from lightning_feed.storage.remote import RemotePlace, is_url
-from lightning_feed.storage.remote_speed import measure_speed, some_files
 from lightning_feed.storage.system import memory_limits, read_text, size_text
 
 BATCH_BYTES = 64 * 3 * 224 * 224 * 4
@@ -49,8 +47,6 @@ DECODERS = {
 DALI_PACKAGES = {12: "nvidia-dali-cuda120", 13: "nvidia-dali-cuda130"}
 """CUDA version -> DALI's package."""
 OLDEST_DALI = 2
-SLOW_REQUEST_MS = 2.0
-"""Latency above which a worker that requests one file after the other gets fewer than 500 a second."""
 
 
 # --- CPUs, memory, limits -----------------------------------------------------------------------------------------
@@ -172,20 +168,6 @@ def container(sources: Sources) -> Iterator[Finding]:
     sign = next((sign for sign, there in signs.items() if there), None)
     where = f"seen by {sign}; its CPUs, memory and /dev/shm are set when it is started"
     yield Finding("container", "none seen") if sign is None else Finding("container", "yes", meaning=where)
-
-
-def data_url(url: str) -> Iterator[Finding]:
-    """Latency of a request to an object store, and its rate with many requests at once."""
-    place = RemotePlace(url)
-    speed = measure_speed(place, some_files(place))
-    rate = "" if speed.mb_per_s is None else f", {speed.mb_per_s:.0f} MB/s for many at once"
-    yield Finding(
-        "data",
-        f"{speed.latency_ms:.1f} ms a request{rate}",
-        "warning",
-        f"a worker that reads one file at a time gets {1e3 / speed.latency_ms:.0f} a second at most",
-        "Read many at a time, and ahead: ImageFolderDataModule and FastDataModule do so with URLs.",
-    ).only_if(speed.latency_ms >= SLOW_REQUEST_MS)
 
 
 def data_folder(path: Path, sources: Sources) -> Iterator[Finding]:
@@ -529,16 +511,14 @@ def examine(data: str | Path | None = None, sources: Sources | None = None) -> l
     A check that fails is a finding, too. The other checks still run.
 
     Args:
-        data: a file or folder of the dataset, to check its file system, or a URL, to which some requests are sent.
+        data: a file or folder of the dataset, to check its file system.
         sources: sources of the findings; None: this machine.
 
     Raises:
         SettingsError: ``data`` does not exist.
     """
     checks = dict(CHECKS)
-    if is_url(data):
-        checks["data"] = lambda _: data_url(str(data))
-    elif data is not None:
+    if data is not None:
         if not Path(data).exists():
             raise SettingsError(f"--data {data}: there is no such file or folder. Give the folder with the samples.")
         checks["data"] = partial(data_folder, Path(data))

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,18 +12,16 @@ from typing import Any, NamedTuple, TypeGuard, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate, get_worker_info
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from lightning_feed.decode.decoders import Decoder, Pixels, Region
 from lightning_feed.decode.header import Encoded
 from lightning_feed.errors import DatasetError, DecodeError, SettingsError, printable
 from lightning_feed.images.crop import CropSpec, EvalRecipe, Recipe, SourceImage, TrainRecipe, crop_image
-from lightning_feed.load.cacheable import CacheableDataset
 from lightning_feed.load.collate import BadSamples, Skipped, fill_skipped
 from lightning_feed.load.order import mix_seed
 from lightning_feed.load.trace import traced
 from lightning_feed.storage.folder import SampleSource
-from lightning_feed.storage.remote_folder import RemoteSamples
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +62,7 @@ class CpuFallback:
         return dict(self._counts)
 
 
-class ImageDataset(CacheableDataset):
+class ImageDataset(Dataset[Any]):
     """Labelled images: ``dataset[i]`` is (recipe's result for image i, label as int), or an `EncodedSample`.
 
     Args:
@@ -116,26 +114,7 @@ class ImageDataset(CacheableDataset):
         except DatasetError as error:
             return self.bad_samples.instead(index, error, len(self), sample)
 
-    def __getitems__(self, indices: Sequence[int]) -> list[object]:
-        _held = self.expect(indices)
-        return [self[index] for index in indices]
-
-    def expect(self, indices: Sequence[int]) -> object:
-        """Start to read the images of a batch concurrently, if they are remote. Keep the returned object until they are
-        read."""
-        expect = getattr(self.source, "expect", None)
-        cache = self.cache
-        if expect is None:
-            return None
-        held: object = expect([index for index in indices if cache is None or not cache.holds(index)])
-        return held
-
-    def remote_reads(self) -> RemoteSamples | None:
-        """Return the reader of remote images; None if they are on this machine."""
-        find = getattr(self.source, "remote_reads", None)
-        return None if find is None else cast("RemoteSamples | None", find())
-
-    # --- the steps that caches stand between --------------------------------------------------------------------------
+    # --- the steps of a sample ----------------------------------------------------------------------------------------
 
     def read(self, index: int) -> Encoded:
         """Return the encoded bytes of image ``index``, or its pixels from a pack of pixels."""
@@ -154,17 +133,16 @@ class ImageDataset(CacheableDataset):
         with traced("augment"):
             return self.recipe(SourceImage(decoded)), int(self.source.labels[index])
 
-    def plain(self, decoded: Pixels, index: int) -> Any:
+    def sample_to_keep(self, index: int) -> Any:
         """Make the sample to keep on a device."""
+        decoded = self.decode(self.read(index), index)
         if self.kept is None:
             return self.augment(decoded, index)
         height, width = decoded.shape[:2]
         return self.kept(SourceImage(decoded)), int(self.source.labels[index]), np.float32(width / height)
 
     def _sample(self, index: int) -> object:
-        if self.cache is not None and self.cache.kind == "decoded":
-            return self.augment(self.cached_decoded(index), index)
-        data = self.cached_bytes(index)
+        data = self.read(index)
         decoder = None if holds_pixels(data) else self.decoder
         # Not decode() and augment(): the recipe may need only a part of the image.
         with self._naming(index), traced("augment"):
@@ -186,7 +164,7 @@ class ImageDataset(CacheableDataset):
             index: index of the sample.
             generator: generator for the crop; None for the sample's generator.
         """
-        data = self.cached_bytes(index)
+        data = self.read(index)
         if holds_pixels(data):  # not a fault of this sample, so on_error does not apply
             raise SettingsError(
                 f"{self.source.name(index)} (sample {index}) already holds pixels. "

@@ -183,11 +183,6 @@ def _why_refused(state: SavedState, loader: DataLoader[Batch], *, other_length: 
         return _SIDE_BY_SIDE
     if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
         return f"The batches that {type(loader.batch_sampler).__name__} would make now cannot be predicted"
-    if getattr(loader.dataset, "shard", None) is not None:
-        return (
-            "Each rank keeps its own share of the samples on its device (cache_shard=True), and has trained only on "
-            "that"
-        )
     if not convertible:
         return (
             "The order of the samples is known only for torch's own samplers, and only if a DistributedSampler divides "

@@ -155,7 +155,7 @@ def _parts(holder: Any, path: str) -> Iterator[tuple[Any, Any, str]]:
         for place, value in enumerate(holder[:_MOST_ITEMS]):
             yield place, value, f"{path}[{place}]"
     else:
-        attributes = getattr(holder, "__dict__", {}) if type(holder).__getattribute__ is object.__getattribute__ else {}
+        attributes: dict[str, Any] = getattr(holder, "__dict__", {})
         for name in list(attributes):
             yield name, attributes[name], f"{path}.{name}"
 

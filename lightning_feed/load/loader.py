@@ -32,7 +32,6 @@ from lightning_feed.load.order import (
     PassGenerator,
     drawing_device,
     facts_of,
-    find_read_ahead,
     find_samplers,
     mix_seed,
     ranks_of_run,
@@ -121,7 +120,7 @@ class FeedLoader(DataLoader[Batch]):
             self._check_own_workers()
         inner = self.batch_sampler if self.batch_sampler is not None else self.sampler
         samplers = {} if self._stream else find_samplers(self.sampler, self.batch_sampler)
-        self._index = IndexSource(inner, samplers, find_read_ahead(self.dataset), self.draws)
+        self._index = IndexSource(inner, samplers, self.draws)
         self._sample_seed: int | None = None
         self._probed = False
         self._iterator = None

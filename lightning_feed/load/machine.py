@@ -82,21 +82,19 @@ class Footprint:
     """True if the workers are threads, which need no /dev/shm."""
     sharers: int = 1
     """Number of such loaders on the machine, including this one."""
-    reserved_bytes: int = 0
-    """Bytes of memory and of /dev/shm reserved for other uses."""
 
 
 def exceeded_limit(machine: Machine, taken: Footprint) -> str:
     """Describe the limit that a loader would exceed. Empty if all limits hold."""
     batches_bytes = taken.batches * taken.batch_bytes
     for_all = f" for each of {taken.sharers} loaders on this machine" if taken.sharers > 1 else ""
-    shm = _left(None if taken.threads else machine.free_shm_bytes, taken)
+    shm = math.inf if taken.threads or machine.free_shm_bytes is None else machine.free_shm_bytes
     if batches_bytes > SHM_SHARE * shm / taken.sharers:
         return (
             f"{taken.size} need {mib(batches_bytes)}{for_all}, more than {SHM_SHARE:.0%} of the {mib(shm)} free in "
             "/dev/shm; a container gets more with `docker run --shm-size`"
         )
-    memory = _left(machine.available_memory_bytes, taken)
+    memory = math.inf if machine.available_memory_bytes is None else machine.available_memory_bytes
     total = batches_bytes + taken.workers * taken.worker_bytes
     if total > MEMORY_SHARE * memory / taken.sharers:
         return (
@@ -104,10 +102,6 @@ def exceeded_limit(machine: Machine, taken: Footprint) -> str:
             f"{for_all}, more than {MEMORY_SHARE:.0%} of the {mib(memory)} of free memory"
         )
     return ""
-
-
-def _left(free: int | None, taken: Footprint) -> float:
-    return math.inf if free is None else max(0, free - taken.reserved_bytes)
 
 
 def mib(size: float) -> str:

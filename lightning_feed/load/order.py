@@ -7,9 +7,8 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,14 +19,10 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
-    Subset,
 )
 
 from lightning_feed.errors import ResumeError
 from lightning_feed.load.kinds import AnyDataset, AnyLoader, AnySampler, Batch, Index, SavedState, State
-
-if TYPE_CHECKING:
-    from lightning_feed.storage.read_ahead import ReadAhead
 
 logger = logging.getLogger(__name__)
 
@@ -385,7 +380,7 @@ def facts_of(loader: DataLoader[Batch], samplers: Mapping[str, AnySampler]) -> S
     if type(batches) is not BatchSampler and hasattr(batches, "state_dict"):
         size = None  # the size may change from batch to batch; the sampler's state holds it
     order: State | None = None
-    if _can_be_drawn_again(sampler, loader, samples):
+    if _can_be_drawn_again(sampler, samples):
         order = {"sampler": next((name for name, found in samplers.items() if found is sampler), "")}
         if type(sampler) is DistributedSampler:
             order = {**order, "shuffle": sampler.shuffle, "seed": sampler.seed}
@@ -398,54 +393,17 @@ def facts_of(loader: DataLoader[Batch], samplers: Mapping[str, AnySampler]) -> S
     }
 
 
-def _can_be_drawn_again(sampler: AnySampler, loader: DataLoader[Batch], samples: int | None) -> bool:
+def _can_be_drawn_again(sampler: AnySampler, samples: int | None) -> bool:
     kind = type(sampler)
     if kind not in (DistributedSampler, RandomSampler, SequentialSampler):
         return False
     drawn_from = sampler.dataset if kind is DistributedSampler else sampler.data_source
-    if getattr(loader.dataset, "shard", None) is not None or len(drawn_from) != samples:
+    if len(drawn_from) != samples:
         return False
     if kind is not RandomSampler:
         return True
     on_cpu = sampler.generator is None or sampler.generator.device.type == "cpu"
     return not sampler.replacement and sampler.num_samples == samples and on_cpu
-
-
-def _order_after(now: MapPass, samplers: Mapping[str, AnySampler]) -> Iterator[int]:
-    """Return the order of the next epoch, if already known (torch's own samplers)."""
-    for name, sampler in samplers.items():
-        then = copy.copy(sampler)
-        if type(sampler) is RandomSampler and isinstance(sampler.generator, PassGenerator) and now.order is not None:
-            then.generator = PassGenerator()
-            then.generator.manual_seed(mix_seed(now.order.seed, (now.epoch or 0) + 1, 0, name))
-        elif type(sampler) is DistributedSampler and now.epoch is not None:
-            then.set_epoch(now.epoch + 1)
-        elif type(sampler) is not SequentialSampler:
-            continue  # a BatchSampler, or one of the user's
-        return iter(then)
-    return iter(())
-
-
-def find_read_ahead(dataset: AnyDataset) -> "ReadAhead | None":
-    """Find the read-ahead of a remote dataset with a cache. None for other datasets."""
-    picked: list[Any] = []
-    while type(dataset) is Subset:
-        picked.append(dataset.indices)
-        dataset = dataset.dataset
-    find = getattr(dataset, "remote_reads", None)
-    if not callable(find):
-        return None
-    from lightning_feed.storage.read_ahead import ReadAhead
-    from lightning_feed.storage.remote_folder import RemoteSamples
-
-    found = find()
-    if not isinstance(found, RemoteSamples) or not found.reads.place.readahead_bytes:
-        return None
-    if found.reads.place.url.startswith("memory:"):  # exists only in this process; read-ahead runs in another
-        return None
-    if found.numbers is not None:
-        picked.append(found.numbers)
-    return ReadAhead(found.reads, picked, found.reads.place.readahead_bytes)
 
 
 class IndexSource:
@@ -458,7 +416,6 @@ class IndexSource:
     Args:
         inner: ``loader.batch_sampler``, or ``loader.sampler`` if there is no batch sampler.
         samplers: result of :func:`find_samplers`.
-        ahead: fetches remote files before their indices are drawn. None: no fetching ahead.
         draws: random draws made by the loader being replaced. None: replaces no loader.
     """
 
@@ -466,13 +423,11 @@ class IndexSource:
         self,
         inner: AnySampler,
         samplers: Mapping[str, AnySampler],
-        ahead: "ReadAhead | None" = None,
         draws: DrawsOf | None = None,
     ) -> None:
         self.inner = inner
         self.samplers = samplers
         self.now: MapPass | None = None
-        self.ahead = ahead
         self.draws = draws
 
     def __iter__(self) -> Iterator[Index]:
@@ -488,8 +443,6 @@ class IndexSource:
         device = drawing_device(next(filter(None, generators), None))
         drawn = iter(self.inner) if self.draws is None else self.draws.walk(iter(self.inner), size_of(self.inner))
         indices = now.skip_trained(drawn, now.skip) if now.rest is None else now.rest()
-        if self.ahead is not None:
-            indices = self.ahead.through(indices, partial(_order_after, now, self.samplers))
         while True:
             with device:  # entered for each index: without workers, samples are loaded in between
                 try:

@@ -220,8 +220,6 @@ class Job:
     """Number of training processes on this machine, including this one."""
     sharing_ranks: int = 1
     """Number of training processes that share the samples of a map-style dataset."""
-    reserved_bytes: int = 0
-    """Bytes of memory and /dev/shm reserved for caches that are not full yet."""
     reload_every_n_epochs: int = 0
     """The Trainer's ``reload_dataloaders_every_n_epochs``."""
     overfit: bool = False
@@ -384,7 +382,6 @@ def _exceeded_limit(machine: Machine, settings: LoaderSettings, workload: Worklo
         worker_bytes=THREAD_BYTES if threads else WORKER_BYTES[settings.start_method or machine.start_method],
         threads=threads,
         sharers=workload.local_ranks * workload.loaders,
-        reserved_bytes=workload.reserved_bytes,
     )
     return exceeded_limit(machine, footprint)
 

@@ -69,9 +69,7 @@ class _Plan:
     cancelled: bool = False
 
     def __post_init__(self) -> None:
-        # A dataset with ``expect`` reads a batch's files together, but still makes the samples one by one.
-        whole_batches = bool(getattr(self.dataset, "__getitems__", None)) and not hasattr(self.dataset, "expect")
-        self.at_once = self.batched and whole_batches
+        self.at_once = self.batched and bool(getattr(self.dataset, "__getitems__", None))
         self.whole = self.at_once or not self.batched
 
     def cancel(self, threads: list[threading.Thread]) -> None:
@@ -102,9 +100,6 @@ class _Job:
         self._loaded: list[Any] = [None] * len(self.parts)
         self._lock = threading.Lock()
         self._failure: tuple[int, int, BaseException] | None = None  # place, thread, error
-        self._held: object = None
-        if not plan.whole and hasattr(plan.dataset, "expect"):
-            self._held = plan.dataset.expect(self.parts)  # reads in progress: dropping this abandons them
 
     def work(self, place: int, thread: int) -> None:
         """Load the sample at ``place``. Never raises."""
@@ -163,7 +158,6 @@ class _Job:
     def _put_together(self, _: int) -> None:
         loaded = self._loaded
         self._loaded = []
-        self._held = None
         with traced("thread_collate"):
             batch = self.plan.collate(loaded[0] if self.plan.whole else loaded)
             self._loaded = [batch if self.plan.pin is None else self.plan.pin(batch)]

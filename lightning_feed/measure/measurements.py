@@ -113,6 +113,8 @@ class LoopFacts:
     ``drop_keys``."""
     cache: str | None = None
     """Cache of a FastDataModule: ``bytes``, ``decoded``, ``device`` or ``off``."""
+    staged: bool | None = None
+    """True if a FastDataModule reads from a staged copy."""
     device_transform: bool | None = None
     """True if a FastDataModule transforms batches on the device."""
     max_epochs: int | None = None

@@ -82,10 +82,6 @@ class LoaderStats:
     throttled_pct: float | None = tagged("feed_pressure/throttled_pct")
     """Share of scheduler periods in which the cgroup used up its CPU quota. High: use fewer workers, or raise it."""
 
-    cache_hit_pct: float | None = tagged("feed/cache_hit_pct")
-    """Share of reads since the last window that FastDataModule(cache=...) answered, 0 to 100, over all processes of the
-    node. Low after the first epoch: the cache is full."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class GpuStats:

@@ -405,7 +405,6 @@ def _loader_rows(loaders: LoaderStats) -> list[Row]:
         ("time with tasks waiting for a disk", loaders.io_pressure_pct, "{:.0f} %"),
         ("time with tasks waiting for memory", loaders.memory_pressure_pct, "{:.0f} %"),
         ("CPU quota used up", loaders.throttled_pct, "{:.0f} % of periods"),
-        ("reads answered by the cache", loaders.cache_hit_pct, "{:.0f} %"),
     )
 
 
@@ -460,8 +459,6 @@ def _disk_rows(disk: DiskFacts) -> list[Row]:
         ("reading", disk.read_mb_per_s, "{:.1f} MB/s"),
         ("files", disk.files_per_s, "{:.0f} a second"),
         ("mean size of a file", None if disk.mean_file_bytes is None else disk.mean_file_bytes / 1e3, "{:.0f} kB"),
-        ("a request", disk.latency_ms, "{:.1f} ms"),
-        ("many requests at once", disk.line_mb_per_s, "{:.0f} MB/s"),
     )
 
 

@@ -45,7 +45,9 @@ def _kind(system: str, places: Sequence[Path]) -> str:
     known = next((kind for kind, systems in _KINDS.items() if system in systems), None)
     if known is not None or system.startswith("fuse."):
         return known or "network"
-    return "rotational" if any(_rotates(place) for place in places) else "local"
+    if any(_rotates(place) for place in places):
+        return "rotational"
+    return "local"
 
 
 def _rotates(block: Path, depth: int = 0) -> bool:
@@ -93,25 +95,25 @@ def find_mount(path: str | Path, root: Path = Path("/")) -> Mount | None:
         root: the file system to read ``proc`` from.
     """
     resolved = Path(path).resolve()
-    found = None
+    mount = None
     for line in read_text(root / "proc/self/mountinfo").splitlines():
         # 25 24 0:23 / /dev/shm rw,relatime [fields of any number] - tmpfs tmpfs rw,size=24684084k
-        left, _, right = line.partition(" - ")
-        words = left.split(" ")
-        tail = right.split(" ")
+        head, _, tail_text = line.partition(" - ")
+        words = head.split(" ")
+        tail = tail_text.split(" ")
         if len(words) < 6 or len(tail) < 3:
             continue
         point = _unescaped(words[4])
         # Of two mounts at one point, the later hides the earlier.
-        if resolved.is_relative_to(point) and (found is None or len(point) >= len(found.point)):
+        if resolved.is_relative_to(point) and (mount is None or len(point) >= len(mount.point)):
             options = frozenset([*words[5].split(","), *tail[2].split(",")])
-            found = Mount(point=point, kind=tail[0], device=words[2], source=_unescaped(tail[1]), options=options)
-    return found
+            mount = Mount(point=point, kind=tail[0], device=words[2], source=_unescaped(tail[1]), options=options)
+    return mount
 
 
 def _unescaped(word: str) -> str:
     """Decode blanks and backslashes, which the kernel writes in paths as ``\\040`` and the like."""
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), word)
+    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), word)
 
 
 # --- room for a copy --------------------------------------------------------------------------------------------------
@@ -121,8 +123,8 @@ def find_room(folder: str | Path, root: Path = Path("/")) -> MemoryLimit:
     """Return the tighter limit on new data in a folder: free space or, if the folder is in memory, free memory."""
     mount = find_mount(folder, root)
     status = os.statvfs(folder)
-    place = f"{mount.point} ({mount.kind})" if mount else str(folder)
-    limits = [MemoryLimit(status.f_bavail * status.f_frsize, place)]
+    name = f"{mount.point} ({mount.kind})" if mount else str(folder)
+    limits = [MemoryLimit(status.f_bavail * status.f_frsize, name)]
     if mount is not None and mount.in_memory:
         limits += memory_limits(root)
     least = min(limits)
@@ -130,16 +132,16 @@ def find_room(folder: str | Path, root: Path = Path("/")) -> MemoryLimit:
 
 
 def check_room(new_bytes: int, new_files: int, folder: str, root: Path = Path("/")) -> None:
-    """Refuse a copy that does not fit.
+    """Refuse a copy or a pack that does not fit.
 
     Args:
-        new_bytes: bytes that the copy adds, each file rounded up to whole blocks of the file system.
-        new_files: number of files and folders that the copy adds.
-        folder: target of the copy; must exist.
+        new_bytes: bytes to add, each file rounded up to whole blocks of the file system.
+        new_files: number of files and folders to add.
+        folder: where to; must exist.
         root: the file system to read ``proc`` and ``sys`` from.
 
     Raises:
-        ArchiveError: if the copy does not fit. The message has the needed and the free space, and advice.
+        ArchiveError: if it does not fit. The message has the needed and the free space, and advice.
     """
     mount = find_mount(folder, root)
     least = find_room(folder, root)
@@ -149,14 +151,14 @@ def check_room(new_bytes: int, new_files: int, folder: str, root: Path = Path("/
     if new_bytes > least.left_bytes * share:
         kept = f", of which {1 - share:.0%} are kept free" if in_memory else ""
         raise ArchiveError(
-            f"{size_text(new_bytes)} are to be copied to {folder}, but the {least.reason} leaves "
-            f"{size_text(least.left_bytes)}{kept}. Nothing was written. Make room, pack images smaller first "
-            "(lightning-feed pack --short-side), stage to a local disk, or mount a tmpfs of the right size and use "
-            f"that:\n  {mount_command(folder, new_bytes, root)}"
+            f"{size_text(new_bytes)} are needed in {folder}, but the {least.reason} leaves "
+            f"{size_text(least.left_bytes)}{kept}. Nothing was written. Make room, pack images smaller "
+            "(lightning-feed pack --short-side), choose a local disk, or mount a tmpfs of the right size and use "
+            f"that:\n  {mount_command('/mnt/ram', new_bytes, root)}"
         )
     if status.f_files > 0 and new_files > status.f_favail:  # a file system without inodes reports 0
         raise ArchiveError(
-            f"{new_files} files are to be copied to {folder}, which has room for {status.f_favail} more, "
+            f"{new_files} files are needed in {folder}, which has room for {status.f_favail} more, "
             "whatever their size. Nothing was written. Pack them into one first (lightning-feed pack)."
         )
 
@@ -170,24 +172,24 @@ def find_caveats(folder: str, root: Path = Path("/")) -> tuple[str, ...]:
     """
     mount = find_mount(folder, root)
     status = Path(folder).stat()
-    found = []
+    caveats = []
     sticky = status.st_mode & stat.S_ISVTX  # only the owner of a file can move it in a sticky folder
     if status.st_uid not in (0, os.geteuid()) or (status.st_mode & 0o002 and not sticky):
-        found.append(
+        caveats.append(
             f"Other users can replace a copy in {folder}. Choose a DEST of your own, for example /dev/shm/<user>."
         )
     if mount is None or not mount.in_memory:
-        return tuple(found)
-    found.append(f"{mount.point} is memory: the copy is gone after a reboot.")
+        return tuple(caveats)
+    caveats.append(f"{mount.point} is memory: the copy is gone after a reboot.")
     if mount.kind == "tmpfs" and "noswap" not in mount.options and _has_swap(root):
-        found.append(
+        caveats.append(
             f"{mount.point} may be swapped out when memory is short. Mount it with noswap (Linux 6.4) to prevent that."
         )
     limit = min(cgroup_memory_limits(root), default=None)
     if limit is not None:
         left = size_text(max(0, limit.left_bytes))
-        found.append(f"The copy counts against the {limit.reason}, which leaves {left} to training now.")
-    return tuple(found)
+        caveats.append(f"The copy counts against the {limit.reason}, which leaves {left} to training now.")
+    return tuple(caveats)
 
 
 def mount_command(path: str | os.PathLike[str], total_bytes: int, root: Path = Path("/")) -> str:
@@ -213,4 +215,6 @@ def _has_swap(root: Path) -> bool:
 
 def _kernel(root: Path) -> tuple[int, ...]:
     release = re.match(r"(\d+)\.(\d+)", read_text(root / "proc/sys/kernel/osrelease"))
-    return tuple(map(int, release.groups())) if release else (0, 0)
+    if release is None:
+        return (0, 0)
+    return tuple(map(int, release.groups()))

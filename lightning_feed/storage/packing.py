@@ -1,41 +1,49 @@
-"""Packing many small files, or any map-style dataset, into a few large files: checked, and atomic at the end."""
+"""Packing a folder of many small files into a few large ones."""
 
-import errno
-import logging
+import io
 import os
-import shutil
-import stat
+import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
-from filelock import FileLock, Timeout
-from torch.utils.data import DataLoader
+from PIL import Image, UnidentifiedImageError
 
-from lightning_feed.errors import ArchiveError, SettingsError
+from lightning_feed.errors import ArchiveError, DatasetError, DecodeError, SettingsError
 from lightning_feed.extras import require
-from lightning_feed.storage.file_system import find_room
-from lightning_feed.storage.folder import FolderSource, flat_names, is_pack
-from lightning_feed.storage.pack_samples import Payload, Payloads, Shrink
-from lightning_feed.storage.packed_dataset import ALL, FORMATS, Format, Manifest, PackedDataset, PartIndex, lmdb_key
-from lightning_feed.storage.remote import place_of
-from lightning_feed.storage.remote_folder import RemoteSource
-from lightning_feed.storage.splits import SPLITS, Root
-from lightning_feed.storage.system import end_with, make_private, progress_bar
+from lightning_feed.storage.file_system import check_room
+from lightning_feed.storage.folder import FolderSource, is_pack, scan_classes
+from lightning_feed.storage.packed_dataset import (
+    ALL,
+    DATA_FILES,
+    FORMATS,
+    Format,
+    Manifest,
+    PackedDataset,
+    PartIndex,
+    lmdb_key,
+    read_manifest,
+    with_shape,
+)
+from lightning_feed.storage.splits import SPLITS, folder_of_split, has_splits
+from lightning_feed.storage.system import progress_bar
+from lightning_feed.storage.whole import Workshop
 
-LITDATA = "packs use lmdb or hdf5; for LitData's chunks, use litdata.optimize"
-_AT_ONCE = 16
-"""Samples that a worker returns together, at most."""
-_HANDED_OVER_BYTES = 16 << 20
-"""Approximate bytes that a worker returns at once; each worker has two such batches waiting."""
-_LOOKED_AT = 256
+_LOOKED_AT = 64
 """Number of samples used to estimate the size of the pack."""
-_WRITTEN_BYTES = 64 << 20
-"""Bytes of payloads that are written together."""
+_JPEG_QUALITY = 95
+_LMDB_MAP_BYTES = 1 << 42
+"""Largest size of an LMDB pack. Only address space: the file grows with its content."""
+_COMMITTED_BYTES = 64 << 20
+"""Bytes of samples in one transaction of LMDB."""
+# Exceptions of Pillow's readers on corrupt files; as in decode/decoders.py.
+_CORRUPT = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, Image.DecompressionBombError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,96 +53,128 @@ class PackReport:
     path: Path
     samples: int
     total_bytes: int
-    """Bytes of all payloads."""
+    """Bytes of all samples."""
     skipped: tuple[str, ...]
     """Samples left out, each with the reason; only with ``on_error="skip"``."""
     took_s: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class ImageChanges:
+    """Changes made to images when they are packed."""
+
+    short_side: int | None
+    """Maximum length of the shorter side, in pixels. Larger images are resized to it; smaller ones stay unchanged."""
+    decoded: bool
+    """True to store pixels, uint8 (H, W, 3), instead of a file."""
+
+    def apply(self, data: bytes) -> bytes:
+        """Return the bytes to store for a file.
+
+        Raises:
+            DecodeError: if it must be decoded, and cannot be.
+        """
+        if self.short_side is None and not self.decoded:
+            return data
+        try:
+            with Image.open(io.BytesIO(data)) as image:
+                image.load()  # even without resizing, to notice a truncated file now
+                if not self.decoded and min(image.size) <= (self.short_side or 0):
+                    return data  # small enough already: re-encoding would only lose quality
+                return self._stored(self._resized(image.convert("RGB")))
+        except UnidentifiedImageError as error:  # its message names only the in-memory file object
+            raise DecodeError("Pillow does not know its format") from error
+        except _CORRUPT as error:
+            raise DecodeError(str(error)) from error
+
+    def _resized(self, image: Image.Image) -> Image.Image:
+        short = min(image.size)
+        if self.short_side is None or short <= self.short_side:
+            return image
+        scale = self.short_side / short
+        width = max(1, round(image.width * scale))
+        height = max(1, round(image.height * scale))
+        return image.resize((width, height), Image.Resampling.BICUBIC)
+
+    def _stored(self, image: Image.Image) -> bytes:
+        if self.decoded:
+            return with_shape(np.asarray(image))
+        file = io.BytesIO()
+        # Chroma at full resolution: it was halved once already, and halving it again would lose more.
+        image.save(file, "JPEG", quality=_JPEG_QUALITY, subsampling=0)
+        return file.getvalue()
+
+
 def pack(  # noqa: PLR0913 - all but two are by name, and have a default
-    source: object,
+    source: str | Path,
     dest: str | Path,
     *,
-    format: Format = "lmdb",
+    format: Format = "flat",
     short_side: int | None = None,
-    quality: int | None = None,
     decoded: bool = False,
-    workers: int | None = None,
     on_error: str = "raise",
     force: bool = False,
     verify: bool = False,
-    storage_options: Mapping[str, object] | None = None,
 ) -> PackReport:
-    """Pack a folder of class folders, optionally inside ``train``, ``val`` ..., or a map-style dataset.
+    """Pack a folder of class folders, optionally inside ``train``, ``val`` and ``test`` folders.
 
-    The pack is made in a hidden folder beside ``dest`` and renamed at the end. After a kill or an error, the next call
-    starts over. HDF5 packs need space for twice the data until they are done.
+    The pack is made in a hidden folder beside ``dest`` and renamed at the end. If interrupted, call it again: packing
+    restarts. HDF5 packs need space for twice the data until they are done.
 
     Args:
-        source: a folder or its fsspec URL; or a dataset whose samples are nested dicts, lists and tuples of tensors,
-            arrays, numbers, text, bytes and None.
+        source: a folder.
         dest: path of the pack; must not exist.
-        format: ``"lmdb"`` or ``"hdf5"``.
+        format: ``"flat"``, ``"lmdb"`` or ``"hdf5"``.
         short_side: resize images whose shorter side is longer than this, in pixels.
-        quality: JPEG quality, 1 to 100. With ``short_side``, used for the images that are shrunk (None: 95). Without
-            ``short_side``, all images are re-encoded with this quality (None: none are).
         decoded: True to store pixels, uint8 (H, W, 3), instead of files.
-        workers: processes that read and resize; None for one per CPU.
         on_error: for images that cannot be read: ``"raise"``, or ``"skip"`` to leave them out and report them.
         force: True to replace an existing pack.
         verify: True to read everything back and compare checksums.
-        storage_options: options of fsspec for a URL.
 
     Raises:
         SettingsError: if a value is impossible.
         DatasetError: if the source cannot be read.
-        ArchiveError: if ``dest`` exists, is inside the source, is in use by another process that packs, or is writable
-            by another user; if space runs out; if the source changes during packing; or if verification fails.
+        ArchiveError: if ``dest`` exists, is inside the source, or is in use by another process that packs; if space
+            runs out; if an image cannot be read; or if verification fails.
     """
     began_s = time.monotonic()
+    root = Path(source)
     target = Path(dest)
-    shrink = Shrink(short_side=short_side, quality=quality, decoded=decoded)
-    _check(format, shrink, workers, on_error)
-    _check_target(target, force=force)
-    parts, classes = _parts_of(source, shrink, storage_options)
-    _check_outside(target, parts)
-    with in_the_making(target) as folder:
-        _check_target(target, force=force)  # again, because another process may have packed there since
-        _check_room(folder, parts, format)
-        written = [PartWriter(folder / name, part, format) for name, part in parts.items()]
-        for one in written:
-            _fill(one, workers, on_error)
-        for one in written:
-            one.check_source()
-        manifest = _manifest(written, format, classes, shrink)
-        manifest.save(folder)
+    _check_settings(format, short_side, on_error)
+    _check_target(target, root, force=force)
+    changes = ImageChanges(short_side=short_side, decoded=decoded)
+    sources = _sources_in(root)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArchiveError(f"{target.parent} cannot be made: {error.strerror}. Choose another DEST.") from error
+    workshop = Workshop(target, "packing")
+    with workshop.claimed(wait=False):
+        _check_target(target, root, force=force)  # again, because another process may have packed there since
+        _check_room(workshop.folder, sources, changes, format)
+        parts: dict[str, int] = {}
+        skipped: list[str] = []
+        for name, part in sources.items():
+            with closing(PartWriter(workshop.whole / name, format)) as writer:
+                skipped += _fill(writer, name, part, changes, on_error)
+                parts[name] = writer.finish()
+        classes = next(iter(sources.values())).classes
+        Manifest(format=format, decoded=decoded, classes=classes, parts=parts).save(workshop.whole)
         if verify:
-            verify_pack(folder)
-        finish(folder, target)
+            verify_pack(workshop.whole)
+        workshop.put_in_place()
+    packed = [PackedDataset(target, name) for name in parts]
     return PackReport(
         path=target,
-        samples=sum(manifest.parts.values()),
-        total_bytes=manifest.total_bytes,
-        skipped=tuple(problem for one in written for problem in one.problems),
+        samples=sum(map(len, packed)),
+        total_bytes=sum(part.total_bytes for part in packed),
+        skipped=tuple(skipped),
         took_s=time.monotonic() - began_s,
     )
 
 
-def _manifest(written: "list[PartWriter]", format: Format, classes: tuple[str, ...], shrink: Shrink) -> Manifest:
-    return Manifest(
-        format=format,
-        kind=written[0].part.kind,
-        classes=classes,
-        parts={one.name: one.samples for one in written},
-        total_bytes=sum(one.total_bytes for one in written),
-        options={"short_side": shrink.short_side, "quality": shrink.written_quality},
-        files={name: size for one in written for name, size in one.files().items()},
-        indexes={one.name: one.digest for one in written},
-    )
-
-
 def verify_pack(path: str | Path) -> int:
-    """Read every sample of a pack, and compare its size and checksum with those recorded at packing.
+    """Read every sample of a pack, and compare its checksum with the one recorded at packing.
 
     Returns:
         The number of samples.
@@ -142,40 +182,32 @@ def verify_pack(path: str | Path) -> int:
     Raises:
         ArchiveError: for the first sample that differs or cannot be read.
     """
-    manifest = PackedDataset.manifest_of(path)
-    for name, count in manifest.parts.items():
+    samples = 0
+    for name in read_manifest(Path(path)).parts:
         part = PackedDataset(path, name)
-        with progress_bar(f"Verifying {name}", count, " samples") as bar:
-            for index in range(count):
-                part.payload(index)  # compares the checksum
+        with progress_bar(f"Verifying {name}", len(part), " samples") as bar:
+            for index in range(len(part)):
+                part.verify(index)
                 bar.update()
-    return sum(manifest.parts.values())
+        samples += len(part)
+    return samples
 
 
 # --- before anything is written ---------------------------------------------------------------------------------------
 
 
-def _check(format: str, shrink: Shrink, workers: int | None, on_error: str) -> None:
-    if format == "litdata":
-        raise SettingsError(f"format='litdata' is not possible: {LITDATA}.")
-    for name, value, possible, advice in (
-        ("format", format, format in FORMATS, f"one of {', '.join(map(repr, FORMATS))}"),
-        ("on_error", on_error, on_error in ("raise", "skip"), "'raise' or 'skip'"),
-        ("short_side", shrink.short_side, _is_from(1, shrink.short_side), "pixels, 1 or more"),
-        ("quality", shrink.quality, _is_from(1, shrink.quality) and (shrink.quality or 1) <= 100, "1 to 100"),
-        ("workers", workers, _is_from(0, workers), "processes, 0 for none but this one, or None"),
-    ):
-        if not possible:
-            raise SettingsError(f"{name}={value!r} is not possible. Use {advice}.")
-    if shrink.quality is not None and shrink.decoded:
-        raise SettingsError(f"quality={shrink.quality} would have no effect on decoded pixels. Leave one out.")
+def _check_settings(format: str, short_side: int | None, on_error: str) -> None:
+    if format not in FORMATS:
+        raise SettingsError(f"format={format!r} is not possible. Use one of {', '.join(map(repr, FORMATS))}.")
+    if on_error not in ("raise", "skip"):
+        raise SettingsError(f"on_error={on_error!r} is not possible. Use 'raise' or 'skip'.")
+    if short_side is not None and (type(short_side) is not int or short_side < 1):
+        raise SettingsError(f"short_side={short_side!r} is not possible. Use pixels, 1 or more.")
 
 
-def _is_from(least: int, value: int | None) -> bool:
-    return value is None or (type(value) is int and value >= least)
-
-
-def _check_target(target: Path, *, force: bool) -> None:
+def _check_target(target: Path, root: Path, *, force: bool) -> None:
+    if target.absolute().resolve().is_relative_to(root.resolve()):
+        raise ArchiveError(f"{target} is inside {root}, the folder to pack. Choose a DEST outside of it.")
     if not os.path.lexists(target):
         return
     if not is_pack(target):
@@ -184,291 +216,203 @@ def _check_target(target: Path, *, force: bool) -> None:
         raise ArchiveError(f"{target} exists. Choose another DEST, or --force (force=True) to replace it.")
 
 
-def _check_outside(target: Path, parts: dict[str, Payloads]) -> None:
-    """Refuse a target inside its own source. Compares device and inode, because paths may contain links or mounts."""
-    sources = [part.source for part in parts.values() if isinstance(part.source, FolderSource)]
-    for root in [source.root for source in sources if not isinstance(source, RemoteSource)]:
-        if any(folder.exists() and folder.samefile(root) for folder in target.absolute().resolve().parents):
-            raise ArchiveError(f"{target} is inside {root}, the folder to pack. Choose a DEST outside of it.")
+def _sources_in(root: Path) -> dict[str, FolderSource]:
+    """Return the folder of each part of the pack."""
+    if not has_splits(root):
+        return {ALL: FolderSource(root, scan_classes(root))}
+    sources = {split: folder_of_split(root, split) for split in SPLITS}
+    return {split: source for split, source in sources.items() if source is not None}
 
 
-def _parts_of(
-    source: object, shrink: Shrink, storage_options: Mapping[str, object] | None
-) -> tuple[dict[str, Payloads], tuple[str, ...]]:
-    """Return the parts of a pack by name, and their classes."""
-    if not isinstance(source, (str, Path)):
-        if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
-            raise SettingsError(f"A {type(source).__name__} cannot be packed. Pass a folder, or a map-style dataset.")
-        if shrink != Shrink():
-            raise SettingsError("short_side, quality and decoded are for folders of images. Leave them out.")
-        return {ALL: Payloads(source, shrink)}, ()
-    root = Root(place_of(source, storage_options), fresh=True)
-    sources = {split: root.source(split) for split in (SPLITS if root.has_splits else (ALL,))}
-    found = {split: Payloads(part, shrink) for split, part in sources.items() if part is not None}
-    return found, next(iter(found.values())).source.classes
-
-
-def _check_room(folder: Path, parts: dict[str, Payloads], format: Format) -> None:
-    times, words = (1.05, "") if format == "lmdb" else (2.1, " (twice the data)")
-    needed = sum(_estimated_bytes(part) for part in parts.values()) * times
-    free = find_room(folder).left_bytes
-    if needed > free:
-        raise ArchiveError(
-            f"Packing needs about {needed / 1e9:.2f} GB in {folder.parent} until it is done{words}, but only "
-            f"{free / 1e9:.2f} GB are free. Free some, choose another DEST, or make images smaller (--short-side)."
-        )
-
-
-def _estimated_bytes(part: Payloads) -> int:
-    """Estimate the bytes of a part in LMDB from some samples: all but small payloads take whole pages."""
-    some = [each.data for each in part.__getitems__(list(range(0, len(part), max(1, len(part) // _LOOKED_AT))))]
-    sizes = [len(data) + 64 for data in some if data is not None]
-    taken = [size if size < 1024 else -(-size // 4096) * 4096 for size in sizes]
-    return sum(taken) * len(part) // max(1, len(taken))
+def _check_room(folder: Path, sources: dict[str, FolderSource], changes: ImageChanges, format: Format) -> None:
+    """Refuse a pack that does not fit, by the sizes of some samples."""
+    needed = 0
+    for source in sources.values():
+        numbers = range(0, len(source), max(1, len(source) // _LOOKED_AT))
+        samples = [_sample(source, number, changes) for number in numbers]
+        sizes = [64 + len(sample) for sample in samples if isinstance(sample, bytes)]
+        if format == "lmdb":  # all but small samples take whole pages
+            sizes = [size if size < 1024 else -(-size // 4096) * 4096 for size in sizes]
+        needed += sum(sizes) * len(source) // max(1, len(sizes))
+    times = 2.1 if format == "hdf5" else 1.05
+    check_room(int(needed * times), 2 * len(sources) + 1, str(folder))
 
 
 # --- reading the source -----------------------------------------------------------------------------------------------
 
 
-def _fill(written: "PartWriter", workers: int | None, on_error: str) -> None:
-    """Read and write all samples of a part."""
-    waiting = list[Payload]()
-    waiting_bytes = 0
-    with progress_bar(f"Packing {written.name}", len(written.part), " samples") as bar:
-        for payload in _payloads(written.part, workers):
-            if payload.data is None and on_error == "raise":
-                raise ArchiveError(f"{payload.problem} Fix the file, or skip it (--on-error skip), and pack again.")
-            waiting.append(payload)
-            waiting_bytes += len(payload.data or b"")
+def _fill(writer: "PartWriter", name: str, source: FolderSource, changes: ImageChanges, on_error: str) -> list[str]:
+    """Read and write all samples of a part. Return the reasons of those left out."""
+    skipped = []
+    with progress_bar(f"Packing {name}", len(source), " samples") as bar:
+        for number, sample in enumerate(_samples(source, changes)):
             bar.update()
-            if waiting_bytes >= _WRITTEN_BYTES:
-                written.append(waiting)
-                waiting = []
-                waiting_bytes = 0
-    written.append(waiting)
-    written.finish()
+            if isinstance(sample, bytes):
+                writer.append(sample, int(source.labels[number]), bytes(source.index.paths[number]))
+            elif on_error == "skip":
+                skipped.append(str(sample))
+            else:
+                raise ArchiveError(f"{sample} Fix the file, or skip it (--on-error skip), and pack again.") from sample
+    return skipped
 
 
-def _payloads(part: Payloads, workers: int | None) -> Iterator[Payload]:
-    if workers is None:
-        workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = min(workers, len(part) // _AT_ONCE)
-    at_once = 1
-    if workers:  # fewer samples together if they are large
-        at_once = max(1, min(_AT_ONCE, _HANDED_OVER_BYTES // max(1, len(part[0].data or b""))))
-    # A worker whose parent was killed would otherwise wait forever to return its samples.
-    end = partial(end_with, os.getpid())
-    loader = DataLoader(part, batch_size=at_once, num_workers=workers, collate_fn=list, worker_init_fn=end)
-    for batch in loader:
-        yield from batch
+def _samples(source: FolderSource, changes: ImageChanges) -> Iterator[bytes | DatasetError]:
+    """Yield the bytes of each sample in order, or the error of one that cannot be read."""
+    threads = _usable_cpus()
+    at_once = 4 * threads  # few enough for the memory that decoded images take
+    with ThreadPoolExecutor(threads) as pool:
+        for start in range(0, len(source), at_once):
+            numbers = range(start, min(start + at_once, len(source)))
+            yield from pool.map(lambda number: _sample(source, number, changes), numbers)
 
 
-# --- the folder beside DEST -------------------------------------------------------------------------------------------
-
-
-logger = logging.getLogger(__name__)
-
-_LOCK = "lock"
-
-
-@contextmanager
-def in_the_making(target: Path) -> Iterator[Path]:
-    """Yield a locked folder to pack into, removed on error. Leftovers of a killed process are removed first.
-
-    Raises:
-        ArchiveError: if another process packs there, if the folder cannot be made or belongs to another user, or if the
-            disk is full.
-    """
-    partial = target.with_name(f".{target.name}.partial")
-    lock = FileLock(partial / _LOCK, fallback_to_soft=False)
+def _sample(source: FolderSource, number: int, changes: ImageChanges) -> bytes | DatasetError:
     try:
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        make_private(partial)
-    except OSError as error:
-        raise ArchiveError(f"{partial} cannot be made or written to: {error.strerror}. Choose another DEST.") from error
-    try:
-        lock.acquire(timeout=0)
-    except (Timeout, FileNotFoundError) as error:  # not found: the other process has finished and renamed it
-        raise ArchiveError(f"Another process is packing to {target}. Wait for it, or choose another DEST.") from error
-    if os.path.lexists(f"{target}.partial"):
-        logger.warning("%s.partial was left by an earlier version, and is not resumed. Remove it.", target)
-    try:
-        _put_back(target)
-        _empty(partial)
-        yield partial
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        _put_back(target)
-        if _is_full_disk(error):
-            raise ArchiveError(
-                f"The disk of {target.parent} is full. Free some space there, and pack again."
-            ) from error
-        raise
-    finally:
-        lock.release()
+        return changes.apply(source.read(number))
+    except DecodeError as error:
+        return DecodeError(f"{source.name(number)} (sample {number}) is not a readable image: {error}.")
+    except DatasetError as error:
+        return error
 
 
-def _is_full_disk(error: BaseException) -> bool:
-    # LMDB reports an input/output error if a write fitted in part.
-    text = str(error)
-    of_lmdb = text.startswith("mdb_") and "Input/output error" in text
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return full or of_lmdb or "No space left" in text
-
-
-def _empty(partial: Path) -> None:
-    for entry in partial.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        elif entry.name != _LOCK:
-            entry.unlink()
-
-
-def _replaced(target: Path) -> Path:
-    return target.with_name(f".{target.name}.replaced")
-
-
-def _put_back(target: Path) -> None:
-    """Restore the old pack if the process that was replacing it died between two renames."""
-    old = _replaced(target)
-    if is_pack(old) and not os.path.lexists(target):
-        old.rename(target)
-    elif is_pack(old):
-        shutil.rmtree(old)
-
-
-def finish(partial: Path, target: Path) -> None:
-    """Move a complete pack into place, and then remove the old pack at ``target``."""
-    if is_pack(target):
-        target.rename(_replaced(target))
-    partial.rename(target)
-    one_part = next(entry for entry in target.iterdir() if entry.is_dir())
-    target.chmod(stat.S_IMODE(one_part.stat().st_mode))  # it was private until now; its parts have the usual mode
-    (target / _LOCK).unlink(missing_ok=True)
-    shutil.rmtree(_replaced(target), ignore_errors=True)
+def _usable_cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 # --- the data and the index of a part ---------------------------------------------------------------------------------
 
 
 class PartWriter:
-    """Writes the payloads and the index of one part.
+    """Writes the samples and the index of one part.
 
-    Attributes:
-        digest: digest of the index, once written.
-        problems: reasons of the samples left out.
+    Args:
+        folder: the folder of the part; must not exist.
+        format: the format of its data.
     """
 
-    digest = ""
+    def __init__(self, folder: Path, format: Format) -> None:
+        folder.mkdir(parents=True)
+        self._folder = folder
+        self._path = folder / DATA_FILES[format]
+        self._data = _WRITERS[format](self._path)
+        self._labels: list[int] = []
+        self._sizes: list[int] = []
+        self._checksums: list[int] = []
+        self._names: list[bytes] = []
 
-    def __init__(self, folder: Path, part: Payloads, format: Format) -> None:
-        self.part = part
-        self.name = folder.name
-        self._index = folder / "index.npz"
-        self._data = folder / "data"
-        self._data.mkdir(parents=True)
-        self._write = _WRITERS[format](self._data)
-        self._kept, self._sizes, self._checksums, self._changed_ns = list[int](), list[int](), list[int](), list[int]()
-        self.problems: list[str] = []
+    def append(self, sample: bytes, label: int, name: bytes) -> None:
+        """Write the next sample."""
+        self._data.append(sample)
+        self._labels.append(label)
+        self._sizes.append(len(sample))
+        self._checksums.append(zlib.crc32(sample))
+        self._names.append(name)
 
-    @property
-    def samples(self) -> int:
-        """Number of samples kept."""
-        return len(self._kept)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all payloads."""
-        return sum(self._sizes)
-
-    def append(self, payloads: list[Payload]) -> None:
-        """Write the next samples of the source."""
-        self._write.append([payload.data for payload in payloads if payload.data is not None])
-        for payload in payloads:
-            if payload.data is None:
-                self.problems.append(payload.problem)
-            else:
-                self._kept.append(len(self._changed_ns))
-                self._sizes.append(len(payload.data))
-                self._checksums.append(payload.checksum)
-            self._changed_ns.append(payload.changed_ns)
-
-    def finish(self) -> None:
-        """Write the index, and complete the data file."""
-        names, ends = flat_names([self.part.name(number).encode("utf-8", "surrogateescape") for number in self._kept])
+    def finish(self) -> int:
+        """Complete the data file, and write the index. Return the size of the data file in bytes."""
         index = PartIndex(
-            labels=self.part.labels[self._kept],
-            sizes=np.array(self._sizes, dtype=np.int64),
+            labels=np.array(self._labels, dtype=np.int64),
+            ends=np.cumsum(self._sizes, dtype=np.int64),
             checksums=np.array(self._checksums, dtype=np.uint32),
-            names=names,
-            name_ends=ends,
+            names=np.array(self._names, dtype=np.bytes_),
         )
-        self.digest = index.save(self._index)
-        self._write.finish(index)
+        self._data.finish(index)
+        index.save(self._folder / "index.npz")
+        return self._path.stat().st_size
 
-    def files(self) -> dict[str, int]:
-        """Return the size in bytes of each data file, by its path in the pack."""
-        return {f"{self.name}/data/{file.name}": file.stat().st_size for file in sorted(self._data.iterdir())}
+    def close(self) -> None:
+        """Close the data file, complete or not."""
+        self._data.close()
 
-    def check_source(self) -> None:
-        """Refuse samples whose files changed after they were read: the read may have overlapped a write.
 
-        Checked at the end, not after each read, to catch a program that truncates a file and fills it later.
-        """
-        for number, changed_ns in enumerate(self._changed_ns):
-            if self.part.changed_ns(number) != changed_ns:
-                raise ArchiveError(
-                    f"{self.part.source.name(number)} (sample {number}) changed while it was packed. Pack again when "
-                    "no program writes there."
-                )
+class _Writer(Protocol):
+    def append(self, sample: bytes) -> None: ...
+
+    def finish(self, index: PartIndex) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _FlatWriter:
+    """Writer of the samples one after the other."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: BinaryIO = path.open("wb")
+
+    def append(self, sample: bytes) -> None:
+        self._file.write(sample)
+
+    def finish(self, _index: PartIndex) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class _LmdbWriter:
-    def __init__(self, folder: Path) -> None:
-        lmdb = require("lmdb", extra="pack", why="Packing")
-        # nobody reads it yet
-        self._environment = lmdb.open(str(folder), lock=False, readahead=False)
-        self._count = 0
+    """Writer of an LMDB environment with :func:`lmdb_key` as keys."""
 
-    def append(self, payloads: list[bytes]) -> None:
-        page = self._environment.stat()["psize"]
-        pages = self._environment.info()["last_pgno"] + 1 + sum(len(payload) // page + 2 for payload in payloads)
-        self._environment.set_mapsize(pages * page + (16 << 20))  # LMDB keeps some pages for itself
-        with self._environment.begin(write=True) as transaction:
-            for number, payload in enumerate(payloads, self._count):
-                transaction.put(lmdb_key(number), payload, append=True)
-        self._count += len(payloads)
+    def __init__(self, path: Path) -> None:
+        lmdb: Any = require("lmdb", extra="pack", why="Packing into lmdb")
+        # No lock, and no flush for each transaction: nobody reads it yet.
+        self._environment = lmdb.open(
+            str(path.parent), lock=False, sync=False, readahead=False, map_size=_LMDB_MAP_BYTES
+        )
+        self._transaction = self._environment.begin(write=True)
+        self._count = 0
+        self._uncommitted_bytes = 0
+
+    def append(self, sample: bytes) -> None:
+        self._transaction.put(lmdb_key(self._count), sample, append=True)
+        self._count += 1
+        self._uncommitted_bytes += len(sample)
+        if self._uncommitted_bytes >= _COMMITTED_BYTES:  # they are in memory until the commit
+            self._transaction.commit()
+            self._transaction = self._environment.begin(write=True)
+            self._uncommitted_bytes = 0
 
     def finish(self, _index: PartIndex) -> None:
+        self._transaction.commit()
+        self._environment.sync(True)  # noqa: FBT003 - LMDB's own form
+        self.close()
+
+    def close(self) -> None:
         self._environment.close()
 
 
 class _Hdf5Writer:
-    """Writer of ``data.h5`` with two arrays: ``bytes``, uint8, all payloads concatenated; ``ends``, int64, their ends.
+    """Writer of an HDF5 file of two arrays: ``bytes``, uint8, all samples one after the other; ``ends``, int64.
 
-    HDF5 needs the size of an array to create it, so the payloads are first collected in a second file.
+    HDF5 needs the size of an array to create it, so the samples are first collected in a flat file.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, path: Path) -> None:
         self._h5py = require("h5py", extra="hdf5", why="A pack of the format hdf5")
-        self._path = folder / "data.h5"
-        self._payloads = folder / "payloads"
+        self._path = path
+        self._flat = path.with_suffix(".bin")
+        self._writer = _FlatWriter(self._flat)
 
-    def append(self, payloads: list[bytes]) -> None:
-        with self._payloads.open("ab") as file:
-            file.writelines(payloads)
+    def append(self, sample: bytes) -> None:
+        self._writer.append(sample)
 
     def finish(self, index: PartIndex) -> None:
+        self._writer.finish(index)
+        samples = np.empty(0, np.uint8)
+        if self._flat.stat().st_size:  # an empty file cannot be mapped
+            samples = np.memmap(self._flat, np.uint8, "r")
         with self._h5py.File(self._path, "w") as file:
-            file.create_dataset("ends", data=np.cumsum(index.sizes))
-            # Contiguous and uncompressed: bytes are written and read at a file offset, without the library.
-            data = file.create_dataset("bytes", shape=(max(1, int(index.sizes.sum())),), dtype="u1")
-            data[-1] = 0  # allocates its space
-            offset = data.id.get_offset()
-        with self._payloads.open("rb") as payloads, self._path.open("r+b") as plain:
-            plain.seek(offset)
-            shutil.copyfileobj(payloads, plain, 1 << 20)
-        self._payloads.unlink()
+            file.create_dataset("ends", data=index.ends)
+            file.create_dataset("bytes", data=samples)  # contiguous, so that it can be read by offset
+        self._flat.unlink()
+
+    def close(self) -> None:
+        self._writer.close()
 
 
-_WRITERS: dict[Format, Callable[[Path], _LmdbWriter | _Hdf5Writer]] = {"lmdb": _LmdbWriter, "hdf5": _Hdf5Writer}
+_WRITERS: dict[Format, type[_FlatWriter] | type[_LmdbWriter] | type[_Hdf5Writer]] = {
+    "flat": _FlatWriter,
+    "lmdb": _LmdbWriter,
+    "hdf5": _Hdf5Writer,
+}

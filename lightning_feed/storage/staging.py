@@ -1,63 +1,72 @@
-"""Staging: copies a folder or a file to memory or a local disk once per node, updates the copy, and removes it."""
+"""Staging: copies a folder, a file or a URL to memory or a local disk, whole or not at all, once per node."""
 
-import errno
+import hashlib
+import json
 import logging
 import os
-import shutil
-import socket
+import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
-from multiprocessing.util import Finalize
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeAlias
+from urllib.parse import urlsplit, urlunsplit
 
-from filelock import BaseFileLock, FileLock, Timeout
+import fsspec
+from fsspec.callbacks import TqdmCallback
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 
-from lightning_feed.errors import ArchiveError, SettingsError
-from lightning_feed.storage.file_system import find_caveats, find_mount
-from lightning_feed.storage.remote import RemotePlace, is_url, place_of, without_secrets
-from lightning_feed.storage.stage_copy import (
-    LocalOrigin,
-    Mirror,
-    RemoteOrigin,
-    check_owner,
-    is_same,
-    remove_all,
-    scan_copy,
-)
-from lightning_feed.storage.system import (
-    RefcountedFile,
-    make_private,
-    open_refcounted,
-    owner_of,
-    read_json,
-    write_json,
-)
+from lightning_feed.errors import ArchiveError
+from lightning_feed.storage.file_system import check_room, find_caveats, find_mount
+from lightning_feed.storage.folder import open_file, walk
+from lightning_feed.storage.system import progress_bar, read_json, write_json
+from lightning_feed.storage.whole import Workshop
 
 logger = logging.getLogger(__name__)
 
-_SAY_AFTER_S = 1.0
-"""A longer wait, in seconds, is logged. Checking an up-to-date copy takes less."""
+_THREADS = 8
+_FILES_AT_ONCE = 1024
+_CHUNK_BYTES = 16 << 20
+_VERSION_KEYS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "content_md5",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "updated",
+    "created",
+)
+"""Keys under which file systems of fsspec report what changes with a file."""
+
+
+class FileStamp(NamedTuple):
+    """Size of a file, and what changes with it."""
+
+    size: int
+    version: str
+    """Its modification time, or an object store's tag."""
+
+
+Listing: TypeAlias = dict[str, FileStamp]
+"""Stamps by path below the source; the path is ``""`` if the source is one file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """A complete copy, and the work that this call did."""
+    """A complete copy."""
 
-    source: Path | str
-    """The source: an absolute path, or the URL."""
+    source: str
+    """The source: an absolute path, or the URL without secrets."""
     path: Path
     """The copy: a folder or a file, like the source."""
     files: int
-    """Files in the copy."""
     total_bytes: int
-    """Bytes in the copy."""
-    copied_files: int
-    """Files copied by this call; 0 if the copy was up to date, or another process made it meanwhile."""
-    copied_bytes: int
-    removed: int
-    """Files and folders removed because the source no longer has them."""
+    copied: bool
+    """False if the copy was up to date, or another process made it meanwhile."""
     took_s: float
     in_memory: bool
     """True if the copy is in memory: a tmpfs or a RAM disk."""
@@ -65,318 +74,291 @@ class Staged:
     """Warnings about the place of the copy, one sentence each."""
 
 
-def stage(  # noqa: PLR0913 - all but two are by name, and have a default
-    source: str | os.PathLike[str],
-    dest: str | os.PathLike[str],
-    *,
-    hash: bool = False,
-    force: bool = False,
-    remove_at_exit: bool = False,
-    wait_s: float | None = None,
-    storage_options: Mapping[str, object] | None = None,
-) -> Staged:
-    """Copy ``source`` to ``dest/<name of source>``, or update the copy there.
+def is_url(source: str | os.PathLike[str]) -> bool:
+    """True for a URL of fsspec, such as ``s3://bucket/birds``."""
+    return "://" in os.fspath(source)
 
-    Every process of a node may call it: one copies, the others wait and use the same copy. Each file is either whole or
-    missing; an interrupted copy is completed file by file. Files are compared by size and modification time. No process
-    removes the copy until this process ends.
+
+def stage(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> Staged:
+    """Copy ``source`` to ``dest/<name of source>``, unless the copy there is up to date.
+
+    Every process of a node may call it: one copies, the others wait and use the same copy. The copy is made in a hidden
+    folder beside it and renamed at the end, so that it is whole or not there. When files of the source were added,
+    removed or changed, by size and modification time, a new copy replaces the old one.
 
     Args:
         source: a folder or a file, whose symbolic links are followed; or its URL, for fsspec.
         dest: a folder in memory or on a local disk, for example ``/dev/shm/<user>``; made if its parent exists. Only
             this user can open the copy.
-        hash: no longer supported: sizes and modification times are compared.
-        force: True to remove anything at the target, and copy everything.
-        remove_at_exit: True to remove the copy when the last process that uses it ends, unless it existed before. A
-            killed process removes nothing.
-        wait_s: time limit for waiting for another process that copies; None for no limit.
-        storage_options: options of fsspec for a URL.
 
     Raises:
-        ArchiveError: if there is no space (before a byte is written), if one of the two is inside the other, if a file
-            cannot be read or written or changes meanwhile, or if the wait times out.
-        SettingsError: for ``hash=True``.
+        ArchiveError: if there is no space (before a byte is written), if one of the two is inside the other, if
+            something else is at the place of the copy, or if a file cannot be read or written or changes meanwhile.
 
     Example:
         >>> staged = stage("/data/birds", "/dev/shm/me")  # doctest: +SKIP
         >>> staged.path  # doctest: +SKIP
         PosixPath('/dev/shm/me/birds')
     """
-    if hash:
-        raise SettingsError(
-            "hash=True is no longer supported: sizes and modification times are compared. Use force=True to copy "
-            "everything again."
-        )
-    since_s = time.time()
-    origin, place = find_place(source, dest)
-    found = place_of(os.fspath(source) if is_url(origin) else origin, storage_options)
-    copied = RemoteOrigin(found) if isinstance(found, RemotePlace) else LocalOrigin(origin, place.target)
-    mirror = Mirror(copied, place.target, place.parts)
-    with _as_archive_error(f"{dest} cannot be made", "Choose another DEST"):
-        place.target.parent.mkdir(mode=0o700, exist_ok=True)
-    failed = f"{origin} was not staged to {place.target}"
-    with _as_archive_error(failed, "Choose another DEST"), claimed(place, wait_s=wait_s):
-        record = _make(place, mirror, origin, since_s, force=force, remove_at_exit=remove_at_exit)
-        place.write(record)
-        hold(place)
-    mount = find_mount(place.target.parent)
-    caveats = find_caveats(str(place.target.parent))
-    if mirror.to_copy:
+    began_s = time.monotonic()
+    origin = _find_source(source)
+    target = Path(os.path.realpath(dest)) / os.path.basename(origin.name.rstrip("/"))  # noqa: PTH119 - a URL, too
+    origin.check_apart(target)
+    try:
+        target.parent.mkdir(mode=0o700, exist_ok=True)
+        listing = origin.list_files()
+        workshop = Workshop(target, "staging")
+        with workshop.claimed(wait=True):
+            copied = _update(workshop, origin, listing)
+    except ArchiveError:
+        raise
+    except OSError as error:
+        reason = str(error)
+        if error.filename and error.strerror:
+            reason = f"{error.filename}: {error.strerror}"
+        raise ArchiveError(f"{origin.name} was not staged to {target}: {reason}.") from error
+    mount = find_mount(target.parent)
+    caveats = find_caveats(str(target.parent))
+    if copied:
         for caveat in caveats:
             logger.warning("%s", caveat)
     return Staged(
-        source=origin if is_url(origin) else Path(origin),
-        path=place.target,
-        files=record.files,
-        total_bytes=record.total_bytes,
-        copied_files=len(mirror.to_copy),
-        copied_bytes=sum(stamp.size for stamp in mirror.to_copy.values()),
-        removed=len(set(mirror.to_remove).difference(mirror.to_copy)),
-        took_s=time.time() - since_s,
+        source=origin.name,
+        path=target,
+        files=len(listing),
+        total_bytes=_total_bytes(listing),
+        copied=copied,
+        took_s=time.monotonic() - began_s,
         in_memory=mount is not None and mount.in_memory,
         caveats=caveats,
     )
 
 
-@contextmanager
-def _as_archive_error(what: str, advice: str) -> Iterator[None]:
-    """Turn any OSError into an ArchiveError."""
-    try:
-        yield
-    except ArchiveError:
-        raise
-    except OSError as error:
-        raise ArchiveError(f"{what}: {error.strerror or error}. {advice}.") from error
+# --- the copy ---------------------------------------------------------------------------------------------------------
 
 
-def _make(
-    place: "StagePlace", mirror: Mirror, origin: str, since_s: float, *, force: bool, remove_at_exit: bool
-) -> "StageRecord":
-    """Copy the differences, unless another process made or checked the copy while this one waited."""
-    found = place.read()
-    owner = owner_of(place.target)
-    if found is not None and found.source == origin and (found.checked_s or 0.0) >= since_s:
-        return replace(found, remove_at_exit=found.remove_at_exit and remove_at_exit)
-    check_owner(place.target)
-    mirror.compare(force=force)
-    _check_replaceable(place, origin, found, force=force)
-    record = StageRecord(
-        source=origin,
-        remove_at_exit=remove_at_exit and (found.remove_at_exit if found else owner is None),
-        copied_by=f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}",
-        files=len(mirror.sizes),
-        total_bytes=sum(mirror.sizes),
-    )
-    if mirror.to_copy or mirror.to_remove:
-        mirror.check_room()
-        place.write(record)  # marks the copy as incomplete, and ours
-        mirror.apply()
-    mirror.finish()
-    return replace(record, checked_s=time.time())
+@dataclass(frozen=True)
+class _Record:
+    """Record of a complete copy, stored beside it."""
+
+    source: str
+    fingerprint: str
+    """Digest of the source's listing."""
+    inode: int
+    """Inode of the copy: something else at its path is not replaced."""
+    replaced_inode: int | None
+    """Inode of the copy that this one replaces, which is still in place if the process was killed just then."""
 
 
-def _check_replaceable(place: "StagePlace", origin: str, found: "StageRecord | None", *, force: bool) -> None:
-    target = place.target
-    if force:
-        release(place)
-        if is_used(place):
-            raise ArchiveError(f"{target} is used by another process. Wait for that to end, or leave force out.")
-    elif owner_of(target) is not None and (found is None or found.source != origin):
-        what = f"a copy of {found.source}" if found else "not a staged copy"
-        raise ArchiveError(f"{target} is {what}. Choose another DEST, or force=True (--force) to remove it.")
-    if found is not None and found.checked_s is None:
-        logger.info("Continuing the copy at %s, which was not completed by %s.", target, found.copied_by)
-
-
-# --- removal ----------------------------------------------------------------------------------------------------------
-
-
-def unstage(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> bool:
-    """Remove the staged copy of ``source`` in ``dest``, complete or not.
-
-    Args:
-        source: the same argument as for :func:`stage`; it need not exist any more.
-        dest: the same argument as for :func:`stage`.
-
-    Returns:
-        False if there is no such copy, else True.
-
-    Raises:
-        ArchiveError: if the target is not a copy of ``source``, cannot be removed, or is in use or being copied by
-            another process.
-    """
-    origin, place = find_place(source, dest)
-    with _as_archive_error(f"{place.target} cannot be removed", "Use a DEST of your own"):
-        if not place.folder.exists():
+def _update(workshop: Workshop, origin: "_Source", listing: Listing) -> bool:
+    """Make the copy equal to its source. Return False if it is up to date."""
+    target = workshop.target
+    record_path = workshop.folder / "record.json"
+    known = read_json(record_path)
+    fingerprint = _fingerprint(listing)
+    inode = None
+    if os.path.lexists(target):
+        status = target.lstat()
+        inode = status.st_ino
+        ours = status.st_uid == os.geteuid() and inode in (known.get("inode"), known.get("replaced_inode"))
+        if not ours or known.get("source") != origin.name:
+            raise ArchiveError(f"{target} is not a staged copy of {origin.name}. Remove it, or choose another DEST.")
+        unchanged = known == asdict(_Record(origin.name, fingerprint, inode, known.get("replaced_inode")))
+        if unchanged and _sizes(_list_folder(str(target))) == _sizes(listing):
             return False
-        release(place)
-        with claimed(place, wait_s=0):
-            _remove(place, origin)
+        logger.info("%s has changed since it was copied to %s, and is copied again.", origin.name, target)
+    _check_room(listing, target.parent)
+    origin.copy(listing, workshop.whole)
+    if _sizes(_list_folder(str(workshop.whole))) != _sizes(listing) or _fingerprint(origin.list_files()) != fingerprint:
+        raise ArchiveError(f"{origin.name} changed while it was copied. Stage it again when no program writes there.")
+    if workshop.whole.is_file():
+        workshop.whole.chmod(0o600)
+    else:
+        workshop.whole.chmod(0o700)
+    record = _Record(origin.name, fingerprint, workshop.whole.stat().st_ino, inode)
+    write_json(record_path, asdict(record))
+    workshop.put_in_place()
     return True
 
 
-def _remove(place: "StagePlace", origin: str) -> None:
-    """Remove a copy and its record. A kill midway leaves an incomplete copy."""
-    target = place.target
-    record = place.read()
-    if record is None or record.source != origin:
-        raise ArchiveError(f"{target} is not a staged copy of {origin}. Remove it yourself.")
-    if is_same(target, origin):
-        raise ArchiveError(f"{target} is now {origin} itself. Unmount it or remove the link.")
-    if is_used(place):
-        raise ArchiveError(f"{target} is used by another process. Remove it after that process has ended.")
-    place.write(replace(record, remove_at_exit=True, checked_s=None))
-    if owner_of(target) == os.geteuid():  # after a manual removal, another user's file may be in its place
-        remove_all(str(target), list(reversed(scan_copy(str(target)))))
-    place.record.unlink()
+def _check_room(listing: Listing, folder: Path) -> None:
+    block = os.statvfs(folder).f_frsize
+    needed = sum(-(-stamp.size // block) * block for stamp in listing.values())
+    folders = {os.path.dirname(name) for name in listing}  # noqa: PTH120 - a million times
+    check_room(needed, len(listing) + len(folders), str(folder))
 
 
-# --- the record and the locks of a copy -------------------------------------------------------------------------------
+def _fingerprint(listing: Listing) -> str:
+    return hashlib.blake2b(json.dumps(sorted(listing.items())).encode(), digest_size=16).hexdigest()
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageRecord:
-    """Record of a copy, stored beside it.
-
-    It lists no files, because each copied file keeps its source's size and modification time.
-    """
-
-    source: str
-    """Absolute path, or URL."""
-    remove_at_exit: bool
-    """True to remove the copy when the last process that uses it ends."""
-    copied_by: str = "an earlier version"
-    """Description of the process that copies or copied it, for people."""
-    files: int = 0
-    total_bytes: int = 0
-    checked_s: float | None = None
-    """Time of the last comparison with the source, in seconds since 1970; None while the copy is incomplete."""
+def _sizes(listing: Listing) -> dict[str, int]:
+    return {name: stamp.size for name, stamp in listing.items()}
 
 
-class StagePlace:
-    """Paths of one staged copy. All but the copy itself are in ``DEST/.NAME.staging``, which only its owner can access.
-
-    Args:
-        target: path of the copy.
-    """
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-        self.folder = target.parent / f".{target.name}.staging"
-        self.lock = self.folder / "lock"
-        self.users = self.folder / "users"
-        self.record = self.folder / "complete.json"
-        self.parts = self.folder / "parts"
-
-    def read(self) -> StageRecord | None:
-        """Read the record of a copy, also from an earlier version; None if it is missing, or another user's."""
-        found = read_json(self.record)
-        known = {field.name: found[field.name] for field in fields(StageRecord) if field.name in found}
-        return StageRecord(**known) if "source" in known and "remove_at_exit" in known else None
-
-    def write(self, record: StageRecord) -> None:
-        """Replace the record atomically."""
-        write_json(self.record, asdict(record))
+def _total_bytes(listing: Listing) -> int:
+    return sum(stamp.size for stamp in listing.values())
 
 
-def find_place(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> tuple[str, StagePlace]:
-    """Return the absolute path, or the URL, of the source, and the place of its copy."""
-    path = os.fspath(source)
-    # Not resolved, so that the copy keeps the name that the user wrote. Records and names hold no secrets of a URL.
-    origin = without_secrets(path.rstrip("/")) if is_url(path) else os.path.abspath(path)  # noqa: PTH100
-    name = os.path.basename(origin.removesuffix("?...").rstrip("/"))  # noqa: PTH119
-    return origin, StagePlace(Path(os.path.realpath(dest), name))
-
-
-@contextmanager
-def claimed(place: StagePlace, *, wait_s: float | None = None) -> Iterator[None]:
-    """Wait until no other process copies to this place, and exclude other processes until the block ends.
-
-    The kernel drops the lock when its process ends in any way. If there is no record after the block, everything but
-    the copy itself is removed.
-
-    Args:
-        place: place of the copy; the folder beside it is made if missing.
-        wait_s: time limit in seconds; None to wait until the other process has finished or ended.
+def _list_folder(root: str) -> Listing:
+    """Return the files of a folder, or one file, following links.
 
     Raises:
-        ArchiveError: if another process still copies after ``wait_s``, or the folder cannot be written.
+        OSError: if one cannot be read, if a link leads nowhere, or if links form a cycle.
     """
-    lock = FileLock(place.lock, fallback_to_soft=False)  # a soft lock would outlive a killed process
-    soon_s = _SAY_AFTER_S if wait_s is None else min(wait_s, _SAY_AFTER_S)
-    held = _acquire(lock, place, soon_s)
-    if not held and soon_s != wait_s:
-        logger.warning("Waiting for the copy at %s, which is being made by %s.", place.target, _owner(place))
-        held = _acquire(lock, place, -1 if wait_s is None else wait_s - soon_s)
-    if not held:
-        raise ArchiveError(
-            f"{place.target} is being copied by {_owner(place)}, and is not complete after {wait_s:g} s. Wait longer, "
-            "or stop that process: the files that it has copied are kept."
-        )
+    if not os.path.isdir(root):  # noqa: PTH112
+        return {"": _stamp(os.stat(root))}  # noqa: PTH116
+    return {entry.path[len(root) + 1 :]: _stamp(entry.stat()) for entry in walk(root)}
+
+
+def _stamp(status: os.stat_result) -> FileStamp:
+    return FileStamp(status.st_size, str(status.st_mtime_ns))
+
+
+# --- sources ----------------------------------------------------------------------------------------------------------
+
+
+class _Source(Protocol):
+    name: str
+
+    def check_apart(self, target: Path) -> None: ...
+
+    def list_files(self) -> Listing: ...
+
+    def copy(self, listing: Listing, whole: Path) -> None: ...
+
+
+def _find_source(source: str | os.PathLike[str]) -> _Source:
+    path = os.fspath(source)
+    if not is_url(path):
+        return _LocalSource(path)
     try:
-        yield
-    finally:
-        if place.read() is None:
-            shutil.rmtree(place.folder, ignore_errors=True)  # fails if a waiting process creates its lock there
-        lock.release()
+        system, root = url_to_fs(path)
+    except (ValueError, ImportError) as error:
+        raise ArchiveError(f"{_without_secrets(path)} cannot be opened: {error}.") from error
+    if isinstance(system, LocalFileSystem):
+        return _LocalSource(root)
+    return _UrlSource(path, system, root)
 
 
-def _acquire(lock: BaseFileLock, place: StagePlace, timeout_s: float) -> bool:
-    while True:
-        _make_private(place.folder)
+class _LocalSource:
+    """A folder or a file on this machine."""
+
+    def __init__(self, path: str) -> None:
+        # Not resolved, so that the copy keeps the name that the user wrote.
+        self.name = os.path.abspath(path)  # noqa: PTH100
+        self._stop = threading.Event()
+
+    def check_apart(self, target: Path) -> None:
+        """Refuse a copy that would be written into its source, or that would replace it."""
+        real = Path(self.name).resolve()
+        if real.is_relative_to(target) or target.is_relative_to(real):
+            raise ArchiveError(
+                f"{self.name} cannot be staged to {target}: one is inside the other, perhaps by a link. Choose another "
+                "DEST, in memory (/dev/shm/<user>) or on a local disk."
+            )
+
+    def list_files(self) -> Listing:
+        """Return sizes and times of all files."""
+        listing = _list_folder(self.name)
+        if not listing:
+            raise ArchiveError(f"There are no files in {self.name}. Choose the folder that has them.")
+        return listing
+
+    def copy(self, listing: Listing, whole: Path) -> None:
+        """Copy all files."""
+        _make_folders(listing, whole)
+        names = list(listing)
+        bar = progress_bar(f"Staging {Path(self.name).name}", _total_bytes(listing))
+
+        def copy(name: str) -> None:
+            self._copy_file(_below(self.name, name), _below(whole, name), bar)
+
+        with bar, ThreadPoolExecutor(_THREADS) as pool:  # waits for its threads at the end
+            try:
+                for start in range(0, len(names), _FILES_AT_ONCE):
+                    list(pool.map(copy, names[start : start + _FILES_AT_ONCE]))
+            finally:  # after Ctrl-C too
+                self._stop.set()
+
+    def _copy_file(self, path: str, copy: str, bar: Any) -> None:
+        with open_file(path) as reading, open(copy, "wb") as writing:  # noqa: PTH123 - a million times
+            while chunk := reading.read(_CHUNK_BYTES):
+                if self._stop.is_set():
+                    return
+                writing.write(chunk)
+                bar.update(len(chunk))
+
+
+class _UrlSource:
+    """A folder or a file of an fsspec file system, such as an object store."""
+
+    def __init__(self, url: str, system: fsspec.AbstractFileSystem, root: str) -> None:
+        self.name = _without_secrets(url)
+        self._has_secrets = self.name != url.rstrip("/")
+        self._system = system
+        self._root = root.rstrip("/")
+
+    def check_apart(self, target: Path) -> None:
+        """Do nothing: a URL cannot be inside a folder."""
+
+    def list_files(self) -> Listing:
+        """Return sizes and versions of all files, listed now."""
+        self._system.invalidate_cache()
         try:
-            lock.acquire(timeout=timeout_s)
-            return True
-        except Timeout:
-            return False
-        except FileNotFoundError:
-            continue  # another process removed it with the copy: make it again
-        except OSError as error:
-            raise ArchiveError(f"{place.lock} cannot be locked: {error.strerror}. Choose another DEST.") from error
+            if self._system.isfile(self._root):
+                return {"": self._stamp("", self._system.info(self._root))}
+            found = self._system.find(self._root, detail=True)
+        except Exception as error:  # each file system has its own
+            raise ArchiveError(f"{self.name} cannot be listed: {self._describe(error)}.") from error
+        listing = {path[len(self._root) :].lstrip("/"): info for path, info in found.items()}
+        # Some stores list a folder as an object of its name and no bytes.
+        listing = {name: info for name, info in listing.items() if name and not name.endswith("/")}
+        if not listing:
+            raise ArchiveError(f"There are no files at {self.name}. Choose the folder that has them.")
+        return {name: self._stamp(name, info) for name, info in listing.items()}
+
+    def copy(self, listing: Listing, whole: Path) -> None:
+        """Download all files."""
+        _make_folders(listing, whole)
+        paths = [_below(self._root, name) for name in listing]
+        bar = TqdmCallback(tqdm_kwargs={"desc": f"Staging {self.name}", "unit": " files", "disable": None})
+        try:
+            self._system.get(paths, [_below(whole, name) for name in listing], callback=bar)
+        except OSError:
+            raise
+        except Exception as error:  # each file system has its own
+            raise ArchiveError(f"{self.name} cannot be copied: {self._describe(error)}.") from error
+
+    def _describe(self, error: Exception) -> str:
+        if self._has_secrets:  # messages of file systems show the whole URL
+            return type(error).__name__
+        return f"{type(error).__name__}: {error}"
+
+    def _stamp(self, name: str, info: Mapping[str, Any]) -> FileStamp:
+        if ".." in name.split("/"):
+            raise ArchiveError(f"{name!r} at {self.name} would be written outside of the copy. Rename it.")
+        if info.get("size") is None:
+            raise ArchiveError(f"The server reports no size for {self.name}/{name}, so a copy cannot be checked.")
+        version = next((info[key] for key in _VERSION_KEYS if key in info), "")
+        return FileStamp(int(info["size"]), str(version))
 
 
-def _owner(place: StagePlace) -> str:
-    record = place.read()
-    return record.copied_by if record and record.checked_s is None else "another process"
+def _make_folders(listing: Listing, whole: Path) -> None:
+    folders = {os.path.dirname(name) for name in listing if name}  # noqa: PTH120 - a million times
+    for folder in folders:
+        os.makedirs(_below(whole, folder), exist_ok=True)  # noqa: PTH103
 
 
-def _make_private(folder: Path) -> None:
-    try:
-        make_private(folder)
-    except OSError as error:
-        todo = "Choose a shorter SRC name" if error.errno == errno.ENAMETOOLONG else "Use a folder of your own as DEST"
-        raise ArchiveError(f"{folder} cannot be made: {error.strerror}. {todo}.") from error
+def _below(root: str | Path, name: str) -> str:
+    """Return the path of a file of a listing, whose name is empty if the source is one file."""
+    if not name:
+        return str(root)
+    return f"{root}/{name}"
 
 
-_uses: dict[tuple[int, str], RefcountedFile] = {}
-"""Open ``users`` file of each copy in use, by process id and path of the copy. Module state, because the user of a copy
-is a process, not an object."""
-
-
-def hold(place: StagePlace) -> None:
-    """Use a copy until this process ends, so that no process removes it. Call while the place is claimed."""
-    key = (os.getpid(), str(place.target))
-    if key not in _uses:
-        _uses[key] = open_refcounted(place.users)
-        # A negative priority runs after multiprocessing has ended its daemonic children: workers may still be reading.
-        Finalize(None, leave, args=(place,), exitpriority=-10)
-
-
-def release(place: StagePlace) -> None:
-    """Stop using a copy."""
-    if use := _uses.pop((os.getpid(), str(place.target)), None):
-        use.give_up()
-
-
-def is_used(place: StagePlace) -> bool:
-    """True if another process uses the copy. Call when this process has claimed the place and does not use the copy."""
-    return not open_refcounted(place.users).give_up()
-
-
-def leave(place: StagePlace) -> None:
-    """Stop using a copy. Remove it if ``remove_at_exit`` is set and no other process uses it."""
-    release(place)
-    record = place.read()
-    if record is not None and record.remove_at_exit:
-        with suppress(OSError):  # another process uses or updates it
-            unstage(record.source, place.target.parent)
+def _without_secrets(url: str) -> str:
+    """Return a URL without a password and without its query, which may hold a signature."""
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit((parts.scheme, host, parts.path.rstrip("/"), "", ""))

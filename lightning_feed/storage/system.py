@@ -1,30 +1,24 @@
 """The operating system: files that are atomic, private or shared; memory limits; sizes; progress bars."""
 
 import errno
-import fcntl
 import json
 import logging
 import os
-import re
 import stat
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from tqdm import tqdm
 
-from lightning_feed.errors import ArchiveError, SettingsError
-
 logger = logging.getLogger(__name__)
 
 NO_LIMIT_BYTES = 1 << 60
 """Upper bound of real limits: cgroup v1 writes "no limit" as 2**63 - 1 rounded down to a page."""
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 # --- atomic writes ----------------------------------------------------------------------------------------------------
@@ -57,20 +51,13 @@ def atomic_write(path: Path, *, mode: int = 0o644) -> Iterator[BinaryIO]:
 
 def cache_folder() -> Path:
     """Return the folder kept between runs: ``$XDG_CACHE_HOME/lightning_feed`` or ``~/.cache/lightning_feed``."""
-    given = os.environ.get("XDG_CACHE_HOME")
-    if given:
-        return Path(given) / "lightning_feed"
+    xdg_folder = os.environ.get("XDG_CACHE_HOME")
+    if xdg_folder:
+        return Path(xdg_folder) / "lightning_feed"
     try:
         return Path.home() / ".cache" / "lightning_feed"
     except RuntimeError:  # in some containers, $HOME is not set and the user is not in /etc/passwd
         return Path(os.environ.get("TMPDIR") or "/tmp") / f"lightning_feed-{os.getuid()}"
-
-
-def owner_of(path: str | os.PathLike[str]) -> int | None:
-    """Return the owner of a path; None if it does not exist."""
-    with suppress(OSError):
-        return os.lstat(path).st_uid
-    return None
 
 
 def make_private(folder: Path) -> None:
@@ -101,9 +88,9 @@ def read_private(path: str | Path) -> bytes:
     """
     # Opening must neither block on a FIFO without a writer, nor follow another user's link.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file:
-        found = os.fstat(file.fileno())
-        others_may_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or others_may_write:
+        status = os.fstat(file.fileno())
+        others_may_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or others_may_write:
             raise PermissionError(f"it is not a file that only user {os.getuid()} can write")
         return file.read()
 
@@ -123,9 +110,9 @@ def write_private(path: Path, content: bytes) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Read the document written by :func:`write_json`; empty if missing or untrusted."""
     try:
-        found = json.loads(read_private(path))
-        if isinstance(found, dict):
-            return found
+        document = json.loads(read_private(path))
+        if isinstance(document, dict):
+            return document
         logger.debug("%s is not used: it has another format.", path)
     except FileNotFoundError:
         pass
@@ -143,7 +130,7 @@ def write_json(path: Path, document: dict[str, object]) -> None:
     write_private(path, json.dumps(document, indent=1).encode())
 
 
-# --- refcounted files -------------------------------------------------------------------------------------------------
+# --- locks ------------------------------------------------------------------------------------------------------------
 
 process_lock = threading.RLock()
 """Lock that excludes other threads of this process. Always access it as ``system.process_lock``, because a forked child
@@ -156,84 +143,6 @@ def _renew_lock() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_lock)
-
-
-class RefcountedFile:
-    """An open file that its last user removes. A killed process does not count as a user any more.
-
-    A shared ``flock`` marks the file as in use. The lock belongs to the open file, so forked workers share it with
-    their parent, and the kernel drops it when the last descriptor is closed. A file that nobody has locked is a
-    leftover.
-
-    Attributes:
-        fd: open as long as this object exists, so that no other file can get its number.
-    """
-
-    def __init__(self, path: Path, flags: int = 0) -> None:
-        self.path = path
-        self.fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
-
-    def __del__(self) -> None:
-        if hasattr(self, "fd"):
-            with process_lock:  # closing drops the POSIX locks of this process on the file
-                os.close(self.fd)
-
-    def is_linked(self) -> bool:
-        """True if this file is still the one at its path."""
-        try:
-            return os.path.samestat(os.fstat(self.fd), self.path.lstat())
-        except OSError:
-            return False
-
-    def give_up(self) -> bool:
-        """Release the lock, and remove the file if no other process holds one. Return True if it was removed."""
-        with process_lock:
-            try:
-                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                alone = self.is_linked()
-            except BlockingIOError:
-                alone = False
-            if alone:
-                self.path.unlink()
-            # close() is not enough: a mapping that is still in use keeps the open file, and its lock, alive.
-            fcntl.flock(self.fd, fcntl.LOCK_UN)
-            return alone
-
-
-def open_refcounted(path: Path) -> RefcountedFile:
-    """Open the file at ``path``, or make it. It counts as in use until :meth:`RefcountedFile.give_up`.
-
-    Raises:
-        ArchiveError: if it cannot be opened, or is another user's.
-    """
-    while True:
-        try:
-            found = RefcountedFile(path, os.O_CREAT)
-        except OSError as error:
-            raise ArchiveError(f"{path} cannot be opened: {error.strerror}. Choose another directory.") from error
-        fcntl.flock(found.fd, fcntl.LOCK_SH)
-        if os.fstat(found.fd).st_uid != os.getuid():
-            raise ArchiveError(f"The cache {path} belongs to another user. Choose another name or directory.")
-        if found.is_linked():  # otherwise its last user removed it between the two calls
-            return found
-
-
-def remove_leftovers(directory: Path, pattern: str, *, keep: Collection[str] = ()) -> None:
-    """Remove files that match a pattern and that no process has open.
-
-    In a folder that everyone may write to, another user's file, FIFO or folder may match. These stay.
-    """
-    with process_lock:
-        for path in directory.glob(pattern):
-            if str(path) in keep:
-                continue
-            try:
-                found = RefcountedFile(path, os.O_NONBLOCK)
-            except OSError:
-                continue  # removed in the meantime, or not ours to open
-            status = os.fstat(found.fd)
-            if status.st_uid == os.getuid() and stat.S_ISREG(status.st_mode) and found.give_up():
-                logger.info("Removed %s, left behind by an earlier run.", path)
 
 
 # --- memory that this process may still take --------------------------------------------------------------------------
@@ -301,11 +210,11 @@ def cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
             break
     if own is None:
         return
-    mounts = ("", "unified") if controller == "" else (controller, "cpu,cpuacct" if controller == "cpu" else controller)
+    mounts = {"": ("", "unified"), "cpu": ("cpu", "cpu,cpuacct")}.get(controller, (controller,))
     # In a container the path may be the host's, with only its end mounted. The walk then ends at the mount, which is
     # the container's own cgroup. A path out of the namespace ("/..") also ends there.
     parts = [part for part in own.split("/") if part not in ("", "..")]
-    for mount in dict.fromkeys(mounts):
+    for mount in mounts:
         base = root / "sys/fs/cgroup" / mount
         for depth in range(len(parts), -1, -1):
             yield base.joinpath(*parts[:depth])
@@ -322,57 +231,23 @@ def read_text(path: Path) -> str:
 # --- sizes ------------------------------------------------------------------------------------------------------------
 
 
-def parse_limit(limit: int | str, available: int | None) -> int:
-    """Return the bytes of a limit such as ``"50%"`` (of ``available``), ``"8GiB"``, ``"500 MB"`` or ``8_000_000``.
-
-    Raises:
-        SettingsError: if its form is invalid, or if it is zero or a share of an unknown amount.
-
-    Example:
-        >>> parse_limit("50%", 1000), parse_limit("1.5KiB", None)
-        (500, 1536)
-    """
-    text = "" if isinstance(limit, bool) or not isinstance(limit, (int, str)) else str(limit)
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|([kmgt]i?)?b?)\s*", text, re.ASCII | re.IGNORECASE)
-    size = 0
-    if found is not None and found[2] != "%":
-        size = int(float(found[1]) * _UNITS[(found[3] or "").lower()])
-    elif found is not None and float(found[1]) <= 100:
-        if available is None:
-            raise SettingsError(
-                f"A limit of {limit!r} is a share of the memory, which is unknown on this machine. Use '8GiB'."
-            )
-        size = int(float(found[1]) / 100 * available)
-    if size < 1:
-        raise SettingsError(f"The limit {limit!r} is not possible. Pass a size ('8GiB') or a percentage ('50%').")
-    return size
-
-
 def size_text(size: float) -> str:
     """Format bytes for people: ``"12.3 GiB"``."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+    if size < 1024:
+        return f"{size:.0f} bytes"
+    for unit in ("KiB", "MiB"):
         size /= 1024
-    return f"{size:.1f} GiB"
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:.1f} GiB"
 
 
 # --- long work --------------------------------------------------------------------------------------------------------
 
 
-def end_with(parent: int, *_: object) -> None:
-    """Make this child process end soon after its parent."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="end-with-parent").start()
-
-
-def progress_bar(text: str, total: int, unit: str = "B", *, done: int = 0) -> "tqdm[Any]":
+def progress_bar(text: str, total: int, unit: str = "B") -> "tqdm[Any]":
     """Return a progress bar for a terminal; disabled if there is no standard error, as in some services."""
-    closed = sys.stderr is None or getattr(sys.stderr, "closed", False)
-    no_bar = True if closed else None
-    return tqdm(total=total, desc=text, unit=unit, unit_scale=unit == "B", initial=done, leave=False, disable=no_bar)
+    disable = None  # by tqdm itself, where standard error is no terminal
+    if sys.stderr is None or getattr(sys.stderr, "closed", False):
+        disable = True
+    return tqdm(total=total, desc=text, unit=unit, unit_scale=unit == "B", leave=False, disable=disable)

@@ -14,7 +14,6 @@ from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     Dataset,
-    DistributedSampler,
     IterableDataset,
     Subset,
     TensorDataset,
@@ -23,11 +22,10 @@ from torch.utils.data import (
 from tqdm import tqdm
 
 from lightning_feed.errors import DatasetError, LoaderError, SettingsError
-from lightning_feed.load.cacheable import CacheableDataset
 from lightning_feed.load.kinds import AnyDataset, AnySampler
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import read_machine
-from lightning_feed.load.order import EpochOrder, mix_seed
+from lightning_feed.load.order import EpochOrder
 from lightning_feed.load.trace import traced
 
 logger = logging.getLogger(__name__)
@@ -37,15 +35,8 @@ _LOOKED_AT = 8
 _CHUNK_BYTES = 8 << 20
 """Size limit of one batch on its way to the device; each worker has two of them in host memory."""
 _MOST_IN_CHUNK = 1024
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Samples rank, rank + ranks, rank + 2 * ranks ... of a dataset. Fixed, so that this rank needs no other
-    samples."""
-
-    rank: int
-    ranks: int
+_SHARE = 0.8
+"""Largest share of the free device memory for the dataset. The model needs the rest."""
 
 
 class ResidentData(Dataset[object]):
@@ -56,23 +47,14 @@ class ResidentData(Dataset[object]):
     Args:
         leaves: leaves of a batch of all samples, as returned by the collate function.
         form: structure of that batch.
-        size: samples of the dataset, over all ranks.
-        shard: the samples held here; None for all.
     """
 
-    def __init__(self, leaves: "list[_Leaf]", form: TreeSpec, size: int, shard: Shard | None = None) -> None:
-        self.shard = shard
+    def __init__(self, leaves: "list[_Leaf]", form: TreeSpec) -> None:
         self._leaves = leaves
         self._form = form
-        self._size = size
         self.device = leaves[0].rows.device
 
     def __len__(self) -> int:
-        return self._size
-
-    @property
-    def held(self) -> int:
-        """Number of samples held on this rank."""
         return len(self._leaves[0].rows)
 
     @property
@@ -81,8 +63,8 @@ class ResidentData(Dataset[object]):
         return sum(leaf.rows.nbytes for leaf in self._leaves)
 
     def __getitems__(self, indices: Tensor | Sequence[int]) -> Any:
-        """Return the batch for a list of sample indices, or for a tensor of row numbers on this rank, int64 of shape
-        (B,), on the device."""
+        """Return the batch for a list of sample indices, or for a tensor of them, int64 of shape (B,), on the
+        device."""
         rows = indices
         if not isinstance(rows, Tensor):
             rows = torch.tensor([self._row(index) for index in rows], dtype=torch.int64, device=self.device)
@@ -94,16 +76,9 @@ class ResidentData(Dataset[object]):
         return tree_unflatten([leaf[0] for leaf in leaves], form)
 
     def _row(self, index: int) -> int:
-        if not -self._size <= index < self._size:
-            raise IndexError(f"There is no sample {index} among {self._size}.")
-        shard = self.shard or Shard(0, 1)
-        row, rank = divmod(index % self._size, shard.ranks)
-        if rank != shard.rank:
-            raise DatasetError(
-                f"Sample {index} is not on rank {shard.rank}, which holds only one in {shard.ranks} samples. Custom "
-                "samplers need the whole dataset on each rank: leave out sharding."
-            )
-        return row
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"There is no sample {index} among {len(self)}.")
+        return index % len(self)
 
 
 @dataclass
@@ -126,22 +101,18 @@ def load_resident(
     dataset: AnyDataset,
     *,
     device: torch.device,
-    limit_bytes: int | None = None,
     collate_fn: Callable[[list[object]], object] | None = None,
-    shard: Shard | None = None,
     reading: Mapping[str, object] | None = None,
 ) -> ResidentData:
     """Read a dataset once and keep it on the device.
 
-    Stores the ``plain`` samples of a ``CacheableDataset`` (or subsets of one). For any other dataset, stores the
-    samples of this one pass.
+    Stores what ``sample_to_keep(index)`` returns, of a dataset that has this method (also inside ``Subset`` and
+    ``ConcatDataset``). For any other dataset, stores the samples of this one pass.
 
     Args:
         dataset: map-style; all samples of one shape.
         device: the device to keep it on.
-        limit_bytes: memory limit on the device; None for all free memory.
         collate_fn: makes a batch of samples, each row from one sample only; None for torch's default.
-        shard: the part to load; None for the whole.
         reading: :class:`FeedLoader` options for the loading pass: ``num_workers``, ``workers`` and the like.
 
     Raises:
@@ -151,30 +122,25 @@ def load_resident(
     """
     _check_kind(dataset)
     size = len(dataset)
-    rank, ranks = (0, 1) if shard is None else (shard.rank, shard.ranks)
-    part = range(rank, size, ranks)
-    if not part:
-        raise DatasetError(f"A dataset of {size} samples cannot be divided among {ranks} ranks.")
     collate = collate_fn or default_collate
-    first = _shapes_of(_plain(dataset, part[0]), part[0])
-    samples = _Plain(dataset, part, first)
-    looked_at = collate([samples[row] for row in sorted({i * len(part) // _LOOKED_AT for i in range(_LOOKED_AT)})])
+    samples = _SamplesToKeep(dataset, _shapes_of(_sample_to_keep(dataset, 0), 0))
+    looked_at = collate([samples[row] for row in sorted({i * size // _LOOKED_AT for i in range(_LOOKED_AT)})])
     parts, form = tree_flatten(looked_at)
-    _check_rows(looked_at, min(len(part), _LOOKED_AT))
-    sample_bytes = sum(one.nbytes // len(one) for one in parts)
-    _refuse_if_too_large(sample_bytes, len(part), size, device, limit_bytes)
-    leaves = [_allocate(one, len(part), device) for one in parts]
+    _check_rows(looked_at, min(size, _LOOKED_AT))
+    sample_bytes = sum(part.nbytes // len(part) for part in parts)
+    _refuse_if_too_large(sample_bytes, size, device)
+    leaves = [_allocate(part, size, device) for part in parts]
     chunk = max(1, min(_MOST_IN_CHUNK, _CHUNK_BYTES // max(1, sample_bytes)))
     # Its own generator: drawing from the default one would change the training's random numbers.
     options = {**(reading or {}), "batch_size": chunk, "collate_fn": collate, "generator": torch.Generator()}
-    with tqdm(total=len(part), desc=f"Loading onto {device}", unit=" samples", disable=None, leave=False) as bar:
+    with tqdm(total=size, desc=f"Loading onto {device}", unit=" samples", disable=None, leave=False) as bar:
         start = 0
         for batch in FeedLoader(samples, **options):
-            count = min(chunk, len(part) - start)
+            count = min(chunk, size - start)
             _fill(leaves, batch, start, count)
             start += count
             bar.update(count)
-    return ResidentData(leaves, form, size, shard)
+    return ResidentData(leaves, form)
 
 
 def _fill(leaves: list[_Leaf], batch: object, start: int, count: int) -> None:
@@ -191,27 +157,25 @@ def free_device_bytes(device: torch.device) -> int | None:
     return read_machine().available_memory_bytes if device.type == "cpu" else None
 
 
-class _Plain(Dataset[object]):
-    """Samples of ``part`` without augmentation, each checked against the first."""
+class _SamplesToKeep(Dataset[object]):
+    """Samples without augmentation, each checked against the first."""
 
-    def __init__(self, dataset: object, part: range, expected: dict[str, str]) -> None:
+    def __init__(self, dataset: AnyDataset, expected: dict[str, str]) -> None:
         self.dataset = dataset
-        self.part = part
         self.expected = expected
 
     def __len__(self) -> int:
-        return len(self.part)
+        return len(self.dataset)
 
-    def __getitem__(self, row: int) -> Any:
-        index = self.part[row]
-        sample = _plain(self.dataset, index)
+    def __getitem__(self, index: int) -> Any:
+        sample = _sample_to_keep(self.dataset, index)
         shapes = _shapes_of(sample, index)
         if shapes != self.expected:
             places = [place for place in {**self.expected, **shapes} if shapes.get(place) != self.expected.get(place)]
             raise DatasetError(
-                f"Sample {index} has another shape than sample {self.part[0]}, but a dataset on the device needs one "
+                f"Sample {index} has another shape than sample 0, but a dataset on the device needs one "
                 f"shape: at sample{places[0]} it has {shapes.get(places[0], 'nothing')}, not "
-                f"{self.expected.get(places[0], 'nothing')}. Resize in plain(), or use cache='decoded'."
+                f"{self.expected.get(places[0], 'nothing')}. Resize in sample_to_keep(), or leave on_device out."
             )
         return sample
 
@@ -232,15 +196,15 @@ def _shapes_of(sample: object, index: int) -> dict[str, str]:
     return shapes
 
 
-def _plain(dataset: AnyDataset, index: int) -> Any:
+def _sample_to_keep(dataset: AnyDataset, index: int) -> Any:
     """Return the sample without augmentation if the dataset defines that; otherwise the usual sample."""
     if isinstance(dataset, Subset):
-        return _plain(dataset.dataset, dataset.indices[index])
+        return _sample_to_keep(dataset.dataset, dataset.indices[index])
     if isinstance(dataset, ConcatDataset):
         place = bisect_right(dataset.cumulative_sizes, index)
-        return _plain(dataset.datasets[place], index - (dataset.cumulative_sizes[place - 1] if place else 0))
-    if isinstance(dataset, CacheableDataset):
-        return dataset.plain(dataset.cached_decoded(index), index)
+        return _sample_to_keep(dataset.datasets[place], index - (dataset.cumulative_sizes[place - 1] if place else 0))
+    if hasattr(dataset, "sample_to_keep"):
+        return dataset.sample_to_keep(index)
     return dataset[index]
 
 
@@ -249,15 +213,15 @@ def _check_kind(dataset: object) -> None:
     if isinstance(dataset, IterableDataset):
         raise DatasetError(
             f"A stream (an IterableDataset, here {type(dataset).__name__}) has no samples by index, so it cannot be "
-            "kept on the device. Leave cache='device' out, or pass a map-style dataset."
+            "kept on the device. Leave on_device out, or pass a map-style dataset."
         )
     if isinstance(dataset, (Subset, ConcatDataset)):
         for inner in [dataset.dataset] if isinstance(dataset, Subset) else dataset.datasets:
             _check_kind(inner)
-    elif not isinstance(dataset, (CacheableDataset, TensorDataset)):
+    elif not hasattr(dataset, "sample_to_keep") and not isinstance(dataset, TensorDataset):
         logger.warning(
             "The samples of %s are kept on the device as they are now. A random augmentation would be the same in "
-            "each epoch: derive the dataset from lightning_feed.CacheableDataset, and augment in device_transform.",
+            "each epoch: write a method sample_to_keep(index) without it, and augment in device_transform.",
             type(dataset).__name__,
         )
 
@@ -268,24 +232,19 @@ def _check_rows(batch: object, rows: int) -> None:
             what = tuple(leaf.shape) if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
             raise DatasetError(
                 f"The collate function returned {what} at batch{keystr(path)}, but a dataset on the device needs a "
-                "tensor with a row per sample there. Use torch's own collate function, or cache='decoded'."
+                "tensor with a row per sample there. Use torch's own collate function, or leave on_device out."
             )
 
 
-def _refuse_if_too_large(
-    sample_bytes: int, rows: int, size: int, device: torch.device, limit_bytes: int | None
-) -> None:
-    needed = sample_bytes * rows
+def _refuse_if_too_large(sample_bytes: int, size: int, device: torch.device) -> None:
+    needed = sample_bytes * size
     free = free_device_bytes(device)
-    limits = [limit for limit in (limit_bytes, free) if limit is not None]
-    if not limits or needed <= min(limits):
+    if free is None or needed <= _SHARE * free:
         return
-    allowed = f"cache_limit allows {limit_bytes >> 20} MiB" if limit_bytes is not None else "no limit is set"
-    known = f"{free >> 20} MiB are free" if free is not None else "the free memory is unknown"
     raise SettingsError(
-        f"cache='device' needs {needed >> 20} MiB on {device}, for {rows} of {size} samples of {sample_bytes} bytes "
-        f"each; {allowed}, and {known}. Keep uint8 and convert in device_transform, make samples smaller, raise "
-        "cache_limit, give each rank a share (cache_shard=True), or use cache='decoded'."
+        f"on_device=True needs {needed >> 20} MiB on {device}, for {size} samples of {sample_bytes} bytes each, but "
+        f"only {_SHARE:.0%} of the {free >> 20} MiB free may be taken. Keep uint8 and convert in device_transform, "
+        "make samples smaller, or leave on_device out."
     )
 
 
@@ -303,10 +262,6 @@ class ResidentLoader(FeedLoader):
 
     With torch's own batch sampler nothing is copied per batch: all indices of an epoch are moved to the device at its
     start, as one tensor. A custom batch sampler is called for each batch, and its list of indices is copied.
-
-    With a shard, Lightning's DistributedSampler sets the number of samples per rank and the seed; the samples come from
-    the rank's own shard, shuffled within it. Over all ranks, an epoch has each sample once, plus the repeats with which
-    DistributedSampler makes the ranks equal.
 
     Args:
         dataset: the samples on the device.
@@ -346,8 +301,6 @@ class _Batches:
 
     def _order(self) -> Tensor | None:
         """Return the rows of an epoch; None if the sampler has no length and may be endless."""
-        if self.data.shard is not None:
-            return _order_in_shard(self.sampler, self.data.shard, self.data.held)
         if not hasattr(self.sampler, "__len__"):
             return None
         order = torch.tensor(list(self.sampler), dtype=torch.int64, device="cpu")
@@ -357,23 +310,6 @@ class _Batches:
                 f"{int(order.max())}, but the dataset has {len(self.data)} samples."
             )
         return order
-
-
-def _order_in_shard(sampler: object, shard: Shard, held: int) -> Tensor:
-    """Return the rows of a shard for one epoch, as many as the sampler sets for its rank."""
-    if not isinstance(sampler, DistributedSampler) or (sampler.rank, sampler.num_replicas) != (shard.rank, shard.ranks):
-        raise LoaderError(
-            f"Rank {shard.rank} of {shard.ranks} holds its own share of the dataset, but its sampler, a "
-            f"{type(sampler).__name__}, does not divide the dataset in that way. Leave the sampler to Lightning "
-            "(use_distributed_sampler=True, and no sampler()), or keep the whole dataset on each rank."
-        )
-    rows = torch.arange(held, device="cpu")
-    if sampler.shuffle:
-        generator = torch.Generator()
-        generator.manual_seed(mix_seed(sampler.seed, sampler.epoch, shard.rank, "shard"))
-        rows = torch.randperm(held, generator=generator, device="cpu")
-    # One row is missing if the samples cannot be divided evenly: repeat the first, as DistributedSampler does.
-    return rows.repeat(-(-len(sampler) // held))[: len(sampler)] if held < len(sampler) else rows[: len(sampler)]
 
 
 def _as_it_is(batch: object) -> object:

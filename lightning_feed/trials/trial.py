@@ -1,4 +1,4 @@
-"""One trial of a loader: the time of a training step with a setting, and the machine limits that a setting must keep."""
+"""One trial of a loader: the time of a training step with a setting; and limits of the machine."""
 
 import math
 import time

@@ -152,8 +152,6 @@ def _hand_over(finding: Finding) -> Iterator[str]:
 def _cold(finding: Finding) -> Iterator[str]:
     """Note on the trial with all files in memory."""
     found = finding.measured.found
-    if finding.facts.cache == "bytes":
-        return
     if _may_diagnose(finding):
         yield f"files are read from storage: {_DIAGNOSE} times the loader with its files in memory"
     elif _is_worth_it(bounds.with_rate(finding.measured, finding.shares, found.cached_bytes_per_s), finding):

@@ -99,15 +99,6 @@ def loader_remedy(
     )
 
 
-def datamodule_remedy(finding: Finding, name: str, value: str, why: str, step_ms: float | None) -> Remedy:
-    """A remedy that changes an argument of an ImageFolderDataModule."""
-    change = f"{name}: {vars(finding.facts)[name] or 'not set'} -> {value}"
-    where = f"{change} in the call that makes your {finding.place.datamodule or 'ImageFolderDataModule'}"
-    code = f'{name}="{value}"'
-    changes = f"{name}={value!r}"
-    return Remedy(code=code, form="datamodule", where=where, why=why, least_step_ms=step_ms, changes=changes)
-
-
 def trainer_remedy(place: Place, name: str, now: object, value: object, **more: Any) -> Remedy:
     """A remedy that changes an argument of the Trainer; ``more``: its ``why`` and its bound."""
     form: Form = "override" if place.trainer_key else "trainer"
@@ -330,16 +321,22 @@ def any_order(finding: Finding) -> Remedy | None:
 
 
 def files_in_memory(finding: Finding) -> Remedy | None:
-    """Remedy: a cache, if an ImageFolderDataModule without one waits for storage."""
+    """Remedy: a copy of the files in memory, if an ImageFolderDataModule without one waits for storage."""
     facts = finding.facts
-    found = finding.measured.found
-    if finding.data != "cold reads" or facts.decoder is None or facts.cache != "off":
+    if finding.data != "cold reads" or facts.decoder is None or facts.staged is not False:
         return None
-    step_ms = bounds.with_rate(finding.measured, finding.shares, found.cached_bytes_per_s)
+    step_ms = bounds.with_rate(finding.measured, finding.shares, finding.measured.found.cached_bytes_per_s)
     if step_ms is None:
         step_ms = bounds.data_free_ms(finding.measured, finding.shares)
-    why = "files that fit are kept in host memory from the first epoch on"
-    return datamodule_remedy(finding, "cache", "bytes", why, step_ms)
+    return Remedy(
+        code='stage_to="/dev/shm"',
+        form="datamodule",
+        where="stage_to: not set -> /dev/shm in the call that makes your "
+        f"{finding.place.datamodule or 'ImageFolderDataModule'}",
+        why="the files are copied to memory once, if they fit",
+        least_step_ms=step_ms,
+        changes="staged=True",
+    )
 
 
 def crops_only(finding: Finding) -> Remedy | None:

@@ -1,6 +1,5 @@
 """Data sets of a subclass's own: torch takes them, and the other backends refuse them."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -158,17 +157,13 @@ def test_a_subset_is_decoded_where_the_images_are(class_folders: Path) -> None:
 def test_labels_of_a_pack_that_are_no_numbers_are_reported_before_training(
     labels: Any, backend: Any, class_folders: Path, tmp_path: Path
 ) -> None:
-    pack(class_folders, tmp_path / "pack", workers=1)
+    pack(class_folders, tmp_path / "pack")
     index = tmp_path / "pack" / "all" / "index.npz"
     with np.load(index) as stored:
         kept = {**stored, "labels": labels}
     np.savez(index, **kept)
-    # As an earlier version wrote it, which kept no digests: now a changed index is refused before its labels are read.
-    manifest = tmp_path / "pack" / "pack.json"
-    written = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({key: written[key] for key in written if key not in ("indexes", "checksum")}))
     module = ImageFolderDataModule(tmp_path / "pack", 4, backend=backend)
-    with pytest.raises(ArchiveError, match="not hold one integer for each of 12 samples"):
+    with pytest.raises(ArchiveError, match=r"its numbers are not integers|do not hold one value for each sample"):
         module.setup("fit")
 
 

@@ -169,12 +169,12 @@ def test_so_they_are_at_lower_quality(quality: Any, photos: Path) -> None:
     assert_same_run(fitted(made(photos, "nvjpeg", **options), max_epochs=1), theirs)
 
 
-@pytest.mark.parametrize(("cache", "workers"), [(None, "thread"), ("bytes", "process")])
+@pytest.mark.parametrize("workers", ["thread", "process"])
 @pytest.mark.usefixtures("on_cpu")
-def test_prefetched_batches_are_the_same(cache: Any, workers: str, photos: Path) -> None:
+def test_prefetched_batches_are_the_same(workers: str, photos: Path) -> None:
     theirs = fitted(made(photos, "torch", loader={"workers": workers}))
     prefetch = NullStreamPrefetch()
-    ours = fitted(made(photos, "nvjpeg", cache=cache, loader={"workers": workers}), [prefetch])
+    ours = fitted(made(photos, "nvjpeg", loader={"workers": workers}), [prefetch])
     assert_same_run(ours, theirs)
     assert prefetch.active
 
@@ -310,10 +310,9 @@ def test_broken_images_are_replaced_and_counted(
         ({"transform": lambda image: image}, "cannot call your transform"),
         ({"eval_transform": lambda image: image}, "cannot call your transform"),
         ({"drop_keys": ("label",)}, "nothing to drop"),
-        ({"cache": "decoded"}, 'Use cache="bytes"'),
-        ({"cache": "device"}, 'Use cache="bytes"'),
+        ({"on_device": True}, "no decoded images stay on the device"),
     ],
-    ids=["transform", "eval_transform", "drop_keys", "decoded", "device"],
+    ids=["transform", "eval_transform", "drop_keys", "on_device"],
 )
 @pytest.mark.parametrize("backend", ["nvjpeg", "dali-cpu", "dali-gpu"])
 def test_what_it_cannot_be_combined_with_is_refused(
@@ -348,7 +347,7 @@ def test_a_gpu_backend_without_a_gpu_is_refused_before_training(backend: Any, ph
 @pytest.mark.usefixtures("on_cpu")
 def test_a_pack_of_pixels_is_refused(photos: Path, tmp_path: Path) -> None:
     pack = importlib.import_module("lightning_feed.storage.packing").pack
-    pack(photos / "train", tmp_path / "pack", decoded=True, workers=1)
+    pack(photos / "train", tmp_path / "pack", decoded=True)
     for on_error in ("raise", "skip"):
         with pytest.raises(SettingsError, match="holds pixels"):
             fitted(made(tmp_path / "pack", "nvjpeg", val_fraction=0.0, on_error=on_error))

@@ -107,7 +107,7 @@ def test_normalising_on_the_device_is_that_of_torchvision(photos: Path, dtype: t
     assert kept is expected
 
 
-@pytest.mark.parametrize("with_aspects", [False, True], ids=["cut on the host", "whole, from cache='device'"])
+@pytest.mark.parametrize("with_aspects", [False, True], ids=["cut on the host", "whole, kept on the device"])
 def test_a_batch_becomes_float_once(photos: Path, with_aspects: bool) -> None:
     made: list[tuple[int, ...]] = []
 

@@ -1,26 +1,41 @@
-"""FastDataModule's storage: staged once, cached once, kept on the device; the batches are those without any of it."""
+"""FastDataModule's storage: staged once, kept on the device; the batches are those without any of it."""
 
 import copy
 import pickle
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from squares import Squares
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from lightning_feed import (
     FastDataModule,
     LoaderSettings,
 )
-from lightning_feed.errors import DatasetError, SettingsError
+from lightning_feed.errors import SettingsError
 
 HERE = LoaderSettings(num_workers=0, seed=1)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:You have overridden .* in `LightningModule`:UserWarning"
 )  # Recording has
+
+
+class Squares(Dataset[Any]):
+    """Sample i is i squared, four times; it counts how often it was asked."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.reads: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.reads[index] += 1
+        return torch.full((4,), float(index) ** 2)
 
 
 class Module(FastDataModule):
@@ -34,70 +49,32 @@ def batches(module: FastDataModule, epochs: int = 2) -> list[list[list[float]]]:
     return [[batch.tolist() for batch in module.train_dataloader()] for _ in range(epochs)]
 
 
-# --- caches -----------------------------------------------------------------------------------------------------------
+# --- on the device ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cache", ["bytes", "decoded", "device"])
-@pytest.mark.parametrize(
-    "loader",
-    [
-        HERE,
-        LoaderSettings(num_workers=2, seed=1),
-        LoaderSettings(num_workers=2, seed=1, workers="thread"),
-        pytest.param(LoaderSettings(num_workers=1, seed=1, start_method="forkserver"), marks=pytest.mark.slow),
-    ],
-    ids=["here", "processes", "threads", "spawned"],
-)
-def test_a_cache_changes_no_batch_and_reads_each_sample_once(cache: Any, loader: LoaderSettings) -> None:
-    plain, cached = Module(4, loader=loader), Module(4, loader=loader, cache=cache)
-    assert batches(cached) == batches(plain)
-    assert plain.dataset("train").reads.tolist() == [2] * 12
-    reads = cached.dataset("train").reads.tolist()
-    if cache == "device":  # some were looked at first, to know the size of the whole
-        batches(cached)
-        assert cached.dataset("train").reads.tolist() == reads
-    else:
-        assert reads == [1] * 12
+def test_a_dataset_on_the_device_changes_no_batch_and_is_read_once() -> None:
+    kept = Module(4, loader=HERE, on_device=True)
+    assert batches(kept) == batches(Module(4, loader=HERE))
+    reads = dict(kept.dataset("train").reads)  # some were looked at first, to know the size of the whole
+    batches(kept)
+    assert dict(kept.dataset("train").reads) == reads
 
 
-def test_all_splits_of_a_fit_share_one_limit() -> None:
-    module = Module(4, loader=HERE, cache="decoded", cache_limit="4MiB")
-    module.setup("fit")
-    stats = module.cache_stats()
-    assert stats is not None
-    assert stats.limit_bytes <= (4 << 20) + 2 * 4096  # whole pages
-    assert module.dataset("train").cache is not None
-    assert module.dataset("val").cache is not None
-
-
-def test_a_dataset_that_does_not_tell_its_steps_is_refused() -> None:
-    class Plain(FastDataModule):
-        def make_dataset(self, split: str) -> Any:
-            return TensorDataset(torch.arange(4)) if split == "train" else None
-
-    with pytest.raises(DatasetError, match=r"Derive it from lightning_feed.CacheableDataset"):
-        Plain(2, cache="bytes", loader=HERE).train_dataloader()
-    assert len(Plain(2, cache="device", loader=HERE).train_dataloader()) == 2
-
-
-def test_a_copy_of_the_module_has_caches_of_its_own() -> None:
-    module = Module(4, loader=HERE, cache="decoded")
-    module.setup("fit")
+def test_a_copy_of_the_module_loads_its_own_data() -> None:
+    module = Module(4, loader=HERE, on_device=True)
+    expected = batches(module)
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert other.cache_stats() is None
-        assert batches(other) == batches(Module(4, loader=HERE))
-        assert other.cache_stats() is not None
+        assert batches(other) == expected
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"cache": "ram"}, "cache='ram'"),
-        ({"cache": "bytes", "cache_limit": "half"}, "limit 'half'"),
-        ({"cache": "bytes", "cache_shard": True}, "cache_shard"),
         ({"stage_to": "/dev/shm/x"}, "Set data_dir"),
-        ({"stage_wait": False}, "stage_wait=False is not possible: training begins when the copy is complete"),
-        ({"stage_remove": True}, "stage_remove=True"),
+        ({"data_dir": "s3://bucket/birds"}, "data_dir='s3://bucket/birds' is a URL.* Set stage_to"),
         ({"drop_keys": "meta"}, "letter by letter"),
     ],
 )

@@ -20,7 +20,6 @@ from lightning_feed.decode.decoders import PillowDecoder
 from lightning_feed.diagnosing.samples import StepTimer, find_sites, name_of, replaced, sample_costs, timed
 from lightning_feed.images.crop import Recipe, TrainRecipe, UserTransform
 from lightning_feed.images.image_dataset import ImageDataset
-from lightning_feed.load.cacheable import CacheableDataset
 from lightning_feed.measure.experiment_results import NamedCost
 from lightning_feed.storage.folder import FolderSource, scan_classes
 
@@ -156,28 +155,6 @@ class Counting(PillowDecoder):
     def decode(self, data: Any) -> Any:
         DECODED.append(len(data))
         return super().decode(data)
-
-
-class Staged(CacheableDataset):
-    def __len__(self) -> int:
-        return 20
-
-    def read(self, index: int) -> bytes:
-        return bytes([index]) * 10
-
-    def decode(self, data: Any, index: int) -> Any:
-        burn(SLOW_S)
-        return np.frombuffer(data, np.uint8)
-
-    def augment(self, decoded: Any, index: int) -> Any:
-        decoded += 1
-        return decoded
-
-
-def test_stages_of_a_cacheable_data_set() -> None:
-    costs = _costs(Staged())
-    assert list(costs) == ["read", "decode", "augment"]
-    assert costs["decode"].cpu_ms > 5 * (costs["read"].cpu_ms + costs["augment"].cpu_ms)
 
 
 def test_a_timed_copy_does_the_same() -> None:

@@ -54,7 +54,7 @@ def test_the_constants_of_normalising_pass_torchs_check_for_waiting() -> None:
 
 
 def test_a_set_on_the_device_is_cropped_there_and_differs_in_each_epoch(class_folders: Path) -> None:
-    batches = fit(made(class_folders, cache="device"), PrefetchCallback())
+    batches = fit(made(class_folders, on_device=True), PrefetchCallback())
     assert len(batches) == 6
     first, second = (torch.cat([images for images, _ in batches[k : k + 3]]) for k in (0, 3))
     assert first.shape == (12, 3, 32, 32)

@@ -24,7 +24,6 @@ from lightning_feed.images.image_dataset import (
     collate_images,
     decode_on_cpu,
 )
-from lightning_feed.load.cacheable import open_caches
 
 RECIPES = [TrainRecipe(size=32), EvalRecipe(size=32, short_side=37)]
 CUT_SHORT = BROKEN["JPEG cut in the middle"]
@@ -213,18 +212,3 @@ def test_pixels_are_refused_whatever_on_error_says(on_error: Any) -> None:
     made = dataset([np.zeros((8, 8, 3), np.uint8)], on_error=on_error)
     with pytest.raises(SettingsError, match=r'photos/0\.jpg \(sample 0\) already holds pixels.*backend="torch"'):
         made[0]
-
-
-# --- a cache of bytes -------------------------------------------------------------------------------------------------
-
-
-def test_bytes_come_from_the_cache() -> None:
-    made = dataset(jpegs(3))
-    expected = decode_on_cpu(batch_of(made), made)
-    (cache,) = open_caches([("train", made)], kind="bytes", limit="1 MB", run="test")
-    try:
-        batch_of(made)
-        made.source.files = [None] * 3  # from here on there is the cache alone
-        assert_same(decode_on_cpu(batch_of(made), made), expected)
-    finally:
-        cache.close()

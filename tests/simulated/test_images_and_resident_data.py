@@ -146,7 +146,7 @@ class Rows(Model):
 def test_a_set_on_the_device_is_gathered_there_and_copied_once() -> None:
     device = SimulatedDevice(copy_bytes_per_ms=1)
     with simulated(device):
-        data = load_resident(TensorDataset(torch.rand(12, 8), torch.arange(12)), device=DEVICE, limit_bytes=10_000)
+        data = load_resident(TensorDataset(torch.rand(12, 8), torch.arange(12)), device=DEVICE)
         sampler = RandomSampler(data, generator=torch.Generator().manual_seed(1))
         loader: DataLoader[Any] = ResidentLoader(data, batch_size=2, sampler=sampler)
     copies = device.copies

@@ -1,4 +1,4 @@
-"""A folder of class folders: the order of ImageFolder, compact, remembered, and clear about what is wrong with it."""
+"""A folder of class folders: the order of ImageFolder, compact, and clear about what is wrong with it."""
 
 import os
 import pickle
@@ -9,11 +9,8 @@ import pytest
 from torchvision.datasets import ImageFolder
 
 from lightning_feed.errors import DatasetError, SettingsError
-from lightning_feed.storage import folder
-from lightning_feed.storage.folder import FolderSource, SampleSource, index_of, scan_classes
+from lightning_feed.storage.folder import FolderSource, SampleSource, scan_classes
 from lightning_feed.storage.splits import Splits
-
-FAR_FUTURE_NS = 10**19
 
 
 def put(root: Path, *names: str) -> Path:
@@ -67,7 +64,7 @@ def test_links_to_folders_are_followed_and_circles_are_named(tmp_path: Path) -> 
     (root / "a" / "linked").symlink_to(tmp_path / "elsewhere")
     assert [scan_classes(root).path(i) for i in range(2)] == ["a/1.jpg", "a/linked/2.jpg"]
     (root / "a" / "round").symlink_to(root / "a")
-    with pytest.raises(DatasetError, match=r"round is a symbolic link to a folder above it"):
+    with pytest.raises(DatasetError, match=r"round cannot be read: it is a symbolic link to a folder above it"):
         scan_classes(root)
 
 
@@ -76,8 +73,8 @@ def test_links_to_folders_are_followed_and_circles_are_named(tmp_path: Path) -> 
     [
         ((), "has no folders in it"),
         (("1.jpg",), "has no folders in it"),
-        (("a/1.txt",), r"No images in the class folder 'a'"),
-        (("a/1.jpg", "b/1.txt", "c/2.txt"), r"No images in the class folders 'b', 'c'"),
+        (("a/1.txt",), r"No images in 'a'"),
+        (("a/1.jpg", "b/1.txt", "c/2.txt"), r"No images in 'b', 'c'"),
     ],
 )
 def test_folders_without_images_are_refused(tmp_path: Path, names: tuple[str, ...], words: str) -> None:
@@ -92,72 +89,22 @@ def test_a_missing_folder_and_a_file_are_refused(tmp_path: Path) -> None:
         scan_classes(put(tmp_path, "file") / "file")
 
 
+def test_a_class_without_images_is_allowed_outside_of_training(tmp_path: Path) -> None:
+    put(tmp_path, "train/a/1.jpg", "train/b/1.jpg", "val/a/2.jpg", "val/b/notes.txt")
+    source = Splits().source(tmp_path, "val")
+    assert source is not None
+    assert source.labels.tolist() == [0]
+    (tmp_path / "val" / "a" / "2.jpg").unlink()
+    with pytest.raises(DatasetError, match="No images in 'a', 'b'"):
+        Splits().source(tmp_path, "val")
+
+
 def test_the_index_pickles_and_holds_no_list_of_files(tmp_path: Path) -> None:
     index = scan_classes(put(tmp_path, *AWKWARD))
     copy = pickle.loads(pickle.dumps(index))
     assert [copy.path(i) for i in range(len(copy))] == [index.path(i) for i in range(len(index))]
     per_file = [value for value in vars(index).values() if len(value) >= len(index)]
     assert all(isinstance(value, np.ndarray) for value in per_file)
-
-
-# --- remembered -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def scans(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The folders that were listed, in turn."""
-    listed = []
-
-    def scan(root: Path, classes: object) -> object:
-        listed.append(root)
-        return scan_classes(root, classes)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(folder, "scan_classes", scan)
-    return listed
-
-
-def later() -> int:
-    return FAR_FUTURE_NS
-
-
-def test_an_unchanged_folder_is_listed_once(tmp_path: Path, scans: list[Path]) -> None:
-    root = put(tmp_path, *AWKWARD)
-    first, second = index_of(root, now_ns=later), index_of(root, now_ns=later)
-    assert len(scans) == 1
-    assert first.classes == second.classes
-    assert first.folders == second.folders
-    assert all((getattr(first, name) == getattr(second, name)).all() for name in ("labels", "names", "ends"))
-
-
-@pytest.mark.parametrize("change", ["add", "remove", "rename", "add class", "add below"])
-def test_a_changed_folder_is_listed_again(tmp_path: Path, scans: list[Path], change: str) -> None:
-    root = put(tmp_path, *AWKWARD)
-    index_of(root, now_ns=later)
-    if change == "remove":
-        (root / "b" / "2.jpg").unlink()
-    elif change == "rename":
-        (root / "b" / "2.jpg").rename(root / "b" / "3.jpg")
-    else:
-        put(root, {"add": "b/4.jpg", "add class": "d/1.jpg", "add below": "a/x/y/2.jpg"}[change])
-    index = index_of(root, now_ns=later)
-    assert len(scans) == 2
-    assert [index.path(i) for i in range(len(index))] == [scan_classes(root).path(i) for i in range(len(index))]
-
-
-def test_a_folder_that_changed_just_now_is_not_remembered(tmp_path: Path, scans: list[Path]) -> None:
-    root = put(tmp_path, *AWKWARD)
-    changed = max(stamp.ctime_ns for _, stamp in scan_classes(root).folders)
-    for _ in range(2):
-        index_of(root, now_ns=lambda: changed + 1_000_000_000)
-    assert len(scans) == 2
-
-
-def test_a_cache_folder_that_cannot_be_written_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scans: list[Path]
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(put(tmp_path, "file") / "file"))
-    root = put(tmp_path / "root", "a/1.jpg")
-    assert len(index_of(root, now_ns=later)) == 1
 
 
 # --- splits -----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +18,6 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -30,14 +28,12 @@ from torch.utils.data import (
 )
 
 from lightning_feed.errors import DatasetError, LoaderError, SettingsError
-from lightning_feed.load.cacheable import CacheableDataset
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import EpochOrder
 from lightning_feed.transfer import resident
 from lightning_feed.transfer.resident import (
     ResidentData,
     ResidentLoader,
-    Shard,
     free_device_bytes,
     load_resident,
 )
@@ -67,8 +63,8 @@ class Rows(Dataset[Any]):
         return self.form(index)
 
 
-class Pictures(CacheableDataset):
-    """Random in augment, fixed in plain."""
+class Pictures(Dataset[Any]):
+    """Random samples, but fixed ones to keep."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -76,17 +72,11 @@ class Pictures(CacheableDataset):
     def __len__(self) -> int:
         return self.size
 
-    def read(self, index: int) -> bytes:
-        return bytes([index])
-
-    def decode(self, data: Any, index: int) -> npt.NDArray[Any]:
-        return np.full((4, 4, 3), data[0], np.uint8)
-
-    def augment(self, decoded: npt.NDArray[Any], index: int) -> Any:
+    def __getitem__(self, index: int) -> Any:
         return torch.rand(3), index
 
-    def plain(self, decoded: npt.NDArray[Any], index: int) -> Any:
-        return torch.from_numpy(decoded).permute(2, 0, 1), index
+    def sample_to_keep(self, index: int) -> Any:
+        return torch.full((4, 4, 3), index, dtype=torch.uint8).permute(2, 0, 1), index
 
 
 def _same(left: Any, right: Any) -> None:
@@ -256,76 +246,16 @@ def test_a_stream_cannot_be_kept() -> None:
         load_resident(Stream(), device=CPU)
 
 
-# --- divided among ranks ------------------------------------------------------------------------------------------
-
-
-def _epoch_of_ranks(size: int, ranks: int, epoch: int, **options: Any) -> list[list[int]]:
-    labels = []
-    for rank in range(ranks):
-        data = load_resident(Rows(size), device=CPU, shard=Shard(rank, ranks))
-        sampler: DistributedSampler[Any] = DistributedSampler(data, ranks, rank, **options)
-        sampler.set_epoch(epoch)
-        loader = ResidentLoader(data, batch_size=3, sampler=sampler)
-        batches = [labels.tolist() for _, labels in loader]
-        assert len(batches) == len(loader)
-        labels.append([label for batch in batches for label in batch])
-    return labels
-
-
-@given(size=st.integers(1, 30), ranks=st.integers(1, 5), epoch=st.integers(0, 3))
-@settings(deadline=None, max_examples=25)
-def test_ranks_see_every_sample_once_and_equally_many(size: int, ranks: int, epoch: int) -> None:
-    ranks = min(size, ranks)
-    shares = _epoch_of_ranks(size, ranks, epoch)
-    assert {len(share) for share in shares} == {-(-size // ranks)}
-    counted = Counter(label for share in shares for label in share)
-    assert set(counted) == set(range(size))
-    assert sum(counted.values()) == -(-size // ranks) * ranks
-    assert max(counted.values()) <= 2
-    assert all(label % ranks == rank for rank, share in enumerate(shares) for label in share)
-
-
-def test_a_share_is_shuffled_again_each_epoch() -> None:
-    assert _epoch_of_ranks(20, 2, 0) != _epoch_of_ranks(20, 2, 1)
-    assert _epoch_of_ranks(20, 2, 0, seed=1) != _epoch_of_ranks(20, 2, 0, seed=2)
-    assert _epoch_of_ranks(20, 2, 0) == _epoch_of_ranks(20, 2, 0)
-
-
-def test_evaluation_goes_through_its_share_in_order() -> None:
-    assert _epoch_of_ranks(7, 2, 0, shuffle=False) == [[0, 2, 4, 6], [1, 3, 5, 1]]
-    assert _epoch_of_ranks(7, 2, 0, shuffle=False, drop_last=True) == [[0, 2, 4], [1, 3, 5]]
-
-
-def test_a_share_is_a_share_of_the_memory() -> None:
-    data = load_resident(Rows(10), device=CPU, shard=Shard(1, 4))
-    assert (len(data), data.held, data.stored_bytes) == (10, 3, 3 * 14)
-    assert int(data[5][1]) == 5
-    with pytest.raises(DatasetError, match="Sample 4 is not on rank 1"):
-        data[4]
-
-
-@pytest.mark.parametrize("sampler", [None, SubsetRandomSampler([1, 3]), DistributedSampler(range(10), 2, 0)])  # type: ignore[arg-type]
-def test_a_share_needs_the_sampler_that_divides_alike(sampler: Any) -> None:
-    data = load_resident(Rows(10), device=CPU, shard=Shard(1, 2))
-    with pytest.raises(LoaderError, match="Rank 1 of 2 holds its own share of the dataset, but its sampler, a"):
-        list(ResidentLoader(data, batch_size=2, sampler=sampler))
-
-
-def test_more_ranks_than_samples_are_refused() -> None:
-    with pytest.raises(DatasetError, match="1 samples cannot be divided among 2 ranks"):
-        load_resident(Rows(1), device=CPU, shard=Shard(1, 2))
+# --- several ranks ----------------------------------------------------------------------------------------------
 
 
 class _Seen(LightningModule):
-    def __init__(self, shard: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.shard = shard
         self.layer = nn.Linear(6, 1)
 
     def train_dataloader(self) -> ResidentLoader:
-        ranks = self.trainer.world_size
-        shard = Shard(self.trainer.global_rank, ranks) if self.shard else None
-        data = load_resident(Rows(16), device=self.device, shard=shard)
+        data = load_resident(Rows(16), device=self.device)
         return ResidentLoader(data, batch_size=3, sampler=RandomSampler(data))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -346,36 +276,23 @@ class _Seen(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("shard", [False, True])
-def test_lightning_makes_the_loader_again_for_two_ranks(shard: bool) -> None:
+def test_lightning_makes_the_loader_again_for_two_ranks() -> None:
     trainer = Trainer(max_epochs=2, accelerator="cpu", devices=2, strategy="ddp_fork", logger=False, barebones=True)
-    trainer.fit(_Seen(shard))
+    trainer.fit(_Seen())
     assert trainer.state.finished
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_refused_with_the_numbers_before_it_is_loaded() -> None:
+def test_what_does_not_fit_is_refused_with_the_numbers_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = Rows(1000, lambda index: torch.zeros(1 << 20, dtype=torch.uint8))
-    words = (
-        r"needs 1000 MiB on cpu, for 1000 of 1000 samples of 1048576 bytes each; cache_limit allows 300 MiB, and \d+ "
-        "MiB are free"
-    )
+    words = r"needs 1000 MiB on cpu, for 1000 samples of 1048576 bytes each, but only 80% of the 1200 MiB free"
+    monkeypatch.setattr(resident, "free_device_bytes", lambda device: 1200 << 20)
     with pytest.raises(SettingsError, match=words):
-        load_resident(rows, device=CPU, limit_bytes=300 << 20)
+        load_resident(rows, device=CPU)
     assert sum(rows.calls.values()) <= 9
-    with pytest.raises(SettingsError, match="needs 334 MiB"):
-        load_resident(rows, device=CPU, limit_bytes=300 << 20, shard=Shard(0, 3))
-
-
-def test_what_is_free_is_a_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resident, "free_device_bytes", lambda device: 100)
-    with pytest.raises(SettingsError, match="no limit is set, and 0 MiB are free"):
-        load_resident(Rows(50), device=CPU)
     monkeypatch.setattr(resident, "free_device_bytes", lambda device: None)
-    with pytest.raises(SettingsError, match="the free memory is unknown"):
-        load_resident(Rows(50), device=CPU, limit_bytes=100)
     assert load_resident(Rows(50), device=CPU).stored_bytes == 700
 
 
@@ -426,19 +343,11 @@ def test_random_samples_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text == ""
 
 
-def test_an_augmented_dataset_that_does_not_say_what_is_plain_is_refused() -> None:
-    class Random(Pictures):
-        plain = CacheableDataset.plain
-
-    with pytest.raises(DatasetError, match="Random has augment but no plain"):
-        load_resident(Random(3), device=CPU)
-
-
 @pytest.mark.gpu
 def test_on_cuda_nothing_comes_from_the_host() -> None:
     device = torch.device("cuda", 0)
     rows = Rows(64)
-    data = load_resident(rows, device=device, limit_bytes=free_device_bytes(device))
+    data = load_resident(rows, device=device)
     loader: ResidentLoader = ResidentLoader(data, batch_size=7, sampler=RandomSampler(data, generator=_seeded(1)))
     plain = DataLoader(rows, batch_size=7, sampler=RandomSampler(rows, generator=_seeded(1)))  # type: ignore[arg-type]
     for (images, labels), (expected, numbers) in zip(loader, plain, strict=True):

@@ -21,7 +21,7 @@ from lightning_feed.verdict.diagnosis import Form, Remedy
 from lightning_feed.verdict.remedies import LEAST_PCT, RULES
 
 CUDA: dict[str, Any] = {"device_type": "cuda", "pin_memory": True}
-IMAGES: dict[str, Any] = {"decoder": "turbo", "cache": "off", "own_transforms": False, "backend": "torch", "ours": True}
+IMAGES: dict[str, Any] = {"decoder": "turbo", "staged": False, "own_transforms": False, "backend": "torch", "ours": True}
 COLD = ASLEEP | {"page_cache_pct": 10.0, "disk_mb_per_s": 30.0}
 STARTS: dict[str, Any] = {"batches_per_epoch": 5, "persistent_workers": False, "may_persist": True}
 SLOW_START: dict[str, Any] = {"data": 0.0, "stats": {"epoch_start_s": 0.7}}
@@ -122,12 +122,12 @@ CONTRACTS = {
     ),
     "files in memory": Contract(
         run={"loaders": COLD, "usable_cpus": 2, "prefetch_factor": None, **IMAGES},
-        changes="cache='bytes'",
-        code='cache="bytes"',
+        changes="staged=True",
+        code='stage_to="/dev/shm"',
         step_ms=60.0,
         without={
             "another data module": {"decoder": None},
-            "it has a cache": {"cache": "decoded"},
+            "it has a copy": {"staged": True},
             "files are in memory": {"loaders": ASLEEP | {"page_cache_pct": 99.0}},
             "it was tried": {"found": {"loader_per_s": 20.0, "cached_bytes_per_s": 20.5}},
         },
