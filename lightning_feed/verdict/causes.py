@@ -257,15 +257,11 @@ def _remote(measured: Measurements) -> list[str]:
     """Signs that blocked workers wait for another machine."""
     facts = measured.facts
     connections = measured.loaders.connections or 0.0
-    disk = measured.found.disk
     said = []
     if connections >= CONNECTED * max(1, facts.all_workers):
         said.append(f"the workers are blocked, with {connections:.0f} network connections open")
     elif facts.remote:
         said.append("the data are read from a URL, and the workers are blocked")
-    if disk is not None and disk.latency_ms is not None:
-        line = "" if disk.line_mb_per_s is None else f", and {disk.line_mb_per_s:.0f} MB/s with many requests at once"
-        said.append(f"a request takes {disk.latency_ms:.1f} ms{line}")
     return said
 
 
@@ -344,11 +340,9 @@ def _waits(hook: HookTime) -> bool:
     return any(name in hook.name for name in WAITING_HOOKS)
 
 
-def copy_cause(measured: Measurements, shares: Shares) -> Reason:
+def copy_cause(measured: Measurements, _: Shares) -> Reason:
     """The cause of an exposed transfer to the device."""
-    alone = measured.found.copy_ms
-    step_ms = shares.step_ms
-    return next(chain(_beside_the_copy(measured, alone, step_ms), _slow_copies(measured), _link(measured, step_ms)))
+    return next(chain(_beside_the_copy(measured), _slow_copies(measured), _link()))
 
 
 def _slow_copies(measured: Measurements) -> Iterator[Reason]:
@@ -363,31 +357,19 @@ def _slow_copies(measured: Measurements) -> Iterator[Reason]:
         yield Reason("not overlapped", ["batches are copied on the stream that computes"])
 
 
-def _link(measured: Measurements, step_ms: float) -> Iterator[Reason]:
-    alone = measured.found.copy_ms
-    size = measured.facts.batch_bytes or 0
-    h2d_ms = measured.stats.h2d_ms
-    if alone is not None:
-        yield Reason("link", [f"the copy alone takes {in_ms(alone, step_ms)} ms"])
-    most = measured.found.pinned_gb_per_s or 0.0
-    rate = size / h2d_ms * 1e-6 if h2d_ms else 0.0
-    if rate >= LINK_SHARE * most > 0:
-        yield Reason("link", [f"{rate:.1f} GB/s of the {most:.1f} GB/s of the link"])
+def _link() -> Iterator[Reason]:
     yield Reason("unknown", ["it is not known if batches are pinned, or how fast the link is"], sure=False)
 
 
-def _beside_the_copy(measured: Measurements, alone: float | None, step_ms: float) -> Iterator[Reason]:
+def _beside_the_copy(measured: Measurements) -> Iterator[Reason]:
     """Causes in the transfer besides the copy itself."""
     facts = measured.facts
     if facts.device_type == "cpu":
         takes = "device_transform takes" if facts.device_transform else "transfer hooks take"
         yield Reason("transfer hooks", [f"nothing is copied on the CPU: {takes} the time"])
-    hidden = alone is not None and alone < COPY_SHARE * (measured.stats.h2d_ms or 0.0)
-    if facts.backend == "nvjpeg" and (alone is None or hidden):
+    if facts.backend == "nvjpeg":
         said = "nvJPEG decodes during the transfer, and the host waits for it: this time is decoding, not the copy"
         yield Reason("decoding on the GPU", [said])
-    if hidden:
-        yield Reason("transfer hooks", [f"the copy alone takes {in_ms(alone, step_ms)} ms, hooks the rest"])
 
 
 def compute_cause(measured: Measurements, shares: Shares) -> Reason:

@@ -111,7 +111,6 @@ def _data(finding: Finding, remedies: tuple[Remedy, ...]) -> Iterator[str]:
     yield from _HINTS.get(cause, _no_hint)(finding)
     if facts.backend in ("dali-cpu", "dali-gpu"):
         yield 'the workers wait, and DALI decodes what they read: compare with backend="torch"'
-    yield from _pixels(finding)
     yield from _transforms(finding, finding.shares.step_ms)
 
 
@@ -187,9 +186,8 @@ def _cold(finding: Finding) -> Iterator[str]:
 
 
 def _over_the_network(finding: Finding) -> Iterator[str]:
-    """Ways to read more at a time, and the limit of the network."""
+    """Ways to read more at a time."""
     facts = finding.facts
-    disk = finding.measured.found.disk
     near = predict.with_files_near(finding.measured, finding.shares)
     if facts.remote and not facts.staged and near is not None:
         yield (
@@ -202,9 +200,6 @@ def _over_the_network(finding: Finding) -> Iterator[str]:
             "a worker that reads one object at a time has one request in flight: fetch the samples of a batch together "
             "(__getitems__)"
         )
-    if disk is not None and disk.line_mb_per_s and disk.mean_file_bytes:
-        most = disk.line_mb_per_s * 1e6 / disk.mean_file_bytes
-        yield f"the network gives {disk.line_mb_per_s:.0f} MB/s, or {most:.0f} samples/s: no loader is faster"
 
 
 def _missing_cpus(finding: Finding) -> Iterator[str]:
@@ -261,19 +256,6 @@ _HINTS: dict[Cause, Callable[[Finding], Iterator[str]]] = {
 def _whole_images(finding: Finding, cause: Cause) -> Iterator[str]:
     if finding.facts.decodes_whole and cause in MADE_ON_CPU and _may_diagnose(finding):
         yield f"your ImageFolder decodes each image whole and then crops it: {_DIAGNOSE} times decoding only the crops"
-
-
-def _pixels(finding: Finding) -> Iterator[str]:
-    """Note on the step time with uint8 images, which needs a change of the data set and a hook."""
-    facts = finding.facts
-    found = finding.measured.found
-    done = facts.device_transform or (facts.decoder is not None and facts.own_transforms is False)
-    then = predict.with_rate(finding.measured, finding.shares, found.as_uint8_per_s, found.loader_per_s)
-    if not done and facts.device_type != "cpu" and _is_worth_it(then, finding):
-        yield (
-            "with transforms that end with uint8 images, and the rest done on the device (device_transform), a step "
-            f"takes {in_ms(then, finding.shares.step_ms)} ms"
-        )
 
 
 def _transforms(finding: Finding, step: float) -> Iterator[str]:

@@ -326,35 +326,6 @@ def read_share(measured: Measurements) -> float | None:
     return costs["read"] / whole if "read" in costs and whole > 0 else None
 
 
-def decoded_on_device(measured: Measurements, shares: Shares, device_per_s: float) -> float | None:
-    """Step time if workers only read files, and the device decodes them during the step.
-
-    Args:
-        measured: all figures.
-        shares: how a step divides.
-        device_per_s: batches per second that the device decodes alone.
-    """
-    running = period_ms(measured, shares)
-    left = read_share(measured)
-    if running is None or left is None:
-        return None
-    facts = measured.facts
-    now = max(1, facts.num_workers or 1)
-    threads = max(now, facts.usable_cpus or 1)  # the default number, and threads start at once
-    after = running * left * now / threads
-    loading = loading_cpu_ms(measured, shares) * left
-    return min(shares.step_ms, max(filled_ms(measured, shares, loading, workers=threads), after, 1e3 / device_per_s))
-
-
-def with_pinned(measured: Measurements, shares: Shares) -> float | None:
-    """Step time with copies from pinned memory: the copy takes less by the ratio of the two speeds."""
-    found = measured.found
-    h2d = measured.stats.h2d_ms
-    if not found.pinned_gb_per_s or not found.pageable_gb_per_s or h2d is None:
-        return None
-    return without(shares, h2d * (1 - found.pageable_gb_per_s / found.pinned_gb_per_s))
-
-
 def in_any_order(measured: Measurements, shares: Shares) -> float | None:
     """Step time without the waits in which a later batch was ready."""
     held = measured.loaders.head_of_line_pct
@@ -393,9 +364,7 @@ def training_cpu_ms(measured: Measurements, shares: Shares) -> float | None:
 
 
 def _taking_ms(measured: Measurements) -> float:
-    """Time to take a batch from a worker: as measured, else estimated from its tensors and bytes."""
-    if measured.found.hand_over_ms is not None:
-        return measured.found.hand_over_ms
+    """Time to take a batch from a worker, estimated from its tensors and bytes."""
     others = measured.facts.others_share  # other programs slow this down as they do training
     return handing_ms(measured.facts) * min(_SLOWEST, 1 / max(1e-9, 1 - others))
 

@@ -9,7 +9,6 @@ from typing import Any
 from lightning_feed.load.machine import SHM_SHARE
 from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements, Place
 from lightning_feed.verdict import predict
-from lightning_feed.verdict.causes import MANY_TENSORS
 from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Form, Remedy
 from lightning_feed.verdict.shares import DATA_PCT, LOOP_WORDS, Shares
 
@@ -338,26 +337,6 @@ def any_order(finding: Finding) -> Remedy | None:
     )
 
 
-def shared_files(finding: Finding) -> Remedy | None:
-    """Remedy: torch's other sharing strategy, if handing over many tensors was measured to be faster with it."""
-    found = finding.measured.found
-    count = finding.facts.batch_tensors or 0
-    now = found.hand_over_ms
-    then = found.hand_over_file_system_ms
-    if finding.data != "hand-over" or found.sharing_strategy != "file_descriptor" or count < MANY_TENSORS:
-        return None
-    if now is None or then is None:
-        return None
-    return Remedy(
-        code='torch.multiprocessing.set_sharing_strategy("file_system")',
-        form="line",
-        where="sharing strategy: file_descriptor -> file_system, at the start of your script, after `import torch`",
-        why=f"a batch has {count} tensors: taking it from a worker takes {now:.1f} ms, or {then:.1f} ms through files",
-        predicted_step_ms=predict.without(finding.shares, min(finding.shares.data_ms, now - then)),
-        changes="sharing_strategy='file_system'",
-    )
-
-
 def files_in_memory(finding: Finding) -> Remedy | None:
     """Remedy: a cache, if an ImageFolderDataModule without one waits for storage, or for an object store."""
     facts = finding.facts
@@ -402,25 +381,6 @@ def _door(facts: LoopFacts) -> str:
     return "lightning_feed" if facts.package == "lightning.pytorch" else "lightning_feed.pl"
 
 
-def nvjpeg(finding: Finding) -> Remedy | None:
-    """Remedy: decode on the GPU, if that was measured to be faster than an ImageFolderDataModule's workers.
-
-    None with the user's own transforms, or with a cache of decoded images.
-    """
-    facts = finding.facts
-    found = finding.measured.found
-    if finding.data not in MADE_ON_CPU or facts.decoder is None or facts.backend not in (None, "torch"):
-        return None
-    if facts.device_type != "cuda" or facts.own_transforms or facts.cache in ("decoded", "device"):
-        return None
-    if not found.device_decode_per_s or not found.batch_size:
-        return None
-    rate = f"{found.device_decode_per_s * found.batch_size:,.0f} images/s if the GPU does nothing else"
-    why = f"nvJPEG decodes on the GPU ({rate}); workers only read"
-    step = predict.decoded_on_device(finding.measured, finding.shares, found.device_decode_per_s)
-    return datamodule_remedy(finding, "backend", "nvjpeg", why, step)
-
-
 # --- the transfer, callbacks and loggers --------------------------------------------------------------------------
 
 RARELY = 50
@@ -430,14 +390,14 @@ _LOGGING = re.compile(r"^logger .*\.log_metrics$")
 
 
 def pinned_memory(finding: Finding) -> Remedy | None:
-    """Remedy: pin memory, if training waits for copies from pageable memory, and both kinds of copies were measured."""
+    """Remedy: pin memory, if training waits for copies from pageable memory."""
     unpinned = finding.causes.get("copy") == "unpinned" and finding.facts.device_type != "cpu"
     if not unpinned or not finding.can_set("pin_memory"):
         return None
     return loader_remedy(
         finding,
         "the host waits for copies from pageable memory",
-        predict.with_pinned(finding.measured, finding.shares),
+        None,
         pin_memory=True,
     )
 
@@ -514,7 +474,7 @@ LEAST_SHARED_PCT = 20.0
 step was predicted to fall from 21.5 to 17.6 ms, and only fell to 20.9 (``benchmarks/advice.py``, 2 CPUs)."""
 MOST = 3
 RULES = (
-    more_workers, fewer_workers, persistent_workers, any_order, shared_files, files_in_memory, crops_only, nvjpeg,
+    more_workers, fewer_workers, persistent_workers, any_order, files_in_memory, crops_only,
     pinned_memory, prefetch_callback, rare_progress_bar, log_rarely,
 )  # fmt: skip
 """Rules: each returns its remedy with a prediction, or None. If two save the same, the earlier one is printed first."""

@@ -218,11 +218,6 @@ def test_small_samples_are_sooner_made_than_handed_over() -> None:
     assert diagnose(hidden).remedies == ()
 
 
-def test_the_time_to_hand_over_counts_as_it_was_timed() -> None:
-    run: dict[str, Any] = {"num_workers": 0, "load_cpu_ms": 40.0, "process_cpu_ms": 100.0}
-    assert _with_workers(1, **run, found={"hand_over_ms": 12.0}) == pytest.approx(72.0)
-
-
 def test_new_workers_in_every_epoch_cost_their_start() -> None:
     run: dict[str, Any] = {"num_workers": 0, "load_cpu_ms": 40.0, "process_cpu_ms": 100.0, "batches_per_epoch": 10}
     assert _with_workers(1, **run, may_persist=True) == pytest.approx(60.7)
@@ -331,30 +326,6 @@ def test_another_rate(found: dict[str, float], after: float) -> None:
     ) == pytest.approx(after)
 
 
-COSTS = (
-    NamedCost(name="read", cpu_ms=0.5, wall_ms=1.0),
-    NamedCost(name="decode", cpu_ms=8.0, wall_ms=8.0),
-    NamedCost(name="TrainRecipe", cpu_ms=1.0, wall_ms=1.0),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("found", "facts", "expected"),
-    [
-        ({}, {}, 60.0),
-        ({"model_per_s": 1000 / 70}, {}, 70.0),  # the model alone takes 70 ms
-        ({"device_decode_per_s": 12.5}, {}, 80.0),  # decoding on the device takes 80 ms
-        ({"device_decode_per_s": 5.0}, {}, 100.0),  # never slower than now
-        ({"costs": (COSTS[0],)}, {"num_workers": 8}, 100.0),  # all of it is reading
-        ({"costs": (COSTS[0],)}, {"num_workers": 4}, 60.0),  # with a thread for each of 8 CPUs
-    ],
-)
-def test_decoding_on_the_device(found: Any, facts: Any, expected: float) -> None:
-    given = {"costs": COSTS, "device_decode_per_s": 1000.0} | found
-    run = measured(found=given, device_type="cuda", **facts)
-    assert predict.decoded_on_device(run, _shares(run), given["device_decode_per_s"]) == pytest.approx(expected)
-
-
 def test_slow_transforms_are_named_with_the_most_that_faster_ones_give() -> None:
     costs = tuple(
         NamedCost(name=name, cpu_ms=ms, wall_ms=ms)
@@ -394,7 +365,7 @@ def test_crops_alone_without_workers_save_their_share_of_loading() -> None:
 
 def test_crops_alone_and_first_workers_at_once() -> None:
     """From 80 ms of loading and 20 of training in turn, to 40 of loading in two processes beside 20 of training."""
-    found = _crops(4.0, 2.0) | {"hand_over_ms": 1.0, "worker_scaling": ((0, 10.0), (2, 19.0))}
+    found = _crops(4.0, 2.0) | {"worker_scaling": ((0, 10.0), (2, 19.0))}
     run: dict[str, Any] = {"data": 80.0, "num_workers": 0, "usable_cpus": 8, "load_cpu_ms": 80.0, "may_persist": True}
     made = measured(**run, process_cpu_ms=100.0, found=found)
     assert predict.with_crops(made, _shares(made)) == {0: 60.0, 2: pytest.approx(1e3 / 38.0)}
@@ -417,16 +388,3 @@ def test_files_in_memory_are_named_with_their_step_or_sent_to_diagnose() -> None
     for nothing in ({}, found | {"cached_bytes_per_s": 10.1}):
         assert not any("storage" in one for one in diagnose(measured(**cold, found=nothing)).notes)
     assert not any("storage" in one for one in diagnose(measured(**cold, loop="plain")).notes)
-
-
-def test_pictures_that_stay_uint8_are_a_note_where_that_was_timed() -> None:
-    def noted(**facts: Any) -> bool:
-        given = {"device_type": "cuda", "found": {"loader_per_s": 20.0, "as_uint8_per_s": 30.0}} | facts
-        return any("uint8" in one for one in diagnose(measured(loaders=BUSY, **given)).notes)
-
-    assert noted()
-    assert not noted(found={"loader_per_s": 20.0, "as_uint8_per_s": 20.5})  # nothing to gain
-    assert not noted(device_transform=True)
-    assert not noted(device_type="cpu")  # there the rest takes the CPUs that load
-    assert not noted(decoder="turbo", own_transforms=False)  # they are uint8 already
-    assert "uint8" not in str(diagnose(measured(loaders=BUSY)))

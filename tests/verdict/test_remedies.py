@@ -25,7 +25,6 @@ IMAGES: dict[str, Any] = {"decoder": "turbo", "cache": "off", "own_transforms": 
 COLD = ASLEEP | {"page_cache_pct": 10.0, "disk_mb_per_s": 30.0}
 STARTS: dict[str, Any] = {"batches_per_epoch": 5, "persistent_workers": False, "may_persist": True}
 SLOW_START: dict[str, Any] = {"data": 0.0, "stats": {"epoch_start_s": 0.7}}
-HANDED: dict[str, Any] = {"hand_over_ms": 30.0, "hand_over_file_system_ms": 12.0, "sharing_strategy": "file_descriptor"}
 COSTS = (NamedCost(name="read", cpu_ms=0.5, wall_ms=1.0), NamedCost(name="decode", cpu_ms=9.0, wall_ms=9.0))
 CROPS = CropTrial(folder="birds", val_fraction=0.1, whole_ms=4.0, crop_ms=2.0)
 WHOLE: dict[str, Any] = {"loaders": BUSY, "usable_cpus": 2, "host_cpu_ms": 0.0, "batch_size": 8}
@@ -123,19 +122,6 @@ CONTRACTS = {
             "little is lost to the order": {"loaders": ASLEEP | {"head_of_line_pct": 24.0}},
         },
     ),
-    "shared files": Contract(
-        run={"loaders": READY, "batch_tensors": 24, "found": HANDED},
-        changes="sharing_strategy='file_system'",
-        code='torch.multiprocessing.set_sharing_strategy("file_system")',
-        step_ms=82.0,
-        without={
-            "few tensors": {"batch_tensors": 7},
-            "it was not timed": {"found": {"sharing_strategy": "file_descriptor"}},
-            "it is in force": {"found": HANDED | {"sharing_strategy": "file_system"}},
-            "it is no faster": {"found": HANDED | {"hand_over_file_system_ms": 29.0}},
-            "batches are not ready": {"loaders": ASLEEP},
-        },
-    ),
     "files in memory": Contract(
         run={"loaders": COLD, "usable_cpus": 2, "prefetch_factor": None, **IMAGES},
         changes="cache='bytes'",
@@ -163,30 +149,10 @@ CONTRACTS = {
             "validation": {"stage": "validate"},
         },
     ),
-    "nvjpeg": Contract(
-        run={
-            "loaders": BUSY,
-            "usable_cpus": 2,
-            "found": {"batch_size": 64, "device_decode_per_s": 20.0, "costs": COSTS},
-            **CUDA,
-            **IMAGES,
-        },
-        changes="backend='nvjpeg'",
-        code='backend="nvjpeg"',
-        step_ms=60.0,
-        without={
-            "no GPU": {"device_type": "cpu"},
-            "transforms of the user's": {"own_transforms": True},
-            "it was not timed": {"found": {"batch_size": 64, "costs": COSTS}},
-            "the GPU is no faster": {"found": {"batch_size": 64, "device_decode_per_s": 10.0, "costs": COSTS}},
-            "another backend": {"backend": "dali-gpu"},
-        },
-    ),
     "pinned memory": Contract(
         run={
             "data": 0.0,
             "h2d": 40.0,
-            "found": {"pinned_gb_per_s": 20.0, "pageable_gb_per_s": 5.0},
             **CUDA,
             "pin_memory": False,
         },
