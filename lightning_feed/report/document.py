@@ -4,7 +4,7 @@ import json
 import math
 import re
 import sys
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from datetime import datetime, timezone
 from numbers import Integral, Real
 from pathlib import Path
@@ -16,10 +16,8 @@ from lightning_feed.measure.experiment_results import ExperimentResults
 from lightning_feed.measure.measurements import HookTime, LoopFacts, LoopMeasurements, Measurements
 from lightning_feed.measure.stats import Confidence, LoaderStats, LoaderSteps, RankStats, StarvationStats
 from lightning_feed.measure.wall import WallStats
-from lightning_feed.report.compare import compare
 from lightning_feed.report.report import (
     Environment,
-    RemedyCheck,
     Report,
     RunIdentity,
     rate,
@@ -86,7 +84,6 @@ class Parts:
     validation: LoopMeasurements | None = None
     experiments: ExperimentResults | None
     remedies: tuple[ReportedRemedy, ...]
-    report_card: tuple[RemedyCheck, ...]
 
 
 def _parts_of(report: Report) -> Parts:
@@ -106,7 +103,6 @@ def _parts_of(report: Report) -> Parts:
         step=measured.stats,
         throughput=Throughput(batches_per_s=rate(step_ms, 1), samples_per_s=rate(step_ms, size)),
         remedies=tuple(remedies),
-        report_card=report.report_card,
     )
 
 
@@ -114,9 +110,7 @@ def _report_of(parts: Parts, **more: Any) -> Report:
     measured = Measurements(stats=parts.step, facts=parts.run, **_shared(parts, Measurements))
     remedies = tuple(Remedy(**_shared(one, Remedy)) for one in parts.remedies)
     diagnosis = Diagnosis(**vars(parts.verdict), remedies=remedies, measurements=measured)
-    return Report(
-        diagnosis=diagnosis, environment=parts.environment, run=parts.identity, report_card=parts.report_card, **more
-    )
+    return Report(diagnosis=diagnosis, environment=parts.environment, run=parts.identity, **more)
 
 
 def _shared(value: object, kind: Any) -> dict[str, Any]:
@@ -128,18 +122,15 @@ def _shared(value: object, kind: Any) -> dict[str, Any]:
 # --- reports as JSON ----------------------------------------------------------------------------------------------
 
 
-def make_report(diagnosis: Diagnosis, *, previous: Report | None = None, run: RunIdentity | None = None) -> Report:
+def make_report(diagnosis: Diagnosis, *, run: RunIdentity | None = None) -> Report:
     """Make a report of a verdict, with the present time and environment.
 
     Args:
         diagnosis: the verdict.
         run: the run that the verdict is about. None: a run without any other report.
-        previous: the report of an earlier run. Its predictions for remedies that are in effect now are checked, and
-            the result is the new report's ``report_card``.
     """
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    report = Report(diagnosis=diagnosis, environment=read_environment(), written_at=now, run=run or read_identity())
-    return report if previous is None else replace(report, report_card=compare(previous, report).predictions)
+    return Report(diagnosis=diagnosis, environment=read_environment(), written_at=now, run=run or read_identity())
 
 
 def as_document(report: Report) -> dict[str, Any]:
@@ -240,10 +231,6 @@ def to_plain(value: object) -> Any:
     raise TypeError(f"{type(value).__name__} has no form in JSON")
 
 
-EARLIER_NAMES = {"fed": "OK", "fed, some jitter": "OK"}
-"""Grades in reports of earlier versions: name then -> name now."""
-
-
 def _read(hint: Any, value: object, where: str) -> Any:
     origin = get_origin(hint)
     inner = get_args(hint)
@@ -254,7 +241,6 @@ def _read(hint: Any, value: object, where: str) -> Any:
     if origin is tuple:
         return _read_tuple(inner, value, where)
     if origin is Literal:
-        value = EARLIER_NAMES.get(value, value) if isinstance(value, str) else value
         return value if value in inner else _refuse(where, value, f"one of {', '.join(map(repr, inner))}")
     return _read_scalar(hint, value, where)
 

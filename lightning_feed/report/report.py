@@ -73,24 +73,6 @@ class RunIdentity:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemedyCheck:
-    """The step time that a remedy was predicted to give, and the one that a later run with it achieved."""
-
-    code: str
-    """The remedy, as the earlier report put it."""
-    changes: str
-    """The setting that is in effect in the later run and was not in the earlier: ``num_workers=8``."""
-    predicted_step_ms: float | None
-    """Mean step that the earlier report predicted. None: it predicted none."""
-    achieved_step_ms: float | None
-    """Mean step of the later run."""
-    error_pct: float | None
-    """100 * (predicted - achieved) / achieved. Above 0: it became faster than predicted."""
-    also_changed: tuple[str, ...] = ()
-    """Other settings that changed between the runs. They may explain a part of the difference."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Report:
     """A verdict, and all that is needed to compare it with another."""
 
@@ -100,9 +82,6 @@ class Report:
     """ISO 8601, UTC."""
     run: RunIdentity = field(default_factory=RunIdentity)
     """The run that the report is about."""
-    report_card: tuple[RemedyCheck, ...] = ()
-    """Predictions of an earlier report for this run. Empty: there was none to compare with, or none of its remedies
-    is in effect."""
     path: Path | None = None
     """The file that it was read from."""
     page: ClassVar[Callable[["Report"], str] | None] = None

@@ -15,9 +15,11 @@ from tqdm.auto import tqdm
 from lightning_feed._host import AnyModule, AnyTrainer
 from lightning_feed.diagnosing.batches import own_loaders
 from lightning_feed.diagnosing.failures import user_errors
+from lightning_feed.diagnosing.parts import parts_of
 from lightning_feed.diagnosing.program import Fit
-from lightning_feed.diagnosing.session import parts_of
-from lightning_feed.diagnosing.short_fits import DiagnosisSession, Limits, open_session, quiet
+from lightning_feed.diagnosing.restoring import quiet
+from lightning_feed.diagnosing.session import Session, open_session
+from lightning_feed.diagnosing.short_fits import Limits, replay
 from lightning_feed.errors import LoaderError, SettingsError, in_rate, plural, rate_unit, throughput
 from lightning_feed.extras import require
 from lightning_feed.load.kinds import Batch
@@ -56,7 +58,7 @@ class Paste:
 
 
 def tuned_text(tuned: Tuned, place: Place | None = None) -> str:
-    """Format the result as text: a table of the trials, the choice with its reason and prediction, and code to paste.
+    """Format the result as text: a table of the trials, the choice with its reason, and code to paste.
 
     Args:
         tuned: result of tuning.
@@ -65,31 +67,36 @@ def tuned_text(tuned: Tuned, place: Place | None = None) -> str:
     lines = [f"workers  ahead  {rate_unit(tuned.batch_size):>11}  start  note"]
     lines += [_row(trial, tuned) for trial in tuned.trials]
     lines += [f"not run: {_short(setting)}: {why}" for setting, why in tuned.rejected]
-    known = "remembered, and checked now" if tuned.remembered else plural(len(tuned.trials), "trial")
+    known = plural(len(tuned.trials), "trial")
+    if tuned.remembered:
+        known = "remembered, and checked now"
     lines += ["", f"{_short(tuned.setting)}: {tuned.reason}", f"{known}, {tuned.seconds:.0f} s"]
     if tuned.batches_per_s is not None:
-        starved = "; the model's rate is unknown"
+        demand = "the model's rate is unknown"
         if tuned.starved_pct is not None and tuned.demand_per_s is not None:
             can_take = throughput(tuned.demand_per_s, tuned.batch_size)
-            starved = f"; the model can take {can_take}, so it starves {tuned.starved_pct:.0f} %"
-        lines.append(f"predicted: {throughput(tuned.batches_per_s, tuned.batch_size)}{starved}")
-    for one in pastes(tuned, place):
-        lines += ["", f"{one.where}:", *(f"    {line}" for line in one.code.splitlines())]
+            demand = f"the model can take {can_take}, so it starves {tuned.starved_pct:.0f} %"
+        lines.append(f"the loader gives {throughput(tuned.batches_per_s, tuned.batch_size)}; {demand}")
+    for paste in pastes(tuned, place):
+        lines += ["", f"{paste.where}:", *(f"    {line}" for line in paste.code.splitlines())]
     return "\n".join(lines)
 
 
 def _row(trial: Trial, tuned: Tuned) -> str:
     setting = trial.setting
-    chosen = tuned.setting
     head = f"{setting.num_workers:>7}  {setting.prefetch_factor or '-':>5}  "
     if trial.batches_per_s is None:
         return f"{head}{'-':>11}  {'-':>5}  could not run: {trial.infeasible}"
-    start = f"{trial.start_s:.2f}" if trial.start_s is not None else "-"
-    note = "threads " if setting.workers == "thread" and setting.num_workers else ""
-    if _same_workers(setting, chosen) and setting.prefetch_factor == chosen.prefetch_factor:
-        note += "<- chosen"
+    start = "-"
+    if trial.start_s is not None:
+        start = f"{trial.start_s:.2f}"
+    notes = []
+    if setting.workers == "thread" and setting.num_workers:
+        notes.append("threads")
+    if _same_workers(setting, tuned.setting) and setting.prefetch_factor == tuned.setting.prefetch_factor:
+        notes.append("<- chosen")
     per_s = in_rate(trial.batches_per_s * (tuned.batch_size or 1))
-    return f"{head}{per_s:>11}  {start:>5}  {note}".rstrip()
+    return f"{head}{per_s:>11}  {start:>5}  {' '.join(notes)}".rstrip()
 
 
 def _same_workers(one: Setting, other: Setting) -> bool:
@@ -97,21 +104,24 @@ def _same_workers(one: Setting, other: Setting) -> bool:
 
 
 def _short(setting: Setting) -> str:
-    ahead = f", prefetch_factor={setting.prefetch_factor}" if setting.num_workers else ""
-    return f"{plural(setting.num_workers, 'thread' if setting.workers == 'thread' else 'worker')}{ahead}"
+    if not setting.num_workers:
+        return "0 workers"
+    kind = "thread" if setting.workers == "thread" else "worker"
+    return f"{plural(setting.num_workers, kind)}, prefetch_factor={setting.prefetch_factor}"
 
 
 def tuned_document(tuned: Tuned, place: Place | None = None) -> dict[str, Any]:
     """Convert the result for JSON, with a schema name. Rates are in batches per second, times in seconds."""
-    rate = tuned.batches_per_s
-    size = tuned.batch_size
+    samples_per_s = None
+    if tuned.batches_per_s is not None and tuned.batch_size:
+        samples_per_s = tuned.batches_per_s * tuned.batch_size
     return {
         "schema": SCHEMA,
         **asdict(tuned),
         "rejected": [{"setting": asdict(setting), "why": why} for setting, why in tuned.rejected],
-        "samples_per_s": rate * size if rate is not None and size else None,
+        "samples_per_s": samples_per_s,
         "code": paste_line(tuned),
-        "paste": [asdict(one) for one in pastes(tuned, place)],
+        "paste": [asdict(paste) for paste in pastes(tuned, place)],
     }
 
 
@@ -136,12 +146,13 @@ def pastes(tuned: Tuned, place: Place | None) -> list[Paste]:
     if place.form == "callback":
         return [Paste(f"in callbacks=[...] of the Trainer: {place.words}", "callback", "AutotuneCallback()")]
     keys = dict(place.overrides)
-    found = _overrides(keys, {name: value for name, value in values.items() if name in keys})
-    rest = {name: value for name, value in values.items() if name not in keys}
-    rest = {name: value for name, value in rest.items() if not place.names or name in dict(place.names)}
+    arguments = dict(place.names) or values
+    ways = _overrides(keys, {name: value for name, value in values.items() if name in keys})
+    rest = {name: value for name, value in values.items() if name not in keys and name in arguments}
     if rest:
-        found.append(Paste(f"{'and ' if found else ''}in {place.words}", "arguments", place.code(**rest)))
-    return found
+        also = "and " if ways else ""
+        ways.append(Paste(f"{also}in {place.words}", "arguments", place.code(**rest)))
+    return ways
 
 
 def _overrides(keys: dict[str, str], values: dict[str, Any]) -> list[Paste]:
@@ -151,7 +162,9 @@ def _overrides(keys: dict[str, str], values: dict[str, Any]) -> list[Paste]:
     line = " ".join(f"{keys[name]}={json.dumps(value)}" for name, value in values.items())
     above = keys["num_workers"].removeprefix("--").rpartition(".")[0]
     yaml = "\n".join(f"{keys[name].rpartition('.')[2]}: {json.dumps(value)}" for name, value in values.items())
-    where = f"or in YAML, under {above}" if above else "or in YAML"
+    where = "or in YAML"
+    if above:
+        where += f", under {above}"
     return [Paste("on the command line", "override", line), Paste(where, "yaml", yaml)]
 
 
@@ -161,13 +174,15 @@ def paste_line(tuned: Tuned) -> str:
 
 
 def _values(tuned: Tuned) -> dict[str, Any]:
-    found = tuned.setting
-    values: dict[str, Any] = {"num_workers": found.num_workers}
-    if found.num_workers:
-        if found.workers != "process":
-            values["workers"] = found.workers
-        values |= {"prefetch_factor": found.prefetch_factor, "persistent_workers": found.persistent_workers}
-    return {**values, "pin_memory": found.pin_memory}
+    setting = tuned.setting
+    values: dict[str, Any] = {"num_workers": setting.num_workers}
+    if setting.num_workers and setting.workers != "process":
+        values["workers"] = setting.workers
+    if setting.num_workers:
+        values["prefetch_factor"] = setting.prefetch_factor
+        values["persistent_workers"] = setting.persistent_workers
+    values["pin_memory"] = setting.pin_memory
+    return values
 
 
 def _arguments(values: dict[str, Any]) -> str:
@@ -197,7 +212,9 @@ class Sweep:
     def rate(self, trial: Trial) -> float | None:
         """Return a trial's samples per second, or batches per second if the batch size is unknown. None if the trial
         could not run."""
-        return None if trial.batches_per_s is None else trial.batches_per_s * (self.batch_size or 1)
+        if trial.batches_per_s is None:
+            return None
+        return trial.batches_per_s * (self.batch_size or 1)
 
     def cpu_pct(self, trial: Trial) -> float | None:
         """Return the share of CPUs that a trial kept busy, 0 to 100."""
@@ -231,12 +248,11 @@ class Sweep:
         rate = self.rate(trial)
         if rate is None:
             return f"{workers:>7} {'-':>11}  {trial.infeasible or 'it could not run'}"
-        cpu = self.cpu_pct(trial)
-        memory = trial.memory_bytes
-        cpu_text = f"{cpu:.0f} %" if cpu is not None else "-"
-        memory_text = f"{memory / _MIB:,.0f}M" if memory is not None else "-"
-        bar = "#" * max(1, round(_BAR * rate / top)) if top else ""
-        return f"{workers:>7} {in_rate(rate):>11} {cpu_text:>6} {memory_text:>8}  {bar:<{_BAR}}".rstrip()
+        cpu_pct = self.cpu_pct(trial)
+        cpu = f"{cpu_pct:.0f} %" if cpu_pct is not None else "-"
+        memory = f"{trial.memory_bytes / _MIB:,.0f}M" if trial.memory_bytes is not None else "-"
+        bar = "#" * max(1, round(_BAR * rate / top))
+        return f"{workers:>7} {in_rate(rate):>11} {cpu:>6} {memory:>8}  {bar}"
 
 
 def write_plot(found: Sweep, path: Path) -> Path:
@@ -250,31 +266,26 @@ def write_plot(found: Sweep, path: Path) -> Path:
     """
     figure = require("matplotlib.figure", extra="plot", why="the plot of a sweep").Figure
     canvas = figure(figsize=(7, 8), layout="constrained")
-    axes: Any = canvas.subplots(3, sharex=True)
-    rows: dict[str, Callable[[Trial], float | None]] = {
-        rate_unit(found.batch_size): found.rate,
-        "CPU share in %": found.cpu_pct,
-        "memory of the workers in MiB": lambda one: None if one.memory_bytes is None else one.memory_bytes / _MIB,
-    }
-    for axis, (label, value_of) in zip(axes, rows.items(), strict=True):
-        # matplotlib draws no point where a value is None
-        axis.plot([one.setting.num_workers for one in found.trials], [*map(value_of, found.trials)], marker="o")
-        for workers in (one.setting.num_workers for one in found.trials if one.infeasible):
-            axis.axvline(workers, color="0.8", linestyle=":")
+    rates, cpus, memory = canvas.subplots(3, sharex=True)
+    workers = [trial.setting.num_workers for trial in found.trials]
+    in_mib = [None if trial.memory_bytes is None else trial.memory_bytes / _MIB for trial in found.trials]
+    # matplotlib draws no point where a value is None
+    rates.plot(workers, [found.rate(trial) for trial in found.trials], marker="o")
+    cpus.plot(workers, [found.cpu_pct(trial) for trial in found.trials], marker="o")
+    memory.plot(workers, in_mib, marker="o")
+    rates.set_ylabel(rate_unit(found.batch_size))
+    cpus.set_ylabel("CPU share in %")
+    memory.set_ylabel("memory of the workers in MiB")
+    memory.set_xlabel("num_workers")
+    for axis in (rates, cpus, memory):
+        axis.set_ylim(bottom=0)
         if found.chosen is not None:
             axis.axvline(found.chosen.num_workers, color="tab:green", label=f"tuned: {found.chosen}")
-        axis.set_ylabel(label)
-        axis.set_ylim(bottom=0)
     if found.demand_per_s is not None:
-        axes[0].axhline(
-            found.demand_per_s * (found.batch_size or 1),
-            color="tab:red",
-            linestyle="--",
-            label="what the model can take",
-        )
-    if axes[0].get_legend_handles_labels()[0]:
-        axes[0].legend()
-    axes[-1].set_xlabel("num_workers")
+        demand = found.demand_per_s * (found.batch_size or 1)
+        rates.axhline(demand, color="tab:red", linestyle="--", label="what the model can take")
+    if rates.get_legend_handles_labels()[0]:
+        rates.legend()
     drawn = BytesIO()
     canvas.savefig(drawn, format="png")
     with atomic_write(path) as file:
@@ -290,7 +301,6 @@ def tune(  # noqa: PLR0913  # all but the target are by name, and have a default
     *,
     model: AnyModule = None,
     trainer: AnyTrainer = None,
-    batch_size: int | None = None,
     demand_per_s: float | None = None,
     budget_s: float = 30.0,
     max_trials: int = 5,
@@ -307,7 +317,6 @@ def tune(  # noqa: PLR0913  # all but the target are by name, and have a default
         target: a LightningDataModule, which is prepared and set up for "fit", or torch DataLoaders.
         model: the LightningModule. Its training rate is measured on one batch for some seconds.
         trainer: the Trainer for the settings of the run. Loaders for all its local ranks are tried at once.
-        batch_size: samples in a batch, for rates in samples per second, if the loader has no ``batch_size``.
         demand_per_s: batches per second that the model can train, instead of measuring it.
         budget_s: seconds for the trials. No trial starts later.
         max_trials: largest number of trials, including the first one, without workers.
@@ -330,21 +339,19 @@ def tune(  # noqa: PLR0913  # all but the target are by name, and have a default
         0
     """
     goal = Goal(demand_per_s=demand_per_s, budget_s=budget_s, max_trials=max_trials)
-    with open_target_session(target, model, trainer, loader) as (session, one):
-        ranks = 1 if trainer is None else trainer.num_devices
-        return find(session, one, replace(goal, local_ranks=ranks), batch_size=batch_size, fresh=fresh)
+    if trainer is not None:
+        goal = replace(goal, local_ranks=trainer.num_devices)
+    with open_target_session(target, model, trainer, loader) as (session, training_loader):
+        return find(session, training_loader, goal, fresh=fresh)
 
 
-def find(
-    session: DiagnosisSession, loader: DataLoader[Batch], goal: Goal, *, batch_size: int | None, fresh: bool
-) -> Tuned:
+def find(session: Session, loader: DataLoader[Batch], goal: Goal, *, fresh: bool) -> Tuned:
     """Find the settings for a loader, with a progress bar on stderr.
 
     Args:
         session: training session. Its module's demand is measured unless the goal has one.
         loader: the training loader.
         goal: target and limits. Device and persistent workers follow from the Trainer.
-        batch_size: as for :func:`tune`.
         fresh: as for :func:`tune`.
     """
     device = session.trainer.strategy.root_device
@@ -356,7 +363,7 @@ def find(
             goal = replace(goal, demand_per_s=measure_demand(session))
             bar.set_description_str("tune")
         tuned = tune_loader(loader, goal, store=Store(), fresh=fresh, on_trial=lambda _: bar.update())
-    return replace(tuned, batch_size=tuned.batch_size or batch_size or batch_size_of(loader))
+    return replace(tuned, batch_size=tuned.batch_size or batch_size_of(loader))
 
 
 def batch_size_of(loader: DataLoader[Batch]) -> int | None:
@@ -367,48 +374,36 @@ def batch_size_of(loader: DataLoader[Batch]) -> int | None:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def run_tune(  # the options of the command, by name
-    fit: Fit,
-    goal: Goal,
-    *,
-    samples_per_s: float | None = None,
-    fresh: bool = False,
-    grid: Sequence[int] | None = None,
-    loader: str | None = None,
+def run_tune(
+    fit: Fit, *, fresh: bool = False, grid: Sequence[int] = (), loader: str | None = None
 ) -> tuple[Tuned, Sweep | None, Place | None]:
     """Tune, and sweep if requested. The sweep marks the tuner's choice. Also returns the loader's place, if known.
 
     Args:
         fit: the module and the data.
-        goal: the budget.
-        samples_per_s: rate that the model can consume. None: measured, if there is a module.
         fresh: as for :func:`tune`.
-        grid: numbers of workers to sweep; None: no sweep.
+        grid: numbers of workers to sweep; empty: no sweep.
         loader: key or number of the loader, if there are several.
 
     Raises:
-        FeedError: as for ``tune``, or the demand is in samples and the batch size is unknown.
+        FeedError: as for ``tune``, or the grid has a number that is not one of workers.
     """
-    wrong = [workers for workers in grid or () if not 0 <= workers <= MOST]
+    wrong = [workers for workers in grid if not 0 <= workers <= MOST]
     if wrong:  # before seconds are spent on trials
         raise SettingsError(f"--sweep: {wrong[0]} is not a number of workers. Use whole numbers from 0 to {MOST}.")
-    data = next((one for one in (fit.datamodule, fit.train_dataloaders) if one is not None), fit.model)
-    with open_target_session(data, fit.model, fit.trainer, loader) as (session, one):
-        size = batch_size_of(one)
-        if samples_per_s is not None:
-            if size is None:
-                raise SettingsError(
-                    f"--demand {samples_per_s:g} is in samples per second, but the loader's batch size is unknown. "
-                    "Leave it out, or call tune(demand_per_s=...), in batches per second."
-                )
-            goal = replace(goal, demand_per_s=samples_per_s / size)
-        tuned = find(session, one, goal, batch_size=size, fresh=fresh)
+    target = fit.model
+    if fit.datamodule is not None:
+        target = fit.datamodule
+    elif fit.train_dataloaders is not None:
+        target = fit.train_dataloaders
+    with open_target_session(target, fit.model, fit.trainer, loader) as (session, training_loader):
+        tuned = find(session, training_loader, Goal(), fresh=fresh)
         place = session.place()
-        if grid is None:
+        if not grid:
             return tuned, None, place
         with tqdm(total=len(grid), desc="sweep", disable=None, leave=False) as bar:
-            swept = sweep_loader(one, grid, bar.update)
-    return tuned, replace(swept, chosen=tuned.setting, demand_per_s=tuned.demand_per_s), place
+            sweep = sweep_loader(training_loader, grid, bar.update)
+    return tuned, replace(sweep, chosen=tuned.setting, demand_per_s=tuned.demand_per_s), place
 
 
 def sweep_loader(loader: DataLoader[Batch], grid: Iterable[int], on_trial: Callable[[], object]) -> Sweep:
@@ -439,7 +434,10 @@ def sweep_loader(loader: DataLoader[Batch], grid: Iterable[int], on_trial: Calla
             in_order=loader.in_order or workers < 2,  # with one worker, no batch can overtake another
         )
         why = limits.broken(setting, trials)
-        trials.append(Trial(setting=setting, infeasible=why) if why else run_trial(loader, setting, RoundLimits()))
+        if why:
+            trials.append(Trial(setting=setting, infeasible=why))
+        else:
+            trials.append(run_trial(loader, setting, RoundLimits()))
         on_trial()
     seconds = time.perf_counter() - began
     return Sweep(trials=tuple(trials), cpus=machine.usable_cpus, batch_size=batch_size_of(loader), seconds=seconds)
@@ -451,7 +449,7 @@ def sweep_loader(loader: DataLoader[Batch], grid: Iterable[int], on_trial: Calla
 @contextmanager
 def open_target_session(
     target: object, model: object, trainer: object, name: str | None = None
-) -> Iterator[tuple[DiagnosisSession, DataLoader[Batch]]]:
+) -> Iterator[tuple[Session, DataLoader[Batch]]]:
     """Open a target's training loader for training. On exit, everything is restored.
 
     Args:
@@ -465,15 +463,20 @@ def open_target_session(
             cannot be used.
         FeedError: the set-up of the data module fails.
     """
-    datamodule, loaders = (target, None) if hasattr(target, "train_dataloader") else (None, target)
-    session = open_session(trainer, model, None if target is model else datamodule, loaders)
+    datamodule = None
+    loaders = None
+    if not hasattr(target, "train_dataloader"):
+        loaders = target
+    elif target is not model:
+        datamodule = target
+    session = open_session(trainer, model, datamodule, loaders)
     with quiet(), session.restoring():
         with user_errors("the data module could not be set up"):
             session.set_up()
         yield session, _named_loader(session, name)
 
 
-def measure_demand(session: DiagnosisSession) -> float:
+def measure_demand(session: Session) -> float:
     """Measure batches per second of a fit that repeats one batch, including its transfer to the device.
 
     The batch is loaded before, and kept on the host. With PrefetchCallback its copy to the device overlaps with
@@ -489,7 +492,7 @@ def measure_demand(session: DiagnosisSession) -> float:
     accumulate = session.trainer.accumulate_grad_batches
     limits = Limits(least=FEWEST_STEPS * accumulate, most=REPLAY_STEPS * accumulate, seconds=REPLAY_S)
     with user_errors("training on one batch again and again failed"):
-        per_s = session.replay([batch], limits, on_device=False)
+        per_s = replay(session, [batch], limits, on_device=False)
     if per_s is None:
         raise LoaderError(
             "Training repeatedly on one batch was too slow to measure the model's rate. Set demand_per_s=..., in "
@@ -498,22 +501,24 @@ def measure_demand(session: DiagnosisSession) -> float:
     return per_s
 
 
-def _first_batch(session: DiagnosisSession) -> Any:
+def _first_batch(session: Session) -> Any:
     """Load the loop's first batch in this process; one batch of each loader, if several. None if there is no batch."""
-    mine = own_loaders(session.train_loaders, lambda loader: clone_loader(loader, Changes(num_workers=0)))
-    if isinstance(mine, DataLoader):
-        batches = iter(mine)
+    loaders = own_loaders(session.train_loaders, lambda loader: clone_loader(loader, Changes(num_workers=0)))
+    if isinstance(loaders, DataLoader):
+        batches = iter(loaders)
         try:
             return next(batches, None)
         finally:
             end_pass(batches)
+    assert session.package is not None, "there is a Trainer"
     combined = session.package.utilities.CombinedLoader
-    whole = mine if isinstance(mine, combined) else combined(mine, "max_size_cycle")  # as a fit would
-    batch, _, _ = next(iter(whole), (None, 0, 0))
+    if not isinstance(loaders, combined):
+        loaders = combined(loaders, "max_size_cycle")  # as a fit would
+    batch, _, _ = next(iter(loaders), (None, 0, 0))
     return batch
 
 
-def _named_loader(session: DiagnosisSession, name: str | None) -> DataLoader[Batch]:
+def _named_loader(session: Session, name: str | None) -> DataLoader[Batch]:
     try:
         parts = {part.name: part.loader for part in parts_of(session.train_loaders)}
     except LoaderError as error:
@@ -521,12 +526,15 @@ def _named_loader(session: DiagnosisSession, name: str | None) -> DataLoader[Bat
             f"The training loader cannot be tuned: {error}. Pass a LightningDataModule, or torch DataLoaders."
         ) from error
     first = next(iter(parts))
-    chosen = first if name is None and len(parts) == 1 else name
-    if chosen in parts:
-        return parts[chosen]
+    if name is None and len(parts) == 1:
+        return parts[first]
+    if name in parts:
+        return parts[name]
     if len(parts) == 1:
         raise SettingsError(f"loader={name!r}: there is only one training loader. Leave the name out.")
-    what = "Tune them one by one" if name is None else f"None is named {name!r}"
+    what = "Tune them one by one"
+    if name is not None:
+        what = f"None is named {name!r}"
     raise SettingsError(
         f"There are {len(parts)} training loaders: {', '.join(parts)}. {what}: --loader {first} on the command line, "
         f"loader={first!r} in a call of tune()."

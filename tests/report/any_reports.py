@@ -40,7 +40,7 @@ def any_value(hint: Any, *, finite: bool) -> st.SearchStrategy[Any]:
 def any_report(*, finite: bool) -> st.SearchStrategy[Report]:
     """Reports that no run would write, but every reader must take."""
     hints = get_type_hints(Report)
-    names = ("diagnosis", "environment", "written_at", "run", "report_card")
+    names = ("diagnosis", "environment", "written_at", "run")
     return st.fixed_dictionaries({name: any_value(hints[name], finite=finite) for name in names}).map(
         lambda given: Report(**given)
     )

@@ -62,7 +62,6 @@ def test_what_is_in_a_document() -> None:
     assert document["step"]["prefetch_active"] is None
     assert document["throughput"] == {"batches_per_s": 1000 / 87.2, "samples_per_s": 32_000 / 87.2}
     assert [one["predicted_samples_per_s"] for one in document["remedies"]] == [32_000 / 57.6, 32_000 / 61.0, None]
-    assert document["report_card"] == []
     assert document["environment"]["torch"] == "2.15.0"
 
 
