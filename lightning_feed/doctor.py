@@ -185,7 +185,9 @@ def as_text(findings: Sequence[Finding]) -> str:
 
 
 def _wrapped(head: str, below: str, text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=below, break_long_words=False)
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=head, subsequent_indent=below, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def as_plain(findings: Sequence[Finding]) -> dict[str, Any]:
