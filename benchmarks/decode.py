@@ -104,30 +104,6 @@ def _pillow_resize(pixels: Pixels, size: int) -> Pixels:
     return np.asarray(Image.fromarray(pixels).resize((size, size), Image.Resampling.BILINEAR))
 
 
-def decoding(decoders: dict[str, Decoder], size: int) -> dict[str, Row]:
-    rows = {name: Row(lambda s, one=one: one.decode(s.data), lambda s: s.pixels) for name, one in decoders.items()}
-    for name, one in decoders.items():
-        if one.decodes_regions:
-            rows[f"{name}, box"] = Row(lambda s, one=one: one.decode_region(s.data, s.box), lambda s: s.cut)
-            for times in (2, 1):
-                cover = (times * size, times * size)
-                rows[f"{name}, box, cover {times}"] = Row(
-                    lambda s, one=one, cover=cover: one.decode_region(s.data, s.box, cover=cover), None
-                )
-    return rows
-
-
-def resizing(size: int) -> dict[str, Row]:
-    def reference(sample: Sample) -> Pixels:
-        return _pillow_resize(sample.cut, size)
-
-    return {
-        "Pillow": Row(reference, reference),
-        "exact": Row(lambda s: resize(s.cut, (size, size)), reference),
-        "linear": Row(lambda s: resize(s.cut, (size, size), antialias=False), reference),
-    }
-
-
 def both(decoders: dict[str, Decoder], size: int) -> dict[str, Row]:
     def reference(sample: Sample) -> Pixels:
         return _pillow_resize(sample.cut, size)
@@ -216,8 +192,6 @@ def main() -> None:
     )
     print(f"{options.rounds} rounds of {len(samples)} images of about {width} x {height}, {kilobytes:.0f} kB")
     decoders = _decoders()
-    table("decoding", decoding(decoders, options.size), samples, options.rounds)
-    table(f"resizing to {options.size}", resizing(options.size), samples, options.rounds)
     table("both", both(decoders, options.size), samples, options.rounds)
 
 

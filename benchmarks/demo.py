@@ -25,10 +25,8 @@ from typing import Any
 import torch
 from loader_process import memory_of
 
-from lightning_feed.demo import RUNS, make_images
+from lightning_feed.demo import IMAGES, RUNS, make_images
 from lightning_feed.load.machine import read_machine
-
-IMAGES = 512
 
 
 @contextmanager
@@ -46,7 +44,7 @@ def busy_cpu(*, wanted: bool) -> Iterator[None]:
 def run_demo(out: Path) -> dict[str, Any]:
     """The figures of one demo, with ``wall_s`` and ``memory_mb``."""
     began, most = time.perf_counter(), 0.0
-    command = [sys.executable, "-m", "lightning_feed", "demo", "--images", str(IMAGES), "--out", str(out), "--json"]
+    command = [sys.executable, "-m", "lightning_feed", "demo", "--out", str(out), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         while process.poll() is None:  # the figures are few: they fit into the pipe
             most = max(most, memory_of(process.pid))

@@ -21,15 +21,16 @@ from typing import Any, Protocol
 from unittest import mock
 
 import torch
-from backend_machine import why_missing
-from backends_pictures import make_picture
 from gpu_claims import Claim, Report, at_least, at_most, if_active, run_part
 from gpu_weights import graphs, same
 from lightning.pytorch import Callback, LightningModule, Trainer
+from pictures import make_picture
 from torch import Tensor, nn
 from torchvision.io import ImageReadMode
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
+from lightning_feed.data.image_backends import check_available, require_nvjpeg
+from lightning_feed.errors import FeedError
 from lightning_feed.measure.nvml import NvmlSampler, find_handle
 from lightning_feed.transfer import prefetcher as streams
 from lightning_feed.transfer.gpu_decode import NvJpeg
@@ -352,8 +353,11 @@ VALUE = 7
 def nvjpeg(report: Report, device: CudaDevice) -> None:
     """torchvision's call alone corrupts memory, unless the driver keeps the order; with our precautions none is."""
     where = torch.device("cuda", 0)
-    if why_not := why_missing("nvjpeg", where):
-        report.add(Claim(claim="nvJPEG", detail=why_not))
+    try:
+        check_available("nvjpeg", where)
+        require_nvjpeg(where)
+    except FeedError as error:
+        report.add(Claim(claim="nvJPEG", detail=str(error).partition("\n")[0]))
         return
     files = [torch.frombuffer(bytearray(make_picture(seed)), dtype=torch.uint8) for seed in range(64)]
     ours = NvJpeg(where)

@@ -8,11 +8,10 @@ What the parts printed is in a folder beside it. gpu_tables.py puts the results 
 
     python benchmarks/gpu_day.py [PART ...] [--minutes 30] [--out gpu_day.json]
 
-Where no command may take longer than ten minutes, keep gpu_day.json between three calls:
+Where no command may take longer than ten minutes, keep gpu_day.json between two calls:
 
     python benchmarks/gpu_day.py --minutes 9.5 controls share overlap-trace memory same nvjpeg nvml graphs overhead
-    python benchmarks/gpu_day.py --minutes 9.5 gpu-tests overlap backends
-    python benchmarks/gpu_day.py --minutes 9.5 overlap
+    python benchmarks/gpu_day.py --minutes 9.5 gpu-tests overlap
 
 It ends at once where something that it needs is missing, and says what; the list is at the end of the help. DALI, which
 is large, may be missing: its tests are skipped.
@@ -90,7 +89,6 @@ PARTS = (
     _part("gpu_scripts.py", "gpu-tests", "the tests that need a device", 100, 330),
     _part("gpu_scripts.py", "overhead", "host time that the callbacks cost", 60, 150),
     _part("gpu_scripts.py", "overlap", "a step takes no longer than its slowest part", 240, 540),
-    _part("gpu_scripts.py", "backends", "training with image backends", 230, 360),
 )
 """The most important first."""
 

@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 from xml.etree import ElementTree
 
-from gpu_claims import Claim, Report, at_least, at_most, run_part
+from gpu_claims import Report, at_most, run_part
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -136,42 +136,10 @@ def overlap(report: Report, limit_s: float) -> None:
         )
 
 
-def backends(report: Report, limit_s: float) -> None:
-    """Two models with the loader's own decoding, and with the device's."""
-    stop_s = max(30.0, limit_s - 100.0)
-    options = ("--models", "resnet18,resnet50", "--backends", "torch,nvjpeg", "--rounds", "1", "--budget", "40")
-    found = _benchmark(limit_s, "backends.py", *options, "--pictures", "1024", "--stop-after", f"{stop_s:.0f}")
-    rates: dict[tuple[str, str], float] = {}
-    for cell in found["cells"]:
-        what = f"{cell['model']}, {cell['backend']}"
-        if reason := cell.get("skipped") or cell.get("failed"):
-            report.add(Claim(claim=what, passed=False if "failed" in cell else None, detail=reason))
-            continue
-        efficiency = max(cell["compute_ms"], cell["feed_ms"]) / cell["step_ms"]
-        rates[cell["model"], cell["backend"]] = rate = cell["images_per_s"]
-        report.row(
-            model=cell["model"],
-            backend=cell["backend"],
-            images_per_s=rate,
-            step_ms=cell["step_ms"],
-            compute_ms=cell["compute_ms"],
-            feed_ms=cell["feed_ms"],
-            efficiency=efficiency,
-            starved_pct=cell["starved_pct"],
-            allocated_mb=cell["allocated_mb"],
-            settled=cell["settled"],
-        )
-        if cell["backend"] == "torch":
-            report.add(at_least(f"{what}: slowest part over step", efficiency, 0.98, "", f"{rate:,.0f} images/s"))
-        elif base := rates.get((cell["model"], "torch")):
-            report.add(Claim(claim=f"{what}: images/s over those of torch", measured=rate / base, unit="times"))
-
-
 PARTS: dict[str, Callable[[Report, float], None]] = {
     "gpu-tests": device_tests,
     "overhead": overhead,
     "overlap": overlap,
-    "backends": backends,
 }
 
 if __name__ == "__main__":

@@ -50,17 +50,6 @@ TABLES: dict[str, Columns] = {
         "plain_ratio": "plain / slowest",
         "ours_ratio": "ours / slowest",
     },
-    "backends": {
-        "model": "model",
-        "backend": "backend",
-        "images_per_s": "images/s",
-        "step_ms": "step, ms",
-        "compute_ms": "compute, ms",
-        "feed_ms": "feed, ms",
-        "efficiency": "efficiency",
-        "starved_pct": "starved, %",
-        "allocated_mb": "torch MB",
-    },
 }
 """Of the parts that have rows."""
 

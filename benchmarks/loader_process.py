@@ -61,15 +61,11 @@ class Feed(NamedTuple):
     """Called before the clock starts; gives the image batches of one epoch, (B, 3, H, W)."""
     pixels: Callable[[Sequence[Path]], Iterable[np.ndarray]] | None = None
     """uint8 (H, W, 3) of the largest square in the middle of each file; None where the library allows no fixed crop."""
-    whole: bool = False
-    """Whether ``pixels`` stretches the whole image instead, as the library has no fixed crop."""
-    note: str = ""
 
 
 class Ready(NamedTuple):
     psnr_db: tuple[float, float] | None
     """Worst and median of the files, against Pillow."""
-    note: str
 
 
 class Pass(NamedTuple):
@@ -97,7 +93,7 @@ def serve(connection: Connection, make: Callable[[Job], Feed], job: Job, log: Pa
     multiprocessing.set_start_method("fork", force=True)
     try:
         feed = make(job)
-        connection.send(Ready(_fidelity(feed, job), feed.note))
+        connection.send(Ready(_fidelity(feed, job)))
         while (asked := connection.recv()) != "stop":
             connection.send(_run(feed, job, asked == "memory"))
     except Exception as error:  # noqa: BLE001 - whatever a library raises is said in the table
@@ -144,18 +140,17 @@ def _fidelity(feed: Feed, job: Job) -> tuple[float, float] | None:
     some = files[:: max(1, len(files) // 16)][:16]
     found = []
     for path, pixels in zip(some, feed.pixels(some), strict=True):
-        reference = _reference(path, job.size, whole=feed.whole)
+        reference = _reference(path, job.size)
         error = np.mean(np.square(np.asarray(pixels, np.float64) - reference))
         found.append(math.inf if error == 0 else 10 * math.log10(255**2 / error))
     return min(found), statistics.median(found)
 
 
-def _reference(path: Path, size: int, *, whole: bool) -> np.ndarray:
+def _reference(path: Path, size: int) -> np.ndarray:
     with Image.open(path) as image:
         pixels = image.convert("RGB")
-    if not whole:
-        top, left, side, _ = middle(pixels.height, pixels.width)
-        pixels = pixels.crop((left, top, left + side, top + side))
+    top, left, side, _ = middle(pixels.height, pixels.width)
+    pixels = pixels.crop((left, top, left + side, top + side))
     return np.asarray(pixels.resize((size, size), Image.Resampling.BILINEAR))
 
 

@@ -1,13 +1,12 @@
 """Does the tuner find what an exhaustive search finds, and for how much less time? And what do the usual rules find?
 
-Eight workloads (``tuning_workloads.py``). For each, in this order and in one run:
+Seven workloads (``tuning_workloads.py``). For each, in this order and in one run:
 
 1. the tuner, nothing remembered. Its trials measure for an eighth of ``--budget``, two seconds at most: by default
    1.25 s, so that the whole stays within minutes; with the 30 s that users get, 2 s;
-2. loadtune from the package index, where it is installed (``pip install loadtune``), with a step that trains nothing;
-3. the whole grid, workers x prefetch_factor (and threads where the loader has them), in a random order;
-4. the three best of the grid, the tuner's choice, loadtune's, and each rule's, in turns, ``--rounds`` times. These are
-   the figures that are compared: the best of many noisy figures is noise, so the grid only says who is in the final.
+2. the whole grid, workers x prefetch_factor (and threads where the loader has them), in a random order;
+3. the three best of the grid, the tuner's choice, and each rule's, in turns, ``--rounds`` times. These are the figures
+   that are compared: the best of many noisy figures is noise, so the grid only says who is in the final.
 
 A rate is measured over whole rounds of the workers, for at least ``--seconds`` and two rounds, after a warm-up of two
 (``load/throughput.py``), the same for the grid and for the final. With a demand (a training step of so many ms) more
@@ -15,7 +14,7 @@ than that is worth nothing, and a loader without workers takes turns with the tr
 best; ``cost`` is the tuner's time over that of the grid. ``hit``: 95 % of the best, or more.
 
     python benchmarks/tuning.py [--only NAME ...] [--seconds 0.8] [--rounds 2]
-                                [--budget 10] [--quick]
+                                [--budget 10]
 """
 
 import argparse
@@ -24,17 +23,14 @@ import platform
 import random
 import statistics
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import suggested_max_num_workers
-from torch import nn
 from tuning_workloads import WORKLOADS, Workload
 
 from lightning_feed.errors import FeedError
@@ -92,9 +88,6 @@ class Outcome:
     rates: dict[Setting, float]
     """Of the final, by setting: batches per second that training gets."""
     rules: dict[str, Setting]
-    peer: Setting | str
-    """Loadtune's choice, or why there is none."""
-    peer_s: float = 0.0
 
     def share(self, setting: Setting) -> float:
         """Of the best, 0 to 1."""
@@ -134,22 +127,19 @@ def in_turns(
     return {setting: statistics.median(rates) for setting, rates in seen.items()}
 
 
-def run(workload: Workload, folder: Path, plan: Plan) -> Outcome:
+def run(workload: Workload, plan: Plan) -> Outcome:
     """One workload."""
-    dataset = workload.make(folder)
+    dataset = workload.make()
     began = time.perf_counter()
     tuned = run_tuner(workload, dataset, plan)
     tuner_s = time.perf_counter() - began
-    began = time.perf_counter()
-    peer = run_peer(workload, dataset)
-    peer_s = time.perf_counter() - began
     began = time.perf_counter()
     grid = in_turns(workload, dataset, plan.settings(workload), plan, 1)
     sweep_s = time.perf_counter() - began
     finalists = sorted(grid, key=lambda one: -grid[one])[:3]
     rules = {name: _plain(workers) for name, workers in RULES.items() if workers >= 0}
     chosen = _bare(tuned.setting)
-    candidates = [*finalists, chosen, *rules.values(), *([peer] if isinstance(peer, Setting) else [])]
+    candidates = [*finalists, chosen, *rules.values()]
     rates = in_turns(workload, dataset, list(dict.fromkeys(candidates)), plan, plan.rounds)
     return Outcome(
         workload=workload,
@@ -159,8 +149,6 @@ def run(workload: Workload, folder: Path, plan: Plan) -> Outcome:
         best=max(rates, key=lambda one: rates[one]),
         rates=rates,
         rules=rules,
-        peer=peer,
-        peer_s=peer_s,
     )
 
 
@@ -185,53 +173,16 @@ def run_tuner(workload: Workload, dataset: Any, plan: Plan) -> Tuned:
     return tune_loader(workload.loader(dataset), goal)
 
 
-def run_peer(workload: Workload, dataset: Any) -> Setting | str:
-    """What loadtune finds, with its defaults but for 20 steps a trial instead of 100."""
-    try:
-        import loadtune
-    except ImportError:
-        return "not installed"
-    step_s = (workload.step_ms or 0.0) / 1e3
-
-    def train_step(*_: Any) -> torch.Tensor:
-        time.sleep(step_s)  # stands for a device at work
-        return torch.zeros(())
-
-    task = loadtune.Workload(
-        name=workload.name,
-        make_dataset=lambda: dataset,
-        make_model=lambda: nn.Linear(1, 1),
-        make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-        train_step=train_step,
-        default_batch_size=workload.batch_size,
-    )
-    threads = torch.get_num_threads()
-    try:
-        found = loadtune.tune(task, steps=20, warmup=5, fast=True, verbose=False)
-    except Exception as error:  # noqa: BLE001  # another's program: whatever it raises is its result
-        return f"failed: {type(error).__name__}"
-    finally:
-        torch.set_num_threads(threads)
-    if found.best is None or found.speedup <= 1:
-        return _plain(0)
-    knobs = found.best.knobs
-    ahead = (knobs.prefetch_factor or 2) if knobs.num_workers else None
-    return Setting(num_workers=knobs.num_workers, prefetch_factor=ahead)
-
-
 def table(outcomes: list[Outcome]) -> str:
     """Markdown."""
     names = list(next(iter(outcomes)).rules)
-    head = ["workload", "best", "tuner", "of the best", "hit", "tuner / grid", "cost", *names, "loadtune"]
+    head = ["workload", "best", "tuner", "of the best", "hit", "tuner / grid", "cost", *names]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for one in outcomes:
         batches = f"{one.rates[one.best]:,.1f}/s"
         demand = one.workload.demand_per_s
         wanted = f" of {demand:,.0f} wanted" if demand is not None else ""
         share = one.share(_bare(one.tuned.setting))
-        peer = one.peer
-        if isinstance(peer, Setting):
-            peer = f"{one.share(peer):.0%} ({_short(peer)}, {one.peer_s:.0f} s)"
         cells = [
             one.workload.name,
             f"{_short(one.best)}: {batches}{wanted}",
@@ -241,7 +192,6 @@ def table(outcomes: list[Outcome]) -> str:
             f"{one.tuner_s:.1f} s / {one.sweep_s:.0f} s",
             f"{one.tuner_s / one.sweep_s:.0%}",
             *(f"{one.share(one.rules[name]):.0%}" for name in names),
-            peer,
         ]
         lines.append(f"| {' | '.join(cells)} |")
     hits = sum(one.share(_bare(one.tuned.setting)) >= HIT for one in outcomes)
@@ -271,7 +221,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.8, help="measured per setting, at least")
     parser.add_argument("--rounds", type=int, default=2, help="turns of the final")
     parser.add_argument("--budget", type=float, default=10.0, help="seconds that the tuner may take")
-    parser.add_argument("--quick", action="store_true", help="a small grid and short trials: only to see that it runs")
     asked = parser.parse_args()
     warnings.filterwarnings("ignore", message="This DataLoader will create")  # tried on purpose
     warnings.filterwarnings("ignore", message="This process .* is multi-threaded")
@@ -282,16 +231,13 @@ def main() -> None:
         prefetch=(1, 2, 4, 8),
         budget_s=asked.budget,
     )
-    if asked.quick:
-        plan = Plan(seconds=0.1, rounds=1, workers=(1, 2, 4), prefetch=(2,), budget_s=3.0)
     outcomes = []
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:  # not /tmp, which may be memory
-        for workload in WORKLOADS:
-            if asked.only and workload.name not in asked.only:
-                continue
-            began = time.perf_counter()
-            outcomes.append(run(workload, Path(folder), plan))
-            print(f"{workload.name}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    for workload in WORKLOADS:
+        if asked.only and workload.name not in asked.only:
+            continue
+        began = time.perf_counter()
+        outcomes.append(run(workload, plan))
+        print(f"{workload.name}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
     print(table(outcomes))
 
 

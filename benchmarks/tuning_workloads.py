@@ -1,15 +1,12 @@
-"""The eight data sets that the tuner is tried on. Samples are made by real work: no arithmetic in place of a loader.
+"""The seven datasets that the tuner is tried on. Samples are made by real work: no arithmetic in place of a loader.
 
 Where a network's latency is meant, a sleep stands for it (``io``), and nothing else sleeps.
 """
 
-import mmap
-import os
 import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +17,6 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.trials.trial import Setting
 
-_BLOCK = 4096
-"""What O_DIRECT reads are aligned to."""
 _FETCH_S = 0.008
 """The latency of an object store within a data centre."""
 
@@ -66,40 +61,6 @@ class IoHeavy(Dataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         time.sleep(_FETCH_S)  # stands for the network
         return torch.from_numpy(self.packed.decode(index).copy())
-
-
-class Mixed(Dataset[Tensor]):
-    """Read 1 MiB past the page cache (O_DIRECT where the file system has it), then decompress 192 KiB."""
-
-    def __init__(self, size: int, folder: Path) -> None:
-        self.size, self.packed, self.path = size, Packed(192), folder / "mixed.bin"
-        self.bytes, self.files = 2**20, 64
-        if not self.path.exists():
-            with self.path.open("wb") as file:
-                for _ in range(self.files):
-                    file.write(os.urandom(self.bytes))
-                file.flush()
-                os.fsync(file.fileno())
-        self.direct = _can_read_direct(self.path)
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> Tensor:
-        offset = (index * 7919) % self.files * self.bytes
-        flags = os.O_RDONLY | (os.O_DIRECT if self.direct else 0)
-        file = os.open(self.path, flags)
-        try:
-            with mmap.mmap(-1, self.bytes) as aligned:
-                os.preadv(file, [aligned], offset)
-                head = int.from_bytes(aligned[:8], "little")
-            if not self.direct:
-                os.posix_fadvise(file, offset, self.bytes, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(file)
-        pixels = self.packed.decode(index).copy()
-        pixels[0] = head % 256
-        return torch.from_numpy(pixels)
 
 
 class Tiny(Dataset[Tensor]):
@@ -176,7 +137,7 @@ class Workload:
     """One data set, and how it is loaded."""
 
     name: str
-    make: Callable[[Path], Dataset[Any]]
+    make: Callable[[], Dataset[Any]]
     batch_size: int
     ours: bool = False
     """A FeedLoader, which has threads to offer; else torch's DataLoader."""
@@ -206,29 +167,11 @@ class Workload:
 
 SIZE = 6000
 WORKLOADS = (
-    Workload(name="CPU-heavy", make=lambda _: CpuHeavy(SIZE), batch_size=8),
-    Workload(name="I/O-heavy", make=lambda _: IoHeavy(SIZE), batch_size=4),
-    Workload(name="mixed", make=lambda folder: Mixed(SIZE, folder), batch_size=8, step_ms=40),
-    Workload(name="tiny samples", make=lambda _: Tiny(40 * SIZE), batch_size=256),
-    Workload(name="huge batches", make=lambda _: Huge(SIZE), batch_size=4),
-    Workload(name="heavy-tailed", make=lambda _: HeavyTailed(SIZE), batch_size=16, step_ms=30),
-    Workload(name="in memory", make=lambda _: InMemory(20 * SIZE), batch_size=128),
-    Workload(name="thread-friendly", make=lambda _: ThreadFriendly(SIZE), batch_size=4, ours=True),
+    Workload(name="CPU-heavy", make=lambda: CpuHeavy(SIZE), batch_size=8),
+    Workload(name="I/O-heavy", make=lambda: IoHeavy(SIZE), batch_size=4),
+    Workload(name="tiny samples", make=lambda: Tiny(40 * SIZE), batch_size=256),
+    Workload(name="huge batches", make=lambda: Huge(SIZE), batch_size=4),
+    Workload(name="heavy-tailed", make=lambda: HeavyTailed(SIZE), batch_size=16, step_ms=30),
+    Workload(name="in memory", make=lambda: InMemory(20 * SIZE), batch_size=128),
+    Workload(name="thread-friendly", make=lambda: ThreadFriendly(SIZE), batch_size=4, ours=True),
 )
-
-
-def _can_read_direct(path: Path) -> bool:
-    if not hasattr(os, "O_DIRECT"):
-        return False
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    except OSError:
-        return False
-    try:
-        with mmap.mmap(-1, _BLOCK) as aligned:
-            os.preadv(file, [aligned], 0)
-    except OSError:
-        return False
-    finally:
-        os.close(file)
-    return True

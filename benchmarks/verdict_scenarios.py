@@ -5,30 +5,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 from verdict_fits import Scenario, SlowHook, SlowLogger, Synchronize
-from verdict_work import (
-    Both,
-    Collate,
-    Cost,
-    Decode,
-    HeavyTail,
-    Locked,
-    Nothing,
-    OneIn,
-    Pieces,
-    Plain,
-    ReadDirect,
-    ReadEvicted,
-    ReadSmall,
-    Samples,
-    Silence,
-    Sleep,
-    Spin,
-    Stream,
-)
+from verdict_work import Collate, Cost, Decode, Nothing, OneIn, Pieces, ReadDirect, Samples, Sleep, Spin, Stream
 
 from lightning_feed import FastDataModule, LoaderSettings
 
@@ -69,17 +49,13 @@ def slow_start(worker: int) -> None:
     Sleep(150)(worker)
 
 
-def read(kind: Callable[[Path, int], Cost], name: str, amount: int) -> partial[Cost]:
-    """A cost that reads one of the files."""
-    return partial(_read, kind=kind, name=name, amount=amount)
+def read_direct(ms: float) -> partial[Cost]:
+    """A cost that reads from the disk for some milliseconds."""
+    return partial(_read_direct, ms=ms)
 
 
-def _read(files: Path, kind: Callable[[Path, int], Cost], name: str, amount: int) -> Cost:
-    return kind(files / name, amount)
-
-
-def _lock(files: Path) -> Cost:
-    return Locked(12, files / "lock")
+def _read_direct(files: Path, ms: float) -> Cost:
+    return ReadDirect(files / "large", ms)
 
 
 def _waiting(data: Any, **options: Any) -> Scenario:
@@ -132,102 +108,48 @@ def _one_rank(rank: int) -> Scenario:
     return Scenario(family="one rank", expect=("data", "one rank"), data=load(Sleep(20), 1), slow_rank=rank)
 
 
-def _checkpoints() -> list[Any]:
-    return [ModelCheckpoint(every_n_train_steps=1, save_top_k=-1, filename="{step}")]
-
-
 SCENARIOS: dict[str, Scenario] = {
-    "sleep, 1 worker": _waiting(load(Sleep(12), 1)),
     "sleep, 2 workers": _waiting(load(Sleep(24))),
-    "sleep, 4 workers": _waiting(load(Sleep(48), 4)),
     "sleep, moderate": _waiting(load(Sleep(26)), device_ms=9),
-    "pipe, 1 worker": _waiting(load(Silence(12), 1)),
-    "pipe, 2 workers": _waiting(load(Silence(24))),
-    "pipe, 4 workers": _waiting(load(Silence(48), 4)),
-    "lock shared by 3 workers": _waiting(load(partial(_lock), 3)),
     "batch of 8 short waits": _waiting(load(Sleep(3), batch_size=8)),
     "sleep, stream": _waiting(load(Sleep(24), kind=Stream)),
     "sleep, threads": _waiting(ours(Sleep(24), num_workers=2, workers="thread")),
-    "sleep, background": _waiting(ours(Sleep(24), num_workers=2, background=2)),
     "sleep, one of two loaders": _waiting(several(load(Sleep(24)), load(Sleep(0.5)))),
-    "sleep, in_order=False": _waiting(load(Sleep(24), in_order=False)),
     "50 tensors in a batch": Scenario(
         family="hand-over", expect=("data", "hand-over"), data=load(Nothing(), kind=partial(Pieces, count=50))
     ),
-    "O_DIRECT, 1 worker": _cold(load(read(ReadDirect, "large", 16), 1)),
-    "O_DIRECT, 2 workers": _cold(load(read(ReadDirect, "large", 24))),
-    "O_DIRECT, 4 workers": _cold(load(read(ReadDirect, "large", 48), 4)),
-    "evicted pages, 2 workers": _cold(load(read(ReadEvicted, "large", 120))),
+    "O_DIRECT, 1 worker": _cold(load(read_direct(16), 1)),
+    "O_DIRECT, 2 workers": _cold(load(read_direct(24))),
     "spin, 1 worker": _cpu(load(Spin(14), 1)),
     "spin, 2 workers": _cpu(load(Spin(24))),
-    "spin, moderate": _cpu(load(Spin(13), 1), device_ms=9),
     "spin, stream": _cpu(load(Spin(24), kind=Stream)),
-    "spin, threads": _cpu(ours(Spin(24), num_workers=2, workers="thread")),
-    "spin, background": _cpu(ours(Spin(14), num_workers=1, background=2)),
-    "spin, two loaders": _cpu(several(load(Spin(14), 1), load(Spin(14), 1))),
-    "spin, one of two loaders": _cpu(several(load(Spin(24)), load(Sleep(0.5)))),
-    "batch of 8 short works": _cpu(load(Spin(3), batch_size=8)),
     "slow collate": _cpu(load(Nothing(), batch_size=8, collate_fn=Collate(Spin(24)))),
     "JPEGs, Pillow": _cpu(load(Decode(1280, 960), batch_size=4)),
     "huge batches": _cpu(load(Nothing(), 1, kind=partial(Samples, floats=4_000_000))),
-    "small files, cached": _cpu(load(read(ReadSmall, "small", 2000))),
-    "mostly work, some waiting": _cpu(load(Both(Spin(14), Sleep(2)), 1)),
     "8 workers": _oversubscribed(load(Spin(24), 8)),
-    "6 workers": _oversubscribed(load(Spin(24), 6)),
     "8 workers, stream": _oversubscribed(load(Spin(24), 8, kind=Stream)),
-    "8 workers, threads": _oversubscribed(ours(Spin(80), num_workers=8, workers="thread"), steps=90),
-    "8 workers, computing host": _oversubscribed(load(Spin(60), 8), device_ms=0, host_ms=4, steps=90),
     "one slow in twenty, 4 workers": _head(load(OneIn(20, Sleep(120), Sleep(2)), 4)),
-    "one slow in twenty, 2 workers": _head(load(OneIn(20, Sleep(100), Sleep(2)))),
-    "one slow in eleven, stream, 2 workers": _head(load(OneIn(11, Sleep(80), Sleep(2)), kind=Stream)),
     "one laborious in twenty": _head(load(OneIn(20, Spin(100), Sleep(2)))),
-    "one slow in twenty, ours": _head(ours(OneIn(20, Sleep(120), Sleep(2)), num_workers=4)),
     "sleep, no workers": _no_workers(load(Sleep(10), 0)),
     "spin, no workers": _no_workers(load(Spin(10), 0)),
-    "stream, no workers": _no_workers(load(Spin(10), 0, kind=Stream)),
-    "background, no workers": _no_workers(ours(Sleep(12), num_workers=0, background=2)),
-    "no DataLoader at all": Scenario(
-        family="no workers", expect=("data", "unknown"), data=lambda _: Plain(Sleep(10))
-    ),  # what it does meanwhile cannot be seen, so it is not guessed
     "all stall now and then, 1 worker": _jitter(load(OneIn(30, Sleep(150), Sleep(1)), 1), device_ms=6),
-    "heavy tail, 1 worker": _jitter(load(HeavyTail(1, 150), 1), device_ms=6),
-    "all stall now and then, 2 workers": _jitter(
-        load(OneIn(40, Sleep(150), Sleep(1), span=2), in_order=False), device_ms=6
-    ),
     "laborious now and then, 1 worker": _jitter(load(OneIn(30, Spin(130), Sleep(1)), 1), device_ms=6),
     "callback sleeps": _hooks(callbacks=lambda: [SlowHook("on_train_batch_end", Sleep(10))]),
     "callback works": _hooks(callbacks=lambda: [SlowHook("on_train_batch_end", Spin(8))]),
-    "callback, little": _hooks(callbacks=lambda: [SlowHook("on_train_batch_end", Sleep(3))], device_ms=10),
     "slow logger": _hooks(options={"logger": SlowLogger(Sleep(8)), "log_every_n_steps": 1}),
-    "checkpoint each step": _hooks(callbacks=_checkpoints, options={"enable_checkpointing": True}),
     "transfer_batch_to_device": _transfer(transfer=Sleep(5)),
     "on_after_batch_transfer": _transfer(after_transfer=Spin(5)),
-    "transfer, little": _transfer(transfer=Sleep(4), device_ms=20),
     "epochs of 5, slow start of workers": _epochs(load(Sleep(0.5), worker_init_fn=slow_start)),
     "epochs of 5, 2 workers": _epochs(load(Sleep(0.5))),
-    "epochs of 5, 4 workers": _epochs(load(Sleep(0.5), 4)),
     "device only": _compute(load(Sleep(0.5))),
     "computing host": _compute(load(Sleep(0.5), 1), device_ms=0, host_ms=40),
     "light, no workers": _compute(load(Nothing(), 0)),
-    "light, stream": _compute(load(Sleep(0.5), kind=Stream)),
-    "light, two loaders": _compute(several(load(Sleep(0.5)), load(Sleep(0.5)))),
-    "light, threads": _compute(ours(Sleep(0.5), num_workers=2, workers="thread")),
     "balanced, sleep": _compute(load(Sleep(56))),
-    "balanced, spin": _compute(load(Spin(16), 1)),
-    "validation in between": _compute(load(Sleep(0.5)), options={"val_check_interval": 20, "limit_val_batches": 2}),
-    "gradient accumulation": _compute(load(Sleep(0.5)), options={"accumulate_grad_batches": 4}),
-    "epochs of 5, persistent workers": _compute(load(Sleep(0.5), persistent_workers=True), steps=5, epochs=16),
     "queued device, sleep": _waiting(load(Sleep(60)), device_ms=20, queued=True),
     "queued device, spin": _cpu(load(Spin(30), 1), device_ms=20, queued=True),
-    "queued device, sleep, sync each step": _waiting(
-        load(Sleep(60)), device_ms=15, queued=True, callbacks=lambda: [Synchronize()]
-    ),
     "queued device, wait is hidden": _compute(load(Sleep(50)), queued=True),
-    "queued device, no workers, wait is hidden": _compute(load(Sleep(20), 0), queued=True),
-    "queued device, sync each step": _compute(load(Sleep(0.5)), queued=True, callbacks=lambda: [Synchronize()]),
     "queued device, sync, then a callback": _hooks(
         device_ms=20, queued=True, callbacks=lambda: [Synchronize(), SlowHook("on_train_batch_end", Sleep(8))]
     ),
     "rank 1 of 2 slow": _one_rank(1),
-    "rank 0 of 2 slow": _one_rank(0),
 }

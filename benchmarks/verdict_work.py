@@ -5,14 +5,12 @@ it would a decoder. Hashing lets go of the GIL for some tenths of a millisecond 
 is a wait of the operating system.
 """
 
-import fcntl
 import functools
 import hashlib
 import io
 import mmap
 import os
 import random
-import select
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -27,7 +25,6 @@ Cost = Callable[[int], None]
 """Takes its time for the sample with this index."""
 
 MB = 1 << 20
-PIECE = MB // 8
 _BLOCK = bytes(MB // 2)
 _rates: list[float] = []
 """Blocks hashed per millisecond of CPU time, once calibrated. Forked workers inherit it."""
@@ -77,36 +74,6 @@ class Sleep:
 
 
 @dataclass(frozen=True)
-class Silence:
-    """A wait for a pipe: the answer of another process, or of a server."""
-
-    ms: float
-
-    def __call__(self, index: int) -> None:
-        """Wait for an answer that does not come in time."""
-        here, there = os.pipe()
-        try:
-            select.select([here], [], [], self.ms / 1e3)
-        finally:
-            os.close(here)
-            os.close(there)
-
-
-@dataclass(frozen=True)
-class Locked:
-    """A wait for a lock that all workers share: one connection."""
-
-    ms: float
-    path: Path
-
-    def __call__(self, index: int) -> None:
-        """Hold the lock for ``ms``, once it is free."""
-        with self.path.open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            time.sleep(self.ms / 1e3)
-
-
-@dataclass(frozen=True)
 class OneIn:
     """Every so many samples, ``span`` in a row are of another kind."""
 
@@ -118,30 +85,6 @@ class OneIn:
     def __call__(self, index: int) -> None:
         """The cost of this sample's kind."""
         (self.rare if index % self.every < self.span else self.usual)(index)
-
-
-@dataclass(frozen=True)
-class HeavyTail:
-    """Waits of a Pareto distribution, the same for an index each time: most are short, some are long."""
-
-    least_ms: float
-    most_ms: float
-    alpha: float = 1.2
-
-    def __call__(self, index: int) -> None:
-        time.sleep(min(self.most_ms, self.least_ms * random.Random(index).paretovariate(self.alpha)) / 1e3)
-
-
-@dataclass(frozen=True)
-class Both:
-    """One cost after the other."""
-
-    first: Cost
-    then: Cost
-
-    def __call__(self, index: int) -> None:
-        self.first(index)
-        self.then(index)
 
 
 @dataclass(frozen=True)
@@ -167,40 +110,6 @@ class ReadDirect:
 
 
 @dataclass(frozen=True)
-class ReadEvicted:
-    """Buffered reads of a file whose pages were dropped: the first epoch over data larger than memory."""
-
-    path: Path
-    pieces: int
-
-    def __call__(self, index: int) -> None:
-        """Read pieces of 128 KiB far apart from each other, as pictures in a large file are."""
-        file = os.open(self.path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
-            size = os.fstat(file).st_size // PIECE
-            place = random.Random(index)
-            for _ in range(self.pieces):
-                os.pread(file, PIECE, place.randrange(size) * PIECE)
-        finally:
-            os.close(file)
-
-
-@dataclass(frozen=True)
-class ReadSmall:
-    """Opens and reads many small files that are in the page cache."""
-
-    folder: Path
-    files: int
-
-    def __call__(self, index: int) -> None:
-        """Read each of the folder's first files."""
-        for number in range(self.files):
-            (self.folder / f"{number % SMALL_FILES}").read_bytes()
-
-
-@dataclass(frozen=True)
 class Decode:
     """Decodes a JPEG that is in memory already."""
 
@@ -223,19 +132,13 @@ def _jpeg(width: int, height: int) -> bytes:
     return file.getvalue()
 
 
-SMALL_FILES = 200
-
-
 def make_files(folder: Path) -> None:
-    """The files that scenarios read: ``large`` (64 MiB), ``small/0`` and on (2 kB each), ``lock``."""
+    """The file that scenarios read: ``large`` (64 MiB)."""
     with (folder / "large").open("wb") as file:
         for _ in range(64):
             file.write(os.urandom(MB))
         file.flush()
         os.fsync(file.fileno())
-    (folder / "small").mkdir()
-    for number in range(SMALL_FILES):
-        (folder / "small" / f"{number}").write_bytes(os.urandom(2000))
 
 
 class Samples(Dataset[torch.Tensor]):
@@ -286,13 +189,3 @@ class Collate:
     def __call__(self, samples: list[torch.Tensor]) -> torch.Tensor:
         self.cost(0)
         return torch.stack(samples)
-
-
-@dataclass(frozen=True)
-class Plain:
-    """An iterable that is no DataLoader: another library's."""
-
-    cost: Cost
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(Stream(self.cost))

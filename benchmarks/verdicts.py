@@ -20,7 +20,6 @@ import platform
 import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -114,11 +113,7 @@ def _try(name: str, files: Path, number: int) -> dict[str, Any]:
         "others_pct": others_pct,
         "repeats": 0,
         "evidence": diagnosis.evidence,
-        "stats": asdict(measured.stats),
-        "loaders": asdict(measured.loaders),
-        "facts": asdict(measured.facts),
-        "hooks": [asdict(one) for one in measured.hooks],
-        "ranks": asdict(measured.ranks) if measured.ranks is not None else None,
+        "starved_pct": measured.stats.starved_pct,
     }
 
 
@@ -136,7 +131,7 @@ def _instead(found: Diagnosis) -> str:
 
 
 def _show(row: dict[str, Any]) -> None:
-    starved = row["stats"]["starved_pct"]
+    starved = row["starved_pct"]
     label = "yes" if row["agrees"] else row["instead"] or "**no**"
     print(
         f"| {row['scenario']} | {row['expected']} | {row['found']} | {'' if starved is None else f'{starved:.0f}'} | "

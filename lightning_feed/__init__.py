@@ -38,12 +38,6 @@ _HOMES = {
 }
 __all__ = list(_HOMES)
 
-_GONE = {
-    "DaliDataModule": "Return DALI's own iterator from train_dataloader of your data module (docs/how-to/images.md), "
-    "or, for folders of images, take ImageFolderDataModule(backend='dali-gpu').",
-}
-"""Removed names, and what to use instead."""
-
 
 class _ConsoleHandler(logging.Handler):
     """Writes our log lines to ``stderr``, unless the root logger has a handler, which then shows them."""
@@ -68,8 +62,6 @@ if _logger.level == logging.NOTSET:  # keep a level that the user has set
 def __getattr__(name: str) -> object:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
-    if name in _GONE:
-        raise ImportError(f"{name} is gone from lightning_feed. {_GONE[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -3,6 +3,7 @@
 import copy
 import io
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -28,16 +29,15 @@ from lightning_feed.callbacks.prefetch import PrefetchCallback
 from lightning_feed.callbacks.starvation import GPUStarvationCallback
 from lightning_feed.data.datamodule import FastDataModule
 from lightning_feed.data.images import ImageFolderDataModule
-from lightning_feed.diagnosing.run import run_data_experiments
-from lightning_feed.diagnosing.short_fits import quiet
+from lightning_feed.diagnosing.restoring import quiet
+from lightning_feed.diagnosing.run import measure_loaders
+from lightning_feed.diagnosing.session import Session
 from lightning_feed.errors import DatasetError, SettingsError, plural
 from lightning_feed.extras import require
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.settings import LoaderSettings
 from lightning_feed.measure.cpu_time import others_pct_now
-from lightning_feed.measure.experiment_results import ExperimentResults
 from lightning_feed.measure.measurements import OTHERS_PCT
-from lightning_feed.report.compare import wanted_settings
 from lightning_feed.report.document import make_report
 from lightning_feed.report.files import as_text, check_writable, mark_colour, page_template, write_report, write_whole
 from lightning_feed.report.report import Report
@@ -49,12 +49,14 @@ PIXELS = 64
 """Side of the model's input: small, so that the demo ends soon on two CPU cores."""
 BATCH_SIZE = 16
 """Small, so that a few hundred images are enough steps for a verdict."""
-SIDES = 768, 1024
+SIDES = (768, 1024)
 """Smallest and largest side of the images that are made, in pixels. Photos of today are larger still. With thumbnails
 of 300 pixels there would be little decoding to save."""
+IMAGES = 512
+EPOCHS = 3
 MOST_IMAGES = 100_000
 TRIAL_S = 8.0
-TRIALS = frozenset({"crops", "workers"})
+TRIALS = ("crops", "workers")
 """Seconds for the trials after the plain run, and these trials: decoding whole images and only crops in turn, and
 loading with other numbers of workers."""
 # Photographs in scikit-image's wheel (nothing is downloaded), freed for any use by their docstrings in skimage.data:
@@ -85,7 +87,7 @@ def make_images(out: Path, count: int) -> Path:
         MissingExtraError: without scikit-image.
     """
     if not 1 <= count <= MOST_IMAGES:
-        raise SettingsError(f"--images {count}: the demo needs between 1 and {MOST_IMAGES:,} images.")
+        raise SettingsError(f"images={count}: the demo needs between 1 and {MOST_IMAGES:,} images.")
     target = out / f"pictures-{count}"
     if target.exists():
         return target
@@ -136,18 +138,18 @@ def find_images(root: Path, most: int) -> ImageFolder:
         DatasetError: when the folder is missing or holds no class folders with images.
     """
     if most < 1:
-        raise SettingsError(f"--images {most}: at least 1 image is needed.")
+        raise SettingsError(f"images={most}: at least 1 image is needed.")
     try:
-        found = ImageFolder(root, loader=_open_image, allow_empty=True)
+        folder = ImageFolder(root, loader=_open_image, allow_empty=True)
     except OSError as error:
         reason = str(error).rstrip(".")
         raise DatasetError(
             f"--data {root} cannot be used: {reason}. Give a folder that holds one folder of images for each class."
         ) from error
-    if not found.samples:
+    if not folder.samples:
         raise DatasetError(f"the folders in {root} hold no images. Put them into one folder for each class.")
-    found.samples = [found.samples[index] for index in _evenly(len(found.samples), most)]
-    return found
+    folder.samples = [folder.samples[index] for index in _evenly(len(folder.samples), most)]
+    return folder
 
 
 def _evenly(length: int, most: int) -> list[int]:
@@ -220,8 +222,10 @@ class FedImages(FastDataModule):
 
     def make_dataset(self, split: str) -> ImageFolder | None:
         """The training images; there are no other splits."""
+        if split != "train":
+            return None
         transform = v2.Compose([v2.RandomResizedCrop(PIXELS), v2.RandomHorizontalFlip(), v2.PILToTensor()])
-        return _transformed(self._images, transform) if split == "train" else None
+        return _transformed(self._images, transform)
 
     def device_transform(self, batch: tuple[Tensor, Tensor], split: str) -> tuple[Tensor, Tensor]:
         """Convert (batch, 3, PIXELS, PIXELS) uint8 images to float32 from -1 to 1, on the device.
@@ -237,15 +241,18 @@ class AdvisedImages(ImageFolderDataModule):
 
     def __init__(self, images: ImageFolder, advice: Remedy | None) -> None:
         settings = LoaderSettings()
-        if advice is not None:
-            settings = LoaderSettings(num_workers=int(wanted_settings(advice)["num_workers"]))
+        workers = re.search(r"num_workers=(\d+)", advice.changes if advice is not None else "")
+        if workers is not None:
+            settings = LoaderSettings(num_workers=int(workers[1]))
         super().__init__(images.root, BATCH_SIZE, transform=plain_transform(), val_fraction=0, loader=settings)
         self._most = len(images)
 
     def make_dataset(self, split: str) -> Any:
         """The training images, as many as the other runs have; there are no other splits."""
-        found = super().make_dataset(split)
-        return found if found is None or len(found) <= self._most else Subset(found, _evenly(len(found), self._most))
+        dataset = super().make_dataset(split)
+        if dataset is None or len(dataset) <= self._most:
+            return dataset
+        return Subset(dataset, _evenly(len(dataset), self._most))
 
 
 class Course(Callback):
@@ -255,8 +262,10 @@ class Course(Callback):
     """
 
     def __init__(self, name: str) -> None:
-        self._name, self._made = name, time.perf_counter()
-        self.setup_s = self.epochs_s = 0.0
+        self._name = name
+        self._made = time.perf_counter()
+        self.setup_s = 0.0
+        self.epochs_s = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the time of the set-up, which is shown by itself."""
@@ -292,14 +301,16 @@ class Run(NamedTuple):
 
 def _train(name: str, data: Any, images: ImageFolder, epochs: int, logs: Path) -> Run:
     seed_everything(0, workers=True, verbose=False)
-    # the demo shows all results at its end
     course = Course(name)
-    starvation = GPUStarvationCallback(report=False)
+    starvation = GPUStarvationCallback(report=False)  # the demo shows all results at its end
+    callbacks = [starvation, course]
+    if name == "fed":
+        callbacks.insert(0, PrefetchCallback())
     trainer = Trainer(
         max_epochs=epochs,
         devices=1,
         logger=TensorBoardLogger(logs, name=name),
-        callbacks=[*([PrefetchCallback()] if name == "fed" else []), starvation, course],
+        callbacks=callbacks,
         log_every_n_steps=10,
         enable_checkpointing=False,
         enable_model_summary=False,
@@ -311,30 +322,24 @@ def _train(name: str, data: Any, images: ImageFolder, epochs: int, logs: Path) -
         if trainer.interrupted:  # Lightning turns Ctrl-C into exit code 1, which is ours for a FeedError
             raise KeyboardInterrupt from stopped
         raise
-    found = starvation.report()
+    diagnosis = starvation.report()
     if name == "plain":
-        found = diagnose(replace(found.measurements, experiments=_trials(data)))
-    report = make_report(found)
+        # The trials, as `lightning-feed diagnose` makes them.
+        session = Session(train_loaders=data)
+        measure_loaders(session, budget_s=TRIAL_S, only=TRIALS)
+        diagnosis = diagnose(replace(diagnosis.measurements, experiments=session.results))
+    report = make_report(diagnosis)
     written = write_report(report, Path(trainer.log_dir or logs))
     page = next(path for path in written if path.suffix == ".html")
     return Run(_figures(report, course.setup_s, course.epochs_s / epochs, len(images)), report, page)
 
 
-def _trials(loader: DataLoader[Any]) -> ExperimentResults:
-    """The trials, as ``lightning-feed diagnose`` does them."""
-    results = ExperimentResults()
-    for results in run_data_experiments(loader, budget_s=TRIAL_S, only=TRIALS):  # noqa: B007
-        pass
-    return results
-
-
 def _advice(report: Report) -> Remedy | None:
     """The remedy in the plain run's report that the advised run follows; None if there is no such remedy."""
-    return next((one for one in report.diagnosis.remedies if one.form == "replacement"), None)
+    return next((remedy for remedy in report.diagnosis.remedies if remedy.form == "replacement"), None)
 
 
 def _figures(report: Report, setup_s: float, epoch_s: float, images: int) -> Figures:
-    found = report.diagnosis
     stats = report.diagnosis.stats
     return {
         "step_ms": stats.step_ms,
@@ -346,15 +351,23 @@ def _figures(report: Report, setup_s: float, epoch_s: float, images: int) -> Fig
         "setup_s": setup_s,
         "epoch_s": epoch_s,
         "samples_per_s": images / epoch_s,  # the start of the workers included
-        "verdict": found.grade if found.bottleneck == "unknown" else f"{found.bottleneck}: {found.grade}",
+        "verdict": verdict_words(report),
     }
+
+
+def verdict_words(report: Report) -> str:
+    """Bottleneck and grade of a run."""
+    diagnosis = report.diagnosis
+    if diagnosis.bottleneck == "unknown":
+        return diagnosis.grade
+    return f"{diagnosis.bottleneck}: {diagnosis.grade}"
 
 
 # --- all runs -----------------------------------------------------------------------------------------------------
 
 Outcome: TypeAlias = dict[str, Any]
 """The output of ``--json``, as returned by :func:`run_demo`."""
-RUNS = "plain", "fed", "advised"
+RUNS = ("plain", "fed", "advised")
 ROWS = {
     "step_ms": ("step ms", ".1f"),
     "compute_ms": ("  compute", ".1f"),
@@ -378,7 +391,7 @@ def demo_text(outcome: Outcome) -> str:
         f"{_what(outcome)}\n{meanings}\n"
         f"The report of the plain run:\n\n{outcome['plain_report']}\n\n{_table(outcome)}\n\n"
         f"seconds per epoch, plain : fed : advised = {epochs_s}\n"
-        f"advised is {outcome['ratio']:.2f} times as fast as plain\n{outcome['prediction']}\n\n"
+        f"advised is {outcome['ratio']:.2f} times as fast as plain\n\n"
         f"{_on_the_device(outcome)}\n\n"
         f"Report:       {outcome['report']}\n"
         + "".join(f"  {name:9}   {outcome['reports'][name]}\n" for name in RUNS)
@@ -406,22 +419,24 @@ def _on_the_device(outcome: Outcome) -> str:
     """The waiting times of the GPU in each run, if measured; without a GPU, a note on the CPU that stands in for it."""
     if outcome["device"] == "CPU":
         return (
-            "There is no GPU here. As a stand-in, training has half of the CPUs, in all runs; fed and advised load\n"
-            "with the others, which plain leaves idle. What a GPU gains only a GPU can show."
+            "There is no GPU here. As a stand-in, training has half of the CPUs, in all runs. The fed and advised\n"
+            "runs load on the other half. Gains on a GPU will differ."
         )
-    starved = (outcome[name]["starved_pct"] for name in RUNS)
-    shown = ("not measured" if pct is None else f"{pct:.1f} %" for pct in starved)
-    return "Of each step the GPU waited for data: " + ", ".join(
-        f"{pct} ({name})" for name, pct in zip(RUNS, shown, strict=True)
-    )
+    starved = ", ".join(f"{_in_words(outcome[name]['starved_pct'], '.1f')} % ({name})" for name in RUNS)
+    return f"Of each step the GPU waited for data: {starved}"
 
 
 def _rows(outcome: Outcome) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("", *RUNS)]
     for name, (label, form) in ROWS.items():
-        found = (outcome[run][name] for run in RUNS)
-        rows.append((label, *("not measured" if one is None else format(one, form) for one in found)))
+        rows.append((label, *(_in_words(outcome[run][name], form) for run in RUNS)))
     return rows
+
+
+def _in_words(value: float | str | None, form: str) -> str:
+    if value is None:
+        return "not measured"
+    return format(value, form)
 
 
 def _table(outcome: Outcome) -> str:
@@ -431,7 +446,7 @@ def _table(outcome: Outcome) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def run_demo(*, data: Path | None, images: int, epochs: int, out: Path) -> Outcome:
+def run_demo(*, data: Path | None, out: Path, images: int = IMAGES, epochs: int = EPOCHS) -> Outcome:
     """Train three times and compare.
 
     Args:
@@ -452,33 +467,31 @@ def run_demo(*, data: Path | None, images: int, epochs: int, out: Path) -> Outco
         The figures of all runs, what they ran on, and the paths of their reports.
     """
     if epochs < 1:
-        raise SettingsError(f"--epochs {epochs}: at least 1 is needed.")
+        raise SettingsError(f"epochs={epochs}: at least 1 is needed.")
     require("tensorboard", extra="demo", why="writing the demo's logs")
     check_writable(out)
     _say_if_busy()
-    found = _images_of(data, out, images)
+    pictures = _images_of(data, out, images)
     logs = out / "logs"
-    fed = FedImages(found)
+    fed = FedImages(pictures)
     with quiet(), _half_the_cpus():
-        _warm_up(len(found.classes))
-        runs = {"plain": _train("plain", plain_loader(found), found, epochs, logs)}
-        runs["fed"] = _train("fed", fed, found, epochs, logs)
-        advice = _advice(runs["plain"].report)
-        advised = AdvisedImages(found, advice)
-        runs["advised"] = _train("advised", advised, found, epochs, logs)
+        _warm_up(len(pictures.classes))
+        runs = {"plain": _train("plain", plain_loader(pictures), pictures, epochs, logs)}
+        runs["fed"] = _train("fed", fed, pictures, epochs, logs)
+        advised = AdvisedImages(pictures, _advice(runs["plain"].report))
+        runs["advised"] = _train("advised", advised, pictures, epochs, logs)
     choice = advised.decoder_choice
     figures = {name: run.figures for name, run in runs.items()}
     outcome = {
         **figures,
         "ratio": float(figures["plain"]["epoch_s"] or 0.0) / float(figures["advised"]["epoch_s"] or 1.0),
-        "prediction": _prediction(advice, figures["advised"]["step_ms"]),
         "plain_report": as_text(runs["plain"].report.diagnosis),
         "reports": {name: run.path for name, run in runs.items()},
-        "pictures": len(found),
+        "pictures": len(pictures),
         "epochs": epochs,
         "cpus": read_machine().usable_cpus,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "workers": fed.recommendations["train"].num_workers,
+        "workers": fed.recommendations["train"].setting.num_workers,
         "decoder": "" if choice is None else choice.name,
         "report": out / "report.html",
         "logs": logs,
@@ -494,34 +507,16 @@ def _images_of(data: Path | None, out: Path, images: int) -> ImageFolder:
     return find_images(train if train.is_dir() else data, images)
 
 
-def _prediction(advice: Remedy | None, achieved_ms: object) -> str:
-    if advice is None or advice.predicted_step_ms is None or not isinstance(achieved_ms, float):
-        return "the report of the plain run predicts nothing for it"
-    return (
-        f"the report of the plain run predicted a step of {advice.predicted_step_ms:.1f} ms: {achieved_ms:.1f} achieved"
-    )
-
-
 def demo_page(outcome: Outcome, reports: Mapping[str, Report]) -> str:
-    """The steps of all runs as bars, the gain, predicted beside achieved, and the table."""
-    advice = _advice(reports["plain"])
-    plain_ms, advised_ms = (float(outcome[name]["step_ms"] or 0.0) for name in ("plain", "advised"))
-    steps = {
-        "plain": plain_ms,
-        "advised, predicted": advice and advice.predicted_step_ms,
-        "advised, achieved": advised_ms,
-    }
+    """The steps of all runs as bars, the gain, what the first report advises, and the table."""
+    advice = [section for section in advice_sections(reports["plain"].diagnosis, ()) if section.form == "remedies"]
     return page_template("demo.html").render(
-        title=f"{outcome['ratio']:.2f} times as fast{' with the fix of the first report' if advice else ''}",
+        title=f"{outcome['ratio']:.2f} times as fast with the fix of the first report",
         colour=mark_colour(reports["advised"].diagnosis),
         what=_what(outcome),
-        tiles=[(f"{ms:.1f}", "ms", f"a step of {words}") for words, ms in steps.items() if ms],
+        tiles=[(_in_words(outcome[name]["step_ms"], ".1f"), "ms", f"a step of {name}") for name in RUNS],
         bars=_bars(outcome, reports),
-        advice=[
-            replace(one, title="What the report of plain advises")
-            for one in advice_sections(reports["plain"].diagnosis, ())
-            if one.form == "remedies"
-        ],
+        advice=[replace(section, title="What the report of plain advises") for section in advice],
         rows=_rows(outcome),
         note=_on_the_device(outcome),
     )
@@ -537,7 +532,7 @@ def _bars(outcome: Outcome, reports: Mapping[str, Report]) -> list[dict[str, Any
             "report": os.path.relpath(outcome["reports"][name], Path(outcome["report"]).parent),
             "step_ms": times[name],
             "scale": times[name] / (max(times.values()) or 1.0),
-            "parts": [row for one in step_sections(reports[name].diagnosis) for row in one.rows],
+            "parts": [row for section in step_sections(reports[name].diagnosis) for row in section.rows],
         }
         for name, meaning in _meanings(outcome).items()
     ]
@@ -547,10 +542,11 @@ def _say_if_busy() -> None:
     """Warn on stderr if other programs keep the CPUs busy, because the runs then also differ for that reason."""
     taken_pct = others_pct_now(read_machine().usable_cpus) or 0.0
     if taken_pct >= OTHERS_PCT:
-        said = (
-            f"Other programs take {taken_pct:.0f} % of the CPUs: runs are slower and gain less than on an idle machine."
+        tqdm.write(
+            f"Other programs take {taken_pct:.0f} % of the CPUs: runs are slower and gain less than on an idle "
+            "machine. Ctrl-C stops the demo.",
+            file=sys.stderr,
         )
-        tqdm.write(f"{said} Ctrl-C stops the demo.", file=sys.stderr)
 
 
 def _warm_up(classes: int) -> None:

@@ -1,6 +1,5 @@
 """The public names for users of the ``pytorch_lightning`` package, a separate tree of classes."""
 
-import lightning_feed
 from lightning_feed.callbacks.autotune import AutotuneCallback as _AutotuneCallback
 from lightning_feed.callbacks.prefetch import PrefetchCallback as _PrefetchCallback
 from lightning_feed.callbacks.starvation import GPUStarvationCallback as _GPUStarvationCallback
@@ -32,9 +31,3 @@ class GPUStarvationCallback(_GPUStarvationCallback, Callback):  # type: ignore[m
 
 class AutotuneCallback(_AutotuneCallback, Callback):  # type: ignore[misc]  # as above
     """``lightning_feed.AutotuneCallback`` that is also a callback of the ``pytorch_lightning`` package."""
-
-
-def __getattr__(name: str) -> object:
-    if name in lightning_feed._GONE:
-        return getattr(lightning_feed, name)  # which raises
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

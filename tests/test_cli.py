@@ -17,7 +17,8 @@ from lightning_feed.errors import DatasetError
     "argv",
     [
         ["tune"],
-        ["demo", "--images", "many"],
+        ["diagnos", "train.py"],
+        ["stage", "a"],
         ["demo", "extra"],
         ["demo", "--colour"],
         ["report", "RUN", "--fail-abov", "20"],
@@ -37,32 +38,15 @@ def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) ->
     assert "Find what limits training by experiments" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("given", "line"),
-    [
-        ("diagnose train.py --epochs 2", "diagnose train.py -- --epochs 2"),
-        ("diagnose --quick train.py --epochs 2 --out x", "diagnose --quick train.py --out x -- --epochs 2"),
-        ("diagnose -m pkg.train --epochs=2", "diagnose -m pkg.train -- --epochs=2"),
-        ("diagnose train.py --epochs 2 -- --lr 3", "diagnose train.py -- --epochs 2 --lr 3"),
-        ("tune --sweep 0,2 train.py --name=a", "tune --sweep 0,2 train.py -- --name=a"),
-        ("tune train.py model.size=4", "tune train.py -- model.size=4"),
-    ],
-)
-def test_arguments_of_a_program_without_two_dashes(given: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("given", ["diagnose train.py --epochs 2", "tune -m pkg.train --epochs=2 -- --lr 3"])
+def test_arguments_of_a_program_without_two_dashes(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(given.split())
     assert caught.value.code == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("lightning-feed: error: unrecognized arguments: ")
-    assert said.endswith(f"Those of your program come after two dashes: lightning-feed {line}")
-
-
-@pytest.mark.parametrize("given", ["diagnos train.py", "diagnos"])
-def test_a_misspelt_command_has_a_suggestion(given: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(given.split())
-    assert caught.value.code == 2
-    assert capsys.readouterr().err.endswith("there is no command 'diagnos'. Did you mean 'diagnose'?\n")
+    assert said.startswith("lightning-feed: error: unrecognized arguments: --epochs")
+    command = given.split()[0]
+    assert said.endswith(f"Those of your program come after two dashes: lightning-feed {command} SCRIPT.py -- ARGS")
 
 
 def test_bash_completes_a_command() -> None:
@@ -80,14 +64,6 @@ def test_a_share_is_a_number_from_0_to_100(share: str, capsys: pytest.CaptureFix
         cli.main(["report", "run", "--fail-above", share])
     assert caught.value.code == 2
     assert capsys.readouterr().err.endswith(f"argument --fail-above: {share!r} is not a number from 0 to 100\n")
-
-
-@pytest.mark.parametrize("given", ["diagnose --epochs 2 train.py", "diagnose --budget", "diagnose"])
-def test_what_no_program_stands_before_is_plain_wrong_usage(given: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(given.split())
-    assert caught.value.code == 2
-    assert "two dashes" not in capsys.readouterr().err
 
 
 def test_module_and_command_are_the_same() -> None:
@@ -136,10 +112,6 @@ def test_our_own_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> N
         (["--data", "{tmp}/nowhere"], "nowhere cannot be used: "),
         (["--data", "{tmp}/flat"], "flat cannot be used: "),
         (["--data", "{tmp}/empty"], "hold no images"),
-        (["--images", "0"], "--images 0"),
-        (["--images", "999999999"], "between 1 and 100,000"),
-        (["--epochs", "0"], "--epochs 0"),
-        (["--images", "0", "--data", "{tmp}"], "--images 0"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -151,7 +123,7 @@ def test_the_demo_refuses_what_it_cannot_do(
     (tmp_path / "empty" / "cats").mkdir(parents=True)
     out = tmp_path / "out"
     arguments = [word.format(tmp=tmp_path) for word in argv]
-    assert cli.main(["demo", "--out", str(out), *arguments]) == (1 if argv[0] == "--data" else 2)
+    assert cli.main(["demo", "--out", str(out), *arguments]) == 1
     printed = capsys.readouterr()
     assert message in printed.err
     assert "Traceback" not in printed.err
@@ -165,8 +137,8 @@ def test_pack_and_stage_do_what_they_say(
     assert cli.main(["pack", str(class_folders), str(tmp_path / "packed"), "--verify"]) == 0
     assert "packed: 12 samples" in capsys.readouterr().out
     assert cli.main(["pack", str(class_folders), str(tmp_path / "packed")]) == 1
-    assert "exists. Choose another DEST, or --force" in capsys.readouterr().err
-    assert cli.main(["pack", str(class_folders), str(tmp_path / "packed"), "--force", "--json"]) == 0
+    assert "exists" in capsys.readouterr().err
+    assert cli.main(["pack", str(class_folders), str(tmp_path / "again"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["samples"] == 12
     (tmp_path / "fast").mkdir()
     assert cli.main(["stage", str(tmp_path / "packed"), str(tmp_path / "fast")]) == 0

@@ -13,6 +13,7 @@ import sys
 import termios
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def test_found_images_are_taken_evenly_over_the_classes(class_folders: Path) -> 
     assert everything.classes == ["cats", "dogs"]
     assert [label for _, label in everything.samples] == [0] * 6 + [1] * 6
     assert [label for _, label in find_images(class_folders, 4).samples] == [0, 0, 1, 1]
-    with pytest.raises(SettingsError, match="--images 0"):
+    with pytest.raises(SettingsError, match="images=0"):
         find_images(class_folders, 0)
 
 
@@ -93,9 +94,10 @@ def test_found_images_are_taken_evenly_over_the_classes(class_folders: Path) -> 
 
 @pytest.mark.slow
 def test_the_demo_shows_the_report_of_the_plain_run_and_all_three_side_by_side(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cli.main(["demo", "--images", "192", "--epochs", "3", "--out", str(tmp_path)]) == 0
+    monkeypatch.setattr(demo, "run_demo", partial(demo.run_demo, images=192))
+    assert cli.main(["demo", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr()
     told, table = printed.out.split("\n\n           plain")
     labels = ("step ms", "compute", "data", "h2d", "other", "starved %", "set-up s", "epoch s", "samples/s", "verdict")
@@ -109,7 +111,7 @@ def test_the_demo_shows_the_report_of_the_plain_run_and_all_three_side_by_side(
     plain = read_document(tmp_path / "logs" / "plain" / "version_0")
     assert as_text(plain.diagnosis) in told  # as it was written, not made up
     assert "ImageFolderDataModule(" in told  # and it does advise what the third run does
-    assert re.search(r"predicted a step of [\d.]+ ms: [\d.]+ achieved", table)
+    assert "predicted a step" not in table
     page = (tmp_path / "report.html").read_text()
     assert page.count('<svg class="stack"') == 3
     for name in RUNS:
@@ -118,8 +120,7 @@ def test_the_demo_shows_the_report_of_the_plain_run_and_all_three_side_by_side(
     style = re.compile("<style>.*</style>", re.DOTALL)
     assert style.findall(page) == style.findall(behind)
     assert "times as fast" in page
-    assert "a step of advised, predicted" in page
-    assert "a step of advised, achieved" in page
+    assert all(f"a step of {name}" in page for name in RUNS)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["logs", "pictures-192", "report.html"]
 
 
@@ -137,7 +138,7 @@ def test_a_corrupt_jpeg_is_named_with_what_to_do(
 ) -> None:
     broken = class_folders / "dogs" / "3.jpg"
     broken.write_bytes(broken.read_bytes()[:400])
-    assert cli.main(["demo", "--data", str(class_folders), "--epochs", "1", "--out", str(tmp_path / "out")]) == 1
+    assert cli.main(["demo", "--data", str(class_folders), "--out", str(tmp_path / "out")]) == 1
     message = capsys.readouterr().err
     assert f"{broken} cannot be read as an image" in message
     assert "Delete it or replace it" in message
@@ -185,7 +186,7 @@ def test_in_a_terminal_progress_is_drawn_on_stderr_and_stdout_is_for_the_figures
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))  # a new one has no columns to draw in
     one = {min(os.sched_getaffinity(0))}
     demo = _start(
-        *("--data", str(class_folders), "--epochs", "2", "--out", str(tmp_path), "--json"),
+        *("--data", str(class_folders), "--out", str(tmp_path), "--json"),
         stdout=subprocess.PIPE,
         stderr=theirs,
         preexec_fn=lambda: os.sched_setaffinity(0, one),
@@ -208,7 +209,7 @@ def test_in_a_terminal_progress_is_drawn_on_stderr_and_stdout_is_for_the_figures
 @pytest.mark.parametrize("while_", ["making images", "training"])
 def test_ctrl_c_ends_it_with_one_line(while_: str, tmp_path: Path, class_folders: Path) -> None:
     out = tmp_path / "out"
-    given = ["--images", "100000"] if while_ == "making images" else ["--data", str(class_folders), "--epochs", "99999"]
+    given = [] if while_ == "making images" else ["--data", str(class_folders)]
     awaited = ".unfinished-*/*/*.jpg" if while_ == "making images" else "logs/plain/version_0/events.out.*"
     with (tmp_path / "said").open("w+") as said:
         demo = _start(*given, "--out", str(out), stdout=said, stderr=said)

@@ -63,7 +63,7 @@ FAULTS = {
     "json.dump({'claims': []}, open(out, 'w'))": "it claims nothing",
 }
 
-pytestmark = pytest.mark.slow  # of the scripts for a day with a GPU
+pytestmark = pytest.mark.harness
 
 
 def part(code: str, name: str = "part", *, about_s: float = 0, limit_s: float = 30) -> Part:

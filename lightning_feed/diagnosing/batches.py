@@ -1,21 +1,19 @@
-"""Batches of a short fit: keeping, replaying and timing them, and finding the parts that a step reads."""
+"""Batches of a short fit: keeping, replaying and timing them."""
 
 import copy
 import itertools
 import math
 import statistics
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
-from lightning_feed.diagnosing.session import WHOLE, key_leaves
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.kinds import Batch
 from lightning_feed.measure.step_meter import event_maker
@@ -33,35 +31,41 @@ FEWEST_PASSES = 2
 STEPS_AHEAD = 8
 """Largest number of steps that the device may be behind the host: enough that it never runs out of work."""
 _Shapes = tuple[tuple[int, ...], ...]
+_Make = Callable[[DataLoader[Batch]], Any]
 
 # --- copies -------------------------------------------------------------------------------------------------------
 
 
 def copy_of(batch: object) -> Batch:
     """A copy of a batch with its tensors. Pinned tensors stay pinned, so copies to the device are as fast."""
-    return _with_new_containers(batch, _clone)
+    return tree_map(_copy_of_leaf, batch)
 
 
-def _with_new_containers(batch: object, change: Callable[[Tensor], Tensor]) -> Batch:
-    """New containers with ``change(tensor)`` in place of each tensor. Other objects get a shallow copy."""
-    return tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else copy.copy(leaf), batch)
+def _copy_of_leaf(leaf: object) -> Any:
+    if not isinstance(leaf, Tensor):
+        return copy.copy(leaf)
+    copied = leaf.clone()
+    if leaf.is_pinned():
+        return copied.pin_memory()
+    return copied
 
 
-def _clone(tensor: Tensor) -> Tensor:
-    copied = tensor.clone()
-    return copied.pin_memory() if tensor.is_pinned() else copied
+def _with_new_containers(batch: object) -> Batch:
+    """The same tensors in new containers. Other objects get a shallow copy."""
+    return tree_map(lambda leaf: leaf if isinstance(leaf, Tensor) else copy.copy(leaf), batch)
 
 
-def _idle_copy(loader: DataLoader[Batch]) -> DataLoader[Batch]:
+def idle_copy(loader: DataLoader[Batch]) -> DataLoader[Batch]:
+    """A copy of a loader without its running workers."""
     idle = copy.copy(loader)
     idle._iterator = None
     return idle
 
 
-def own_loaders(loaders: object, make: Callable[[DataLoader[Batch]], Any] = _idle_copy) -> Any:
+def own_loaders(loaders: object, make: _Make = idle_copy) -> Any:
     """``loaders`` with a copy of every DataLoader, without running workers.
 
-    Dicts, lists and tuples of loaders, and ``CombinedLoader``, are rebuilt around the copies; data sets, samplers and
+    Dicts, lists and tuples of loaders, and ``CombinedLoader``, are rebuilt around the copies; datasets, samplers and
     other iterables are not copied.
 
     Args:
@@ -108,20 +112,23 @@ class Replay:
 
     def __iter__(self) -> Iterator[Any]:
         first = copy_of(self._batches[0])
-        given = [(tensor, _version(tensor)) for tensor in tensors(first)]
+        versions = [(tensor, _version(tensor)) for tensor in tensors(first)]
         yield first
-        written = any(_version(tensor) != version for tensor, version in given)
-        change = _clone if written else lambda tensor: tensor
-        del first, given
+        again = _with_new_containers
+        if any(_version(tensor) != version for tensor, version in versions):
+            again = copy_of
+        del first, versions
         for number in range(1, self._length):
-            yield _with_new_containers(self._batches[number % len(self._batches)], change)
+            yield again(self._batches[number % len(self._batches)])
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # inference tensors count no versions
+    if tensor.is_inference():  # inference tensors count no versions
+        return 0
+    return tensor._version
 
 
-class Sample:
+class KeptBatches:
     """Batches of a run to replay: spread evenly over the run if their shapes differ, else only the first.
 
     Batches of equal shapes share one copy.
@@ -131,19 +138,22 @@ class Sample:
     """
 
     def __init__(self, skip: int = 0) -> None:
-        self.first: Batch = None
-        self._kept: list[_Shapes] = []
+        self._shapes: list[_Shapes] = []
+        """Shapes of the kept batches, in the order of the run."""
         self._batches: dict[_Shapes, Batch] = {}
-        self.came = 0
-        """Batches so far."""
+        self._seen = 0
         self._skip = skip
         self._every = 1
 
+    def __bool__(self) -> bool:
+        return bool(self._shapes)
+
     def offer(self, batch: object) -> None:
         """Keep a copy of a batch of the run, if it is one of those to keep."""
-        number = self.came
-        self.came = self.came + 1
-        if number and (number < self._skip or (number - self._skip) % self._every):
+        number = self._seen
+        self._seen += 1
+        measured = number >= self._skip and (number - self._skip) % self._every == 0
+        if number and not measured:
             return
         try:
             shapes = tuple(tuple(tensor.shape) for tensor in tensors(batch))
@@ -151,23 +161,19 @@ class Sample:
                 self._batches[shapes] = copy_of(batch)
         except Exception:  # noqa: BLE001  # a class of the user's that cannot be looked into: it is not replayed
             return
-        if number == 0:
-            self.first = self._batches[shapes]
-        self._kept.append(shapes)
-        while len(self._kept) > MOST_KEPT or (len(self._kept) > 1 and self._bytes() > MOST_BYTES):
-            self._kept = self._kept[::2]
+        self._shapes.append(shapes)
+        while len(self._shapes) > MOST_KEPT or (len(self._shapes) > 1 and self._bytes() > MOST_BYTES):
+            self._shapes = self._shapes[::2]
             self._every *= 2
-            self._batches = {one: self._batches[one] for one in self._kept}
+            self._batches = {shapes: self._batches[shapes] for shapes in self._shapes}
 
     def take(self, count: int) -> list[Batch]:
-        """Return ``count`` batches sized like those of the run, or one if all have the same size.
-
-        There must be a ``first``.
-        """
-        by_size = sorted(self._kept[1:] or self._kept, key=lambda shapes: sum(map(math.prod, shapes)))
+        """Return ``count`` batches sized like those of the run, or one if all have the same size."""
+        by_size = sorted(self._shapes[1:] or self._shapes, key=lambda shapes: sum(map(math.prod, shapes)))
         if by_size[0] == by_size[-1]:
-            count = 1
-        return [self._batches[by_size[(2 * place + 1) * len(by_size) // (2 * count)]] for place in range(count)]
+            return [self._batches[by_size[0]]]
+        middles = [(2 * number + 1) * len(by_size) // (2 * count) for number in range(count)]
+        return [self._batches[by_size[middle]] for middle in middles]
 
     def _bytes(self) -> int:
         return sum(tensor.nbytes for batch in self._batches.values() for tensor in tensors(batch))
@@ -177,11 +183,9 @@ class Pace:
     """The times at which steps end; with a device, the times at which it has finished them."""
 
     def __init__(self, device: torch.device) -> None:
-        self._make = event_maker(device)
-        self._wait: Callable[[], object] = (
-            (lambda: None) if device.type == "cpu" else torch.get_device_module(device).synchronize
-        )
-        self._ahead: deque[Batch] = deque()
+        self._device = device
+        self._make_event = event_maker(device)
+        self._events: deque[Any] = deque()
         self._stamps: list[float] = []
 
     def stamp(self) -> None:
@@ -190,15 +194,15 @@ class Pace:
         Without waiting (CUDA graphs), the host could queue far more steps in the experiment's time than the device can
         run.
         """
-        if self._make is None:
+        if self._make_event is None:
             self._wait()
         else:
-            event = self._make()
+            event = self._make_event()
             event.record()
-            self._ahead.append(event)
-            if len(self._ahead) <= STEPS_AHEAD:
+            self._events.append(event)
+            if len(self._events) <= STEPS_AHEAD:
                 return
-            self._ahead.popleft().synchronize()
+            self._events.popleft().synchronize()
         self._stamps.append(time.perf_counter())
 
     def per_s(self, accumulate: int, batches: int = 1) -> float | None:
@@ -212,125 +216,20 @@ class Pace:
         period = math.lcm(accumulate, batches)
         marks = self._stamps[::period]
         counted = marks[max(1, len(marks) // 4) :]
-        if len(counted) <= (FEWEST_CYCLES if batches == 1 else FEWEST_PASSES):
+        fewest = FEWEST_CYCLES
+        if batches > 1:
+            fewest = FEWEST_PASSES
+        if len(counted) <= fewest:
             return None
         windows = min(WINDOWS, len(counted) - 1)
         edges = [index * (len(counted) - 1) // windows for index in range(windows + 1)]
         middle = statistics.median(
             (counted[last] - counted[first]) / (last - first) for first, last in itertools.pairwise(edges)
         )
-        return period / middle if middle > 0 else None
+        if middle <= 0:
+            return None
+        return period / middle
 
-
-# --- which parts a step reads -------------------------------------------------------------------------------------
-
-
-class KeyWatch(TorchFunctionMode):
-    """Finds the parts of a batch that a step reads. Use it as a context manager, to see torch's functions, too.
-
-    A part is used if the step reads it from a dict by its key, or passes it to any function of torch. It is unused if
-    nothing ever read it from the dict. The use is unknown for parts that no function of torch received, and that the
-    step got only together with others (unpacking, ``**batch``, ``.items()``, a tuple, a dataclass).
-
-    Args:
-        batch: the batch for the step. It stays unchanged.
-    """
-
-    def __init__(self, batch: object) -> None:
-        super().__init__()
-        self._leaves = dict(key_leaves(batch))
-        self._read: set[str] = set()
-        self.batch, self._handed = self._watched(batch, "")
-        """The batch with watched dicts, and the names of the parts that the step may have read."""
-
-    def uses(self) -> dict[str, bool | None]:
-        """True, False, or None (unknown) for each part, by its name from :func:`key_leaves`."""
-        return {name: True if name in self._read else None if name in self._handed else False for name in self._leaves}
-
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        seen = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        self._read |= {name for name, leaf in self._leaves.items() if id(leaf) in seen}
-        return func(*args, **(kwargs or {}))
-
-    def _watched(self, value: Any, place: str) -> tuple[Any, set[str]]:
-        """The value with its dicts watched, and its leaves that are not in a dict."""
-        leaves = {name for name, _ in key_leaves(value, place)}
-        kind = type(value)
-        if kind in (dict, OrderedDict):
-            return self._watched_dict(value, place), set()
-        if kind in (list, tuple) and leaves != {place or WHOLE}:
-            inside = [self._watched(part, _place(place, at)) for at, part in enumerate(value)]
-            return kind(part for part, _ in inside), set().union(*(names for _, names in inside))
-        return value, leaves
-
-    def _watched_dict(self, value: dict[Any, Any], place: str) -> Any:
-        names = {key: _place(place, key) for key in value}
-        kind = type(value)
-        parts = {key: self._watched(part, names[key]) for key, part in value.items()}
-
-        def take(key: object, *, by_key: bool) -> None:
-            handed = parts[key][1] if key in parts else set()
-            (self._read if by_key and handed == {names[key]} else self._handed).update(handed)
-
-        watched = type(kind.__name__, (_WatchedDict, kind), {"_kind": kind})
-        made: Any = watched((key, part) for key, (part, _) in parts.items())
-        made._take = take
-        return made
-
-
-def _place(before: str, key: object) -> str:
-    return f"{before}.{key}" if before else str(key)
-
-
-_MAPPING: Any = MutableMapping
-
-
-class _WatchedDict:
-    """Methods of dicts that read values, all through ``__getitem__``. Writing is not watched."""
-
-    _kind: Any = dict
-    _listed = False
-
-    @staticmethod
-    def _take(key: object, *, by_key: bool) -> None:
-        """Note that a value was read. Does nothing in a dict that the step itself made from the class of its batch."""
-
-    def __getitem__(self, key: object) -> Any:
-        self._take(key, by_key=not self._listed)  # `f(**batch)` lists all keys, and then reads each by its name
-        return self._kind.__getitem__(self, key)
-
-    def __iter__(self) -> Iterator[Any]:
-        self._listed = True
-        return iter(self._kind.__iter__(self))
-
-    keys = _MAPPING.keys
-    values = _MAPPING.values
-    items = _MAPPING.items
-    get = _MAPPING.get
-    pop = _MAPPING.pop
-    popitem = _MAPPING.popitem
-    setdefault = _MAPPING.setdefault
-    __eq__ = _MAPPING.__eq__
-
-    def copy(self) -> Any:
-        return self._kind(self.items())
-
-    def __or__(self, other: object) -> Any:
-        return self.copy() | other
-
-    def __ror__(self, other: object) -> Any:
-        return other | self.copy()
-
-    def __reduce_ex__(self, protocol: object) -> Any:
-        return self.copy().__reduce_ex__(protocol)
-
-
-def is_opaque(module: torch.nn.Module) -> bool:
-    """True for compiled code, which may read parts of a batch without calling dicts or torch's functions."""
-    scripted = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
-    return any(
-        type(part).__name__ == "OptimizedModule"
-        or getattr(part, "_compiled_call_impl", None) is not None
-        or any(isinstance(held, scripted) for held in (part, *vars(part).values()))
-        for part in module.modules()
-    )
+    def _wait(self) -> None:
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).synchronize()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightning_feed.diagnosing.session import parts_of
+from lightning_feed.diagnosing.parts import parts_of
 from lightning_feed.errors import DatasetError, FeedError, LoaderError, ReportError
 from lightning_feed.measure.user_code import is_users
 from lightning_feed.trials.cloning import locate_failure, original_error
@@ -74,7 +74,12 @@ def in_a_line(error: BaseException) -> str:
     kind, text = original_error(error)
     place = _place(error)
     first_line = next(filter(None, map(str.strip, text.splitlines())), "")
-    return (f"{kind}: {first_line}" if first_line else kind) + (f" ({place})" if place else "")
+    said = kind
+    if first_line:
+        said += f": {first_line}"
+    if place:
+        said += f" ({place})"
+    return said
 
 
 def loading_failed(
@@ -109,17 +114,21 @@ def loading_failed(
         known = next((count for count in counts if first_pass and isinstance(count, int)), None)
         located = locate_failure(parts, error, known)
     place = _place(error)
-    return DatasetError(f"{doing}. {located}" + (f" Raised in {place}." if place else ""))
+    if place:
+        return DatasetError(f"{doing}. {located} Raised in {place}.")
+    return DatasetError(f"{doing}. {located}")
 
 
 def _place(error: BaseException) -> str:
     """File and line of the user's code that raised an error: ``train.py:12``; empty if the traceback has none."""
-    frames = [(one.filename, one.lineno) for one in traceback.extract_tb(error.__traceback__)]
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     # For an error in a worker, these are in the message.
     frames += [(name, int(line)) for name, line in _OF_A_WORKER.findall(str(error))]
-    theirs = [(name, line) for name, line in frames if is_users(name)]
-    return f"{Path(theirs[-1][0]).name}:{theirs[-1][1]}" if theirs else ""
+    theirs = [f"{Path(name).name}:{line}" for name, line in frames if is_users(name)]
+    return (theirs or [""])[-1]
 
 
 def _closed(text: str) -> str:
-    return text if text.endswith((".", "!", "?")) else f"{text}."
+    if text.endswith((".", "!", "?")):
+        return text
+    return f"{text}."

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from torch.utils.data import DataLoader
 
-from lightning_feed.diagnosing.session import SILENT_S, LoaderPart, Session, not_hanging, threads_of_a_worker
+from lightning_feed.diagnosing.parts import SILENT_S, LoaderPart, not_hanging, threads_of_a_worker
+from lightning_feed.diagnosing.session import Session
 from lightning_feed.errors import FeedError, LoaderError
 from lightning_feed.load.kinds import Batch, Sample
 from lightning_feed.load.random_state import preserve_state
@@ -107,7 +108,7 @@ def time_batches(part: LoaderPart, max_s: float) -> tuple[dict[Stage, float], li
     """Time batches made in this process, with as many threads as a worker would have. The first does not count.
 
     Args:
-        part: a loader with a map-style or an iterable data set.
+        part: a loader with a map-style or an iterable dataset.
         max_s: time to take; at least two batches are made.
 
     Returns:

@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -24,7 +23,8 @@ from lightning_feed import _host
 from lightning_feed._host import AnyDataModule, AnyModule, AnyTrainer
 from lightning_feed.autoload import PROGRAM
 from lightning_feed.diagnosing.failures import ProgramEnded, in_a_line
-from lightning_feed.diagnosing.short_fits import plain_trainer, quiet
+from lightning_feed.diagnosing.restoring import quiet
+from lightning_feed.diagnosing.session import plain_trainer
 from lightning_feed.errors import SettingsError, plural
 from lightning_feed.load.kinds import AnyLoader
 from lightning_feed.measure.user_code import is_users
@@ -97,10 +97,10 @@ def run_until_fit(program: Program, take: Callable[[Fit], int]) -> NoReturn:
             raise SettingsError(f"{program} cannot be run: {error}. Give SCRIPT.py, or -m package.module.") from error
         sys.excepthook(type(error), error.with_traceback(theirs), error.__traceback__)
         raise ProgramEnded(f"{program} failed before it called Trainer.fit.", 1) from error
-    given = " ".join(program.arguments) or "none"
+    arguments = " ".join(program.arguments) or "none"
     raise ProgramEnded(
         f"{program} ended without calling Trainer.fit in this process, so there is nothing to measure. "
-        f"Its arguments were: {given}. If it needs arguments to train, put them after `--`: lightning-feed "
+        f"Its arguments were: {arguments}. If it needs arguments to train, put them after `--`: lightning-feed "
         f"diagnose {program} -- ARGS. If it trains in another process, name the program that runs there.",
         1,
     )
@@ -110,7 +110,10 @@ class _Takeover:
     """The replaced ``fit``, which does not return."""
 
     def __init__(self, program: Program, take: Callable[[Fit], int], streams: tuple[TextIO, TextIO]) -> None:
-        self._program, self._take, self._streams, self._pid = program, take, streams, os.getpid()
+        self._program = program
+        self._take = take
+        self._streams = streams
+        self._pid = os.getpid()
         self._taking = False
 
     @contextmanager
@@ -127,7 +130,7 @@ class _Takeover:
         in_main_thread = threading.current_thread() is threading.main_thread()
         if self._taking and in_main_thread:
             return original(trainer, *args, **kwargs)
-        given = _host.arguments_of(original, trainer, args, kwargs)
+        arguments = _host.arguments_of(original, trainer, args, kwargs)  # raises in the program for wrong ones
         if os.getpid() != self._pid:
             self._refuse("a process that it had forked")
         if not in_main_thread:  # the main thread would go on, and only it receives Ctrl-C
@@ -139,7 +142,7 @@ class _Takeover:
             _flush_files()
             sys.stdout, sys.stderr = self._streams
             _drop_signal_handlers()
-            code = self._take(_fit_of(self._program, trainer, given))
+            code = self._take(_fit_of(self._program, trainer, arguments))
         except SystemExit as end:
             code = _exit_code(end)
         except BaseException:  # noqa: BLE001  # must not reach the program
@@ -151,19 +154,19 @@ class _Takeover:
                 os._exit(code)
 
     def _refuse(self, where: str) -> NoReturn:
-        said = f"{self._program} called Trainer.fit in {where}, where it cannot be replaced. Nothing was trained."
+        problem = f"{self._program} called Trainer.fit in {where}, where it cannot be replaced. Nothing was trained."
         try:
-            print(f"lightning-feed: {said}", file=self._streams[1], flush=True)
+            print(f"lightning-feed: {problem}", file=self._streams[1], flush=True)
         finally:
             os._exit(1)
 
 
 def _flush_files() -> None:
     """Write what the program has written to open files so far, as Python would when it ends."""
-    for one in gc.get_objects():
-        if type(one) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
+    for file in gc.get_objects():
+        if type(file) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
             with suppress(OSError, ValueError):  # closed, detached, or a pipe without a reader
-                one.flush()
+                file.flush()
 
 
 def _drop_signal_handlers() -> None:
@@ -182,7 +185,7 @@ def end_children() -> None:
 
     Other processes are left alone: Python would wait for them.
     """
-    daemons = [one for one in multiprocessing.active_children() if one.daemon]
+    daemons = [child for child in multiprocessing.active_children() if child.daemon]
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch raises for workers that end
     # In a thread, because multiprocessing waits forever for a queue that nobody reads. Checked in Python 3.10 to 3.13.
     as_python = multiprocessing.util._exit_function  # type: ignore[attr-defined]
@@ -191,32 +194,38 @@ def end_children() -> None:
     clean_up.join(CLEAN_UP_S)
 
 
-def _fit_of(program: Program, trainer: object, given: dict[str, Any]) -> Fit:
-    loaders = given.get("train_dataloaders")
-    datamodule = given.get("datamodule")
+def _fit_of(program: Program, trainer: object, arguments: dict[str, Any]) -> Fit:
+    model = arguments["model"]
+    loaders = arguments.get("train_dataloaders")
+    datamodule = arguments.get("datamodule")
+    ended = _ended(program, trainer, arguments.get("ckpt_path"))
     if datamodule is None and hasattr(loaders, "train_dataloader"):  # Lightning takes a data module as this argument
-        loaders, datamodule = None, loaders
-    ended = _ended(program, trainer, given.get("ckpt_path"))
-    return Fit(trainer=trainer, model=given["model"], datamodule=datamodule, train_dataloaders=loaders, ended=ended)
+        return Fit(trainer=trainer, model=model, datamodule=loaders, ended=ended)
+    return Fit(trainer=trainer, model=model, datamodule=datamodule, train_dataloaders=loaders, ended=ended)
 
 
 def _ended(program: Program, trainer: AnyTrainer, checkpoint: object) -> str:
     """Sentences on the place where the program was ended, and on what it would do next."""
-    frame = next((one for one in inspect.stack(context=0) if is_users(one.filename)), None)
-    at = f" at {Path(frame.filename).name}:{frame.lineno}" if frame is not None else ""
+    place = ""
+    for frame in inspect.stack(context=0):
+        if is_users(frame.filename):
+            place = f" at {Path(frame.filename).name}:{frame.lineno}"
+            break
     limits = {"epoch": trainer.max_epochs, "step": trainer.max_steps}
-    until = [plural(number, word) for word, number in limits.items() if number not in (None, -1)]
-    how_long = f"for {' or '.join(until)}" if until else "without an end"
+    ends = " or ".join(plural(number, word) for word, number in limits.items() if number not in (None, -1))
+    how_long = f"for {ends}" if ends else "without an end"
     resumed = f" from the checkpoint {checkpoint}, which was not loaded" if checkpoint is not None else ""
     return (
-        f"{program} was ended where it calls fit{at}. It would now train {how_long}{resumed}. This training, and "
+        f"{program} was ended where it calls fit{place}. It would now train {how_long}{resumed}. This training, and "
         "what follows it, was not run."
     )
 
 
 def _path_of(program: Program) -> Path | None:
-    path = None if program.is_module else Path(program.name).expanduser().absolute()
-    if path is not None and not path.is_file():
+    if program.is_module:
+        return None
+    path = Path(program.name).expanduser().absolute()
+    if not path.is_file():
         raise SettingsError(f"There is no file {program.name}. Give SCRIPT.py, or -m package.module.")
     return path
 
@@ -227,7 +236,7 @@ def _as_main(program: Program, path: Path | None) -> Iterator[tuple[TextIO, Text
     argv = sys.argv
     search = sys.path[:]
     folder = Path.cwd()
-    streams = _copy_of(sys.stdout), _copy_of(sys.stderr)
+    streams = (_copy_of(sys.stdout), _copy_of(sys.stderr))
     sys.argv = [program.name, *program.arguments]  # the first is set by runpy
     if not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, str(folder if path is None else path.resolve().parent))
@@ -236,7 +245,8 @@ def _as_main(program: Program, path: Path | None) -> Iterator[tuple[TextIO, Text
         yield streams
     finally:
         os.environ.pop(PROGRAM, None)
-        sys.argv, sys.path[:] = argv, search
+        sys.argv = argv
+        sys.path[:] = search
         _flush_files()
         sys.stdout, sys.stderr = streams
         os.chdir(folder)
@@ -265,9 +275,12 @@ def _refuse_ranks(program: Program) -> None:
 
 def _exit_code(end: SystemExit) -> int:
     """The exit code of a SystemExit. Prints its message, as Python does."""
-    if end.code is not None and not isinstance(end.code, int):
-        print(end.code, file=sys.stderr)  # noqa: T201
-    return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code
+    print(end.code, file=sys.stderr)  # noqa: T201
+    return 1
 
 
 def _theirs(trace: TracebackType | None) -> TracebackType | None:
@@ -280,15 +293,14 @@ def _theirs(trace: TracebackType | None) -> TracebackType | None:
 # --- a target -----------------------------------------------------------------------------------------------------
 
 
-def fit_of_target(text: str, accelerator: str) -> Fit:
-    """Import the object that ``text`` names, call it if it is callable, and add a Trainer.
+def fit_of_target(text: str) -> Fit:
+    """Import the object that ``text`` names, call it if it is callable, and add a Trainer on one device.
 
     NAME is a function or class that needs no arguments, or an object: a data module, or a module and a data module.
     Afterwards, the module's folder (for ``package.module``: the current folder) is first on the import path.
 
     Args:
         text: ``module.py:NAME`` or ``package.module:NAME``.
-        accelerator: accelerator of the Trainer, which has one device.
 
     Raises:
         SettingsError: the target cannot be used.
@@ -298,36 +310,31 @@ def fit_of_target(text: str, accelerator: str) -> Fit:
         raise SettingsError(f"TARGET {text!r} does not name an object. Give module.py:NAME or package.module:NAME.")
     module = _import(place)
     try:
-        found = attrgetter(name)(module)
-        if callable(found) and _kind(found) is None:
-            found = found()
+        target = attrgetter(name)(module)
+        if callable(target) and _kind(target) is None:
+            target = target()
     except (Exception, SystemExit) as error:
         raise SettingsError(
             f"TARGET {text!r} failed: {in_a_line(error)}. If NAME is callable, it is called without arguments."
         ) from error
-    model, datamodule = _pair(found, text)
-    package = _host.package_of(*(one for one in (model, datamodule) if one is not None))
-    try:
-        trainer = plain_trainer(package, accelerator)
-    except Exception as error:
-        raise SettingsError(f"accelerator {accelerator!r} cannot be used here: {in_a_line(error)}.") from error
-    return Fit(trainer=trainer, model=model, datamodule=datamodule)
+    model, datamodule = _pair(target, text)
+    package = _host.package_of(*(part for part in (model, datamodule) if part is not None))
+    return Fit(trainer=plain_trainer(package), model=model, datamodule=datamodule)
 
 
 def _import(place: str) -> ModuleType:
+    path = None
     folder = Path.cwd()
-    name = place
-    load = importlib.import_module
     if place.endswith(".py") or "/" in place:
         path = Path(place).expanduser().resolve()
+        folder = path.parent
         if not path.is_file():
             raise SettingsError(f"There is no file {place}. Give module.py:NAME or package.module:NAME.")
-        folder = path.parent
-        name = path.stem
-        load = partial(_from_file, path)
     sys.path.insert(0, str(folder))
     try:
-        return load(name)
+        if path is not None:
+            return _from_file(path)
+        return importlib.import_module(place)
     except (Exception, SystemExit) as error:
         raise SettingsError(
             f"{place} could not be imported: {in_a_line(error)}. Name a file, path/to/module.py:NAME, or a module that "
@@ -335,33 +342,37 @@ def _import(place: str) -> ModuleType:
         ) from error
 
 
-def _from_file(path: Path, name: str) -> ModuleType:
+def _from_file(path: Path) -> ModuleType:
     """Import a file by its path: its name may contain dots, or equal that of another module."""
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ImportError("it is no Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # spawned workers look here for the dataset's class
+    sys.modules[path.stem] = module  # spawned workers look here for the dataset's class
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]
+        del sys.modules[path.stem]
         raise
     return module
 
 
-def _pair(made: object, text: str) -> tuple[Any, Any]:
+def _pair(target: object, text: str) -> tuple[Any, Any]:
     """(module or None, data module)."""
-    parts = made if isinstance(made, (tuple, list)) else [made]
-    kinds = {_kind(one): one for one in parts}
+    parts = target if isinstance(target, (tuple, list)) else [target]
+    kinds = {_kind(part): part for part in parts}
     if len(parts) == len(kinds) and set(kinds) in ({"LightningDataModule"}, {"LightningModule", "LightningDataModule"}):
         return kinds.get("LightningModule"), kinds["LightningDataModule"]
-    alone = " A module alone does not say what to load." if set(kinds) == {"LightningModule"} else ""
-    got = ", ".join(type(one).__name__ for one in parts) or "nothing"
-    raise SettingsError(f"TARGET {text!r} gives {got}.{alone} It must give {WANTED}.")
+    alone = ""
+    if set(kinds) == {"LightningModule"}:
+        alone = " A module alone does not say what to load."
+    names = ", ".join(type(part).__name__ for part in parts) or "nothing"
+    raise SettingsError(f"TARGET {text!r} gives {names}.{alone} It must give {WANTED}.")
 
 
 def _kind(thing: object) -> str | None:
     """The name of Lightning's class of an object, of either package; None for other objects."""
-    ours = (base for base in type(thing).__mro__ if base.__module__.partition(".")[0] in _host.PACKAGES)
-    return next((base.__name__ for base in ours if base.__name__.startswith("Lightning")), None)
+    for base in type(thing).__mro__:
+        if base.__module__.partition(".")[0] in _host.PACKAGES and base.__name__.startswith("Lightning"):
+            return base.__name__
+    return None

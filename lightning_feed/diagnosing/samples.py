@@ -2,6 +2,7 @@
 
 import copy
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,13 +12,13 @@ from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from lightning_feed.diagnosing.disk import innermost
-from lightning_feed.diagnosing.session import LoaderPart, Session, naming, not_hanging, threads_of_a_worker
+from lightning_feed.diagnosing.parts import LoaderPart, naming, not_hanging, threads_of_a_worker
+from lightning_feed.diagnosing.session import Session
 from lightning_feed.images.crop import UserTransform
 from lightning_feed.images.image_dataset import ImageDataset
-from lightning_feed.load.kinds import AnyDataset
+from lightning_feed.load.kinds import AnyDataset, Index
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.measure.experiment_results import NamedCost
 from lightning_feed.trials.cloning import Heartbeat
@@ -34,7 +35,24 @@ MOST_SAMPLES = 200
 """Largest number of samples that are timed."""
 
 
-# --- where a data set keeps its transforms ----------------------------------------------------------------------------
+# --- where a dataset keeps its transforms -----------------------------------------------------------------------------
+
+
+def innermost(dataset: AnyDataset, index: Index) -> tuple[AnyDataset, Index]:
+    """The dataset inside subsets and concatenations, and the sample's index in it."""
+    while True:
+        if isinstance(dataset, Subset):
+            index = dataset.indices[index]
+            dataset = dataset.dataset
+        elif isinstance(dataset, ConcatDataset):
+            if index < 0:
+                index += len(dataset)
+            part = bisect_right(dataset.cumulative_sizes, index)
+            if part:
+                index -= dataset.cumulative_sizes[part - 1]
+            dataset = dataset.datasets[part]
+        else:
+            return dataset, index
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +70,9 @@ class Site:
     @property
     def transform(self) -> Any:
         """The user's own transform."""
-        return self.held.transform if isinstance(self.held, UserTransform) else self.held
+        if isinstance(self.held, UserTransform):
+            return self.held.transform
+        return self.held
 
 
 @contextmanager
@@ -72,19 +92,19 @@ def replaced(transforms: Mapping[Site, Any]) -> Iterator[None]:
 
 
 def find_sites(dataset: object) -> list[Site]:
-    """The transforms of a data set and of the data sets inside it: subsets, concatenations, wrappers."""
-    found = [Site(owner, name) for one in _data_sets_in(dataset) for owner, name in _attributes(one)]
+    """The transforms of a dataset and of the datasets inside it: subsets, concatenations, wrappers."""
+    found = [Site(owner, name) for one in _datasets_in(dataset) for owner, name in _attributes(one)]
     return list({(id(site.owner), site.attribute): site for site in found}.values())
 
 
-def _data_sets_in(dataset: object, depth: int = 0) -> Iterator[Any]:
-    """A data set and all data sets inside it: in its attributes, or in lists or tuples that are attributes."""
+def _datasets_in(dataset: object, depth: int = 0) -> Iterator[Any]:
+    """A dataset and all datasets inside it: in its attributes, or in lists or tuples that are attributes."""
     yield dataset
     values = list(vars(dataset).values()) if depth < _DEEPEST and hasattr(dataset, "__dict__") else []
     for value in values:
         for held in value[:100] if isinstance(value, (list, tuple)) else (value,):
             if isinstance(held, Dataset) and held is not dataset:
-                yield from _data_sets_in(held, depth + 1)
+                yield from _datasets_in(held, depth + 1)
 
 
 def _attributes(dataset: object) -> Iterator[tuple[Any, str]]:
@@ -225,11 +245,11 @@ def sample_costs(
     """The cost of each step of making a sample in this process, with as many threads as a worker would have.
 
     Each sample is made twice and timed the second time, so that its files are in the page cache. For an iterable data
-    set, every second sample is timed. Reading and decoding are separate costs if the data set separates them (a
-    :class:`ImageDataset`, torchvision's folders); else everything except transforms is ``load``.
+    set, every second sample is timed. Reading and decoding are separate costs if the dataset separates them (a
+    ImageDataset, torchvision's folders); else everything except transforms is ``load``.
 
     Args:
-        part: a loader with a map-style or an iterable data set.
+        part: a loader with a map-style or an iterable dataset.
         max_s: longest time in seconds.
         timer: keeps the times; its clocks count nanoseconds.
         samples: largest number of samples.
@@ -258,7 +278,7 @@ def sample_costs(
             return len(indices)
 
         with replaced({site: timed(site.transform, timer) for site in find_sites(dataset)}):
-            count = not_hanging(work, max_s, f"A sample of the data set ({type(dataset).__name__})")
+            count = not_hanging(work, max_s, f"A sample of the dataset ({type(dataset).__name__})")
     per_ms = 1e6 * max(1, count)
     return tuple(
         NamedCost(name=name, cpu_ms=step.cpu_ns / per_ms, wall_ms=step.wall_ns / per_ms)
@@ -304,12 +324,12 @@ def _make_of_folder(timer: StepTimer, dataset: AnyDataset, index: object) -> Non
 
 
 def _make_in_steps(timer: StepTimer, dataset: object, index: object) -> None:
-    """Make a sample of an ImageDataset by its steps."""
+    """Make a sample of an ImageDataset, whose recipe is the whole transform, and timed under its own name."""
     base, inner = innermost(dataset, index)
     decoded = timer.call("decode", base.decode, timer.call("read", base.read, inner), inner)
-    if not getattr(getattr(decoded, "flags", None), "writeable", True):
+    if not decoded.flags.writeable:
         decoded = decoded.copy()
-    base.augment(decoded, inner)  # its recipe is the whole transform, and timed under its own name
+    base.augment(decoded, inner)
 
 
 _STAGES = {_make_of_folder: ("read", "decode"), _make_in_steps: ("read", "decode")}

@@ -1,32 +1,32 @@
-"""The loaders under experiment, and the state and results that all experiments share."""
+"""The session: the user's objects, the loaders under experiment, and the results so far."""
 
-import copy
-import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
-from typing import Any, TypeVar
+from importlib import import_module
+from types import ModuleType
+from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from lightning_feed.errors import DatasetError, FeedError, LoaderError, plural
-from lightning_feed.load.collate import named_parts
-from lightning_feed.load.kinds import AnyLoader, Batch, Index, Sample
+from lightning_feed import _host
+from lightning_feed._host import AnyDataModule, AnyModule, AnyTrainer
+from lightning_feed.callbacks.loader_place import place_of
+from lightning_feed.diagnosing.batches import KeptBatches
+from lightning_feed.diagnosing.parts import LoaderPart, NotMeasurable, Together, make_sample, parts_of, size_of_leaf
+from lightning_feed.diagnosing.restoring import ModelState, StopSignals, quiet
+from lightning_feed.errors import DatasetError, FeedError, LoaderError, SettingsError, plural
+from lightning_feed.load.kinds import AnyLoader, Batch
 from lightning_feed.load.machine import Footprint, Machine, exceeded_limit, read_machine
-from lightning_feed.load.processes import end_pass
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import TORCH_PREFETCH
 from lightning_feed.measure.experiment_results import ExperimentResults
-from lightning_feed.transfer.batch_tree import tensors
+from lightning_feed.measure.measurements import Measurements, Place
 from lightning_feed.trials.cloning import (
     Changes,
-    Heartbeat,
     LoaderRate,
     RoundLimits,
     background_of,
@@ -34,241 +34,148 @@ from lightning_feed.trials.cloning import (
     clone_loader,
     has_threads,
     locate_failure,
-    map_loaders,
     time_loader,
-    watchdog,
 )
 
-SILENT_S = 60.0
-"""Seconds after which a batch counts as hanging."""
-T = TypeVar("T")
-
-WHOLE = "batch"
-"""The name of a batch without parts."""
 START_S = 60.0
 """Extra seconds for the loader as configured to start: all other experiments need its result, and spawned workers may
 take long to import."""
 _LEAST_S = 2.0
 """Shortest time for a loader, to which twice the start-up time of the user's loader is added."""
-_NUMBER_BYTES = 8
-
-
-class NotMeasurable(Exception):
-    """Raised if an experiment cannot be run. The message is the reason."""
-
-
-# --- the loaders --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LoaderPart:
-    """One loader."""
-
-    name: str
-    """Its key or number among several loaders: ``real``, ``0``; empty for a single one."""
-    loader: DataLoader[Batch]
-
-    @property
-    def stream(self) -> bool:
-        """True for an iterable data set, False for a map-style one."""
-        return isinstance(self.loader.dataset, IterableDataset)
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of a batch."""
-        if self.loader.batch_size is None and self.loader.batch_sampler is not None and not self.stream:
-            return len(next(iter(self.first_batches(1)), [None]))
-        return self.loader.batch_size or 1
-
-    def changes(self, **changed: Any) -> Changes:
-        """Changes to the loader: those given, and a sampler that begins again at its end."""
-        return Changes(endless=not self.stream, **changed)
-
-    def first_batches(self, count: int) -> list[Batch]:
-        """The sampler's first batches of indices: lists, or indices if the loader does not batch.
-
-        Fewer if the pass is shorter.
-        """
-        with preserve_state(self.loader):
-            source = self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
-            return list(islice(source, count))
-
-    def indices(self, batch: Batch) -> list[Index]:
-        """Indices of the samples in one of the sampler's batches."""
-        return [batch] if self.loader.batch_sampler is None else list(batch)
-
-    def first_samples(self, count: int) -> list[Sample]:
-        """Indices of the first samples of a pass."""
-        batches = self.first_batches(math.ceil(count / (self.loader.batch_size or 1)))
-        return list(chain.from_iterable(map(self.indices, batches)))[:count]
-
-
-def parts_of(loader: object) -> tuple[LoaderPart, ...]:
-    """The DataLoaders in the result of ``train_dataloader``: one, a dict or list of them, or a CombinedLoader.
-
-    Raises:
-        LoaderError: it contains anything else.
-    """
-    found: list[LoaderPart] = []
-
-    def add(loader: object, path: tuple[object, ...]) -> None:
-        stages = getattr(loader, "pipeline", None)
-        if isinstance(stages, list) and len(stages) == 1:
-            loader = stages[0]  # a WebLoader that adds nothing to its DataLoader
-        if not isinstance(loader, DataLoader):
-            name = type(loader).__name__
-            raise LoaderError(f"a {name} is not a torch DataLoader, so it cannot be rebuilt with changes")
-        found.append(LoaderPart(".".join(map(str, path)), loader))
-
-    map_loaders(loader, add)
-    if not found:
-        raise LoaderError("It contains no loader.")
-    return tuple(found)
-
-
-class Together(Iterator[list[Batch]]):
-    """Passes side by side: a batch from each loader counts as one. Keeps the first one, and counts them.
-
-    Attributes:
-        iterators: the loaders' iterators.
-        first: the first batch of each loader.
-        came: number of batches so far.
-    """
-
-    def __init__(self, iterators: list[Iterator[Batch]]) -> None:
-        self.iterators = iterators
-        self.first: list[Batch] = []
-        self.came = 0
-
-    def __next__(self) -> list[Batch]:
-        batch = [next(one) for one in self.iterators]
-        self.first = self.first or batch
-        self.came = self.came + 1
-        return batch
-
-    def close(self) -> None:
-        """End all passes."""
-        for one in self.iterators:
-            end_pass(one)
-
-
-# --- samples made in this process ---------------------------------------------------------------------------------
-
-
-@contextmanager
-def naming(dataset: object, index: object) -> Iterator[None]:
-    """Convert an error of the data set to one that names the sample, as a context manager.
-
-    Raises:
-        DatasetError: in place of the data set's own error.
-    """
-    try:
-        yield
-    except FeedError:
-        raise
-    except Exception as error:
-        kind = type(dataset).__name__
-        why = f"{type(error).__name__}: {str(error).rstrip('.')}"
-        if "thread" in str(error):  # sqlite3 and others are bound to the thread that made them
-            raise DatasetError(
-                f"The data set ({kind}) works only in the thread that made it ({why}). Experiments load in a separate "
-                "thread, so that a hanging one can be abandoned. Your fit is not affected. To run experiments, open "
-                "resources that are bound to a thread, such as database connections, in each thread that uses them."
-            ) from error
-        raise DatasetError(
-            f"The data set ({kind}) failed to return sample {index}: {why}. Fix or exclude this sample."
-        ) from error
-
-
-def not_hanging(work: Callable[[Heartbeat], T], silent_s: float, what: str) -> T:
-    """The result of ``work``, unless it hangs.
-
-    Args:
-        work: calls ``beat()`` at least every ``silent_s`` seconds.
-        silent_s: longest time between two beats.
-        what: subject of the message.
-
-    Raises:
-        LoaderError: no beat for longer than ``silent_s``.
-    """
-    message = (
-        f"{what} took longer than {silent_s:g} s. See what it waits for: a lock, a connection, a file system that does "
-        "not answer."
-    )
-    return watchdog(work, silent_s=silent_s, unblock=lambda: False, what=lambda _: message)
-
-
-@contextmanager
-def threads_of_a_worker(part: LoaderPart) -> Iterator[None]:
-    """Context manager to give torch as many threads as a worker has: one, if the loader has workers."""
-    threads = torch.get_num_threads()
-    try:
-        if part.loader.num_workers:
-            torch.set_num_threads(1)
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def make_sample(part: LoaderPart, max_s: float = 60.0) -> Sample:
-    """The loader's first sample, made in this process as a worker would.
-
-    Raises:
-        DatasetError: the sample cannot be made, or there is none.
-        LoaderError: the sample takes longer than ``max_s``.
-    """
-    dataset = part.loader.dataset
-    indices = ["the first"] if part.stream else part.first_samples(1)
-    if not indices:
-        raise DatasetError("The sampler gives no batch. Check the length of the data set, and drop_last.")
-
-    def make(_: Heartbeat) -> list[Sample]:
-        return list(islice(iter(dataset), 1)) if part.stream else [dataset[indices[0]]]
-
-    with naming(dataset, indices[0]):
-        samples = not_hanging(make, max_s, f"Sample {indices[0]} of the data set ({type(dataset).__name__})")
-    if not samples:
-        raise DatasetError("The iterable data set gives no sample. Check its source.")
-    return samples[0]
-
-
-def fresh(sample: object) -> Sample:
-    """The sample with shallow copies of its dicts and lists: collate functions may remove entries."""
-    return copy.copy(sample) if isinstance(sample, (Mapping, list)) else sample
-
-
-# --- the session --------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Session:
-    """The loaders under experiment, and the results so far.
+    """The user's objects, which fits and experiments never change for good, and the results so far.
 
-    Args:
-        loader: the result of ``train_dataloader``.
-        device: device that batches go to; None: none.
-        clock: seconds.
+    Attributes:
+        trainer: the user's Trainer, or None if only loaders are measured.
+        model: the user's module, or None.
+        datamodule: the user's data module, or None.
+        loaders: the user's training loaders; None if the data module or the module has them.
+        compiled: the user's module from ``torch.compile``, if ``model`` was compiled.
+        package: ``lightning.pytorch`` or ``pytorch_lightning``.
+        callbacks: the user's callbacks that run in the unchanged training.
+        stops: signals that end fits and experiments.
+        train_loaders: the result of ``train_dataloader``. Fits and experiments get copies of it.
+        measured: measurements of the unchanged training.
+        device_batches: batches of that training, as passed to the step.
+        results: the results of the experiments so far.
+        clock: returns the time in seconds.
+        machine: the limits of this machine.
+        parts: the DataLoaders in ``train_loaders``; empty if it is an iterable of another kind.
+        samples: a sample of each of them.
+        first_batch: the first batch of each of them.
+        alone: the rate of the loaders as configured.
+        share_s: seconds for the present experiment.
     """
 
-    loader: AnyLoader
-    device: torch.device | None = None
+    trainer: AnyTrainer = None
+    model: AnyModule = None
+    datamodule: AnyDataModule = None
+    loaders: AnyLoader = None
+    compiled: Any = None
+    package: ModuleType | None = None
+    callbacks: list[Any] = field(default_factory=list)
+    stops: StopSignals = field(default_factory=StopSignals)
+    train_loaders: AnyLoader = None
+    measured: Measurements | None = None
+    device_batches: KeptBatches = field(default_factory=KeptBatches)
+    results: ExperimentResults = field(default_factory=ExperimentResults)
     clock: Callable[[], float] = time.monotonic
     machine: Machine = field(default_factory=read_machine)
-    results: ExperimentResults = field(default_factory=ExperimentResults)
     parts: tuple[LoaderPart, ...] = ()
-    """Empty if the loader is not a DataLoader."""
-    samples: list[Sample] = field(default_factory=list)
-    """A sample of each loader."""
-    first: list[Batch] = field(default_factory=list)
-    """The first batch of each loader."""
+    samples: list[Batch] = field(default_factory=list)
+    first_batch: list[Batch] = field(default_factory=list)
     alone: LoaderRate | None = None
-    """The rate of the loaders as configured."""
     share_s: float = 1.0
-    """Seconds for the present experiment."""
-    subset: Any = None
-    """The first batches and their files; chosen once, so that experiments can be compared."""
 
-    def prepare(self) -> str | None:
+    # --- the user's objects ---------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which the model computes."""
+        device: torch.device = self.trainer.strategy.root_device
+        return device
+
+    @property
+    def loader_owner(self) -> Any:
+        """The object with ``train_dataloader``; None if the loaders were passed."""
+        if self.loaders is not None:
+            return None
+        if self.datamodule is not None:
+            return self.datamodule
+        return self.model
+
+    @contextmanager
+    def restoring(self) -> Iterator[ModelState]:
+        """Context manager to handle signals, and to restore the module and the random numbers at its end.
+
+        Yields the module's state.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.init()  # so that its generators are restored, too
+        with self.stops, preserve_state():
+            state = ModelState(self.model, self.callbacks)
+            trainer = getattr(self.datamodule, "trainer", None)
+            try:
+                yield state
+            finally:
+                self.stops.hold_back()
+                state.restore()
+                if self.datamodule is not None:
+                    self.datamodule.trainer = trainer
+
+    def set_up(self) -> None:
+        """Get the training loaders as Lightning would, without fitting.
+
+        Raises:
+            SettingsError: there are none.
+        """
+        self.train_loaders = self.loaders
+        owner = self.loader_owner
+        if owner is None:
+            return
+        if owner is self.model or owner.trainer is None:  # a module without a Trainer raises
+            owner.trainer = self.trainer
+        owner.prepare_data()
+        owner.setup("fit")
+        self.train_loaders = owner.train_dataloader()
+        if self.train_loaders is None:
+            raise SettingsError(
+                f"{type(owner).__name__}.train_dataloader() returned None, so there is nothing to load. Make it return "
+                "the training loader, such as a DataLoader."
+            )
+
+    def tear_down(self) -> None:
+        """Call the data module's ``teardown``, which the fits leave out."""
+        if self.datamodule is not None and _host.is_overridden(self.datamodule, "teardown"):
+            self.datamodule.teardown("fit")
+
+    def place(self) -> Place | None:
+        """The place in the user's code that sets up the training loader, or None if it cannot be found.
+
+        Looks at the user's own Trainer, which knows the keys of the command line.
+        """
+        try:
+            loaders = [part.loader for part in parts_of(self.train_loaders)]
+            return place_of(self.loader_owner, self.trainer, self.datamodule, loaders)
+        except Exception:  # noqa: BLE001  # loaders of another kind, or sources that cannot be read
+            return None
+
+    # --- results --------------------------------------------------------------------------------------------------
+
+    def note(self, **figures: Any) -> None:
+        """Add figures to the results."""
+        self.results = replace(self.results, **figures)
+
+    def leave_out(self, experiment: str, why: str) -> None:
+        """Note that an experiment was not run, with the reason."""
+        self.note(left_out=(*self.results.left_out, (experiment, why)))
+
+    # --- the loaders under experiment -----------------------------------------------------------------------------
+
+    def find_parts(self) -> str | None:
         """Find the DataLoaders, and draw a sample of each.
 
         Returns:
@@ -278,9 +185,9 @@ class Session:
             DatasetError: a sample cannot be made.
             LoaderError: a sample takes very long.
         """
-        with preserve_state(self.loader):
+        with preserve_state(self.train_loaders):
             try:
-                parts = parts_of(self.loader)
+                parts = parts_of(self.train_loaders)
                 for part in parts:
                     clone_loader(part.loader)
             except LoaderError as error:
@@ -290,17 +197,14 @@ class Session:
         self.note(batch_size=sum(part.batch_size for part in parts))
         return None
 
-    def note(self, **figures: Any) -> None:
-        """Add figures to the results."""
-        self.results = replace(self.results, **figures)
-
     def counted_s(self, share: float = 1.0) -> float:
         """Seconds that are counted, of a share of the experiment's time; the rest is start-up and warm-up."""
         return max(0.1, min(3.0, 0.4 * share * self.share_s))
 
     def rate(self, change: Callable[[LoaderPart], Changes] = LoaderPart.changes, **options: Any) -> float:
         """Batches per second of the loaders with changes. Options as for :meth:`drain`."""
-        return self.drain(change, **options)[0].batches_per_s
+        rate, _ = self.drain(change, **options)
+        return rate.batches_per_s
 
     def drain(
         self,
@@ -308,43 +212,44 @@ class Session:
         *,
         share: float = 1.0,
         warm_rounds: int = 2,
-        prepare: Callable[[], object] | None = None,
     ) -> tuple[LoaderRate, list[Batch]]:
         """Drain the loaders together, each with its changes. Returns (rate, first batch of each).
-
-        The user's loaders are always restored afterwards.
 
         Args:
             change: called with a loader, returns the changes to make to it.
             share: share of the experiment's time.
             warm_rounds: rounds at the start of each pass that are not counted.
-            prepare: called before each pass; its time is not counted.
 
         Raises:
             DatasetError: loading fails; the message names worker and sample, if known.
             LoaderError: a loader hangs, is empty or cannot be rebuilt.
         """
-        start_s = START_S if self.alone is None else 2 * self.alone.start_s
+        start_s = START_S
+        if self.alone is not None:
+            start_s = 2 * self.alone.start_s
         max_s = max(share * self.share_s, _LEAST_S) + start_s
         limits = RoundLimits(min_s=self.counted_s(share), max_s=max_s, warm_rounds=warm_rounds)
         passes: list[Together] = []
         try:
-            with preserve_state([part.loader for part in self.parts] or self.loader), warnings.catch_warnings():
+            with preserve_state([part.loader for part in self.parts] or self.train_loaders), warnings.catch_warnings():
                 # As in clone_loader: torch warns again when a pass begins. The user's own run has shown both warnings.
                 warnings.filterwarnings("ignore", message="This DataLoader will create")
                 warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")
-                clones = [clone_loader(part.loader, change(part)) for part in self.parts]
+                clones: list[DataLoader[Batch]] = [clone_loader(part.loader, change(part)) for part in self.parts]
 
                 def begin() -> Together:
-                    passes.append(Together([iter(one) for one in clones or [self.loader]]))
+                    passes.append(Together([iter(loader) for loader in clones or [self.train_loaders]]))
                     return passes[-1]
 
                 burst = max(map(burst_of, clones), default=1)
-                rate = time_loader(begin, burst=burst, limits=limits, prepare=prepare)
+                rate = time_loader(begin, burst=burst, limits=limits)
         except Exception as error:
             if not self.parts or (isinstance(error, FeedError) and not isinstance(error, DatasetError)):
                 raise
-            raise locate_failure(self.parts, error, passes[-1].came if len(passes) == 1 else None) from error
+            received = None
+            if len(passes) == 1:
+                received = passes[0].received
+            raise locate_failure(self.parts, error, received) from error
         return rate, passes[0].first
 
     def check_memory(self, num_workers: int | None = None) -> None:
@@ -357,7 +262,9 @@ class Session:
             NotMeasurable: the queues would take too much.
         """
         for part, sample in zip(self.parts, self.samples, strict=True):
-            workers = part.loader.num_workers if num_workers is None else num_workers
+            workers = part.loader.num_workers
+            if num_workers is not None:
+                workers = num_workers
             prefetch = part.loader.prefetch_factor or TORCH_PREFETCH
             batches = workers * prefetch + background_of(part.loader) + 1
             taken = Footprint(
@@ -369,59 +276,47 @@ class Session:
                 threads=not workers or has_threads(part.loader),
                 sharers=len(self.parts),
             )
-            if said := exceeded_limit(self.machine, taken):
-                raise NotMeasurable(said)
+            problem = exceeded_limit(self.machine, taken)
+            if problem:
+                raise NotMeasurable(problem)
 
 
-# --- the parts of a batch -----------------------------------------------------------------------------------------
+def open_session(
+    trainer: AnyTrainer, model: object, datamodule: AnyDataModule = None, loaders: object = None
+) -> Session:
+    """Open a session for the arguments of ``Trainer.fit``. Without a Trainer, Lightning chooses the device.
 
-
-def key_bytes(batch: object, place: str = "") -> dict[str, int]:
-    """The bytes of each leaf of a batch by its name, in order.
-
-    Leaves are found inside mappings, lists, tuples, named tuples and dataclasses. Any other object is one leaf, with
-    the tensors inside it. A list of plain values, such as paths, is one leaf, too.
-
-    Args:
-        batch: a loader's batch.
-        place: name of the batch itself, if it is part of another.
-
-    Returns:
-        ``{"image": 602112, "meta.path": 1830}``, ``{"0": 602112, "1": 32}`` for a tuple, ``{"batch": 602112}`` for a
-        batch without parts. Tensors and arrays count their elements, text and bytes their length, numbers 8.
-
-    Example:
-        >>> key_bytes({"image": Tensor(2, 3), "meta": {"path": ["a.jpg", "b.jpg"]}})
-        {'image': 24, 'meta.path': 10}
+    Raises:
+        SettingsError: the objects come from both packages or from neither, the Trainer is training now, this process is
+            one of several ranks, or the model is sharded.
     """
-    return {place: size_of_leaf(leaf) for place, leaf in key_leaves(batch, place)}
+    plain = getattr(model, "_orig_mod", model)
+    known = [part for part in (trainer, plain, datamodule) if part is not None]
+    package = import_module("lightning.pytorch")
+    if known:
+        package = _host.package_of(*known)
+    if trainer is None:
+        trainer = plain_trainer(package)
+    elif _host.is_training(trainer):
+        raise SettingsError("This Trainer is running. Call diagnose() before or after fit(), not from within.")
+    elif _host.shards_the_model(trainer):
+        raise SettingsError(
+            f"{type(trainer.strategy).__name__} divides the model among devices, but diagnose() trains on one. "
+            "Diagnose only the data module, with diagnose(None, None, datamodule), and add GPUStarvationCallback() to "
+            "the run."
+        )
+    elif torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise SettingsError(
+            "This process is one of several ranks. Run diagnose() in a separate process, on one device. To compare "
+            "ranks, use GPUStarvationCallback() in the run itself."
+        )
+    compiled = None
+    if plain is not model:
+        compiled = model
+    return Session(trainer, plain, datamodule, loaders, compiled, package)
 
 
-def key_leaves(batch: object, place: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a batch in order, with the names that :func:`key_bytes` uses."""
-    parts = named_parts(batch)
-    if isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"):
-        holds_parts = any(isinstance(part, (Tensor, np.ndarray)) or named_parts(part) is not None for part in batch)
-        parts = parts if holds_parts else None  # a list of plain values is a leaf
-    if parts is None:
-        yield place or WHOLE, batch
-        return
-    for key, value in parts.items():
-        yield from key_leaves(value, f"{place}.{key}" if place else str(key))
-
-
-def size_of_leaf(leaf: Any) -> int:
-    """Size in bytes of a leaf, or of a whole sample or batch."""
-    if isinstance(leaf, np.ndarray):
-        return int(leaf.nbytes)
-    if isinstance(leaf, str):
-        return len(leaf.encode("utf-8", "surrogatepass"))
-    if isinstance(leaf, (bytes, bytearray, memoryview)):
-        return len(leaf)
-    if isinstance(leaf, (int, float, complex, np.generic)):
-        return _NUMBER_BYTES
-    if isinstance(leaf, (Mapping, list, tuple, set, frozenset)):
-        return sum(map(size_of_leaf, leaf.values() if isinstance(leaf, Mapping) else leaf))
-    if hasattr(leaf, "getbands"):
-        return int(leaf.width * leaf.height * len(leaf.getbands()))  # a PIL image
-    return sum(tensor.nbytes for tensor in tensors(leaf))
+def plain_trainer(package: Any, accelerator: str = "auto") -> AnyTrainer:
+    """A Trainer on one device that writes no files."""
+    with quiet():
+        return package.Trainer(accelerator=accelerator, devices=1, logger=False, enable_checkpointing=False)

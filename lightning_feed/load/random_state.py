@@ -109,7 +109,7 @@ _ENTERED = 1_000
 _MOST = 200_000
 """Largest number of visited objects."""
 _APART = re.compile(
-    r"(threading|multiprocessing|logging|torch\.multiprocessing|lightning_feed\.(storage|_host|diagnosing\.short_fits))\b"
+    r"(threading|multiprocessing|logging|torch\.multiprocessing|lightning_feed\.(storage|_host|diagnosing))\b"
     r"|(lightning|pytorch_lightning)\b(?!(\.pytorch|\.fabric)?\.(core|utilities)\b)"
 )
 """Packages whose objects are not visited: parts of the running program, a diagnosis that runs, and our storage, whose

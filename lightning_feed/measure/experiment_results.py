@@ -35,35 +35,13 @@ class FunctionCost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeyUse:
+class KeyBytes:
     """One part of the batch."""
 
     name: str
     """Its place: ``image``, ``0``, ``meta.path``."""
     bytes_per_batch: int
     """Bytes sent to the training process, and from there to the device."""
-    used: bool | None
-    """True if the module read it in a training step; None if unknown."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DiskFacts:
-    """Storage that the samples are read from."""
-
-    file_system: str | None = None
-    """The system's name for it: ``ext4``, ``overlay``, ``nfs4``."""
-    kind: str | None = None
-    """``"memory"``, ``"local"``, ``"rotational"``, ``"overlay"`` or ``"network"``."""
-    read_mb_per_s: float | None = None
-    """Read rate while the loader runs, from the sizes of its files."""
-    files_per_s: float | None = None
-    """Files opened per second, by all workers."""
-    mean_file_bytes: float | None = None
-    """Mean size of a file."""
-    latency_ms: float | None = None
-    """For a URL: time from requesting one byte to receiving it, with sequential requests."""
-    line_mb_per_s: float | None = None
-    """For a URL: rate of reading with many concurrent requests."""
 
 
 NOT_TRANSFORMS = ("read", "decode", "load")
@@ -93,8 +71,6 @@ class ExperimentResults:
     """Samples of a batch in the experiments."""
     model_per_s: float | None = None
     """Rate of the model on one device batch, repeated."""
-    host_batch_per_s: float | None = None
-    """Rate of the model on one host batch, copied in each step."""
     loader_per_s: float | None = None
     """Rate of the loader without training, as configured."""
     loader_start_s: float | None = None
@@ -105,10 +81,6 @@ class ExperimentResults:
     """Rate of the loader when all files that it reads are already in the page cache."""
     no_transform_per_s: float | None = None
     """Rate of the loader without the dataset's transforms."""
-    as_uint8_per_s: float | None = None
-    """Rate of the loader if it yields uint8 images at their final size. All later transforms are left to the device."""
-    device_decode_per_s: float | None = None
-    """Rate at which an otherwise idle device decodes, crops and resizes an image folder."""
     crops: CropTrial | None = None
     """Comparison of decoding an image folder's images whole and decoding only their crops. None if the loader does not
     decode images whole and then crop them."""
@@ -120,31 +92,15 @@ class ExperimentResults:
     """Wall time of ``collate_fn`` for one batch."""
     functions: tuple[FunctionCost, ...] = ()
     """The user's functions that take the time in ``samples_ms`` and ``collate_ms``, the most expensive first."""
-    cold_per_s: float | None = None
-    """Rate of the loader with none of its files in the page cache."""
     ceiling_per_s: float | None = None
     """Rate of the loader with constant samples of the same shapes and the same workers: the limit of IPC, collating and
     pinning."""
-    hand_over_ms: float | None = None
-    """Median wall time to take a ready batch from a worker process, without pinning. The training loop, or the pin
-    thread, spends this time on each batch. Always measured with one worker per loader."""
-    hand_over_file_system_ms: float | None = None
-    """``hand_over_ms`` with the sharing strategy ``file_system``; None if it is already in use or cannot be tried."""
-    sharing_strategy: str | None = None
-    """The current sharing strategy: ``torch.multiprocessing.get_sharing_strategy()``."""
-    pinned_gb_per_s: float | None = None
-    """Speed of copies from host to device, from pinned memory."""
-    pageable_gb_per_s: float | None = None
-    """Speed of copies from host to device, from memory that is not pinned."""
-    copy_ms: float | None = None
-    """Time to copy one batch to the device, from the memory in which the loader returns it."""
     worker_scaling: tuple[tuple[int, float], ...] = ()
     """(num_workers, batches per second) of the settings tried; the median if tried several times. With 0 workers the
     training process makes the batches itself."""
     worker_spread: tuple[tuple[int, float, float], ...] = ()
     """(num_workers, lowest rate, highest rate) of the settings tried more than once."""
-    keys: tuple[KeyUse, ...] = ()
-    disk: DiskFacts | None = None
+    keys: tuple[KeyBytes, ...] = ()
     left_out: tuple[tuple[str, str], ...] = ()
     """(experiment, why it was not run); under :data:`REST_OF_THE_FIT` the parts of the fit that were not run."""
 

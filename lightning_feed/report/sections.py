@@ -11,10 +11,9 @@ from typing import Literal, NamedTuple
 from lightning_feed.errors import in_rate, plural, rate_unit, source_line, throughput
 from lightning_feed.measure.experiment_results import (
     NOT_TRANSFORMS,
-    DiskFacts,
     ExperimentResults,
     FunctionCost,
-    KeyUse,
+    KeyBytes,
     NamedCost,
     step_of,
 )
@@ -75,7 +74,6 @@ def read_pipeline(diagnosis: Diagnosis) -> Pipeline | None:
         *_sample_parts(found.costs, facts, size),
         ("part", "collate, send", found.ceiling_per_s, "constant samples, same workers"),
         ("stage", "loader", found.loader_per_s, "alone, as configured"),
-        ("stage", "copy", rate(found.copy_ms, 1), "one batch after the other"),
         ("stage", "model", None if model_disturbed(measured) else found.model_per_s, "the same device batch each step"),
         ("fit", "fit as it ran", rate(measured.stats.step_ms, 1), ""),
         ("if", "files in memory", found.cached_bytes_per_s, ""),
@@ -375,7 +373,7 @@ def measured_sections(measured: Measurements) -> Iterator[Section]:
         rows = [(f"rank {rank}{' (the slow one)' if rank == slow else ''}", f"{ms:.2f}") for rank, ms in waits]
         yield from _table("Ranks", rows, ("", "waits for data, ms a step"))
     yield from _table("Loader and workers during the fit", _loader_rows(measured.loaders))
-    yield from _experiments(measured.found, stepped=measured.stats.steps > 0)
+    yield from _experiments(measured.found)
 
 
 def _table(title: str, rows: Sequence[Row], header: Row = (), console: str = "") -> Iterator[Section]:
@@ -408,7 +406,7 @@ def _loader_rows(loaders: LoaderStats) -> list[Row]:
     )
 
 
-def _experiments(found: ExperimentResults, *, stepped: bool) -> Iterator[Section]:
+def _experiments(found: ExperimentResults) -> Iterator[Section]:
     costs = sorted(found.costs, key=lambda one: -one.wall_ms)
     rows: list[Row] = [(one.name, f"{one.wall_ms:.2f} ms", f"{one.cpu_ms:.2f} ms") for one in costs]
     yield from _table("What one sample costs", rows, ("", "wall time", "CPU time"), "costs")
@@ -417,11 +415,7 @@ def _experiments(found: ExperimentResults, *, stepped: bool) -> Iterator[Section
     rows = _worker_rows(found)
     yield from _table("The loader alone, by number of workers", rows, ("", "rate", "tried again"), "tried")
     yield from _table("What one batch takes", _batch_rows(found), console="batch")
-    yield from _table("Where the files lie", _disk_rows(found.disk or DiskFacts()), console="disk")
-    uses = {one.used for one in found.keys}
-    # Without a step nobody could have used them.
-    questionable = uses - {True} and (stepped or uses - {None})
-    yield from _table("Parts of a batch", _key_rows(found.keys), console="keys" if questionable else "")
+    yield from _table("Parts of a batch", _key_rows(found.keys))
     yield from _table("Experiments that were left out", found.left_out, ("", "why"), "skip")
 
 
@@ -444,38 +438,22 @@ def _batch_rows(found: ExperimentResults) -> list[Row]:
     return _figures(
         ("its samples, in one process", found.samples_ms, "{:.1f} ms"),
         ("collating them", found.collate_ms, "{:.1f} ms"),
-        ("taking it from a worker", found.hand_over_ms, "{:.1f} ms"),
-        ('taking it with the sharing strategy "file_system"', found.hand_over_file_system_ms, "{:.1f} ms"),
-        ("copying it to the device", found.copy_ms, "{:.2f} ms"),
         ("start of the loader", found.loader_start_s, "{:.2f} s"),
-        ("copies from pinned memory", found.pinned_gb_per_s, "{:.1f} GB/s"),
-        ("copies from pageable memory", found.pageable_gb_per_s, "{:.1f} GB/s"),
     )
 
 
-def _disk_rows(disk: DiskFacts) -> list[Row]:
-    where = " on ".join(one for one in (disk.file_system, disk.kind) if one)
-    return [("file system", where)] * bool(where) + _figures(
-        ("reading", disk.read_mb_per_s, "{:.1f} MB/s"),
-        ("files", disk.files_per_s, "{:.0f} a second"),
-        ("mean size of a file", None if disk.mean_file_bytes is None else disk.mean_file_bytes / 1e3, "{:.0f} kB"),
-    )
-
-
-def _key_rows(keys: tuple[KeyUse, ...]) -> list[Row]:
-    """(place, size and use) of each part of a batch, unused parts first; the parts in a list share one row.
+def _key_rows(keys: tuple[KeyBytes, ...]) -> list[Row]:
+    """(place, size) of each part of a batch; the parts in a list share one row.
 
     Places are as Python writes them: ``batch[1]``, ``targets[*].boxes``.
     """
-    words = {False: "never used by the model", None: "use by the model unknown", True: "used by the model"}
-    parts: Counter[tuple[str, bool | None]] = Counter()
-    for one in keys:
-        first, *inner = one.name.split(".")
+    sizes: Counter[str] = Counter()
+    for key in keys:
+        first, *inner = key.name.split(".")
         place = f"batch[{first}]" if first.isdecimal() else first
         place += "".join("[*]" if name.isdecimal() else f".{name}" for name in inner)
-        parts[place, one.used] += one.bytes_per_batch
-    ordered = sorted(parts.items(), key=lambda one: list(words).index(one[0][1]))
-    return [(place, f"{size / 1e3:,.1f} kB a batch, {words[used]}") for (place, used), size in ordered]
+        sizes[place] += key.bytes_per_batch
+    return [(place, f"{size / 1e3:,.1f} kB a batch") for place, size in sizes.items()]
 
 
 # --- all of a report ----------------------------------------------------------------------------------------------

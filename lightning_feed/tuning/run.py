@@ -1,4 +1,4 @@
-"""``tune`` and its command: find loader settings by a few trials, without side effects."""
+"""``tune`` and its command: find loader settings by trials, without side effects."""
 
 import json
 import time
@@ -9,28 +9,33 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from lightning_feed._host import AnyModule, AnyTrainer
 from lightning_feed.diagnosing.batches import own_loaders
 from lightning_feed.diagnosing.failures import user_errors
+from lightning_feed.diagnosing.parts import parts_of
 from lightning_feed.diagnosing.program import Fit
-from lightning_feed.diagnosing.session import parts_of
-from lightning_feed.diagnosing.short_fits import DiagnosisSession, Limits, open_session, quiet
-from lightning_feed.errors import LoaderError, SettingsError, in_rate, plural, rate_unit, throughput
+from lightning_feed.diagnosing.restoring import quiet
+from lightning_feed.diagnosing.session import Session, open_session
+from lightning_feed.diagnosing.short_fits import Limits, replay
+from lightning_feed.errors import LoaderError, SettingsError, in_rate, plural, rate_unit
 from lightning_feed.extras import require
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.processes import end_pass
 from lightning_feed.load.random_state import preserve_state
-from lightning_feed.load.settings import MOST, TORCH_PREFETCH
+from lightning_feed.load.settings import MOST, Setting
 from lightning_feed.measure.measurements import Place
 from lightning_feed.storage.system import atomic_write
-from lightning_feed.trials.cloning import Changes, RoundLimits, clone_loader, has_threads
-from lightning_feed.trials.search import Goal, Tuned
-from lightning_feed.trials.trial import Setting, Trial, feasible, run_trial
-from lightning_feed.trials.tune_loader import Store, tune_loader
+from lightning_feed.trials.cloning import Changes, clone_loader
+from lightning_feed.trials.in_fit import why_fixed
+from lightning_feed.trials.search import Trial
+from lightning_feed.trials.training_work import TrainingWork
+from lightning_feed.trials.trial import TrialLimits, feasible, run_trial
+from lightning_feed.trials.tune_loader import Goal, Store, Tuned, own_setting, tune_loader
 
 REPLAY_STEPS = 300
 FEWEST_STEPS = 12
@@ -56,40 +61,34 @@ class Paste:
 
 
 def tuned_text(tuned: Tuned, place: Place | None = None) -> str:
-    """Format the result as text: a table of the trials, the choice with its reason and prediction, and code to paste.
+    """Format the result as text: a table of the trials, the choice with its reason, and code to paste.
 
     Args:
         tuned: result of tuning.
         place: the code that sets up the loader. None: unknown.
     """
-    lines = [f"workers  ahead  {rate_unit(tuned.batch_size):>11}  start  note"]
+    lines = ["workers  ahead  measured"]
     lines += [_row(trial, tuned) for trial in tuned.trials]
-    lines += [f"not run: {_short(setting)}: {why}" for setting, why in tuned.rejected]
-    known = "remembered, and checked now" if tuned.remembered else plural(len(tuned.trials), "trial")
-    lines += ["", f"{_short(tuned.setting)}: {tuned.reason}", f"{known}, {tuned.seconds:.0f} s"]
-    if tuned.batches_per_s is not None:
-        starved = "; the model's rate is unknown"
-        if tuned.starved_pct is not None and tuned.demand_per_s is not None:
-            can_take = throughput(tuned.demand_per_s, tuned.batch_size)
-            starved = f"; the model can take {can_take}, so it starves {tuned.starved_pct:.0f} %"
-        lines.append(f"predicted: {throughput(tuned.batches_per_s, tuned.batch_size)}{starved}")
-    for one in pastes(tuned, place):
-        lines += ["", f"{one.where}:", *(f"    {line}" for line in one.code.splitlines())]
+    how = "found by an earlier run" if tuned.remembered else f"{plural(len(tuned.trials), 'setting')} tried"
+    lines += ["", f"{_short(tuned.setting)}: {tuned.reason}", f"{how}, {tuned.seconds:.0f} s"]
+    if tuned.setting == tuned.own:
+        return "\n".join([*lines, "Your loader has this setting already."])
+    for paste in pastes(tuned, place):
+        lines += ["", f"{paste.where}:", *(f"    {line}" for line in paste.code.splitlines())]
     return "\n".join(lines)
 
 
 def _row(trial: Trial, tuned: Tuned) -> str:
     setting = trial.setting
-    chosen = tuned.setting
-    head = f"{setting.num_workers:>7}  {setting.prefetch_factor or '-':>5}  "
-    if trial.batches_per_s is None:
-        return f"{head}{'-':>11}  {'-':>5}  could not run: {trial.infeasible}"
-    start = f"{trial.start_s:.2f}" if trial.start_s is not None else "-"
-    note = "threads " if setting.workers == "thread" and setting.num_workers else ""
-    if _same_workers(setting, chosen) and setting.prefetch_factor == chosen.prefetch_factor:
-        note += "<- chosen"
-    per_s = in_rate(trial.batches_per_s * (tuned.batch_size or 1))
-    return f"{head}{per_s:>11}  {start:>5}  {note}".rstrip()
+    notes = []
+    if setting.workers == "thread" and setting.num_workers:
+        notes.append("threads")
+    if trial is tuned.trial_of(tuned.own):
+        notes.append("yours")
+    if trial is tuned.trial_of(tuned.setting):
+        notes.append("<- chosen")
+    measured = f"{tuned.in_words(trial)}  {' '.join(notes)}".rstrip()
+    return f"{setting.num_workers:>7}  {setting.prefetch_factor or '-':>5}  {measured}"
 
 
 def _same_workers(one: Setting, other: Setting) -> bool:
@@ -102,16 +101,13 @@ def _short(setting: Setting) -> str:
 
 
 def tuned_document(tuned: Tuned, place: Place | None = None) -> dict[str, Any]:
-    """Convert the result for JSON, with a schema name. Rates are in batches per second, times in seconds."""
-    rate = tuned.batches_per_s
-    size = tuned.batch_size
+    """Convert the result for JSON, with a schema name. Times are in seconds."""
     return {
         "schema": SCHEMA,
         **asdict(tuned),
-        "rejected": [{"setting": asdict(setting), "why": why} for setting, why in tuned.rejected],
-        "samples_per_s": rate * size if rate is not None and size else None,
+        "step_s": tuned.step_s,
         "code": paste_line(tuned),
-        "paste": [asdict(one) for one in pastes(tuned, place)],
+        "paste": [asdict(paste) for paste in pastes(tuned, place)],
     }
 
 
@@ -136,12 +132,13 @@ def pastes(tuned: Tuned, place: Place | None) -> list[Paste]:
     if place.form == "callback":
         return [Paste(f"in callbacks=[...] of the Trainer: {place.words}", "callback", "AutotuneCallback()")]
     keys = dict(place.overrides)
-    found = _overrides(keys, {name: value for name, value in values.items() if name in keys})
-    rest = {name: value for name, value in values.items() if name not in keys}
-    rest = {name: value for name, value in rest.items() if not place.names or name in dict(place.names)}
+    arguments = dict(place.names) or values
+    ways = _overrides(keys, {name: value for name, value in values.items() if name in keys})
+    rest = {name: value for name, value in values.items() if name not in keys and name in arguments}
     if rest:
-        found.append(Paste(f"{'and ' if found else ''}in {place.words}", "arguments", place.code(**rest)))
-    return found
+        also = "and " if ways else ""
+        ways.append(Paste(f"{also}in {place.words}", "arguments", place.code(**rest)))
+    return ways
 
 
 def _overrides(keys: dict[str, str], values: dict[str, Any]) -> list[Paste]:
@@ -151,7 +148,9 @@ def _overrides(keys: dict[str, str], values: dict[str, Any]) -> list[Paste]:
     line = " ".join(f"{keys[name]}={json.dumps(value)}" for name, value in values.items())
     above = keys["num_workers"].removeprefix("--").rpartition(".")[0]
     yaml = "\n".join(f"{keys[name].rpartition('.')[2]}: {json.dumps(value)}" for name, value in values.items())
-    where = f"or in YAML, under {above}" if above else "or in YAML"
+    where = "or in YAML"
+    if above:
+        where += f", under {above}"
     return [Paste("on the command line", "override", line), Paste(where, "yaml", yaml)]
 
 
@@ -161,13 +160,15 @@ def paste_line(tuned: Tuned) -> str:
 
 
 def _values(tuned: Tuned) -> dict[str, Any]:
-    found = tuned.setting
-    values: dict[str, Any] = {"num_workers": found.num_workers}
-    if found.num_workers:
-        if found.workers != "process":
-            values["workers"] = found.workers
-        values |= {"prefetch_factor": found.prefetch_factor, "persistent_workers": found.persistent_workers}
-    return {**values, "pin_memory": found.pin_memory}
+    setting = tuned.setting
+    values: dict[str, Any] = {"num_workers": setting.num_workers}
+    if setting.num_workers and setting.workers != "process":
+        values["workers"] = setting.workers
+    if setting.num_workers:
+        values["prefetch_factor"] = setting.prefetch_factor
+        values["persistent_workers"] = setting.persistent_workers
+    values["pin_memory"] = setting.pin_memory
+    return values
 
 
 def _arguments(values: dict[str, Any]) -> str:
@@ -179,48 +180,34 @@ def _arguments(values: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """A loader's rates for each number of workers in a grid."""
+    """The rates of a loader alone for each number of workers in a grid."""
 
     trials: tuple[Trial, ...]
     """Trials by number of workers. Includes trials that could not run or would break a limit, with the reason."""
-    cpus: float
-    """Number of CPUs that one rank can use."""
     batch_size: int | None = None
     """Samples per batch. None: rates are in batches."""
     chosen: Setting | None = None
     """The tuner's choice, which may be outside the grid."""
-    demand_per_s: float | None = None
-    """Batches per second that the model can consume. None: unknown."""
     seconds: float = 0.0
     """Seconds that the sweep took."""
 
     def rate(self, trial: Trial) -> float | None:
         """Return a trial's samples per second, or batches per second if the batch size is unknown. None if the trial
         could not run."""
-        return None if trial.batches_per_s is None else trial.batches_per_s * (self.batch_size or 1)
-
-    def cpu_pct(self, trial: Trial) -> float | None:
-        """Return the share of CPUs that a trial kept busy, 0 to 100."""
-        if trial.batches_per_s is None or trial.cpu_s_per_batch is None:
-            return None
-        return 100 * trial.batches_per_s * trial.cpu_s_per_batch / self.cpus
+        return (self.batch_size or 1) / trial.step_s if trial.steps_s else None
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to a dict for JSON."""
-        rows = [
-            {**asdict(trial), "cpu_pct": self.cpu_pct(trial), "tuned": self._is_chosen(trial)} for trial in self.trials
-        ]
+        rows = [{**asdict(trial), "per_s": self.rate(trial), "tuned": self._is_chosen(trial)} for trial in self.trials]
         return {**asdict(self), "trials": rows}
 
     def text(self) -> str:
         """Format as a table with a bar for each rate, in plain characters."""
         top = max((self.rate(trial) or 0.0 for trial in self.trials), default=0.0)
-        lines = [f"workers {rate_unit(self.batch_size):>11}    CPU   memory"]
+        lines = [f"workers {rate_unit(self.batch_size):>11}   memory"]
         lines += [self._line(trial, top) + ("  <- tuned" if self._is_chosen(trial) else "") for trial in self.trials]
         if self.chosen is not None and not any(map(self._is_chosen, self.trials)):
             lines.append(f"tuned: {self.chosen}, which is not on this grid")
-        if self.demand_per_s is not None:
-            lines.append(f"the model can take {throughput(self.demand_per_s, self.batch_size)}")
         return "\n".join(lines)
 
     def _is_chosen(self, trial: Trial) -> bool:
@@ -231,16 +218,13 @@ class Sweep:
         rate = self.rate(trial)
         if rate is None:
             return f"{workers:>7} {'-':>11}  {trial.infeasible or 'it could not run'}"
-        cpu = self.cpu_pct(trial)
-        memory = trial.memory_bytes
-        cpu_text = f"{cpu:.0f} %" if cpu is not None else "-"
-        memory_text = f"{memory / _MIB:,.0f}M" if memory is not None else "-"
-        bar = "#" * max(1, round(_BAR * rate / top)) if top else ""
-        return f"{workers:>7} {in_rate(rate):>11} {cpu_text:>6} {memory_text:>8}  {bar:<{_BAR}}".rstrip()
+        memory = f"{trial.memory_bytes / _MIB:,.0f}M" if trial.memory_bytes is not None else "-"
+        bar = "#" * max(1, round(_BAR * rate / top))
+        return f"{workers:>7} {in_rate(rate):>11} {memory:>8}  {bar}"
 
 
-def write_plot(found: Sweep, path: Path) -> Path:
-    """Plot samples per second, CPU share and memory against the number of workers, as a PNG file.
+def write_plot(sweep: Sweep, path: Path) -> Path:
+    """Plot samples per second and memory against the number of workers, as a PNG file.
 
     The file is written atomically. Matplotlib's global state, including its backend, is not touched.
 
@@ -249,32 +233,22 @@ def write_plot(found: Sweep, path: Path) -> Path:
         OSError: the file cannot be written.
     """
     figure = require("matplotlib.figure", extra="plot", why="the plot of a sweep").Figure
-    canvas = figure(figsize=(7, 8), layout="constrained")
-    axes: Any = canvas.subplots(3, sharex=True)
-    rows: dict[str, Callable[[Trial], float | None]] = {
-        rate_unit(found.batch_size): found.rate,
-        "CPU share in %": found.cpu_pct,
-        "memory of the workers in MiB": lambda one: None if one.memory_bytes is None else one.memory_bytes / _MIB,
-    }
-    for axis, (label, value_of) in zip(axes, rows.items(), strict=True):
-        # matplotlib draws no point where a value is None
-        axis.plot([one.setting.num_workers for one in found.trials], [*map(value_of, found.trials)], marker="o")
-        for workers in (one.setting.num_workers for one in found.trials if one.infeasible):
-            axis.axvline(workers, color="0.8", linestyle=":")
-        if found.chosen is not None:
-            axis.axvline(found.chosen.num_workers, color="tab:green", label=f"tuned: {found.chosen}")
-        axis.set_ylabel(label)
+    canvas = figure(figsize=(7, 6), layout="constrained")
+    rates, memory = canvas.subplots(2, sharex=True)
+    workers = [trial.setting.num_workers for trial in sweep.trials]
+    in_mib = [None if trial.memory_bytes is None else trial.memory_bytes / _MIB for trial in sweep.trials]
+    # matplotlib draws no point where a value is None
+    rates.plot(workers, [sweep.rate(trial) for trial in sweep.trials], marker="o")
+    memory.plot(workers, in_mib, marker="o")
+    rates.set_ylabel(rate_unit(sweep.batch_size))
+    memory.set_ylabel("memory of the workers in MiB")
+    memory.set_xlabel("num_workers")
+    for axis in (rates, memory):
         axis.set_ylim(bottom=0)
-    if found.demand_per_s is not None:
-        axes[0].axhline(
-            found.demand_per_s * (found.batch_size or 1),
-            color="tab:red",
-            linestyle="--",
-            label="what the model can take",
-        )
-    if axes[0].get_legend_handles_labels()[0]:
-        axes[0].legend()
-    axes[-1].set_xlabel("num_workers")
+        if sweep.chosen is not None:
+            axis.axvline(sweep.chosen.num_workers, color="tab:green", label=f"tuned: {sweep.chosen}")
+    if sweep.chosen is not None:
+        rates.legend()
     drawn = BytesIO()
     canvas.savefig(drawn, format="png")
     with atomic_write(path) as file:
@@ -285,78 +259,76 @@ def write_plot(found: Sweep, path: Path) -> Path:
 # --- tune ------------------------------------------------------------------------------------------------------------
 
 
-def tune(  # noqa: PLR0913  # all but the target are by name, and have a default
+def tune(  # all but the target are by name, and have a default
     target: Any,
     *,
     model: AnyModule = None,
     trainer: AnyTrainer = None,
-    batch_size: int | None = None,
-    demand_per_s: float | None = None,
     budget_s: float = 30.0,
-    max_trials: int = 5,
     fresh: bool = False,
     loader: str | None = None,
 ) -> Tuned:
     """Find loader settings for a data module or a DataLoader, without changing either.
 
-    With a model or ``demand_per_s``, picks the smallest setting that delivers 10 % more than the model can consume.
-    Otherwise picks the fastest. The result is stored per machine, data set, batch size and package versions, and
-    checked with one short trial next time.
+    With a model, finds the setting with which its training steps are shortest; without, that of the fastest loader.
+    Your own setting stays unless another is faster by more than 3 % in each of three turns. The result is stored for
+    the machine, dataset, batch size and package versions.
 
     Args:
         target: a LightningDataModule, which is prepared and set up for "fit", or torch DataLoaders.
-        model: the LightningModule. Its training rate is measured on one batch for some seconds.
+        model: the LightningModule. Its training step is measured on one batch for some seconds.
         trainer: the Trainer for the settings of the run. Loaders for all its local ranks are tried at once.
-        batch_size: samples in a batch, for rates in samples per second, if the loader has no ``batch_size``.
-        demand_per_s: batches per second that the model can train, instead of measuring it.
         budget_s: seconds for the trials. No trial starts later.
-        max_trials: largest number of trials, including the first one, without workers.
         fresh: ignore remembered results.
         loader: key or number of the loader to tune, if there are several, such as ``"cls"``.
 
     Raises:
-        SettingsError: the target cannot be tuned, or the values leave nothing to try.
-        DatasetError: the data set raises; the message names the sample.
+        SettingsError: the target cannot be tuned, or more workers would change what is trained.
+        DatasetError: the dataset raises.
         LoaderError: the loader is empty, or hangs.
 
     Returns:
-        The setting, its reason, the trials and the prediction. ``Tuned.settings`` fits a FastDataModule.
+        The setting, its reason and the trials.
 
     Example:
         >>> from torch.utils.data import DataLoader
         >>> from lightning_feed import tune
         >>> loader = DataLoader(range(10_000), batch_size=100)
-        >>> tune(loader, demand_per_s=1, budget_s=1, fresh=True).setting.num_workers
+        >>> tune(loader, budget_s=1, fresh=True).own.num_workers
         0
     """
-    goal = Goal(demand_per_s=demand_per_s, budget_s=budget_s, max_trials=max_trials)
-    with open_target_session(target, model, trainer, loader) as (session, one):
-        ranks = 1 if trainer is None else trainer.num_devices
-        return find(session, one, replace(goal, local_ranks=ranks), batch_size=batch_size, fresh=fresh)
+    goal = Goal(budget_s=budget_s)
+    if trainer is not None:
+        goal = replace(goal, local_ranks=trainer.num_devices)
+    with open_target_session(target, model, trainer, loader) as (session, training_loader):
+        return find(session, training_loader, goal, fresh=fresh)
 
 
-def find(
-    session: DiagnosisSession, loader: DataLoader[Batch], goal: Goal, *, batch_size: int | None, fresh: bool
-) -> Tuned:
+def find(session: Session, loader: DataLoader[Batch], goal: Goal, *, fresh: bool) -> Tuned:
     """Find the settings for a loader, with a progress bar on stderr.
 
     Args:
-        session: training session. Its module's demand is measured unless the goal has one.
+        session: training session. The work of its module is measured.
         loader: the training loader.
-        goal: target and limits. Device and persistent workers follow from the Trainer.
-        batch_size: as for :func:`tune`.
+        goal: the limits. Device and persistent workers follow from the Trainer.
         fresh: as for :func:`tune`.
+
+    Raises:
+        SettingsError: other workers would change what is trained.
     """
+    why_not = why_fixed(loader)
+    if why_not:
+        raise SettingsError(f"The training loader cannot be tuned: {why_not}.")
     device = session.trainer.strategy.root_device
     reloads = session.trainer.reload_dataloaders_every_n_epochs
     goal = replace(goal, device_type=device.type, may_persist=not reloads)
-    with tqdm(total=goal.max_trials, desc="tune", disable=None, leave=False) as bar:
-        if session.model is not None and goal.demand_per_s is None:
-            bar.set_description_str("tune: what the model can take")
-            goal = replace(goal, demand_per_s=measure_demand(session))
+    with tqdm(desc="tune", unit=" trials", disable=None, leave=False) as bar:
+        if session.model is not None:
+            bar.set_description_str("tune: the training step")
+            goal = replace(goal, work=measure_work(session))
             bar.set_description_str("tune")
         tuned = tune_loader(loader, goal, store=Store(), fresh=fresh, on_trial=lambda _: bar.update())
-    return replace(tuned, batch_size=tuned.batch_size or batch_size or batch_size_of(loader))
+    return replace(tuned, batch_size=tuned.batch_size or batch_size_of(loader))
 
 
 def batch_size_of(loader: DataLoader[Batch]) -> int | None:
@@ -367,52 +339,40 @@ def batch_size_of(loader: DataLoader[Batch]) -> int | None:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def run_tune(  # the options of the command, by name
-    fit: Fit,
-    goal: Goal,
-    *,
-    samples_per_s: float | None = None,
-    fresh: bool = False,
-    grid: Sequence[int] | None = None,
-    loader: str | None = None,
+def run_tune(
+    fit: Fit, *, fresh: bool = False, grid: Sequence[int] = (), loader: str | None = None
 ) -> tuple[Tuned, Sweep | None, Place | None]:
     """Tune, and sweep if requested. The sweep marks the tuner's choice. Also returns the loader's place, if known.
 
     Args:
         fit: the module and the data.
-        goal: the budget.
-        samples_per_s: rate that the model can consume. None: measured, if there is a module.
         fresh: as for :func:`tune`.
-        grid: numbers of workers to sweep; None: no sweep.
+        grid: numbers of workers to sweep; empty: no sweep.
         loader: key or number of the loader, if there are several.
 
     Raises:
-        FeedError: as for ``tune``, or the demand is in samples and the batch size is unknown.
+        FeedError: as for ``tune``, or the grid has a number that is not one of workers.
     """
-    wrong = [workers for workers in grid or () if not 0 <= workers <= MOST]
+    wrong = [workers for workers in grid if not 0 <= workers <= MOST]
     if wrong:  # before seconds are spent on trials
         raise SettingsError(f"--sweep: {wrong[0]} is not a number of workers. Use whole numbers from 0 to {MOST}.")
-    data = next((one for one in (fit.datamodule, fit.train_dataloaders) if one is not None), fit.model)
-    with open_target_session(data, fit.model, fit.trainer, loader) as (session, one):
-        size = batch_size_of(one)
-        if samples_per_s is not None:
-            if size is None:
-                raise SettingsError(
-                    f"--demand {samples_per_s:g} is in samples per second, but the loader's batch size is unknown. "
-                    "Leave it out, or call tune(demand_per_s=...), in batches per second."
-                )
-            goal = replace(goal, demand_per_s=samples_per_s / size)
-        tuned = find(session, one, goal, batch_size=size, fresh=fresh)
+    target = fit.model
+    if fit.datamodule is not None:
+        target = fit.datamodule
+    elif fit.train_dataloaders is not None:
+        target = fit.train_dataloaders
+    with open_target_session(target, fit.model, fit.trainer, loader) as (session, training_loader):
+        tuned = find(session, training_loader, Goal(), fresh=fresh)
         place = session.place()
-        if grid is None:
+        if not grid:
             return tuned, None, place
         with tqdm(total=len(grid), desc="sweep", disable=None, leave=False) as bar:
-            swept = sweep_loader(one, grid, bar.update)
-    return tuned, replace(swept, chosen=tuned.setting, demand_per_s=tuned.demand_per_s), place
+            sweep = sweep_loader(training_loader, grid, bar.update)
+    return tuned, replace(sweep, chosen=tuned.setting), place
 
 
 def sweep_loader(loader: DataLoader[Batch], grid: Iterable[int], on_trial: Callable[[], object]) -> Sweep:
-    """Try a loader with each number of workers in a grid. Leaves the loader unchanged.
+    """Try a loader alone with each number of workers in a grid. Leaves the loader unchanged.
 
     Args:
         loader: any DataLoader.
@@ -420,29 +380,26 @@ def sweep_loader(loader: DataLoader[Batch], grid: Iterable[int], on_trial: Calla
         on_trial: called after each trial.
 
     Raises:
-        DatasetError: the data set raised an error.
+        DatasetError: the dataset raised an error without workers.
         LoaderError: the loader is empty, or hangs without workers.
 
     Returns:
-        A Sweep with the trials ordered by number of workers, and without ``chosen`` and ``demand_per_s``.
+        A Sweep with the trials ordered by number of workers, and without ``chosen``.
     """
-    machine = read_machine()
-    began = time.perf_counter()
-    limits = feasible(loader, machine)
-    trials = list[Trial]()
+    began_s = time.perf_counter()
+    limits = feasible(loader, read_machine())
+    own = own_setting(loader)
+    trials: list[Trial] = []
     for workers in sorted(set(grid)):
-        setting = Setting(
-            num_workers=workers,
-            prefetch_factor=(loader.prefetch_factor or TORCH_PREFETCH) if workers else None,
-            workers="thread" if workers and has_threads(loader) else "process",
-            pin_memory=loader.pin_memory,
-            in_order=loader.in_order or workers < 2,  # with one worker, no batch can overtake another
-        )
+        setting = own.with_workers(workers)
         why = limits.broken(setting, trials)
-        trials.append(Trial(setting=setting, infeasible=why) if why else run_trial(loader, setting, RoundLimits()))
+        if why:
+            trials.append(Trial(setting=setting, infeasible=why))
+        else:
+            trials.append(run_trial(loader, setting, TrainingWork(), TrialLimits(min_s=1.0)))
         on_trial()
-    seconds = time.perf_counter() - began
-    return Sweep(trials=tuple(trials), cpus=machine.usable_cpus, batch_size=batch_size_of(loader), seconds=seconds)
+    seconds = time.perf_counter() - began_s
+    return Sweep(trials=tuple(trials), batch_size=batch_size_of(loader), seconds=seconds)
 
 
 # --- the loader to tune, and its model's demand -----------------------------------------------------------------------
@@ -451,7 +408,7 @@ def sweep_loader(loader: DataLoader[Batch], grid: Iterable[int], on_trial: Calla
 @contextmanager
 def open_target_session(
     target: object, model: object, trainer: object, name: str | None = None
-) -> Iterator[tuple[DiagnosisSession, DataLoader[Batch]]]:
+) -> Iterator[tuple[Session, DataLoader[Batch]]]:
     """Open a target's training loader for training. On exit, everything is restored.
 
     Args:
@@ -465,19 +422,24 @@ def open_target_session(
             cannot be used.
         FeedError: the set-up of the data module fails.
     """
-    datamodule, loaders = (target, None) if hasattr(target, "train_dataloader") else (None, target)
-    session = open_session(trainer, model, None if target is model else datamodule, loaders)
+    datamodule = None
+    loaders = None
+    if not hasattr(target, "train_dataloader"):
+        loaders = target
+    elif target is not model:
+        datamodule = target
+    session = open_session(trainer, model, datamodule, loaders)
     with quiet(), session.restoring():
         with user_errors("the data module could not be set up"):
             session.set_up()
         yield session, _named_loader(session, name)
 
 
-def measure_demand(session: DiagnosisSession) -> float:
-    """Measure batches per second of a fit that repeats one batch, including its transfer to the device.
+def measure_work(session: Session) -> TrainingWork:
+    """Measure the work of a training step, by a fit that repeats one batch, including its transfer to the device.
 
     The batch is loaded before, and kept on the host. With PrefetchCallback its copy to the device overlaps with
-    computing; without, the copy is part of the model's time.
+    computing; without, the copy is part of the step.
 
     Raises:
         FeedError: the fit fails, or is too slow to be measured.
@@ -485,35 +447,46 @@ def measure_demand(session: DiagnosisSession) -> float:
     with user_errors("a batch could not be loaded"), preserve_state(session.train_loaders):
         batch = _first_batch(session)
     if batch is None:
-        raise LoaderError("The training loader yields no batch. Check the length of the data set, and drop_last.")
+        raise LoaderError("The training loader yields no batch. Check the length of the dataset, and drop_last.")
     accumulate = session.trainer.accumulate_grad_batches
     limits = Limits(least=FEWEST_STEPS * accumulate, most=REPLAY_STEPS * accumulate, seconds=REPLAY_S)
+    began_s = time.perf_counter()
+    began_cpu_s = time.thread_time()
     with user_errors("training on one batch again and again failed"):
-        per_s = session.replay([batch], limits, on_device=False)
+        per_s = replay(session, [batch], limits, on_device=False)
     if per_s is None:
         raise LoaderError(
-            "Training repeatedly on one batch was too slow to measure the model's rate. Set demand_per_s=..., in "
-            "batches per second, or leave the model out to look for the fastest setting."
+            "Training repeatedly on one batch was too slow to measure. Leave the model out to look for the fastest "
+            "loader."
         )
-    return per_s
+    busy = (time.thread_time() - began_cpu_s) / (time.perf_counter() - began_s)
+    on_device = session.trainer.strategy.root_device.type != "cpu"
+    return TrainingWork(
+        step_s=1 / per_s,
+        cpu_s=min(1.0, busy) / per_s,
+        threads=1 if on_device else torch.get_num_threads(),
+        on_device=on_device,
+    )
 
 
-def _first_batch(session: DiagnosisSession) -> Any:
+def _first_batch(session: Session) -> Any:
     """Load the loop's first batch in this process; one batch of each loader, if several. None if there is no batch."""
-    mine = own_loaders(session.train_loaders, lambda loader: clone_loader(loader, Changes(num_workers=0)))
-    if isinstance(mine, DataLoader):
-        batches = iter(mine)
+    loaders = own_loaders(session.train_loaders, lambda loader: clone_loader(loader, Changes(num_workers=0)))
+    if isinstance(loaders, DataLoader):
+        batches = iter(loaders)
         try:
             return next(batches, None)
         finally:
             end_pass(batches)
+    assert session.package is not None, "there is a Trainer"
     combined = session.package.utilities.CombinedLoader
-    whole = mine if isinstance(mine, combined) else combined(mine, "max_size_cycle")  # as a fit would
-    batch, _, _ = next(iter(whole), (None, 0, 0))
+    if not isinstance(loaders, combined):
+        loaders = combined(loaders, "max_size_cycle")  # as a fit would
+    batch, _, _ = next(iter(loaders), (None, 0, 0))
     return batch
 
 
-def _named_loader(session: DiagnosisSession, name: str | None) -> DataLoader[Batch]:
+def _named_loader(session: Session, name: str | None) -> DataLoader[Batch]:
     try:
         parts = {part.name: part.loader for part in parts_of(session.train_loaders)}
     except LoaderError as error:
@@ -521,12 +494,15 @@ def _named_loader(session: DiagnosisSession, name: str | None) -> DataLoader[Bat
             f"The training loader cannot be tuned: {error}. Pass a LightningDataModule, or torch DataLoaders."
         ) from error
     first = next(iter(parts))
-    chosen = first if name is None and len(parts) == 1 else name
-    if chosen in parts:
-        return parts[chosen]
+    if name is None and len(parts) == 1:
+        return parts[first]
+    if name in parts:
+        return parts[name]
     if len(parts) == 1:
         raise SettingsError(f"loader={name!r}: there is only one training loader. Leave the name out.")
-    what = "Tune them one by one" if name is None else f"None is named {name!r}"
+    what = "Tune them one by one"
+    if name is not None:
+        what = f"None is named {name!r}"
     raise SettingsError(
         f"There are {len(parts)} training loaders: {', '.join(parts)}. {what}: --loader {first} on the command line, "
         f"loader={first!r} in a call of tune()."

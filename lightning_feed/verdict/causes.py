@@ -269,10 +269,6 @@ HOOKS_SAID = 3
 SMALL_BYTES = 64 * 1024
 MANY_TENSORS = 8
 """Largest mean size in bytes, and fewest tensors, of a batch of many small tensors."""
-COPY_SHARE = 0.5
-"""Share of the transfer that the copy alone takes, below which hooks are the cause."""
-LINK_SHARE = 0.5
-"""Share of the speed of a pinned copy above which the link is the limit."""
 LAUNCH_SHARE = 0.9
 """CPU time of the training thread, as a share of the step's time on the device, from which launching is the cause."""
 FAR = 1.5
@@ -299,11 +295,9 @@ def _waits(hook: HookTime) -> bool:
     return any(name in hook.name for name in WAITING_HOOKS)
 
 
-def copy_cause(measured: Measurements, shares: Shares) -> Reason:
+def copy_cause(measured: Measurements, _: Shares) -> Reason:
     """The cause of an exposed transfer to the device."""
-    alone = measured.found.copy_ms
-    step_ms = shares.step_ms
-    return next(chain(_beside_the_copy(measured, alone, step_ms), _slow_copies(measured), _link(measured, step_ms)))
+    return next(chain(_beside_the_copy(measured), _slow_copies(measured), _link(measured)))
 
 
 def _slow_copies(measured: Measurements) -> Iterator[Reason]:
@@ -318,31 +312,23 @@ def _slow_copies(measured: Measurements) -> Iterator[Reason]:
         yield Reason("not overlapped", ["batches are copied on the stream that computes"])
 
 
-def _link(measured: Measurements, step_ms: float) -> Iterator[Reason]:
-    alone = measured.found.copy_ms
-    size = measured.facts.batch_bytes or 0
+def _link(measured: Measurements) -> Iterator[Reason]:
     h2d_ms = measured.stats.h2d_ms
-    if alone is not None:
-        yield Reason("link", [f"the copy alone takes {in_ms(alone, step_ms)} ms"])
-    most = measured.found.pinned_gb_per_s or 0.0
-    rate = size / h2d_ms * 1e-6 if h2d_ms else 0.0
-    if rate >= LINK_SHARE * most > 0:
-        yield Reason("link", [f"{rate:.1f} GB/s of the {most:.1f} GB/s of the link"])
-    yield Reason("unknown", ["it is not known if batches are pinned, or how fast the link is"], sure=False)
+    if measured.facts.pin_memory and h2d_ms and measured.facts.batch_bytes:
+        rate = measured.facts.batch_bytes / h2d_ms * 1e-6
+        yield Reason("link", [f"batches are copied ahead, and still {rate:.1f} GB/s are not enough"])
+    yield Reason("unknown", ["it is not known if batches are pinned"], sure=False)
 
 
-def _beside_the_copy(measured: Measurements, alone: float | None, step_ms: float) -> Iterator[Reason]:
+def _beside_the_copy(measured: Measurements) -> Iterator[Reason]:
     """Causes in the transfer besides the copy itself."""
     facts = measured.facts
     if facts.device_type == "cpu":
         takes = "device_transform takes" if facts.device_transform else "transfer hooks take"
         yield Reason("transfer hooks", [f"nothing is copied on the CPU: {takes} the time"])
-    hidden = alone is not None and alone < COPY_SHARE * (measured.stats.h2d_ms or 0.0)
-    if facts.backend == "nvjpeg" and (alone is None or hidden):
+    if facts.backend == "nvjpeg":
         said = "nvJPEG decodes during the transfer, and the host waits for it: this time is decoding, not the copy"
         yield Reason("decoding on the GPU", [said])
-    if hidden:
-        yield Reason("transfer hooks", [f"the copy alone takes {in_ms(alone, step_ms)} ms, hooks the rest"])
 
 
 def compute_cause(measured: Measurements, shares: Shares) -> Reason:

@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_feed.diagnosing.less_work import measure_without_transforms
-from lightning_feed.diagnosing.session import LoaderPart, Session
+from lightning_feed.diagnosing.parts import LoaderPart
+from lightning_feed.diagnosing.session import Session
 from lightning_feed.load.machine import Machine
 from lightning_feed.trials.cloning import LoaderRate
 
@@ -95,8 +96,9 @@ def machine_of(cpus: int = 8, *, shm: int | None = None, memory: int | None = No
 
 def session_of(*loaders: Any, machine: Machine | None = None, rate: float | None = None) -> Session:
     """A session over one loader or several, with the shortest times; ``rate``: what they are said to give."""
-    session = Session(loaders[0] if len(loaders) == 1 else list(loaders), share_s=0.0, machine=machine or machine_of())
-    session.prepare()
+    train_loaders = loaders[0] if len(loaders) == 1 else list(loaders)
+    session = Session(train_loaders=train_loaders, share_s=0.0, machine=machine or machine_of())
+    session.find_parts()
     if rate is not None:
         session.alone = LoaderRate(batches_per_s=rate, start_s=0, taking_ms=0)
     return session

@@ -18,7 +18,7 @@ from lightning_feed.diagnosing import diagnose
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 OF_LIGHTNING = ("_device", "_current_fx_name")
 """Attributes that each fit sets again."""
-SHORT = {"budget_s": 600.0, "quick": True, "only": "model"}  # as many steps as conftest.py says, however slow
+SHORT = {"budget_s": 600.0, "quick": True, "only": ["model"]}  # as many steps as conftest.py says, however slow
 
 
 class Numbers(Dataset[Any]):
@@ -134,16 +134,6 @@ def state_of_module(model: Any) -> dict[str, Any]:
         "attributes": {name: id(value) for name, value in vars(model).items() if name not in OF_LIGHTNING},
         "trainer": id(model._trainer),
         "hparams": dict(model.hparams),
-    }
-
-
-def state_of_data(data: Any) -> dict[str, Any]:
-    dataset = getattr(data, "dataset", None) or data.given
-    return {
-        "attributes": {name: id(value) for name, value in vars(data).items()},
-        "stages": list(data.stages),
-        "prepared": data.prepared,
-        "served": list(dataset.served) if dataset is not None else None,
     }
 
 

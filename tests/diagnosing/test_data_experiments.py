@@ -1,8 +1,7 @@
 """The experiments on a loader, one after the other: what they give, what they leave out, and that nothing stays."""
 
 import random
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,20 @@ from diagnosing.made_data import Broken, Files, Images, Slow
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
-from lightning_feed.diagnosing import rates, run
-from lightning_feed.diagnosing.run import DATA_EXPERIMENTS, run_data_experiments
+from lightning_feed.diagnosing import rates
+from lightning_feed.diagnosing.run import STEPS, measure_loaders
 from lightning_feed.diagnosing.session import Session
 from lightning_feed.errors import DatasetError
-from lightning_feed.load.machine import Machine
+from lightning_feed.load.machine import Machine, read_machine
 from lightning_feed.measure.experiment_results import ExperimentResults
 
 
-def _last(loader: Any, **options: Any) -> ExperimentResults:
-    results = None
-    for results in run_data_experiments(loader, **{"budget_s": 1.0, "clock": lambda: 0.0, **options}):  # noqa: B007
-        pass
-    assert results is not None
-    return results
+def _measure(
+    loader: Any, *, clock: Callable[[], float] = lambda: 0.0, machine: Machine | None = None, **options: Any
+) -> ExperimentResults:
+    session = Session(train_loaders=loader, clock=clock, machine=machine or read_machine())
+    measure_loaders(session, **{"budget_s": 1.0, **options})
+    return session.results
 
 
 def test_all_of_them_on_a_slow_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +35,7 @@ def test_all_of_them_on_a_slow_data_set(monkeypatch: pytest.MonkeyPatch) -> None
     loader = DataLoader(dataset, batch_size=4, shuffle=True, num_workers=1)
     before = torch.get_rng_state(), str(np.random.get_state()), random.getstate(), dict(vars(dataset))
     told: list[tuple[str, float]] = []
-    results = _last(loader, budget_s=2.0, on_progress=lambda name, share: told.append((name, share)))
+    results = _measure(loader, budget_s=2.0, on_progress=lambda name, share: told.append((name, share)))
     assert results.batch_size == 4
     assert results.loader_per_s is not None
     assert results.ceiling_per_s is not None
@@ -46,44 +45,36 @@ def test_all_of_them_on_a_slow_data_set(monkeypatch: pytest.MonkeyPatch) -> None
     assert results.ceiling_per_s > 1.5 * results.loader_per_s
     assert results.no_transform_per_s > 1.5 * results.loader_per_s
     assert max(results.costs, key=lambda cost: cost.cpu_ms).name == "Slow"
-    assert [(key.name, key.bytes_per_batch, key.used) for key in results.keys] == [
-        ("0", 4 * 3 * 16 * 16 * 4, None),
-        ("1", 4 * 8, None),
-    ]
+    assert [(key.name, key.bytes_per_batch) for key in results.keys] == [("0", 4 * 3 * 16 * 16 * 4), ("1", 4 * 8)]
     spread = {number: (low, high) for number, low, high in results.worker_spread}
     assert spread[1][0] <= results.loader_per_s <= spread[1][1]
     assert {0, 1} <= dict(results.worker_scaling).keys() == spread.keys()
     assert all(low <= dict(results.worker_scaling)[number] <= high for number, (low, high) in spread.items())
     assert results.noise_pct is not None
-    assert None not in (results.samples_ms, results.collate_ms, results.hand_over_ms, results.sharing_strategy)
+    assert None not in (results.samples_ms, results.collate_ms)
     assert (results.functions[0].name, results.functions[0].stage) == ("burn", "samples")
-    assert {name for name, _ in results.left_out} == {"disk", "cold-files", "copies"}
+    assert results.left_out == ()
     assert results.cached_bytes_per_s is not None
-    assert [name for name, _ in told] == [*DATA_EXPERIMENTS, ""]
+    assert [name for name, _ in told] == list(STEPS)
     assert [share for _, share in told] == sorted(share for _, share in told)
-    assert told[-1][1] == 1.0
     assert torch.equal(before[0], torch.get_rng_state())
     assert (str(np.random.get_state()), random.getstate(), vars(dataset)) == before[1:]
     assert slow.calls == 0
     assert loader._iterator is None
 
 
-def test_files(tmp_path: Path) -> None:
+def test_files_that_were_read_before(tmp_path: Path) -> None:
     loader = DataLoader(Files(tmp_path / "data"), batch_size=2, num_workers=1)
-    results = _last(loader, only=frozenset({"disk", "cached-files", "cold-files"}))
-    assert results.disk is not None
-    assert results.disk.mean_file_bytes == 3000
-    assert results.disk.file_system is not None
-    assert results.disk.files_per_s == pytest.approx(2 * (results.loader_per_s or 0))
+    results = _measure(loader, only=["cached-files"])
+    assert results.loader_per_s is not None
     assert results.cached_bytes_per_s is not None
-    assert results.cold_per_s is not None or dict(results.left_out)["cold-files"].startswith("the files lie in memory")
     assert (results.ceiling_per_s, results.costs, results.keys) == (None, (), ())
 
 
 def test_several_loaders_are_drained_side_by_side() -> None:
     fast, slow = Images(), Images(Slow(0.005))
     loaders = {"a": DataLoader(fast, batch_size=2), "b": [DataLoader(slow, batch_size=4)]}
-    results = _last(loaders, only=frozenset({"loader", "transforms", "keys"}))
+    results = _measure(loaders, only=frozenset({"loader", "transforms", "keys"}))
     assert results.loader_per_s is not None
     assert results.loader_per_s <= 1 / (4 * 0.005)
     assert results.batch_size == 6
@@ -91,7 +82,7 @@ def test_several_loaders_are_drained_side_by_side() -> None:
     assert [cost.name for cost in results.costs] == ["a: load", "b.0: load", "b.0: Slow"]
 
     combined = CombinedLoader(loaders, "max_size_cycle")
-    assert _last(combined, only=frozenset({"loader"})).batch_size == 6
+    assert _measure(combined, only=frozenset({"loader"})).batch_size == 6
 
 
 class Batches:
@@ -102,14 +93,14 @@ class Batches:
 
 
 def test_other_iterables() -> None:
-    results = _last(Batches())
+    results = _measure(Batches())
     assert results.loader_per_s is not None
     assert [(key.name, key.bytes_per_batch) for key in results.keys] == [("x", 24)]
     left_out = dict(results.left_out)
-    assert set(left_out) == set(DATA_EXPERIMENTS) - {"loader", "keys"}
+    assert set(left_out) == set(STEPS) - {"loader", "keys"}
     assert left_out["transforms"] == "a Batches is not a torch DataLoader, so it cannot be rebuilt with changes"
     used_up = iter(Batches())
-    results = _last(used_up)
+    results = _measure(used_up)
     assert "iterated only once" in dict(results.left_out)["loader"]
     assert len(list(used_up)) == 5
 
@@ -123,29 +114,27 @@ def test_a_sample_that_cannot_be_loaded_is_named(workers: int) -> None:
     with pytest.raises(
         DatasetError, match=rf"\(Broken\) failed in {where}: ValueError: the picture is cut short. Fix or"
     ):
-        _last(loader, only=frozenset({"loader"}))
+        _measure(loader, only=frozenset({"loader"}))
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_an_interrupt_leaves_what_was_measured_and_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = Images(Slow(0.0))
-    state = torch.get_rng_state(), dict(vars(dataset))
-    given: list[ExperimentResults] = []
+    state = torch.get_rng_state()
+    session = Session(train_loaders=DataLoader(dataset, batch_size=2))
 
-    def collect() -> None:
-        only = frozenset({"loader", "constant-samples", "transforms"})
-        for results in run_data_experiments(DataLoader(dataset, batch_size=2), budget_s=1.0, only=only):
-            given.append(results)
-            if results.ceiling_per_s is not None:
-                monkeypatch.setattr(Slow, "__call__", _interrupting_from(5, Slow.__call__))
+    def on_progress(name: str, _: float) -> None:
+        if name == "transforms":
+            monkeypatch.setattr(Slow, "__call__", _interrupting_from(5, Slow.__call__))
 
     with pytest.raises(KeyboardInterrupt):
-        collect()
-    assert [one.ceiling_per_s is not None for one in given] == [False, True]  # one by one
-    assert given[0].loader_per_s == given[1].loader_per_s is not None
-    assert given[-1].costs == ()
-    assert vars(dataset) == state[1]
-    assert torch.equal(torch.get_rng_state(), state[0])
+        measure_loaders(
+            session, budget_s=1.0, only=["loader", "constant-samples", "transforms"], on_progress=on_progress
+        )
+    assert session.results.loader_per_s is not None
+    assert session.results.ceiling_per_s is not None
+    assert session.results.costs == ()
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def _interrupting_from(call: int, original: Any) -> Any:
@@ -161,7 +150,7 @@ def _interrupting_from(call: int, original: Any) -> Any:
     return interrupt
 
 
-def test_what_would_take_too_much_memory_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_would_take_too_much_memory_is_not_run() -> None:
     small = Machine(
         usable_cpus=2,
         cpu_reason="",
@@ -169,7 +158,6 @@ def test_what_would_take_too_much_memory_is_not_run(monkeypatch: pytest.MonkeyPa
         free_shm_bytes=100_000,
         start_method="fork",
     )
-    monkeypatch.setattr(run, "Session", partial(Session, machine=small))
     iterated: list[int] = []
 
     class Counting(Images):
@@ -178,10 +166,10 @@ def test_what_would_take_too_much_memory_is_not_run(monkeypatch: pytest.MonkeyPa
             return super().__getitem__(index)
 
     loader = DataLoader(Counting(), batch_size=16, num_workers=2, prefetch_factor=8)
-    results = _last(loader)
+    results = _measure(loader, machine=small)
     reasons = dict(results.left_out)
     assert "17 batches need 1 MiB, more than 80% of the 0 MiB free in /dev/shm" in reasons["loader"]
-    assert {"cached-files", "cold-files", "workers"} <= set(reasons)
+    assert {"cached-files", "workers"} <= set(reasons)
     assert results.loader_per_s is None
     assert results.ceiling_per_s is None
     assert results.no_transform_per_s is None
@@ -196,7 +184,7 @@ def test_the_budget_is_kept() -> None:
             return self.now
 
     clock = Clock()
-    results = _last(DataLoader(Images(), batch_size=2), budget_s=1.0, clock=clock)
+    results = _measure(DataLoader(Images(), batch_size=2), budget_s=1.0, clock=clock)
     late = [name for name, reason in results.left_out if reason == "no time was left for it"]
     assert "transforms" in late
     assert results.loader_per_s is not None

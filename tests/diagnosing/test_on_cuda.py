@@ -28,7 +28,7 @@ def test_a_diagnosis_on_the_device(device: str) -> None:
     tensors = [*model.parameters(), *model.buffers()]
     before = [(one.device, one.data_ptr(), one.detach().clone()) for one in tensors]
     states = torch.cuda.get_rng_state_all()
-    found = short_diagnosis(make_trainer(accelerator="cuda"), model, Data(), only="model,host-batch,copies")
+    found = short_diagnosis(make_trainer(accelerator="cuda"), model, Data(), only=["model"])
     for one, (where, memory, values) in zip(tensors, before, strict=True):
         assert one.device == where
         assert one.data_ptr() == memory
@@ -37,5 +37,3 @@ def test_a_diagnosis_on_the_device(device: str) -> None:
     results = found.measurements.experiments
     assert found.device_type == "cuda"
     assert results.model_per_s > 0
-    assert results.host_batch_per_s > 0
-    assert results.pinned_gb_per_s > 0

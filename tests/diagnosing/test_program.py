@@ -313,7 +313,7 @@ def file(package: str, tmp_path: Path) -> Path:
 @both_packages
 def test_a_data_module(file: Path, package: str) -> None:
     for name in ("data", "Data", "instance", "inner.made"):
-        fit = fit_of_target(f"{file}:{name}", "cpu")
+        fit = fit_of_target(f"{file}:{name}")
         assert fit.model is None
         assert type(fit.datamodule).__name__ == "Data"
         assert sys.path[0] == str(file.parent)
@@ -324,7 +324,7 @@ def test_a_data_module(file: Path, package: str) -> None:
 def test_a_module_and_a_data_module(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(file.parent)
     for target in (f"{file}:pair", f"{file}:reverse", f"{file.name}:both", f"{file.stem}:pair"):
-        fit = fit_of_target(target, "cpu")
+        fit = fit_of_target(target)
         assert (type(fit.model).__name__, type(fit.datamodule).__name__) == ("Model", "Data")
 
 
@@ -354,7 +354,7 @@ def test_a_module_and_a_data_module(file: Path, monkeypatch: pytest.MonkeyPatch)
 )
 def test_bad_targets(file: Path, text: str, message: str) -> None:
     with pytest.raises(SettingsError) as raised:
-        fit_of_target(text.format(file=file, folder=file.parent), "cpu")
+        fit_of_target(text.format(file=file, folder=file.parent))
     assert message in str(raised.value)
 
 
@@ -367,9 +367,4 @@ def test_a_pair_of_two_packages(order: str, tmp_path: Path) -> None:
     )
     said = "Model comes from pytorch_lightning and Data from lightning.pytorch, but the packages do not accept"
     with pytest.raises(SettingsError, match=said):
-        fit_of_target(f"{file}:make", "cpu")
-
-
-def test_an_accelerator_that_is_not_there(file: Path) -> None:
-    with pytest.raises(SettingsError, match="accelerator 'abacus'"):
-        fit_of_target(f"{file}:pair", "abacus")
+        fit_of_target(f"{file}:make")

@@ -1,7 +1,5 @@
-"""The loader alone: numbers of workers, constant samples, what workers read, and the hand-over of a ready batch."""
+"""The loader alone: numbers of workers, constant samples, and files in memory."""
 
-import multiprocessing
-import os
 from itertools import islice
 from typing import Any
 
@@ -10,15 +8,16 @@ import torch
 from diagnosing.made_data import Images, Slow, Stream, machine_of, session_of
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lightning_feed.diagnosing import rates
+from lightning_feed.diagnosing.parts import NotMeasurable
 from lightning_feed.diagnosing.rates import (
+    ROUNDS,
     NullStream,
     measure_ceiling,
-    measure_hand_over,
+    measure_files_in_memory,
     measure_scaling,
     workers_to_try,
 )
-from lightning_feed.diagnosing.session import NotMeasurable, Session
+from lightning_feed.diagnosing.session import Session
 from lightning_feed.load.machine import Machine
 
 # --- other numbers of workers -----------------------------------------------------------------------------------------
@@ -51,9 +50,9 @@ class Rates(Session):
 
 
 def _scaled(loader: Any, machine: Machine, share_s: float = 10.0, kind: type[Rates] = Rates) -> tuple[Rates, str]:
-    session = kind(loader, machine=machine, clock=lambda: float(len(session.tried)), share_s=share_s)
+    session = kind(train_loaders=loader, machine=machine, clock=lambda: float(len(session.tried)), share_s=share_s)
     session.tried = []
-    session.prepare()
+    session.find_parts()
     try:
         measure_scaling(session)
     except NotMeasurable as reason:
@@ -142,41 +141,46 @@ class Choosy(DataLoader[Any]):
 def test_a_loader_that_needs_its_own_kind_of_data_set_has_no_ceiling() -> None:
     session = session_of(Choosy(Images(), batch_size=4))
     with pytest.raises(
-        NotMeasurable, match="a Choosy does not accept constant samples as its data set: this is no data"
+        NotMeasurable, match="a Choosy does not accept constant samples as its dataset: this is no data"
     ):
         measure_ceiling(session)
 
 
-# --- handing a batch over ---------------------------------------------------------------------------------------------
+# --- files in memory --------------------------------------------------------------------------------------------------
+
+READ: list[int] = []
 
 
-@pytest.mark.parametrize(("data", "workers"), [(Images, 0), (Stream, 2)])
-def test_both_sharing_strategies_are_tried_and_nothing_of_it_stays(data: type, workers: int) -> None:
-    before = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
-    loader = DataLoader(data(), batch_size=4, num_workers=workers)
-    session = session_of(loader)
-    measure_hand_over(session)
-    found = session.results
-    assert found.sharing_strategy == before == torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
-    assert (found.hand_over_ms or 0) > 0
-    assert (found.hand_over_file_system_ms or 0) > 0
-    assert loader._iterator is None
-    assert multiprocessing.active_children() == []
+class Reading(Images):
+    """Notes what it reads, in this process."""
+
+    def __getitem__(self, index: int) -> Any:
+        READ.append(index)
+        return super().__getitem__(index)
 
 
-def _why_not(loader: Any) -> str:
-    with pytest.raises(NotMeasurable) as reason:
-        measure_hand_over(session_of(loader))
-    return str(reason.value)
+def test_the_first_batches_are_read_again_and_again() -> None:
+    session = session_of(DataLoader(Reading(size=60), batch_size=2, shuffle=True), rate=1000.0)
+    session.share_s = 0.3
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    (part,) = session.parts
+    samples = {index for batch in part.first_batches(1 + ROUNDS) for index in batch}
+    READ.clear()
+    measure_files_in_memory(session)
+    assert torch.equal(before, torch.get_rng_state())
+    assert session.results.cached_bytes_per_s is not None
+    assert set(READ) == samples
+    assert len(READ) >= len(samples) + 4  # each was read once before the first batch that counts
 
 
-def _fails(samples: list[Any]) -> Any:
-    raise ValueError("no two alike")
-
-
-def test_what_cannot_be_measured_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    spawned = DataLoader(Images(), batch_size=4, num_workers=1, multiprocessing_context="spawn")
-    assert "spawn" in _why_not(spawned)
-    assert "no two alike" in _why_not(DataLoader(Images(), batch_size=4, collate_fn=_fails))
-    monkeypatch.setattr(rates, "_compare", lambda *args: os._exit(3))
-    assert _why_not(DataLoader(Images())) == "the process that measured it ended early"
+@pytest.mark.parametrize(
+    ("loader", "rate", "why"),
+    [
+        (DataLoader(Images(), batch_size=2), 1.0, "too little time: 0 batches fit, but a round of the workers has 2"),
+        (DataLoader(Stream(), batch_size=2), 1000.0, "an iterable dataset decides itself which samples come"),
+    ],
+)
+def test_what_cannot_be_read_again_is_not_measured(loader: Any, rate: float, why: str) -> None:
+    with pytest.raises(NotMeasurable, match=why):
+        measure_files_in_memory(session_of(loader, rate=rate))

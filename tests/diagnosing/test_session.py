@@ -15,7 +15,7 @@ from PIL import Image
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_feed.diagnosing.session import LoaderPart, NotMeasurable, key_bytes, make_sample, size_of_leaf
+from lightning_feed.diagnosing.parts import LoaderPart, NotMeasurable, key_bytes, make_sample, size_of_leaf
 from lightning_feed.errors import DatasetError, LoaderError
 
 Pair = namedtuple("Pair", "image label")
@@ -90,7 +90,7 @@ def test_a_sample_that_never_comes_is_named() -> None:
             never.wait(30)
 
     try:
-        with pytest.raises(LoaderError, match=r"Sample 0 of the data set \(Hanging\) took longer than 0.2 s"):
+        with pytest.raises(LoaderError, match=r"Sample 0 of the dataset \(Hanging\) took longer than 0.2 s"):
             make_sample(LoaderPart("", DataLoader(Hanging())), max_s=0.2)
     finally:
         never.set()

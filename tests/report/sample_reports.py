@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from lightning_feed.measure.experiment_results import DiskFacts, ExperimentResults, FunctionCost, KeyUse, NamedCost
+from lightning_feed.measure.experiment_results import ExperimentResults, FunctionCost, KeyBytes, NamedCost
 from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements
 from lightning_feed.measure.stats import LoaderStats, RankStats, StarvationStats
 from lightning_feed.report.document import make_report
@@ -61,7 +61,6 @@ def sample_experiments() -> ExperimentResults:
     return ExperimentResults(
         batch_size=32,
         model_per_s=18.4,
-        host_batch_per_s=18.1,
         loader_per_s=11.6,
         loader_start_s=0.4,
         cached_bytes_per_s=12.9,
@@ -72,11 +71,7 @@ def sample_experiments() -> ExperimentResults:
             NamedCost(name="RandomResizedCrop", cpu_ms=3.1, wall_ms=3.2),
             NamedCost(name="ColorJitter", cpu_ms=1.4, wall_ms=1.4),
         ),
-        cold_per_s=7.3,
         ceiling_per_s=95.0,
-        pinned_gb_per_s=24.1,
-        pageable_gb_per_s=9.8,
-        copy_ms=0.9,
         samples_ms=390.0,
         collate_ms=41.0,
         functions=(
@@ -89,14 +84,10 @@ def sample_experiments() -> ExperimentResults:
                 ms_per_batch=120.0,
             ),
         ),
-        hand_over_ms=6.1,
-        hand_over_file_system_ms=2.8,
-        sharing_strategy="file_descriptor",
         worker_scaling=((6, 11.6), (12, 22.4)),
         worker_spread=((6, 10.6, 12.9),),
-        keys=(KeyUse(name="0", bytes_per_batch=4_816_896, used=True), KeyUse(name="1", bytes_per_batch=256, used=None)),
-        disk=DiskFacts(file_system="ext4", kind="local", files_per_s=371.0, mean_file_bytes=118_000.0),
-        left_out=(("cold-files", "the files belong to another user"),),
+        keys=(KeyBytes(name="0", bytes_per_batch=4_816_896), KeyBytes(name="1", bytes_per_batch=256)),
+        left_out=(("cached-files", "an iterable dataset decides itself which samples come"),),
     )
 
 

@@ -16,7 +16,7 @@ from report.sample_reports import (
     sample_report,
 )
 
-from lightning_feed.measure.experiment_results import KeyUse, NamedCost
+from lightning_feed.measure.experiment_results import KeyBytes, NamedCost
 from lightning_feed.measure.measurements import HookTime
 from lightning_feed.report.files import as_html
 from lightning_feed.report.report import Report
@@ -71,7 +71,7 @@ def test_the_page_tells_what_the_report_tells() -> None:
         "556 samples/s",
         "bottleneck",
         "slowest part",
-        "35 556",
+        "3 040",
         "rank 1 (the slow one)",
         "[Callback]ModelCheckpoint.on_train_batch_end",
         "Example GPU",
@@ -151,7 +151,7 @@ def test_every_name_is_text() -> None:
     experiments = replace(
         sample_experiments(),
         costs=(NamedCost(name=HOSTILE, cpu_ms=1.0, wall_ms=1.0),),
-        keys=(KeyUse(name=HOSTILE, bytes_per_batch=1, used=False),),
+        keys=(KeyBytes(name=HOSTILE, bytes_per_batch=1),),
         left_out=((HOSTILE, HOSTILE),),
     )
     hooks = (HookTime(name=HOSTILE, ms_per_step=1.0),)

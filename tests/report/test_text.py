@@ -21,7 +21,7 @@ from report.sample_reports import (
     sample_stats,
 )
 
-from lightning_feed.measure.experiment_results import ExperimentResults, KeyUse
+from lightning_feed.measure.experiment_results import ExperimentResults, KeyBytes
 from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements
 from lightning_feed.report.files import (
     as_html,
@@ -74,9 +74,9 @@ def test_without_a_verdict_the_experiments_are_shown_all_the_same() -> None:
     assert "Pipeline (samples/s)" in text
     assert "costs decode: 9.80 ms; RandomResizedCrop: 3.20 ms; read: 1.90 ms; ColorJitter: 1.40 ms" in text
     assert "tried 6 workers: 371 samples/s; 12 workers: 717 samples/s" in text
-    assert "batch its samples, in one process: 390.0 ms; collating them: 41.0 ms; taking it from" in text
+    assert "batch its samples, in one process: 390.0 ms; collating them: 41.0 ms; start of the loader: 0.40 s" in text
     assert "code  Birds.__getitem__ (birds.py:41), calling ColorJitter: 120.0 ms a batch" in text
-    assert "skip  cold-files: the files belong to another user" in text
+    assert "skip  cached-files: an iterable dataset decides itself" in text
 
 
 def test_toy_steps_are_one_sentence() -> None:
@@ -120,19 +120,13 @@ def test_a_saving_of_time_is_named() -> None:
 
 
 def test_parts_of_lists_are_named_together() -> None:
-    keys = tuple(KeyUse(name=f"1.{at}.image_id", bytes_per_batch=500, used=None) for at in range(9))
-    keys += (KeyUse(name="0", bytes_per_batch=9_000, used=True), KeyUse(name="mask", bytes_per_batch=2, used=False))
-    assert _keys_line(keys) == (
-        "keys  mask: 0.0 kB a batch, never used by the model; batch[1][*].image_id: 4.5 kB a batch, use by the model "
-        "unknown; batch[0]: 9.0 kB a batch, used by the model"
-    )
-
-
-def _keys_line(keys: tuple[KeyUse, ...], *, steps: int = 412) -> str | None:
-    found = sample(stats=sample_stats(steps=steps))
+    keys = tuple(KeyBytes(name=f"1.{at}.image_id", bytes_per_batch=500) for at in range(9))
+    keys += (KeyBytes(name="0", bytes_per_batch=9_000),)
+    found = sample()
     results = replace(sample_experiments(), keys=keys)
-    text = as_text(replace(found, measurements=replace(found.measurements, experiments=results)))
-    return next((line for line in text.splitlines() if line.startswith("keys")), None)
+    text = as_markdown(sample_report(replace(found, measurements=replace(found.measurements, experiments=results))))
+    rows = [line for line in text.splitlines() if "kB a batch" in line]
+    assert rows == ["| `batch[1][*].image_id` | 4.5 kB a batch |", "| `batch[0]` | 9.0 kB a batch |"]
 
 
 def test_no_verdict() -> None:
@@ -169,14 +163,8 @@ def test_headlines(changes: dict[str, Any], headline: str) -> None:
 
 
 def test_what_experiments_found_beside_the_pipeline() -> None:
-    found = sample()
-    results = replace(sample_experiments(), keys=(KeyUse(name="meta.path", bytes_per_batch=2500, used=False),))
-    lines = as_text(replace(found, measurements=replace(found.measurements, experiments=results))).splitlines()
-    assert lines[-4:-1] == [
-        "disk  file system: ext4 on local; files: 371 a second; mean size of a file: 118 kB",
-        "keys  meta.path: 2.5 kB a batch, never used by the model",
-        "skip  cold-files: the files belong to another user",
-    ]
+    lines = as_text(sample()).splitlines()
+    assert lines[-2] == "skip  cached-files: an iterable dataset decides itself which samples come"
 
 
 def test_printing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -328,7 +316,6 @@ def test_the_rates_of_the_stages() -> None:
         "transforms": 1304,  # 3.2 + 1.4 ms
         "collate, send": 3040,
         "loader": 371,
-        "copy": 35556,
         "model": 589,
     }
     assert _narrowest(pipeline) == ["decode", "loader"]
@@ -372,11 +359,11 @@ def test_without_workers_one_process_decodes() -> None:
 
 
 def test_the_pipeline_as_text() -> None:
-    pipeline = _pipeline(batch_size=32, loader_per_s=10.0, model_per_s=20.0, copy_ms=0.1)
+    pipeline = _pipeline(batch_size=32, loader_per_s=10.0, model_per_s=20.0, ceiling_per_s=1e4)
     lines = pipeline_text(pipeline)
     assert lines[0] == "Pipeline (samples/s)"
-    assert lines[1].split() == ["loader", "320", "#" * 11, "<-", "bottleneck"]  # a third of 32, as 3 times it is full
-    assert lines[2].split() == ["copy", "320", "000", "#" * 31 + ">"]
+    assert lines[1].split() == ["collate,", "send", "320", "000", "#" * 31 + ">"]
+    assert lines[2].split() == ["loader", "320", "#" * 11, "<-", "bottleneck"]  # a third of 32, as 3 times it is full
     assert lines[3].split() == ["model", "640", "#" * 21]
     assert lines[4].split() == ["fit", "as", "it", "ran", "367", "#" * 12]
 
@@ -395,7 +382,7 @@ def test_the_markdown_of_a_report() -> None:
     assert "| `rank 1 (the slow one)` | 29.60 |" in text
     assert "| `decode` | 9.80 ms | 9.60 ms |" in text
     assert "| `[Callback]ModelCheckpoint.on_train_batch_end` | 2.40 |" in text
-    assert "| `cold-files` | the files belong to another user |" in text
+    assert "| `cached-files` | an iterable dataset decides itself which samples come |" in text
 
 
 def test_names_cannot_break_the_tables() -> None:

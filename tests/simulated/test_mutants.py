@@ -16,6 +16,8 @@ from lightning_feed.transfer import prefetcher as streams
 from lightning_feed.transfer.gpu_decode import NvJpeg
 from lightning_feed.transfer.prefetcher import DeviceStream, Prefetcher
 
+pytestmark = pytest.mark.harness
+
 SECOND = torch.device("meta", 1)
 """Not the current device."""
 STEPS = 8

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from lightning_feed.measure.experiment_results import (
     CropTrial,
-    DiskFacts,
     ExperimentResults,
     FunctionCost,
-    KeyUse,
+    KeyBytes,
     NamedCost,
 )
 from lightning_feed.measure.measurements import SYNCS, HookTime, LoopFacts, Measurements
@@ -274,27 +273,9 @@ def test_a_step_that_takes_much_longer_than_its_model_is_not_compute_for_sure(
         (CUDA | {"pin_memory": True, "batch_tensors": 8, "batch_bytes": 8 << 16}, {}, None, "small tensors"),
         (CUDA | {"pin_memory": True, "batch_tensors": 7, "batch_bytes": 7 << 16}, {}, None, "not overlapped"),
         (CUDA | {"pin_memory": True, "batch_tensors": 8, "batch_bytes": (8 << 16) + 1}, {}, None, "not overlapped"),
-        (CUDA | {"pin_memory": False}, {}, {"copy_ms": 19.9}, "transfer hooks"),
-        (CUDA | {"pin_memory": False}, {}, {"copy_ms": 20.0}, "unpinned"),
-        (CUDA | {"pin_memory": True}, {"prefetch_active": True}, {"copy_ms": 20.0}, "link"),
         (CUDA | NVJPEG, {}, None, "decoding on the GPU"),
         (CUDA | NVJPEG | {"pin_memory": True}, {"prefetch_active": True}, None, "decoding on the GPU"),
-        (CUDA | NVJPEG, {}, {"copy_ms": 19.9}, "decoding on the GPU"),
-        (CUDA | NVJPEG | {"pin_memory": True}, {"prefetch_active": True}, {"copy_ms": 20.0}, "link"),
         (CUDA | {"backend": "dali-gpu", "pin_memory": False}, {}, None, "unpinned"),
-        # 400 MB in 40 ms are 10 GB/s
-        (
-            CUDA | {"pin_memory": True, "batch_bytes": 400_000_000},
-            {"prefetch_active": True},
-            {"pinned_gb_per_s": 20.0},
-            "link",
-        ),
-        (
-            CUDA | {"pin_memory": True, "batch_bytes": 400_000_000},
-            {"prefetch_active": True},
-            {"pinned_gb_per_s": 20.1},
-            "unknown",
-        ),
     ],
 )
 def test_why_the_copy_is_exposed(
@@ -423,20 +404,14 @@ _EXPERIMENTS = st.none() | _frozen(
     ExperimentResults,
     batch_size=_COUNT,
     **dict.fromkeys(
-        ["model_per_s", "loader_per_s", "cached_bytes_per_s", "no_transform_per_s", "ceiling_per_s", "copy_ms"], _RATE
+        ["model_per_s", "loader_per_s", "cached_bytes_per_s", "no_transform_per_s", "ceiling_per_s"], _RATE
     ),
-    **dict.fromkeys(
-        ["samples_ms", "collate_ms", "hand_over_ms", "hand_over_file_system_ms", "taking_ms"], st.none() | _MS
-    ),
+    **dict.fromkeys(["samples_ms", "collate_ms", "taking_ms"], st.none() | _MS),
     costs=st.lists(st.builds(NamedCost, name=st.just("x"), cpu_ms=_MS, wall_ms=_MS), max_size=2).map(tuple),
     worker_scaling=st.lists(st.tuples(st.integers(0, 64), st.floats(0, 1e4)), max_size=4).map(tuple),
-    keys=st.lists(st.builds(KeyUse, name=st.just("k"), bytes_per_batch=st.just(1), used=st.none() | st.booleans())).map(
-        tuple
-    ),
+    keys=st.lists(st.builds(KeyBytes, name=st.just("k"), bytes_per_batch=st.just(1))).map(tuple),
     worker_spread=st.just(()),
     functions=st.just(()),
-    sharing_strategy=st.sampled_from([None, "file_descriptor", "file_system"]),
-    disk=st.none() | st.builds(DiskFacts, mean_file_bytes=_RATE),
     crops=st.none() | st.builds(CropTrial, folder=st.just("f"), val_fraction=st.none(), whole_ms=_MS, crop_ms=_MS),
     left_out=st.just(()),
 )

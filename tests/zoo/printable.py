@@ -33,13 +33,11 @@ def _slow_runs(facts: LoopFacts) -> list[Measurements]:
     logging = HookTime(name="logger CSVLogger.log_metrics", ms_per_step=50.0)
     found: dict[str, Any] = {"loader_per_s": 10.0, "model_per_s": 100.0}
     fewer = {"worker_scaling": ((max(1, workers // 2), 40.0), (workers, 15.0))} if workers > 1 else {}
-    none = {"worker_scaling": ((0, 200.0), (workers, 15.0)), "hand_over_ms": 50.0}
-    files = {"hand_over_ms": 50.0, "hand_over_file_system_ms": 5.0, "sharing_strategy": "file_descriptor"}
+    none = {"worker_scaling": ((0, 200.0), (workers, 15.0))}
     return [
         _run(roomy, data=60, loaders=BUSY),
         _run(narrow, data=60, loaders=CROWDED, found=found | fewer),
         _run(roomy, data=60, loaders=READY, found=found | none),
-        _run(roomy, data=60, loaders=READY, found=found | files),
         _run(replace(roomy, batches_per_epoch=20), data=1, stats={"epoch_start_s": 4.0}, loaders=ASLEEP),
         _run(roomy, data=60, loaders={"head_of_line_pct": 90.0, **BUSY}),
         _run(replace(roomy, log_every_n_steps=1), other=60, hooks=[logging]),

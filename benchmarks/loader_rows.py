@@ -1,4 +1,4 @@
-"""What the contenders of `loader.py` do to one file, and the plain ways to do it in workers: processes and threads."""
+"""The rows of `loader.py`: one file, cropped in processes and threads, by other libraries, and by ours."""
 
 import io
 import random
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -48,14 +48,14 @@ Crop: TypeAlias = Callable[[bytes, Draw], Tensor]
 """Encoded bytes -> uint8 (224, 224, 3), which stacks without being transposed."""
 
 
-def opencv(data: bytes, draw: Draw, *, area: bool = False) -> Tensor:
+def opencv(data: bytes, draw: Draw) -> Tensor:
     import cv2
 
     cv2.setNumThreads(0)
     image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR)
     top, left, rows, columns = draw.box(*image.shape[:2])
     cut = image[top : top + rows, left : left + columns]
-    image = cv2.resize(cut, (224, 224), interpolation=cv2.INTER_AREA if area else cv2.INTER_LINEAR)
+    image = cv2.resize(cut, (224, 224), interpolation=cv2.INTER_LINEAR)
     image = cv2.cvtColor(image, cv2.COLOR_BGR2RGB)
     return torch.from_numpy(cv2.flip(image, 1) if draw.flips and random.random() < 0.5 else image)
 
@@ -188,3 +188,150 @@ def thread_pool(job: Job, *, crop: Crop) -> Feed:
             yield ahead.popleft().result()
 
     return Feed(epoch, pixels_of(crop))
+
+
+# --- other libraries --------------------------------------------------------------------------------------------------
+
+
+def dali(job: Job, *, antialias: bool) -> Feed:
+    """DALI on the CPU: a decode of the random box alone, a triangular or linear resize, a flip.
+
+    It is told how many batches to prepare. With ``run()`` the first two of an epoch are prepared before it starts.
+    """
+    from nvidia.dali import fn, math, pipeline_def, types
+
+    kind = types.INTERP_TRIANGULAR if antialias else types.INTERP_LINEAR
+    size = [job.size, job.size]
+
+    @pipeline_def(batch_size=job.batch_size, num_threads=job.workers, device_id=None, prefetch_queue_depth=2)
+    def graph() -> Any:
+        encoded, _ = fn.readers.file(file_root=str(job.folder / "train"), random_shuffle=True)
+        images = fn.decoders.image_random_crop(encoded, device="cpu", output_type=types.RGB)
+        images = fn.resize(images, size=size, interp_type=kind, antialias=antialias)
+        return fn.flip(images, horizontal=fn.random.coin_flip())
+
+    @pipeline_def(num_threads=1, device_id=None)
+    def fixed(files: list[str]) -> Any:
+        encoded, _ = fn.readers.file(files=files)
+        shape = fn.peek_image_shape(encoded)
+        side = fn.cast(math.min(shape[0], shape[1]), dtype=types.FLOAT)
+        images = fn.decoders.image(encoded, device="cpu", output_type=types.RGB)
+        images = fn.crop(images, crop_h=side, crop_w=side, rounding="truncate")
+        return fn.resize(images, size=size, interp_type=kind, antialias=antialias)
+
+    pipeline = graph()
+    pipeline.build()
+    total, first = len(job.files), True
+
+    def epoch() -> Iterator[Tensor]:
+        nonlocal first
+        starts = range(0, total, job.batch_size)
+        for _ in starts[: 1 if first else 2]:
+            pipeline.schedule_run()  # the very first fills the queue of two
+        first = False
+        for number, at in enumerate(starts):
+            (images,) = pipeline.share_outputs()
+            # A copy, since the buffer is used again. The reader goes on with the next epoch inside the last batch.
+            batch = torch.from_numpy(np.array(images.as_array())).permute(0, 3, 1, 2)[: total - at]
+            pipeline.release_outputs()
+            if number + 2 < len(starts):
+                pipeline.schedule_run()
+            yield batch
+
+    def pixels(paths: Sequence[Path]) -> Iterable[np.ndarray]:
+        made = fixed([str(path) for path in paths], batch_size=len(paths))
+        made.build()
+        (images,) = made.run()
+        return np.array(images.as_array())
+
+    return Feed(epoch, pixels)
+
+
+def spdl(job: Job, *, crop: Crop) -> Feed:
+    """SPDL's pipeline with two threads, and the decoder that is its fastest here."""
+    from spdl.pipeline import PipelineBuilder
+
+    def epoch() -> Iterator[Tensor]:
+        load = partial(load_batch, crop=crop)
+        builder = PipelineBuilder().add_source(job.batches).pipe(load, concurrency=job.workers).add_sink(4)
+        pipeline = builder.build(num_threads=job.workers)
+        with pipeline.auto_stop():
+            yield from pipeline.get_iterator(timeout=60)
+
+    return Feed(epoch, pixels_of(crop))
+
+
+def litdata(job: Job, *, crop: Crop) -> Feed:
+    """LitData's chunks and loader."""
+    from litdata import StreamingDataLoader, StreamingDataset
+    from litdata.streaming import Cache
+
+    chunks = job.scratch / "litdata"
+    if not chunks.exists():
+        cache = Cache(str(chunks), chunk_bytes="64MB")
+        for index, path in enumerate(job.files):
+            cache[index] = {"image": path.read_bytes()}
+        cache.done()
+        cache.merge()
+
+    loader = StreamingDataLoader(
+        StreamingDataset(str(chunks), shuffle=True),
+        batch_size=job.batch_size,
+        num_workers=job.workers,
+        collate_fn=_CropAll(crop),
+        persistent_workers=True,
+    )
+    return Feed(lambda: loader, pixels_of(crop))
+
+
+class _CropAll:
+    """Crops the samples of a batch, and puts them together."""
+
+    def __init__(self, crop: Crop) -> None:
+        self.crop = crop
+
+    def __call__(self, samples: list[Any]) -> Tensor:
+        return collate_channels_last([self.crop(bytes(sample["image"]), RANDOM) for sample in samples])
+
+
+# --- ours -------------------------------------------------------------------------------------------------------------
+
+
+def ours(
+    job: Job,
+    *,
+    quality: Literal["exact", "fast"] = "exact",
+    workers: Literal["process", "thread", "ray"] = "thread",
+    backend: Literal["torch", "dali-cpu"] = "torch",
+) -> Feed:
+    """As a user gets it from ImageFolderDataModule. With DALI one worker reads, since DALI's threads take the CPUs."""
+    from lightning_feed import ImageFolderDataModule, LoaderSettings
+    from lightning_feed.images.crop import SourceImage, TrainRecipe
+
+    count = job.workers if backend == "torch" else 1
+    made = ImageFolderDataModule(
+        job.folder,
+        job.batch_size,
+        image_size=job.size,
+        quality=quality,
+        backend=backend,
+        loader=LoaderSettings(num_workers=count, workers=workers, persistent_workers=True, pin_memory=False),
+    )
+    loader = made.train_dataloader()
+
+    def epoch() -> Iterator[Any]:
+        # No generator expression, which would call iter(loader), and with it start the workers, before the clock.
+        for batch in loader:
+            yield batch[0]
+
+    if backend != "torch":
+        return Feed(epoch)
+    decoder = made.decoder_choice.decoder
+    # Boxes of the whole area and square do not fit, so that the recipe takes the middle, as torchvision's does.
+    recipe = TrainRecipe(size=job.size, quality=quality, scale=(1.0, 1.0), ratio=(1.0, 1.0), flip_probability=0.0)
+
+    def pixels(paths: Sequence[Path]) -> Iterator[np.ndarray]:
+        for path in paths:
+            yield recipe(SourceImage(path.read_bytes(), decoder)).permute(1, 2, 0).numpy()
+
+    return Feed(epoch, pixels)
