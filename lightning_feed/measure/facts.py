@@ -1,16 +1,15 @@
 """Facts about a run besides its times, read from its loaders and batches."""
 
-import dis
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from types import CodeType
 from typing import Any
 
 from torch.utils.data import IterableDataset, Subset
 
 from lightning_feed.errors import source_line
 from lightning_feed.load.kinds import AnyDataset, AnyLoader, Batch
+from lightning_feed.load.streams import divides_among_workers
 from lightning_feed.measure.measurements import LoopFacts
 from lightning_feed.transfer.batch_tree import tensors
 
@@ -92,18 +91,12 @@ def _batches_of(slowest: Any, loaders: Sequence[AnyLoader]) -> dict[str, Any]:
 
 def _for_remedies(every: Sequence[AnyLoader], *, reloaded: bool) -> dict[str, Any]:
     datasets = [getattr(loader, "dataset", None) for loader in every]
-    streams = [dataset for dataset in datasets if isinstance(dataset, IterableDataset)]
     known = {
         "every_num_workers": tuple(loader.num_workers for loader in every if hasattr(loader, "num_workers")),
         "may_persist": not reloaded and bool(every) and not any(map(_needs_each_epoch, datasets)),
     }
-    if streams:
-        # Imported only for streams: it loads most of `load`, which other loops do not need.
-        from lightning_feed.load.iterable import divides_among_workers
-
-        divided = [divides_among_workers(loader) for loader in every]
-        known["shards_by_worker"] = all(one is not False for one in divided)
-        known["may_leave_process"] = all(_keeps_nothing(stream, _DEEPEST) for stream in streams)
+    if any(isinstance(dataset, IterableDataset) for dataset in datasets):
+        known["shards_by_worker"] = all(divides_among_workers(loader) is not False for loader in every)
     return known
 
 
@@ -116,26 +109,6 @@ def _decodes_whole(dataset: AnyDataset) -> bool:
 
     unchanged = type(dataset).__getitem__ is sys.modules["torchvision.datasets"].DatasetFolder.__getitem__
     return unchanged and cropping_step(dataset.transform) is not None
-
-
-def _keeps_nothing(stream: Any, deeper: int) -> bool:
-    """True if a copy of the stream in a worker process can replace the stream itself.
-
-    False if a method other than ``__init__`` sets an attribute, such as a count kept across epochs, or if there is a
-    ``state_dict`` for this process to call.
-    """
-    from lightning_feed.load.iterable import methods_of  # as above
-
-    codes = [code for name, code in methods_of(stream) if name != "__init__"]
-    if hasattr(stream, "state_dict") or any(map(_sets_attribute, codes)) or not deeper:
-        return False
-    inside = [value for value in vars(stream).values() if isinstance(value, IterableDataset)]
-    return all(_keeps_nothing(one, deeper - 1) for one in inside)
-
-
-def _sets_attribute(code: CodeType) -> bool:
-    inner = (one for one in code.co_consts if isinstance(one, CodeType))
-    return any(one.opname == "STORE_ATTR" for one in dis.get_instructions(code)) or any(map(_sets_attribute, inner))
 
 
 def _needs_each_epoch(dataset: AnyDataset) -> bool:

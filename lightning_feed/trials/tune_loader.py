@@ -18,13 +18,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed.errors import LoaderError
 from lightning_feed.extras import installed_version
-from lightning_feed.load.iterable import divides_among_workers
 from lightning_feed.load.kinds import AnyDataset, Batch
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine, read_machine
 from lightning_feed.load.order import size_of
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import PINNING_DEVICES
+from lightning_feed.load.streams import divides_among_workers
 from lightning_feed.load.worker import why_not_sent
 from lightning_feed.storage.system import cache_folder, read_json, read_text, write_json
 from lightning_feed.trials.cloning import RoundLimits, background_of, watchdog
@@ -173,8 +173,8 @@ class _Run:
         if stream and most > 1 and not divides_among_workers(self.loader):
             most = 1
             self._notes.append(
-                "at most one worker, because the iterable data set does not call get_worker_info() to divide its "
-                "samples: each worker would give all samples"
+                "at most one worker, because the IterableDataset may not divide its samples among workers: each worker "
+                "could give all samples"
             )
         given = self.goal.given
         pin = self.goal.device_type in PINNING_DEVICES if given is None else given.pin_memory

@@ -138,9 +138,8 @@ def pastes(tuned: Tuned, place: Place | None) -> list[Paste]:
     keys = dict(place.overrides)
     found = _overrides(keys, {name: value for name, value in values.items() if name in keys})
     rest = {name: value for name, value in values.items() if name not in keys}
-    rest = {name: value for name, value in rest.items() if not place.names or name in dict(place.names)}
     if rest:
-        found.append(Paste(f"{'and ' if found else ''}in {place.words}", "arguments", place.code(**rest)))
+        found.append(Paste(f"{'and ' if found else ''}in {place.words}", "arguments", _arguments(rest)))
     return found
 
 

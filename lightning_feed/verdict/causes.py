@@ -45,8 +45,6 @@ DISK_MB_PER_S = 0.05
 """Rate of reading from storage below which workers do not wait for it: even 100 random reads of 4 kB a second, as from
 a slow disk, give more."""
 IO_PRESSURE_PCT = 20.0
-CONNECTED = 0.5
-"""Fewest network connections per worker that count as reading over the network."""
 DALI_DECODES = "DALI decodes on the GPU, so this time includes its decoding"
 FASTER = 1.25
 NO_FASTER = 1.1
@@ -256,12 +254,9 @@ def _waiting(measured: Measurements) -> Reason:
 def _remote(measured: Measurements) -> list[str]:
     """Signs that blocked workers wait for another machine."""
     facts = measured.facts
-    connections = measured.loaders.connections or 0.0
     disk = measured.found.disk
     said = []
-    if connections >= CONNECTED * max(1, facts.all_workers):
-        said.append(f"the workers are blocked, with {connections:.0f} network connections open")
-    elif facts.remote:
+    if facts.remote:
         said.append("the data are read from a URL, and the workers are blocked")
     if disk is not None and disk.latency_ms is not None:
         line = "" if disk.line_mb_per_s is None else f", and {disk.line_mb_per_s:.0f} MB/s with many requests at once"

@@ -23,7 +23,7 @@ copy: ``unpinned``, ``not overlapped`` (pinned, on the compute stream), ``link``
 ``transfer hooks`` (the user's, or no copy at all), ``decoding on the GPU`` (nvJPEG, for which the host waits).
 data: ``epoch start`` (workers are started again), ``no workers``, ``head of line`` (a slow batch delays finished ones),
 ``pin thread``, ``oversubscribed`` (more runnable threads than CPUs, or a quota), ``cpu`` (decoding, augmenting),
-``cold reads`` (from a local or network disk), ``remote reads`` (over the workers' own connections, as to an object
+``cold reads`` (from a local or network disk), ``remote reads`` (from a URL, as of an object
 store), ``waiting`` (reads are cached: locks, sleeping), ``hand-over`` (batches are ready; handing them over takes the
 time), ``jitter`` (fast enough on average, not always), ``one rank``.
 compute: ``compute``, or ``launch`` (the host issues work hardly faster than the device does it). If the model alone is

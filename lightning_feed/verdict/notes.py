@@ -27,8 +27,8 @@ MOSTLY_BUSY = 0.8
 SPARE = 1.1
 """Factor by which the loader, with fewer workers, must be faster than the model."""
 SHARD = (
-    "the dataset is a stream that does not seem to divide itself among workers: with num_workers=2 every sample would "
-    "come twice. Divide it by torch.utils.data.get_worker_info() before you use more than one worker"
+    "the dataset is an IterableDataset that may not divide its samples among workers, so no number of workers is "
+    "advised: with num_workers=2 every sample could come twice"
 )
 _DIAGNOSE = "`lightning-feed diagnose your_script.py -- ARGUMENTS`"
 _ASK: tuple[Cause, ...] = ("no workers", "cpu", "oversubscribed", "waiting", "unknown")

@@ -57,7 +57,7 @@ class Finding:
         """True if a setting can be given at :attr:`place`."""
         if self.place.form == "callback":
             return name in ("num_workers", "prefetch_factor", "persistent_workers")
-        return name in dict(self.place.overrides) or not self.place.names or name in dict(self.place.names)
+        return True
 
     def can_set_with_workers(self, name: str) -> bool:
         """True if a setting can be given where num_workers is given. On the command line, it needs a key of its own."""
@@ -76,7 +76,7 @@ def loader_remedy(
     keys = dict(place.overrides)
     form: Form = place.form
     where = f"in {place.words}"
-    code = place.code(**settings)
+    code = ", ".join(f"{one}={given!r}" for one, given in settings.items())
     if form == "callback":
         code = "AutotuneCallback()"
         where = f"by AutotuneCallback in callbacks=[...] of the Trainer, or by LIGHTNING_FEED=tune, in {place.words}"
@@ -163,8 +163,8 @@ def more_workers(finding: Finding) -> Remedy | None:
     """Remedy: more workers, if training waits for batches that take time to make.
 
     Suggests the fewest workers that nearly reach the best step time: at most one per CPU, or more if workers are
-    blocked. None if the present workers were not observed and no other numbers were tried, if a stream can neither be
-    divided among workers nor run in a single one, or if /dev/shm has no room for the batches.
+    blocked. None if the present workers were not observed and no other numbers were tried, if a stream is not known to
+    divide itself among workers, or if /dev/shm has no room for the batches.
     """
     predicted = steps_with_more(finding)
     if not predicted:
@@ -174,8 +174,6 @@ def more_workers(finding: Finding) -> Remedy | None:
     now = finding.facts.num_workers
     cpus = finding.facts.usable_cpus
     why = "batches are made while the model trains" if now == 0 else "more workers make more batches at once"
-    if not may_have_workers(finding):
-        why += "; the one worker reads the whole stream"
     if cpus is not None and number > cpus:
         why += "; workers that wait need little CPU"
     kept = _with_kept_workers(finding)[1] if now == 0 else {}
@@ -200,11 +198,9 @@ def steps_with_more(finding: Finding) -> dict[int, float]:
 
 
 def _numbers_to_name(finding: Finding, now: int) -> Iterable[int]:
-    """Numbers of workers to consider: those tried, else all up to the limit; 1 for a stream that is not divided."""
-    if not _can_change_workers(finding):
+    """Numbers of workers to consider: those tried, else all up to the limit; none for a stream that is not divided."""
+    if not _can_change_workers(finding) or not may_have_workers(finding):
         return []
-    if not may_have_workers(finding):
-        return [1] if now == 0 and finding.facts.may_leave_process else []
     tried = [number for number in predict.tried_rates(finding.measured) if number > now]
     return tried or range(now + 1, _most_workers(finding) + 1)
 
@@ -224,8 +220,7 @@ def _with_kept_workers(finding: Finding) -> tuple[Measurements, dict[str, Any]]:
     facts = finding.facts
     if finding.place.form == "settings":  # LoaderSettings keep the workers by default
         return finding.measured, {}
-    can_set = finding.can_set_with_workers("persistent_workers") and "num_workers" not in dict(finding.place.names)
-    kept = bool(facts.may_persist) and can_set
+    kept = bool(facts.may_persist) and finding.can_set_with_workers("persistent_workers")
     measured = replace(finding.measured, facts=replace(facts, may_persist=kept))
     return measured, {"persistent_workers": True} if kept and facts.persistent_workers is not True else {}
 

@@ -213,27 +213,11 @@ IN_DATA = Place(words="your training DataLoader (Data.train_dataloader, data.py:
             ],
         ),
         (
-            Place(words="your call of make_loader (main, train.py:3)", names=(("num_workers", "workers"),)),
-            FOUND,
-            [("in your call of make_loader (main, train.py:3)", "workers=2")],
-        ),
-        (
-            Place(words="dataloader_kwargs of your NHITS(...)", argument="dataloader_kwargs"),
+            Place(words="your training DataLoader (made by timm)", form="callback"),
             FOUND,
             [
                 (
-                    "in dataloader_kwargs of your NHITS(...)",
-                    'dataloader_kwargs={"num_workers": 2, "prefetch_factor": 4, "persistent_workers": True, '
-                    '"pin_memory": False}',
-                )
-            ],
-        ),
-        (
-            Place(words="your training DataLoader (made in cells/fit.py:3)", form="callback"),
-            FOUND,
-            [
-                (
-                    "in callbacks=[...] of the Trainer: your training DataLoader (made in cells/fit.py:3)",
+                    "in callbacks=[...] of the Trainer: your training DataLoader (made by timm)",
                     "AutotuneCallback()",
                 )
             ],
@@ -295,7 +279,7 @@ def test_the_command(target: str, tunes: Tunes, capsys: pytest.CaptureFixture[st
         == 0
     )
     assert (tunes.goals[0].demand_per_s, tunes.goals[0].budget_s, tunes.goals[0].max_trials) == (80, 9, 3)
-    assert "mine_to_tune.py:6):\n    num_workers=2, prefetch_factor=4" in capsys.readouterr().out
+    assert "mine_to_tune.py:5):\n    num_workers=2, prefetch_factor=4" in capsys.readouterr().out
     assert main(["tune", f"{target}:Data", "--json", "--fresh", "--accelerator", "cpu"]) == 0
     assert json.loads(capsys.readouterr().out)["schema"] == "lightning_feed.tuning/1"
     assert tunes.options["fresh"] is True

@@ -6,7 +6,7 @@ import pytest
 from verdict.cases import ASLEEP, BUSY, measured
 
 from lightning_feed.measure.experiment_results import CropTrial, NamedCost
-from lightning_feed.measure.measurements import Measurements, Place
+from lightning_feed.measure.measurements import Measurements
 from lightning_feed.verdict import predict
 from lightning_feed.verdict.decide import diagnose
 from lightning_feed.verdict.shares import Shares, shares_of
@@ -409,7 +409,7 @@ def test_crops_alone_and_the_same_workers() -> None:
 
 def test_files_in_memory_are_named_with_their_step_or_sent_to_diagnose() -> None:
     cold: dict[str, Any] = {"loaders": ASLEEP | {"disk_mb_per_s": 90.0, "page_cache_pct": 10.0}, "usable_cpus": 2}
-    cold |= {"place": Place(words="theirs", names=(("batch_size", "size"),))}  # which takes no num_workers
+    cold |= {"every_num_workers": (2, 3)}  # which one number cannot change
     told = diagnose(measured(**cold)).notes
     assert any(one.endswith("times the loader with its files in memory") for one in told)
     found = {"loader_per_s": 10.0, "cached_bytes_per_s": 14.0}
