@@ -197,11 +197,6 @@ def _over_the_network(finding: Finding) -> Iterator[str]:
             "ahead, and from the second epoch on from a local disk: then a step takes "
             f"{in_ms(near, finding.shares.step_ms)} ms"
         )
-    elif not facts.remote:
-        yield (
-            "a worker that reads one object at a time has one request in flight: fetch the samples of a batch together "
-            "(__getitems__)"
-        )
     if disk is not None and disk.line_mb_per_s and disk.mean_file_bytes:
         most = disk.line_mb_per_s * 1e6 / disk.mean_file_bytes
         yield f"the network gives {disk.line_mb_per_s:.0f} MB/s, or {most:.0f} samples/s: no loader is faster"

@@ -145,6 +145,10 @@ class Whole(IterableDataset[Any]):
 
 
 class Divided(Whole):
+    """As one of a package whose streams divide themselves."""
+
+    __module__ = "litdata.streaming"
+
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         yield from range(40) if info is None else range(info.id, 40, info.num_workers)
