@@ -21,7 +21,8 @@ from torch.utils.data import RandomSampler, Subset
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings
 from lightning_feed.errors import ArchiveError
-from lightning_feed.load.order import EpochOrder, find_read_ahead
+from lightning_feed.load.order import EpochOrder
+from lightning_feed.load.position import find_read_ahead
 from lightning_feed.storage import remote, remote_folder
 from lightning_feed.storage.read_ahead import ReadAhead
 from lightning_feed.storage.read_through import ReadThrough
