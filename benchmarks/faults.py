@@ -1,27 +1,22 @@
-"""Random faults, many of them: kills, flipped bits, full disks, bad servers, while data are packed, cached, trained on.
+"""Random faults, many of them: kills and flipped bits while data are packed, staged and trained on.
 
 Bad is what no user should meet: wrong data without a word, a source that was changed, a run that cannot go on
-afterwards, an error that is no message (a raw traceback, a crash), or one that hangs. Full disks are small tmpfs in a
-private mount namespace, which takes root or user namespaces; without them they are left out.
+afterwards, an error that is no message (a raw traceback, a crash), or one that hangs.
 
     python benchmarks/faults.py [--rounds 100] [--seed 0] [--only WORD]
 """
 
 import argparse
-import asyncio
 import contextlib
 import hashlib
 import importlib
 import io
-import json
 import logging
 import multiprocessing
 import os
 import random
 import shutil
 import signal
-import stat
-import subprocess
 import sys
 import tempfile
 import time
@@ -41,18 +36,13 @@ from torch.utils.data import TensorDataset
 
 from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.errors import FeedError
-from lightning_feed.storage import PackedDataset, pack, remote, remote_folder, stage
-from lightning_feed.storage.folder import FolderSource, index_of, scan_classes
-from lightning_feed.storage.read_through import ReadThrough
-from lightning_feed.storage.shared_cache import SampleCache
-from lightning_feed.storage.system import cache_folder
+from lightning_feed.storage import PackedDataset, pack, stage
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "faults"))
-from http_store import HttpStore, running_http
-from test_resume_everywhere import check as resume_check
+import test_resume_everywhere as resume_cases
 
-FORMATS = ("lmdb", "hdf5")
+CLASSES = ("crow", "wren")
 FILES, SAMPLES = 40, 64
 LIMIT_S = 120.0
 """Whatever takes longer, hangs."""
@@ -75,23 +65,16 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=100, help="of each family; some have a multiple of it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="families with this in their names")
-    parser.add_argument("--small-disk", type=Path, help=argparse.SUPPRESS)  # called again, in a mount namespace
     arguments = parser.parse_args()
-    families = ON_SMALL_DISKS if arguments.small_disk else FAMILIES
-    for library in ("lmdb", "h5py"):  # once, here: a kill is to meet the work, not its imports
-        importlib.import_module(library)
+    importlib.import_module("lmdb")  # once, here: a kill is to meet the work, not its imports
     began, rows = time.monotonic(), []
     with tempfile.TemporaryDirectory() as work:
         os.environ["XDG_CACHE_HOME"] = f"{work}/cache"
-        place = arguments.small_disk or Path(work)
+        place = Path(work)
         source = made_photos(Path(work) / "photos")
-        for name, (family, share) in families.items():
+        for name, (family, share) in FAMILIES.items():
             if arguments.only in name:
                 rows.append(try_family(name, family(source, place), arguments, max(1, int(share * arguments.rounds))))
-    if arguments.small_disk:
-        print(json.dumps(rows))
-        return 0
-    rows += small_disks(arguments)
     print("\n| fault | tried | bad |\n|---|---:|---:|")
     for name, tried, bad in [*rows, ["all", sum(row[1] for row in rows), sum(row[2] for row in rows)]]:
         print(f"| {name} | {tried} | {bad} |")
@@ -114,30 +97,6 @@ def try_family(
             print(f"BAD: {name}, round {number}: {error}", file=sys.stderr)
     print(f"{name}: {tried} tried, {bad} bad", file=sys.stderr)
     return [name, tried, bad]
-
-
-def small_disks(arguments: argparse.Namespace) -> list[list[Any]]:
-    """The families that need small file systems of their own, in a process that may mount them."""
-    script = 'mount -t tmpfs -o size=64m none "$1" && shift && exec "$@"'
-    with tempfile.TemporaryDirectory() as folder:
-        again = [sys.executable, __file__, "--small-disk", folder, "--rounds", str(arguments.rounds)]
-        again += ["--seed", str(arguments.seed), "--only", arguments.only]
-        unshare = [
-            "unshare",
-            "--mount",
-            *(["--map-root-user"] if os.getuid() else []),
-            "sh",
-            "-c",
-            script,
-            "sh",
-            folder,
-        ]
-        done = subprocess.run([*unshare, *again], stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        print("Full disks were not tried: nothing can be mounted here.", file=sys.stderr)
-        return []
-    rows: list[list[Any]] = json.loads(done.stdout.splitlines()[-1])
-    return rows
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
@@ -235,7 +194,7 @@ def made_photos(root: Path) -> Path:
         pixels = np.random.default_rng(number).integers(0, 255, (32, 40 + number, 3), dtype=np.uint8)
         encoded = io.BytesIO()
         Image.fromarray(pixels).save(encoded, "JPEG")
-        path = root / ("crow" if number % 2 else "wren") / f"{number:03}.jpg"
+        path = root / CLASSES[number % 2] / f"{number:03}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(encoded.getvalue())
     return root
@@ -249,17 +208,18 @@ def content(root: Path) -> dict[str, str]:
 
 def check_pack(path: Path, source: Path) -> None:
     """Hold every sample of a pack against its file. A sample that is refused with a message is none of the wrong."""
-    given, packed = FolderSource(source, scan_classes(source)), PackedDataset(path)
-    if len(packed) != len(given) or tuple(packed.classes) != given.classes:
+    packed = PackedDataset(path)
+    files = sorted(source.rglob("*.jpg"))
+    if len(packed) != len(files) or tuple(packed.classes) != CLASSES:
         raise WrongData(f"{len(packed)} samples of {packed.classes}")
     refusal = None
-    for number in range(len(given)):
+    for number, file in enumerate(files):
         try:
             sample, label = packed[number]
         except FeedError as error:
             refusal = error
             continue
-        if bytes(sample) != given.read(number) or label != given.labels[number]:
+        if bytes(sample) != file.read_bytes() or CLASSES[label] != file.parent.name:
             raise WrongData(f"sample {number}")
     if refusal is not None:
         raise refusal
@@ -296,10 +256,10 @@ def unchanged(source: Path, before: dict[str, str]) -> None:
 # --- kills ------------------------------------------------------------------------------------------------------------
 
 
-def pack_killed(source: Path, place: Path, *, format: str) -> Callable[[random.Random], bool]:
+def pack_killed(source: Path, place: Path) -> Callable[[random.Random], bool]:
     """``pack``, killed and called again."""
     before, dest = content(source), place / "killed.pack"
-    work = partial(pack, source, dest, format=format, workers=1)
+    work = partial(pack, source, dest, workers=1)
     longest_s = timed(work, dest)
 
     def fault(draw: random.Random) -> bool:
@@ -329,44 +289,6 @@ def stage_killed(source: Path, place: Path) -> Callable[[random.Random], bool]:
         must(partial(check_copy, dest / source.name, source), "read")
         unchanged(source, before)
         return True
-
-    return fault
-
-
-def array_of(index: int) -> Any:
-    """A sample that anybody can make."""
-    return np.random.default_rng(index).integers(0, 255, (index % 7 + 1, 300), dtype=np.uint8)
-
-
-def use_cache(folder: Path, seed: int, reads: int) -> None:
-    """Read at random as workers do: from the cache, or made and put there."""
-    cache = SampleCache(SAMPLES, 48 << 10, kind="decoded", name="run", directory=folder)
-    logging.disable()  # that it is full
-    for index in np.random.default_rng(seed).integers(0, SAMPLES, reads).tolist():
-        held = cache.get(index)
-        if held is None:
-            cache.put(index, array_of(index))
-        elif not np.array_equal(held, array_of(index)):
-            raise WrongData(f"sample {index}")
-    cache.close()
-
-
-def cache_killed(_: Path, place: Path) -> Callable[[random.Random], bool]:
-    """One of two processes that fill a cache is killed."""
-    folder = place / "shm"
-    folder.mkdir()
-    longest_s = timed(partial(use_cache, folder, 0, 600))
-
-    def fault(draw: random.Random) -> bool:
-        survivor = Child(partial(use_cache, folder, draw.randrange(1000), 900))
-        was_killed = killed(partial(use_cache, folder, draw.randrange(1000), 600), longest_s, draw)
-        code, text = survivor.end()
-        if code != DONE:
-            raise Bad(f"the process beside it: {code}: {text}")
-        must(partial(use_cache, folder, 1, 60), "the next run")
-        if list(folder.iterdir()):
-            raise Bad(f"left over: {list(folder.iterdir())}")
-        return was_killed
 
     return fault
 
@@ -432,10 +354,10 @@ def fit_killed(_: Path, place: Path) -> Callable[[random.Random], bool]:
 # --- flipped bits -----------------------------------------------------------------------------------------------------
 
 
-def pack_flipped(source: Path, place: Path, *, format: str) -> Callable[[random.Random], bool]:
+def pack_flipped(source: Path, place: Path) -> Callable[[random.Random], bool]:
     """A bit of a pack, in any of its files."""
-    sound, damaged = place / f"sound-{format}", place / f"damaged-{format}"
-    must(partial(pack, source, sound, format=format, workers=1), "packed")
+    sound, damaged = place / "sound", place / "damaged"
+    must(partial(pack, source, sound, workers=1), "packed")
 
     def fault(draw: random.Random) -> bool:
         clear(damaged)
@@ -448,386 +370,42 @@ def pack_flipped(source: Path, place: Path, *, format: str) -> Callable[[random.
     return fault
 
 
-def index_flipped(source: Path, _: Path) -> Callable[[random.Random], bool]:
-    """A bit of a remembered index."""
-    logging.getLogger("lightning_feed").setLevel(logging.ERROR)  # that it is damaged
-    later = partial(int, 10**19)
-    right = index_of(source, now_ns=later)
-    (kept,) = (cache_folder() / "index").iterdir()
-
-    def fault(draw: random.Random) -> bool:
-        where = flip(kept, draw)
-        try:
-            found = index_of(source, now_ns=later)
-        except Exception as error:
-            raise Bad(f"{where}: {error!r}") from error
-        if any(not np.array_equal(getattr(found, name), getattr(right, name)) for name in ("labels", "names", "ends")):
-            raise Bad(f"{where}: another index")
-        return True
-
-    return fault
-
-
-# --- bad servers ------------------------------------------------------------------------------------------------------
-
-MANNERS: tuple[dict[str, Any], ...] = (
-    {},
-    {"ranges": False},
-    {"dated": True},
-    {"etag": None, "dated": True},
-    {"etag": "constant", "dated": True},
-    {"etag": None},
-    {"head": "bare"},
-    {"head": "empty"},
-    {"head": 405},
-    {"head": 501},
-    {"head": "hang up"},
-    {"sized": False},
-    {"head": 405, "sized": False},
-)
-
-
-def body(number: int, version: int, more: int = 0) -> bytes:
-    """An object of a server, in one of its versions."""
-    return f"{number} {version} ".encode() * 200 + bytes(more)
-
-
-def served(draw: random.Random) -> tuple[HttpStore, list[str]]:
-    """A server with random manners, and the paths of its objects."""
-    store, paths = HttpStore(), [f"{'crow' if number % 2 else 'wren'}/{number:02}.jpg" for number in range(10)]
-    vars(store).update(draw.choice(MANNERS))
-    for number, path in enumerate(paths):
-        store.put(path, body(number, 0))
-    return store, paths
-
-
-def read_served(url: str, folder: Path, allowed: dict[str, set[bytes]]) -> None:
-    """Read all objects through a cache, as a process that starts now. Any that is not among those allowed is wrong."""
-    remote._FIRST_DELAY_S = 0.001
-    remote_folder._STARTED_S = time.time()
-    place = remote.RemotePlace(url, cache=ReadThrough(folder, 1 << 30), timeout_s=10)
-    source = remote_folder.RemoteSource.of(place, remote_folder.list_files(place))
-    refusal = None
-    for number in range(len(source)):
-        try:
-            data = source.read(number)
-        except FeedError as error:
-            refusal = error
-            continue
-        if data not in allowed[source.index.path(number)]:
-            raise WrongData(f"{source.index.path(number)}: {data[:20]!r}, {len(data)} bytes")
-    if refusal is not None:
-        raise refusal
-
-
-def object_replaced(_: Path, place: Path) -> Callable[[random.Random], bool]:
-    """Some objects are replaced between two runs: the second reads them as they are."""
-    folder = place / "served"
-
-    def fault(draw: random.Random) -> bool:
-        clear(folder)
-        store, paths = served(draw)
-        with running_http(store):
-            must(partial(read_served, store.url, folder, {path: {store.objects[path]} for path in paths}), "first run")
-            for path in draw.sample(paths, draw.randrange(1, len(paths))):
-                store.put(path, body(paths.index(path), draw.randrange(1, 9), draw.choice((0, 7))))
-            must(partial(read_served, store.url, folder, {path: {store.objects[path]} for path in paths}), "next run")
-        return True
-
-    return fault
-
-
-def body_cut(_: Path, place: Path) -> Callable[[random.Random], bool]:
-    """Bodies are cut short with status 200, for ever or for a while: none is a sample, or is there in the next run."""
-    folder = place / "served"
-
-    def fault(draw: random.Random) -> bool:
-        clear(folder)
-        store, paths = served(draw)
-        known = {path: {store.objects[path]} for path in paths}
-        with running_http(store):
-            store.cut, lasts = set(draw.sample(paths, 3)), draw.choice((1, 2, 10**6))
-            store.before_get = lambda path: store.cut.discard(path) if store.seen["GET", path] > lasts else None
-            if store.head not in (405, 501, "hang up", "empty"):  # else nobody knows the length
-                must(partial(read_served, store.url, folder, known), "while they are cut", may_refuse=True)
-            elif not store.sized:
-                cut = {path: {*good, *(half[: len(half) // 2] for half in good)} for path, good in known.items()}
-                must(partial(read_served, store.url, folder, cut), "while they are cut", may_refuse=True)
-            else:
-                return False
-            store.cut.clear()
-            must(partial(read_served, store.url, folder, known), "the next run")
-        return True
-
-    return fault
-
-
-def object_changing(_: Path, place: Path) -> Callable[[random.Random], bool]:
-    """Objects change between HEAD and GET, or have another ETag each time: refused, and right in the next run."""
-    folder = place / "served"
-
-    def fault(draw: random.Random) -> bool:
-        clear(folder)
-        store, paths = served(draw)
-        changing = set(draw.sample(paths, draw.randrange(1, 5)))
-        store.etag = draw.choice((store.etag, "random"))
-
-        def change(path: str) -> None:
-            if path in changing and store.seen["GET", path] > asked:
-                changing.discard(path)
-                store.put(path, body(paths.index(path), 5))
-
-        with running_http(store):
-            asked = 1 if store.head in (405, 501, "hang up", "empty") else 0  # GET in place of HEAD
-            store.before_get = change
-            either = {path: {body(number, 0), body(number, 5)} for number, path in enumerate(paths)}
-            must(partial(read_served, store.url, folder, either), "while they change", may_refuse=True)
-            changing.clear()
-            store.etag = None if store.etag == "random" else store.etag
-            known = {path: {store.objects[path]} for path in paths}
-            must(partial(read_served, store.url, folder, known), "the next run")
-        return True
-
-    return fault
-
-
-# --- a cache of remote files ------------------------------------------------------------------------------------------
-
-LIMIT = 40 * 4096
-
-
-def taken_bytes(folder: Path) -> int:
-    """What the files of a read-through cache take on the disk."""
-    found = (path.lstat() for path in folder.glob("read-through/??/*"))
-    return sum(status.st_blocks * 512 for status in found if not stat.S_ISDIR(status.st_mode))
-
-
-def fill_cache(folder: Path, seed: int, files: int) -> None:
-    """Put files of random sizes into a read-through cache, and hold what is read from it against them."""
-    draw, cache = random.Random(seed), ReadThrough(folder, LIMIT)
-    logging.disable()
-    for _ in range(files):
-        number = draw.randrange(200)
-        key, data = f"{number:02x}{number}", random.Random(number).randbytes(number * 150)
-        found = cache.read(key, len(data))
-        if found not in (None, data):
-            raise WrongData(f"file {number}")
-        if asyncio.run(cache.through(key, len(data), partial(asyncio.sleep, 0, data))) != data:
-            raise WrongData(f"file {number}")
-    if taken_bytes(folder) > LIMIT:
-        raise WrongData(f"{taken_bytes(folder)} bytes within a limit of {LIMIT}")
-
-
-def cache_writer_killed(_: Path, place: Path) -> Callable[[random.Random], bool]:
-    """One who fills a read-through cache is killed, or its machine, which leaves any count: it is within its limit."""
-    folder = place / "filled"
-    longest_s = timed(partial(fill_cache, folder, 0, 400), folder)
-
-    def fault(draw: random.Random) -> bool:
-        if draw.random() < 0.3:
-            clear(folder)
-        if not killed(partial(fill_cache, folder, draw.randrange(1000), 10**6), longest_s, draw):
-            return False
-        count = folder / "read-through/used_bytes"
-        left = draw.choice((None, None, b"", bytes(8), b"\xff" * 8, b"\xff" * 9, draw.randbytes(8)))
-        if left is not None and count.exists():
-            count.write_bytes(left)
-        must(partial(ReadThrough, folder, LIMIT), "opened")
-        if taken_bytes(folder) > LIMIT:
-            raise Bad(f"{taken_bytes(folder)} bytes within a limit of {LIMIT}")
-        must(partial(fill_cache, folder, draw.randrange(1000), 50), "the next run")
-        return True
-
-    return fault
-
-
-def planted_in_cache(_: Path, place: Path) -> Callable[[random.Random], bool]:
-    """A FIFO, a link or a folder anywhere in a read-through cache, before or while it is open; or mode 0777."""
-    folder, precious = place / "planted", place / "precious"
-    precious.write_bytes(b"precious")
-    plants: list[Callable[[Path], object]] = [os.mkfifo, lambda path: path.symlink_to(precious), Path.mkdir]
-
-    def use(path: Path, plant: Callable[[Path], object]) -> None:
-        cache = ReadThrough(folder, LIMIT)
-        if not os.path.lexists(path):
-            plant(path)
-        logging.disable()
-        fill_cache(folder, 1, 50)
-        cache.read(path.parent.name + path.name, 5)
-
-    def fault(draw: random.Random) -> bool:
-        clear(folder)
-        must(partial(fill_cache, folder, draw.randrange(100), 60), "filled")
-        if draw.random() < 0.25:
-            inner = folder / "read-through" / draw.choice(("", "00", "7f"))
-            inner.chmod(draw.choice((0o777, 0o770, 0o707, 0o772)))
-            if must(partial(ReadThrough, folder, LIMIT), "opened by others", may_refuse=True):
-                raise Bad(f"{inner} with mode {inner.stat().st_mode:o} was accepted")
-            return True
-        number = draw.randrange(200)
-        name = f"{number:02x}/{number}{draw.choice(('', '.part'))}"
-        path, plant = (
-            folder / "read-through" / draw.choice((name, name, "used_bytes", "in_use", "5a")),
-            draw.choice(plants),
-        )
-        before = draw.random() < 0.5
-        if before:
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-            plant(path)
-        must(partial(use, path, plant), f"{plant} at {path}", may_refuse=before)
-        if precious.read_bytes() != b"precious":
-            raise Bad(f"{path} was written through")
-        return True
-
-    return fault
-
-
-# --- full disks -------------------------------------------------------------------------------------------------------
-
-
-def resize(disk: Path, size: int) -> None:
-    """Give a tmpfs another size, not less than what it holds."""
-    subprocess.run(["mount", "-o", f"remount,size={size}", str(disk)], check=True)
-
-
-def disk_full(
-    disk: Path, dest: Path, work: Callable[[], object], check: Callable[[], object]
-) -> Callable[[random.Random], bool]:
-    """Work on a disk that has no room, from the beginning or at a random moment on, and again when there is."""
-    clear(*disk.iterdir())
-    longest_s = timed(work, dest)
-    needed = sum(path.stat().st_blocks * 512 for path in disk.rglob("*") if path.is_file())
-
-    def fault(draw: random.Random) -> bool:
-        clear(dest)
-        kind = draw.choice(("small", "filled"))
-        if kind == "small":
-            resize(disk, max(4096, int(needed * draw.uniform(0.05, 2))))
-        child = Child(work)
-        filler = disk / "filler"
-        if kind == "filled":
-            time.sleep(draw.uniform(0, longest_s))
-            with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-                resize(disk, 4 << 20)
-                while True:
-                    file.write(bytes(64 << 10))
-        code, text = child.end()
-        filler.unlink(missing_ok=True)
-        resize(disk, 64 << 20)
-        if code not in (DONE, TOLD):
-            raise Bad(f"{kind} disk: {NAMES.get(code or -1, code)}: {text[-600:]}")
-        if code == TOLD:
-            must(work, "called again, with room")
-        must(check, "read")
-        return code == TOLD
-
-    return fault
-
-
-def pack_on_full_disk(source: Path, disk: Path) -> Callable[[random.Random], bool]:
-    """``pack`` to a small disk."""
-    dest = disk / "full.pack"
-    return disk_full(disk, dest, partial(pack, source, dest, workers=1), partial(check_pack, dest, source))
-
-
-def stage_on_full_disk(source: Path, disk: Path) -> Callable[[random.Random], bool]:
-    """``stage`` to a small disk."""
-    dest = disk / "ram"
-    return disk_full(disk, dest, partial(stage, source, dest), partial(check_copy, dest / source.name, source))
-
-
-def cache_on_full_disk(_: Path, disk: Path) -> Callable[[random.Random], bool]:
-    """A cache in a small /dev/shm: it holds what there is room for."""
-    clear(*disk.iterdir())
-    folder = disk / "shm"
-    folder.mkdir()
-
-    def fault(draw: random.Random) -> bool:
-        resize(disk, draw.randrange(4 << 10, 140 << 10))
-        must(partial(use_cache, folder, draw.randrange(1000), 200), "on a small disk", may_refuse=True)
-        resize(disk, 64 << 20)
-        must(partial(use_cache, folder, 1, 60), "the next run")
-        return True
-
-    return fault
-
-
-def remote_cache_on_full_disk(_: Path, disk: Path) -> Callable[[random.Random], bool]:
-    """A read-through cache on a disk that another program fills: all is read, and nothing is left half-written."""
-    clear(*disk.iterdir())
-    folder, filler = disk / "served", disk / "filler"
-
-    def fault(draw: random.Random) -> bool:
-        clear(folder, filler)
-        store, paths = served(draw)
-        known = {path: {store.objects[path]} for path in paths}
-        must(partial(ReadThrough, folder, 1 << 20), "opened")
-        at_once, first = draw.random() < 0.5, draw.choice(paths)
-
-        def fill(path: str) -> None:
-            if path == first and not filler.exists():
-                with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-                    resize(disk, 2 << 20)
-                    while True:
-                        file.write(bytes(4096))
-
-        if at_once:
-            fill(first)
-        store.before_get = fill
-        with running_http(store):
-            must(partial(read_served, store.url, folder, known), "on a full disk")
-            filler.unlink(missing_ok=True)
-            resize(disk, 64 << 20)
-            if list(folder.rglob("*.part")):
-                raise Bad("something is left half-written")
-            must(partial(read_served, store.url, folder, known), "with room")
-        return True
-
-    return fault
-
-
-Family = tuple[Callable[[Path, Path], Callable[[random.Random], bool]], float]
 # --- resumed from any place -------------------------------------------------------------------------------------------
 
 
 def resumed(_: Path, place: Path) -> Callable[[random.Random], bool]:
-    """A fit goes on from a checkpoint of any place, changed or not: each sample once, or ResumeError."""
+    """A fit goes on from a checkpoint of any place, changed or not: the same samples, or ResumeError."""
+    return partial(resume_fault, place / "resumed", several=False)
+
+
+def resumed_by_ranks(_: Path, place: Path) -> Callable[[random.Random], bool]:
+    """The same with several ranks, or another number of them."""
+    return partial(resume_fault, place / "resumed", several=True)
+
+
+def resume_fault(folder: Path, draw: random.Random, *, several: bool) -> bool:
+    """Train, resume and compare one random case. False: no checkpoint was written."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    folder = place / "resumed"
-
-    def fault(draw: random.Random) -> bool:
-        clear(folder)
-        seed = draw.randrange(10**9)  # the tests take the first few hundred
-        try:
-            with contextlib.redirect_stderr(io.StringIO()):
-                return resume_check(seed, folder) != "no checkpoint"
-        except Exception as error:
-            raise Bad(f"combination {seed}: {error!r:.2000}") from error
-
-    return fault
+    clear(folder)
+    seed = draw.randrange(10**9)  # the tests take the first few
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            ranks = resume_cases.draw_ranks(seed) if several else (1, 1)
+            return resume_cases.check(seed, folder, ranks) != "no checkpoint"
+    except Exception as error:
+        raise Bad(f"combination {seed}: {error!r:.2000}") from error
 
 
+Family = tuple[Callable[[Path, Path], Callable[[random.Random], bool]], float]
+"""A kind of fault, and its rounds for each of ``--rounds``."""
 FAMILIES: dict[str, Family] = {
-    **{f"kill: pack, {name}": (partial(pack_killed, format=name), 0.5) for name in FORMATS},
+    "kill: pack": (pack_killed, 1),
     "kill: stage": (stage_killed, 1),
-    "kill: shared cache": (cache_killed, 1),
     "kill: fit, resumed": (fit_killed, 0.4),
-    **{f"flipped bit: pack, {name}": (partial(pack_flipped, format=name), 2) for name in FORMATS},
-    "resumed: any place, changed or not": (resumed, 2),
-    "flipped bit: remembered index": (index_flipped, 2),
-    "server: replaced object": (object_replaced, 1),
-    "server: body cut short": (body_cut, 1),
-    "server: changes between HEAD and GET": (object_changing, 1),
-    "kill: read-through cache": (cache_writer_killed, 1),
-    "planted: read-through cache": (planted_in_cache, 1),
+    "flipped bit: pack": (pack_flipped, 2),
+    "resumed: any place, changed or not": (resumed, 4),
+    "resumed: several ranks": (resumed_by_ranks, 0.4),
 }
-ON_SMALL_DISKS: dict[str, Family] = {
-    "full disk: pack": (pack_on_full_disk, 0.5),
-    "full disk: stage": (stage_on_full_disk, 0.5),
-    "full disk: shared cache": (cache_on_full_disk, 1),
-    "full disk: read-through cache": (remote_cache_on_full_disk, 0.5),
-}
-
 if __name__ == "__main__":
     sys.exit(main())

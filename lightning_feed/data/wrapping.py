@@ -3,16 +3,14 @@
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any, SupportsIndex
+from typing import Any
 
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed import _host
-from lightning_feed._host import AnyTrainer
+from lightning_feed._host import AnyDataModule, AnyTrainer
 from lightning_feed.data.build_loaders import SPLITS, ChosenSettings, job_of
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.kinds import AnyLoader
@@ -26,24 +24,21 @@ from lightning_feed.trials.in_fit import without_workers
 
 logger = logging.getLogger(__name__)
 
-_SPLIT_OF = {f"{split}_dataloader": split for split in SPLITS}
-_OURS = "_feed_wrapped"
 _CHANGED = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
 _OF_DALI = "DALI loads in threads of its own: set num_threads and prefetch_queue_depth of its Pipeline."
 _DECIDED = (*_CHANGED, "sample_bytes", "background")
 
 
-def wrap(datamodule: object, loader: LoaderSettings | None = None) -> Any:
-    """Wrap a data module so that its loaders get other workers. See ``FastDataModule.wrap``.
+def wrap(datamodule: AnyDataModule, loader: LoaderSettings | None = None) -> Any:
+    """Give the loaders of a data module other workers. See ``FastDataModule.wrap``.
 
-    The result's class derives from the data module's class, so all hooks run. Both objects share their attributes: an
-    attribute set on one is set on both.
+    The data module stays the same object, so all its hooks run as before. Only its loader hooks are wrapped.
 
     Raises:
         SettingsError: the object is not a data module or chooses its loaders itself, or a setting was passed that
             wrapping does not change.
     """
-    kind: Any = type(datamodule)
+    kind = type(datamodule)
     if not hasattr(datamodule, "train_dataloader") or not hasattr(datamodule, "prepare_data"):
         raise SettingsError(
             f"A {kind.__name__} cannot be wrapped. Pass a LightningDataModule. To make one from datasets: "
@@ -54,68 +49,20 @@ def wrap(datamodule: object, loader: LoaderSettings | None = None) -> Any:
         raise SettingsError(
             f"{kind.__name__} already chooses its loaders itself. Pass loader=LoaderSettings(...) to its constructor."
         )
-    wrapped = object.__new__(_class_around(kind))
-    # A new dict for both: from Python 3.13 on, attributes are stored inside their object. A bug in the garbage
-    # collector, fixed in 2026, then cleared attributes that the other object still used
-    # (https://github.com/python/cpython/issues/130327).
-    datamodule.__dict__ = wrapped.__dict__ = dict(datamodule.__dict__)
-    methods = {name: datamodule.__dict__.get(name) for name in _SPLIT_OF}
-    wrapped.__dict__[_OURS] = WrappedLoaders(loader or LoaderSettings(), methods=methods)
-    return wrapped
+    loaders = WrappedLoaders(loader or LoaderSettings())
+    for split in SPLITS:
+        _LoaderHook(datamodule, f"{split}_dataloader", functools.partial(loaders.make, datamodule, split))
+    datamodule.loader_report = loaders.report
+    datamodule.recommendations = loaders.chosen
+    datamodule._feed_wrapped = True
+    return datamodule
 
 
-class _Wrapped:
-    """Additions to a wrapped data module."""
+class _LoaderHook(_host.Wrap):
+    """The wrap of a loader hook. Unlike others it stays in copies, as those that ddp_spawn sends to its ranks."""
 
-    trainer: object
-
-    def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
-        if name not in _SPLIT_OF:
-            return found
-        kept = super().__getattribute__("__dict__")
-        # An attribute set after wrapping belongs to a tool that replaces or observes the hook.
-        return _changing(self, _SPLIT_OF[name], found) if kept.get(name) is kept[_OURS].methods[name] else found
-
-    @property
-    def recommendations(self) -> Mapping[str, Recommendation]:
-        """The settings chosen for each loader: ``"train"``, or ``"train['key']"`` of a dict of loaders."""
-        return MappingProxyType(self.__dict__[_OURS].chosen)
-
-    def loader_report(self) -> str:
-        """Return the settings of each loader with reasons, one line per value."""
-        text: str = self.__dict__[_OURS].report()
-        return text
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        # The class is made at run time, so it is pickled by its original class. For ddp_spawn, and copies.
-        reduced: Any = super().__reduce_ex__(protocol)
-        make, arguments, *rest = reduced
-        if arguments and arguments[0] is type(self):
-            make = _made_again
-            arguments = (type(self).__bases__[1], *arguments[1:])
-        return (make, arguments, *rest)
-
-
-def _made_again(kind: type, *arguments: object) -> object:
-    made = _class_around(kind)
-    return made.__new__(made, *arguments)
-
-
-def _changing(owner: Any, split: str, original: Callable[[], Any]) -> Callable[[], Any]:
-    # wraps: Lightning unwraps the method to check if the user overrides it.
-    @functools.wraps(original)
-    def give() -> Any:
-        return owner.__dict__[_OURS].change(owner.trainer, split, original())
-
-    return give
-
-
-@functools.cache
-def _class_around(kind: type) -> Any:
-    """Derive the class for wrapped objects. It keeps the class name, under which Lightning saves the state."""
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (_Wrapped, kind), names)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return object.__new__, (type(self),), vars(self)
 
 
 # --- the loaders ------------------------------------------------------------------------------------------------------
@@ -129,9 +76,6 @@ class WrappedLoaders(ChosenSettings):
         SettingsError: a setting was passed that the user's loaders decide.
     """
 
-    methods: dict[str, object] = field(default_factory=dict)
-    """Loader hooks set on the object, as by ``LightningDataModule.from_datasets``. A value of None: the hook of the
-    class."""
     left_alone: set[str] = field(default_factory=set)
     background: BackgroundLoader | None = None
     """The training loader that a thread iterates."""
@@ -144,6 +88,10 @@ class WrappedLoaders(ChosenSettings):
                     f"{name}={value!r} would have no effect: wrap() changes only {', '.join(_CHANGED)}. Set it where "
                     "the loaders are made."
                 )
+
+    def make(self, datamodule: AnyDataModule, split: str, original: _host.Original) -> Any:
+        """Make the loaders of a split by the user's hook, and change them."""
+        return self.change(datamodule.trainer, split, original())
 
     def change(self, trainer: object, split: str, made: object) -> Any:
         """Give other workers to each DataLoader in a structure of loaders.
