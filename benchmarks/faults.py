@@ -1,8 +1,7 @@
-"""Random faults, many of them: kills, flipped bits, full disks, while data are packed, staged, trained on.
+"""Random faults, many of them: kills and flipped bits while data are packed, staged and trained on.
 
 Bad is what no user should meet: wrong data without a word, a source that was changed, a run that cannot go on
-afterwards, an error that is no message (a raw traceback, a crash), or one that hangs. Full disks are small tmpfs in a
-private mount namespace, which takes root or user namespaces; without them they are left out.
+afterwards, an error that is no message (a raw traceback, a crash), or one that hangs.
 
     python benchmarks/faults.py [--rounds 100] [--seed 0] [--only WORD]
 """
@@ -12,14 +11,12 @@ import contextlib
 import hashlib
 import importlib
 import io
-import json
 import logging
 import multiprocessing
 import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -39,13 +36,12 @@ from torch.utils.data import TensorDataset
 
 from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.errors import FeedError
-from lightning_feed.storage import PackedDataset, pack, stage, verify_pack
-from lightning_feed.storage.folder import FolderSource, scan_classes
-from lightning_feed.storage.packed_dataset import FORMATS
+from lightning_feed.storage import PackedDataset, pack, stage
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "faults"))
-from test_resume_everywhere import check as resume_check
+import test_resume_everywhere as resume_cases
 
+CLASSES = ("crow", "wren")
 FILES, SAMPLES = 40, 64
 LIMIT_S = 120.0
 """Whatever takes longer, hangs."""
@@ -68,23 +64,16 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=100, help="of each family; some have a multiple of it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="families with this in their names")
-    parser.add_argument("--small-disk", type=Path, help=argparse.SUPPRESS)  # called again, in a mount namespace
     arguments = parser.parse_args()
-    families = ON_SMALL_DISKS if arguments.small_disk else FAMILIES
-    for library in ("lmdb", "h5py"):  # once, here: a kill is to meet the work, not its imports
-        importlib.import_module(library)
+    importlib.import_module("lmdb")  # once, here: a kill is to meet the work, not its imports
     began, rows = time.monotonic(), []
     with tempfile.TemporaryDirectory() as work:
         os.environ["XDG_CACHE_HOME"] = f"{work}/cache"
-        place = arguments.small_disk or Path(work)
+        place = Path(work)
         source = made_photos(Path(work) / "photos")
-        for name, (family, share) in families.items():
+        for name, (family, share) in FAMILIES.items():
             if arguments.only in name:
                 rows.append(try_family(name, family(source, place), arguments, max(1, int(share * arguments.rounds))))
-    if arguments.small_disk:
-        print(json.dumps(rows))
-        return 0
-    rows += small_disks(arguments)
     print("\n| fault | tried | bad |\n|---|---:|---:|")
     for name, tried, bad in [*rows, ["all", sum(row[1] for row in rows), sum(row[2] for row in rows)]]:
         print(f"| {name} | {tried} | {bad} |")
@@ -107,30 +96,6 @@ def try_family(
             print(f"BAD: {name}, round {number}: {error}", file=sys.stderr)
     print(f"{name}: {tried} tried, {bad} bad", file=sys.stderr)
     return [name, tried, bad]
-
-
-def small_disks(arguments: argparse.Namespace) -> list[list[Any]]:
-    """The families that need small file systems of their own, in a process that may mount them."""
-    script = 'mount -t tmpfs -o size=64m none "$1" && shift && exec "$@"'
-    with tempfile.TemporaryDirectory() as folder:
-        again = [sys.executable, __file__, "--small-disk", folder, "--rounds", str(arguments.rounds)]
-        again += ["--seed", str(arguments.seed), "--only", arguments.only]
-        unshare = [
-            "unshare",
-            "--mount",
-            *(["--map-root-user"] if os.getuid() else []),
-            "sh",
-            "-c",
-            script,
-            "sh",
-            folder,
-        ]
-        done = subprocess.run([*unshare, *again], stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        print("Full disks were not tried: nothing can be mounted here.", file=sys.stderr)
-        return []
-    rows: list[list[Any]] = json.loads(done.stdout.splitlines()[-1])
-    return rows
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
@@ -228,7 +193,7 @@ def made_photos(root: Path) -> Path:
         pixels = np.random.default_rng(number).integers(0, 255, (32, 40 + number, 3), dtype=np.uint8)
         encoded = io.BytesIO()
         Image.fromarray(pixels).save(encoded, "JPEG")
-        path = root / ("crow" if number % 2 else "wren") / f"{number:03}.jpg"
+        path = root / CLASSES[number % 2] / f"{number:03}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(encoded.getvalue())
     return root
@@ -241,14 +206,19 @@ def content(root: Path) -> dict[str, str]:
 
 
 def check_pack(path: Path, source: Path) -> None:
-    """Verify a pack, and hold every sample against its file. A refusal with a message is none of the wrong."""
-    verify_pack(path)
-    given, packed = FolderSource(source, scan_classes(source)), PackedDataset(path)
-    if len(packed) != len(given) or tuple(packed.classes) != given.classes:
+    """Hold every sample of a pack against its file. A sample that is refused with a message is none of the wrong."""
+    packed = PackedDataset(path)
+    files = sorted(source.rglob("*.jpg"))
+    if len(packed) != len(files) or tuple(packed.classes) != CLASSES:
         raise WrongData(f"{len(packed)} samples of {packed.classes}")
-    for number in range(len(given)):
-        sample, label = packed[number]
-        if bytes(sample) != given.read(number) or label != given.labels[number]:
+    refusal = None
+    for number, file in enumerate(files):
+        try:
+            sample, label = packed[number]
+        except FeedError as error:
+            refusal = error
+            continue
+        if bytes(sample) != file.read_bytes() or CLASSES[label] != file.parent.name:
             raise WrongData(f"sample {number}")
 
 
@@ -283,10 +253,10 @@ def unchanged(source: Path, before: dict[str, str]) -> None:
 # --- kills ------------------------------------------------------------------------------------------------------------
 
 
-def pack_killed(source: Path, place: Path, *, format: str) -> Callable[[random.Random], bool]:
+def pack_killed(source: Path, place: Path) -> Callable[[random.Random], bool]:
     """``pack``, killed and called again."""
     before, dest = content(source), place / "killed.pack"
-    work = partial(pack, source, dest, format=format)
+    work = partial(pack, source, dest)
     longest_s = timed(work, dest)
 
     def fault(draw: random.Random) -> bool:
@@ -381,10 +351,10 @@ def fit_killed(_: Path, place: Path) -> Callable[[random.Random], bool]:
 # --- flipped bits -----------------------------------------------------------------------------------------------------
 
 
-def pack_flipped(source: Path, place: Path, *, format: str) -> Callable[[random.Random], bool]:
+def pack_flipped(source: Path, place: Path) -> Callable[[random.Random], bool]:
     """A bit of a pack, in any of its files."""
-    sound, damaged = place / f"sound-{format}", place / f"damaged-{format}"
-    must(partial(pack, source, sound, format=format), "packed")
+    sound, damaged = place / "sound", place / "damaged"
+    must(partial(pack, source, sound), "packed")
 
     def fault(draw: random.Random) -> bool:
         clear(damaged)
@@ -397,93 +367,42 @@ def pack_flipped(source: Path, place: Path, *, format: str) -> Callable[[random.
     return fault
 
 
-# --- full disks -------------------------------------------------------------------------------------------------------
-
-
-def resize(disk: Path, size: int) -> None:
-    """Give a tmpfs another size, not less than what it holds."""
-    subprocess.run(["mount", "-o", f"remount,size={size}", str(disk)], check=True)
-
-
-def disk_full(
-    disk: Path, dest: Path, work: Callable[[], object], check: Callable[[], object]
-) -> Callable[[random.Random], bool]:
-    """Work on a disk that has no room, from the beginning or at a random moment on, and again when there is."""
-    clear(*disk.iterdir())
-    longest_s = timed(work, dest)
-    needed = sum(path.stat().st_blocks * 512 for path in disk.rglob("*") if path.is_file())
-
-    def fault(draw: random.Random) -> bool:
-        clear(dest)
-        kind = draw.choice(("small", "filled"))
-        if kind == "small":
-            resize(disk, max(4096, int(needed * draw.uniform(0.05, 2))))
-        child = Child(work)
-        filler = disk / "filler"
-        if kind == "filled":
-            time.sleep(draw.uniform(0, longest_s))
-            with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-                resize(disk, 4 << 20)
-                while True:
-                    file.write(bytes(64 << 10))
-        code, text = child.end()
-        filler.unlink(missing_ok=True)
-        resize(disk, 64 << 20)
-        if code not in (DONE, TOLD):
-            raise Bad(f"{kind} disk: {NAMES.get(code or -1, code)}: {text[-600:]}")
-        if code == TOLD:
-            must(work, "called again, with room")
-        must(check, "read")
-        return code == TOLD
-
-    return fault
-
-
-def pack_on_full_disk(source: Path, disk: Path) -> Callable[[random.Random], bool]:
-    """``pack`` to a small disk."""
-    dest = disk / "full.pack"
-    return disk_full(disk, dest, partial(pack, source, dest), partial(check_pack, dest, source))
-
-
-def stage_on_full_disk(source: Path, disk: Path) -> Callable[[random.Random], bool]:
-    """``stage`` to a small disk."""
-    dest = disk / "ram"
-    return disk_full(disk, dest, partial(stage, source, dest), partial(check_copy, dest / source.name, source))
-
-
-Family = tuple[Callable[[Path, Path], Callable[[random.Random], bool]], float]
 # --- resumed from any place -------------------------------------------------------------------------------------------
 
 
 def resumed(_: Path, place: Path) -> Callable[[random.Random], bool]:
-    """A fit goes on from a checkpoint of any place, changed or not: each sample once, or ResumeError."""
+    """A fit goes on from a checkpoint of any place, changed or not: the same samples, or ResumeError."""
+    return partial(resume_fault, place / "resumed", several=False)
+
+
+def resumed_by_ranks(_: Path, place: Path) -> Callable[[random.Random], bool]:
+    """The same with several ranks, or another number of them."""
+    return partial(resume_fault, place / "resumed", several=True)
+
+
+def resume_fault(folder: Path, draw: random.Random, *, several: bool) -> bool:
+    """Train, resume and compare one random case. False: no checkpoint was written."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    folder = place / "resumed"
-
-    def fault(draw: random.Random) -> bool:
-        clear(folder)
-        seed = draw.randrange(10**9)  # the tests take the first few hundred
-        try:
-            with contextlib.redirect_stderr(io.StringIO()):
-                return resume_check(seed, folder) != "no checkpoint"
-        except Exception as error:
-            raise Bad(f"combination {seed}: {error!r:.2000}") from error
-
-    return fault
+    clear(folder)
+    seed = draw.randrange(10**9)  # the tests take the first few
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            ranks = resume_cases.draw_ranks(seed) if several else (1, 1)
+            return resume_cases.check(seed, folder, ranks) != "no checkpoint"
+    except Exception as error:
+        raise Bad(f"combination {seed}: {error!r:.2000}") from error
 
 
+Family = tuple[Callable[[Path, Path], Callable[[random.Random], bool]], float]
+"""A kind of fault, and its rounds for each of ``--rounds``."""
 FAMILIES: dict[str, Family] = {
-    **{f"kill: pack, {name}": (partial(pack_killed, format=name), 0.5) for name in FORMATS},
+    "kill: pack": (pack_killed, 1),
     "kill: stage": (stage_killed, 1),
     "kill: fit, resumed": (fit_killed, 0.4),
-    **{f"flipped bit: pack, {name}": (partial(pack_flipped, format=name), 2) for name in FORMATS},
-    "resumed: any place, changed or not": (resumed, 2),
+    "flipped bit: pack": (pack_flipped, 2),
+    "resumed: any place, changed or not": (resumed, 4),
+    "resumed: several ranks": (resumed_by_ranks, 0.4),
 }
-ON_SMALL_DISKS: dict[str, Family] = {
-    "full disk: pack": (pack_on_full_disk, 0.5),
-    "full disk: stage": (stage_on_full_disk, 0.5),
-}
-
 if __name__ == "__main__":
     sys.exit(main())

@@ -471,10 +471,12 @@ class Wrap:
         self._around = None
         if vars(self._owner).get(self._name) is not self:
             return
-        if self._shadowed is None:
-            delattr(self._owner, self._name)
-        else:
+        if self._shadowed is not None:
             setattr(self._owner, self._name, self._shadowed)
+            return
+        delattr(self._owner, self._name)
+        if not hasattr(self._owner, self._name):  # as of a unittest.mock.Mock, for which it is gone for good
+            setattr(self._owner, self._name, self._original)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._owner, self._name)

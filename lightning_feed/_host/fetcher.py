@@ -213,28 +213,6 @@ def write_loader_states(checkpoint: dict[str, Any], states: list[dict[str, Any]]
         fit_loop.pop("combined_loader", None)
 
 
-def fit_progress(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The counts of epochs and batches in a checkpoint, without the states of its loaders."""
-    return {name: part for name, part in checkpoint["loops"]["fit_loop"].items() if name != "state_dict"}
-
-
-def write_progress_of_ranks(checkpoint: dict[str, Any], progress: list[dict[str, Any]]) -> None:
-    """Add the counts of all ranks to a checkpoint. Lightning itself only uses those of rank 0.
-
-    Ranks whose shards have different lengths are in different epochs. Lightning ignores the added entries. Checked
-    against Lightning 2.6.6 (``loops/loop.py: load_state_dict``).
-    """
-    checkpoint["loops"]["fit_loop"]["by_rank"] = progress
-
-
-def take_progress_of_rank(checkpoint: dict[str, Any], rank: int, ranks: int) -> None:
-    """Replace the counts of rank 0 by those of ``rank``, if the number of ranks is unchanged."""
-    fit_loop = checkpoint["loops"]["fit_loop"]
-    progress = fit_loop.pop("by_rank", [])
-    if len(progress) == ranks:
-        fit_loop |= progress[rank]
-
-
 def epoch_is_trained(checkpoint: dict[str, Any]) -> bool:
     """True if a checkpoint was saved after the last batch of an epoch.
 
@@ -339,14 +317,3 @@ def begin_epoch(trainer: AnyTrainer) -> None:
     Call it in ``on_train_start``. Checked against Lightning 2.4.0 and 2.6.6 (``loops/fit_loop.py: restarting``).
     """
     trainer.fit_loop.epoch_loop.restarting = False
-
-
-def shift_batches(trainer: AnyTrainer, shift: int) -> None:
-    """Add ``shift`` to the batch count of the resumed epoch, because its loader batches the same samples differently.
-
-    Call it in ``on_train_start``, before the loop compares the count with the loader's length. Checked against
-    Lightning 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py: on_run_start``).
-    """
-    current = trainer.fit_loop.epoch_loop.batch_progress.current
-    for name in ("ready", "started", "processed", "completed"):
-        setattr(current, name, getattr(current, name) + shift)

@@ -222,7 +222,7 @@ class FeedDataModule:
         ``persistent_workers`` and ``pin_memory`` change. The result has a ``loader_report()``. See docs/how-to/tune.md.
 
         Args:
-            datamodule: any LightningDataModule. The result shares its attributes.
+            datamodule: any LightningDataModule. It is changed, and returned.
             loader: settings. Only ``num_workers``, ``prefetch_factor``, ``persistent_workers``, ``pin_memory`` and
                 ``sample_bytes`` may be set.
 

@@ -2,7 +2,6 @@
 
 Lightning saves a stateful loader's own position. That is one batch too far for a loader without a length, which
 Lightning reads ahead, and ``depth`` batches too far with a prefetcher. The batches in between would never be trained.
-With several ranks it saves rank zero's state for all ranks.
 """
 
 import logging
@@ -22,18 +21,15 @@ from lightning_feed._host.fetcher import (
     count_the_batch_in_hand,
     end_epoch,
     epoch_is_trained,
-    fit_progress,
     forget_states,
     is_stateful,
     load_states_once,
     reopen_epoch,
-    shift_batches,
-    take_progress_of_rank,
     write_loader_states,
-    write_progress_of_ranks,
 )
 from lightning_feed.errors import LoaderError, ResumeError
 from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.resume import DAMAGED, LoaderState, is_feed_state
 
 logger = logging.getLogger(__name__)
 
@@ -64,41 +60,32 @@ class ExactResume(Callback):
         """
         if trainer.state.fn != "fit":
             return  # ``trainer.validate(ckpt_path=...)`` restores no training loader
-        from lightning_feed.load.elastic_resume import begin_next_epoch, is_feed_state  # only a resumed run needs it
-
-        take_progress_of_rank(checkpoint, trainer.global_rank, trainer.world_size)
         states = checkpoint_loader_states(checkpoint) or []
         ours = all(map(is_feed_state, states))
-        if ours:
-            self._check(checkpoint, states)
         if not states:
             self._resumed = "without a place" if batches_to_skip(checkpoint) else ""
         elif epoch_is_trained(checkpoint):
             # Our loaders can begin the next epoch; others can only start from the beginning.
-            states = [begin_next_epoch(state) for state in states] if ours else []
+            if not ours or any(LoaderState.from_dict(state).batches for state in states):
+                states = []
             write_loader_states(checkpoint, states)
             self._resumed = "at the end of an epoch"
             if end_epoch(checkpoint):
                 self._resumed = "in a new epoch"
                 load_states_once(trainer, states)
         elif ours:
-            states = [{**state, "beside": len(states) - 1} for state in states]
-            write_loader_states(checkpoint, states)
+            self._check(checkpoint, states)
             reopen_epoch(checkpoint)
             count_the_batch_in_hand(trainer, checkpoint)
         self._loaded = states
 
     @staticmethod
     def _check(checkpoint: dict[str, object], states: list[dict[str, object]]) -> None:
-        from lightning_feed.load.elastic_resume import state_of_rank
-        from lightning_feed.load.state_schema import check_state
-
+        """Check the states here, since an error in a later hook would be hidden by one of Lightning's teardown."""
+        batches = [LoaderState.from_dict(state).batches for state in states]
         # With several loaders, the shorter ones may have started again.
-        skipped = batches_to_skip(checkpoint) if len(states) == 1 else 0
-        unfinished = len(states) == 1 and not epoch_is_trained(checkpoint)
-        for state in states:
-            check_state(state)
-            check_state(state_of_rank(state), batches=skipped, unfinished=unfinished)
+        if len(states) == 1 and batches[0] < batches_to_skip(checkpoint):
+            raise ResumeError(DAMAGED)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Follow the fetcher from its first batch.
@@ -112,12 +99,11 @@ class ExactResume(Callback):
         resumed = self._resumed
         self._resumed = ""
         if resumed == "without a place" and any(isinstance(loader, FeedLoader) for loader in loaders):
-            from lightning_feed.load.elastic_resume import WAY_OUT
-
             raise ResumeError(
                 "The checkpoint was saved in the middle of an epoch without the state of the training loader, so "
-                "samples that were trained already would be trained again. It was saved without a FastDataModule, or "
-                f"its 'combined_loader' was removed. {WAY_OUT}"
+                "samples that were trained already would be trained again. It was saved without a FastDataModule, its "
+                "'combined_loader' was removed, or the ranks had different numbers of batches. Resume from a "
+                "checkpoint that was saved at the end of an epoch."
             )
         tap = self._adopt(trainer, self._loaded)
         self._loaded = []
@@ -125,10 +111,6 @@ class ExactResume(Callback):
             tap.epoch_over = resumed == "at the end of an epoch"
         if resumed == "in a new epoch":
             begin_epoch(trainer)
-        if len(loaders) == 1 and isinstance(loaders[0], FeedLoader) and loaders[0].shift:
-            # Lightning ends the epoch by its own count, loaded from the checkpoint.
-            shift_batches(trainer, loaders[0].shift)
-            loaders[0].shift = 0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Follow the new fetcher if the loaders were reloaded."""
@@ -150,19 +132,9 @@ class ExactResume(Callback):
                 loader.state_at_end(state) if isinstance(loader, FeedLoader) else state
                 for loader, state in zip(filter(is_stateful, loaders), states, strict=True)
             ]
-        differs = self._uneven or any(getattr(loader, "state_differs_by_rank", False) for loader in loaders)
-        if trainer.world_size > 1 and differs:
-            states = self._of_all_ranks(checkpoint, states, trainer.world_size)
+        if self._uneven and any(isinstance(loader, FeedLoader) for loader in loaders):
+            states = []  # the place of one rank is not that of the others
         write_loader_states(checkpoint, states)
-
-    @staticmethod
-    def _of_all_ranks(checkpoint: dict[str, object], states: list[Any], ranks: int) -> list[Any]:
-        """Gather the states of all ranks, and write their progress into the checkpoint."""
-        by_rank: list[object] = [None] * ranks
-        dist.all_gather_object(by_rank, (states, fit_progress(checkpoint)))
-        of_ranks, progress = zip(*by_rank, strict=True)
-        write_progress_of_ranks(checkpoint, list(progress))
-        return [{"ranks": list(of_loader)} for of_loader in zip(*of_ranks, strict=True)]
 
     @staticmethod
     def _adopt(trainer: Trainer, before: list[dict[str, object]]) -> FetcherTap | None:

@@ -127,6 +127,15 @@ def why_not_renewed(dataset: object) -> str:
     return ""
 
 
+def may_change(dataset: object) -> bool:
+    """True if a program can tell a dataset its epoch, which must reach the workers: it has a ``set_epoch``."""
+    for _ in range(_DEEPEST):
+        if dataset is None or hasattr(dataset, "set_epoch"):
+            return dataset is not None
+        dataset = getattr(dataset, "dataset", None)
+    return False
+
+
 def renew(dataset: object, seed: int) -> None:
     """Give this worker's copy of a dataset generators and files of its own.
 

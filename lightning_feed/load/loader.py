@@ -6,43 +6,39 @@ nothing private in torch is overridden. The only private attribute of DataLoader
 keeps persistent workers, and Lightning looks for them (torch 2.6 to 2.15).
 """
 
-import copy
 import inspect
 import logging
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pickle import PicklingError
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe
 
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.decoding import BatchDecoder, Decoding
 from lightning_feed.load.kinds import AnyDataset, Batch, State
 from lightning_feed.load.loader_pass import LoaderPass
 from lightning_feed.load.order import (
-    STATE_VERSION,
     DrawsOf,
     EpochOrder,
-    IndexSource,
-    MapPass,
-    Pass,
     PassGenerator,
     drawing_device,
-    facts_of,
-    find_samplers,
     mix_seed,
     ranks_of_run,
-    state_of_sampler,
+    size_of,
 )
+from lightning_feed.load.position import IndexSource, Pass, find_samplers, state_of_sampler
 from lightning_feed.load.processes import TorchBatches
+from lightning_feed.load.resume import LoaderState, SamplerState, refuse_changes
 from lightning_feed.load.settings import RayCluster
 from lightning_feed.load.stage import Maker, OwnPass, Stage
 from lightning_feed.load.worker import refuse_unsendable
 
-if TYPE_CHECKING:  # stages and streams are imported only by loaders that use them
+if TYPE_CHECKING:  # stages are imported only by loaders that use them
     from lightning_feed.load.watchdog import Watch
 
 logger = logging.getLogger(__name__)
@@ -60,9 +56,9 @@ class FeedLoader(DataLoader[Batch]):
     where cycle counts the passes within an epoch (a CombinedLoader repeats its shorter loaders).
 
     Exact resume works for map-style datasets with torch's samplers, or with any sampler whose order depends only on its
-    ``generator``, ``set_epoch`` or ``state_dict``. It also works for iterable datasets that have a state (torchdata's
-    contract) or repeat their samples when iterated again. A sampler that draws from torch's global generator cannot be
-    resumed: its order is lost with the process. The state counts yielded batches, not batches read ahead.
+    ``generator``, ``set_epoch`` or ``state_dict``, in the configuration of the checkpoint. A sampler that draws from
+    torch's global generator cannot be resumed: its order is lost with the process. An iterable dataset resumes only at
+    the start of an epoch. The state counts yielded batches, not batches read ahead.
 
     Args:
         dataset: map-style or iterable.
@@ -126,9 +122,8 @@ class FeedLoader(DataLoader[Batch]):
         self._iterator = None
         self._live: weakref.ref[LoaderPass] | None = None
         self._position: Pass | None = None
-        self._pending: State | None = None
-        self.shift = 0
-        """Correction to a loaded state's batch count, for another batch size or number of ranks."""
+        self._pending: LoaderState | None = None
+        self._configuration = self._state_before_any_pass()
 
     def _check_own_workers(self) -> None:
         name = "ray" if isinstance(self.workers, RayCluster) else self.workers
@@ -173,12 +168,6 @@ class FeedLoader(DataLoader[Batch]):
         self._live = weakref.ref(batches)
         return batches
 
-    @property
-    def state_differs_by_rank(self) -> bool:
-        """True if a checkpoint needs the state of every rank. An iterable dataset has a different state on each rank; a
-        sampler has the same position on all ranks."""
-        return self._stream
-
     def close(self) -> None:
         """End the current pass, if any, and its threads."""
         live = self._live() if self._live is not None else None
@@ -188,59 +177,88 @@ class FeedLoader(DataLoader[Batch]):
     def state_dict(self) -> State:
         """Return the position of the latest pass, in yielded batches. Never raises. ``"exact"`` is False if an exact
         resume is not possible."""
+        return self._state().to_dict()
+
+    def _state(self) -> LoaderState:
         if self._pending is not None:
-            return copy.deepcopy(self._pending)
-        now = self._position
-        state: State = {
-            **({} if self._sample_seed is None else {"sample_seed": self._sample_seed}),
-            "version": STATE_VERSION,
-            "kind": self._kind(),
-            "seed": self.order.seed if self.order is not None else None,
-            "begun": now is not None,
-            "exact": (self.in_order or self.num_workers < 2) and (now is None or now.exact),
-        }
-        if now is None:
-            return state
-        return {**state, "epoch": now.epoch, "cycle": now.cycle, "batches": now.batches, **now.state()}
+            return self._pending
+        position = self._position
+        if position is None:
+            return self._state_before_any_pass()
+        return replace(
+            self._configuration,
+            epoch=position.epoch,
+            cycle=position.cycle,
+            batches=position.batches,
+            samplers=dict(position.samplers),
+            drawn=position.drawn,
+            sample_seed=self._sample_seed,
+        )
+
+    def _state_before_any_pass(self) -> LoaderState:
+        return LoaderState(
+            kind="iterable" if self._stream else "map",
+            seed=None if self.order is None else self.order.seed,
+            epoch=None,
+            cycle=0,
+            batches=0,
+            samplers={},
+            ranks=ranks_of_run(),
+            batch_size=self._batch_size(),
+            samples=None if self._stream else size_of(self.dataset),
+            drawn=None,
+            sample_seed=None,
+            exact=self._keeps_order(),
+        )
+
+    def _batch_size(self) -> int | None:
+        """Return the batch size, which must not change within an epoch. None if it is not known."""
+        batches: Any = self.batch_sampler
+        if batches is None:
+            return self.batch_size
+        size = getattr(batches, "batch_size", None)
+        if type(size) is not int or (type(batches) is not BatchSampler and hasattr(batches, "state_dict")):
+            return None  # it may change from batch to batch; the sampler's state holds it
+        return size
+
+    def _keeps_order(self) -> bool:
+        return self.in_order or self.num_workers < 2
 
     def state_at_end(self, state: State) -> State:
-        """Return ``state`` of a finished epoch, with the samplers' state for the start of the next one."""
-        samplers = self._index.samplers.items()
-        return {**state, "next_start": {name: state_of_sampler(sampler) for name, sampler in samplers}}
+        """Return ``state`` of a finished epoch as the state at the start of the next one."""
+        saved = LoaderState.from_dict(state)
+        if not saved.begun:
+            return state
+        samplers = {name: state_of_sampler(sampler) for name, sampler in self._index.samplers.items()}
+        return saved.next_epoch(samplers).to_dict()
 
     def load_state_dict(self, state: State) -> None:
         """Resume from ``state`` with the next pass. Closes the current pass, and ends persistent workers.
 
         Args:
-            state: result of ``state_dict()``, or ``{"ranks": [state of rank 0, state of rank 1, ...]}``.
+            state: result of ``state_dict()``.
 
         Raises:
-            ResumeError: the state has an unknown version or is for another kind of dataset, or it was saved in the
-                middle of an epoch with a configuration that cannot be converted (see elastic_resume.py). An iterable
-                dataset needs the same number of workers and ranks as before.
+            ResumeError: the state is damaged, or was saved in the middle of an epoch of a stream, or with another
+                number of ranks, batch size, dataset length or sampler.
         """
-        from lightning_feed.load.elastic_resume import check_kind, converted, state_of_rank
-        from lightning_feed.load.state_schema import check_state
-
+        saved = LoaderState.from_dict(state)
         # Here, not in iter(), whose errors are hidden by an error from Lightning's teardown.
-        check_state(state)
-        state = copy.deepcopy(state_of_rank(state))
-        before = state.get("batches", 0)
-        check_kind(state, self._kind(), self.dataset)
-        if state["begun"] and not self._is_stale(state):
-            state = converted(state, self, self._index.samplers)
-        self.shift = state.get("batches", 0) - before
-        if not state["exact"]:
-            logger.warning(
-                "The loader state in the checkpoint is not exact (workers out of order, a DataPipe, or a dataset state "
-                "that could not be pickled): some samples of this epoch may be trained twice, or not at all."
-            )
+        if saved.batches and not self._is_stale(saved):
+            samplers = dict.fromkeys(self._index.samplers, SamplerState())
+            refuse_changes(saved, replace(self._state_before_any_pass(), samplers=samplers))
+            if not saved.exact:
+                logger.warning(
+                    "The loader state in the checkpoint is not exact, because workers yielded batches in any order: "
+                    "some samples of this epoch may be trained twice, or not at all."
+                )
         self.close()
         self._iterator = None  # torch ends the workers when their iterator is garbage
-        self._live = self._position = None
-        if self.order is not None and state["seed"] is not None:
-            self.order.seed = state["seed"]  # later epochs must repeat those of the interrupted run, too
-        self._pending = state if state["begun"] else None
+        self._live = None
+        self._position = None
+        if self.order is not None and saved.seed is not None:
+            self.order.seed = saved.seed  # later epochs must repeat those of the interrupted run, too
+        self._pending = saved if saved.begun else None
 
     def check_worker_number_rationality(self) -> None:
         """Issue torch's warning about more worker processes than CPUs."""
@@ -249,47 +267,32 @@ class FeedLoader(DataLoader[Batch]):
 
     def __getstate__(self) -> State:
         # ddp_spawn pickles loaders. A pass cannot be pickled, but its position can.
-        begun = self._pending is not None or self._position is not None
-        place = self.state_dict() if begun else None
-        return {**self.__dict__, "_live": None, "_position": None, "_iterator": None, "_pending": place}
+        state = self._state()
+        pending = state if state.begun else None
+        return {**self.__dict__, "_live": None, "_position": None, "_iterator": None, "_pending": pending}
 
-    def _is_stale(self, state: State) -> bool:
+    def _is_stale(self, state: LoaderState) -> bool:
         """True if the epoch of ``state`` was complete and the run is in a later epoch."""
-        return self.order is not None and state["epoch"] is not None and self.order.epoch() > state["epoch"]
+        return self.order is not None and state.epoch is not None and self.order.epoch() > state.epoch
 
-    def _take_pending(self) -> State | None:
+    def _take_pending(self) -> LoaderState | None:
         """Return the state to resume from, and clear it. None: start from the beginning."""
         state = self._pending
         self._pending = None
         last = self._position
         if state is None and last is not None and last.origin is not None and not last.ended:
             # Lightning may iter() a loader twice before its first batch: the second pass resumes as well.
-            state = dict(last.origin) if last.batches == last.origin["batches"] else None
+            state = last.origin if last.batches == last.origin.batches else None
         return None if state is None or self._is_stale(state) else state
 
-    def _kind(self) -> str:
-        return "iterable" if self._stream else "map"
-
-    def _begin(self, resume: State | None) -> Pass:
+    def _begin(self, resume: LoaderState | None) -> Pass:
         """Make the position of a new pass, which may resume from a state."""
-        epoch, cycle = self._next_epoch() if resume is None else (resume["epoch"], resume["cycle"])
-        begun: dict[str, Any] = {"epoch": epoch, "cycle": cycle, "resume": resume}
-        if self._stream:
-            from lightning_feed.load.iterable import IterablePass
-
-            stream = IterablePass(self.order, num_workers=self.num_workers, **begun)
-            stream.facts = {"world": ranks_of_run(), "batch_size": self.batch_size}
-            return stream
-        position = MapPass(self.order, ahead=self.num_workers * (self.prefetch_factor or 1), **begun)
-        position.facts = {**facts_of(self, self._index.samplers), "since": 0, "done": []}
-        if resume is not None:
-            from lightning_feed.load.elastic_resume import rest_of
-
-            position.facts |= {key: resume[key] for key in ("since", "done", "order", "rest") if key in resume}
-            position.rest = rest_of(resume, self, position)
-        if position.facts["order"] is None and (self.in_order or self.num_workers < 2):
-            position.drawn = 0  # begins a checksum: only torch's own samplers surely repeat their order
-        self._index.now = position
+        epoch, cycle = self._next_epoch() if resume is None else (resume.epoch, resume.cycle)
+        ahead = self.num_workers * (self.prefetch_factor or 1)
+        checked = self._keeps_order() and not self._stream
+        position = Pass(self.order, epoch=epoch, cycle=cycle, resume=resume, ahead=ahead, checked=checked)
+        self._configuration = self._state_before_any_pass()
+        self._index.position = position
         return position
 
     def _next_epoch(self) -> tuple[int | None, int]:
@@ -303,11 +306,9 @@ class FeedLoader(DataLoader[Batch]):
     def _maker(self, position: Pass) -> Maker:
         """Make the first stage of a pass."""
         if self._stream:
-            from lightning_feed.load.iterable import StreamBatches
-
             if isinstance(self.dataset, IterDataPipe):  # torch shards and seeds DataPipes by their class
-                return StreamBatches(super().__iter__(), position)
-            return StreamBatches(self._torch_iterator(self._stream_loader(position)), position)
+                return TorchBatches(super().__iter__(), position)
+            return TorchBatches(self._torch_iterator(self._stream_loader(position)), position)
         if self.draws is not None:
             with drawing_device(self.draws.generator):
                 self.draws.draw_seed()
@@ -319,10 +320,12 @@ class FeedLoader(DataLoader[Batch]):
         # Drawn at the same point as DataLoader's worker seed, from the same generator.
         with drawing_device(self.generator):
             base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
-        self._sample_seed, seed = None, position.seed_for("samples")
+        self._sample_seed = None
+        seed = position.seed_for("samples")
         if seed is None:
-            saved = (position.origin or {}).get("sample_seed")
-            self._sample_seed = seed = mix_seed(base_seed, 1, 0, "samples") if saved is None else saved
+            saved = None if position.origin is None else position.origin.sample_seed
+            seed = mix_seed(base_seed, 1, 0, "samples") if saved is None else saved
+            self._sample_seed = seed
         indices = iter(self._index)
         if isinstance(self.workers, RayCluster):
             from lightning_feed.load.ray_workers import RayPass, RemotePlan
@@ -361,28 +364,14 @@ class FeedLoader(DataLoader[Batch]):
             return DataLoader(self.dataset, batch_sampler=self._index, **options)
         return DataLoader(self.dataset, batch_size=None, sampler=self._index, **options)
 
-    def _stream_loader(self, position: Any) -> DataLoader[Batch]:
-        from lightning_feed.load.iterable import StampingCollate
-
-        dataset = position.dataset(self.dataset, self.batch_size)
-        collate = StampingCollate(self.collate_fn, dataset)
-        options = {**self._passed_on(), "collate_fn": collate, "generator": self._base_of(position)}
-        return DataLoader(dataset, batch_size=self.batch_size, drop_last=self.drop_last, **options)
+    def _stream_loader(self, position: Pass) -> DataLoader[Batch]:
+        generator = self.generator
+        seed = position.seed_for("workers")
+        if generator is None and seed is not None:
+            # Torch draws the workers' base seed from it: datasets that shuffle by it repeat the order of an epoch.
+            generator = PassGenerator().manual_seed(seed)
+        options = {**self._passed_on(), "collate_fn": self.collate_fn, "generator": generator}
+        return DataLoader(self.dataset, batch_size=self.batch_size, drop_last=self.drop_last, **options)
 
     def _passed_on(self) -> State:
         return {name: getattr(self, name) for name in _PASSED_ON if hasattr(self, name)}
-
-    def _base_of(self, position: Any) -> torch.Generator | None:
-        """Return the generator from which torch draws the workers' base seed. None: torch's default generator.
-
-        Any other generator draws the same base seed in a resumed pass, so datasets that shuffle by worker seed repeat
-        their order.
-        """
-        if self.generator is not None:
-            saved = position.origin["base_state"] if position.origin is not None else None
-            if saved is not None:
-                self.generator.set_state(saved)
-            position.base_state = self.generator.get_state()
-            return self.generator  # type: ignore[no-any-return]
-        seed = position.seed_for("workers")
-        return None if seed is None else PassGenerator().manual_seed(seed)

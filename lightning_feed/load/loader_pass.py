@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_feed.errors import FeedError, LoaderError
 from lightning_feed.load.kinds import Batch
-from lightning_feed.load.order import Pass
+from lightning_feed.load.position import Pass
 from lightning_feed.load.stage import Maker, Stage
 from lightning_feed.load.trace import traced
 from lightning_feed.load.worker import resend_ctrl_c
@@ -86,14 +86,14 @@ class LoaderPass(Iterator[Batch]):
     def _ended(self, end: StopIteration) -> FeedError | None:
         """End the pass. Returns the error to raise if the data had not ended."""
         position = self.position
-        if position.refusal is not None or self.taken >= position.given:
+        if position.refusal is not None or self.taken >= position.requested:
             self.close()
             position.ended = position.refusal is None
             return position.refusal
         self._failed(end)
         said = str(end).strip()
         # The index is known only if no later one has been requested.
-        at = f", at {position.newest()!r:.200}" if self.taken + 1 == position.given else ""
+        at = f", at {position.newest()!r:.200}" if self.taken + 1 == position.requested else ""
         self._end = "ended early, with StopIteration"
         return LoaderError(
             f"The dataset, or collate_fn, raised StopIteration for batch {position.batches} of the epoch{at}. That "

@@ -12,7 +12,7 @@ from torch.utils.data._utils import signal_handling
 
 from lightning_feed.errors import LoaderError, plural
 from lightning_feed.load.kinds import AnyIterator, Batch
-from lightning_feed.load.order import Pass
+from lightning_feed.load.position import Pass
 from lightning_feed.load.stage import Maker, shortened, stack_here
 from lightning_feed.load.worker import stack_of
 

@@ -9,6 +9,7 @@ from torch.utils.data import IterableDataset, Subset
 
 from lightning_feed.errors import source_line
 from lightning_feed.load.kinds import AnyDataset, AnyLoader, Batch
+from lightning_feed.load.streams import divides_among_workers
 from lightning_feed.measure.measurements import LoopFacts
 from lightning_feed.transfer.batch_tree import tensors
 
@@ -90,17 +91,12 @@ def _batches_of(slowest: Any, loaders: Sequence[AnyLoader]) -> dict[str, Any]:
 
 def _for_remedies(every: Sequence[AnyLoader], *, reloaded: bool) -> dict[str, Any]:
     datasets = [getattr(loader, "dataset", None) for loader in every]
-    streams = [dataset for dataset in datasets if isinstance(dataset, IterableDataset)]
     known = {
         "every_num_workers": tuple(loader.num_workers for loader in every if hasattr(loader, "num_workers")),
         "may_persist": not reloaded and bool(every) and not any(map(_needs_each_epoch, datasets)),
     }
-    if streams:
-        # Imported only for streams: it loads most of `load`, which other loops do not need.
-        from lightning_feed.load.iterable import divides_among_workers
-
-        divided = [divides_among_workers(loader) for loader in every]
-        known["shards_by_worker"] = all(one is not False for one in divided)
+    if any(isinstance(dataset, IterableDataset) for dataset in datasets):
+        known["shards_by_worker"] = all(divides_among_workers(loader) is not False for loader in every)
     return known
 
 

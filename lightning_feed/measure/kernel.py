@@ -3,7 +3,6 @@
 Read from Linux's ``/proc`` and ``/sys``. Elsewhere, and in sandboxes without these files, all values are unknown.
 """
 
-import contextlib
 import os
 import re
 from collections import Counter
@@ -192,40 +191,6 @@ def read_small(path: str) -> bytes:
         return b""
     finally:
         os.close(handle)
-
-
-def count_connections(pids: Iterable[int], root: Path = Path("/")) -> int | None:
-    """Count established TCP connections of processes, without connections inherited from this process by a fork.
-
-    Args:
-        pids: IDs of processes in the network namespace of this process.
-        root: the file system to read ``proc`` from.
-
-    Returns:
-        Their number; None if the kernel does not report it (``/proc/net/tcp``, proc(5)).
-    """
-    own = _sockets(f"{root}/proc/self/fd")
-    theirs = set().union(*(_sockets(f"{root}/proc/{pid}/fd") for pid in pids)) - own
-    tables = [read_text(root / "proc/self/net" / name).splitlines() for name in ("tcp", "tcp6")]
-    if not any(tables):
-        return None
-    fields = (line.split() for table in tables for line in table[1:])
-    return sum(len(one) > _INODE and one[_STATE] == _ESTABLISHED and one[_INODE] in theirs for one in fields)
-
-
-_STATE = 3
-_ESTABLISHED = "01"
-_INODE = 9
-
-
-def _sockets(folder: str) -> set[str]:
-    """Inode numbers of a process's open sockets."""
-    found = set()
-    with contextlib.suppress(OSError):  # it ended
-        for entry in os.scandir(folder):
-            with contextlib.suppress(OSError):  # it was closed
-                found.add(os.readlink(entry.path))  # noqa: PTH115
-    return {name[len("socket:[") : -1] for name in found if name.startswith("socket:[")}
 
 
 # --- pressure and throttling ------------------------------------------------------------------------------------------

@@ -11,14 +11,11 @@ from lightning_feed.measure.kernel import (
     WorkerClock,
     Workers,
     WorkerTime,
-    count_connections,
 )
 from lightning_feed.measure.loader_state import Probe, probe_loader
 from lightning_feed.measure.stats import Additive, LoaderStats
 from lightning_feed.measure.step_meter import Clock, host_clock
 
-COUNT_EVERY_NS = 5_000_000_000
-"""Shortest interval between two counts of the workers' connections, because a busy machine has many thousands."""
 TRIES = 3
 """Number of fetches at which an unknown iterator is searched for the loader inside. The first may be too early for a
 generator."""
@@ -30,10 +27,6 @@ class LoaderSums(Additive):
 
     workers: WorkerTime = field(default_factory=WorkerTime)
     pressure: PressureTime = field(default_factory=PressureTime)
-    connections: int = 0
-    """Sum of the workers' network connections over all counts."""
-    counts: int = 0
-    """Number of times that connections were counted."""
     fetches: int = 0
     """Fetches that count: all their loaders are known, and they were not the first of an epoch."""
     ready: int = 0
@@ -84,7 +77,6 @@ class LoaderSums(Additive):
             read_mb_per_s=seen.read_mb_per_s,
             disk_mb_per_s=seen.disk_mb_per_s,
             page_cache_pct=seen.page_cache_pct,
-            connections=_ratio(self.connections, self.counts),
             queue_ready=_ratio(self.ready, self.fetches),
             queue_capacity=_ratio(self.capacity, self.sized_fetches),
             head_of_line_pct=_ratio(100 * self.head_of_line_ns, self.ordered_wait_ns),
@@ -176,8 +168,7 @@ class LoaderWatch:
         self._find = find
         self._clock = clock
         self._read_every_ns = read_every_ns
-        self._root = root
-        self._next_read = self._next_count = clock()
+        self._next_read = clock()
         self._probes: list[Probe | None] = []
         self._live: list[Probe] = []
         """Probes of the iterators of known kinds."""
@@ -244,7 +235,7 @@ class LoaderWatch:
     def settle(self) -> None:
         """End the warm-up: the total starts here."""
         self._read()
-        self._settled, self._next_count = replace(self._sums), self._clock()
+        self._settled = replace(self._sums)
 
     def settled(self) -> LoaderSums:
         """The sums since the start, or since the warm-up ended."""
@@ -332,12 +323,5 @@ class LoaderWatch:
     def _read(self) -> None:
         now = self._clock()
         self._next_read = now + self._read_every_ns
-        workers = self._all_workers()
-        self._sums.workers += self._workers.take(workers, now)
+        self._sums.workers += self._workers.take(self._all_workers(), now)
         self._sums.pressure += self._pressure.take(now)
-        if workers.pids and now >= self._next_count:
-            found = count_connections(workers.pids, self._root)
-            self._next_count = now + COUNT_EVERY_NS
-            if found is not None:
-                self._sums.connections += found
-                self._sums.counts += 1

@@ -16,27 +16,15 @@ class Place:
     """Description of the call to change: ``your training DataLoader (Data.train_dataloader, data.py:41)``."""
     form: Literal["arguments", "settings", "callback"] = "arguments"
     """``arguments``: the call takes a DataLoader's arguments. ``settings``: it takes those of LoaderSettings.
-    ``callback``: a package makes the loader and has no parameter for the workers, so AutotuneCallback sets them."""
+    ``callback``: a package makes the loader, so AutotuneCallback sets them."""
     inner: str = ""
     """Description of a wrapped data module's inner loader, which takes the settings that ``wrap`` does not change."""
-    names: tuple[tuple[str, str], ...] = ()
-    """(setting, name of its parameter), if a function of another package makes the loader."""
     overrides: tuple[tuple[str, str], ...] = ()
-    """(setting, its command-line key), if LightningCLI or Hydra set the value."""
+    """(setting, its command-line key), if LightningCLI sets the value."""
     datamodule: str = ""
     """Class of the data module; empty without one."""
     trainer_key: str = ""
     """Prefix of the Trainer's arguments on the command line (``--trainer.``), if LightningCLI makes it."""
-    argument: str = ""
-    """The argument that takes the settings as a dict (``dataloader_kwargs``), if a package makes the loader."""
-
-    def code(self, **settings: object) -> str:
-        """Settings as code for this place: ``num_workers=2``, or ``dataloader_kwargs={"num_workers": 2}``."""
-        if self.argument:
-            entries = ", ".join(f'"{name}": {value!r}' for name, value in settings.items())
-            return f"{self.argument}={{{entries}}}"
-        names = dict(self.names)
-        return ", ".join(f"{names.get(name, name)}={value!r}" for name, value in settings.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +137,7 @@ class LoopFacts:
     generator: str = ""
     """The loader, if it is not a DataLoader: ``generator batches (train.py:12)``."""
     shards_by_worker: bool | None = None
-    """True if an iterable dataset appears to divide its samples among workers."""
+    """True if the iterable datasets come from packages known to divide their samples among workers."""
     may_persist: bool | None = None
     """True if workers may persist between epochs: the loaders are not replaced, and nothing new, such as a call of
     ``set_epoch``, has to reach the workers."""

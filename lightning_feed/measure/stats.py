@@ -54,9 +54,6 @@ class LoaderStats:
     """Megabytes per second that all workers read from storage. Near read_mb_per_s: the page cache gave nothing."""
     page_cache_pct: float | None = tagged("feed_workers/page_cache_pct")
     """Share of the bytes read that came from the page cache, 0 to 100. Low while blocked: stage, cache or pack."""
-    connections: float | None = None
-    """Network connections of all worker processes together; mean of several counts. Above 0 while blocked: workers wait
-    for another machine, such as an object store."""
 
     queue_ready: float | None = tagged("feed_queue/ready")
     """Mean number of batches ready when the loop asked for one. Near 0: starved. Near the capacity: well fed."""

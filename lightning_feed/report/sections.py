@@ -393,7 +393,6 @@ def _loader_rows(loaders: LoaderStats) -> list[Row]:
         ("workers blocked", loaders.workers_blocked_pct, "{:.0f} %"),
         ("read by the workers", loaders.read_mb_per_s, "{:.1f} MB/s"),
         ("of that from memory", loaders.page_cache_pct, "{:.0f} %"),
-        ("connections over the network", loaders.connections, "{:.0f}"),
         ("batches ready when asked", loaders.queue_ready, "{:.1f}"),
         ("batches that may be ready", loaders.queue_capacity, "{:.0f}"),
         ("waiting while a later batch was ready", loaders.head_of_line_pct, "{:.0f} %"),

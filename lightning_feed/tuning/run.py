@@ -132,12 +132,11 @@ def pastes(tuned: Tuned, place: Place | None) -> list[Paste]:
     if place.form == "callback":
         return [Paste(f"in callbacks=[...] of the Trainer: {place.words}", "callback", "AutotuneCallback()")]
     keys = dict(place.overrides)
-    arguments = dict(place.names) or values
     ways = _overrides(keys, {name: value for name, value in values.items() if name in keys})
-    rest = {name: value for name, value in values.items() if name not in keys and name in arguments}
+    rest = {name: value for name, value in values.items() if name not in keys}
     if rest:
         also = "and " if ways else ""
-        ways.append(Paste(f"{also}in {place.words}", "arguments", place.code(**rest)))
+        ways.append(Paste(f"{also}in {place.words}", "arguments", _arguments(rest)))
     return ways
 
 

@@ -57,7 +57,7 @@ class Finding:
         """True if a setting can be given at :attr:`place`."""
         if self.place.form == "callback":
             return name in ("num_workers", "prefetch_factor", "persistent_workers")
-        return name in dict(self.place.overrides) or not self.place.names or name in dict(self.place.names)
+        return True
 
     def can_set_with_workers(self, name: str) -> bool:
         """True if a setting can be given where num_workers is given. On the command line, it needs a key of its own."""
@@ -76,7 +76,7 @@ def loader_remedy(
     keys = dict(place.overrides)
     form: Form = place.form
     where = f"in {place.words}"
-    code = place.code(**settings)
+    code = ", ".join(f"{one}={given!r}" for one, given in settings.items())
     if form == "callback":
         code = "AutotuneCallback()"
         where = f"by AutotuneCallback in callbacks=[...] of the Trainer, or by LIGHTNING_FEED=tune, in {place.words}"
@@ -230,8 +230,8 @@ def _kept_workers(finding: Finding) -> dict[str, Any]:
     facts = finding.facts
     if finding.place.form == "settings" or facts.persistent_workers is True:  # LoaderSettings keep them by default
         return {}
-    can_set = finding.can_set_with_workers("persistent_workers") and "num_workers" not in dict(finding.place.names)
-    return {"persistent_workers": True} if facts.may_persist and can_set else {}
+    can_set = facts.may_persist and finding.can_set_with_workers("persistent_workers")
+    return {"persistent_workers": True} if can_set else {}
 
 
 def _fits(finding: Finding, workers: int) -> bool:

@@ -1,6 +1,5 @@
 """FeedLoader: the same batches as DataLoader, exact resume after any batch, threads and workers that end."""
 
-import copy
 import logging
 import multiprocessing
 import pickle
@@ -74,27 +73,8 @@ class Sharded(IterableDataset):
         return iter(self.numbers())
 
 
-class ShardedSeeking(Sharded):
-    def __init__(self, size=SIZE):
-        super().__init__(size)
-        self.at = 0
-
-    def __iter__(self):
-        numbers = self.numbers()
-        while self.at < len(numbers):
-            self.at += 1
-            yield numbers[self.at - 1]
-        self.at = 0
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
-
-
 class Shuffling(Sharded):
-    """Without a state, in an order that depends on the worker's seed."""
+    """In an order that depends on the worker's seed."""
 
     def __iter__(self):
         numbers = self.numbers()
@@ -162,12 +142,6 @@ MAP_KINDS = {
         Squares(), batch_size=2, sampler=DistributedSampler(range(SIZE), 2, 1), order=order, **kw
     ),
 }
-ITERABLE_KINDS = {
-    "state": lambda order, **kw: FeedLoader(ShardedSeeking(), batch_size=2, order=order, **kw),
-    "no_state": lambda order, **kw: FeedLoader(Sharded(), batch_size=2, order=order, **kw),
-    "drop_last": lambda order, **kw: FeedLoader(ShardedSeeking(), batch_size=2, drop_last=True, order=order, **kw),
-    "unbatched": lambda order, **kw: FeedLoader(ShardedSeeking(6), batch_size=None, order=order, **kw),
-}
 WORKERS = {
     "0w": {},
     "0w-background": {"background": 2},
@@ -196,27 +170,19 @@ def test_map_style_resumes_with_workers(kind, workers):
     check_resume(lambda order: MAP_KINDS[kind](order, **WORKERS[workers]), at=[1, 5])
 
 
-@pytest.mark.parametrize("kind", ITERABLE_KINDS)
-@pytest.mark.parametrize("workers", ["0w", "0w-background"])
-def test_iterable_resumes_after_any_batch(kind, workers):
-    check_resume(lambda order: ITERABLE_KINDS[kind](order, **WORKERS[workers]))
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_stream_resumes_at_the_end_of_an_epoch_and_nowhere_else(workers):
+    def make(order):
+        dataset = Shuffling() if workers == "2w" else Sharded()  # fresh workers get the seed of their epoch
+        return FeedLoader(dataset, batch_size=3, order=order, **WORKERS[workers])
 
-
-@pytest.mark.parametrize(
-    ("kind", "workers"),
-    [
-        ("state", "2w-persistent-background"),
-        ("no_state", "2w"),
-        ("drop_last", "2w-persistent-background"),
-        ("unbatched", "2w"),
-    ],
-)
-def test_iterable_resumes_with_workers(kind, workers):
-    check_resume(lambda order: ITERABLE_KINDS[kind](order, **WORKERS[workers]), at=[2, 5])
-
-
-def test_a_stateless_dataset_that_shuffles_by_its_workers_seed_resumes():
-    check_resume(lambda order: FeedLoader(Shuffling(), batch_size=2, num_workers=2, order=order), at=[1, 7])
+    whole = Run(make).unbroken()
+    loader = Run(make).loader
+    with pytest.raises(ResumeError, match=r"middle of an epoch of an IterableDataset.*StatefulDataLoader"):
+        loader.load_state_dict(whole[1][2])
+    last = max(number for number, (epoch, _, _) in enumerate(whole) if epoch == 0)
+    state = loader.state_at_end(whole[last][2])
+    assert Run(make).resumed(1, state) == [(epoch, batch) for epoch, batch, _ in whole[last + 1 :]]
 
 
 @settings(max_examples=40, deadline=None)
@@ -224,13 +190,10 @@ def test_a_stateless_dataset_that_shuffles_by_its_workers_seed_resumes():
     size=st.integers(1, 20),
     batch_size=st.integers(1, 6),
     drop_last=st.booleans(),
-    iterable=st.booleans(),
     data=st.data(),
 )
-def test_any_size_resumes(size, batch_size, drop_last, iterable, data):
+def test_any_size_resumes(size, batch_size, drop_last, data):
     def make(order):
-        if iterable:
-            return FeedLoader(ShardedSeeking(size), batch_size=batch_size, drop_last=drop_last, order=order)
         return FeedLoader(Squares(size), batch_size=batch_size, drop_last=drop_last, shuffle=True, order=order)
 
     count = len(Run(make).unbroken())
@@ -290,7 +253,7 @@ def test_a_pending_state_is_what_is_saved():
     loader = MAP_KINDS["shuffled"](EpochOrder(seed=0, epoch=lambda: 0))
     loader.load_state_dict(state)
     assert loader.state_dict() == state
-    assert pickle.loads(pickle.dumps(FeedLoader(Squares()))).state_dict()["begun"] is False
+    assert pickle.loads(pickle.dumps(FeedLoader(Squares()))).state_dict()["samplers"] == {}
 
 
 def test_loading_a_state_ends_persistent_workers():
@@ -319,40 +282,55 @@ def test_persistent_workers_are_kept_and_their_old_pass_is_closed():
 # ---- states that do not fit ----
 
 
-def test_ranks_each_take_their_own(monkeypatch):
-    whole = Run(MAP_KINDS["shuffled"], epochs=1).unbroken()
+def changed_sampler():
+    return FeedLoader(Squares(), batch_size=3, sampler=EpochSampler())
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (lambda: FeedLoader(Squares(), batch_size=4, shuffle=True), "batch_size=4 instead of 3"),
+        (lambda: FeedLoader(Squares(12), batch_size=3, shuffle=True), "a dataset of 12 samples instead of 11"),
+        (changed_sampler, "the sampler EpochSampler, BatchSampler instead of RandomSampler, BatchSampler"),
+        (lambda: FeedLoader(Squares(12), batch_size=4, shuffle=True), "12 samples instead of 11 and batch_size=4"),
+        (lambda: FeedLoader(Sharded(), batch_size=3), "of an IterableDataset"),
+    ],
+)
+def test_what_is_changed_in_mid_epoch_is_named_and_refused(other, words):
+    run = Run(MAP_KINDS["shuffled"])
+    states = [state for _, _, state in run.unbroken()]
+    with pytest.raises(ResumeError, match=words) as refused:
+        other().load_state_dict(states[1])
+    assert "end of an epoch" in str(refused.value)
+    loader = other()
+    loader.load_state_dict(run.loader.state_at_end(states[3]))  # where it is welcome
+    assert len(list(loader)) > 2
+
+
+def test_another_number_of_ranks_is_named_and_refused(monkeypatch):
+    state = Run(MAP_KINDS["shuffled"], epochs=1).unbroken()[0][2]
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    loader = Run(MAP_KINDS["shuffled"]).loader
-    loader.load_state_dict({"ranks": [whole[0][2], whole[2][2]]})
-    assert loader.state_dict() == {**whole[2][2], "world": 2, "beside": 0}
+    with pytest.raises(ResumeError, match="2 ranks instead of 1"):
+        Run(MAP_KINDS["shuffled"]).loader.load_state_dict(state)
 
 
-def test_fewer_ranks_need_a_sampler_that_divides_the_samples():
-    source = FeedLoader(Squares(), batch_size=2)
-    next(iter(source))
-    state = source.state_dict()
-    with pytest.raises(ResumeError, match="1 ranks instead of 2"):
-        FeedLoader(Squares(), batch_size=2).load_state_dict({"ranks": [state, copy.deepcopy(state)]})
+def test_another_order_of_the_same_samples_is_refused():
+    loader = FeedLoader(Squares(), batch_size=3, sampler=RandomSampler(range(SIZE), generator=torch.Generator()))
+    state = Run(MAP_KINDS["shuffled"], epochs=1).unbroken()[1][2]
+    loader.load_state_dict(state)
+    with pytest.raises(ResumeError, match="does not repeat the order"):
+        list(loader)
 
 
-def test_an_iterable_dataset_needs_the_workers_that_it_had():
-    loader = FeedLoader(Sharded(), num_workers=2)
-    assert next(iter(loader)).tolist() == [0]
-    with pytest.raises(ResumeError, match="Set num_workers=2 to resume"):
-        FeedLoader(Sharded()).load_state_dict(loader.state_dict())
-
-
-def test_a_state_that_does_not_fit_is_refused():
-    state, stream = (Run(kinds).unbroken()[0][2] for kinds in (MAP_KINDS["shuffled"], ITERABLE_KINDS["state"]))
+def test_a_state_of_another_version_is_refused():
+    state = Run(MAP_KINDS["shuffled"]).unbroken()[0][2]
     loader = Run(MAP_KINDS["shuffled"]).loader
     with pytest.raises(ResumeError, match="version 9"):
         loader.load_state_dict({**state, "version": 9})
-    with pytest.raises(ResumeError, match="kind 'iterable'"):
-        loader.load_state_dict(stream)
     with pytest.raises(ResumeError, match="was changed after it was written"):
-        loader.load_state_dict({**state, "batches": 5})  # of four
+        loader.load_state_dict({"batches": 5})
 
 
 def test_workers_out_of_order_are_said_to_be_inexact(caplog):

@@ -82,7 +82,6 @@ PLAIN_NUMBERS = {
     "amplification",
     "steps",
     "lost_steps",
-    "connections",
     "max_epochs",
     "queue_ready",
     "queue_capacity",

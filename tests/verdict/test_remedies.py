@@ -376,34 +376,16 @@ def test_rates_that_lie_apart_are_noise() -> None:
             "num_workers: 2 -> 4 in loader=LoaderSettings(...) of Birds",
         ),
         (
-            Place(words="your call of create_loader (train.py:9)", names=(("num_workers", "workers"),)),
-            "arguments",
-            "workers=4",
-            "num_workers: 2 -> 4 in your call of create_loader (train.py:9)",
-        ),
-        (
-            Place(words="dataloader_kwargs of your NHITS(...)", argument="dataloader_kwargs"),
-            "arguments",
-            'dataloader_kwargs={"num_workers": 4}',
-            "num_workers: 2 -> 4 in dataloader_kwargs of your NHITS(...)",
-        ),
-        (
-            Place(words="your training DataLoader (made in cells/fit.py:3)", form="callback"),
+            Place(words="your training DataLoader (made by timm)", form="callback"),
             "callback",
             "AutotuneCallback()",
             "num_workers: 2 -> 4 by AutotuneCallback in callbacks=[...] of the Trainer, or by LIGHTNING_FEED=tune, in "
-            "your training DataLoader (made in cells/fit.py:3)",
+            "your training DataLoader (made by timm)",
         ),
         (
             Place(words="x", overrides=(("num_workers", "--data.num_workers"),)),
             "override",
             "--data.num_workers=4",
-            "num_workers: 2 -> 4 on the command line",
-        ),
-        (
-            Place(words="x", overrides=(("num_workers", "data.num_workers"),)),
-            "override",
-            "data.num_workers=4",
             "num_workers: 2 -> 4 on the command line",
         ),
     ],
@@ -429,10 +411,8 @@ def test_what_the_command_line_cannot_set_is_set_in_the_program() -> None:
     assert (remedy.form, remedy.code) == ("arguments", "in_order=False")
 
 
-def test_what_a_function_does_not_take_is_no_remedy() -> None:
-    place = Place(words="your call of create_loader (train.py:9)", names=(("num_workers", "workers"),))
-    assert diagnose(measured(loaders=ASLEEP | {"head_of_line_pct": 50.0}, place=place)).remedies == ()
-    place = Place(words="your training DataLoader (made in cells/fit.py:3)", form="callback")
+def test_what_autotune_does_not_set_is_no_remedy() -> None:
+    place = Place(words="your training DataLoader (made by timm)", form="callback")
     assert diagnose(measured(loaders=ASLEEP | {"head_of_line_pct": 50.0}, place=place)).remedies == ()
 
 
@@ -490,11 +470,11 @@ def test_a_stream_whose_batches_are_ready_is_not_told_of_more_workers() -> None:
     assert not any("divide itself" in note for note in diagnose(ready).notes)
 
 
-def test_a_stream_is_told_to_divide_itself_first() -> None:
+def test_no_workers_are_advised_for_a_stream_that_may_not_divide_itself() -> None:
     stream = measured(num_workers=0, load_cpu_ms=40.0, map_style=False)
     found = diagnose(stream)
     assert found.remedies == ()
-    assert "every sample would come twice" in found.notes[0]
+    assert "every sample could come twice" in found.notes[0]
     assert "thread" not in str(found.notes)
     seen = diagnose(measured(num_workers=0, load_cpu_ms=40.0, map_style=False, shards_by_worker=True))
     assert [one.changes for one in seen.remedies] == ["num_workers=1"]

@@ -1,0 +1,267 @@
+"""Pass: how far one pass over a loader has come. IndexSource: the indices that it has left."""
+
+import copy
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DistributedSampler, RandomSampler, Sampler
+
+from lightning_feed.errors import ResumeError
+from lightning_feed.load.kinds import AnySampler, Batch, Index, State
+from lightning_feed.load.order import (
+    DrawsOf,
+    EpochOrder,
+    PassGenerator,
+    drawing_device,
+    mix_seed,
+    rank_of_run,
+    size_of,
+)
+from lightning_feed.load.resume import OTHER_ORDER, LoaderState, SamplerState
+
+_UNKNOWN = SamplerState()
+
+
+def find_samplers(*roots: object) -> State:
+    """Find all samplers in ``loader.sampler`` and ``loader.batch_sampler``, outermost first. Their names, such as
+    ``"RandomSampler#0"``, are the same in a resumed run.
+
+    Lightning wraps samplers in two ways: ``DistributedSamplerWrapper`` keeps the original as ``dataset._sampler``, and
+    ``_IndexBatchSamplerWrapper`` keeps the batch sampler as ``_batch_sampler``.
+    """
+    waiting = list(roots)
+    seen = set[int]()
+    named = State()
+    while waiting:
+        sampler: Any = waiting.pop(0)
+        if sampler is None or id(sampler) in seen or isinstance(sampler, (list, tuple, range)):
+            continue
+        seen.add(id(sampler))
+        kind = type(sampler).__name__
+        number = sum(name.startswith(f"{kind}#") for name in named)
+        named[f"{kind}#{number}"] = sampler
+        waiting += [getattr(sampler, name, None) for name in ("sampler", "batch_sampler", "_batch_sampler")]
+        if isinstance(sampler, DistributedSampler):
+            waiting.append(getattr(sampler.dataset, "_sampler", None))
+    return named
+
+
+def state_of_sampler(sampler: AnySampler) -> SamplerState:
+    """Return the state that a sampler keeps between epochs: its own state, and the state of the user's generator."""
+    own = copy.deepcopy(sampler.state_dict()) if _has_state(sampler) else None
+    generator = getattr(sampler, "generator", None)
+    state = generator.get_state() if type(generator) is torch.Generator else None
+    return SamplerState(own=own, generator=state)
+
+
+def _has_state(sampler: AnySampler) -> bool:
+    return callable(getattr(sampler, "state_dict", None)) and callable(getattr(sampler, "load_state_dict", None))
+
+
+def checksum(index: Index, before: int | None) -> int | None:
+    """Update the CRC-32 of all sample numbers drawn so far. None if an index is neither a number nor a list."""
+    if before is None or isinstance(index, Tensor):
+        return None
+    numbers = index if isinstance(index, (list, tuple)) else (index,)
+    try:
+        return zlib.crc32(array("q", numbers), before)
+    except (TypeError, OverflowError):
+        return None
+
+
+class Pass:
+    """One pass over a loader: the number of its batches, and the seeds of its order.
+
+    Args:
+        order: seeds the order. None: uses torch's global generator, as in DataLoader.
+        epoch: epoch of this pass; None without an order.
+        cycle: number of passes of the same epoch before this one.
+        resume: the state to resume from. None: start from the beginning.
+        ahead: number of batches whose indices are kept for :meth:`index_of`.
+        checked: True to keep a checksum of the samples, which tells if a resumed pass repeats their order. False if
+            batches come in any order.
+    """
+
+    def __init__(
+        self,
+        order: EpochOrder | None,
+        *,
+        epoch: int | None,
+        cycle: int = 0,
+        resume: LoaderState | None = None,
+        ahead: int = 1,
+        checked: bool = True,
+    ) -> None:
+        self.order = order
+        self.epoch = epoch
+        self.cycle = cycle
+        self.origin = resume
+        self.batches = 0 if resume is None else resume.batches
+        self.ended = False
+        """True once the data have ended."""
+        self.refusal: ResumeError | None = None
+        """The error that ends a resumed pass. Not raised by ``iter()``, because Lightning's teardown would hide it."""
+        self.samplers: dict[str, SamplerState] = {}
+        """The states of the samplers at the start of the pass."""
+        self.drawn: int | None = None
+        """The checksum of the samples yielded in this pass. None: not checked."""
+        self.requested = 0
+        """The number of indices that were requested in this process, one for each batch. 0 for a stream."""
+        self._drawn_ahead: deque[int | None] = deque()
+        self._recent: deque[Index] = deque(maxlen=max(1, ahead))
+        self._begun = False
+        if checked:
+            self.drawn = 0 if resume is None else resume.drawn
+
+    def hand_out(self, batch: Batch) -> Batch:
+        """Count a yielded batch, and return it."""
+        self.batches += 1
+        if self._drawn_ahead:
+            self.drawn = self._drawn_ahead.popleft()
+        return batch
+
+    def note(self, index: Index) -> None:
+        """Count a requested index."""
+        self.requested += 1
+        self._recent.append(index)
+        if self.drawn is not None:
+            before = self._drawn_ahead[-1] if self._drawn_ahead else self.drawn
+            self._drawn_ahead.append(checksum(index, before))
+
+    def seed_for(self, stream: str) -> int | None:
+        """Derive a seed for one use of randomness in this pass. None without an order."""
+        if self.order is None or self.epoch is None:
+            return None
+        return mix_seed(self.order.seed, self.epoch, self.cycle, stream)
+
+    def index_of(self, number: int) -> Index:
+        """Return the ``number``-th requested index, from 0. None if it is no longer known."""
+        back = self.requested - number
+        return self._recent[-back] if 0 < back <= len(self._recent) else None
+
+    def newest(self) -> Index:
+        """Return the last requested index. None if there is none."""
+        return self.index_of(self.requested - 1)
+
+    def skip_trained(self, indices: Iterator[Index]) -> Iterator[Index]:
+        """Return ``indices`` without those of the batches that were trained before the checkpoint.
+
+        If these are not the samples in the checkpoint, sets :attr:`refusal` and returns no indices.
+        """
+        if self.origin is None:
+            return indices
+        drawn: int | None = 0
+        for index in islice(indices, self.origin.batches):
+            drawn = checksum(index, drawn)
+        if self.drawn is None:
+            return indices
+        # A checkpoint holds the state of the first rank.
+        if drawn is not None and drawn != self.drawn and rank_of_run() == 0:
+            self.refusal = ResumeError(OTHER_ORDER)
+            return iter(())
+        self.drawn = drawn
+        return indices
+
+    def begin(self, samplers: Mapping[str, AnySampler]) -> None:
+        """Seed, restore and record the samplers. Runs once, before the first index is drawn.
+
+        Not earlier: building a torch iterator draws the workers' base seed from the user's generator unless persistent
+        workers are alive. The generator's state is the same in a resumed run only after this draw.
+        """
+        if self._begun:
+            return
+        self._begun = True
+        saved: Mapping[str, SamplerState] = {} if self.origin is None else self.origin.samplers
+        for name, sampler in samplers.items():
+            self.samplers[name] = self._begin_sampler(name, sampler, saved.get(name, _UNKNOWN))
+
+    def _begin_sampler(self, name: str, sampler: AnySampler, saved: SamplerState) -> SamplerState:
+        epoch = self._set_epoch(sampler, saved)
+        if saved.own is not None and _has_state(sampler):
+            sampler.load_state_dict(copy.deepcopy(saved.own))
+        generator = getattr(sampler, "generator", None)
+        if type(generator) is torch.Generator and saved.generator is not None:  # the user's own: never reseeded
+            generator.set_state(saved.generator)
+        start = state_of_sampler(sampler)
+        seed = None
+        if start.generator is None and isinstance(sampler, Sampler) and hasattr(sampler, "generator"):
+            seed = self._draw_seed(name, sampler) if saved.seed is None else saved.seed
+        if seed is not None:
+            # A new generator, not the old one reseeded: an older pass may still be drawing from that.
+            sampler.generator = PassGenerator().manual_seed(seed)
+        return SamplerState(epoch=epoch, seed=seed, generator=start.generator, own=start.own)
+
+    def _set_epoch(self, sampler: AnySampler, saved: SamplerState) -> int | None:
+        """Set the epoch of a sampler that has one. Lightning does so only after the first ``iter()``, too late for
+        indices already sent to workers."""
+        if not callable(getattr(sampler, "set_epoch", None)):
+            return None
+        epoch = saved.epoch if self.order is None else self.epoch
+        if epoch is None:
+            present = getattr(sampler, "epoch", None)
+            return present if type(present) is int else None
+        sampler.set_epoch(epoch)
+        return epoch
+
+    def _draw_seed(self, name: str, sampler: Sampler[Index]) -> int | None:
+        seed = self.seed_for(name)
+        if seed is None and isinstance(sampler, RandomSampler):
+            # Without a generator, RandomSampler.__iter__ draws this seed itself, so the order is that of a plain
+            # DataLoader. Drawn here, the seed can be recorded.
+            seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+        return seed
+
+
+class IndexSource:
+    """Source of indices for torch's iterator: the loader's samplers, without what a resumed pass has trained on.
+
+    A loader keeps one for its whole life, because the iterators of persistent workers call ``iter()`` on it for every
+    pass. Torch also begins and drops one iteration at each start of workers. That has no effect, since nothing happens
+    before the first index is drawn.
+
+    Args:
+        inner: ``loader.batch_sampler``, or ``loader.sampler`` if there is no batch sampler.
+        samplers: result of :func:`find_samplers`.
+        draws: random draws made by the loader being replaced. None: replaces no loader.
+    """
+
+    def __init__(
+        self,
+        inner: AnySampler,
+        samplers: Mapping[str, AnySampler],
+        draws: DrawsOf | None = None,
+    ) -> None:
+        self.inner = inner
+        self.samplers = samplers
+        self.position: Pass | None = None
+        self.draws = draws
+
+    def __iter__(self) -> Iterator[Index]:
+        return self._walk(self.position)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def _walk(self, position: Pass | None) -> Iterator[Index]:
+        assert position is not None, "indices were drawn outside of a pass"
+        position.begin(self.samplers)
+        generators = (getattr(sampler, "generator", None) for sampler in self.samplers.values())
+        device = drawing_device(next(filter(None, generators), None))
+        drawn = iter(self.inner)
+        if self.draws is not None:
+            drawn = self.draws.walk(drawn, size_of(self.inner))
+        indices = position.skip_trained(drawn)
+        while True:
+            with device:  # entered for each index: without workers, samples are loaded in between
+                try:
+                    index = next(indices)
+                except StopIteration:
+                    return
+            position.note(index)
+            yield index
