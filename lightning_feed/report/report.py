@@ -166,7 +166,7 @@ def _cpu_model(root: Path) -> str | None:
 # --- the headline -------------------------------------------------------------------------------------------------
 
 _OF_THE_STEP = {
-    "compute": "OK: limited by the model",
+    "compute": "limited by the model",
     "launch": "limited by Python, which hardly issues the GPU's work as fast as it is done",
 }
 """Cause -> verdict in words, for the bottleneck ``compute``."""
@@ -201,7 +201,8 @@ def headline_parts(diagnosis: Diagnosis) -> tuple[str, str]:
 
 def _of_the_step_itself(diagnosis: Diagnosis) -> str:
     verdict = "limited by the step itself, not by data"
-    return _OF_THE_STEP.get(diagnosis.cause, verdict)
+    verdict = _OF_THE_STEP.get(diagnosis.cause, verdict)
+    return f"OK: {verdict}" if diagnosis.cause == "compute" and diagnosis.grade == "OK" else verdict
 
 
 def _of_the_other_parts(diagnosis: Diagnosis, waits: str) -> tuple[str, str]:

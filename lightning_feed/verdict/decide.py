@@ -66,7 +66,7 @@ def _of_steps(measured: Measurements) -> Diagnosis:
     shares = shares_of(measured)
     if shares is None:
         return _not_measured(measured)
-    parts: tuple[Bottleneck, ...] = shares.over or ("compute",)
+    parts: tuple[Bottleneck, ...] = shares.headline_parts
     reasons = {part: _FIND[part](measured, shares) for part in parts}
     if parts[0] == "data" and lacked_cpu(measured):
         return _cannot_tell(measured, shares)

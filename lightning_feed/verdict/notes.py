@@ -15,8 +15,8 @@ from lightning_feed.verdict.shares import in_ms
 
 MOST = 3
 SHARD = (
-    "the dataset is a stream that does not seem to divide itself among workers: with num_workers=2 every sample would "
-    "come twice. Divide it by torch.utils.data.get_worker_info() before you use more than one worker"
+    "the dataset is an IterableDataset that may not divide its samples among workers, so no number of workers is "
+    "advised: with num_workers=2 every sample could come twice"
 )
 _DIAGNOSE = "`lightning-feed diagnose your_script.py -- ARGUMENTS`"
 _ASK: tuple[Cause, ...] = ("no workers", "cpu", "oversubscribed", "waiting", "unknown")
@@ -263,4 +263,7 @@ def _copy(finding: Finding) -> Iterator[str]:
 
 def _launch(finding: Finding) -> Iterator[str]:
     if finding.causes.get("compute") == "launch":
-        yield 'model.compile(mode="reduce-overhead") launches many operations at once'
+        yield (
+            'the loader is not the limit: torch.compile(model, mode="reduce-overhead") launches many operations at once, '
+            "as CUDA graphs do, and larger batches launch fewer for each sample"
+        )

@@ -13,6 +13,8 @@ FRAMEWORK_PCT = 10.0
 COPY_PCT = 5.0
 DATA_PCT = 5.0
 """Limits of the parts of a step, in percent: a part at its limit or above is a bottleneck."""
+SMALL_PCT = 10.0
+"""A smaller part is no headline if the step itself takes more."""
 MODERATE_PCT = 10.0
 HIGH_PCT = 20.0
 """Further limits of the grade; 5 and 20 are the limits in TensorFlow's input-pipeline analyzer."""
@@ -45,6 +47,17 @@ class Shares:
     """The parts over their limits, the largest first."""
     compute_bound_confirmed: bool
     """True if the waiting is over its limit, but the model without the loader takes as long as a step."""
+
+    @property
+    def headline_parts(self) -> tuple[StepPart | Literal["compute"], ...]:
+        """The parts over their limits, the headline first: the step itself, if it takes more than small parts."""
+        if not self.over:
+            return ("compute",)
+        pcts: dict[StepPart, float] = {"framework": self.framework_pct, "copy": self.copy_pct, "data": self.data_pct}
+        largest_pct = pcts[self.over[0]]
+        if largest_pct < SMALL_PCT and largest_pct < 100 - sum(pcts.values()):
+            return ("compute", *self.over)
+        return self.over
 
     @property
     def floor_ms(self) -> float:

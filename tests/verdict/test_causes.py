@@ -150,7 +150,8 @@ def test_why_training_waits_for_data(facts: dict[str, Any], loaders: dict[str, A
     [
         # (0.4 s - 0) of (0.4 + 5 x 0.1) s
         ({"batches_per_epoch": 5}, {"epoch_start_s": 0.4}, ("data", "epoch start")),
-        ({"batches_per_epoch": 100}, {"epoch_start_s": 0.54}, ("data", "epoch start")),
+        ({"batches_per_epoch": 100}, {"epoch_start_s": 1.2}, ("data", "epoch start")),
+        ({"batches_per_epoch": 100}, {"epoch_start_s": 0.54}, ("compute", "compute")),  # 5 % beside 95
         ({"batches_per_epoch": 100}, {"epoch_start_s": 0.52}, ("compute", "compute")),
         ({}, {"epoch_start_s": 0.4}, ("compute", "compute")),  # nobody knows how long an epoch is
         ({"batches_per_epoch": 5}, {"epoch_start_s": 0.4, "data": 50, "compute": 50}, ("data", "unknown")),

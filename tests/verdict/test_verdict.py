@@ -38,9 +38,11 @@ def _diagnose(facts: LoopFacts | None = None, **parts: Any) -> Diagnosis:
     [
         (10, 0, 0, "framework"),
         (9.9, 0, 0, "compute"),
-        (0, 0, 5, "copy"),
+        (0, 0, 5, "compute"),  # a small part is no headline
+        (0, 0, 10, "copy"),
         (0, 0, 4.9, "compute"),
-        (0, 5, 0, "data"),
+        (0, 5, 0, "compute"),
+        (0, 10, 0, "data"),
         (0, 4.9, 0, "compute"),
         (0, 0, 0, "compute"),
         (10, 10, 10, "framework"),  # the first of equals
