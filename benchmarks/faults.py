@@ -43,6 +43,7 @@ from lightning_feed.storage import PackedDataset, pack, stage, verify_pack
 from lightning_feed.storage.folder import FolderSource, scan_classes
 from lightning_feed.storage.packed_dataset import FORMATS
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "faults"))
 from test_resume_everywhere import check as resume_check
 
