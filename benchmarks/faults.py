@@ -38,6 +38,7 @@ from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.errors import FeedError
 from lightning_feed.storage import PackedDataset, pack, stage
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "faults"))
 import test_resume_everywhere as resume_cases
 

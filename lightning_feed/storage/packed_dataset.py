@@ -312,18 +312,19 @@ class PackedDataset(Dataset[Any]):
             ) from error
 
     def verify(self, index: int) -> None:
-        """Compare a sample with the packed one.
+        """Compare a sample and its label with the packed ones.
 
         Raises:
-            ArchiveError: if it differs, or cannot be read.
+            ArchiveError: if they differ, or cannot be read.
         """
+        folder = f"{self.classes[self.labels[index]]}/"
         try:
             same = zlib.crc32(self._open().read(index)) == self._index.checksums[index]
         except FeedError:
             raise
         except Exception as error:
             raise damaged(self._folder, error) from error
-        if not same:
+        if not same or not os.fsdecode(self._index.names[index]).startswith(folder):
             raise DamagedSampleError(f"{self.name(index)} differs from the packed sample. Copy or pack it again.")
 
     @property

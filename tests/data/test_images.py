@@ -158,6 +158,19 @@ def test_it_trains_and_validates(package: str, workers: Any, photos: Path) -> No
     assert module.num_classes == 3
 
 
+def test_a_set_on_the_device_is_cropped_anew_in_each_epoch(photos: Path) -> None:
+    module = ImageFolderDataModule(photos, 12, image_size=16, decoder="pillow", loader=HERE, on_device=True)
+    loader = module.train_dataloader()
+    kept = next(iter(loader))
+    assert kept[0].dtype == torch.uint8
+    first, second = (module.device_transform(kept, "train") for _ in range(2))
+    assert first[0].shape == (len(kept[0]), 3, 16, 16)
+    assert torch.equal(first[1], second[1])
+    assert not torch.equal(first[0], second[0])
+    with pytest.raises(SettingsError, match="a transform cannot run on the host"):
+        ImageFolderDataModule(photos, transform=v2.Resize(8), on_device=True)
+
+
 def test_a_folder_without_splits_is_divided(photos: Path) -> None:
     module = ImageFolderDataModule(photos / "train", val_fraction=0.25, image_size=16, loader=HERE)
     assert (len(module.dataset("train")), len(module.dataset("val"))) == (18, 6)

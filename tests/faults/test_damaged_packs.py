@@ -71,6 +71,14 @@ def test_a_flipped_bit_of_a_sample_is_reported_by_verify(
         verify_pack(path)
 
 
+def test_a_flipped_bit_in_the_name_of_a_class_is_reported_by_verify(packed: Callable[[str], Path]) -> None:
+    path = packed("flat")
+    manifest = path / "pack.json"
+    flipped(manifest, manifest.read_bytes().index(b'"cat"') + 1)
+    with pytest.raises(ArchiveError, match=r"cat/0\.jpg differs from the packed sample"):
+        verify_pack(path)
+
+
 def test_pixels_without_their_shape_are_a_bad_sample(packs: Path, tmp_path: Path) -> None:
     from PIL import Image
 
