@@ -1,7 +1,7 @@
 """The ``lightning-feed`` command: arguments, exit codes and printing.
 
 Exit codes: 0 done; 1 a FeedError (its message is on stderr); 2 wrong usage or a SettingsError; 128 plus a signal's
-number if one stopped it: 130 Ctrl-C, 143 SIGTERM, 141 a closed pipe. If a user's program ends early, its own exit code.
+number if one stopped it: 130 Ctrl-C, 141 a closed pipe. If a user's program ends early, its own exit code.
 """
 
 import argparse
@@ -60,9 +60,9 @@ def _run(run: Callable[[], object]) -> int:
     except FeedError as error:
         _say(str(error))
         return error.exit_code
-    except KeyboardInterrupt as stop:
+    except KeyboardInterrupt:
         _say("stopped")
-        return 128 + int(getattr(stop, "signal_number", signal.SIGINT))
+        return 128 + signal.SIGINT
     return 0
 
 
@@ -228,7 +228,6 @@ def _diagnose(arguments: argparse.Namespace) -> None:
                 quick=arguments.quick,
                 only=only,
                 out=out,
-                callbacks=arguments.callbacks,
             )
         except (DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten) as error:  # raised below
             stop = error
@@ -243,9 +242,8 @@ def _diagnose(arguments: argparse.Namespace) -> None:
             _print(f"Written to {arguments.out / newest.stem}.html, .json and .md.", sys.stderr)
         elif stop.written:
             _say(f"what was measured until then is in {arguments.out}")
-        for line in (getattr(stop, "not_written", ""), fit.ended):
-            if line:
-                _say(line)
+        if fit.ended:
+            _say(fit.ended)
         if stop is not None:
             raise stop
 
@@ -341,9 +339,6 @@ def make_parser() -> argparse.ArgumentParser:
     diagnose.add_argument("--only", type=_names, metavar="LIST", help="experiments to run, such as model,loader")
     diagnose.add_argument(
         "--out", type=Path, default=Path("feed_diagnosis"), metavar="DIR", help="default: feed_diagnosis"
-    )
-    diagnose.add_argument(
-        "--callbacks", action="store_true", help="also run callbacks of your own classes, even if they write or upload"
     )
 
     tune = _command(commands, _tune, program=True)
