@@ -202,9 +202,7 @@ def _diagnose(arguments: argparse.Namespace) -> None:
     """Find what limits training by experiments.
 
     Run SCRIPT.py, or a module, with ARGS until it calls Trainer.fit. Then train for some seconds in place of that call,
-    and change one part of the pipeline at a time. The rest of the program is not run. Or give TARGET, module.py:NAME or
-    package.module:NAME: a LightningDataModule, a pair of a LightningModule and a LightningDataModule, or a function or
-    class without arguments that returns them. Takes about 90 s.
+    and change one part of the pipeline at a time. The rest of the program is not run. Takes about 90 s.
     """
     from lightning_feed.diagnosing import diagnose
     from lightning_feed.diagnosing.failures import DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten
@@ -253,8 +251,8 @@ def _diagnose(arguments: argparse.Namespace) -> None:
 def _tune(arguments: argparse.Namespace) -> None:
     """Find num_workers and the other loader settings, by a few trials.
 
-    Programs and TARGET are as for diagnose. With a LightningModule, finds the smallest setting that keeps it fed, else
-    the fastest. Takes about 30 s. The result is remembered.
+    Programs are as for diagnose. Finds the smallest setting that keeps the model fed, else the fastest. Takes about
+    30 s. The result is remembered.
     """
     from lightning_feed.extras import require
     from lightning_feed.tuning.run import run_tune, tuned_document, tuned_text, write_plot
@@ -283,18 +281,12 @@ def _tune(arguments: argparse.Namespace) -> None:
 
 
 def _with_fit(arguments: argparse.Namespace, run: "Callable[[Fit], None]") -> None:
-    """Call ``run`` with TARGET's objects; or with a program's first fit, and end the process there."""
-    from lightning_feed.diagnosing.program import Program, fit_of_target, run_until_fit
+    """Call ``run`` with the first fit of the program, and end the process there."""
+    from lightning_feed.diagnosing import program
 
-    target = arguments.target
-    program_arguments = tuple(arguments.program_arguments)
-    if target is not None and ":" in target and not target.endswith(".py"):
-        if program_arguments:
-            raise SettingsError(f"Arguments after -- are for a program, but {target} is not one. Leave them out.")
-        run(fit_of_target(target))
-        return
-    program = Program(arguments.module or target, program_arguments, is_module=target is None)
-    run_until_fit(program, lambda fit: _run(partial(run, fit)))
+    name = arguments.module or arguments.script
+    named = program.Program(name, tuple(arguments.program_arguments), is_module=arguments.script is None)
+    program.run_until_fit(named, lambda fit: _run(partial(run, fit)))
 
 
 # --- the options of each command ----------------------------------------------------------------------------------
@@ -378,11 +370,10 @@ def _command(
     command.set_defaults(run=run)
     command.add_argument("--json", action="store_true", help="print the result as JSON")
     if program:
-        command.usage = f"lightning-feed {name} [options] (SCRIPT.py | -m MODULE | TARGET) [-- ARGS]"
-        target = command.add_mutually_exclusive_group(required=True)
-        text = "your program (train.py), or module.py:NAME, package.module:NAME"
-        target.add_argument("target", nargs="?", metavar="TARGET", help=text)
-        target.add_argument("-m", dest="module", metavar="MODULE", help="your program, as for python -m")
+        command.usage = f"lightning-feed {name} [options] (SCRIPT.py | -m MODULE) [-- ARGS]"
+        either = command.add_mutually_exclusive_group(required=True)
+        either.add_argument("script", nargs="?", metavar="SCRIPT.py", help="your program")
+        either.add_argument("-m", dest="module", metavar="MODULE", help="your program, as for python -m")
     return command
 
 

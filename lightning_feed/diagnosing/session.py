@@ -291,7 +291,7 @@ def open_session(
     if known:
         package = _host.package_of(*known)
     if trainer is None:
-        trainer = plain_trainer(package)
+        trainer = _plain_trainer(package)
     elif _host.is_training(trainer):
         raise SettingsError("This Trainer is running. Call diagnose() before or after fit(), not from within.")
     elif _host.shards_the_model(trainer):
@@ -311,7 +311,7 @@ def open_session(
     return Session(trainer, plain, datamodule, loaders, compiled, package)
 
 
-def plain_trainer(package: Any, accelerator: str = "auto") -> AnyTrainer:
+def _plain_trainer(package: Any) -> AnyTrainer:
     """A Trainer on one device that writes no files."""
     with quiet():
-        return package.Trainer(accelerator=accelerator, devices=1, logger=False, enable_checkpointing=False)
+        return package.Trainer(accelerator="auto", devices=1, logger=False, enable_checkpointing=False)
