@@ -3,8 +3,7 @@
 All do RandomResizedCrop(224) and a flip on the same files, in batches of 64, with two workers: processes (w2) or
 threads (t2). Each runs in a process of its own and lives through all rounds; in each round all take their turn, in an
 order that rotates. The first epochs of each are not counted. CPU is user and system time of it and all that it
-started. What is not installed is skipped, with a word. Fidelity is measured where a library takes a fixed crop: PSNR
-against Pillow on the largest square in the middle, worst and median of 16 files.
+started. What is not installed is skipped, with a word.
 
     python benchmarks/loader.py --data DIR [--rounds 6] [--repeat 4] [--only exact,simplejpeg]
 """
@@ -25,7 +24,7 @@ from pathlib import Path
 
 import loader_rows as rows
 import torch
-from loader_process import Feed, Job, Pass, Ready, Skip, serve
+from loader_process import Feed, Job, Pass, Skip, serve
 
 from lightning_feed.extras import installed_version
 
@@ -68,7 +67,6 @@ class Contender:
 
     process: multiprocessing.process.BaseProcess
     connection: Connection
-    ready: Ready | None = None
     skipped: str = ""
     passes: list[Pass] = field(default_factory=list)
 
@@ -86,9 +84,7 @@ class Contender:
             return
         if isinstance(answer, Skip):
             self.skipped = str(answer).splitlines()[0][:100]
-        elif isinstance(answer, Ready):
-            self.ready = answer
-        else:
+        elif isinstance(answer, Pass):
             self.passes.append(answer)
 
     def stop(self) -> None:
@@ -177,24 +173,22 @@ def show(taken: dict[str, Row], contenders: dict[str, Contender], arguments: arg
         f"{arguments.rounds} rounds in turns: median [min, max]"
     )
     print(", ".join(f"{name} {found}" for name in PACKAGES if (found := installed_version(name))), "\n")
-    print("| pipeline | fidelity | out | images/s | x | CPU ms | x CPU | first batch, ms | memory, MB | PSNR dB |")
-    print("|---|---|---|---:|---:|---:|---:|---:|---:|---|")
+    print("| pipeline | fidelity | out | images/s | x | CPU ms | x CPU | first batch, ms | memory, MB |")
+    print("|---|---|---|---:|---:|---:|---:|---:|---:|")
     for name, contender in contenders.items():
         row = taken[name]
         if contender.skipped or not runs[name]:
-            print(f"| {name} | {row.fidelity} | {row.out} | skipped: {contender.skipped} | | | | | | |")
+            print(f"| {name} | {row.fidelity} | {row.out} | skipped: {contender.skipped} | | | | | |")
             continue
         rates = [one.images / one.wall_s for one in runs[name]]
         cpu = [one.cpu_s / one.images * 1e3 for one in runs[name]]
         faster = statistics.median(a.wall_s / b.wall_s for a, b in zip(base, runs[name], strict=True))
         cheaper = statistics.median(a.cpu_s / b.cpu_s for a, b in zip(base, runs[name], strict=True))
-        psnr = contender.ready.psnr_db if contender.ready is not None else None
         print(
             f"| {name} | {row.fidelity} | {row.out} | {statistics.median(rates):.0f} [{min(rates):.0f}, "
             f"{max(rates):.0f}] | {faster:.2f} | {statistics.median(cpu):.2f} | {cheaper:.2f} | "
             f"{statistics.median(one.first_s for one in runs[name]) * 1e3:.0f} | "
-            f"{contender.passes[1].memory_mb or math.nan:.0f} | "
-            f"{'' if psnr is None else f'{psnr[0]:.1f} / {psnr[1]:.1f}'} |"
+            f"{contender.passes[1].memory_mb or math.nan:.0f} |"
         )
     if arguments.json is not None:
         figures = {name: [one._asdict() for one in passes] for name, passes in runs.items()}

@@ -10,20 +10,17 @@ import math
 import multiprocessing
 import os
 import resource
-import statistics
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from PIL import Image
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -55,17 +52,10 @@ class Job:
 
 
 class Feed(NamedTuple):
-    """A contender that is ready: its epochs, and what its resize makes of a fixed crop."""
+    """A contender that is ready: its epochs."""
 
     epoch: Callable[[], Iterable[Any]]
     """Called before the clock starts; gives the image batches of one epoch, (B, 3, H, W)."""
-    pixels: Callable[[Sequence[Path]], Iterable[np.ndarray]] | None = None
-    """uint8 (H, W, 3) of the largest square in the middle of each file; None where the library allows no fixed crop."""
-
-
-class Ready(NamedTuple):
-    psnr_db: tuple[float, float] | None
-    """Worst and median of the files, against Pillow."""
 
 
 class Pass(NamedTuple):
@@ -93,7 +83,7 @@ def serve(connection: Connection, make: Callable[[Job], Feed], job: Job, log: Pa
     multiprocessing.set_start_method("fork", force=True)
     try:
         feed = make(job)
-        connection.send(Ready(_fidelity(feed, job)))
+        connection.send("ready")
         while (asked := connection.recv()) != "stop":
             connection.send(_run(feed, job, asked == "memory"))
     except Exception as error:  # noqa: BLE001 - whatever a library raises is said in the table
@@ -131,33 +121,6 @@ def _check(batch: Any, job: Job) -> None:
     wanted = (job.batch_size, 3, job.size, job.size)
     if tuple(batch.shape) != wanted:
         raise Skip(f"gave batches of {tuple(batch.shape)}, not {wanted}")
-
-
-def _fidelity(feed: Feed, job: Job) -> tuple[float, float] | None:
-    if feed.pixels is None:
-        return None
-    files = job.files
-    some = files[:: max(1, len(files) // 16)][:16]
-    found = []
-    for path, pixels in zip(some, feed.pixels(some), strict=True):
-        reference = _reference(path, job.size)
-        error = np.mean(np.square(np.asarray(pixels, np.float64) - reference))
-        found.append(math.inf if error == 0 else 10 * math.log10(255**2 / error))
-    return min(found), statistics.median(found)
-
-
-def _reference(path: Path, size: int) -> np.ndarray:
-    with Image.open(path) as image:
-        pixels = image.convert("RGB")
-    top, left, side, _ = middle(pixels.height, pixels.width)
-    pixels = pixels.crop((left, top, left + side, top + side))
-    return np.asarray(pixels.resize((size, size), Image.Resampling.BILINEAR))
-
-
-def middle(height: int, width: int) -> tuple[int, int, int, int]:
-    """(top, left, height, width) of the largest square in the middle."""
-    side = min(height, width)
-    return (height - side) // 2, (width - side) // 2, side, side
 
 
 def _session(leader: int) -> Iterator[tuple[int, list[str]]]:

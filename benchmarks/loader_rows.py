@@ -3,15 +3,15 @@
 import io
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
-from loader_process import Feed, Job, middle
+from loader_process import Feed, Job
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -24,13 +24,6 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 Box: TypeAlias = tuple[int, int, int, int]
 
 
-class Draw(NamedTuple):
-    """How the box and the flip of an image are found: (height, width) -> (top, left, height, width)."""
-
-    box: Callable[[int, int], Box]
-    flips: bool
-
-
 def _random_box(height: int, width: int) -> Box:
     """The distribution of torchvision's RandomResizedCrop, without its tensors, which cost 60 us per image."""
     for _ in range(10):
@@ -39,46 +32,41 @@ def _random_box(height: int, width: int) -> Box:
         rows, columns = round((area / aspect) ** 0.5), round((area * aspect) ** 0.5)
         if 0 < rows <= height and 0 < columns <= width:
             return random.randint(0, height - rows), random.randint(0, width - columns), rows, columns
-    return middle(height, width)
+    side = min(height, width)
+    return (height - side) // 2, (width - side) // 2, side, side
 
 
-RANDOM = Draw(_random_box, flips=True)
-MIDDLE = Draw(middle, flips=False)
-Crop: TypeAlias = Callable[[bytes, Draw], Tensor]
+Crop: TypeAlias = Callable[[bytes], Tensor]
 """Encoded bytes -> uint8 (224, 224, 3), which stacks without being transposed."""
 
 
-def opencv(data: bytes, draw: Draw) -> Tensor:
+def opencv(data: bytes) -> Tensor:
     import cv2
 
     cv2.setNumThreads(0)
     image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR)
-    top, left, rows, columns = draw.box(*image.shape[:2])
+    top, left, rows, columns = _random_box(*image.shape[:2])
     cut = image[top : top + rows, left : left + columns]
     image = cv2.resize(cut, (224, 224), interpolation=cv2.INTER_LINEAR)
     image = cv2.cvtColor(image, cv2.COLOR_BGR2RGB)
-    return torch.from_numpy(cv2.flip(image, 1) if draw.flips and random.random() < 0.5 else image)
+    return torch.from_numpy(cv2.flip(image, 1) if random.random() < 0.5 else image)
 
 
-def simplejpeg_v2(data: bytes, draw: Draw) -> Tensor:
+def simplejpeg_v2(data: bytes) -> Tensor:
     import simplejpeg
 
     image = simplejpeg.decode_jpeg(data, "RGB")
-    top, left, rows, columns = draw.box(*image.shape[:2])
+    top, left, rows, columns = _random_box(*image.shape[:2])
     cut = np.ascontiguousarray(image[top : top + rows, left : left + columns])
     # As a batch of one, torchvision's resize stays in channels last, which is its fastest way.
     made = v2.functional.resize(torch.from_numpy(cut)[None].permute(0, 3, 1, 2), [224, 224], antialias=True)
-    if draw.flips and random.random() < 0.5:
+    if random.random() < 0.5:
         made = made.flip(-1)
     return made[0].permute(1, 2, 0)
 
 
-def load_batch(paths: Sequence[Path], *, crop: Crop, draw: Draw = RANDOM) -> Tensor:
-    return torch.stack([crop(path.read_bytes(), draw) for path in paths]).permute(0, 3, 1, 2)
-
-
-def pixels_of(crop: Crop) -> Callable[[Sequence[Path]], Iterable[np.ndarray]]:
-    return lambda paths: [crop(path.read_bytes(), MIDDLE).numpy() for path in paths]
+def load_batch(paths: Sequence[Path], *, crop: Crop) -> Tensor:
+    return torch.stack([crop(path.read_bytes()) for path in paths]).permute(0, 3, 1, 2)
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
@@ -116,12 +104,12 @@ def in_processes(job: Job, dataset: Any, **options: Any) -> DataLoader[Any]:
 
 
 def _read_crop(path: Path, crop: Crop) -> Tensor:
-    return crop(path.read_bytes(), RANDOM)
+    return crop(path.read_bytes())
 
 
 def dataloader(job: Job, *, crop: Crop) -> Feed:
     loader = in_processes(job, Files(job.files, partial(_read_crop, crop=crop)), collate_fn=collate_channels_last)
-    return Feed(lambda: loader, pixels_of(crop))
+    return Feed(lambda: loader)
 
 
 class _Recipe:
@@ -144,13 +132,7 @@ def pillow(job: Job, *, floats: bool) -> Feed:
     recipe = v1.Compose([v1.RandomResizedCrop(job.size), v1.RandomHorizontalFlip(), *last])
     loader = in_processes(job, Files(job.files, _Recipe(open_pillow, recipe)))
 
-    def pixels(paths: Sequence[Path]) -> Iterator[np.ndarray]:
-        for path in paths:
-            image = open_pillow(path)
-            box = middle(image.height, image.width)
-            yield np.asarray(v1.functional.resized_crop(image, *box, [job.size, job.size]))
-
-    return Feed(lambda: loader, pixels)
+    return Feed(lambda: loader)
 
 
 def _open_torchvision(path: Path) -> Tensor:
@@ -161,13 +143,7 @@ def torchvision_v2(job: Job) -> Feed:
     recipe = v2.Compose([v2.RandomResizedCrop(job.size, antialias=True), v2.RandomHorizontalFlip()])
     loader = in_processes(job, Files(job.files, _Recipe(_open_torchvision, recipe)))
 
-    def pixels(paths: Sequence[Path]) -> Iterator[np.ndarray]:
-        for path in paths:
-            image = _open_torchvision(path)
-            made = v2.functional.resized_crop(image, *middle(*image.shape[-2:]), [job.size] * 2, antialias=True)
-            yield made.permute(1, 2, 0).numpy()
-
-    return Feed(lambda: loader, pixels)
+    return Feed(lambda: loader)
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------
@@ -187,7 +163,7 @@ def thread_pool(job: Job, *, crop: Crop) -> Feed:
         while ahead:
             yield ahead.popleft().result()
 
-    return Feed(epoch, pixels_of(crop))
+    return Feed(epoch)
 
 
 # --- other libraries --------------------------------------------------------------------------------------------------
@@ -198,7 +174,7 @@ def dali(job: Job, *, antialias: bool) -> Feed:
 
     It is told how many batches to prepare. With ``run()`` the first two of an epoch are prepared before it starts.
     """
-    from nvidia.dali import fn, math, pipeline_def, types
+    from nvidia.dali import fn, pipeline_def, types
 
     kind = types.INTERP_TRIANGULAR if antialias else types.INTERP_LINEAR
     size = [job.size, job.size]
@@ -209,15 +185,6 @@ def dali(job: Job, *, antialias: bool) -> Feed:
         images = fn.decoders.image_random_crop(encoded, device="cpu", output_type=types.RGB)
         images = fn.resize(images, size=size, interp_type=kind, antialias=antialias)
         return fn.flip(images, horizontal=fn.random.coin_flip())
-
-    @pipeline_def(num_threads=1, device_id=None)
-    def fixed(files: list[str]) -> Any:
-        encoded, _ = fn.readers.file(files=files)
-        shape = fn.peek_image_shape(encoded)
-        side = fn.cast(math.min(shape[0], shape[1]), dtype=types.FLOAT)
-        images = fn.decoders.image(encoded, device="cpu", output_type=types.RGB)
-        images = fn.crop(images, crop_h=side, crop_w=side, rounding="truncate")
-        return fn.resize(images, size=size, interp_type=kind, antialias=antialias)
 
     pipeline = graph()
     pipeline.build()
@@ -238,13 +205,7 @@ def dali(job: Job, *, antialias: bool) -> Feed:
                 pipeline.schedule_run()
             yield batch
 
-    def pixels(paths: Sequence[Path]) -> Iterable[np.ndarray]:
-        made = fixed([str(path) for path in paths], batch_size=len(paths))
-        made.build()
-        (images,) = made.run()
-        return np.array(images.as_array())
-
-    return Feed(epoch, pixels)
+    return Feed(epoch)
 
 
 def spdl(job: Job, *, crop: Crop) -> Feed:
@@ -258,7 +219,7 @@ def spdl(job: Job, *, crop: Crop) -> Feed:
         with pipeline.auto_stop():
             yield from pipeline.get_iterator(timeout=60)
 
-    return Feed(epoch, pixels_of(crop))
+    return Feed(epoch)
 
 
 def litdata(job: Job, *, crop: Crop) -> Feed:
@@ -281,7 +242,7 @@ def litdata(job: Job, *, crop: Crop) -> Feed:
         collate_fn=_CropAll(crop),
         persistent_workers=True,
     )
-    return Feed(lambda: loader, pixels_of(crop))
+    return Feed(lambda: loader)
 
 
 class _CropAll:
@@ -291,7 +252,7 @@ class _CropAll:
         self.crop = crop
 
     def __call__(self, samples: list[Any]) -> Tensor:
-        return collate_channels_last([self.crop(bytes(sample["image"]), RANDOM) for sample in samples])
+        return collate_channels_last([self.crop(bytes(sample["image"])) for sample in samples])
 
 
 # --- ours -------------------------------------------------------------------------------------------------------------
@@ -306,7 +267,6 @@ def ours(
 ) -> Feed:
     """As a user gets it from ImageFolderDataModule. With DALI one worker reads, since DALI's threads take the CPUs."""
     from lightning_feed import ImageFolderDataModule, LoaderSettings
-    from lightning_feed.images.crop import SourceImage, TrainRecipe
 
     count = job.workers if backend == "torch" else 1
     made = ImageFolderDataModule(
@@ -324,14 +284,4 @@ def ours(
         for batch in loader:
             yield batch[0]
 
-    if backend != "torch":
-        return Feed(epoch)
-    decoder = made.decoder_choice.decoder
-    # Boxes of the whole area and square do not fit, so that the recipe takes the middle, as torchvision's does.
-    recipe = TrainRecipe(size=job.size, quality=quality, scale=(1.0, 1.0), ratio=(1.0, 1.0), flip_probability=0.0)
-
-    def pixels(paths: Sequence[Path]) -> Iterator[np.ndarray]:
-        for path in paths:
-            yield recipe(SourceImage(path.read_bytes(), decoder)).permute(1, 2, 0).numpy()
-
-    return Feed(epoch, pixels)
+    return Feed(epoch)

@@ -178,9 +178,8 @@ def kept_demo() -> tuple[dict[str, Any], dict[str, Report]]:
     reports = {name: kept_report(name, LOGS.format(name)) for name in demo.RUNS}
     outcome = json.loads((KEPT / "demo.json").read_text(encoding="utf-8"))
     outcome["plain_report"] = as_text(reports["plain"].diagnosis, width=COLUMNS)
-    outcome["prediction"] = demo._prediction(demo._advice(reports["plain"]), outcome["advised"]["step_ms"])
     for name, report in reports.items():
-        outcome[name]["verdict"] = demo._figures(report, 0.0, 1.0, 1)["verdict"]
+        outcome[name]["verdict"] = demo.verdict_words(report)
     return outcome, reports
 
 

@@ -1,7 +1,7 @@
 """The ``lightning-feed`` command: arguments, exit codes and printing.
 
 Exit codes: 0 done; 1 a FeedError (its message is on stderr); 2 wrong usage or a SettingsError; 128 plus a signal's
-number if one stopped it: 130 Ctrl-C, 143 SIGTERM, 141 a closed pipe. If a user's program ends early, its own exit code.
+number if one stopped it: 130 Ctrl-C, 141 a closed pipe. If a user's program ends early, its own exit code.
 """
 
 import argparse
@@ -60,9 +60,9 @@ def _run(run: Callable[[], object]) -> int:
     except FeedError as error:
         _say(str(error))
         return error.exit_code
-    except KeyboardInterrupt as stop:
+    except KeyboardInterrupt:
         _say("stopped")
-        return 128 + int(getattr(stop, "signal_number", signal.SIGINT))
+        return 128 + signal.SIGINT
     return 0
 
 
@@ -209,9 +209,7 @@ def _diagnose(arguments: argparse.Namespace) -> None:
     """Find what limits training by experiments.
 
     Run SCRIPT.py, or a module, with ARGS until it calls Trainer.fit. Then train for some seconds in place of that call,
-    and change one part of the pipeline at a time. The rest of the program is not run. Or give TARGET, module.py:NAME or
-    package.module:NAME: a LightningDataModule, a pair of a LightningModule and a LightningDataModule, or a function or
-    class without arguments that returns them. Takes about 90 s.
+    and change one part of the pipeline at a time. The rest of the program is not run. Takes about 90 s.
     """
     from lightning_feed.diagnosing import diagnose
     from lightning_feed.diagnosing.failures import DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten
@@ -235,7 +233,6 @@ def _diagnose(arguments: argparse.Namespace) -> None:
                 quick=arguments.quick,
                 only=only,
                 out=out,
-                callbacks=arguments.callbacks,
             )
         except (DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten) as error:  # raised below
             stop = error
@@ -250,9 +247,8 @@ def _diagnose(arguments: argparse.Namespace) -> None:
             _print(f"Written to {arguments.out / newest.stem}.html, .json and .md.", sys.stderr)
         elif stop.written:
             _say(f"what was measured until then is in {arguments.out}")
-        for line in (getattr(stop, "not_written", ""), fit.ended):
-            if line:
-                _say(line)
+        if fit.ended:
+            _say(fit.ended)
         if stop is not None:
             raise stop
 
@@ -262,8 +258,8 @@ def _diagnose(arguments: argparse.Namespace) -> None:
 def _tune(arguments: argparse.Namespace) -> None:
     """Find num_workers and the other loader settings, by a few trials.
 
-    Programs and TARGET are as for diagnose. With a LightningModule, finds the smallest setting that keeps it fed, else
-    the fastest. Takes about 30 s. The result is remembered.
+    Programs are as for diagnose. Finds the smallest setting that keeps the model fed, else the fastest. Takes about
+    30 s. The result is remembered.
     """
     from lightning_feed.extras import require
     from lightning_feed.tuning.run import run_tune, tuned_document, tuned_text, write_plot
@@ -292,18 +288,12 @@ def _tune(arguments: argparse.Namespace) -> None:
 
 
 def _with_fit(arguments: argparse.Namespace, run: "Callable[[Fit], None]") -> None:
-    """Call ``run`` with TARGET's objects; or with a program's first fit, and end the process there."""
-    from lightning_feed.diagnosing.program import Program, fit_of_target, run_until_fit
+    """Call ``run`` with the first fit of the program, and end the process there."""
+    from lightning_feed.diagnosing import program
 
-    target = arguments.target
-    program_arguments = tuple(arguments.program_arguments)
-    if target is not None and ":" in target and not target.endswith(".py"):
-        if program_arguments:
-            raise SettingsError(f"Arguments after -- are for a program, but {target} is not one. Leave them out.")
-        run(fit_of_target(target))
-        return
-    program = Program(arguments.module or target, program_arguments, is_module=target is None)
-    run_until_fit(program, lambda fit: _run(partial(run, fit)))
+    name = arguments.module or arguments.script
+    named = program.Program(name, tuple(arguments.program_arguments), is_module=arguments.script is None)
+    program.run_until_fit(named, lambda fit: _run(partial(run, fit)))
 
 
 # --- the options of each command ----------------------------------------------------------------------------------
@@ -350,9 +340,6 @@ def make_parser() -> argparse.ArgumentParser:
     diagnose.add_argument(
         "--out", type=Path, default=Path("feed_diagnosis"), metavar="DIR", help="default: feed_diagnosis"
     )
-    diagnose.add_argument(
-        "--callbacks", action="store_true", help="also run callbacks of your own classes, even if they write or upload"
-    )
 
     tune = _command(commands, _tune, program=True)
     tune.add_argument("--loader", metavar="NAME", help="key or number of the loader, if there are several")
@@ -391,11 +378,10 @@ def _command(
     command.set_defaults(run=run)
     command.add_argument("--json", action="store_true", help="print the result as JSON")
     if program:
-        command.usage = f"lightning-feed {name} [options] (SCRIPT.py | -m MODULE | TARGET) [-- ARGS]"
-        target = command.add_mutually_exclusive_group(required=True)
-        text = "your program (train.py), or module.py:NAME, package.module:NAME"
-        target.add_argument("target", nargs="?", metavar="TARGET", help=text)
-        target.add_argument("-m", dest="module", metavar="MODULE", help="your program, as for python -m")
+        command.usage = f"lightning-feed {name} [options] (SCRIPT.py | -m MODULE) [-- ARGS]"
+        either = command.add_mutually_exclusive_group(required=True)
+        either.add_argument("script", nargs="?", metavar="SCRIPT.py", help="your program")
+        either.add_argument("-m", dest="module", metavar="MODULE", help="your program, as for python -m")
     return command
 
 

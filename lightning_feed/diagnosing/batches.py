@@ -20,7 +20,7 @@ from lightning_feed.measure.step_meter import event_maker
 from lightning_feed.transfer.batch_tree import tensors
 from lightning_feed.trials.cloning import map_loaders
 
-MOST_KEPT = 32
+MOST_KEPT = 8
 MOST_BYTES = 256 * 2**20
 """Largest number of batches kept as a sample of a run, and their largest size in bytes."""
 WINDOWS = 5
@@ -131,52 +131,38 @@ def _version(tensor: Tensor) -> int:
 class KeptBatches:
     """Batches of a run to replay: spread evenly over the run if their shapes differ, else only the first.
 
-    Batches of equal shapes share one copy.
-
     Args:
-        skip: number of batches before the measured ones. Only the first of these is kept.
+        skip: number of batches before the measured ones. They are not kept.
     """
 
     def __init__(self, skip: int = 0) -> None:
+        self.batches: list[Batch] = []
         self._shapes: list[_Shapes] = []
         """Shapes of the kept batches, in the order of the run."""
-        self._batches: dict[_Shapes, Batch] = {}
-        self._seen = 0
-        self._skip = skip
+        self._seen = -skip
         self._every = 1
-
-    def __bool__(self) -> bool:
-        return bool(self._shapes)
 
     def offer(self, batch: object) -> None:
         """Keep a copy of a batch of the run, if it is one of those to keep."""
         number = self._seen
         self._seen += 1
-        measured = number >= self._skip and (number - self._skip) % self._every == 0
-        if number and not measured:
+        if number < 0 or number % self._every:
             return
         try:
             shapes = tuple(tuple(tensor.shape) for tensor in tensors(batch))
-            if shapes not in self._batches:
-                self._batches[shapes] = copy_of(batch)
+            if self._shapes == [shapes]:  # as the only one so far
+                return
+            self.batches.append(copy_of(batch))
         except Exception:  # noqa: BLE001  # a class of the user's that cannot be looked into: it is not replayed
             return
         self._shapes.append(shapes)
-        while len(self._shapes) > MOST_KEPT or (len(self._shapes) > 1 and self._bytes() > MOST_BYTES):
+        while len(self.batches) > MOST_KEPT or (len(self.batches) > 1 and self._bytes() > MOST_BYTES):
+            self.batches = self.batches[::2]
             self._shapes = self._shapes[::2]
             self._every *= 2
-            self._batches = {shapes: self._batches[shapes] for shapes in self._shapes}
-
-    def take(self, count: int) -> list[Batch]:
-        """Return ``count`` batches sized like those of the run, or one if all have the same size."""
-        by_size = sorted(self._shapes[1:] or self._shapes, key=lambda shapes: sum(map(math.prod, shapes)))
-        if by_size[0] == by_size[-1]:
-            return [self._batches[by_size[0]]]
-        middles = [(2 * number + 1) * len(by_size) // (2 * count) for number in range(count)]
-        return [self._batches[by_size[middle]] for middle in middles]
 
     def _bytes(self) -> int:
-        return sum(tensor.nbytes for batch in self._batches.values() for tensor in tensors(batch))
+        return sum(tensor.nbytes for batch in self.batches for tensor in tensors(batch))
 
 
 class Pace:

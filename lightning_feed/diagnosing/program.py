@@ -1,7 +1,7 @@
-"""The fit to diagnose or tune: the first one of the user's program, or the objects from ``module.py:NAME``."""
+"""The fit to diagnose or tune: the first one of the user's program."""
 
 import gc
-import importlib.util
+import importlib
 import inspect
 import io
 import multiprocessing.util
@@ -14,24 +14,21 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
 from lightning_feed import _host
 from lightning_feed._host import AnyDataModule, AnyModule, AnyTrainer
 from lightning_feed.autoload import PROGRAM
-from lightning_feed.diagnosing.failures import ProgramEnded, in_a_line
+from lightning_feed.diagnosing.failures import ProgramEnded
 from lightning_feed.diagnosing.restoring import quiet
-from lightning_feed.diagnosing.session import plain_trainer
 from lightning_feed.errors import SettingsError, plural
 from lightning_feed.load.kinds import AnyLoader
 from lightning_feed.measure.user_code import is_users
 
 CLEAN_UP_S = 5.0
 """Longest time for ending child processes."""
-WANTED = "a LightningDataModule, or a pair of a LightningModule and a LightningDataModule"
 
 
 @dataclass(frozen=True)
@@ -53,14 +50,10 @@ class Fit:
 
     trainer: AnyTrainer
     model: AnyModule
-    """The module; None: only the loader."""
     datamodule: AnyDataModule = None
     train_dataloaders: AnyLoader = None
     ended: str = ""
-    """Sentences on the place where the program was ended, and on what it would do next; empty without a program."""
-
-
-# --- a program ----------------------------------------------------------------------------------------------------
+    """Sentences on the place where the program was ended, and on what it would do next."""
 
 
 def run_until_fit(program: Program, take: Callable[[Fit], int]) -> NoReturn:
@@ -288,91 +281,3 @@ def _theirs(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and not is_users(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     return trace
-
-
-# --- a target -----------------------------------------------------------------------------------------------------
-
-
-def fit_of_target(text: str) -> Fit:
-    """Import the object that ``text`` names, call it if it is callable, and add a Trainer on one device.
-
-    NAME is a function or class that needs no arguments, or an object: a data module, or a module and a data module.
-    Afterwards, the module's folder (for ``package.module``: the current folder) is first on the import path.
-
-    Args:
-        text: ``module.py:NAME`` or ``package.module:NAME``.
-
-    Raises:
-        SettingsError: the target cannot be used.
-    """
-    place, _, name = text.rpartition(":")
-    if not place or not name:
-        raise SettingsError(f"TARGET {text!r} does not name an object. Give module.py:NAME or package.module:NAME.")
-    module = _import(place)
-    try:
-        target = attrgetter(name)(module)
-        if callable(target) and _kind(target) is None:
-            target = target()
-    except (Exception, SystemExit) as error:
-        raise SettingsError(
-            f"TARGET {text!r} failed: {in_a_line(error)}. If NAME is callable, it is called without arguments."
-        ) from error
-    model, datamodule = _pair(target, text)
-    package = _host.package_of(*(part for part in (model, datamodule) if part is not None))
-    return Fit(trainer=plain_trainer(package), model=model, datamodule=datamodule)
-
-
-def _import(place: str) -> ModuleType:
-    path = None
-    folder = Path.cwd()
-    if place.endswith(".py") or "/" in place:
-        path = Path(place).expanduser().resolve()
-        folder = path.parent
-        if not path.is_file():
-            raise SettingsError(f"There is no file {place}. Give module.py:NAME or package.module:NAME.")
-    sys.path.insert(0, str(folder))
-    try:
-        if path is not None:
-            return _from_file(path)
-        return importlib.import_module(place)
-    except (Exception, SystemExit) as error:
-        raise SettingsError(
-            f"{place} could not be imported: {in_a_line(error)}. Name a file, path/to/module.py:NAME, or a module that "
-            "Python finds from here, and import it yourself to see the error."
-        ) from error
-
-
-def _from_file(path: Path) -> ModuleType:
-    """Import a file by its path: its name may contain dots, or equal that of another module."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ImportError("it is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # spawned workers look here for the dataset's class
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[path.stem]
-        raise
-    return module
-
-
-def _pair(target: object, text: str) -> tuple[Any, Any]:
-    """(module or None, data module)."""
-    parts = target if isinstance(target, (tuple, list)) else [target]
-    kinds = {_kind(part): part for part in parts}
-    if len(parts) == len(kinds) and set(kinds) in ({"LightningDataModule"}, {"LightningModule", "LightningDataModule"}):
-        return kinds.get("LightningModule"), kinds["LightningDataModule"]
-    alone = ""
-    if set(kinds) == {"LightningModule"}:
-        alone = " A module alone does not say what to load."
-    names = ", ".join(type(part).__name__ for part in parts) or "nothing"
-    raise SettingsError(f"TARGET {text!r} gives {names}.{alone} It must give {WANTED}.")
-
-
-def _kind(thing: object) -> str | None:
-    """The name of Lightning's class of an object, of either package; None for other objects."""
-    for base in type(thing).__mro__:
-        if base.__module__.partition(".")[0] in _host.PACKAGES and base.__name__.startswith("Lightning"):
-            return base.__name__
-    return None

@@ -1,7 +1,6 @@
 """diagnose: the choice, order and duration of experiments, and the verdict on their results."""
 
 import math
-import signal
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from tqdm.auto import tqdm
 from lightning_feed import _host
 from lightning_feed._host import AnyDataModule, AnyModule, AnyTrainer
 from lightning_feed.diagnosing import functions, less_work, rates, samples
-from lightning_feed.diagnosing.batches import FEWEST_CYCLES, own_loaders
+from lightning_feed.diagnosing.batches import own_loaders
 from lightning_feed.diagnosing.failures import (
     DiagnosisFailed,
     DiagnosisInterrupted,
@@ -56,8 +55,8 @@ RUN_STEPS = 200
 REPLAY_STEPS = 300
 QUICK_RUN_STEPS = 80
 QUICK_REPLAY_STEPS = 80
-REPLAYED = (8, 4, 2)
-"""Numbers of batches to replay if their shapes differ. The largest for which there is time is taken."""
+FEWEST_STEPS = 8
+"""Fewest optimizer steps of a replay of one batch."""
 PASSES = 5
 """Fewest passes over the replayed batches: one is warm-up, and at least two have to follow."""
 FEWEST_RUN_STEPS = 12
@@ -80,7 +79,6 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
     only: Sequence[str] = EXPERIMENTS,
     out: str | Path | None = None,
     budget_s: float | None = None,
-    callbacks: bool = False,
 ) -> Diagnosis:
     """Find what limits training by experiments.
 
@@ -89,8 +87,8 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
     of a training do not run; the report names them. Then measures the training loader alone, with parts of its work
     left out.
 
-    Afterwards these are restored: the ``state_dict`` of the module, of optimizers and schedulers in its attributes, and
-    of callbacks that ran; ``requires_grad``, ``train()`` and ``eval()``; the random states of torch, numpy and Python;
+    Afterwards these are restored: the ``state_dict`` of the module, and of optimizers and schedulers in its attributes;
+    ``requires_grad``, ``train()`` and ``eval()``; the random states of torch, numpy and Python;
     your own loaders. Gradients are dropped. Other changes that your code makes in a training step or a dataset remain.
     To avoid them, use the command ``lightning-feed diagnose``, which runs in a separate process.
 
@@ -103,8 +101,6 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
         only: experiments to run, such as "model" and "loader". With a module, the unchanged run always comes first.
         out: folder for ``feed_report.json``, ``.md`` and ``.html``; None: nothing is written.
         budget_s: approximate total seconds; None: 90, or 30 with ``quick``.
-        callbacks: also run the Trainer's callbacks of your own classes in the first fit, even if they write or upload,
-            but not their hooks for the end of a training.
 
     Raises:
         SettingsError: when there is nothing to load from, or the Trainer cannot be used.
@@ -112,24 +108,21 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
         FeedError: when the unchanged run fails; the cause is attached.
         DiagnosisFailed: when your code fails later, with the results so far.
         DiagnosisNotWritten: when the files cannot be written at the end, with the verdict.
-        DiagnosisInterrupted: on Ctrl-C and SIGTERM, with the results so far.
+        DiagnosisInterrupted: on Ctrl-C, with the results so far.
     """
     if budget_s is None:
         budget_s = QUICK_BUDGET_S if quick else BUDGET_S
     _check(only, budget_s)
     if out is not None:
         check_writable(Path(out))  # do not lose a minute of experiments at the end
-    session = _open(trainer, model, datamodule, train_dataloaders, callbacks=callbacks)
-    failure = _run(session, _Plan(only, budget_s, quick=quick))
+    session = _open(trainer, model, datamodule, train_dataloaders)
+    stopped = _run(session, _Plan(only, budget_s, quick=quick))
     diagnosis = tree.diagnose(measurements_of(session))
     written, problem = _write(diagnosis, out)
-    if session.stops.number is not None:
-        stop = DiagnosisInterrupted("diagnose() was interrupted", diagnosis, written)
-        stop.signal_number = session.stops.number
-        stop.not_written = str(problem or "")
-        raise stop
-    if failure is not None:
-        raise DiagnosisFailed(str(failure), diagnosis, written) from (failure.__cause__ or failure)
+    if isinstance(stopped, FeedError):
+        raise DiagnosisFailed(str(stopped), diagnosis, written) from (stopped.__cause__ or stopped)
+    if stopped is not None:
+        raise DiagnosisInterrupted("diagnose() was interrupted", diagnosis, written) from stopped
     if problem is not None:
         raise DiagnosisNotWritten(str(problem), diagnosis, written) from problem
     return diagnosis
@@ -143,7 +136,7 @@ def _check(only: Sequence[str], budget_s: float) -> None:
         raise SettingsError(f"only={only!r}: give a list of any of {', '.join(EXPERIMENTS)}.")
 
 
-def _open(trainer: object, model: object, datamodule: object, loaders: object, *, callbacks: bool) -> Session:
+def _open(trainer: object, model: object, datamodule: object, loaders: object) -> Session:
     if datamodule is not None and loaders is not None:
         raise SettingsError("Give diagnose() a datamodule or train_dataloaders, not both, as for Trainer.fit.")
     if datamodule is None and loaders is None:
@@ -153,14 +146,11 @@ def _open(trainer: object, model: object, datamodule: object, loaders: object, *
             "diagnose() found no training loader. Give it a datamodule, or train_dataloaders=, or a module with a "
             "train_dataloader() of its own."
         )
-    session = open_session(trainer, model, datamodule, loaders)
-    if callbacks:
-        session.callbacks = _own_callbacks(session.trainer)
-    return session
+    return open_session(trainer, model, datamodule, loaders)
 
 
-def _run(session: Session, plan: "_Plan") -> FeedError | None:
-    """Run the experiments, restore what they changed, and return the failure that ended them. Signals are noted.
+def _run(session: Session, plan: "_Plan") -> FeedError | KeyboardInterrupt | None:
+    """Run the experiments, restore what they changed, and return what ended them early.
 
     Raises:
         FeedError: a failure before anything was measured.
@@ -169,14 +159,12 @@ def _run(session: Session, plan: "_Plan") -> FeedError | None:
         bar = tqdm(total=100, desc="diagnose", disable=None, leave=False, bar_format=BAR)
         with bar, quiet(), session.restoring() as state:
             _Experiments(session, plan, bar).run(state)
-    except KeyboardInterrupt:
-        session.stops.note(signal.SIGINT)
-    except Exception as error:
-        # Ctrl-C also reaches the workers, which makes the loader fail.
-        if session.stops.number is None:
-            if not isinstance(error, FeedError) or not _found_anything(session):
-                raise
-            return error
+    except KeyboardInterrupt as stop:
+        return stop
+    except FeedError as error:
+        if not _found_anything(session):
+            raise
+        return error
     return None
 
 
@@ -246,7 +234,6 @@ class _Experiments:
                 session.set_up()
         else:
             self._run_as_it_is()
-            session.stops.check()
             # The replay begins with the weights from before the run: a long fit of one batch moves them far away.
             state.restore()
             if MODEL in self.plan.only:
@@ -257,7 +244,6 @@ class _Experiments:
             session.tear_down()
         except Exception as error:  # noqa: BLE001  # what was measured is worth more
             session.leave_out("teardown", f"the data module's failed: {in_a_line(error)}")
-        session.stops.check()
         self._bar.update(self._bar.total - self._bar.n)
 
     def _run_as_it_is(self) -> None:
@@ -276,7 +262,7 @@ class _Experiments:
 
     def _replay(self) -> None:
         session = self.session
-        if not session.device_batches:
+        if not session.device_batches.batches:
             why = "the run as it is gave no batch"
             if _host.takes_iterator(session.model):
                 why = "training_step takes dataloader_iter, and fetches for itself"
@@ -287,7 +273,6 @@ class _Experiments:
         try:
             per_s = replay(session, batches, limits, on_device=True)
         except Exception as error:  # noqa: BLE001  # the other experiments do not need this one
-            session.stops.check()  # Ctrl-C also reaches the workers, and makes them fail
             session.leave_out(MODEL, f"it failed: {in_a_line(error)}")
             return
         session.note(model_per_s=per_s)
@@ -295,25 +280,20 @@ class _Experiments:
             session.leave_out(MODEL, "too few steps in the available time: allow more, or leave --quick out")
 
     def _batches_and_limits(self) -> tuple[list[Batch], Limits]:
-        """The batches of the run to replay, as many as the time allows, and the length of the fit."""
+        """The batches of the run to replay, and the length of the fit. One batch if there is no time for more."""
         session = self.session
         seconds = REPLAY_SHARE * self.plan.budget_s
         accumulate = session.trainer.accumulate_grad_batches
         most = REPLAY_STEPS * accumulate
         if self.plan.quick:
             most = QUICK_REPLAY_STEPS * accumulate
-        step_ms = math.inf
-        if session.measured is not None and session.measured.stats.step_ms is not None:
-            step_ms = session.measured.stats.step_ms
-        for count in REPLAYED:
-            least = PASSES * math.lcm(accumulate, count)
-            batches = session.device_batches.take(count)
-            if len(batches) == 1:
-                break
-            if least <= most and least * step_ms * 1e-3 <= LATEST * seconds:
-                return batches, Limits(least=least, most=most, seconds=seconds)
-        least = (FEWEST_CYCLES * 4 // 3 + 4) * accumulate
-        return session.device_batches.take(1), Limits(least=least, most=most, seconds=seconds)
+        batches = session.device_batches.batches
+        step_ms = session.measured.stats.step_ms if session.measured is not None else None
+        least = PASSES * math.lcm(accumulate, len(batches))
+        if least > most or least * (step_ms or 0.0) * 1e-3 > LATEST * seconds:
+            batches = batches[:1]
+            least = FEWEST_STEPS * accumulate
+        return batches, Limits(least=max(least, FEWEST_STEPS * accumulate), most=most, seconds=seconds)
 
     def _measure_loader(self) -> None:
         session = self.session
@@ -324,7 +304,6 @@ class _Experiments:
         begun: list[str] = []
 
         def on_progress(name: str, share: float) -> None:
-            session.stops.check()
             begun.append(name)
             self._show(f"{name}: {STEPS[name].what}", spent + (1 - spent) * share)
 
@@ -459,12 +438,11 @@ def _left_out_of_the_fit(session: Session) -> str:
     names = []
     if has_data and trainer.limit_val_batches and _host.is_overridden(session.model, "validation_step"):
         names.append("validation")
-    callbacks = [callback for callback in _own_callbacks(trainer) if callback not in session.callbacks]
-    names += [type(part).__name__ for part in (*trainer.checkpoint_callbacks, *trainer.loggers, *callbacks)]
+    parts = (*trainer.checkpoint_callbacks, *trainer.loggers, *_own_callbacks(trainer))
+    names += [type(part).__name__ for part in parts]
     if not names:
         return ""
-    more = "; --callbacks, or callbacks=True, runs the callbacks here" if callbacks else ""
     return (
         f"{', '.join(names)}: not run, since they may write files or upload. To measure them, use "
-        f"GPUStarvationCallback() in the fit itself{more}"
+        "GPUStarvationCallback() in the fit itself"
     )

@@ -17,7 +17,7 @@ from lightning_feed._host import AnyDataModule, AnyModule, AnyTrainer
 from lightning_feed.callbacks.loader_place import place_of
 from lightning_feed.diagnosing.batches import KeptBatches
 from lightning_feed.diagnosing.parts import LoaderPart, NotMeasurable, Together, make_sample, parts_of, size_of_leaf
-from lightning_feed.diagnosing.restoring import ModelState, StopSignals, quiet
+from lightning_feed.diagnosing.restoring import ModelState, quiet
 from lightning_feed.errors import DatasetError, FeedError, LoaderError, SettingsError, plural
 from lightning_feed.load.kinds import AnyLoader, Batch
 from lightning_feed.load.machine import Footprint, Machine, exceeded_limit, read_machine
@@ -55,8 +55,6 @@ class Session:
         loaders: the user's training loaders; None if the data module or the module has them.
         compiled: the user's module from ``torch.compile``, if ``model`` was compiled.
         package: ``lightning.pytorch`` or ``pytorch_lightning``.
-        callbacks: the user's callbacks that run in the unchanged training.
-        stops: signals that end fits and experiments.
         train_loaders: the result of ``train_dataloader``. Fits and experiments get copies of it.
         measured: measurements of the unchanged training.
         device_batches: batches of that training, as passed to the step.
@@ -76,8 +74,6 @@ class Session:
     loaders: AnyLoader = None
     compiled: Any = None
     package: ModuleType | None = None
-    callbacks: list[Any] = field(default_factory=list)
-    stops: StopSignals = field(default_factory=StopSignals)
     train_loaders: AnyLoader = None
     measured: Measurements | None = None
     device_batches: KeptBatches = field(default_factory=KeptBatches)
@@ -109,19 +105,18 @@ class Session:
 
     @contextmanager
     def restoring(self) -> Iterator[ModelState]:
-        """Context manager to handle signals, and to restore the module and the random numbers at its end.
+        """Context manager to restore the module and the random numbers at its end.
 
         Yields the module's state.
         """
         if self.device.type == "cuda":
             torch.cuda.init()  # so that its generators are restored, too
-        with self.stops, preserve_state():
-            state = ModelState(self.model, self.callbacks)
+        with preserve_state():
+            state = ModelState(self.model)
             trainer = getattr(self.datamodule, "trainer", None)
             try:
                 yield state
             finally:
-                self.stops.hold_back()
                 state.restore()
                 if self.datamodule is not None:
                     self.datamodule.trainer = trainer
@@ -296,7 +291,7 @@ def open_session(
     if known:
         package = _host.package_of(*known)
     if trainer is None:
-        trainer = plain_trainer(package)
+        trainer = _plain_trainer(package)
     elif _host.is_training(trainer):
         raise SettingsError("This Trainer is running. Call diagnose() before or after fit(), not from within.")
     elif _host.shards_the_model(trainer):
@@ -316,7 +311,7 @@ def open_session(
     return Session(trainer, plain, datamodule, loaders, compiled, package)
 
 
-def plain_trainer(package: Any, accelerator: str = "auto") -> AnyTrainer:
+def _plain_trainer(package: Any) -> AnyTrainer:
     """A Trainer on one device that writes no files."""
     with quiet():
-        return package.Trainer(accelerator=accelerator, devices=1, logger=False, enable_checkpointing=False)
+        return package.Trainer(accelerator="auto", devices=1, logger=False, enable_checkpointing=False)

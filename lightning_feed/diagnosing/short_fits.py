@@ -4,12 +4,11 @@ import copy
 import gc
 import io
 import math
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
@@ -18,10 +17,7 @@ from lightning_feed import _host
 from lightning_feed._host import AnyTrainer, Original
 from lightning_feed.callbacks.prefetch import PrefetchCallback
 from lightning_feed.diagnosing.batches import KeptBatches, Pace, Replay, own_loaders
-from lightning_feed.diagnosing.failures import loading_failed
-from lightning_feed.diagnosing.restoring import StopSignals
 from lightning_feed.diagnosing.session import Session
-from lightning_feed.errors import FeedError
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.measure.facts import batches_ahead
@@ -57,31 +53,22 @@ class ShortFit:
         self.session = session
         self.limits = limits
         self.steps = 0
-        self.epochs = 0
         self.interrupted = False
         self.wraps: list[_host.Wrap] = []
         """Replaced methods, to be restored after the fit."""
-        self._stops: StopSignals = session.stops
         self._planned = math.inf
         self._began = 0.0
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: object) -> None:
         """Start the clock, and let the fit continue past the user's ``max_epochs`` and ``max_steps``."""
-        self._stops.check()
         if trainer.estimated_stepping_batches != -1:
             self._planned = trainer.estimated_stepping_batches
         _host.go_on_past_the_end(trainer)
         _host.keep_plateaus(trainer)
         self._began = time.perf_counter()
 
-    def on_train_epoch_start(self, trainer: object, pl_module: object) -> None:
-        """Count the passes through the loaders."""
-        self.epochs += 1
-        self._stops.check()  # a Ctrl-C may have been dropped with the last epoch's loader
-
     def on_train_batch_end(self, trainer: AnyTrainer, *args: object) -> None:
         """End the fit after its time."""
-        self._stops.check()
         self.steps += 1
         elapsed = time.perf_counter() - self._began
         late = elapsed >= self.limits.seconds and self.steps >= self.limits.least
@@ -157,11 +144,9 @@ def run_as_it_is(session: Session, limits: Limits) -> None:
         feed = import_module("lightning_feed.pl")
     meter = feed.GPUStarvationCallback(nvml=False, report=False)
     short_fit = _as_callback(session, UnchangedFit)(session, limits)
-    preserved = ExitStack()
 
     def copies(loaders: Any) -> Any:
         session.train_loaders = loaders
-        preserved.enter_context(preserve_state(loaders))  # so that a failed draw can be repeated
         return own_loaders(loaders)
 
     loaders = None
@@ -171,16 +156,8 @@ def run_as_it_is(session: Session, limits: Limits) -> None:
     else:
         wraps.append(_host.Wrap(session.loader_owner, "train_dataloader", lambda original: copies(original())))
     try:
-        with preserved:
-            _fit(session, short_fit, [*session.callbacks, meter, short_fit], loaders, wraps)
-    except FeedError:
-        raise
-    except Exception as error:
-        first_pass = short_fit.epochs <= 1
-        failed = loading_failed(AS_IT_IS, error, session.model, session.train_loaders, first_pass=first_pass)
-        if failed is None:
-            raise
-        raise failed from error
+        with preserve_state(session.loaders):
+            _fit(session, short_fit, [meter, short_fit], loaders, wraps)
     finally:
         measured = meter.report().measurements
         hooks = tuple(hook for hook in measured.hooks if not hook.name.startswith(OWN_HOOKS))
@@ -241,7 +218,7 @@ def _fit(
     with suppress(RuntimeError):  # it has no Trainer
         before = session.model.trainer
     wraps.append(_host.Wrap(session.model, "configure_callbacks", lambda _: []))
-    for owner in (session.model, session.datamodule, *session.callbacks):
+    for owner in (session.model, session.datamodule):
         wraps += [_host.Wrap(owner, name, nothing) for name in ENDS if _host.is_overridden(owner, name)]
     try:
         with tempfile.TemporaryDirectory(prefix="feed_diagnose_") as folder:
@@ -257,20 +234,16 @@ def _fit(
 
 
 def _run_fit(session: Session, trainer: AnyTrainer, short_fit: ShortFit, data: dict[str, Any]) -> None:
-    """Call ``trainer.fit``; raise KeyboardInterrupt for Ctrl-C and SIGTERM, and other exits unchanged."""
+    """Call ``trainer.fit``; raise KeyboardInterrupt for Ctrl-C, which Lightning turns into an exit."""
     model = session.model
     if session.compiled is not None:
         model = session.compiled
     try:
         trainer.fit(model, **data)
     except SystemExit as end:
-        assert session.package is not None, "there is a Trainer"
-        # Lightning raises this for a SIGTERM if the user has a handler for it.
-        if isinstance(end, import_module(f"{session.package.__name__}.utilities.exceptions").SIGTERMException):
-            session.stops.note(signal.SIGTERM)
-        elif not short_fit.interrupted and session.stops.number is None:  # Lightning turns Ctrl-C into an exit
-            raise
-        raise KeyboardInterrupt from end
+        if short_fit.interrupted:
+            raise KeyboardInterrupt from end
+        raise
 
 
 # --- the Trainer of a short fit -----------------------------------------------------------------------------------

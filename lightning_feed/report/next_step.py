@@ -97,7 +97,7 @@ def _to_a_verdict(found: Diagnosis, run: RunIdentity, given: str) -> str:
     if measured.stats.steps >= MIN_STEPS:
         return _fewer_threads(found, run, given) or _diagnose(found, run, given, "measures each part alone")
     if not measured.stats.steps and measured.found.loader_per_s:
-        return "diagnose a program that trains, or a TARGET that returns a LightningModule too"
+        return "diagnose a program that trains, or call diagnose() with a LightningModule"
     return f"train for {ENOUGH_STEPS} steps or more"
 
 

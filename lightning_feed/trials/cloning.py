@@ -305,7 +305,6 @@ def time_loader(
     burst: int,
     limits: RoundLimits | None = None,
     clock: Callable[[], float] = time.perf_counter,
-    prepare: Callable[[], object] | None = None,
 ) -> LoaderRate:
     """Measure a loader's rate by iterating it.
 
@@ -318,7 +317,6 @@ def time_loader(
         burst: batches per round: the loader's ``num_workers``, or 1.
         limits: limits of the measurement.
         clock: returns the time in seconds.
-        prepare: called before each pass. Its time is not measured.
 
     Raises:
         LoaderError: the loader is empty, yields no batch for ``silent_s``, or yields too few in the available time.
@@ -329,8 +327,6 @@ def time_loader(
     batches: Iterator[Batch] | None = None
     try:
         while not drain.enough():
-            if prepare is not None:
-                prepare()
             drain.passes.append(_Pass(clock()))
             batches = begin()
             watchdog(

@@ -1,4 +1,4 @@
-"""A user's own program, run until its first fit: what it sees, what it gives, how it ends; and TARGET."""
+"""A user's own program, run until its first fit: what it sees, what it gives, how it ends."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from diagnosing.small_runs import PACKAGES
 from lightning_feed.autoload import PROGRAM, callbacks
 from lightning_feed.diagnosing import program
 from lightning_feed.diagnosing.failures import ProgramEnded
-from lightning_feed.diagnosing.program import Fit, Program, fit_of_target, run_until_fit
+from lightning_feed.diagnosing.program import Fit, Program, run_until_fit
 from lightning_feed.errors import SettingsError
 
 PARTS = """
@@ -265,106 +265,3 @@ def test_trainers_of_a_started_process_are_refused(
         callbacks()
     os._exit.assert_called_once_with(1)
     assert "train.py makes a Trainer in another process, which cannot be examined" in capfd.readouterr().err
-
-
-# --- TARGET -------------------------------------------------------------------------------------------------------
-
-GOOD = """
-import torch
-from {package} import LightningDataModule, LightningModule
-import beside_{stem}
-
-class Data(LightningDataModule):
-    def __init__(self, size=4):
-        super().__init__()
-
-class Model(LightningModule):
-    pass
-
-class NeedsPath(LightningDataModule):
-    def __init__(self, path, *, size, other=1):
-        super().__init__()
-
-def data(): return Data()
-def pair(): return Model(), Data()
-def reverse(): return [Data(), Model()]
-def alone(): return Model()
-def nothing(): return None
-def three(): return Model(), Data(), 3
-def broken(): return 1 / 0
-def leaves(): raise SystemExit(3)
-instance = Data()
-both = (Model(), instance)
-class inner:
-    made = instance
-number = 7
-"""
-
-
-@pytest.fixture
-def file(package: str, tmp_path: Path) -> Path:
-    stem = f"target_{package[:2]}"
-    (tmp_path / f"beside_{stem}.py").touch()
-    path = tmp_path / f"{stem}.py"
-    path.write_text(GOOD.format(package=package, stem=stem))
-    return path
-
-
-@both_packages
-def test_a_data_module(file: Path, package: str) -> None:
-    for name in ("data", "Data", "instance", "inner.made"):
-        fit = fit_of_target(f"{file}:{name}")
-        assert fit.model is None
-        assert type(fit.datamodule).__name__ == "Data"
-        assert sys.path[0] == str(file.parent)
-        assert type(fit.trainer).__module__.startswith(package)
-
-
-@both_packages
-def test_a_module_and_a_data_module(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(file.parent)
-    for target in (f"{file}:pair", f"{file}:reverse", f"{file.name}:both", f"{file.stem}:pair"):
-        fit = fit_of_target(target)
-        assert (type(fit.model).__name__, type(fit.datamodule).__name__) == ("Model", "Data")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{file}", "does not name an object"),
-        ("{file}:", "does not name an object"),
-        (":data", "does not name an object"),
-        ("{file}:Dat", "AttributeError: module 'target_li' has no attribute 'Dat'"),
-        ("{folder}/targt.py:data", "There is no file"),
-        (
-            "no_such_package.module:data",
-            "could not be imported: ModuleNotFoundError: No module named 'no_such_package'",
-        ),
-        (
-            "{file}:NeedsPath",
-            "missing 1 required positional argument: 'path'. If NAME is callable, it is called without",
-        ),
-        ("{file}:alone", "gives Model. A module alone does not say what to load"),
-        ("{file}:nothing", "gives NoneType"),
-        ("{file}:number", "gives int"),
-        ("{file}:three", "gives Model, Data, int"),
-        ("{file}:broken", "failed: ZeroDivisionError: division by zero (target_li.py:"),
-        ("{file}:leaves", "failed: SystemExit: 3"),
-    ],
-)
-def test_bad_targets(file: Path, text: str, message: str) -> None:
-    with pytest.raises(SettingsError) as raised:
-        fit_of_target(text.format(file=file, folder=file.parent))
-    assert message in str(raised.value)
-
-
-@pytest.mark.parametrize("order", ["Model(), Data()", "Data(), Model()"])
-def test_a_pair_of_two_packages(order: str, tmp_path: Path) -> None:
-    file = tmp_path / "two_packages.py"
-    file.write_text(
-        "from lightning.pytorch import LightningDataModule\nfrom pytorch_lightning import LightningModule\n"
-        f"class Data(LightningDataModule): pass\nclass Model(LightningModule): pass\ndef make(): return {order}\n"
-    )
-    said = "Model comes from pytorch_lightning and Data from lightning.pytorch, but the packages do not accept"
-    with pytest.raises(SettingsError, match=said):
-        fit_of_target(f"{file}:make")

@@ -280,7 +280,7 @@ def test_a_failure_in_the_place_of_the_fit(project: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [QUICK, ("tune", "--trials", "1")], ids=["diagnose", "tune"])
+@pytest.mark.parametrize("command", [QUICK, ("tune",)], ids=["diagnose", "tune"])
 @pytest.mark.parametrize("name", ENDS)
 def test_whatever_a_program_does_after_its_fit(name: str, command: tuple[str, ...], project: Path) -> None:
     (project / "careless.py").write_text(BEGIN + ENDS[name])
@@ -293,14 +293,13 @@ def test_whatever_a_program_does_after_its_fit(name: str, command: tuple[str, ..
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals_do_not_reach_the_program(number: signal.Signals, code: int, project: Path) -> None:
-    handled = f"signal.signal({number.value}, lambda *_: ran('handler'))\n"
-    stops = f"    os.kill(os.getpid(), {number.value})\ndef ran"
+def test_ctrl_c_does_not_reach_the_program(project: Path) -> None:
+    handled = f"signal.signal({signal.SIGINT.value}, lambda *_: ran('handler'))\n"
+    stops = f"    os.kill(os.getpid(), {signal.SIGINT.value})\ndef ran"
     text = CARELESS.replace(DOES_NOTHING, stops).replace("for _", f"{handled}for _")
     (project / "careless.py").write_text(text)
     done = run(project, *QUICK, "careless.py")
-    assert done.returncode == code, done.stderr
+    assert done.returncode == 130, done.stderr
     assert done.stdout.startswith("FEED  ")
     assert done.stderr.splitlines()[-3:] == [
         "lightning-feed: what was measured until then is in feed_diagnosis",
@@ -359,23 +358,14 @@ def test_programs_are_diagnosed_and_not_run(
 
 
 @pytest.mark.slow
-def test_callbacks_on_request(project: Path) -> None:
-    done = run(project, *QUICK, "--callbacks", "plain.py", "--", "--epochs", "10")
-    assert done.returncode == 0, done.stderr
-    assert (project / "uploaded").exists()  # in the steps, as was asked for
-    assert "Uploads" not in "".join(line for line in done.stdout.splitlines() if line.startswith("skip"))
-    assert not (project / "logs").exists()
-
-
-@pytest.mark.slow
 def test_tune_takes_one_of_several_loaders(project: Path) -> None:
-    done = run(project, "tune", "--trials", "1", "two.py")
+    done = run(project, "tune", "two.py")
     assert done.returncode == 2
     assert (
         "There are 2 training loaders: cls, lm. Tune them one by one: --loader cls on the command line, loader='cls' "
         "in a call of tune()."
     ) in done.stderr
-    done = run(project, "tune", "--trials", "1", "--loader", "lm", "--json", "two.py")
+    done = run(project, "tune", "--loader", "lm", "--json", "two.py")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["batch_size"] == 8
@@ -389,9 +379,10 @@ def test_tune_takes_one_of_several_loaders(project: Path) -> None:
     [(("lcli.py", "--", "fit", "--config", "c.yaml"), "--data.num_workers"), (("with_hydra.py",), "data.num_workers")],
 )
 def test_tune_gives_the_keys_of_the_command_line(arguments: tuple[str, ...], key: str, project: Path) -> None:
-    done = run(project, "tune", "--trials", "1", "--fresh", "--json", *arguments)
+    done = run(project, "tune", "--fresh", "--json", *arguments)
     assert done.returncode == 0, done.stderr
     pasted = json.loads(done.stdout[done.stdout.index("{") :])["paste"]
-    assert pasted[0] == {"where": "on the command line", "form": "override", "code": f"{key}=0"}
+    assert (pasted[0]["where"], pasted[0]["form"]) == ("on the command line", "override")
+    assert pasted[0]["code"].startswith(f"{key}=")
     assert pasted[1]["where"] == "or in YAML, under data"
     assert pasted[2]["where"].startswith("and in your training DataLoader (Data.train_dataloader, parts.py:")

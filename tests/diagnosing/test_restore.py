@@ -1,10 +1,7 @@
 """What torch can name is put back: modules, data, random numbers, the process; after errors and Ctrl-C too."""
 
-import os
 import random
-import signal
 import sys
-import threading
 from typing import Any
 
 import numpy as np
@@ -21,12 +18,11 @@ from diagnosing.small_runs import (
     state_of_process,
     state_of_trainer,
 )
-from lightning.pytorch import Callback
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_feed.diagnosing.failures import DiagnosisInterrupted
-from lightning_feed.diagnosing.restoring import ModelState, StopSignals
+from lightning_feed.diagnosing.restoring import ModelState
 from lightning_feed.diagnosing.session import open_session
 from lightning_feed.errors import FeedError
 
@@ -79,23 +75,6 @@ def test_layers_that_have_no_values_yet() -> None:
     model = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2, device="meta"))
     ModelState(model).restore()
     assert isinstance(model[0].weight, nn.UninitializedParameter)
-
-
-def test_callbacks_by_their_state() -> None:
-    class Counts(Callback):
-        count = 0
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"count": self.count}
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            self.count = state_dict["count"]
-
-    counts = Counts()
-    state = ModelState(None, [counts, Callback()])
-    counts.count = 3
-    state.restore()
-    assert counts.count == 0
 
 
 def test_random_numbers() -> None:
@@ -244,74 +223,7 @@ def test_a_module_that_builds_itself_in_configure_model_and_keeps_its_optimizer(
     assert not model.kept.state
 
 
-# --- signals ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def _as_in_a_shell() -> Any:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGINT, before[0])
-    signal.signal(signal.SIGTERM, before[1])
-
-
-@pytest.mark.usefixtures("_as_in_a_shell")
-class TestSignals:
-    def test_only_the_first_counts_and_handlers_are_put_back(self) -> None:
-        with StopSignals() as stops:
-            stops.check()
-            for number in (signal.SIGTERM, signal.SIGINT):
-                with pytest.raises(KeyboardInterrupt):
-                    signal.raise_signal(number)
-            with pytest.raises(KeyboardInterrupt):
-                stops.check()
-        assert stops.number == signal.SIGTERM
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-    def test_what_is_held_back_raises_nothing(self) -> None:
-        with StopSignals() as stops:
-            stops.hold_back()
-            signal.raise_signal(signal.SIGTERM)
-            signal.raise_signal(signal.SIGINT)
-        assert stops.number == signal.SIGTERM
-
-    def test_what_is_ignored_stays_ignored(self) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with StopSignals() as stops:
-            signal.raise_signal(signal.SIGINT)
-        assert stops.number is None
-
-    def test_a_handler_of_the_users_own_decides(self) -> None:
-        heard: list[int] = []
-        signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
-        with StopSignals() as stops:
-            signal.raise_signal(signal.SIGINT)
-        assert heard == [signal.SIGINT]
-        assert stops.number is None
-
-    def test_in_another_thread_nothing_is_heard(self) -> None:
-        seen: list[Any] = []
-
-        def listen() -> None:
-            with StopSignals() as stops:
-                seen.append(signal.getsignal(signal.SIGTERM))
-                stops.hold_back()
-
-        thread = threading.Thread(target=listen)
-        thread.start()
-        thread.join()
-        assert seen == [signal.SIG_DFL]
-
-    def test_a_worker_that_was_just_forked_ends_of_sigterm(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        killed: list[tuple[int, int]] = []
-        with StopSignals() as stops:
-            monkeypatch.setattr(os, "getpid", lambda: 7)
-            monkeypatch.setattr(os, "kill", lambda pid, number: killed.append((pid, number)))
-            signal.raise_signal(signal.SIGTERM)
-            assert killed == [(7, signal.SIGTERM)]
-            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        assert stops.number is None
+# --- Ctrl-C ------------------------------------------------------------------------------------------------------
 
 
 def test_stdin_stays_open_after_ctrl_c() -> None:

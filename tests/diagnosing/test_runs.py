@@ -1,6 +1,5 @@
 """What kinds of training can be diagnosed, what of them is kept and left out, what is refused; with which pace."""
 
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -210,34 +209,6 @@ def test_loggers_callbacks_and_validation_are_left_out_by_name(tmp_path: Path) -
     )
 
 
-def test_callbacks_run_on_request_but_for_the_end_of_a_training() -> None:
-    class Own(Callback):
-        def __init__(self) -> None:
-            self.called: set[str] = set()
-
-        def setup(self, *_: Any, stage: str) -> None:
-            self.called.add("setup")
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            time.sleep(0.01)
-            self.called.add("step")
-
-        def on_train_end(self, *_: Any) -> None:
-            called.add("on_train_end")
-
-        on_fit_end = on_save_checkpoint = on_train_end
-
-        def teardown(self, *_: Any, stage: str) -> None:
-            called.add("teardown")
-
-    called: set[str] = set()
-    found = short_diagnosis(make_trainer(callbacks=[Own()]), Module(), Data(), callbacks=True)
-    assert called == set()
-    assert found.measurements.hooks[0].name.endswith(".Own.on_train_batch_end")
-    assert found.cause == "hooks"
-    assert "the rest of the fit" not in dict(found.measurements.experiments.left_out)
-
-
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_hooks_for_the_end_of_a_training_are_not_called(package: str) -> None:
     PackageModule, PackageData = make_parts(package)
@@ -322,8 +293,9 @@ def test_batches_of_the_lengths_that_the_run_has_are_replayed() -> None:
     found = short_diagnosis(make_trainer(), Text(), train_dataloaders=loader, only=["model"])
     as_it_is, replayed = lengths
     measured = as_it_is[session.WARM_UP_STEPS :]
-    again = replayed[: len(replayed) // 8 * 8]
-    assert len(set(again)) == 8
+    kept = len(set(replayed))
+    assert 5 <= kept <= 8
+    again = replayed[: len(replayed) // kept * kept]
     assert sum(again) / len(again) == pytest.approx(sum(measured) / len(measured), rel=0.05)
     experiments = found.measurements.experiments
     assert experiments.model_per_s > 0

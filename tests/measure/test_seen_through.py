@@ -9,7 +9,7 @@ import webdataset
 from lightning.fabric import Fabric
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_feed.diagnosing.session import parts_of
+from lightning_feed.diagnosing.parts import parts_of
 from lightning_feed.measure.loader_state import (
     Probe,
     TorchProbe,

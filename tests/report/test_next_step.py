@@ -99,7 +99,7 @@ TUNE = "train with LIGHTNING_FEED=tune, or with `AutotuneCallback()`"
                 grade="not measured",
                 stats=sample_stats(steps=0),
             ),
-            "diagnose a program that trains, or a TARGET that returns a LightningModule too",
+            "diagnose a program that trains, or call diagnose() with a LightningModule",
         ),
         (_found(stats=sample_stats(step_ms=0.7)), "use larger batches: no other setting makes steps this short faster"),
         (_found(**MODEL_ONLY), "nothing, the loader keeps up"),

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.callbacks.starvation import log_hparams, tuned_hparams
 from lightning_feed.cli import main
+from lightning_feed.diagnosing import program
 from lightning_feed.errors import FeedError, LoaderError, SettingsError
 from lightning_feed.measure.measurements import Place
 from lightning_feed.trials.search import Tuned
@@ -270,43 +272,38 @@ def test_what_to_paste_fits_the_place(place: Place, setting: Setting, pasted: li
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
-MODULE = """
-from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader
-class Data(LightningDataModule):
-    def train_dataloader(self):
-        return DataLoader(range(64), batch_size=4)
-class Single(LightningDataModule):
-    def train_dataloader(self):
-        return DataLoader(range(64), batch_size=None)
-"""
-
 
 @pytest.fixture
-def target(tmp_path: Path, tunes: Tunes) -> str:
-    (tmp_path / "mine_to_tune.py").write_text(MODULE)
-    return f"{tmp_path}/mine_to_tune.py"
+def run_command(tunes: Tunes, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs ``tune`` with the fit of a program."""
+
+    def take_over(_: program.Program, take: Callable[[program.Fit], int]) -> None:
+        trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+        raise SystemExit(take(program.Fit(trainer=trainer, model=None, datamodule=Data())))
+
+    def run(*arguments: str) -> int:
+        with pytest.raises(SystemExit) as end:
+            main(["tune", "train.py", *arguments])
+        return int(str(end.value.code))
+
+    monkeypatch.setattr(program, "run_until_fit", take_over)
+    return run
 
 
-def test_the_command(target: str, tunes: Tunes, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tune", f"{target}:Data"]) == 0
+def test_the_command(run_command: Callable[..., int], tunes: Tunes, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command() == 0
     assert (tunes.goals[0].demand_per_s, tunes.goals[0].budget_s, tunes.goals[0].max_trials) == (None, 30, 5)
-    assert "mine_to_tune.py:6):\n    num_workers=2, prefetch_factor=4" in capsys.readouterr().out
-    assert main(["tune", f"{target}:Data", "--json", "--fresh"]) == 0
+    assert "test_tune_door.py:" in capsys.readouterr().out
+    assert run_command("--json", "--fresh") == 0
     assert json.loads(capsys.readouterr().out)["schema"] == "lightning_feed.tuning/1"
     assert tunes.options["fresh"] is True
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--plot", "a.png"], "Add --sweep"),
-        (["--sweep", "0,-2"], "-2 is not a number of workers"),
-    ],
-)
-def test_the_command_refuses(target: str, options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tune", f"{target}:Data", *options]) == 2
-    assert said in capsys.readouterr().err
+def test_the_command_refuses(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "train.py", "--plot", "a.png"]) == 2
+    assert "Add --sweep" in capsys.readouterr().err
+    assert run_command("--sweep", "0,-2") == 2
+    assert "-2 is not a number of workers" in capsys.readouterr().err
 
 
 # --- hyperparameters --------------------------------------------------------------------------------------------------
