@@ -156,6 +156,20 @@ class ModelState:
             one.load_state_dict(copy.deepcopy(state))
 
 
+@contextmanager
+def _preserve_attributes(datamodule: AnyDataModule | None) -> Iterator[None]:
+    """Restore the attributes of a data module at the end of a ``with`` block. Objects in them may have changed."""
+    if datamodule is None:
+        yield
+        return
+    attributes = dict(datamodule.__dict__)
+    try:
+        yield
+    finally:
+        datamodule.__dict__.clear()
+        datamodule.__dict__.update(attributes)
+
+
 def _on_host(value: object) -> Any:
     return value.to("cpu", copy=True) if isinstance(value, Tensor) else value
 
@@ -222,7 +236,7 @@ class DiagnosisSession:
         """Context manager to handle signals, and to restore what the fits change. Yields the module's state."""
         if self.device.type == "cuda":
             torch.cuda.init()  # so that its generators are restored, too
-        with self.stops, preserve_state(self.datamodule, self.loaders):
+        with self.stops, preserve_state(self.loaders), _preserve_attributes(self.datamodule):
             state = ModelState(self.model, self.callbacks)
             try:
                 yield state

@@ -138,13 +138,7 @@ def state_of_module(model: Any) -> dict[str, Any]:
 
 
 def state_of_data(data: Any) -> dict[str, Any]:
-    dataset = getattr(data, "dataset", None) or data.given
-    return {
-        "attributes": {name: id(value) for name, value in vars(data).items()},
-        "stages": list(data.stages),
-        "prepared": data.prepared,
-        "served": list(dataset.served) if dataset is not None else None,
-    }
+    return {"attributes": {name: id(value) for name, value in vars(data).items()}, "prepared": data.prepared}
 
 
 def state_of_trainer(trainer: Any) -> dict[str, Any]:

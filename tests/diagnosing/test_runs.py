@@ -383,7 +383,6 @@ def test_a_data_module_alone() -> None:
     assert found.measurements.experiments.loader_per_s > 0
     assert found.measurements.facts.num_workers == 0
     assert dict(found.measurements.experiments.left_out)["model"] == "no module was given"
-    assert data.stages == []
     assert data.trainer is None
 
 

@@ -37,12 +37,9 @@ class Data(FastDataModule):
 
 
 class DrawsForItsSampler(Data):
-    """Its sampler is made with a random number, and it counts how many it made."""
-
-    made = 0
+    """Its sampler is made with a random number."""
 
     def sampler(self, dataset: Any, split: str) -> Any:
-        self.made += 1
         generator = torch.Generator().manual_seed(int(torch.randint(1000, ())))
         return RandomSampler(dataset, generator=generator) if split == "train" else None
 
@@ -111,7 +108,6 @@ def test_weights_are_those_of_the_same_settings_given_by_hand(
     data = kind(8, loader=TUNE)
     assert_same(weights(data, limit_val_batches=0), given)
     assert data.recommendations["train"].num_workers == workers
-    assert getattr(data, "made", 1) == 1  # that of the trials was forgotten
 
 
 def test_a_real_tuning_leaves_training_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
