@@ -212,12 +212,10 @@ def check_pack(path: Path, source: Path) -> None:
     files = sorted(source.rglob("*.jpg"))
     if len(packed) != len(files) or tuple(packed.classes) != CLASSES:
         raise WrongData(f"{len(packed)} samples of {packed.classes}")
-    refusal = None
     for number, file in enumerate(files):
         try:
             sample, label = packed[number]
-        except FeedError as error:
-            refusal = error
+        except FeedError:
             continue
         if bytes(sample) != file.read_bytes() or CLASSES[label] != file.parent.name:
             raise WrongData(f"sample {number}")

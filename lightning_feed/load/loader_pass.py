@@ -79,6 +79,11 @@ class LoaderPass(Iterator[Batch]):
         """Torch's iterator or our workers, to measure their queues. None once the pass has ended."""
         return self._maker.source if self._stages else None
 
+    @property
+    def head_of_line_ns(self) -> float | None:
+        """Time waited while a later batch was ready: see :class:`Maker`. None once the pass has ended."""
+        return self._maker.head_of_line_ns if self._stages else None
+
     def where(self) -> str:
         """Description of the work that this pass is waiting for. May be read from any thread."""
         return self._maker.where()

@@ -14,6 +14,7 @@ from lightning_feed.errors import LoaderError, plural
 from lightning_feed.load.kinds import AnyIterator, Batch
 from lightning_feed.load.position import Pass
 from lightning_feed.load.stage import Maker, shortened, stack_here
+from lightning_feed.load.torch_tasks import idle_share
 from lightning_feed.load.worker import stack_of
 
 _LAST_MOMENT_S = 0.5
@@ -36,7 +37,10 @@ class TorchBatches(Maker):
 
     def __next__(self) -> Batch:
         self._thread = threading.get_ident()
-        return next(self._iterator)
+        began = time.perf_counter_ns()
+        batch = next(self._iterator)
+        self.head_of_line_ns += idle_share(self._iterator) * (time.perf_counter_ns() - began)
+        return batch
 
     @property
     def source(self) -> Any:

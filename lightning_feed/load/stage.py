@@ -51,6 +51,9 @@ class Stage(Iterator[Batch]):
 class Maker(Stage):
     """The first stage of a pass: the workers that make its batches."""
 
+    head_of_line_ns = 0.0
+    """Nanoseconds that ``next()`` waited while a later batch was ready, weighted by the share of idle workers."""
+
     @property
     def source(self) -> Any:
         """The iterator whose queues and workers are measured. None once closed."""
@@ -77,8 +80,6 @@ class OwnPass(Maker):
         capacity: number of batches requested ahead.
     """
 
-    head_of_line_ns = 0.0
-    """Nanoseconds that ``next()`` waited while a later batch was ready, weighted by the share of idle workers."""
     thread_ids: tuple[int, ...] = ()
     """Kernel thread ids of the worker threads in this process."""
 

@@ -1,25 +1,21 @@
 """The state of a live iterator over a loader: batches ready, batches that wait to be pinned, and its workers.
 
 Known iterators: torch's with worker processes, and torchdata's, which has the same private parts (checked against torch
-2.6, torch 2.15 and torchdata 0.11); torch's without workers; our own; and a generator that draws from one of these. The
-state of any other iterator is unknown. If a private part is missing or has changed, the figure is unknown; training
-never fails.
+2.6, torch 2.15 and torchdata 0.11); torch's without workers; and our own. The state of any other iterator is unknown.
+If a private part is missing or has changed, the figure is unknown; training never fails.
 """
 
-import gc
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cached_property
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch.utils.data import DataLoader
 
 from lightning_feed.load.kinds import AnyIterator
+from lightning_feed.load.torch_tasks import idle_share, kept_batches
 from lightning_feed.measure.facts import is_instance
 from lightning_feed.measure.kernel import Workers
-from lightning_feed.measure.step_meter import Clock, host_clock
 
 if TYPE_CHECKING:
     from lightning_feed.load.loader_pass import LoaderPass
@@ -30,8 +26,6 @@ T = TypeVar("T")
 _HOLDERS = ("_dataloader", "base_dataloader", "dataloader", "loader")
 """Attributes under which wrappers hold a loader: Fabric's, accelerate's, and those of users."""
 _DEEPEST = 8
-_MOST = 64
-"""Objects that are examined for one iterator."""
 
 
 def loaders_in(loader: object, deeper: int = _DEEPEST) -> list[Any]:
@@ -61,40 +55,8 @@ def _is_wrapper(value: object) -> bool:
     return isinstance(getattr(value, "pipeline", None), list) or hasattr(value, "_dataloader")
 
 
-def iterator_in(iterator: object) -> Any:
-    """The DataLoader iterator that another iterator, such as a generator, draws from; None for none, or several.
-
-    Uses the garbage collector, because nothing else knows the iterator of a ``for`` loop inside a generator.
-    """
-    found: list[object] = []
-    seen = {id(iterator)}
-    ahead = [iterator]
-    while ahead and len(seen) < _MOST:
-        one = ahead.pop()
-        if one is not iterator and is_known(one):
-            found.append(one)
-            continue
-        fresh = {id(held): held for held in _references(one) if hasattr(type(held), "__next__")}
-        ahead += [held for number, held in fresh.items() if number not in seen]
-        seen |= fresh.keys()
-    return found[0] if len(found) == 1 else None
-
-
-def is_known(iterator: object) -> bool:
-    """True for our own pass, and for the iterators of torch (with or without workers) and torchdata."""
-    without_workers = getattr(iterator, "_num_workers", None) == 0 and hasattr(iterator, "_num_yielded")
-    return _is_ours(iterator) or hasattr(iterator, "_task_info") or without_workers
-
-
 def _is_ours(iterator: object) -> bool:
     return is_instance(iterator, "lightning_feed.load.loader_pass", "LoaderPass")
-
-
-def _references(one: object) -> list[Any]:
-    attributes = getattr(one, "__dict__", None)
-    held = gc.get_referents(one) + (list(attributes.values()) if isinstance(attributes, dict) else [])
-    # In Python 3.10 a generator's frame holds the iterator.
-    return held + [deeper for frame in held if isinstance(frame, FrameType) for deeper in gc.get_referents(frame)]
 
 
 # Reading a private part can fail: it is missing, of another type, closed, without a length (queues on macOS), or
@@ -117,13 +79,11 @@ class Probe:
     """Reads the state of one iterator without keeping it alive. This base class reads torch's iterator without workers.
 
     Args:
-        iterator: an iterator that :func:`is_known`, or our own workers (``OwnPass``) inside our own pass.
-        clock: measures waiting.
+        iterator: an iterator of a known kind, or our own workers (``OwnPass``) inside our own pass.
     """
 
-    def __init__(self, iterator: AnyIterator, clock: Clock = host_clock) -> None:
-        self._iterator = self._outer = weakref.ref(iterator)
-        self._clock = clock
+    def __init__(self, iterator: AnyIterator) -> None:
+        self._iterator = weakref.ref(iterator)
         self.taken = 0
         """Batches returned up to the last reading."""
 
@@ -132,16 +92,9 @@ class Probe:
         """Largest number of batches that the iterator may hold ready, read once."""
         return self._ask(self._capacity, None)
 
-    def inside(self, wrapper: object) -> "Probe | None":
-        """This probe, tied to the life of a wrapper such as a generator; None if there is no weak reference to it."""
-        with suppress(TypeError):
-            self._outer = weakref.ref(wrapper)
-            return self
-        return None
-
     def iterator(self) -> Any:
-        """The iterator, or its wrapper; None if either no longer exists."""
-        return None if self._iterator() is None else self._outer()
+        """The iterator; None if it no longer exists."""
+        return self._iterator()
 
     def read(self) -> QueueState | None:
         """The iterator's state; None if unknown. Takes about a microsecond."""
@@ -151,18 +104,18 @@ class Probe:
         """The workers that make the batches, without the thread that requests them."""
         return self._ask(self._workers, Workers())
 
+    def waited(self, wait_ns: int) -> None:
+        """Note that the loop has waited for the batch that it just got."""
+
+    def head_of_line_ns(self) -> float | None:
+        """Nanoseconds waited so far for a batch while workers were idle, times their share."""
+        return 0.0
+
     def _ask(self, question: Callable[[Any], T], unknown: T) -> T:
         try:
             return question(self._iterator())
         except _UNREADABLE:
             return unknown
-
-    def head_of_line_ns(self) -> float | None:
-        """Nanoseconds waited so far with a later batch ready, times the share of workers that this left idle."""
-        return 0
-
-    def close(self) -> None:
-        """Undo all changes to the iterator."""
 
     def _state(self, it: AnyIterator) -> QueueState:
         return QueueState(0, None, it._num_yielded)
@@ -174,77 +127,39 @@ class Probe:
         return Workers()
 
 
-def probe_loader(iterator: AnyIterator, clock: Clock = host_clock) -> Probe | None:
+def probe_loader(iterator: AnyIterator) -> Probe | None:
     """A probe of ``iterator``, the result of ``iter(loader)``; None for an unknown kind."""
     if _is_ours(iterator):
-        return PassProbe(iterator, clock)
-    if is_known(iterator):
-        return (TorchProbe if hasattr(iterator, "_task_info") else Probe)(iterator, clock)
-    inner = iterator_in(iterator)
-    probe = None if inner is None else probe_loader(inner, clock)
-    return None if probe is None else probe.inside(iterator)
+        return PassProbe(iterator)
+    if hasattr(iterator, "_task_info"):
+        return TorchProbe(iterator)
+    if getattr(iterator, "_num_workers", None) == 0 and hasattr(iterator, "_num_yielded"):
+        return Probe(iterator)
+    return None
 
 
 class TorchProbe(Probe):
     """Reads torch's ``_MultiProcessingDataLoaderIter``, or an iterator with the same parts.
 
-    Torch keeps batches that arrive out of order in ``_task_info``, as tuples of two. It reads its queue, with
-    ``_try_get_data``, only while the next batch in order is missing. If a later batch is ready when such a call begins,
-    the call's duration, times the share of workers without tasks, counts as head-of-line time. If all workers are busy,
-    the order costs nothing: they would not make more batches in any other order. At the end of the data, workers are
-    idle in any case, so nothing counts then. A batch is seen only once torch has unpacked it.
-
-    ``_try_get_data`` is replaced on this one object, unless somebody has already replaced it; that costs some
-    microseconds per batch. The replacement does not keep the iterator alive, because torch ends the workers when their
-    iterator is garbage.
+    Torch keeps batches that arrive out of order in ``_task_info``, as tuples of two.
     """
 
-    def __init__(self, iterator: AnyIterator, clock: Clock = host_clock) -> None:
-        super().__init__(iterator, clock)
+    def __init__(self, iterator: AnyIterator) -> None:
+        super().__init__(iterator)
         self._pins = getattr(iterator, "_pin_memory_thread", None) is not None
-        self._head_of_line_ns: float | None = None
-        self._failure: Exception | None = None
-        with suppress(*_UNREADABLE):
-            if callable(type(iterator)._try_get_data) and "_try_get_data" not in vars(iterator):
-                _idle_share(iterator)
-                iterator._try_get_data = self._try_get_data
-                self._head_of_line_ns = 0.0
+        self._head_of_line_ns = 0.0
+
+    def waited(self, wait_ns: int) -> None:
+        """Count a wait at whose end workers were idle, times their share."""
+        self._head_of_line_ns += wait_ns * self._ask(idle_share, 0.0)
 
     def head_of_line_ns(self) -> float | None:
-        """Head-of-line time in nanoseconds, as described above; None if ``_try_get_data`` was not replaced.
-
-        Raises an error of ours that happened inside a call of the loader: raised in that call, it would look like the
-        loader's.
-        """
-        if self._failure is not None:
-            raise self._failure
+        """The sum of the waits counted by :meth:`waited`."""
         return self._head_of_line_ns
-
-    def close(self) -> None:
-        """Restore ``_try_get_data``."""
-        it: AnyIterator = self._iterator()
-        if it is not None and vars(it).get("_try_get_data") == self._try_get_data:
-            del it._try_get_data
-
-    def _try_get_data(self, *args: Any, **kwargs: Any) -> Any:
-        iterator: AnyIterator = self._iterator()
-        idle = 0.0
-        try:
-            idle = _idle_share(iterator)
-        except _UNREADABLE:
-            pass
-        except Exception as error:  # noqa: BLE001  # raised where the figure is asked for
-            self._failure = error
-        began = self._clock()
-        try:
-            return type(iterator)._try_get_data(iterator, *args, **kwargs)
-        finally:
-            if idle and self._head_of_line_ns is not None:
-                self._head_of_line_ns += idle * (self._clock() - began)
 
     def _state(self, it: AnyIterator) -> QueueState:
         unpinned = it._worker_result_queue.qsize() if self._pins else None
-        return QueueState(it._data_queue.qsize() + _kept(it), unpinned, it._num_yielded)
+        return QueueState(it._data_queue.qsize() + kept_batches(it), unpinned, it._num_yielded)
 
     def _capacity(self, it: AnyIterator) -> int:
         return int(it._num_workers * it._prefetch_factor)
@@ -253,28 +168,8 @@ class TorchProbe(Probe):
         return Workers(pids=tuple(worker.pid for worker in it._workers if worker.pid is not None))
 
 
-def _kept(iterator: AnyIterator) -> int:
-    """Batches kept because an earlier one is missing. A task is ``(worker,)``, or ``(worker, batch)`` if kept."""
-    tasks = iterator._task_info
-    return sum(map(len, tasks.values())) - len(tasks)
-
-
-def _idle_share(iterator: AnyIterator) -> float:
-    """Share of the workers with no task left until the next batch arrives, 0 to 1."""
-    tasks = iterator._task_info
-    count = iterator._num_workers
-    if not _kept(iterator) or len(tasks) < count * iterator._prefetch_factor:
-        return 0.0
-    return float(1 - len({task[0] for task in tasks.values() if len(task) == 1}) / count)
-
-
 class OwnProbe(Probe):
-    """Reads our own workers in our own pass: they count head-of-line time themselves."""
-
-    def head_of_line_ns(self) -> float | None:
-        """The nanoseconds counted by the workers."""
-        it: OwnPass | None = self._iterator()
-        return None if it is None else float(it.head_of_line_ns)
+    """Reads our own workers in our own pass."""
 
     def _state(self, it: "OwnPass") -> QueueState:
         return QueueState(it.ready, None, 0)
@@ -294,37 +189,37 @@ class PassProbe(Probe):
     thread closes the pass, which may happen at any time, the state is unknown.
     """
 
-    def __init__(self, iterator: "LoaderPass", clock: Clock = host_clock) -> None:
-        super().__init__(iterator, clock)
+    def __init__(self, iterator: "LoaderPass") -> None:
+        super().__init__(iterator)
         source = iterator.source
         own = is_instance(source, "lightning_feed.load.stage", "OwnPass")
-        self._source: Any = OwnProbe(source) if own else probe_loader(source, clock)
+        self._source = OwnProbe(source) if own else probe_loader(source)
 
     def head_of_line_ns(self) -> float | None:
-        """The nanoseconds counted by the pass's workers."""
-        return self._ask(lambda it: float(self._inner(it).head_of_line_ns()), None)
+        """The nanoseconds counted by the pass's own first stage."""
+        return self._ask(lambda it: float(it.head_of_line_ns), None)
 
-    def close(self) -> None:
-        """Undo all changes to the iterator inside."""
-        if self._source is not None:
-            self._source.close()
-
-    def _inner(self, it: "LoaderPass") -> Any:
-        if it.source is None:
+    def _inner(self, it: "LoaderPass") -> Probe:
+        if it.source is None or self._source is None:
             raise LookupError("closed")
         return self._source
 
     def _state(self, it: "LoaderPass") -> QueueState:
         state = self._inner(it).read()
+        if state is None:
+            raise LookupError("unknown")
         background = it.background
         more = background.ready if background is not None else 0
         return QueueState(state.ready + more, state.unpinned, it.taken)
 
     def _capacity(self, it: "LoaderPass") -> int:
-        return int(self._inner(it).held + (it.background.depth if it.background is not None else 0))
+        held = self._inner(it).held
+        if held is None:
+            raise LookupError("unknown")
+        return held + (it.background.depth if it.background is not None else 0)
 
     def _workers(self, it: "LoaderPass") -> Workers:
-        workers: Workers = self._inner(it).workers()
+        workers = self._inner(it).workers()
         if isinstance(self._source, OwnProbe) or workers.pids or it.background is None:
             return workers
         own = it.background.thread.native_id

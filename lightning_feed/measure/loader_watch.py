@@ -16,10 +16,6 @@ from lightning_feed.measure.loader_state import Probe, probe_loader
 from lightning_feed.measure.stats import Additive, LoaderStats
 from lightning_feed.measure.step_meter import Clock, host_clock
 
-TRIES = 3
-"""Number of fetches at which an unknown iterator is searched for the loader inside. The first may be too early for a
-generator."""
-
 
 @dataclass
 class LoaderSums(Additive):
@@ -172,9 +168,7 @@ class LoaderWatch:
         self._probes: list[Probe | None] = []
         self._live: list[Probe] = []
         """Probes of the iterators of known kinds."""
-        self._unknown: list[int] = []
-        """Identities of the iterators of unknown kinds."""
-        self._tries = TRIES
+        self._identities: list[int] = []
         self._workers = WorkerClock(root)
         self._pressure = PressureClock(root)
         self._pressure.take(clock())
@@ -190,7 +184,6 @@ class LoaderWatch:
         """Note that the next fetch is the first of an epoch."""
         self._first = True
         self._last = None
-        self._tries = TRIES
 
     def fetch_began(self) -> None:
         """Note that the loop requests a batch."""
@@ -212,6 +205,8 @@ class LoaderWatch:
             return  # this fetch began before the watch
         now = self._clock()
         fetch.wait_ns = now - fetch.at
+        for probe in self._live:
+            probe.waited(fetch.wait_ns)
         if fetch.late_ns is not None:
             fetch.late_ns = max(0.0, (self._late_ns() or 0.0) - fetch.late_ns)
         if self._first:
@@ -247,9 +242,7 @@ class LoaderWatch:
         return self.settled().to_stats()
 
     def close(self) -> None:
-        """Undo all changes to the iterators. Figures remain available."""
-        for probe in self._live:
-            probe.close()
+        """Forget the iterators. Figures remain available."""
         self._probes = []
         self._live = []
         self._last = None
@@ -290,25 +283,18 @@ class LoaderWatch:
         probes = self._probes
         if self._unchanged(found):
             return False
+        self._identities = [id(iterator) for iterator in found]
         old = {id(probe.iterator()): probe for probe in self._live}
-        self._probes = [old.pop(id(each), None) or probe_loader(each, self._clock) for each in found]
+        self._probes = [old.pop(id(each), None) or probe_loader(each) for each in found]
         self._live = [probe for probe in self._probes if probe is not None]
-        for probe in old.values():
-            probe.close()
         return self._probes != probes  # equal if all iterators are unknown
 
     def _unchanged(self, found: list[Any]) -> bool:
-        """True if the iterators are those of the last time, and the unknown ones were searched often enough."""
-        if len(found) != len(self._probes):
+        """True if the iterators are those of the last time."""
+        if self._identities != [id(iterator) for iterator in found]:
             return False
-        pairs = list(zip(found, self._probes, strict=True))
-        if any(probe is not None and probe.iterator() is not it for it, probe in pairs):
-            self._tries = TRIES
-            return False
-        unknown = [id(it) for it, probe in pairs if probe is None]
-        self._tries = self._tries - 1 if unknown == self._unknown else TRIES
-        self._unknown = unknown
-        return not unknown or self._tries <= 0
+        pairs = zip(found, self._probes, strict=True)
+        return all(probe is None or probe.iterator() is iterator for iterator, probe in pairs)
 
     def _all_workers(self) -> Workers:
         if None in self._probes:

@@ -264,6 +264,7 @@ def _copy(finding: Finding) -> Iterator[str]:
 def _launch(finding: Finding) -> Iterator[str]:
     if finding.causes.get("compute") == "launch":
         yield (
-            'the loader is not the limit: torch.compile(model, mode="reduce-overhead") launches many operations at once, '
+            "the loader is not the limit: "
+            'torch.compile(model, mode="reduce-overhead") launches many operations at once, '
             "as CUDA graphs do, and larger batches launch fewer for each sample"
         )

@@ -47,7 +47,6 @@ PASS_ON = {
     "_Announced.__enter__",
     "_Announced.__exit__",
     "HookTimes.timed",
-    "TorchProbe._try_get_data",
     "GPUStarvationCallback._add_to_bar",
     "StarvationRun._save_checkpoint",
     # Hooks that make the guard anew, or have to take part in what all ranks do; all else in them is guarded.

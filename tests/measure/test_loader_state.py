@@ -35,7 +35,7 @@ class Worker:
 
 
 class Imitated:
-    """What is read of torch's iterator. ``next_up`` plays the queue that it waits on."""
+    """What is read of torch's iterator."""
 
     def __init__(self, *, pins: bool = False) -> None:
         self._task_info: dict[int, tuple[Any, ...]] = {0: (0,), 1: (1,), 2: (0,)}
@@ -47,21 +47,6 @@ class Imitated:
         self._num_workers, self._prefetch_factor = 2, 3
         self._task_info |= {3: (1,), 4: (0,), 5: (1,)}
         self._workers = [Worker(11), Worker(None), Worker(12)]
-        self.asked: list[Any] = []
-
-    def _try_get_data(self, timeout: float = 5.0) -> Any:
-        self.asked.append(timeout)
-        return True, "data"
-
-
-class Ticks:
-    """A clock that gains 10 ns each time it is asked."""
-
-    now = 0
-
-    def __call__(self) -> int:
-        self.now += 10
-        return self.now
 
 
 def test_ready_are_those_in_the_queue_and_those_kept_out_of_order() -> None:
@@ -91,49 +76,25 @@ def keep(iterator: Imitated, *numbers: int) -> None:
         iterator._task_info[number] += ("kept",)
 
 
-def test_waiting_counts_as_head_of_line_as_far_as_workers_are_idle_for_it() -> None:
+def test_waiting_counts_as_head_of_line_as_far_as_workers_were_idle_for_it() -> None:
     iterator = Imitated()
-    probe = TorchProbe(iterator, Ticks())
-    iterator._try_get_data()
-    keep(iterator, 1, 3)
-    assert iterator._try_get_data(timeout=2.0) == (True, "data")
-    assert probe.head_of_line_ns() == 0  # later ones are there, but nobody is idle
-    keep(iterator, 5)
-    iterator._try_get_data()
+    probe = TorchProbe(iterator)
+    probe.waited(10)
+    keep(iterator, 1)
+    probe.waited(10)
+    assert probe.head_of_line_ns() == 0  # a later one is there, but nobody was idle
+    keep(iterator, 3)  # and torch has given the newest task, number 5, to the idle worker
+    probe.waited(10)
     assert probe.head_of_line_ns() == pytest.approx(10 / 2)  # one of two workers
-    assert iterator.asked == [5.0, 2.0, 5.0]
 
 
 def test_at_the_end_of_the_data_nobody_is_held_up() -> None:
     iterator = Imitated()
-    probe = TorchProbe(iterator, Ticks())
+    probe = TorchProbe(iterator)
     keep(iterator, 1, 3, 5)
     del iterator._task_info[4]
-    iterator._try_get_data()
+    probe.waited(10)
     assert probe.head_of_line_ns() == 0
-
-
-def test_waiting_that_fails_is_counted_and_fails_as_before() -> None:
-    class Failing(Imitated):
-        def _try_get_data(self, timeout: float = 5.0) -> Any:
-            raise RuntimeError("DataLoader worker (pid 1) is killed")
-
-    iterator = Failing()
-    keep(iterator, 1, 3, 5)
-    probe = TorchProbe(iterator, Ticks())
-    with pytest.raises(RuntimeError, match="is killed"):
-        iterator._try_get_data()
-    assert probe.head_of_line_ns() == 5
-
-
-def test_closing_leaves_the_iterator_as_it_was() -> None:
-    iterator = Imitated()
-    before = set(vars(iterator))
-    probe = TorchProbe(iterator)
-    assert set(vars(iterator)) == before | {"_try_get_data"}
-    probe.close()
-    probe.close()
-    assert set(vars(iterator)) == before
 
 
 def test_probes_keep_no_iterator_alive() -> None:
@@ -146,7 +107,6 @@ def test_probes_keep_no_iterator_alive() -> None:
     finally:
         gc.enable()
     assert (probe.iterator(), probe.read(), probe.held, probe.workers()) == (None, None, None, Workers())
-    probe.close()
 
 
 @pytest.mark.parametrize("tasks", [None, [1, 2], {0: 1}], ids=str)
@@ -154,17 +114,8 @@ def test_parts_that_are_something_else_are_unknown(tasks: Any) -> None:
     iterator = Imitated()
     iterator._task_info = tasks
     probe = TorchProbe(iterator)
-    assert probe.read() is None
-    assert probe.head_of_line_ns() is None
-    assert iterator._try_get_data() == (True, "data")
-
-
-def test_parts_that_become_something_else_do_not_stop_the_loader() -> None:
-    iterator = Imitated()
-    probe = TorchProbe(iterator)
-    iterator._task_info = None  # type: ignore[assignment]
-    assert iterator._try_get_data() == (True, "data")
-    assert probe.head_of_line_ns() == 0
+    probe.waited(10)
+    assert (probe.read(), probe.head_of_line_ns()) == (None, 0)
 
 
 @pytest.mark.parametrize("other", [iter([1]), (x for x in [1]), object(), None, zip([1], [2], strict=True)])
@@ -220,7 +171,6 @@ def test_torch_with_workers(persistent: bool, in_order: bool) -> None:
         assert look(probe).taken == 1
         assert sum(1 for _ in iterator) == 19
         assert look(probe).ready == 0
-        probe.close()
 
 
 def test_torch_without_workers() -> None:

@@ -21,7 +21,13 @@ from lightning_feed.verdict.diagnosis import Form, Remedy
 from lightning_feed.verdict.remedies import LEAST_PCT, RULES
 
 CUDA: dict[str, Any] = {"device_type": "cuda", "pin_memory": True}
-IMAGES: dict[str, Any] = {"decoder": "turbo", "staged": False, "own_transforms": False, "backend": "torch", "ours": True}
+IMAGES: dict[str, Any] = {
+    "decoder": "turbo",
+    "staged": False,
+    "own_transforms": False,
+    "backend": "torch",
+    "ours": True,
+}
 COLD = ASLEEP | {"page_cache_pct": 10.0, "disk_mb_per_s": 30.0}
 STARTS: dict[str, Any] = {"batches_per_epoch": 5, "persistent_workers": False, "may_persist": True}
 SLOW_START: dict[str, Any] = {"data": 0.0, "stats": {"epoch_start_s": 0.7}}
