@@ -228,6 +228,15 @@ def wrap_train_source(trainer: AnyTrainer, around: Callable[..., Any]) -> "Wrap"
     return Wrap(trainer.fit_loop._data_source, "dataloader", around)
 
 
+def wrap_epoch_start(trainer: AnyTrainer, around: Callable[..., Any]) -> "Wrap":
+    """Call ``around(original, fetcher)`` in place of the function that makes the iterators of an epoch after the first.
+
+    It runs after all ``on_train_epoch_start``. Checked against Lightning 2.4.0 and 2.6.6
+    (``loops/training_epoch_loop.py: _TrainingEpochLoop.on_run_start``).
+    """
+    return Wrap(trainer.fit_loop.epoch_loop, "on_run_start", around)
+
+
 def replace_train_loader(trainer: AnyTrainer, loader: object) -> None:
     """Switch training to another loader, from the epoch that begins.
 

@@ -14,6 +14,7 @@ from lightning_feed._host import AnyTrainer, Original
 from lightning_feed.callbacks.starvation import GPUStarvationCallback
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.errors import SettingsError
+from lightning_feed.load.fork_safety import plain_values
 from lightning_feed.load.kinds import AnyLoader, Batch
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.rank_store import gather
@@ -105,6 +106,8 @@ class AutotuneCallback(Callback):
         """The user's loader, as Lightning first prepared it."""
         self._setting: Setting | None = None
         """The setting in use; None if the user's loader is left alone."""
+        self._sent_values: dict[str, object] = {}
+        """Numbers and strings of the dataset when its workers started."""
         self._loaders = 1
         self._waits_for_steps = False
         """True until the trials have run."""
@@ -138,6 +141,7 @@ class AutotuneCallback(Callback):
             self._wraps = [
                 _host.wrap_train_source(trainer, self._count),
                 _host.Wrap(trainer.strategy, "process_dataloader", partial(self._process, trainer)),
+                _host.wrap_epoch_start(trainer, partial(self._begin_epoch, trainer)),
             ]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -211,6 +215,7 @@ class AutotuneCallback(Callback):
         if self._loader is None and not self._find_earlier_result(trainer, loader):
             return None
         assert self._setting is not None
+        self._sent_values = plain_values(loader.dataset)
         # If trials found more workers than CPUs to be fastest, the workers wait for something else.
         warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
         return with_setting(loader, self._setting)
@@ -245,6 +250,20 @@ class AutotuneCallback(Callback):
         if not isinstance(loader, DataLoader):
             return f"the training loader ({type(loader).__name__}) is not a DataLoader"
         return why_fixed(loader)
+
+    def _begin_epoch(self, trainer: AnyTrainer, original: Original, *args: Any) -> Any:
+        if self._loader is not None:
+            self._guard.measure(self._tell_workers, trainer)
+        return original(*args)
+
+    def _tell_workers(self, trainer: AnyTrainer) -> None:
+        """Start persistent workers anew if the program has changed the dataset, whose copy they have."""
+        assert self._loader is not None
+        values = plain_values(self._loader.dataset)
+        (loader,) = _host.train_loaders(trainer)
+        if values != self._sent_values and not self._loader.persistent_workers and loader._iterator is not None:
+            end_workers(loader)
+        self._sent_values = values
 
     # --- the trials ---------------------------------------------------------------------------------------------------
 

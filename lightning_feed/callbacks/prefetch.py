@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_feed import _host
 from lightning_feed._host import AnyTrainer, Original, Stage
 from lightning_feed._host.fetcher import Fetched, FetcherTap, adopt_fetcher, more_to_draw, tap_of
-from lightning_feed.data.exact_resume import ExactResume
+from lightning_feed.callbacks.exact_resume import ExactResume
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.collate import check_drop_keys
 from lightning_feed.load.trace import traced

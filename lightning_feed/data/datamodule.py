@@ -15,8 +15,8 @@ from torch.utils.data import default_collate
 
 from lightning_feed import _host
 from lightning_feed._host import AnyDataModule, AnyTrainer
+from lightning_feed.callbacks.exact_resume import ExactResume
 from lightning_feed.data.build_loaders import SPLITS, Loaders, ignore_warning, job_of
-from lightning_feed.data.exact_resume import ExactResume
 from lightning_feed.errors import DatasetError, LoaderError, SettingsError
 from lightning_feed.load.build import Part, like, name_datasets
 from lightning_feed.load.collate import DroppingCollate, check_drop_keys
@@ -378,9 +378,17 @@ class FeedDataModule:
     # --- details ------------------------------------------------------------------------------------------------------
 
     def _feed_attach(self) -> None:
-        """Make the Trainer write exact checkpoints. Not only called in ``setup``, which a subclass may override."""
-        if self.trainer is not None and not any(isinstance(one, ExactResume) for one in self.trainer.callbacks):
-            self.trainer.callbacks.append(ExactResume())
+        """Add the callbacks that the loaders need. Not only called in ``setup``, which a subclass may override."""
+        if self.trainer is None:
+            return
+        callbacks = self.trainer.callbacks
+        if not any(isinstance(callback, ExactResume) for callback in callbacks):
+            callbacks.append(ExactResume())
+        if self._feed.loaders.settings.num_workers == "tune":
+            from lightning_feed.callbacks.autotune import AutotuneCallback
+
+            if not any(isinstance(callback, AutotuneCallback) for callback in callbacks):
+                callbacks.append(AutotuneCallback())
 
     def _feed_run_seed(self) -> int:
         """Return the seed of the training order: the user's, ``seed_everything``'s, or one drawn for all ranks."""

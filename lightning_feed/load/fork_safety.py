@@ -49,6 +49,7 @@ _OF_A_PROCESS = (
 )
 _PASSED_OVER = (logging.Logger, types.ModuleType, types.FunctionType, type)
 """Objects whose attributes are not the dataset's."""
+_PLAIN = (int, float, complex, str, bytes, type(None))
 _OURS = "lightning_feed."
 """Prefix of the modules of our own datasets, which open their files in each process."""
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
@@ -84,19 +85,16 @@ class Hazard:
 
 def find_hazards(dataset: object) -> list[Hazard]:
     """The objects in a dataset that do not survive a fork, in the order of their depth."""
-    hazards = []
-    waiting: deque[tuple[Any, str, int]] = deque([(dataset, "dataset", 0)])
-    seen = {id(dataset)}
-    while waiting and len(seen) < _MOST_OBJECTS:
-        holder, path, depth = waiting.popleft()
-        for key, value, name in _parts(holder, path):
-            kind = _kind_of(value)
-            if kind is not None:
-                hazards.append(Hazard(kind, name, value, holder, key))
-            elif id(value) not in seen and depth < _DEEPEST and _may_hold_more(value):
-                seen.add(id(value))
-                waiting.append((value, name, depth + (not isinstance(holder, (dict, list, tuple)))))
-    return hazards
+    return [
+        Hazard(kind, path, value, holder, key)
+        for holder, key, value, path in _objects_in(dataset)
+        if (kind := _kind_of(value)) is not None
+    ]
+
+
+def plain_values(dataset: object) -> dict[str, object]:
+    """The numbers and strings in a dataset by their place, to see if the program has changed them."""
+    return {path: value for _, _, value, path in _objects_in(dataset) if isinstance(value, _PLAIN)}
 
 
 def why_no_workers(dataset: object) -> str:
@@ -153,6 +151,20 @@ def renew(dataset: object, seed: int) -> None:
             if key not in renewed:
                 renewed[key] = _reopened(hazard.value)
             hazard.replace(renewed[key])
+
+
+def _objects_in(dataset: object) -> Iterator[tuple[Any, Any, Any, str]]:
+    """(holder, key, value, path) of the objects in a dataset, in the order of their depth."""
+    waiting: deque[tuple[Any, str, int]] = deque([(dataset, "dataset", 0)])
+    seen = {id(dataset)}
+    while waiting and len(seen) < _MOST_OBJECTS:
+        holder, path, depth = waiting.popleft()
+        for key, value, name in _parts(holder, path):
+            yield holder, key, value, name
+            is_new = id(value) not in seen and _kind_of(value) is None
+            if is_new and depth < _DEEPEST and _may_hold_more(value):
+                seen.add(id(value))
+                waiting.append((value, name, depth + (not isinstance(holder, (dict, list, tuple)))))
 
 
 def _parts(holder: Any, path: str) -> Iterator[tuple[Any, Any, str]]:

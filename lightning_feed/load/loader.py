@@ -20,6 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterData
 
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.decoding import BatchDecoder, Decoding
+from lightning_feed.load.fork_safety import plain_values
 from lightning_feed.load.kinds import AnyDataset, Batch, State
 from lightning_feed.load.loader_pass import LoaderPass
 from lightning_feed.load.order import (
@@ -32,7 +33,7 @@ from lightning_feed.load.order import (
     size_of,
 )
 from lightning_feed.load.position import IndexSource, Pass, find_samplers, state_of_sampler
-from lightning_feed.load.processes import TorchBatches
+from lightning_feed.load.processes import TorchBatches, shut_down_workers
 from lightning_feed.load.resume import LoaderState, SamplerState, refuse_changes
 from lightning_feed.load.settings import RayCluster
 from lightning_feed.load.stage import Maker, OwnPass, Stage
@@ -120,6 +121,8 @@ class FeedLoader(DataLoader[Batch]):
         self._sample_seed: int | None = None
         self._probed = False
         self._iterator = None
+        self._sent_values: dict[str, object] = {}
+        """Numbers and strings of the dataset that persistent workers have."""
         self._live: weakref.ref[LoaderPass] | None = None
         self._position: Pass | None = None
         self._pending: LoaderState | None = None
@@ -341,7 +344,12 @@ class FeedLoader(DataLoader[Batch]):
 
     def _torch_iterator(self, inner: DataLoader[Batch]) -> Iterator[Batch]:
         """Make the inner loader's iterator, with this loader's persistent workers if they are alive."""
-        # The workers that a failed pass has ended are replaced.
+        if self.persistent_workers:
+            values = plain_values(self.dataset)
+            if values != self._sent_values:  # the program has set its epoch, say, which these workers do not know
+                shut_down_workers(self._iterator)
+            self._sent_values = values
+        # The workers that have ended, with a failed pass or here, are replaced.
         inner._iterator = None if getattr(self._iterator, "_shutdown", False) else self._iterator
         device = drawing_device(inner.generator)
         try:

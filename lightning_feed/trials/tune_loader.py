@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_feed.errors import LoaderError, SettingsError, throughput
 from lightning_feed.extras import installed_version
+from lightning_feed.load.fork_safety import may_change
 from lightning_feed.load.kinds import AnyDataset, Batch
 from lightning_feed.load.machine import Machine, read_machine
 from lightning_feed.load.order import size_of
@@ -226,7 +227,8 @@ class _Run:
         """The chosen setting with what is not tried: pinned memory on a device, and workers that stay alive."""
         if chosen == own:
             return chosen
-        persists = bool(chosen.num_workers) and chosen.workers == "process" and self.goal.may_persist
+        may_persist = self.goal.may_persist and not may_change(self.loader.dataset)
+        persists = bool(chosen.num_workers) and chosen.workers == "process" and may_persist
         pins = own.pin_memory or self.goal.device_type in PINNING_DEVICES
         return replace(chosen, pin_memory=pins, persistent_workers=chosen.persistent_workers or persists)
 

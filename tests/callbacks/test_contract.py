@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import lightning_feed.pl
 from lightning_feed import AutotuneCallback, FastDataModule, GPUStarvationCallback, LoaderSettings, PrefetchCallback
-from lightning_feed.data.exact_resume import ExactResume
+from lightning_feed.callbacks.exact_resume import ExactResume
 
 SETS: dict[str, Any] = {
     "PrefetchCallback": lambda: [PrefetchCallback()],

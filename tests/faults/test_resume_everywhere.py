@@ -23,7 +23,7 @@ from resuming import run
 from torch.utils.data import BatchSampler, RandomSampler, WeightedRandomSampler
 
 from lightning_feed import FastDataModule, LoaderSettings
-from lightning_feed.data.exact_resume import ExactResume
+from lightning_feed.callbacks.exact_resume import ExactResume
 from lightning_feed.errors import ResumeError
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import EpochOrder

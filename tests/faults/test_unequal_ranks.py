@@ -8,7 +8,7 @@ from recording import Numbers
 from resuming import run
 
 from lightning_feed import FastDataModule, LoaderSettings
-from lightning_feed.data.exact_resume import check_equal_ranks
+from lightning_feed.callbacks.exact_resume import check_equal_ranks
 from lightning_feed.errors import LoaderError
 
 pytestmark = [
