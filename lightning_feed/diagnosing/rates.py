@@ -1,24 +1,21 @@
 """Rates of the loader alone: as configured, with other numbers of workers, constant samples, and files in memory."""
 
 import math
-import statistics
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_feed.diagnosing.parts import LoaderPart, NotMeasurable, fresh, key_bytes
 from lightning_feed.diagnosing.session import Session
-from lightning_feed.errors import DatasetError, FeedError, LoaderError
+from lightning_feed.errors import DatasetError, LoaderError
 from lightning_feed.load.kinds import AnyDataset, Sample
-from lightning_feed.measure.experiment_results import KeyBytes
+from lightning_feed.measure.experiment_results import KeyBytes, TriedSetting
 from lightning_feed.trials.cloning import Changes, burst_of, iter_is_itself, original_error
+from lightning_feed.trials.in_fit import why_fixed, work_of
+from lightning_feed.trials.training_work import TrainingWork
+from lightning_feed.trials.tune_loader import Goal, tune_loader
 
-_TIMES = 3
-"""Largest number of tries of each number of workers."""
-_EACH = 1 / 8
-"""Share of the time for each try."""
 ROUNDS = 8
 """Rounds of the workers whose batches are read from memory: two that do not count, and six that do."""
 
@@ -42,10 +39,7 @@ def measure_loader(session: Session) -> None:
     rate, session.first_batch = session.drain()
     session.alone = rate
     session.note(loader_per_s=rate.batches_per_s, loader_start_s=rate.start_s)
-    workers = [part.loader.num_workers for part in session.parts]
-    if workers:
-        session.note(worker_scaling=((max(workers), rate.batches_per_s),))
-    if all(workers):
+    if all(part.loader.num_workers for part in session.parts):
         session.note(taking_ms=rate.taking_ms)
 
 
@@ -63,47 +57,36 @@ def measure_keys(session: Session) -> None:
 # --- other numbers of workers -----------------------------------------------------------------------------------------
 
 
-def workers_to_try(session: Session) -> list[int]:
-    """Numbers of workers around the configured number and the number of CPUs, the most informative first."""
-    configured = max(part.loader.num_workers for part in session.parts)
-    cpus = max(1, session.machine.usable_cpus // len(session.parts))
-    wanted = [cpus, 0, 1, 2 * configured, configured // 2, max(1, cpus // 2), configured + 1]
-    most = max(2 * cpus, configured)
-    numbers = [number for number in dict.fromkeys(wanted) if number <= most and number != configured]
-    numbers.insert(min(2, len(numbers)), configured)
-    return numbers
-
-
-def measure_scaling(session: Session) -> None:
-    """Measure the rate with each number of workers. Repeats all of them while there is time.
-
-    The rate varies even with the same number of workers. Only a larger difference between two numbers counts.
+def measure_workers(session: Session) -> None:
+    """Try numbers of workers, with a consumer that works as long as a training step of the user's model.
 
     Raises:
-        NotMeasurable: some numbers were not tried; the message says why.
+        NotMeasurable: workers would change what is trained, or there are several loaders.
     """
-    deadline = session.clock() + session.share_s
-    rates = {workers: [rate] for workers, rate in session.results.worker_scaling}
-    reasons: dict[int, str] = {}
-    for number in workers_to_try(session) * _TIMES:
-        if session.clock() >= deadline - session.counted_s(_EACH):
-            break
-        if number in reasons:
-            continue
-        try:
-            session.check_memory(number)
-            rate = session.rate(partial(LoaderPart.changes, num_workers=number), share=_EACH)
-        except (NotMeasurable, FeedError) as error:
-            reasons[number] = f"{number} workers: {error}"
-            continue
-        rates.setdefault(number, []).append(rate)
-        ordered = sorted(rates.items())
-        session.note(
-            worker_scaling=tuple((workers, statistics.median(tries)) for workers, tries in ordered),
-            worker_spread=tuple((workers, min(tries), max(tries)) for workers, tries in ordered if len(tries) > 1),
+    if len(session.parts) > 1:
+        raise NotMeasurable("the workers of several loaders are not tried together")
+    (part,) = session.parts
+    why_not = why_fixed(part.loader)
+    if why_not:
+        raise NotMeasurable(why_not)
+    work = None
+    if session.measured is not None:
+        work = work_of(session.measured)
+    tuned = tune_loader(part.loader, Goal(work=work or TrainingWork(), budget_s=session.share_s), clock=session.clock)
+    ran = [trial for trial in tuned.trials if trial.steps_s]
+    tried = [
+        TriedSetting(
+            num_workers=trial.setting.num_workers,
+            prefetch_factor=trial.setting.prefetch_factor,
+            step_ms=1e3 * trial.step_s,
+            shortest_ms=1e3 * min(trial.steps_s),
+            longest_ms=1e3 * max(trial.steps_s),
+            own=trial is tuned.trial_of(tuned.own),
+            chosen=trial is tuned.trial_of(tuned.setting),
         )
-    if reasons:
-        raise NotMeasurable("; ".join(reasons.values()))
+        for trial in sorted(ran, key=lambda trial: trial.setting.num_workers)
+    ]
+    session.note(tried=tuple(tried), why_chosen=tuned.reason)
 
 
 # --- constant samples -------------------------------------------------------------------------------------------------

@@ -359,7 +359,7 @@ STEPS = {
     "no-transforms": Experiment("transforms left out", less_work.measure_without_transforms, 1.0),
     "crops": Experiment("only the crops decoded", less_work.measure_crops, 1.0),
     "cached-files": Experiment("files in memory", rates.measure_files_in_memory, 3.0, needs_rate=True),
-    "workers": Experiment("other numbers of workers", rates.measure_scaling, 4.0, needs_rate=True),
+    "workers": Experiment("other numbers of workers", rates.measure_workers, 6.0),
 }
 """Experiments by name, in the order of running."""
 

@@ -64,6 +64,24 @@ class CropTrial:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TriedSetting:
+    """A setting of the loader that was tried with a consumer that works as long as a training step."""
+
+    num_workers: int
+    prefetch_factor: int | None = None
+    step_ms: float
+    """Time of a step, the median of its turns."""
+    shortest_ms: float
+    """Time of a step in its fastest turn."""
+    longest_ms: float
+    """Time of a step in its slowest turn."""
+    own: bool = False
+    """True for the user's own setting."""
+    chosen: bool = False
+    """True for the smallest setting that is nearly as fast as the fastest."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExperimentResults:
     """Results of all experiments. Rates are in batches per second, each over whole rounds after the warm-up."""
 
@@ -95,11 +113,10 @@ class ExperimentResults:
     ceiling_per_s: float | None = None
     """Rate of the loader with constant samples of the same shapes and the same workers: the limit of IPC, collating and
     pinning."""
-    worker_scaling: tuple[tuple[int, float], ...] = ()
-    """(num_workers, batches per second) of the settings tried; the median if tried several times. With 0 workers the
-    training process makes the batches itself."""
-    worker_spread: tuple[tuple[int, float, float], ...] = ()
-    """(num_workers, lowest rate, highest rate) of the settings tried more than once."""
+    tried: tuple[TriedSetting, ...] = ()
+    """Settings of the loader that were tried, by number of workers."""
+    why_chosen: str = ""
+    """The reason for the setting that was chosen of those tried, in one sentence."""
     keys: tuple[KeyBytes, ...] = ()
     left_out: tuple[tuple[str, str], ...] = ()
     """(experiment, why it was not run); under :data:`REST_OF_THE_FIT` the parts of the fit that were not run."""
@@ -109,15 +126,18 @@ class ExperimentResults:
         """The parts of the user's fit that a diagnosis did not run: ``validation, ModelCheckpoint``. Empty: none."""
         return dict(self.left_out).get(REST_OF_THE_FIT, "").partition(":")[0]
 
+    def tried_as(self, role: Literal["own", "chosen"]) -> TriedSetting | None:
+        """The user's own setting, or the chosen one, as it was tried; None: it was not."""
+        return next((setting for setting in self.tried if getattr(setting, role)), None)
+
     @property
     def noise_pct(self) -> float | None:
-        """Largest spread between rates of the same setting, in % of their median; None: nothing was tried twice.
+        """Largest spread between step times of the same setting, in % of their median; None: nothing was tried.
 
-        The spread is the highest rate less the lowest. Smaller differences between settings mean nothing.
+        The spread is the longest less the shortest. Smaller differences between settings mean nothing.
         """
-        median = dict(self.worker_scaling)
-        apart = [100 * (high - low) / median[one] for one, low, high in self.worker_spread if median.get(one)]
-        return max(apart, default=None)
+        spreads = [100 * (setting.longest_ms - setting.shortest_ms) / setting.step_ms for setting in self.tried]
+        return max(spreads, default=None)
 
 
 def step_of(name: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, Subset
 
 from lightning_feed.errors import source_line
+from lightning_feed.load.fork_safety import why_no_workers
 from lightning_feed.load.kinds import AnyDataset, AnyLoader, Batch
 from lightning_feed.load.streams import divides_among_workers
 from lightning_feed.measure.measurements import LoopFacts
@@ -91,10 +92,12 @@ def _batches_of(slowest: Any, loaders: Sequence[AnyLoader]) -> dict[str, Any]:
 
 def _for_remedies(every: Sequence[AnyLoader], *, reloaded: bool) -> dict[str, Any]:
     datasets = [getattr(loader, "dataset", None) for loader in every]
-    known = {
+    known: dict[str, Any] = {
         "every_num_workers": tuple(loader.num_workers for loader in every if hasattr(loader, "num_workers")),
         "may_persist": not reloaded and bool(every) and not any(map(_needs_each_epoch, datasets)),
     }
+    if not any(known["every_num_workers"]):
+        known["why_no_workers"] = next(filter(None, map(why_no_workers, datasets)), "")
     if any(isinstance(dataset, IterableDataset) for dataset in datasets):
         known["shards_by_worker"] = all(divides_among_workers(loader) is not False for loader in every)
     return known

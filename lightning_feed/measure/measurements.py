@@ -136,6 +136,8 @@ class LoopFacts:
     had the CPUs. Only on Linux; else None."""
     generator: str = ""
     """The loader, if it is not a DataLoader: ``generator batches (train.py:12)``."""
+    why_no_workers: str = ""
+    """The reason why a dataset without workers does not survive a fork into workers; empty: none was found."""
     shards_by_worker: bool | None = None
     """True if the iterable datasets come from packages known to divide their samples among workers."""
     may_persist: bool | None = None

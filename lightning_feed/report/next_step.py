@@ -94,6 +94,11 @@ def _fix(remedy: Remedy) -> str:
 
 def _to_a_verdict(found: Diagnosis, run: RunIdentity, given: str) -> str:
     measured = found.measurements
+    own = measured.found.tried_as("own")
+    chosen = measured.found.tried_as("chosen")
+    if own is not None and chosen is not None and chosen is not own:
+        figures = f"{in_ms(own.step_ms, own.step_ms)} -> {in_ms(chosen.step_ms, own.step_ms)} ms a step"
+        return f"num_workers={chosen.num_workers}: in trials, {figures}"
     if measured.stats.steps >= MIN_STEPS:
         return _fewer_threads(found, run, given) or _diagnose(found, run, given, "measures each part alone")
     if not measured.stats.steps and measured.found.loader_per_s:
@@ -154,7 +159,7 @@ def _for_hand_over(found: Diagnosis) -> str:
 def _may_be_tuned(facts: LoopFacts) -> bool:
     """True for a loader that an AutotuneCallback can tune, and has not tuned."""
     in_fit = facts.loop == "trainer" and facts.stage == "fit" and not facts.tuned
-    return in_fit and facts.map_style is not False and len(facts.every_num_workers) <= 1
+    return in_fit and facts.map_style is not False and not facts.why_no_workers and len(facts.every_num_workers) <= 1
 
 
 def _for_compute(found: Diagnosis, run: RunIdentity, given: str) -> str:

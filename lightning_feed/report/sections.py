@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from lightning_feed.errors import in_rate, plural, rate_unit, source_line, throughput
+from lightning_feed.errors import in_rate, plural, rate_unit, source_line
 from lightning_feed.measure.experiment_results import (
     NOT_TRANSFORMS,
     ExperimentResults,
@@ -310,7 +310,7 @@ def advice_sections(diagnosis: Diagnosis, notes: Sequence[str]) -> Iterator[Sect
     yield from _list("Why", [one for one in (cause, *evidence) if one], lines)
     if diagnosis.remedies:
         rows = [_remedy_row(one, diagnosis) for one in diagnosis.remedies]
-        header = ("change", "why", "at most")
+        header = ("change", "why", "gain")
         yield Section("What to change", rows, header, "remedies", list(_remedy_lines(diagnosis)))
     lines = [f"not   {one}" for one in diagnosis.why_not] + [f"note  {one}" for one in notes]
     yield from _list("Notes", [*(f"not {one}" for one in diagnosis.why_not), *notes], lines)
@@ -328,7 +328,9 @@ def _remedy_row(remedy: Remedy, diagnosis: Diagnosis) -> Row:
 
 
 def _at_most(remedy: Remedy, diagnosis: Diagnosis) -> str:
-    """The largest possible gain of a remedy, in words. Empty: unknown."""
+    """The largest possible gain of a remedy, or that of its trial, in words. Empty: unknown."""
+    if remedy.tried:
+        return f"tried: {remedy.tried}"
     step_ms = diagnosis.stats.step_ms
     if remedy.least_step_ms and step_ms:
         return f"at most {step_ms / remedy.least_step_ms:.2f} x as fast"
@@ -411,19 +413,21 @@ def _experiments(found: ExperimentResults) -> Iterator[Section]:
     yield from _table("What one sample costs", rows, ("", "wall time", "CPU time"), "costs")
     rows = [(_code_place(one), f"{one.ms_per_batch:.1f} ms a batch") for one in found.functions]
     yield from _table("Where in your code a batch is made", rows, console="code")
-    rows = _worker_rows(found)
-    yield from _table("The loader alone, by number of workers", rows, ("", "rate", "tried again"), "tried")
+    yield from _table("Workers tried", _tried_rows(found), ("", "step", "in its turns", ""), "tried")
     yield from _table("What one batch takes", _batch_rows(found), console="batch")
     yield from _table("Parts of a batch", _key_rows(found.keys))
     yield from _table("Experiments that were left out", found.left_out, ("", "why"), "skip")
 
 
-def _worker_rows(found: ExperimentResults) -> list[Row]:
-    size = found.batch_size or 1
-    spread = {workers: f"{in_rate(size * low)} to {in_rate(size * high)}" for workers, low, high in found.worker_spread}
+def _tried_rows(found: ExperimentResults) -> list[Row]:
     return [
-        (plural(workers, "worker"), throughput(per_s, found.batch_size), spread.get(workers, ""))
-        for workers, per_s in found.worker_scaling
+        (
+            plural(setting.num_workers, "worker"),
+            f"{in_ms(setting.step_ms, setting.step_ms)} ms",
+            f"{in_ms(setting.shortest_ms, setting.step_ms)} to {in_ms(setting.longest_ms, setting.step_ms)} ms",
+            "as it is" if setting.own else "chosen" if setting.chosen else "",
+        )
+        for setting in found.tried
     ]
 
 

@@ -18,7 +18,7 @@ from lightning_feed.load.order import DrawsOf, size_of
 from lightning_feed.load.processes import shut_down_workers
 from lightning_feed.load.rank_store import connected, gather
 from lightning_feed.load.settings import RayCluster, Setting
-from lightning_feed.measure.measurements import LoopMeasurements
+from lightning_feed.measure.measurements import LoopMeasurements, Measurements
 from lightning_feed.trials.cloning import twin_of
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.tune_loader import Goal, Store, Tuned, tune_loader
@@ -51,7 +51,7 @@ def goal_of(trainer: Any, *, work: TrainingWork, most_workers: int | None, budge
     )
 
 
-def work_of(measured: LoopMeasurements) -> TrainingWork | None:
+def work_of(measured: LoopMeasurements | Measurements) -> TrainingWork | None:
     """The work of a training step, from the steps of a run; None if too little was measured."""
     stats = measured.stats
     facts = measured.facts

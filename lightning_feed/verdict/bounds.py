@@ -58,21 +58,6 @@ def loading_time_ms(measured: Measurements, shares: Shares) -> float | None:
     return workers * shares.step_ms if workers else measured.stats.next_wait_ms
 
 
-def tried_rates(measured: Measurements) -> dict[int, float]:
-    """Batches per second of the loader alone, by number of workers. Empty: none was tried."""
-    return {number: rate for number, rate in measured.found.worker_scaling if rate > 0}
-
-
-def with_tried_workers(measured: Measurements, shares: Shares, number: int) -> float | None:
-    """Lower bound of the step time with a number of workers that was tried; None if it was not."""
-    rate = tried_rates(measured).get(number)
-    if rate is None:
-        return None
-    if number == 0:
-        return data_free_ms(measured, shares) + 1e3 / rate
-    return max(data_free_ms(measured, shares), 1e3 / rate)
-
-
 def with_crops(measured: Measurements, shares: Shares) -> float | None:
     """Lower bound of the step time if only the crops of images are decoded; None if that was not timed."""
     trial = measured.found.crops

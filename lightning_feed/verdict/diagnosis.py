@@ -64,6 +64,8 @@ class Remedy:
     most_gain_pct: float | None = None
     """Upper bound of the saving in % of an epoch, including the time to its first batch; in % of the run if validation
     or checkpoints limit the run. Remedies are sorted by it."""
+    tried: str = ""
+    """Step times of the trials in which the present setting and the new one ran. Empty: it was not tried."""
     changes: str = ""
     """The change in a fixed form, by which a later run is compared: ``num_workers=8``."""
 

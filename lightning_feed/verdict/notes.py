@@ -61,15 +61,17 @@ def why_not(finding: Finding, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
 
 
 def _workers_in_vain(finding: Finding) -> str:
-    present = finding.facts.num_workers or 0
-    tried = bounds.tried_rates(finding.measured)
-    more = [rate for number, rate in tried.items() if number > present]
-    if present not in tried or not more or max(more) >= tried[present] * (1 + least_gain_pct(finding) / 100):
+    """Why the trials chose no more workers. Empty: they did, or there were none."""
+    found = finding.measured.found
+    own = found.tried_as("own")
+    chosen = found.tried_as("chosen")
+    if own is None or chosen is None or chosen.num_workers > own.num_workers:
         return ""
-    size = finding.measured.found.batch_size
-    present_per_s, *span = (in_rate(per_s * (size or 1)) for per_s in (tried[present], min(more), max(more)))
-    rates = " to ".join(dict.fromkeys(span))
-    return f"more workers: {rates} {rate_unit(size)} from the loader alone, no clear gain over {present_per_s}"
+    more = [setting.step_ms for setting in found.tried if setting.num_workers > own.num_workers]
+    if not more:
+        return ""
+    step_ms = in_ms(own.step_ms, own.step_ms)
+    return f"more workers: {in_ms(min(more), own.step_ms)} ms a step at best in the trials, as it is {step_ms} ms"
 
 
 def _crops_in_vain(finding: Finding) -> str:
@@ -103,8 +105,10 @@ def _data(finding: Finding, remedies: tuple[Remedy, ...]) -> Iterator[str]:
 
 
 def _undivided(finding: Finding, cause: Cause) -> Iterator[str]:
-    """Note on a stream that workers would repeat, unless its batches are ready and more workers are no remedy."""
-    if cause != "hand-over" and (finding.facts.num_workers or 0) <= 1 and not may_have_workers(finding):
+    """Note on data that workers would repeat or break, unless its batches are ready and workers are no remedy."""
+    if finding.facts.why_no_workers:
+        yield f"no workers, though they would load while the model trains: {finding.facts.why_no_workers}"
+    elif cause != "hand-over" and (finding.facts.num_workers or 0) <= 1 and not may_have_workers(finding):
         yield SHARD
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_feed.load.machine import SHM_SHARE
+from lightning_feed.load.settings import PINNING_DEVICES, TORCH_PREFETCH
 from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements, Place
 from lightning_feed.verdict import bounds
 from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Form, Remedy
-from lightning_feed.verdict.shares import DATA_PCT, LOOP_WORDS, Shares
+from lightning_feed.verdict.shares import DATA_PCT, LOOP_WORDS, Shares, in_ms
 
 PLACE = Place(words="your training DataLoader")
 OUR_PLACE = Place(words="loader=LoaderSettings(...) of your data module", form="settings")
@@ -139,8 +140,6 @@ def callback_remedy(
 
 # --- the loader ---------------------------------------------------------------------------------------------------
 
-FAST_ENOUGH = 0.97
-"""Share of the best rate from which a smaller number of workers is preferred: the spread of repeated trials."""
 _MADE_SLOWLY: tuple[Cause, ...] = ("no workers", "cpu", "cold reads", "waiting", "unknown")
 MADE_ON_CPU: tuple[Cause, ...] = ("cpu", "no workers", "oversubscribed")
 
@@ -148,22 +147,22 @@ MADE_ON_CPU: tuple[Cause, ...] = ("cpu", "no workers", "oversubscribed")
 def more_workers(finding: Finding) -> Remedy | None:
     """Remedy: more workers, if training waits for batches that take time to make.
 
-    Of the numbers that were tried, names the smallest that is nearly as fast as the fastest, or as the model. Without a
-    trial, names the smallest with which loading could keep up, at most one worker for each CPU. None for a stream that
-    its workers do not divide among themselves, and if /dev/shm has no room for the batches.
+    Names the number that the trials chose. Without trials, names the smallest with which loading could keep up, at most
+    one worker for each CPU. None for a stream that its workers do not divide among themselves, for a dataset that does
+    not survive a fork, and if /dev/shm has no room for the batches.
     """
     number = workers_to_name(finding)
     if number is None:
         return None
-    measured = finding.measured
-    step_ms = bounds.with_tried_workers(measured, finding.shares, number)
-    if step_ms is None:
-        step_ms = bounds.with_workers(measured, finding.shares, number)
     why = "more workers make more batches at once"
     kept: dict[str, Any] = {}
     if finding.facts.num_workers == 0:
         why = "batches are made while the model trains"
         kept = _kept_workers(finding)
+    kept |= _pinned_with_workers(finding)
+    if finding.measured.found.tried:
+        return _tried_remedy(finding, why, kept)
+    step_ms = bounds.with_workers(finding.measured, finding.shares, number)
     return loader_remedy(finding, why, step_ms, num_workers=number, **kept)
 
 
@@ -175,31 +174,27 @@ def workers_to_name(finding: Finding) -> int | None:
         return None
     if not may_have_workers(finding) or not _can_change_workers(finding):
         return None
-    rates = bounds.tried_rates(finding.measured)
-    number = _fastest_tried(finding, rates) if rates else _enough_workers(finding)
+    chosen = finding.measured.found.tried_as("chosen")
+    number = _enough_workers(finding) if chosen is None else chosen.num_workers
     if number is None or number <= workers or not _fits(finding, number):
         return None
     return number
 
 
-def _fastest_tried(finding: Finding, rates: dict[int, float]) -> int:
-    """The smallest number of workers that was tried and is nearly as fast as the fastest, or as the model.
-
-    The present number has the step time that it had in the run; the others have their bounds.
-    """
-    steps = {number: bounds.with_tried_workers(finding.measured, finding.shares, number) for number in rates}
-    known = {number: step_ms for number, step_ms in steps.items() if step_ms is not None}
-    present = finding.facts.num_workers
-    if present in known:
-        known[present] = finding.shares.step_ms
-        known = {number: step_ms for number, step_ms in known.items() if _may_replace(number, present, rates)}
-    best_ms = min(known.values())
-    return min(number for number, step_ms in known.items() if FAST_ENOUGH * step_ms <= best_ms)
-
-
-def _may_replace(number: int, present: int, rates: dict[int, float]) -> bool:
-    """True if the loader alone is faster with this number of workers. Without workers, only the step counts."""
-    return number in (0, present) or FAST_ENOUGH * rates[number] > rates[present]
+def _tried_remedy(finding: Finding, why: str, settings: dict[str, Any]) -> Remedy | None:
+    """Remedy: the setting that the trials chose; None if the present setting did not run in them."""
+    own = finding.measured.found.tried_as("own")
+    chosen = finding.measured.found.tried_as("chosen")
+    if own is None or chosen is None:
+        return None
+    if chosen.num_workers and chosen.prefetch_factor not in (None, TORCH_PREFETCH, own.prefetch_factor):
+        settings = {"prefetch_factor": chosen.prefetch_factor, **settings}
+    remedy = loader_remedy(finding, why, None, num_workers=chosen.num_workers, **settings)
+    return replace(
+        remedy,
+        most_gain_pct=100 * (1 - chosen.step_ms / own.step_ms),
+        tried=f"{in_ms(own.step_ms, own.step_ms)} -> {in_ms(chosen.step_ms, own.step_ms)} ms a step",
+    )
 
 
 def _enough_workers(finding: Finding) -> int | None:
@@ -216,7 +211,9 @@ def _enough_workers(finding: Finding) -> int | None:
 
 
 def may_have_workers(finding: Finding) -> bool:
-    """True if several workers yield the same samples as one. A stream must divide them."""
+    """True if several workers yield the same samples as one. A stream must divide them, and a fork must be safe."""
+    if finding.facts.why_no_workers:
+        return False
     return finding.facts.map_style is not False or finding.facts.shards_by_worker is True
 
 
@@ -234,6 +231,14 @@ def _kept_workers(finding: Finding) -> dict[str, Any]:
     return {"persistent_workers": True} if can_set else {}
 
 
+def _pinned_with_workers(finding: Finding) -> dict[str, Any]:
+    """The setting to add so that the batches of more workers are copied to a device without waiting."""
+    facts = finding.facts
+    if facts.device_type not in PINNING_DEVICES or facts.pin_memory is not False or finding.place.form == "settings":
+        return {}
+    return {"pin_memory": True} if finding.can_set_with_workers("pin_memory") else {}
+
+
 def _fits(finding: Finding, workers: int) -> bool:
     """True if /dev/shm has room for the batches that the workers keep ready: without room, a worker dies."""
     facts = finding.facts
@@ -248,20 +253,15 @@ def fewer_workers(finding: Finding) -> Remedy | None:
     workers = finding.facts.num_workers
     if not workers or finding.data in (None, "epoch start", "one rank") or not _can_change_workers(finding):
         return None
-    rates = bounds.tried_rates(finding.measured)
-    if workers not in rates:
+    chosen = finding.measured.found.tried_as("chosen")
+    if chosen is None or chosen.num_workers >= workers:
         return None
-    number = _fastest_tried(finding, rates)
-    if number >= workers:
-        return None
-    step_ms = bounds.with_tried_workers(finding.measured, finding.shares, number)
-    if number:
-        return loader_remedy(finding, "the workers compete for CPUs", step_ms, num_workers=number)
+    if chosen.num_workers:
+        return _tried_remedy(finding, "the workers compete for CPUs", {})
     without = _without_workers(finding)
     if without is None:
         return None
-    why = "making a batch is faster than sending it from a worker"
-    return loader_remedy(finding, why, step_ms, num_workers=0, **without)
+    return _tried_remedy(finding, "making a batch is faster than sending it from a worker", without)
 
 
 def _without_workers(finding: Finding) -> dict[str, Any] | None:
