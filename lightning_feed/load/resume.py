@@ -21,9 +21,9 @@ DAMAGED = (
     "not say which samples were trained. Resume from another checkpoint."
 )
 _STREAM = (
-    "The checkpoint was saved in the middle of an epoch of an IterableDataset, whose place in its samples is not "
-    "known. Resume from a checkpoint that was saved at the end of an epoch, or load the stream with torchdata's "
-    "StatefulDataLoader, which saves the place of a stream."
+    "The checkpoint was saved in the middle of an epoch, where an IterableDataset cannot be resumed: its place in its "
+    "samples is not known. Resume from a checkpoint that was saved at the end of an epoch, or load the stream with "
+    "torchdata's StatefulDataLoader, which saves the place of a stream."
 )
 OTHER_ORDER = (
     "The sampler does not repeat the order that it had before the checkpoint, so some samples would be repeated and "
