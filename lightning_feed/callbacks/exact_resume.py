@@ -25,6 +25,7 @@ from lightning_feed._host.fetcher import (
     is_stateful,
     load_states_once,
     reopen_epoch,
+    tap_of,
     write_loader_states,
 )
 from lightning_feed.errors import LoaderError, ResumeError
@@ -68,16 +69,21 @@ class ExactResume(Callback):
             # Our loaders can begin the next epoch; others can only start from the beginning.
             if not ours or any(LoaderState.from_dict(state).batches for state in states):
                 states = []
-            write_loader_states(checkpoint, states)
-            self._resumed = "at the end of an epoch"
-            if end_epoch(checkpoint):
-                self._resumed = "in a new epoch"
-                load_states_once(trainer, states)
+            self._begin_next_epoch(trainer, checkpoint, states)
         elif ours:
             self._check(checkpoint, states)
             reopen_epoch(checkpoint)
             count_the_batch_in_hand(trainer, checkpoint)
         self._loaded = states
+
+    def _begin_next_epoch(
+        self, trainer: Trainer, checkpoint: dict[str, object], states: list[dict[str, object]]
+    ) -> None:
+        write_loader_states(checkpoint, states)
+        self._resumed = "at the end of an epoch"
+        if end_epoch(checkpoint):
+            self._resumed = "in a new epoch"
+            load_states_once(trainer, states)
 
     @staticmethod
     def _check(checkpoint: dict[str, object], states: list[dict[str, object]]) -> None:
@@ -121,17 +127,17 @@ class ExactResume(Callback):
         fetcher = _host.train_fetcher(trainer)
         if fetcher is None:
             return
-        tap: FetcherTap | None = getattr(fetcher, "_feed_tap", None)
-        followed = None if tap is None else tap.states_to_save()
-        states = checkpoint_loader_states(checkpoint) if followed is None else followed
+        tap = tap_of(fetcher)
+        states = None
+        if tap is not None:
+            states = tap.states_to_save()
+        if states is None:
+            states = checkpoint_loader_states(checkpoint)
         if states is None:
             return
         loaders = fetcher.combined_loader.flattened
         if epoch_is_trained(checkpoint):
-            states = [
-                loader.state_at_end(state) if isinstance(loader, FeedLoader) else state
-                for loader, state in zip(filter(is_stateful, loaders), states, strict=True)
-            ]
+            states = list(map(_state_at_end, filter(is_stateful, loaders), states))
         if self._uneven and any(isinstance(loader, FeedLoader) for loader in loaders):
             states = []  # the place of one rank is not that of the others
         write_loader_states(checkpoint, states)
@@ -146,6 +152,13 @@ class ExactResume(Callback):
             if tap.track_states and tap.trained_states is None and _host.read_already(trainer):
                 tap.trained_states = before
         return tap
+
+
+def _state_at_end(loader: object, state: dict[str, object]) -> dict[str, object]:
+    """Return the state of a loader whose epoch is trained. Only ours can begin the next epoch."""
+    if isinstance(loader, FeedLoader):
+        return loader.state_at_end(state)
+    return state
 
 
 def check_equal_ranks(trainer: AnyTrainer) -> bool:

@@ -94,7 +94,9 @@ def _words(owner: object, loaders: Sequence[AnyLoader], package: str) -> str:
         return f"{which} ({_only_call_of(kind) or 'passed to trainer.fit'})"
     line = users_line(getattr(owner, "train_dataloader", None))
     method = f"{type(owner).__name__}.train_dataloader"
-    return f"{which} ({method}, {line})" if line else f"{which} ({method})"
+    if line:
+        return f"{which} ({method}, {line})"
+    return f"{which} ({method})"
 
 
 def _only_call_of(kind: str) -> str:
@@ -108,7 +110,9 @@ def _only_call_of(kind: str) -> str:
         return ""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     lines = [call.lineno for call in calls if kind in (getattr(call.func, "id", ""), getattr(call.func, "attr", ""))]
-    return source_line(file, lines[0]) if len(lines) == 1 else ""
+    if len(lines) != 1:
+        return ""
+    return source_line(file, lines[0])
 
 
 def _keys_of_settings(config: dict[str, Any]) -> tuple[tuple[str, str], ...]:
@@ -130,4 +134,6 @@ def _keys_of_loaders(config: dict[str, Any], loaders: Sequence[AnyLoader]) -> tu
         keys = [key for key, value in numbers.items() if key.rpartition(".")[2] == setting and {value} == values]
         if len(keys) == 1:
             found.append((setting, f"--{keys[0]}"))
-    return tuple(found) if "num_workers" in dict(found) else ()
+    if "num_workers" not in dict(found):
+        return ()
+    return tuple(found)

@@ -115,8 +115,12 @@ class FeedLoader(DataLoader[Batch]):
         self._ours = self.workers != "process" and self.num_workers > 0
         if self._ours:
             self._check_own_workers()
-        inner = self.batch_sampler if self.batch_sampler is not None else self.sampler
-        samplers = {} if self._stream else find_samplers(self.sampler, self.batch_sampler)
+        inner = self.sampler
+        if self.batch_sampler is not None:
+            inner = self.batch_sampler
+        samplers: State = {}
+        if not self._stream:
+            samplers = find_samplers(self.sampler, self.batch_sampler)
         self._index = IndexSource(inner, samplers, self.draws)
         self._sample_seed: int | None = None
         self._probed = False
@@ -173,7 +177,9 @@ class FeedLoader(DataLoader[Batch]):
 
     def close(self) -> None:
         """End the current pass, if any, and its threads."""
-        live = self._live() if self._live is not None else None
+        if self._live is None:
+            return
+        live = self._live()
         if live is not None:
             live.close()
 
@@ -282,15 +288,29 @@ class FeedLoader(DataLoader[Batch]):
         """Return the state to resume from, and clear it. None: start from the beginning."""
         state = self._pending
         self._pending = None
+        if state is None:
+            state = self._origin_of_unused_pass()
+        if state is None or self._is_stale(state):
+            return None
+        return state
+
+    def _origin_of_unused_pass(self) -> LoaderState | None:
+        """Return the state from which the latest pass resumed, if it has yielded nothing. Else None.
+
+        Lightning may ``iter()`` a loader twice before its first batch: the second pass resumes as well.
+        """
         last = self._position
-        if state is None and last is not None and last.origin is not None and not last.ended:
-            # Lightning may iter() a loader twice before its first batch: the second pass resumes as well.
-            state = last.origin if last.batches == last.origin.batches else None
-        return None if state is None or self._is_stale(state) else state
+        if last is None or last.origin is None or last.ended or last.batches != last.origin.batches:
+            return None
+        return last.origin
 
     def _begin(self, resume: LoaderState | None) -> Pass:
         """Make the position of a new pass, which may resume from a state."""
-        epoch, cycle = self._next_epoch() if resume is None else (resume.epoch, resume.cycle)
+        if resume is None:
+            epoch, cycle = self._next_epoch()
+        else:
+            epoch = resume.epoch
+            cycle = resume.cycle
         ahead = self.num_workers * (self.prefetch_factor or 1)
         checked = self._keeps_order() and not self._stream
         position = Pass(self.order, epoch=epoch, cycle=cycle, resume=resume, ahead=ahead, checked=checked)
@@ -304,7 +324,9 @@ class FeedLoader(DataLoader[Batch]):
         last = self._position
         if epoch is None or last is None or last.epoch != epoch:
             return epoch, 0
-        return epoch, last.cycle + (1 if last.batches else 0)
+        if last.batches:
+            return epoch, last.cycle + 1
+        return epoch, last.cycle
 
     def _maker(self, position: Pass) -> Maker:
         """Make the first stage of a pass."""
@@ -326,15 +348,20 @@ class FeedLoader(DataLoader[Batch]):
         self._sample_seed = None
         seed = position.seed_for("samples")
         if seed is None:
-            saved = None if position.origin is None else position.origin.sample_seed
-            seed = mix_seed(base_seed, 1, 0, "samples") if saved is None else saved
+            seed = mix_seed(base_seed, 1, 0, "samples")
+            if position.origin is not None and position.origin.sample_seed is not None:
+                seed = position.origin.sample_seed
             self._sample_seed = seed
         indices = iter(self._index)
         if isinstance(self.workers, RayCluster):
             from lightning_feed.load.ray_workers import RayPass, RemotePlan
 
-            plan: Any = self._iterator if self._iterator is not None else RemotePlan(self, self.workers)
-            self._iterator = plan if self.persistent_workers else None  # Lightning ends the workers in this attribute
+            plan: Any = self._iterator
+            if plan is None:
+                plan = RemotePlan(self, self.workers)
+            self._iterator = None
+            if self.persistent_workers:
+                self._iterator = plan  # Lightning ends the workers in this attribute
             return RayPass(self, indices, first=position.batches, seed=seed, plan=plan)
         from lightning_feed.load.threads import ThreadPass
 

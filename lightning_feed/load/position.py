@@ -54,10 +54,13 @@ def find_samplers(*roots: object) -> State:
 
 def state_of_sampler(sampler: AnySampler) -> SamplerState:
     """Return the state that a sampler keeps between epochs: its own state, and the state of the user's generator."""
-    own = copy.deepcopy(sampler.state_dict()) if _has_state(sampler) else None
+    own = None
+    if _has_state(sampler):
+        own = copy.deepcopy(sampler.state_dict())
     generator = getattr(sampler, "generator", None)
-    state = generator.get_state() if type(generator) is torch.Generator else None
-    return SamplerState(own=own, generator=state)
+    if type(generator) is not torch.Generator:
+        return SamplerState(own=own)
+    return SamplerState(own=own, generator=generator.get_state())
 
 
 def _has_state(sampler: AnySampler) -> bool:
@@ -191,7 +194,9 @@ class Pass:
         start = state_of_sampler(sampler)
         seed = None
         if start.generator is None and isinstance(sampler, Sampler) and hasattr(sampler, "generator"):
-            seed = self._draw_seed(name, sampler) if saved.seed is None else saved.seed
+            seed = saved.seed
+            if seed is None:
+                seed = self._draw_seed(name, sampler)
         if seed is not None:
             # A new generator, not the old one reseeded: an older pass may still be drawing from that.
             sampler.generator = PassGenerator().manual_seed(seed)
@@ -202,7 +207,9 @@ class Pass:
         indices already sent to workers."""
         if not callable(getattr(sampler, "set_epoch", None)):
             return None
-        epoch = saved.epoch if self.order is None else self.epoch
+        epoch = self.epoch
+        if self.order is None:
+            epoch = saved.epoch
         if epoch is None:
             present = getattr(sampler, "epoch", None)
             return present if type(present) is int else None

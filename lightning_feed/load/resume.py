@@ -21,9 +21,9 @@ DAMAGED = (
     "not say which samples were trained. Resume from another checkpoint."
 )
 _STREAM = (
-    "The checkpoint was saved in the middle of an epoch of an IterableDataset, whose place in its samples is not "
-    "known. Resume from a checkpoint that was saved at the end of an epoch, or load the stream with torchdata's "
-    "StatefulDataLoader, which saves the place of a stream."
+    "The checkpoint was saved in the middle of an epoch, where an IterableDataset cannot be resumed: its place in its "
+    "samples is not known. Resume from a checkpoint that was saved at the end of an epoch, or load the stream with "
+    "torchdata's StatefulDataLoader, which saves the place of a stream."
 )
 OTHER_ORDER = (
     "The sampler does not repeat the order that it had before the checkpoint, so some samples would be repeated and "
@@ -120,18 +120,24 @@ class LoaderState:
         return replace(self, epoch=epoch, cycle=0, batches=0, samplers=samplers, drawn=None, sample_seed=None)
 
     def _is_sound(self) -> bool:
+        """True if all values have a type and a range that a saved state can have."""
         if type(self.kind) is not str or self.kind not in ("map", "iterable") or type(self.exact) is not bool:
             return False
         if self.seed is not None and type(self.seed) is not int:
             return False
         if not all(type(name) is str and sampler.is_sound for name, sampler in self.samplers.items()):
             return False
+        return self._counts_are_sound()
+
+    def _counts_are_sound(self) -> bool:
         if not all(map(_is_count, (self.cycle, self.batches, self.ranks))):
             return False
         optional = (self.epoch, self.batch_size, self.samples, self.drawn, self.sample_seed)
         if not all(_is_count(value, or_none=True) for value in optional):
             return False
-        return bool(self.ranks and (self.batches or not self.drawn))
+        if not self.batches and self.drawn:
+            return False
+        return self.ranks > 0
 
 
 def _is_count(value: object, *, or_none: bool = False) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import gc
 import io
 import os
 import pickle
@@ -48,6 +49,7 @@ class WorkerInit:
 
     def __call__(self, worker_id: int) -> None:
         """Prepare the current worker process."""
+        gc.freeze()  # garbage of the training process that holds CUDA events would end this one when collected
         _answer_for_stacks()
         torch.set_num_threads(1)
         for variable in ONE_THREAD:

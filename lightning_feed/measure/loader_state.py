@@ -38,12 +38,16 @@ def _held(loader: object) -> list[Any] | None:
     """The loaders that a wrapper draws from; None if it is not a wrapper."""
     if is_instance(loader, "lightning_feed.trials.background", "BackgroundLoader"):
         return [loader.source]  # type: ignore[attr-defined]
-    # `iterables` of a CombinedLoader
-    inner = loader if isinstance(loader, (dict, list, tuple)) else getattr(loader, "iterables", None)
-    if isinstance(inner, dict):
-        inner = list(inner.values())
-    if isinstance(inner, (list, tuple)) and inner and all(hasattr(one, "__iter__") for one in inner):
-        return list(inner)
+    parts = getattr(loader, "iterables", loader)  # of a CombinedLoader
+    if isinstance(parts, dict):
+        parts = list(parts.values())
+    if isinstance(parts, (list, tuple)) and parts and all(hasattr(part, "__iter__") for part in parts):
+        return list(parts)
+    return _wrapped(loader)
+
+
+def _wrapped(loader: object) -> list[Any] | None:
+    """The loader inside a WebLoader, or inside a wrapper of Fabric or accelerate; None for anything else."""
     stages = getattr(loader, "pipeline", None)  # a WebLoader: a DataLoader, then what is done with its batches
     if isinstance(stages, list) and isinstance(next(iter(stages), None), DataLoader):
         return stages[:1]

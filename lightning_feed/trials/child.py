@@ -1,5 +1,6 @@
 """Trials in forked children, so that nothing in the training process changes and nothing has to be restored."""
 
+import gc
 import os
 import signal
 import time
@@ -89,6 +90,7 @@ class _Child(Generic[Result]):
 
 
 def _answer(work: Callable[[], Result], there: Connection) -> None:
+    gc.freeze()  # garbage of the training process that holds CUDA events would end this one when collected
     os.setpgid(0, 0)  # so that its workers can be ended with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it, and ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

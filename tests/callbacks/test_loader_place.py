@@ -196,6 +196,9 @@ def test_a_wrapped_data_module_is_set_where_it_is_wrapped(program: ModuleType) -
     assert place.inner == "your training DataLoader (Plain.train_dataloader, mydata.py:10)"
 
 
+ZERO = LoaderSettings(num_workers=0)
+
+
 class Text(LightningDataModule):
     def __init__(self, num_workers: int = 0, batch_size: int = 2) -> None:
         super().__init__()
@@ -206,19 +209,33 @@ class Text(LightningDataModule):
         return DataLoader(rows, batch_size=self.batch_size, num_workers=self.num_workers)  # type: ignore[arg-type]
 
 
+class Fed(Ours):
+    def __init__(self, batch_size: int = 2, loader: LoaderSettings = ZERO) -> None:
+        super().__init__(batch_size, loader=loader)
+
+
 @pytest.mark.filterwarnings(
     "ignore:The 'train_dataloader' does not have many workers",
     # Lightning's CLI calls jsonargparse by names that it has retired.
     r"ignore:[\s\S]*JSONARGPARSE_DEPRECATION_WARNINGS:DeprecationWarning",
     r"ignore:[\s\S]*was deprecated in v4\.\d+\.0 and will be removed in v5:DeprecationWarning",
 )
-def test_lightning_cli_has_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["train.py", "fit"])
+@pytest.mark.parametrize(
+    ("kind", "arguments", "key"),
+    [
+        (Text, [], "--data.num_workers"),
+        (Fed, ["--data.loader.num_workers=0"], "--data.loader.num_workers"),
+    ],
+)
+def test_lightning_cli_has_a_key(
+    kind: Any, arguments: list[str], key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "fit", *arguments])
     look = Look()
     quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     LightningCLI(
         Tiny,
-        Text,
+        kind,
         trainer_defaults={
             **quiet, "max_steps": 1, "callbacks": [look], "enable_model_summary": False,
             "default_root_dir": str(tmp_path),
@@ -227,7 +244,7 @@ def test_lightning_cli_has_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )  # fmt: skip
     assert look.facts is not None
     assert look.facts.place is not None
-    assert look.facts.place.overrides == (("num_workers", "--data.num_workers"),)
+    assert look.facts.place.overrides[0] == ("num_workers", key)
     assert look.facts.place.trainer_key == "--trainer."
 
 
