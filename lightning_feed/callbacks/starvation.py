@@ -19,6 +19,7 @@ from lightning_feed import _host
 from lightning_feed._host import AnyTrainer, Original, Stage
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.errors import SettingsError
+from lightning_feed.load.settings import Recommendation
 from lightning_feed.measure import loop
 from lightning_feed.measure.guard import Guard, Once, check_instance, guarded
 from lightning_feed.measure.loop import Schedule
@@ -567,15 +568,27 @@ def tuned_hparams(datamodule: object) -> dict[str, Any]:
         ``feed/num_workers`` and so on, with the loaders' names if there are several. Empty for other data modules, and
         before the loader is made.
     """
-    found = getattr(datamodule, "recommendations", None)
-    found = found if isinstance(found, Mapping) else {}
-    chosen = {name: one for name, one in found.items() if name == "train" or str(name).startswith("train[")}
-    settings = ("num_workers", "workers", "prefetch_factor", "pin_memory", "persistent_workers")
-    values = {(name, setting): getattr(one, setting) for name, one in chosen.items() for setting in settings}
-    return {
-        f"feed/{setting}" if len(chosen) == 1 else f"feed/{name}/{setting}": 0 if value is None else value
-        for (name, setting), value in values.items()
+    recommendations = getattr(datamodule, "recommendations", None)
+    if not isinstance(recommendations, Mapping):
+        return {}
+    training = {
+        name: recommendation.setting
+        for name, recommendation in recommendations.items()
+        if isinstance(recommendation, Recommendation) and (name == "train" or name.startswith("train["))
     }
+    params: dict[str, Any] = {}
+    for name, setting in training.items():
+        prefix = "feed/"
+        if len(training) > 1:
+            prefix += f"{name}/"
+        params |= {
+            f"{prefix}num_workers": setting.num_workers,
+            f"{prefix}workers": setting.workers,
+            f"{prefix}prefetch_factor": setting.prefetch_factor or 0,
+            f"{prefix}pin_memory": setting.pin_memory,
+            f"{prefix}persistent_workers": setting.persistent_workers,
+        }
+    return params
 
 
 def log_hparams(logger: Any, params: Mapping[str, Any], metrics: Mapping[str, float]) -> None:

@@ -226,7 +226,7 @@ def test_a_stream() -> None:
     model = module()
     trainer().fit(model, datamodule=data)
     assert firsts(model.seen["train"]) == list(range(10))  # not doubled by a second worker
-    assert data.recommendations["train"].num_workers == 1
+    assert data.recommendations["train"].setting.num_workers == 1
 
 
 def test_seed_everything_decides_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +263,7 @@ def test_reloading_asks_for_the_data_again() -> None:
     data = Data({"train": Rows(8), "val": Rows(4)}, loader=LoaderSettings(num_workers=1))
     trainer(max_epochs=3, reload_dataloaders_every_n_epochs=1).fit(module(), datamodule=data)
     assert data.asked.count("train") == 3
-    assert not data.recommendations["train"].persistent_workers
+    assert not data.recommendations["train"].setting.persistent_workers
     assert "every 1 epochs" in data.loader_report()
 
 

@@ -2,11 +2,9 @@
 
 import copy
 import importlib
-import logging
 import pickle
-import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -123,7 +121,7 @@ def test_the_whole_fit_is_the_users_with_other_workers(tmp_path: Any) -> None:
     assert data.called == ["prepare_data", "setup fit", "transfer", "teardown fit"]
     assert wrapped is data
     assert wrapped.hparams == {"width": 32}
-    assert wrapped.recommendations["train"].num_workers == 2
+    assert wrapped.recommendations["train"].setting.num_workers == 2
     assert "train: num_workers=2: as given" in wrapped.loader_report()
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     saved = torch.load(tmp_path / "a.ckpt", weights_only=False)
@@ -222,64 +220,6 @@ def test_loaders_of_other_classes(caplog: pytest.LogCaptureFixture) -> None:
     assert first[0] is data.given[0]
     data.train_dataloader()
     assert caplog.text.count("train[0] is a Tensor, not a torch DataLoader, so it is left as it is") == 1
-
-
-AHEAD = LoaderSettings(background=3)
-
-
-class Numbered:
-    """Batches made in the training process; ``draw`` is called for each."""
-
-    def __init__(self, draw: Callable[[], object] = lambda: None) -> None:
-        self.draw = draw
-        self.threads: list[threading.Thread] = []
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for number in range(30):
-            self.threads.append(threading.current_thread())
-            self.draw()
-            yield torch.full((2, 32), number / 30)
-
-
-def _trained(source: Any, settings: LoaderSettings | None, **options: Any) -> BoringModel:
-    seed_everything(3, verbose=False)
-    model = BoringModel()
-    data = Gives(source)
-    quiet_trainer([], max_epochs=2, **options).fit(
-        model, datamodule=data if settings is None else FastDataModule.wrap(data, loader=settings)
-    )
-    return model
-
-
-@pytest.mark.parametrize("options", [{}, {"limit_train_batches": 20}, {"max_steps": 40}])
-def test_a_thread_draws_from_other_iterables_when_asked(options: Any) -> None:
-    before = set(threading.enumerate())
-    expected, source = _trained(Numbered(), None, **options), Numbered()
-    same = _trained(source, AHEAD, **options)
-    assert len(set(source.threads)) > 1
-    assert set(threading.enumerate()) <= before
-    assert all(map(torch.equal, same.parameters(), expected.parameters()))
-
-
-def test_a_loader_that_draws_the_models_random_numbers_keeps_its_thread(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="lightning_feed.data.wrapping")
-    source = Numbered(lambda: torch.rand(1))
-    _trained(source, AHEAD)
-    assert set(source.threads) == {threading.main_thread()}
-    assert "wrap() leaves the training loader (Numbered) alone: it draws random numbers from torch's" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        (DataLoader(Rows()), "the training loader is a DataLoader, whose workers load ahead"),
-        ([Numbered(), Numbered()], "a thread draws from one training loader, and there are 2"),
-        (3, "cannot be iterated"),
-    ],
-)
-def test_a_thread_that_would_have_no_effect_is_refused(given: Any, why: str) -> None:
-    with pytest.raises(SettingsError, match=f"background=3 would have no effect: .*{why}"):
-        changed(given, AHEAD)
 
 
 def test_data_that_cannot_be_sent_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

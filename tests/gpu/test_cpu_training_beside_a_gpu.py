@@ -37,7 +37,7 @@ data = ImageFolderDataModule(sys.argv[1], batch_size=4, image_size=32, val_fract
 Trainer(accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=[prefetch, GPUStarvationCallback()]).fit(Model(), datamodule=data)
 assert torch.cuda.is_available()
-assert not prefetch.active and not data.recommendations["train"].pin_memory
+assert not prefetch.active and not data.recommendations["train"].setting.pin_memory
 print("CUDA was used:", torch.cuda.is_initialized())
 """
 

@@ -24,7 +24,8 @@ AUTO = LoaderSettings()
 
 
 def chosen(found: Recommendation) -> tuple[int, int | None, bool, bool]:
-    return found.num_workers, found.prefetch_factor, found.pin_memory, found.persistent_workers
+    setting = found.setting
+    return setting.num_workers, setting.prefetch_factor, setting.pin_memory, setting.persistent_workers
 
 
 def test_a_roomy_machine() -> None:
@@ -60,7 +61,7 @@ def test_a_roomy_machine() -> None:
     ],
 )
 def test_number_of_workers(machine: dict[str, Any], work: dict[str, Any], workers: int) -> None:
-    assert recommend(replace(MACHINE, **machine), AUTO, replace(WORK, **work)).num_workers == workers
+    assert recommend(replace(MACHINE, **machine), AUTO, replace(WORK, **work)).setting.num_workers == workers
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_number_of_workers(machine: dict[str, Any], work: dict[str, Any], worker
 )
 def test_workers_live_on_where_the_split_comes_again(split: str, reload_every: int, persistent: bool) -> None:
     work = replace(WORK, split=split, reload_every_n_epochs=reload_every)
-    assert recommend(MACHINE, AUTO, work).persistent_workers is persistent
+    assert recommend(MACHINE, AUTO, work).setting.persistent_workers is persistent
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -93,7 +94,7 @@ def test_persistent_workers_of_loaders_that_are_thrown_away_are_refused(split: s
 )
 def test_pinned_memory(given_pin: Any, device: str, pinned: bool) -> None:
     found = recommend(MACHINE, LoaderSettings(pin_memory=given_pin), replace(WORK, device_type=device))
-    assert found.pin_memory is pinned
+    assert found.setting.pin_memory is pinned
     if given_pin is True and not pinned:
         assert "True was requested, but is not used" in found.reasons["pin_memory"]
 
@@ -128,7 +129,7 @@ THREADS = LoaderSettings(workers="thread")
 def test_threads_end_with_each_pass_and_say_what_they_are() -> None:
     found = recommend(MACHINE, THREADS, WORK)
     assert chosen(found) == (7, 2, True, False)
-    assert found.workers == "thread"
+    assert found.setting.workers == "thread"
     assert found.describe().startswith("workers=thread: as given\nnum_workers=7: ")
     assert "GIL" in found.reasons["num_workers"]
     persistent = recommend(MACHINE, LoaderSettings(workers="thread", persistent_workers=True), WORK)
@@ -137,12 +138,12 @@ def test_threads_end_with_each_pass_and_say_what_they_are() -> None:
 
 @pytest.mark.parametrize("batches", [1, 2])
 def test_threads_have_a_single_batch_to_share(batches: int) -> None:
-    assert recommend(MACHINE, THREADS, replace(WORK, batches=batches)).num_workers == 7
+    assert recommend(MACHINE, THREADS, replace(WORK, batches=batches)).setting.num_workers == 7
 
 
 def test_threads_need_no_shared_memory_and_little_of_the_other() -> None:
     small = replace(MACHINE, free_shm_bytes=0, available_memory_bytes=GIB)
-    assert recommend(small, AUTO, WORK).num_workers == 0
+    assert recommend(small, AUTO, WORK).setting.num_workers == 0
     found = recommend(small, THREADS, WORK)
     assert chosen(found)[:2] == (7, 2)
     assert found.warnings == ()
@@ -179,19 +180,19 @@ free_choice = st.builds(
 @given(machines, free_choice, workloads)
 def test_a_free_choice_keeps_every_bound(machine: Machine, settings: LoaderSettings, work: Workload) -> None:
     found = recommend(machine, settings, work)
-    assert 0 <= found.num_workers <= max(1, machine.usable_cpus // work.local_ranks)
-    assert work.batches is None or found.num_workers <= max(1, work.batches)
+    assert 0 <= found.setting.num_workers <= max(1, machine.usable_cpus // work.local_ranks)
+    assert work.batches is None or found.setting.num_workers <= max(1, work.batches)
     assert set(found.reasons) == {"num_workers", "prefetch_factor", "pin_memory", "persistent_workers"}
     assert all(found.reasons.values())
-    assert (found.prefetch_factor is None) is (found.num_workers == 0)
-    assert not (found.persistent_workers and (found.num_workers == 0 or work.reload_every_n_epochs))
-    if found.prefetch_factor is None:
+    assert (found.setting.prefetch_factor is None) is (found.setting.num_workers == 0)
+    assert not (found.setting.persistent_workers and (found.setting.num_workers == 0 or work.reload_every_n_epochs))
+    if found.setting.prefetch_factor is None:
         return
     everywhere = work.local_ranks * work.loaders
-    batches = found.num_workers * found.prefetch_factor + settings.background + 1
+    batches = found.setting.num_workers * found.setting.prefetch_factor + settings.background + 1
     batch_bytes = work.batch_size * (settings.sample_bytes or ASSUMED_SAMPLE_BYTES)
     if machine.free_shm_bytes is not None:
         assert everywhere * batches * batch_bytes <= SHM_SHARE * machine.free_shm_bytes * (1 + 1e-9)
     if machine.available_memory_bytes is not None:
-        resident = found.num_workers * WORKER_BYTES[machine.start_method] * everywhere
+        resident = found.setting.num_workers * WORKER_BYTES[machine.start_method] * everywhere
         assert resident <= MEMORY_SHARE * machine.available_memory_bytes * (1 + 1e-9)

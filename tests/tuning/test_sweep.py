@@ -12,24 +12,25 @@ from torch.utils.data import DataLoader
 
 from lightning_feed.errors import MissingExtraError
 from lightning_feed.load.machine import read_machine
-from lightning_feed.trials.cloning import RoundLimits
-from lightning_feed.trials.trial import Setting, Trial
+from lightning_feed.load.settings import Setting
+from lightning_feed.trials.search import Trial
+from lightning_feed.trials.trial import TrialLimits
 from lightning_feed.tuning import run as sweep_file
 from lightning_feed.tuning.run import Sweep, sweep_loader, write_plot
 
 
 def trial(setting: Setting) -> Trial:
-    """Two batches per second and worker, up to 4 workers; one batch costs 0.5 s of CPU; workers take 100 MiB."""
+    """Two batches per second and worker, up to 4 workers; workers take 100 MiB."""
     workers = setting.num_workers
     rate = 1.5 if not workers else 2.0 * min(workers, 4) / (1 + max(0, workers - 4) / 10)
-    return Trial(setting=setting, batches_per_s=rate, cpu_s_per_batch=0.5, memory_bytes=workers * 100 * 2**20)
+    return Trial(setting=setting, steps_s=(1 / rate,), memory_bytes=workers * 100 * 2**20)
 
 
 def tried(*workers: int) -> Sweep:
     settings = [
         Setting(num_workers=count, prefetch_factor=2 if count else None) for count in workers or (0, 1, 2, 4, 8)
     ]
-    return Sweep(trials=tuple(map(trial, settings)), cpus=4)
+    return Sweep(trials=tuple(map(trial, settings)))
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Setting]:
     """The settings that were run, by arithmetic."""
     settings: list[Setting] = []
 
-    def note(loader: Any, setting: Setting, limits: Any) -> Trial:
+    def note(loader: Any, setting: Setting, work: Any, limits: Any) -> Trial:
         settings.append(setting)
         return Trial(setting=setting, infeasible="a worker died") if setting.num_workers == 3 else trial(setting)
 
@@ -50,8 +51,7 @@ LOADER: DataLoader[Any] = DataLoader(range(64), batch_size=4)  # type: ignore[ar
 
 @pytest.fixture
 def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = RoundLimits(min_s=0, min_rounds=1, warm_rounds=0)
-    monkeypatch.setattr(sweep_file, "RoundLimits", lambda: limits)
+    monkeypatch.setattr(sweep_file, "TrialLimits", lambda **_: TrialLimits(min_s=0.05))
 
 
 def nothing() -> None:
@@ -68,18 +68,15 @@ def test_a_grid_is_tried_in_order_each_once(ran: list[Setting]) -> None:
 
 
 def test_the_table() -> None:
-    found = replace(
-        tried(), batch_size=10, chosen=Setting(num_workers=4, prefetch_factor=4), demand_per_s=7.0, seconds=1.0
-    )
+    found = replace(tried(), batch_size=10, chosen=Setting(num_workers=4, prefetch_factor=4), seconds=1.0)
     assert found.text() == "\n".join(
         [
-            "workers   samples/s    CPU   memory",
-            "      0        15.0   19 %       0M  ######",
-            "      1        20.0   25 %     100M  ########",
-            "      2        40.0   50 %     200M  ###############",
-            "      4        80.0  100 %     400M  ##############################  <- tuned",
-            "      8        57.1   71 %     800M  #####################",
-            "the model can take 70.0 samples/s",
+            "workers   samples/s   memory",
+            "      0        15.0       0M  ######",
+            "      1        20.0     100M  ########",
+            "      2        40.0     200M  ###############",
+            "      4        80.0     400M  ##############################  <- tuned",
+            "      8        57.1     800M  #####################",
         ]
     )
     assert found.text().isascii()
@@ -92,7 +89,7 @@ def test_a_real_loader_is_swept_and_left_as_it_was() -> None:
     loader = DataLoader(range(64), batch_size=4, shuffle=True, generator=generator)  # type: ignore[arg-type]
     found = sweep_loader(loader, (1, 0), nothing)
     assert [one.setting.num_workers for one in found.trials] == [0, 1]
-    assert all(one.batches_per_s for one in found.trials)
+    assert all(one.steps_s for one in found.trials)
     assert found.batch_size == 4
     assert found.trials[1].memory_bytes is None or found.trials[1].memory_bytes > 0
     assert torch.equal(generator.get_state(), before)
@@ -105,7 +102,7 @@ def test_a_machine_without_room_runs_none(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sweep_file, "read_machine", lambda: machine)
     loader = DataLoader(range(64), batch_size=4)  # type: ignore[arg-type]
     found = sweep_loader(loader, (0, 50), nothing)
-    assert found.trials[0].batches_per_s
+    assert found.trials[0].steps_s
     assert "50" in (found.trials[1].infeasible or "")
 
 
@@ -127,9 +124,9 @@ def plotted(tmp_path: Path) -> Callable[[Sweep], bytes]:
 def test_it_is_a_picture_and_shows_the_choice(plotted: Callable[[Sweep], bytes]) -> None:
     found = replace(tried(), batch_size=10)
     chosen = replace(found, chosen=Setting(num_workers=4, prefetch_factor=2))
-    pictures = [plotted(found), plotted(chosen), plotted(replace(chosen, demand_per_s=7.0))]
+    pictures = [plotted(found), plotted(chosen)]
     assert all(picture.startswith(b"\x89PNG\r\n") for picture in pictures)
-    assert len(set(pictures)) == 3
+    assert len(set(pictures)) == 2
 
 
 def test_without_matplotlib_the_pip_line_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,16 +18,19 @@ from lightning_feed.callbacks.starvation import log_hparams, tuned_hparams
 from lightning_feed.cli import main
 from lightning_feed.diagnosing import program
 from lightning_feed.errors import FeedError, LoaderError, SettingsError
+from lightning_feed.load.settings import Setting
 from lightning_feed.measure.measurements import Place
-from lightning_feed.trials.search import Tuned
-from lightning_feed.trials.trial import Setting, Trial
+from lightning_feed.trials.search import Trial
+from lightning_feed.trials.training_work import TrainingWork
+from lightning_feed.trials.tune_loader import Tuned
 from lightning_feed.tuning import run as tuning
 from lightning_feed.tuning.run import pastes, tune, tuned_document, tuned_text
 
 FOUND = Setting(num_workers=2, prefetch_factor=4, persistent_workers=True)
+OWN = Setting(num_workers=0)
 TRIALS = (
-    Trial(setting=Setting(num_workers=0, prefetch_factor=None), batches_per_s=10.0, start_s=0.1),
-    Trial(setting=FOUND, batches_per_s=50.0, start_s=0.3),
+    Trial(setting=OWN, steps_s=(0.1,), start_s=0.1),
+    Trial(setting=replace(FOUND, persistent_workers=False), steps_s=(0.02,), start_s=0.3),
     Trial(setting=Setting(num_workers=9, prefetch_factor=2), infeasible="a worker was killed"),
 )
 
@@ -72,11 +75,14 @@ class Tunes:
         for trial in TRIALS:
             options["on_trial"](trial)
         return Tuned(
-            setting=FOUND, reason="the fastest of 3 tried", trials=TRIALS, demand_per_s=goal.demand_per_s,
-            batch_size=loader.batch_size, batches_per_s=50.0, seconds=7.0,
-            starved_pct=None if goal.demand_per_s is None else 37.5,
-            rejected=((Setting(num_workers=64, prefetch_factor=2), "/dev/shm would be full"),),
-        )  # fmt: skip
+            setting=FOUND,
+            own=OWN,
+            reason="the fastest of 3 tried",
+            trials=TRIALS,
+            work=goal.work,
+            batch_size=loader.batch_size,
+            seconds=7.0,
+        )
 
 
 @pytest.fixture
@@ -89,19 +95,20 @@ def tunes(monkeypatch: pytest.MonkeyPatch) -> Tunes:
 
 def test_a_data_module_alone_is_tuned_for_speed_and_left_as_it_was(tunes: Tunes) -> None:
     data = Data()
-    torch.manual_seed(3), random.seed(3)
+    torch.manual_seed(3)
+    random.seed(3)
     before = torch.get_rng_state(), random.getstate()
-    found = tune(data, budget_s=12, max_trials=4, fresh=True)
+    found = tune(data, budget_s=12, fresh=True)
     assert found.setting == FOUND
     goal = tunes.goals[0]
-    assert (goal.demand_per_s, goal.budget_s, goal.max_trials, goal.local_ranks) == (None, 12, 4, 1)
+    assert (goal.work, goal.budget_s, goal.local_ranks) == (TrainingWork(), 12, 1)
     assert tunes.options["fresh"] is True
     assert data.trainer is None
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
 
 
-def test_the_demand_is_what_a_real_model_can_take_which_is_left_as_it_was(tunes: Tunes) -> None:
+def test_the_work_is_that_of_the_real_model_which_is_left_as_it_was(tunes: Tunes) -> None:
     model, data = BoringModel(), Data()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     trainer = Trainer(
@@ -110,7 +117,7 @@ def test_the_demand_is_what_a_real_model_can_take_which_is_left_as_it_was(tunes:
     )  # fmt: skip
     tune(data, model=model, trainer=trainer)
     goal = tunes.goals[0]
-    assert goal.demand_per_s > 0
+    assert goal.work.step_s > 0
     assert goal.may_persist is False
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0)
@@ -122,7 +129,7 @@ def test_a_loader_is_tuned_as_it_is(tunes: Tunes) -> None:
     assert tune(loader).batch_size == 8
     assert tune(DataLoader(Rows(), batch_size=None)).batch_size is None
     tune(loader, model=BoringModel())
-    assert tunes.goals[-1].demand_per_s > 0
+    assert tunes.goals[-1].work.step_s > 0
 
 
 @pytest.mark.parametrize(
@@ -133,7 +140,6 @@ def test_a_loader_is_tuned_as_it_is(tunes: Tunes) -> None:
         (Two(), {"loader": "c"}, "2 training loaders: a, b. None is named 'c'"),
         (Data(), {"loader": "a"}, "there is only one training loader"),
         (Data(), {"budget_s": 0}, "budget_s=0"),
-        (Data(), {"demand_per_s": -1}, "demand_per_s=-1"),
     ],
 )
 def test_refused(target: Any, options: dict[str, Any], said: str, tunes: Tunes) -> None:
@@ -163,9 +169,7 @@ def test_errors_of_the_users_code_are_told(tunes: Tunes) -> None:
 
 def found(**changes: Any) -> Tuned:
     values: dict[str, Any] = {
-        "setting": FOUND, "reason": "the fastest", "trials": TRIALS, "demand_per_s": 80.0, "batch_size": 4,
-        "batches_per_s": 50.0, "starved_pct": 37.5, "seconds": 7.0,
-        "rejected": ((Setting(num_workers=64, prefetch_factor=2), "/dev/shm would be full"),),
+        "setting": FOUND, "own": OWN, "reason": "the fastest", "trials": TRIALS, "batch_size": 4, "seconds": 7.0,
     }  # fmt: skip
     return Tuned(**{**values, **changes})
 
@@ -173,12 +177,11 @@ def found(**changes: Any) -> Tuned:
 def test_the_text_has_the_trials_the_choice_and_the_line_to_paste() -> None:
     text = tuned_text(found())
     rows = text.splitlines()
-    assert rows[0].split() == ["workers", "ahead", "samples/s", "start", "note"]
-    assert rows[1].split() == ["0", "-", "40.0", "0.10"]
-    assert rows[2].split() == ["2", "4", "200", "0.30", "<-", "chosen"]
+    assert rows[0].split() == ["workers", "ahead", "measured"]
+    assert rows[1].split() == ["0", "-", "40.0", "samples/s", "yours"]
+    assert rows[2].split() == ["2", "4", "200", "samples/s", "<-", "chosen"]
     assert "could not run: a worker was killed" in rows[3]
-    assert "not run: 64 workers, prefetch_factor=2: /dev/shm would be full" in text
-    assert "the loader gives 200 samples/s; the model can take 320 samples/s, so it starves 38 %" in text
+    assert "2 workers, prefetch_factor=4: the fastest" in text
     arguments = "num_workers=2, prefetch_factor=4, persistent_workers=True, pin_memory=False"
     assert rows[-5:] == [
         "in the call that makes your training DataLoader:",
@@ -187,13 +190,13 @@ def test_the_text_has_the_trials_the_choice_and_the_line_to_paste() -> None:
         "in the call that makes your FastDataModule:",
         f"    loader=LoaderSettings({arguments})",
     ]
-    assert "50.0 batches/s; the model's rate is unknown" in tuned_text(
-        found(batch_size=None, demand_per_s=None, starved_pct=None)
-    )
-    assert "remembered" in tuned_text(found(remembered=True))
+    assert "20 ms a step  <- chosen" in tuned_text(found(work=TrainingWork(step_s=0.01)))
+    assert "50.0 batches/s" in tuned_text(found(batch_size=None))
+    assert "found by an earlier run" in tuned_text(found(remembered=True))
+    assert "Your loader has this setting already" in tuned_text(found(setting=OWN))
 
 
-NONE = Setting(num_workers=0, prefetch_factor=None)
+NONE = Setting(num_workers=0)
 THREADS = Setting(num_workers=3, prefetch_factor=2, workers="thread")
 IN_DATA = Place(words="your training DataLoader (Data.train_dataloader, data.py:41)", datamodule="Data")
 
@@ -211,22 +214,6 @@ IN_DATA = Place(words="your training DataLoader (Data.train_dataloader, data.py:
                     "and in your training DataLoader (Data.train_dataloader, data.py:41)",
                     "pin_memory=False, prefetch_factor=None, persistent_workers=False",
                 ),
-            ],
-        ),
-        (
-            Place(words="your call of make_loader (main, train.py:3)", names=(("num_workers", "workers"),)),
-            FOUND,
-            [("in your call of make_loader (main, train.py:3)", "workers=2")],
-        ),
-        (
-            Place(words="dataloader_kwargs of your NHITS(...)", argument="dataloader_kwargs"),
-            FOUND,
-            [
-                (
-                    "in dataloader_kwargs of your NHITS(...)",
-                    'dataloader_kwargs={"num_workers": 2, "prefetch_factor": 4, "persistent_workers": True, '
-                    '"pin_memory": False}',
-                )
             ],
         ),
         (
@@ -263,9 +250,9 @@ IN_DATA = Place(words="your training DataLoader (Data.train_dataloader, data.py:
     ],
 )
 def test_what_to_paste_fits_the_place(place: Place, setting: Setting, pasted: list[tuple[str, str]]) -> None:
-    ways = pastes(found(setting=setting), place)
+    ways = pastes(found(setting=setting, own=Setting(num_workers=5)), place)
     assert [(way.where, way.code) for way in ways] == pasted
-    text = tuned_text(found(setting=setting), place)
+    text = tuned_text(found(setting=setting, own=Setting(num_workers=5)), place)
     assert all(f"{where}:\n    {code}" in text for where, code in pasted)
     assert tuned_document(found(setting=setting), place)["paste"][0]["code"] == pasted[0][1]
 
@@ -292,7 +279,7 @@ def run_command(tunes: Tunes, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
 def test_the_command(run_command: Callable[..., int], tunes: Tunes, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command() == 0
-    assert (tunes.goals[0].demand_per_s, tunes.goals[0].budget_s, tunes.goals[0].max_trials) == (None, 30, 5)
+    assert (tunes.goals[0].work, tunes.goals[0].budget_s) == (TrainingWork(), 30)
     assert "test_tune_door.py:" in capsys.readouterr().out
     assert run_command("--json", "--fresh") == 0
     assert json.loads(capsys.readouterr().out)["schema"] == "lightning_feed.tuning/1"
