@@ -268,7 +268,8 @@ class AutotuneCallback(Callback):
     # --- the trials ---------------------------------------------------------------------------------------------------
 
     def _start_measuring(self, trainer: AnyTrainer) -> None:
-        if self._waits_for_steps and self._measuring_run(trainer) is None:
+        measured = any(isinstance(callback, GPUStarvationCallback) for callback in trainer.callbacks)
+        if self._waits_for_steps and not measured:
             self._run = StarvationRun(trainer, every=0, guard=self._guard)
 
     def _stop_measuring(self) -> None:

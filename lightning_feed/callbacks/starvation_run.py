@@ -119,6 +119,7 @@ class StarvationRun:
         self.main.loaders.close()
         self.main = self._now = self._make_loop(self.stage)
         self.also_undo(self.main.loaders.close)
+        self._hooks.restart()
 
     def _validation_comes(self) -> None:
         """Note that the validation's loaders are iterated next."""

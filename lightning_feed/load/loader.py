@@ -32,7 +32,7 @@ from lightning_feed.load.order import (
     ranks_of_run,
     size_of,
 )
-from lightning_feed.load.position import IndexSource, Pass, find_samplers, state_of_sampler
+from lightning_feed.load.position import IndexSource, Pass, draws_again, find_samplers, state_of_sampler
 from lightning_feed.load.processes import TorchBatches, shut_down_workers
 from lightning_feed.load.resume import LoaderState, SamplerState, refuse_changes
 from lightning_feed.load.settings import RayCluster
@@ -174,6 +174,13 @@ class FeedLoader(DataLoader[Batch]):
         batches = LoaderPass(maker, later, position, ahead, self.watch)
         self._live = weakref.ref(batches)
         return batches
+
+    def may_draw_again(self) -> bool:
+        """True if the order of the latest pass is known to be the same when it is drawn again."""
+        if self._position is None or not self._keeps_order():
+            return False
+        starts = self._position.samplers
+        return all(draws_again(sampler, starts[name]) for name, sampler in self._index.samplers.items())
 
     def close(self) -> None:
         """End the current pass, if any, and its threads."""

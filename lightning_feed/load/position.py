@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DistributedSampler, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from lightning_feed.errors import ResumeError
 from lightning_feed.load.kinds import AnySampler, Batch, Index, State
@@ -61,6 +61,13 @@ def state_of_sampler(sampler: AnySampler) -> SamplerState:
     if type(generator) is not torch.Generator:
         return SamplerState(own=own)
     return SamplerState(own=own, generator=generator.get_state())
+
+
+def draws_again(sampler: AnySampler, start: SamplerState) -> bool:
+    """True if a sampler is known to draw the same order again from its state at the start of a pass."""
+    if type(sampler) in (SequentialSampler, BatchSampler):
+        return True
+    return any(value is not None for value in (start.epoch, start.seed, start.generator, start.own))
 
 
 def _has_state(sampler: AnySampler) -> bool:

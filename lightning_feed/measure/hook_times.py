@@ -44,11 +44,16 @@ class HookTimes:
         *,
         measure: Callable[..., Any] = call_plainly,
     ) -> None:
-        self.timing = False
-        """True while all actions are timed."""
         self.measure = measure
         self._between = between
         self._clock = clock
+        self._stack: list[_Open] = []
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all steps so far, and count them from 0 again."""
+        self.timing = False
+        """True while all actions are timed."""
         self._next_turn = FIRST_TIMED
         self._begun = self._timed_steps = self._steps = 0
         """Number of timed steps that began, of timed steps that were not left out, and of all steps not left out."""
@@ -59,7 +64,8 @@ class HookTimes:
         self._calls: Counter[str] = Counter()
         self._fresh_calls: Counter[str] = Counter()
         """Times of calls in the current step, which may still be discarded."""
-        self._stack: list[_Open] = []
+        for around in self._stack:
+            around.name = None
 
     def call(self, name: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call a function and time it, in every step."""

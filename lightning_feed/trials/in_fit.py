@@ -176,12 +176,11 @@ def rest_of_epoch(loader: DataLoader[Batch], iterator: AnyIterator, setting: Set
     if not getattr(loader, "in_order", True):
         return None
     if isinstance(loader, FeedLoader):
-        state = loader.state_dict()
-        if not state["exact"]:
+        if not loader.may_draw_again():
             return None
         twin = with_setting(loader, setting)
         assert isinstance(twin, FeedLoader)
-        twin.load_state_dict(state)
+        twin.load_state_dict(loader.state_dict())
         with torch.random.fork_rng(devices=[]):  # the original loader draws its seeds only once in an epoch
             return iter(twin)
     name = _sampler_name(loader)

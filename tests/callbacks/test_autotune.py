@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from measure.small_fits import Memory
 from measure.test_ranks_gloo import in_ranks
 from recording import Numbers, Recording, Stream, by_hook, fit, quiet_trainer
@@ -23,6 +24,7 @@ from trial_steps import THREE_ARE_BEST, Trials
 from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings, _host
 from lightning_feed.callbacks import autotune as autotune_module
 from lightning_feed.callbacks.autotune import AutotuneCallback
+from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine
@@ -239,7 +241,18 @@ def test_a_report_describes_the_steps_with_the_new_workers(trials: Trials) -> No
     starvation = GPUStarvationCallback(nvml=False, report=False)
     fit([AutotuneCallback(max_workers=3), starvation], plain(batch_size=1), max_epochs=2)
     assert starvation.report().measurements.facts.num_workers == 3
-    assert starvation.report().stats.steps < 48 - MEASURED
+    assert starvation.report().stats.steps <= 48 - MEASURED
+
+
+def test_the_report_begins_anew_after_the_trials(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[StarvationRun] = []
+    restart = StarvationRun.restart
+    monkeypatch.setattr(StarvationRun, "restart", lambda run: runs.append(run) or restart(run))
+    watched: list[StarvationRun | None] = []
+    starvation = GPUStarvationCallback(nvml=False, report=False)
+    watching = LambdaCallback(on_train_batch_start=lambda *_: watched.append(starvation.measured_fit))
+    fit([AutotuneCallback(max_workers=3), starvation, watching], plain(batch_size=1), max_epochs=2)
+    assert runs == [watched[0]]
 
 
 def test_the_next_run_begins_with_the_result(trials: Trials, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from lightning_feed.measure.experiment_results import ExperimentResults, FunctionCost, KeyBytes, NamedCost
+from lightning_feed.measure.experiment_results import ExperimentResults, FunctionCost, KeyBytes, NamedCost, TriedSetting
 from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements
 from lightning_feed.measure.stats import LoaderStats, RankStats, StarvationStats
 from lightning_feed.report.document import make_report
@@ -84,8 +84,13 @@ def sample_experiments() -> ExperimentResults:
                 ms_per_batch=120.0,
             ),
         ),
-        worker_scaling=((6, 11.6), (12, 22.4)),
-        worker_spread=((6, 10.6, 12.9),),
+        tried=(
+            TriedSetting(num_workers=6, prefetch_factor=2, step_ms=87.0, shortest_ms=84.0, longest_ms=91.0, own=True),
+            TriedSetting(
+                num_workers=12, prefetch_factor=2, step_ms=58.0, shortest_ms=57.0, longest_ms=60.0, chosen=True
+            ),
+        ),
+        why_chosen="the fastest of 2 tried",
         keys=(KeyBytes(name="0", bytes_per_batch=4_816_896), KeyBytes(name="1", bytes_per_batch=256)),
         left_out=(("cached-files", "an iterable dataset decides itself which samples come"),),
     )

@@ -13,6 +13,7 @@ from lightning_feed.measure.experiment_results import (
     FunctionCost,
     KeyBytes,
     NamedCost,
+    TriedSetting,
 )
 from lightning_feed.measure.measurements import SYNCS, HookTime, LoopFacts, Measurements
 from lightning_feed.measure.stats import LoaderStats, RankStats, StarvationStats
@@ -401,6 +402,17 @@ _FACTS = st.builds(
     syncs=st.sets(st.sampled_from([*SYNCS, "unheard of"])).map(tuple),
     host_cpu_ms=st.none() | _MS,
 )
+_STEP_MS = st.floats(0.01, 1e4)
+_TRIED = st.builds(
+    TriedSetting,
+    num_workers=st.integers(0, 64),
+    prefetch_factor=st.none() | st.integers(1, 8),
+    step_ms=_STEP_MS,
+    shortest_ms=_STEP_MS,
+    longest_ms=_STEP_MS,
+    own=st.booleans(),
+    chosen=st.booleans(),
+)
 _EXPERIMENTS = st.none() | _frozen(
     ExperimentResults,
     batch_size=_COUNT,
@@ -409,9 +421,9 @@ _EXPERIMENTS = st.none() | _frozen(
     ),
     **dict.fromkeys(["samples_ms", "collate_ms", "taking_ms"], st.none() | _MS),
     costs=st.lists(st.builds(NamedCost, name=st.just("x"), cpu_ms=_MS, wall_ms=_MS), max_size=2).map(tuple),
-    worker_scaling=st.lists(st.tuples(st.integers(0, 64), st.floats(0, 1e4)), max_size=4).map(tuple),
+    tried=st.lists(_TRIED, max_size=4).map(tuple),
+    why_chosen=st.just(""),
     keys=st.lists(st.builds(KeyBytes, name=st.just("k"), bytes_per_batch=st.just(1))).map(tuple),
-    worker_spread=st.just(()),
     functions=st.just(()),
     crops=st.none() | st.builds(CropTrial, folder=st.just("f"), val_fraction=st.none(), whole_ms=_MS, crop_ms=_MS),
     left_out=st.just(()),

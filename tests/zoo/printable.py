@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from lightning_feed.measure.experiment_results import ExperimentResults
+from lightning_feed.measure.experiment_results import ExperimentResults, TriedSetting
 from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements
 from lightning_feed.measure.stats import LoaderStats, StarvationStats
 from lightning_feed.verdict.decide import diagnose
@@ -26,14 +26,21 @@ def every_remedy(facts: LoopFacts) -> list[Remedy]:
     return list(found.values())
 
 
+def _tried(own: int, chosen: int) -> tuple[TriedSetting, ...]:
+    def one(number: int, step_ms: float, **role: bool) -> TriedSetting:
+        return TriedSetting(num_workers=number, step_ms=step_ms, shortest_ms=step_ms, longest_ms=step_ms, **role)
+
+    return (one(own, 100.0, own=True), one(chosen, 60.0, chosen=True))
+
+
 def _slow_runs(facts: LoopFacts) -> list[Measurements]:
     workers = facts.num_workers or 0
     roomy, narrow = replace(facts, usable_cpus=workers + 2), replace(facts, usable_cpus=1)
     bar = HookTime(name="[Callback]RichProgressBar.on_train_batch_end", ms_per_step=50.0)  # with rich it is the default
     logging = HookTime(name="logger CSVLogger.log_metrics", ms_per_step=50.0)
     found: dict[str, Any] = {"loader_per_s": 10.0, "model_per_s": 100.0}
-    fewer = {"worker_scaling": ((max(1, workers // 2), 40.0), (workers, 15.0))} if workers > 1 else {}
-    none = {"worker_scaling": ((0, 200.0), (workers, 15.0))}
+    fewer = {"tried": _tried(workers, max(1, workers // 2))} if workers > 1 else {}
+    none = {"tried": _tried(workers, 0)}
     return [
         _run(roomy, data=60, loaders=BUSY),
         _run(narrow, data=60, loaders=CROWDED, found=found | fewer),
