@@ -204,7 +204,7 @@ class PrefetchCallback(ExactResume):
             keys = " (and drop_keys and host_keys do nothing there)" if self.drop_keys or self.host_keys else ""
             self._stand_aside(trainer, f"the step takes `dataloader_iter` and fetches for itself{keys}")
         elif tap.owner not in (None, self):
-            self._stand_aside(trainer, "another PrefetchCallback of this Trainer is at work")
+            logger.debug("Another PrefetchCallback of this Trainer is at work, so this one does nothing.")
         elif not tap.closed:  # else its loader yields device tensors, which was said
             return tap
         return None

@@ -144,9 +144,13 @@ def read_program() -> str:
     return name if spec is None else f"-m {name}"
 
 
+_LONGEST_ARGUMENTS = 60
+
+
 def arguments_now() -> str:
-    """The arguments of this process, as they are typed in a shell."""
-    return shlex.join(sys.argv[1:])
+    """The arguments of this process, as they are typed in a shell; if they are long, ``SAME ARGUMENTS``."""
+    arguments = shlex.join(sys.argv[1:])
+    return arguments if len(arguments) <= _LONGEST_ARGUMENTS else "SAME ARGUMENTS"
 
 
 def rate(step_ms: float | None, batch_size: int | None) -> float | None:

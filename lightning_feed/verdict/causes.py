@@ -270,7 +270,8 @@ SMALL_BYTES = 64 * 1024
 MANY_TENSORS = 8
 """Largest mean size in bytes, and fewest tensors, of a batch of many small tensors."""
 LAUNCH_SHARE = 0.9
-"""CPU time of the training thread, as a share of the step's time on the device, from which launching is the cause."""
+"""CPU time of the training thread, as a share of the device's time without the backward pass, from which launching is
+the cause."""
 FAR = 1.5
 """Ratio of the step to the model alone from which the model is not the cause. A smaller one may come from workers that
 share the model's CPUs."""
@@ -344,12 +345,28 @@ def compute_cause(measured: Measurements, shares: Shares) -> Reason:
             f"the model alone takes {in_ms(alone, shares.step_ms)} ms a step with one batch repeated: "
             "faster loading would not help here"
         )
-    # A thread that waits for the device spins, so it looks busy: ignore that if a synchronisation is known.
-    host = 0.0 if facts.device_type == "cpu" or facts.syncs else facts.host_cpu_ms or 0.0
-    if host >= LAUNCH_SHARE * compute > 0:
-        said = f"the training thread computes {in_ms(host, shares.step_ms)} ms a step to launch the work of the device"
+    host_ms = _launching_ms(measured)
+    if host_ms is not None:
+        whole = shares.step_ms
+        said = f"the training thread computes {in_ms(host_ms, whole)} ms a step to launch the work of the device"
         return Reason("launch", [*because, said], sure=False)
     return Reason("compute", because)
+
+
+def _launching_ms(measured: Measurements) -> float | None:
+    """CPU time of the training thread in a step, if that takes as long as the device's work; else None.
+
+    The thread launches the forward pass and the optimizer. The backward pass has a thread of its own, for which it
+    waits (https://docs.pytorch.org/docs/stable/notes/autograd.html#multithreaded-autograd). A thread that waits for
+    the device spins, so it looks busy: nothing follows if a synchronisation is known.
+    """
+    facts = measured.facts
+    stats = measured.stats
+    compute_ms = stats.compute_ms or 0.0
+    if facts.device_type == "cpu" or facts.syncs or facts.host_cpu_ms is None or not compute_ms:
+        return None
+    own_ms = compute_ms - (stats.backward_ms or 0.0)
+    return facts.host_cpu_ms if facts.host_cpu_ms >= LAUNCH_SHARE * own_ms else None
 
 
 def _not_the_model(measured: Measurements, shares: Shares, alone: float) -> Reason:

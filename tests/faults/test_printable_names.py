@@ -40,7 +40,7 @@ def test_reports_show_them() -> None:
 
 def test_commands_show_them(class_folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (class_folders / "cats" / EVIL).write_bytes(b"no image")
-    command = ["pack", str(class_folders), str(tmp_path / f"{EVIL}.pack"), "--short-side", "16"]
+    command = ["pack", str(class_folders), str(tmp_path / f"{EVIL}.pack"), "--size", "16"]
     assert cli.main(command) == 1
     assert cli.main([*command, "--on-error", "skip"]) == 0
     out, printed = capsys.readouterr()

@@ -109,6 +109,7 @@ class Busy(LightningModule):
         return optim.SGD(self.parameters(), lr=1e-9)
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11, from the second profile of a process on
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "plain"])
 def test_copies_run_beside_the_steps(ours: bool) -> None:
     """By the profiler's trace; without the callback every copy waits for the step before it: the control."""

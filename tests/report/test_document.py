@@ -96,8 +96,7 @@ PLAIN_NUMBERS = {
     "seconds",
     "times",
     "batch_size",
-    "worker_scaling",
-    "worker_spread",
+    "cut_short",
     "line",
     "data_idle_ms_by_rank",
 }
@@ -230,7 +229,7 @@ def test_files_that_are_no_report(text: str, message: str, tmp_path: Path) -> No
         (("run", "device_type"), None, "must be text"),
         (("hooks",), [{"name": "a"}], r"hooks\[0\]\.ms_per_step is missing"),
         (("hooks",), [3], r"hooks\[0\] is 3, and must be an object"),
-        (("experiments", "worker_scaling"), [[1]], "must be a list of 2"),
+        (("experiments", "left_out"), [["a"]], "must be a list of 2"),
         (("loaders",), None, "loaders is None, and must be an object"),
     ],
 )

@@ -338,6 +338,12 @@ def test_a_fed_device(facts: dict[str, Any], cause: str) -> None:
     assert _cause(FED, facts) == ("compute", cause)
 
 
+def test_the_backward_pass_is_launched_by_a_thread_of_its_own() -> None:
+    measured = _measured(FED, CUDA | {"host_cpu_ms": 50.0})
+    assert diagnose(measured).cause == "compute"
+    assert diagnose(replace(measured, stats=replace(measured.stats, backward_ms=45.0))).cause == "launch"
+
+
 # --- confidence ---------------------------------------------------------------------------------------------------
 
 
