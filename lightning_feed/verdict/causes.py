@@ -334,7 +334,6 @@ def _beside_the_copy(measured: Measurements) -> Iterator[Reason]:
 
 def compute_cause(measured: Measurements, shares: Shares) -> Reason:
     """The cause of a long step itself: work on the device, or on the host to launch it."""
-    facts = measured.facts
     compute = measured.stats.compute_ms or 0.0
     alone = model_alone_ms(measured)
     because = []

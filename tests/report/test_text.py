@@ -62,8 +62,8 @@ def test_the_report_of_a_starved_gpu() -> None:
         "(at most 1.51 x as fast)",
         '      ImageFolderDataModule(root, decoder="turbo")    # decodes in less CPU time (at most 1.43 x as fast)',
         "      def device_transform(self, batch, split): ...    # uint8 batches are smaller",
-        "next: train with LIGHTNING_FEED=tune, or with `AutotuneCallback()`: it tries numbers of workers, and takes the "
-        "fastest",
+        "next: train with LIGHTNING_FEED=tune, or with `AutotuneCallback()`: it tries numbers of workers, and takes "
+        "the fastest",
     ]
 
 
