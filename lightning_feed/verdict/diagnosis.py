@@ -67,7 +67,7 @@ class Remedy:
     tried: str = ""
     """Step times of the trials in which the present setting and the new one ran. Empty: it was not tried."""
     changes: str = ""
-    """The change in a fixed form, by which a later run is compared: ``num_workers=8``."""
+    """The change in a fixed form: ``num_workers=8``."""
 
 
 @dataclass(frozen=True, kw_only=True)
