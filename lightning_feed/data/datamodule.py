@@ -218,7 +218,7 @@ class FeedDataModule:
     def wrap(datamodule: AnyDataModule, loader: LoaderSettings | None = None) -> Any:
         """Wrap a data module, of either Lightning package, so that its loaders get workers that fit the machine.
 
-        Data sets, samplers, collate functions, generators and batch sizes stay; ``num_workers``, ``prefetch_factor``,
+        Datasets, samplers, collate functions, generators and batch sizes stay; ``num_workers``, ``prefetch_factor``,
         ``persistent_workers`` and ``pin_memory`` change. The result has a ``loader_report()``. See docs/how-to/tune.md.
 
         Args:

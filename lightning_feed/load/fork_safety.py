@@ -1,4 +1,4 @@
-"""What in a dataset does not survive a fork into workers: generators, open files, threads, connections.
+"""Finds the parts of a dataset that do not survive a fork into workers: generators, open files, threads, connections.
 
 Only attributes are looked at, and no code of the user is called: the dataset's own attributes, and those of the objects
 in them, such as the datasets inside it and its transforms.

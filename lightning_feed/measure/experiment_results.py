@@ -68,7 +68,9 @@ class TriedSetting:
     """A setting of the loader that was tried with a consumer that works as long as a training step."""
 
     num_workers: int
+    """Workers of the loader."""
     prefetch_factor: int | None = None
+    """Batches that each worker loads ahead; None without workers."""
     step_ms: float
     """Time of a step, the median of its turns."""
     shortest_ms: float
@@ -78,7 +80,7 @@ class TriedSetting:
     own: bool = False
     """True for the user's own setting."""
     chosen: bool = False
-    """True for the smallest setting that is nearly as fast as the fastest."""
+    """True for the setting that was chosen: see ``why_chosen``."""
 
 
 @dataclass(frozen=True, kw_only=True)

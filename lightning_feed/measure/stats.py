@@ -53,7 +53,7 @@ class LoaderStats:
     disk_mb_per_s: float | None = tagged("feed_workers/disk_mb_per_s")
     """Megabytes per second that all workers read from storage. Near read_mb_per_s: the page cache gave nothing."""
     page_cache_pct: float | None = tagged("feed_workers/page_cache_pct")
-    """Share of the bytes read that came from the page cache, 0 to 100. Low while blocked: stage, cache or pack."""
+    """Share of the bytes read that came from the page cache, 0 to 100. Low while blocked: stage or pack."""
 
     queue_ready: float | None = tagged("feed_queue/ready")
     """Mean number of batches ready when the loop asked for one. Near 0: starved. Near the capacity: well fed."""

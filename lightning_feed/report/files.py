@@ -116,7 +116,7 @@ def _in_lines(first: str, step: str, shown: Iterable[Section], beside: Sequence[
 
 
 def as_markdown(report: Report) -> str:
-    """The whole report: verdict, step, causes, remedies, earlier predictions, pipeline, measurements, versions."""
+    """The whole report: verdict, step, causes, remedies, pipeline, measurements, versions."""
     shown = (*_first_sections(report), *sections.other_sections(report))
     return _in_markdown(report, shown) + "\n"
 

@@ -114,7 +114,7 @@ def feasible(loader: DataLoader[Batch], machine: Machine, local_ranks: int = 1) 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialLimits:
-    """How long a trial measures."""
+    """Length of a trial."""
 
     min_s: float = 0.5
     """Measure at least this long."""

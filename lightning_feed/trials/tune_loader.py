@@ -46,7 +46,7 @@ _FIRST_PATIENCE_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """What a loader is tuned for."""
+    """The goal of tuning a loader."""
 
     work: TrainingWork = field(default_factory=TrainingWork)
     """The work of a training step. The default finds the fastest loader."""
@@ -102,7 +102,7 @@ class Tuned:
         return None if trial is None else trial.step_s
 
     def in_words(self, trial: Trial) -> str:
-        """What a trial measured: a step time, or the rate of the loader alone."""
+        """The result of a trial: a step time, or the rate of the loader alone."""
         if not trial.steps_s:
             return f"could not run: {trial.infeasible}"
         if self.work.step_s > 0:

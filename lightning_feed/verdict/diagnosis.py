@@ -35,14 +35,13 @@ Form = Literal[
 ]
 """The kind of text in a remedy's ``code``, so that programs can apply it, too.
 
-``arguments``: keyword arguments for the call that makes the training loader. They replace present values; a dict
-(``dataloader_kwargs={"num_workers": 2}``) replaces single entries. ``settings``: arguments for LoaderSettings, which a
-FastDataModule takes as ``loader=`` and ``wrap`` as its second argument. ``datamodule``: arguments for the call that
-makes the data module. ``trainer``: arguments for the Trainer. ``override``: text for the command line of LightningCLI
-or Hydra. ``callback``: a callback to add to the Trainer's; if one of its class is present, that one gets these
-arguments. ``method``: a method for the class that ``where`` names. ``line``: a line to run before the loaders are made.
-``replacement``: a data module for ``trainer.fit`` in place of the training loader, with ``...`` for parts that the user
-has to fill in.
+``arguments``: keyword arguments for the call that makes the training loader. They replace present values.
+``settings``: arguments for LoaderSettings, which a FastDataModule takes as ``loader=`` and ``wrap`` as its second
+argument. ``datamodule``: arguments for the call that makes the data module. ``trainer``: arguments for the Trainer.
+``override``: text for the command line of LightningCLI. ``callback``: a callback to add to the Trainer's; if one of its
+class is present, that one gets these arguments. ``method``: a method for the class that ``where`` names. ``line``: a
+line to run before the loaders are made. ``replacement``: a data module for ``trainer.fit`` in place of the training
+loader, with ``...`` for parts that the user has to fill in.
 """
 
 
@@ -67,7 +66,7 @@ class Remedy:
     tried: str = ""
     """Step times of the trials in which the present setting and the new one ran. Empty: it was not tried."""
     changes: str = ""
-    """The change in a fixed form, by which a later run is compared: ``num_workers=8``."""
+    """The change in a fixed form: ``num_workers=8``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,7 +61,7 @@ def why_not(finding: Finding, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
 
 
 def _workers_in_vain(finding: Finding) -> str:
-    """Why the trials chose no more workers. Empty: they did, or there were none."""
+    """The reason why the trials chose no more workers. Empty: they did, or there were none."""
     found = finding.measured.found
     own = found.tried_as("own")
     chosen = found.tried_as("chosen")
