@@ -71,13 +71,12 @@ class PrefetchCallback(ExactResume):
         drop_keys: keys that are left out before the transfer, since the step does not read them. Mappings lose the key;
             named tuples and dataclasses have None there. ``on_before_batch_transfer`` still sees the values.
             ``FastDataModule(drop_keys=...)`` drops them earlier, in the workers.
-        pack_small: removed; any value raises an error.
         stages: where to prefetch: any of ``"fit"``, ``"validate"``, ``"test"``, ``"predict"``. ``"validate"`` covers
             the validation inside a fit and the sanity check.
 
     Raises:
         SettingsError: when ``depth`` is not a positive integer, a stage is unknown, ``host_keys`` or ``drop_keys`` is a
-            plain string, or ``pack_small`` is given.
+            plain string.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -92,7 +91,6 @@ class PrefetchCallback(ExactResume):
         stages: tuple[Stage, ...] = STAGES,
         *,
         drop_keys: tuple[str, ...] = (),
-        pack_small: None = None,
     ) -> None:
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
             raise SettingsError(
@@ -107,11 +105,6 @@ class PrefetchCallback(ExactResume):
         if unknown or not stages:
             raise SettingsError(
                 f"PrefetchCallback(stages={stages!r}): give one or more of {', '.join(map(repr, STAGES))} in a tuple."
-            )
-        if pack_small is not None:
-            raise SettingsError(
-                f"PrefetchCallback(pack_small={pack_small!r}): small tensors are no longer packed. Remove pack_small; "
-                "if many small tensors slow the copy, combine them into one in collate."
             )
         super().__init__()
         self.depth = depth

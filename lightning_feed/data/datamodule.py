@@ -273,7 +273,6 @@ class FeedDataModule:
     def _feed_facts(self) -> dict[str, object]:
         """Return the fields of ``LoopFacts`` that only a data module knows."""
         return {
-            "cache": "device" if self._feed.loaders.on_device else "off",
             "staged": self._feed.stage_to is not None,
             "device_transform": type(self).device_transform is not FeedDataModule.device_transform,
         }

@@ -36,8 +36,6 @@ def loaders_in(loader: object, deeper: int = _DEEPEST) -> list[Any]:
 
 def _held(loader: object) -> list[Any] | None:
     """The loaders that a wrapper draws from; None if it is not a wrapper."""
-    if is_instance(loader, "lightning_feed.trials.background", "BackgroundLoader"):
-        return [loader.source]  # type: ignore[attr-defined]
     parts = getattr(loader, "iterables", loader)  # of a CombinedLoader
     if isinstance(parts, dict):
         parts = list(parts.values())

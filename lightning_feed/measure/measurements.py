@@ -99,8 +99,6 @@ class LoopFacts:
     own_transforms: bool | None = None
     """True if an ImageFolderDataModule's workers, after decoding, run transforms, the user's ``collate``, or
     ``drop_keys``."""
-    cache: str | None = None
-    """Cache of a FastDataModule: ``bytes``, ``decoded``, ``device`` or ``off``."""
     staged: bool | None = None
     """True if a FastDataModule reads from a staged copy."""
     device_transform: bool | None = None

@@ -24,7 +24,7 @@ _PASSING = ("available_memory_bytes", "free_shm_bytes", "cpu_reason")
 _NOT_CHOSEN = (
     "syncs", "usable_cpus", "lightning", "batch_hooks", "place", "may_persist", "why_no_workers", "shards_by_worker",
     "free_shm_bytes",
-    "others_cpu_pct", "others_cpu_median_pct", "generator", "every_num_workers", "may_leave_process", "hook_places",
+    "others_cpu_pct", "generator", "every_num_workers", "hook_places",
     "package", "batch_bytes",  # of the first batch: other batches may have other sizes
 )  # fmt: skip
 """Facts of a run that are no settings."""

@@ -28,6 +28,8 @@ REFINEMENTS = 8
 """Largest number of trials around the fastest number of workers."""
 UNEVEN = 2.0
 """Longest wait for a batch, as a multiple of the mean, above which more batches ahead are tried."""
+OUT_OF_TIME = "; the time ended the search"
+"""End of the reason for a setting if more would have been tried."""
 DEPTHS = (4, 8)
 """Batches ahead for each worker to try if batches take unequal times; torch's default is 2."""
 
@@ -177,7 +179,7 @@ class _Search:
         else:
             reason = f"the fastest of {tried}"
         if not finished:
-            reason += "; the time ended the search"
+            reason += OUT_OF_TIME
         return Choice(setting=best.setting, reason=reason, trials=tuple(self._trials.values()))
 
     @staticmethod

@@ -30,18 +30,15 @@ much faster than the step: ``oversubscribed`` (tasks wait for a CPU), or ``unkno
 """
 
 
-Form = Literal[
-    "arguments", "settings", "datamodule", "replacement", "override", "method", "trainer", "callback", "line"
-]
+Form = Literal["arguments", "settings", "datamodule", "replacement", "override", "trainer", "callback"]
 """The kind of text in a remedy's ``code``, so that programs can apply it, too.
 
 ``arguments``: keyword arguments for the call that makes the training loader. They replace present values.
 ``settings``: arguments for LoaderSettings, which a FastDataModule takes as ``loader=`` and ``wrap`` as its second
 argument. ``datamodule``: arguments for the call that makes the data module. ``trainer``: arguments for the Trainer.
 ``override``: text for the command line of LightningCLI. ``callback``: a callback to add to the Trainer's; if one of its
-class is present, that one gets these arguments. ``method``: a method for the class that ``where`` names. ``line``: a
-line to run before the loaders are made. ``replacement``: a data module for ``trainer.fit`` in place of the training
-loader, with ``...`` for parts that the user has to fill in.
+class is present, that one gets these arguments. ``replacement``: a data module for ``trainer.fit`` in place of the
+training loader, with ``...`` for parts that the user has to fill in.
 """
 
 

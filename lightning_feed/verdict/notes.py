@@ -7,6 +7,7 @@ from typing import TypeGuard
 from lightning_feed.errors import in_rate, rate_unit
 from lightning_feed.measure.experiment_results import NOT_TRANSFORMS, step_of
 from lightning_feed.measure.measurements import SYNCS, HookTime
+from lightning_feed.trials.search import OUT_OF_TIME
 from lightning_feed.verdict import bounds
 from lightning_feed.verdict.causes import MANY_TENSORS
 from lightning_feed.verdict.diagnosis import Cause, Remedy
@@ -91,6 +92,8 @@ def _data(finding: Finding, remedies: tuple[Remedy, ...]) -> Iterator[str]:
     cause = finding.causes.get("data")
     if cause is None:
         return
+    if finding.measured.found.why_chosen.endswith(OUT_OF_TIME):
+        yield "the search for workers ran out of time: LIGHTNING_FEED=tune searches on, and remembers the result"
     yield from _undivided(finding, cause)
     crops = tuple(_whole_images(finding, cause))
     yield from crops

@@ -345,17 +345,23 @@ def crops_only(finding: Finding) -> Remedy | None:
     facts = finding.facts
     if trial is None or finding.data not in MADE_ON_CPU or facts.stage != "fit" or facts.num_workers is None:
         return None
-    split = "" if trial.val_fraction is None else f"val_fraction={trial.val_fraction:g}, "
+    split = ""
+    if trial.val_fraction is not None:
+        split = f"val_fraction={trial.val_fraction:g}, "
+    chosen = finding.measured.found.tried_as("chosen")
+    workers = facts.num_workers
+    if chosen is not None:
+        workers = chosen.num_workers
     return Remedy(
         code=f"from {_door(facts)} import ImageFolderDataModule, LoaderSettings\n"
         f"ImageFolderDataModule({json.dumps(trial.folder)}, {facts.batch_size}, transform=..., {split}"
-        f"loader=LoaderSettings(num_workers={facts.num_workers}))",
+        f"loader=LoaderSettings(num_workers={workers}))",
         form="replacement",
         where=f"as the datamodule of trainer.fit, in place of {finding.place.words}",
         why="put in your transform. Only the crop of an image is decoded: "
         f"{trial.crop_ms:.1f} ms of CPU instead of {trial.whole_ms:.1f}",
         least_step_ms=bounds.with_crops(finding.measured, finding.shares),
-        changes=f"decodes_whole=False,num_workers={facts.num_workers}",
+        changes=f"decodes_whole=False,num_workers={workers}",
     )
 
 
@@ -462,7 +468,7 @@ def remedies_for(finding: Finding) -> tuple[Remedy, ...]:
     """The remedies to print, the largest saving first. If two change the same setting, only the better one."""
     found = [remedy for rule in RULES if (remedy := rule(finding)) is not None]
     if finding.facts.loop == "plain":
-        found = [remedy for remedy in found if remedy.form in ("arguments", "line")]
+        found = [remedy for remedy in found if remedy.form == "arguments"]
     gains = [replace(remedy, most_gain_pct=_gain_pct(finding, remedy)) for remedy in found]
     return largest(gains, least_gain_pct(finding))
 

@@ -120,7 +120,7 @@ def test_host_keys_are_held_back_where_the_callback_stands_aside_too() -> None:
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [({"drop_keys": "meta"}, "letter by letter"), ({"pack_small": True}, "combine them into one in collate")],
+    [({"drop_keys": "meta"}, "letter by letter")],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(SettingsError, match=says):

@@ -144,17 +144,11 @@ def apply(remedy: Any, folder: Path, program: str) -> list[str]:
         source.set_keywords(_only(source.calls("Trainer"), "Trainer"), code)
     elif form == "callback":
         _add_callback(source, code)
-    elif form == "line":
-        place = next(key for key in source.cells if key[0].name == program)
-        source.insert(place, code, after_imports=True)
-        source.import_names(place, code)
     elif form == "settings":
         _set_settings(source, code, where)
     elif form == "datamodule":
         name = _between(r"(?:\(|makes your )(\w+)\)?$", where)
         source.set_keywords(_only(source.calls(name), name), code)
-    elif form == "method":
-        _add_method(source, code, where)
     else:
         raise CannotApply(f"no form: {form!r} for {code!r}")
     source.save()
@@ -312,18 +306,3 @@ def _set_settings(source: Source, code: str, where: str) -> None:
         return
     name = _between(r"(\w+)\W*$", where)
     source.set_keywords(_only(source.calls(name), name), f"loader=LoaderSettings({code})")
-
-
-def _add_method(source: Source, code: str, where: str) -> None:
-    name = _between(r"\bin (\w+)", where)
-    if ";" in where:
-        raise CannotApply(f"{where!r} asks for more than the code")
-    for place, text in source.cells.items():
-        for node in ast.parse(text).body:
-            if isinstance(node, ast.ClassDef) and node.name == name:
-                lines = text.splitlines()
-                lines[node.end_lineno : node.end_lineno] = ["", *("    " + line for line in code.splitlines())]
-                source.cells[place] = "\n".join(lines) + "\n"
-                source.import_names(place, code)
-                return
-    raise CannotApply(f"there is no class {name}")

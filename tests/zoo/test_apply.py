@@ -72,15 +72,10 @@ def test_a_loader_that_could_be_one_of_two_is_no_place(tmp_path: Path) -> None:
         ("trainer", "log_every_n_steps=50", "in your Trainer", "Mine()], log_every_n_steps=50)"),
         ("callback", "TQDMProgressBar(refresh_rate=20)", "", "callbacks=[Mine(), TQDMProgressBar(refresh_rate=20)]"),
         ("callback", "PrefetchCallback()", "", "from lightning_feed import PrefetchCallback\n"),
-        ("line", 'torch.multiprocessing.set_sharing_strategy("file_system")', "at the start",
-         'import DataLoader\ntorch.multiprocessing.set_sharing_strategy("file_system")\n'),
-        ("line", "torch.set_num_threads(1)", "at the start", "import torch\n"),
-        ("datamodule", 'cache="bytes"', "cache: off -> bytes in the call that makes your Data",
-         "Data(batch_size=8, cache='bytes')"),
+        ("datamodule", 'stage_to="/dev/shm"', "stage_to: None -> /dev/shm in the call that makes your Data",
+         "Data(batch_size=8, stage_to='/dev/shm')"),
         ("settings", "num_workers=4", "num_workers: 2 -> 4 in loader=LoaderSettings(...) of your Data",
          "Data(batch_size=8, loader=LoaderSettings(num_workers=4))"),
-        ("method", "def on_after_batch_transfer(self, batch, i):\n    return batch", "in Data (train.py:6)",
-         "DataLoader(self.ds)\n\n    def on_after_batch_transfer(self, batch, i):\n        return batch\n"),
     ],
 )  # fmt: skip
 def test_each_form_goes_where_it_belongs(tmp_path: Path, form: str, code: str, where: str, expected: str) -> None:
@@ -92,8 +87,6 @@ def test_each_form_goes_where_it_belongs(tmp_path: Path, form: str, code: str, w
     [
         (None, "num_workers=1", ""),
         ("arguments", "DataLoader(dataset, num_workers=1)", "in train.py:9"),
-        ("method", "def f(self): ...", "in Data (train.py:6); and leave the transform out"),
-        ("method", "def f(self): ...", "in Nothing (train.py:6)"),
         ("arguments", "num_workers=", "in train.py:9"),
     ],
 )

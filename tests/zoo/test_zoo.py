@@ -91,6 +91,4 @@ def _compatible(remedies: list[Remedy]) -> list[list[Remedy]]:
     """Each way to set the loader by itself, since they exclude each other, and all other remedies with the first."""
     of_loaders = [one for one in remedies if "workers" in one.code or "in_order" in one.code]
     others = [one for one in remedies if one not in of_loaders]
-    # Lines are added after places that are line numbers were changed.
-    others.sort(key=lambda one: one.form == "line")
     return [[*of_loaders[:1], *others], *([one] for one in of_loaders[1:])]
