@@ -69,10 +69,12 @@ def measure_workers(session: Session) -> None:
     why_not = why_fixed(part.loader)
     if why_not:
         raise NotMeasurable(why_not)
+    session.check_memory()
     work = None
     if session.measured is not None:
         work = work_of(session.measured)
-    tuned = tune_loader(part.loader, Goal(work=work or TrainingWork(), budget_s=session.share_s), clock=session.clock)
+    goal = Goal(work=work or TrainingWork(), budget_s=session.share_s)
+    tuned = tune_loader(part.loader, goal, machine=session.machine, clock=session.clock)
     ran = [trial for trial in tuned.trials if trial.steps_s]
     tried = [
         TriedSetting(

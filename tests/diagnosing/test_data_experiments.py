@@ -12,7 +12,6 @@ from diagnosing.made_data import Broken, Files, Images, Slow
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
-from lightning_feed.diagnosing import rates
 from lightning_feed.diagnosing.run import STEPS, measure_loaders
 from lightning_feed.diagnosing.session import Session
 from lightning_feed.errors import DatasetError
@@ -28,8 +27,7 @@ def _measure(
     return session.results
 
 
-def test_all_of_them_on_a_slow_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "_TIMES", 2)
+def test_all_of_them_on_a_slow_data_set() -> None:
     slow = Slow(0.004)
     dataset = Images(slow)
     loader = DataLoader(dataset, batch_size=4, shuffle=True, num_workers=1)
@@ -46,10 +44,11 @@ def test_all_of_them_on_a_slow_data_set(monkeypatch: pytest.MonkeyPatch) -> None
     assert results.no_transform_per_s > 1.5 * results.loader_per_s
     assert max(results.costs, key=lambda cost: cost.cpu_ms).name == "Slow"
     assert [(key.name, key.bytes_per_batch) for key in results.keys] == [("0", 4 * 3 * 16 * 16 * 4), ("1", 4 * 8)]
-    spread = {number: (low, high) for number, low, high in results.worker_spread}
-    assert spread[1][0] <= results.loader_per_s <= spread[1][1]
-    assert {0, 1} <= dict(results.worker_scaling).keys() == spread.keys()
-    assert all(low <= dict(results.worker_scaling)[number] <= high for number, (low, high) in spread.items())
+    assert {0, 1} <= {setting.num_workers for setting in results.tried}
+    own = results.tried_as("own")
+    assert own is not None
+    assert own.num_workers == 1
+    assert all(setting.shortest_ms <= setting.step_ms <= setting.longest_ms for setting in results.tried)
     assert results.noise_pct is not None
     assert None not in (results.samples_ms, results.collate_ms)
     assert (results.functions[0].name, results.functions[0].stage) == ("burn", "samples")

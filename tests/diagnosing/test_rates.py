@@ -8,72 +8,66 @@ import torch
 from diagnosing.made_data import Images, Slow, Stream, machine_of, session_of
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from lightning_feed.diagnosing import rates
 from lightning_feed.diagnosing.parts import NotMeasurable
 from lightning_feed.diagnosing.rates import (
     ROUNDS,
     NullStream,
     measure_ceiling,
     measure_files_in_memory,
-    measure_scaling,
-    workers_to_try,
+    measure_workers,
 )
-from lightning_feed.diagnosing.session import Session
-from lightning_feed.load.machine import Machine
+from lightning_feed.trials.search import Trial
+from lightning_feed.trials.tune_loader import Goal, Tuned, own_setting
 
 # --- other numbers of workers -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("workers", "cpus", "loaders", "expected"),
-    [
-        (0, 8, 1, [8, 1, 0, 4]),
-        (2, 8, 1, [8, 0, 2, 1, 4, 3]),
-        (2, 1, 1, [1, 0, 2]),
-        (0, 1, 1, [1, 0]),
-        (1, 2, 1, [2, 0, 1]),
-        (0, 8, 2, [4, 1, 0, 2]),
-    ],
-)
-def test_the_numbers_that_are_tried(workers: int, cpus: int, loaders: int, expected: list[int]) -> None:
-    made = [DataLoader(Images(), batch_size=4, num_workers=workers) for _ in range(loaders)]
-    assert workers_to_try(session_of(*made, machine=machine_of(cpus))) == expected
+class Tunes:
+    """In the place of ``tune_loader``: two workers are twice as fast as the user's one."""
+
+    def __init__(self) -> None:
+        self.goals: list[Goal] = []
+
+    def __call__(self, loader: DataLoader[Any], goal: Goal, **_: Any) -> Tuned:
+        self.goals.append(goal)
+        own = own_setting(loader)
+        chosen = own.with_workers(2)
+        trials = (
+            Trial(setting=own, steps_s=(0.2, 0.22, 0.19)),
+            Trial(setting=own.with_workers(8), infeasible="/dev/shm would be full"),
+            Trial(setting=chosen, steps_s=(0.1,)),
+        )
+        return Tuned(setting=chosen, own=own, reason="the fastest of 3 tried", trials=trials, work=goal.work)
 
 
-class Rates(Session):
-    """Counts what was tried, and is as fast as the number of tries."""
-
-    tried: list[int]
-
-    def rate(self, change: Any, **options: Any) -> float:
-        self.tried.append(change(self.parts[0]).num_workers)
-        return float(len(self.tried))
+@pytest.fixture
+def tunes(monkeypatch: pytest.MonkeyPatch) -> Tunes:
+    made = Tunes()
+    monkeypatch.setattr(rates, "tune_loader", made)
+    return made
 
 
-def _scaled(loader: Any, machine: Machine, share_s: float = 10.0, kind: type[Rates] = Rates) -> tuple[Rates, str]:
-    session = kind(train_loaders=loader, machine=machine, clock=lambda: float(len(session.tried)), share_s=share_s)
-    session.tried = []
-    session.find_parts()
-    try:
-        measure_scaling(session)
-    except NotMeasurable as reason:
-        return session, str(reason)
-    return session, ""
+def test_the_trials_of_the_tuner_are_noted(tunes: Tunes) -> None:
+    session = session_of(DataLoader(Images(), num_workers=1), machine=machine_of(2))
+    session.share_s = 5.0
+    measure_workers(session)
+    one, two = session.results.tried
+    assert (one.num_workers, one.step_ms, one.shortest_ms, one.longest_ms) == (1, 200.0, 190.0, 220.0)
+    assert (two.num_workers, two.step_ms) == (2, 100.0)
+    assert session.results.tried_as("own") == one
+    assert session.results.tried_as("chosen") == two
+    assert session.results.noise_pct == pytest.approx(15.0)
+    assert session.results.why_chosen == "the fastest of 3 tried"
+    assert tunes.goals[0].work.step_s == 0  # no training was measured
 
 
-def test_each_number_is_tried_three_times_and_the_configured_one_too() -> None:
-    session, _ = _scaled(DataLoader(Images(), num_workers=1), machine_of(2))
-    assert session.tried == [2, 0, 1] * 3
-    assert session.results.worker_scaling == ((0, 5.0), (1, 6.0), (2, 4.0))
-    assert session.results.worker_spread == ((0, 2.0, 8.0), (1, 3.0, 9.0), (2, 1.0, 7.0))
-    assert session.results.noise_pct == 150
-    assert _scaled(DataLoader(Images(), num_workers=1), machine_of(2), share_s=4.4)[0].tried == [2, 0, 1, 2, 0]
-
-
-def test_what_does_not_fit_is_not_tried_and_told_once() -> None:
-    session, told = _scaled(DataLoader(Images(), batch_size=4), machine_of(2, shm=60_000))
-    assert session.tried == [1, 0] * 3
-    assert told.startswith("2 workers: 5 batches need 0 MiB, more than 80% of the 0 MiB free in /dev/shm")
-    assert told.count("2 workers") == 1
+def test_what_workers_would_change_is_not_tried(tunes: Tunes) -> None:
+    with pytest.raises(NotMeasurable, match="is a stream"):
+        measure_workers(session_of(DataLoader(Stream(), batch_size=4)))
+    with pytest.raises(NotMeasurable, match="several loaders"):
+        measure_workers(session_of(DataLoader(Images()), DataLoader(Images())))
+    assert tunes.goals == []
 
 
 # --- constant samples -------------------------------------------------------------------------------------------------

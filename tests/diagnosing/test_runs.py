@@ -257,7 +257,7 @@ def test_a_rate_that_follows_validation(interval: str, package: str) -> None:
     assert found.stats.steps >= 10
     assert found.measurements.experiments.model_per_s > 0
     if interval == "step":
-        assert tune(Validated(), model=Detector(), budget_s=1, max_trials=1, fresh=True).demand_per_s > 0
+        assert tune(Validated(), model=Detector(), budget_s=1, fresh=True).work.step_s > 0
 
 
 # --- batches of several lengths, and of no known kind -------------------------------------------------------------
