@@ -1,4 +1,4 @@
-"""Checks on one CUDA device, each with a control that must fail: a check that cannot fail shows nothing.
+"""Checks of claims on one CUDA device. tests/gpu has their controls: safeguards that are taken out.
 
 Parts of gpu_day.py, which says what each is for. One alone, its results in FILE:
 
@@ -13,25 +13,20 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
-from unittest import mock
+from typing import Any
 
 import torch
 from gpu_claims import Claim, Report, at_least, at_most, if_active, run_part
-from gpu_weights import graphs, same
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from pictures import make_picture
 from torch import Tensor, nn
-from torchvision.io import ImageReadMode
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
 from lightning_feed.data.image_backends import check_available, require_nvjpeg
 from lightning_feed.errors import FeedError
-from lightning_feed.measure.nvml import NvmlSampler, find_handle
 from lightning_feed.transfer import prefetcher as streams
 from lightning_feed.transfer.gpu_decode import NvJpeg
 
@@ -49,38 +44,6 @@ IMAGES = (64, 3, 512, 512)
 # --- the device -------------------------------------------------------------------------------------------------------
 
 
-class Device(Protocol):
-    """What checks need of a device; the tests drive them with a simulated one."""
-
-    def fit(self, model: LightningModule, loader: Any, *callbacks: Callback) -> None:
-        """Train for one epoch."""
-        ...
-
-    def spin(self, ms: float) -> None:
-        """Keep the current stream busy; the host goes on at once."""
-        ...
-
-    def wait(self, ms: float) -> None:
-        """Let the host do nothing."""
-        ...
-
-    def pin(self, tensor: Tensor) -> Tensor:
-        """A copy in page-locked memory."""
-        ...
-
-    def count_wrong(self, flags: list[Tensor]) -> int:
-        """How many flags on the device are set."""
-        ...
-
-    def forget_memory(self) -> None:
-        """Give unused memory back, and begin to measure the peak anew."""
-        ...
-
-    def peak_bytes(self) -> int:
-        """The most memory that the allocator held."""
-        ...
-
-
 class CudaDevice:
     """The first CUDA device."""
 
@@ -89,16 +52,16 @@ class CudaDevice:
 
     def fit(self, model: LightningModule, loader: Any, *callbacks: Callback, **options: Any) -> None:
         """Train for one epoch, and wait for the device."""
-        given: dict[str, Any] = {"max_epochs": 1, "precision": "32-true", **options}
         Trainer(
             accelerator="gpu",
             devices=1,
+            max_epochs=1,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
             callbacks=list(callbacks),
-            **given,
+            **options,
         ).fit(model, loader)
         torch.cuda.synchronize()
 
@@ -112,10 +75,6 @@ class CudaDevice:
         """A copy in page-locked memory."""
         return tensor.pin_memory()
 
-    def count_wrong(self, flags: list[Tensor]) -> int:
-        """How many flags on the device are set."""
-        return int(torch.stack(flags).sum())
-
     def forget_memory(self) -> None:
         """Give unused memory back, and begin to measure the peak anew."""
         gc.collect()
@@ -128,104 +87,37 @@ class CudaDevice:
         return int(torch.cuda.memory_stats()["reserved_bytes.large_pool.peak"])
 
 
-# --- controls ---------------------------------------------------------------------------------------------------------
-
 BATCHES = 40
 LATE_MS = 20.0
 
 
 class Reads(LightningModule):
-    """Batch ``k`` is all ``k % 251``: a flag for each batch says whether the step found something else.
+    """Reads each batch on the device.
 
     Args:
         device: to run on.
-        late_ms: the step reads the batch so long after the host has queued it.
-        slow_ms: the copy begins so long after the host has queued it.
+        before_ms: the device computes so long before it reads the batch; the host has queued all of it at once.
         after_ms: the device goes on computing so long afterwards.
     """
 
-    def __init__(self, device: Device, *, late_ms: float = 0.0, slow_ms: float = 0.0, after_ms: float = 0.0) -> None:
+    def __init__(self, device: CudaDevice, *, before_ms: float = 0.0, after_ms: float = 0.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
         self.gpu = device
-        self.late_ms, self.slow_ms, self.after_ms = late_ms, slow_ms, after_ms
-        self.flags: list[Tensor] = []
+        self.before_ms = before_ms
+        self.after_ms = after_ms
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        if self.late_ms:
-            self.gpu.spin(self.late_ms)
-        wrong = []
+        if self.before_ms:
+            self.gpu.spin(self.before_ms)
         while batch:  # the last reference goes as soon as the read is queued
-            low, high = torch.aminmax(batch.popitem()[1])
-            wrong += [low != batch_idx % 251, high != batch_idx % 251]
-        self.flags.append(torch.stack(wrong).any())
+            torch.aminmax(batch.popitem()[1])
         if self.after_ms:
             self.gpu.spin(self.after_ms)
         return self.weight * 2.0
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-9)
-
-
-class CopiesLate(Reads):
-    """Queues work before the copy."""
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        self.gpu.spin(self.slow_ms)
-        return super().transfer_batch_to_device(batch, device, dataloader_idx)
-
-
-class HostBatches:
-    """Batches of parts of one size, in page-locked memory, made beforehand.
-
-    Args:
-        device: to pin for.
-        parts: in a batch.
-        size: of each, bytes.
-    """
-
-    def __init__(self, device: Device, parts: int, size: int) -> None:
-        shape = (parts, size)
-        self._batches = [device.pin(torch.full(shape, k % 251, dtype=torch.uint8)) for k in range(BATCHES)]
-
-    def __len__(self) -> int:
-        return BATCHES
-
-    def __iter__(self) -> Iterator[Batch]:
-        return ({str(number): part for number, part in enumerate(batch)} for batch in self._batches)
-
-
-def _no_record(_: Any, stream: Any) -> None:
-    """In place of record_stream: memory is handed out again while it is read."""
-
-
-def _no_wait(self: Any, batch: Any, _: Any) -> None:
-    """In place of DeviceStream.hand_over: the step reads a batch before it was copied."""
-    streams.record_stream(batch, self._backend.current_stream(self._device))
-
-
-def controls(report: Report, device: Device) -> None:
-    """No batch is corrupted; with each safeguard taken out some are, else the check sees nothing."""
-    as_it_is: Callable[[], AbstractContextManager[Any]] = nullcontext
-    no_record = partial(mock.patch.object, streams, "record_stream", _no_record)
-    no_wait = partial(mock.patch.object, streams.DeviceStream, "hand_over", _no_wait)
-    large, small = (1, 2**21), (64, 256)
-    late, slow = partial(Reads, device, late_ms=LATE_MS), partial(CopiesLate, device, slow_ms=LATE_MS)
-    for what, patched, make, parts, options in (
-        ("late read", as_it_is, late, large, {}),
-        ("late read, depth 3", as_it_is, late, large, {"depth": 3}),
-        ("late read, small tensors", as_it_is, late, small, {}),
-        ("slow copy", as_it_is, slow, large, {}),
-        ("slow copy, depth 3", as_it_is, slow, large, {"depth": 3}),
-        ("control: late read, no record_stream", no_record, late, large, {}),
-        ("control: slow copy, no wait_event", no_wait, slow, large, {}),
-    ):
-        model, callback = make(), PrefetchCallback(**options)
-        with patched():
-            device.fit(model, HostBatches(device, *parts), callback)
-        wrong, unit = device.count_wrong(model.flags), f"of {len(model.flags)} wrong"
-        claim = at_most(what, wrong, 0, unit) if patched is as_it_is else at_least(what, wrong, 1, unit)
-        report.add(if_active(claim, active=callback.active))
 
 
 # --- share ------------------------------------------------------------------------------------------------------------
@@ -236,8 +128,10 @@ STEPS = 60
 class SlowLoader:
     """A loader in which the host waits for ``ms``."""
 
-    def __init__(self, device: Device, ms: float) -> None:
-        self._device, self._ms, self._tensor = device, ms, device.pin(torch.ones(32))
+    def __init__(self, device: CudaDevice, ms: float) -> None:
+        self._device = device
+        self._ms = ms
+        self._tensor = device.pin(torch.ones(32))
 
     def __len__(self) -> int:
         return STEPS
@@ -249,7 +143,7 @@ class SlowLoader:
             yield {"0": self._tensor}
 
 
-def share(report: Report, device: Device) -> None:
+def share(report: Report, device: CudaDevice) -> None:
     """starved_pct beside the share of a trace in which the host fetched and the device had nothing to do."""
     for data_ms, compute_ms in ((8, 20), (20, 5), (12, 10)):
         for ahead in (False, True):
@@ -283,8 +177,9 @@ def share(report: Report, device: Device) -> None:
 class SameBatch:
     """The same page-locked batch again and again: the host is never the slow one."""
 
-    def __init__(self, device: Device, shape: tuple[int, ...], count: int) -> None:
-        self._tensor, self._count = device.pin(torch.zeros(shape, dtype=torch.uint8)), count
+    def __init__(self, device: CudaDevice, shape: tuple[int, ...], count: int) -> None:
+        self._tensor = device.pin(torch.zeros(shape, dtype=torch.uint8))
+        self._count = count
 
     def __len__(self) -> int:
         return self._count
@@ -293,7 +188,7 @@ class SameBatch:
         return ({"0": self._tensor} for _ in range(self._count))
 
 
-def overlap_trace(report: Report, device: Device) -> None:
+def overlap_trace(report: Report, device: CudaDevice) -> None:
     """The share of copying during which the device computed."""
     for name, callbacks in (("plain", []), ("PrefetchCallback", [PrefetchCallback()])):
         traces: list[Trace] = []
@@ -317,7 +212,7 @@ def overlap_trace(report: Report, device: Device) -> None:
         report.row(run=name, copy_ms=copy_ms, gb_per_s=gb_per_s, under_compute_pct=under, step_ms=step_ms)
 
 
-def memory(report: Report, device: Device) -> None:
+def memory(report: Report, device: CudaDevice) -> None:
     """Device memory beyond that of plain Lightning, in batches, with a host that could run far ahead.
 
     Of the ``depth + 3`` batches that are documented, plain Lightning holds one.
@@ -333,25 +228,85 @@ def memory(report: Report, device: Device) -> None:
         claim = at_most(f"memory beyond plain, depth {depth}", beyond, most, "batches")
         report.add(if_active(claim, active=callback.active))
         report.row(run=f"depth {depth}", peak_mb=peak / 1e6, batches_beyond_plain=beyond)
-    with mock.patch.object(streams.DeviceStream, "limit_run_ahead"):
-        beyond = (_peak_bytes(device, PrefetchCallback()) - plain) / size
-    report.add(at_least("control: memory beyond plain, the host does not wait", beyond, 6, "batches"))
 
 
-def _peak_bytes(device: Device, *callbacks: Callback) -> int:
+def _peak_bytes(device: CudaDevice, *callbacks: Callback) -> int:
     device.forget_memory()
-    device.fit(Reads(device, late_ms=LATE_MS), SameBatch(device, IMAGES, BATCHES), *callbacks)  # in use throughout
+    device.fit(Reads(device, before_ms=LATE_MS), SameBatch(device, IMAGES, BATCHES), *callbacks)  # in use throughout
     return device.peak_bytes()
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+class Random(LightningModule):
+    """Draws random numbers on the device: dropout in the step, noise in the batch hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.3), nn.Linear(256, 8))
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        values, labels = batch
+        return [values + 0.1 * torch.randn_like(values), labels]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        values, labels = batch
+        return nn.functional.cross_entropy(self.net(values), labels)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class Captured(Random):
+    """Forward and backward of the network are a CUDA graph, so that the host runs ahead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+
+    def on_train_start(self) -> None:
+        torch.cuda.make_graphed_callables(self.net, (torch.randn(16, 64, device=self.device),))
+
+
+def same(report: Report, device: CudaDevice) -> None:
+    """Weights to the bit, with PrefetchCallback and without."""
+    torch.use_deterministic_algorithms(mode=True, warn_only=True)
+    for name, make, options in (
+        ("32-true", Random, {"precision": "32-true"}),
+        ("bf16-mixed", Random, {"precision": "bf16-mixed"}),
+        ("16-mixed", Random, {"precision": "16-mixed"}),
+        ("captured graph", Captured, {}),
+    ):
+        plain = _weights(device, make, **options)
+        again = _weights(device, make, **options)
+        report.add(_same_claim(f"control: weights of the same run twice, {name}", plain, again))
+        for depth in (1, 3):
+            callback = PrefetchCallback(depth=depth)
+            ours = _weights(device, make, callback, **options)
+            report.add(if_active(_same_claim(f"weights, {name}, depth {depth}", plain, ours), active=callback.active))
+
+
+def _weights(
+    device: CudaDevice, make: Callable[[], LightningModule], *callbacks: Callback, **options: Any
+) -> list[Tensor]:
+    seed_everything(1, verbose=False)
+    model = make()
+    samples = TensorDataset(torch.randn(640, 64), torch.arange(640) % 8)
+    device.fit(model, DataLoader(samples, batch_size=16, pin_memory=True), *callbacks, **options)
+    return [weight.detach().cpu() for weight in model.parameters()]
+
+
+def _same_claim(what: str, first: list[Tensor], second: list[Tensor]) -> Claim:
+    passed = all(torch.equal(weight, other) for weight, other in zip(first, second, strict=True))
+    return Claim(claim=what, measured="the same" if passed else "different", goal="the same", passed=passed)
 
 
 # --- nvJPEG -----------------------------------------------------------------------------------------------------------
 
-ROUNDS = 20
-VALUE = 7
 
-
-def nvjpeg(report: Report, device: CudaDevice) -> None:
-    """torchvision's call alone corrupts memory, unless the driver keeps the order; with our precautions none is."""
+def nvjpeg(report: Report, _: CudaDevice) -> None:
+    """Images that nvJPEG decodes in a second."""
     where = torch.device("cuda", 0)
     try:
         check_available("nvjpeg", where)
@@ -360,139 +315,35 @@ def nvjpeg(report: Report, device: CudaDevice) -> None:
         report.add(Claim(claim="nvJPEG", detail=str(error).partition("\n")[0]))
         return
     files = [torch.frombuffer(bytearray(make_picture(seed)), dtype=torch.uint8) for seed in range(64)]
-    ours = NvJpeg(where)
-    main, side, unit = torch.cuda.current_stream(), torch.cuda.Stream(where), f"of {ROUNDS} corrupted"
-
-    def alone(encoded: list[Tensor]) -> Any:
-        return torch.ops.image.decode_jpegs_cuda(encoded, ImageReadMode.RGB.value, where)
-
-    for stream, on in ((main, "the default stream"), (side, "a side stream")):
-        report.add(at_most(f"nvJPEG by us, {on}", _corrupted(device, ours, files[:8], stream), 0, unit))
-    # Either will do: whether the driver orders work with the default stream by itself is its own affair.
-    corrupted = max(_corrupted(device, alone, files[:8], stream) for stream in (main, side))
-    report.add(_seen_or_not_to_be_seen(corrupted, unit))
-    # torch has 32 streams, and hands them out in turn: a user may be given ours.
-    twins = (torch.cuda.Stream(where) for _ in range(64))
-    twin = next((stream for stream in twins if stream.cuda_stream == ours._stream.cuda_stream), None)
-    what = "nvJPEG by us, the stream that it uses itself"
-    if twin is None:
-        report.add(Claim(claim=what, detail="torch did not hand it out again"))
-    else:
-        report.add(at_most(what, _corrupted(device, ours, files[:8], twin), 0, unit))
-    rates = {size: _decode_rate(ours, files * (size // len(files))) for size in (64, 256, 512)}
-    for size, rate in rates.items():
-        report.row(batch=size, images_per_s=rate, mean_file_kb=sum(map(len, files)) / len(files) / 1e3)
+    mean_file_kb = sum(map(len, files)) / len(files) / 1e3
+    decode = NvJpeg(where)
+    rates: dict[int, float] = {}
+    for size in (64, 256, 512):
+        rates[size] = _decode_rate(decode, files * (size // len(files)))
+        report.row(batch=size, images_per_s=rates[size], mean_file_kb=mean_file_kb)
     best = max(rates, key=lambda size: rates[size])
     report.add(at_least(f"nvJPEG, decoding, batches of {best}", rates[best], 3 * 3910, "images/s"))
-
-
-def _seen_or_not_to_be_seen(corrupted: int, unit: str) -> Claim:
-    """The control: none shows nothing, neither for our precautions nor against them."""
-    claim = at_least("control: nvJPEG by torchvision alone", corrupted, 1, unit)
-    return claim if claim.passed else replace(claim, passed=None, detail="here the driver keeps the order by itself")
-
-
-def _corrupted(device: CudaDevice, decode: Callable[[list[Tensor]], Any], files: list[Tensor], stream: Any) -> int:
-    """Memory is freed while a kernel that reads it is queued, and images of the same size are decoded at once."""
-    corrupted = 0
-    with torch.cuda.stream(stream):
-        shape = decode(files)[0].shape
-        for _ in range(ROUNDS):
-            values = [torch.full(shape, VALUE, dtype=torch.uint8, device="cuda") for _ in range(2 * len(files))]
-            torch.cuda.synchronize()
-            device.spin(25)
-            sums = [value.sum(dtype=torch.int64) for value in values]
-            del values
-            images = decode(files)
-            torch.cuda.synchronize()
-            corrupted += any(int(total) != VALUE * shape.numel() for total in sums)
-            del images
-    return corrupted
 
 
 def _decode_rate(decode: NvJpeg, files: list[Tensor], seconds: float = 2.0) -> float:
     for _ in range(3):
         decode(files)
     torch.cuda.synchronize()
-    began, decoded = time.perf_counter(), 0
-    while time.perf_counter() - began < seconds:
+    began_s = time.perf_counter()
+    decoded = 0
+    while time.perf_counter() - began_s < seconds:
         decode(files)
         decoded += len(files)
     torch.cuda.synchronize()
-    return decoded / (time.perf_counter() - began)
-
-
-# --- NVML -------------------------------------------------------------------------------------------------------------
-
-
-def nvml(report: Report, _: CudaDevice) -> None:
-    """Shares of a device that does nothing, and of one that multiplies matrices."""
-    idle, busy = _sampled(lambda: time.sleep(0.1)), _sampled(_multiplier())
-    for name in ("util_pct", "sm_pct"):
-        when_idle, when_busy = getattr(idle, name, None), getattr(busy, name, None)
-        if when_idle is None or when_busy is None:
-            passed = False if _nvml_knows(name) else None
-            report.add(Claim(claim=f"NVML, {name}", passed=passed, detail="the sampler has none"))
-            continue
-        report.add(
-            at_least(f"NVML, {name} under matmul", when_busy, 80, "%"),
-            at_most(f"control: NVML, {name} of an idle device", when_idle, 20, "%"),
-        )
-    for name, stats in (("idle", idle), ("matmul", busy)):
-        report.row(device=name, **({} if stats is None else vars(stats)))
-
-
-def _sampled(work: Callable[[], None], seconds: float = 3.0) -> Any:
-    torch.cuda.synchronize()
-    time.sleep(1.5)  # NVML's util_pct looks back by up to a second
-    sampler = NvmlSampler(str(torch.cuda.get_device_properties(0).uuid), period_s=0.25)
-    settled, ends = time.monotonic() + 1.5, time.monotonic() + 1.5 + seconds
-    while time.monotonic() < settled:
-        work()
-    sampler.start()
-    while time.monotonic() < ends:
-        work()
-    sampler.stop()
-    return sampler.take()
-
-
-def _multiplier() -> Callable[[], None]:
-    matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-
-    def work() -> None:
-        for _ in range(40):
-            matrix @ matrix
-        torch.cuda.synchronize()
-
-    return work
-
-
-def _nvml_knows(name: str) -> bool:
-    """Whether NVML is there, and has this figure of the device."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return False
-    try:
-        handle = find_handle(pynvml, str(torch.cuda.get_device_properties(0).uuid))
-        return name == "util_pct" or bool(pynvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice)
-    except (AttributeError, pynvml.NVMLError):
-        return False
-    finally:
-        pynvml.nvmlShutdown()
+    return decoded / (time.perf_counter() - began_s)
 
 
 CHECKS: dict[str, Callable[[Report, CudaDevice], None]] = {
-    "controls": controls,
     "share": share,
     "overlap-trace": overlap_trace,
     "memory": memory,
     "same": same,
     "nvjpeg": nvjpeg,
-    "nvml": nvml,
-    "graphs": graphs,
 }
 
 
