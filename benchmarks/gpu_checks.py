@@ -1,4 +1,4 @@
-"""Checks of claims on one CUDA device. tests/gpu has their controls: safeguards that are taken out.
+"""Checks of claims on one CUDA device. tests/gpu has their controls: streams with a fault each.
 
 Parts of gpu_day.py, which says what each is for. One alone, its results in FILE:
 
@@ -9,11 +9,11 @@ import gc
 import logging
 import math
 import os
+import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,128 +22,77 @@ from gpu_claims import Claim, Report, at_least, at_most, if_active, run_part
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from pictures import make_picture
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torchvision import models
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
 from lightning_feed.data.image_backends import check_available, require_nvjpeg
 from lightning_feed.errors import FeedError
-from lightning_feed.transfer import prefetcher as streams
 from lightning_feed.transfer.gpu_decode import NvJpeg
+from lightning_feed.transfer.prefetcher import RUN_AHEAD
 
 # Behind the folder of this file: both have a module of the name `decode`.
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-import on_cuda
-from gpu_trace import FETCH, Trace, covered_pct, profiled, starved_pct
+from gpu_trace import FETCH, Trace, profiled, starved_pct
+from on_cuda import fitted, spin, warm_up
 
-Batch = dict[str, Tensor]
-IMAGES = (64, 3, 512, 512)
-"""A batch of 50 MB, which takes about a millisecond to copy."""
-
-
-# --- the device -------------------------------------------------------------------------------------------------------
-
-
-class CudaDevice:
-    """The first CUDA device."""
-
-    def __init__(self) -> None:
-        on_cuda.cycles_per_ms()  # measured now, since that waits for the device
-
-    def fit(self, model: LightningModule, loader: Any, *callbacks: Callback, **options: Any) -> None:
-        """Train for one epoch, and wait for the device."""
-        Trainer(
-            accelerator="gpu",
-            devices=1,
-            max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=list(callbacks),
-            **options,
-        ).fit(model, loader)
-        torch.cuda.synchronize()
-
-    spin = staticmethod(on_cuda.spin)
-
-    def wait(self, ms: float) -> None:
-        """Let the host do nothing."""
-        time.sleep(ms / 1e3)
-
-    def pin(self, tensor: Tensor) -> Tensor:
-        """A copy in page-locked memory."""
-        return tensor.pin_memory()
-
-    def forget_memory(self) -> None:
-        """Give unused memory back, and begin to measure the peak anew."""
-        gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-    def peak_bytes(self) -> int:
-        """The most memory that torch held; blocks of less than 1 MiB, which lie elsewhere, are not counted."""
-        return int(torch.cuda.memory_stats()["reserved_bytes.large_pool.peak"])
-
-
-BATCHES = 40
-LATE_MS = 20.0
+STEPS = 60
 
 
 class Reads(LightningModule):
     """Reads each batch on the device.
 
     Args:
-        device: to run on.
         before_ms: the device computes so long before it reads the batch; the host has queued all of it at once.
         after_ms: the device goes on computing so long afterwards.
     """
 
-    def __init__(self, device: CudaDevice, *, before_ms: float = 0.0, after_ms: float = 0.0) -> None:
+    def __init__(self, *, before_ms: float = 0.0, after_ms: float = 0.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
-        self.gpu = device
         self.before_ms = before_ms
         self.after_ms = after_ms
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         if self.before_ms:
-            self.gpu.spin(self.before_ms)
+            spin(self.before_ms)
         while batch:  # the last reference goes as soon as the read is queued
             torch.aminmax(batch.popitem()[1])
         if self.after_ms:
-            self.gpu.spin(self.after_ms)
+            spin(self.after_ms)
         return self.weight * 2.0
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-9)
 
 
-# --- share ------------------------------------------------------------------------------------------------------------
+class SameBatch:
+    """The same page-locked batch again and again.
 
-STEPS = 60
+    Args:
+        shape: of the batch.
+        wait_ms: the host waits so long for each.
+    """
 
-
-class SlowLoader:
-    """A loader in which the host waits for ``ms``."""
-
-    def __init__(self, device: CudaDevice, ms: float) -> None:
-        self._device = device
-        self._ms = ms
-        self._tensor = device.pin(torch.ones(32))
+    def __init__(self, shape: tuple[int, ...], *, wait_ms: float = 0.0) -> None:
+        self._tensor = torch.zeros(shape, dtype=torch.uint8).pin_memory()
+        self._wait_ms = wait_ms
 
     def __len__(self) -> int:
         return STEPS
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
         for _ in range(STEPS):
             with torch.profiler.record_function(FETCH):
-                self._device.wait(self._ms)
-            yield {"0": self._tensor}
+                time.sleep(self._wait_ms / 1e3)
+            yield {"pixels": self._tensor}
 
 
-def share(report: Report, device: CudaDevice) -> None:
+# --- the share of waiting ---------------------------------------------------------------------------------------------
+
+
+def share(report: Report, _: float) -> None:
     """starved_pct beside the share of a trace in which the host fetched and the device had nothing to do."""
     for data_ms, compute_ms in ((8, 20), (20, 5), (12, 10)):
         for ahead in (False, True):
@@ -151,89 +100,55 @@ def share(report: Report, device: CudaDevice) -> None:
             callbacks: list[Callback] = [PrefetchCallback(), starvation] if ahead else [starvation]
             traces: list[Trace] = []
             with profiled(traces):
-                device.fit(Reads(device, after_ms=compute_ms), SlowLoader(device, data_ms), *callbacks)
+                fitted(Reads(after_ms=compute_ms), SameBatch((32,), wait_ms=data_ms), *callbacks, max_epochs=1)
             stats = starvation.report().stats
             what = f"data {data_ms} ms, compute {compute_ms} ms{', prefetched' if ahead else ''}"
-            if len(traces[0].spins) != STEPS or len(traces[0].fetches) != STEPS:
+            if len(traces[0].spins) != STEPS or stats.starved_pct is None:
                 report.add(Claim(claim=what, detail=f"the profiler saw {len(traces[0].spins)} of {STEPS} kernels"))
                 continue
-            told = math.nan if stats.starved_pct is None else stats.starved_pct
-            true = starved_pct(traces[0], stats.steps) if stats.steps else math.nan
-            detail = f"told {told:.1f} %, in the trace {true:.1f} %"
-            report.add(at_most(f"starved_pct against the trace, {what}", abs(told - true), 2, "points", detail))
+            trace_pct = starved_pct(traces[0], stats.steps)
+            difference = abs(stats.starved_pct - trace_pct)
+            report.add(at_most(f"starved_pct against the trace, {what}", difference, 2, "points"))
             report.row(
                 data_ms=data_ms,
                 compute_ms=compute_ms,
-                prefetched=ahead,
+                prefetched=str(ahead),
                 step_ms=stats.step_ms,
-                told_pct=stats.starved_pct,
-                trace_pct=true,
+                starved_pct=stats.starved_pct,
+                trace_pct=trace_pct,
             )
 
 
-# --- overlap and memory -----------------------------------------------------------------------------------------------
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+IMAGES = (64, 3, 512, 512)
+"""A batch of 50 MB, which takes about a millisecond to copy."""
 
 
-class SameBatch:
-    """The same page-locked batch again and again: the host is never the slow one."""
-
-    def __init__(self, device: CudaDevice, shape: tuple[int, ...], count: int) -> None:
-        self._tensor = device.pin(torch.zeros(shape, dtype=torch.uint8))
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[Batch]:
-        return ({"0": self._tensor} for _ in range(self._count))
-
-
-def overlap_trace(report: Report, device: CudaDevice) -> None:
-    """The share of copying during which the device computed."""
-    for name, callbacks in (("plain", []), ("PrefetchCallback", [PrefetchCallback()])):
-        traces: list[Trace] = []
-        with profiled(traces):
-            device.fit(Reads(device, after_ms=LATE_MS), SameBatch(device, IMAGES, BATCHES), *callbacks)
-        what = f"copying under compute, {name}"
-        # Nothing computes yet beside the copies of the first two batches. Small copies are not of batches.
-        copies = [(start, end) for start, end in traces[0].to_device if end - start > 200][2:]
-        spins = traces[0].spins
-        if len(copies) != BATCHES - 2 or len(spins) != BATCHES:
-            report.add(Claim(claim=what, detail=f"the profiler saw {len(copies)} copies and {len(spins)} spins"))
-            continue
-        under = covered_pct(copies, traces[0].kernels)
-        step_ms = (spins[-1][1] - spins[2][1]) / (BATCHES - 3) / 1e3
-        copy_ms = sum(end - start for start, end in copies) / len(copies) / 1e3
-        detail = f"{copy_ms:.2f} ms a copy, {step_ms:.2f} ms a step"
-        report.add(
-            at_least(what, under, 95, "%", detail) if callbacks else at_most(f"control: {what}", under, 5, "%", detail)
-        )
-        gb_per_s = torch.Size(IMAGES).numel() / (copy_ms * 1e6)
-        report.row(run=name, copy_ms=copy_ms, gb_per_s=gb_per_s, under_compute_pct=under, step_ms=step_ms)
-
-
-def memory(report: Report, device: CudaDevice) -> None:
+def memory(report: Report, _: float) -> None:
     """Device memory beyond that of plain Lightning, in batches, with a host that could run far ahead.
 
     Of the ``depth + 3`` batches that are documented, plain Lightning holds one.
     """
-    plain = _peak_bytes(device)
-    size = torch.Size(IMAGES).numel()
+    plain = _peak_bytes()
     report.row(run="plain", peak_mb=plain / 1e6, batches_beyond_plain=0.0)
     for depth in (1, 2, 3):
         callback = PrefetchCallback(depth=depth)
-        peak = _peak_bytes(device, callback)
-        beyond = (peak - plain) / size
-        most = depth + streams.RUN_AHEAD + 0.5  # half a batch for all that is no batch
+        peak = _peak_bytes(callback)
+        beyond = (peak - plain) / math.prod(IMAGES)
+        most = depth + RUN_AHEAD + 0.5  # half a batch for all that is no batch
         claim = at_most(f"memory beyond plain, depth {depth}", beyond, most, "batches")
         report.add(if_active(claim, active=callback.active))
         report.row(run=f"depth {depth}", peak_mb=peak / 1e6, batches_beyond_plain=beyond)
 
 
-def _peak_bytes(device: CudaDevice, *callbacks: Callback) -> int:
-    device.forget_memory()
-    device.fit(Reads(device, before_ms=LATE_MS), SameBatch(device, IMAGES, BATCHES), *callbacks)  # in use throughout
-    return device.peak_bytes()
+def _peak_bytes(*callbacks: Callback) -> int:
+    """The most memory that torch held; blocks of less than 1 MiB, which lie elsewhere, are not counted."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    fitted(Reads(before_ms=20), SameBatch(IMAGES), *callbacks, max_epochs=1)
+    return int(torch.cuda.memory_stats()["reserved_bytes.large_pool.peak"])
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -269,31 +184,28 @@ class Captured(Random):
         torch.cuda.make_graphed_callables(self.net, (torch.randn(16, 64, device=self.device),))
 
 
-def same(report: Report, device: CudaDevice) -> None:
+def same(report: Report, _: float) -> None:
     """Weights to the bit, with PrefetchCallback and without."""
     torch.use_deterministic_algorithms(mode=True, warn_only=True)
-    for name, make, options in (
-        ("32-true", Random, {"precision": "32-true"}),
-        ("bf16-mixed", Random, {"precision": "bf16-mixed"}),
-        ("16-mixed", Random, {"precision": "16-mixed"}),
-        ("captured graph", Captured, {}),
+    for name, make, precision in (
+        ("32-true", Random, "32-true"),
+        ("bf16-mixed", Random, "bf16-mixed"),
+        ("16-mixed", Random, "16-mixed"),
+        ("captured graph", Captured, "32-true"),
     ):
-        plain = _weights(device, make, **options)
-        again = _weights(device, make, **options)
-        report.add(_same_claim(f"control: weights of the same run twice, {name}", plain, again))
+        plain = _weights(make, precision)
+        report.add(_same_claim(f"control: weights of the same run twice, {name}", plain, _weights(make, precision)))
         for depth in (1, 3):
             callback = PrefetchCallback(depth=depth)
-            ours = _weights(device, make, callback, **options)
-            report.add(if_active(_same_claim(f"weights, {name}, depth {depth}", plain, ours), active=callback.active))
+            claim = _same_claim(f"weights, {name}, depth {depth}", plain, _weights(make, precision, callback))
+            report.add(if_active(claim, active=callback.active))
 
 
-def _weights(
-    device: CudaDevice, make: Callable[[], LightningModule], *callbacks: Callback, **options: Any
-) -> list[Tensor]:
+def _weights(make: Callable[[], LightningModule], precision: str, *callbacks: Callback) -> list[Tensor]:
     seed_everything(1, verbose=False)
     model = make()
     samples = TensorDataset(torch.randn(640, 64), torch.arange(640) % 8)
-    device.fit(model, DataLoader(samples, batch_size=16, pin_memory=True), *callbacks, **options)
+    fitted(model, DataLoader(samples, batch_size=16, pin_memory=True), *callbacks, precision=precision)
     return [weight.detach().cpu() for weight in model.parameters()]
 
 
@@ -302,10 +214,116 @@ def _same_claim(what: str, first: list[Tensor], second: list[Tensor]) -> Claim:
     return Claim(claim=what, measured="the same" if passed else "different", goal="the same", passed=passed)
 
 
+# --- a step against its slowest part ----------------------------------------------------------------------------------
+
+WARM_UP = 10
+WORKERS = 8
+ROUNDS = 2
+PICTURES = (256, 3, 224, 224)
+
+
+class Pictures(Dataset[tuple[Tensor, Tensor]]):
+    """Batches of pictures that cost some multiplications of a small matrix to make."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.pixels = (torch.rand(PICTURES) * 255).to(dtype)
+        self.labels = torch.arange(PICTURES[0]) % 10
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        scratch = torch.rand(64, 64)
+        for _ in range(50):
+            scratch = (scratch @ scratch).tanh()
+        return self.pixels.clone(), self.labels.clone()
+
+
+class Classifier(LightningModule):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.net = models.get_model(name, num_classes=10)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        pixels, labels = batch
+        return nn.functional.cross_entropy(self.net(pixels.float() / 255), labels)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class StepClock(Callback):
+    """Time of a step between two points at which the device was waited for: after the warm-up, and at the end."""
+
+    began_s = 0.0
+    step_ms = 0.0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == WARM_UP:
+            torch.cuda.synchronize()
+            self.began_s = time.perf_counter()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        torch.cuda.synchronize()
+        self.step_ms = 1e3 * (time.perf_counter() - self.began_s) / (STEPS - WARM_UP)
+
+
+def overlap(report: Report, _: float) -> None:
+    """Steps beside their slowest part alone: computing, loading, or copying. All take turns."""
+    for name in ("shufflenet_v2_x0_5", "resnet18"):
+        for dtype in (torch.float32, torch.uint8):
+            pictures = Pictures(dtype)
+            host_batch = [tensor.pin_memory() for tensor in pictures[0]]
+            device_batch = [tensor.cuda() for tensor in host_batch]
+            times_ms: dict[str, list[float]] = {key: [] for key in ("compute", "loader", "copy", "plain", "ours")}
+            for _ in range(ROUNDS):
+                times_ms["compute"].append(_fit_ms(name, [device_batch] * STEPS))
+                times_ms["loader"].append(_loader_ms(_workers(pictures)))
+                times_ms["copy"].append(_copy_ms(host_batch))
+                times_ms["plain"].append(_fit_ms(name, _workers(pictures)))
+                times_ms["ours"].append(_fit_ms(name, _workers(pictures), PrefetchCallback()))
+            middle_ms = {key: statistics.median(values) for key, values in times_ms.items()}
+            slowest_ms = max(middle_ms["compute"], middle_ms["loader"], middle_ms["copy"])
+            batch = f"{PICTURES[0]} {str(dtype).removeprefix('torch.')}"
+            detail = f"plain Lightning {middle_ms['plain'] / slowest_ms:.2f}"
+            ratio = middle_ms["ours"] / slowest_ms
+            report.add(at_most(f"step over its slowest part, {name}, {batch}", ratio, 1.02, detail=detail))
+            report.row(model=name, batch=batch, **{f"{key}_ms": value for key, value in middle_ms.items()})
+
+
+def _workers(pictures: Pictures) -> DataLoader[Any]:
+    return DataLoader(pictures, batch_size=None, num_workers=WORKERS, pin_memory=True)
+
+
+def _fit_ms(name: str, loader: Any, *callbacks: Callback) -> float:
+    clock = StepClock()
+    fitted(Classifier(name), loader, *callbacks, clock, max_epochs=1, precision="bf16-mixed")
+    return clock.step_ms
+
+
+def _loader_ms(loader: DataLoader[Any]) -> float:
+    """Whole rounds of all workers, after two rounds."""
+    stamps_s = [time.perf_counter() for _ in loader]
+    first = 2 * WORKERS
+    return 1e3 * (stamps_s[-1] - stamps_s[first]) / (len(stamps_s) - 1 - first)
+
+
+def _copy_ms(batch: list[Tensor], repeats: int = 20) -> float:
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(repeats):
+        for tensor in batch:
+            tensor.cuda(non_blocking=True)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / repeats
+
+
 # --- nvJPEG -----------------------------------------------------------------------------------------------------------
 
 
-def nvjpeg(report: Report, _: CudaDevice) -> None:
+def nvjpeg(report: Report, _: float) -> None:
     """Images that nvJPEG decodes in a second."""
     where = torch.device("cuda", 0)
     try:
@@ -338,27 +356,13 @@ def _decode_rate(decode: NvJpeg, files: list[Tensor], seconds: float = 2.0) -> f
     return decoded / (time.perf_counter() - began_s)
 
 
-CHECKS: dict[str, Callable[[Report, CudaDevice], None]] = {
-    "share": share,
-    "overlap-trace": overlap_trace,
-    "memory": memory,
-    "same": same,
-    "nvjpeg": nvjpeg,
-}
-
-
-def main() -> None:
-    """Run one of the checks."""
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS then gives the same bits every time
-    warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning_feed"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-    def on_cuda(check: Callable[[Report, CudaDevice], None], report: Report, _: float) -> None:
-        check(report, CudaDevice())
-
-    run_part({name: partial(on_cuda, check) for name, check in CHECKS.items()})
-
+CHECKS = {"share": share, "memory": memory, "same": same, "overlap": overlap, "nvjpeg": nvjpeg}
 
 if __name__ == "__main__":
-    main()
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS then gives the same bits every time
+    warnings.simplefilter("ignore")
+    for logger in ("lightning.pytorch", "lightning.fabric", "lightning_feed"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    if torch.cuda.is_available():
+        warm_up()
+    run_part(CHECKS)

@@ -59,8 +59,10 @@ def if_active(claim: Claim, *, active: bool) -> Claim:
     return claim if active else replace(claim, passed=False, detail="PrefetchCallback stood aside")
 
 
-def number_text(value: float | str) -> str:
+def number_text(value: float | str | None) -> str:
     """Three significant digits, large numbers whole, with commas."""
+    if value is None:
+        return ""
     if isinstance(value, str) or not math.isfinite(value):
         return str(value)
     if abs(value) >= 100 or value == int(value):

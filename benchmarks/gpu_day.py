@@ -4,14 +4,13 @@ Each part is a process of its own with a time limit: an error or a hang on the d
 important parts come first, and what does not fit into the given minutes is skipped, and said. One line for each claim
 shows what was measured, what the goal is, and whether it is met ("-": not measured, or a figure without a goal).
 Results go to a JSON file after each part; several calls may use the same one, and a part that is measured again is
-replaced there. What the parts printed is in a folder beside it. gpu_tables.py puts the results into
-docs/benchmarks.md.
+replaced there. Beside it are the same as Markdown tables, and a folder with what the parts printed.
 
     python benchmarks/gpu_day.py [PART ...] [--minutes 15] [--out gpu_day.json]
 
 Where no command may take longer than ten minutes, keep gpu_day.json between two calls:
 
-    python benchmarks/gpu_day.py --minutes 7 programs share overlap-trace memory same nvjpeg overhead
+    python benchmarks/gpu_day.py --minutes 7 programs share memory same nvjpeg overhead
     python benchmarks/gpu_day.py --minutes 7 gpu-tests overlap
 
 Exit code: 0 when every claim is met or could not be measured here, 1 otherwise.
@@ -32,7 +31,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from gpu_claims import Claim, write_whole
+from gpu_claims import Claim, number_text, write_whole
 
 HERE = Path(__file__).parent
 KILLED_S = 20.0
@@ -70,13 +69,12 @@ def _part(program: str, name: str, what: str, about_s: float, limit_s: float) ->
 PARTS = (
     _part("gpu_programs.py", "programs", "programs as users write them get the right verdict", 120, 240),
     _part("gpu_checks.py", "share", "starved_pct is what a profiler trace shows", 30, 90),
-    _part("gpu_checks.py", "overlap-trace", "copies run under compute", 20, 60),
     _part("gpu_checks.py", "memory", "few batches lie on the device", 20, 60),
     _part("gpu_checks.py", "same", "weights are the same to the bit", 30, 90),
     _part("gpu_checks.py", "nvjpeg", "decoding on the device is fast", 20, 60),
     _part("gpu_scripts.py", "overhead", "host time that the callbacks cost", 60, 120),
     _part("gpu_scripts.py", "gpu-tests", "the tests that need a device", 100, 240),
-    _part("gpu_scripts.py", "overlap", "a step takes no longer than its slowest part", 90, 240),
+    _part("gpu_checks.py", "overlap", "a step takes no longer than its slowest part", 90, 240),
 )
 """The most important first."""
 
@@ -122,6 +120,7 @@ def run_day(parts: Iterable[Part], *, seconds: float, out: Path) -> int:
             outcome = _run(part, min(part.limit_s, remaining_s), logs / f"{part.name}.log")
         _keep(results, part, outcome)
         write_whole(out, {"parts": results})
+        out.with_suffix(".md").write_text(tables(results))
         for claim in outcome.claims:
             print(f"{part.name:20} {claim.line()}", flush=True)
         claims += outcome.claims
@@ -140,6 +139,30 @@ def read_results(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     return dict(json.loads(path.read_text())["parts"])
+
+
+def tables(results: dict[str, Any]) -> str:
+    """All claims, and the rows of each part, as Markdown."""
+    machines = dict.fromkeys(f"- {_in_words(result)}" for result in results.values())
+    lines = [*machines, "", "| part | claim | measured | goal | met |", "|---|---|---|---|---|"]
+    for name, result in results.items():
+        for claim in (Claim(**fields) for fields in result["claims"]):
+            met = {True: "yes", False: "**no**", None: ""}[claim.passed]
+            lines.append(f"| {name} | {claim.claim} | {claim.value()} | {claim.goal} | {met} |")
+    for name, result in results.items():
+        if result["rows"]:
+            columns = list(result["rows"][0])
+            lines += ["", f"{name}: {result['what']}", ""]
+            lines += [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+            cells = [[number_text(row[column]) for column in columns] for row in result["rows"]]
+            lines += [f"| {' | '.join(row)} |" for row in cells]
+    return "\n".join(lines) + "\n"
+
+
+def _in_words(result: dict[str, Any]) -> str:
+    """The machine and the day of a result."""
+    facts = [f"{name} {value}" for name, value in result["machine"].items() if value is not None]
+    return ", ".join([*facts, result["date"][:10]])
 
 
 def _keep(results: dict[str, Any], part: Part, outcome: Outcome) -> None:

@@ -1,9 +1,12 @@
 """A training program as a user writes it, without lightning_feed: what gpu_programs.py runs and diagnoses.
 
-python benchmarks/gpu_program.py jpegs --data DIR [--workers 8] [--batch 64] [--steps 60]
+Its last line tells the mean time of its last steps, by its own clock.
+
+    python benchmarks/gpu_program.py jpegs --data DIR [--workers 8] [--batch 64] [--steps 60]
 """
 
 import argparse
+import time
 from typing import Any
 
 import torch
@@ -13,6 +16,9 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import models
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
+
+LAST_STEPS = 24
+"""Steps at the end that are timed."""
 
 
 class Numbers(Dataset[tuple[Tensor, int]]):
@@ -34,8 +40,10 @@ class Classifier(LightningModule):
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net
+        self.stamps_s: list[float] = []
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.stamps_s.append(time.perf_counter())
         samples, labels = batch
         return nn.functional.cross_entropy(self.net(samples), labels)
 
@@ -90,7 +98,10 @@ def main() -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
-    trainer.fit(Classifier(net), loader)
+    model = Classifier(net)
+    trainer.fit(model, loader)
+    last_s = model.stamps_s[-LAST_STEPS - 1 :]
+    print(f"{1e3 * (last_s[-1] - last_s[0]) / (len(last_s) - 1):.4g} ms a step")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Claims from other scripts of this repository: the tests that need a CUDA device, and the benchmarks.
+"""Claims from other programs of this repository: the tests that need a CUDA device, and overhead.py.
 
 Parts of gpu_day.py, which says what each is for. One alone, its results in FILE:
 
@@ -75,19 +75,7 @@ def overhead(report: Report, limit_s: float) -> None:
             report.add(at_most(name, row["least_us"], row["goal_us"], "us a step", detail))
 
 
-def overlap(report: Report, limit_s: float) -> None:
-    """The step over its slowest part alone."""
-    for row in _benchmark(limit_s, "overlap.py", "--rounds", "2", "--steps", "40")["rows"]:
-        middle = {key: median(row[key]) for key in ("compute", "loader", "copy", "plain", "ours")}
-        slowest_ms = max(middle["compute"], middle["loader"], middle["copy"])
-        plain_ratio = middle["plain"] / slowest_ms
-        ours_ratio = middle["ours"] / slowest_ms
-        batch = f"{row['batch']} {row['dtype'].removeprefix('torch.')}"
-        name = f"step over its slowest part, {row['model']}, {batch}"
-        report.add(at_most(name, ours_ratio, 1.02, detail=f"plain Lightning {plain_ratio:.2f}"))
-        steps_ms = {f"{key}_ms": value for key, value in middle.items()}
-        report.row(model=row["model"], batch=batch, **steps_ms, plain_ratio=plain_ratio, ours_ratio=ours_ratio)
-
+PARTS = {"overhead": overhead, "gpu-tests": device_tests}
 
 if __name__ == "__main__":
-    run_part({"overhead": overhead, "gpu-tests": device_tests, "overlap": overlap})
+    run_part(PARTS)
