@@ -5,6 +5,7 @@ Parts of gpu_day.py, which says what each is for. One alone, its results in FILE
     python benchmarks/gpu_checks.py PART --out FILE
 """
 
+import copy
 import gc
 import logging
 import math
@@ -68,25 +69,30 @@ class Reads(LightningModule):
 
 
 class SameBatch:
-    """The same page-locked batch again and again.
+    """The same batch again and again.
 
     Args:
-        shape: of the batch.
+        batch: any.
         wait_ms: the host waits so long for each.
     """
 
-    def __init__(self, shape: tuple[int, ...], *, wait_ms: float = 0.0) -> None:
-        self._tensor = torch.zeros(shape, dtype=torch.uint8).pin_memory()
+    def __init__(self, batch: Any, *, wait_ms: float = 0.0) -> None:
+        self._batch = batch
         self._wait_ms = wait_ms
 
     def __len__(self) -> int:
         return STEPS
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+    def __iter__(self) -> Iterator[Any]:
         for _ in range(STEPS):
             with torch.profiler.record_function(FETCH):
                 time.sleep(self._wait_ms / 1e3)
-            yield {"pixels": self._tensor}
+            yield copy.copy(self._batch)
+
+
+def pinned(*shape: int) -> dict[str, Tensor]:
+    """A batch in page-locked memory."""
+    return {"pixels": torch.zeros(shape, dtype=torch.uint8).pin_memory()}
 
 
 # --- the share of waiting ---------------------------------------------------------------------------------------------
@@ -100,7 +106,7 @@ def share(report: Report, _: float) -> None:
             callbacks: list[Callback] = [PrefetchCallback(), starvation] if ahead else [starvation]
             traces: list[Trace] = []
             with profiled(traces):
-                fitted(Reads(after_ms=compute_ms), SameBatch((32,), wait_ms=data_ms), *callbacks, max_epochs=1)
+                fitted(Reads(after_ms=compute_ms), SameBatch(pinned(32), wait_ms=data_ms), *callbacks, max_epochs=1)
             stats = starvation.report().stats
             what = f"data {data_ms} ms, compute {compute_ms} ms{', prefetched' if ahead else ''}"
             if len(traces[0].spins) != STEPS or stats.starved_pct is None:
@@ -147,7 +153,7 @@ def _peak_bytes(*callbacks: Callback) -> int:
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    fitted(Reads(before_ms=20), SameBatch(IMAGES), *callbacks, max_epochs=1)
+    fitted(Reads(before_ms=20), SameBatch(pinned(*IMAGES)), *callbacks, max_epochs=1)
     return int(torch.cuda.memory_stats()["reserved_bytes.large_pool.peak"])
 
 
@@ -277,7 +283,7 @@ def overlap(report: Report, _: float) -> None:
             device_batch = [tensor.cuda() for tensor in host_batch]
             times_ms: dict[str, list[float]] = {key: [] for key in ("compute", "loader", "copy", "plain", "ours")}
             for _ in range(ROUNDS):
-                times_ms["compute"].append(_fit_ms(name, [device_batch] * STEPS))
+                times_ms["compute"].append(_fit_ms(name, SameBatch(device_batch)))
                 times_ms["loader"].append(_loader_ms(_workers(pictures)))
                 times_ms["copy"].append(_copy_ms(host_batch))
                 times_ms["plain"].append(_fit_ms(name, _workers(pictures)))

@@ -51,18 +51,18 @@ class Classifier(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-4)
 
 
-def jpegs(folder: str) -> tuple[nn.Module, Dataset[Any]]:
+def jpegs(folder: str, size: int) -> tuple[nn.Module, Dataset[Any]]:
     """A small network on photos: decoding takes the time."""
-    crop = v2.Compose([v2.RandomResizedCrop(224), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
+    crop = v2.Compose([v2.RandomResizedCrop(size), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
     return models.shufflenet_v2_x0_5(num_classes=2), ImageFolder(folder, crop)
 
 
-def huge(_: str) -> tuple[nn.Module, Dataset[Any]]:
+def huge(_: str, __: int) -> tuple[nn.Module, Dataset[Any]]:
     """A small network on samples of 4 MB: moving them takes the time."""
     return nn.Sequential(nn.AdaptiveAvgPool1d(64), nn.Linear(64, 2)), Numbers(1_000_000)
 
 
-def launches(_: str) -> tuple[nn.Module, Dataset[Any]]:
+def launches(_: str, __: int) -> tuple[nn.Module, Dataset[Any]]:
     """Hundreds of tiny kernels: the host launches them more slowly than the device runs them."""
     layers = [layer for _ in range(200) for layer in (nn.Linear(16, 16), nn.ReLU())]
     return nn.Sequential(*layers, nn.Linear(16, 2)), Numbers(16)
@@ -76,11 +76,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--data", default="", help="folder of class folders of photos")
+    parser.add_argument("--size", type=int, default=224, help="of the crops of photos")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
-    net, dataset = KINDS[options.kind](options.data)
+    net, dataset = KINDS[options.kind](options.data, options.size)
     loader = DataLoader(
         dataset,
         batch_size=options.batch,

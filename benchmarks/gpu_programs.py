@@ -26,6 +26,7 @@ from lightning_feed.load.machine import read_machine
 PROGRAM = Path(__file__).with_name("gpu_program.py")
 ON_DEVICE = torch.cuda.is_available()
 BATCH = 64 if ON_DEVICE else 4
+SIZE = 224 if ON_DEVICE else 64
 STEPS = 64 if ON_DEVICE else 32
 PHOTOS = STEPS * BATCH
 """An epoch of them has all steps of a run."""
@@ -56,7 +57,7 @@ class Run:
 
 def runs(photos: Path) -> list[Run]:
     """All runs of the program."""
-    jpegs = ("jpegs", "--data", str(photos), "--batch", str(BATCH))
+    jpegs = ("jpegs", "--data", str(photos), "--batch", str(BATCH), "--size", str(SIZE))
     one_epoch = ("--steps", str(STEPS))
     three_epochs = ("--steps", str(3 * STEPS))
     huge = ("huge", "--batch", str(BATCH), "--steps", str(STEPS), "--workers", "2")
