@@ -55,9 +55,7 @@ ROWS: dict[str, Row] = {
     "DALI CPU, t2": Row("aa", "u8", partial(rows.dali, antialias=True)),
     "ours exact, w2": Row("aa", "u8", partial(rows.ours, workers="process")),
     "ours exact, t2": Row("aa", "u8", rows.ours),
-    "ours exact, Ray, 2 workers": Row("aa", "u8", partial(rows.ours, workers="ray")),
     "ours fast, t2": Row("linear", "u8", partial(rows.ours, quality="fast")),
-    "ours, DALI on the CPU, 2 DALI threads": Row("aa", "u8", partial(rows.ours, backend="dali-cpu")),
 }
 
 
