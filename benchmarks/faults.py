@@ -1,4 +1,4 @@
-"""Random faults, many of them: kills and flipped bits while data are packed, staged and trained on.
+"""Random faults, many of them: kills and flipped bits while data are packed and trained on.
 
 Bad is what no user should meet: wrong data without a word, a source that was changed, a run that cannot go on
 afterwards, an error that is no message (a raw traceback, a crash), or one that hangs.
@@ -36,7 +36,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.errors import FeedError
-from lightning_feed.storage import PackedDataset, pack, stage
+from lightning_feed.storage import PackedDataset, pack
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "faults"))
@@ -221,12 +221,6 @@ def check_pack(path: Path, source: Path) -> None:
             raise WrongData(f"sample {number}")
 
 
-def check_copy(copy: Path, source: Path) -> None:
-    """Hold a staged copy against its source."""
-    if content(copy) != content(source):
-        raise WrongData(f"{copy} is not {source}")
-
-
 def flip(path: Path, draw: random.Random) -> str:
     """Flip one bit of a file, and say which."""
     data = bytearray(path.read_bytes())
@@ -265,24 +259,6 @@ def pack_killed(source: Path, place: Path) -> Callable[[random.Random], bool]:
         if not dest.exists():
             must(work, "called again")
         must(partial(check_pack, dest, source), "read")
-        unchanged(source, before)
-        return True
-
-    return fault
-
-
-def stage_killed(source: Path, place: Path) -> Callable[[random.Random], bool]:
-    """``stage``, killed and called again."""
-    before, dest = content(source), place / "ram"
-    work = partial(stage, source, dest)
-    longest_s = timed(work, dest)
-
-    def fault(draw: random.Random) -> bool:
-        clear(dest)
-        if not killed(work, longest_s, draw):
-            return False
-        must(work, "called again")
-        must(partial(check_copy, dest / source.name, source), "read")
         unchanged(source, before)
         return True
 
@@ -397,7 +373,6 @@ Family = tuple[Callable[[Path, Path], Callable[[random.Random], bool]], float]
 """A kind of fault, and its rounds for each of ``--rounds``."""
 FAMILIES: dict[str, Family] = {
     "kill: pack": (pack_killed, 1),
-    "kill: stage": (stage_killed, 1),
     "kill: fit, resumed": (fit_killed, 0.4),
     "flipped bit: pack": (pack_flipped, 2),
     "resumed: any place, changed or not": (resumed, 4),

@@ -1,8 +1,8 @@
 """The cost of an index of many files: time to the first batch, and memory of each worker.
 
 Real files (JPEGs of 633 bytes) are made below a folder, loaded with torchvision's ImageFolder and with ours in turn,
-and removed. Reading a Python object writes its reference count, so that the page it lies in is copied for the worker that
-reads it: a list of paths is copied into each worker, arrays are not.
+and removed. Reading a Python object writes its reference count, so that the page it lies in is copied for the worker
+that reads it: a list of paths is copied into each worker, arrays are not.
 
     python benchmarks/index_memory.py --files 1000000 --folder /data/scratch
 """
