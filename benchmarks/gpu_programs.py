@@ -102,12 +102,17 @@ def make_photos(folder: Path) -> Path:
     return folder
 
 
+def own_environment(cache: Path) -> dict[str, str]:
+    """The environment of a program that remembers nothing of earlier runs."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    if not ON_DEVICE:
+        environment["OMP_NUM_THREADS"] = "1"  # training would else take the CPUs of the workers
+    return environment
+
+
 def train(run: Run, folder: Path) -> float:
     """Run the program to its end. Its report lies in ``folder``. Returns the milliseconds of a step."""
-    environment = {**os.environ, "LIGHTNING_FEED": run.feed, "LIGHTNING_FEED_DIR": str(folder)}
-    environment["XDG_CACHE_HOME"] = str(folder)  # nothing is remembered of earlier runs
-    if not ON_DEVICE:
-        environment["OMP_NUM_THREADS"] = "1"
+    environment = {**own_environment(folder), "LIGHTNING_FEED": run.feed, "LIGHTNING_FEED_DIR": str(folder)}
     print(f"--- {run.name}", flush=True)
     command = [sys.executable, str(PROGRAM), *run.arguments]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=LIMIT_S)
@@ -121,7 +126,8 @@ def diagnose(report: Report, photos: Path, folder: Path) -> None:
     run = next(run for run in runs(photos) if run.name == NO_WORKERS)
     options = ["--quick", "--json", "--out", str(folder)]
     command = [sys.executable, "-m", "lightning_feed", "diagnose", *options, str(PROGRAM), "--", *run.arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=2 * LIMIT_S)
+    environment = own_environment(folder)
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False, timeout=2 * LIMIT_S)
     if done.returncode:
         detail = f"it ended with exit code {done.returncode}"
         report.add(Claim(claim="lightning-feed diagnose", passed=False, detail=detail))
