@@ -2,14 +2,11 @@
 
 One thread, files in memory, all rows in turns, so that a machine that gets slower does so for all. Shown are images/s,
 and the CPU time per image as median over the rounds and [least, most]; ``x`` is the first row's time over this one's.
-PSNR is to Pillow on the same box, over all images: the worst and the median; "same" where no pixel differs.
+PSNR is to Pillow on the same box, over all images: the worst and the median; "same" where no pixel differs. The first
+row is torchvision's recipe, ToTensor and Normalize included. ``cover N`` lets the decoder of regions take the smallest
+scale at which the box still has N times the pixels of the result per side.
 
-* **Decoding**: whole images, and with the decoder of regions only the boxes that RandomResizedCrop draws (``--seed``).
-  ``cover N`` lets it take the smallest scale at which the box still has N times the pixels of the result per side.
-* **Resizing**: of those boxes, already decoded, to ``--size``.
-* **Both**: bytes to uint8 crop; the first row is torchvision's recipe, ToTensor and Normalize included.
-
-    python benchmarks/decode.py --data DIR [--images 200] [--rounds 7] [--size 224] [--seed 0]
+    python benchmarks/decode.py --data DIR [--images 200] [--rounds 7]
 """
 
 import argparse
@@ -21,12 +18,13 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-import torchvision
 from PIL import Image
 from torchvision import transforms
 
@@ -35,164 +33,149 @@ from lightning_feed.decode.decoders import Decoder, PillowDecoder, Pixels, Regio
 from lightning_feed.decode.turbo_region import scale_for, scaled_box
 from lightning_feed.errors import MissingExtraError
 
-Box = Callable[[Region, tuple[int, int]], Region]
+SIZE = (224, 224)
+RECIPE = transforms.Compose([transforms.ToTensor(), transforms.Normalize([0.5] * 3, [0.25] * 3)])
 
 
-class Sample(NamedTuple):
+@dataclass(frozen=True)
+class Sample:
     """One image: its bytes, Pillow's pixels, and the box to cut."""
 
     data: bytes
     pixels: Pixels
     box: Region
 
-    @property
-    def cut(self) -> Pixels:
-        return _cut(self.pixels, self.box)
 
-
-class Row(NamedTuple):
-    """What is timed, and what Pillow makes of the same sample (None: nothing to compare)."""
+@dataclass(frozen=True)
+class Row:
+    """What is timed, and the scale of the reference; ``None`` for no reference."""
 
     work: Callable[[Sample], Any]
-    reference: Callable[[Sample], Pixels] | None
+    cover: tuple[int, int] | None = None
+    has_reference: bool = True
 
 
-def _cut(pixels: Pixels, box: Region) -> Pixels:
-    return pixels[box.top : box.top + box.height, box.left : box.left + box.width]
-
-
-def _load(folder: Path, images: int, seed: int) -> list[Sample]:
+def load_samples(folder: Path, images: int) -> list[Sample]:
+    """Images of a folder, each with a random box."""
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in {".jpg", ".jpeg", ".png", ".webp"})
-    if not files:
-        raise SystemExit(f"{folder} holds no images (.jpg, .jpeg, .png, .webp)")
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     samples = []
     for path in files[:: max(1, len(files) // images)][:images]:
-        data = path.read_bytes()
-        pixels = PillowDecoder().decode(data)
-        box = transforms.RandomResizedCrop.get_params(
-            torch.empty(3, *pixels.shape[:2]), scale=[0.08, 1.0], ratio=[3 / 4, 4 / 3]
-        )
-        samples.append(Sample(data, pixels, Region(*box)))
+        pixels = PillowDecoder().decode(path.read_bytes())
+        image = torch.empty(3, *pixels.shape[:2])
+        box = transforms.RandomResizedCrop.get_params(image, scale=[0.08, 1.0], ratio=[3 / 4, 4 / 3])
+        samples.append(Sample(path.read_bytes(), pixels, Region(*box)))
     return samples
 
 
-def _decoders() -> dict[str, Decoder]:
-    found = {}
-    for name in DECODER_NAMES[:0:-1]:
+def cut(pixels: Pixels, box: Region) -> Pixels:
+    return pixels[box.top : box.top + box.height, box.left : box.left + box.width]
+
+
+def recipe(sample: Sample) -> torch.Tensor:
+    """Pillow and floats, as most write it."""
+    image = Image.open(io.BytesIO(sample.data)).convert("RGB")
+    cropped: torch.Tensor = RECIPE(transforms.functional.resized_crop(image, *sample.box, list(SIZE)))
+    return cropped
+
+
+def whole(decoder: Decoder, sample: Sample) -> torch.Tensor:
+    """Decode the whole image, then cut and resize."""
+    return resize(cut(decoder.decode(sample.data), sample.box), SIZE)
+
+
+def region(decoder: Decoder, cover: tuple[int, int] | None, sample: Sample, *, antialias: bool) -> torch.Tensor:
+    """Decode the box alone, then resize."""
+    pixels = decoder.decode_region(sample.data, sample.box, cover=cover)
+    return resize(pixels, SIZE, antialias=antialias)
+
+
+def make_rows() -> dict[str, Row]:
+    """The recipe, and all decoders that are installed."""
+    rows = {"torchvision's recipe (Pillow, float)": Row(recipe, has_reference=False)}
+    decoders: dict[str, Decoder] = {}
+    for name in reversed(DECODER_NAMES[1:]):
         try:
-            found[name] = make_decoder(name).decoder
+            decoders[name] = make_decoder(name).decoder
         except MissingExtraError as error:
             print(f"{name} skipped: {error}")
-    return found
-
-
-def snap(region: Region, size: tuple[int, int], eighths: int) -> Region:
-    """The box of full-size pixels that a region really gets at a scale."""
-    step = 8 // eighths
-    top, left, height, width = scaled_box(region, size, eighths)
-    bottom, right = min((top + height) * step, size[0]), min((left + width) * step, size[1])
-    return Region(top * step, left * step, bottom - top * step, right - left * step)
-
-
-def _snapped(sample: Sample, cover: tuple[int, int]) -> Region:
-    size = sample.pixels.shape[:2]
-    return snap(sample.box, size, scale_for(sample.box, size, cover))
-
-
-def _pillow_resize(pixels: Pixels, size: int) -> Pixels:
-    return np.asarray(Image.fromarray(pixels).resize((size, size), Image.Resampling.BILINEAR))
-
-
-def both(decoders: dict[str, Decoder], size: int) -> dict[str, Row]:
-    def reference(sample: Sample) -> Pixels:
-        return _pillow_resize(sample.cut, size)
-
-    to_float = transforms.Compose([transforms.ToTensor(), transforms.Normalize([0.5] * 3, [0.25] * 3)])
-
-    def recipe(sample: Sample) -> torch.Tensor:
-        image = Image.open(io.BytesIO(sample.data)).convert("RGB")
-        return to_float(transforms.functional.resized_crop(image, *sample.box, [size, size]))
-
-    out = (size, size)
-    rows = {"torchvision's recipe (Pillow, float)": Row(recipe, None)}
-    for name, one in decoders.items():
-        rows[f"{name} + exact"] = Row(lambda s, one=one: resize(_cut(one.decode(s.data), s.box), out), reference)
-    for name, one in decoders.items():
-        if not one.decodes_regions:
+    for name, decoder in decoders.items():
+        rows[f"{name} + exact"] = Row(partial(whole, decoder))
+    for name, decoder in decoders.items():
+        if not decoder.decodes_regions:
             continue
-        rows[f"{name}, box + exact"] = Row(lambda s, one=one: resize(one.decode_region(s.data, s.box), out), reference)
-        rows[f"{name}, box + linear"] = Row(
-            lambda s, one=one: resize(one.decode_region(s.data, s.box), out, antialias=False), reference
-        )
-        for times, antialias in ((2, True), (1, True), (2, False), (1, False)):
-            cover = (times * size, times * size)
-            rows[f"{name}, box, cover {times} + {'exact' if antialias else 'linear'}"] = Row(
-                lambda s, one=one, cover=cover, antialias=antialias: resize(
-                    one.decode_region(s.data, s.box, cover=cover), out, antialias=antialias
-                ),
-                lambda s, cover=cover: _pillow_resize(_cut(s.pixels, _snapped(s, cover)), size),
-            )
+        for times in (0, 2, 1):
+            cover = (times * SIZE[0], times * SIZE[1]) if times else None
+            scaled = f", cover {times}" if times else ""
+            for kind in ("exact", "linear"):
+                work = partial(region, decoder, cover, antialias=kind == "exact")
+                rows[f"{name}, box{scaled} + {kind}"] = Row(work, cover)
     return rows
 
 
-def _fidelity(row: Row, samples: list[Sample]) -> str:
-    if row.reference is None:
+def reference(sample: Sample, cover: tuple[int, int] | None) -> Pixels:
+    """What Pillow makes of the box, or of the box of full pixels that a scale really gives."""
+    box = sample.box
+    if cover is not None:
+        height, width = sample.pixels.shape[:2]
+        eighths = scale_for(box, (height, width), cover)
+        top, left, rows, columns = scaled_box(box, (height, width), eighths)
+        step = 8 // eighths
+        bottom = min((top + rows) * step, height)
+        right = min((left + columns) * step, width)
+        box = Region(top * step, left * step, bottom - top * step, right - left * step)
+    image = Image.fromarray(cut(sample.pixels, box))
+    return np.asarray(image.resize(SIZE, Image.Resampling.BILINEAR))
+
+
+def fidelity(row: Row, samples: list[Sample]) -> str:
+    """The worst and the median PSNR."""
+    if not row.has_reference:
         return ""
-    found = []
+    found_db = []
     for sample in samples:
-        pixels = row.work(sample)
-        if isinstance(pixels, torch.Tensor):
-            pixels = pixels.permute(1, 2, 0).numpy()
-        found.append(psnr_db(pixels, row.reference(sample)))
-    if math.isinf(min(found)):
+        pixels = row.work(sample).permute(1, 2, 0).numpy()
+        found_db.append(psnr_db(pixels, reference(sample, row.cover)))
+    if math.isinf(min(found_db)):
         return "same"
-    return f"{min(found):.1f} / {statistics.median(found):.1f}"
-
-
-def table(title: str, rows: dict[str, Row], samples: list[Sample], rounds: int) -> None:
-    """Time the rows in turns, and print them."""
-    fidelity = {name: _fidelity(row, samples) for name, row in rows.items()}  # the first round of each, untimed
-    cpu: dict[str, list[float]] = {name: [] for name in rows}
-    wall: dict[str, list[float]] = {name: [] for name in rows}
-    for _ in range(rounds):
-        for name, row in rows.items():
-            began_wall, began = time.perf_counter(), time.thread_time()
-            for sample in samples:
-                row.work(sample)
-            cpu[name].append((time.thread_time() - began) * 1e3 / len(samples))
-            wall[name].append((time.perf_counter() - began_wall) / len(samples))
-    print(f"\n| {title} | images/s | CPU ms | x | PSNR dB, least / median |\n|---|---|---|---|---|")
-    first = statistics.median(next(iter(cpu.values())))
-    for name in rows:
-        median = statistics.median(cpu[name])
-        print(
-            f"| {name} | {1 / statistics.median(wall[name]):.0f} | {median:.2f} [{min(cpu[name]):.2f}, "
-            f"{max(cpu[name]):.2f}] | {first / median:.2f} | {fidelity[name]} |"
-        )
+    return f"{min(found_db):.1f} / {statistics.median(found_db):.1f}"
 
 
 def main() -> None:
+    """Time the rows in turns, and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="a folder of images, searched to any depth")
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--size", type=int, default=224)
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    samples = _load(options.data, options.images, options.seed)
-    height, width = (round(statistics.median(s.pixels.shape[axis] for s in samples)) for axis in (0, 1))
-    kilobytes = statistics.median(len(s.data) for s in samples) / 1e3
+    samples = load_samples(options.data, options.images)
+    rows = make_rows()
+    accuracy = {name: fidelity(row, samples) for name, row in rows.items()}  # the first round of each, untimed
+    cpu_ms: dict[str, list[float]] = {name: [] for name in rows}
+    wall_ms: dict[str, list[float]] = {name: [] for name in rows}
+    for _ in range(options.rounds):
+        for name, row in rows.items():
+            began_s = time.perf_counter()
+            began_cpu_s = time.thread_time()
+            for sample in samples:
+                row.work(sample)
+            cpu_ms[name].append(1e3 * (time.thread_time() - began_cpu_s) / len(samples))
+            wall_ms[name].append(1e3 * (time.perf_counter() - began_s) / len(samples))
     print(
         f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} CPUs, "
         f"load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}, torch {torch.__version__}, "
-        f"torchvision {torchvision.__version__}, Pillow {Image.__version__}"
+        f"Pillow {Image.__version__}; {options.rounds} rounds of {len(samples)} images\n"
     )
-    print(f"{options.rounds} rounds of {len(samples)} images of about {width} x {height}, {kilobytes:.0f} kB")
-    decoders = _decoders()
-    table("both", both(decoders, options.size), samples, options.rounds)
+    print("| both | images/s | CPU ms | x | PSNR dB, least / median |\n|---|---|---|---|---|")
+    first_ms = statistics.median(next(iter(cpu_ms.values())))
+    for name in rows:
+        median_ms = statistics.median(cpu_ms[name])
+        print(
+            f"| {name} | {1e3 / statistics.median(wall_ms[name]):.0f} | {median_ms:.2f} [{min(cpu_ms[name]):.2f}, "
+            f"{max(cpu_ms[name]):.2f}] | {first_ms / median_ms:.2f} | {accuracy[name]} |"
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Claims that a part of gpu_day.py checks on a device, and the JSON file in which the part leaves them.
+"""Claims that a part of gpu_day.py checks, and the JSON file in which the part leaves them.
 
-A part is a function that is given a :class:`Report` and a time limit. It runs in a process of its own:
+A part is a function that adds to a :class:`Report`. It runs in a process of its own:
 
     python PROGRAM PART --out FILE --limit SECONDS
 """
@@ -8,8 +8,9 @@ A part is a function that is given a :class:`Report` and a time limit. It runs i
 import argparse
 import json
 import math
+import platform
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -27,38 +28,30 @@ class Claim:
     """None: not measured, or without a goal."""
     detail: str = ""
 
-    def __post_init__(self) -> None:
-        texts = (self.claim, self.unit, self.goal, self.detail)
-        number = isinstance(self.measured, (int, float)) and not isinstance(self.measured, bool)
-        if (
-            not all(isinstance(text, str) for text in texts)
-            or self.passed not in (True, False, None)
-            or not (self.measured is None or isinstance(self.measured, str) or number)
-            or (number and not math.isfinite(self.measured))
-        ):
-            raise ValueError(f"not a claim: {self}")
-
     def line(self) -> str:
         """For people."""
-        told = "not measured" if self.measured is None else f"{number_text(self.measured)} {self.unit}".rstrip()
+        verdict = {True: "pass", False: "FAIL", None: "-"}[self.passed]
         goal = f", goal {self.goal}" if self.goal else ""
         detail = f" ({self.detail})" if self.detail else ""
-        return f"{ {True: 'pass', False: 'FAIL', None: '-'}[self.passed]:4}  {self.claim}: {told}{goal}{detail}"
+        return f"{verdict:4}  {self.claim}: {self.value()}{goal}{detail}"
+
+    def value(self) -> str:
+        """What was measured, with its unit."""
+        if self.measured is None:
+            return "not measured"
+        return f"{number_text(self.measured)} {self.unit}".rstrip()
 
 
 def at_most(claim: str, measured: float, bound: float, unit: str = "", detail: str = "") -> Claim:
     """A claim that a figure is no larger than ``bound``."""
-    return _bounded(measured <= bound, f"<= {number_text(bound)}", measured, claim=claim, unit=unit, detail=detail)
+    goal = f"<= {number_text(bound)}"
+    return Claim(claim=claim, measured=measured, unit=unit, goal=goal, passed=measured <= bound, detail=detail)
 
 
 def at_least(claim: str, measured: float, bound: float, unit: str = "", detail: str = "") -> Claim:
     """A claim that a figure is no smaller than ``bound``."""
-    return _bounded(measured >= bound, f">= {number_text(bound)}", measured, claim=claim, unit=unit, detail=detail)
-
-
-def _bounded(passed: bool, goal: str, measured: float, **texts: str) -> Claim:  # noqa: FBT001
-    told = measured if math.isfinite(measured) else str(measured)
-    return Claim(measured=told, goal=goal, passed=bool(passed), **texts)
+    goal = f">= {number_text(bound)}"
+    return Claim(claim=claim, measured=measured, unit=unit, goal=goal, passed=measured >= bound, detail=detail)
 
 
 def if_active(claim: Claim, *, active: bool) -> Claim:
@@ -66,21 +59,32 @@ def if_active(claim: Claim, *, active: bool) -> Claim:
     return claim if active else replace(claim, passed=False, detail="PrefetchCallback stood aside")
 
 
-def number_text(value: float | str) -> str:
+def number_text(value: float | str | None) -> str:
     """Three significant digits, large numbers whole, with commas."""
+    if value is None:
+        return ""
     if isinstance(value, str) or not math.isfinite(value):
         return str(value)
-    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+    if abs(value) >= 100 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
 
 
 class Report:
-    """What a part has found so far. Every addition is on the disk at once: a part may be killed at its time limit."""
+    """What a part has found so far. Every addition is on the disk at once: a part may be killed at its time limit.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: the JSON file.
+        machine: facts about the machine.
+    """
+
+    def __init__(self, path: Path, machine: dict[str, Any] | None = None) -> None:
         self._path = path
+        self._machine = machine or {}
         self.claims: list[Claim] = []
         self.rows: list[dict[str, Any]] = []
         """Of the part's table."""
+        self._write()
 
     def add(self, *claims: Claim) -> None:
         """Add claims."""
@@ -93,25 +97,8 @@ class Report:
         self._write()
 
     def _write(self) -> None:
-        write_whole(self._path, {"claims": [asdict(claim) for claim in self.claims], "rows": self.rows})
-
-
-def read_report(path: Path) -> tuple[list[Claim], list[dict[str, Any]]]:
-    """Claims and rows of a part.
-
-    Raises:
-        ValueError: when the file holds something else.
-    """
-    found = json.loads(path.read_text())
-    known = {field.name for field in fields(Claim)}
-    if not isinstance(found, dict) or not isinstance(found.get("claims"), list):
-        raise ValueError("it holds no list of claims")
-    if not all(isinstance(claim, dict) and "claim" in claim and claim.keys() <= known for claim in found["claims"]):
-        raise ValueError("its claims have other fields")
-    rows = found.get("rows", [])
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError("its rows are no rows")
-    return [Claim(**claim) for claim in found["claims"]], rows
+        claims = [asdict(claim) for claim in self.claims]
+        write_whole(self._path, {"machine": self._machine, "claims": claims, "rows": self.rows})
 
 
 def write_whole(path: Path, value: Any) -> None:
@@ -121,14 +108,45 @@ def write_whole(path: Path, value: Any) -> None:
     partial.replace(path)
 
 
+def machine_facts() -> dict[str, Any]:
+    """The GPU, None where there is none; driver, versions and CPUs."""
+    import torch
+    from pynvml import NVMLError, nvmlInit, nvmlSystemGetDriverVersion
+
+    from lightning_feed.extras import installed_version
+    from lightning_feed.load.machine import read_machine
+
+    try:
+        nvmlInit()
+        driver = nvmlSystemGetDriverVersion()
+    except NVMLError:
+        driver = None
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "driver": driver,
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "torchvision": installed_version("torchvision"),
+        "lightning": installed_version("lightning"),
+        "python": platform.python_version(),
+        "cpus": read_machine().usable_cpus,
+    }
+
+
 PartFunction: TypeAlias = Callable[[Report, float], None]
+"""Takes the report, and the seconds after which it is killed."""
 
 
-def run_part(parts: Mapping[str, PartFunction]) -> None:
+def run_part(parts: Mapping[str, PartFunction], *, needs_device: bool = True) -> None:
     """The command line of a program with parts."""
     parser = argparse.ArgumentParser()
     parser.add_argument("part", choices=list(parts))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--limit", type=float, default=600.0, help="seconds after which the part is killed")
     options = parser.parse_args()
-    parts[options.part](Report(options.out), options.limit)
+    machine = machine_facts()
+    report = Report(options.out, machine)
+    if needs_device and machine["device"] is None:
+        report.add(Claim(claim=options.part, detail="needs a CUDA device"))
+        return
+    parts[options.part](report, options.limit)

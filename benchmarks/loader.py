@@ -9,14 +9,14 @@ started. What is not installed is skipped, with a word.
 """
 
 import argparse
-import json
-import math
 import multiprocessing
 import os
 import platform
+import signal
 import statistics
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -31,6 +31,17 @@ from lightning_feed.extras import installed_version
 REFERENCE = "Pillow, float, w2: the standard recipe"
 SUFFIXES = (".jpg", ".jpeg")
 PATIENCE_S = 120
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "pillow",
+    "simplejpeg",
+    "opencv-python-headless",
+    "turbojpeg",
+    "nvidia-dali-cuda130",
+    "spdl-core",
+    "litdata",
+)
 
 
 @dataclass(frozen=True)
@@ -55,9 +66,7 @@ ROWS: dict[str, Row] = {
     "DALI CPU, t2": Row("aa", "u8", partial(rows.dali, antialias=True)),
     "ours exact, w2": Row("aa", "u8", partial(rows.ours, workers="process")),
     "ours exact, t2": Row("aa", "u8", rows.ours),
-    "ours exact, Ray, 2 workers": Row("aa", "u8", partial(rows.ours, workers="ray")),
     "ours fast, t2": Row("linear", "u8", partial(rows.ours, quality="fast")),
-    "ours, DALI on the CPU, 2 DALI threads": Row("aa", "u8", partial(rows.ours, backend="dali-cpu")),
 }
 
 
@@ -71,10 +80,11 @@ class Contender:
     passes: list[Pass] = field(default_factory=list)
 
     def ask(self, what: str) -> None:
-        """Run one epoch and keep what it took."""
+        """Ask for an epoch, and keep what it took; what was skipped stays so."""
+        if self.skipped:
+            return
         try:
-            if what:
-                self.connection.send(what)
+            self.connection.send(what)
             if not self.connection.poll(PATIENCE_S):
                 self.skipped = f"silent for {PATIENCE_S} s"
                 return
@@ -84,18 +94,8 @@ class Contender:
             return
         if isinstance(answer, Skip):
             self.skipped = str(answer).splitlines()[0][:100]
-        elif isinstance(answer, Pass):
+        else:
             self.passes.append(answer)
-
-    def stop(self) -> None:
-        """End the process."""
-        if self.process.is_alive():
-            try:
-                self.connection.send("stop")
-            except BrokenPipeError:
-                self.skipped = self.skipped or "its process died"
-            self.process.join(10)
-            self.process.kill()
 
 
 def main() -> None:
@@ -106,24 +106,13 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=1, help="each file so many times in an epoch")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--only", default="", help="names, or parts of them, with commas between")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
+    wanted = arguments.only.split(",")
+    names = [name for name in ROWS if name == REFERENCE or any(part in name for part in wanted)]
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "data"
-        link(arguments, folder)
-        taken = chosen(arguments)
-        contenders = run(taken, folder, Path(scratch), arguments.rounds)
-    show(taken, contenders, arguments)
-
-
-def chosen(arguments: argparse.Namespace) -> dict[str, Row]:
-    """The rows to run; the first is the one that ratios are to."""
-    wanted = [part for part in arguments.only.split(",") if part]
-    return {
-        name: row
-        for name, row in ROWS.items()
-        if name == REFERENCE or not wanted or any(part in name for part in wanted)
-    }
+        link(arguments, Path(scratch) / "data")
+        contenders = run(names, Path(scratch), arguments.rounds)
+    show(contenders, arguments.rounds)
 
 
 def link(arguments: argparse.Namespace, folder: Path) -> None:
@@ -136,69 +125,58 @@ def link(arguments: argparse.Namespace, folder: Path) -> None:
         target.symlink_to(files[number % len(files)].resolve())
 
 
-def run(taken: dict[str, Row], folder: Path, scratch: Path, rounds: int) -> dict[str, Contender]:
+def run(names: list[str], scratch: Path, rounds: int) -> dict[str, Contender]:
     """All rounds."""
-    names = list(taken)
     context = multiprocessing.get_context("spawn")
     contenders: dict[str, Contender] = {}
     for number, name in enumerate(names):
-        place = scratch / f"{number}"
-        place.mkdir()
+        own = scratch / f"{number}"
+        own.mkdir()
         here, there = context.Pipe()
-        job = Job(folder=folder, scratch=place)
-        process = context.Process(target=serve, args=(there, taken[name].make, job, place / "log"))
+        job = Job(folder=scratch / "data", scratch=own)
+        process = context.Process(target=serve, args=(there, ROWS[name].make, job, own / "log"))
         process.start()
-        contenders[name] = contender = Contender(process, here)
-        contender.ask("")
-        for asked in ("warm", "memory"):  # the first fills caches; neither counts for time
-            if not contender.skipped:
-                contender.ask(asked)
-        print(f"{name}: {contender.skipped or 'ready'}", flush=True)
+        contenders[name] = Contender(process, here)
+        contenders[name].ask("warm")  # this fills caches
+        contenders[name].ask("memory")  # nor does this one count for time
+        print(f"{name}: {contenders[name].skipped or 'ready'}", flush=True)
     for number in range(rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            if not contenders[name].skipped:
-                contenders[name].ask("run")
+            contenders[name].ask("run")
     for contender in contenders.values():
-        contender.stop()
+        with suppress(ProcessLookupError):
+            os.killpg(contender.process.pid or 0, signal.SIGKILL)  # with its workers
+        contender.process.join()
     return contenders
 
 
-def show(taken: dict[str, Row], contenders: dict[str, Contender], arguments: argparse.Namespace) -> None:
-    """Print the table, and write the figures."""
-    runs = {name: contender.passes[2:] for name, contender in contenders.items()}
-    base = runs[next(iter(taken))]
+def show(contenders: dict[str, Contender], rounds: int) -> None:
+    """Print the table."""
+    base = contenders[REFERENCE].passes[2:]
     print(
         f"\n{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} CPUs, "
         f"load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}; {base[0].images} images an epoch, "
-        f"{arguments.rounds} rounds in turns: median [min, max]"
+        f"{rounds} rounds in turns: median [min, max]"
     )
-    print(", ".join(f"{name} {found}" for name in PACKAGES if (found := installed_version(name))), "\n")
+    versions = {name: installed_version(name) for name in PACKAGES}
+    print(", ".join(f"{name} {version}" for name, version in versions.items() if version), "\n")
     print("| pipeline | fidelity | out | images/s | x | CPU ms | x CPU | first batch, ms | memory, MB |")
     print("|---|---|---|---:|---:|---:|---:|---:|---:|")
     for name, contender in contenders.items():
-        row = taken[name]
-        if contender.skipped or not runs[name]:
+        row = ROWS[name]
+        passes = contender.passes[2:]
+        if contender.skipped:
             print(f"| {name} | {row.fidelity} | {row.out} | skipped: {contender.skipped} | | | | | |")
             continue
-        rates = [one.images / one.wall_s for one in runs[name]]
-        cpu = [one.cpu_s / one.images * 1e3 for one in runs[name]]
-        faster = statistics.median(a.wall_s / b.wall_s for a, b in zip(base, runs[name], strict=True))
-        cheaper = statistics.median(a.cpu_s / b.cpu_s for a, b in zip(base, runs[name], strict=True))
+        rates = [each.images / each.wall_s for each in passes]
+        cpu_ms = [1e3 * each.cpu_s / each.images for each in passes]
+        faster = statistics.median(other.wall_s / each.wall_s for other, each in zip(base, passes, strict=True))
+        cheaper = statistics.median(other.cpu_s / each.cpu_s for other, each in zip(base, passes, strict=True))
         print(
             f"| {name} | {row.fidelity} | {row.out} | {statistics.median(rates):.0f} [{min(rates):.0f}, "
-            f"{max(rates):.0f}] | {faster:.2f} | {statistics.median(cpu):.2f} | {cheaper:.2f} | "
-            f"{statistics.median(one.first_s for one in runs[name]) * 1e3:.0f} | "
-            f"{contender.passes[1].memory_mb or math.nan:.0f} |"
+            f"{max(rates):.0f}] | {faster:.2f} | {statistics.median(cpu_ms):.2f} | {cheaper:.2f} | "
+            f"{1e3 * statistics.median(each.first_s for each in passes):.0f} | {contender.passes[1].memory_mb:.0f} |"
         )
-    if arguments.json is not None:
-        figures = {name: [one._asdict() for one in passes] for name, passes in runs.items()}
-        arguments.json.write_text(json.dumps(figures, indent=1))
-
-
-PACKAGES = (
-    *("torch", "torchvision", "pillow", "simplejpeg", "opencv-python-headless", "turbojpeg"),
-    *("nvidia-dali-cuda130", "spdl-core", "litdata"),
-)
 
 
 if __name__ == "__main__":

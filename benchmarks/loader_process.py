@@ -6,11 +6,9 @@ starts (workers, helpers) is found by its number, for the CPU time and for the m
 
 import gc
 import logging
-import math
 import multiprocessing
 import os
 import resource
-import sys
 import time
 import traceback
 import warnings
@@ -66,11 +64,11 @@ class Pass(NamedTuple):
     """From the start of the first ``iter`` to the last batch."""
     first_s: float
     cpu_s: float
-    memory_mb: float | None
+    memory_mb: float
 
 
 def serve(connection: Connection, make: Callable[[Job], Feed], job: Job, log: Path) -> None:
-    """Make the contender, then run one epoch for each message until told to stop."""
+    """Make the contender, then run one epoch for each message, until it is killed."""
     os.setsid()
     with log.open("w") as out:
         os.dup2(out.fileno(), 1)
@@ -83,38 +81,37 @@ def serve(connection: Connection, make: Callable[[Job], Feed], job: Job, log: Pa
     multiprocessing.set_start_method("fork", force=True)
     try:
         feed = make(job)
-        connection.send("ready")
-        while (asked := connection.recv()) != "stop":
-            connection.send(_run(feed, job, asked == "memory"))
+        while True:
+            asked = connection.recv()
+            connection.send(_run(feed, job, with_memory=asked == "memory"))
     except Exception as error:  # noqa: BLE001 - whatever a library raises is said in the table
         traceback.print_exc()
         connection.send(error if isinstance(error, Skip) else Skip(f"{type(error).__name__}: {error}"))
-    finally:
         connection.close()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)  # some of the libraries wait for their threads for ever
 
 
-def _run(feed: Feed, job: Job, with_memory: bool) -> Pass:  # noqa: FBT001
+def _run(feed: Feed, job: Job, *, with_memory: bool) -> Pass:
     source = feed.epoch()
-    total, half = len(job.files), len(job.files) // 2
-    images, first_s, memory_mb = 0, math.nan, None
+    total = len(job.files)
+    images = 0
+    first_s = 0.0
+    memory_mb = 0.0
     gc.collect()
-    cpu, begun = _cpu_seconds(), time.perf_counter()
-    last = begun
+    cpu_s = _cpu_seconds()
+    began_s = time.perf_counter()
+    last_s = began_s
     for batch in source:
-        last = time.perf_counter()
+        last_s = time.perf_counter()
         if not images:
-            first_s = last - begun
+            first_s = last_s - began_s
             _check(batch, job)
         images += len(batch)
-        if with_memory and memory_mb is None and images >= half:
+        if with_memory and not memory_mb and images >= total // 2:
             memory_mb = memory_of(os.getsid(0))
-    cpu = _cpu_seconds() - cpu
+    cpu_s = _cpu_seconds() - cpu_s
     if images != total:
         raise Skip(f"gave {images} of {total} images")
-    return Pass(images, last - begun, first_s, cpu, memory_mb)
+    return Pass(images, last_s - began_s, first_s, cpu_s, memory_mb)
 
 
 def _check(batch: Any, job: Job) -> None:

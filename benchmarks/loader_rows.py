@@ -262,20 +262,17 @@ def ours(
     job: Job,
     *,
     quality: Literal["exact", "fast"] = "exact",
-    workers: Literal["process", "thread", "ray"] = "thread",
-    backend: Literal["torch", "dali-cpu"] = "torch",
+    workers: Literal["process", "thread"] = "thread",
 ) -> Feed:
-    """As a user gets it from ImageFolderDataModule. With DALI one worker reads, since DALI's threads take the CPUs."""
+    """As a user gets it from ImageFolderDataModule."""
     from lightning_feed import ImageFolderDataModule, LoaderSettings
 
-    count = job.workers if backend == "torch" else 1
     made = ImageFolderDataModule(
         job.folder,
         job.batch_size,
         image_size=job.size,
         quality=quality,
-        backend=backend,
-        loader=LoaderSettings(num_workers=count, workers=workers, persistent_workers=True, pin_memory=False),
+        loader=LoaderSettings(num_workers=job.workers, workers=workers, persistent_workers=True, pin_memory=False),
     )
     loader = made.train_dataloader()
 

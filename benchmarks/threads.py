@@ -9,13 +9,16 @@ steps of a turn do not count. Let nothing else run beside it. Takes about four m
 import argparse
 import os
 import platform
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from statistics import median
 
 import torch
 from torch import nn
 from torchvision import models
-from verdict_quiet import BESIDE, programs_beside
 
 MODELS = {
     "two convolutions, batches of 4": (
@@ -29,6 +32,33 @@ MODELS = {
     "ResNet-18, batches of 16": (16, lambda: models.resnet18(num_classes=10)),
 }
 STEPS, WARM_UP = 13, 3
+
+
+BESIDE = {"nothing": (0, False), "1 program": (1, False), "3 programs": (3, False), "comes and goes": (1, True)}
+"""Name -> programs that compute meanwhile, and whether they pause for 3 s after every 3 s."""
+COMPUTE = """
+import sys, time
+began = time.monotonic()
+while True:
+    sum(range(20_000))
+    if sys.argv[1] == "pauses" and time.monotonic() - began > 3:
+        time.sleep(3)
+        began = time.monotonic()
+"""
+
+
+@contextmanager
+def programs_beside(name: str) -> Iterator[None]:
+    """Programs that compute on the same CPUs meanwhile: see :data:`BESIDE`."""
+    count, pauses = BESIDE[name]
+    command = [sys.executable, "-c", COMPUTE, "pauses" if pauses else "goes on"]
+    programs = [subprocess.Popen(command) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
 
 
 def main() -> None:

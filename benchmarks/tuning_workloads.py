@@ -1,6 +1,6 @@
-"""The seven datasets that the tuner is tried on. Samples are made by real work: no arithmetic in place of a loader.
+"""The datasets that the tuner is tried on, and the training steps beside them.
 
-Where a network's latency is meant, a sleep stands for it (``io``), and nothing else sleeps.
+Samples are made by real work. Where a network's latency is meant, a sleep stands for it (``IoHeavy``).
 """
 
 import time
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_feed.load.loader import FeedLoader
-from lightning_feed.trials.trial import Setting
+from lightning_feed.load.settings import Setting
+from lightning_feed.trials.training_work import TrainingWork
 
 _FETCH_S = 0.008
 """The latency of an object store within a data centre."""
@@ -119,59 +119,43 @@ class InMemory(Dataset[tuple[Tensor, int]]):
         return self.images[index % 2000].float().div_(255), index % 10
 
 
-class ThreadFriendly(Dataset[Tensor]):
-    """Decompress 1 MiB: nearly all of it without the GIL, and a large result to hand over."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self.packed = size, Packed(1024, count=4)
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.frombuffer(bytearray(zlib.decompress(self.packed.blobs[index % 4])), dtype=torch.uint8)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One data set, and how it is loaded."""
+    """A dataset, how it is loaded, and the training step that it feeds."""
 
     name: str
     make: Callable[[], Dataset[Any]]
     batch_size: int
-    ours: bool = False
-    """A FeedLoader, which has threads to offer; else torch's DataLoader."""
-    step_ms: float | None = None
-    """What a training step takes, from which the demand follows; None: the fastest is looked for."""
+    work: TrainingWork
 
-    @property
-    def demand_per_s(self) -> float | None:
-        """Batches per second."""
-        return None if self.step_ms is None else 1e3 / self.step_ms
-
-    def loader(self, dataset: Dataset[Any], setting: Setting | None = None) -> DataLoader[Any]:
-        """The loader as a user first writes it, or with a setting."""
-        kind: Any = FeedLoader if self.ours else DataLoader
-        options: dict[str, Any] = {}
-        if setting is not None and setting.num_workers:
-            options = {
-                "num_workers": setting.num_workers,
-                "prefetch_factor": setting.prefetch_factor,
-                "in_order": setting.in_order,
-            }
-            if self.ours:
-                options["workers"] = setting.workers
-        loader: DataLoader[Any] = kind(dataset, batch_size=self.batch_size, shuffle=True, **options)
-        return loader
+    def loader(self, dataset: Dataset[Any], setting: Setting) -> DataLoader[Any]:
+        """A DataLoader with a setting."""
+        return DataLoader(
+            dataset,
+            batch_size=self.batch_size,
+            shuffle=True,
+            num_workers=setting.num_workers,
+            prefetch_factor=setting.prefetch_factor,
+        )
 
 
-SIZE = 6000
+def on_device(step_ms: float) -> TrainingWork:
+    """A step that a device computes. The host takes 2 ms of a CPU for it."""
+    return TrainingWork(step_s=step_ms / 1e3, cpu_s=0.002, on_device=True)
+
+
+def on_cpu(step_ms: float) -> TrainingWork:
+    """A step that one thread computes."""
+    return TrainingWork(step_s=step_ms / 1e3, cpu_s=step_ms / 1e3)
+
+
+SIZE = 20_000
 WORKLOADS = (
-    Workload(name="CPU-heavy", make=lambda: CpuHeavy(SIZE), batch_size=8),
-    Workload(name="I/O-heavy", make=lambda: IoHeavy(SIZE), batch_size=4),
-    Workload(name="tiny samples", make=lambda: Tiny(40 * SIZE), batch_size=256),
-    Workload(name="huge batches", make=lambda: Huge(SIZE), batch_size=4),
-    Workload(name="heavy-tailed", make=lambda: HeavyTailed(SIZE), batch_size=16, step_ms=30),
-    Workload(name="in memory", make=lambda: InMemory(20 * SIZE), batch_size=128),
-    Workload(name="thread-friendly", make=lambda: ThreadFriendly(SIZE), batch_size=4, ours=True),
+    Workload(name="CPU-heavy", make=lambda: CpuHeavy(SIZE), batch_size=8, work=on_device(10)),
+    Workload(name="CPU-heavy, trained on the CPU", make=lambda: CpuHeavy(SIZE), batch_size=8, work=on_cpu(40)),
+    Workload(name="I/O-heavy", make=lambda: IoHeavy(SIZE), batch_size=4, work=on_device(5)),
+    Workload(name="tiny samples", make=lambda: Tiny(40 * SIZE), batch_size=256, work=on_device(5)),
+    Workload(name="huge batches", make=lambda: Huge(SIZE), batch_size=4, work=on_device(10)),
+    Workload(name="heavy-tailed", make=lambda: HeavyTailed(SIZE), batch_size=16, work=on_device(30)),
+    Workload(name="in memory", make=lambda: InMemory(20 * SIZE), batch_size=128, work=on_cpu(10)),
 )
