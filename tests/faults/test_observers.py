@@ -34,6 +34,8 @@ from lightning_feed.trials import tune_loader
 pytestmark = [
     pytest.mark.skipif(sys.version_info < (3, 11), reason="functions are told apart by co_qualname"),
     pytest.mark.filterwarnings("ignore:Consider setting `persistent_workers=True`"),
+    # What raises in a __del__, or leaves an object half made for its __del__, is shown by Python, and ends nothing.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 PACKAGE = os.path.dirname(lightning_feed.__file__) + os.sep  # noqa: PTH120  # compared with code objects' names
 OBSERVERS = ("measure/", "verdict/", "report/", "callbacks/starvation_")
@@ -64,8 +66,8 @@ PASS_ON = {
     "GPUStarvationCallback._new_guard",
     "AutotuneCallback._new_guard",
 }
-SILENT = {"_ConsoleHandler.emit"}
-"""What would say it."""
+SILENT = {"_ConsoleHandler.emit", "LoaderPass.__del__", "IndexSource._walk"}
+"""What would say it, and what Python calls at the end of an object or a generator, where it ignores errors."""
 Function = tuple[str, str, int]
 """File, name and line."""
 
