@@ -31,7 +31,7 @@ trainer = pl.Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_check
 trainer.fit(Model(), DataLoader(RandomDataset(32, 105)))
 """
 STARTS = ("FEED", "step", "wall", "cause", "why", "fix", "not", "note", "next:")
-TUNE = "import lightning_feed; lightning_feed.tune(DataLoader(RandomDataset(32, 64)), budget_s=1, max_trials=1)"
+TUNE = "import lightning_feed; lightning_feed.tune(DataLoader(RandomDataset(32, 64)), budget_s=1)"
 
 
 def _run_cells(*cells: str) -> list[list[Any]]:
@@ -60,7 +60,7 @@ def test_a_notebook_shows_pages() -> None:
         assert page["text/html"].startswith("<iframe srcdoc=")
         assert "lightning_feed report" in page["text/html"]
     assert len(text[0].data["text/plain"]) < 250
-    assert place[0].text == "your training DataLoader (Cell In[1], line 15)\n"
+    assert place[0].text == "your training DataLoader (passed to trainer.fit)\n"
     assert "<b>num_workers=" in tuned[-1].data["text/html"]
     assert len(tuned[-1].data["text/plain"]) < 250
 

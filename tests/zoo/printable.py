@@ -18,7 +18,7 @@ READY = {"handover_pct": 95.0, "queue_ready": 3.9, "queue_capacity": 4.0, **ASLE
 
 def every_remedy(facts: LoopFacts) -> list[Remedy]:
     """The first of each way to set the same things: with two workers, and not with one, too."""
-    unknown = ("others_cpu_pct", "free_shm_bytes", "host_cpu_ms", "process_cpu_ms", "load_cpu_ms", "load_queue_ms")
+    unknown = ("others_cpu_pct", "free_shm_bytes", "host_cpu_ms", "load_cpu_ms", "load_queue_ms")
     found: dict[tuple[Any, str], Remedy] = {}
     for measured in _slow_runs(replace(facts, **dict.fromkeys(unknown))):
         for remedy in diagnose(measured).remedies:

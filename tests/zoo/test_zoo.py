@@ -3,6 +3,7 @@
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import pytest
 from zoo.apply import CannotApply, apply
@@ -31,11 +32,19 @@ def trained(name: str, folder: Path) -> tuple[Outcome, Outcome]:
     return plain, fed
 
 
-rows = pytest.mark.parametrize(
-    "project",
+IN_THE_GATE = {"audio", "cli_yaml", "combined", "ddp", "notebook", "timm_birds"}
+"""Projects of six kinds; the others are run with ``-m harness``."""
+
+
+def _row(name: str, project: Project) -> Any:
     # One process for all tests of a project, which then trains once for all of them.
-    [pytest.param(project, id=name, marks=pytest.mark.xdist_group(name)) for name, project in ZOO.items()],
-)
+    marks = [pytest.mark.xdist_group(name)]
+    if name not in IN_THE_GATE:
+        marks.append(pytest.mark.harness)
+    return pytest.param(project, id=name, marks=marks)
+
+
+rows = pytest.mark.parametrize("project", [_row(name, project) for name, project in ZOO.items()])
 pytestmark = pytest.mark.slow
 
 
