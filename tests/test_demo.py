@@ -206,6 +206,7 @@ def test_in_a_terminal_progress_is_drawn_on_stderr_and_stdout_is_for_the_figures
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("while_", ["making images", "training"])
 def test_ctrl_c_ends_it_with_one_line(while_: str, tmp_path: Path, class_folders: Path) -> None:
     out = tmp_path / "out"

@@ -216,12 +216,13 @@ def _loader_calls(source: Source, where: str) -> list[Call]:
         lines = []
     if not lines and "passed to trainer.fit" in where:
         calls = [call for call in calls if _is_given_to_fit(source, call)]
-    found = [
-        _for_training(
-            source, [call for call in calls if call[0].name == file and _inside(source, call, int(line))], where
-        )
-        for file, line in lines
-    ]
+    found = []
+    for file, line in lines:
+        inside = [call for call in calls if call[0].name == file and _inside(source, call, int(line))]
+        if "each of your" in where and len(lines) == 1:  # the line is that of the function that makes them all
+            found += inside
+        else:
+            found.append(_for_training(source, inside, where))
     found = found or [_for_training(source, calls, where)]
     return sorted(found, key=lambda call: (call[0], call[1], call[2].lineno), reverse=True)
 
