@@ -3,10 +3,11 @@
 import gc
 import os
 import signal
+import threading
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Generic, TypeVar
@@ -47,12 +48,36 @@ def run_in_children(work: Callable[[], Result], *, count: int, timeout_s: float)
         FeedError: the error of the work. Errors of other kinds become a LoaderError with their text.
     """
     deadline_s = time.monotonic() + timeout_s
-    children = [_Child(work) for _ in range(count)]
+    children: list[_Child[Result]] = []
     try:
+        for _ in range(count):
+            with _ctrl_c_waits():
+                children.append(_Child(work))
         return [child.result(deadline_s, timeout_s) for child in children]
     finally:
         for child in children:
             child.end()
+
+
+@contextmanager
+def _ctrl_c_waits() -> Iterator[None]:
+    """Context manager that delivers Ctrl-C at its end.
+
+    Python ignores errors in the functions that it calls after a fork, and with them the KeyboardInterrupt of that
+    moment.
+    """
+    usual = signal.getsignal(signal.SIGINT)
+    if usual is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 class _Child(Generic[Result]):

@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -468,19 +468,20 @@ def watchdog(
         name="lightning-feed-measuring",
         daemon=True,
     )
-    thread.start()
     try:
+        thread.start()
         while thread.is_alive():
             thread.join(_POLL_S)
             if thread.is_alive() and time.monotonic() - heartbeat.last > silent_s:
                 raise LoaderError(what(silent_s))
     except BaseException as ended:
         heartbeat.stopped = True
-        thread.join(_SOON_S)
+        wait([outcome], _SOON_S)
         # Silent work may hang for ever, so it is abandoned. Work interrupted by Ctrl-C ends with the current sample,
-        # and must be waited for: it would draw random numbers after their state has been restored.
-        if thread.is_alive() and (unblock() or isinstance(ended, KeyboardInterrupt)):
-            thread.join(_GRACE_S)
+        # and must be waited for: it would draw random numbers after their state has been restored, and a thread that
+        # uses torch while Python ends aborts the process. Ctrl-C may also come before the thread counts as alive.
+        if not outcome.done() and (unblock() or isinstance(ended, KeyboardInterrupt)):
+            wait([outcome], _GRACE_S)
         raise
     try:
         return outcome.result()

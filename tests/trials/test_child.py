@@ -1,8 +1,10 @@
 """Forked children answer, fail, hang and die; the parent always goes on, and none of them is left."""
 
+import multiprocessing
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -79,3 +81,21 @@ def _ended(pid: int) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+def test_ctrl_c_in_a_fork_reaches_the_parent() -> None:
+    """Python ignores the errors of functions that it calls after a fork; logging and random register such ones."""
+    after_fork: list[signal.Signals] = [signal.SIGINT]
+    os.register_at_fork(after_in_parent=lambda: signal.raise_signal(after_fork.pop()) if after_fork else None)
+    began_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_in_children(lambda: time.sleep(60), count=2, timeout_s=60)
+    assert multiprocessing.active_children() == []
+    assert time.monotonic() - began_s < 30  # none of the children was waited for
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_it_also_works_outside_the_main_thread() -> None:
+    """Only the main thread may set a signal handler."""
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(run_in_children, lambda: 3, count=1, timeout_s=20).result() == [3]

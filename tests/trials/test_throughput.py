@@ -149,29 +149,34 @@ def test_a_loader_that_hangs_is_named_and_its_workers_end(workers: int, monkeypa
     assert len(left) == (0 if workers else 1)  # what hangs in this process can only be left behind
 
 
-def test_an_interrupt_waits_for_the_sample_that_is_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would go on to draw random numbers, whose state is put back by then."""
-    making, made = threading.Event(), threading.Event()
-    before, join, joins = threading.enumerate(), threading.Thread.join, []
+@pytest.mark.parametrize("call", ["start", "join"])
+def test_an_interrupt_waits_for_the_sample_that_is_being_made(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would go on to draw random numbers, whose state is put back by then. Ctrl-C may come at any moment."""
+    monkeypatch.setattr(cloning, "_SOON_S", 0.1)
+    making = threading.Event()
+    made = threading.Event()
+    came: list[int] = []
 
     def begin() -> Iterator[int]:
         yield 0
         making.set()
         made.wait(10)
+        came.append(1)
         yield 1
 
-    def joined(self: threading.Thread, timeout: float | None = None) -> None:
-        joins.append(timeout)
-        if len(joins) == 1:
-            making.wait(10)
-            raise KeyboardInterrupt
-        if len(joins) == 2:
-            return  # the sample takes longer than that
-        made.set()
-        join(self, timeout)
+    usual = getattr(threading.Thread, call)
+    later = threading.Timer(0.5, made.set)
 
-    monkeypatch.setattr(threading.Thread, "join", joined)
+    def interrupted(self: threading.Thread, *arguments: float | None) -> None:
+        monkeypatch.undo()
+        monkeypatch.setattr(cloning, "_SOON_S", 0.1)
+        usual(self, *arguments)
+        making.wait(10)
+        later.start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, call, interrupted)
     with pytest.raises(KeyboardInterrupt):
         time_loader(begin, burst=1, limits=RoundLimits(min_s=20))
-    monkeypatch.undo()
-    assert not [thread for thread in threading.enumerate() if thread not in before]
+    assert came == [1]
+    later.join()
