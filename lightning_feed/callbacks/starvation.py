@@ -114,7 +114,7 @@ class GPUStarvationCallback(Callback):
         self._schedule = Schedule()
         self._reported_steps = 0
         self._identity = RunIdentity()
-        self._told = ""
+        self._shown: Diagnosis | None = None
         self._paces: dict[int, Pace] = {}
         self._laid_out: weakref.WeakSet[Any] | None = None
         self._once = Once(logger)
@@ -193,7 +193,7 @@ class GPUStarvationCallback(Callback):
         self._schedule = Schedule()
         self._reported_steps = 0
         self._identity = read_identity()
-        self._told = ""
+        self._shown = None
         run = self._run = StarvationRun(trainer, every=every, guard=self._guard, wall=self._wall, stage=stage)
         device = trainer.strategy.root_device
         if not run.sees_device:
@@ -368,7 +368,9 @@ class GPUStarvationCallback(Callback):
         form = self._form(trainer, run, report, ended=ended, first=first)
         if form is not None:
             printer = _host.bar_printer(trainer)
-            self._guard.attempt("print its report", partial(show_report, form=form), report, printer, written)
+            show = partial(show_report, form=form, before=self._shown)
+            self._guard.attempt("print its report", show, report, printer, written)
+            self._shown = found
         if to_loggers:
             self._give_to_loggers(trainer, report, ended=ended)
 
@@ -389,9 +391,8 @@ class GPUStarvationCallback(Callback):
         if run.stage == "fit":
             _shown_fits.add(self._identity.id)
         found = report.diagnosis
-        told = self._told
-        self._told = f"{found.bottleneck}, {found.cause}, {found.grade}, {next_step(found)}"
-        return "short" if told == self._told else "full"
+        same = self._shown is not None and _told(self._shown) == _told(found)
+        return "short" if same else "full"
 
     def _give_to_loggers(self, trainer: AnyTrainer, report: Report, *, ended: bool) -> None:
         params = self._guard.attempt("read the loader's settings", tuned_hparams, trainer.datamodule)
@@ -438,6 +439,11 @@ class GPUStarvationCallback(Callback):
         sampler = NvmlSampler(str(torch.cuda.get_device_properties(device).uuid))
         sampler.start()
         return sampler
+
+
+def _told(found: Diagnosis) -> tuple[str, ...]:
+    """The verdict and the next step of a report; one with the same is shown in short."""
+    return found.bottleneck, found.cause, found.grade, next_step(found)
 
 
 def _write(trainer: AnyTrainer, report: Report, chosen: Path | None) -> list[Path]:

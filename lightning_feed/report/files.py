@@ -54,6 +54,7 @@ def as_text(
     beside: Sequence[str] = (),
     width: int | None = None,
     arguments: str = ARGUMENTS,
+    before: Diagnosis | None = None,
 ) -> str:
     """The verdict, the parts of a step, the reasons, the changes to make, the pipeline if measured, and the next step.
 
@@ -65,6 +66,7 @@ def as_text(
         beside: lines to print before the last line, without line breaks in them.
         width: characters of a line; None: the terminal's width.
         arguments: the program's arguments as typed in a shell, for commands that measure more.
+        before: the verdict that the same run showed before; None: there was none.
     """
     measured = diagnosis.measurements
     step = next_step(diagnosis, run, arguments=arguments)
@@ -73,11 +75,15 @@ def as_text(
         time = sections.step_sections(diagnosis), sections.time_sections(measured)
         notes = other_notes(diagnosis, run, arguments=arguments)
         shown = [*time, sections.advice_sections(diagnosis, notes), *shown]
-    return _in_lines(_first_line(diagnosis), step, chain.from_iterable(shown), beside, width)
+    return _in_lines(_first_line(diagnosis, before), step, chain.from_iterable(shown), beside, width)
 
 
 def as_short_text(
-    report: Report, *, beside: Sequence[str] = (), width: int | None = None, arguments: str = ARGUMENTS
+    report: Report,
+    *,
+    beside: Sequence[str] = (),
+    width: int | None = None,
+    arguments: str = ARGUMENTS,
 ) -> str:
     """The verdict and the next step, for a report whose rest was shown before."""
     step = next_step(report.diagnosis, report.run, arguments=arguments)
@@ -96,12 +102,26 @@ def _judged(diagnosis: Diagnosis) -> bool:
     return diagnosis.bottleneck != "unknown" and diagnosis.stats.step_ms is not None and not is_toy(diagnosis)
 
 
-def _first_line(diagnosis: Diagnosis) -> str:
+def _first_line(diagnosis: Diagnosis, before: Diagnosis | None = None) -> str:
     if _judged(diagnosis):
-        return f"{headline(diagnosis)} ({trust(diagnosis)})"
+        return f"{headline(diagnosis)} ({trust(diagnosis)}){_retracted(diagnosis, before)}"
     if is_toy(diagnosis):
         return str(toy_sentence(diagnosis.stats.step_ms))
     return f"{headline(diagnosis)}: {next(iter(diagnosis.evidence), 'nothing was measured')}."
+
+
+def _retracted(diagnosis: Diagnosis, before: Diagnosis | None) -> str:
+    """The verdict of an earlier report of the same run, if it does not hold any more. Empty: it does."""
+    if before is None or before.bottleneck == "unknown" or _essence(before) == _essence(diagnosis):
+        return ""
+    verdict, _ = headline_parts(before)
+    change = next((f", try {one.changes}" for one in before.remedies), "")
+    return f". No longer true, as reported after {plural(before.stats.steps, 'step')}: {verdict}{change}"
+
+
+def _essence(diagnosis: Diagnosis) -> tuple[str, str]:
+    """The bottleneck and the first change to make."""
+    return diagnosis.bottleneck, next((one.changes for one in diagnosis.remedies), "")
 
 
 def _in_lines(first: str, step: str, shown: Iterable[Section], beside: Sequence[str], width: int | None) -> str:
@@ -343,7 +363,12 @@ Form = Literal["full", "short", "line"]
 
 
 def show_report(
-    report: Report, printer: Printer | None = None, written: Sequence[Path] = (), *, form: Form = "full"
+    report: Report,
+    printer: Printer | None = None,
+    written: Sequence[Path] = (),
+    *,
+    form: Form = "full",
+    before: Diagnosis | None = None,
 ) -> None:
     """Show a report of this process and where its files are: in a notebook as a page, else as text.
 
@@ -352,10 +377,11 @@ def show_report(
         printer: prints above a live progress bar, which would otherwise be drawn over the text; None: there is no bar.
         written: the report's files, which differ only in their suffixes.
         form: the part of the report that the console shows.
+        before: the verdict that the same run showed before; None: there was none.
     """
     files = _files_line(written)
     arguments = arguments_now()
-    full = as_text(report.diagnosis, report.run, beside=files, arguments=arguments)
+    full = as_text(report.diagnosis, report.run, beside=files, arguments=arguments, before=before)
     show = _notebook_display()
     if show is not None:
         show({"text/plain": full, "text/html": in_frame(as_html(report))}, raw=True)

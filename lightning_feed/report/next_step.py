@@ -3,10 +3,9 @@
 import shlex
 
 from lightning_feed.errors import source_line
-from lightning_feed.measure.measurements import LoopFacts
 from lightning_feed.measure.stats import MIN_STEPS
 from lightning_feed.measure.wall import Part
-from lightning_feed.report.report import RunIdentity, is_toy, takes_turns
+from lightning_feed.report.report import RunIdentity, is_toy, may_be_tuned, takes_turns
 from lightning_feed.verdict.decide import share_text
 from lightning_feed.verdict.diagnosis import Cause, Diagnosis, Remedy
 from lightning_feed.verdict.shares import LOOP_WORDS, in_ms
@@ -79,7 +78,7 @@ def _try_workers(found: Diagnosis, run: RunIdentity, given: str) -> str:
     """The command that tries numbers of workers, if the first fix is a number that was not tried; else empty."""
     facts = found.measurements.facts
     untried = found.measurements.experiments is None and found.remedies[0].changes.startswith("num_workers=")
-    if not untried or not _may_be_tuned(facts):
+    if not untried or not may_be_tuned(facts):
         return ""
     if run.program == "notebook" or not run.program:
         return f"{_TUNE}: it tries numbers of workers, and takes the fastest"
@@ -150,16 +149,10 @@ def _ask_more(found: Diagnosis, run: RunIdentity, given: str) -> str:
 def _for_hand_over(found: Diagnosis) -> str:
     if found.grade == "slightly data-bound":
         return "nothing: batches are ready in time, and only handing them over takes time"
-    if _may_be_tuned(found.measurements.facts):
+    if may_be_tuned(found.measurements.facts):
         return f"{_TUNE}: it tries other numbers of workers"
     takes = in_ms(found.stats.data_idle_ms, found.stats.step_ms or 0.0)
     return f"batches are ready in time, and handing one over takes {takes} ms: fewer or smaller tensors take less"
-
-
-def _may_be_tuned(facts: LoopFacts) -> bool:
-    """True for a loader that an AutotuneCallback can tune, and has not tuned."""
-    in_fit = facts.loop == "trainer" and facts.stage == "fit" and not facts.tuned
-    return in_fit and facts.map_style is not False and not facts.why_no_workers and len(facts.every_num_workers) <= 1
 
 
 def _for_compute(found: Diagnosis, run: RunIdentity, given: str) -> str:

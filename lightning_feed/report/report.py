@@ -12,8 +12,9 @@ from typing import Any, ClassVar, Literal
 from lightning_feed.errors import plural
 from lightning_feed.extras import installed_version
 from lightning_feed.load.machine import read_machine
+from lightning_feed.measure.measurements import LoopFacts
 from lightning_feed.verdict.decide import share_text
-from lightning_feed.verdict.diagnosis import Diagnosis
+from lightning_feed.verdict.diagnosis import Diagnosis, Remedy
 from lightning_feed.verdict.shares import LOOP_WORDS, grade_of, shares_of, toy_sentence
 
 
@@ -230,6 +231,21 @@ def is_toy(diagnosis: Diagnosis) -> bool:
     """True for steps so short that Python takes most of them: there is no advice to give."""
     judged = diagnosis.bottleneck not in (*_OF_THE_RUN, "unknown")
     return judged and toy_sentence(diagnosis.stats.step_ms) is not None
+
+
+def may_be_tuned(facts: LoopFacts) -> bool:
+    """True for a loader that an AutotuneCallback can tune, and has not tuned."""
+    in_fit = facts.loop == "trainer" and facts.stage == "fit" and not facts.tuned
+    return in_fit and facts.map_style is not False and not facts.why_no_workers and len(facts.every_num_workers) <= 1
+
+
+def needs_trial(diagnosis: Diagnosis, remedy: Remedy) -> bool:
+    """True for a number of workers that was not tried and rests on few steps, where the next step is to try it.
+
+    Its bound follows from the run, but not its gain, which may be negative: workers take CPUs from training.
+    """
+    untried = remedy.changes.startswith("num_workers=") and diagnosis.measurements.experiments is None
+    return untried and diagnosis.confidence != "high" and may_be_tuned(diagnosis.measurements.facts)
 
 
 def takes_turns(diagnosis: Diagnosis) -> bool:

@@ -153,12 +153,12 @@ def _without_model(measured: Measurements) -> Diagnosis:
 
 
 def _confidence(measured: Measurements, shares: Shares, found: Reason) -> Confidence:
-    """Confidence of the figures; lower if their interval contains a limit, or figures of the cause are missing."""
+    """Confidence of the figures; lower if a share is close to a limit, or figures of the cause are missing."""
     stats = measured.stats
     confidence = measured.stats.confidence
     low, high = stats.interval_pct or (0.0, 0.0)
     wide = any(low < limit <= high for limit in (DATA_PCT, HIGH_PCT))
-    if wide and not shares.compute_bound_confirmed:
+    if (wide and not shares.compute_bound_confirmed) or shares.close_to_limit:
         confidence = _LOWER[confidence]
     if found.contradicted or measured.facts.crowded:
         return "low"

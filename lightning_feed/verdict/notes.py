@@ -10,9 +10,9 @@ from lightning_feed.measure.measurements import SYNCS, HookTime
 from lightning_feed.trials.search import OUT_OF_TIME
 from lightning_feed.verdict import bounds
 from lightning_feed.verdict.causes import MANY_TENSORS
-from lightning_feed.verdict.diagnosis import Cause, Remedy
+from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Remedy
 from lightning_feed.verdict.remedies import LEAST_PCT, MADE_ON_CPU, Finding, least_gain_pct, may_have_workers
-from lightning_feed.verdict.shares import in_ms
+from lightning_feed.verdict.shares import TOY_STEP_MS, in_ms
 
 MOST = 3
 SHARD = (
@@ -31,14 +31,11 @@ _WAYS_OUT = {
 
 
 def notes_for(finding: Finding, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
-    """Further facts and things to try, the most useful first."""
-    said = [
-        *_cut_short(finding),
-        *_framework(finding, remedies),
-        *_copy(finding),
-        *_data(finding, remedies),
-        *_launch(finding),
-    ]
+    """Further facts and things to try: first those that concern the longest part of a step."""
+    said = [*_cut_short(finding)]
+    for part in finding.causes:
+        said += _BY_PART.get(part, _no_notes)(finding, remedies)
+    said += _short_steps(finding)
     return tuple(dict.fromkeys(said))[:MOST]
 
 
@@ -255,7 +252,7 @@ def _slow_hook(finding: Finding, hook: HookTime) -> str:
     return f"{name}{at} takes {in_ms(hook.ms_per_step, step)} of {in_ms(step, step)} ms a step; {way}"
 
 
-def _copy(finding: Finding) -> Iterator[str]:
+def _copy(finding: Finding, _: tuple[Remedy, ...]) -> Iterator[str]:
     cause = finding.causes.get("copy")
     if cause is not None and finding.facts.device_type == "cpu":
         hook = "device_transform" if finding.facts.device_transform else "your transfer hooks"
@@ -268,10 +265,30 @@ def _copy(finding: Finding) -> Iterator[str]:
         yield 'to compare decoders: ImageFolderDataModule(backend="torch"), or "dali-gpu"'
 
 
-def _launch(finding: Finding) -> Iterator[str]:
+def _launch(finding: Finding, _: tuple[Remedy, ...]) -> Iterator[str]:
     if finding.causes.get("compute") == "launch":
         yield (
             "the loader is not the limit: "
             'torch.compile(model, mode="reduce-overhead") launches many operations at once, '
             "as CUDA graphs do, and larger batches launch fewer for each sample"
         )
+
+
+def _short_steps(finding: Finding) -> Iterator[str]:
+    """Note on steps hardly longer than those for which nothing but larger batches is advised."""
+    step_ms = finding.shares.step_ms
+    if step_ms < 2 * TOY_STEP_MS:
+        yield f"a step of {in_ms(step_ms, step_ms)} ms is short: larger batches may gain more than any other setting"
+
+
+def _no_notes(_: Finding, __: tuple[Remedy, ...]) -> Iterator[str]:
+    yield from ()
+
+
+_BY_PART: dict[Bottleneck, Callable[[Finding, tuple[Remedy, ...]], Iterator[str]]] = {
+    "framework": _framework,
+    "copy": _copy,
+    "data": _data,
+    "compute": _launch,
+}
+"""Part of a step -> its notes."""

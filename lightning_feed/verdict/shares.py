@@ -13,6 +13,8 @@ FRAMEWORK_PCT = 10.0
 COPY_PCT = 5.0
 DATA_PCT = 5.0
 """Limits of the parts of a step, in percent: a part at its limit or above is a bottleneck."""
+CLOSE_TO_LIMIT = 0.1
+"""Distance from a limit, as a share of it, below which confidence is lower."""
 SMALL_PCT = 10.0
 """A smaller part is no headline if the step itself takes more."""
 MODERATE_PCT = 10.0
@@ -58,6 +60,12 @@ class Shares:
         if largest_pct < SMALL_PCT and largest_pct < 100 - sum(pcts.values()):
             return ("compute", *self.over)
         return self.over
+
+    @property
+    def close_to_limit(self) -> bool:
+        """True if the copy or the time between steps is so close to its limit that another run may say otherwise."""
+        pcts = {COPY_PCT: self.copy_pct, FRAMEWORK_PCT: self.framework_pct}
+        return any(abs(pct - limit) < CLOSE_TO_LIMIT * limit for limit, pct in pcts.items())
 
     @property
     def floor_ms(self) -> float:

@@ -20,9 +20,11 @@ from report.sample_reports import (
     sample_report,
     sample_stats,
 )
+from verdict.cases import measured
 
 from lightning_feed.measure.experiment_results import ExperimentResults, KeyBytes
 from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements
+from lightning_feed.measure.stats import Confidence
 from lightning_feed.report.files import (
     as_html,
     as_line,
@@ -65,6 +67,45 @@ def test_the_report_of_a_starved_gpu() -> None:
         "next: train with LIGHTNING_FEED=tune, or with `AutotuneCallback()`: it tries numbers of workers, and takes "
         "the fastest",
     ]
+
+
+@pytest.mark.parametrize(
+    ("confidence", "changes", "pasted"),
+    [
+        ("high", {}, True),
+        ("medium", {}, False),
+        ("low", {}, False),
+        ("medium", {"tuned": True}, True),  # there is nothing left to try
+        ("medium", {"map_style": False, "shards_by_worker": True}, True),
+    ],
+)
+def test_a_number_of_workers_is_to_be_tried_first_unless_the_run_is_sure(
+    confidence: Confidence, changes: dict[str, Any], pasted: bool
+) -> None:
+    facts: dict[str, Any] = {"num_workers": 0, "batches_per_epoch": 300, **changes}
+    found = diagnose(measured(data=60.0, stats={"confidence": confidence}, **facts))
+    assert found.remedies[0].changes == "num_workers=2"
+    text = as_text(found, RunIdentity(program="train.py"))
+    assert ("  num_workers=2    # batches are made" in text) == pasted
+    assert ("fix   num_workers: 0 -> 2 in your" in text) == pasted
+    assert ("try   num_workers: 0 -> 2 in your" in text) == (not pasted)
+    assert ("`LIGHTNING_FEED=tune python train.py`" in text) == (not changes)
+    assert ("| `num_workers=2` |" in as_markdown(sample_report(found))) == pasted
+
+
+@pytest.mark.parametrize(
+    ("later", "retracted"),
+    [
+        (measured(data=60.0, num_workers=0), ""),
+        (measured(data=52.0, num_workers=0), ""),  # another figure, the same verdict
+        (measured(data=1.0, num_workers=0), ". No longer true, as reported after 180 steps: highly data-bound, try"),
+        (measured(data=60.0, num_workers=0, tuned=True, map_style=False), ". No longer true"),
+    ],
+)
+def test_a_report_that_disagrees_with_the_one_before_says_so_first(later: Measurements, retracted: str) -> None:
+    before = diagnose(measured(data=60.0, num_workers=0, stats={"confidence": "medium", "steps": 180}))
+    first_line = as_text(diagnose(later), before=before, width=300).splitlines()[0]
+    assert (retracted in first_line) if retracted else ("No longer" not in first_line)
 
 
 def test_without_a_verdict_the_experiments_are_shown_all_the_same() -> None:

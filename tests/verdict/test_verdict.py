@@ -3,11 +3,13 @@
 from typing import Any
 
 import pytest
+from verdict.cases import BUSY, measured
 
-from lightning_feed.measure.measurements import LoopFacts, Measurements
+from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements
 from lightning_feed.measure.stats import StarvationStats
 from lightning_feed.verdict.decide import diagnose
 from lightning_feed.verdict.diagnosis import Diagnosis
+from lightning_feed.verdict.shares import toy_sentence
 
 
 def _stats(other: float = 0, data: float = 0, h2d: float = 0, compute: float = 100, **changes: Any) -> StarvationStats:
@@ -121,3 +123,27 @@ def test_slack_and_lost_steps_are_told() -> None:
     found = _diagnose(next_wait_ms=30.0, hidden_wait_ms=30.0, lost_steps=7)
     assert "30.0 of 30.0 ms in next(loader) are hidden: the device computes meanwhile" in found.evidence
     assert "7 steps could not be measured on the device" in found.evidence
+
+
+@pytest.mark.parametrize(
+    ("other", "h2d", "confidence"),
+    [(9.2, 0.0, "medium"), (10.8, 0.0, "medium"), (8.0, 0.0, "high"), (12.0, 0.0, "high"), (0.0, 4.8, "medium")],
+)
+def test_a_share_close_to_its_limit_is_less_sure(other: float, h2d: float, confidence: str) -> None:
+    assert diagnose(measured(data=0.0, other=other, h2d=h2d)).confidence == confidence
+
+
+@pytest.mark.parametrize(("step", "toy", "noted"), [(1.9, True, False), (2.1, False, True), (4.1, False, False)])
+def test_steps_hardly_longer_than_toys_are_told_of_larger_batches_too(step: float, toy: bool, noted: bool) -> None:
+    found = diagnose(measured(data=0.3 * step, step=step, loaders=BUSY))
+    assert (toy_sentence(step) is not None) == toy
+    assert any("larger batches may gain more" in note for note in found.notes) == noted
+
+
+def test_notes_begin_with_the_longest_part() -> None:
+    hooks = [HookTime(name="[Callback]Slow.on_train_batch_end", ms_per_step=12.0)]
+    pinned = {"device_type": "cuda", "pin_memory": False}
+    small = diagnose(measured(data=0.0, other=12.0, h2d=30.0, hooks=hooks, **pinned))
+    large = diagnose(measured(data=0.0, other=30.0, h2d=12.0, hooks=hooks, **pinned))
+    assert [note.split()[0] for note in small.notes] == ["batches", "[Callback]Slow.on_train_batch_end"]
+    assert [note.split()[0] for note in large.notes] == ["[Callback]Slow.on_train_batch_end", "batches"]
