@@ -1,8 +1,9 @@
 """The search for the setting of a loader with which training is fastest. It has no clock and no loader of its own.
 
 A trial takes a setting and gives the time of a training step with it. Short trials explore numbers of workers: the
-user's own, none, then more and more as long as steps become shorter, then numbers between those. The best of them
-compete in further turns, one after the other, so that other programs on the machine disturb all of them alike.
+user's own, none, one, as many as could feed the model, more as long as steps become shorter, then numbers between
+those. The best of them compete in further turns, one after the other, so that other programs on the machine disturb all
+of them alike. Even if the time ends the search early, the most promising numbers were tried.
 """
 
 import math
@@ -119,12 +120,31 @@ class _Search:
         self._most = max(space.most_workers, space.own.num_workers)
 
     def explore(self) -> None:
-        """Try the user's setting, none, and growing numbers of workers while they make steps shorter."""
+        """Try the user's setting, none, one worker, enough workers, and more while they make steps shorter.
+
+        Enough are as many as could feed the model if each were as fast as one alone, at most one for each CPU. If they
+        are no faster than one, smaller numbers follow.
+        """
         self._try(self._space.own)
         self._try_workers(0)
-        fastest_s = math.inf
+        if not self._most:
+            return
+        alone_s = self._try_workers(1)
+        if self._is_fed(alone_s):
+            return
+        enough = self._enough_workers(alone_s)
+        enough_s = self._try_workers(enough)
+        if self._is_fed(enough_s):
+            return
+        first = 2
+        if ALIKE * enough_s < alone_s:
+            first = 2 * enough
+        self._grow(first, min(alone_s, enough_s))
+
+    def _grow(self, first: int, fastest_s: float) -> None:
+        """Try growing numbers of workers while they make steps shorter."""
         in_vain = 0
-        for number in self._growing_numbers():
+        for number in self._growing_numbers(first):
             step_s = self._try_workers(number)
             if self._is_fed(step_s):
                 return
@@ -238,10 +258,17 @@ class _Search:
 
     # --- what to try next ---------------------------------------------------------------------------------------------
 
-    def _growing_numbers(self) -> Iterator[int]:
-        """1, 2, 4 and so on, and the number of CPUs, up to the largest number allowed."""
+    def _enough_workers(self, alone_s: float) -> int:
+        """The number of workers that could feed the model, if one needs ``alone_s`` for a batch."""
+        enough = max(1, round(self._space.cpus))
+        if alone_s < enough * self._space.model_s:
+            enough = math.ceil(alone_s / self._space.model_s)
+        return max(1, min(enough, self._most))
+
+    def _growing_numbers(self, first: int) -> Iterator[int]:
+        """Each twice the one before, and the number of CPUs, up to the largest number allowed."""
         cpus = max(1, round(self._space.cpus))
-        number = 1
+        number = first
         while number <= self._most:
             yield number
             following = 2 * number

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_feed.load.settings import Setting
-from lightning_feed.trials.search import Trial
+from lightning_feed.trials.search import OutOfTime, Trial
 
 LOADING_S = 0.1
 """Time to make a batch in one process."""
@@ -19,6 +19,7 @@ LAWS: dict[str, Law] = {
     "falling": lambda workers, cpus: LOADING_S / min(workers, cpus) * (1 + 0.5 * max(0, workers - cpus) / cpus),
     "blocked by one thread": lambda workers, cpus: max(LOADING_S / min(workers, cpus), LOADING_S / 3),
     "bound by a lock": lambda workers, cpus: LOADING_S * (1 + 0.02 * workers),
+    "contended": lambda workers, cpus: LOADING_S * (1 / workers + 0.9 * (workers / cpus) ** 2),
     "waiting for storage": lambda workers, cpus: LOADING_S / workers,
 }
 
@@ -35,6 +36,8 @@ class FakeMachine:
     """Factor on the times of the trial with this number: other programs."""
     most: int = 1024
     """Workers beyond this number die."""
+    trials: int = 1024
+    """Trials until the time is over."""
     tried: list[Setting] = field(default_factory=list)
 
     def step_s(self, setting: Setting) -> float:
@@ -45,6 +48,8 @@ class FakeMachine:
 
     def run(self, setting: Setting) -> Trial:
         """A trial of the setting."""
+        if len(self.tried) == self.trials:
+            raise OutOfTime
         self.tried.append(setting)
         if setting.num_workers > self.most:
             return Trial(setting=setting, infeasible="it died")
