@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm.auto import tqdm
 
@@ -43,12 +44,20 @@ def goal_of(trainer: Any, *, work: TrainingWork, most_workers: int | None, budge
     """The goal of tuning for a run: all ranks of a node at once."""
     return Goal(
         work=work,
+        model=name_of_model(trainer.lightning_module),
         device_type=trainer.strategy.root_device.type,
         local_ranks=trainer.num_devices,
         most_workers=most_workers,
         may_persist=not trainer.reload_dataloaders_every_n_epochs,
         budget_s=budget_s,
     )
+
+
+def name_of_model(module: torch.nn.Module) -> str:
+    """Class and number of parameters of a model, to tell models with steps of different length apart."""
+    kind = type(module)
+    numbers = sum(parameter.numel() for parameter in module.parameters() if not is_lazy(parameter))
+    return f"{kind.__module__}.{kind.__qualname__}, {numbers} parameters"
 
 
 def work_of(measured: LoopMeasurements | Measurements) -> TrainingWork | None:

@@ -50,6 +50,8 @@ class Goal:
 
     work: TrainingWork = field(default_factory=TrainingWork)
     """The work of a training step. The default finds the fastest loader."""
+    model: str = ""
+    """Class and size of the model: results hold for it alone."""
     device_type: str = "cpu"
     """Type of the training device."""
     local_ranks: int = 1
@@ -298,9 +300,9 @@ class Store:
 
 
 def key_of(loader: DataLoader[Batch], goal: Goal, machine: Machine) -> dict[str, Any]:
-    """Return the conditions under which a result is valid: machine, dataset, batch size, versions and goal.
+    """Return the conditions under which a result is valid: machine, dataset, batch size, model, versions and goal.
 
-    The work of training is not among them: it is known only after some steps, and the same program has the same work.
+    The time of a step is not among them: it is known only after some steps.
     """
     return {
         "machine": {
@@ -317,6 +319,7 @@ def key_of(loader: DataLoader[Batch], goal: Goal, machine: Machine) -> dict[str,
         "loader": [_name(loader), background_of(loader), _described(loader.multiprocessing_context)],
         "own": asdict(own_setting(loader)),
         "versions": [installed_version("lightning-feed"), str(torch.__version__), platform.python_version()],
+        "model": goal.model,
         "goal": [goal.work.step_s > 0, goal.local_ranks, goal.device_type, goal.most_workers, goal.may_persist],
     }
 

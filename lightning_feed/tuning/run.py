@@ -31,7 +31,7 @@ from lightning_feed.load.settings import MOST, Setting
 from lightning_feed.measure.measurements import Place
 from lightning_feed.storage.system import atomic_write
 from lightning_feed.trials.cloning import Changes, clone_loader
-from lightning_feed.trials.in_fit import why_fixed
+from lightning_feed.trials.in_fit import name_of_model, why_fixed
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.trial import TrialLimits, feasible, run_trial
@@ -324,7 +324,7 @@ def find(session: Session, loader: DataLoader[Batch], goal: Goal, *, fresh: bool
     with tqdm(desc="tune", unit=" trials", disable=None, leave=False) as bar:
         if session.model is not None:
             bar.set_description_str("tune: the training step")
-            goal = replace(goal, work=measure_work(session))
+            goal = replace(goal, work=measure_work(session), model=name_of_model(session.model))
             bar.set_description_str("tune")
         tuned = tune_loader(loader, goal, store=Store(), fresh=fresh, on_trial=lambda _: bar.update())
     return replace(tuned, batch_size=tuned.batch_size or batch_size_of(loader))

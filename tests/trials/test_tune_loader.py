@@ -17,6 +17,7 @@ from lightning_feed.load.machine import Machine
 from lightning_feed.load.settings import Setting
 from lightning_feed.storage import system
 from lightning_feed.trials import tune_loader as door
+from lightning_feed.trials.in_fit import name_of_model
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.tune_loader import Goal, Store, Tuned, key_of, tune_loader
@@ -268,6 +269,9 @@ def test_the_key_holds_what_a_result_depends_on() -> None:
         key(loader, Goal(local_ranks=2)),
         key(loader, Goal(device_type="cuda")),
         key(loader, Goal(may_persist=False)),
+        key(loader, Goal(model=name_of_model(torch.nn.Linear(2, 3)))),
+        key(loader, Goal(model=name_of_model(torch.nn.Linear(2, 4)))),
+        key(loader, Goal(model=name_of_model(torch.nn.LazyLinear(2)))),  # has no size yet
         key(DataLoader(Numbers(), batch_size=2, num_workers=1)),
         key(loader, machine=replace(BIG_MACHINE, usable_cpus=4)),
         key(loader, machine=replace(BIG_MACHINE, free_shm_bytes=2**26)),
