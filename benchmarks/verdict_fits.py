@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,6 +28,7 @@ from verdict_work import Cost, Nothing, Samples, Sleep, Spin
 
 from lightning_feed import GPUStarvationCallback
 from lightning_feed.callbacks import starvation_run
+from lightning_feed.measure.measurements import LoopFacts
 from lightning_feed.measure.step_meter import RING_SIZE, EventRing
 from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Diagnosis
 
@@ -56,13 +57,32 @@ class QueuedDevice:
         """Wait for all that is queued, as ``.item()`` does."""
         self._sleep_until(self.free_at)
 
+    def copy(self, ms: float, *, pinned: bool) -> None:
+        """Copy a batch: behind what is queued, or after it while the host waits."""
+        if pinned:
+            self.launch(ms)
+        elif ms:
+            self.synchronize()
+            time.sleep(1e-3 * ms)
+
     def event(self) -> "QueuedEvent":
         """An event to record behind what is queued."""
         return QueuedEvent(self)
 
-    def measured(self) -> "mock._patch[object]":
+    @contextmanager
+    def measured(self, scenario: "Scenario") -> Iterator[None]:
         """While entered, GPUStarvationCallback measures by this device's events."""
-        return mock.patch.object(starvation_run, "open_ring", return_value=EventRing(self.event, RING_SIZE))
+        usual = starvation_run.facts_of
+
+        def facts_of(*arguments: Any, **options: Any) -> LoopFacts:
+            return replace(usual(*arguments, **options), **scenario.facts)
+
+        ring = EventRing(self.event, RING_SIZE)
+        with (
+            mock.patch.object(starvation_run, "open_ring", return_value=ring),
+            mock.patch.object(starvation_run, "facts_of", facts_of),
+        ):
+            yield
 
     def _sleep_until(self, moment: int) -> None:
         time.sleep(max(0.0, (moment - time.perf_counter_ns()) * 1e-9))
@@ -110,6 +130,10 @@ class Scenario:
     callbacks: Callable[[], list[Callback]] = list
     options: dict[str, Any] = field(default_factory=dict)
     """Of the Trainer."""
+    copy_ms: float = 0.0
+    """Copy to a queued device in each step: queued if pinned; else the host waits for what is queued, and for it."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What a queued device and its loader are said to be."""
     transfer: Cost = field(default_factory=Nothing)
     """In ``transfer_batch_to_device``."""
     after_transfer: Cost = field(default_factory=Nothing)
@@ -151,6 +175,8 @@ class Model(LightningModule):
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         self.scenario.transfer(0)
+        if self.device_queue is not None:
+            self.device_queue.copy(self.scenario.copy_ms, pinned=bool(self.scenario.facts.get("pin_memory")))
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -173,6 +199,14 @@ class Synchronize(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
         pl_module.device_queue.synchronize()
+
+
+class ReadingProgressBar(Synchronize):
+    """A progress bar that reads a metric from the device, and then draws while the device has nothing to do."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
+        super().on_train_batch_end(trainer, pl_module)
+        Spin(1.5)(0)
 
 
 class SlowLogger(Logger):
@@ -235,7 +269,7 @@ def run_fit(scenario: Scenario, files: Path) -> Diagnosis:
         model, data = Model(scenario, files), None
         if scenario.slow_rank is None:
             data = scenario.data(files)
-        with model.device_queue.measured() if model.device_queue is not None else nullcontext():
+        with model.device_queue.measured(scenario) if model.device_queue is not None else nullcontext():
             if isinstance(data, LightningDataModule):
                 trainer.fit(model, datamodule=data)
             else:

@@ -7,10 +7,11 @@ from typing import Any
 
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
-from verdict_fits import Scenario, SlowHook, SlowLogger, Synchronize
+from verdict_fits import ReadingProgressBar, Scenario, SlowHook, SlowLogger, Synchronize
 from verdict_work import Collate, Cost, Decode, Nothing, OneIn, Pieces, ReadDirect, Samples, Sleep, Spin, Stream
 
 from lightning_feed import FastDataModule, LoaderSettings
+from lightning_feed.verdict.diagnosis import Bottleneck, Cause
 
 
 class Data(FastDataModule):
@@ -104,6 +105,16 @@ def _compute(data: Any, **options: Any) -> Scenario:
     )
 
 
+_CUDA = {"device_type": "cuda", "pin_memory": True}
+_PAGEABLE = {"device_type": "cuda", "pin_memory": False}
+
+
+def _on_device(family: str, expect: tuple[Bottleneck, Cause], **options: Any) -> Scenario:
+    """A queued device that counts as a GPU, and a loader that keeps up."""
+    usual: dict[str, Any] = {"data": load(Sleep(0.5)), "queued": True, "device_ms": 10.0, "facts": _CUDA}
+    return Scenario(family=family, expect=expect, **(usual | options))
+
+
 def _one_rank(rank: int) -> Scenario:
     return Scenario(family="one rank", expect=("data", "one rank"), data=load(Sleep(20), 1), slow_rank=rank)
 
@@ -152,4 +163,36 @@ SCENARIOS: dict[str, Scenario] = {
         device_ms=20, queued=True, callbacks=lambda: [Synchronize(), SlowHook("on_train_batch_end", Sleep(8))]
     ),
     "rank 1 of 2 slow": _one_rank(1),
+    "small kernels": _on_device("launch", ("compute", "launch"), device_ms=2.0, host_ms=12.0),
+    "a little longer to launch than to compute": _on_device("launch", ("compute", "launch"), host_ms=12.0),
+    "healthy device": _on_device("compute", ("compute", "compute"), host_ms=4.0),
+    "healthy device, its loss is read": _on_device(
+        "compute", ("compute", "compute"), callbacks=lambda: [Synchronize()]
+    ),
+    "a device shared by two programs": _on_device("compute", ("compute", "compute"), device_ms=40.0, steps=80),
+    "host-bound by a callback": _on_device(
+        "hooks", ("framework", "hooks"), callbacks=lambda: [SlowHook("on_train_batch_end", Spin(16))]
+    ),
+    "progress bar reads the loss": _on_device(
+        "synchronisation",
+        ("framework", "synchronisation"),
+        device_ms=4.0,
+        facts=_CUDA | {"syncs": ("prog_bar",)},
+        callbacks=lambda: [ReadingProgressBar()],
+    ),
+    "copies from pageable memory": _on_device("copy", ("copy", "unpinned"), copy_ms=5.0, facts=_PAGEABLE),
+    "pinned copies in the same stream": _on_device("copy", ("copy", "not overlapped"), copy_ms=5.0),
+    "nvJPEG decodes": _on_device(
+        "decoding on the GPU", ("copy", "decoding on the GPU"), copy_ms=5.0, facts=_CUDA | {"backend": "nvjpeg"}
+    ),
+    "device starves, no workers": _on_device("no workers", ("data", "no workers"), data=load(Spin(20), 0)),
+    "device starves, 2 workers": _on_device("cpu", ("data", "cpu"), data=load(Spin(40))),
+    "validation takes longer": Scenario(
+        family="validation",
+        expect=("validation", "compute"),
+        data=load(Sleep(0.5)),
+        steps=60,
+        device_ms=20.0,
+        options={"limit_val_batches": 8, "val_check_interval": 5},
+    ),
 }

@@ -100,7 +100,19 @@ def test_the_demo_shows_the_report_of_the_plain_run_and_all_three_side_by_side(
     assert cli.main(["demo", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr()
     told, table = printed.out.split("\n\n           plain")
-    labels = ("step ms", "compute", "data", "h2d", "other", "starved %", "set-up s", "epoch s", "samples/s", "verdict")
+    labels = (
+        "step ms",
+        "compute",
+        "data",
+        "h2d",
+        "other",
+        "starved %",
+        "set-up s",
+        "epoch s",
+        "first batch",
+        "samples/s",
+        "verdict",
+    )
     for label in labels:
         assert re.search(rf"^ *{label}  +\S.*  +\S.*  +\S", table, re.MULTILINE), label
     assert "%|" not in printed.err + printed.out  # no progress bar: this is no terminal
