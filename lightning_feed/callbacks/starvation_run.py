@@ -24,6 +24,7 @@ from lightning_feed.measure.loop import LoopSums, MeasuredLoop
 from lightning_feed.measure.measurements import HookPlace, HookTime, LoopFacts, Measurements
 from lightning_feed.measure.nvml import NvmlSampler
 from lightning_feed.measure.ranks import open_rank_exchange
+from lightning_feed.measure.repeats import RepeatedBatches
 from lightning_feed.measure.stats import RankStats, StarvationStats, loop_tags, to_tags
 from lightning_feed.measure.step_meter import BACKWARD, FORWARD, OPTIMIZER, host_clock, open_ring
 from lightning_feed.measure.wall import Part, WallClock
@@ -70,6 +71,7 @@ class StarvationRun:
         self._final: Measurements | None = None
         self._cut_short: tuple[int, int] | None = None
         """Batches of an epoch that ended before its length, and that length."""
+        self._repeats: RepeatedBatches | None = None
         self._undo = ExitStack()  # calls all of them, even if one fails
         self.also_undo = self._undo.callback
         self.also_undo(lambda: self.nvml.stop() if self.nvml is not None else None)
@@ -108,6 +110,24 @@ class StarvationRun:
         self._wall.go_on("epoch starts")
         self._begin(self.main, self.stage)
         self._hooks.leave_out_step()
+        if self._repeats is None:
+            self._watch_for_repeats()
+
+    def _watch_for_repeats(self) -> None:
+        """Look at the first batches of a stream with several workers, before they are sent to the device."""
+        facts = self.main.facts
+        workers = facts.num_workers or 0
+        undivided = facts.map_style is False and not facts.shards_by_worker and facts.loaders_beside == 1
+        if workers < 2 or not undivided or facts.in_order is False or facts.workers != "process":
+            return
+        repeats = self._repeats = RepeatedBatches(workers)
+
+        def see(original: Callable[..., Any], batch: object, *arguments: object, **named: object) -> Any:
+            if self._now is self.main:
+                self._guard.measure(repeats.see, batch)
+            return original(batch, *arguments, **named)
+
+        self.also_undo(_host.Wrap(self._trainer.strategy, "batch_to_device", see).undo)
 
     def leave_out_step(self) -> None:
         """Do not count the current training step: it contains work other than training."""
@@ -260,7 +280,7 @@ class StarvationRun:
         others_cpu_pct = cpus.others_pct(found.facts.usable_cpus) if cpus is not None else None
         return Measurements(
             stats=found.stats,
-            facts=replace(found.facts, syncs=self._syncs(), others_cpu_pct=others_cpu_pct, cut_short=self._cut_short),
+            facts=replace(found.facts, others_cpu_pct=others_cpu_pct, **self._seen()),
             loaders=found.loaders,
             hooks=self._guard.attempt("tell the slowest hooks", self._slow_hooks) or (),
             ranks=self._rank_total or (self._ranks.total() if self._ranks is not None else None),
@@ -268,6 +288,11 @@ class StarvationRun:
             wall=self._wall.stats(),
             validation=validation.measurements(prefetch_active=None) if validation is not None else None,
         )
+
+    def _seen(self) -> dict[str, Any]:
+        """Facts that show only while the loop runs."""
+        repeated = None if self._repeats is None else self._repeats.found
+        return {"syncs": self._syncs(), "cut_short": self._cut_short, "repeated": repeated}
 
     def _slow_hooks(self) -> tuple[HookTime, ...]:
         return tuple(one for one in self._hooks.result() if not _host.is_empty_hook(self._trainer, one.name))

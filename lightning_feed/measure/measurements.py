@@ -138,6 +138,8 @@ class LoopFacts:
     """The reason why a dataset without workers does not survive a fork into workers; empty: none was found."""
     shards_by_worker: bool | None = None
     """True if the iterable datasets come from packages known to divide their samples among workers."""
+    repeated: bool | None = None
+    """True if the workers of a stream were seen to give the same batches. None: not looked at."""
     may_persist: bool | None = None
     """True if workers may persist between epochs: the loaders are not replaced, and nothing new, such as a call of
     ``set_epoch``, has to reach the workers."""

@@ -33,6 +33,8 @@ def next_step(found: Diagnosis, run: RunIdentity | None = None, *, arguments: st
     """
     run = RunIdentity() if run is None else run
     given = arguments if run.has_arguments else ""
+    if found.measurements.facts.repeated:
+        return "divide the stream in its `__iter__` by `torch.utils.data.get_worker_info()`, or use one worker"
     if is_toy(found):
         return "use larger batches: no other setting makes steps this short faster"
     if found.bottleneck == "unknown":

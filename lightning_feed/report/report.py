@@ -190,6 +190,9 @@ def headline(diagnosis: Diagnosis) -> str:
 def headline_parts(diagnosis: Diagnosis) -> tuple[str, str]:
     """The verdict, and the share of time that it rests on, which may be empty."""
     stats = diagnosis.stats
+    if diagnosis.measurements.facts.repeated:
+        workers = diagnosis.measurements.facts.num_workers
+        return f"every sample is trained {workers} times an epoch", f"the stream is not divided among {workers} workers"
     if diagnosis.bottleneck in _OF_THE_RUN:
         return f"limited by {diagnosis.bottleneck}", share_text(diagnosis.measurements)
     if diagnosis.bottleneck == "unknown" or stats.starved_pct is None:
@@ -229,7 +232,7 @@ def _of_the_other_parts(diagnosis: Diagnosis, waits: str) -> tuple[str, str]:
 
 def is_toy(diagnosis: Diagnosis) -> bool:
     """True for steps so short that Python takes most of them: there is no advice to give."""
-    judged = diagnosis.bottleneck not in (*_OF_THE_RUN, "unknown")
+    judged = diagnosis.bottleneck not in (*_OF_THE_RUN, "unknown") and not diagnosis.measurements.facts.repeated
     return judged and toy_sentence(diagnosis.stats.step_ms) is not None
 
 
@@ -264,6 +267,7 @@ def trust(diagnosis: Diagnosis) -> str:
     said = f"confidence {diagnosis.confidence}, {plural(diagnosis.stats.steps, 'step')}"
     low, high = diagnosis.stats.interval_pct or (0.0, 0.0)
     of_steps = _counted(diagnosis) == "steps" and diagnosis.bottleneck not in _OF_THE_RUN
+    of_steps &= not diagnosis.measurements.facts.repeated
     if not of_steps or f"{low:.0f}" == f"{high:.0f}":
         return said
     return f"95 % CI {low:.0f}-{high:.0f}, {said}"

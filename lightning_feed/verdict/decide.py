@@ -90,7 +90,8 @@ def _of_steps(measured: Measurements) -> Diagnosis:
 
 def _with_advice(found: Diagnosis, finding: Finding) -> Diagnosis:
     stripped = _stripped(finding)
-    remedies = () if stripped else remedies_for(finding)
+    no_advice = stripped or finding.facts.repeated  # what repeats samples has to be mended first
+    remedies = () if no_advice else remedies_for(finding)
     reasons = why_not(finding, remedies)
     notes = [note for note in notes_for(finding, remedies) if not (reasons and note == SHARD)]
     return replace(found, remedies=remedies, notes=(*stripped, *notes)[:MOST], why_not=reasons)

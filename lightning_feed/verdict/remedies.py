@@ -175,6 +175,8 @@ def workers_to_name(finding: Finding) -> int | None:
     if not may_have_workers(finding) or not _can_change_workers(finding):
         return None
     chosen = finding.measured.found.tried_as("chosen")
+    if chosen is None and facts.tuned:  # by trials, which know more than this run
+        return None
     number = _enough_workers(finding) if chosen is None else chosen.num_workers
     if number is None or number <= workers or not _fits(finding, number):
         return None

@@ -75,7 +75,6 @@ def test_the_report_of_a_starved_gpu() -> None:
         ("high", {}, True),
         ("medium", {}, False),
         ("low", {}, False),
-        ("medium", {"tuned": True}, True),  # there is nothing left to try
         ("medium", {"map_style": False, "shards_by_worker": True}, True),
     ],
 )

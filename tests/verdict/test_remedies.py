@@ -103,6 +103,7 @@ CONTRACTS = {
             "no room for the batches": {"free_shm_bytes": 1 << 20, "batch_bytes": 1 << 20},
             "threads": {"workers": "thread"},
             "they were tried": {"found": {"tried": tried((2, 100.0), (4, 99.0))}},
+            "an AutotuneCallback has tried": {"tuned": True},
             "batches are ready": {"loaders": READY},
             "steps of a first try": {"step": 1.0, "data": 0.4},
         },

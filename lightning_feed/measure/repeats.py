@@ -1,0 +1,55 @@
+"""Detects a stream that its workers do not divide: each of them gives every sample."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_feed.load.kinds import Batch
+
+_TENSORS = 8
+_NUMBERS = 1024
+"""Tensors of a batch, and numbers of each, that are compared."""
+
+
+class RepeatedBatches:
+    """Compares the first batches of a loader, one from each worker, and the one after them.
+
+    Args:
+        workers: number of workers, which give batches in turn.
+
+    Attributes:
+        found: True if the first batches of all workers are equal, and the next batch is another one: constant samples
+            prove nothing. None: not known yet.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self.found: bool | None = None
+        self._workers = workers
+        self._seen = 0
+        self._first: Sequence[Tensor] = ()
+
+    def see(self, batch: Batch) -> None:
+        """Take the next batch, before a step can change it."""
+        if self.found is not None:
+            return
+        parts = _parts(batch)
+        if self._seen == 0:
+            self._first = parts
+        same = _are_equal(parts, self._first)
+        if not parts or (self._seen < self._workers and not same):
+            self.found = False
+        elif self._seen == self._workers:
+            self.found = not same
+        self._seen += 1
+
+
+def _parts(batch: Batch) -> list[Tensor]:
+    """Copies of the first numbers of the first tensors of a batch."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
+    return [tensor.detach().reshape(-1)[:_NUMBERS].clone() for tensor in tensors[:_TENSORS]]
+
+
+def _are_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(torch.equal(one, other) for one, other in zip(some, others, strict=True))

@@ -1,0 +1,112 @@
+"""A stream that each worker gives as a whole is found by its first batches, and nothing else is taken for one."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from lightning_feed import GPUStarvationCallback
+from lightning_feed.measure.repeats import RepeatedBatches
+from lightning_feed.report.files import as_text
+
+
+def _number(value: float) -> Tensor:
+    return torch.full((4,), float(value))
+
+
+@pytest.mark.parametrize(
+    ("batches", "found"),
+    [
+        ([1, 1, 2], True),
+        ([1, 2], False),
+        ([1, 1, 1], False),  # constant samples
+        ([1, 1], None),
+        ([], None),
+    ],
+)
+def test_two_workers(batches: list[float], found: bool | None) -> None:
+    repeats = RepeatedBatches(2)
+    for value in batches:
+        repeats.see({"x": [_number(value)]})
+    assert repeats.found is found
+
+
+def test_a_step_that_changes_its_batch_hides_nothing() -> None:
+    repeats = RepeatedBatches(3)
+    for value in (1, 1, 1, 2):
+        batch = _number(value)
+        repeats.see(batch)
+        batch.zero_()
+    assert repeats.found is True
+
+
+def test_batches_without_tensors_are_not_judged() -> None:
+    repeats = RepeatedBatches(2)
+    for _ in range(3):
+        repeats.see(["text"])
+    assert repeats.found is False
+
+
+class Whole(IterableDataset[Any]):
+    """Each worker gives everything."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (_number(index) for index in range(20))
+
+
+class Divided(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Tensor]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return (_number(index) for index in range(first, 20, step))
+
+
+class Indexed(Dataset[Any]):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Tensor:
+        return _number(1.0)
+
+
+class Net(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(batch.mul_(0.5)).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "workers", "repeated"),
+    [(Whole(), 2, True), (Whole(), 1, None), (Divided(), 2, False), (Indexed(), 2, None)],
+)
+def test_the_report_of_a_fit_begins_with_it(
+    dataset: Any, workers: int, repeated: bool | None, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    starvation = GPUStarvationCallback(folder=tmp_path)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[starvation],
+    )
+    trainer.fit(Net(), DataLoader(dataset, batch_size=1, num_workers=workers))
+    found = starvation.report()
+    assert found.measurements.facts.repeated is repeated
+    text = as_text(found)
+    assert ("FEED  every sample is trained 2 times an epoch: the stream is not divided" in text) == bool(repeated)
+    assert ("next: divide the stream in its `__iter__`" in text) == bool(repeated)
+    assert not (repeated and found.remedies)
+    assert "batch_to_device" not in vars(trainer.strategy)  # nothing of ours is left
