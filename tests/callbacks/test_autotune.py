@@ -15,7 +15,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback
 from measure.small_fits import Memory
 from measure.test_ranks_gloo import in_ranks
-from recording import Numbers, Recording, Stream, by_hook, fit, quiet_trainer
+from recording import NullStreamPrefetch, Numbers, Recording, Stream, by_hook, fit, quiet_trainer
 from resuming import SaveThenDie, run, trained
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -458,6 +458,18 @@ def test_workers_see_what_the_program_changes(name: str, is_first_run: bool, tri
     assert watching.last == [3] * 3
     assert by_hook(same.events) == by_hook(expected.events)
     assert all(map(torch.equal, same.parameters(), expected.parameters()))
+
+
+def test_batches_drawn_ahead_see_it_too(trials: Trials) -> None:
+    def loaders() -> dict[str, Any]:
+        return {"train_dataloaders": CHANGING["plain"]()}
+
+    callbacks = [Teaches(), AutotuneCallback(max_workers=3), NullStreamPrefetch(), GPUStarvationCallback(report=False)]
+    expected, _, _ = fit([Teaches()], loaders)
+    for _ in range(2):
+        same, _, error = fit(callbacks, loaders)
+        assert error is None
+        assert by_hook(same.events)["training_step"] == by_hook(expected.events)["training_step"]
 
 
 @pytest.mark.parametrize("is_told", [True, False])
