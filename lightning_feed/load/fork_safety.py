@@ -93,8 +93,16 @@ def find_hazards(dataset: object) -> list[Hazard]:
 
 
 def plain_values(dataset: object) -> dict[str, object]:
-    """The numbers and strings in a dataset by their place, to see if the program has changed them."""
-    return {path: value for _, _, value, path in _objects_in(dataset) if isinstance(value, _PLAIN)}
+    """The numbers and strings in a dataset by their place, to see if the program has changed them.
+
+    Those of its class count too: ``level = 0`` in the class becomes ``dataset.level`` when it is set.
+    """
+    values: dict[str, object] = {}
+    for path, inner in _datasets_in(dataset):
+        classes = reversed(type(inner).__mro__)
+        values |= {f"{path}.{name}": value for one in classes for name, value in vars(one).items() if name[:2] != "__"}
+    values |= {path: value for _, _, value, path in _objects_in(dataset)}
+    return {path: value for path, value in values.items() if isinstance(value, _PLAIN)}
 
 
 def why_no_workers(dataset: object) -> str:
@@ -127,11 +135,18 @@ def why_not_renewed(dataset: object) -> str:
 
 def may_change(dataset: object) -> bool:
     """True if a program can tell a dataset its epoch, which must reach the workers: it has a ``set_epoch``."""
+    return any(hasattr(inner, "set_epoch") for _, inner in _datasets_in(dataset))
+
+
+def _datasets_in(dataset: object) -> Iterator[tuple[str, object]]:
+    """(path, dataset) of a dataset and those inside it, as a Subset has one."""
+    path = "dataset"
     for _ in range(_DEEPEST):
-        if dataset is None or hasattr(dataset, "set_epoch"):
-            return dataset is not None
+        if dataset is None:
+            return
+        yield path, dataset
         dataset = getattr(dataset, "dataset", None)
-    return False
+        path += ".dataset"
 
 
 def renew(dataset: object, seed: int) -> None:
