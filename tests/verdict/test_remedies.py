@@ -544,7 +544,10 @@ def test_no_workers_are_advised_for_data_that_a_fork_breaks(experiments: Any) ->
 def test_a_search_that_ran_out_of_time_is_told() -> None:
     trials = tried((0, 100.0), (2, 50.0))
     said = "the search for workers ran out of time: LIGHTNING_FEED=tune searches on, and remembers the result"
-    for why, expected in (("the fastest of 2 tried; the time ended the search", True), ("the fastest of 2 tried", False)):
+    for why, expected in (
+        ("the fastest of 2 tried; the time ended the search", True),
+        ("the fastest of 2 tried", False),
+    ):
         found = diagnose(measured(num_workers=0, found={"tried": trials, "why_chosen": why}))
         assert (said in found.notes) is expected
 
