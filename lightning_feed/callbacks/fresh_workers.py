@@ -65,7 +65,7 @@ class FreshWorkers(Callback):
         self._sent = {}
 
     def _before(self, trainer: AnyTrainer, stage: str, original: Original, *args: Any) -> Any:
-        self._guard.measure(self._compare, trainer, stage)
+        self._guard.attempt("tell the workers what has changed in their dataset", self._compare, trainer, stage)
         return original(*args)
 
     def _compare(self, trainer: AnyTrainer, stage: str) -> None:

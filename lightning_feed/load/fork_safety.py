@@ -98,9 +98,11 @@ def plain_values(dataset: object) -> dict[str, object]:
     Those of its class count too: ``level = 0`` in the class becomes ``dataset.level`` when it is set.
     """
     values: dict[str, object] = {}
-    for path, inner in _datasets_in(dataset):
+    inner, place = dataset, "dataset"
+    while inner is not None and place.count(".") < _DEEPEST:
         classes = reversed(type(inner).__mro__)
-        values |= {f"{path}.{name}": value for one in classes for name, value in vars(one).items() if name[:2] != "__"}
+        values |= {f"{place}.{name}": value for one in classes for name, value in vars(one).items() if name[:2] != "__"}
+        inner, place = getattr(inner, "__dict__", {}).get("dataset"), f"{place}.dataset"  # as a Subset has one
     values |= {path: value for _, _, value, path in _objects_in(dataset)}
     return {path: value for path, value in values.items() if isinstance(value, _PLAIN)}
 
@@ -135,18 +137,11 @@ def why_not_renewed(dataset: object) -> str:
 
 def may_change(dataset: object) -> bool:
     """True if a program can tell a dataset its epoch, which must reach the workers: it has a ``set_epoch``."""
-    return any(hasattr(inner, "set_epoch") for _, inner in _datasets_in(dataset))
-
-
-def _datasets_in(dataset: object) -> Iterator[tuple[str, object]]:
-    """(path, dataset) of a dataset and those inside it, as a Subset has one."""
-    path = "dataset"
     for _ in range(_DEEPEST):
-        if dataset is None:
-            return
-        yield path, dataset
+        if dataset is None or hasattr(dataset, "set_epoch"):
+            return dataset is not None
         dataset = getattr(dataset, "dataset", None)
-        path += ".dataset"
+    return False
 
 
 def renew(dataset: object, seed: int) -> None:

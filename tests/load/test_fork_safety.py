@@ -189,6 +189,10 @@ def test_a_file_that_is_written_is_not_opened_again(tmp_path: Path) -> None:
 class Staged(Holder):
     level = 0
 
+    @property
+    def dataset(self) -> Any:
+        raise AssertionError("code of the user was called")
+
 
 @pytest.mark.parametrize("wrapped", [True, False])
 def test_changed_numbers_are_seen(*, wrapped: bool) -> None:
