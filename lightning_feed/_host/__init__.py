@@ -237,6 +237,14 @@ def wrap_epoch_start(trainer: AnyTrainer, around: Callable[..., Any]) -> "Wrap":
     return Wrap(trainer.fit_loop.epoch_loop, "on_run_start", around)
 
 
+def wrap_validation_start(trainer: AnyTrainer, around: Callable[..., Any]) -> "Wrap":
+    """Call ``around(original)`` in place of the function that makes the iterators of a validation within a fit.
+
+    Checked against Lightning 2.4.0 and 2.6.6 (``loops/evaluation_loop.py: _EvaluationLoop.reset``).
+    """
+    return Wrap(trainer.fit_loop.epoch_loop.val_loop, "reset", around)
+
+
 def replace_train_loader(trainer: AnyTrainer, loader: object) -> None:
     """Switch training to another loader, from the epoch that begins.
 

@@ -108,6 +108,8 @@ class AutotuneCallback(Callback):
         """The setting in use; None if the user's loader is left alone."""
         self._sent_values: dict[str, object] = {}
         """Numbers and strings of the dataset when its workers started."""
+        self._is_under_way = False
+        """True from when Lightning makes the loader and its iterator until the epoch begins."""
         self._loaders = 1
         self._waits_for_steps = False
         """True until the trials have run."""
@@ -216,6 +218,7 @@ class AutotuneCallback(Callback):
             return None
         assert self._setting is not None
         self._sent_values = plain_values(loader.dataset)
+        self._is_under_way = True
         # If trials found more workers than CPUs to be fastest, the workers wait for something else.
         warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
         return with_setting(loader, self._setting)
@@ -257,13 +260,30 @@ class AutotuneCallback(Callback):
         return original(*args)
 
     def _tell_workers(self, trainer: AnyTrainer) -> None:
-        """Start persistent workers anew if the program has changed the dataset, whose copy they have."""
+        """Start workers anew if the program has changed the dataset, whose copy they have."""
         assert self._loader is not None
         values = plain_values(self._loader.dataset)
+        is_under_way, self._is_under_way = self._is_under_way, False
+        if values == self._sent_values:
+            return
         (loader,) = _host.train_loaders(trainer)
-        if values != self._sent_values and not self._loader.persistent_workers and loader._iterator is not None:
+        if is_under_way:
+            if self._loader.num_workers or not loader.num_workers or not self._replace_rest(trainer, loader):
+                return  # the user's own workers would not know of it either; later epochs begin with it
+        elif not self._loader.persistent_workers and loader._iterator is not None:
             end_workers(loader)
         self._sent_values = values
+
+    @staticmethod
+    def _replace_rest(trainer: AnyTrainer, loader: DataLoader[Batch]) -> bool:
+        """Have the rest of the present epoch made by new workers. False if the order of batches does not allow it."""
+        iterators = _host.loop_iterators(trainer, "fit")
+        rest = rest_of_epoch(loader, iterators[0], own_setting(loader)) if iterators else None
+        if rest is None:
+            return False
+        _host.replace_train_iterator(trainer, rest)
+        end_workers(loader, iterators[0])
+        return True
 
     # --- the trials ---------------------------------------------------------------------------------------------------
 

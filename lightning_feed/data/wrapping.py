@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed import _host
 from lightning_feed._host import AnyDataModule, AnyTrainer
+from lightning_feed.callbacks.fresh_workers import FreshWorkers
 from lightning_feed.data.build_loaders import SPLITS, ChosenSettings, job_of
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.fork_safety import may_change, why_no_workers, why_not_renewed
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _CHANGED = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
 _OF_DALI = "DALI loads in threads of its own: set num_threads and prefetch_queue_depth of its Pipeline."
+_WATCHED = {"train": "fit", "val": "validate"}
+"""Splits whose workers live through a fit, and their stages."""
 _DECIDED = (*_CHANGED, "sample_bytes")
 
 
@@ -88,7 +91,7 @@ class WrappedLoaders(ChosenSettings):
         """Make the loaders of a split by the user's hook, and change them."""
         return self.change(datamodule.trainer, split, original())
 
-    def change(self, trainer: object, split: str, made: object) -> Any:
+    def change(self, trainer: AnyTrainer, split: str, made: object) -> Any:
         """Give other workers to each DataLoader in a structure of loaders. Other loaders stay unchanged."""
         # Training iterates its loaders in parallel, evaluation one after the other.
         loaders: list[object] = []
@@ -100,7 +103,12 @@ class WrappedLoaders(ChosenSettings):
             name = split + "".join(f"[{key!r}]" for key in path)
             return self._change(trainer, split, name, loader, together)
 
-        return map_loaders(made, change)
+        changed = map_loaders(made, change)
+        if trainer is not None and trainer.state.fn == "fit" and split in _WATCHED:
+            rebuilt: list[object] = []
+            map_loaders(changed, lambda loader, _: rebuilt.append(loader))
+            FreshWorkers.watch(trainer, _WATCHED[split], rebuilt)
+        return changed
 
     def _change(self, trainer: AnyTrainer, split: str, name: str, loader: AnyLoader, together: int) -> Any:
         if not isinstance(loader, DataLoader):

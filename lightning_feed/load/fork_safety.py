@@ -93,8 +93,18 @@ def find_hazards(dataset: object) -> list[Hazard]:
 
 
 def plain_values(dataset: object) -> dict[str, object]:
-    """The numbers and strings in a dataset by their place, to see if the program has changed them."""
-    return {path: value for _, _, value, path in _objects_in(dataset) if isinstance(value, _PLAIN)}
+    """The numbers and strings in a dataset by their place, to see if the program has changed them.
+
+    Those of its class count too: ``level = 0`` in the class becomes ``dataset.level`` when it is set.
+    """
+    values: dict[str, object] = {}
+    inner, place = dataset, "dataset"
+    while inner is not None and place.count(".") < _DEEPEST:
+        classes = reversed(type(inner).__mro__)
+        values |= {f"{place}.{name}": value for one in classes for name, value in vars(one).items() if name[:2] != "__"}
+        inner, place = getattr(inner, "__dict__", {}).get("dataset"), f"{place}.dataset"  # as a Subset has one
+    values |= {path: value for _, _, value, path in _objects_in(dataset)}
+    return {path: value for path, value in values.items() if isinstance(value, _PLAIN)}
 
 
 def why_no_workers(dataset: object) -> str:

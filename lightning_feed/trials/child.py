@@ -44,9 +44,14 @@ def run_in_children(work: Callable[[], Result], *, count: int, timeout_s: float)
         timeout_s: seconds after which all children are killed, with the processes that they started.
 
     Raises:
-        LoaderError: a child did not answer in time, or ended without an answer.
+        LoaderError: a child did not answer in time, or ended without an answer; or this process may not have children.
         FeedError: the error of the work. Errors of other kinds become a LoaderError with their text.
     """
+    if multiprocessing.current_process().daemon:
+        raise LoaderError(
+            "No trial can run, because this process is a daemon of multiprocessing (such as a worker of a Pool), which "
+            "may not have children. Tune in the main process."
+        )
     deadline_s = time.monotonic() + timeout_s
     children: list[_Child[Result]] = []
     try:

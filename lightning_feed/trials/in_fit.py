@@ -18,7 +18,7 @@ from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import DrawsOf, size_of
 from lightning_feed.load.processes import shut_down_workers
 from lightning_feed.load.rank_store import connected, gather
-from lightning_feed.load.settings import RayCluster, Setting
+from lightning_feed.load.settings import TORCH_PREFETCH, RayCluster, Setting
 from lightning_feed.measure.measurements import LoopMeasurements, Measurements
 from lightning_feed.trials.cloning import twin_of
 from lightning_feed.trials.training_work import TrainingWork
@@ -167,7 +167,8 @@ def with_setting(loader: DataLoader[Batch], setting: Setting) -> DataLoader[Batc
         name = _sampler_name(loader)
         source = getattr(loader, name)
         if not isinstance(source, SameDraws):
-            values |= {name: SameDraws(source, loader), "generator": _seeds_for(loader)}
+            ahead = setting.num_workers * (setting.prefetch_factor or TORCH_PREFETCH)
+            values |= {name: SameDraws(source, loader, ahead=ahead), "generator": _seeds_for(loader)}
     twin = twin_of(loader, **values)
     if isinstance(twin, FeedLoader) and isinstance(loader, FeedLoader):
         twin.follow(loader)
@@ -232,13 +233,13 @@ class SameDraws:
     Args:
         source: the sampler.
         loader: the original loader.
+        ahead: the most indices drawn for batches that the workers have not handed over.
     """
 
-    def __init__(self, source: Any, loader: DataLoader[Batch]) -> None:
+    def __init__(self, source: Any, loader: DataLoader[Batch], *, ahead: int) -> None:
         self.source = source
         self._draws = DrawsOf(loader)
         self._count = 0
-        ahead = loader.num_workers * (loader.prefetch_factor or 1)
         self._recent: deque[Index] = deque(maxlen=ahead + 1)
         self._walk: Iterator[Index] = iter(())
 

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback
 from measure.small_fits import Memory
 from measure.test_ranks_gloo import in_ranks
-from recording import Numbers, Recording, Stream, by_hook, fit, quiet_trainer
+from recording import NullStreamPrefetch, Numbers, Recording, Stream, by_hook, fit, quiet_trainer
 from resuming import SaveThenDie, run, trained
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -26,6 +26,7 @@ from lightning_feed.callbacks import autotune as autotune_module
 from lightning_feed.callbacks.autotune import AutotuneCallback
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.errors import DatasetError, SettingsError
+from lightning_feed.load import build
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.order import EpochOrder
@@ -61,6 +62,7 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> Trials:
     )
     monkeypatch.setattr(tune_loader, "read_machine", lambda: machine)
     monkeypatch.setattr(autotune_module, "read_machine", lambda: machine)
+    monkeypatch.setattr(build, "read_machine", lambda: machine)
     return made
 
 
@@ -406,6 +408,131 @@ def test_ranks_make_the_same_moves(tmp_path: Path) -> None:
 
 
 # --- where it changes nothing -----------------------------------------------------------------------------------------
+
+
+class Curriculum(Numbers):
+    """Samples that depend on a value that the program sets."""
+
+    level = 0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) + 100 * self.level
+
+
+class SetsEpoch(Curriculum):
+    def set_epoch(self, epoch: int) -> None:
+        self.level = epoch
+
+
+class Teaches(Callback):
+    """Changes the dataset when an epoch begins, the first one included."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        (loader,) = _host.train_loaders(trainer)
+        loader.dataset.level = trainer.current_epoch + 1
+
+
+CHANGING: dict[str, Callable[[], Any]] = {
+    "plain": lambda: DataLoader(Curriculum(SAMPLES), BATCH, shuffle=True),
+    "set_epoch": lambda: DataLoader(SetsEpoch(SAMPLES), BATCH, shuffle=True),
+    "its sampler draws at once": lambda: DataLoader(Curriculum(SAMPLES), BATCH, sampler=DrawsAtOnce()),
+    "ours": lambda: FeedLoader(Curriculum(SAMPLES), batch_size=BATCH, shuffle=True),
+}
+
+
+@pytest.mark.parametrize("is_first_run", [True, False], ids=["tuned now", "tuned before"])
+@pytest.mark.parametrize("name", CHANGING)
+def test_workers_see_what_the_program_changes(name: str, is_first_run: bool, trials: Trials) -> None:
+    """Workers that were found earlier have begun when the first epoch does."""
+
+    def loaders() -> dict[str, Any]:
+        return {"train_dataloaders": CHANGING[name]()}
+
+    expected, _, _ = fit([Teaches()], loaders, max_epochs=3)
+    callback = AutotuneCallback(max_workers=3)
+    if not is_first_run:
+        fit([Teaches(), callback], loaders, max_epochs=2)
+    watching = Watching()
+    same, _, error = fit([Teaches(), callback, watching], loaders, max_epochs=3)
+    assert error is None
+    assert watching.last == [3] * 3
+    assert by_hook(same.events) == by_hook(expected.events)
+    assert all(map(torch.equal, same.parameters(), expected.parameters()))
+
+
+def test_batches_drawn_ahead_see_it_too(trials: Trials) -> None:
+    def loaders() -> dict[str, Any]:
+        return {"train_dataloaders": CHANGING["plain"]()}
+
+    callbacks = [Teaches(), AutotuneCallback(max_workers=3), NullStreamPrefetch(), GPUStarvationCallback(report=False)]
+    expected, _, _ = fit([Teaches()], loaders)
+    for _ in range(2):
+        same, _, error = fit(callbacks, loaders)
+        assert error is None
+        assert by_hook(same.events)["training_step"] == by_hook(expected.events)["training_step"]
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_workers_stay_alive_while_the_dataset_stays_as_it_is(*, is_told: bool, trials: Trials) -> None:
+    pids: list[set[int]] = []
+
+    class Notes(Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            pids.append({child.pid or 0 for child in multiprocessing.active_children()})
+
+    fit(
+        [*([Teaches()] if is_told else []), AutotuneCallback(max_workers=3), Notes()],
+        lambda: {"train_dataloaders": CHANGING["plain"]()},
+        max_epochs=4,
+    )
+    assert [len(each) for each in pids[1:]] == [3] * 3
+    assert (pids[2] == pids[3]) is not is_told
+
+
+def test_the_users_own_workers_learn_of_changes_as_they_did(trials: Trials) -> None:
+    """Those of a first epoch never do: Lightning starts them before the hooks of the epoch."""
+
+    def loaders() -> dict[str, Any]:
+        return {"train_dataloaders": DataLoader(Curriculum(SAMPLES), BATCH, num_workers=1)}
+
+    trials.steps_s = {0: 0.1, 1: 0.03}
+    expected, _, _ = fit([Teaches()], loaders, max_epochs=3)
+    for _ in range(2):
+        same, _, _ = fit([Teaches(), AutotuneCallback(max_workers=3)], loaders, max_epochs=3)
+        assert by_hook(same.events) == by_hook(expected.events)
+
+
+def test_a_data_module_asks_for_the_trials(trials: Trials, caplog: pytest.LogCaptureFixture) -> None:
+    expected, _, _ = fit([], module(seed=3), max_epochs=2)
+    watching = Watching()
+    same, trainer, error = fit([watching], module(num_workers="tune", seed=3), max_epochs=2)
+    assert error is None
+    (callback,) = [one for one in trainer.callbacks if isinstance(one, AutotuneCallback)]
+    assert [move.setting.num_workers for move in callback.moves] == [3]
+    assert watching.last[-1] == 3
+    assert by_hook(same.events) == by_hook(expected.events)
+    assert all(map(torch.equal, same.parameters(), expected.parameters()))
+    assert len(own_lines(caplog)) == 1
+
+
+def test_a_data_module_that_asks_for_trials_respects_the_users_callback(
+    trials: Trials, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = AutotuneCallback(max_workers=2)
+    _, trainer, error = fit([mine], module(num_workers="tune"), max_epochs=2)
+    assert error is None
+    assert [one for one in trainer.callbacks if isinstance(one, AutotuneCallback)] == [mine]
+    assert max(setting.num_workers for setting in trials.settings) == 2
+    assert "does nothing" not in caplog.text
+
+
+def test_a_data_module_that_asks_for_trials_without_a_trainer_takes_auto(trials: Trials) -> None:
+    data = Birds(BATCH, loader=LoaderSettings(num_workers="tune"))
+    assert len([*data.train_dataloader()]) == SAMPLES // BATCH
+    assert trials.settings == []
+    as_auto = Birds(BATCH)
+    as_auto.train_dataloader()
+    assert data.recommendations["train"].setting == as_auto.recommendations["train"].setting
 
 
 class Batches:

@@ -1,6 +1,7 @@
 """GPUStarvationCallback in real Trainers: what is logged and when, and what users see."""
 
 import logging
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +14,9 @@ from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from measure.small_fits import CpuPrefetch, Memory, Slow, make_loader, make_trainer, run_fit
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
-from lightning_feed import GPUStarvationCallback
+from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings
 from lightning_feed.callbacks import starvation as starvation_module
 from lightning_feed.callbacks import starvation_run
 from lightning_feed.errors import SettingsError
@@ -341,3 +342,65 @@ def test_a_logger_that_refuses_the_text_does_not_end_the_run(
     trainer = run_fit(starvation, logger=Offline())
     assert trainer.state.finished
     assert "could not give its report to Offline (trainer.loggers[0]) (ConnectionError: no server)" in caplog.text
+
+
+# --- epochs that end too early ------------------------------------------------------------------------------------
+
+
+class Ends(Dataset[torch.Tensor]):
+    """Promises more samples than it has, and raises StopIteration for the rest."""
+
+    def __init__(self, promised: int, has: int) -> None:
+        self.promised, self.has = promised, has
+
+    def __len__(self) -> int:
+        return self.promised
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return next(iter([torch.ones(32)] if index < self.has else []))
+
+
+class EndsEarly(LightningDataModule):
+    def __init__(self, promised: int, has: int) -> None:
+        super().__init__()
+        self.data = Ends(promised, has)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.data, batch_size=2)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Ends(4, 4), batch_size=2)
+
+
+class Thinks(BoringModel):
+    """Its steps are long enough for advice."""
+
+    def train_dataloader(self) -> Any: ...
+
+    val_dataloader = train_dataloader
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(0.005)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("how", ["plain", "wrap", "wrap, workers"])
+def test_an_epoch_that_ends_early_is_told(
+    how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], quiet: GPUStarvationCallback
+) -> None:
+    def fitted(callback: GPUStarvationCallback, promised: int, has: int, **options: Any) -> Any:
+        data: Any = EndsEarly(promised, has)
+        if how != "plain":
+            data = FastDataModule.wrap(data, LoaderSettings(num_workers=1 if "workers" in how else 0))
+        trainer = make_trainer(callback, **{"max_epochs": 2, "num_sanity_val_steps": 0, **options})
+        trainer.fit(Thinks(), datamodule=data)
+        return callback.report().measurements.facts.cut_short
+
+    starvation = GPUStarvationCallback(nvml=False, folder=tmp_path)
+    assert fitted(starvation, promised=160, has=80) == (40, 80)
+    said = "the loader ended after 40 of 80 batches, so Lightning ran no validation"
+    assert starvation.report().notes[0].startswith(said)
+    assert said in " ".join(capsys.readouterr().out.split())
+    assert any(note.startswith(said) for note in read_document(tmp_path).diagnosis.notes)
+    for options in ({}, {"limit_train_batches": 10}, {"max_steps": 7, "max_epochs": -1}):
+        assert fitted(quiet, promised=40, has=40, **options) is None

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from recording import Numbers, quiet_trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
@@ -532,3 +532,64 @@ def test_validation_data_without_a_validation_step_is_reported_and_no_data_is_no
         quiet_trainer([], max_epochs=1).fit(OnlyTrains(), datamodule=Data(loader=LoaderSettings(num_workers=0)))
     told = [record for record in caplog.records if "no validation_step" in record.getMessage()]
     assert len(told) == ("val" in splits)
+
+
+class Lesson(Rows):
+    """Its rows depend on values that the program sets: one by a method, one in an object inside it."""
+
+    level = 0
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.transform = {"hard": False}
+
+    def set_epoch(self, epoch: int) -> None:
+        self.level = epoch
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([float(self.level), float(self.transform["hard"])])
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        LoaderSettings(num_workers=0),
+        LoaderSettings(num_workers=2),
+        LoaderSettings(num_workers=2, background=2),
+        LoaderSettings(num_workers=2, workers="thread"),
+        LoaderSettings(num_workers=2, persistent_workers=False),
+    ],
+    ids=["none", "persistent", "background", "threads", "not persistent"],
+)
+def test_workers_see_what_the_program_changes_between_epochs(loader: LoaderSettings) -> None:
+    model = module()
+    lessons = {"train": Lesson(8), "val": Lesson(8)}
+    workers: list[set[int | None]] = []
+
+    class Teaches(Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            workers.append({child.pid for child in multiprocessing.active_children()})
+            lessons["train"].set_epoch((trainer.current_epoch + 1) // 2)
+            lessons["val"].transform["hard"] = trainer.current_epoch >= 1
+
+    data = Data(lessons, 4, loader=loader)
+    trainer(max_epochs=4, callbacks=[Teaches()]).fit(model, datamodule=data)
+    assert [int(batch[0, 0]) for batch in model.seen["train"]] == [0, 0, 0, 0, 1, 1, 1, 1]
+    # Lightning validates before on_train_epoch_end.
+    assert [bool(batch[0, 1]) for batch in model.seen["val"]] == [False] * 4 + [True] * 4
+    if data.recommendations["train"].setting.persistent_workers:
+        assert len(workers[0] & workers[1]) == 4  # nothing had changed
+        assert not workers[1] & workers[2]
+
+
+def test_workers_live_on_while_nothing_changes() -> None:
+    lessons = {"train": Lesson(8)}
+    data = Data(lessons, 4, loader=LoaderSettings(num_workers=1))
+    loader = data.train_dataloader()
+    pids = []
+    for level in (0, 0, 1, 1):
+        lessons["train"].level = level
+        assert {int(row[0]) for batch in loader for row in batch} == {level}
+        pids.append([child.pid for child in multiprocessing.active_children()])
+    assert pids[0] == pids[1] != pids[2] == pids[3]
+    assert [len(each) for each in pids] == [1] * 4

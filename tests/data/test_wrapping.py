@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import multiprocessing
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, seed_everything
+from lightning.pytorch import Callback, LightningDataModule, seed_everything
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities import CombinedLoader
 from measure.test_ranks_gloo import in_ranks
@@ -27,7 +28,7 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_feed import FastDataModule, LoaderSettings
+from lightning_feed import AutotuneCallback, FastDataModule, LoaderSettings
 from lightning_feed.data import wrapping
 from lightning_feed.errors import SettingsError
 
@@ -258,6 +259,89 @@ def test_an_iterator_of_dali_is_left_with_what_to_do(caplog: pytest.LogCaptureFi
 
 
 # --- two real ranks ---------------------------------------------------------------------------------------------------
+
+
+class Lesson(Rows):
+    level = 0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((32,), float(self.level))
+
+
+class Lessons(LightningDataModule):
+    """Written for loaders without workers: it changes its datasets as the fit goes on."""
+
+    def __init__(self, first: int = 0) -> None:
+        super().__init__()
+        self.lesson, self.exam = Lesson(), Lesson()
+        self.first = first
+
+    def train_dataloader(self) -> Any:
+        return [DataLoader(self.lesson, 4), DataLoader(self.lesson, 4)]
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.exam, 4)
+
+
+class Learns(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels: dict[str, list[float]] = {"train": [], "val": []}
+        self.pids: list[set[int | None]] = []
+
+    def train_dataloader(self) -> Any: ...
+
+    val_dataloader = train_dataloader
+
+    def on_train_epoch_start(self) -> None:
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        data.lesson.level = data.exam.level = self.current_epoch // 2 + data.first
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.levels["train"] += {*torch.cat(batch)[:, 0].tolist()} if batch_idx == 1 else ()
+        return super().training_step(batch[0], batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        if not self.trainer.sanity_checking and batch_idx == 1:
+            self.levels["val"] += {*batch[:, 0].tolist()}
+            self.pids.append({child.pid for child in multiprocessing.active_children()})
+
+
+KEPT = LoaderSettings(num_workers=1, persistent_workers=True)
+
+
+@pytest.mark.parametrize("tuned", [True, False])
+def test_persistent_workers_see_what_the_program_changes(*, tuned: bool) -> None:
+    model = Learns()
+    callbacks: list[Callback] = [AutotuneCallback()] if tuned else []  # which does nothing, with two loaders
+    trainer = quiet_trainer(callbacks, max_epochs=4)
+    trainer.fit(model, datamodule=FastDataModule.wrap(Lessons(), KEPT))
+    assert model.levels == {"train": [0, 0, 1, 1], "val": [0, 0, 1, 1]}
+    assert [len(pids) for pids in model.pids] == [3] * 4  # of two training loaders and one for validation
+    assert model.pids[0] == model.pids[1]
+    assert not model.pids[1] & model.pids[2]
+    assert model.pids[2] == model.pids[3]
+    loop = trainer.fit_loop.epoch_loop
+    assert "on_run_start" not in vars(loop)
+    assert "reset" not in vars(loop.val_loop)
+
+
+def test_a_change_that_workers_of_the_first_epoch_cannot_see_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = Learns()
+    trainer = quiet_trainer([], max_epochs=3)
+    trainer.fit(model, datamodule=FastDataModule.wrap(Lessons(first=5), KEPT))
+    assert model.levels["train"] == [0, 5, 6]
+    said = [record.getMessage() for record in caplog.records if "workers before" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("The program has changed its training set (Lesson) as the first epoch began")
+
+
+def test_loaders_that_are_made_again_begin_with_the_present_values(caplog: pytest.LogCaptureFixture) -> None:
+    model = Learns()
+    trainer = quiet_trainer([], max_epochs=4, reload_dataloaders_every_n_epochs=1)
+    trainer.fit(model, datamodule=FastDataModule.wrap(Lessons(), LoaderSettings(num_workers=1)))
+    assert model.levels["train"] == [0, 0, 1, 1]
+    assert "workers before" not in caplog.text
 
 
 class Sharded(LightningDataModule):

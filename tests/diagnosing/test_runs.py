@@ -1,5 +1,6 @@
 """What kinds of training can be diagnosed, what of them is kept and left out, what is refused; with which pace."""
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from measure.small_fits import CpuPrefetch
 from simulated.device import SimulatedDevice
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings, tune
 from lightning_feed._host import package_of
@@ -127,6 +128,43 @@ def test_several_loaders() -> None:
     loaders = {"a": DataLoader(Numbers(), batch_size=4), "b": DataLoader(Numbers(8), batch_size=2)}
     results = results_of(Two(), train_dataloaders=loaders)
     assert results.model_per_s > 0
+
+
+class Endless(Sampler[int]):
+    def __iter__(self) -> Any:
+        return itertools.cycle(range(24))
+
+
+class SaysAnother(DataLoader[Any]):
+    """Gives 6 batches."""
+
+    says = 6
+
+    def __len__(self) -> int:
+        return self.says
+
+
+class SaysMore(SaysAnother):
+    says = 600
+
+
+class SaysLess(SaysAnother):
+    says = 2
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(Numbers(), 4, sampler=Endless()),
+        lambda: SaysMore(Numbers(), 4),
+        lambda: SaysLess(Numbers(), 4),
+    ],
+    ids=["endless", "more", "less"],
+)
+def test_loaders_whose_length_is_not_true(make: Any) -> None:
+    found = results_of(Module(), train_dataloaders=make(), only=["model", "loader"])
+    assert found.loader_per_s > 0
+    assert found.model_per_s > 0
 
 
 def test_a_step_that_fetches_for_itself() -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset
 
-from lightning_feed.load.fork_safety import find_hazards, renew, why_no_workers, why_not_renewed
+from lightning_feed.load.fork_safety import find_hazards, plain_values, renew, why_no_workers, why_not_renewed
 
 
 class Holder(Dataset[Any]):
@@ -184,3 +184,27 @@ def test_archives_are_opened_again(tmp_path: Path) -> None:
 def test_a_file_that_is_written_is_not_opened_again(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as file:
         assert why_not_renewed(Holder(file))
+
+
+class Staged(Holder):
+    level = 0
+
+    @property
+    def dataset(self) -> Any:
+        raise AssertionError("code of the user was called")
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_changed_numbers_are_seen(*, wrapped: bool) -> None:
+    inner = Staged([Transform(3)])
+    dataset: Any = Subset(inner, [0, 1]) if wrapped else inner
+    before = plain_values(dataset)
+    inner.level = 0
+    assert plain_values(dataset) == before  # the same value, though now of the object and no longer of its class
+    inner.level = 1
+    assert plain_values(dataset) != before
+    inner.level = 0
+    inner.thing[0].steps[1] = 4
+    assert plain_values(dataset) != before
+    inner.thing[0].steps[1] = 3
+    assert plain_values(dataset) == before

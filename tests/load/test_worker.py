@@ -1,9 +1,11 @@
 """What a worker process does before its first sample, and what can be sent to it."""
 
+import gc
 import multiprocessing
 import os
 import pickle
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -29,12 +31,14 @@ def seed(worker_id: int, rank: int) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _same_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def _same_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The tests call in this process what is meant for a worker; put its state back."""
     torch.set_num_threads(2)
     for name in (*ONE_THREAD, "PL_SEED_WORKERS", "NOTED"):
         monkeypatch.setenv(name, "put back")
         monkeypatch.delenv(name)
+    yield
+    gc.unfreeze()
 
 
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
@@ -45,6 +49,41 @@ def test_workers_have_one_thread_each(start_method: str, recwarn: pytest.Warning
     [(threads, variables)] = list(loader)
     assert threads.tolist() == [1, 1]
     assert variables.tolist() == [len(ONE_THREAD)] * 2
+
+
+class Deadly:
+    """Garbage that ends a worker in which it is collected, as CUDA events do; it is in a cycle."""
+
+    def __init__(self) -> None:
+        self.me = self
+        self.parent = os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.parent:
+            os._exit(3)
+
+
+class Collects(Dataset[int]):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        gc.collect()
+        return index
+
+
+def test_garbage_of_the_parent_is_not_collected_in_a_worker() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        Deadly()
+        loader = DataLoader(
+            Collects(), num_workers=1, worker_init_fn=WorkerInit(), multiprocessing_context="fork", batch_size=2
+        )
+        assert [batch.tolist() for batch in loader] == [[0, 1]]
+    finally:
+        gc.enable()
+        gc.collect()
 
 
 def test_a_number_of_threads_that_was_set_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:

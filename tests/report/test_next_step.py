@@ -260,6 +260,17 @@ def test_a_command_is_said_once_with_the_name_of_the_program() -> None:
     assert "note  each image is decoded whole: `lightning_feed.diagnose(trainer, model)` times the crops" in hidden
 
 
+@pytest.mark.parametrize("cause", ["no workers", "cpu", "hand-over", "waiting"])
+def test_data_that_a_fork_breaks_are_not_sent_to_the_tuner(cause: Cause) -> None:
+    facts = {"num_workers": 0, "persistent_workers": None, "prefetch_factor": None}
+    reason = "dataset.pool (concurrent.futures.ThreadPoolExecutor) belongs to this process"
+    for remedies in ((), (WORKERS,)):
+        plain = _found(facts=sample_facts(**facts), cause=cause, remedies=remedies)
+        assert "tune" in next_step(plain, RUN) or (cause != "hand-over" and not remedies)
+        broken = _found(facts=sample_facts(**facts, why_no_workers=reason), cause=cause, remedies=remedies)
+        assert "tune" not in next_step(broken, RUN)
+
+
 def test_a_note_that_is_the_next_step_is_said_once() -> None:
     text = as_text(_found(cause="jitter", notes=("try a larger prefetch_factor", "another")))
     assert text.count("try a larger prefetch_factor") == 1

@@ -1,5 +1,6 @@
 """Forked children answer, fail, hang and die; the parent always goes on, and none of them is left."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -68,6 +69,29 @@ def test_a_child_that_hangs_is_killed_with_its_own_children() -> None:
 def test_a_child_that_is_killed_is_named() -> None:
     with pytest.raises(LoaderError, match=r"its process ended early \(exit code -9\)"):
         run_in_children(lambda: os.kill(os.getpid(), signal.SIGKILL), count=1, timeout_s=20)
+
+
+class Deadly:
+    """Garbage that ends a child in which it is collected, as CUDA events do; it is in a cycle."""
+
+    def __init__(self) -> None:
+        self.me = self
+        self.parent = os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.parent:
+            os._exit(3)
+
+
+def test_garbage_of_the_parent_is_not_collected_in_a_child() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        Deadly()
+        assert run_in_children(gc.collect, count=1, timeout_s=20)
+    finally:
+        gc.enable()
+        gc.collect()
 
 
 def _ended(pid: int) -> bool:

@@ -450,6 +450,33 @@ def test_new_workers_live_on_where_they_may() -> None:
     assert code(place=one_key, may_persist=True) == "--data.num_workers=1"
 
 
+def test_new_workers_pin_their_batches_for_a_device() -> None:
+    def code(**facts: Any) -> str:
+        run = {"num_workers": 0, "load_cpu_ms": 40.0, "prefetch_factor": None, "pin_memory": False}
+        return diagnose(measured(**{**run, "device_type": "cuda", **facts})).remedies[0].code
+
+    assert code() == "num_workers=1, pin_memory=True"
+    assert code(may_persist=True) == "num_workers=1, persistent_workers=True, pin_memory=True"
+    assert code(num_workers=2, loaders=BUSY) == "num_workers=4, pin_memory=True"
+    assert code(found={"tried": tried((0, 100.0), (3, 40.0))}) == "num_workers=3, pin_memory=True"
+    for without in ({"device_type": "cpu"}, {"pin_memory": True}, {"pin_memory": None}, {"ours": True}):
+        assert code(**without) == "num_workers=1"
+    one_key = Place(words="", overrides=(("num_workers", "--data.num_workers"),))
+    assert code(place=one_key) == "--data.num_workers=1"
+    two_keys = Place(words="", overrides=(*one_key.overrides, ("pin_memory", "--data.pin")))
+    assert code(place=two_keys) == "--data.num_workers=1 --data.pin=true"
+
+
+@pytest.mark.parametrize(
+    ("trials", "workers"), [((), 2), (((2, 100.0), (5, 40.0)), 5), (((2, 100.0), (0, 60.0)), 0), (((2, 90.0),), 2)]
+)
+def test_crops_are_decoded_by_as_many_workers_as_were_chosen(trials: Any, workers: int) -> None:
+    found = {"crops": CROPS, "tried": tried(*trials) if trials else ()}
+    (remedy,) = [one for one in diagnose(measured(**WHOLE, found=found)).remedies if one.form == "replacement"]
+    assert f"LoaderSettings(num_workers={workers})" in remedy.code
+    assert remedy.changes == f"decodes_whole=False,num_workers={workers}"
+
+
 @pytest.mark.parametrize(
     ("facts", "code"),
     [
@@ -503,6 +530,34 @@ def test_no_workers_are_advised_for_a_stream_that_may_not_divide_itself() -> Non
     assert "thread" not in str(found.notes)
     seen = diagnose(measured(num_workers=0, load_cpu_ms=40.0, map_style=False, shards_by_worker=True))
     assert [one.changes for one in seen.remedies] == ["num_workers=1"]
+
+
+@pytest.mark.parametrize("experiments", [{}, {"tried": tried((0, 100.0), (2, 50.0))}], ids=["a fit", "diagnose"])
+def test_no_workers_are_advised_for_data_that_a_fork_breaks(experiments: Any) -> None:
+    run: dict[str, Any] = {"num_workers": 0, "load_cpu_ms": 40.0, "found": experiments or None}
+    reason = "dataset.pool (concurrent.futures.ThreadPoolExecutor) belongs to this process"
+    assert _changes(run) == [f"num_workers={2 if experiments else 1}"]
+    found = diagnose(measured(**run, why_no_workers=reason))
+    assert found.remedies == ()
+    assert found.notes[0] == f"no workers, though they would load while the model trains: {reason}"
+
+
+def test_a_search_that_ran_out_of_time_is_told() -> None:
+    trials = tried((0, 100.0), (2, 50.0))
+    said = "the search for workers ran out of time: LIGHTNING_FEED=tune searches on, and remembers the result"
+    for why, expected in (
+        ("the fastest of 2 tried; the time ended the search", True),
+        ("the fastest of 2 tried", False),
+    ):
+        found = diagnose(measured(num_workers=0, found={"tried": trials, "why_chosen": why}))
+        assert (said in found.notes) is expected
+
+
+@pytest.mark.parametrize("data", [40.0, 0.0], ids=["data-bound", "fed"])
+def test_an_epoch_that_was_cut_short_is_told_first(data: float) -> None:
+    found = diagnose(measured(data=data, cut_short=(40, 80)))
+    assert found.notes[0].startswith("the loader ended after 40 of 80 batches, so Lightning ran no validation")
+    assert not any("ended after" in note for note in diagnose(measured(data=data)).notes)
 
 
 def test_a_slow_callback_of_the_users_is_a_note() -> None:

@@ -1,0 +1,96 @@
+"""FreshWorkers: starts persistent workers anew when the program has changed the dataset that they have a copy of."""
+
+import logging
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+
+from lightning_feed import _host
+from lightning_feed._host import AnyTrainer, Original
+from lightning_feed.load.fork_safety import plain_values
+from lightning_feed.measure.guard import Guard
+from lightning_feed.trials.in_fit import end_workers
+
+logger = logging.getLogger(__name__)
+
+
+class FreshWorkers(Callback):
+    """Compares the numbers and strings of the datasets before each epoch and each validation of a fit.
+
+    ``wrap`` adds it: the program may have been written for loaders without workers.
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[str, list[dict[str, object]]] = {}
+        """Numbers and strings of the datasets when their workers started, by stage, in the order of the loaders."""
+        self._wraps: list[_host.Wrap] = []
+        self._is_first = True
+        """True until the first epoch of a fit begins, whose iterators Lightning makes before the hooks of the epoch."""
+        self._guard = Guard("wrap", self._let_go)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_wraps": []}  # of a running fit, which is neither sent nor copied
+
+    @staticmethod
+    def watch(trainer: AnyTrainer, stage: str, loaders: list[Any]) -> None:
+        """Watch loaders, of which Lightning is about to make iterators.
+
+        Args:
+            trainer: its fit is watched.
+            stage: ``"fit"`` or ``"validate"``.
+            loaders: all loaders of the stage.
+        """
+        mine = next((callback for callback in trainer.callbacks if isinstance(callback, FreshWorkers)), None)
+        if mine is None:
+            mine = FreshWorkers()
+            trainer.callbacks.insert(0, mine)  # so that it lets go before those whose wraps are inside its own
+        mine._sent[stage] = [plain_values(getattr(loader, "dataset", None)) for loader in loaders]
+        if not mine._wraps:
+            mine._is_first = True
+            mine._wraps = [
+                _host.wrap_epoch_start(trainer, partial(mine._before, trainer, "fit")),
+                _host.wrap_validation_start(trainer, partial(mine._before, trainer, "validate")),
+            ]
+
+    def on_train_end(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
+        """Remove everything from the Trainer. Lightning does not call ``teardown`` after an exception."""
+        self._let_go()
+
+    on_exception = teardown = on_train_end
+
+    def _let_go(self) -> None:
+        while self._wraps:
+            self._wraps.pop().undo()
+        self._sent = {}
+
+    def _before(self, trainer: AnyTrainer, stage: str, original: Original, *args: Any) -> Any:
+        self._guard.attempt("tell the workers what has changed in their dataset", self._compare, trainer, stage)
+        return original(*args)
+
+    def _compare(self, trainer: AnyTrainer, stage: str) -> None:
+        loaders = _host.loop_loaders(trainer, stage)
+        sent = self._sent.get(stage, [])
+        now = [plain_values(getattr(loader, "dataset", None)) for loader in loaders]
+        if len(now) != len(sent):
+            return
+        changed = [loader for loader, values, before in zip(loaders, now, sent, strict=True) if values != before]
+        if stage == "fit" and self._is_first:
+            self._is_first = False
+            self._warn_of_late_changes(changed)
+            return  # the next epoch begins with the present values
+        for loader in changed:
+            if getattr(loader, "persistent_workers", False) and getattr(loader, "_iterator", None) is not None:
+                end_workers(loader)
+        self._sent[stage] = now
+
+    @staticmethod
+    def _warn_of_late_changes(changed: list[Any]) -> None:
+        names = sorted({type(loader.dataset).__name__ for loader in changed if getattr(loader, "num_workers", 0)})
+        if names:
+            logger.warning(
+                "The program has changed its training set (%s) as the first epoch began, but Lightning had started the "
+                "workers before, so this epoch is loaded without the change. Make it in "
+                "train_dataloader(), where trainer.current_epoch is known, or earlier.",
+                ", ".join(names),
+            )
