@@ -14,6 +14,7 @@ from lightning_feed import _host
 from lightning_feed._host import AnyTrainer, Stage
 from lightning_feed.callbacks.loader_place import loader_location, users_line
 from lightning_feed.callbacks.prefetch import HAND_OUT, LOOK_AHEAD, PrefetchCallback
+from lightning_feed.load.fork_safety import plain_values
 from lightning_feed.load.machine import read_machine
 from lightning_feed.measure.cpu_time import CpuShare, own_clock
 from lightning_feed.measure.facts import batches_ahead, is_instance, with_loaders
@@ -72,6 +73,9 @@ class StarvationRun:
         self._cut_short: tuple[int, int] | None = None
         """Batches of an epoch that ended before its length, and that length."""
         self._repeats: RepeatedBatches | None = None
+        self._values: list[dict[str, object]] | None = None
+        """Numbers and strings of the datasets when the epoch began."""
+        self._is_changed = False
         self._undo = ExitStack()  # calls all of them, even if one fails
         self.also_undo = self._undo.callback
         self.also_undo(lambda: self.nvml.stop() if self.nvml is not None else None)
@@ -112,6 +116,14 @@ class StarvationRun:
         self._hooks.leave_out_step()
         if self._repeats is None:
             self._watch_for_repeats()
+        self._guard.attempt("compare its dataset with that of the last epoch", self._note_changes)
+
+    def _note_changes(self) -> None:
+        """See if the program changes its dataset between epochs, which workers that live on would miss."""
+        datasets = [getattr(loader, "dataset", None) for loader in _loaders(self._trainer, self.stage)]
+        values = [plain_values(dataset) for dataset in datasets]
+        self._is_changed |= self._values not in (None, values)
+        self._values = values
 
     def _watch_for_repeats(self) -> None:
         """Look at the first batches of a stream with several workers, before they are sent to the device."""
@@ -292,7 +304,8 @@ class StarvationRun:
     def _seen(self) -> dict[str, Any]:
         """Facts that show only while the loop runs."""
         repeated = None if self._repeats is None else self._repeats.found
-        return {"syncs": self._syncs(), "cut_short": self._cut_short, "repeated": repeated}
+        seen = {"syncs": self._syncs(), "cut_short": self._cut_short, "repeated": repeated}
+        return seen | ({"may_persist": False} if self._is_changed else {})
 
     def _slow_hooks(self) -> tuple[HookTime, ...]:
         return tuple(one for one in self._hooks.result() if not _host.is_empty_hook(self._trainer, one.name))

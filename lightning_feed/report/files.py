@@ -94,7 +94,11 @@ def as_line(report: Report, written: Sequence[Path] = ()) -> str:
     """The verdict in one line, for one of many short fits."""
     found = report.diagnosis
     page = next((f", {one}" for one in written if one.suffix == ".html"), "")
-    return printable(f"FEED  {headline(found)} ({plural(found.stats.steps, 'step')}{page})")
+    ended = ""
+    if found.measurements.facts.cut_short is not None:
+        came, promised = found.measurements.facts.cut_short
+        ended = f"; the loader ended after {came} of {promised} batches"
+    return printable(f"FEED  {headline(found)} ({plural(found.stats.steps, 'step')}{page}){ended}")
 
 
 def _judged(diagnosis: Diagnosis) -> bool:

@@ -232,8 +232,10 @@ def _of_the_other_parts(diagnosis: Diagnosis, waits: str) -> tuple[str, str]:
 
 def is_toy(diagnosis: Diagnosis) -> bool:
     """True for steps so short that Python takes most of them: there is no advice to give."""
-    judged = diagnosis.bottleneck not in (*_OF_THE_RUN, "unknown") and not diagnosis.measurements.facts.repeated
-    return judged and toy_sentence(diagnosis.stats.step_ms) is not None
+    facts = diagnosis.measurements.facts
+    judged = diagnosis.bottleneck not in (*_OF_THE_RUN, "unknown")
+    is_faulty = facts.repeated or facts.cut_short is not None  # which is more than slow
+    return judged and not is_faulty and toy_sentence(diagnosis.stats.step_ms) is not None
 
 
 def may_be_tuned(facts: LoopFacts) -> bool:

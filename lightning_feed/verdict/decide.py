@@ -11,7 +11,7 @@ from lightning_feed.measure.stats import MIN_STEPS, Confidence
 from lightning_feed.measure.wall import WallStats
 from lightning_feed.verdict.causes import Reason, compute_cause, copy_cause, data_cause, framework_cause
 from lightning_feed.verdict.diagnosis import Bottleneck, Diagnosis, Remedy
-from lightning_feed.verdict.notes import MOST, SHARD, notes_for, why_not
+from lightning_feed.verdict.notes import MOST, SHARD, cut_short, notes_for, why_not
 from lightning_feed.verdict.remedies import LEAST_PCT, PLACE, Finding, largest, remedies_for, trainer_remedy
 from lightning_feed.verdict.shares import (
     DATA_PCT,
@@ -81,7 +81,7 @@ def _of_steps(measured: Measurements) -> Diagnosis:
         grade="OK" if shares.compute_bound_confirmed else grade_of(shares.data_pct),
         confidence=_confidence(measured, shares, first),
         evidence=_evidence(measured, shares, because),
-        notes=(toy,) if toy else (),
+        notes=(*cut_short(measured.facts), toy) if toy else (),
         measurements=measured,
     )
     finding = Finding(measured=measured, shares=shares, causes={part: one.cause for part, one in reasons.items()})

@@ -6,7 +6,7 @@ from typing import TypeGuard
 
 from lightning_feed.errors import in_rate, rate_unit
 from lightning_feed.measure.experiment_results import NOT_TRANSFORMS, step_of
-from lightning_feed.measure.measurements import SYNCS, HookTime
+from lightning_feed.measure.measurements import SYNCS, HookTime, LoopFacts
 from lightning_feed.trials.search import OUT_OF_TIME
 from lightning_feed.verdict import bounds
 from lightning_feed.verdict.causes import MANY_TENSORS
@@ -32,17 +32,17 @@ _WAYS_OUT = {
 
 def notes_for(finding: Finding, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
     """Further facts and things to try: first those that concern the longest part of a step."""
-    said = [*_cut_short(finding)]
+    said = [*cut_short(finding.facts)]
     for part in finding.causes:
         said += _BY_PART.get(part, _no_notes)(finding, remedies)
     said += _short_steps(finding)
     return tuple(dict.fromkeys(said))[:MOST]
 
 
-def _cut_short(finding: Finding) -> Iterator[str]:
+def cut_short(facts: LoopFacts) -> Iterator[str]:
     """Note on an epoch that ended too early, since Lightning says nothing about it."""
-    if finding.facts.cut_short is not None:
-        came, promised = finding.facts.cut_short
+    if facts.cut_short is not None:
+        came, promised = facts.cut_short
         yield (
             f"the loader ended after {came} of {promised} batches, so Lightning ran no validation: its dataset raised "
             "StopIteration, or the length of its sampler is wrong"

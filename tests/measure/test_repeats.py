@@ -85,6 +85,18 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
+def _trainer(callback: GPUStarvationCallback, *, max_epochs: int) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        max_epochs=max_epochs,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[callback],
+    )
+
+
 @pytest.mark.parametrize(
     ("dataset", "workers", "repeated"),
     [(Whole(), 2, True), (Whole(), 1, None), (Divided(), 2, False), (Indexed(), 2, None)],
@@ -93,15 +105,7 @@ def test_the_report_of_a_fit_begins_with_it(
     dataset: Any, workers: int, repeated: bool | None, tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     starvation = GPUStarvationCallback(folder=tmp_path)
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[starvation],
-    )
+    trainer = _trainer(starvation, max_epochs=2)
     trainer.fit(Net(), DataLoader(dataset, batch_size=1, num_workers=workers))
     found = starvation.report()
     assert found.measurements.facts.repeated is repeated
@@ -110,3 +114,21 @@ def test_the_report_of_a_fit_begins_with_it(
     assert ("next: divide the stream in its `__iter__`" in text) == bool(repeated)
     assert not (repeated and found.remedies)
     assert "batch_to_device" not in vars(trainer.strategy)  # nothing of ours is left
+
+
+class Curriculum(Indexed):
+    level = 0
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_workers_that_live_on_are_not_advised_where_the_program_changes_its_data(changes: bool) -> None:
+    class Teaching(Net):
+        def on_train_epoch_start(self) -> None:
+            if changes:
+                dataset.level = self.current_epoch
+
+    dataset = Curriculum()
+    starvation = GPUStarvationCallback(report=False)
+    trainer = _trainer(starvation, max_epochs=4)
+    trainer.fit(Teaching(), DataLoader(dataset, batch_size=10))
+    assert starvation.report().measurements.facts.may_persist is not changes

@@ -92,6 +92,13 @@ def test_a_number_of_workers_is_to_be_tried_first_unless_the_run_is_sure(
     assert ("| `num_workers=2` |" in as_markdown(sample_report(found))) == pasted
 
 
+def test_an_epoch_that_ended_early_is_told_in_every_form() -> None:
+    for step in (1.0, 100.0):  # also where steps are so short that there is no other advice
+        found = diagnose(measured(data=0.0, step=step, cut_short=(40, 80)))
+        assert "note  the loader ended after 40 of 80 batches" in as_text(found)
+        assert "the loader ended after 40 of 80 batches" in as_line(sample_report(found))
+
+
 @pytest.mark.parametrize(
     ("later", "retracted"),
     [
