@@ -95,7 +95,7 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
     Args:
         trainer: the Trainer to copy settings from. None: a Trainer for the device that Lightning chooses.
         model: the module. None: only the loader is measured.
-        datamodule: the data module, unless ``train_dataloaders`` or the module gives the training loader.
+        datamodule: the data module, or a training DataLoader; neither if ``train_dataloaders`` or the module gives one.
         train_dataloaders: as for ``Trainer.fit``.
         quick: a third of the time.
         only: experiments to run, such as "model" and "loader". With a module, the unchanged run always comes first.

@@ -285,6 +285,8 @@ def open_session(
         SettingsError: the objects come from both packages or from neither, the Trainer is training now, this process is
             one of several ranks, or the model is sharded.
     """
+    if isinstance(datamodule, DataLoader) and loaders is None:  # trainer.fit takes loaders in this place, too
+        datamodule, loaders = None, datamodule
     plain = getattr(model, "_orig_mod", model)
     known = [part for part in (trainer, plain, datamodule) if part is not None]
     package = import_module("lightning.pytorch")

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed.diagnosing.parts import LoaderPart, NotMeasurable, key_bytes, make_sample, size_of_leaf
+from lightning_feed.diagnosing.session import open_session
 from lightning_feed.errors import DatasetError, LoaderError
 
 Pair = namedtuple("Pair", "image label")
@@ -113,3 +114,11 @@ def test_what_is_bound_to_a_thread_is_told_apart_from_a_broken_sample() -> None:
     dataset = InOneThread()
     with closing(dataset._connection), pytest.raises(DatasetError, match=r"works only in the thread.*ProgrammingError"):
         make_sample(LoaderPart("", DataLoader(dataset, batch_size=2)))
+
+
+def test_a_loader_may_stand_in_the_place_of_a_data_module() -> None:
+    """As it may in ``trainer.fit(model, loader)``."""
+    loader = DataLoader(IMAGE)
+    session = open_session(None, None, loader)
+    assert session.datamodule is None
+    assert session.loaders is loader
