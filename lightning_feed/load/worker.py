@@ -17,6 +17,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -114,6 +115,13 @@ def refuse_unsendable(loader: DataLoader[Batch], name: str, start_method: str) -
         )
 
 
+def _main_can_be_imported() -> bool:
+    """True if a new process can run this program's file or module again, as multiprocessing does. Not from stdin, with
+    ``python -c`` or in a notebook."""
+    main = sys.modules["__main__"]
+    return getattr(main, "__spec__", None) is not None or Path(getattr(main, "__file__", None) or "").is_file()
+
+
 class _Nowhere(io.RawIOBase):
     def write(self, data: Any) -> int:
         return memoryview(data).nbytes
@@ -123,6 +131,8 @@ class _DryPickler(ForkingPickler):
     """multiprocessing's pickler, without opening handles for shared objects."""
 
     def reducer_override(self, thing: Any) -> Any:
+        if isinstance(thing, (type, FunctionType)) and thing.__module__ == "__main__" and not _main_can_be_imported():
+            raise pickle.PicklingError(f"{thing.__qualname__} is defined in a program that has no file to import")
         shared = isinstance(thing, (torch.Tensor, torch.UntypedStorage, torch.TypedStorage, socket.socket, Connection))
         if not shared and type(thing).__module__ == "numpy" and type(thing).__name__ == "ndarray":
             shared = not thing.dtype.hasobject

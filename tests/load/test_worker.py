@@ -4,6 +4,8 @@ import gc
 import multiprocessing
 import os
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -145,3 +147,30 @@ def test_what_cannot_be_sent(thing: Any, words: str) -> None:
     problem = why_not_picklable(thing)
     assert problem is not None
     assert words in problem
+
+
+@pytest.mark.parametrize("way", [["-"], ["-c", "PROGRAM"]])
+def test_what_has_no_file_is_refused_where_workers_import_the_program(way: list[str]) -> None:
+    program = """
+import torch
+from lightning_feed import FastDataModule, LoaderSettings
+
+
+class Birds(FastDataModule):
+    class Numbers(torch.utils.data.Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            return torch.tensor([index])
+
+    def make_dataset(self, split):
+        return self.Numbers()
+
+
+next(iter(Birds(batch_size=2, loader=LoaderSettings(num_workers=1, start_method="spawn")).train_dataloader()))
+"""
+    arguments = [word.replace("PROGRAM", program) for word in way]
+    ended = subprocess.run([sys.executable, *arguments], input=program, capture_output=True, text=True, check=False)
+    said = "Birds.Numbers is defined in a program that has no file to import"
+    assert said in ended.stderr.splitlines()[-1]
