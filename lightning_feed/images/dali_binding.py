@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from lightning_feed.errors import LoaderError, MissingExtraError, SettingsError
+from lightning_feed.extras import installed_version
 from lightning_feed.load.machine import Machine
 
 _GPU_THREADS = 8
@@ -62,6 +63,20 @@ def _check_whole(name: str, value: object) -> None:
 
 def _is_size(sides: tuple[int, ...]) -> bool:
     return len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides)
+
+
+_NVJPEG = ("nvidia-nvjpeg", "nvidia-nvjpeg-cu13", "nvidia-nvjpeg-cu12")
+"""Packages with the nvJPEG library, whose versions are those of the library."""
+_CORRECT_AT_EDGES = (13, 2)
+"""First version of nvJPEG that interpolates chroma correctly up to the edge of a region, as nvImageCodec says in its
+warning of older ones, which it writes for every image."""
+
+
+def interpolates_chroma() -> bool:
+    """True if the GPU decoder may interpolate chroma, as libjpeg does on the CPU. Else it repeats the chroma of
+    4:2:0 JPEGs. False also if the version of nvJPEG is unknown."""
+    versions = [tuple(map(int, found.split(".")[:2])) for name in _NVJPEG if (found := installed_version(name))]
+    return bool(versions) and min(versions) >= _CORRECT_AT_EDGES
 
 
 def decode_threads(

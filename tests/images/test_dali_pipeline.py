@@ -66,7 +66,6 @@ def test_the_gpus_options_are_ones_that_dali_knows(options: dict[str, Any]) -> N
         9,
         8,
     )
-    assert given["jpeg_fancy_upsampling"] is True
     assert ("device_memory_padding" in given) == ("largest_image" in options)
 
 
