@@ -63,7 +63,9 @@ def _spread(values: list[float]) -> str:
 
 def overhead(report: Report, limit_s: float) -> None:
     """Host time of the callbacks, on the device with its streams and events."""
-    results = _benchmark(limit_s, "overhead.py", "--device", "cuda", "--rounds", "5", "--steps", "1000")
+    seconds = max(LEAST_S, limit_s - MARGIN_S) / 2  # the last round may take as long as all before
+    length = "--rounds", "5", "--steps", "500", "--seconds", f"{seconds:.0f}"
+    results = _benchmark(limit_s, "overhead.py", "--device", "cuda", *length)
     plain = [cpu_us for cpu_us, _ in results["plain"]]
     report.row(callbacks="plain step", us=median(plain), spread=_spread(plain))
     for row in results["rows"]:

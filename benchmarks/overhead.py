@@ -14,7 +14,7 @@ thread and by the wall. What counts is the difference of the least CPU times of 
 
 On a CUDA device the first rows are measured there too, events and streams included.
 
-    python benchmarks/overhead.py [--rounds 7] [--steps 1500] [--device cpu|cuda] [--json FILE]
+    python benchmarks/overhead.py [--rounds 7] [--steps 1500] [--seconds 120] [--device cpu|cuda] [--json FILE]
 """
 
 import argparse
@@ -167,6 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--seconds", type=float, default=120.0, help="no round begins later, but two always run")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
@@ -179,14 +180,17 @@ def main() -> None:
         f"{where}, {len(os.sched_getaffinity(0))} CPUs, load {os.getloadavg()[0]:.1f}, "
         f"Python {platform.python_version()}, torch {torch.__version__}, lightning {lightning.__version__}"
     )
-    print(f"{options.rounds} rounds of {options.steps} steps")
     step_us([], 200, options.device)  # what the first fit of a process pays
     rounds: dict[str, list[tuple[float, float]]] = {row: [] for row in (*ROWS, *LOADERS)}
-    for _ in range(options.rounds):
+    began_s = time.monotonic()
+    for number in range(options.rounds):
+        if number >= 2 and time.monotonic() - began_s > options.seconds:
+            break
         for row, make in ROWS.items():
             rounds[row].append(step_us(make(), options.steps, options.device))
         for row, loader in LOADERS.items():
             rounds[row].append(batch_us(loader, options.steps))
+    print(f"{len(rounds[PLAIN])} rounds of {options.steps} steps")
     print(f"{'':24} {'least CPU':>9} {'CPU time, us':>28} {'wall, us':>28}")
     plain, rows = [cpu for cpu, _ in rounds[PLAIN]], []
     print(f"{'plain step':24} {min(plain):9.1f} {spread(plain)} {spread([us for _, us in rounds[PLAIN]])}")
