@@ -1,8 +1,9 @@
 """AutotuneCallback: finds the workers with which training is fastest, and sets them."""
 
 import logging
+import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 MEASURED_STEPS = 20
 """Training steps measured before the trials, after the warm-up of the meter."""
+PROVING_STEPS = 20
+"""Training steps measured with the result, after the warm-up of the meter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +59,8 @@ class AutotuneCallback(Callback):
 
     It measures the first training steps, then tries your setting and others in forked processes that imitate these
     steps, and goes on in the same epoch with the fastest. Nothing changes if no other setting makes steps at least 3 %
-    shorter in each of three turns. The result is remembered for this machine and data, and the next run begins with it.
+    shorter in each of three turns. If steps of training itself then take longer than before, it goes back to your
+    setting. The result is remembered for this machine, model and data, and the next run begins with it.
 
     Samples come in the same order as without the callback. Random numbers drawn inside workers (augmentation) differ
     with the number of workers, as they do if you set it by hand.
@@ -113,10 +117,16 @@ class AutotuneCallback(Callback):
         self._loaders = 1
         self._waits_for_steps = False
         """True until the trials have run."""
+        self._before_ms: float | None = None
+        """Mean step before the trials."""
+        self._unproven: Tuned | None = None
+        """The result in use, until steps of training have shown that it is no worse than the user's setting."""
+        self._iterated: DataLoader[Batch] | None = None
+        """The loader that makes the rest of this epoch; None: the Trainer's."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Trainers are pickled for `ddp_spawn`, and callbacks are deep-copied by tuners. A running fit can be neither.
-        return {**self.__dict__, "_run": None, "_wraps": [], "_loader": None}
+        return {**self.__dict__, "_run": None, "_wraps": [], "_loader": None, "_iterated": None}
 
     @property
     def moves(self) -> tuple[Move, ...]:
@@ -164,17 +174,23 @@ class AutotuneCallback(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
         """Count the step, and run the trials once enough steps were measured."""
-        if not self._waits_for_steps:
+        if not self._waits_for_steps and self._unproven is None:
             return
         if self._run is not None:
             self._guard.measure(self._run.step_ended)
         run = self._measuring_run(trainer)
-        if run is not None and run.finished >= run.main.warm_up + MEASURED_STEPS:
+        steps = MEASURED_STEPS if self._waits_for_steps else PROVING_STEPS
+        if run is None or run.finished < run.main.warm_up + steps:
+            return
+        if self._waits_for_steps:
             self._waits_for_steps = False
             tuned = self._guard.attempt("tune the training loader", self._tune, trainer, run)
             if tuned is not None:
                 self._guard.measure(self._apply, trainer, tuned)
             self._guard.measure(self._leave_out_trials, run)
+        else:
+            self._guard.measure(self._check, trainer, run)
+        if self._unproven is None:
             self._stop_measuring()
 
     @guarded
@@ -194,6 +210,8 @@ class AutotuneCallback(Callback):
         while self._wraps:
             self._wraps.pop().undo()
         self._waits_for_steps = False
+        self._unproven = None
+        self._iterated = None
         self._stop_measuring()
 
     # --- when the loader is made --------------------------------------------------------------------------------------
@@ -255,6 +273,7 @@ class AutotuneCallback(Callback):
         return why_fixed(loader)
 
     def _begin_epoch(self, trainer: AnyTrainer, original: Original, *args: Any) -> Any:
+        self._iterated = None
         if self._loader is not None:
             self._guard.measure(self._tell_workers, trainer)
         return original(*args)
@@ -281,7 +300,7 @@ class AutotuneCallback(Callback):
         rest = rest_of_epoch(loader, iterators[0], own_setting(loader)) if iterators else None
         if rest is None:
             return False
-        _host.replace_train_iterator(trainer, rest)
+        _host.replace_train_iterator(trainer, rest.batches)
         end_workers(loader, iterators[0])
         return True
 
@@ -307,22 +326,55 @@ class AutotuneCallback(Callback):
 
     def _tune(self, trainer: AnyTrainer, run: StarvationRun) -> Tuned | None:
         assert self._loader is not None
+        self._before_ms = mean_step_ms(run)
         works = gather(trainer, work_of(run.main.measurements(prefetch_active=None)))
         return tune_for_fit(self._loader, trainer, self._goal(trainer, slowest_work(works)))
 
     def _apply(self, trainer: AnyTrainer, tuned: Tuned) -> None:
-        """Use the result for the rest of this epoch, if the order of batches allows it, and for all later ones."""
+        """Use the result, and see from then on if it is as good in training itself."""
         before = self._setting
         self._use(trainer, tuned)
-        if tuned.setting == before or self._loader is None:
-            return
+        if tuned.setting != before and self._loader is not None and self._switch(trainer, tuned.setting):
+            self._unproven = tuned
+
+    def _switch(self, trainer: AnyTrainer, setting: Setting) -> bool:
+        """Give the loader another setting for all later epochs, and for the rest of this one if the order of batches
+        allows it. True if it does."""
         (loader,) = _host.train_loaders(trainer)
         iterators = _host.loop_iterators(trainer, "fit")
-        rest = rest_of_epoch(loader, iterators[0], tuned.setting) if iterators else None
-        _host.replace_train_loader(trainer, with_setting(loader, tuned.setting))
-        if rest is not None:
-            _host.replace_train_iterator(trainer, rest)
-            end_workers(loader, iterators[0])
+        iterated = loader if self._iterated is None else self._iterated
+        rest = rest_of_epoch(iterated, iterators[0], setting) if iterators else None
+        _host.replace_train_loader(trainer, with_setting(loader, setting))
+        if rest is None:
+            return False
+        _host.replace_train_iterator(trainer, rest.batches)
+        end_workers(iterated, iterators[0])
+        self._iterated = rest.loader
+        return True
+
+    def _check(self, trainer: AnyTrainer, run: StarvationRun) -> None:
+        """Go back to the user's setting if steps of training itself have become longer."""
+        tuned = self._unproven
+        self._unproven = None
+        assert tuned is not None
+        every = gather(trainer, (self._before_ms, mean_step_ms(run)))
+        before_ms = max((before or math.inf) for before, _ in every)  # the slowest rank counts
+        after_ms = max((after or 0.0) for _, after in every)
+        if after_ms <= before_ms:
+            return
+        reason = (
+            f"training itself took {before_ms:.3g} ms a step with {tuned.own} and {after_ms:.3g} with {tuned.setting}"
+        )
+        back = replace(tuned, setting=tuned.own, reason=reason)
+        self._setting = back.setting
+        self._moves.append(Move(epoch=trainer.current_epoch, setting=back.setting, reason=reason))
+        self._say(trainer, f"AutotuneCallback, epoch {trainer.current_epoch}: back to {back.setting}: {reason}.")
+        self._log(trainer, back.setting)
+        if self._loader is not None and trainer.local_rank == 0:
+            key = key_of(self._loader, self._goal(trainer, tuned.work), read_machine())
+            Store().save(key, back)
+        self._switch(trainer, back.setting)
+        run.restart()
 
     def _use(self, trainer: AnyTrainer, tuned: Tuned) -> None:
         own = tuned.own
@@ -368,6 +420,11 @@ class AutotuneCallback(Callback):
         for number, each in enumerate(trainer.loggers):
             task = f"log its settings to {type(each).__name__} (trainer.loggers[{number}])"
             self._guard.attempt(task, each.log_metrics, tags, step=step)
+
+
+def mean_step_ms(run: StarvationRun) -> float | None:
+    """Mean time of a step since the measuring began, in milliseconds; None: too few steps."""
+    return run.main.measurements(prefetch_active=None).stats.step_ms
 
 
 def _described(before: Setting, after: Setting) -> str:

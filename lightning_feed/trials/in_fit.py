@@ -3,6 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -166,21 +167,33 @@ def with_setting(loader: DataLoader[Batch], setting: Setting) -> DataLoader[Batc
     else:
         name = _sampler_name(loader)
         source = getattr(loader, name)
-        if not isinstance(source, SameDraws):
-            ahead = setting.num_workers * (setting.prefetch_factor or TORCH_PREFETCH)
-            values |= {name: SameDraws(source, loader, ahead=ahead), "generator": _seeds_for(loader)}
+        if isinstance(source, SameDraws):
+            source.keep(_batches_ahead(setting))
+        else:
+            draws = SameDraws(source, loader, ahead=_batches_ahead(setting))
+            values |= {name: draws, "generator": _seeds_for(loader)}
     twin = twin_of(loader, **values)
     if isinstance(twin, FeedLoader) and isinstance(loader, FeedLoader):
         twin.follow(loader)
     return twin
 
 
-def rest_of_epoch(loader: DataLoader[Batch], iterator: AnyIterator, setting: Setting) -> Iterator[Batch] | None:
+@dataclass(frozen=True)
+class RestOfEpoch:
+    """The rest of an epoch, made by other workers."""
+
+    loader: DataLoader[Batch]
+    """The loader that makes it."""
+    batches: Iterator[Batch]
+    """Its iterator."""
+
+
+def rest_of_epoch(loader: DataLoader[Batch], iterator: AnyIterator, setting: Setting) -> RestOfEpoch | None:
     """The rest of the present epoch, made by other workers; None if the order of batches does not allow it.
 
     Args:
-        loader: the loader in use, a result of :func:`with_setting` or a FeedLoader.
-        iterator: its iterator, from which the first batches of the epoch came.
+        loader: the loader in use, a result of :func:`with_setting` or of this function, or a FeedLoader.
+        iterator: its iterator, from which the last batches came.
         setting: the values for the rest of the epoch.
     """
     if not getattr(loader, "in_order", True):
@@ -192,14 +205,16 @@ def rest_of_epoch(loader: DataLoader[Batch], iterator: AnyIterator, setting: Set
         assert isinstance(twin, FeedLoader)
         twin.load_state_dict(loader.state_dict())
         with torch.random.fork_rng(devices=[]):  # the original loader draws its seeds only once in an epoch
-            return iter(twin)
+            return RestOfEpoch(twin, iter(twin))
     name = _sampler_name(loader)
     draws = getattr(loader, name)
-    if not isinstance(draws, SameDraws):
+    if not isinstance(draws, _Draws):
         return None
-    values: dict[str, Any] = {name: draws.rest(iterator._num_yielded), "generator": _seeds_for(loader)}
+    indices = draws.rest(iterator._num_yielded)
+    values: dict[str, Any] = {name: Rest(indices, _batches_ahead(setting)), "generator": _seeds_for(loader)}
     values |= {"num_workers": setting.num_workers, "prefetch_factor": setting.prefetch_factor}
-    return iter(twin_of(loader, **values, pin_memory=setting.pin_memory, persistent_workers=False))
+    rest = twin_of(loader, **values, pin_memory=setting.pin_memory, persistent_workers=False)
+    return RestOfEpoch(rest, iter(rest))
 
 
 def end_workers(loader: DataLoader[Batch], iterator: AnyIterator | None = None) -> None:
@@ -213,6 +228,11 @@ def end_workers(loader: DataLoader[Batch], iterator: AnyIterator | None = None) 
         shut_down_workers(iterator)
 
 
+def _batches_ahead(setting: Setting) -> int:
+    """The most batches whose indices are drawn before the loader hands them over."""
+    return setting.num_workers * (setting.prefetch_factor or TORCH_PREFETCH)
+
+
 def _sampler_name(loader: DataLoader[Batch]) -> str:
     return "sampler" if loader.batch_sampler is None else "batch_sampler"
 
@@ -223,7 +243,39 @@ def _seeds_for(loader: DataLoader[Batch]) -> torch.Generator:
     return torch.Generator(torch.empty(0).device if own is None else own.device).manual_seed(seed)
 
 
-class SameDraws:
+class _Draws:
+    """Iterates over indices, and keeps the latest, so that other workers can make the rest of a pass.
+
+    Args:
+        ahead: the most indices drawn for batches that the workers have not handed over.
+    """
+
+    def __init__(self, ahead: int) -> None:
+        self._count = 0
+        self._recent: deque[Index] = deque(maxlen=ahead + 1)
+        self._walk: Iterator[Index] = iter(())
+
+    def _draw(self, indices: Iterator[Index]) -> Iterator[Index]:
+        self._count = 0
+        self._recent.clear()
+        self._walk = indices
+        for index in indices:
+            self._count += 1
+            self._recent.append(index)
+            yield index
+
+    def keep(self, ahead: int) -> None:
+        """Keep as many indices as another number of workers needs."""
+        self._recent = deque(self._recent, maxlen=ahead + 1)
+
+    def rest(self, yielded: int) -> Iterator[Index]:
+        """The indices of the present pass after the first ``yielded`` batches, which the loader has yielded."""
+        drawn_ahead = self._count - yielded
+        recent = list(self._recent)
+        return chain(recent[len(recent) - drawn_ahead :], self._walk)
+
+
+class SameDraws(_Draws):
     """A sampler that draws the samples of the original loader, whatever the number of workers is.
 
     At the beginning of a pass, torch begins an iteration of the sampler, draws a seed for the workers, and begins
@@ -233,33 +285,19 @@ class SameDraws:
     Args:
         source: the sampler.
         loader: the original loader.
-        ahead: the most indices drawn for batches that the workers have not handed over.
+        ahead: as for its base class.
     """
 
     def __init__(self, source: Any, loader: DataLoader[Batch], *, ahead: int) -> None:
         self.source = source
+        super().__init__(ahead)
         self._draws = DrawsOf(loader)
-        self._count = 0
-        self._recent: deque[Index] = deque(maxlen=ahead + 1)
-        self._walk: Iterator[Index] = iter(())
 
     def __iter__(self) -> Iterator[Index]:
         indices = iter(self.source)
         if self._draws.draw_seed() and self._draws.processes:
             indices = iter(self.source)
-        self._count = 0
-        self._recent.clear()
-        self._walk = self._draws.walk(indices, size_of(self.source))
-        for index in self._walk:
-            self._count += 1
-            self._recent.append(index)
-            yield index
-
-    def rest(self, yielded: int) -> "Rest":
-        """The indices of the present pass after the first ``yielded`` batches, which the loader has yielded."""
-        drawn_ahead = self._count - yielded
-        recent = list(self._recent)
-        return Rest(chain(recent[len(recent) - drawn_ahead :], self._walk))
+        yield from self._draw(self._draws.walk(indices, size_of(self.source)))
 
     def __len__(self) -> int:
         return len(self.source)
@@ -270,11 +308,12 @@ class SameDraws:
         return getattr(self.source, name)
 
 
-class Rest:
+class Rest(_Draws):
     """A sampler that can be iterated once."""
 
-    def __init__(self, indices: Iterator[Index]) -> None:
+    def __init__(self, indices: Iterator[Index], ahead: int) -> None:
+        super().__init__(ahead)
         self._indices = indices
 
     def __iter__(self) -> Iterator[Index]:
-        return self._indices
+        return self._draw(self._indices)

@@ -53,6 +53,7 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> Trials:
     made = Trials(THREE_ARE_BEST)
     monkeypatch.setattr(tune_loader, "run_trial", made)
     monkeypatch.setattr(autotune_module, "MEASURED_STEPS", MEASURED - 20)  # the warm-up is 20 steps
+    monkeypatch.setattr(autotune_module, "PROVING_STEPS", 10**6)
     machine = Machine(
         usable_cpus=2,
         cpu_reason="made up",
@@ -255,6 +256,45 @@ def test_the_report_begins_anew_after_the_trials(trials: Trials, monkeypatch: py
     watching = LambdaCallback(on_train_batch_start=lambda *_: watched.append(starvation.measured_fit))
     fit([AutotuneCallback(max_workers=3), starvation, watching], plain(batch_size=1), max_epochs=2)
     assert runs == [watched[0]]
+
+
+@pytest.mark.parametrize("made", LOADERS)
+@pytest.mark.parametrize("after_ms", [9.0, 11.0])
+def test_what_makes_training_itself_slower_is_taken_back(
+    made: str, after_ms: float, trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trials imitate training, and may be wrong; samples, their order and the weights stay the same all the time."""
+    steps_ms = iter([10.0, after_ms])
+    monkeypatch.setattr(autotune_module, "PROVING_STEPS", MEASURED - 20)
+    monkeypatch.setattr(autotune_module, "mean_step_ms", lambda run: next(steps_ms))
+    expected, _, _ = fit([], LOADERS[made], max_epochs=4)
+    callback = AutotuneCallback(max_workers=3)
+    changed, _, error = fit([callback], LOADERS[made], max_epochs=4)
+    assert error is None
+    assert by_hook(changed.events) == by_hook(expected.events)
+    assert all(map(torch.equal, changed.parameters(), expected.parameters()))
+    goes_back = after_ms > 10 and made != "ours, no workers, a sampler without a length"
+    numbers = [move.setting.num_workers for move in callback.moves]
+    assert numbers[0] == 3
+    assert [number < 3 for number in numbers[1:]] == [True] * goes_back
+    (kept,) = (cache_folder() / "tuning").iterdir()
+    assert json.loads(kept.read_text())["tuned"]["setting"]["num_workers"] == callback.moves[-1].setting.num_workers
+
+
+def test_it_goes_back_in_the_same_epoch(
+    trials: Trials, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps_ms = iter([10.0, 12.5])
+    monkeypatch.setattr(autotune_module, "PROVING_STEPS", MEASURED - 20)
+    monkeypatch.setattr(autotune_module, "mean_step_ms", lambda run: next(steps_ms))
+    caplog.set_level(logging.INFO, logger="lightning_feed")
+    watching = Watching()
+    fit([AutotuneCallback(max_workers=3), watching], plain(batch_size=1, num_workers=1), max_epochs=2)
+    assert sorted(set(watching.seen[0])) == [1, 3]
+    assert watching.seen[0][0] == watching.seen[0][-1] == 1
+    assert "back to num_workers=1" in own_lines(caplog)[-1]
+    assert "training itself took 10 ms a step with num_workers=1" in own_lines(caplog)[-1]
+    assert "and 12.5 with num_workers=3" in own_lines(caplog)[-1]
 
 
 def test_the_next_run_begins_with_the_result(trials: Trials, caplog: pytest.LogCaptureFixture) -> None:
