@@ -89,6 +89,7 @@ def measure_workers(session: Session) -> None:
         for trial in sorted(ran, key=lambda trial: trial.setting.num_workers)
     ]
     session.note(tried=tuple(tried), why_chosen=tuned.reason)
+    session.tuned = tuned
 
 
 # --- constant samples -------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from lightning_feed.diagnosing.failures import (
     user_errors,
 )
 from lightning_feed.diagnosing.parts import NotMeasurable, parts_of
+from lightning_feed.diagnosing.proof import prove, proven
 from lightning_feed.diagnosing.restoring import ModelState, quiet
 from lightning_feed.diagnosing.session import Session, open_session
 from lightning_feed.diagnosing.short_fits import AS_IT_IS, LATEST, Limits, replay, run_as_it_is
@@ -33,6 +34,7 @@ from lightning_feed.measure.measurements import LoopFacts, Measurements
 from lightning_feed.measure.stats import StarvationStats
 from lightning_feed.report.document import make_report
 from lightning_feed.report.files import check_writable, write_report
+from lightning_feed.trials.tune_loader import Tuned
 from lightning_feed.verdict import decide as tree
 from lightning_feed.verdict.diagnosis import Diagnosis
 
@@ -50,7 +52,9 @@ BUDGET_S = 90.0
 QUICK_BUDGET_S = 30.0
 RUN_SHARE = 0.17
 REPLAY_SHARE = 0.08
-"""Shares of the budget for the unchanged run, and for the replay. The loader's experiments get the rest."""
+PROOF_SHARE = 0.15
+"""Shares of the budget for the unchanged run, for the replay, and for training with other workers. The loader's
+experiments get the rest."""
 RUN_STEPS = 200
 REPLAY_STEPS = 300
 QUICK_RUN_STEPS = 80
@@ -240,6 +244,9 @@ class _Experiments:
                 self._replay()
                 state.restore()
         self._measure_loader()
+        if session.tuned is not None:
+            self._prove(session.tuned)
+            state.restore()
         try:
             session.tear_down()
         except Exception as error:  # noqa: BLE001  # what was measured is worth more
@@ -301,17 +308,18 @@ class _Experiments:
         if not wanted:
             return
         spent = 0.0 if session.model is None else RUN_SHARE + REPLAY_SHARE
+        left = 1 - spent - (0.0 if session.model is None else PROOF_SHARE)
         begun: list[str] = []
 
         def on_progress(name: str, share: float) -> None:
             begun.append(name)
-            self._show(f"{name}: {STEPS[name].what}", spent + (1 - spent) * share)
+            self._show(f"{name}: {STEPS[name].what}", spent + left * share)
 
         session.train_loaders = own_loaders(session.train_loaders)
         try:
             measure_loaders(
                 session,
-                budget_s=(1 - spent) * self.plan.budget_s,
+                budget_s=left * self.plan.budget_s,
                 only=[part for name in wanted for part in LOADER_EXPERIMENTS[name]],
                 on_progress=on_progress,
             )
@@ -321,6 +329,21 @@ class _Experiments:
             for name in wanted:
                 if name not in begun[:-1]:
                     session.leave_out(name, str(error))
+
+    def _prove(self, tuned: Tuned) -> None:
+        """Train with the workers that the trials chose. If that is no faster, the user's own count as chosen."""
+        session = self.session
+        self._show("training with other workers", 1 - PROOF_SHARE)
+        try:
+            proof = prove(session, tuned, seconds=PROOF_SHARE / 2 * self.plan.budget_s)
+        except Exception as error:  # noqa: BLE001  # what was measured is worth more
+            session.leave_out("training with other workers", f"it failed: {in_a_line(error)}")
+            return
+        if proof is None:
+            return
+        session.note(own_fit_ms=proof.own_ms, chosen_fit_ms=proof.chosen_ms, why_chosen=proven(tuned, proof).reason)
+        if not proof.holds:
+            session.note(tried=tuple(replace(setting, chosen=setting.own) for setting in session.results.tried))
 
     def _show(self, words: str, share: float) -> None:
         """Show the present experiment, and the share of time used, on the bar."""

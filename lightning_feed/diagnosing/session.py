@@ -36,6 +36,7 @@ from lightning_feed.trials.cloning import (
     locate_failure,
     time_loader,
 )
+from lightning_feed.trials.tune_loader import Tuned
 
 START_S = 60.0
 """Extra seconds for the loader as configured to start: all other experiments need its result, and spawned workers may
@@ -66,6 +67,7 @@ class Session:
         first_batch: the first batch of each of them.
         alone: the rate of the loaders as configured.
         share_s: seconds for the present experiment.
+        tuned: the result of trying numbers of workers; None: they were not tried.
     """
 
     trainer: AnyTrainer = None
@@ -85,6 +87,7 @@ class Session:
     first_batch: list[Batch] = field(default_factory=list)
     alone: LoaderRate | None = None
     share_s: float = 1.0
+    tuned: Tuned | None = None
 
     # --- the user's objects ---------------------------------------------------------------------------------------
 

@@ -138,11 +138,7 @@ def _as_callback(session: Session, kind: type[ShortFit]) -> Any:
 
 def run_as_it_is(session: Session, limits: Limits) -> None:
     """Run a fit with the user's loaders. Records measurements and batches in the session."""
-    assert session.package is not None, "there is a Trainer"
-    feed = import_module("lightning_feed")
-    if session.package.__name__ != "lightning.pytorch":
-        feed = import_module("lightning_feed.pl")
-    meter = feed.GPUStarvationCallback(nvml=False, report=False)
+    meter = _meter(session)
     short_fit = _as_callback(session, UnchangedFit)(session, limits)
 
     def copies(loaders: Any) -> Any:
@@ -166,6 +162,41 @@ def run_as_it_is(session: Session, limits: Limits) -> None:
         session.measured = replace(measured, hooks=hooks, facts=facts, wall=None)
 
 
+def _meter(session: Session) -> Any:
+    """A GPUStarvationCallback for the Trainer's package."""
+    assert session.package is not None, "there is a Trainer"
+    feed = import_module("lightning_feed")
+    if session.package.__name__ != "lightning.pytorch":
+        feed = import_module("lightning_feed.pl")
+    return feed.GPUStarvationCallback(nvml=False, report=False)
+
+
+def time_fit(session: Session, limits: Limits, loaders: Any) -> float | None:
+    """Milliseconds of a step of a fit with other loaders; None: too few steps.
+
+    Args:
+        session: the session, whose data module is set up already.
+        limits: length of the fit.
+        loaders: the training loaders.
+    """
+    meter = _meter(session)
+    short_fit = _as_callback(session, ShortFit)(session, limits)
+    _fit(session, short_fit, [meter, short_fit], loaders, _instead_of_the_users(session, loaders))
+    step_ms: float | None = meter.report().stats.step_ms
+    return step_ms
+
+
+def _instead_of_the_users(session: Session, loaders: Any) -> list[_host.Wrap]:
+    """Let a fit take other loaders, without setting up the data module again."""
+    owner = session.loader_owner
+    if owner is None:
+        return []
+    wraps = [_host.Wrap(owner, "train_dataloader", lambda _: loaders)]
+    if owner is session.datamodule:
+        wraps += [_host.Wrap(owner, name, nothing) for name in ("prepare_data", "setup")]
+    return wraps
+
+
 def replay(session: Session, batches: Sequence[Batch], limits: Limits, *, on_device: bool) -> float | None:
     """Batches per second of a fit whose steps get ``batches`` repeatedly; None: too few steps.
 
@@ -180,12 +211,7 @@ def replay(session: Session, batches: Sequence[Batch], limits: Limits, *, on_dev
         length = max(length, session.measured.facts.batches_per_epoch or 0)
     endless = Replay(batches, length)
     short_fit = _as_callback(session, ReplayFit)(session, limits, on_device=on_device)
-    owner = session.loader_owner
-    wraps = []
-    if owner is not None:
-        wraps.append(_host.Wrap(owner, "train_dataloader", lambda _: endless))
-        if owner is session.datamodule:
-            wraps += [_host.Wrap(owner, name, nothing) for name in ("prepare_data", "setup")]
+    wraps = _instead_of_the_users(session, endless)
     _fit(session, short_fit, [short_fit], endless, wraps, prefetch=not on_device)
     rate: float | None = short_fit.pace.per_s(session.trainer.accumulate_grad_batches, len(batches))
     return rate

@@ -119,6 +119,11 @@ class ExperimentResults:
     """Settings of the loader that were tried, by number of workers."""
     why_chosen: str = ""
     """The reason for the setting that was chosen of those tried, in one sentence."""
+    own_fit_ms: float | None = None
+    """Step of training itself with the user's own setting, beside ``chosen_fit_ms``."""
+    chosen_fit_ms: float | None = None
+    """Step of training itself with the setting that the trials chose. If it is no shorter, the own setting counts as
+    chosen."""
     keys: tuple[KeyBytes, ...] = ()
     left_out: tuple[tuple[str, str], ...] = ()
     """(experiment, why it was not run); under :data:`REST_OF_THE_FIT` the parts of the fit that were not run."""

@@ -222,8 +222,10 @@ def _fewer_threads(found: Diagnosis, run: RunIdentity, given: str) -> str:
     (``benchmarks/threads.py``).
     """
     facts = found.measurements.facts
-    free = max(1, int((facts.usable_cpus or 1) * (1 - (facts.others_cpu_pct or 0.0) / 100)))
-    if not facts.crowded or facts.device_type != "cpu" or (facts.torch_threads or 1) <= free:
+    if not facts.crowded or facts.device_type != "cpu":
+        return ""
+    free = max(1, int((facts.usable_cpus or 1) * max(0.0, 1 - (facts.others_cpu_pct or 0.0) / 100)))
+    if (facts.torch_threads or 1) <= free:
         return ""
     fewer = f"OMP_NUM_THREADS={free} {_typed(run, given)}"
     if run.program == "notebook":

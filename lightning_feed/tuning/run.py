@@ -18,6 +18,7 @@ from lightning_feed.diagnosing.batches import own_loaders
 from lightning_feed.diagnosing.failures import user_errors
 from lightning_feed.diagnosing.parts import parts_of
 from lightning_feed.diagnosing.program import Fit
+from lightning_feed.diagnosing.proof import prove, proven
 from lightning_feed.diagnosing.restoring import quiet
 from lightning_feed.diagnosing.session import Session, open_session
 from lightning_feed.diagnosing.short_fits import Limits, replay
@@ -35,11 +36,12 @@ from lightning_feed.trials.in_fit import name_of_model, why_fixed
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.trial import TrialLimits, feasible, run_trial
-from lightning_feed.trials.tune_loader import Goal, Store, Tuned, own_setting, tune_loader
+from lightning_feed.trials.tune_loader import Goal, Store, Tuned, key_of, own_setting, tune_loader
 
 REPLAY_STEPS = 300
 FEWEST_STEPS = 12
 REPLAY_S = 5.0
+PROOF_S = 5.0
 
 # --- results as text, JSON, code to paste, and a plot ----------------------------------------------------------------
 
@@ -327,7 +329,23 @@ def find(session: Session, loader: DataLoader[Batch], goal: Goal, *, fresh: bool
             goal = replace(goal, work=measure_work(session), model=name_of_model(session.model))
             bar.set_description_str("tune")
         tuned = tune_loader(loader, goal, store=Store(), fresh=fresh, on_trial=lambda _: bar.update())
+        if session.model is not None and not tuned.remembered:
+            bar.set_description_str("tune: training with the result")
+            tuned = _prove(session, loader, goal, tuned)
     return replace(tuned, batch_size=tuned.batch_size or batch_size_of(loader))
+
+
+def _prove(session: Session, loader: DataLoader[Batch], goal: Goal, tuned: Tuned) -> Tuned:
+    """Train with the result, and replace it in the store by the user's own setting if steps are no shorter."""
+    if not isinstance(session.train_loaders, DataLoader):  # the model trains on several
+        return tuned
+    with user_errors("training with the result failed"):
+        proof = prove(session, tuned, seconds=PROOF_S)
+    if proof is None:
+        return tuned
+    tuned = proven(tuned, proof)
+    Store().save(key_of(loader, goal, session.machine), tuned)
+    return tuned
 
 
 def batch_size_of(loader: DataLoader[Batch]) -> int | None:

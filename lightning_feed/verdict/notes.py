@@ -54,8 +54,18 @@ def why_not(finding: Finding, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
     reasons = []
     if finding.data is not None and not any(remedy.changes.startswith("num_workers=") for remedy in remedies):
         reasons.append(_workers_in_vain(finding))
+        reasons.append(_taken_back(finding))
     reasons.append(_crops_in_vain(finding))
     return tuple(reason for reason in reasons if reason)
+
+
+def _taken_back(finding: Finding) -> str:
+    """The setting that was faster in the trials, but not in training itself. Empty: there is none."""
+    found = finding.measured.found
+    own = found.tried_as("own")
+    if found.chosen_fit_ms is None or own is None or not own.chosen:
+        return ""
+    return f"what was faster in trials: {found.why_chosen}"
 
 
 def _workers_in_vain(finding: Finding) -> str:
@@ -63,7 +73,7 @@ def _workers_in_vain(finding: Finding) -> str:
     found = finding.measured.found
     own = found.tried_as("own")
     chosen = found.tried_as("chosen")
-    if own is None or chosen is None or chosen.num_workers > own.num_workers:
+    if own is None or chosen is None or chosen.num_workers > own.num_workers or found.chosen_fit_ms is not None:
         return ""
     more = [setting.step_ms for setting in found.tried if setting.num_workers > own.num_workers]
     if not more:

@@ -192,10 +192,13 @@ def _tried_remedy(finding: Finding, why: str, settings: dict[str, Any]) -> Remed
     if chosen.num_workers and chosen.prefetch_factor not in (None, TORCH_PREFETCH, own.prefetch_factor):
         settings = {"prefetch_factor": chosen.prefetch_factor, **settings}
     remedy = loader_remedy(finding, why, None, num_workers=chosen.num_workers, **settings)
+    found = finding.measured.found
+    own_ms = found.own_fit_ms or own.step_ms
+    chosen_ms = found.chosen_fit_ms or chosen.step_ms
     return replace(
         remedy,
-        most_gain_pct=100 * (1 - chosen.step_ms / own.step_ms),
-        tried=f"{in_ms(own.step_ms, own.step_ms)} -> {in_ms(chosen.step_ms, own.step_ms)} ms a step",
+        most_gain_pct=100 * (1 - chosen_ms / own_ms),
+        tried=f"{in_ms(own_ms, own_ms)} -> {in_ms(chosen_ms, own_ms)} ms a step",
     )
 
 
