@@ -350,7 +350,6 @@ def _figures(report: Report, setup_s: float, epoch_s: float, images: int) -> Fig
         "starved_pct": stats.starved_pct,
         "setup_s": setup_s,
         "epoch_s": epoch_s,
-        "first_batch_s": stats.epoch_start_s,
         "samples_per_s": images / epoch_s,  # the start of the workers included
         "verdict": verdict_words(report),
     }
@@ -378,7 +377,6 @@ ROWS = {
     "starved_pct": ("starved %", ".1f"),
     "setup_s": ("set-up s", ".2f"),
     "epoch_s": ("epoch s", ".2f"),
-    "first_batch_s": ("  first batch", ".2f"),
     "samples_per_s": ("samples/s", ".0f"),
     "verdict": ("verdict", ""),
 }

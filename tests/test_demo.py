@@ -109,7 +109,6 @@ def test_the_demo_shows_the_report_of_the_plain_run_and_all_three_side_by_side(
         "starved %",
         "set-up s",
         "epoch s",
-        "first batch",
         "samples/s",
         "verdict",
     )
