@@ -4,10 +4,10 @@ import gc
 import multiprocessing
 import os
 import pickle
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -149,28 +149,15 @@ def test_what_cannot_be_sent(thing: Any, words: str) -> None:
     assert words in problem
 
 
-@pytest.mark.parametrize("way", [["-"], ["-c", "PROGRAM"]])
-def test_what_has_no_file_is_refused_where_workers_import_the_program(way: list[str]) -> None:
-    program = """
-import torch
-from lightning_feed import FastDataModule, LoaderSettings
-
-
-class Birds(FastDataModule):
-    class Numbers(torch.utils.data.Dataset):
-        def __len__(self):
-            return 8
-
-        def __getitem__(self, index):
-            return torch.tensor([index])
-
-    def make_dataset(self, split):
-        return self.Numbers()
-
-
-next(iter(Birds(batch_size=2, loader=LoaderSettings(num_workers=1, start_method="spawn")).train_dataloader()))
-"""
-    arguments = [word.replace("PROGRAM", program) for word in way]
-    ended = subprocess.run([sys.executable, *arguments], input=program, capture_output=True, text=True, check=False)
-    said = "Birds.Numbers is defined in a program that has no file to import"
-    assert said in ended.stderr.splitlines()[-1]
+@pytest.mark.parametrize(("file", "is_refused"), [(None, True), ("<stdin>", True), (__file__, False)])
+def test_what_has_no_file_is_refused_where_workers_import_the_program(
+    file: str | None, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``python -c``, ``python -`` and notebooks have no file that a spawned worker could run."""
+    main: Any = ModuleType("__main__")
+    main.Birds = type("Birds", (), {"__module__": "__main__"})
+    if file is not None:
+        main.__file__ = file
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    problem = why_not_picklable(main.Birds())
+    assert problem == ("Birds is defined in a program that has no file to import" if is_refused else None)
