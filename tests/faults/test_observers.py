@@ -66,7 +66,7 @@ PASS_ON = {
     "GPUStarvationCallback._new_guard",
     "AutotuneCallback._new_guard",
 }
-SILENT = {"_ConsoleHandler.emit", "LoaderPass.__del__", "IndexSource._walk"}
+SILENT = {"_ConsoleHandler.emit", "LoaderPass.__del__", "IndexSource._walk", "_Draws._draw"}
 """What would say it, and what Python calls at the end of an object or a generator, where it ignores errors."""
 Function = tuple[str, str, int]
 """File, name and line."""
@@ -207,6 +207,8 @@ def small_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "UNFOLDED_STEPS", 3)
     monkeypatch.setattr(hook_times, "FIRST_TIMED", 1)
     monkeypatch.setattr(autotune, "MEASURED_STEPS", 1)
+    monkeypatch.setattr(autotune, "PROVING_STEPS", 1)
+
     monkeypatch.setattr(tune_loader.Store, "load", lambda *_: None)  # each fit makes its trials
     monkeypatch.setattr(tune_loader, "run_trial", Trials({0: 0.1, 1: 0.1, 2: 0.03}))
 
