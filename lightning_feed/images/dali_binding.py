@@ -1,5 +1,6 @@
 """Access to NVIDIA DALI: options, import, outputs as tensors, failures, and forked processes."""
 
+import ctypes
 import importlib
 import os
 import weakref
@@ -138,6 +139,35 @@ def pip_line(option: str = "") -> str:
     cuda = str(torch.version.cuda).partition(".")[0]
     package = "nvidia-dali-cuda120" if cuda.isdecimal() and int(cuda) < 13 else "'lightning-feed[dali]'"
     return " ".join(filter(None, ("pip install", option, package)))
+
+
+def upsamples_like_libjpeg() -> bool:
+    """Return True if the GPU decoder can interpolate the chroma of JPEGs as libjpeg does.
+
+    With nvJPEG before 13.2, nvImageCodec does not combine this with decoding a region: it writes a warning for every
+    image, and leaves the image to another decoder.
+    """
+    version = nvjpeg_version()
+    return version is not None and version >= (13, 2)
+
+
+def nvjpeg_version() -> tuple[int, int] | None:
+    """Return (major, minor) of the nvJPEG that DALI decodes with; None if unknown.
+
+    DALI opens nvJPEG by the name used here, and so gets the library of that name that is loaded already: usually
+    torchvision's copy, whatever the version of the package ``nvidia-nvjpeg`` (seen with DALI 2.4.0 and torchvision
+    0.29.1, which brings nvJPEG 13.0).
+    """
+    cuda = str(torch.version.cuda).partition(".")[0]
+    major = ctypes.c_int()
+    minor = ctypes.c_int()
+    try:
+        library = ctypes.CDLL(f"libnvjpeg.so.{cuda}")
+        # 0 and 1 are MAJOR_VERSION and MINOR_VERSION of CUDA's libraryPropertyType.
+        failed = library.nvjpegGetProperty(0, ctypes.byref(major)) or library.nvjpegGetProperty(1, ctypes.byref(minor))
+    except (OSError, AttributeError):  # no such library, or no such function in it
+        return None
+    return None if failed else (major.value, minor.value)
 
 
 def take_output(pipeline: Any, device: torch.device) -> Tensor:
