@@ -115,7 +115,7 @@ class FakeNvjpeg:
         self.version = version
         self.status = status
 
-    def nvjpegGetProperty(self, kind: int, value: Any) -> int:  # noqa: N802
+    def nvjpegGetProperty(self, kind: int, value: Any) -> int:
         value._obj.value = self.version[kind]
         return self.status
 
