@@ -242,7 +242,7 @@ class StarvationRun:
 
     def _epoch_ended(self) -> None:
         self._wall.go_on("rest")
-        if self.stage == "fit":
+        if self.stage == "fit" and sys.exc_info()[0] is None:  # not if Ctrl-C or an error ends the epoch
             self._cut_short = _host.epoch_cut_short(self._trainer) or self._cut_short
 
     def _fetch_began(self) -> None:

@@ -93,8 +93,8 @@ def run_until_fit(program: Program, take: Callable[[Fit], int]) -> NoReturn:
     arguments = " ".join(program.arguments) or "none"
     raise ProgramEnded(
         f"{program} ended without calling Trainer.fit in this process, so there is nothing to measure. "
-        f"Its arguments were: {arguments}. If it needs arguments to train, put them after `--`: lightning-feed "
-        f"diagnose {program} -- ARGS. If it trains in another process, name the program that runs there.",
+        f"Its arguments were: {arguments}. If it needs arguments to train, put them after `--`: "
+        f"{program} -- ARGS. If it trains in another process, name the program that runs there.",
         1,
     )
 

@@ -1,5 +1,6 @@
 """Access to NVIDIA DALI: options, import, outputs as tensors, failures, and forked processes."""
 
+import ctypes
 import importlib
 import os
 import weakref
@@ -11,7 +12,6 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from lightning_feed.errors import LoaderError, MissingExtraError, SettingsError
-from lightning_feed.extras import installed_version
 from lightning_feed.load.machine import Machine
 
 _GPU_THREADS = 8
@@ -63,20 +63,6 @@ def _check_whole(name: str, value: object) -> None:
 
 def _is_size(sides: tuple[int, ...]) -> bool:
     return len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides)
-
-
-_NVJPEG = ("nvidia-nvjpeg", "nvidia-nvjpeg-cu13", "nvidia-nvjpeg-cu12")
-"""Packages with the nvJPEG library, whose versions are those of the library."""
-_CORRECT_AT_EDGES = (13, 2)
-"""First version of nvJPEG that interpolates chroma correctly up to the edge of a region, as nvImageCodec says in its
-warning of older ones, which it writes for every image."""
-
-
-def interpolates_chroma() -> bool:
-    """True if the GPU decoder may interpolate chroma, as libjpeg does on the CPU. Else it repeats the chroma of
-    4:2:0 JPEGs. False also if the version of nvJPEG is unknown."""
-    versions = [tuple(map(int, found.split(".")[:2])) for name in _NVJPEG if (found := installed_version(name))]
-    return bool(versions) and min(versions) >= _CORRECT_AT_EDGES
 
 
 def decode_threads(
@@ -153,6 +139,35 @@ def pip_line(option: str = "") -> str:
     cuda = str(torch.version.cuda).partition(".")[0]
     package = "nvidia-dali-cuda120" if cuda.isdecimal() and int(cuda) < 13 else "'lightning-feed[dali]'"
     return " ".join(filter(None, ("pip install", option, package)))
+
+
+def upsamples_like_libjpeg() -> bool:
+    """Return True if the GPU decoder can interpolate the chroma of JPEGs as libjpeg does.
+
+    With nvJPEG before 13.2, nvImageCodec does not combine this with decoding a region: it writes a warning for every
+    image, and leaves the image to another decoder.
+    """
+    version = nvjpeg_version()
+    return version is not None and version >= (13, 2)
+
+
+def nvjpeg_version() -> tuple[int, int] | None:
+    """Return (major, minor) of the nvJPEG that DALI decodes with; None if unknown.
+
+    DALI opens nvJPEG by the name used here, and so gets the library of that name that is loaded already: usually
+    torchvision's copy, whatever the version of the package ``nvidia-nvjpeg`` (seen with DALI 2.4.0 and torchvision
+    0.29.1, which brings nvJPEG 13.0).
+    """
+    cuda = str(torch.version.cuda).partition(".")[0]
+    major = ctypes.c_int()
+    minor = ctypes.c_int()
+    try:
+        library = ctypes.CDLL(f"libnvjpeg.so.{cuda}")
+        # 0 and 1 are MAJOR_VERSION and MINOR_VERSION of CUDA's libraryPropertyType.
+        failed = library.nvjpegGetProperty(0, ctypes.byref(major)) or library.nvjpegGetProperty(1, ctypes.byref(minor))
+    except (OSError, AttributeError):  # no such library, or no such function in it
+        return None
+    return None if failed else (major.value, minor.value)
 
 
 def take_output(pipeline: Any, device: torch.device) -> Tensor:

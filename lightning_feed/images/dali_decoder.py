@@ -212,9 +212,7 @@ def normalised(dali: Any, images: object, spec: PipelineSpec) -> Any:
 
 def gpu_decoding(spec: PipelineSpec) -> dict[str, object]:
     """Return the options of the GPU decoder."""
-    options: dict[str, object] = {}
-    if binding.interpolates_chroma():
-        options["jpeg_fancy_upsampling"] = True
+    options: dict[str, object] = {"jpeg_fancy_upsampling": binding.upsamples_like_libjpeg()}
     if spec.options.hw_decoder_load is not None:
         options["hw_decoder_load"] = spec.options.hw_decoder_load
     if spec.options.largest_image is not None:

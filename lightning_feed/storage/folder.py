@@ -219,6 +219,8 @@ def class_names(root: Path) -> tuple[str, ...]:
 
 
 def _unreadable(error: OSError) -> DatasetError:
+    if isinstance(error, FileNotFoundError):
+        return DatasetError(f"{error.filename} does not exist. Give the path of a folder of images.")
     return DatasetError(f"{error.filename} cannot be read: {error.strerror}. Make it readable, or move it away.")
 
 

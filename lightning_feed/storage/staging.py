@@ -105,8 +105,8 @@ def stage(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> Stage
     target = Path(os.path.realpath(dest)) / os.path.basename(origin.name.rstrip("/"))  # noqa: PTH119 - a URL, too
     origin.check_apart(target)
     try:
-        target.parent.mkdir(mode=0o700, exist_ok=True)
         listing = origin.list_files()
+        target.parent.mkdir(mode=0o700, exist_ok=True)
         workshop = Workshop(target, "staging")
         with workshop.claimed(wait=True):
             copied = _update(workshop, origin, listing)

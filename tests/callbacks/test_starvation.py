@@ -404,3 +404,19 @@ def test_an_epoch_that_ends_early_is_told(
     assert any(note.startswith(said) for note in read_document(tmp_path).diagnosis.notes)
     for options in ({}, {"limit_train_batches": 10}, {"max_steps": 7, "max_epochs": -1}):
         assert fitted(quiet, promised=40, has=40, **options) is None
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_run_that_is_stopped_in_mid_epoch_was_not_cut_short(
+    error: type[BaseException], quiet: GPUStarvationCallback
+) -> None:
+    class Stopped(Thinks):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 20:
+                raise error
+            return super().training_step(batch, batch_idx)
+
+    trainer = make_trainer(quiet, max_epochs=1, num_sanity_val_steps=0)
+    with pytest.raises((SystemExit, ValueError)):
+        trainer.fit(Stopped(), datamodule=EndsEarly(80, 80))
+    assert quiet.report().measurements.facts.cut_short is None

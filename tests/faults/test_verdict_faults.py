@@ -41,6 +41,11 @@ FAULTS = (
     "epochs of 5, slow start of workers",
     "light, no workers",
     "rank 1 of 2 slow",
+    "small kernels",
+    "progress bar reads the loss",
+    "copies from pageable memory",
+    "nvJPEG decodes",
+    "validation takes longer",
 )
 
 

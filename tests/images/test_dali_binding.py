@@ -1,5 +1,6 @@
 """DALI missing, broken, too old or of another CUDA than torch: each error has the line that fixes it."""
 
+import ctypes
 import importlib
 import sys
 from types import ModuleType
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from lightning_feed.errors import MissingExtraError, SettingsError
-from lightning_feed.images.dali_binding import pip_line, require_dali
+from lightning_feed.images.dali_binding import nvjpeg_version, pip_line, require_dali
 
 FOR_13 = "pip install 'lightning-feed[dali]'"
 FOR_12 = "pip install nvidia-dali-cuda120"
@@ -102,3 +103,35 @@ def test_an_unknown_cuda_is_given_the_benefit_of_the_doubt(monkeypatch: pytest.M
     module = install(monkeypatch, cuda=None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert require_dali(gpu=True) is module
+
+
+# --- nvJPEG -----------------------------------------------------------------------------------------------------------
+
+
+class FakeNvjpeg:
+    """A library with nvjpegGetProperty."""
+
+    def __init__(self, version: tuple[int, int], status: int = 0) -> None:
+        self.version = version
+        self.status = status
+
+    def nvjpegGetProperty(self, kind: int, value: Any) -> int:
+        value._obj.value = self.version[kind]
+        return self.status
+
+
+def test_the_version_of_nvjpeg(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: opened.append(name) or FakeNvjpeg((12, 4)))
+    assert nvjpeg_version() == (12, 4)
+    assert opened == ["libnvjpeg.so.12"]
+
+
+def test_an_unknown_version_of_nvjpeg(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    for library in (missing, lambda name: object(), lambda name: FakeNvjpeg((13, 3), status=1)):
+        monkeypatch.setattr(ctypes, "CDLL", library)
+        assert nvjpeg_version() is None

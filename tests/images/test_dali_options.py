@@ -1,14 +1,11 @@
 """Options of the DALI backends: impossible ones are refused, and so are those without effect."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightning_feed.errors import SettingsError
-from lightning_feed.images import dali_binding
 from lightning_feed.images.dali_binding import DaliOptions, decode_threads
-from lightning_feed.images.dali_decoder import gpu_decoding
 from lightning_feed.load.machine import Machine
 
 
@@ -61,23 +58,3 @@ def test_no_more_than_eight_threads_beside_a_gpu(cpus: int, ranks: int, threads:
 def test_threads_as_asked_for() -> None:
     assert decode_threads(DaliOptions(threads=7), machine(2), 2) == (7, "as requested")
     assert decode_threads(DaliOptions(threads=70), machine(2), 2, gpu=True) == (70, "as requested")
-
-
-@pytest.mark.parametrize(
-    ("installed", "interpolates"),
-    [
-        ({}, False),
-        ({"nvidia-nvjpeg-cu12": "12.3.5.92"}, False),
-        ({"nvidia-nvjpeg": "13.0.1.86"}, False),
-        ({"nvidia-nvjpeg": "13.2.0.1"}, True),
-        ({"nvidia-nvjpeg-cu13": "14.0.1"}, True),
-        ({"nvidia-nvjpeg": "13.2.0.1", "nvidia-nvjpeg-cu12": "12.3.5.92"}, False),  # which is loaded is not known
-    ],
-)
-def test_chroma_is_interpolated_only_where_the_decoder_does_so_correctly(
-    installed: dict[str, str], interpolates: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dali_binding, "installed_version", installed.get)
-    assert dali_binding.interpolates_chroma() is interpolates
-    spec: Any = SimpleNamespace(options=DaliOptions())
-    assert ("jpeg_fancy_upsampling" in gpu_decoding(spec)) is interpolates

@@ -11,6 +11,7 @@ import pytest
 import torch
 from made_samples import jpegs
 
+from lightning_feed.images import dali_binding
 from lightning_feed.images.dali_binding import DaliOptions, take_output
 from lightning_feed.images.dali_decoder import ImagePipeline, PipelineSpec, gpu_decoding, normalised
 
@@ -67,6 +68,18 @@ def test_the_gpus_options_are_ones_that_dali_knows(options: dict[str, Any]) -> N
         8,
     )
     assert ("device_memory_padding" in given) == ("largest_image" in options)
+
+
+@pytest.mark.parametrize(
+    ("version", "asked"),
+    [((13, 2), True), ((13, 3), True), ((14, 0), True), ((13, 1), False), ((12, 4), False), (None, False)],
+)
+def test_chroma_is_interpolated_only_where_nvjpeg_can(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, int] | None, asked: bool
+) -> None:
+    """An older nvJPEG would make nvImageCodec write a warning for every image."""
+    monkeypatch.setattr(dali_binding, "nvjpeg_version", lambda: version)
+    assert gpu_decoding(spec())["jpeg_fancy_upsampling"] is asked
 
 
 def test_buffers_grow_with_the_largest_image() -> None:

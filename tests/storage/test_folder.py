@@ -83,7 +83,7 @@ def test_folders_without_images_are_refused(tmp_path: Path, names: tuple[str, ..
 
 
 def test_a_missing_folder_and_a_file_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="No such file"):
+    with pytest.raises(DatasetError, match="does not exist"):
         scan_classes(tmp_path / "absent")
     with pytest.raises(DatasetError, match="Not a directory"):
         scan_classes(put(tmp_path, "file") / "file")
