@@ -35,7 +35,7 @@ from lightning_feed.report.files import (
     short_markdown,
     show_report,
 )
-from lightning_feed.report.report import Report, RunIdentity, headline, read_identity
+from lightning_feed.report.report import Report, RunIdentity, arguments_now, headline, read_identity
 from lightning_feed.report.sections import Pipeline, pipeline_text, read_pipeline
 from lightning_feed.verdict.decide import diagnose
 from lightning_feed.verdict.diagnosis import Bottleneck, Diagnosis, Remedy
@@ -445,3 +445,16 @@ def test_names_cannot_break_the_tables() -> None:
     for row in set(rows) - {evidence}:
         bars = row.replace("\\|", "").count("|")
         assert bars in (3, 4)  # the cells of its table and no more
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ([], ""),
+        (["--lr", "0.1", "a b"], "--lr 0.1 'a b'"),
+        (["--config", "c.yaml", *(f"--data.{name}=1" for name in "abcdefgh")], "SAME ARGUMENTS"),
+    ],
+)
+def test_long_arguments_are_not_repeated(words: list[str], shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    assert arguments_now() == shown
