@@ -47,6 +47,7 @@ def test_before_after(tmp_path: Path) -> None:
     assert float(ratio) > 0
 
 
+@pytest.mark.alone  # beside other programs a diagnosis may find nothing to advise
 def test_the_tour_runs_and_shows_what_it_is_committed_with(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Jupyter about its own parts
