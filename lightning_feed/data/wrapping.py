@@ -17,6 +17,7 @@ from lightning_feed.load.kinds import AnyLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import size_of
 from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, Setting, Workload, recommend
+from lightning_feed.load.slots import in_slots
 from lightning_feed.load.worker import WorkerInit, why_not_sent
 from lightning_feed.trials.cloning import map_loaders, twin_of
 
@@ -26,7 +27,7 @@ _CHANGED = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers"
 _OF_DALI = "DALI loads in threads of its own: set num_threads and prefetch_queue_depth of its Pipeline."
 _WATCHED = {"train": "fit", "val": "validate"}
 """Splits whose workers live through a fit, and their stages."""
-_DECIDED = (*_CHANGED, "sample_bytes")
+_DECIDED = (*_CHANGED, "sample_bytes", "hand_over")
 
 
 def wrap(datamodule: AnyDataModule, loader: LoaderSettings | None = None) -> Any:
@@ -116,7 +117,7 @@ class WrappedLoaders(ChosenSettings):
         settings = replace(self.settings, workers="process", start_method=None)
         recommendation = _recommended(loader, split, settings, job_of(trainer), together)
         self.announce(trainer, split, name, recommendation)
-        return _rebuilt(loader, recommendation.setting)
+        return _rebuilt(loader, recommendation.setting, settings)
 
     def _leave(self, name: str, loader: object) -> object:
         if name not in self.left_alone:
@@ -131,14 +132,20 @@ class WrappedLoaders(ChosenSettings):
         return loader
 
 
-def _rebuilt(loader: DataLoader[object], setting: Setting) -> DataLoader[object]:
-    """Copy a loader with other workers. A StatefulDataLoader keeps its resume position."""
+def _rebuilt(loader: DataLoader[object], setting: Setting, settings: LoaderSettings) -> DataLoader[object]:
+    """Copy a loader with other workers, which leave their batches in slots if torch starts them.
+
+    A StatefulDataLoader keeps its resume position.
+    """
     changed: dict[str, object] = {name: getattr(setting, name) for name in _CHANGED}
     changed["worker_init_fn"] = loader.worker_init_fn or WorkerInit()
     twin = twin_of(loader, **changed)
     if not setting.num_workers:
         changed |= {"multiprocessing_context": None, "timeout": 0}
     _host.change_saved_arguments(twin, changed, always=_CHANGED)
+    kind: Any = type(twin)
+    if settings.hand_over == "slots" and kind._get_iterator is DataLoader._get_iterator:
+        twin.__class__ = in_slots(kind)
     return twin
 
 

@@ -84,6 +84,7 @@ def build_loader(
         background=settings.background,
         order=part.order,
         workers=workers_of(settings),
+        hand_over=settings.hand_over,
         decode=part.decode,
         watch=Watch(part.name, settings.warn_after_s) if settings.warn_after_s else None,
         **(options if processes else {}),

@@ -36,6 +36,7 @@ from lightning_feed.load.position import IndexSource, Pass, draws_again, find_sa
 from lightning_feed.load.processes import TorchBatches, shut_down_workers
 from lightning_feed.load.resume import LoaderState, SamplerState, refuse_changes
 from lightning_feed.load.settings import RayCluster
+from lightning_feed.load.slots import use_slots
 from lightning_feed.load.stage import Maker, OwnPass, Stage
 from lightning_feed.load.worker import refuse_unsendable
 
@@ -68,6 +69,8 @@ class FeedLoader(DataLoader[Batch]):
         workers: kind of workers: ``"process"``, ``"thread"`` (in the training process) or a
             :class:`RayCluster`. Threads and Ray load only map-style datasets: ``get_worker_info()`` is None in them,
             and ``worker_init_fn`` is not called.
+        hand_over: how worker processes hand over their batches: in ``"slots"``, see
+            :mod:`lightning_feed.load.slots`, or as ``"torch"`` does it.
         watch: when to warn of a missing batch; None: never.
         decode: decodes whole batches after the workers, a few batches ahead. None: no decoding.
         **options: other DataLoader arguments, under their usual names, because Lightning copies the loader by these
@@ -88,18 +91,20 @@ class FeedLoader(DataLoader[Batch]):
         [tensor([2, 3]), tensor([4, 5])]
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but the dataset are by name, and have a default
         self,
         dataset: AnyDataset,
         *,
         background: int = 0,
         order: EpochOrder | None = None,
         workers: Literal["process", "thread"] | RayCluster = "process",
+        hand_over: Literal["slots", "torch"] = "slots",
         decode: BatchDecoder | None = None,
         watch: "Watch | None" = None,
         **options: Any,
     ) -> None:
         self.workers = workers
+        self.hand_over = hand_over
         self.decode = decode
         self.watch = watch
         super().__init__(dataset, **options)
@@ -385,6 +390,8 @@ class FeedLoader(DataLoader[Batch]):
             self._sent_values = values
         # The workers that have ended, with a failed pass or here, are replaced.
         inner._iterator = None if getattr(self._iterator, "_shutdown", False) else self._iterator
+        if inner._iterator is None and inner.num_workers and self.hand_over == "slots":
+            use_slots(inner)
         device = drawing_device(inner.generator)
         try:
             # Entered only if it changes the default device: it slows each call of torch, and forked workers inherit it.

@@ -21,6 +21,7 @@ _ALLOWED: dict[str, tuple[range, tuple[object, ...]]] = {
     "prefetch_factor": (range(1, MOST + 1), ("auto",)),
     "pin_memory": (_NONE, (True, False, "auto")),
     "persistent_workers": (_NONE, (True, False, "auto")),
+    "hand_over": (_NONE, ("slots", "torch")),
     "background": (range(MOST + 1), ()),
     "in_order": (_NONE, (True, False)),
     "drop_last": (_NONE, (True, False)),
@@ -69,6 +70,9 @@ class LoaderSettings:
     """Put batches into page-locked memory, so that the copy to the device can overlap with computing."""
     persistent_workers: bool | Literal["auto"] = "auto"
     """Keep the workers from epoch to epoch."""
+    hand_over: Literal["slots", "torch"] = "slots"
+    """How worker processes hand over their batches. ``"slots"``: in memory that is used again and again. ``"torch"``:
+    as a DataLoader does it, each tensor in new shared memory. See docs/how-to/batches_in_place.md."""
     background: int = 0
     """Batches that a thread of the training process keeps ready. 0: no thread."""
     in_order: bool = True

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 
+from lightning_feed.load.copy_fence import copy_streams
 from lightning_feed.load.machine import STREAM_BACKENDS as STREAM_BACKENDS
 from lightning_feed.load.trace import traced
 from lightning_feed.transfer.batch_tree import bytes_off_host, off_host, record_stream
@@ -70,6 +71,7 @@ class DeviceStream(SideStream):
         self._device = device
         self._backend: Any = torch.get_device_module(device)
         self._stream = self._backend.Stream(device=device)
+        copy_streams.add(self._stream)
         self._handed_over: deque[tuple[Any, int]] = deque()
         """Per batch: an event before its step, and the batch's bytes."""
 

@@ -20,6 +20,7 @@ from lightning_feed.load.order import DrawsOf, size_of
 from lightning_feed.load.processes import shut_down_workers
 from lightning_feed.load.rank_store import connected, gather
 from lightning_feed.load.settings import TORCH_PREFETCH, RayCluster, Setting
+from lightning_feed.load.slots import plain_kind_of
 from lightning_feed.measure.measurements import LoopMeasurements, Measurements
 from lightning_feed.trials.cloning import twin_of
 from lightning_feed.trials.training_work import TrainingWork
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 def why_fixed(loader: DataLoader[Batch]) -> str:
     """The reason why the workers of a training loader may not be changed; empty if they may."""
-    kind = type(loader)
+    kind = plain_kind_of(loader)
     if isinstance(loader.dataset, IterableDataset):
         return "the dataset is a stream, so its samples depend on the number of workers"
     known = kind.__iter__ in (DataLoader.__iter__, FeedLoader.__iter__)

@@ -1,0 +1,45 @@
+"""When a device has copied a batch from memory that torch's allocator does not manage."""
+
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+copy_streams: WeakSet[Any] = WeakSet()
+"""Streams on which batches are copied, besides the current one."""
+
+
+class CopyFence:
+    """Events after all copies that were issued so far.
+
+    Torch's allocator for page-locked memory records such events for its own memory. For ours, an event on the current
+    stream and on each of ``copy_streams`` does: wherever a batch is copied, that stream is current, or one of these.
+
+    Args:
+        backend: module of the device, like ``torch.cuda``.
+    """
+
+    def __init__(self, backend: Any = torch.cuda) -> None:
+        self._backend = backend
+        self._device = backend.current_device()
+
+    def events(self) -> list[Any]:
+        """Record the events. Called in the thread that drops a batch."""
+        if self._backend.is_current_stream_capturing():
+            return [None]  # an event would become a part of the graph
+        events = []
+        for stream in {self._backend.current_stream(self._device), *copy_streams}:
+            event = self._backend.Event()
+            event.record(stream)
+            events.append(event)
+        return events
+
+    def passed(self, events: list[Any]) -> bool:
+        """True if the device has passed all ``events``. Does not wait."""
+        if events == [None]:
+            if self._backend.is_current_stream_capturing():
+                return False
+            events[:] = self.events()
+        while events and events[-1].query():
+            events.pop()
+        return not events

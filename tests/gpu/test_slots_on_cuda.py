@@ -1,0 +1,86 @@
+"""Batches in slots on a CUDA device: page-locked, and never changed while they are copied."""
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from lightning_feed.load import slots
+from lightning_feed.load.copy_fence import CopyFence, copy_streams
+from lightning_feed.load.loader import FeedLoader
+
+pytestmark = pytest.mark.gpu
+SIDE = (1024, 1024)
+CYCLES = 40_000_000
+"""About 20 ms of a device's clock: many batches are made meanwhile."""
+
+
+class Numbered(Dataset):
+    """Sample ``i`` is full of ``i``."""
+
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        return torch.full(SIDE, float(index))
+
+
+def loader(**options):
+    return FeedLoader(Numbered(), batch_size=2, num_workers=1, pin_memory=True, persistent_workers=True, **options)
+
+
+@pytest.fixture(autouse=True)
+def _started():
+    torch.cuda.init()
+    torch.zeros(1, device="cuda")
+
+
+def copied(stream):
+    """All batches, copied behind long work of the device, and dropped at once."""
+    wrong = 0
+    results = []
+    for _ in range(2):
+        for number, batch in enumerate(loader()):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(CYCLES)
+                results.append((2.0 * number, batch.to("cuda", non_blocking=True)))
+            del batch
+            if len(results) == 16:
+                torch.cuda.synchronize()
+                wrong += sum(one[0].mean().item() != first for first, one in results)
+                results.clear()
+    return wrong
+
+
+def test_batches_are_registered_and_no_thread_pins():
+    passed = iter(loader())
+    assert slots.memory_of(passed.source).registers
+    assert passed.source._pin_memory is False
+    assert all(batch.is_pinned() for batch in passed)
+
+
+@pytest.mark.parametrize("where", ["the current stream", "a stream of ours"])
+def test_a_batch_is_not_changed_while_it_is_copied(where):
+    stream = torch.cuda.current_stream()
+    if where == "a stream of ours":
+        stream = torch.cuda.Stream()
+        copy_streams.add(stream)
+    assert copied(stream) == 0
+
+
+def test_without_the_fence_batches_change_while_they_are_copied(monkeypatch):
+    monkeypatch.setattr(CopyFence, "passed", lambda *_: True)
+    assert copied(torch.cuda.current_stream()) > 0
+
+
+def test_where_the_driver_refuses_torch_pins(monkeypatch):
+    monkeypatch.setattr(slots, "can_register", lambda: False)
+    passed = iter(loader())
+    assert passed.source._pin_memory is True
+    assert all(batch.is_pinned() for batch in passed)
+
+
+def test_worker_threads_collate_into_pinned_memory():
+    threads = FeedLoader(Numbered(), batch_size=2, num_workers=2, workers="thread", pin_memory=True)
+    for number, batch in enumerate(threads):
+        assert batch.is_pinned()
+        assert batch[0, 0, 0] == 2 * number

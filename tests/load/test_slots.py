@@ -1,0 +1,442 @@
+"""Batches in slots equal those that torch sends, whatever they are made of, and whatever the user keeps."""
+
+import collections
+import copy
+import gc
+import os
+import pickle
+import signal
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
+
+from lightning_feed.load import slots
+from lightning_feed.load.copy_fence import CopyFence
+from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.slots import SlotMemory, in_slots, memory_of
+
+Pair = collections.namedtuple("Pair", "left right")
+SHARED = torch.arange(6.0).share_memory_()
+BIG = torch.arange(64.0)
+
+
+@dataclass
+class Holder:
+    """A batch class of a user."""
+
+    pixels: torch.Tensor
+    note: str
+
+
+class Numbers(Dataset):
+    """Sample ``i`` is made of ``i``."""
+
+    def __init__(self, length=24, shape=(3, 4)):
+        self.length = length
+        self.shape = shape
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return {"x": torch.full(self.shape, float(index)), "i": index, "name": f"sample {index}"}
+
+
+class Numbered(IterableDataset):
+    """A stream of numbers."""
+
+    def __iter__(self):
+        return iter(torch.arange(10.0))
+
+
+def transposed(samples):
+    return default_collate(samples)["x"].transpose(1, 2)
+
+
+def part_of_a_storage(samples):
+    return {"whole": BIG + samples[0]["i"], "part": (BIG + samples[0]["i"])[8:16].view(2, 4)}
+
+
+def same_storage_twice(samples):
+    whole = torch.stack([sample["x"] for sample in samples])
+    return [whole, whole[1:], whole]
+
+
+def many_kinds(samples):
+    first = samples[0]["i"]
+    return (
+        Pair(torch.tensor([first]), torch.tensor(first, dtype=torch.int64)),
+        [torch.empty(0, 3), torch.ones(2, 1).expand(2, 5), torch.tensor([True, False])],
+        {"half": torch.full((3,), 1.5).half(), "complex": torch.tensor([1 + 2j]).conj(), "array": np.arange(3)},
+        torch.eye(3).to_sparse(),
+        Holder(torch.full((2, 2), float(first)), "held"),
+        torch.nn.Parameter(torch.ones(2)),
+        None,
+        "text",
+        SHARED,
+        torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    )
+
+
+COLLATE = {
+    "default": None,
+    "transposed": transposed,
+    "part of a storage": part_of_a_storage,
+    "same storage twice": same_storage_twice,
+    "many kinds": many_kinds,
+}
+
+
+def described(value):
+    """All that a user can see of a batch."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            return str(value.layout), described(value.to_dense())
+        kind = type(value), value.dtype, tuple(value.shape), value.stride(), value.storage_offset()
+        bits = value.requires_grad, value.is_conj(), value.untyped_storage().nbytes()
+        return *kind, *bits, value.resolve_conj().tolist()
+    if isinstance(value, np.ndarray):
+        return value.dtype, value.tolist()
+    if isinstance(value, dict):
+        return {key: described(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value), [described(part) for part in value]
+    return (type(value), described(vars(value))) if isinstance(value, Holder) else value
+
+
+def batches(hand_over, dataset=None, **options):
+    options = {"batch_size": 4, "num_workers": 2, **options}
+    return FeedLoader(Numbers() if dataset is None else dataset, hand_over=hand_over, **options)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # of torch, as it opens sparse tensors
+@pytest.mark.parametrize("name", COLLATE)
+def test_batches_are_those_of_torch(name):
+    collate = COLLATE[name]
+    ours, torchs = ([described(batch) for batch in batches(way, collate_fn=collate)] for way in ("slots", "torch"))
+    assert ours == torchs
+
+
+@pytest.mark.parametrize("dataset", [Numbered(), [torch.ones(2, 2)] * 6], ids=["stream", "list"])
+@pytest.mark.parametrize("batch_size", [None, 3])
+def test_streams_and_single_samples_are_those_of_torch(dataset, batch_size):
+    options = {"dataset": dataset, "batch_size": batch_size, "num_workers": 1}
+    ours, torchs = ([described(batch) for batch in batches(way, **options)] for way in ("slots", "torch"))
+    assert ours == torchs
+
+
+def test_tensors_that_share_a_storage_share_it_afterwards():
+    for whole, part, again in batches("slots", collate_fn=same_storage_twice):
+        assert whole is again
+        part[0] = -1
+        assert (whole[1] == -1).all()
+
+
+def test_a_batch_is_in_its_slot():
+    loader = batches("slots", num_workers=1, persistent_workers=True)
+    places = [batch["x"].data_ptr() for _ in range(3) for batch in loader]
+    assert len(set(places)) <= 4  # prefetch_factor + 2
+
+
+def test_batches_that_are_kept_stay_as_they_are():
+    loader = batches("slots", Numbers(200), num_workers=1, persistent_workers=True)
+    kept = [batch for number, batch in enumerate(loader) if number % 10 == 0]
+    views = [batch["x"][1:, :2] for batch in loader]  # all of them: more than there are slots
+    for _ in loader:
+        pass
+    assert [batch["i"][0].item() for batch in kept] == list(range(0, 200, 40))
+    assert all((batch["x"][:, 0, 0] == batch["i"]).all() for batch in kept)
+    assert [view[0, 0, 0].item() for view in views] == [first + 1.0 for first in range(0, 200, 4)]
+
+
+def test_a_kept_batch_outlives_its_loader():
+    loader = batches("slots")
+    kept = [next(iter(loader)) for _ in range(2)]
+    del loader
+    gc.collect()
+    assert all((batch["x"][:, 0, 0] == torch.arange(4.0)).all() for batch in kept)
+
+
+def test_a_batch_that_a_thread_keeps_stays_as_it_is():
+    seen = []
+
+    def look(kept):
+        seen.append((kept["x"][:, 0, 0] == kept["i"]).all())
+
+    threads = [threading.Thread(target=look, args=[batch]) for batch in batches("slots", Numbers(40), num_workers=1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == 10
+    assert all(seen)
+
+
+def test_batches_change_size():
+    class Growing(Numbers):
+        def __getitem__(self, index):
+            return torch.full((1 << (index if index < 12 else 24 - index), 256), float(index))
+
+    loader = batches("slots", Growing(), batch_size=1, persistent_workers=True)
+    for _ in range(2):
+        assert [batch.mean().item() for batch in loader] == list(map(float, range(24)))
+
+
+def test_a_slot_that_cannot_grow_is_not_used(monkeypatch):
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(SlotMemory, "reserve", full)  # before the fork
+    ours = [described(batch) for batch in batches("slots")]
+    monkeypatch.undo()
+    assert ours == [described(batch) for batch in batches("torch")]
+
+
+def test_without_such_memory_batches_are_sent_as_torch_sends_them(monkeypatch):
+    def nothing(_):
+        raise OSError("this system has no memfd_create")
+
+    monkeypatch.setattr(slots, "_new_file", nothing)
+    loader = batches("slots")
+    passed = iter(loader)
+    assert memory_of(passed.source) is None
+    assert len(list(passed)) == 6
+
+
+def failing(samples):
+    if samples[0]["i"] == 8:
+        raise KeyError("broken collate")
+    return default_collate(samples)
+
+
+def test_an_error_in_collate_reaches_the_loop_and_frees_the_slot():
+    loader = batches("slots", num_workers=1, persistent_workers=True, collate_fn=failing)
+    for _ in range(8):  # more often than there are slots
+        with pytest.raises(KeyError, match="broken collate"):
+            list(loader)
+    assert memory_of(loader._iterator) is not None
+
+
+class Killed(Numbers):
+    """A worker ends while it writes a batch."""
+
+    def __getitem__(self, index):
+        if index == 13 and get_worker_info() is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_a_killed_worker_hands_over_nothing_stale():
+    seen = []
+
+    def train():
+        seen.extend(batch["i"].tolist() for batch in batches("slots", Killed(), num_workers=1))
+
+    with pytest.raises(RuntimeError, match="worker"):
+        train()
+    assert seen in [[list(range(first, first + 4)) for first in range(0, 12, 4)][:length] for length in range(4)]
+
+
+def test_early_breaks_free_their_slots():
+    loader = batches("slots", num_workers=1, persistent_workers=True)
+    for _ in range(10):
+        next(iter(loader))
+    memory = memory_of(loader._iterator)
+    list(loader)
+    assert bytes(memory._map[:4]) == bytes(4)
+
+
+def test_two_passes_at_once():
+    loader = batches("slots", Numbers(40), num_workers=1)
+    for one, other in zip(loader, loader, strict=True):
+        assert one["i"].tolist() == other["i"].tolist()
+        assert (one["x"] == other["x"]).all()
+        one["x"].zero_()
+        assert (other["x"][:, 0, 0] == other["i"]).all()
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_spawned_workers_have_slots(method):
+    loader = batches("slots", multiprocessing_context=method, num_workers=1)
+    passed = iter(loader)
+    assert memory_of(passed.source) is not None
+    assert [batch["i"][0].item() for batch in passed] == list(range(0, 24, 4))
+
+
+def test_in_place_changes_copies_and_pickles(tmp_path):
+    for batch in batches("slots", num_workers=1):
+        x = batch["x"]
+        x += 1
+        twin = copy.deepcopy(batch)
+        torch.save(x, tmp_path / "x.pt")
+        assert (tmp_path / "x.pt").stat().st_size < 4096  # this tensor alone
+        assert torch.equal(torch.load(tmp_path / "x.pt"), x)
+        assert torch.equal(pickle.loads(pickle.dumps(batch))["x"], twin["x"])
+        x.share_memory_()
+        assert x.is_shared()
+        assert torch.equal(twin["x"], x)
+
+
+def test_a_batch_goes_on_to_another_process():
+    context = torch.multiprocessing.get_context("fork")
+    queue, answers = context.Queue(), context.Queue()
+
+    def double():
+        for _ in range(6):
+            answers.put((queue.get() * 2).tolist())
+
+    process = context.Process(target=double, daemon=True)
+    process.start()
+    for batch in batches("slots", num_workers=1):
+        expected = (batch["x"] * 2).tolist()
+        queue.put(batch["x"])
+        assert answers.get(timeout=30) == expected
+    process.join()
+
+
+def test_a_forked_copy_of_a_batch_frees_no_slot():
+    loader = batches("slots", Numbers(40), num_workers=1, persistent_workers=True)
+    passed = iter(loader)
+    kept = next(passed)
+    memory = memory_of(loader._iterator)
+    child = os.fork()
+    if child == 0:
+        del kept, passed
+        gc.collect()
+        os._exit(0 if memory._map[0] else 1)
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    list(passed)
+    assert (kept["x"][:, 0, 0] == kept["i"]).all()
+
+
+def test_many_passes_keep_files_and_memory():
+    def resources():
+        gc.collect()
+        files = len(list(Path("/proc/self/fd").iterdir()))
+        return files, Path("/proc/self/maps").read_text().count("lightning_feed (deleted)")
+
+    loader = batches("slots", Numbers(8), num_workers=1)
+    list(loader)
+    files, maps = resources()
+    for _ in range(20):
+        list(loader)
+    files_after, maps_after = resources()
+    assert files_after <= files
+    assert maps_after <= maps
+
+
+def test_a_dataloader_of_the_users_class_gets_slots():
+    class Mine(DataLoader):
+        pass
+
+    loader = Mine(Numbers(), batch_size=4, num_workers=1)
+    loader.__class__ = in_slots(Mine)
+    assert type(loader).__qualname__ == Mine.__qualname__
+    passed = iter(loader)
+    assert memory_of(passed) is not None
+    assert [batch["i"][0].item() for batch in passed] == list(range(0, 24, 4))
+    assert loader.collate_fn is default_collate
+    assert copy.copy(loader).batch_size == 4
+
+
+# --- copies to a device -----------------------------------------------------------------------------------------------
+
+
+class FakeDevice:
+    """Streams whose work ends when the test says so."""
+
+    def __init__(self):
+        self.capturing = False
+        self.reached = collections.Counter()
+        self.streams = ["main", "copies"]
+
+    def current_device(self):
+        return 0
+
+    def current_stream(self, _device):
+        return "main"
+
+    def is_current_stream_capturing(self):
+        return self.capturing
+
+    def Event(self):
+        device = self
+
+        class Event:
+            def record(self, stream):
+                assert not device.capturing
+                self.stream = stream
+                self.at = device.reached[stream] + 1
+
+            def query(self):
+                return device.reached[self.stream] >= self.at
+
+        return Event()
+
+
+@pytest.fixture
+def device(monkeypatch):
+    fake = FakeDevice()
+    monkeypatch.setattr("lightning_feed.load.copy_fence.copy_streams", {"copies"})
+    monkeypatch.setattr(slots, "_register", lambda *_: True)
+    monkeypatch.setattr(slots, "_unregister", lambda _: None)
+    return fake
+
+
+def test_a_slot_is_free_only_when_the_device_has_passed_every_stream(device):
+    memory = SlotMemory(1, 2, CopyFence(device))
+    assert (memory.take(0), memory.take(0), memory.take(0)) == (0, 1, None)
+    leased = memory.lease(0, 4096)
+    memory.poll()
+    assert memory.take(0) is None
+    del leased
+    for stream in ("main", "copies"):
+        memory.poll()
+        assert memory.take(0) is None
+        device.reached[stream] += 1
+    memory.poll()
+    assert memory.take(0) == 0
+
+
+def test_no_event_is_recorded_while_a_graph_is_captured(device):
+    memory = SlotMemory(1, 1, CopyFence(device))
+    memory.take(0)
+    leased = memory.lease(0, 4096)
+    device.capturing = True
+    del leased
+    memory.poll()
+    assert memory.take(0) is None
+    device.capturing = False
+    memory.poll()
+    assert memory.take(0) is None
+    device.reached.update(main=1, copies=1)
+    memory.poll()
+    assert memory.take(0) == 0
+
+
+def test_a_slot_that_grows_is_registered_once_more(device, monkeypatch):
+    registered = []
+    monkeypatch.setattr(slots, "_register", lambda _, size: registered.append(size) or True)
+    monkeypatch.setattr(slots, "_unregister", lambda _: registered.append("ended"))
+    memory = SlotMemory(1, 1, CopyFence(device))
+    for used in (4096, 4096, 100, 8192, 9000):
+        memory.lease(0, used)
+    assert registered == [4096, "ended", 12288]
+    del memory
+    gc.collect()
+    assert registered[3:] == ["ended"]
+
+
+def test_a_batch_that_cannot_be_registered_is_handed_over_all_the_same(device, monkeypatch, caplog):
+    monkeypatch.setattr(slots, "_register", lambda *_: False)
+    memory = SlotMemory(1, 1, CopyFence(device))
+    memory.take(0)
+    memory.lease(0, 4096)
+    assert "could not be registered" in caplog.text
+    assert memory.take(0) == 0  # such a copy is over when it returns
