@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import pin_memory
 
 from lightning_feed.errors import LoaderError
-from lightning_feed.load.kinds import Batch, Index
+from lightning_feed.load.kinds import Batch, Index, Sample
 from lightning_feed.load.order import mix_seed, rank_of_run
+from lightning_feed.load.slots import is_plain
 from lightning_feed.load.worker import resend_ctrl_c
 
 logger = logging.getLogger(__name__)
@@ -117,6 +119,21 @@ def _pin_function() -> Callable[[Batch], Batch] | None:
     """Return DataLoader's function to pin a batch. None if pinning is not possible."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return None if device is None or device.type == "mps" else pin_memory.pin_memory
+
+
+def collate_pinned(samples: list[Sample]) -> Batch:
+    """Collate samples as torch's ``default_collate`` does, into page-locked memory of torch's allocator."""
+    functions = {**torch_collate.default_collate_fn_map, torch.Tensor: _stack_pinned}
+    return torch_collate.collate(samples, collate_fn_map=functions)
+
+
+def _stack_pinned(batch: list[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
+    first = batch[0]
+    if not is_plain(first):
+        stacked: torch.Tensor = torch_collate.default_collate_fn_map[torch.Tensor](batch, collate_fn_map=collate_fn_map)
+        return stacked
+    out = torch.empty((len(batch), *first.shape), dtype=first.dtype, device="cpu", pin_memory=True)
+    return torch.stack(batch, 0, out=out)
 
 
 class ThreadShutdown:

@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from lightning_feed.errors import LoaderError
 from lightning_feed.load.kinds import AnyDataset, Batch, Index, Sample
@@ -32,6 +32,7 @@ from lightning_feed.load.stage import (
     OwnPass,
     ThreadShutdown,
     at_index,
+    collate_pinned,
     collating,
     stack_here,
     with_place,
@@ -159,8 +160,13 @@ class _Job:
         loaded = self._loaded
         self._loaded = []
         with traced("thread_collate"):
-            batch = self.plan.collate(loaded[0] if self.plan.whole else loaded)
-            self._loaded = [batch if self.plan.pin is None else self.plan.pin(batch)]
+            samples = loaded[0] if self.plan.whole else loaded
+            if self.plan.pin is None:
+                self._loaded = [self.plan.collate(samples)]
+            elif self.plan.collate is default_collate:
+                self._loaded = [self.plan.pin(collate_pinned(samples))]
+            else:
+                self._loaded = [self.plan.pin(self.plan.collate(samples))]
 
 
 class ThreadPass(OwnPass):
