@@ -117,6 +117,8 @@ class AutotuneCallback(Callback):
         self._loaders = 1
         self._waits_for_steps = False
         """True until the trials have run."""
+        self._waits_until = 0.0
+        """Step before which no trial runs; infinite: none in this epoch."""
         self._before_ms: float | None = None
         """Mean step before the trials."""
         self._unproven: Tuned | None = None
@@ -165,6 +167,9 @@ class AutotuneCallback(Callback):
         """Begin an epoch, if this callback does its own measuring."""
         if self._run is not None:
             self._run.epoch_began()
+        run = self._measuring_run(trainer)
+        if self._waits_until == math.inf and run is not None:
+            self._waits_until = run.finished + MEASURED_STEPS
 
     @guarded
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
@@ -180,9 +185,11 @@ class AutotuneCallback(Callback):
             self._guard.measure(self._run.step_ended)
         run = self._measuring_run(trainer)
         steps = MEASURED_STEPS if self._waits_for_steps else PROVING_STEPS
-        if run is None or run.finished < run.main.warm_up + steps:
+        if run is None or run.finished < max(run.main.warm_up + steps, self._waits_until):
             return
         if self._waits_for_steps:
+            if self._guard.attempt("see what the dataset keeps", self._must_wait, trainer, run):
+                return
             self._waits_for_steps = False
             tuned = self._guard.attempt("tune the training loader", self._tune, trainer, run)
             if tuned is not None:
@@ -323,6 +330,16 @@ class AutotuneCallback(Callback):
             return self._run
         beside = (callback for callback in trainer.callbacks if isinstance(callback, GPUStarvationCallback))
         return next((callback.measured_fit for callback in beside), None)
+
+    def _must_wait(self, trainer: AnyTrainer, run: StarvationRun) -> bool:
+        """True if the trials wait for the next epoch, since the dataset still keeps what it reads."""
+        keeps = next(filter(None, gather(trainer, run.growing())), "")
+        if not keeps:
+            return False
+        self._waits_until = math.inf
+        why = f"{keeps} keeps what was read, so later epochs load faster, and each worker would have to fill its own"
+        self._once.say(trainer, logging.INFO, f"AutotuneCallback waits for the next epoch: {why}.")
+        return True
 
     def _tune(self, trainer: AnyTrainer, run: StarvationRun) -> Tuned | None:
         assert self._loader is not None

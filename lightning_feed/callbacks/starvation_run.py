@@ -14,7 +14,8 @@ from lightning_feed import _host
 from lightning_feed._host import AnyTrainer, Stage
 from lightning_feed.callbacks.loader_place import loader_location, users_line
 from lightning_feed.callbacks.prefetch import HAND_OUT, LOOK_AHEAD, PrefetchCallback
-from lightning_feed.load.fork_safety import plain_values
+from lightning_feed.load.fork_safety import growing, kept_items, plain_values
+from lightning_feed.load.kinds import AnyDataset
 from lightning_feed.load.machine import read_machine
 from lightning_feed.measure.cpu_time import CpuShare, own_clock
 from lightning_feed.measure.facts import batches_ahead, is_instance, with_loaders
@@ -76,6 +77,8 @@ class StarvationRun:
         self._values: list[dict[str, object]] | None = None
         """Numbers and strings of the datasets when the epoch began."""
         self._is_changed = False
+        self._kept: list[dict[str, int]] = []
+        """Lengths of the datasets' containers when the epoch began."""
         self._undo = ExitStack()  # calls all of them, even if one fails
         self.also_undo = self._undo.callback
         self.also_undo(lambda: self.nvml.stop() if self.nvml is not None else None)
@@ -112,6 +115,7 @@ class StarvationRun:
     def epoch_began(self) -> None:
         """Begin an epoch, whose first batch is measured separately."""
         self._wall.go_on("epoch starts")
+        self._fold(self.main)
         self._begin(self.main, self.stage)
         self._hooks.leave_out_step()
         if self._repeats is None:
@@ -120,10 +124,19 @@ class StarvationRun:
 
     def _note_changes(self) -> None:
         """See if the program changes its dataset between epochs, which workers that live on would miss."""
-        datasets = [getattr(loader, "dataset", None) for loader in _loaders(self._trainer, self.stage)]
-        values = [plain_values(dataset) for dataset in datasets]
+        values = [plain_values(dataset) for dataset in self._datasets()]
         self._is_changed |= self._values not in (None, values)
         self._values = values
+        self._kept = [kept_items(dataset) for dataset in self._datasets()]
+
+    def _datasets(self) -> list[AnyDataset]:
+        return [getattr(loader, "dataset", None) for loader in _loaders(self._trainer, self.stage)]
+
+    def growing(self) -> str:
+        """The place in which a dataset without workers keeps what it reads, if it has grown in this epoch; or empty."""
+        if self.main.facts.num_workers != 0:
+            return ""
+        return next(filter(None, map(growing, self._kept, self._datasets())), "")
 
     def _watch_for_repeats(self) -> None:
         """Look at the first batches of a stream with several workers, before they are sent to the device."""
@@ -304,7 +317,8 @@ class StarvationRun:
     def _seen(self) -> dict[str, Any]:
         """Facts that show only while the loop runs."""
         repeated = None if self._repeats is None else self._repeats.found
-        seen = {"syncs": self._syncs(), "cut_short": self._cut_short, "repeated": repeated}
+        keeps = self._guard.attempt("see what its dataset keeps", self.growing) or ""
+        seen = {"syncs": self._syncs(), "cut_short": self._cut_short, "repeated": repeated, "keeps": keeps}
         return seen | ({"may_persist": False} if self._is_changed else {})
 
     def _slow_hooks(self) -> tuple[HookTime, ...]:

@@ -1,4 +1,4 @@
-"""When a device has copied a batch from memory that torch's allocator does not manage."""
+"""Events after a device's copies from memory that torch's allocator does not manage."""
 
 from typing import Any
 from weakref import WeakSet

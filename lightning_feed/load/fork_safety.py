@@ -18,7 +18,7 @@ import tarfile
 import threading
 import types
 import zipfile
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -50,6 +50,11 @@ _OF_A_PROCESS = (
 _PASSED_OVER = (logging.Logger, types.ModuleType, types.FunctionType, type)
 """Objects whose attributes are not the dataset's."""
 _PLAIN = (int, float, complex, str, bytes, type(None))
+_NUMBERS = (int, float, complex, type(None))
+_MOST_VALUES = 1000
+"""Values of a list that are looked at, evenly spaced."""
+_GROWN = 10
+"""Values by which a container has grown if it keeps what was read."""
 _OURS = "lightning_feed."
 """Prefix of the modules of our own datasets, which open their files in each process."""
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
@@ -142,6 +147,40 @@ def may_change(dataset: object) -> bool:
             return dataset is not None
         dataset = getattr(dataset, "dataset", None)
     return False
+
+
+def kept_items(dataset: object) -> dict[str, int]:
+    """The containers in a dataset that hold more than numbers, with their lengths, by their place.
+
+    Empty places of a list (``None``) do not count.
+    """
+    places = (
+        (path, value)
+        for holder, _, value, path in _objects_in(dataset)
+        if type(value) in (dict, OrderedDict, list) and not isinstance(holder, (dict, list, tuple))
+    )
+    return {path: length for path, value in places if (length := _length(value))}
+
+
+def growing(before: dict[str, int], dataset: object) -> str:
+    """The place of the container in which a dataset keeps what it has read; empty if there is none.
+
+    Args:
+        before: result of :func:`kept_items` before samples were read.
+        dataset: the dataset, from which samples were read in this process.
+    """
+    grown = {path: length - before.get(path, 0) for path, length in kept_items(dataset).items()}
+    most = max(grown, key=lambda path: grown[path], default="")
+    return most if grown.get(most, 0) >= _GROWN else ""
+
+
+def _length(container: Any) -> int:
+    """Number of values in a container, if they are more than numbers. About 1,000 of a list's are looked at."""
+    if isinstance(container, list):
+        step = 1 + len(container) // _MOST_VALUES
+        return step * sum(not isinstance(value, _NUMBERS) for value in container[::step])
+    newest = next(reversed(container.values()), None)
+    return 0 if isinstance(newest, _NUMBERS) else len(container)
 
 
 def renew(dataset: object, seed: int) -> None:

@@ -71,8 +71,8 @@ class LoaderSettings:
     persistent_workers: bool | Literal["auto"] = "auto"
     """Keep the workers from epoch to epoch."""
     hand_over: Literal["slots", "torch"] = "slots"
-    """How worker processes hand over their batches. ``"slots"``: in memory that is used again and again. ``"torch"``:
-    as a DataLoader does it, each tensor in new shared memory. See docs/how-to/batches_in_place.md."""
+    """Way in which worker processes hand over their batches. ``"slots"``: in memory that is used again and again.
+    ``"torch"``: as a DataLoader does it, each tensor in new shared memory. See docs/how-to/batches_in_place.md."""
     background: int = 0
     """Batches that a thread of the training process keeps ready. 0: no thread."""
     in_order: bool = True

@@ -170,6 +170,8 @@ class CpuTimes:
         self._paused = False
         self._counting = False
         self._fetch_began: tuple[int, int | None] | None = None
+        self._at_epoch = 0, 0, 0, 0
+        """Steps, CPU time, CPU time of loading, and waiting for a CPU while loading, when the epoch began."""
         self._restart()
 
     def _restart(self) -> None:
@@ -183,6 +185,21 @@ class CpuTimes:
         self._steps_before = steps
         self._counting = True
         self._restart()
+
+    def epoch_begins(self, steps: int) -> None:
+        """Note that an epoch begins after ``steps`` steps."""
+        if not self._paused:
+            self._add()
+        self._at_epoch = steps, self._spent_ns, self._loaded_ns, self._load_queued_ns
+
+    def leave_out_earlier_epochs(self) -> None:
+        """Start over at the start of the present epoch."""
+        steps, spent_ns, loaded_ns, queued_ns = self._at_epoch
+        self._steps_before = steps
+        self._spent_ns -= spent_ns
+        self._loaded_ns -= loaded_ns
+        self._load_queued_ns -= queued_ns
+        self._at_epoch = steps, 0, 0, 0
 
     def pause(self) -> None:
         """Pause: training stops for a while."""

@@ -174,8 +174,9 @@ class LoaderWatch:
         self._pressure.take(clock())
         self._sums = LoaderSums()
         self._settled = LoaderSums()
+        self._at_epoch = LoaderSums()
         self._before = LoaderSums()
-        """Sums of the whole run, at the end of its warm-up, and at the start of the current window."""
+        """Sums of the whole run, at the end of its warm-up, and at the start of the epoch and of the window."""
         self._first = True
         """True until a fetch of this epoch has ended."""
         self._last: _Fetch | None = None
@@ -184,6 +185,12 @@ class LoaderWatch:
         """Note that the next fetch is the first of an epoch."""
         self._first = True
         self._last = None
+        self._read()
+        self._at_epoch = replace(self._sums)
+
+    def leave_out_earlier_epochs(self) -> None:
+        """Start the total at the start of the present epoch."""
+        self._settled = self._at_epoch
 
     def fetch_began(self) -> None:
         """Note that the loop requests a batch."""

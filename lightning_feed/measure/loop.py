@@ -70,6 +70,7 @@ class MeasuredLoop:
         self.loaders = LoaderWatch(find, clock=clock, read_every_ns=READ_EVERY_NS)
         self._by_loader: dict[int, Sums] = {}
         self._waited_ns = 0.0
+        self._waited_ms: tuple[float, float] | None = None
         self._began_at = 0  # steps that were finished when the loop last began
 
     # --- what the loop does -------------------------------------------------------------------------------------------
@@ -84,8 +85,23 @@ class MeasuredLoop:
             # A stream has no length: assume that an epoch is as long as the one before.
             batches_per_epoch=facts.batches_per_epoch or ran or None,
         )  # fmt: skip
+        self._leave_out_earlier_epochs()
+        self.ledger.epoch_begins()
+        self.cpu.epoch_begins(self.meter.finished)
         self.meter.begin(epoch=True, since=since)
         self.loaders.epoch_began()
+
+    def _leave_out_earlier_epochs(self) -> None:
+        """Leave out what was measured before the present epoch, if the wait for data has changed since.
+
+        With several ranks, each of them would decide by itself.
+        """
+        waited_ms = self.ledger.changed_wait_ms() if self._settled and self.facts.world_size == 1 else None
+        if waited_ms is not None:
+            self._waited_ms = waited_ms
+            self.ledger.leave_out_earlier_epochs()
+            self.cpu.leave_out_earlier_epochs()
+            self.loaders.leave_out_earlier_epochs()
 
     def look_at(self, batch: Batch) -> None:
         """Add the number of tensors in a batch, and their size, to the facts."""
@@ -141,10 +157,12 @@ class MeasuredLoop:
         return tuple(found)
 
     def measurements(self, *, prefetch_active: bool | None) -> LoopMeasurements:
-        """All measurements so far, without the warm-up."""
+        """All measurements so far, without the warm-up, and without epochs in which loading was another."""
+        self.ledger.fold()
+        self._leave_out_earlier_epochs()
         return LoopMeasurements(
             stats=self.ledger.total(prefetch_active=prefetch_active, lost=self.meter.lost),
-            facts=replace(self.facts, **self.cpu.per_step(self.meter.finished)),
+            facts=replace(self.facts, waited_ms=self._waited_ms, **self.cpu.per_step(self.meter.finished)),
             loaders=self.loaders.total(),
             by_loader=self.by_loader(),
             waited_s=self._waited_ns * 1e-9,

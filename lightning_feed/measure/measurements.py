@@ -136,6 +136,12 @@ class LoopFacts:
     """The loader, if it is not a DataLoader: ``generator batches (train.py:12)``."""
     why_no_workers: str = ""
     """The reason why a dataset without workers does not survive a fork into workers; empty: none was found."""
+    keeps: str = ""
+    """The attribute of a dataset without workers in which it keeps what it reads, if it grows in the present epoch:
+    ``dataset.kept``. Empty: none."""
+    waited_ms: tuple[float, float] | None = None
+    """Mean wait for data in a step, in earlier epochs and since. The figures leave these epochs out, because the wait
+    has changed. None: it has not."""
     shards_by_worker: bool | None = None
     """True if the iterable datasets come from packages known to divide their samples among workers."""
     repeated: bool | None = None

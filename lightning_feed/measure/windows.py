@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lightning_feed.measure.stats import Additive, StarvationStats, grade_confidence
+from lightning_feed.measure.stats import SOME_STEPS, Additive, StarvationStats, grade_confidence
 from lightning_feed.measure.step_meter import StepTimes
 
 REPLICATES = 500
@@ -130,6 +130,11 @@ WARM_UP_STEPS = 20
 """Warm-up steps in addition to those that a full queue can serve."""
 FEW_STEPS = 20
 """With fewer steps after the warm-up, a report includes the warm-up and has low confidence."""
+CHANGED = 2.0
+"""Factor between the waits of two epochs from which they are not averaged: a dataset, or the system, keeps what was
+read, or a disk became slow."""
+CHANGED_SHARE = 0.1
+"""Share of a step by which these waits differ at least."""
 UNFOLDED_STEPS = 1024
 """Largest number of steps kept individually if no window is ever closed."""
 
@@ -152,6 +157,11 @@ class Sums(Additive):
     epoch_starts: int = 0
     epoch_start_s: float = 0.0
 
+    @property
+    def step_ns(self) -> float:
+        """Time of all steps."""
+        return self.other_ns + self.data_ns + self.h2d_ns + self.compute_ns
+
     def add(self, step: StepTimes) -> None:
         """Add one step."""
         self.steps += 1
@@ -167,7 +177,7 @@ class Sums(Additive):
     def stats(self, *, settled: bool, trusted_clock: bool, prefetch_active: bool | None) -> StarvationStats:
         """The figures, by the formulas of :class:`StarvationStats`."""
         measured: dict[str, Any] = {}
-        step_ns = self.other_ns + self.data_ns + self.h2d_ns + self.compute_ns
+        step_ns = self.step_ns
         if self.steps:
             to_ms = 1e-6 / self.steps
             measured = {
@@ -222,6 +232,9 @@ class Ledger:
     """Sums at the start of the current window."""
     _window_settled: bool = False
     _pairs: PairSums = field(default_factory=PairSums)
+    _at_epoch: Sums = field(default_factory=Sums)
+    """Sums at the start of the present epoch."""
+    _pairs_of_epoch: PairSums = field(default_factory=PairSums)
 
     def __post_init__(self) -> None:
         self._warm_up_left = WARM_UP_STEPS + self.queue
@@ -242,7 +255,35 @@ class Ledger:
                     self._warm_up.add(step)
                 else:
                     self._pairs.add(step.data_ns, step.step_ns)
+                    self._pairs_of_epoch.add(step.data_ns, step.step_ns)
         self.fresh.clear()
+
+    def epoch_begins(self) -> None:
+        """Note that the next steps belong to a new epoch."""
+        self.fold()
+        self._at_epoch = replace(self._sums)
+        self._pairs_of_epoch = PairSums()
+
+    def changed_wait_ms(self) -> tuple[float, float] | None:
+        """Mean wait in a step before the present epoch and in it; None if they are alike, or rest on few steps.
+
+        They differ if one is twice as long as the other, and the difference is a tenth of a step or more.
+        """
+        earlier = self._at_epoch - self._warm_up
+        present = self._sums - self._at_epoch
+        if min(earlier.steps, present.steps) < SOME_STEPS:
+            return None
+        before = earlier.data_ns / earlier.steps
+        now = present.data_ns / present.steps
+        step = max(earlier.step_ns / earlier.steps, present.step_ns / present.steps)
+        if max(before, now) < CHANGED * min(before, now) or abs(before - now) < CHANGED_SHARE * step:
+            return None
+        return before * 1e-6, now * 1e-6
+
+    def leave_out_earlier_epochs(self) -> None:
+        """Count them as warm-up."""
+        self._warm_up = replace(self._at_epoch)
+        self._pairs = self._pairs_of_epoch
 
     def settled(self) -> Sums:
         """The run so far without its warm-up."""

@@ -23,7 +23,7 @@ _PASSING = ("available_memory_bytes", "free_shm_bytes", "cpu_reason")
 """Fields of Environment that say nothing about why a run is faster."""
 _NOT_CHOSEN = (
     "syncs", "usable_cpus", "lightning", "batch_hooks", "place", "may_persist", "why_no_workers", "shards_by_worker",
-    "free_shm_bytes", "repeated",
+    "free_shm_bytes", "repeated", "keeps", "waited_ms",
     "others_cpu_pct", "generator", "every_num_workers", "hook_places",
     "package", "batch_bytes",  # of the first batch: other batches may have other sizes
 )  # fmt: skip

@@ -113,6 +113,8 @@ def _for_data(found: Diagnosis, run: RunIdentity, given: str) -> str:
     fewer = _fewer_threads(found, run, given)
     if fewer:
         return fewer
+    if facts.keeps:
+        return _notes(found, run, given)[0]
     turns = ""
     if takes_turns(found):
         turns = f"loading and {LOOP_WORDS[facts.stage]} take turns"

@@ -241,7 +241,8 @@ def is_toy(diagnosis: Diagnosis) -> bool:
 def may_be_tuned(facts: LoopFacts) -> bool:
     """True for a loader that an AutotuneCallback can tune, and has not tuned."""
     in_fit = facts.loop == "trainer" and facts.stage == "fit" and not facts.tuned
-    return in_fit and facts.map_style is not False and not facts.why_no_workers and len(facts.every_num_workers) <= 1
+    safe = not facts.why_no_workers and not facts.keeps
+    return in_fit and facts.map_style is not False and safe and len(facts.every_num_workers) <= 1
 
 
 def needs_trial(diagnosis: Diagnosis, remedy: Remedy) -> bool:

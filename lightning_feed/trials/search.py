@@ -52,6 +52,8 @@ class Trial:
     """Number of tensors and arrays in a batch."""
     memory_bytes: int | None = None
     """Memory of the workers."""
+    keeps: str = ""
+    """The place in which the dataset keeps what it reads, without workers: ``dataset.kept``."""
     infeasible: str | None = None
     """The reason why the setting could not run."""
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed.errors import DatasetError, LoaderError, plural
+from lightning_feed.load.fork_safety import growing, kept_items
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.machine import THREAD_BYTES, WORKER_BYTES, Footprint, Machine, exceeded_limit
 from lightning_feed.load.processes import ended_worker, worker_processes
@@ -162,10 +163,12 @@ def _measure(loader: DataLoader[Batch], setting: Setting, work: TrainingWork, li
     tried = replace(setting, pin_memory=False, persistent_workers=False)
     endless = not isinstance(loader.dataset, IterableDataset)
     copy = clone_loader(loader, Changes(setting=tried, endless=endless))
+    kept = kept_items(loader.dataset)
     began_s = time.perf_counter()
     iterator = iter(copy)
     try:
-        return _Steps(setting, iterator, burst_of(copy), began_s).measure(ImitatedTraining(work).train, limits)
+        trial = _Steps(setting, iterator, burst_of(copy), began_s).measure(ImitatedTraining(work).train, limits)
+        return replace(trial, keeps="" if setting.num_workers else growing(kept, loader.dataset))
     except (DatasetError, LoaderError):
         raise
     except Exception as error:

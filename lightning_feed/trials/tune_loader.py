@@ -211,6 +211,12 @@ class _Run:
         if choice is None:
             failures = [f"{trial.setting}: {trial.infeasible}" for trial in self._trials if trial.infeasible]
             raise LoaderError("No setting of the loader could be run: " + "; ".join(failures))
+        keeps = next((trial.keeps for trial in choice.trials if trial.keeps), "")
+        if keeps and choice.setting != own:
+            reason = (
+                f"{keeps} keeps what was read, so the trials say nothing of later epochs, and each worker fills its own"
+            )
+            choice = replace(choice, setting=own, reason=reason)
         reason = f"{choice.reason}; no worker processes: {why_none}" if why_none else choice.reason
         failed = next((trial for trial in reversed(choice.trials) if trial.infeasible), None)
         if failed is not None:

@@ -193,6 +193,9 @@ def _beside(measured: Measurements, step_ms: float) -> Iterator[str]:
         hidden = in_ms(stats.hidden_wait_ms, step_ms)
         wait = in_ms(stats.next_wait_ms, step_ms)
         yield f"{hidden} of {wait} ms in next(loader) are hidden: the device computes meanwhile"
+    if facts.waited_ms is not None:
+        before, now = (in_ms(ms, step_ms) for ms in facts.waited_ms)
+        yield f"in earlier epochs, which do not count here, a step waited {before} ms for data, and since then {now}"
     if stats.epoch_start_s is not None and stats.epoch_start_s >= SLOW_START_S:
         yield f"the first batch of an epoch takes {stats.epoch_start_s:.1f} s"
     if facts.crowded:

@@ -118,6 +118,11 @@ def _undivided(finding: Finding, cause: Cause) -> Iterator[str]:
     """Note on data that workers would repeat or break, unless its batches are ready and workers are no remedy."""
     if finding.facts.why_no_workers:
         yield f"no workers, though they would load while the model trains: {finding.facts.why_no_workers}"
+    elif finding.facts.keeps:
+        yield (
+            f"train for a second epoch before you change workers: {finding.facts.keeps} keeps what was read, and each "
+            "worker would have to fill its own"
+        )
     elif cause != "hand-over" and (finding.facts.num_workers or 0) <= 1 and not may_have_workers(finding):
         yield SHARD
 

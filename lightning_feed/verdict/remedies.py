@@ -217,7 +217,7 @@ def _enough_workers(finding: Finding) -> int | None:
 
 def may_have_workers(finding: Finding) -> bool:
     """True if several workers yield the same samples as one. A stream must divide them, and a fork must be safe."""
-    if finding.facts.why_no_workers:
+    if finding.facts.why_no_workers or finding.facts.keeps:
         return False
     return finding.facts.map_style is not False or finding.facts.shards_by_worker is True
 

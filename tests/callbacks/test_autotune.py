@@ -614,3 +614,25 @@ def test_it_stands_aside_and_says_so_once(loaders: Any, why: str, caplog: pytest
     assert why in said
     assert by_hook(same.events) == by_hook(expected.events)
     assert all(map(torch.equal, same.parameters(), expected.parameters()))
+
+
+class Keeps(Numbers):
+    """Keeps what it has read."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.kept: dict[int, torch.Tensor] = {}
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index not in self.kept:
+            self.kept[index] = super().__getitem__(index)
+        return self.kept[index]
+
+
+def test_trials_wait_until_the_dataset_has_kept_all_it_reads(trials: Trials, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="lightning_feed")
+    watching = Watching()
+    loader = DataLoader(Keeps(SAMPLES), BATCH, shuffle=True)
+    fit([AutotuneCallback(max_workers=3), watching], lambda: {"train_dataloaders": loader}, max_epochs=3)
+    assert own_lines(caplog)[0].startswith("AutotuneCallback waits for the next epoch: dataset.kept keeps what was")
+    assert watching.seen == [[0] * 6, [0] + [3] * 5, [3] * 6]

@@ -420,3 +420,37 @@ def test_a_run_that_is_stopped_in_mid_epoch_was_not_cut_short(
     with pytest.raises((SystemExit, ValueError)):
         trainer.fit(Stopped(), datamodule=EndsEarly(80, 80))
     assert quiet.report().measurements.facts.cut_short is None
+
+
+class Keeps(Dataset[Any]):
+    """Its samples take long the first time."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.kept: dict[int, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index not in self.kept:
+            time.sleep(0.005)
+            self.kept[index] = torch.ones(32)
+        return self.kept[index]
+
+
+def test_figures_of_a_dataset_that_keeps_what_it_reads_are_of_later_epochs(quiet: GPUStarvationCallback) -> None:
+    told: list[str] = []
+
+    class AtEpochsEnd(Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            told.append(quiet.report().measurements.facts.keeps)
+
+    trainer = make_trainer(quiet, AtEpochsEnd(), max_epochs=2)
+    trainer.fit(BoringModel(), DataLoader(Keeps(80)))
+    assert told == ["dataset.kept", ""]
+    measured = quiet.report().measurements
+    assert measured.stats.steps == 79
+    assert measured.facts.waited_ms is not None
+    before_ms, now_ms = measured.facts.waited_ms
+    assert before_ms > 5 > now_ms

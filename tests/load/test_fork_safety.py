@@ -17,7 +17,15 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset
 
-from lightning_feed.load.fork_safety import find_hazards, plain_values, renew, why_no_workers, why_not_renewed
+from lightning_feed.load.fork_safety import (
+    find_hazards,
+    growing,
+    kept_items,
+    plain_values,
+    renew,
+    why_no_workers,
+    why_not_renewed,
+)
 
 
 class Holder(Dataset[Any]):
@@ -208,3 +216,26 @@ def test_changed_numbers_are_seen(*, wrapped: bool) -> None:
     assert plain_values(dataset) != before
     inner.thing[0].steps[1] = 3
     assert plain_values(dataset) == before
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "found"),
+    [
+        ({}, {at: torch.ones(2) for at in range(40)}, "dataset.thing"),
+        ({"a": "text"}, dict.fromkeys(range(40), "text"), "dataset.thing"),
+        ([None] * 40, [*[torch.ones(2)] * 20, *[None] * 20], "dataset.thing"),
+        ([], [b"bytes"] * 20, "dataset.thing"),
+        (Holder({}), Holder(dict.fromkeys(range(40), b"")), "dataset.thing.thing"),
+        ([], list(range(40)), ""),  # what it counts, not what it read
+        ({}, dict.fromkeys(range(40), 1.5), ""),
+        ([b"x"] * 20, [b"x"] * 20, ""),
+        ([b"x"] * 20, [b"x"] * 25, ""),
+        (torch.ones(3), torch.ones(40), ""),
+    ],
+)
+def test_a_dataset_that_keeps_what_it_reads(before: Any, after: Any, found: str) -> None:
+    assert growing(kept_items(Holder(before)), Holder(after)) == found
+
+
+def test_a_long_list_is_looked_at_here_and_there() -> None:
+    assert kept_items(Holder([b"x"] * 100_000))["dataset.thing"] == pytest.approx(100_000, rel=0.02)

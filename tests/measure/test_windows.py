@@ -143,3 +143,34 @@ def test_asking_twice_changes_nothing() -> None:
 )
 def test_confidence(steps: int, lost: int, settled: bool, trusted_clock: bool, grade: str) -> None:
     assert grade_confidence(steps=steps, lost=lost, settled=settled, trusted_clock=trusted_clock) == grade
+
+
+def _two_epochs(first: StepTimes, second: StepTimes, steps: int = 60) -> Ledger:
+    ledger = Ledger()
+    ledger.fresh += [first] * (WARM_UP_STEPS + steps)
+    ledger.epoch_begins()
+    ledger.fresh += [second] * steps
+    ledger.fold()
+    return ledger
+
+
+def test_epochs_in_which_loading_was_another_are_not_averaged() -> None:
+    ledger = _two_epochs(_step(data=20), _step(data=1))
+    assert ledger.changed_wait_ms() == pytest.approx((20, 1))
+    ledger.leave_out_earlier_epochs()
+    stats = ledger.total(prefetch_active=None)
+    assert (stats.steps, stats.data_idle_ms) == (60, 1)
+    assert stats.starved_high_pct == pytest.approx(100 / 9)
+    assert ledger.changed_wait_ms() is None
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "steps"),
+    [
+        (_step(data=20), _step(data=11), 60),  # less than twice as long
+        (_step(data=1, compute=50), _step(data=4, compute=50), 60),  # little of a step
+        (_step(data=20), _step(data=1), 49),
+    ],
+)
+def test_epochs_that_are_averaged(first: StepTimes, second: StepTimes, steps: int) -> None:
+    assert _two_epochs(first, second, steps).changed_wait_ms() is None

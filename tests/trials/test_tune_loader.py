@@ -20,6 +20,7 @@ from lightning_feed.trials import tune_loader as door
 from lightning_feed.trials.in_fit import name_of_model
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.training_work import TrainingWork
+from lightning_feed.trials.trial import TrialLimits, run_trial
 from lightning_feed.trials.tune_loader import Goal, Store, Tuned, key_of, tune_loader
 
 MACHINE = Machine(
@@ -287,3 +288,32 @@ def test_the_key_stays_while_things_change_little() -> None:
     assert key(loader, Goal(work=works[0])) == key(loader, Goal(work=works[1]))
     a_little_less = replace(BIG_MACHINE, available_memory_bytes=2**35 + 2**30)
     assert key(loader, machine=a_little_less) == key(loader)
+
+
+class Keeps(Dataset[Any]):
+    def __init__(self) -> None:
+        self.kept: dict[int, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index not in self.kept:
+            self.kept[index] = torch.ones(2)
+        return self.kept[index]
+
+
+def test_trials_do_not_decide_for_a_dataset_that_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = DataLoader(Keeps(), batch_size=4)
+    limits = TrialLimits(min_s=0.0, min_rounds=20, max_s=20.0)
+
+    def run(_: Any, setting: Setting, *__: Any, **___: Any) -> Trial:
+        if setting.num_workers:
+            return Trial(setting=setting, steps_s=(0.001,))
+        return replace(run_trial(loader, setting, TrainingWork(), limits), steps_s=(1.0,))
+
+    monkeypatch.setattr(door, "run_trial", run)
+    tuned = tune_loader(loader, Goal(budget_s=5.0))
+    assert tuned.setting == tuned.own
+    assert tuned.reason.startswith("dataset.kept keeps what was read, so the trials say nothing of later epochs")
+    assert loader.dataset.kept == {}  # type: ignore[attr-defined]

@@ -15,6 +15,7 @@ import lightning_feed
 from lightning_feed.measure.experiment_results import CropTrial, TriedSetting
 from lightning_feed.measure.measurements import HookPlace, HookTime, Place
 from lightning_feed.measure.wall import WallPart, WallStats
+from lightning_feed.report.next_step import next_step
 from lightning_feed.verdict.decide import RUN_RULES, diagnose
 from lightning_feed.verdict.diagnosis import Form, Remedy
 from lightning_feed.verdict.remedies import LEAST_PCT, RULES
@@ -606,3 +607,12 @@ def test_a_progress_bar_that_is_drawn_rarely_already_is_a_note() -> None:
     assert found.remedies == ()
     assert found.notes[0].endswith("takes 20.0 of 100.0 ms a step; Trainer(enable_progress_bar=False) saves it")
     assert "ProgressBar" not in str(diagnose(measured(data=0.0, other=25.0, hooks=BAR, bar_refresh_rate=1)).notes)
+
+
+def test_no_workers_for_a_dataset_that_still_keeps_what_it_reads() -> None:
+    before = {"num_workers": 0, "load_cpu_ms": 40.0, "load_queue_ms": 0.0}
+    assert diagnose(measured(**before)).remedies
+    found = diagnose(measured(keeps="dataset.kept", **before))
+    assert found.remedies == ()
+    step = next_step(found)
+    assert step.startswith("train for a second epoch before you change workers: dataset.kept keeps what was read")
