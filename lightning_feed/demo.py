@@ -142,7 +142,7 @@ def find_images(root: Path, most: int) -> ImageFolder:
     try:
         folder = ImageFolder(root, loader=_open_image, allow_empty=True)
     except OSError as error:
-        reason = str(error).rstrip(".")
+        reason = (error.strerror or str(error)).rstrip(".")
         raise DatasetError(
             f"--data {root} cannot be used: {reason}. Give a folder that holds one folder of images for each class."
         ) from error

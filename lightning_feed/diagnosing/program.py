@@ -261,7 +261,7 @@ def _refuse_ranks(program: Program) -> None:
             raise SystemExit(1)  # rank 0 prints the error
         raise SettingsError(
             f"This is one of {ranks} processes started by torchrun or another launcher, but experiments run in one "
-            f"process, on one device. Run it without the launcher: lightning-feed diagnose {program} -- ARGS. To "
+            f"process, on one device. Run {program} without the launcher. To "
             "compare ranks, use GPUStarvationCallback() in the run itself."
         )
 
