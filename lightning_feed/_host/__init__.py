@@ -60,6 +60,14 @@ def epochs_processed(trainer: AnyTrainer) -> int:
     return int(trainer.fit_loop.epoch_progress.current.processed)
 
 
+def next_epoch(trainer: AnyTrainer, epoch: int) -> int | None:
+    """Number of the epoch after ``epoch``; None if the fit has none, or makes its loaders again."""
+    if trainer.state.fn != "fit" or trainer.sanity_checking or trainer.reload_dataloaders_every_n_epochs:
+        return None
+    most = trainer.max_epochs
+    return None if most is not None and 0 <= most <= epoch + 1 else epoch + 1
+
+
 def ranks_that_share_samples(trainer: AnyTrainer) -> int:
     """Number of ranks among which Lightning divides the samples of a map-style dataset.
 

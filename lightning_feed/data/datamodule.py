@@ -349,7 +349,10 @@ class FeedDataModule:
         evaluates_by = self.eval_batch_size if isinstance(self.eval_batch_size, int) else self.batch_size
         seed = self._feed_run_seed()
         # With a common seed, datasets of equal size would have the same order, so samples would always be paired alike.
-        order = EpochOrder(seed=mix_seed(seed, index, 0, "loader") if index else seed, epoch=self._feed_epoch)
+        seed = mix_seed(seed, index, 0, "loader") if index else seed
+        order = EpochOrder(seed=seed, epoch=self._feed_epoch)
+        if together == 1:  # of several, the shorter ones may begin again within an epoch
+            order.next_epoch = self._feed_next_epoch
         own_collate = type(self).collate is not FeedDataModule.collate
         collate = Collate(self, split) if own_collate else None
         dropped = self._feed.loaders.drop_keys
@@ -415,6 +418,9 @@ class FeedDataModule:
 
     def _feed_epoch(self) -> int:
         return 0 if self.trainer is None else _host.epochs_processed(self.trainer)
+
+    def _feed_next_epoch(self, epoch: int) -> int | None:
+        return None if self.trainer is None else _host.next_epoch(self.trainer, epoch)
 
     def _feed_transfer(self, batch: object, device: torch.device, dataloader_idx: int) -> object:
         """Run the original transfer (the module's, if it has one), then ``device_transform``."""

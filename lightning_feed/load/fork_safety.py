@@ -6,6 +6,7 @@ in them, such as the datasets inside it and its transforms.
 
 import asyncio
 import concurrent.futures
+import ctypes
 import io
 import logging
 import multiprocessing.pool
@@ -21,6 +22,12 @@ import zipfile
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.managers import BaseProxy
+from multiprocessing.queues import Queue
+from multiprocessing.shared_memory import SharedMemory
+from multiprocessing.sharedctypes import SynchronizedBase
+from multiprocessing.synchronize import Event, SemLock
 from typing import Any, Literal
 
 import numpy as np
@@ -46,6 +53,17 @@ _OF_A_PROCESS = (
     subprocess.Popen,
     socket.socket,
     asyncio.AbstractEventLoop,
+)
+_SHARED = (
+    SynchronizedBase,
+    Event,
+    SemLock,
+    SharedMemory,
+    BaseProxy,
+    ctypes.Array,
+    ctypes._SimpleCData,
+    Queue,
+    Connection,
 )
 _PASSED_OVER = (logging.Logger, types.ModuleType, types.FunctionType, type)
 """Objects whose attributes are not the dataset's."""
@@ -181,6 +199,15 @@ def _length(container: Any) -> int:
         return step * sum(not isinstance(value, _NUMBERS) for value in container[::step])
     newest = next(reversed(container.values()), None)
     return 0 if isinstance(newest, _NUMBERS) else len(container)
+
+
+def shares_memory(dataset: object) -> bool:
+    """True if a dataset holds memory, or a connection, that it shares with other processes: a program may change it
+    there while workers load."""
+    return any(
+        isinstance(value, _SHARED) or (isinstance(value, torch.Tensor) and value.is_shared())
+        for _, _, value, _ in _objects_in(dataset)
+    )
 
 
 def renew(dataset: object, seed: int) -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterData
 
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.decoding import BatchDecoder, Decoding
-from lightning_feed.load.fork_safety import plain_values
+from lightning_feed.load.fork_safety import may_change, plain_values, shares_memory
 from lightning_feed.load.kinds import AnyDataset, Batch, State
 from lightning_feed.load.loader_pass import LoaderPass
 from lightning_feed.load.order import (
@@ -32,7 +32,15 @@ from lightning_feed.load.order import (
     ranks_of_run,
     size_of,
 )
-from lightning_feed.load.position import IndexSource, Pass, draws_again, find_samplers, state_of_sampler
+from lightning_feed.load.position import (
+    IndexSource,
+    Pass,
+    draws_again,
+    draws_same_order,
+    find_samplers,
+    is_ours,
+    state_of_sampler,
+)
 from lightning_feed.load.processes import TorchBatches, shut_down_workers
 from lightning_feed.load.resume import LoaderState, SamplerState, refuse_changes
 from lightning_feed.load.settings import RayCluster
@@ -163,9 +171,16 @@ class FeedLoader(DataLoader[Batch]):
     def __iter__(self) -> LoaderPass:  # type: ignore[override]
         if self.persistent_workers or self.background or self.decode is not None:
             self.close()  # workers and decoders serve one pass at a time; two passes would share one dataset
-        position = self._begin(self._take_pending())
-        maker = self._maker(position)
-        position.begin(self._index.samplers)  # if torch has not requested an index yet
+        resume = self._take_pending()
+        position = self._pass_under_way() if resume is None else None
+        if position is None:
+            position = self._begin(resume)
+            maker = self._maker(position)
+            position.begin(self._index.samplers)  # if torch has not requested an index yet
+        else:
+            self._draw_seed()
+            workers: Any = self._iterator
+            maker = TorchBatches(workers, position)
         self._position = position
         later: list[Stage] = []
         ahead = None
@@ -326,6 +341,8 @@ class FeedLoader(DataLoader[Batch]):
         ahead = self.num_workers * (self.prefetch_factor or 1)
         checked = self._keeps_order() and not self._stream
         position = Pass(self.order, epoch=epoch, cycle=cycle, resume=resume, ahead=ahead, checked=checked)
+        if self.order is not None and self._goes_on():
+            position.next_epoch = self.order.next_epoch
         self._configuration = self._state_before_any_pass()
         self._index.position = position
         return position
@@ -340,18 +357,52 @@ class FeedLoader(DataLoader[Batch]):
             return epoch, last.cycle + 1
         return epoch, last.cycle
 
+    def _goes_on(self) -> bool:
+        """True if the workers make the first batches of the next epoch before it begins.
+
+        Only where nothing that they load from may change in between.
+        """
+        if self.order is None or not self.persistent_workers or self.workers != "process" or not self._keeps_order():
+            return False
+        if not all(map(is_ours, self._index.samplers.values())):
+            return False
+        return not may_change(self.dataset) and not shares_memory(self.dataset)
+
+    def _pass_under_way(self) -> Pass | None:
+        """The new pass, if the workers have begun it already; None: they have not, or have begun another one."""
+        last = self._position
+        following = self._index.following
+        if not following or last is None or not last.is_over or getattr(self._iterator, "_shutdown", True):
+            return None
+        if plain_values(self.dataset) != self._sent_values:
+            return None
+        position = following[0]
+        begins = self._next_epoch()
+        if (position.epoch, position.cycle) != begins:
+            if not all(map(draws_same_order, self._index.samplers.values())):
+                return None
+            position.epoch, position.cycle = begins
+        following.popleft()
+        self._configuration = self._state_before_any_pass()
+        self._index.position = position
+        return position
+
     def _maker(self, position: Pass) -> Maker:
         """Make the first stage of a pass."""
         if self._stream:
             if isinstance(self.dataset, IterDataPipe):  # torch shards and seeds DataPipes by their class
                 return TorchBatches(super().__iter__(), position)
             return TorchBatches(self._torch_iterator(self._stream_loader(position)), position)
-        if self.draws is not None:
-            with drawing_device(self.draws.generator):
-                self.draws.draw_seed()
+        self._draw_seed()
         if self._ours:
             return self._own_workers(position)
         return TorchBatches(self._torch_iterator(self._map_loader()), position)
+
+    def _draw_seed(self) -> None:
+        """Draw the seed that the replaced loader, if any, would draw for its workers."""
+        if self.draws is not None:
+            with drawing_device(self.draws.generator):
+                self.draws.draw_seed()
 
     def _own_workers(self, position: Pass) -> OwnPass:
         # Drawn at the same point as DataLoader's worker seed, from the same generator.

@@ -19,6 +19,11 @@ class PassGenerator(torch.Generator):
         return (PassGenerator, ())
 
 
+def no_epoch(_: int) -> int | None:
+    """None: no epoch follows, or it is not known."""
+    return None
+
+
 class EpochOrder:
     """The source of a loader's order: one seed for the run, and the number of the current epoch.
 
@@ -29,6 +34,8 @@ class EpochOrder:
         seed: any integer. Loading a state replaces it with the seed of the interrupted run.
         epoch: returns the number of the current epoch, from 0. Called once at the start of each pass, in the thread
             that begins the pass. Never sent to a worker, so it need not be picklable.
+        next_epoch: takes the number of an epoch, and returns that of the next one, if its batches may be made before it
+            begins; None: they may not, or there is none. Called when the last index of a pass was given out.
 
     Example:
         >>> order = EpochOrder(seed=7, epoch=lambda: 3)
@@ -36,9 +43,12 @@ class EpochOrder:
         (7, 3)
     """
 
-    def __init__(self, *, seed: int, epoch: Callable[[], int]) -> None:
+    def __init__(
+        self, *, seed: int, epoch: Callable[[], int], next_epoch: Callable[[int], int | None] = no_epoch
+    ) -> None:
         self.seed = seed
         self.epoch = epoch
+        self.next_epoch = next_epoch
 
 
 def mix_seed(seed: int, epoch: int, cycle: int, stream: str) -> int:

@@ -4,7 +4,7 @@ import copy
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -20,6 +20,7 @@ from lightning_feed.load.order import (
     PassGenerator,
     drawing_device,
     mix_seed,
+    no_epoch,
     rank_of_run,
     size_of,
 )
@@ -68,6 +69,22 @@ def draws_again(sampler: AnySampler, start: SamplerState) -> bool:
     if type(sampler) in (SequentialSampler, BatchSampler):
         return True
     return any(value is not None for value in (start.epoch, start.seed, start.generator, start.own))
+
+
+def is_ours(sampler: AnySampler) -> bool:
+    """True for a sampler of torch or Lightning whose order an :class:`EpochOrder` seeds."""
+    if isinstance(sampler, DistributedSampler):  # or Lightning's wrapper, which is one
+        return type(sampler).__module__.partition(".")[0] in ("torch", "lightning", "pytorch_lightning")
+    generator = getattr(sampler, "generator", None)
+    own = generator is None or isinstance(generator, PassGenerator)
+    return type(sampler) in (SequentialSampler, BatchSampler) or (type(sampler) is RandomSampler and own)
+
+
+def draws_same_order(sampler: AnySampler) -> bool:
+    """True for a sampler that draws the same order in each epoch."""
+    if isinstance(sampler, DistributedSampler):
+        return not sampler.shuffle
+    return type(sampler) in (SequentialSampler, BatchSampler)
 
 
 def _has_state(sampler: AnySampler) -> bool:
@@ -123,6 +140,12 @@ class Pass:
         """The checksum of the samples yielded in this pass. None: not checked."""
         self.requested = 0
         """The number of indices that were requested in this process, one for each batch. 0 for a stream."""
+        self.before = 0
+        """The number of indices that torch's iterator had requested before those of this pass."""
+        self.next_epoch: Callable[[int], int | None] = no_epoch
+        """Called when all indices of the pass were given out: see :attr:`EpochOrder.next_epoch`."""
+        self.followed = False
+        """True once the indices of the next pass follow those of this one."""
         self._drawn_ahead: deque[int | None] = deque()
         self._recent: deque[Index] = deque(maxlen=max(1, ahead))
         self._begun = False
@@ -149,6 +172,23 @@ class Pass:
         if self.order is None or self.epoch is None:
             return None
         return mix_seed(self.order.seed, self.epoch, self.cycle, stream)
+
+    @property
+    def is_over(self) -> bool:
+        """True if all batches were yielded. Lightning does not ask for more than the length of a loader."""
+        before = 0 if self.origin is None else self.origin.batches
+        return self.ended or (self.followed and self.batches - before == self.requested)
+
+    def next_pass(self) -> "Pass | None":
+        """The pass whose indices follow those of this one without a pause; None: none follow."""
+        epoch = None if self.epoch is None or self.refusal is not None else self.next_epoch(self.epoch)
+        if epoch is None:
+            return None
+        following = Pass(self.order, epoch=epoch, ahead=self._recent.maxlen or 1, checked=self.drawn is not None)
+        following.before = self.before + self.requested
+        following.next_epoch = self.next_epoch
+        self.followed = True
+        return following
 
     def index_of(self, number: int) -> Index:
         """Return the ``number``-th requested index, from 0. None if it is no longer known."""
@@ -239,10 +279,16 @@ class IndexSource:
     pass. Torch also begins and drops one iteration at each start of workers. That has no effect, since nothing happens
     before the first index is drawn.
 
+    The indices of the next pass may follow those of a pass without a pause, so that workers begin it in time.
+
     Args:
         inner: ``loader.batch_sampler``, or ``loader.sampler`` if there is no batch sampler.
         samplers: result of :func:`find_samplers`.
         draws: random draws made by the loader being replaced. None: replaces no loader.
+
+    Attributes:
+        position: the pass whose indices are given out, or the last one.
+        following: later passes, of which indices were given out, too.
     """
 
     def __init__(
@@ -254,9 +300,11 @@ class IndexSource:
         self.inner = inner
         self.samplers = samplers
         self.position: Pass | None = None
+        self.following: deque[Pass] = deque()
         self.draws = draws
 
     def __iter__(self) -> Iterator[Index]:
+        self.following.clear()
         return self._walk(self.position)
 
     def __len__(self) -> int:
@@ -264,6 +312,13 @@ class IndexSource:
 
     def _walk(self, position: Pass | None) -> Iterator[Index]:
         assert position is not None, "indices were drawn outside of a pass"
+        yield from self._indices_of(position)
+        while (following := position.next_pass()) is not None:
+            position = following
+            self.following.append(position)
+            yield from self._indices_of(position)
+
+    def _indices_of(self, position: Pass) -> Iterator[Index]:
         position.begin(self.samplers)
         generators = (getattr(sampler, "generator", None) for sampler in self.samplers.values())
         device = drawing_device(next(filter(None, generators), None))

@@ -32,14 +32,18 @@ class TorchBatches(Maker):
     def __init__(self, iterator: Iterator[Batch], position: Pass) -> None:
         self._iterator: AnyIterator = iterator
         self._position = position
+        self._taken = 0
         self._thread = 0
         self._shut_down = False
 
     def __next__(self) -> Batch:
+        if self._position.followed and self._taken == self._position.requested:
+            raise StopIteration  # torch's iterator goes on with the next pass
         self._thread = threading.get_ident()
         began = time.perf_counter_ns()
         batch = next(self._iterator)
         self.head_of_line_ns += idle_share(self._iterator) * (time.perf_counter_ns() - began)
+        self._taken += 1
         return batch
 
     @property
@@ -94,7 +98,7 @@ def _open_tasks(iterator: AnyIterator, position: Pass) -> str:
     worker = min(unsent, key=lambda one: unsent[one])
     pid = iterator._workers[worker].pid
     first, *more = unsent[worker]
-    index = position.index_of(first)
+    index = position.index_of(first - position.before)
     what = f"task {first} of this pass" if index is None else f"the samples {shortened(index)}"
     later = f", nor {plural(len(more), 'batch', 'batches')} after that. It may be at any of these" if more else ""
     others = f" {len(unsent) - 1} other workers have work, too." if len(unsent) > 1 else ""
