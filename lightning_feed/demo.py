@@ -348,6 +348,7 @@ def _figures(report: Report, setup_s: float, epoch_s: float, images: int) -> Fig
         "h2d_ms": stats.h2d_ms,
         "other_ms": stats.other_ms,
         "starved_pct": stats.starved_pct,
+        "first_batch_s": stats.epoch_start_s,
         "setup_s": setup_s,
         "epoch_s": epoch_s,
         "samples_per_s": images / epoch_s,  # the start of the workers included
@@ -375,6 +376,7 @@ ROWS = {
     "h2d_ms": ("  h2d", ".1f"),
     "other_ms": ("  other", ".1f"),
     "starved_pct": ("starved %", ".1f"),
+    "first_batch_s": ("first batch s", ".2f"),
     "setup_s": ("set-up s", ".2f"),
     "epoch_s": ("epoch s", ".2f"),
     "samples_per_s": ("samples/s", ".0f"),
