@@ -16,7 +16,7 @@ import statistics
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ PREFETCH = 2
 PAGE = 4096
 LEAST_BATCHES = 8
 RUN_S = 0.3
+FILLING_S = 0.15
+"""Time in which the workers fill the queue, where memory is measured."""
 
 
 @dataclass(frozen=True)
@@ -140,29 +142,39 @@ def end(loader: DataLoader[Any], batches: Any) -> None:
 # --- memory -------------------------------------------------------------------------------------------------------
 
 
-def resident_mb(pids: list[int]) -> float:
-    """Memory of processes, each shared page counted once (PSS)."""
-    total = 0
-    for pid in pids:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                total += int(line.split()[1])
-    return total / 1e3
+def own_mb(pids: list[int]) -> float:
+    """Memory of processes without shared memory: a page in several of them counts once."""
+    lines = [line.split() for pid in pids for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()]
+    sizes_kb = {"Pss_Anon:": 0, "Pss_File:": 0}
+    for line in lines:
+        if line[0] in sizes_kb:
+            sizes_kb[line[0]] += int(line[1])
+    return sum(sizes_kb.values()) / 1e3
 
 
-def peak_mb(case: Case, side: str, batches_read: int = 24) -> float:
-    """Largest memory of the main process and its workers, above what the program took before."""
-    before = resident_mb([os.getpid()])
+def shared_mb() -> float:
+    """Shared memory of the whole machine. A batch of torch's that waits in a queue is mapped by no process."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["Shmem"].split()[0]) / 1e3
+
+
+def peak_mb(case: Case, side: str, batches_read: int = 24) -> tuple[float, float]:
+    """Largest memory while the queue is full: of the processes above the program's own, and shared memory."""
+    own_before = own_mb([os.getpid()])
+    shared_before = shared_mb()
     loader = make_loader(case, side)
     batches: Iterator[Any] = iter(loader)
-    peak = 0.0
+    own = 0.0
+    shared = 0.0
     for _ in range(batches_read):
         batch = next(batches)
         touch(batch)
+        time.sleep(FILLING_S)
         workers = [] if side == "threads" else worker_processes(batches)
-        peak = max(peak, resident_mb([os.getpid(), *(process.pid for process in workers)]))
+        own = max(own, own_mb([os.getpid(), *(process.pid for process in workers)]) - own_before)
+        shared = max(shared, shared_mb() - shared_before)
     end(loader, batches)
-    return peak - before
+    return own, shared
 
 
 # --- tables -------------------------------------------------------------------------------------------------------
@@ -193,13 +205,14 @@ def time_cases(cases: tuple[Case, ...], rounds: int) -> list[dict[str, Any]]:
     return kept
 
 
-def measure_memory(measure: Callable[[Case, str], float]) -> list[dict[str, Any]]:
-    print("\n| memory above the program's, MB | workers | torch | slots | threads |")
+def measure_memory() -> list[dict[str, Any]]:
+    print("\n| MB of the processes + of shared memory | workers | torch | slots | threads |")
     print("|---|---:|---:|---:|---:|")
     kept = []
     for case in (Case(1.0), Case(38.5), Case(100.0), Case(38.5, workers=4)):
-        peaks = {side: measure(case, side) for side in SIDES}
-        print(f"| {case} | {' | '.join(f'{peaks[side]:.0f}' for side in SIDES)} |", flush=True)
+        peaks = {side: peak_mb(case, side) for side in SIDES}
+        cells = " | ".join(f"{own:.0f} + {shared:.0f}" for own, shared in peaks.values())
+        print(f"| {case} | {cells} |", flush=True)
         kept.append({**asdict(case), **peaks})
     return kept
 
@@ -215,7 +228,7 @@ def main() -> None:
     print(f"{os.cpu_count()} CPUs, Python {platform.python_version()}, torch {torch.__version__}")
     print(f"medians [least, most] of {options.rounds} runs, for one batch of {SAMPLES} samples\n")
     times = time_cases(QUICK if options.quick else CASES, options.rounds)
-    memory = measure_memory(peak_mb)
+    memory = measure_memory()
     if options.out is not None:
         options.out.write_text(json.dumps({"times": times, "memory": memory}))
 

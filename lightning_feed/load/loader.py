@@ -442,7 +442,7 @@ class FeedLoader(DataLoader[Batch]):
         # The workers that have ended, with a failed pass or here, are replaced.
         inner._iterator = None if getattr(self._iterator, "_shutdown", False) else self._iterator
         if inner._iterator is None and inner.num_workers and self.hand_over == "slots":
-            use_slots(inner)
+            use_slots(inner, held=self.background)
         device = drawing_device(inner.generator)
         try:
             # Entered only if it changes the default device: it slows each call of torch, and forked workers inherit it.

@@ -1,19 +1,21 @@
 """Slots: memory shared with worker processes, in which they leave their batches, again and again.
 
 Torch's workers put each tensor of a batch into new shared memory: the kernel clears its pages, a file descriptor is
-sent, the training process maps the pages, and a thread copies them into page-locked memory. Here, each worker has a
-ring of slots that exist before it starts. It collates into a free slot and sends the slot's number; the training
-process looks at the slot in place. The slot is free again once nothing refers to the batch any more.
+sent, the training process maps the pages, and a thread copies them into page-locked memory. Here, the
+workers share slots that exist before they start. A worker collates into a free slot and sends the slot's number; the
+training process looks at the slot in place. The slot is free again once nothing refers to the batch any more.
 
 The memory is a file that exists only in memory (``memfd_create``), not in /dev/shm, so the size of /dev/shm does not
 limit it, and no descriptor is sent with a batch. The file has a fixed, large range of addresses for each slot; the
-kernel takes memory only for pages that were written.
+kernel takes memory only for pages that were written. The first free slot is taken, so that only as many have memory as
+there are batches at a time.
 
-What cannot be put into a slot, such as a sparse tensor, is sent as torch sends it. So is a whole batch if its worker
-has no free slot, because the user has kept the batches: nothing waits for a slot.
+What cannot be put into a slot, such as a sparse tensor, is sent as torch sends it. So is a whole batch if no slot
+is free, because the user has kept the batches: nothing waits for a slot.
 """
 
 import ctypes
+import fcntl
 import functools
 import io
 import itertools
@@ -44,8 +46,8 @@ logger = logging.getLogger(__name__)
 SLOT_BYTES = 4 * 2**30
 """Addresses of a slot. Memory is taken only for what is written. A larger batch is sent as torch sends it."""
 _SPARE_SLOTS = 2
-"""Slots of a worker beyond those for its ``prefetch_factor`` batches: for the batch that the training loop has just
-taken, and for the one that it is still working on."""
+"""Slots for each worker beyond those for its ``prefetch_factor`` batches, for batches that the training loop keeps a
+while."""
 _ALIGNMENT = 64
 """Bytes to which tensors are aligned, as in torch's allocator for the CPU."""
 _GROWTH = mmap.PAGESIZE * 64
@@ -60,20 +62,19 @@ class SlotMemory:
     training process.
 
     Args:
-        workers: number of worker processes.
-        slots_per_worker: number of slots of each worker.
+        count: number of slots.
         fence: knows when the device has copied a batch. None: slots are not registered for copies to a device.
 
     Raises:
         OSError: the system has no such memory, or too few addresses.
     """
 
-    def __init__(self, workers: int, slots_per_worker: int, fence: CopyFence | None = None) -> None:
+    def __init__(self, count: int, fence: CopyFence | None = None) -> None:
         self._registered: dict[int, int] = {}
         """Bytes of each slot that are registered for copies to a device."""
-        self.slots_per_worker = slots_per_worker
-        self._pages_of_flags = -(-workers * slots_per_worker // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._size = self._pages_of_flags + workers * slots_per_worker * SLOT_BYTES
+        self.count = count
+        self._pages_of_flags = -(-count // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._size = self._pages_of_flags + count * SLOT_BYTES
         self._map_file(_new_file(self._size))
         self._owner = os.getpid()
         self._fence = fence
@@ -92,7 +93,7 @@ class SlotMemory:
     def __getstate__(self) -> dict[str, Any]:
         # Only for spawned workers: forked ones inherit the memory.
         assert get_spawning_popen() is not None, "slots are shared only with worker processes"
-        kept = ("slots_per_worker", "_pages_of_flags", "_size", "number")
+        kept = ("count", "_pages_of_flags", "_size", "number")
         return {**{name: getattr(self, name) for name in kept}, "_file": DupFd(self._file)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -121,14 +122,17 @@ class SlotMemory:
 
     # --- in a worker process ------------------------------------------------------------------------------------------
 
-    def take(self, worker: int) -> int | None:
-        """Take a free slot of a worker. None if it has none. The first free one: its pages are in the caches."""
-        first = worker * self.slots_per_worker
-        slot = self._map.find(bytes([_FREE]), first, first + self.slots_per_worker)
-        if slot < 0:
-            return None
-        self._map[slot] = _TAKEN
-        return slot
+    def take(self) -> int | None:
+        """Take the first free slot, whose pages are in the caches. None if there is none."""
+        fcntl.lockf(self._file, fcntl.LOCK_EX)  # the system releases it if this process dies
+        try:
+            slot = self._map.find(bytes([_FREE]), 0, self.count)
+            if slot < 0:
+                return None
+            self._map[slot] = _TAKEN
+            return slot
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
 
     def give_back(self, slot: int) -> None:
         """Make a slot free."""
@@ -238,14 +242,20 @@ def can_register() -> bool:
     return True
 
 
-def use_slots(loader: DataLoader[Batch]) -> None:
-    """Let the next worker processes of a loader leave their batches in slots. Changes ``collate_fn``, and
-    ``pin_memory`` where slots replace the thread that pins."""
+def use_slots(loader: DataLoader[Batch], *, held: int = 0) -> None:
+    """Let the next worker processes of a loader leave their batches in slots.
+
+    Changes ``collate_fn``, and ``pin_memory`` where slots replace the thread that pins.
+
+    Args:
+        loader: the loader.
+        held: batches that later stages keep ready.
+    """
     collate: Any = loader.collate_fn
     fence = CopyFence() if loader.pin_memory and can_register() else None
-    slots_per_worker = (loader.prefetch_factor or 1) + _SPARE_SLOTS
+    count = loader.num_workers * ((loader.prefetch_factor or 1) + _SPARE_SLOTS) + held
     try:
-        memory = SlotMemory(loader.num_workers, slots_per_worker, fence)
+        memory = SlotMemory(count, fence)
     except (OSError, OverflowError, ValueError) as error:
         logger.info("Batches are handed over as torch does it: %s.", error)
         return
@@ -314,10 +324,9 @@ class SlotCollate:
 
     def __call__(self, samples: Sample) -> Any:
         """Collate samples. Returns what is sent to the training process."""
-        worker = get_worker_info()
-        if worker is None:
+        if get_worker_info() is None:
             return self.collate(samples)
-        slot = self.memory.take(worker.id)
+        slot = self.memory.take()
         if slot is None:
             return _InSlot(self.memory.number, None, 0, bytes(ForkingPickler.dumps(self.collate(samples))))
         write = _Slot(self.memory, slot, self._touched.get(slot, 0))

@@ -390,41 +390,41 @@ def device(monkeypatch):
 
 
 def test_a_slot_is_free_only_when_the_device_has_passed_every_stream(device):
-    memory = SlotMemory(1, 2, CopyFence(device))
-    assert (memory.take(0), memory.take(0), memory.take(0)) == (0, 1, None)
+    memory = SlotMemory(2, CopyFence(device))
+    assert (memory.take(), memory.take(), memory.take()) == (0, 1, None)
     leased = memory.lease(0, 4096)
     memory.poll()
-    assert memory.take(0) is None
+    assert memory.take() is None
     del leased
     for stream in ("main", "copies"):
         memory.poll()
-        assert memory.take(0) is None
+        assert memory.take() is None
         device.reached[stream] += 1
     memory.poll()
-    assert memory.take(0) == 0
+    assert memory.take() == 0
 
 
 def test_no_event_is_recorded_while_a_graph_is_captured(device):
-    memory = SlotMemory(1, 1, CopyFence(device))
-    memory.take(0)
+    memory = SlotMemory(1, CopyFence(device))
+    memory.take()
     leased = memory.lease(0, 4096)
     device.capturing = True
     del leased
     memory.poll()
-    assert memory.take(0) is None
+    assert memory.take() is None
     device.capturing = False
     memory.poll()
-    assert memory.take(0) is None
+    assert memory.take() is None
     device.reached.update(main=1, copies=1)
     memory.poll()
-    assert memory.take(0) == 0
+    assert memory.take() == 0
 
 
 def test_a_slot_that_grows_is_registered_once_more(device, monkeypatch):
     registered = []
     monkeypatch.setattr(slots, "_register", lambda _, size: registered.append(size) or True)
     monkeypatch.setattr(slots, "_unregister", lambda _: registered.append("ended"))
-    memory = SlotMemory(1, 1, CopyFence(device))
+    memory = SlotMemory(1, CopyFence(device))
     for used in (4096, 4096, 100, 8192, 9000):
         memory.lease(0, used)
     assert registered == [4096, "ended", 12288]
@@ -435,8 +435,8 @@ def test_a_slot_that_grows_is_registered_once_more(device, monkeypatch):
 
 def test_a_batch_that_cannot_be_registered_is_handed_over_all_the_same(device, monkeypatch, caplog):
     monkeypatch.setattr(slots, "_register", lambda *_: False)
-    memory = SlotMemory(1, 1, CopyFence(device))
-    memory.take(0)
+    memory = SlotMemory(1, CopyFence(device))
+    memory.take()
     memory.lease(0, 4096)
     assert "could not be registered" in caplog.text
-    assert memory.take(0) == 0  # such a copy is over when it returns
+    assert memory.take() == 0  # such a copy is over when it returns
