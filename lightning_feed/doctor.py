@@ -101,6 +101,33 @@ def memory(root: Path) -> Iterator[Finding]:
     yield Finding("/dev/shm", f"{size_text(free)} free", advice)
 
 
+def hand_over(_: Path) -> Iterator[Finding]:
+    """The way in which worker processes hand over their batches, and whether the driver locks that memory."""
+    torch = importlib.import_module("torch")
+    slots = importlib.import_module("lightning_feed.load.slots")
+    try:
+        slots.SlotMemory(1)
+    except OSError as error:
+        yield Finding("batches", f"handed over as torch does it, each in new shared memory: {error}")
+        return
+    if not torch.cuda.is_available():
+        yield Finding("batches", "handed over in slots")
+        return
+    torch.cuda.init()
+    if slots.can_register():
+        yield Finding("batches", "handed over in slots, from which the device copies without waiting")
+        return
+    resource: Any = importlib.import_module("resource")
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    allowed = "unlimited" if limit == resource.RLIM_INFINITY else size_text(limit)
+    yield Finding(
+        "batches",
+        f"handed over in slots, and copied by a thread that pins them; locked memory: {allowed}",
+        "The driver does not register shared memory. Raise the limit of locked memory (ulimit -l unlimited; Docker: "
+        "--ulimit memlock=-1).",
+    )
+
+
 def open_files(_: Path) -> Iterator[Finding]:
     """The limit on open files."""
     resource: Any = importlib.import_module("resource")  # not on every system
@@ -147,7 +174,8 @@ def decoders(_: Path) -> Iterator[Finding]:
 
 
 CHECKS: dict[str, Callable[[Path], Iterator[Finding]]] = {
-    "versions": versions, "GPU": gpus, "CPUs": cpus, "memory": memory, "open files": open_files, "decoders": decoders,
+    "versions": versions, "GPU": gpus, "CPUs": cpus, "memory": memory, "batches": hand_over,
+    "open files": open_files, "decoders": decoders,
 }  # fmt: skip
 """Checks by topic. The topic is shown if the check fails."""
 

@@ -1,6 +1,7 @@
 """``lightning-feed doctor``: this machine, made-up ones, the screen and JSON."""
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -10,9 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_feed import doctor
 from lightning_feed.doctor import Finding, as_plain, as_text, examine
+from lightning_feed.load import slots
 from lightning_feed.load.machine import Machine
 
 GIB = 1 << 30
@@ -120,3 +123,28 @@ def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(doctor, "CHECKS", {"memory": broken})
     assert examine() == [Finding("memory", "not known: OSError: no such file")]
+
+
+@pytest.mark.parametrize(
+    ("there", "registers", "value", "is_wrong"),
+    [
+        (False, False, "handed over in slots", False),
+        (True, True, "handed over in slots, from which the device copies without waiting", False),
+        (True, False, "handed over in slots, and copied by a thread that pins them; locked memory: 64.0 KiB", True),
+    ],
+)
+def test_how_batches_are_handed_over(
+    there: bool, registers: bool, value: str, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(slots, "can_register", lambda: registers)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64 * 1024, 64 * 1024))
+    (finding,) = doctor.hand_over(Path("/"))
+    assert (finding.value, bool(finding.advice)) == (value, is_wrong)
+
+
+def test_batches_without_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    (finding,) = doctor.hand_over(Path("/"))
+    assert finding.value == ("handed over as torch does it, each in new shared memory: this system has no memfd_create")
