@@ -1,4 +1,4 @@
-"""The drawings of docs/explanation.md, as SVG files in docs/images. Lengths are schematic, not measured.
+"""The drawings of the documentation, as SVG files in docs/images. Lengths are schematic, not measured.
 
 Run it after a change: python docs/make_drawings.py
 """
@@ -149,7 +149,58 @@ def ring() -> str:
     )
 
 
-DRAWINGS = {"streams": streams, "look-ahead": look_ahead, "ring": ring}
+def road() -> str:
+    """The road of a batch from a worker to the device: torch's, and through a slot."""
+    theirs, ours = 40, 330
+
+    def box(x: float, y: float, words: str, colour: str = HOST, below: str = "") -> str:
+        dark = colour in (COMPUTE, DATA)
+        return (
+            f'<rect x="{x:g}" y="{y:g}" width="150" height="54" rx="6" fill="{colour}"/>'
+            + text(x + 75, y + 32, words, colour="#fff" if dark else INK, anchor="middle", size=13)
+            + text(x + 75, y + 72, below, colour=GREY, anchor="middle", size=12)
+        )
+
+    def step(y: float, place: int, words: str) -> str:
+        """An arrow between two boxes, and what it takes."""
+        left = 180 + 220 * place
+        return arrow((left, y + 27), (left + 62, y + 27)) + text(left + 31, y + 16, words, anchor="middle", size=12)
+
+    return drawing(
+        600,
+        "The road of a batch: torch puts it into new shared memory, then into pinned memory; a slot is filled once",
+        text(206, theirs - 12, "worker process", anchor="middle", colour=GREY),
+        text(537, theirs - 12, "training process", anchor="middle", colour=GREY),
+        text(LEFT, theirs + 22, "torch"),
+        box(20, theirs + 40, "samples"),
+        step(theirs + 40, 0, "stack"),
+        box(242, theirs + 40, "new shared memory", DATA, "the kernel clears each page"),
+        step(theirs + 40, 1, "descriptor"),
+        box(462, theirs + 40, "mapped again", DATA, "page faults once more"),
+        arrow((537, theirs + 132), (537, theirs + 166)),
+        text(548, theirs + 154, "a thread copies it, and holds the GIL", size=12),
+        box(462, theirs + 170, "pinned memory", COPY, "of torch's allocator"),
+        step(theirs + 170, 2, "copy"),
+        box(682, theirs + 170, "device", COMPUTE),
+        line((LEFT, ours - 14), (880, ours - 14), colour=LINE),
+        text(LEFT, ours + 22, "slots"),
+        box(20, ours + 40, "samples"),
+        step(ours + 40, 0, "stack"),
+        box(242, ours + 40, "slot", COPY, "there before the worker"),
+        step(ours + 40, 1, "number"),
+        box(462, ours + 40, "the same slot", COPY, "looked at in place"),
+        step(ours + 40, 2, "copy"),
+        box(682, ours + 40, "device", COMPUTE),
+        arrow((537, ours + 132), (537, ours + 166)),
+        text(548, ours + 146, "once nothing refers to the batch,", size=12),
+        text(548, ours + 162, "and the device has passed its copy", size=12),
+        box(462, ours + 170, "free", below="taken by the next batch"),
+        line((462, ours + 197), (317, ours + 197), colour=INK),
+        arrow((317, ours + 197), (317, ours + 118)),
+    )
+
+
+DRAWINGS = {"streams": streams, "look-ahead": look_ahead, "ring": ring, "road": road}
 
 
 if __name__ == "__main__":

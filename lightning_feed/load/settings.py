@@ -69,7 +69,7 @@ class LoaderSettings:
     pin_memory: bool | Literal["auto"] = "auto"
     """Put batches into page-locked memory, so that the copy to the device can overlap with computing."""
     persistent_workers: bool | Literal["auto"] = "auto"
-    """Keep the workers from epoch to epoch."""
+    """Keep the workers from epoch to epoch. They make the first batches of the next epoch before it begins."""
     hand_over: Literal["slots", "torch"] = "slots"
     """Way in which worker processes hand over their batches. ``"slots"``: in memory that is used again and again.
     ``"torch"``: as a DataLoader does it, each tensor in new shared memory. See docs/how-to/batches_in_place.md."""
