@@ -12,7 +12,7 @@ from lightning_feed.verdict import bounds
 from lightning_feed.verdict.causes import MANY_TENSORS
 from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Remedy
 from lightning_feed.verdict.remedies import LEAST_PCT, MADE_ON_CPU, Finding, least_gain_pct, may_have_workers
-from lightning_feed.verdict.shares import TOY_STEP_MS, in_ms
+from lightning_feed.verdict.shares import MODERATE_PCT, TOY_STEP_MS, in_ms
 
 MOST = 3
 SHARD = (
@@ -155,8 +155,17 @@ def _jitter(finding: Finding) -> Iterator[str]:
         yield f"the loader is fast enough on average. {more}"
 
 
-def _pin_thread(_: Finding) -> Iterator[str]:
+def _pin_thread(finding: Finding) -> Iterator[str]:
     yield "one thread pins all batches and cannot keep up: send fewer bytes, such as uint8 images for device_transform"
+    yield from _in_place(finding)
+
+
+def _in_place(finding: Finding) -> Iterator[str]:
+    """Note on loaders whose workers hand batches over without copying them, if a data module can have them."""
+    place = finding.place
+    theirs = place.datamodule and place.form != "settings" and finding.facts.workers == "process"
+    if theirs and finding.shares.data_pct >= MODERATE_PCT:
+        yield f"FastDataModule.wrap({place.datamodule}(...)) hands batches over in place, and no thread has to pin them"
 
 
 def _hand_over(finding: Finding) -> Iterator[str]:
@@ -208,6 +217,7 @@ _TRY: dict[Cause, Callable[[Finding], Iterator[str]]] = {
 """Cause -> notes if there is no remedy."""
 _HINTS: dict[Cause, Callable[[Finding], Iterator[str]]] = {
     "one rank": _one_rank,
+    "hand-over": _in_place,
     "jitter": _jitter,
     "pin thread": _pin_thread,
 }

@@ -616,3 +616,24 @@ def test_no_workers_for_a_dataset_that_still_keeps_what_it_reads() -> None:
     assert found.remedies == ()
     step = next_step(found)
     assert step.startswith("train for a second epoch before you change workers: dataset.kept keeps what was read")
+
+
+HANDED_OVER = {"workers": "process", "loaders": READY}
+OWN_DATA = Place(words="your training DataLoader (Data.train_dataloader, data.py:41)", datamodule="Data")
+
+
+@pytest.mark.parametrize(
+    ("place", "data", "said"),
+    [
+        (OWN_DATA, 40.0, True),
+        (OWN_DATA, 9.0, False),  # too little to change a program for
+        (replace(OWN_DATA, datamodule=""), 40.0, False),
+        (replace(OWN_DATA, form="settings"), 40.0, False),  # its workers do so already
+    ],
+)
+def test_a_loader_that_hands_over_in_place_is_named(place: Place, data: float, said: bool) -> None:
+    found = diagnose(measured(data=data, place=place, **HANDED_OVER))
+    assert (
+        any(note.startswith("FastDataModule.wrap(Data(...)) hands batches over in place") for note in found.notes)
+        is said
+    )
