@@ -23,6 +23,7 @@ from lightning_feed.load.kinds import AnyLoader, Batch
 from lightning_feed.load.machine import Footprint, Machine, exceeded_limit, read_machine
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import TORCH_PREFETCH
+from lightning_feed.load.slots import uses_slots
 from lightning_feed.measure.experiment_results import ExperimentResults
 from lightning_feed.measure.measurements import Measurements, Place
 from lightning_feed.trials.cloning import (
@@ -271,7 +272,7 @@ class Session:
                 batch_bytes=part.batch_size * size_of_leaf(sample),
                 size=plural(batches, "batch", "batches"),
                 worker_bytes=0,
-                threads=not workers or has_threads(part.loader),
+                in_shm=workers > 0 and not has_threads(part.loader) and not uses_slots(part.loader),
                 sharers=len(self.parts),
             )
             problem = exceeded_limit(self.machine, taken)

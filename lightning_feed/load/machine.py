@@ -66,6 +66,10 @@ def read_machine(root: Path = Path("/")) -> Machine:
     )
 
 
+HAS_SLOTS = hasattr(os, "memfd_create")
+"""True if the system has memory for :mod:`lightning_feed.load.slots`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
     """Memory and workers of one running loader."""
@@ -78,8 +82,8 @@ class Footprint:
     """Description of the batches."""
     worker_bytes: int
     """Memory of one worker, without its batches."""
-    threads: bool = False
-    """True if the workers are threads, which need no /dev/shm."""
+    in_shm: bool = True
+    """True if the batches are in /dev/shm: torch's worker processes put them there."""
     sharers: int = 1
     """Number of such loaders on the machine, including this one."""
 
@@ -88,7 +92,7 @@ def exceeded_limit(machine: Machine, taken: Footprint) -> str:
     """Describe the limit that a loader would exceed. Empty if all limits hold."""
     batches_bytes = taken.batches * taken.batch_bytes
     for_all = f" for each of {taken.sharers} loaders on this machine" if taken.sharers > 1 else ""
-    shm = math.inf if taken.threads or machine.free_shm_bytes is None else machine.free_shm_bytes
+    shm = math.inf if not taken.in_shm or machine.free_shm_bytes is None else machine.free_shm_bytes
     if batches_bytes > SHM_SHARE * shm / taken.sharers:
         return (
             f"{taken.size} need {mib(batches_bytes)}{for_all}, more than {SHM_SHARE:.0%} of the {mib(shm)} free in "

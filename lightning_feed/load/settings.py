@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.machine import THREAD_BYTES, WORKER_BYTES, Footprint, Machine, exceeded_limit
+from lightning_feed.load.machine import HAS_SLOTS, THREAD_BYTES, WORKER_BYTES, Footprint, Machine, exceeded_limit
 
 MOST = 1024
 """Upper limit for workers and batches ahead. A larger number is a typing error."""
@@ -384,7 +384,7 @@ def _exceeded_limit(machine: Machine, settings: LoaderSettings, workload: Worklo
         batch_bytes=workload.batch_size * (settings.sample_bytes or ASSUMED_SAMPLE_BYTES),
         size=size,
         worker_bytes=THREAD_BYTES if threads else WORKER_BYTES[settings.start_method or machine.start_method],
-        threads=threads,
+        in_shm=settings.workers == "process" and not (settings.hand_over == "slots" and HAS_SLOTS),
         sharers=workload.local_ranks * workload.loaders,
     )
     return exceeded_limit(machine, footprint)

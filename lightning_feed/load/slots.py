@@ -40,6 +40,7 @@ from torch.utils.data._utils import collate as torch_collate
 from lightning_feed.errors import LoaderError
 from lightning_feed.load.copy_fence import CopyFence
 from lightning_feed.load.kinds import Batch, Sample
+from lightning_feed.load.machine import HAS_SLOTS
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +208,7 @@ _memories: weakref.WeakValueDictionary[int, SlotMemory] = weakref.WeakValueDicti
 
 
 def _new_file(size: int) -> int:
-    if not hasattr(os, "memfd_create"):
+    if not HAS_SLOTS:
         raise OSError("this system has no memfd_create")
     file = os.memfd_create("lightning_feed")
     try:
@@ -291,6 +292,12 @@ def in_slots(kind: Any) -> type[DataLoader[Batch]]:
     InSlots.__qualname__ = kind.__qualname__
     InSlots.__module__ = kind.__module__
     return InSlots
+
+
+def uses_slots(loader: DataLoader[Batch]) -> bool:
+    """True if the worker processes of a loader leave their batches in slots."""
+    ours = getattr(loader, "hand_over", None) == "slots" and getattr(loader, "workers", None) == "process"
+    return HAS_SLOTS and (ours or hasattr(loader, "plain_kind"))
 
 
 def plain_kind_of(loader: DataLoader[Batch]) -> type[DataLoader[Batch]]:

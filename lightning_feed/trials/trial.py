@@ -20,6 +20,7 @@ from lightning_feed.load.kinds import Batch
 from lightning_feed.load.machine import THREAD_BYTES, WORKER_BYTES, Footprint, Machine, exceeded_limit
 from lightning_feed.load.processes import ended_worker, worker_processes
 from lightning_feed.load.settings import TORCH_PREFETCH, Setting
+from lightning_feed.load.slots import uses_slots
 from lightning_feed.trials.child import run_in_children
 from lightning_feed.trials.cloning import Changes, background_of, burst_of, clone_loader, original_error
 from lightning_feed.trials.search import Trial
@@ -55,6 +56,8 @@ class Feasible:
     """Batches that the loader's own thread keeps ready."""
     start_method: str = "fork"
     """Start method of the loader's workers."""
+    in_slots: bool = False
+    """True if its worker processes leave their batches in slots, and not in /dev/shm, a file for each tensor."""
 
     def broken(self, setting: Setting, trials: Sequence[Trial] = ()) -> str:
         """Describe the limit that a setting would break. Empty if all limits hold.
@@ -77,7 +80,7 @@ class Feasible:
             batch_bytes=batch_bytes,
             size=f"{plural(batches, 'batch', 'batches')} of {batch_bytes / 1e6:.3g} MB",
             worker_bytes=THREAD_BYTES if threads else self._worker_bytes(trials),
-            threads=threads,
+            in_shm=not threads and not self.in_slots,
             sharers=self.local_ranks,
         )
         said = exceeded_limit(self.machine, taken)
@@ -90,7 +93,7 @@ class Feasible:
         return max(each, default=WORKER_BYTES[self.start_method])
 
     def _too_many_files(self, workers: int, batches: int, trials: Sequence[Trial]) -> str:
-        kept = multiprocessing.get_sharing_strategy() == "file_descriptor"
+        kept = multiprocessing.get_sharing_strategy() == "file_descriptor" and not self.in_slots
         tensors = max((trial.batch_tensors or 0 for trial in trials), default=0) if kept else 0
         needed = workers * WORKER_FILES + batches * tensors
         if needed + OTHER_FILES <= self.open_files:
@@ -110,6 +113,7 @@ def feasible(loader: DataLoader[Batch], machine: Machine, local_ranks: int = 1) 
         local_ranks=local_ranks,
         background=background_of(loader),
         start_method=context.get_start_method() if context is not None else machine.start_method,
+        in_slots=uses_slots(loader),
     )
 
 

@@ -247,8 +247,8 @@ def _pinned_with_workers(finding: Finding) -> dict[str, Any]:
 def _fits(finding: Finding, workers: int) -> bool:
     """True if /dev/shm has room for the batches that the workers keep ready: without room, a worker dies."""
     facts = finding.facts
-    if facts.free_shm_bytes is None or facts.batch_bytes is None:
-        return True
+    if facts.free_shm_bytes is None or facts.batch_bytes is None or finding.place.form == "settings":
+        return True  # batches of our loaders are elsewhere
     more = facts.loaders_beside * (workers - (facts.num_workers or 0))
     return more * ((facts.prefetch_factor or 2) + 1) * facts.batch_bytes <= SHM_SHARE * facts.free_shm_bytes
 

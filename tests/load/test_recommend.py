@@ -21,6 +21,7 @@ MACHINE = Machine(
 )
 WORK = Workload(split="train", batch_size=32, batches=1000, device_type="cuda")
 AUTO = LoaderSettings()
+TORCHS = LoaderSettings(hand_over="torch")
 
 
 def chosen(found: Recommendation) -> tuple[int, int | None, bool, bool]:
@@ -103,24 +104,31 @@ def test_little_shared_memory_shortens_the_look_ahead_before_it_takes_workers() 
     batch = 32 * ASSUMED_SAMPLE_BYTES
     for batches, expected in ((15, (7, 2)), (14, (7, 1)), (8, (7, 1)), (7, (6, 1)), (3, (2, 1)), (2, (1, 1))):
         shm = int((batches + 0.01) * batch / SHM_SHARE)
-        found = recommend(replace(MACHINE, free_shm_bytes=shm), AUTO, WORK)
+        found = recommend(replace(MACHINE, free_shm_bytes=shm), TORCHS, WORK)
         assert chosen(found)[:2] == expected
     assert "float32 images of 3 x 224 x 224" in found.reasons["num_workers"]
     assert "--shm-size" in found.reasons["prefetch_factor"]
 
 
 def test_without_room_for_one_worker_there_is_none_and_a_warning() -> None:
-    found = recommend(replace(MACHINE, free_shm_bytes=2**20), AUTO, WORK)
+    found = recommend(replace(MACHINE, free_shm_bytes=2**20), TORCHS, WORK)
     assert chosen(found) == (0, None, True, False)
     assert "sample_bytes" in found.warnings[0]
 
 
 def test_given_numbers_are_kept_and_warned_about() -> None:
-    found = recommend(replace(MACHINE, free_shm_bytes=2**20), LoaderSettings(num_workers=12, prefetch_factor=8), WORK)
+    settings = replace(TORCHS, num_workers=12, prefetch_factor=8)
+    found = recommend(replace(MACHINE, free_shm_bytes=2**20), settings, WORK)
     assert chosen(found)[:2] == (12, 8)
     assert "more than 80% of the 1 MiB free in /dev/shm" in found.warnings[0]
     assert "WARNING" in found.reasons["num_workers"]
     assert "WARNING" in found.reasons["prefetch_factor"]
+
+
+def test_slots_need_no_shared_memory() -> None:
+    found = recommend(replace(MACHINE, free_shm_bytes=0), AUTO, WORK)
+    assert chosen(found)[:2] == (7, 2)
+    assert found.warnings == ()
 
 
 THREADS = LoaderSettings(workers="thread")
@@ -143,7 +151,7 @@ def test_threads_have_a_single_batch_to_share(batches: int) -> None:
 
 def test_threads_need_no_shared_memory_and_little_of_the_other() -> None:
     small = replace(MACHINE, free_shm_bytes=0, available_memory_bytes=GIB)
-    assert recommend(small, AUTO, WORK).setting.num_workers == 0
+    assert recommend(small, TORCHS, WORK).setting.num_workers == 0
     found = recommend(small, THREADS, WORK)
     assert chosen(found)[:2] == (7, 2)
     assert found.warnings == ()
@@ -173,7 +181,11 @@ workloads = st.builds(
     reload_every_n_epochs=st.integers(0, 3),
 )
 free_choice = st.builds(
-    LoaderSettings, background=st.integers(0, 8), sample_bytes=st.none() | st.integers(1, 2**24), in_order=st.just(True)
+    LoaderSettings,
+    hand_over=st.sampled_from(["slots", "torch"]),
+    background=st.integers(0, 8),
+    sample_bytes=st.none() | st.integers(1, 2**24),
+    in_order=st.just(True),
 )
 
 
@@ -191,7 +203,7 @@ def test_a_free_choice_keeps_every_bound(machine: Machine, settings: LoaderSetti
     everywhere = work.local_ranks * work.loaders
     batches = found.setting.num_workers * found.setting.prefetch_factor + settings.background + 1
     batch_bytes = work.batch_size * (settings.sample_bytes or ASSUMED_SAMPLE_BYTES)
-    if machine.free_shm_bytes is not None:
+    if machine.free_shm_bytes is not None and settings.hand_over == "torch":
         assert everywhere * batches * batch_bytes <= SHM_SHARE * machine.free_shm_bytes * (1 + 1e-9)
     if machine.available_memory_bytes is not None:
         resident = found.setting.num_workers * WORKER_BYTES[machine.start_method] * everywhere

@@ -21,7 +21,7 @@ from lightning_feed.load.machine import Machine
 from lightning_feed.load.settings import Setting
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.training_work import TrainingWork
-from lightning_feed.trials.trial import Feasible, TrialLimits, run_trial, worker_memory
+from lightning_feed.trials.trial import Feasible, TrialLimits, feasible, run_trial, worker_memory
 
 # torchdata 0.11 calls a function that torch 2.15 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -195,6 +195,17 @@ def test_shared_memory_of_a_container() -> None:
     assert LIMITS.broken(setting(5, 8, "thread"), [PROBE]) == ""
     assert "for each of 2 loaders" in replace(LIMITS, local_ranks=2).broken(setting(2), [PROBE])
     assert replace(LIMITS, background=1).broken(setting(2), [PROBE])
+
+
+def test_slots_are_not_in_the_containers_shared_memory_and_open_no_files() -> None:
+    many = replace(PROBE, batch_tensors=100)
+    assert LIMITS.broken(setting(5), [many])
+    assert replace(LIMITS, in_slots=True).broken(setting(5), [many]) == ""
+    options = {"num_workers": 2, "batch_size": 4}
+    assert feasible(FeedLoader(Numbers(), **options), MACHINE).in_slots
+    assert not feasible(FeedLoader(Numbers(), hand_over="torch", **options), MACHINE).in_slots
+    assert not feasible(FeedLoader(Numbers(), workers="thread", **options), MACHINE).in_slots
+    assert not feasible(DataLoader(Numbers(), **options), MACHINE).in_slots
 
 
 def test_memory_of_workers_as_measured_or_else_as_reckoned() -> None:
