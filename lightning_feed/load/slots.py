@@ -14,6 +14,7 @@ What cannot be put into a slot, such as a sparse tensor, is sent as torch sends 
 is free, because the user has kept the batches: nothing waits for a slot.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -23,6 +24,7 @@ import logging
 import mmap
 import os
 import pickle
+import resource
 import threading
 import weakref
 from collections import deque
@@ -52,6 +54,9 @@ while."""
 _ALIGNMENT = 64
 """Bytes to which tensors are aligned, as in torch's allocator for the CPU."""
 _GROWTH = mmap.PAGESIZE * 64
+_SMALL_PART = 16
+_LARGE_BYTES = 2**20
+"""A tensor that is less than a 16th of its memory is sent as torch sends it, if that memory is larger than this."""
 _FREE = 0
 _TAKEN = 1
 
@@ -60,7 +65,8 @@ class SlotMemory:
     """The slots of one set of worker processes.
 
     The file begins with a byte for each slot, which is set by the worker that takes the slot, and cleared by the
-    training process.
+    training process. A second byte for each is set as long as the worker refers to the batch: a collate function may
+    keep batches, and those of torch's DataLoader stay as they are.
 
     Args:
         count: number of slots.
@@ -73,9 +79,12 @@ class SlotMemory:
     def __init__(self, count: int, fence: CopyFence | None = None) -> None:
         self._registered: dict[int, int] = {}
         """Bytes of each slot that are registered for copies to a device."""
+        self._refused: int | None = None
+        """The least number of bytes that the driver has refused to register."""
         self.count = count
-        self._pages_of_flags = -(-count // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._pages_of_flags = -(-2 * count // mmap.PAGESIZE) * mmap.PAGESIZE
         self._size = self._pages_of_flags + count * SLOT_BYTES
+        _check_addresses(self._size)
         self._map_file(_new_file(self._size))
         self._owner = os.getpid()
         self._fence = fence
@@ -87,6 +96,8 @@ class SlotMemory:
 
     def _map_file(self, file: int) -> None:
         self._file = file
+        # Costs no memory, also with vm.overcommit_memory=2: "For a file backed map: SHARED or READ-only - 0 cost (the
+        # file is the map not swap)", Documentation/mm/overcommit-accounting.rst. Pages count when they are taken.
         self._map = mmap.mmap(file, self._size)
         if hasattr(mmap, "MADV_DONTDUMP"):
             self._map.madvise(mmap.MADV_DONTDUMP)  # a core dump would contain the unused addresses
@@ -128,6 +139,8 @@ class SlotMemory:
         fcntl.lockf(self._file, fcntl.LOCK_EX)  # the system releases it if this process dies
         try:
             slot = self._map.find(bytes([_FREE]), 0, self.count)
+            while slot >= 0 and self._map[self.count + slot] != _FREE:
+                slot = self._map.find(bytes([_FREE]), slot + 1, self.count)
             if slot < 0:
                 return None
             self._map[slot] = _TAKEN
@@ -147,9 +160,16 @@ class SlotMemory:
         """
         os.posix_fallocate(self._file, start, end - start)
 
-    def bytes_at(self, start: int, count: int) -> Tensor:
-        """A tensor over a range of the memory."""
-        return torch.frombuffer(self._map, dtype=torch.uint8, count=count, offset=start)
+    def view(self, slot: int) -> memoryview:
+        """A slot's memory. The slot is not free while a worker refers to it, or to tensors in it."""
+        start = self.start_of(slot)
+        view = memoryview(self._map)[start : start + SLOT_BYTES]
+        self._map[self.count + slot] = _TAKEN
+        weakref.finalize(view, self._drop, slot).atexit = False
+        return view
+
+    def _drop(self, slot: int) -> None:
+        self._map[self.count + slot] = _FREE
 
     # --- in the training process --------------------------------------------------------------------------------------
 
@@ -165,7 +185,7 @@ class SlotMemory:
     def _register(self, slot: int, used: int) -> None:
         """Register a slot with the driver, so that copies from it are fast and do not wait."""
         before = self._registered.get(slot, 0)
-        if used <= before or self._fence is None:
+        if used <= before or (self._refused is not None and used >= self._refused):
             return
         # A copy must not cross two registered ranges, so a range that grows is registered anew. A quarter more, so that
         # batches of varying sizes do not register each time.
@@ -175,12 +195,14 @@ class SlotMemory:
             del self._registered[slot]
         if _register(self._address(slot), min(size, SLOT_BYTES)):
             self._registered[slot] = size
-        else:
+            return
+        if self._refused is None:
             logger.warning(
                 "A batch of %d MB could not be registered with the driver, so its copy to the device is slow. Allow "
                 "more locked memory (`ulimit -l`), or use smaller batches.",
                 used >> 20,
             )
+        self._refused = used
 
     def _end_lease(self, slot: int) -> None:
         if os.getpid() != self._owner:
@@ -207,6 +229,19 @@ _memories: weakref.WeakValueDictionary[int, SlotMemory] = weakref.WeakValueDicti
 """All memories of this process, by number: a batch names its memory by the number."""
 
 
+def _check_addresses(size: int) -> None:
+    """Leave addresses to the program, if their number is limited.
+
+    Raises:
+        OSError: the memory would have more than half of them.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and size > limit // 2:
+        raise OSError(
+            f"slots need {size >> 30} GiB of addresses, more than half of the limit of {limit >> 30} GiB (ulimit -v)"
+        )
+
+
 def _new_file(size: int) -> int:
     if not HAS_SLOTS:
         raise OSError("this system has no memfd_create")
@@ -223,7 +258,19 @@ def _register(address: int, size: int) -> bool:
     """Register memory with the driver (``cudaHostRegister``). Returns False if it refuses."""
     runtime: Any = torch.cuda.cudart()
     portable = 1  # page-locked for all devices
-    return int(runtime.cudaHostRegister(address, size, portable)) == 0
+    if int(runtime.cudaHostRegister(address, size, portable)) == 0:
+        return True
+    _clear_error()
+    return False
+
+
+def _clear_error() -> None:
+    """Clear the error of a refused call, which this thread's next kernel would raise as its own.
+
+    Torch has no function for it (2.14), but clears the error when it raises it.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")
 
 
 def _unregister(address: int) -> None:
@@ -258,10 +305,15 @@ def use_slots(loader: DataLoader[Batch], *, held: int = 0) -> None:
     try:
         memory = SlotMemory(count, fence)
     except (OSError, OverflowError, ValueError) as error:
-        logger.info("Batches are handed over as torch does it: %s.", error)
+        _say_once(f"Batches are handed over as torch does it: {error}.")
         return
     loader.collate_fn = SlotCollate(collate, memory)
     loader.pin_memory = loader.pin_memory and not memory.registers
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logger.info(message)
 
 
 @functools.cache
@@ -357,6 +409,8 @@ class _Slot:
     def __init__(self, memory: SlotMemory, slot: int, touched: int) -> None:
         self._memory = memory
         self._start = memory.start_of(slot)
+        self._view = memory.view(slot)
+        self._allocating = threading.Lock()  # a collate function may stack in several threads
         self.used = 0
         self.touched = touched
         self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
@@ -364,6 +418,10 @@ class _Slot:
 
     def allocate(self, count: int) -> Tensor | None:
         """A tensor of bytes in the slot. None if there is no memory for it."""
+        with self._allocating:
+            return self._allocate(count)
+
+    def _allocate(self, count: int) -> Tensor | None:
         offset = -(-self.used // _ALIGNMENT) * _ALIGNMENT
         end = offset + count
         if end > SLOT_BYTES:
@@ -376,7 +434,7 @@ class _Slot:
                 return None
             self.touched = touched
         self.used = end
-        found = self._memory.bytes_at(self._start + offset, count)
+        found = torch.frombuffer(self._view, dtype=torch.uint8, count=count, offset=offset)
         self._note(found.untyped_storage(), found.untyped_storage(), offset)
         return found
 
@@ -398,6 +456,8 @@ class _Slot:
         if storage._cdata not in self._storages:
             if storage.is_shared():
                 return None  # shared by the user: torch shares it with the training process, too
+            if storage.nbytes() > max(_LARGE_BYTES, _SMALL_PART * tensor.nbytes):
+                return None  # a few rows of a whole dataset, say, which torch shares once for all batches
             copied = self.allocate(storage.nbytes())
             if copied is None:
                 return None
