@@ -55,7 +55,7 @@ of 300 pixels there would be little decoding to save."""
 IMAGES = 512
 EPOCHS = 3
 MOST_IMAGES = 100_000
-TRIAL_S = 8.0
+TRIAL_S = 12.0
 TRIALS = ("crops", "workers")
 """Seconds for the trials after the plain run, and these trials: decoding whole images and only crops in turn, and
 loading with other numbers of workers."""
@@ -325,7 +325,7 @@ def _train(name: str, data: Any, images: ImageFolder, epochs: int, logs: Path) -
     diagnosis = starvation.report()
     if name == "plain":
         # The trials, as `lightning-feed diagnose` makes them.
-        session = Session(train_loaders=data)
+        session = Session(train_loaders=data, measured=diagnosis.measurements)
         measure_loaders(session, budget_s=TRIAL_S, only=TRIALS)
         diagnosis = diagnose(replace(diagnosis.measurements, experiments=session.results))
     report = make_report(diagnosis)

@@ -1,7 +1,6 @@
 """``lightning-feed doctor``: this machine, made-up ones, the screen and JSON."""
 
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -139,12 +138,13 @@ def test_how_batches_are_handed_over(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(slots, "can_register", lambda: registers)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (64 * 1024, 64 * 1024))
+    limits = {resource.RLIMIT_MEMLOCK: 64 * 1024}
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limits.get(which, resource.RLIM_INFINITY),) * 2)
     (finding,) = doctor.hand_over(Path("/"))
     assert (finding.value, bool(finding.advice)) == (value, is_wrong)
 
 
 def test_batches_without_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr(slots, "HAS_SLOTS", False)
     (finding,) = doctor.hand_over(Path("/"))
     assert finding.value == ("handed over as torch does it, each in new shared memory: this system has no memfd_create")

@@ -16,7 +16,6 @@ is free, because the user has kept the batches: nothing waits for a slot.
 
 import contextlib
 import ctypes
-import fcntl
 import functools
 import io
 import itertools
@@ -24,7 +23,6 @@ import logging
 import mmap
 import os
 import pickle
-import resource
 import threading
 import weakref
 from collections import deque
@@ -43,6 +41,12 @@ from lightning_feed.errors import LoaderError
 from lightning_feed.load.copy_fence import CopyFence
 from lightning_feed.load.kinds import Batch, Sample
 from lightning_feed.load.machine import HAS_SLOTS
+
+try:
+    import fcntl
+    import resource
+except ImportError:  # Windows, which has no memfd_create either
+    fcntl = resource = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +88,6 @@ class SlotMemory:
         self.count = count
         self._pages_of_flags = -(-2 * count // mmap.PAGESIZE) * mmap.PAGESIZE
         self._size = self._pages_of_flags + count * SLOT_BYTES
-        _check_addresses(self._size)
         self._map_file(_new_file(self._size))
         self._owner = os.getpid()
         self._fence = fence
@@ -245,6 +248,7 @@ def _check_addresses(size: int) -> None:
 def _new_file(size: int) -> int:
     if not HAS_SLOTS:
         raise OSError("this system has no memfd_create")
+    _check_addresses(size)
     file = os.memfd_create("lightning_feed")
     try:
         os.truncate(file, size)
