@@ -376,7 +376,7 @@ def steps_between_checkpoints(callback: object) -> int:
 def actions(trainer: AnyTrainer, stage: str) -> dict[str, str]:
     """The profiler's names for the parts of a stage's loop: ``fetch``, ``to_device``, ``step``.
 
-    For a fit also:
+    For validations, tests and predictions also ``epoch_end``, which starts after their last step. For a fit also:
 
     - ``forward``, ``backward`` and ``optimizer``, but not with manual optimisation: it does not announce the backward
       pass, and its CUDA graphs must not contain our events.
@@ -393,7 +393,11 @@ def actions(trainer: AnyTrainer, stage: str) -> dict[str, str]:
     if stage != "fit":
         loop = "_PredictionLoop" if stage == "predict" else "_EvaluationLoop"
         prefix, step = ("val", "validation_step") if stage == "validate" else (stage, f"{stage}_step")
-        return names | {"fetch": f"[{loop}].{prefix}_next", "step": f"{strategy}.{step}"}
+        return names | {
+            "fetch": f"[{loop}].{prefix}_next",
+            "step": f"{strategy}.{step}",
+            "epoch_end": f"{module}.on_{step.removesuffix('_step')}_epoch_end",
+        }
     if trainer.lightning_module.automatic_optimization:
         names["forward"], names["backward"] = f"{strategy}.training_step", f"{strategy}.backward"
         names["optimizer"] = f"{module}.optimizer_step"

@@ -291,7 +291,10 @@ class PrefetchCallback(ExactResume):
         depth = self.depth
         if trainer.training:
             depth = _host.train_batches_to_follow(trainer, at_most=depth, step_pending=step_pending)
-        if len(tap.ahead) >= depth or not more_to_draw(fetcher) or self._stream is None or self._stream.is_capturing():
+        if len(tap.ahead) >= depth or not more_to_draw(fetcher) or self._stream is None:
+            return
+        # After a step no graph is captured: code that ends a capture in a later hook makes the look-ahead wait for it.
+        if step_pending and self._stream.is_capturing():
             return
         trainer.profiler.start(LOOK_AHEAD)
         try:

@@ -47,10 +47,11 @@ class GPUStarvationCallback(Callback):
     """Measures how each training step divides into waiting for data, copying, computing and the rest.
 
     Measuring never synchronises: with CUDA and XPU the parts are times between events on the compute stream, read some
-    steps later. On the CPU they are the host's times. Other devices are timed on the host as well, but with low
-    confidence and one INFO line, because the host does not see the work queued there. The figures go to every logger of
-    the Trainer, to the progress bar (``feed``: share of the step spent waiting for data), and into a report on the
-    console. If the callback itself fails, one warning says so, and training goes on.
+    steps later. The wait for data is measured in every step there, the other parts in one of eight. On the CPU they are
+    the host's times. Other devices are timed on the host as well, but with low confidence and one INFO line, because
+    the host does not see the work queued there. The figures go to every logger of the Trainer, to the progress bar
+    (``feed``: share of the step spent waiting for data), and into a report on the console. If the callback itself
+    fails, one warning says so, and training goes on.
 
     Args:
         every_n_steps: steps between two logs, each over these steps; None: the Trainer's ``log_every_n_steps``.

@@ -169,6 +169,7 @@ class StarvationRun:
     def _validation_comes(self) -> None:
         """Note that the validation's loaders are iterated next."""
         if self._now is self.main:
+            self.main.meter.close_step()
             self._wall.enter("validation")
             self.main.cpu.pause()
             self._validation_since = host_clock()
@@ -209,6 +210,7 @@ class StarvationRun:
 
     def _fold(self, loop: MeasuredLoop) -> None:
         """Replace single steps by their sums, after keeping training steps for the other ranks."""
+        loop.meter.catch_up()
         if self._ranks is not None and loop is self.main:
             self._ranks.add(loop.ledger.fresh)
         loop.ledger.fold()
@@ -232,6 +234,7 @@ class StarvationRun:
             "backward": lambda: self.main.meter.part_began(BACKWARD),
             "optimizer": lambda: self.main.meter.part_began(OPTIMIZER),
             "validation": self._validation_comes,
+            "epoch_end": lambda: self._now.meter.close_step(),
         }
         ends: Calls = {
             "fetch": self._fetch_ended,
@@ -254,6 +257,7 @@ class StarvationRun:
         return tap_profiler(self._trainer.profiler, starts, stops, does_nothing=nothing, hooks=self._hooks)
 
     def _epoch_ended(self) -> None:
+        self.main.meter.close_step()
         self._wall.go_on("rest")
         if self.stage == "fit" and sys.exc_info()[0] is None:  # not if Ctrl-C or an error ends the epoch
             self._cut_short = _host.epoch_cut_short(self._trainer) or self._cut_short
@@ -273,6 +277,7 @@ class StarvationRun:
     def close_window(self) -> dict[str, float]:
         """Return the figures since the last window, by tag, and begin a new window. All ranks do so together."""
         loop = self.main
+        loop.meter.catch_up()  # also ends the step: logging, which follows, belongs to the next one
         ranks = None
         if self._ranks is not None:
             self._ranks.send(loop.ledger.fresh)
@@ -286,6 +291,7 @@ class StarvationRun:
         loop, stage = (self._validation, "validate") if self.stage == "fit" else (self.main, self.stage)
         if loop is None:
             return {}
+        loop.meter.catch_up()
         stats = loop.ledger.total(prefetch_active=None, lost=loop.meter.lost)
         return loop_tags(stage, stats, loop.by_loader())
 
@@ -301,6 +307,8 @@ class StarvationRun:
         validation = self._validation
         cpus = self._cpus
         self._fold(self.main)
+        if validation is not None:
+            self._fold(validation)
         found = self.main.measurements(prefetch_active=prefetch_active(self._trainer))
         others_cpu_pct = cpus.others_pct(found.facts.usable_cpus) if cpus is not None else None
         return Measurements(

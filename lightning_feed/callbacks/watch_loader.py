@@ -213,6 +213,7 @@ class PlainRun:
     def epoch_ended(self) -> None:
         """End an epoch, or leave it early."""
         _open.pop(self, None)
+        self._loop.meter.close_step()
         self._loop.cpu.pause()
 
     def leave_out_step(self) -> None:
@@ -237,13 +238,14 @@ class PlainRun:
             loop.loaders.take()
         steps = loop.meter.finished
         if steps >= MIN_STEPS and self._schedule.due(steps):
+            loop.meter.leave_out_step()  # the step that begins now contains the report
             self._report()
-            loop.meter.leave_out_step()  # the step now begun contains the report
 
     def measurements(self) -> Measurements:
         """All measurements so far, without the warm-up."""
         if self._loop is None:
             return Measurements(stats=StarvationStats(steps=0, confidence="low"), facts=LoopFacts(loop="plain"))
+        self._loop.meter.catch_up()
         found = self._loop.measurements(prefetch_active=None)
         # Neither the copy to the device nor the time between steps is seen from the step itself.
         stats = replace(found.stats, h2d_ms=None, other_ms=None)

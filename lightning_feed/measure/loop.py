@@ -130,8 +130,7 @@ class MeasuredLoop:
 
     def handed_out(self) -> None:
         """Note that the loop takes a batch drawn earlier."""
-        self.meter.fetch_began()
-        self.meter.fetch_ended()
+        self.meter.handed_out()
 
     def _keep(self, step: StepTimes) -> None:
         self.ledger.fresh.append(step)

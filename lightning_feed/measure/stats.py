@@ -125,7 +125,8 @@ class StarvationStats:
     """The parts of the steps of a window. Shares are sums divided by sums, never means of ratios.
 
     A step is ``other + data_idle + h2d + compute``, exactly. On a device these are times between events on its compute
-    stream, so work queued ahead hides waiting; on the CPU they are the host's.
+    stream, so work queued ahead hides waiting; on the CPU they are the host's. A device's steps and their waits for
+    data are all measured; ``other``, ``h2d`` and ``compute`` with its parts come from one step in eight.
     """
 
     steps: int
@@ -150,7 +151,7 @@ class StarvationStats:
     """True if PrefetchCallback copies ahead (logged as 1 or 0). None: there is no such callback."""
 
     step_ms: float | None = tagged("feed_step/step_ms")
-    """Mean step, from the end of one to the end of the next. Low is fast."""
+    """Mean step, from the end of one to the end of the next, or on a device from fetch to fetch. Low is fast."""
     step_low_ms: float | None = None
     """Lower end of the 95 % interval of step_ms, by the same bootstrap."""
     step_high_ms: float | None = None
@@ -158,11 +159,12 @@ class StarvationStats:
     compute_ms: float | None = tagged("feed_step/compute_ms")
     """Mean time from the batch being on the device to the end of the step. Near step_ms: compute-bound."""
     forward_ms: float | None = tagged("feed_step/forward_ms")
-    """Part of compute_ms: ``training_step``. Absent: unknown, as with manual optimisation."""
+    """Part of compute_ms: ``training_step``, on a device with all that precedes the backward pass. Absent: unknown, as
+    with manual optimisation."""
     backward_ms: float | None = tagged("feed_step/backward_ms")
     """Part of compute_ms: the backward pass, with the exchange of gradients between ranks."""
     optimizer_ms: float | None = tagged("feed_step/optimizer_ms")
-    """Part of compute_ms: clipping gradients, the optimizer's step, and setting gradients to zero."""
+    """Part of compute_ms: clipping gradients and the optimizer's step; on the CPU also setting gradients to zero."""
     h2d_ms: float | None = tagged("feed_step/h2d_ms")
     """Mean time of the transfer to the device, with its hooks, as far as computing does not hide it. High: pin,
     prefetch, shrink. With ``backend="nvjpeg"`` it is mostly decoding."""

@@ -20,8 +20,8 @@ Clock = Callable[[], int]
 host_clock: Clock = time.perf_counter_ns  # bound here: programs, and Lightning's tests, patch `time`
 
 RING_SIZE = 1024
-"""Events per loop. A training step takes 10, with a prefetcher 14: the host can be 73 steps ahead of the device before
-a step is lost."""
+"""Events per loop. A training step takes 2, and one whose parts are marked up to 9: the host can be some 300 steps
+ahead of the device before a step is lost."""
 PROBE_SPINS = 10_000
 
 
@@ -79,7 +79,11 @@ class EventRing:
         self._start: int | None = None
         self._open: list[int] = []
         self._pending: deque[tuple[Note, int, list[int]]] = deque()
-        """Steps that the device has not finished, each with its note, first mark and categories."""
+        """Steps that ended and were not read, each with its note, first mark and categories."""
+        self.passed = 0
+        """Steps that the device is known to have finished, and that :meth:`read` returns without asking it."""
+        self._behind = 0
+        """Steps that the device had not finished when it was asked last."""
         self.lost = 0
         """Steps not measured: no event was free, their events could not be compared, or the device failed."""
         self._stopped = False
@@ -112,18 +116,54 @@ class EventRing:
         """The oldest step that the device has finished, or None. The host does not wait."""
         if not self._pending:
             return None
+        if not self.passed and not self._has_passed(1):
+            return None
         note, start, categories = self._pending[0]
         marks = [self._events[number % self._size] for number in range(start, start + len(categories) + 1)]
         try:
-            if not marks[-1].query():
-                return None
             intervals = _intervals(marks, categories)
         except RuntimeError as error:
             self._stop(error)
             return None
         self._pending.popleft()
+        self.passed = max(0, self.passed - 1)
         self.lost += intervals is None
         return EventStep(note, intervals)
+
+    def catch_up(self) -> None:
+        """Find the newest step that the device has finished, and with it all steps before it. The host does not wait.
+
+        The search begins where the device was the last time, and misses some finished steps if many others are not:
+        each question is a call.
+        """
+        fewest = self.passed
+        most = len(self._pending)
+        asked = max(fewest + 1, most - self._behind)
+        stride = 1
+        while most - fewest > (len(self._pending) - most) // 4 and not self._stopped:
+            if self._has_passed(asked):
+                fewest = asked
+                asked = min(most, fewest + stride)
+            else:
+                most = asked - 1
+                asked = max(fewest + 1, most + 1 - stride)
+            stride *= 2
+        self.passed = min(fewest, len(self._pending))
+        self._behind = len(self._pending) - self.passed
+
+    @property
+    def is_half_full(self) -> bool:
+        """True if half of the events belong to steps that were not read."""
+        return bool(self._pending) and self._next - self._pending[0][1] > self._size // 2
+
+    def _has_passed(self, steps: int) -> bool:
+        """True if the device has finished this number of unread steps."""
+        _, start, categories = self._pending[steps - 1]
+        try:
+            return self._events[(start + len(categories)) % self._size].query()
+        except RuntimeError as error:
+            self._stop(error)
+            return False
 
     def wait(self) -> None:
         """Wait for the last finished step. Called once, after training."""
@@ -142,6 +182,7 @@ class EventRing:
         self._start = None
         self.lost += len(self._pending)
         self._pending.clear()
+        self.passed = 0
 
     def _record(self) -> int | None:
         if self._stopped:
@@ -211,16 +252,37 @@ def events_work(make_event: Callable[[], DeviceEvent]) -> bool:
 
 # --- the parts of a step ----------------------------------------------------------------------------------------------
 
-OTHER, DATA, H2D, COMPUTE, FORWARD, BACKWARD, OPTIMIZER = range(7)
-"""Categories of time. The last three are parts of ``COMPUTE``, and have no time unless they are marked."""
+OTHER, DATA, H2D, COMPUTE, FORWARD, BACKWARD, OPTIMIZER, UNDIVIDED = range(8)
+"""Categories of time. ``FORWARD``, ``BACKWARD`` and ``OPTIMIZER`` are parts of ``COMPUTE``, and have no time unless
+they are marked. ``UNDIVIDED`` is all time but ``DATA``, in steps whose parts are not marked on the device."""
 READS_PER_STEP = 4
 """Largest number of finished steps read from the device at the end of one step: enough to catch up, at little cost."""
+ASK_EVERY = 64
+"""Steps after which the device is asked how far it is, unless it was asked at the end of a window."""
+DIVIDE_EVERY = 8
+"""One of this many steps is divided into all parts on the device, on average."""
+FIRST_DIVIDED = 16
+"""Steps at the beginning that are all divided, so that the first windows have parts."""
+_GOLDEN = 2654435769
+"""2**32 divided by the golden ratio."""
+
+
+def is_divided(number: int) -> bool:
+    """True if all parts of the step with this number are marked on the device, else only its wait for data.
+
+    The multiples of the golden ratio are spread evenly, and so are those of every n-th step, whatever n is: work that
+    is done on every n-th step (an optimizer's step after accumulating gradients, logging) is seen as often as it
+    occurs. Choosing every 8th step would see it always or never. The number decides, so that all ranks agree.
+    """
+    return number <= FIRST_DIVIDED or number * _GOLDEN % 2**32 < 2**32 // DIVIDE_EVERY
 
 
 class StepTimes(NamedTuple):
-    """Times of one training step, from the end of the step before to its own end. The four parts add up to it.
+    """Times of one training step. The four parts, or the wait for data and ``undivided_ns``, add up to it.
 
-    In nanoseconds: by device events if there are any, else by the host's clock.
+    In nanoseconds: by device events if there are any, else by the host's clock. The host's steps last from the end of
+    the step before to their own end. On a device a step lasts from the beginning of its fetch to that of the next, so
+    that one mark serves both; it ends earlier if work other than training follows.
     """
 
     other_ns: float
@@ -239,11 +301,13 @@ class StepTimes(NamedTuple):
     """Part of ``compute_ns``: ``training_step``. All three parts are 0 if not marked."""
     backward_ns: float = 0.0
     optimizer_ns: float = 0.0
+    undivided_ns: float = 0.0
+    """Time other than ``data_ns`` of a step that was not divided any further; then the other parts are 0."""
 
     @property
     def step_ns(self) -> float:
         """Duration of the step in nanoseconds."""
-        return self.other_ns + self.data_ns + self.h2d_ns + self.compute_ns
+        return self.other_ns + self.data_ns + self.h2d_ns + self.compute_ns + self.undivided_ns
 
 
 class StepMeter:
@@ -252,6 +316,13 @@ class StepMeter:
     A step is ``other`` until its fetch, ``data`` during the fetch, ``h2d`` until the batch is on the device, and
     ``compute`` until it ends, with ``forward``, ``backward`` and ``optimizer`` inside it. After a nested category (a
     look-ahead, or a ``training_step`` that fetches for itself) the outer one continues.
+
+    With a device, each mark costs a call when it is set and another when it is read. So all categories are marked only
+    in the steps that :func:`is_divided` chooses, and ``data`` in every step; what follows a mark at once is not marked:
+
+    - The end of a step is the beginning of the next fetch, unless :meth:`close_step` is called before.
+    - A look-ahead begins with its fetch.
+    - ``forward`` lasts until ``backward`` begins, and ``optimizer`` from the end of ``backward`` to that of the step.
 
     Args:
         keep: takes each measured step, in order; with a device, some steps later.
@@ -265,8 +336,16 @@ class StepMeter:
         self._keep = keep
         self._clock = clock
         self._ring = ring
-        self._spent = [0] * 7
+        self._spent = [0] * 8
         self._category = OTHER
+        self._since_mark = UNDIVIDED
+        """Category of the time since the last mark on the device."""
+        self._divides = False
+        """True if all parts of the current step are marked on the device."""
+        self._asked_at = 0
+        """Steps that had ended when the device was last asked how far it is."""
+        self._ended: Note | None = None
+        """The step that ended, until the mark that ends it on the device is set."""
         self._last = clock()
         self._stack: list[int] = []
         """Categories to return to, outermost first."""
@@ -299,25 +378,46 @@ class StepMeter:
             epoch: report the time to the first batch.
             since: start of the epoch by the host's clock; None: now.
         """
+        self.close_step()
         self._last = self._clock()
-        self._spent = [0] * 7
+        self._spent = [0] * 8
         self._category = OTHER
         self._stack.clear()
         self._looking_ahead = self._running = self._counted = False
         self._epoch_began = (self._last if since is None else since) if epoch else None
         if self._ring is not None:
             self._ring.begin()
+            self._next_step()
 
     def leave_out_step(self) -> None:
         """Do not count the current step: it contains work other than training, such as a validation."""
+        self.close_step()
         self._counted = False
+
+    def close_step(self) -> None:
+        """End the last step now, also on the device: work other than training follows, or its times are needed."""
+        note = self._ended
+        if note is None or self._ring is None:
+            return
+        self._ended = None
+        self._ring.mark(self._since_mark)
+        self._ring.end_step(note)
+        self._next_step()
+
+    def catch_up(self) -> None:
+        """End the last step, and read all steps that the device has finished. The host does not wait."""
+        self.close_step()
+        if self._ring is not None:
+            self._asked_at = self.finished
+            self._ring.catch_up()
+            self._read(self._ring, self._ring.passed)
 
     def end(self, *, wait: bool = True) -> None:
         """Finish training: read what the device has completed, or everything if ``wait``, blocking the host once."""
-        if self._ring is not None:
-            if wait:
-                self._ring.wait()
-            self._read(self.finished)
+        self.close_step()
+        if self._ring is not None and wait:
+            self._ring.wait()
+        self.catch_up()
 
     # --- marks --------------------------------------------------------------------------------------------------------
 
@@ -332,6 +432,15 @@ class StepMeter:
             return  # this fetch began before the meter
         interrupted = self._stack.pop()
         self._switch(interrupted if self._looking_ahead or self._running else H2D)
+        self._first_batch_came()
+
+    def handed_out(self) -> None:
+        """Note that the loop takes a batch that was fetched earlier. Its transfer follows."""
+        if not self._looking_ahead and not self._running:
+            self._switch(H2D)
+        self._first_batch_came()
+
+    def _first_batch_came(self) -> None:
         if self._epoch_began is not None and self.on_epoch_start is not None:
             self.on_epoch_start((self._last - self._epoch_began) * 1e-9)
         self._epoch_began = None
@@ -351,34 +460,38 @@ class StepMeter:
         """Begin ``FORWARD``, ``BACKWARD`` or ``OPTIMIZER``, inside the step or nested."""
         if self._running:
             self._stack.append(self._category)
-            self._switch(category)
+            self._switch(category, marks=category != OPTIMIZER)
 
     def part_ended(self) -> None:
         """Return to the category around the part."""
         if self._running and self._stack:
-            self._switch(self._stack.pop())
+            self._switch(self._stack.pop(), marks=self._category == BACKWARD)
 
     def step_ended(self) -> None:
         """End the step."""
+        self.close_step()  # of a step without a fetch
         self._switch(OTHER)
         self._running = False
         spent = self._spent
-        self._spent = [0] * 7
+        self._spent = [0] * 8
         counted = self._counted
         self._counted = True
         self.finished += 1
         note = Note(spent[DATA], counted, self.finished, self.source)
         if self._ring is None:
             self._keep(_times(spent, note))
-        else:
-            self._ring.end_step(note)
-            self._read(READS_PER_STEP)
+            return
+        self._ended = note
+        if self.finished - self._asked_at >= ASK_EVERY or self._ring.is_half_full:
+            self._asked_at = self.finished
+            self._ring.catch_up()
+        self._read(self._ring, min(READS_PER_STEP, self._ring.passed))
 
     def look_ahead_began(self) -> None:
         """Note that a prefetcher starts to fetch and stage the next batch."""
         self._stack.append(self._category)
         self._looking_ahead = True
-        self._switch(H2D)
+        self._switch(H2D, marks=False)
 
     def look_ahead_ended(self) -> None:
         """Return to the interrupted category."""
@@ -386,28 +499,50 @@ class StepMeter:
             self._looking_ahead = False
             self._switch(self._stack.pop())
 
-    def _switch(self, category: int) -> None:
+    def _switch(self, category: int, *, marks: bool = True) -> None:
+        """Begin a category. ``marks=False``: the device is not asked to tell it from the one before."""
         now = self._clock()
         self._spent[self._category] += now - self._last
         self._last = now
-        if self._ring is not None:
-            self._ring.mark(self._category)
+        if self._ring is not None and marks:
+            self._mark(self._ring, category)
         self._category = category
 
-    def _read(self, at_most: int) -> None:
-        assert self._ring is not None
-        for _ in range(at_most):
-            step = self._ring.read()
+    def _mark(self, ring: EventRing, category: int) -> None:
+        """Set a mark on the device, if this step needs it to tell ``category`` from what was before."""
+        if self._ended is not None:
+            if category != OTHER:  # a look-ahead that ended without a fetch is not the next step
+                self.close_step()
+                self._since_mark = self._category_on_device(category)
+            return
+        if self._divides or DATA in (category, self._since_mark):
+            ring.mark(self._since_mark)
+            self._since_mark = self._category_on_device(category)
+
+    def _next_step(self) -> None:
+        """Choose whether the parts of the step that begins now are marked on the device."""
+        self._divides = is_divided(self.finished + 1)
+        self._since_mark = self._category_on_device(OTHER)
+
+    def _category_on_device(self, category: int) -> int:
+        """The category under which the device's time is counted in the current step."""
+        return category if self._divides or category == DATA else UNDIVIDED
+
+    def _read(self, ring: EventRing, steps: int) -> None:
+        """Read this number of steps, which the device has finished."""
+        for _ in range(steps):
+            step = ring.read()
             if step is None:
                 return
             note, intervals = step
             if intervals is not None:
-                parts = [0.0] * 7
+                parts = [0.0] * 8
                 for category, ns in intervals:
                     parts[category] += ns
                 self._keep(_times(parts, note))
 
 
 def _times(parts: Sequence[float], note: Note) -> StepTimes:
-    other, data, h2d, *inside = parts
-    return StepTimes(other, data, h2d, sum(inside), *note, *inside[1:])
+    other, data, h2d, compute, forward, backward, optimizer, undivided = parts
+    whole = compute + forward + backward + optimizer
+    return StepTimes(other, data, h2d, whole, *note, forward, backward, optimizer, undivided)

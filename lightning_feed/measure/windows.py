@@ -141,7 +141,11 @@ UNFOLDED_STEPS = 1024
 
 @dataclass
 class Sums(Additive):
-    """Sums over steps."""
+    """Sums over steps.
+
+    On a device only some steps are divided into all their parts. The means of the parts come from these steps, scaled
+    so that with the wait for data, which is known of every step, they add up to the mean step.
+    """
 
     steps: int = 0
     other_ns: float = 0
@@ -151,6 +155,8 @@ class Sums(Additive):
     forward_ns: float = 0
     backward_ns: float = 0
     optimizer_ns: float = 0
+    undivided_ns: float = 0
+    """Time other than waiting of the steps that are not divided."""
     host_wait_ns: int = 0
     lost: int = 0
     """Number of steps not measured."""
@@ -160,7 +166,7 @@ class Sums(Additive):
     @property
     def step_ns(self) -> float:
         """Time of all steps."""
-        return self.other_ns + self.data_ns + self.h2d_ns + self.compute_ns
+        return self.data_ns + self.divided_ns + self.undivided_ns
 
     def add(self, step: StepTimes) -> None:
         """Add one step."""
@@ -172,30 +178,43 @@ class Sums(Additive):
         self.forward_ns += step.forward_ns
         self.backward_ns += step.backward_ns
         self.optimizer_ns += step.optimizer_ns
+        self.undivided_ns += step.undivided_ns
         self.host_wait_ns += step.host_wait_ns
 
-    def stats(self, *, settled: bool, trusted_clock: bool, prefetch_active: bool | None) -> StarvationStats:
-        """The figures, by the formulas of :class:`StarvationStats`."""
+    @property
+    def divided_ns(self) -> float:
+        """Time other than waiting of the steps that are divided."""
+        return self.other_ns + self.h2d_ns + self.compute_ns
+
+    def stats(
+        self, *, settled: bool, trusted_clock: bool, prefetch_active: bool | None, whole: "Sums | None" = None
+    ) -> StarvationStats:
+        """The figures, by the formulas of :class:`StarvationStats`.
+
+        Args:
+            settled: True if the warm-up is not among the steps.
+            trusted_clock: True if the times come from a clock that sees the device.
+            prefetch_active: True if batches are copied ahead; None: there is no PrefetchCallback.
+            whole: sums of the whole run, whose parts are taken if no step of these is divided.
+        """
         measured: dict[str, Any] = {}
+        rest_ns = self.divided_ns + self.undivided_ns
         step_ns = self.step_ns
         if self.steps:
             to_ms = 1e-6 / self.steps
             measured = {
                 "step_ms": step_ns * to_ms,
-                "other_ms": self.other_ns * to_ms,
                 "data_idle_ms": self.data_ns * to_ms,
-                "h2d_ms": self.h2d_ns * to_ms,
-                "compute_ms": self.compute_ns * to_ms,
                 "next_wait_ms": self.host_wait_ns * to_ms,
                 # Two clocks that read the same wait differ by microseconds.
                 "hidden_wait_ms": max(0.0, (self.host_wait_ns - self.data_ns) * to_ms),
             }
-            if self.forward_ns:
-                parts = {"forward": self.forward_ns, "backward": self.backward_ns, "optimizer": self.optimizer_ns}
-                measured |= {f"{name}_ms": ns * to_ms for name, ns in parts.items()}
+            measured |= self._parts_ms(rest_ns * to_ms, self if self.divided_ns or whole is None else whole)
         if step_ns > 0:
             measured["starved_pct"] = 100 * self.data_ns / step_ns
-            measured["input_pct"] = 100 * (self.data_ns + self.h2d_ns) / step_ns
+            if "h2d_ms" in measured:
+                input_ms = measured["data_idle_ms"] + measured["h2d_ms"]
+                measured["input_pct"] = 100 * input_ms / measured["step_ms"]
         if step_ns > self.data_ns:
             measured["speedup_if_free"] = step_ns / (step_ns - self.data_ns)
         graded = grade_confidence(steps=self.steps, lost=self.lost, settled=settled, trusted_clock=trusted_clock)
@@ -207,6 +226,19 @@ class Sums(Additive):
             epoch_start_s=self.epoch_start_s / self.epoch_starts if self.epoch_starts else None,
             **measured,
         )
+
+    def _parts_ms(self, rest_ms: float, divided: "Sums") -> dict[str, float]:
+        """The parts of ``rest_ms``, the mean time other than waiting, in the ratio of the steps in ``divided``."""
+        parts = {"other": divided.other_ns, "h2d": divided.h2d_ns, "compute": divided.compute_ns}
+        if divided.forward_ns:
+            parts |= {
+                "forward": divided.forward_ns,
+                "backward": divided.backward_ns,
+                "optimizer": divided.optimizer_ns,
+            }
+        if not divided.divided_ns:
+            return dict.fromkeys(("other_ms", "h2d_ms", "compute_ms"), 0.0) if not rest_ms else {}
+        return {f"{name}_ms": rest_ms * ns / divided.divided_ns for name, ns in parts.items()}
 
 
 @dataclass
@@ -300,7 +332,10 @@ class Ledger:
         self.fold()
         self._sums.lost = lost
         stats = (self._sums - self._before).stats(
-            settled=self._window_settled, trusted_clock=self.trusted_clock, prefetch_active=prefetch_active
+            settled=self._window_settled,
+            trusted_clock=self.trusted_clock,
+            prefetch_active=prefetch_active,
+            whole=self._sums,
         )
         self._before = replace(self._sums)
         self._window_settled = not self._warm_up_left
@@ -314,7 +349,9 @@ class Ledger:
         sums = self.settled()
         settled = sums.steps >= FEW_STEPS
         sums = replace(sums if settled else self._sums, lost=lost)
-        stats = sums.stats(settled=settled, trusted_clock=self.trusted_clock, prefetch_active=prefetch_active)
+        stats = sums.stats(
+            settled=settled, trusted_clock=self.trusted_clock, prefetch_active=prefetch_active, whole=self._sums
+        )
         interval = self._pairs.interval_pct(self.period) if settled else None
         step_ns = self._pairs.step_interval_ns(self.period) if settled else None
         if interval is None or step_ns is None or stats.starved_pct is None:

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ together they fit into ``RUN_AHEAD_BYTES``.
 Because of ``record_stream``, a batch's memory is freed only after the device has used the batch, so a host that runs M
 steps ahead holds M batches. Running ahead helps while the loader stalls: the device works off the queue. Steps on large
 batches are long, so two are enough; small batches cost little memory. 60 steps fit into the event ring in
-``measure.step_meter``, which has room for 73.
+``measure.step_meter``, which has room for some 300.
 """
 
 
@@ -30,6 +30,14 @@ _OF_EARLIER_WORK: Final = (
     "The error comes from work that was queued earlier, usually by the training step. PrefetchCallback only waited "
     "for the device. Set CUDA_LAUNCH_BLOCKING=1 in the environment to see which work failed."
 )
+
+
+class Reached(NamedTuple):
+    """An event before the step of the last of some batches. Small batches share an event, to save calls."""
+
+    event: Any
+    batches: int
+    nbytes: int
 
 
 class SideStream:
@@ -72,8 +80,12 @@ class DeviceStream(SideStream):
         self._backend: Any = torch.get_device_module(device)
         self._stream = self._backend.Stream(device=device)
         copy_streams.add(self._stream)
-        self._handed_over: deque[tuple[Any, int]] = deque()
-        """Per batch: an event before its step, and the batch's bytes."""
+        self._handed_over: deque[Reached] = deque()
+        """Batches that the device was not known to have reached when the host last waited for it."""
+        self._batches = self._nbytes = 0
+        """Batches handed over since the last such event, and their bytes."""
+        self._spare_marks: list[Any] = []
+        """Events of :meth:`mark` that were waited for, to be recorded again: making one costs more than that."""
 
     def issue(self) -> AbstractContextManager[object]:
         """Context manager that sends work to the side stream."""
@@ -82,7 +94,7 @@ class DeviceStream(SideStream):
 
     def mark(self) -> Any:
         """Return an event after all work issued so far."""
-        event = self._backend.Event()
+        event = self._spare_marks.pop() if self._spare_marks else self._backend.Event()
         event.record(self._stream)
         return event
 
@@ -92,11 +104,19 @@ class DeviceStream(SideStream):
         # 1. The compute stream waits for the copy. 2. Only then may a kernel of the step read the batch.
         # 3. The allocator learns that the compute stream uses memory from the side stream's pool.
         compute.wait_event(mark)
+        self._spare_marks.append(mark)
         record_stream(batch, compute)
+        self._batches += 1
+        self._nbytes += bytes_off_host(batch)
+        if self._batches >= MOST_AHEAD // 2 or self._nbytes >= RUN_AHEAD_BYTES // 4:
+            self._mark_reached(compute)
+
+    def _mark_reached(self, compute: Any) -> None:
         # This event lets the host sleep. Torch's default would keep busy a CPU that the loader's workers need.
         reached = self._backend.Event(blocking=True) if self._device.type == "cuda" else self._backend.Event()
         reached.record(compute)
-        self._handed_over.append((reached, bytes_off_host(batch)))
+        self._handed_over.append(Reached(reached, self._batches, self._nbytes))
+        self._batches = self._nbytes = 0
 
     def follow_compute(self, batch: object = None) -> None:
         """Make later work on this stream wait for all work queued on the compute stream so far. ``batch`` may then be
@@ -109,16 +129,17 @@ class DeviceStream(SideStream):
         """Wait while the device is too far behind the last batch handed over: see ``RUN_AHEAD``."""
         ahead = self._handed_over
         try:
-            while ahead and ahead[0][0].query():
-                ahead.popleft()
-            while len(ahead) > MOST_AHEAD or (
-                len(ahead) > RUN_AHEAD and sum(size for _, size in ahead) > RUN_AHEAD_BYTES
-            ):
-                ahead.popleft()[0].synchronize()
+            while ahead and self._is_far_ahead():
+                ahead.popleft().event.synchronize()  # returns at once if the device has reached the event
         except RuntimeError as error:  # from earlier work: querying and waiting do not fail on their own
             if hasattr(error, "add_note"):  # from Python 3.11 on
                 error.add_note(_OF_EARLIER_WORK)
             raise
+
+    def _is_far_ahead(self) -> bool:
+        batches = self._batches + sum(each.batches for each in self._handed_over)
+        nbytes = self._nbytes + sum(each.nbytes for each in self._handed_over)
+        return batches > MOST_AHEAD or (batches > RUN_AHEAD and nbytes > RUN_AHEAD_BYTES)
 
     def is_capturing(self) -> bool:
         """True while a graph is captured on the compute stream: no other work may be issued then."""

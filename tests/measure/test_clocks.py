@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from measure.failing_device import FailingDevice
-from simulated.device import Event, SimulatedDevice
+from simulated.device import MS, Event, SimulatedDevice
 
 from lightning_feed.measure.step_meter import EventRing, open_ring
 
@@ -80,6 +80,34 @@ def test_events_that_cannot_be_compared_cost_the_step_not_the_training() -> None
     device.host(100)
     assert ring.read() == ("note", None)
     assert ring.lost == 1
+
+
+@pytest.mark.parametrize("behind", [0, 1, 3, 40])
+def test_catching_up_takes_few_questions(behind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the steps that the device has finished, up to a quarter as many as it has not may be left for later."""
+    device = SimulatedDevice()
+    ring = EventRing(device.event, 512)
+    ring.begin()
+    asked: list[Event] = []
+    query = Event.query
+
+    def counted(event: Event) -> bool:
+        asked.append(event)
+        return query(event)
+
+    monkeypatch.setattr(Event, "query", counted)
+    read = 0
+    for window in range(1, 6):
+        for number in range(50):
+            _step(device, ring, number)
+        device.now = max(device.now, device.compute.free_at - 5 * MS * behind)
+        asked.clear()
+        ring.catch_up()
+        assert window == 1 or len(asked) <= 4
+        assert 0 <= 50 * window - behind - read - ring.passed <= behind // 4
+        while ring.passed:
+            assert ring.read() is not None
+            read += 1
 
 
 # --- a device that fails ------------------------------------------------------------------------------------------

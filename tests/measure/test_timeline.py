@@ -20,7 +20,7 @@ def assert_true(timeline: Timeline) -> None:
     """Each step's figure is the simulated truth, and the parts of all steps are the time that passed."""
     assert timeline.steps
     assert [step.data_ns for step in timeline.steps] == pytest.approx(timeline.idle_ns(), abs=5)
-    parts = sum(sum(step[:4]) for step in timeline.steps)
+    parts = sum(step.step_ns for step in timeline.steps)
     assert parts == pytest.approx(timeline.ended - timeline.began, abs=1, rel=1e-9)
 
 

@@ -184,7 +184,7 @@ MUTANTS = {
         Prefetcher, "pass_on", "self._stream.follow_compute(batch)", "pass", batches_are_ordered, UNORDERED
     ),
     "a host that does not wait": Mutant(
-        DeviceStream, "limit_run_ahead", "[0].synchronize()", "", the_host_is_not_far_ahead, "memory for every step"
+        DeviceStream, "limit_run_ahead", ".event.synchronize()", "", the_host_is_not_far_ahead, "memory for every step"
     ),
     "a capture is not asked for": Mutant(
         DeviceStream, "is_capturing", "bool(asks())", "False", nothing_is_issued_in_a_capture, "a capture goes unseen"

@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.plugins import MixedPrecision
 from recording import Numbers
 from simulated.device import SimulatedDevice
 from simulated.training import Model, SimulatedLoader, evaluate, fit, numbers
@@ -204,7 +205,7 @@ def test_batch_size_finders_see_it_as_torchs_error(callbacks: list[Callback], tm
 
 
 class Captures(Callback):
-    """Captures a graph from the middle of a step to the end of its batch."""
+    """Captures a graph of the backward pass."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         self.device = device
@@ -214,16 +215,25 @@ class Captures(Callback):
             self.graph = self.device.graph()
             self.graph.__enter__()
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_step == 2:
             self.graph.__exit__(None, None, None)
 
-    on_train_batch_end.__module__ = "lightning.pytorch"  # of a user's callback, the look-ahead would wait for the end
+    on_after_backward.__module__ = "lightning.pytorch"  # with a user's callback, no batch is fetched before this hook
 
 
 def test_nothing_is_copied_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = SimulatedDevice()
-    trained(AnyBatch(device), numbers, Captures(device))
+    """With a gradient scaler, batches are fetched within the step."""
+
+    def train() -> None:
+        device = SimulatedDevice()
+        scaled = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+        fit(
+            device, AnyBatch(device), SimulatedLoader(device, 7), PrefetchCallback(), Captures(device), plugins=[scaled]
+        )
+        assert device.races == []
+
+    train()
     monkeypatch.setattr(DeviceStream, "is_capturing", lambda self: False)
     with pytest.raises(AssertionError, match="while a graph was captured"):
-        trained(AnyBatch(device), numbers, Captures(device))
+        train()
