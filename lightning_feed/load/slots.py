@@ -24,6 +24,7 @@ import mmap
 import os
 import pickle
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -55,6 +56,9 @@ SLOT_BYTES = 4 * 2**30
 _SPARE_SLOTS = 2
 """Slots for each worker beyond those for its ``prefetch_factor`` batches, for batches that the training loop keeps a
 while."""
+_WAITS_FOR_MEMORY = 10
+_WAIT_S = 0.0005
+"""How often and how long a worker waits before it uses a slot for the first time that is not usually needed."""
 _ALIGNMENT = 64
 """Bytes to which tensors are aligned, as in torch's allocator for the CPU."""
 _GROWTH = mmap.PAGESIZE * 64
@@ -311,7 +315,8 @@ def use_slots(loader: DataLoader[Batch], *, held: int = 0) -> None:
     except (OSError, OverflowError, ValueError) as error:
         _say_once(f"Batches are handed over as torch does it: {error}.")
         return
-    loader.collate_fn = SlotCollate(collate, memory)
+    usual = loader.num_workers * (loader.prefetch_factor or 1) + held + 1
+    loader.collate_fn = SlotCollate(collate, memory, usual)
     loader.pin_memory = loader.pin_memory and not memory.registers
 
 
@@ -377,11 +382,13 @@ class SlotCollate:
     Args:
         collate: the loader's own.
         memory: the slots.
+        usual: number of slots for the batches that are ready, and for one in training.
     """
 
-    def __init__(self, collate: Callable[[Sample], Batch], memory: SlotMemory) -> None:
+    def __init__(self, collate: Callable[[Sample], Batch], memory: SlotMemory, usual: int) -> None:
         self.collate = collate
         self.memory = memory
+        self._usual = usual
         self._touched: dict[int, int] = {}
         """End of the memory that was taken for each slot."""
 
@@ -389,7 +396,7 @@ class SlotCollate:
         """Collate samples. Returns what is sent to the training process."""
         if get_worker_info() is None:
             return self.collate(samples)
-        slot = self.memory.take()
+        slot = self._take()
         if slot is None:
             return _InSlot(self.memory.number, None, 0, bytes(ForkingPickler.dumps(self.collate(samples))))
         write = _Slot(self.memory, slot, self._touched.get(slot, 0))
@@ -405,6 +412,23 @@ class SlotCollate:
             self.memory.give_back(slot)
             return batch
         return _InSlot(self.memory.number, slot, write.used, content)
+
+    def _take(self) -> int | None:
+        """Take a free slot. None if there is none.
+
+        A loop drops a batch just after it has taken the next one, for which a worker at once begins another. So before
+        a slot gets memory that may never be needed again, a moment is given for an earlier one to become free.
+        """
+        slot = self.memory.take()
+        for _ in range(_WAITS_FOR_MEMORY):
+            if slot is None or slot < self._usual or slot in self._touched:
+                break
+            time.sleep(_WAIT_S)
+            other = self.memory.take()
+            if other is not None:
+                self.memory.give_back(max(slot, other))
+                slot = min(slot, other)
+        return slot
 
 
 class _Slot:

@@ -440,3 +440,16 @@ def test_a_batch_that_cannot_be_registered_is_handed_over_all_the_same(device, m
     memory.lease(0, 4096)
     assert "could not be registered" in caplog.text
     assert memory.take() == 0  # such a copy is over when it returns
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_slot_that_becomes_free_spares_the_memory_of_another(monkeypatch):
+    memory = SlotMemory(4)
+    collate = slots.SlotCollate(default_collate, memory, usual=2)
+    assert [collate._take(), collate._take()] == [0, 1]
+    monkeypatch.setattr(slots.time, "sleep", lambda _: memory.give_back(0))  # the loop drops a batch meanwhile
+    assert collate._take() == 0
+    monkeypatch.setattr(slots.time, "sleep", lambda _: None)  # the loop keeps its batches
+    assert [collate._take(), collate._take(), collate._take()] == [2, 3, None]

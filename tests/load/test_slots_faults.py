@@ -225,6 +225,34 @@ def test_little_locked_memory_does_not_matter_on_the_cpu():
     assert trained_limited(resource.RLIMIT_MEMLOCK, 64 << 10) == ([True, True], [])
 
 
+def many_tensors(sample):
+    return [alone(sample + number) for number in range(64)]
+
+
+def _keep_two_batches(answers, hand_over):
+    torch.set_num_threads(1)
+    open_files = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files + 40, open_files + 40))
+    try:
+        batches = iter(loader_of([1000] * 4, collate_fn=many_tensors, hand_over=hand_over))
+        kept = [next(batches), next(batches)]
+        answers.send([value_of(batch[63]) for batch in kept])
+    except (OSError, RuntimeError) as error:
+        answers.send(str(error))
+    os._exit(0)  # torch's own end of a pass would need files, too
+
+
+@pytest.mark.parametrize("hand_over", ["slots", "torch"])
+def test_few_open_files_are_enough_for_many_tensors(hand_over):
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=_keep_two_batches, args=(there, hand_over))
+    process.start()
+    there.close()
+    answer = here.recv()
+    process.join()
+    assert answer == [63, 64] if hand_over == "slots" else "open files" in answer
+
+
 IN_A_TINY_SHM = """
 import torch
 from lightning_feed.load.loader import FeedLoader
