@@ -56,9 +56,9 @@ SLOT_BYTES = 4 * 2**30
 _SPARE_SLOTS = 2
 """Slots for each worker beyond those for its ``prefetch_factor`` batches, for batches that the training loop keeps a
 while."""
-_WAITS_FOR_MEMORY = 10
+_WAITS = 10
 _WAIT_S = 0.0005
-"""How often and how long a worker waits before it uses a slot for the first time that is not usually needed."""
+"""Seconds of each of the waits of a worker before it uses a slot for the first time that is not usually needed."""
 _ALIGNMENT = 64
 """Bytes to which tensors are aligned, as in torch's allocator for the CPU."""
 _GROWTH = mmap.PAGESIZE * 64
@@ -420,7 +420,7 @@ class SlotCollate:
         a slot gets memory that may never be needed again, a moment is given for an earlier one to become free.
         """
         slot = self.memory.take()
-        for _ in range(_WAITS_FOR_MEMORY):
+        for _ in range(_WAITS):
             if slot is None or slot < self._usual or slot in self._touched:
                 break
             time.sleep(_WAIT_S)
