@@ -41,7 +41,7 @@ CHILDREN = {
     "start": ["gallery", "how-to/loggers", "how-to/plain-pytorch", "how-to/ddp"],
     "choose": [
         *("how-to/tune", "how-to/threads", "how-to/images", "how-to/storage", "how-to/copy-less"),
-        *("how-to/exact-resume", "recipes"),
+        *("how-to/batches_in_place", "how-to/exact-resume", "recipes"),
     ],
     "reference/api": [
         *("reference/datamodule", "reference/callbacks", "reference/command-line", "reference/report"),
