@@ -56,8 +56,8 @@ SLOT_BYTES = 4 * 2**30
 _SPARE_SLOTS = 2
 """Slots for each worker beyond those for its ``prefetch_factor`` batches, for batches that the training loop keeps a
 while."""
-_WAITS = 10
-_WAIT_S = 0.0005
+_WAITS = 20
+_WAIT_S = 0.00005
 """Seconds of each of the waits of a worker before it uses a slot for the first time that is not usually needed."""
 _ALIGNMENT = 64
 """Bytes to which tensors are aligned, as in torch's allocator for the CPU."""
@@ -420,6 +420,8 @@ class SlotCollate:
         a slot gets memory that may never be needed again, a moment is given for an earlier one to become free.
         """
         slot = self.memory.take()
+        if max(self._touched.values(), default=0) < _LARGE_BYTES:
+            return slot
         for _ in range(_WAITS):
             if slot is None or slot < self._usual or slot in self._touched:
                 break
