@@ -13,10 +13,12 @@ class Trials:
 
     def __init__(self, steps_s: dict[int, Any]) -> None:
         self.steps_s = steps_s
+        self.loaders: list[Any] = []
         self.settings: list[Setting] = []
         self.works: list[Any] = []
 
     def __call__(self, loader: Any, setting: Setting, work: Any, limits: Any, *, ranks: int = 1) -> Trial:
+        self.loaders.append(loader)
         self.settings.append(setting)
         self.works.append(work)
         step_s = self.steps_s[min(setting.num_workers, max(self.steps_s))]

@@ -17,7 +17,7 @@ from lightning_feed.load.kinds import AnyLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import size_of
 from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, Setting, Workload, recommend
-from lightning_feed.load.slots import in_slots
+from lightning_feed.load.slots import put_in_slots
 from lightning_feed.load.worker import WorkerInit, why_not_sent
 from lightning_feed.trials.cloning import map_loaders, twin_of
 
@@ -143,9 +143,8 @@ def _rebuilt(loader: DataLoader[object], setting: Setting, settings: LoaderSetti
     if not setting.num_workers:
         changed |= {"multiprocessing_context": None, "timeout": 0}
     _host.change_saved_arguments(twin, changed, always=_CHANGED)
-    kind: Any = type(twin)
-    if settings.hand_over == "slots" and kind._get_iterator is DataLoader._get_iterator:
-        twin.__class__ = in_slots(kind)
+    if settings.hand_over == "slots":
+        put_in_slots(twin)
     return twin
 
 

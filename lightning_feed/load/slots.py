@@ -355,6 +355,16 @@ def in_slots(kind: Any) -> type[DataLoader[Batch]]:
     return InSlots
 
 
+def put_in_slots(loader: DataLoader[Batch]) -> None:
+    """Let the worker processes of a DataLoader of torch's, or of a derived class, leave their batches in slots.
+
+    Not if the class makes its iterators in its own way.
+    """
+    kind: Any = type(loader)
+    if kind._get_iterator is DataLoader._get_iterator:
+        loader.__class__ = in_slots(kind)
+
+
 def uses_slots(loader: DataLoader[Batch]) -> bool:
     """True if the worker processes of a loader leave their batches in slots."""
     ours = getattr(loader, "hand_over", None) == "slots" and getattr(loader, "workers", None) == "process"

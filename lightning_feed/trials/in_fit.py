@@ -20,7 +20,7 @@ from lightning_feed.load.order import DrawsOf, size_of
 from lightning_feed.load.processes import shut_down_workers
 from lightning_feed.load.rank_store import connected, gather
 from lightning_feed.load.settings import TORCH_PREFETCH, RayCluster, Setting
-from lightning_feed.load.slots import plain_kind_of
+from lightning_feed.load.slots import plain_kind_of, put_in_slots
 from lightning_feed.measure.measurements import LoopMeasurements, Measurements
 from lightning_feed.trials.cloning import twin_of
 from lightning_feed.trials.training_work import TrainingWork
@@ -51,6 +51,7 @@ def goal_of(trainer: Any, *, work: TrainingWork, most_workers: int | None, budge
         local_ranks=trainer.num_devices,
         most_workers=most_workers,
         may_persist=not trainer.reload_dataloaders_every_n_epochs,
+        in_slots=True,
         budget_s=budget_s,
     )
 
@@ -145,7 +146,7 @@ def _once_per_node(tune: Callable[[], Tuned], trainer: Any) -> Tuned:
 
 
 def with_setting(loader: DataLoader[Batch], setting: Setting) -> DataLoader[Batch]:
-    """A copy of a loader with other workers, in the same order of samples.
+    """A copy of a loader with other workers, in the same order of samples. Its worker processes use slots.
 
     Its workers are seeded by a separate generator. The seed that the given loader would draw for its workers is still
     drawn, so that samplers and model draw the same numbers afterwards.
@@ -176,6 +177,8 @@ def with_setting(loader: DataLoader[Batch], setting: Setting) -> DataLoader[Batc
     twin = twin_of(loader, **values)
     if isinstance(twin, FeedLoader) and isinstance(loader, FeedLoader):
         twin.follow(loader)
+    else:
+        put_in_slots(twin)
     return twin
 
 

@@ -21,12 +21,14 @@ from lightning_feed.errors import LoaderError, SettingsError, throughput
 from lightning_feed.extras import installed_version
 from lightning_feed.load.fork_safety import may_change
 from lightning_feed.load.kinds import AnyDataset, Batch
+from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine, read_machine
 from lightning_feed.load.order import size_of
 from lightning_feed.load.settings import PINNING_DEVICES, Setting
+from lightning_feed.load.slots import put_in_slots
 from lightning_feed.load.worker import why_not_sent
 from lightning_feed.storage.system import cache_folder, read_json, read_text, write_json
-from lightning_feed.trials.cloning import background_of, has_threads
+from lightning_feed.trials.cloning import background_of, has_threads, twin_of
 from lightning_feed.trials.search import OutOfTime, Space, Trial, find_setting
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.trial import TrialLimits, feasible, run_trial
@@ -60,6 +62,8 @@ class Goal:
     """Largest number of workers to try; None: as many as CPUs, memory and /dev/shm allow."""
     may_persist: bool = True
     """True if workers may stay alive between epochs. False if the Trainer reloads the loaders."""
+    in_slots: bool = False
+    """True if the result will run with slots, also where the loader is torch's own."""
     budget_s: float = 30.0
     """Seconds for the trials. No trial starts later."""
 
@@ -191,12 +195,15 @@ class _Run:
         clock: Callable[[], float],
     ) -> None:
         self.loader = loader
+        if goal.in_slots and not isinstance(loader, FeedLoader):
+            self.loader = twin_of(loader)
+            put_in_slots(self.loader)
         self.goal = goal
         self.machine = machine
         self._on_trial = on_trial
         self._clock = clock
         self._began_s = clock()
-        self._feasible = feasible(loader, machine, goal.local_ranks)
+        self._feasible = feasible(self.loader, machine, goal.local_ranks)
         self._trials: list[Trial] = []
         self._slowest_s = 0.0
 
@@ -326,7 +333,10 @@ def key_of(loader: DataLoader[Batch], goal: Goal, machine: Machine) -> dict[str,
         "own": asdict(own_setting(loader)),
         "versions": [installed_version("lightning-feed"), str(torch.__version__), platform.python_version()],
         "model": goal.model,
-        "goal": [goal.work.step_s > 0, goal.local_ranks, goal.device_type, goal.most_workers, goal.may_persist],
+        "goal": [
+            *(goal.work.step_s > 0, goal.local_ranks, goal.device_type, goal.most_workers),
+            *(goal.may_persist, goal.in_slots),
+        ],
     }
 
 

@@ -30,6 +30,7 @@ from lightning_feed.load import build
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.order import EpochOrder
+from lightning_feed.load.slots import memory_of, uses_slots
 from lightning_feed.storage.system import cache_folder
 from lightning_feed.trials import tune_loader
 
@@ -180,6 +181,20 @@ def test_it_goes_on_in_the_same_epoch(trials: Trials) -> None:
     watching = Watching()
     fit([AutotuneCallback(max_workers=3), watching], plain(), max_epochs=3)
     assert watching.seen == [[0] * MEASURED + [3] * 2, [3] * 6, [3] * 6]
+
+
+@pytest.mark.parametrize("loaders", [plain(), plain(num_workers=1), ours()])
+def test_batches_of_a_tuned_loader_are_in_slots(loaders: Any, trials: Trials) -> None:
+    in_slots = []
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            (iterator,) = _host.loop_iterators(trainer, "fit")
+            in_slots.append(memory_of(getattr(iterator, "source", iterator)) is not None)
+
+    fit([AutotuneCallback(max_workers=3), Looks()], loaders, max_epochs=3)
+    assert all(in_slots[MEASURED:])
+    assert all(uses_slots(loader) for loader in trials.loaders)
 
 
 def test_a_loader_in_any_order_is_changed_at_the_end_of_the_epoch(trials: Trials) -> None:
