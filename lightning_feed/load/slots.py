@@ -31,6 +31,7 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd, ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from lightning_feed.errors import LoaderError
 from lightning_feed.load.copy_fence import CopyFence
 from lightning_feed.load.kinds import Batch, Sample
 from lightning_feed.load.machine import HAS_SLOTS
+from lightning_feed.storage.system import read_text
 
 try:
     import fcntl
@@ -240,12 +242,16 @@ def _check_addresses(size: int) -> None:
     """Leave addresses to the program, if their number is limited.
 
     Raises:
-        OSError: the memory would have more than half of them.
+        OSError: the memory would have more than half of those that are left.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit != resource.RLIM_INFINITY and size > limit // 2:
+    if limit == resource.RLIM_INFINITY:
+        return
+    left = limit - int(read_text(Path("/proc/self/statm")).partition(" ")[0] or 0) * mmap.PAGESIZE
+    if size > left // 2:
         raise OSError(
-            f"slots need {size >> 30} GiB of addresses, more than half of the limit of {limit >> 30} GiB (ulimit -v)"
+            f"slots need {size >> 30} GiB of addresses, more than half of the {left >> 30} GiB that are left "
+            "(ulimit -v)"
         )
 
 

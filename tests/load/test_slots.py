@@ -448,6 +448,7 @@ def test_a_batch_that_cannot_be_registered_is_handed_over_all_the_same(device, m
 def test_a_slot_that_becomes_free_spares_the_memory_of_another(monkeypatch):
     memory = SlotMemory(4)
     collate = slots.SlotCollate(default_collate, memory, usual=2)
+    collate._touched[0] = 2**20  # batches are large enough to wait for
     assert [collate._take(), collate._take()] == [0, 1]
     monkeypatch.setattr(slots.time, "sleep", lambda _: memory.give_back(0))  # the loop drops a batch meanwhile
     assert collate._take() == 0
