@@ -249,10 +249,7 @@ def _check_addresses(size: int) -> None:
         return
     left = limit - int(read_text(Path("/proc/self/statm")).partition(" ")[0] or 0) * mmap.PAGESIZE
     if size > left // 2:
-        raise OSError(
-            f"slots need {size >> 30} GiB of addresses, more than half of the {left >> 30} GiB that are left "
-            "(ulimit -v)"
-        )
+        raise OSError(f"slots need {size >> 30} GiB of addresses, more than half of those that are left (ulimit -v)")
 
 
 def _new_file(size: int) -> int:

@@ -8,6 +8,7 @@ from lightning_feed.measure.wall import Part
 from lightning_feed.report.report import RunIdentity, is_toy, may_be_tuned, takes_turns
 from lightning_feed.verdict.decide import share_text
 from lightning_feed.verdict.diagnosis import Cause, Diagnosis, Remedy
+from lightning_feed.verdict.notes import second_epoch
 from lightning_feed.verdict.shares import LOOP_WORDS, in_ms
 
 ENOUGH_STEPS = 30
@@ -114,7 +115,7 @@ def _for_data(found: Diagnosis, run: RunIdentity, given: str) -> str:
     if fewer:
         return fewer
     if facts.keeps:
-        return _notes(found, run, given)[0]
+        return second_epoch(facts)
     turns = ""
     if takes_turns(found):
         turns = f"loading and {LOOP_WORDS[facts.stage]} take turns"

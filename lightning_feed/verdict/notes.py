@@ -119,12 +119,17 @@ def _undivided(finding: Finding, cause: Cause) -> Iterator[str]:
     if finding.facts.why_no_workers:
         yield f"no workers, though they would load while the model trains: {finding.facts.why_no_workers}"
     elif finding.facts.keeps:
-        yield (
-            f"train for a second epoch before you change workers: {finding.facts.keeps} keeps what was read, and each "
-            "worker would have to fill its own"
-        )
+        yield second_epoch(finding.facts)
     elif cause != "hand-over" and (finding.facts.num_workers or 0) <= 1 and not may_have_workers(finding):
         yield SHARD
+
+
+def second_epoch(facts: LoopFacts) -> str:
+    """Note on a dataset that keeps what it reads, in the epoch in which it does."""
+    return (
+        f"train for a second epoch before you change workers: {facts.keeps} keeps what was read, and each worker would "
+        "have to fill its own"
+    )
 
 
 def _may_diagnose(finding: Finding) -> bool:

@@ -6,7 +6,6 @@ import logging
 import mmap
 import multiprocessing
 import os
-import re
 import resource
 import shutil
 import signal
@@ -215,7 +214,7 @@ def test_a_limit_of_addresses_leaves_torchs_way(workers):
     assert in_slots == [False, False]
     (message,) = said
     assert "as torch does it" in message
-    assert re.search(r"more than half of the (19|20) GiB that are left \(ulimit -v\)", message)
+    assert "more than half of those that are left (ulimit -v)" in message
 
 
 def test_a_limit_of_file_sizes_leaves_torchs_way():
