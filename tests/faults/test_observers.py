@@ -27,6 +27,7 @@ import lightning_feed
 from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings
 from lightning_feed.callbacks import autotune, starvation_run
 from lightning_feed.callbacks.autotune import AutotuneCallback
+from lightning_feed.load.slots import in_slots
 from lightning_feed.measure import guard, hook_times, loop
 from lightning_feed.measure.step_meter import EventRing
 from lightning_feed.trials import tune_loader
@@ -196,6 +197,7 @@ def with_moves(folder: Path) -> Fit:
 
 def made(make: Callable[[Path], Fit], folder: Path) -> Fit:
     torch.manual_seed(7)
+    in_slots.cache_clear()  # made once for each class, and so called in the first fit only
     return make(folder)
 
 
