@@ -143,8 +143,8 @@ def _rebuilt(loader: DataLoader[object], setting: Setting, settings: LoaderSetti
     if not setting.num_workers:
         changed |= {"multiprocessing_context": None, "timeout": 0}
     _host.change_saved_arguments(twin, changed, always=_CHANGED)
-    if settings.hand_over == "slots":
-        put_in_slots(twin)
+    vars(twin)["hand_over"] = settings.hand_over  # a tuner's copy of this loader follows it, too
+    put_in_slots(twin)
     return twin
 
 

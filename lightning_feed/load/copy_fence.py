@@ -34,6 +34,12 @@ class CopyFence:
             events.append(event)
         return events
 
+    def wait(self, events: list[Any]) -> None:
+        """Wait until the device has passed all ``events``."""
+        for event in events:
+            if event is not None:
+                event.synchronize()
+
     def passed(self, events: list[Any]) -> bool:
         """True if the device has passed all ``events``. Does not wait."""
         if events == [None]:

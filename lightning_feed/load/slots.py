@@ -1,9 +1,9 @@
 """Slots: memory shared with worker processes, in which they leave their batches, again and again.
 
 Torch's workers put each tensor of a batch into new shared memory: the kernel clears its pages, a file descriptor is
-sent, the training process maps the pages, and a thread copies them into page-locked memory. Here, the
-workers share slots that exist before they start. A worker collates into a free slot and sends the slot's number; the
-training process looks at the slot in place. The slot is free again once nothing refers to the batch any more.
+sent, the training process maps the pages, and a thread copies them into page-locked memory. Here, the workers share
+slots that exist before they start. A worker collates into a free slot and sends the slot's number; the training process
+looks at the slot in place. The slot is free again once nothing refers to the batch any more.
 
 The memory is a file that exists only in memory (``memfd_create``), not in /dev/shm, so the size of /dev/shm does not
 limit it, and no descriptor is sent with a batch. The file has a fixed, large range of addresses for each slot; the
@@ -123,7 +123,9 @@ class SlotMemory:
         self._map_file(file)
 
     def __del__(self) -> None:
-        if self._registered and self._owner == os.getpid():
+        if self._registered and self._fence is not None and self._owner == os.getpid():
+            for _, events in self._copying:  # these copies must not lose their memory
+                self._fence.wait(events)
             for slot in self._registered:
                 _unregister(self._address(slot))
         if hasattr(self, "_file"):
@@ -361,10 +363,10 @@ def in_slots(kind: Any) -> type[DataLoader[Batch]]:
 def put_in_slots(loader: DataLoader[Batch]) -> None:
     """Let the worker processes of a DataLoader of torch's, or of a derived class, leave their batches in slots.
 
-    Not if the class makes its iterators in its own way.
+    Not if the class makes its iterators in its own way, or if the user wants torch's way (:attr:`hand_over`).
     """
     kind: Any = type(loader)
-    if kind._get_iterator is DataLoader._get_iterator:
+    if kind._get_iterator is DataLoader._get_iterator and getattr(loader, "hand_over", "slots") == "slots":
         loader.__class__ = in_slots(kind)
 
 

@@ -31,6 +31,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_feed import AutotuneCallback, FastDataModule, LoaderSettings
 from lightning_feed.data import wrapping
 from lightning_feed.errors import SettingsError
+from lightning_feed.load.settings import Setting
+from lightning_feed.load.slots import memory_of, uses_slots
+from lightning_feed.trials.in_fit import with_setting
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 TWO = LoaderSettings(num_workers=2, prefetch_factor=3, persistent_workers=False)
@@ -400,3 +403,14 @@ def test_lightning_makes_it_again_for_several_ranks(kind: Any) -> None:
     again, unwrapped = _update_dataloader(changed(mine), sampler), _update_dataloader(mine, sampler)
     assert (again.num_workers, again.prefetch_factor) == (2, 3)
     assert (again.batch_size, len(again)) == (unwrapped.batch_size, len(unwrapped))
+
+
+@pytest.mark.parametrize("hand_over", ["slots", "torch"])
+def test_a_tuners_copy_hands_over_as_the_wrapped_loader_does(hand_over: Any) -> None:
+    settings = LoaderSettings(num_workers=2, hand_over=hand_over)
+    loader = FastDataModule.wrap(Gives(DataLoader(Rows(), batch_size=6)), loader=settings).train_dataloader()
+    tuned = with_setting(loader, Setting(num_workers=1, prefetch_factor=2))
+    assert [uses_slots(loader), uses_slots(tuned)] == [hand_over == "slots"] * 2
+    for batches in (iter(loader), iter(tuned)):
+        assert (memory_of(batches) is not None) is (hand_over == "slots")
+        assert sum(len(batch) for batch in batches) == 24

@@ -377,6 +377,9 @@ class FakeDevice:
             def query(self):
                 return device.reached[self.stream] >= self.at
 
+            def synchronize(self):
+                device.reached[self.stream] = max(self.at, device.reached[self.stream])
+
         return Event()
 
 
@@ -431,6 +434,17 @@ def test_a_slot_that_grows_is_registered_once_more(device, monkeypatch):
     del memory
     gc.collect()
     assert registered[3:] == ["ended"]
+
+
+def test_memory_that_is_still_copied_is_not_taken_from_the_device(device, monkeypatch):
+    reached_then = []
+    monkeypatch.setattr(slots, "_unregister", lambda _: reached_then.append(dict(device.reached)))
+    memory = SlotMemory(1, CopyFence(device))
+    memory.lease(0, 4096)  # and dropped, while the device copies
+    assert not any(device.reached.values())
+    del memory
+    gc.collect()
+    assert reached_then == [{"main": 1, "copies": 1}]
 
 
 def test_a_batch_that_cannot_be_registered_is_handed_over_all_the_same(device, monkeypatch, caplog):
