@@ -65,6 +65,9 @@ ROWS: dict[str, Row] = {
     "LitData + simplejpeg, w2": Row("aa", "u8", partial(rows.litdata, crop=rows.simplejpeg_v2)),
     "DALI CPU, t2": Row("aa", "u8", partial(rows.dali, antialias=True)),
     "ours exact, w2": Row("aa", "u8", partial(rows.ours, workers="process")),
+    "ours exact, w2, handed over as torch does it": Row(
+        "aa", "u8", partial(rows.ours, workers="process", hand_over="torch")
+    ),
     "ours exact, t2": Row("aa", "u8", rows.ours),
     "ours fast, t2": Row("linear", "u8", partial(rows.ours, quality="fast")),
 }

@@ -263,17 +263,15 @@ def ours(
     *,
     quality: Literal["exact", "fast"] = "exact",
     workers: Literal["process", "thread"] = "thread",
+    hand_over: Literal["slots", "torch"] = "slots",
 ) -> Feed:
     """As a user gets it from ImageFolderDataModule."""
     from lightning_feed import ImageFolderDataModule, LoaderSettings
 
-    made = ImageFolderDataModule(
-        job.folder,
-        job.batch_size,
-        image_size=job.size,
-        quality=quality,
-        loader=LoaderSettings(num_workers=job.workers, workers=workers, persistent_workers=True, pin_memory=False),
+    settings = LoaderSettings(
+        num_workers=job.workers, workers=workers, persistent_workers=True, pin_memory=False, hand_over=hand_over
     )
+    made = ImageFolderDataModule(job.folder, job.batch_size, image_size=job.size, quality=quality, loader=settings)
     loader = made.train_dataloader()
 
     def epoch() -> Iterator[Any]:
