@@ -113,6 +113,9 @@ PYTHON_PAGES = [
 @pytest.mark.parametrize("page", PYTHON_PAGES)
 def test_python_on_the_pages_runs(page: Path, reader_folder: Path) -> None:
     blocks = _blocks(page, "python")
+    for name in ("timm", "transformers"):  # of the extra `zoo`
+        if any(f"import {name}" in block or f"from {name} " in block for block in blocks):
+            pytest.importorskip(name)
     package = "pytorch_lightning" if any("pytorch_lightning" in block for block in blocks) else "lightning.pytorch"
     module_name = f"page_{page.stem.replace('-', '_')}"
     file = reader_folder / f"{module_name}.py"
