@@ -12,12 +12,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_feed.decode.decoders import Region
-from lightning_feed.decode.header import JPEG, PNG, WEBP, Encoded, ends_like_jpeg, jpeg_header, kind_of, png_bit_depth
 from lightning_feed.errors import DatasetError, DecodeError, LoaderError
 from lightning_feed.images import dali_binding as binding
 from lightning_feed.images.crop import CropSpec
 from lightning_feed.images.dali_binding import FAILURES, DaliOptions
+from lightning_feed.images.decoders import Region
+from lightning_feed.images.header import JPEG, PNG, WEBP, Encoded, ends_like_jpeg, jpeg_header, kind_of, png_bit_depth
 from lightning_feed.images.image_dataset import EncodedBatch, EncodedSample, ImageDataset, decode_rest
 from lightning_feed.load.trace import traced
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torchvision.io import ImageReadMode
 
-from lightning_feed.decode.decoders import Region, refuse_bomb
-from lightning_feed.decode.header import FRAME_HEADERS, JPEG, Encoded, as_array, ends_like_jpeg, jpeg_segments, kind_of
 from lightning_feed.errors import DecodeError, LoaderError, MissingExtraError
 from lightning_feed.images.crop import CropSpec, Quality
+from lightning_feed.images.decoders import Region, refuse_bomb
+from lightning_feed.images.header import FRAME_HEADERS, JPEG, Encoded, as_array, ends_like_jpeg, jpeg_segments, kind_of
 from lightning_feed.images.image_dataset import EncodedBatch, EncodedSample, ImageDataset, decode_on_cpu, decode_rest
 from lightning_feed.load.trace import traced
 
