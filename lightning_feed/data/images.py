@@ -189,8 +189,8 @@ class FeedImageFolder(FeedDataModule):
 
     def failures(self) -> int:
         """Number of unreadable samples so far, over all splits, on this rank."""
-        found = map(_images_in, self._feed.datasets.values())
-        return sum(images.bad_samples.failures for images in found if images is not None)
+        datasets = map(_images_in, self._feed.datasets.values())
+        return sum(dataset.bad_samples.failures for dataset in datasets if dataset is not None)
 
     def __getstate__(self) -> dict[str, object]:
         # Device data is not pickled: a worker that receives it would open the device.
@@ -213,8 +213,10 @@ class FeedImageFolder(FeedDataModule):
 
     def _feed_attach(self) -> None:
         super()._feed_attach()
-        callbacks = [] if self.trainer is None or self.backend not in DALI_BACKENDS else self.trainer.callbacks
-        if not any(isinstance(one, PassEnds) and one.datamodule is self for one in callbacks):
+        if self.trainer is None or self.backend not in DALI_BACKENDS:
+            return
+        callbacks = self.trainer.callbacks
+        if not any(isinstance(callback, PassEnds) and callback.datamodule is self for callback in callbacks):
             callbacks.append(PassEnds(self))
 
     def _feed_pass_ended(self, split: str) -> None:
@@ -251,30 +253,27 @@ class FeedImageFolder(FeedDataModule):
             half=self.dtype == torch.float16,
         )
         keep = split == "train" or options.keep_eval_pipelines
-        made = self._images_decoders[split] = DaliImageDecoder(images, spec, keep=keep, pin=pin)
-        return made
+        decoder = DaliImageDecoder(images, spec, keep=keep, pin=pin)
+        self._images_decoders[split] = decoder
+        return decoder
 
     def _images_source(self, split: str) -> SampleSource | None:
         """Return the images of a split. The first call chooses the decoder, on rank 0 if all ranks must agree."""
-        found: list[SampleSource | None] = []
-
-        def find() -> SampleSource | None:
-            found.append(self._images_splits.source(self.staged_dir, split))
-            return found[0]
-
-        def choose() -> str | None:
-            source = find()
-            if source is None:
-                return None
-            self._images_choice = backends.choose_decoder(source, self._images_train.crops)
-            return self._images_choice.name
-
+        if self._images_choice is None and self.decoder != "auto":
+            self._images_choice = make_decoder(self.decoder)
         if self._images_choice is None:
-            auto = self.decoder == "auto"
-            name = once_for_all_ranks(self.trainer, choose) if auto else self.decoder
-            if name is not None and self._images_choice is None:  # the user named it, or another rank chose it
+            name = once_for_all_ranks(self.trainer, lambda: self._images_choose(split))
+            if name is not None and self._images_choice is None:  # another rank chose it
                 self._images_choice = make_decoder(name)
-        return found[0] if found else find()
+        return self._images_splits.source(self.staged_dir, split)
+
+    def _images_choose(self, split: str) -> str | None:
+        """Choose the fastest decoder for the images of a split. Return its name; None if there are no images."""
+        source = self._images_splits.source(self.staged_dir, split)
+        if source is None:
+            return None
+        self._images_choice = backends.choose_decoder(source, self._images_train.crops)
+        return self._images_choice.name
 
     def _images_settle(self) -> str:
         """Return the backend's name, checked at the first call, when the device is known."""

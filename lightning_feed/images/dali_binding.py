@@ -133,13 +133,13 @@ def require_dali(*, gpu: bool, why: str = "Decoding with DALI") -> Any:
             f"{pip_line('--upgrade')}"
         )
     # DALI stores "12.9.86" as the number 12986 (checked in 2.4.0); its own checks use the first two digits.
-    theirs = str(getattr(dali, "__cuda_version__", ""))[:2]
-    ours = str(torch.version.cuda).partition(".")[0]
-    if gpu and ours.isdecimal() and theirs.isdecimal() and ours != theirs:
+    dali_cuda = str(getattr(dali, "__cuda_version__", ""))[:2]
+    torch_cuda = str(torch.version.cuda).partition(".")[0]
+    if gpu and torch_cuda.isdecimal() and dali_cuda.isdecimal() and torch_cuda != dali_cuda:
         raise SettingsError(
             f"{why} on the GPU needs a DALI built for torch's CUDA version. The installed torch {torch.__version__} is "
-            f"for CUDA {torch.version.cuda}, but the installed DALI {version} is for CUDA {theirs}. Change it:  "
-            f"pip uninstall --yes nvidia-dali-cuda{theirs}0  &&  {pip_line()}"
+            f"for CUDA {torch.version.cuda}, but the installed DALI {version} is for CUDA {dali_cuda}. Change it:  "
+            f"pip uninstall --yes nvidia-dali-cuda{dali_cuda}0  &&  {pip_line()}"
         )
     return dali
 
@@ -202,8 +202,8 @@ def take_output(pipeline: Any, device: torch.device) -> Tensor:
 
 def reason_of(error: Exception) -> str:
     """Return the cause from DALI's message, without its place in the pipeline definition."""
-    said = str(error).split("encountered:")[-1].replace("Current pipeline object is no longer valid.", "")
-    return " ".join(said.split()) or type(error).__name__
+    cause = str(error).split("encountered:")[-1].replace("Current pipeline object is no longer valid.", "")
+    return " ".join(cause.split()) or type(error).__name__
 
 
 def raise_if_no_memory(error: Exception, device: torch.device) -> None:
