@@ -259,21 +259,25 @@ class FeedImageFolder(FeedDataModule):
 
     def _images_source(self, split: str) -> SampleSource | None:
         """Return the images of a split. The first call chooses the decoder, on rank 0 if all ranks must agree."""
-        if self._images_choice is None and self.decoder != "auto":
-            self._images_choice = make_decoder(self.decoder)
-        if self._images_choice is None:
-            name = once_for_all_ranks(self.trainer, lambda: self._images_choose(split))
-            if name is not None and self._images_choice is None:  # another rank chose it
-                self._images_choice = make_decoder(name)
-        return self._images_splits.source(self.staged_dir, split)
+        scanned: list[SampleSource | None] = []  # a large folder takes seconds, so it is read once
 
-    def _images_choose(self, split: str) -> str | None:
-        """Choose the fastest decoder for the images of a split. Return its name; None if there are no images."""
-        source = self._images_splits.source(self.staged_dir, split)
-        if source is None:
-            return None
-        self._images_choice = backends.choose_decoder(source, self._images_train.crops)
-        return self._images_choice.name
+        def scan() -> SampleSource | None:
+            scanned.append(self._images_splits.source(self.staged_dir, split))
+            return scanned[0]
+
+        def choose() -> str | None:
+            source = scan()
+            if source is None:
+                return None
+            self._images_choice = backends.choose_decoder(source, self._images_train.crops)
+            return self._images_choice.name
+
+        name: str | None = self.decoder
+        if self._images_choice is None and name == "auto":
+            name = once_for_all_ranks(self.trainer, choose)
+        if self._images_choice is None and name is not None:  # the user named it, or another rank chose it
+            self._images_choice = make_decoder(name)
+        return scanned[0] if scanned else scan()
 
     def _images_settle(self) -> str:
         """Return the backend's name, checked at the first call, when the device is known."""
