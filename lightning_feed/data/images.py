@@ -383,7 +383,7 @@ class ImageFolderDataModule(FeedImageFolder, LightningDataModule):
         image_size: height and width of the images, in pixels.
         quality: ``"exact"`` yields the pixels of torchvision's uint8 recipe. ``"near"`` decodes at a smaller scale if a
             crop is shrunk to a quarter or less. ``"fast"`` decodes at the smallest sufficient scale, and resizes
-            without antialiasing (needs OpenCV). For the pixel differences see docs/reference/decoders.md.
+            without antialiasing (needs OpenCV). For the pixel differences see docs/how-to/images.md.
         transform: replaces RandomResizedCrop and flip for training images: torchvision v1 or v2, or a function.
         eval_transform: replaces Resize and CenterCrop for the other splits.
         decoder: a decoder's name, or ``"auto"`` for the fastest on this machine that matches Pillow (45 dB or more).

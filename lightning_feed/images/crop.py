@@ -21,7 +21,7 @@ Quality: TypeAlias = Literal["exact", "near", "fast"]
 QUALITIES: tuple[Quality, ...] = ("exact", "near", "fast")
 """``"exact"``: the pixels of torchvision's antialiased uint8 resize. ``"near"``: decoded at a smaller scale, at least
 twice the target size each way, then resized like ``"exact"``. ``"fast"``: decoded at the smallest scale that is at
-least the target size, then resized without antialiasing. Differences from ``"exact"``: docs/reference/decoders.md."""
+least the target size, then resized without antialiasing. Differences from ``"exact"``: docs/how-to/images.md."""
 
 
 @dataclass(frozen=True, eq=False)
