@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from decode import made_images
+from images import made_images
 from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2.functional import resize_image

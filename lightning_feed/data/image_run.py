@@ -1,4 +1,4 @@
-"""What ImageFolderDataModule needs of a Trainer: its device, one decision for all ranks, and the ends of passes."""
+"""ImageFolderDataModule in a Trainer: its device, one decision for all ranks, and the ends of passes."""
 
 from collections.abc import Callable
 from typing import TypeVar, cast

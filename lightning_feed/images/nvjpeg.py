@@ -128,7 +128,7 @@ def not_for_nvjpeg(data: Encoded) -> str | None:
 
 
 class _Frame(NamedTuple):
-    """What the frame header of a JPEG says, and an Adobe segment before it."""
+    """The frame header of a JPEG, and the colours that an Adobe segment tells."""
 
     marker: int
     """The kind of JPEG."""

@@ -204,7 +204,8 @@ def _sample_to_keep(dataset: AnyDataset, index: int) -> Any:
     if isinstance(dataset, ConcatDataset):
         number = bisect_right(dataset.cumulative_sizes, index)
         inner = dataset.datasets[number]
-        return _sample_to_keep(inner, index - dataset.cumulative_sizes[number] + len(inner))
+        size: int = len(inner)  # type: ignore[arg-type]  # a ConcatDataset has only datasets with a length
+        return _sample_to_keep(inner, index - dataset.cumulative_sizes[number] + size)
     if hasattr(dataset, "sample_to_keep"):
         return dataset.sample_to_keep(index)
     return dataset[index]

@@ -31,11 +31,6 @@ def _refuse(*args: Any, **options: Any) -> Any:
     raise AssertionError("this need not be looked for")
 
 
-def test_auto_is_gone(class_folders: Path) -> None:
-    with pytest.raises(SettingsError, match=r'^backend="auto" is gone. Leave it out for "torch"; lightning-feed diag'):
-        ImageFolderDataModule(class_folders, backend="auto")  # type: ignore[arg-type]
-
-
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("backend", "workers"), [("torch", "process"), ("nvjpeg", "thread")])
 def test_workers_that_only_read_are_threads(backend: Any, workers: str, class_folders: Path) -> None:

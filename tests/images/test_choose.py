@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from images.made_images import BROKEN, HEIGHT, WHOLE, WIDTH, pillow_pixels
-from lightning_feed.decode import choose, decoders
 from skimage.metrics import peak_signal_noise_ratio
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed.errors import DecodeError, MissingExtraError, SettingsError
+from lightning_feed.images import choose, decoders
 from lightning_feed.images.choose import DECODER_NAMES, Choice, FallbackDecoder, make_decoder, psnr_db, with_fallback
 from lightning_feed.images.decoders import Decoder, PillowDecoder, Pixels, Region, TurboDecoder
 from lightning_feed.images.header import Encoded

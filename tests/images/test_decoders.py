@@ -11,10 +11,10 @@ import cv2
 import numpy as np
 import pytest
 from images.made_images import BROKEN, HEIGHT, WHOLE, WIDTH, pillow_pixels
-from lightning_feed.decode import decoders
 from PIL import Image
 
 from lightning_feed.errors import DecodeError, MissingExtraError
+from lightning_feed.images import decoders
 from lightning_feed.images.choose import DECODER_NAMES, FallbackDecoder, make_decoder, psnr_db
 from lightning_feed.images.decoders import Decoder, Region, open_cv2, refuse_bomb
 from lightning_feed.images.header import KINDS, ends_like_jpeg, jpeg_header, kind_of, png_bit_depth

@@ -12,10 +12,10 @@ import numpy.typing as npt
 import pytest
 import simplejpeg
 from images.made_images import BROKEN, WHOLE, encoded, pillow_pixels, waves
-from lightning_feed.decode import turbo_region
 from PIL import Image
 
 from lightning_feed.errors import DecodeError, MissingExtraError
+from lightning_feed.images import turbo_region
 from lightning_feed.images.choose import FallbackDecoder, make_decoder, psnr_db
 from lightning_feed.images.decoders import Region
 from lightning_feed.images.turbo_region import TurboRegionDecoder, scale_for, scaled_box

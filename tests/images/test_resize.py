@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 from images.made_images import waves
-from lightning_feed.decode import decoders
 from PIL import Image
 from torchvision.transforms.v2 import functional
 
 from lightning_feed.errors import MissingExtraError
+from lightning_feed.images import decoders
 from lightning_feed.images.choose import psnr_db
 from lightning_feed.images.decoders import Pixels, resize
 
