@@ -28,10 +28,10 @@ import torch
 from PIL import Image
 from torchvision import transforms
 
-from lightning_feed.decode.choose import DECODER_NAMES, make_decoder, psnr_db
-from lightning_feed.decode.decoders import Decoder, PillowDecoder, Pixels, Region, resize
-from lightning_feed.decode.turbo_region import scale_for, scaled_box
 from lightning_feed.errors import MissingExtraError
+from lightning_feed.images.choose import DECODER_NAMES, make_decoder, psnr_db
+from lightning_feed.images.decoders import Decoder, PillowDecoder, Pixels, Region, resize
+from lightning_feed.images.turbo_region import scale_for, scaled_box
 
 SIZE = (224, 224)
 RECIPE = transforms.Compose([transforms.ToTensor(), transforms.Normalize([0.5] * 3, [0.25] * 3)])

@@ -27,9 +27,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchvision import models
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
-from lightning_feed.data.image_backends import check_available, require_nvjpeg
 from lightning_feed.errors import FeedError
-from lightning_feed.transfer.gpu_decode import NvJpeg
+from lightning_feed.images.backends import check_available, require_nvjpeg
+from lightning_feed.images.nvjpeg import NvJpeg
 from lightning_feed.transfer.prefetcher import RUN_AHEAD
 
 # Behind the folder of this file: both have a module of the name `decode`.

@@ -46,7 +46,7 @@ CHILDREN = {
     "reference/api": [
         *("reference/datamodule", "reference/callbacks", "reference/command-line", "reference/report"),
     ],
-    "explanation": ["benchmarks", "compatibility", "compare", "security"],
+    "explanation": ["benchmarks", "compare"],
 }
 """Page -> the pages below it in the sidebar. Not in the pages themselves: on GitHub they would show the directive."""
 

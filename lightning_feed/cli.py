@@ -124,8 +124,8 @@ def _pack(arguments: argparse.Namespace) -> None:
     for problem in done.skipped:
         _print(f"left out: {printable(problem)}", sys.stderr)
     verified = ", verified" if arguments.verify else ""
-    place = printable(str(done.path))
-    text = f"{place}: {done.samples} samples, {done.total_bytes / 1e6:.1f} MB, {done.took_s:.1f} s{verified}"
+    path = printable(str(done.path))
+    text = f"{path}: {done.samples} samples, {done.total_bytes / 1e6:.1f} MB, {done.took_s:.1f} s{verified}"
     _print_result(arguments, dataclasses.asdict(done), text)
 
 
@@ -140,8 +140,8 @@ def _stage(arguments: argparse.Namespace) -> None:
 
     done = stage(arguments.source, arguments.dest)
     copied = "copied" if done.copied else "up to date"
-    place = printable(str(done.path))
-    text = f"{place}: {done.files} files, {done.total_bytes / 1e6:.1f} MB, {copied}, {done.took_s:.1f} s"
+    path = printable(str(done.path))
+    text = f"{path}: {done.files} files, {done.total_bytes / 1e6:.1f} MB, {copied}, {done.took_s:.1f} s"
     if not done.in_memory:
         mount = mount_command("/mnt/ram", done.total_bytes)
         text += f"\nThis copy is on a disk. For one in memory, mount a tmpfs and stage to it:\n  {mount}"

@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from decode import made_images
+from images import made_images
 from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2.functional import resize_image
 
-from lightning_feed.decode.choose import make_decoder
 from lightning_feed.errors import DatasetError
+from lightning_feed.images.choose import make_decoder
 from lightning_feed.images.crop import CropSpec, TrainRecipe
 from lightning_feed.images.image_dataset import EncodedBatch, ImageDataset, collate_encoded
 from lightning_feed.load.collate import BadSamples

@@ -1,4 +1,4 @@
-"""What docs/compatibility.md says of other people's data sets and loaders: each cell of its table is tried here."""
+"""What docs/recipes.md says of other people's data sets and loaders: each cell of its table is tried here."""
 
 import importlib.util
 import json
@@ -307,7 +307,7 @@ TAKES_LONG = ("`diagnose`", "exact resume, our loader", "exact resume, its loade
 
 def table() -> list[tuple[str, str, str]]:
     """Row, column and cell."""
-    text = (ROOT / "docs" / "compatibility.md").read_text().partition("## Packages with Lightning inside")[0]
+    text = (ROOT / "docs" / "recipes.md").read_text().partition("## Other libraries")[2].partition("\n## ")[0]
     head, _, *rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
     ]

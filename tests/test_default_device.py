@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from decode.made_images import WHOLE
+from images.made_images import WHOLE
 from made_samples import batch_of, dataset, jpegs, photo
 from torch.utils.data import TensorDataset
 
 from lightning_feed import FastDataModule, ImageFolderDataModule, LoaderSettings
+from lightning_feed.images.nvjpeg import decode_batch
 from lightning_feed.load.order import EpochOrder
-from lightning_feed.transfer.gpu_decode import decode_batch
 from lightning_feed.transfer.resident import ResidentLoader, load_resident
 
 NUMBERS = torch.arange(20.0)

@@ -113,6 +113,9 @@ PYTHON_PAGES = [
 @pytest.mark.parametrize("page", PYTHON_PAGES)
 def test_python_on_the_pages_runs(page: Path, reader_folder: Path) -> None:
     blocks = _blocks(page, "python")
+    for name in ("timm", "transformers"):  # of the extra `zoo`
+        if any(f"import {name}" in block or f"from {name} " in block for block in blocks):
+            pytest.importorskip(name)
     package = "pytorch_lightning" if any("pytorch_lightning" in block for block in blocks) else "lightning.pytorch"
     module_name = f"page_{page.stem.replace('-', '_')}"
     file = reader_folder / f"{module_name}.py"
@@ -167,7 +170,7 @@ def test_code_on_the_pages_is_not_cut_off() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 100
 
 
 def test_the_readme_shows_what_is_printed_of_the_run_in_its_picture() -> None:
@@ -177,9 +180,8 @@ def test_the_readme_shows_what_is_printed_of_the_run_in_its_picture() -> None:
     assert [line for line in shown.splitlines() if line != "..." and line not in printed] == []
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
-def test_figures_of_steps_are_those_of_the_code(page: str) -> None:
-    text = " ".join((ROOT / page).read_text().split())
+def test_figures_of_steps_are_those_of_the_code() -> None:
+    text = " ".join((ROOT / "docs/start.md").read_text().split())
     low = WARM_UP_STEPS + SOME_STEPS
     for words in (f"after {FIRST_STEPS} steps or a minute", f"about {low}", f"fewer than {ENOUGH_STEPS}"):
         assert words in text

@@ -21,7 +21,7 @@ import gpu_scripts
 import gpu_trace
 from gpu_day import Part, run_day
 
-# Left there, benchmarks/decode.py would be what spawned workers of other tests take for the folder tests/decode.
+# Only the imports above need it.
 del sys.path[0]
 
 BENCHMARKS = Path(gpu_day.__file__).parent

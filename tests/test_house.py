@@ -15,7 +15,7 @@ from lightning_feed.extras import require
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_feed"
-ROAD = ("storage", "decode", "load", "images", "transfer", "measure", "trials", "verdict", "report")
+ROAD = ("storage", "load", "images", "transfer", "measure", "trials", "verdict", "report")
 DOORS = ("_host", "callbacks", "data", "diagnosing", "tuning")
 """Folders that may import Lightning, each only those before it, and all of the road."""
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}

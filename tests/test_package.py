@@ -2,25 +2,23 @@
 
 from pathlib import Path
 
-import pytest
 from hatchling.metadata.core import ProjectMetadata
 from hatchling.plugin.manager import PluginManager
+
+import lightning_feed
 
 ROOT = Path(__file__).parents[1]
 
 
-def test_a_package_that_a_workflow_builds_leads_to_its_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GITHUB_SERVER_URL", "https://github.com")
-    monkeypatch.setenv("GITHUB_REPOSITORY", "someone/feed")
-    core = ProjectMetadata(str(ROOT), PluginManager()).core
-    assert core.urls["Source"] == "https://github.com/someone/feed"
-    assert "](docs/" not in core.readme
-    assert "](https://github.com/someone/feed/raw/main/docs/images/" in core.readme
-    assert "](https://github.com/someone/feed/blob/main/docs/start.md)" in core.readme
+def test_the_version_stands_in_one_place() -> None:
+    metadata = ProjectMetadata(str(ROOT), PluginManager())
+    assert metadata.version == lightning_feed.__version__
+    assert "version =" not in (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[0]
 
 
-def test_a_package_built_by_hand_has_no_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
-    core = ProjectMetadata(str(ROOT), PluginManager()).core
-    assert core.urls == {}
-    assert core.readme == (ROOT / "README.md").read_text()
+def test_the_page_of_a_package_has_no_links_to_files() -> None:
+    readme = ProjectMetadata(str(ROOT), PluginManager()).core.readme
+    assert "](docs/" not in readme
+    assert "](lightning_feed/" not in readme
+    assert "exact" in readme
+    assert "![" not in readme.replace("![](https:", "").replace("![CI](https:", "")

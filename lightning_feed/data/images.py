@@ -4,29 +4,24 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import Subset
 
-from lightning_feed.data import image_backends
 from lightning_feed.data.datamodule import FeedDataModule, check_whole
-from lightning_feed.data.image_backends import (
-    DALI_BACKENDS,
-    Backend,
-    BackendChoice,
-    PassEnds,
-    check_choice,
-    device_of,
-)
-from lightning_feed.decode.choose import DECODER_NAMES, Choice, make_decoder
+from lightning_feed.data.image_run import PassEnds, device_of, once_for_all_ranks
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.extras import require
+from lightning_feed.images import backends
+from lightning_feed.images.backends import DALI_BACKENDS, Backend, BackendChoice, check_choice
+from lightning_feed.images.choose import DECODER_NAMES, Choice, make_decoder
 from lightning_feed.images.crop import QUALITIES, EvalRecipe, Quality, Recipe, SquareRecipe, TrainRecipe, UserTransform
 from lightning_feed.images.dali_binding import DaliOptions, decode_threads
 from lightning_feed.images.dali_decoder import DaliImageDecoder, PipelineSpec
 from lightning_feed.images.image_dataset import EncodedBatch, ImageDataset, collate_encoded, collate_images
+from lightning_feed.images.nvjpeg import decode_batch
 from lightning_feed.load.collate import BadSamples, OnError
 from lightning_feed.load.decoding import BatchDecoder
 from lightning_feed.load.kinds import Batch
@@ -37,7 +32,6 @@ from lightning_feed.storage.folder import SampleSource
 from lightning_feed.storage.splits import Splits
 from lightning_feed.transfer import prefetcher
 from lightning_feed.transfer.device_augment import crop_and_flip, draw_boxes
-from lightning_feed.transfer.gpu_decode import decode_batch
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +39,8 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 """Mean and standard deviation of ImageNet's training images in [0, 1], RGB, as torchvision's pretrained weights expect
 (torchvision documentation)."""
+Channels: TypeAlias = Sequence[float]
+"""A number for each of the channels R, G and B."""
 
 
 class FeedImageFolder(FeedDataModule):
@@ -58,16 +54,12 @@ class FeedImageFolder(FeedDataModule):
         eval_batch_size: int | Literal["even"] | None = None,
         image_size: int = 224,
         quality: Quality = "exact",
-        backend: Backend = "torch",
-        dali: DaliOptions | None = None,
+        backend: Backend | DaliOptions = "torch",
         transform: Callable[[Any], Any] | None = None,
         eval_transform: Callable[[Any], Any] | None = None,
-        transform_input: Literal["auto", "tensor", "pil"] = "auto",
         decoder: str = "auto",
         val_fraction: float = 0.1,
-        split_seed: int = 0,
-        mean: Sequence[float] = IMAGENET_MEAN,
-        std: Sequence[float] = IMAGENET_STD,
+        normalize: tuple[Channels, Channels] = (IMAGENET_MEAN, IMAGENET_STD),
         dtype: torch.dtype = torch.float32,
         on_error: OnError = "raise",
         max_failures: int = 100,
@@ -80,35 +72,39 @@ class FeedImageFolder(FeedDataModule):
         if quality == "fast":
             require("cv2", extra="images", why='quality="fast"')
         check_whole("image_size", image_size, "pixels")
-        _check_normalisation(dtype, mean, std)
         self.image_size = image_size
-        self.mean = tuple(mean)
-        self.std = tuple(std)
+        self.mean, self.std = _channels(normalize)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise SettingsError(
+                f"dtype={dtype!r} cannot hold normalised images. Use torch.float32, bfloat16 or float16."
+            )
         self.dtype = dtype
         self.decoder = decoder
         self.quality = quality
-        self.backend = backend
+        self.backend = backends.name_of(backend)
         self.on_error = on_error
         self.max_failures = max_failures
         short_side = round(image_size * 256 / 224)  # as in torchvision's reference evaluation
-        train, evaluate = (
-            None if one is None else UserTransform(one, transform_input) for one in (transform, eval_transform)
-        )
-        self._images_train: Recipe = train or TrainRecipe(size=image_size, quality=quality)
-        self._images_eval: Recipe = evaluate or EvalRecipe(size=image_size, short_side=short_side, quality=quality)
+        self._images_train: Recipe = TrainRecipe(size=image_size, quality=quality)
+        if transform is not None:
+            self._images_train = UserTransform(transform)
+        self._images_eval: Recipe = EvalRecipe(size=image_size, short_side=short_side, quality=quality)
+        if eval_transform is not None:
+            self._images_eval = UserTransform(eval_transform)
         BadSamples(on_error, max_failures)  # refuses invalid values early
         if self._feed.loaders.on_device and transform is not None:
             raise SettingsError(
                 "on_device=True keeps decoded images on the device, so a transform cannot run on the host. Leave "
                 "transform out (crop and flip are then done on the device), or leave on_device out."
             )
-        self._images_dali = image_backends.check_backend(backend, quality, dali, self._images_only_torch())
+        backends.check_backend(self.backend, quality, self._images_only_torch())
+        self._images_dali = backend if isinstance(backend, DaliOptions) else DaliOptions()
         self._images_decoders: dict[str, DaliImageDecoder] = {}
         self._images_threads = loader is None
         self._images_backend: BackendChoice | None = None
         self._images_kept = SquareRecipe(size=short_side)
         self._images_generators: dict[torch.device, tuple[int, torch.Generator]] = {}
-        self._images_splits = Splits(val_fraction, split_seed)
+        self._images_splits = Splits(val_fraction)
         self._images_choice: Choice | None = None
 
     # --- what FastDataModule asks for ---------------------------------------------------------------------------------
@@ -193,8 +189,8 @@ class FeedImageFolder(FeedDataModule):
 
     def failures(self) -> int:
         """Number of unreadable samples so far, over all splits, on this rank."""
-        found = map(_images_in, self._feed.datasets.values())
-        return sum(images.bad_samples.failures for images in found if images is not None)
+        datasets = map(_images_in, self._feed.datasets.values())
+        return sum(dataset.bad_samples.failures for dataset in datasets if dataset is not None)
 
     def __getstate__(self) -> dict[str, object]:
         # Device data is not pickled: a worker that receives it would open the device.
@@ -212,13 +208,15 @@ class FeedImageFolder(FeedDataModule):
         if backend in DALI_BACKENDS:
             return self._images_dali_decoder(split, images, device, backend)
         if trainer is not None and device.type == "cuda":  # CUDA does not survive a later fork
-            image_backends.require_nvjpeg(device)
+            backends.require_nvjpeg(device)
         return None  # decoded in the transfer to the device
 
     def _feed_attach(self) -> None:
         super()._feed_attach()
-        callbacks = [] if self.trainer is None or self.backend not in DALI_BACKENDS else self.trainer.callbacks
-        if not any(isinstance(one, PassEnds) and one.datamodule is self for one in callbacks):
+        if self.trainer is None or self.backend not in DALI_BACKENDS:
+            return
+        callbacks = self.trainer.callbacks
+        if not any(isinstance(callback, PassEnds) and callback.datamodule is self for callback in callbacks):
             callbacks.append(PassEnds(self))
 
     def _feed_pass_ended(self, split: str) -> None:
@@ -255,35 +253,36 @@ class FeedImageFolder(FeedDataModule):
             half=self.dtype == torch.float16,
         )
         keep = split == "train" or options.keep_eval_pipelines
-        made = self._images_decoders[split] = DaliImageDecoder(images, spec, keep=keep, pin=pin)
-        return made
+        decoder = DaliImageDecoder(images, spec, keep=keep, pin=pin)
+        self._images_decoders[split] = decoder
+        return decoder
 
     def _images_source(self, split: str) -> SampleSource | None:
         """Return the images of a split. The first call chooses the decoder, on rank 0 if all ranks must agree."""
-        found: list[SampleSource | None] = []
+        scanned: list[SampleSource | None] = []  # a large folder takes seconds, so it is read once
 
-        def find() -> SampleSource | None:
-            found.append(self._images_splits.source(self.staged_dir, split))
-            return found[0]
+        def scan() -> SampleSource | None:
+            scanned.append(self._images_splits.source(self.staged_dir, split))
+            return scanned[0]
 
         def choose() -> str | None:
-            source = find()
+            source = scan()
             if source is None:
                 return None
-            self._images_choice = image_backends.choose_decoder(source, self._images_train.crops)
+            self._images_choice = backends.choose_decoder(source, self._images_train.crops)
             return self._images_choice.name
 
-        if self._images_choice is None:
-            auto = self.decoder == "auto"
-            name = image_backends.once_for_all_ranks(self.trainer, choose) if auto else self.decoder
-            if name is not None and self._images_choice is None:  # the user named it, or another rank chose it
-                self._images_choice = make_decoder(name)
-        return found[0] if found else find()
+        name: str | None = self.decoder
+        if self._images_choice is None and name == "auto":
+            name = once_for_all_ranks(self.trainer, choose)
+        if self._images_choice is None and name is not None:  # the user named it, or another rank chose it
+            self._images_choice = make_decoder(name)
+        return scanned[0] if scanned else scan()
 
     def _images_settle(self) -> str:
         """Return the backend's name, checked at the first call, when the device is known."""
         if self._images_backend is None:
-            image_backends.check_available(self.backend, device_of(self.trainer))
+            backends.check_available(self.backend, device_of(self.trainer))
             reason = "the default" if self.backend == "torch" else "as asked for"
             self._images_backend = BackendChoice(self.backend, f"backend={self.backend!r}, {reason}")
             if self._images_threads and self.backend != "torch":
@@ -329,11 +328,14 @@ class FeedImageFolder(FeedDataModule):
         return held[1]
 
 
-def _check_normalisation(dtype: object, mean: Sequence[float], std: Sequence[float]) -> None:
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise SettingsError(f"dtype={dtype!r} cannot hold normalised images. Use torch.float32, bfloat16 or float16.")
+def _channels(normalize: tuple[Channels, Channels]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the mean and the standard deviation of ``normalize``, checked."""
+    mean, std = normalize if len(normalize) == 2 else ((), ())
     if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
-        raise SettingsError(f"mean={mean!r}, std={std!r}: use three numbers each, for R, G and B, std above 0.")
+        raise SettingsError(
+            f"normalize={normalize!r}: give (mean, std), with three numbers each, for R, G and B, and std above 0."
+        )
+    return tuple(mean), tuple(std)
 
 
 @lru_cache
@@ -381,23 +383,18 @@ class ImageFolderDataModule(FeedImageFolder, LightningDataModule):
         image_size: height and width of the images, in pixels.
         quality: ``"exact"`` yields the pixels of torchvision's uint8 recipe. ``"near"`` decodes at a smaller scale if a
             crop is shrunk to a quarter or less. ``"fast"`` decodes at the smallest sufficient scale, and resizes
-            without antialiasing (needs OpenCV). For the pixel differences see docs/reference/decoders.md.
+            without antialiasing (needs OpenCV). For the pixel differences see docs/how-to/images.md.
         transform: replaces RandomResizedCrop and flip for training images: torchvision v1 or v2, or a function.
         eval_transform: replaces Resize and CenterCrop for the other splits.
-        transform_input: input type of the transforms, ``"tensor"`` (uint8, (3, H, W)), ``"pil"``, or ``"auto"`` to
-            detect it.
-        dali: options of the DALI backends.
         decoder: a decoder's name, or ``"auto"`` for the fastest on this machine that matches Pillow (45 dB or more).
         val_fraction: share set aside for validation if ``root`` has no split folders.
-        split_seed: seed for choosing the images set aside for validation.
-        mean: channel means, for values in [0, 1].
-        std: channel standard deviations, for values in [0, 1].
+        normalize: (mean, standard deviation) of the channels, for values in [0, 1]; three numbers each.
         dtype: type of the normalised images.
         on_error: for unreadable images, ``"raise"``, ``"skip"`` (repeats another image of the batch) or
             ``"substitute"`` (takes another image of the split). The last two count and log them.
         max_failures: limit of unreadable images, for ``"skip"`` and ``"substitute"``.
         backend: how to decode: ``"torch"`` in the workers, ``"nvjpeg"`` or ``"dali-gpu"`` on the GPU, or
-            ``"dali-cpu"``.
+            ``"dali-cpu"``; or ``DaliOptions(device="gpu", ...)``.
         loader: settings of the loaders.
         **storage: ``stage_to``, ``on_device`` and ``drop_keys`` of FastDataModule.
 

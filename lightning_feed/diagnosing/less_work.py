@@ -10,10 +10,10 @@ from PIL import Image
 from torch.utils.data import DataLoader, RandomSampler, Subset, default_collate
 from torchvision.datasets import ImageFolder
 
-from lightning_feed.data.image_backends import choose_decoder
 from lightning_feed.diagnosing.parts import SILENT_S, fresh, make_sample, naming, not_hanging, threads_of_a_worker
 from lightning_feed.diagnosing.samples import MOST_SAMPLES, Site, StepTimer, find_sites, replaced
 from lightning_feed.diagnosing.session import Session
+from lightning_feed.images.backends import choose_decoder
 from lightning_feed.images.crop import UserTransform
 from lightning_feed.images.image_dataset import ImageDataset
 from lightning_feed.load.kinds import AnyDataset, Batch

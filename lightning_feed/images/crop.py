@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from lightning_feed.decode.decoders import Decoder, Pixels, Region, draw_region, resize
 from lightning_feed.errors import SettingsError
+from lightning_feed.images.decoders import Decoder, Pixels, Region, draw_region, resize
 from lightning_feed.load.random_state import sample_generator
 from lightning_feed.load.trace import traced
 
@@ -21,7 +21,7 @@ Quality: TypeAlias = Literal["exact", "near", "fast"]
 QUALITIES: tuple[Quality, ...] = ("exact", "near", "fast")
 """``"exact"``: the pixels of torchvision's antialiased uint8 resize. ``"near"``: decoded at a smaller scale, at least
 twice the target size each way, then resized like ``"exact"``. ``"fast"``: decoded at the smallest scale that is at
-least the target size, then resized without antialiasing. Differences from ``"exact"``: docs/reference/decoders.md."""
+least the target size, then resized without antialiasing. Differences from ``"exact"``: docs/how-to/images.md."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +187,7 @@ class UserTransform:
                 f"transform={transform!r} cannot be called. Pass a torchvision transform, or a function."
             )
         if kind not in ("auto", "tensor", "pil"):
-            raise SettingsError(f"transform_input={kind!r} is not a choice. Use 'auto', 'tensor' or 'pil'.")
+            raise SettingsError(f"kind={kind!r} is not a choice. Use 'auto', 'tensor' or 'pil'.")
         self.transform = transform
         self.takes_pil = kind == "pil" or (kind == "auto" and not _takes_tensors(transform))
         crop = cropping_step(transform)

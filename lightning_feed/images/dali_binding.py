@@ -22,14 +22,16 @@ total 66 MB and 89 MB for 12 megapixels."""
 
 @dataclass(frozen=True, kw_only=True)
 class DaliOptions:
-    """Options of ``backend="dali-cpu"`` and ``"dali-gpu"``.
+    """A DALI backend with options of its own: ``backend=DaliOptions(device="gpu", threads=4)``.
 
     Raises:
-        SettingsError: if a value is impossible.
+        SettingsError: if a value is impossible, or would have no effect on the device.
     """
 
+    device: Literal["cpu", "gpu"] = "cpu"
+    """Device that decodes."""
     threads: int | Literal["auto"] = "auto"
-    """CPU threads of each pipeline. ``"auto"``: one less than the CPUs of this rank; for ``"dali-gpu"`` at most 8,
+    """CPU threads of each pipeline. ``"auto"``: one less than the CPUs of this rank; on the GPU at most 8,
     since each thread has its own buffers for the largest image."""
     prefetch: int = 2
     """Batches decoded ahead. Each takes the memory of one batch. With ``num_workers=0``, the training process also
@@ -38,12 +40,14 @@ class DaliOptions:
     """True to keep the pipelines of validation, test and prediction between passes. The next pass then starts sooner,
     but they hold memory, including GPU memory, during training."""
     largest_image: tuple[int, int] | None = None
-    """(height, width) in pixels of the largest image, for ``"dali-gpu"``: the initial size of the decoder buffers.
+    """(height, width) in pixels of the largest image, for the GPU: the initial size of the decoder buffers.
     None: the size of the largest of some images. A larger image enlarges the buffers."""
     hw_decoder_load: float | None = None
-    """Share of JPEGs for the GPU's hardware decoder, 0 to 1, for ``"dali-gpu"``. None: DALI's default."""
+    """Share of JPEGs for the GPU's hardware decoder, 0 to 1. None: DALI's default."""
 
     def __post_init__(self) -> None:
+        if self.device not in ("cpu", "gpu"):
+            raise SettingsError(f"DaliOptions(device={self.device!r}) is not possible. Use 'cpu' or 'gpu'.")
         if self.threads != "auto":
             _check_whole("threads", self.threads)
         _check_whole("prefetch", self.prefetch)
@@ -54,6 +58,12 @@ class DaliOptions:
             )
         if self.hw_decoder_load is not None and not 0 <= self.hw_decoder_load <= 1:
             raise SettingsError(f"DaliOptions(hw_decoder_load={self.hw_decoder_load!r}): set a share from 0 to 1.")
+        for name in ("largest_image", "hw_decoder_load"):
+            if self.device == "cpu" and vars(self)[name] is not None:
+                raise SettingsError(
+                    f"DaliOptions({name}={vars(self)[name]!r}) has an effect only on the GPU. Set device='gpu', or "
+                    f"leave {name} out."
+                )
 
 
 def _check_whole(name: str, value: object) -> None:
@@ -123,13 +133,13 @@ def require_dali(*, gpu: bool, why: str = "Decoding with DALI") -> Any:
             f"{pip_line('--upgrade')}"
         )
     # DALI stores "12.9.86" as the number 12986 (checked in 2.4.0); its own checks use the first two digits.
-    theirs = str(getattr(dali, "__cuda_version__", ""))[:2]
-    ours = str(torch.version.cuda).partition(".")[0]
-    if gpu and ours.isdecimal() and theirs.isdecimal() and ours != theirs:
+    dali_cuda = str(getattr(dali, "__cuda_version__", ""))[:2]
+    torch_cuda = str(torch.version.cuda).partition(".")[0]
+    if gpu and torch_cuda.isdecimal() and dali_cuda.isdecimal() and torch_cuda != dali_cuda:
         raise SettingsError(
             f"{why} on the GPU needs a DALI built for torch's CUDA version. The installed torch {torch.__version__} is "
-            f"for CUDA {torch.version.cuda}, but the installed DALI {version} is for CUDA {theirs}. Change it:  "
-            f"pip uninstall --yes nvidia-dali-cuda{theirs}0  &&  {pip_line()}"
+            f"for CUDA {torch.version.cuda}, but the installed DALI {version} is for CUDA {dali_cuda}. Change it:  "
+            f"pip uninstall --yes nvidia-dali-cuda{dali_cuda}0  &&  {pip_line()}"
         )
     return dali
 
@@ -192,8 +202,8 @@ def take_output(pipeline: Any, device: torch.device) -> Tensor:
 
 def reason_of(error: Exception) -> str:
     """Return the cause from DALI's message, without its place in the pipeline definition."""
-    said = str(error).split("encountered:")[-1].replace("Current pipeline object is no longer valid.", "")
-    return " ".join(said.split()) or type(error).__name__
+    cause = str(error).split("encountered:")[-1].replace("Current pipeline object is no longer valid.", "")
+    return " ".join(cause.split()) or type(error).__name__
 
 
 def raise_if_no_memory(error: Exception, device: torch.device) -> None:

@@ -12,12 +12,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_feed.decode.decoders import Region
-from lightning_feed.decode.header import JPEG, PNG, WEBP, Encoded, ends_like_jpeg, jpeg_header, kind_of, png_bit_depth
 from lightning_feed.errors import DatasetError, DecodeError, LoaderError
 from lightning_feed.images import dali_binding as binding
 from lightning_feed.images.crop import CropSpec
 from lightning_feed.images.dali_binding import FAILURES, DaliOptions
+from lightning_feed.images.decoders import Region
+from lightning_feed.images.header import JPEG, PNG, WEBP, Encoded, ends_like_jpeg, jpeg_header, kind_of, png_bit_depth
 from lightning_feed.images.image_dataset import EncodedBatch, EncodedSample, ImageDataset, decode_rest
 from lightning_feed.load.trace import traced
 
@@ -237,15 +237,16 @@ class _Waiting:
     batch: EncodedBatch
     images: list[EncodedSample]
     on_host: dict[int, str]
-    """Places of images that DALI does not decode, with the reasons."""
+    """Positions of the images that DALI does not decode, with the reasons."""
 
     def feed(self, pipeline: ImagePipeline) -> None:
         """Start to decode the batch, with stand-ins for images that DALI does not decode."""
         files = [image.data for image in self.images]
         crops = [image.crop for image in self.images]
-        for place in self.on_host:
-            window = crops[place].window
-            files[place], crops[place] = STAND_IN, _whole(window.height, window.width)
+        for position in self.on_host:
+            window = crops[position].window
+            files[position] = STAND_IN
+            crops[position] = _whole(window.height, window.width)
         pipeline.feed(files, crops)
 
 
@@ -348,21 +349,22 @@ class DaliImageDecoder:
         Raises:
             LoaderError: if there are none.
         """
-        found = self._fail_alone(
-            [image for waiting in now for k, image in enumerate(waiting.images) if k not in waiting.on_host]
-        )
-        if not found:
+        for_dali = [
+            image for waiting in now for position, image in enumerate(waiting.images) if position not in waiting.on_host
+        ]
+        failures = self._fail_alone(for_dali)
+        if not failures:
             raise LoaderError(
                 f"DALI failed on a batch of {len(now[0].images)} images, but can decode each of them separately. It "
                 f"said: {binding.reason_of(error)}"
             ) from error
-        self.dataset.cpu_fallback.known.update(found)
+        self.dataset.cpu_fallback.known.update(failures)
         for waiting in now:
             waiting.on_host = self._reasons(waiting.images)
 
     def _fail_alone(self, images: list[EncodedSample]) -> dict[int, str]:
         """Decode each image separately. Return the reason of each failure, by dataset index."""
-        found: dict[int, str] = {}
+        failures: dict[int, str] = {}
         spec = replace(self.spec, batch_size=1)
         pipeline = self._build(spec)
         for image in images:
@@ -372,18 +374,18 @@ class DaliImageDecoder:
             except FAILURES as error:
                 pipeline.close()
                 binding.raise_if_no_memory(error, self.spec.device)
-                found[image.index] = f"DALI failed on it: {binding.reason_of(error)}"
+                failures[image.index] = f"DALI failed on it: {binding.reason_of(error)}"
                 pipeline = self._build(spec)
         pipeline.close()
-        return found
+        return failures
 
     # --- images that DALI does not decode -----------------------------------------------------------------------------
 
     def _reasons(self, images: Sequence[EncodedSample]) -> dict[int, str]:
-        """Reasons for decoding images of a batch on the host, by their places."""
+        """Reasons for decoding images of a batch on the host, by their positions."""
         known = self.dataset.cpu_fallback.known
-        reasons = {place: known.get(image.index) or why_on_host(image.data) for place, image in enumerate(images)}
-        return {place: reason for place, reason in reasons.items() if reason}
+        reasons = [known.get(image.index) or why_on_host(image.data) for image in images]
+        return {position: reason for position, reason in enumerate(reasons) if reason}
 
     def _put_host_images(self, batch: Tensor, done: _Waiting) -> tuple[Tensor, Tensor]:
         """Fill in samples decoded on the host, or their ``on_error`` replacements. Return the batch and the labels.
@@ -391,8 +393,8 @@ class DaliImageDecoder:
         Raises:
             DatasetError: naming an image that cannot be decoded, unless ``on_error`` handles it.
         """
-        for place, reason in done.on_host.items():
-            index = done.images[place].index
+        for position, reason in done.on_host.items():
+            index = done.images[position].index
             self.dataset.cpu_fallback.add(reason, f"{self.dataset.source.name(index)} (sample {index})")
         batch = batch.clone()  # outputs are DALI's own memory, and may be read-only
         convert = None if batch.dtype == torch.uint8 else self._normalised

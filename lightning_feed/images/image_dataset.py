@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from lightning_feed.decode.decoders import Decoder, Pixels, Region
-from lightning_feed.decode.header import Encoded
 from lightning_feed.errors import DatasetError, DecodeError, SettingsError, printable
 from lightning_feed.images.crop import CropSpec, EvalRecipe, Recipe, SourceImage, TrainRecipe, crop_image
+from lightning_feed.images.decoders import Decoder, Pixels, Region
+from lightning_feed.images.header import Encoded
 from lightning_feed.load.collate import BadSamples, Skipped, fill_skipped
 from lightning_feed.load.order import mix_seed
 from lightning_feed.load.trace import traced
@@ -227,8 +227,8 @@ def _stack(images: tuple[Any, ...]) -> Any:
         return default_collate(list(images))
     channels, height, width = images[0].shape
     batch = _empty(len(images), height, width, channels)
-    for place, image in enumerate(images):
-        batch[place] = image.permute(1, 2, 0)
+    for position, image in enumerate(images):
+        batch[position] = image.permute(1, 2, 0)
     return batch.permute(0, 3, 1, 2)
 
 
@@ -348,18 +348,18 @@ def decode_on_cpu(batch: EncodedBatch, dataset: ImageDataset) -> Any:
 
 
 def decode_rest(
-    places: Iterable[int],
+    positions: Iterable[int],
     images: list[EncodedSample],
     dataset: ImageDataset,
     batch: Tensor,
     convert: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Fill places of a batch with images decoded by the CPU, or their ``on_error`` replacements.
+    """Fill positions of a batch with images decoded by the CPU, or their ``on_error`` replacements.
 
     The host waits for no copy.
 
     Args:
-        places: places of the images that are still to be decoded.
+        positions: positions of the images that are still to be decoded.
         images: all images of the batch.
         dataset: the dataset of the images.
         batch: pixels of the batch, shape (B, 3, height, width). Written to.
@@ -375,17 +375,20 @@ def decode_rest(
     pin = batch.device.type != "cpu"
     labels: list[int] = [image.label for image in images]
     order: list[object] = list(range(len(images)))
-    for place in places:
-        made = dataset.decoded(images[place])
-        if isinstance(made, Skipped):
-            order[place] = made
+    for position in positions:
+        decoded = dataset.decoded(images[position])
+        if isinstance(decoded, Skipped):
+            order[position] = decoded
             continue
-        pixels, labels[place] = made
+        pixels, labels[position] = decoded
         _, height, width = pixels.shape
         row = torch.empty((height, width, 3), dtype=torch.uint8, device="cpu", pin_memory=pin)
-        there = row.copy_(pixels.permute(1, 2, 0)).to(batch.device, non_blocking=True).permute(2, 0, 1)
-        batch[place] = there if convert is None else convert(there)
-    for place, other in enumerate(fill_skipped(order)):
-        if other != place:
-            batch[place], labels[place] = batch[other], labels[other]
+        image = row.copy_(pixels.permute(1, 2, 0)).to(batch.device, non_blocking=True).permute(2, 0, 1)
+        if convert is not None:
+            image = convert(image)
+        batch[position] = image
+    for position, other in enumerate(fill_skipped(order)):
+        if other != position:
+            batch[position] = batch[other]
+            labels[position] = labels[other]
     return torch.tensor(labels, device="cpu", pin_memory=pin)

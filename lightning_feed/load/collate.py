@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeAlias
 
 from torch.utils.data import default_collate, get_worker_info
 
-from lightning_feed.decode.counts import SharedCounts
 from lightning_feed.errors import DatasetError, SettingsError
+from lightning_feed.load.counts import SharedCounts
 from lightning_feed.load.kinds import Batch, Sample
 
 logger = logging.getLogger(__name__)

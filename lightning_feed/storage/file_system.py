@@ -37,15 +37,15 @@ def file_system(path: str | Path, root: Path = Path("/")) -> tuple[str | None, s
     mount = find_mount(path, root)
     if mount is None:
         return None, None
-    places = (root / "sys/dev/block" / mount.device, root / "sys/class/block" / Path(mount.source).name)
-    return mount.kind, _kind(mount.kind, places)
+    blocks = (root / "sys/dev/block" / mount.device, root / "sys/class/block" / Path(mount.source).name)
+    return mount.kind, _kind(mount.kind, blocks)
 
 
-def _kind(system: str, places: Sequence[Path]) -> str:
+def _kind(system: str, blocks: Sequence[Path]) -> str:
     known = next((kind for kind, systems in _KINDS.items() if system in systems), None)
     if known is not None or system.startswith("fuse."):
         return known or "network"
-    if any(_rotates(place) for place in places):
+    if any(_rotates(block) for block in blocks):
         return "rotational"
     return "local"
 
@@ -187,8 +187,8 @@ def find_caveats(folder: str, root: Path = Path("/")) -> tuple[str, ...]:
         )
     limit = min(cgroup_memory_limits(root), default=None)
     if limit is not None:
-        left = size_text(max(0, limit.left_bytes))
-        caveats.append(f"The copy counts against the {limit.reason}, which leaves {left} to training now.")
+        available = size_text(max(0, limit.left_bytes))
+        caveats.append(f"The copy counts against the {limit.reason}, which leaves {available} to training now.")
     return tuple(caveats)
 
 

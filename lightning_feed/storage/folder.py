@@ -227,8 +227,8 @@ def _unreadable(error: OSError) -> DatasetError:
 def _images_below(root: Path, name: str) -> list[bytes]:
     """Return the paths of the images of a class below the root, folder by folder, each sorted."""
     length = len(str(root)) + 1
-    found = [entry for entry in walk(f"{root}/{name}") if entry.name.lower().endswith(IMAGE_SUFFIXES)]
-    files = [entry.path[length:] for entry in found if _is_file(entry)]
+    images = [entry for entry in walk(f"{root}/{name}") if entry.name.lower().endswith(IMAGE_SUFFIXES)]
+    files = [entry.path[length:] for entry in images if _is_file(entry)]
     return [os.fsencode(path) for path in sorted(files, key=os.path.split)]
 
 

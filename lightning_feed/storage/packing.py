@@ -42,7 +42,7 @@ _LMDB_MAP_BYTES = 1 << 42
 """Largest size of an LMDB pack. Only address space: the file grows with its content."""
 _COMMITTED_BYTES = 64 << 20
 """Bytes of samples in one transaction of LMDB."""
-# Exceptions of Pillow's readers on corrupt files; as in decode/decoders.py.
+# Exceptions of Pillow's readers on corrupt files; as in images/decoders.py.
 _CORRUPT = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, Image.DecompressionBombError)
 
 

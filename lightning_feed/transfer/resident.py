@@ -145,8 +145,8 @@ def load_resident(
 
 def _fill(leaves: list[_Leaf], batch: object, start: int, count: int) -> None:
     _check_rows(batch, count)
-    for whole, one in zip(leaves, tree_flatten(batch)[0], strict=True):
-        whole.fill(start, one)
+    for leaf, rows in zip(leaves, tree_flatten(batch)[0], strict=True):
+        leaf.fill(start, rows)
 
 
 def free_device_bytes(device: torch.device) -> int | None:
@@ -171,11 +171,12 @@ class _SamplesToKeep(Dataset[object]):
         sample = _sample_to_keep(self.dataset, index)
         shapes = _shapes_of(sample, index)
         if shapes != self.expected:
-            places = [place for place in {**self.expected, **shapes} if shapes.get(place) != self.expected.get(place)]
+            paths = {**self.expected, **shapes}
+            path = next(path for path in paths if shapes.get(path) != self.expected.get(path))
             raise DatasetError(
                 f"Sample {index} has another shape than sample 0, but a dataset on the device needs one "
-                f"shape: at sample{places[0]} it has {shapes.get(places[0], 'nothing')}, not "
-                f"{self.expected.get(places[0], 'nothing')}. Resize in sample_to_keep(), or leave on_device out."
+                f"shape: at sample{path} it has {shapes.get(path, 'nothing')}, not "
+                f"{self.expected.get(path, 'nothing')}. Resize in sample_to_keep(), or leave on_device out."
             )
         return sample
 
@@ -201,8 +202,10 @@ def _sample_to_keep(dataset: AnyDataset, index: int) -> Any:
     if isinstance(dataset, Subset):
         return _sample_to_keep(dataset.dataset, dataset.indices[index])
     if isinstance(dataset, ConcatDataset):
-        place = bisect_right(dataset.cumulative_sizes, index)
-        return _sample_to_keep(dataset.datasets[place], index - (dataset.cumulative_sizes[place - 1] if place else 0))
+        number = bisect_right(dataset.cumulative_sizes, index)
+        inner = dataset.datasets[number]
+        size: int = len(inner)  # type: ignore[arg-type]  # a ConcatDataset has only datasets with a length
+        return _sample_to_keep(inner, index - dataset.cumulative_sizes[number] + size)
     if hasattr(dataset, "sample_to_keep"):
         return dataset.sample_to_keep(index)
     return dataset[index]
@@ -215,8 +218,10 @@ def _check_kind(dataset: object) -> None:
             f"A stream (an IterableDataset, here {type(dataset).__name__}) has no samples by index, so it cannot be "
             "kept on the device. Leave on_device out, or pass a map-style dataset."
         )
-    if isinstance(dataset, (Subset, ConcatDataset)):
-        for inner in [dataset.dataset] if isinstance(dataset, Subset) else dataset.datasets:
+    if isinstance(dataset, Subset):
+        _check_kind(dataset.dataset)
+    elif isinstance(dataset, ConcatDataset):
+        for inner in dataset.datasets:
             _check_kind(inner)
     elif not hasattr(dataset, "sample_to_keep") and not isinstance(dataset, TensorDataset):
         logger.warning(

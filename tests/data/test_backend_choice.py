@@ -10,9 +10,11 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings
-from lightning_feed.data import image_backends, images
-from lightning_feed.data.image_backends import check_backend, once_for_all_ranks, require_nvjpeg
+from lightning_feed.data import images
+from lightning_feed.data.image_run import once_for_all_ranks
 from lightning_feed.errors import DatasetError, LoaderError, MissingExtraError, SettingsError
+from lightning_feed.images import backends
+from lightning_feed.images.backends import check_backend, name_of, require_nvjpeg
 from lightning_feed.images.dali_binding import DaliOptions
 
 CUDA = torch.device("cuda")
@@ -22,16 +24,11 @@ CUDA = torch.device("cuda")
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that says that it has a GPU, with nvJPEG. Batches go to the CPU, and are decoded there."""
     monkeypatch.setattr(images, "device_of", lambda trainer: CUDA)
-    monkeypatch.setattr(image_backends, "require_nvjpeg", lambda device: None)
+    monkeypatch.setattr(backends, "require_nvjpeg", lambda device: None)
 
 
 def _refuse(*args: Any, **options: Any) -> Any:
     raise AssertionError("this need not be looked for")
-
-
-def test_auto_is_gone(class_folders: Path) -> None:
-    with pytest.raises(SettingsError, match=r'^backend="auto" is gone. Leave it out for "torch"; lightning-feed diag'):
-        ImageFolderDataModule(class_folders, backend="auto")  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("gpu")
@@ -106,25 +103,19 @@ def test_alone_nothing_is_sent() -> None:
 # --- options of DALI --------------------------------------------------------------------------------------------------
 
 
-def _checked(backend: str, dali: DaliOptions | None, quality: str = "exact") -> DaliOptions:
-    return check_backend(backend, quality, dali)
-
-
 def test_what_has_no_effect_is_refused() -> None:
-    with pytest.raises(SettingsError, match="would have no effect with backend='torch'"):
-        _checked("torch", DaliOptions())
-    with pytest.raises(SettingsError, match=r"largest_image=\(10, 20\)\) is for decoding on the GPU"):
-        _checked("dali-cpu", DaliOptions(largest_image=(10, 20)))
-    with pytest.raises(SettingsError, match=r"hw_decoder_load=0.0\) is for decoding on the GPU"):
-        _checked("dali-cpu", DaliOptions(hw_decoder_load=0.0))
+    with pytest.raises(SettingsError, match=r"largest_image=\(10, 20\)\) has an effect only on the GPU"):
+        DaliOptions(largest_image=(10, 20))
+    with pytest.raises(SettingsError, match=r"hw_decoder_load=0.0\) has an effect only on the GPU"):
+        DaliOptions(hw_decoder_load=0.0)
     with pytest.raises(SettingsError, match="quality='near' would have no effect with backend='dali-gpu'"):
-        _checked("dali-gpu", None, "near")
+        check_backend("dali-gpu", "near")
 
 
-def test_what_has_an_effect_is_taken() -> None:
-    given = DaliOptions(largest_image=(10, 20), hw_decoder_load=0.5)
-    assert _checked("dali-gpu", given) is given
-    assert _checked("torch", None, "fast") == DaliOptions()
+def test_options_of_dali_name_its_backend() -> None:
+    assert name_of(DaliOptions(threads=2)) == "dali-cpu"
+    assert name_of(DaliOptions(device="gpu", largest_image=(10, 20), hw_decoder_load=0.5)) == "dali-gpu"
+    check_backend("torch", "fast")
 
 
 # --- nvJPEG by name ------------------------------------------------------------------------------------------------
@@ -144,7 +135,7 @@ def test_a_torchvision_without_nvjpeg_is_reported_before_the_first_batch(
     def missing(device: torch.device) -> Any:
         raise MissingExtraError("this torchvision has none")
 
-    monkeypatch.setattr(image_backends, "nvjpeg", missing)
+    monkeypatch.setattr(backends, "nvjpeg", missing)
     birds = _setting_up(class_folders, monkeypatch, backend="nvjpeg")
     with pytest.raises(MissingExtraError, match="this torchvision has none"):
         birds.train_dataloader()
@@ -156,7 +147,7 @@ def test_a_device_that_fails_is_reported_before_the_first_batch(
     def fails(files: Any) -> Any:
         raise RuntimeError("CUDA driver version is insufficient\nwith a stack trace")
 
-    monkeypatch.setattr(image_backends, "nvjpeg", lambda device: fails)
+    monkeypatch.setattr(backends, "nvjpeg", lambda device: fails)
     birds = _setting_up(class_folders, monkeypatch, backend="nvjpeg")
     words = 'failed to decode a small JPEG on cuda.*driver version is insufficient. Check.*use backend="torch"'
     with pytest.raises(LoaderError, match=words) as raised:
@@ -166,7 +157,7 @@ def test_a_device_that_fails_is_reported_before_the_first_batch(
 
 def test_a_device_that_decodes_is_tried_on_one_small_jpeg(class_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[torch.Tensor] = []
-    monkeypatch.setattr(image_backends, "nvjpeg", lambda device: given.extend)
+    monkeypatch.setattr(backends, "nvjpeg", lambda device: given.extend)
     _setting_up(class_folders, monkeypatch, backend="nvjpeg").train_dataloader()
     (file,) = given
     assert bytes(file[:2]) == b"\xff\xd8"
@@ -177,7 +168,7 @@ def test_it_is_not_tried_where_it_is_not_used(
     backend: Any, class_folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not without a Trainer: CUDA that is in use does not outlive the fork of a ddp_fork."""
-    monkeypatch.setattr(image_backends, "nvjpeg", _refuse)
+    monkeypatch.setattr(backends, "nvjpeg", _refuse)
     birds = _setting_up(class_folders, monkeypatch, backend=backend)
     if backend == "nvjpeg":
         birds.trainer = None

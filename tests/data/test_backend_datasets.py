@@ -10,8 +10,9 @@ from recording import quiet_trainer
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings
-from lightning_feed.data import image_backends, images
+from lightning_feed.data import images
 from lightning_feed.errors import ArchiveError, SettingsError
+from lightning_feed.images import backends
 from lightning_feed.images.image_dataset import EncodedBatch, ImageDataset
 from lightning_feed.storage.packing import pack
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("gpu")
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "device_of", lambda trainer: torch.device("cuda"))
-    monkeypatch.setattr(image_backends, "require_nvjpeg", lambda device: None)
+    monkeypatch.setattr(backends, "require_nvjpeg", lambda device: None)
 
 
 class Labelled(Dataset[Any]):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decode.made_images import BROKEN
+from images.made_images import BROKEN
 from PIL import Image
 from recording import NullStreamPrefetch, Recording, assert_same_run, quiet_trainer
 from resuming import assert_resumes_exactly, run
@@ -17,8 +17,9 @@ from torch import nn
 
 import lightning_feed.pl
 from lightning_feed import ImageFolderDataModule, LoaderSettings
-from lightning_feed.data.image_backends import BackendChoice, PassEnds
+from lightning_feed.data.image_run import PassEnds
 from lightning_feed.errors import DecodeError
+from lightning_feed.images.backends import BackendChoice
 from lightning_feed.images.dali_binding import DaliOptions
 from lightning_feed.images.dali_decoder import ImagePipeline
 from lightning_feed.storage.system import read_text
@@ -196,8 +197,7 @@ def test_pipelines_of_evaluation_are_there_for_it_only(photos: Path, limit: int 
         batch_size=4,
         image_size=4,
         loader=HERE,
-        backend="dali-cpu",
-        dali=DaliOptions(keep_eval_pipelines=keep),
+        backend=DaliOptions(keep_eval_pipelines=keep),
     )
     model = NotesPipelines(module)
     trainer = quiet_trainer(
@@ -298,7 +298,7 @@ def test_a_broken_image_is_handled_as_asked_for(
 
 def test_threads_are_said(photos: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        data(photos, dali=DaliOptions(threads=3))()["datamodule"].train_dataloader()
+        data(photos, DaliOptions(threads=3))()["datamodule"].train_dataloader()
     assert "DALI decodes with 3 CPU threads for each pipeline: as requested" in caplog.messages
 
 

@@ -17,9 +17,9 @@ from recording import quiet_trainer
 from torch import Tensor, nn
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings
-from lightning_feed.data import image_backends
-from lightning_feed.decode.choose import make_decoder
 from lightning_feed.errors import FeedError
+from lightning_feed.images import backends
+from lightning_feed.images.choose import make_decoder
 
 # The ranks of these tests are forked, as with strategy="ddp_fork".
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
@@ -92,7 +92,7 @@ def fit(rank: int, photos: Path, how: str) -> dict[str, Any]:
     root = photos
     if how == "no folder" and rank == 0:
         root = photos.parent / "elsewhere"
-    image_backends.choose_decoder = choose
+    backends.choose_decoder = choose
     model = Small()
     loader = LoaderSettings(num_workers=1, workers="thread", seed=3)
     module = ImageFolderDataModule(root, 4, image_size=16, val_fraction=0.0, loader=loader)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from decode.made_images import WHOLE
+from images.made_images import WHOLE
 from lightning.pytorch import Callback, LightningModule, seed_everything
 from made_samples import jpegs
 from recording import NullStreamPrefetch, end_workers, quiet_trainer
@@ -15,8 +15,8 @@ from resuming import Killed, SaveThenDie
 from torch import Tensor, nn
 
 from lightning_feed import GPUStarvationCallback, ImageFolderDataModule, LoaderSettings
-from lightning_feed.data import image_backends
 from lightning_feed.errors import DatasetError, SettingsError
+from lightning_feed.images import backends
 from lightning_feed.images.image_dataset import EncodedBatch
 
 pytestmark = [
@@ -46,7 +46,7 @@ def photos(tmp_path: Path) -> Path:
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the backend run without a GPU."""
-    monkeypatch.setattr(image_backends, "GPU_BACKENDS", ())
+    monkeypatch.setattr(backends, "GPU_BACKENDS", ())
 
 
 class Seeing(LightningModule):

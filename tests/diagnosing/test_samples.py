@@ -16,9 +16,9 @@ from torch.utils.data import ConcatDataset, Subset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from lightning_feed.decode.decoders import PillowDecoder
 from lightning_feed.diagnosing.samples import StepTimer, find_sites, name_of, replaced, sample_costs, timed
 from lightning_feed.images.crop import Recipe, TrainRecipe, UserTransform
+from lightning_feed.images.decoders import PillowDecoder
 from lightning_feed.images.image_dataset import ImageDataset
 from lightning_feed.measure.experiment_results import NamedCost
 from lightning_feed.storage.folder import FolderSource, scan_classes

@@ -18,7 +18,7 @@ from verdict_quiet import QUIET_PCT, Others
 from verdict_scenarios import SCENARIOS
 from verdict_work import calibrate, make_files
 
-# Left there, benchmarks/decode.py would be what spawned workers of other tests take for the folder tests/decode.
+# Only the imports above need it.
 del sys.path[0]
 
 pytestmark = [

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decode.made_images import BROKEN, WHOLE
+from images.made_images import BROKEN, WHOLE
 from made_samples import jpegs
 from on_cuda import Seen, fitted, spin, warm_up
 from torch import Tensor
@@ -160,7 +160,7 @@ def test_batches_are_not_written_to_while_they_are_used(photos: Path) -> None:
 @pytest.mark.parametrize("limit", [1, None])
 @pytest.mark.parametrize("keep", [False, True])
 def test_the_validation_pipeline_is_absent_before_and_after(photos: Path, limit: int | None, keep: bool) -> None:
-    module = made(photos, dali=DaliOptions(keep_eval_pipelines=keep))
+    module = made(photos, DaliOptions(device="gpu", keep_eval_pipelines=keep))
     model = fit(module, limit_val_batches=limit, val_check_interval=2, num_sanity_val_steps=0)
     training = {active for name, active in model.active if name == "train"}
     assert training == ({("train",), ("train", "val")} if keep else {("train",)})
@@ -176,11 +176,11 @@ def test_other_kinds_among_jpegs(photos: Path, name: str) -> None:
 
 
 def test_an_image_larger_than_the_padding(photos: Path) -> None:
-    from decode.made_images import encoded
+    from images.made_images import encoded
     from made_samples import photo
 
     (photos / "val" / "a" / "0.jpg").write_bytes(encoded(photo(3000, 4000)))
-    module = made(photos, dali=DaliOptions(largest_image=(64, 64)))
+    module = made(photos, DaliOptions(device="gpu", largest_image=(64, 64)))
     assert_nearly_the_same(fit(module).batches("val"), fit(made(photos, "torch")).batches("val"))
 
 
@@ -221,7 +221,7 @@ def test_fifty_rebuilds_do_not_grow(photos: Path) -> None:
 
 def test_the_values_are_normalised(photos: Path) -> None:
     """Of a black image and a white one, known to the last bit but rounding."""
-    from decode.made_images import encoded
+    from images.made_images import encoded
     from PIL import Image
 
     for value in (0, 255):

@@ -6,17 +6,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decode.made_images import BROKEN, WHOLE, encoded
+from images.made_images import BROKEN, WHOLE, encoded
 from made_samples import batch_of, dataset, noise, obvious, photo, torn
 from on_cuda import Seen, fitted, spin, warm_up
 from torch import Tensor
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings, PrefetchCallback
-from lightning_feed.decode.choose import psnr_db
 from lightning_feed.errors import DecodeError
+from lightning_feed.images.choose import psnr_db
 from lightning_feed.images.crop import CropSpec, EvalRecipe, TrainRecipe
 from lightning_feed.images.image_dataset import decode_on_cpu
-from lightning_feed.transfer.gpu_decode import MOST_BYTES, crop_on_device, decode_batch, nvjpeg
+from lightning_feed.images.nvjpeg import MOST_BYTES, crop_on_device, decode_batch, nvjpeg
 
 pytestmark = pytest.mark.gpu
 

@@ -14,8 +14,6 @@ from made_samples import photo
 from PIL import Image
 from torchvision.transforms import v2
 
-from lightning_feed.decode.decoders import PillowDecoder, Pixels, Region, draw_region
-from lightning_feed.decode.header import Encoded
 from lightning_feed.errors import SettingsError
 from lightning_feed.images.crop import (
     CropSpec,
@@ -25,6 +23,8 @@ from lightning_feed.images.crop import (
     UserTransform,
     crop_image,
 )
+from lightning_feed.images.decoders import PillowDecoder, Pixels, Region, draw_region
+from lightning_feed.images.header import Encoded
 
 PIXELS = np.array(photo())
 CUT = CropSpec(region=Region(10, 20, 40, 50), resized=(24, 30), window=Region(2, 3, 16, 20), flipped=False)
@@ -204,5 +204,5 @@ def test_a_given_transform_gives_what_it_gives_by_itself(name: str) -> None:
 def test_what_is_no_transform_is_refused() -> None:
     with pytest.raises(SettingsError, match="transform=3 cannot be called"):
         UserTransform(3)  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match="transform_input='numpy'"):
+    with pytest.raises(SettingsError, match="kind='numpy'"):
         UserTransform(lambda image: image, "numpy")  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decode.made_images import BROKEN, WHOLE, encoded
+from images.made_images import BROKEN, WHOLE, encoded
 from lightning.pytorch.utilities.memory import is_oom_error
 from made_samples import dataset, jpegs, photo
 from torch import Tensor
@@ -56,6 +56,8 @@ def spec(**options: Any) -> PipelineSpec:
         "half": False,
     }
     chosen = {name: options.pop(name) for name in ("prefetch", "largest_image") if name in options}
+    if "largest_image" in chosen:
+        chosen["device"] = "gpu"
     return PipelineSpec(options=DaliOptions(**chosen), **{**given, **options})
 
 

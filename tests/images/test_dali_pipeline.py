@@ -26,7 +26,7 @@ def spec(**options: Any) -> PipelineSpec:
         batch_size=2,
         device=torch.device("cuda", 0),
         threads=1,
-        options=DaliOptions(prefetch=1, **options),
+        options=DaliOptions(device="gpu", prefetch=1, **options),
         mean=MEAN,
         std=STD,
         half=half,

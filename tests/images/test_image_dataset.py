@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decode.made_images import BROKEN, encoded
+from images.made_images import BROKEN, encoded
 from made_samples import batch_of, dataset, jpegs, photo
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_feed.decode.decoders import Region
 from lightning_feed.errors import DecodeError, SettingsError
 from lightning_feed.images.crop import CropSpec, EvalRecipe, TrainRecipe
+from lightning_feed.images.decoders import Region
 from lightning_feed.images.image_dataset import (
     EncodedBatch,
     EncodedSample,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from decode.made_images import WHOLE
+from images.made_images import WHOLE
 from made_samples import batch_of, dataset, jpegs
 from simulated.device import DEVICE, NOT_CHECKED, SimulatedDevice, simulated
 from simulated.training import Model, SimulatedLoader, fit
@@ -18,7 +18,7 @@ from lightning_feed.data.images import IMAGENET_MEAN, IMAGENET_STD, _scaling
 from lightning_feed.images.crop import EvalRecipe, TrainRecipe
 from lightning_feed.images.dali_binding import DaliOptions
 from lightning_feed.images.dali_decoder import DaliImageDecoder, PipelineSpec, _Waiting
-from lightning_feed.transfer.gpu_decode import NvJpeg, decode_batch
+from lightning_feed.images.nvjpeg import NvJpeg, decode_batch
 from lightning_feed.transfer.resident import ResidentLoader, load_resident
 
 pytestmark = [

@@ -10,10 +10,10 @@ import torch
 from simulated.device import DEVICE, SimulatedDevice, simulated
 from torch import Tensor
 
+from lightning_feed.images.nvjpeg import NvJpeg
 from lightning_feed.measure import step_meter
 from lightning_feed.measure.step_meter import EventRing
 from lightning_feed.transfer import prefetcher as streams
-from lightning_feed.transfer.gpu_decode import NvJpeg
 from lightning_feed.transfer.prefetcher import DeviceStream, Prefetcher
 
 pytestmark = pytest.mark.harness

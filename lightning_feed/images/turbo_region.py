@@ -13,9 +13,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from lightning_feed.decode.decoders import Decoder, Pixels, Region, refuse_bomb
-from lightning_feed.decode.header import JPEG, Encoded, as_array, ends_like_jpeg
 from lightning_feed.errors import DecodeError, MissingExtraError
+from lightning_feed.images.decoders import Decoder, Pixels, Region, refuse_bomb
+from lightning_feed.images.header import JPEG, Encoded, as_array, ends_like_jpeg
 
 MARGIN = 2
 """Pixels around a box that chroma upsampling reads: one neighbouring chroma sample, at half the resolution."""
@@ -37,12 +37,12 @@ class TurboRegionDecoder(Decoder):
         library_path()  # raise now if it is missing, not in a worker
 
     def decode(self, data: Encoded) -> Pixels:
-        """Decode the whole image, see :class:`~lightning_feed.decode.decoders.Decoder`."""
+        """Decode the whole image, see :class:`~lightning_feed.images.decoders.Decoder`."""
         library, shape = _open(data)
         return library.decompress(data, shape[:2])
 
     def decode_region(self, data: Encoded, region: Region, *, cover: tuple[int, int] | None = None) -> Pixels:
-        """Decode the pixels of a region, see :class:`~lightning_feed.decode.decoders.Decoder`.
+        """Decode the pixels of a region, see :class:`~lightning_feed.images.decoders.Decoder`.
 
         With ``cover``, the edges of the box are moved to the nearest whole pixels of the scale, by less than one pixel.
         Moved before decoding, the box is just another crop, with correct pixels. Rounding after decoding would shift

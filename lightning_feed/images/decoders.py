@@ -14,9 +14,9 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from lightning_feed.decode.header import JPEG, KINDS, PNG, WEBP, Encoded, as_array, jpeg_header, kind_of, png_bit_depth
 from lightning_feed.errors import DecodeError, MissingExtraError
 from lightning_feed.extras import require
+from lightning_feed.images.header import JPEG, KINDS, PNG, WEBP, Encoded, as_array, jpeg_header, kind_of, png_bit_depth
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 """uint8, shape (H, W, 3), RGB, C-contiguous, owned by the caller."""
@@ -114,7 +114,7 @@ class PillowDecoder(Decoder):
     name = "pillow"
 
     def decode(self, data: Encoded) -> Pixels:
-        """Decode the whole image, see :class:`~lightning_feed.decode.decoders.Decoder`."""
+        """Decode the whole image, see :class:`~lightning_feed.images.decoders.Decoder`."""
         try:
             with Image.open(io.BytesIO(bytes(data))) as image:
                 return np.array(image.convert("RGB"), dtype=np.uint8)

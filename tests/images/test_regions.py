@@ -11,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import simplejpeg
-from decode.made_images import BROKEN, WHOLE, encoded, pillow_pixels, waves
+from images.made_images import BROKEN, WHOLE, encoded, pillow_pixels, waves
 from PIL import Image
 
-from lightning_feed.decode import turbo_region
-from lightning_feed.decode.choose import FallbackDecoder, make_decoder, psnr_db
-from lightning_feed.decode.decoders import Region
-from lightning_feed.decode.turbo_region import TurboRegionDecoder, scale_for, scaled_box
 from lightning_feed.errors import DecodeError, MissingExtraError
+from lightning_feed.images import turbo_region
+from lightning_feed.images.choose import FallbackDecoder, make_decoder, psnr_db
+from lightning_feed.images.decoders import Region
+from lightning_feed.images.turbo_region import TurboRegionDecoder, scale_for, scaled_box
 
 SUBSAMPLINGS = ["444", "422", "420", "440", "411"]
 

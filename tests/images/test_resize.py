@@ -5,14 +5,14 @@ import sys
 import numpy as np
 import pytest
 import torch
-from decode.made_images import waves
+from images.made_images import waves
 from PIL import Image
 from torchvision.transforms.v2 import functional
 
-from lightning_feed.decode import decoders
-from lightning_feed.decode.choose import psnr_db
-from lightning_feed.decode.decoders import Pixels, resize
 from lightning_feed.errors import MissingExtraError
+from lightning_feed.images import decoders
+from lightning_feed.images.choose import psnr_db
+from lightning_feed.images.decoders import Pixels, resize
 
 SHAPES = [(61, 47), (500, 375), (32, 32), (1, 1), (300, 10), (224, 224)]
 

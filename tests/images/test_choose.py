@@ -11,16 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from decode.made_images import BROKEN, HEIGHT, WHOLE, WIDTH, pillow_pixels
+from images.made_images import BROKEN, HEIGHT, WHOLE, WIDTH, pillow_pixels
 from skimage.metrics import peak_signal_noise_ratio
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_feed.decode import choose, decoders
-from lightning_feed.decode.choose import DECODER_NAMES, Choice, FallbackDecoder, make_decoder, psnr_db, with_fallback
-from lightning_feed.decode.counts import SharedCounts
-from lightning_feed.decode.decoders import Decoder, PillowDecoder, Pixels, Region, TurboDecoder
-from lightning_feed.decode.header import Encoded
 from lightning_feed.errors import DecodeError, MissingExtraError, SettingsError
+from lightning_feed.images import choose, decoders
+from lightning_feed.images.choose import DECODER_NAMES, Choice, FallbackDecoder, make_decoder, psnr_db, with_fallback
+from lightning_feed.images.decoders import Decoder, PillowDecoder, Pixels, Region, TurboDecoder
+from lightning_feed.images.header import Encoded
+from lightning_feed.load.counts import SharedCounts
 
 SAMPLES = [WHOLE["colour"], WHOLE["progressive"], WHOLE["4:4:4"]]
 

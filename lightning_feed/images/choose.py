@@ -14,8 +14,8 @@ from typing import Final
 import numpy as np
 import torch
 
-from lightning_feed.decode.counts import SharedCounts
-from lightning_feed.decode.decoders import (
+from lightning_feed.errors import DecodeError, MissingExtraError, SettingsError
+from lightning_feed.images.decoders import (
     Decoder,
     OpenCVDecoder,
     PillowDecoder,
@@ -25,9 +25,9 @@ from lightning_feed.decode.decoders import (
     TurboDecoder,
     draw_region,
 )
-from lightning_feed.decode.header import JPEG, KINDS, Encoded, jpeg_header, kind_of
-from lightning_feed.decode.turbo_region import TurboRegionDecoder
-from lightning_feed.errors import DecodeError, MissingExtraError, SettingsError
+from lightning_feed.images.header import JPEG, KINDS, Encoded, jpeg_header, kind_of
+from lightning_feed.images.turbo_region import TurboRegionDecoder
+from lightning_feed.load.counts import SharedCounts
 
 log = logging.getLogger(__name__)
 
@@ -255,7 +255,7 @@ class FallbackDecoder(Decoder):
         self.tally = SharedCounts(*REASONS)
 
     def decode(self, data: Encoded) -> Pixels:
-        """Decode the whole image, see :class:`~lightning_feed.decode.decoders.Decoder`."""
+        """Decode the whole image, see :class:`~lightning_feed.images.decoders.Decoder`."""
         return self._decode(data, lambda decoder: decoder.decode(data))
 
     def decode_region(self, data: Encoded, region: Region, *, cover: tuple[int, int] | None = None) -> Pixels:

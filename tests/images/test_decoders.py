@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 import cv2
 import numpy as np
 import pytest
-from decode.made_images import BROKEN, HEIGHT, WHOLE, WIDTH, pillow_pixels
+from images.made_images import BROKEN, HEIGHT, WHOLE, WIDTH, pillow_pixels
 from PIL import Image
 
-from lightning_feed.decode import decoders
-from lightning_feed.decode.choose import DECODER_NAMES, FallbackDecoder, make_decoder, psnr_db
-from lightning_feed.decode.decoders import Decoder, Region, open_cv2, refuse_bomb
-from lightning_feed.decode.header import KINDS, ends_like_jpeg, jpeg_header, kind_of, png_bit_depth
 from lightning_feed.errors import DecodeError, MissingExtraError
+from lightning_feed.images import decoders
+from lightning_feed.images.choose import DECODER_NAMES, FallbackDecoder, make_decoder, psnr_db
+from lightning_feed.images.decoders import Decoder, Region, open_cv2, refuse_bomb
+from lightning_feed.images.header import KINDS, ends_like_jpeg, jpeg_header, kind_of, png_bit_depth
 
 NAMES = [name for name in DECODER_NAMES if name != "auto"]
 FAST = [name for name in NAMES if name != "pillow"]

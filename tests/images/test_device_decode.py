@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from decode.made_images import BROKEN, WHOLE, encoded
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from images.made_images import BROKEN, WHOLE, encoded
 from made_samples import batch_of, dataset, jpegs, noise, obvious, photo, torn
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_feed.decode.choose import psnr_db
-from lightning_feed.decode.decoders import Region
 from lightning_feed.errors import DecodeError, LoaderError
+from lightning_feed.images import nvjpeg as device_decode
+from lightning_feed.images.choose import psnr_db
 from lightning_feed.images.crop import QUALITIES, CropSpec, EvalRecipe, TrainRecipe
+from lightning_feed.images.decoders import Region
 from lightning_feed.images.image_dataset import decode_on_cpu
+from lightning_feed.images.nvjpeg import crop_on_device, decode_batch
 from lightning_feed.load.collate import BadSamples
-from lightning_feed.transfer import gpu_decode as device_decode
-from lightning_feed.transfer.gpu_decode import crop_on_device, decode_batch
 
 TRAIN, EVAL = TrainRecipe(size=32), EvalRecipe(size=32, short_side=37)
 BAD_INSIDE = torn(jpegs(9)[8])

@@ -1,18 +1,18 @@
 """Decodes batches on their target device: JPEGs in bulk with nvJPEG, other images on the CPU."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torchvision.io import ImageReadMode
 
-from lightning_feed.decode.decoders import Region, refuse_bomb
-from lightning_feed.decode.header import FRAME_HEADERS, JPEG, Encoded, as_array, ends_like_jpeg, jpeg_segments, kind_of
 from lightning_feed.errors import DecodeError, LoaderError, MissingExtraError
 from lightning_feed.images.crop import CropSpec, Quality
+from lightning_feed.images.decoders import Region, refuse_bomb
+from lightning_feed.images.header import FRAME_HEADERS, JPEG, Encoded, as_array, ends_like_jpeg, jpeg_segments, kind_of
 from lightning_feed.images.image_dataset import EncodedBatch, EncodedSample, ImageDataset, decode_on_cpu, decode_rest
 from lightning_feed.load.trace import traced
 
@@ -110,38 +110,59 @@ def not_for_nvjpeg(data: Encoded) -> str | None:
         return f"nvJPEG decodes only JPEG, and the image is of the kind {kind}"
     if not ends_like_jpeg(data):
         return "the JPEG does not end with its end marker: it is cut short, or has data after it"
-    marker, frame, holds_rgb = _read_frame(as_array(data).data)
-    # A frame: bits, height (2), width (2), components; per component: id, sampling factors, table (T.81, B.2.2).
-    if len(frame) < 6 or len(frame) < 6 + 3 * frame[5]:
+    frame = _read_frame(as_array(data).data)
+    if frame is None:
         return "the JPEG has no frame header"
-    if marker not in (_BASELINE, _PROGRESSIVE) or frame[0] != 8:
+    if frame.marker not in (_BASELINE, _PROGRESSIVE) or frame.bits != 8:
         return "nvJPEG decodes only 8-bit baseline and progressive JPEGs, not others (12 bits, lossless, ...)"
-    if frame[5] == _GREY:
+    if len(frame.sampling) == _GREY:
         return None
-    if frame[5] != _COLOUR:
+    if len(frame.sampling) != _COLOUR:
         return "nvJPEG does not convert CMYK JPEGs to RGB"
-    if holds_rgb or bytes(frame[6:15:3]) == b"RGB":
+    if frame.holds_rgb:
         return "the JPEG holds RGB, but nvJPEG reads it as YCbCr"
-    luma, *chroma = ((factors >> 4, factors & 15) for factors in frame[7:16:3])
+    luma, *chroma = frame.sampling
     if luma not in _SUBSAMPLINGS or chroma != [(1, 1), (1, 1)]:
         return "nvJPEG does not support the JPEG's chroma subsampling"
     return None
 
 
-def _read_frame(data: memoryview) -> tuple[int, memoryview, bool]:
-    """Return marker and body of the frame header, and True if an Adobe segment marks the colours as untransformed."""
+class _Frame(NamedTuple):
+    """The frame header of a JPEG, and the colours that an Adobe segment tells."""
+
+    marker: int
+    """The kind of JPEG."""
+    bits: int
+    """Bits of a sample."""
+    sampling: Sequence[tuple[int, int]]
+    """(horizontal, vertical) sampling factors of each component."""
+    holds_rgb: bool
+    """True if the components are R, G and B."""
+
+
+def _read_frame(data: memoryview) -> _Frame | None:
+    """Read the frame header: bits, height (2), width (2), components; per component: id, sampling factors, table (T.81,
+    B.2.2). None if there is no whole one."""
     frame = 0
-    body = data[:0]
-    holds_rgb = False
+    header = data[:0]
+    is_untransformed = False
     for marker, start, end in jpeg_segments(data):
         if marker == _SCAN:
             break
         if marker in FRAME_HEADERS:
             frame = marker
-            body = data[start:end]
+            header = data[start:end]
         elif marker == _APP14 and bytes(data[start : start + 5]) == b"Adobe" and start + 12 <= min(end, len(data)):
-            holds_rgb = data[start + 11] == 0
-    return frame, body, holds_rgb
+            is_untransformed = data[start + 11] == 0
+    if len(header) < 6 or len(header) < 6 + 3 * header[5]:
+        return None
+    components = header[6 : 6 + 3 * header[5]]
+    return _Frame(
+        marker=frame,
+        bits=header[0],
+        sampling=[(factors >> 4, factors & 15) for factors in components[1::3]],
+        holds_rgb=is_untransformed or bytes(components[0::3]) == b"RGB",
+    )
 
 
 def _without_nvjpeg() -> MissingExtraError:
@@ -187,69 +208,70 @@ def decode_batch(batch: EncodedBatch, dataset: ImageDataset, decode: DecodeJpegs
     _, _, height, width = images[0].crop.window
     # Filled image by image, channels last: no stacking or transposing afterwards.
     pixels = torch.empty((len(images), height, width, 3), dtype=torch.uint8, device=batch.device)
-    left = _decode_on_device(images, dataset, decode, pixels)
-    made = pixels.permute(0, 3, 1, 2)
+    for_the_cpu = _decode_on_device(images, dataset, decode, pixels)
+    decoded = pixels.permute(0, 3, 1, 2)
     labels = batch.labels
-    if left:
-        labels = decode_rest(left, images, dataset, made).to(labels.device, non_blocking=True)
-    return [made, labels]
+    if for_the_cpu:
+        labels = decode_rest(for_the_cpu, images, dataset, decoded).to(labels.device, non_blocking=True)
+    return [decoded, labels]
 
 
 def _decode_on_device(
     images: list[EncodedSample], dataset: ImageDataset, decode: DecodeJpegs, pixels: Tensor
 ) -> list[int]:
-    """Decode into ``pixels`` all images that the device can decode. Return the places of the others."""
-    left: list[int] = []
-    there: list[int] = []
-    for place, image in enumerate(images):
+    """Decode into ``pixels`` all images that the device can decode. Return the positions of the others in the batch."""
+    for_the_cpu: list[int] = []
+    for_the_device: list[int] = []
+    for position, image in enumerate(images):
         reason = dataset.cpu_fallback.known.get(image.index) or _refusal(image)
         if reason is None:
-            there.append(place)
+            for_the_device.append(position)
         else:
-            left.append(place)
+            for_the_cpu.append(position)
             dataset.cpu_fallback.add(reason, dataset.source.name(image.index))
-    for part in _parts(there, images):
-        left += _decode_part(part, images, dataset, decode, pixels)
-    return sorted(left)
+    for part in _parts(for_the_device, images):
+        for_the_cpu += _decode_part(part, images, dataset, decode, pixels)
+    return sorted(for_the_cpu)
 
 
 def _decode_part(
     part: list[int], images: list[EncodedSample], dataset: ImageDataset, decode: DecodeJpegs, pixels: Tensor
 ) -> list[int]:
-    """Decode the images at the places of ``part`` into ``pixels``. Return the places that the device cannot decode.
+    """Decode the images at the positions of ``part`` into ``pixels``. Return those that the device cannot decode.
 
     A separate function, so that its return frees the full-size images.
     """
-    found = dict(zip(part, _decode_many([images[place] for place in part], dataset, decode), strict=True))
-    wholes = {place: whole for place, whole in found.items() if whole is not None}
+    decoded = dict(zip(part, _decode_many([images[position] for position in part], dataset, decode), strict=True))
+    wholes = {position: whole for position, whole in decoded.items() if whole is not None}
     if wholes:
-        crop_on_device(wholes, {place: images[place].crop for place in wholes}, dataset.crop_recipe.quality, pixels)
-    return [place for place, whole in found.items() if whole is None]
+        crops = {position: images[position].crop for position in wholes}
+        crop_on_device(wholes, crops, dataset.crop_recipe.quality, pixels)
+    return [position for position, whole in decoded.items() if whole is None]
 
 
 def _decode_many(images: list[EncodedSample], dataset: ImageDataset, decode: DecodeJpegs) -> list[Tensor | None]:
     """Decode the images. None for each that the device cannot decode, which is recorded in ``cpu_fallback.known``."""
     files = [torch.from_numpy(image.data) for image in images]
     with traced("decode"):
-        found, error = _try(files, decode)
+        wholes, error = _try(files, decode)
         if error is not None and len(files) > 1:  # the error does not say which file failed
             alone = [_try([file], decode) for file in files]
-            found = [pixels for (pixels,), _ in alone]
-    memory = dataset.cpu_fallback
-    for place, (image, pixels) in enumerate(zip(images, found, strict=True)):
-        if pixels is not None and pixels.shape[1:] == image.size:
-            memory.worked = True
+            wholes = [whole for (whole,), _ in alone]
+    fallback = dataset.cpu_fallback
+    for position, (image, whole) in enumerate(zip(images, wholes, strict=True)):
+        if whole is not None and whole.shape[1:] == image.size:
+            fallback.worked = True
             continue
-        found[place] = None
-        memory.known[image.index] = _FAILED
-        memory.add(_FAILED, dataset.source.name(image.index))
-    if not memory.worked and len(images) > 1:
+        wholes[position] = None
+        fallback.known[image.index] = _FAILED
+        fallback.add(_FAILED, dataset.source.name(image.index))
+    if not fallback.worked and len(images) > 1:
         # No file was decoded, so the images are not at fault. Without an error, the CPU would decode them all here.
         raise LoaderError(
             f"The device decoded none of the first {len(images)} JPEGs: {error}. Check the driver "
             'and the CUDA of torch and torchvision (lightning-feed doctor), or use backend="torch".'
         ) from error
-    return found
+    return wholes
 
 
 def _try(files: list[Tensor], decode: DecodeJpegs) -> tuple[list[Tensor | None], RuntimeError | None]:
@@ -288,20 +310,20 @@ def crop_on_device(
     ``"exact"`` instead of the CPU's 33 dB, measured on 60 photographs 6 to 11 times as large as the result).
 
     Args:
-        wholes: images by their place in the batch: uint8, shape (3, H, W).
-        crops: the crop of each image, by the same places.
+        wholes: images by their position in the batch: uint8, shape (3, H, W).
+        crops: the crop of each image, by the same positions.
         quality: resize quality.
         pixels: the batch: uint8, shape (B, height, width, 3), the height and width of all windows.
     """
     _, height, width, _ = pixels.shape
     groups = list(_groups(crops, height, width))
-    rows = [_numbers(place, crops[place], quality) for group, _, _ in groups for place in group]
+    rows = [_numbers(position, crops[position], quality) for group, _, _ in groups for position in group]
     # One copy from pinned memory, so that the host does not wait for it.
     host = torch.tensor(rows, dtype=torch.float32, device="cpu", pin_memory=pixels.device.type != "cpu")
     table = host.to(pixels.device, non_blocking=True)
     tables = table.split([len(group) for group, _, _ in groups])
     for (group, high, wide), numbers in zip(groups, tables, strict=True):
-        boxes = {place: (wholes[place], crops[place].region) for place in group}
+        boxes = {position: (wholes[position], crops[position].region) for position in group}
         _resize_group(boxes, (high, wide), numbers, pixels)
 
 
@@ -327,12 +349,12 @@ def _resize_group(
 
 
 def _groups(crops: Mapping[int, CropSpec], height: int, width: int) -> Iterator[tuple[list[int], int, int]]:
-    """Yield groups of boxes of similar size, within ``MOST_BYTES`` but at least one box: their places, and the height
-    and width that hold each of them."""
+    """Yield groups of boxes of similar size, within ``MOST_BYTES`` but at least one box: their positions in the batch,
+    and the height and width that hold each of them."""
     group: list[int] = []
     high = wide = 0
-    for place in sorted(crops, key=lambda place: crops[place].region[2:]):
-        _, _, *sides = crops[place].region
+    for position in sorted(crops, key=lambda position: crops[position].region[2:]):
+        _, _, *sides = crops[position].region
         higher, wider = (_aligned(max(pair)) for pair in zip((high, wide), sides, strict=True))
         # 6 bytes each: three channels of float16, and weights that are float32 and then float16.
         each = 6 * (higher * wider + height * wider + height * width + height * higher + width * wider)
@@ -340,7 +362,7 @@ def _groups(crops: Mapping[int, CropSpec], height: int, width: int) -> Iterator[
             yield group, high, wide
             group = []
             higher, wider = map(_aligned, sides)
-        group.append(place)
+        group.append(position)
         high = higher
         wide = wider
     if group:
@@ -357,20 +379,23 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(left, right, out=left.new_empty(0))
 
 
-def _numbers(place: int, crop: CropSpec, quality: Quality) -> list[float]:
-    """Return a row of the table: the place; then for lines and for columns: the box's size, the centre of the first
+def _numbers(position: int, crop: CropSpec, quality: Quality) -> list[float]:
+    """Return a row of the table: the position; then for lines and for columns: the box's size, the centre of the first
     output pixel in the box, the distance between centres, and 1 / (filter radius in box pixels)."""
     region = crop.region
     window = crop.window
     antialias = quality != "fast" or _shrink(crop) > 2
-    across = (window.left + window.width - 1, -1) if crop.flipped else (window.left, 1)
-    row: list[float] = [place]
+    across = (window.left, 1)
+    if crop.flipped:
+        across = (window.left + window.width - 1, -1)
+    row: list[float] = [position]
     for side, resized, first, step in (
         (region.height, crop.resized[0], window.top, 1),
         (region.width, crop.resized[1], *across),
     ):
         scale = side / resized
-        row += [side, scale * (first + 0.5) - 0.5, scale * step, 1 / max(scale, 1) if antialias else 1]
+        radius = max(scale, 1) if antialias else 1
+        row += [side, scale * (first + 0.5) - 0.5, scale * step, 1 / radius]
     return row
 
 
@@ -381,10 +406,10 @@ def _weights(numbers: Tensor, results: int, side: int) -> Tensor:
     """
     sides, first, step, sharpness = numbers[:, :, None].unbind(1)
     middles = torch.addcmul(first, step, torch.arange(results, dtype=torch.float32, device=numbers.device))
-    places = torch.arange(side, dtype=torch.float32, device=numbers.device)
-    weights = places - middles[:, :, None]
+    inputs = torch.arange(side, dtype=torch.float32, device=numbers.device)
+    weights = inputs - middles[:, :, None]
     weights.abs_().mul_(-sharpness[:, :, None]).add_(1).clamp_(min=0)
-    weights.masked_fill_((places >= sides)[:, None], 0)  # beyond the box
+    weights.masked_fill_((inputs >= sides)[:, None], 0)  # beyond the box
     return weights.div_(weights.sum(2, keepdim=True)).half()
 
 
@@ -410,18 +435,18 @@ def _shrink(crop: CropSpec) -> float:
     return max(crop.region.height / crop.resized[0], crop.region.width / crop.resized[1])
 
 
-def _parts(places: list[int], images: list[EncodedSample]) -> Iterator[list[int]]:
-    """Split the places in order into parts of at most ``MOST_BYTES`` of pixels, with at least one place each."""
+def _parts(positions: list[int], images: list[EncodedSample]) -> Iterator[list[int]]:
+    """Split positions in order into parts of at most ``MOST_BYTES`` of pixels, with at least one image each."""
     part: list[int] = []
     size = 0
-    for place in places:
-        height, width = images[place].size
+    for position in positions:
+        height, width = images[position].size
         more = 3 * height * width
         if part and size + more > MOST_BYTES:
             yield part
             part = []
             size = 0
-        part.append(place)
+        part.append(position)
         size += more
     if part:
         yield part

@@ -6,11 +6,11 @@ from unittest.mock import MagicMock, Mock
 import numpy as np
 import pytest
 import torch
-from decode.made_images import BROKEN, WHOLE, encoded
+from images.made_images import BROKEN, WHOLE, encoded
 from made_samples import photo
 
 from lightning_feed.errors import MissingExtraError
-from lightning_feed.transfer.gpu_decode import NvJpeg, not_for_nvjpeg
+from lightning_feed.images.nvjpeg import NvJpeg, not_for_nvjpeg
 
 JPEG = WHOLE["colour"]
 

@@ -1,1 +1,0 @@
-"""Decoders from encoded bytes to uint8 RGB pixels, shape (H, W, 3)."""
