@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_feed._host import AnyTrainer
+from lightning_feed._host.types import AnyTrainer
 
 
 @dataclass

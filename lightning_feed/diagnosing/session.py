@@ -298,7 +298,7 @@ def open_session(
         package = _host.package_of(*known)
     if trainer is None:
         trainer = _plain_trainer(package)
-    elif _host.is_training(trainer):
+    elif _host.is_running(trainer):
         raise SettingsError("This Trainer is running. Call diagnose() before or after fit(), not from within.")
     elif _host.shards_the_model(trainer):
         raise SettingsError(
