@@ -51,6 +51,7 @@ from lightning_feed._host.loops import (
 from lightning_feed._host.origin import (
     PACKAGES as PACKAGES,
     defined_by_lightning as defined_by_lightning,
+    has_class as has_class,
     is_empty_hook as is_empty_hook,
     is_overridden as is_overridden,
     package_of as package_of,

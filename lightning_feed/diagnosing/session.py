@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 
 from lightning_feed import _host
 from lightning_feed._host import AnyDataModule, AnyModule, AnyTrainer
-from lightning_feed.callbacks.loader_place import place_of
 from lightning_feed.diagnosing.batches import KeptBatches
 from lightning_feed.diagnosing.parts import LoaderPart, NotMeasurable, Together, make_sample, parts_of, size_of_leaf
 from lightning_feed.diagnosing.restoring import ModelState, quiet
@@ -25,6 +24,7 @@ from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import TORCH_PREFETCH
 from lightning_feed.load.slots import uses_slots
 from lightning_feed.measure.experiment_results import ExperimentResults
+from lightning_feed.measure.loader_code import place_of
 from lightning_feed.measure.measurements import Measurements, Place
 from lightning_feed.trials.cloning import (
     Changes,
@@ -158,7 +158,7 @@ class Session:
         """
         try:
             loaders = [part.loader for part in parts_of(self.train_loaders)]
-            return place_of(self.loader_owner, self.trainer, self.datamodule, loaders)
+            return place_of(self.loader_owner, self.datamodule, loaders, config=_host.cli_config(self.trainer))
         except Exception:  # noqa: BLE001  # loaders of another kind, or sources that cannot be read
             return None
 

@@ -168,7 +168,9 @@ def _meter(session: Session) -> Any:
     feed = import_module("lightning_feed")
     if session.package.__name__ != "lightning.pytorch":
         feed = import_module("lightning_feed.pl")
-    return feed.GPUStarvationCallback(nvml=False, report=False)
+    meter = feed.GPUStarvationCallback(report=False)
+    meter.reads_gpu = False
+    return meter
 
 
 def time_fit(session: Session, limits: Limits, loaders: Any) -> float | None:

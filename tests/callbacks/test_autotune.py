@@ -250,13 +250,13 @@ def test_the_users_loader_is_left_alone(trials: Trials) -> None:
 
 @pytest.mark.parametrize("tuner", [(), (AutotuneCallback(max_workers=3),)])
 def test_a_report_tells_if_the_run_was_tuned(tuner: tuple[Callback, ...], trials: Trials) -> None:
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+    starvation = GPUStarvationCallback(report=False)
     fit([*tuner, starvation], plain(num_workers=1))
     assert starvation.report().measurements.facts.tuned is bool(tuner)
 
 
 def test_a_report_describes_the_steps_with_the_new_workers(trials: Trials) -> None:
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+    starvation = GPUStarvationCallback(report=False)
     fit([AutotuneCallback(max_workers=3), starvation], plain(batch_size=1), max_epochs=2)
     assert starvation.report().measurements.facts.num_workers == 3
     assert starvation.report().stats.steps <= 48 - MEASURED
@@ -267,7 +267,7 @@ def test_the_report_begins_anew_after_the_trials(trials: Trials, monkeypatch: py
     restart = StarvationRun.restart
     monkeypatch.setattr(StarvationRun, "restart", lambda run: runs.append(run) or restart(run))
     watched: list[StarvationRun | None] = []
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+    starvation = GPUStarvationCallback(report=False)
     watching = LambdaCallback(on_train_batch_start=lambda *_: watched.append(starvation.measured_fit))
     fit([AutotuneCallback(max_workers=3), starvation, watching], plain(batch_size=1), max_epochs=2)
     assert runs == [watched[0]]

@@ -16,7 +16,7 @@ from report.sample_reports import sample
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed import GPUStarvationCallback
-from lightning_feed.callbacks import starvation
+from lightning_feed.callbacks import starvation_reports
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.measure import loop
 from lightning_feed.report.document import read_document
@@ -55,7 +55,7 @@ class Endless(IterableDataset[torch.Tensor]):
 
 
 def _fit(does: dict[int, Callable[[], object]], loader: Any, **options: Any) -> Any:
-    trainer = make_trainer(At(does), GPUStarvationCallback(nvml=False), **options)
+    trainer = make_trainer(At(does), GPUStarvationCallback(), **options)
     trainer.fit(BoringModel(), loader)
     return trainer
 
@@ -75,7 +75,7 @@ def test_after_200_steps_and_at_the_end(batches: int, times: int, capsys: pytest
 def test_a_verdict_that_was_shown_is_repeated_in_short(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(starvation, "diagnose", lambda _: sample())
+    monkeypatch.setattr(starvation_reports, "diagnose", lambda _: sample())
     _fit({}, make_loader(210))
     first, second = capsys.readouterr().out.split("FEED  ")[1:]
     assert [line.split()[0] for line in second.splitlines()] == ["highly", "files", "next:"]
@@ -87,7 +87,7 @@ def test_a_verdict_that_was_shown_is_repeated_in_short(
 def test_short_fits_and_further_fits_are_told_in_a_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(starvation, "diagnose", lambda _: sample())
+    monkeypatch.setattr(starvation_reports, "diagnose", lambda _: sample())
     lines = []
     for batches in (29, 30, 210, 29):
         _fit({}, make_loader(batches))
@@ -152,7 +152,7 @@ def test_a_run_that_is_ended_is_told_of_without_waiting_for_anything(
 @pytest.mark.usefixtures("clock")
 def test_a_run_that_is_stopped_just_after_its_report_is_told_of_once(capsys: pytest.CaptureFixture[str]) -> None:
     """The callback measures before At runs, so the report after 200 steps is out."""
-    trainer = make_trainer(GPUStarvationCallback(nvml=False), At({200: _ctrl_c}))
+    trainer = make_trainer(GPUStarvationCallback(), At({200: _ctrl_c}))
     with pytest.raises(SystemExit):
         trainer.fit(BoringModel(), make_loader(210))
     assert _reports(capsys) == 1
@@ -202,7 +202,7 @@ def test_a_slow_logger_is_called_hardly_more_often_with_the_callback(model: type
         def on_train_batch_start(self, *args: Any) -> None:
             clock.now += 0.020
 
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+    starvation = GPUStarvationCallback(report=False)
     trainer = make_trainer(Steps(), starvation, logger=logger, log_every_n_steps=1)
     trainer.fit(model(), make_loader(150))
     ours = len(logger.rows)

@@ -30,7 +30,7 @@ def _fit(folder: Path, tags: Any) -> None:
         max_epochs=1,
         accelerator="cpu",
         logger=TensorBoardLogger(folder, name="fit", version=tags),
-        callbacks=[PrefetchCallback(), GPUStarvationCallback(nvml=False, report=False, tags=tags)],
+        callbacks=[PrefetchCallback(), GPUStarvationCallback(report=False, tags=tags)],
         log_every_n_steps=5,
         enable_checkpointing=False,
         enable_progress_bar=False,

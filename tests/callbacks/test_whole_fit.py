@@ -101,7 +101,7 @@ def loader(clock: Clock, length: int, seconds: float) -> DataLoader[Any]:
 
 def measured_fit(clock: Clock, *others: Any, callback: Any = None, **options: Any) -> Diagnosis:
     """Two epochs of 6 batches of 1 + 2 + 3 + 4 s, each followed by a validation of 4 batches of 1 + 5 s."""
-    starvation = callback or GPUStarvationCallback(nvml=False, report=False)
+    starvation = callback or GPUStarvationCallback(report=False)
     trainer = make_trainer(starvation, *others, **({"max_epochs": 2, "limit_val_batches": 1.0} | options))
     trainer.fit(Model(clock), loader(clock, 6, 1), loader(clock, 4, 1))
     return starvation.report()
@@ -144,7 +144,7 @@ def test_validation_while_gradients_accumulate(clock: Clock) -> None:
 
 
 def test_a_second_fit_begins_anew(clock: Clock) -> None:
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+    starvation = GPUStarvationCallback(report=False)
     measured_fit(clock, callback=starvation)
     before = clock.now
     found = measured_fit(clock, callback=starvation)
@@ -178,7 +178,7 @@ def test_validation_in_a_fit_is_measured_like_training(clock: Clock) -> None:
 
 @pytest.mark.parametrize("prefetched", [False, True])
 def test_several_validation_loaders_are_told_by_name(clock: Clock, prefetched: bool) -> None:
-    logger, starvation = Memory(), GPUStarvationCallback(nvml=False, report=False)
+    logger, starvation = Memory(), GPUStarvationCallback(report=False)
     others = (CpuPrefetch(),) if prefetched else ()
     trainer = make_trainer(*others, starvation, limit_val_batches=1.0, logger=logger, num_sanity_val_steps=0)
     trainer.fit(Model(clock), loader(clock, 4, 1), {"clean": loader(clock, 3, 1), "noisy": loader(clock, 5, 4)})
@@ -202,7 +202,7 @@ def test_each_method_of_the_trainer_has_a_report_of_its_own(
     class Logger(Memory):
         log_dir = str(tmp_path)
 
-    logger, starvation = Logger(), GPUStarvationCallback(nvml=False)
+    logger, starvation = Logger(), GPUStarvationCallback()
     trainer = make_trainer(starvation, logger=logger, limit_val_batches=1.0)
     method: Callable[..., Any] = getattr(trainer, stage)
     method(Model(clock), loader(clock, 60, 3))
@@ -222,7 +222,7 @@ def test_each_method_of_the_trainer_has_a_report_of_its_own(
 
 
 def test_what_a_fit_gave_outlives_a_test(clock: Clock) -> None:
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+    starvation = GPUStarvationCallback(report=False)
     trainer = make_trainer(starvation)
     model = Model(clock)
     trainer.fit(model, loader(clock, 20, 1))
@@ -245,7 +245,7 @@ def apply(remedy: Remedy) -> dict[str, Any]:
 
 def run_of(clock: Clock, *others: Any, epochs: int = 10, **options: Any) -> Diagnosis:
     """A run whose validation, of 16 batches of 4 + 5 s, takes more than training, of 12 batches of 10 s."""
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+    starvation = GPUStarvationCallback(report=False)
     quiet = {"max_epochs": epochs, "limit_val_batches": 1.0, "num_sanity_val_steps": 0}
     trainer = make_trainer(starvation, *others, **(quiet | options))
     model = Model(clock)

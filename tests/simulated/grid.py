@@ -64,7 +64,7 @@ def run(case: Case, depth: int | None) -> Found:
     loader = SimulatedLoader(
         device, STEPS, period_ms=case.load, pinned=case.pinned, in_main_process=case.in_main_process
     )
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+    starvation = GPUStarvationCallback(report=False)
     callbacks: list[Any] = [starvation] if depth is None else [PrefetchCallback(depth=depth), starvation]
     fit(device, model, loader, *callbacks)
     stats = starvation.report().stats

@@ -85,7 +85,7 @@ def train(model: Images, *callbacks: Any) -> list[str]:
 
 def test_decoded_images_are_ordered_with_and_without_prefetching(device: SimulatedDevice) -> None:
     assert train(Images(device)) == []
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+    starvation = GPUStarvationCallback(report=False)
     assert train(Images(device), PrefetchCallback(), starvation) == []
 
 

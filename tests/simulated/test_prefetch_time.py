@@ -55,7 +55,7 @@ def fit_short(model: type[Model] = Model, *, pinned: bool = True, depth: int = 1
     device = SimulatedDevice(copy_bytes_per_ms=BYTES / SHORT.copy)
     made = model(device, SHORT.compute)
     loader = SimulatedLoader(device, 30, period_ms=SHORT.load, pinned=pinned)
-    fit(device, made, loader, PrefetchCallback(depth=depth), GPUStarvationCallback(nvml=False, report=False))
+    fit(device, made, loader, PrefetchCallback(depth=depth), GPUStarvationCallback(report=False))
     return made, (made.ended_at[-3] - made.ended_at[4]) / (len(made.ended_at) - 7) / MS
 
 
