@@ -86,8 +86,7 @@ class AutotuneCallback(Callback):
     """
 
     def __init__(self, max_workers: int | None = None, *, budget_s: float = 30.0) -> None:
-        whole = isinstance(max_workers, int) and not isinstance(max_workers, bool)
-        if max_workers is not None and (not whole or not 1 <= max_workers <= MOST):
+        if max_workers is not None and (type(max_workers) is not int or not 1 <= max_workers <= MOST):
             raise SettingsError(
                 f"AutotuneCallback(max_workers={max_workers!r}): give the most workers that it may use, a whole number "
                 f"from 1 to {MOST}, or leave it out to let CPUs and memory decide."
@@ -124,7 +123,7 @@ class AutotuneCallback(Callback):
         self._unproven: Tuned | None = None
         """The result in use, until steps of training have shown that it is no worse than the user's setting."""
         self._iterated: DataLoader[Batch] | None = None
-        """The loader that makes the rest of this epoch; None: the Trainer's."""
+        """The loader that makes the rest of this epoch; None if it is the Trainer's own."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Trainers are pickled for `ddp_spawn`, and callbacks are deep-copied by tuners. A running fit can be neither.
@@ -184,21 +183,28 @@ class AutotuneCallback(Callback):
         if self._run is not None:
             self._guard.measure(self._run.step_ended)
         run = self._measuring_run(trainer)
-        steps = MEASURED_STEPS if self._waits_for_steps else PROVING_STEPS
-        if run is None or run.finished < max(run.main.warm_up + steps, self._waits_until):
+        if run is None or run.finished < self._steps_to_measure(run):
             return
         if self._waits_for_steps:
             if self._guard.attempt("see what the dataset keeps", self._must_wait, trainer, run):
                 return
-            self._waits_for_steps = False
-            tuned = self._guard.attempt("tune the training loader", self._tune, trainer, run)
-            if tuned is not None:
-                self._guard.measure(self._apply, trainer, tuned)
-            self._guard.measure(self._leave_out_trials, run)
+            self._run_trials(trainer, run)
         else:
             self._guard.measure(self._check, trainer, run)
         if self._unproven is None:
             self._stop_measuring()
+
+    def _steps_to_measure(self, run: StarvationRun) -> float:
+        """The number of steps after which the trials come, or the result is proven."""
+        steps = MEASURED_STEPS if self._waits_for_steps else PROVING_STEPS
+        return max(run.main.warm_up + steps, self._waits_until)
+
+    def _run_trials(self, trainer: Trainer, run: StarvationRun) -> None:
+        self._waits_for_steps = False
+        tuned = self._guard.attempt("tune the training loader", self._tune, trainer, run)
+        if tuned is not None:
+            self._guard.measure(self._apply, trainer, tuned)
+        self._guard.measure(self._leave_out_trials, run)
 
     @guarded
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -224,11 +230,11 @@ class AutotuneCallback(Callback):
     # --- when the loader is made --------------------------------------------------------------------------------------
 
     def _count(self, original: Original) -> Any:
-        made = original()
+        structure = original()
         loaders: list[Any] = []
-        map_loaders(made, lambda loader, _: loaders.append(loader))
+        map_loaders(structure, lambda loader, _: loaders.append(loader))
         self._loaders = len(loaders)
-        return made
+        return structure
 
     def _process(self, trainer: AnyTrainer, original: Original, loader: object) -> Any:
         """Return the loader for Lightning to train with in place of the user's."""
@@ -250,19 +256,20 @@ class AutotuneCallback(Callback):
 
     def _find_earlier_result(self, trainer: AnyTrainer, loader: AnyLoader) -> bool:
         """Begin with the result of an earlier run, or with the user's setting. False if nothing may be changed."""
-        every = gather(trainer, self._why_not(loader))  # so that all ranks try, or none
-        why_not = next(filter(None, every), "")
+        why_not = next(filter(None, gather(trainer, self._why_not(loader))), "")  # so that all ranks try, or none
         if why_not:
             self._do_nothing(trainer, why_not)
             return False
         self._loader = loader
         self._setting = own_setting(loader)
         goal = self._goal(trainer, TrainingWork(step_s=1.0))  # any work: only that there is work is in the key
-        earlier = Store().load(key_of(loader, goal, read_machine())) if trainer.local_rank == 0 else None
+        earlier: Tuned | None = None
+        if trainer.local_rank == 0:
+            earlier = Store().load(key_of(loader, goal, read_machine()))
         results = gather(trainer, (trainer.node_rank, earlier))
-        found = {node: tuned for node, tuned in results if tuned is not None}
-        if len(found) == len({node for node, _ in results}):
-            self._use(trainer, found[trainer.node_rank])
+        by_node = {node: tuned for node, tuned in results if tuned is not None}
+        if by_node.keys() == {node for node, _ in results}:
+            self._use(trainer, by_node[trainer.node_rank])
         else:
             self._waits_for_steps = True
         return True
@@ -289,7 +296,8 @@ class AutotuneCallback(Callback):
         """Start workers anew if the program has changed the dataset, whose copy they have."""
         assert self._loader is not None
         values = plain_values(self._loader.dataset)
-        is_under_way, self._is_under_way = self._is_under_way, False
+        is_under_way = self._is_under_way
+        self._is_under_way = False
         if values == self._sent_values:
             return
         (loader,) = _host.train_loaders(trainer)
@@ -314,9 +322,10 @@ class AutotuneCallback(Callback):
     # --- the trials ---------------------------------------------------------------------------------------------------
 
     def _start_measuring(self, trainer: AnyTrainer) -> None:
-        measured = any(isinstance(callback, GPUStarvationCallback) for callback in trainer.callbacks)
-        if self._waits_for_steps and not measured:
+        is_measured = any(isinstance(callback, GPUStarvationCallback) for callback in trainer.callbacks)
+        if self._waits_for_steps and not is_measured:
             self._run = StarvationRun(trainer, every=0, guard=self._guard)
+            self._run.start()
 
     def _stop_measuring(self) -> None:
         run = self._run
@@ -328,8 +337,10 @@ class AutotuneCallback(Callback):
         """The run that measures the steps: this callback's own, or that of a GPUStarvationCallback."""
         if self._run is not None:
             return self._run
-        beside = (callback for callback in trainer.callbacks if isinstance(callback, GPUStarvationCallback))
-        return next((callback.measured_fit for callback in beside), None)
+        for callback in trainer.callbacks:
+            if isinstance(callback, GPUStarvationCallback):
+                return callback.measured_fit
+        return None
 
     def _must_wait(self, trainer: AnyTrainer, run: StarvationRun) -> bool:
         """True if the trials wait for the next epoch, since the dataset still keeps what it reads."""
@@ -374,19 +385,17 @@ class AutotuneCallback(Callback):
         tuned = self._unproven
         self._unproven = None
         assert tuned is not None
-        every = gather(trainer, (self._before_ms, mean_step_ms(run)))
-        before_ms = max((before or math.inf) for before, _ in every)  # the slowest rank counts
-        after_ms = max((after or 0.0) for _, after in every)
+        ranks = gather(trainer, (self._before_ms, mean_step_ms(run)))
+        before_ms = max((before or math.inf) for before, _ in ranks)  # the slowest rank counts
+        after_ms = max((after or 0.0) for _, after in ranks)
         if after_ms <= before_ms:
             return
         reason = (
             f"training itself took {before_ms:.3g} ms a step with {tuned.own} and {after_ms:.3g} with {tuned.setting}"
         )
         back = replace(tuned, setting=tuned.own, reason=reason)
-        self._setting = back.setting
-        self._moves.append(Move(epoch=trainer.current_epoch, setting=back.setting, reason=reason))
+        self._note_move(trainer, back.setting, reason)
         self._say(trainer, f"AutotuneCallback, epoch {trainer.current_epoch}: back to {back.setting}: {reason}.")
-        self._log(trainer, back.setting)
         if self._loader is not None and trainer.local_rank == 0:
             key = key_of(self._loader, self._goal(trainer, tuned.work), read_machine())
             Store().save(key, back)
@@ -394,23 +403,26 @@ class AutotuneCallback(Callback):
         run.restart()
 
     def _use(self, trainer: AnyTrainer, tuned: Tuned) -> None:
-        own = tuned.own
-        chosen = tuned.setting
-        earlier = "an earlier run found: " if tuned.remembered else ""
-        self._setting = chosen
-        if chosen == own:
-            self._say(trainer, f"AutotuneCallback keeps {own}: {earlier}{tuned.reason}.")
+        """Take the setting of a result into use, and say so."""
+        origin = "an earlier run found: " if tuned.remembered else ""
+        if tuned.setting == tuned.own:
+            self._setting = tuned.own
+            self._say(trainer, f"AutotuneCallback keeps {tuned.own}: {origin}{tuned.reason}.")
             return
-        epoch = trainer.current_epoch
-        trials = [trial for setting in (own, chosen) if (trial := tuned.trial_of(setting)) is not None]
-        measured = ", ".join(f"{trial.setting}: {tuned.in_words(trial)}" for trial in trials)
-        self._moves.append(Move(epoch=epoch, setting=chosen, reason=tuned.reason))
+        trials = [tuned.trial_of(setting) for setting in (tuned.own, tuned.setting)]
+        measured = ", ".join(f"{trial.setting}: {tuned.in_words(trial)}" for trial in trials if trial is not None)
+        self._note_move(trainer, tuned.setting, tuned.reason)
         self._say(
             trainer,
-            f"AutotuneCallback, epoch {epoch}: {_described(own, chosen)}: {earlier}{tuned.reason} ({measured}). The "
-            "order of samples stays; random numbers drawn inside workers differ.",
+            f"AutotuneCallback, epoch {trainer.current_epoch}: {_described(tuned.own, tuned.setting)}: "
+            f"{origin}{tuned.reason} ({measured}). The order of samples stays; random numbers drawn inside workers "
+            "differ.",
         )
-        self._log(trainer, chosen)
+
+    def _note_move(self, trainer: AnyTrainer, setting: Setting, reason: str) -> None:
+        self._setting = setting
+        self._moves.append(Move(epoch=trainer.current_epoch, setting=setting, reason=reason))
+        self._log(trainer, setting)
 
     def _leave_out_trials(self, run: StarvationRun) -> None:
         """Measure afresh: the present step contains the trials, and later ones have another loader."""
@@ -424,23 +436,24 @@ class AutotuneCallback(Callback):
         if trainer.is_global_zero:
             say(logger, logging.INFO, line)
 
-    def _do_nothing(self, trainer: object, why: str) -> None:
+    def _do_nothing(self, trainer: AnyTrainer, why: str) -> None:
         self._once.say(trainer, logging.INFO, f"AutotuneCallback does nothing: {why}.")
 
     def _log(self, trainer: AnyTrainer, setting: Setting) -> None:
         """Log the setting as metrics."""
         if not trainer.is_global_zero:
             return
-        values = {"num_workers": setting.num_workers, "prefetch_factor": setting.prefetch_factor}
-        tags = {f"feed/{name}": float(value) for name, value in values.items() if value is not None}
+        tags = {"feed/num_workers": float(setting.num_workers)}
+        if setting.prefetch_factor is not None:
+            tags["feed/prefetch_factor"] = float(setting.prefetch_factor)
         step = _host.steps_logged(trainer)
-        for number, each in enumerate(trainer.loggers):
-            task = f"log its settings to {type(each).__name__} (trainer.loggers[{number}])"
-            self._guard.attempt(task, each.log_metrics, tags, step=step)
+        for number, trainer_logger in enumerate(trainer.loggers):
+            task = f"log its settings to {type(trainer_logger).__name__} (trainer.loggers[{number}])"
+            self._guard.attempt(task, trainer_logger.log_metrics, tags, step=step)
 
 
 def mean_step_ms(run: StarvationRun) -> float | None:
-    """Mean time of a step since the measuring began, in milliseconds; None: too few steps."""
+    """Mean time of a step since the measuring began, in milliseconds; None after too few steps."""
     return run.main.measurements(prefetch_active=None).stats.step_ms
 
 
