@@ -193,7 +193,7 @@ class FeedImageFolder(FeedDataModule):
 
     def failures(self) -> int:
         """Number of unreadable samples so far, over all splits, on this rank."""
-        found = map(_images_in, self._feed.datasets.values())
+        found = [_images_in(datasets.structure) for datasets in self._feed.datasets.values()]
         return sum(images.bad_samples.failures for images in found if images is not None)
 
     def __getstate__(self) -> dict[str, object]:
@@ -297,7 +297,7 @@ class FeedImageFolder(FeedDataModule):
         Raises:
             SettingsError: the dataset is of another kind.
         """
-        dataset = self._feed_dataset(split)
+        dataset = self._feed_datasets(split).structure
         inner = _images_in(dataset)
         if inner is None or not inner.encoded:
             raise SettingsError(
