@@ -187,7 +187,12 @@ MUTANTS = {
         DeviceStream, "limit_run_ahead", ".event.synchronize()", "", the_host_is_not_far_ahead, "memory for every step"
     ),
     "a capture is not asked for": Mutant(
-        DeviceStream, "is_capturing", "bool(asks())", "False", nothing_is_issued_in_a_capture, "a capture goes unseen"
+        DeviceStream,
+        "is_capturing",
+        "bool(is_capturing())",
+        "False",
+        nothing_is_issued_in_a_capture,
+        "a capture goes unseen",
     ),
     "the decoder's stream is not empty": Mutant(
         NvJpeg,
