@@ -324,7 +324,7 @@ class AutotuneCallback(Callback):
     def _start_measuring(self, trainer: AnyTrainer) -> None:
         is_measured = any(isinstance(callback, GPUStarvationCallback) for callback in trainer.callbacks)
         if self._waits_for_steps and not is_measured:
-            self._run = StarvationRun(trainer, every=0, guard=self._guard)
+            self._run = StarvationRun(trainer, window_steps=0, guard=self._guard)
             self._run.start()
 
     def _stop_measuring(self) -> None:

@@ -168,8 +168,8 @@ class GPUStarvationCallback(Callback):
         if stage == "fit":
             self._last = None
         self._begin_output(trainer)
-        every = trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps
-        run = StarvationRun(trainer, every=every, guard=self._guard, wall=self._wall, stage=stage)
+        window_steps = trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps
+        run = StarvationRun(trainer, window_steps=window_steps, guard=self._guard, wall=self._wall, stage=stage)
         self._run = run
         run.start()
         device = trainer.strategy.root_device
@@ -305,8 +305,8 @@ class GPUStarvationCallback(Callback):
         run = self._run
         if run is None:
             return
-        if run.every:
-            step = _host.step_to_log(trainer, run.every)
+        if run.window_steps:
+            step = _host.step_to_log(trainer, run.window_steps)
             if step is not None and step != run.logged_step:
                 run.logged_step = step
                 self._log_window(run, step)

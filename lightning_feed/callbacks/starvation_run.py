@@ -34,7 +34,7 @@ class StarvationRun:
 
     Args:
         trainer: the Trainer that fits, validates, tests or predicts.
-        every: steps between two windows; 0 for no windows.
+        window_steps: steps between two windows; 0 for no windows.
         guard: the callback's guard, around the functions that the loop calls.
         wall: the clock of the whole run, which may have started earlier.
         stage: the stage whose loop is measured. A fit also measures its validation's loop.
@@ -47,10 +47,16 @@ class StarvationRun:
     """
 
     def __init__(
-        self, trainer: AnyTrainer, *, every: int, guard: Guard, wall: WallClock | None = None, stage: Stage = "fit"
+        self,
+        trainer: AnyTrainer,
+        *,
+        window_steps: int,
+        guard: Guard,
+        wall: WallClock | None = None,
+        stage: Stage = "fit",
     ) -> None:
         self._trainer = trainer
-        self.every = every
+        self.window_steps = window_steps
         self._guard = guard
         self.stage = stage
         self.last: StarvationStats | None = None
