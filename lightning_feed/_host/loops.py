@@ -11,7 +11,9 @@ def stage_now(trainer: AnyTrainer) -> Stage:
         return "fit"
     if trainer.sanity_checking or trainer.validating:
         return "validate"
-    return "test" if trainer.testing else "predict"
+    if trainer.testing:
+        return "test"
+    return "predict"
 
 
 def loop_of(trainer: AnyTrainer, stage: Stage) -> Any:
@@ -76,7 +78,9 @@ def batches_of(trainer: AnyTrainer, stage: Stage) -> int | None:
 
     Checked against Lightning 2.4.0 and 2.6.6 (``loops/evaluation_loop.py: max_batches``).
     """
-    batches = trainer.num_training_batches if stage == "fit" else sum(loop_of(trainer, stage).max_batches)
+    batches = trainer.num_training_batches
+    if stage != "fit":
+        batches = sum(loop_of(trainer, stage).max_batches)
     return None if batches == float("inf") else int(batches)
 
 

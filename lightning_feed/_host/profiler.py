@@ -3,6 +3,13 @@
 from lightning_feed._host.origin import defined_by_lightning
 from lightning_feed._host.types import AnyTrainer, Stage
 
+_EVALUATIONS: dict[Stage, tuple[str, str]] = {
+    "validate": ("[_EvaluationLoop].val_next", "validation"),
+    "test": ("[_EvaluationLoop].test_next", "test"),
+    "predict": ("[_PredictionLoop].predict_next", "predict"),
+}
+"""The action in which each loop fetches a batch, and the word in the names of its hooks."""
+
 
 def actions(trainer: AnyTrainer, stage: Stage) -> dict[str, str]:
     """The profiler's names for the parts of a stage's loop: ``fetch``, ``to_device``, ``step``.
@@ -20,13 +27,11 @@ def actions(trainer: AnyTrainer, stage: Stage) -> dict[str, str]:
     """
     if stage == "fit":
         return _actions_of_fit(trainer)
+    fetch, hooks = _EVALUATIONS[stage]
     strategy = f"[Strategy]{type(trainer.strategy).__name__}"
-    loop = "_PredictionLoop" if stage == "predict" else "_EvaluationLoop"
-    prefix = "val" if stage == "validate" else stage
-    hooks = "validation" if stage == "validate" else stage
     return {
         "to_device": f"{strategy}.batch_to_device",
-        "fetch": f"[{loop}].{prefix}_next",
+        "fetch": fetch,
         "step": f"{strategy}.{hooks}_step",
         "epoch_end": f"[LightningModule]{type(trainer.lightning_module).__name__}.on_{hooks}_epoch_end",
     }

@@ -314,12 +314,11 @@ class StarvationRun:
 
     def loop_tags(self) -> dict[str, float]:
         """Figures of the validation, test or prediction so far, by tag."""
-        loop = self._validation if self.stage == "fit" else self.main
-        if loop is None:
+        if self.stage != "fit":
+            return _tags_of(self.main, self.stage)
+        if self._validation is None:
             return {}
-        loop.meter.catch_up()
-        stats = loop.ledger.total(prefetch_active=None, lost=loop.meter.lost)
-        return loop_tags("validate" if self.stage == "fit" else self.stage, stats, loop.by_loader())
+        return _tags_of(self._validation, "validate")
 
     def settled(self) -> LoopSums | None:
         """Sums since the warm-up; None during the warm-up."""
@@ -395,3 +394,9 @@ class StarvationRun:
     def close(self) -> None:
         """Remove everything from the Trainer. The measurements stay."""
         self._undo.close()
+
+
+def _tags_of(loop: MeasuredLoop, stage: Stage) -> dict[str, float]:
+    loop.meter.catch_up()
+    stats = loop.ledger.total(prefetch_active=None, lost=loop.meter.lost)
+    return loop_tags(stage, stats, loop.by_loader())

@@ -125,13 +125,10 @@ class WrappedLoaders(ChosenSettings):
         if name in self.left_alone:
             return
         self.left_alone.add(name)
-        of_dali = any(kind.__module__.startswith("nvidia.dali.") for kind in type(loader).__mro__)
-        logger.warning(
-            "%s is a %s, not a torch DataLoader, so it is left as it is.%s",
-            name,
-            type(loader).__name__,
-            f" {_OF_DALI}" if of_dali else "",
-        )
+        message = f"{name} is a {type(loader).__name__}, not a torch DataLoader, so it is left as it is."
+        if any(kind.__module__.startswith("nvidia.dali.") for kind in type(loader).__mro__):
+            message += f" {_OF_DALI}"
+        logger.warning("%s", message)
 
 
 def _loaders_in(structure: object) -> list[Any]:
@@ -161,7 +158,9 @@ def _recommended(
 ) -> Recommendation:
     """Choose the settings of a loader, one of ``together`` that run at the same time."""
     is_stream = isinstance(loader.dataset, IterableDataset)
-    why_kept = "" if isinstance(settings.num_workers, int) else _why_kept(loader, is_stream=is_stream)
+    why_kept = ""
+    if not isinstance(settings.num_workers, int):
+        why_kept = _why_kept(loader, is_stream=is_stream)
     if why_kept:
         settings = _as_it_is(loader, settings)
     if settings.persistent_workers == "auto" and not loader.persistent_workers and may_change(loader.dataset):
