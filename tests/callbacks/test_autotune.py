@@ -562,7 +562,7 @@ def test_a_data_module_asks_for_the_trials(trials: Trials, caplog: pytest.LogCap
     watching = Watching()
     same, trainer, error = fit([watching], module(num_workers="tune", seed=3), max_epochs=2)
     assert error is None
-    (callback,) = [one for one in trainer.callbacks if isinstance(one, AutotuneCallback)]
+    (callback,) = [tuner for tuner in trainer.callbacks if isinstance(tuner, AutotuneCallback)]
     assert [move.setting.num_workers for move in callback.moves] == [3]
     assert watching.last[-1] == 3
     assert by_hook(same.events) == by_hook(expected.events)
@@ -576,7 +576,7 @@ def test_a_data_module_that_asks_for_trials_respects_the_users_callback(
     mine = AutotuneCallback(max_workers=2)
     _, trainer, error = fit([mine], module(num_workers="tune"), max_epochs=2)
     assert error is None
-    assert [one for one in trainer.callbacks if isinstance(one, AutotuneCallback)] == [mine]
+    assert [callback for callback in trainer.callbacks if isinstance(callback, AutotuneCallback)] == [mine]
     assert max(setting.num_workers for setting in trials.settings) == 2
     assert "does nothing" not in caplog.text
 
@@ -624,9 +624,9 @@ def test_it_stands_aside_and_says_so_once(loaders: Any, why: str, caplog: pytest
     same, _, error = fit([callback], loaders, max_epochs=2)
     assert error is None
     assert callback.moves == ()
-    (said,) = own_lines(caplog)
-    assert "does nothing" in said
-    assert why in said
+    (line,) = own_lines(caplog)
+    assert "does nothing" in line
+    assert why in line
     assert by_hook(same.events) == by_hook(expected.events)
     assert all(map(torch.equal, same.parameters(), expected.parameters()))
 

@@ -163,9 +163,9 @@ def test_a_failure_of_the_meter_ends_the_meter_and_not_the_loop(
     loader = watch_loader(DataLoader(Numbers(), batch_size=4))
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     loader.close()
-    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert len(said) == 1
-    assert said[0].startswith("watch_loader stopped measuring (RuntimeError: no such clock). Training goes on")
+    messages = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(messages) == 1
+    assert messages[0].startswith("watch_loader stopped measuring (RuntimeError: no such clock). Training goes on")
 
 
 # --- one run for one loader ---------------------------------------------------------------------------------------

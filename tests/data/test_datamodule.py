@@ -391,11 +391,13 @@ def test_the_choice_is_said_once_and_kept(caplog: pytest.LogCaptureFixture) -> N
         for name in ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
     ]
     assert all(line.split(": ", 2)[2] for line in lines)
-    said = [record.message for record in caplog.records if record.name.startswith("lightning_feed")]
+    messages = [record.message for record in caplog.records if record.name.startswith("lightning_feed")]
     values = {
         name: ", ".join(line.split(": ")[1] for line in lines if line.startswith(name)) for name in ("train", "val")
     }
-    assert sorted(said) == [f"{name}: {those} (loader_report() has the reasons)" for name, those in values.items()]
+    assert sorted(messages) == [
+        f"{name}: {chosen} (loader_report() has the reasons)" for name, chosen in values.items()
+    ]
     assert set(data.recommendations) == {"train", "val"}
 
 
@@ -530,8 +532,8 @@ def test_validation_data_without_a_validation_step_is_reported_and_no_data_is_no
 
     with caplog.at_level(logging.WARNING, logger="lightning_feed"):
         quiet_trainer([], max_epochs=1).fit(OnlyTrains(), datamodule=Data(loader=LoaderSettings(num_workers=0)))
-    told = [record for record in caplog.records if "no validation_step" in record.getMessage()]
-    assert len(told) == ("val" in splits)
+    records = [record for record in caplog.records if "no validation_step" in record.getMessage()]
+    assert len(records) == ("val" in splits)
 
 
 class Lesson(Rows):

@@ -258,8 +258,8 @@ def test_an_iterator_of_dali_is_left_with_what_to_do(caplog: pytest.LogCaptureFi
     derived = type("Ours", (kind,), {"__module__": __name__})
     given = {"a": kind(), "b": derived(), "c": torch.zeros(1)}
     assert FastDataModule.wrap(Gives(given)).train_dataloader() == given
-    said = [record.getMessage() for record in caplog.records if "left as it is" in record.getMessage()]
-    assert ["DALI loads in threads of its own" in line for line in said] == [True, True, False]
+    messages = [record.getMessage() for record in caplog.records if "left as it is" in record.getMessage()]
+    assert ["DALI loads in threads of its own" in line for line in messages] == [True, True, False]
 
 
 # --- two real ranks ---------------------------------------------------------------------------------------------------
@@ -335,9 +335,9 @@ def test_a_change_that_workers_of_the_first_epoch_cannot_see_is_said(caplog: pyt
     trainer = quiet_trainer([], max_epochs=3)
     trainer.fit(model, datamodule=FastDataModule.wrap(Lessons(first=5), KEPT))
     assert model.levels["train"] == [0, 5, 6]
-    said = [record.getMessage() for record in caplog.records if "workers before" in record.getMessage()]
-    assert len(said) == 1
-    assert said[0].startswith("The program has changed its training set (Lesson) as the first epoch began")
+    messages = [record.getMessage() for record in caplog.records if "workers before" in record.getMessage()]
+    assert len(messages) == 1
+    assert messages[0].startswith("The program has changed its training set (Lesson) as the first epoch began")
 
 
 def test_loaders_that_are_made_again_begin_with_the_present_values(caplog: pytest.LogCaptureFixture) -> None:
@@ -379,9 +379,9 @@ def fit_on_a_rank(rank: int) -> Any:
 
 
 def test_two_ranks_divide_the_samples(tmp_path: Path) -> None:
-    told = in_ranks(2, fit_on_a_rank, tmp_path)
-    assert [one[:2] for one in told] == [[1, ["WithOptions", "DistributedSampler"]]] * 2
-    assert sorted(told[0][2] + told[1][2]) == list(range(24))
+    ranks = in_ranks(2, fit_on_a_rank, tmp_path)
+    assert [rank[:2] for rank in ranks] == [[1, ["WithOptions", "DistributedSampler"]]] * 2
+    assert sorted(ranks[0][2] + ranks[1][2]) == list(range(24))
 
 
 def test_it_can_be_pickled_and_copied() -> None:
