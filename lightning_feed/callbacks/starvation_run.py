@@ -16,7 +16,7 @@ from lightning_feed.measure.cpu_time import CpuShare, own_clock
 from lightning_feed.measure.facts import batches_ahead
 from lightning_feed.measure.guard import Guard
 from lightning_feed.measure.hook_times import Calls, HookTimes, tap_profiler
-from lightning_feed.measure.loop import LoopSums, MeasuredLoop
+from lightning_feed.measure.loop import MeasuredLoop
 from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements
 from lightning_feed.measure.nvml import NvmlSampler
 from lightning_feed.measure.ranks import RankExchange, open_rank_exchange
@@ -319,11 +319,6 @@ class StarvationRun:
         if self._validation is None:
             return {}
         return _tags_of(self._validation, "validate")
-
-    def settled(self) -> LoopSums | None:
-        """Sums since the warm-up; None during the warm-up."""
-        self._fold(self.main)
-        return self.main.settled()
 
     def measurements(self) -> Measurements:
         """All measurements so far, without the warm-up; fixed once the run is over."""
