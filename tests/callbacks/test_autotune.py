@@ -177,7 +177,7 @@ def test_same_samples_same_order_same_weights(name: str, best: int, trials: Tria
     assert multiprocessing.active_children() == []
 
 
-def test_it_goes_on_in_the_same_epoch(trials: Trials) -> None:
+def test_continues_in_the_same_epoch(trials: Trials) -> None:
     watching = Watching()
     fit([AutotuneCallback(max_workers=3), watching], plain(), max_epochs=3)
     assert watching.seen == [[0] * MEASURED + [3] * 2, [3] * 6, [3] * 6]
@@ -275,7 +275,7 @@ def test_the_report_begins_anew_after_the_trials(trials: Trials, monkeypatch: py
 
 @pytest.mark.parametrize("made", LOADERS)
 @pytest.mark.parametrize("after_ms", [9.0, 11.0])
-def test_what_makes_training_itself_slower_is_taken_back(
+def test_slower_setting_is_reverted(
     made: str, after_ms: float, trials: Trials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trials imitate training, and may be wrong; samples, their order and the weights stay the same all the time."""

@@ -81,7 +81,7 @@ def test_keys_are_dropped_in_training_and_validation(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [PrefetchCallback, NullStreamPrefetch])
-def test_a_key_that_is_not_there_is_warned_of_once(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_key_warns_once(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="lightning_feed"):
         _, _, error = fit([kind(drop_keys=("mta",))], parts, Sees, max_epochs=2)
     assert error is None

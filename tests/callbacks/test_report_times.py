@@ -72,9 +72,7 @@ def test_after_200_steps_and_at_the_end(batches: int, times: int, capsys: pytest
 
 
 @pytest.mark.usefixtures("clock")
-def test_a_verdict_that_was_shown_is_repeated_in_short(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repeated_verdict_is_shortened(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starvation_reports, "diagnose", lambda _: sample())
     _fit({}, make_loader(210))
     first, second = capsys.readouterr().out.split("FEED  ")[1:]
@@ -84,7 +82,7 @@ def test_a_verdict_that_was_shown_is_repeated_in_short(
 
 
 @pytest.mark.usefixtures("clock")
-def test_short_fits_and_further_fits_are_told_in_a_line(
+def test_short_and_later_fits_print_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(starvation_reports, "diagnose", lambda _: sample())
@@ -97,7 +95,7 @@ def test_short_fits_and_further_fits_are_told_in_a_line(
 
 
 @pytest.mark.parametrize(("endless", "shown"), [(True, 4), (False, 2)])
-def test_every_ten_minutes_it_is_written_and_in_endless_streams_shown(
+def test_report_is_written_every_ten_minutes_and_shown_for_endless_streams(
     endless: bool, shown: int, clock: Clock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written: list[float] = []
@@ -132,7 +130,7 @@ def _sigterm() -> None:
 
 
 @pytest.mark.parametrize(("end", "error"), [(_ctrl_c, SystemExit), (_sigterm, SystemExit), (_error, ValueError)])
-def test_a_run_that_is_ended_is_told_of_without_waiting_for_anything(
+def test_interrupted_run_reports_without_waiting(
     end: Callable[[], None],
     error: type[BaseException],
     tmp_path: Path,
@@ -150,7 +148,7 @@ def test_a_run_that_is_ended_is_told_of_without_waiting_for_anything(
 
 
 @pytest.mark.usefixtures("clock")
-def test_a_run_that_is_stopped_just_after_its_report_is_told_of_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_stopped_after_its_report_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     """The callback measures before At runs, so the report after 200 steps is out."""
     trainer = make_trainer(GPUStarvationCallback(), At({200: _ctrl_c}))
     with pytest.raises(SystemExit):

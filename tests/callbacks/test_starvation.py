@@ -384,7 +384,7 @@ class Thinks(BoringModel):
 
 
 @pytest.mark.parametrize("how", ["plain", "wrap", "wrap, workers"])
-def test_an_epoch_that_ends_early_is_told(
+def test_epoch_that_ends_early_is_reported(
     how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], quiet: GPUStarvationCallback
 ) -> None:
     def fitted(callback: GPUStarvationCallback, promised: int, has: int, **options: Any) -> Any:

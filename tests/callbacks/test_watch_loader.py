@@ -171,7 +171,7 @@ def test_a_failure_of_the_meter_ends_the_meter_and_not_the_loop(
 # --- one run for one loader ---------------------------------------------------------------------------------------
 
 
-def test_the_same_loader_goes_on_with_the_options_given_last(tmp_path: Path) -> None:
+def test_same_loader_continues_with_the_last_options(tmp_path: Path) -> None:
     loader = DataLoader(Numbers(), batch_size=1)
     for _ in range(3):
         for _ in watch_loader(loader, report=False):

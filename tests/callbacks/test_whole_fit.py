@@ -177,7 +177,7 @@ def test_validation_in_a_fit_is_measured_like_training(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("prefetched", [False, True])
-def test_several_validation_loaders_are_told_by_name(clock: Clock, prefetched: bool) -> None:
+def test_several_validation_loaders_are_named(clock: Clock, prefetched: bool) -> None:
     logger, starvation = Memory(), GPUStarvationCallback(report=False)
     others = (CpuPrefetch(),) if prefetched else ()
     trainer = make_trainer(*others, starvation, limit_val_batches=1.0, logger=logger, num_sanity_val_steps=0)
@@ -225,7 +225,7 @@ def test_each_method_of_the_trainer_has_a_report_of_its_own(
     assert starvation.report().bottleneck == "unknown"  # nothing was trained
 
 
-def test_what_a_fit_gave_outlives_a_test(clock: Clock) -> None:
+def test_results_of_a_fit_outlive_a_test(clock: Clock) -> None:
     starvation = GPUStarvationCallback(report=False)
     trainer = make_trainer(starvation)
     model = Model(clock)
@@ -286,7 +286,7 @@ def test_a_run_limited_by_validation_says_so_and_becomes_as_fast_as_bounded(
     assert remedy.most_gain_pct == pytest.approx(100 * (before_s - after_s) / before_s, rel=0.15)
 
 
-def test_checkpoints_that_take_most_are_made_rarer(clock: Clock, tmp_path: Path) -> None:
+def test_dominant_checkpoints_are_made_rarer(clock: Clock, tmp_path: Path) -> None:
     def saver(steps: int) -> ModelCheckpoint:
         return ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=steps, save_top_k=-1)
 

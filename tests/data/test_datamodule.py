@@ -378,7 +378,7 @@ def test_copies_are_whole(duplicate: Any) -> None:
 # --- what was chosen ------------------------------------------------------------------------------------------------
 
 
-def test_the_choice_is_said_once_and_kept(caplog: pytest.LogCaptureFixture) -> None:
+def test_choice_is_logged_once_and_kept(caplog: pytest.LogCaptureFixture) -> None:
     data = Data({"train": Rows(8), "val": Rows(8)}, loader=LoaderSettings())
     assert data.loader_report() == "No loader has been made yet."
     with caplog.at_level(logging.INFO, "lightning_feed"):

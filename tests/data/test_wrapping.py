@@ -330,7 +330,7 @@ def test_persistent_workers_see_what_the_program_changes(*, tuned: bool) -> None
     assert "reset" not in vars(loop.val_loop)
 
 
-def test_a_change_that_workers_of_the_first_epoch_cannot_see_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_warns_of_a_change_that_first_epoch_workers_miss(caplog: pytest.LogCaptureFixture) -> None:
     model = Learns()
     trainer = quiet_trainer([], max_epochs=3)
     trainer.fit(model, datamodule=FastDataModule.wrap(Lessons(first=5), KEPT))

@@ -233,7 +233,7 @@ def test_large_images_are_decoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
 # --- what is left to the CPU ------------------------------------------------------------------------------------------
 
 
-def test_other_images_are_decoded_by_the_cpu_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_other_images_are_decoded_by_the_cpu_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     others = ["palette PNG", "WebP", "CMYK", "RGB inside", "RGBA PNG", "bytes after the end", "16 bit PNG", "GIF"]
     files = [file for name, jpeg in zip(others, jpegs(8), strict=True) for file in (WHOLE[name], jpeg)]
     made = dataset(files, decoder="torchvision")

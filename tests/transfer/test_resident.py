@@ -189,7 +189,7 @@ class _Endless(Sampler[int]):
             yield from (0, 2, 1)
 
 
-def test_a_sampler_without_end_is_asked_for_one_batch_at_a_time() -> None:
+def test_endless_sampler_yields_one_batch_at_a_time() -> None:
     data = load_resident(Rows(3), device=CPU)
     batches = iter(ResidentLoader(data, batch_size=4, sampler=_Endless()))
     assert [next(batches)[1].tolist() for _ in range(2)] == [[0, 2, 1, 0], [2, 1, 0, 2]]
