@@ -42,7 +42,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule` but have passed in"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
 ]
-SAMPLES, BATCH = 24, 4
+SAMPLES = 24
+BATCH = 4
 
 
 MEASURED = 4

@@ -194,7 +194,8 @@ def test_loader_that_yields_device_tensors(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_a_second_instance(caplog: pytest.LogCaptureFixture) -> None:
-    first, second = CountingPrefetch(), CountingPrefetch()
+    first = CountingPrefetch()
+    second = CountingPrefetch()
     with caplog.at_level(logging.INFO, logger="lightning_feed"):
         ours, _, error = fit([first, second], plain)
     expected, _, _ = fit([], plain)

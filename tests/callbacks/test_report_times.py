@@ -173,7 +173,8 @@ class SlowLogger(Memory):
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
-        self.clock, self.calls = clock, 0
+        self.clock = clock
+        self.calls = 0
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         self.calls += 1

@@ -350,7 +350,8 @@ class Ends(Dataset[torch.Tensor]):
     """Promises more samples than it has, and raises StopIteration for the rest."""
 
     def __init__(self, promised: int, has: int) -> None:
-        self.promised, self.has = promised, has
+        self.promised = promised
+        self.has = has
 
     def __len__(self) -> int:
         return self.promised

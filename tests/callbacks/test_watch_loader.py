@@ -33,7 +33,8 @@ class Source:
     """Each batch takes 3 ms, by a clock that stands still otherwise; the first of an epoch takes 100."""
 
     def __init__(self, batches: int = 40) -> None:
-        self.batches, self.ns = batches, 0
+        self.batches = batches
+        self.ns = 0
         self.device = torch.device("cpu")
 
     def clock(self) -> int:
@@ -126,7 +127,8 @@ def test_no_batch_is_kept_alive() -> None:
 
 def test_a_step_with_a_validation_in_it_is_left_out() -> None:
     source = Source()
-    loader, validation = _watched(source), _watched(source)
+    loader = _watched(source)
+    validation = _watched(source)
     for number in loader:
         source.pass_ms(7)
         if number == 30:
@@ -137,7 +139,8 @@ def test_a_step_with_a_validation_in_it_is_left_out() -> None:
 
 
 def test_loops_in_two_threads_are_two_runs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    facts_of, both_begin = plain_loop._facts_of, threading.Barrier(2, timeout=10)
+    facts_of = plain_loop._facts_of
+    both_begin = threading.Barrier(2, timeout=10)
 
     def meet(*args: Any) -> Any:
         both_begin.wait()

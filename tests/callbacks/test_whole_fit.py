@@ -43,7 +43,9 @@ class Takes(Dataset[torch.Tensor]):
     """Samples that take so many seconds each."""
 
     def __init__(self, clock: Clock, length: int, seconds: float) -> None:
-        self.clock, self.length, self.seconds = clock, length, seconds
+        self.clock = clock
+        self.length = length
+        self.seconds = seconds
 
     def __len__(self) -> int:
         return self.length
@@ -178,7 +180,8 @@ def test_validation_in_a_fit_is_measured_like_training(clock: Clock) -> None:
 
 @pytest.mark.parametrize("prefetched", [False, True])
 def test_several_validation_loaders_are_named(clock: Clock, prefetched: bool) -> None:
-    logger, starvation = Memory(), GPUStarvationCallback(report=False)
+    logger = Memory()
+    starvation = GPUStarvationCallback(report=False)
     others = (CpuPrefetch(),) if prefetched else ()
     trainer = make_trainer(*others, starvation, limit_val_batches=1.0, logger=logger, num_sanity_val_steps=0)
     trainer.fit(Model(clock), loader(clock, 4, 1), {"clean": loader(clock, 3, 1), "noisy": loader(clock, 5, 4)})
@@ -202,7 +205,8 @@ def test_each_method_of_the_trainer_has_a_report_of_its_own(
     class Logger(Memory):
         log_dir = str(tmp_path)
 
-    logger, starvation = Logger(), GPUStarvationCallback()
+    logger = Logger()
+    starvation = GPUStarvationCallback()
     trainer = make_trainer(starvation, logger=logger, limit_val_batches=1.0)
     method: Callable[..., Any] = getattr(trainer, stage)
     method(Model(clock), loader(clock, 60, 3))
@@ -230,7 +234,8 @@ def test_results_of_a_fit_outlive_a_test(clock: Clock) -> None:
     trainer = make_trainer(starvation)
     model = Model(clock)
     trainer.fit(model, loader(clock, 20, 1))
-    fitted, summary = starvation.report(), starvation.summary()
+    fitted = starvation.report()
+    summary = starvation.summary()
     trainer.test(model, loader(clock, 20, 1), verbose=False)
     assert starvation.report() == fitted
     assert starvation.summary() is summary
@@ -282,7 +287,8 @@ def test_a_run_limited_by_validation_says_so_and_becomes_as_fast_as_bounded(
     after = run_of(clock, **(options | apply(remedy)))
     assert diagnosis.measurements.wall is not None
     assert after.measurements.wall is not None
-    before_s, after_s = diagnosis.measurements.wall.wall_s, after.measurements.wall.wall_s
+    before_s = diagnosis.measurements.wall.wall_s
+    after_s = after.measurements.wall.wall_s
     assert remedy.most_gain_pct == pytest.approx(100 * (before_s - after_s) / before_s, rel=0.15)
 
 

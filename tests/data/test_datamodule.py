@@ -37,7 +37,8 @@ class Rows(Dataset[Tensor]):
     """Row i is (i, i)."""
 
     def __init__(self, size: int, first: int = 0) -> None:
-        self.size, self.first = size, first
+        self.size = size
+        self.first = first
 
     def __len__(self) -> int:
         return self.size
@@ -248,7 +249,8 @@ def test_seed_everything_decides_the_order(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_seed_goes_through_a_checkpoint(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
-    model, data = module(), Data({"train": Rows(32)})
+    model = module()
+    data = Data({"train": Rows(32)})
     first = trainer()
     first.fit(model, datamodule=data)
     first.save_checkpoint(tmp_path / "last.ckpt")

@@ -171,7 +171,8 @@ def test_both_packages(package: str) -> None:
 
 
 def test_what_decides_the_batches_stays() -> None:
-    generator, rows = torch.Generator(), Rows()
+    generator = torch.Generator()
+    rows = Rows()
     sampler = WeightedRandomSampler([1.0] * 24, 12)
     batches = BatchSampler(SequentialSampler(rows), 5, drop_last=True)
     one = changed(DataLoader(rows, batch_size=4, sampler=sampler, drop_last=True, generator=generator))
@@ -277,7 +278,8 @@ class Lessons(LightningDataModule):
 
     def __init__(self, first: int = 0) -> None:
         super().__init__()
-        self.lesson, self.exam = Lesson(), Lesson()
+        self.lesson = Lesson()
+        self.exam = Lesson()
         self.first = first
 
     def train_dataloader(self) -> Any:
@@ -372,7 +374,8 @@ class Seen(BoringModel):
 
 def fit_on_a_rank(rank: int) -> Any:
     warnings.filterwarnings("ignore", message="You defined a `validation_step`")
-    model, trainer = Seen(), quiet_trainer([], max_epochs=1, devices=2, strategy="ddp")
+    model = Seen()
+    trainer = quiet_trainer([], max_epochs=1, devices=2, strategy="ddp")
     trainer.fit(model, datamodule=FastDataModule.wrap(Sharded(), loader=LoaderSettings(num_workers=1)))
     loader = trainer.train_dataloader
     return loader.num_workers, [type(loader).__name__, type(loader.sampler).__name__], model.rows
@@ -400,7 +403,8 @@ def test_lightning_makes_it_again_for_several_ranks(kind: Any) -> None:
 
     mine = kind(Rows(), batch_size=4, shuffle=True)
     sampler = DistributedSampler(mine.dataset, 2, 0)
-    again, unwrapped = _update_dataloader(changed(mine), sampler), _update_dataloader(mine, sampler)
+    again = _update_dataloader(changed(mine), sampler)
+    unwrapped = _update_dataloader(mine, sampler)
     assert (again.num_workers, again.prefetch_factor) == (2, 3)
     assert (again.batch_size, len(again)) == (unwrapped.batch_size, len(unwrapped))
 

@@ -70,7 +70,8 @@ def run(case: Case, depth: int | None) -> Found:
     stats = starvation.report().stats
     assert stats.step_ms is not None
     assert stats.starved_pct is not None
-    began, ended = model.ended_at[-stats.steps - 1], model.ended_at[-1]
+    began = model.ended_at[-stats.steps - 1]
+    ended = model.ended_at[-1]
     last = -1 - (depth or 0)  # the steps at the end have nothing left to fetch ahead
     return Found(
         step_ms=(model.ended_at[last] - began) / (stats.steps + last + 1) / MS,

@@ -27,7 +27,8 @@ KINDS: dict[str, tuple[type, tuple[str, ...]]] = {
     "switch": (SimulatedDevice, ("stream",)),  # to a stream and back
     "record_stream": (SimulatedDevice, ("record_stream",)),
 }
-FIRST, LAST = 200, 600
+FIRST = 200
+LAST = 600
 """Steps between which calls are counted: the host is as far ahead of the device then as it gets."""
 
 
@@ -214,7 +215,8 @@ def test_the_last_step_of_an_epoch_does_not_contain_what_follows(prefetch: bool)
     device = SimulatedDevice()
     starvation = GPUStarvationCallback(report=False)
     callbacks = [PrefetchCallback()] if prefetch else []
-    train, val = SimulatedLoader(device, 30), SimulatedLoader(device, 20)
+    train = SimulatedLoader(device, 30)
+    val = SimulatedLoader(device, 20)
     fit(device, LongEnds(device, 1.0), train, *callbacks, starvation, val=val, max_epochs=3, val_check_interval=10)
     stats = starvation.report().stats
     # Of 70 steps after the warm-up, 2 begin an epoch, and 5 follow a validation.

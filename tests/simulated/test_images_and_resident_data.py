@@ -150,7 +150,8 @@ def test_a_set_on_the_device_is_gathered_there_and_copied_once() -> None:
         sampler = RandomSampler(data, generator=torch.Generator().manual_seed(1))
         loader: DataLoader[Any] = ResidentLoader(data, batch_size=2, sampler=sampler)
     copies = device.copies
-    callback, model = PrefetchCallback(), Rows(device)
+    callback = PrefetchCallback()
+    model = Rows(device)
     fit(device, model, loader, callback, max_epochs=2)
     assert not callback.active
     assert device.races == []

@@ -140,7 +140,8 @@ class Mutant(NamedTuple):
     said: str
 
 
-WITH_DEVICE, WITHOUT = "current_stream(self._device)", "current_stream()"
+WITH_DEVICE = "current_stream(self._device)"
+WITHOUT = "current_stream()"
 UNORDERED = "without waiting for"
 MUTANTS = {
     "no wait for the copy": Mutant(

@@ -118,7 +118,8 @@ def test_small_batches_are_bounded_by_their_bytes(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("every", [2, 3, 5])
 def test_memory_is_bounded_where_validation_comes_between(depth: int, every: int) -> None:
     device = SimulatedDevice()
-    train, val = SimulatedLoader(device, 16), SimulatedLoader(device, 12)
+    train = SimulatedLoader(device, 16)
+    val = SimulatedLoader(device, 12)
     callback = PrefetchCallback(depth=depth)
     fit(device, Model(device, compute_ms=10), train, callback, val=val, val_check_interval=every)
     assert on_side(device) <= depth + 1 + RUN_AHEAD
