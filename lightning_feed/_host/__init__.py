@@ -21,6 +21,15 @@ from lightning_feed._host.arguments import (
     steps_between_checkpoints as steps_between_checkpoints,
     takes_iterator as takes_iterator,
 )
+from lightning_feed._host.attributes import (
+    callbacks_of as callbacks_of,
+    datamodule_of as datamodule_of,
+    is_fast_dev_run as is_fast_dev_run,
+    log_interval as log_interval,
+    overfits as overfits,
+    profiler_of as profiler_of,
+    reload_interval as reload_interval,
+)
 from lightning_feed._host.loaders import (
     change_saved_arguments as change_saved_arguments,
     loader_names as loader_names,

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from lightning_feed._host.attributes import callbacks_of
 from lightning_feed._host.origin import defined_by_lightning, has_class
 from lightning_feed._host.types import AnyModule, AnyTrainer
 
@@ -33,7 +34,7 @@ def cli_config(trainer: AnyTrainer) -> dict[str, Any]:
 
     Checked against Lightning 2.4.0 and 2.6.6 (``cli.py: SaveConfigCallback``, where keys lack the subcommand's name).
     """
-    for callback in trainer.callbacks:
+    for callback in callbacks_of(trainer):
         if has_class(callback, "SaveConfigCallback"):
             saver: Any = callback
             return {str(key): value for key, value in saver.config.items()}
@@ -131,7 +132,7 @@ def known_syncs(trainer: AnyTrainer) -> tuple[str, ...]:
         names.append("grad_scaler")
     if trainer.world_size > 1 and hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
         names.append("sigterm_broadcast")
-    if device_type == "cuda" and any(has_class(callback, "ThroughputMonitor") for callback in trainer.callbacks):
+    if device_type == "cuda" and any(has_class(callback, "ThroughputMonitor") for callback in callbacks_of(trainer)):
         names.append("throughput_monitor")
     return tuple(names)
 

@@ -303,9 +303,11 @@ def load_states_once(trainer: AnyTrainer, states: list[dict[str, Any]]) -> None:
 
     def load() -> None:
         forget_states(trainer)
-        trainer.fit_loop._combined_loader._load_state_dicts(states)
+        combined = trainer.fit_loop._combined_loader
+        assert combined is not None
+        combined._load_state_dicts(states)
 
-    trainer.fit_loop._load_combined_loader_states = load
+    vars(trainer.fit_loop)["_load_combined_loader_states"] = load
 
 
 def forget_states(trainer: AnyTrainer) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from lightning_feed._host.attributes import reload_interval
 from lightning_feed._host.types import AnyTrainer, Stage
 
 
@@ -60,12 +61,13 @@ def epochs_processed(trainer: AnyTrainer) -> int:
     Lightning passes it to ``sampler.set_epoch``. In a resumed run, ``trainer.current_epoch`` is behind it until the fit
     loop starts. Checked against Lightning 2.4.0 and 2.6.6 (``loops/fit_loop.py: on_advance_start``).
     """
-    return trainer.fit_loop.epoch_progress.current.processed
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    return int(epochs.processed)
 
 
 def next_epoch(trainer: AnyTrainer, epoch: int) -> int | None:
     """Number of the epoch after ``epoch``; None if the fit has none, or makes its loaders again."""
-    if trainer.state.fn != "fit" or trainer.sanity_checking or trainer.reload_dataloaders_every_n_epochs:
+    if trainer.state.fn != "fit" or trainer.sanity_checking or reload_interval(trainer):
         return None
     last = trainer.max_epochs
     if last is not None and 0 <= last <= epoch + 1:

@@ -3,6 +3,7 @@
 from importlib import import_module
 from types import ModuleType
 
+from lightning_feed._host.attributes import callbacks_of
 from lightning_feed._host.types import AnyTrainer
 from lightning_feed.errors import SettingsError
 
@@ -59,7 +60,7 @@ def is_empty_hook(trainer: AnyTrainer, action: str) -> bool:
 
     Checked against Lightning 2.4.0 and 2.6.6 (``trainer/call.py``).
     """
-    owners: dict[str, object] = {f"[Callback]{callback.state_key}": callback for callback in trainer.callbacks}
+    owners: dict[str, object] = {f"[Callback]{callback.state_key}": callback for callback in callbacks_of(trainer)}
     owners[f"[LightningModule]{type(trainer.lightning_module).__name__}"] = trainer.lightning_module
     owners[f"[Strategy]{type(trainer.strategy).__name__}"] = trainer.strategy
     owner, _, hook = action.rpartition(".")

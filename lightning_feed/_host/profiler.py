@@ -1,5 +1,6 @@
 """The names that Lightning's profiler gives to the parts of a loop."""
 
+from lightning_feed._host.attributes import profiler_of
 from lightning_feed._host.origin import defined_by_lightning
 from lightning_feed._host.types import AnyTrainer, Stage
 
@@ -60,5 +61,5 @@ def profiler_does_nothing(trainer: AnyTrainer) -> bool:
 
     Checked against Lightning 2.4.0 and 2.6.6 (``profilers/base.py``).
     """
-    kind = type(trainer.profiler)
+    kind = type(profiler_of(trainer))
     return kind.__name__ == "PassThroughProfiler" and defined_by_lightning(kind)

@@ -134,8 +134,8 @@ class AutotuneCallback(Callback):
     def _begin(self, trainer: AnyTrainer) -> None:
         self._let_go()
         self._forget()
-        first = next(callback for callback in trainer.callbacks if isinstance(callback, AutotuneCallback))
-        if trainer.fast_dev_run:
+        first = next(callback for callback in _host.callbacks_of(trainer) if isinstance(callback, AutotuneCallback))
+        if _host.is_fast_dev_run(trainer):
             self._do_nothing(trainer, "this is a fast_dev_run")
         elif first is not self:
             self._do_nothing(trainer, "another AutotuneCallback is at work")
@@ -281,7 +281,7 @@ class AutotuneCallback(Callback):
     # --- the trials ---------------------------------------------------------------------------------------------------
 
     def _start_measuring(self, trainer: AnyTrainer) -> None:
-        is_measured = any(isinstance(callback, GPUStarvationCallback) for callback in trainer.callbacks)
+        is_measured = any(isinstance(callback, GPUStarvationCallback) for callback in _host.callbacks_of(trainer))
         if self._waits_for_steps and not is_measured:
             self._run = StarvationRun(trainer, window_steps=0, guard=self._guard)
             self._run.start()
@@ -296,7 +296,7 @@ class AutotuneCallback(Callback):
         """The run that measures the steps: this callback's own, or that of a GPUStarvationCallback."""
         if self._run is not None:
             return self._run
-        for callback in trainer.callbacks:
+        for callback in _host.callbacks_of(trainer):
             if isinstance(callback, GPUStarvationCallback):
                 return callback.measured_fit
         return None

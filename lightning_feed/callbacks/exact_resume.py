@@ -191,7 +191,7 @@ def check_equal_ranks(trainer: AnyTrainer) -> bool:
         "each step, so the run would hang for ever when the shortest epoch is over. Give all ranks as many samples "
         f"(leave the sampler to Lightning, or cut the shards), or set limit_train_batches={min(lengths)}."
     )
-    has_timer = any(_host.has_class(callback, "Timer") for callback in trainer.callbacks)  # what max_time makes
+    has_timer = any(_host.has_class(callback, "Timer") for callback in _host.callbacks_of(trainer))  # of max_time
     if trainer.max_steps == -1 and not has_timer:
         raise LoaderError(message)
     if trainer.is_global_zero:

@@ -41,10 +41,11 @@ class FreshWorkers(Callback):
             stage: ``"fit"`` or ``"validate"``.
             loaders: all loaders of the stage.
         """
-        watching = [callback for callback in trainer.callbacks if isinstance(callback, FreshWorkers)]
+        callbacks = _host.callbacks_of(trainer)
+        watching = [callback for callback in callbacks if isinstance(callback, FreshWorkers)]
         if not watching:
             watching = [FreshWorkers()]
-            trainer.callbacks.insert(0, watching[0])  # so that it lets go before those whose wraps are inside its own
+            callbacks.insert(0, watching[0])  # so that it lets go before those whose wraps are inside its own
         watching[0]._begin(trainer, stage, loaders)
 
     def _begin(self, trainer: AnyTrainer, stage: Stage, loaders: list[Any]) -> None:

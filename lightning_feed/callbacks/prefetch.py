@@ -206,7 +206,8 @@ class PrefetchCallback(ExactResume):
         Our own hook is best, as it runs before the progress bar reads metrics off the device. But user code that runs
         after it may change the next batch, or draw random numbers; then that code must run first.
         """
-        later = trainer.callbacks[trainer.callbacks.index(self) + 1 :]
+        callbacks = _host.callbacks_of(trainer)
+        later = callbacks[callbacks.index(self) + 1 :]
         is_noticed = _has_own_code([trainer.lightning_module, *later], [batch_end])
         self._triggers[batch_end] = not is_noticed
         if batch_end == "on_train_batch_end":
@@ -217,7 +218,7 @@ class PrefetchCallback(ExactResume):
 
     def _may_look_before_backward(self, trainer: AnyTrainer, later: list[Callback]) -> bool:
         """True if a gradient scaler makes the host wait in the step, and no code of the user runs until its end."""
-        others = [callback for callback in trainer.callbacks if callback is not self]
+        others = [callback for callback in _host.callbacks_of(trainer) if callback is not self]
         return (
             _host.has_grad_scaler(trainer)
             and not _has_own_code([trainer.lightning_module, *later], ["on_before_backward"])
@@ -282,14 +283,15 @@ class PrefetchCallback(ExactResume):
             depth = _host.train_batches_to_follow(trainer, at_most=depth, step_pending=step_pending)
         if len(tap.ahead) >= depth or not more_to_draw(fetcher) or not self._may_issue(step_pending=step_pending):
             return
-        trainer.profiler.start(LOOK_AHEAD)
+        profiler = _host.profiler_of(trainer)
+        profiler.start(LOOK_AHEAD)
         try:
             with traced("look_ahead"):
                 while self._draw(trainer, tap):
                     if len(tap.ahead) >= depth or not more_to_draw(fetcher):
                         break
         finally:
-            trainer.profiler.stop(LOOK_AHEAD)
+            profiler.stop(LOOK_AHEAD)
 
     def _may_issue(self, *, step_pending: bool) -> bool:
         """True if there is a stream to copy on, and no graph is captured at this moment."""
@@ -322,8 +324,9 @@ class PrefetchCallback(ExactResume):
     def _receive(self, trainer: AnyTrainer, item: Fetched) -> None:
         self._in_hand = item.staged
         if item.ahead:
-            trainer.profiler.start(HAND_OUT)
-            trainer.profiler.stop(HAND_OUT)
+            profiler = _host.profiler_of(trainer)
+            profiler.start(HAND_OUT)
+            profiler.stop(HAND_OUT)
 
     def _convert_input(self, original: Original, batch: object) -> Any:
         return original(batch) if self._in_hand is None else batch

@@ -4,6 +4,7 @@ import os
 from pathlib import Path, PurePath
 from typing import Any
 
+from lightning_feed import _host
 from lightning_feed._host import AnyTrainer
 from lightning_feed.errors import SettingsError
 
@@ -35,7 +36,7 @@ def run_folder(trainer: AnyTrainer, chosen: Path | None = None) -> Path | None:
     ``default_root_dir``. Not ``trainer.log_dir``, which broadcasts, so that all ranks would have to call it. For a
     logger with an empty ``log_dir``, the folder is in its ``save_dir``; empty does not mean the current folder.
     """
-    if trainer.fast_dev_run:
+    if _host.is_fast_dev_run(trainer):
         return None
     if chosen is not None:
         return chosen

@@ -159,7 +159,10 @@ class GPUStarvationCallback(Callback):
 
     def _begin(self, trainer: AnyTrainer, stage: Stage) -> None:
         self._let_go()
-        if next(callback for callback in trainer.callbacks if isinstance(callback, GPUStarvationCallback)) is not self:
+        callbacks = [
+            callback for callback in _host.callbacks_of(trainer) if isinstance(callback, GPUStarvationCallback)
+        ]
+        if callbacks[0] is not self:
             self._once.say(
                 trainer, logging.WARNING, "A second GPUStarvationCallback does nothing: one measures already."
             )
@@ -168,7 +171,7 @@ class GPUStarvationCallback(Callback):
         if stage == "fit":
             self._last = None
         self._begin_output(trainer)
-        window_steps = trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps
+        window_steps = _host.log_interval(trainer) if self.every_n_steps is None else self.every_n_steps
         run = StarvationRun(trainer, window_steps=window_steps, guard=self._guard, wall=self._wall, stage=stage)
         self._run = run
         run.start()

@@ -36,14 +36,14 @@ def facts_of(trainer: AnyTrainer, guard: Guard, stage: Stage = "fit", *, before:
         free_shm_bytes=machine.free_shm_bytes,
         world_size=trainer.world_size,
         batches_per_epoch=_host.batches_of(trainer, stage),
-        log_every_n_steps=trainer.log_every_n_steps,
+        log_every_n_steps=_host.log_interval(trainer),
         **(_beside_training(trainer) if stage == "fit" else {}),
         batch_hooks=any(
             _host.is_overridden(owner, hook)
-            for owner in (trainer.lightning_module, trainer.datamodule)
+            for owner in (trainer.lightning_module, _host.datamodule_of(trainer))
             for hook in _BATCH_HOOKS
         ),
-        **(tell() if (tell := getattr(trainer.datamodule, "_feed_facts", None)) is not None else {}),
+        **(tell() if (tell := getattr(_host.datamodule_of(trainer), "_feed_facts", None)) is not None else {}),
         **_package(trainer),
     )
     loaders = inner_loaders(trainer, stage)
@@ -54,18 +54,20 @@ def facts_of(trainer: AnyTrainer, guard: Guard, stage: Stage = "fit", *, before:
     place = place or guard.attempt("find where the training loader is made", loader_location, trainer, loaders)
     hooks = before.hook_places if before is not None else guard.attempt("find the hooks", _hook_places, trainer)
     facts = replace(facts, place=place, hook_places=hooks or (), bar_refresh_rate=_host.bar_refresh_rate(trainer))
-    return with_loaders(facts, loaders, reloaded=bool(trainer.reload_dataloaders_every_n_epochs))
+    return with_loaders(facts, loaders, reloaded=_host.reload_interval(trainer) > 0)
 
 
 def loader_location(trainer: AnyTrainer, loaders: Sequence[AnyLoader]) -> Place:
     """The place in the user's code that sets up the training loaders of a running fit."""
     source = _host.train_loader_source(trainer)
-    return place_of(source, trainer.datamodule, loaders, config=_host.cli_config(trainer))
+    return place_of(source, _host.datamodule_of(trainer), loaders, config=_host.cli_config(trainer))
 
 
 def _hook_places(trainer: AnyTrainer) -> tuple[HookPlace, ...]:
     module = trainer.lightning_module
-    owners: dict[str, object] = {f"[Callback]{type(callback).__qualname__}": callback for callback in trainer.callbacks}
+    owners: dict[str, object] = {
+        f"[Callback]{type(callback).__qualname__}": callback for callback in _host.callbacks_of(trainer)
+    }
     owners[f"[LightningModule]{type(module).__name__}"] = module
     places = []
     for name, owner in owners.items():
@@ -107,7 +109,7 @@ def _beside_training(trainer: AnyTrainer) -> dict[str, Any]:
         "check_val_every_n_epoch": every,
         "val_check_batches": between,
         "checkpoint_steps": savers[0] or None if len(savers) == 1 else None,
-        "tuned": any(is_instance(one, *_AUTOTUNE) for one in trainer.callbacks),
+        "tuned": any(is_instance(one, *_AUTOTUNE) for one in _host.callbacks_of(trainer)),
         "breaks_off": trainer.limit_train_batches != 1.0,
     }
 
@@ -119,7 +121,7 @@ def inner_loaders(trainer: AnyTrainer, stage: Stage) -> list[Any]:
 
 def prefetch_active(trainer: AnyTrainer) -> bool | None:
     """True if a PrefetchCallback of this Trainer is active; None without one."""
-    prefetchers = [callback for callback in trainer.callbacks if isinstance(callback, PrefetchCallback)]
+    prefetchers = [callback for callback in _host.callbacks_of(trainer) if isinstance(callback, PrefetchCallback)]
     return any(prefetcher.active for prefetcher in prefetchers) if prefetchers else None
 
 

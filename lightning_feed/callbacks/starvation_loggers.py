@@ -77,7 +77,7 @@ class LoggerOutput:
 
     def give(self, report: Report, *, ended: bool) -> None:
         """Pass a report to the loggers, and at the end of a run the loader's settings with the results."""
-        settings = self._guard.attempt("read the loader's settings", tuned_hparams, self._trainer.datamodule)
+        settings = self._guard.attempt("read the loader's settings", tuned_hparams, _host.datamodule_of(self._trainer))
         if settings and ended:
             log = partial(log_hparams, params=settings, metrics=achieved(report.diagnosis))
             self.for_each("pass the loader's settings to", log)

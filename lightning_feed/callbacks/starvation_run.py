@@ -274,7 +274,7 @@ class StarvationRun:
                 if part in ends:
                     stops[name] = tap(ends[part])
         nothing = _host.profiler_does_nothing(self._trainer)
-        return tap_profiler(self._trainer.profiler, starts, stops, does_nothing=nothing, hooks=self._hooks)
+        return tap_profiler(_host.profiler_of(self._trainer), starts, stops, does_nothing=nothing, hooks=self._hooks)
 
     def _part_ended(self) -> None:
         self.main.meter.part_ended()

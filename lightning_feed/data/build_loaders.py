@@ -182,7 +182,7 @@ def job_of(trainer: AnyTrainer | None) -> Job:
         device_type=trainer.strategy.root_device.type,
         local_ranks=trainer.num_devices,
         sharing_ranks=_host.ranks_that_share_samples(trainer),
-        reload_every_n_epochs=trainer.reload_dataloaders_every_n_epochs,
-        overfit=trainer.overfit_batches > 0,  # shuffled loaders would be replaced by Lightning, with a warning
+        reload_every_n_epochs=_host.reload_interval(trainer),
+        overfit=_host.overfits(trainer),  # shuffled loaders would be replaced by Lightning, with a warning
         worker_init=WorkerInit(rank=trainer.global_rank, seed_worker=pl_worker_init_function if seeding else None),
     )

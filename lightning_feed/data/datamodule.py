@@ -14,7 +14,7 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import default_collate
 
 from lightning_feed import _host
-from lightning_feed._host import AnyDataModule, AnyTrainer
+from lightning_feed._host import AnyTrainer
 from lightning_feed.callbacks.exact_resume import ExactResume
 from lightning_feed.data.build_loaders import SPLITS, Loaders, ignore_warning, job_of
 from lightning_feed.errors import DatasetError, LoaderError, SettingsError
@@ -228,7 +228,7 @@ class FeedDataModule:
     # --- to call ------------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def wrap(datamodule: AnyDataModule, loader: LoaderSettings | None = None) -> Any:
+    def wrap(datamodule: Any, loader: LoaderSettings | None = None) -> Any:
         """Wrap a data module, of either Lightning package, so that its loaders get workers that fit the machine.
 
         Datasets, samplers, collate functions, generators and batch sizes stay; ``num_workers``, ``prefetch_factor``,
@@ -337,7 +337,7 @@ class FeedDataModule:
         self._feed_attach()
         trainer = self.trainer
         feed = self._feed
-        if trainer is not None and trainer.reload_dataloaders_every_n_epochs and split in feed.built:
+        if trainer is not None and _host.reload_interval(trainer) and split in feed.built:
             del feed.datasets[split]  # made again, since the data may have changed
         feed.built.add(split)
         datasets = self._feed_datasets(split)
@@ -395,7 +395,7 @@ class FeedDataModule:
         """Add the callbacks that the loaders need. Not only called in ``setup``, which a subclass may override."""
         if self.trainer is None:
             return
-        callbacks = self.trainer.callbacks
+        callbacks = _host.callbacks_of(self.trainer)
         if not any(isinstance(callback, ExactResume) for callback in callbacks):
             callbacks.append(ExactResume())
         if self._feed.loaders.settings.num_workers == "tune":

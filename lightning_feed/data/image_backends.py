@@ -5,13 +5,12 @@ import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, TypeVar, cast, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from PIL import Image
 
-from lightning_feed._host import AnyDataModule
 from lightning_feed.decode.choose import Choice, make_decoder
 from lightning_feed.errors import DatasetError, DecodeError, FeedError, LoaderError, SettingsError
 from lightning_feed.images.dali_binding import DaliOptions, require_dali
@@ -212,7 +211,7 @@ class PassEnds(Callback):
     A loop that ends early, as with ``limit_val_batches``, does not close its loader, and Lightning keeps the iterator.
     """
 
-    def __init__(self, datamodule: AnyDataModule) -> None:
+    def __init__(self, datamodule: Any) -> None:
         self.datamodule = datamodule
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import Subset
 
+from lightning_feed import _host
 from lightning_feed.data import image_backends
 from lightning_feed.data.datamodule import FeedDataModule, check_whole
 from lightning_feed.data.image_backends import (
@@ -217,7 +218,9 @@ class FeedImageFolder(FeedDataModule):
 
     def _feed_attach(self) -> None:
         super()._feed_attach()
-        callbacks = [] if self.trainer is None or self.backend not in DALI_BACKENDS else self.trainer.callbacks
+        callbacks = (
+            [] if self.trainer is None or self.backend not in DALI_BACKENDS else _host.callbacks_of(self.trainer)
+        )
         if not any(isinstance(one, PassEnds) and one.datamodule is self for one in callbacks):
             callbacks.append(PassEnds(self))
 

@@ -30,7 +30,7 @@ _ACCEPTED = (*_CHANGED, "sample_bytes", "hand_over")
 """Settings that the user may pass."""
 
 
-def wrap(datamodule: AnyDataModule, loader: LoaderSettings | None = None) -> Any:
+def wrap(datamodule: Any, loader: LoaderSettings | None = None) -> Any:
     """Give the loaders of a data module other workers. See ``FastDataModule.wrap``.
 
     The data module stays the same object, so all its hooks run as before. Only its loader hooks are wrapped.
@@ -53,11 +53,10 @@ def wrap(datamodule: AnyDataModule, loader: LoaderSettings | None = None) -> Any
     loaders = WrappedLoaders(loader or LoaderSettings())
     for split in SPLITS:
         _LoaderHook(datamodule, f"{split}_dataloader", functools.partial(loaders.make, datamodule, split))
-    wrapped: Any = datamodule
-    wrapped.loader_report = loaders.report
-    wrapped.recommendations = loaders.chosen
-    wrapped._feed_wrapped = True
-    return wrapped
+    datamodule.loader_report = loaders.report
+    datamodule.recommendations = loaders.chosen
+    datamodule._feed_wrapped = True
+    return datamodule
 
 
 class _LoaderHook(_host.Wrap):

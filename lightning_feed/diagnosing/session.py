@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_feed import _host
-from lightning_feed._host import AnyDataModule, AnyModule, AnyTrainer
 from lightning_feed.diagnosing.batches import KeptBatches
 from lightning_feed.diagnosing.parts import LoaderPart, NotMeasurable, Together, make_sample, parts_of, size_of_leaf
 from lightning_feed.diagnosing.restoring import ModelState, quiet
@@ -71,9 +70,9 @@ class Session:
         tuned: the result of trying numbers of workers; None: they were not tried.
     """
 
-    trainer: AnyTrainer = None
-    model: AnyModule = None
-    datamodule: AnyDataModule = None
+    trainer: Any = None
+    model: Any = None
+    datamodule: Any = None
     loaders: AnyLoader = None
     compiled: Any = None
     package: ModuleType | None = None
@@ -280,9 +279,7 @@ class Session:
                 raise NotMeasurable(problem)
 
 
-def open_session(
-    trainer: AnyTrainer, model: object, datamodule: AnyDataModule = None, loaders: object = None
-) -> Session:
+def open_session(trainer: Any, model: object, datamodule: Any = None, loaders: object = None) -> Session:
     """Open a session for the arguments of ``Trainer.fit``. Without a Trainer, Lightning chooses the device.
 
     Raises:
@@ -317,7 +314,7 @@ def open_session(
     return Session(trainer, plain, datamodule, loaders, compiled, package)
 
 
-def _plain_trainer(package: Any) -> AnyTrainer:
+def _plain_trainer(package: Any) -> Any:
     """A Trainer on one device that writes no files."""
     with quiet():
         return package.Trainer(accelerator="auto", devices=1, logger=False, enable_checkpointing=False)
