@@ -240,7 +240,7 @@ class _Tell(Callback):
 
 def run_fit(scenario: Scenario, files: Path) -> Diagnosis:
     """Train, and return the verdict."""
-    starvation = GPUStarvationCallback(every_n_steps=WINDOW, nvml=False, report=False)
+    starvation = GPUStarvationCallback(every_n_steps=WINDOW, report=False)
     with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of few workers, of many, of no validation: that is what is measured here
         told = Path(scratch) / "told"

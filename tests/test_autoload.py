@@ -69,7 +69,8 @@ def test_only_loggers_of_lightning_get_figures(package: str, tmp_path: Path, mon
     boring = importlib.import_module(f"{package}.demos.boring_classes")
 
     class Kept(loggers.logger.Logger):  # type: ignore[misc, name-defined]
-        name, version = "kept", 0
+        name = "kept"
+        version = 0
 
         def __init__(self) -> None:
             self.rows: list[dict[str, float]] = []
@@ -84,7 +85,8 @@ def test_only_loggers_of_lightning_get_figures(package: str, tmp_path: Path, mon
         pass
 
     def logged(*callbacks: Any) -> tuple[set[str], set[str]]:
-        kept, mine = Kept(), Mine(tmp_path)
+        kept = Kept()
+        mine = Mine(tmp_path)
         trainer = importlib.import_module(package).Trainer(
             max_epochs=1, limit_train_batches=60, limit_val_batches=0, log_every_n_steps=5, accelerator="cpu",
             logger=[kept, mine], callbacks=list(callbacks), enable_checkpointing=False, enable_progress_bar=False,

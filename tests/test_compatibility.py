@@ -259,7 +259,7 @@ def prefetching_changes_nothing(kind: Kind, folder: Path) -> None:
 
 
 def steps_are_measured(kind: Kind, folder: Path) -> None:
-    meter = GPUStarvationCallback(every_n_steps=5, nvml=False, report=False)
+    meter = GPUStarvationCallback(every_n_steps=5, report=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "READ_EVERY_NS", 0)  # of every window, however short
         *_, error = fit([meter], lambda: {"train_dataloaders": kind.loader(folder)})

@@ -33,11 +33,9 @@ trainer:
       init_args:
         depth: 2
         host_keys: [meta]
-        stages: [fit, validate]
     - class_path: lightning_feed.GPUStarvationCallback
       init_args:
         every_n_steps: 3
-        nvml: false
         report: false
 data:
   size: 24
@@ -96,7 +94,7 @@ def test_one_yaml_file_configures_all(
 
     assert seen == [(4, 32)] * 6
     (prefetch,) = (c for c in cli.trainer.callbacks if isinstance(c, PrefetchCallback))
-    assert (prefetch.depth, tuple(prefetch.host_keys), tuple(prefetch.stages)) == (2, ("meta",), ("fit", "validate"))
+    assert (prefetch.depth, tuple(prefetch.host_keys)) == (2, ("meta",))
     assert sum(isinstance(c, GPUStarvationCallback) for c in cli.trainer.callbacks) == 1
     assert isinstance(cli.datamodule, data)
 

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import Subset
 
+from lightning_feed import _host
 from lightning_feed.data.datamodule import FeedDataModule, check_whole
 from lightning_feed.data.image_run import PassEnds, device_of, once_for_all_ranks
 from lightning_feed.errors import DatasetError, SettingsError
@@ -189,7 +190,7 @@ class FeedImageFolder(FeedDataModule):
 
     def failures(self) -> int:
         """Number of unreadable samples so far, over all splits, on this rank."""
-        datasets = map(_images_in, self._feed.datasets.values())
+        datasets = [_images_in(datasets.structure) for datasets in self._feed.datasets.values()]
         return sum(dataset.bad_samples.failures for dataset in datasets if dataset is not None)
 
     def __getstate__(self) -> dict[str, object]:
@@ -215,7 +216,7 @@ class FeedImageFolder(FeedDataModule):
         super()._feed_attach()
         if self.trainer is None or self.backend not in DALI_BACKENDS:
             return
-        callbacks = self.trainer.callbacks
+        callbacks = _host.callbacks_of(self.trainer)
         if not any(isinstance(callback, PassEnds) and callback.datamodule is self for callback in callbacks):
             callbacks.append(PassEnds(self))
 
@@ -296,7 +297,7 @@ class FeedImageFolder(FeedDataModule):
         Raises:
             SettingsError: the dataset is of another kind.
         """
-        dataset = self._feed_dataset(split)
+        dataset = self._feed_datasets(split).structure
         inner = _images_in(dataset)
         if inner is None or not inner.encoded:
             raise SettingsError(

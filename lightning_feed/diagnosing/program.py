@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
 from lightning_feed import _host
-from lightning_feed._host import AnyDataModule, AnyModule, AnyTrainer
+from lightning_feed._host import AnyTrainer
 from lightning_feed.autoload import PROGRAM
 from lightning_feed.diagnosing.failures import ProgramEnded
 from lightning_feed.diagnosing.restoring import quiet
@@ -48,9 +48,9 @@ class Program:
 class Fit:
     """The objects to train: the arguments of a program's first ``Trainer.fit``."""
 
-    trainer: AnyTrainer
-    model: AnyModule
-    datamodule: AnyDataModule = None
+    trainer: Any
+    model: Any
+    datamodule: Any = None
     train_dataloaders: AnyLoader = None
     ended: str = ""
     """Sentences on the place where the program was ended, and on what it would do next."""
@@ -119,7 +119,7 @@ class _Takeover:
                     undo.callback(_host.replace_in_class(trainer, "fit", self._around))
             yield
 
-    def _around(self, original: Callable[..., Any], trainer: object, *args: object, **kwargs: object) -> Any:
+    def _around(self, original: Callable[..., Any], trainer: AnyTrainer, *args: object, **kwargs: object) -> Any:
         in_main_thread = threading.current_thread() is threading.main_thread()
         if self._taking and in_main_thread:
             return original(trainer, *args, **kwargs)
@@ -187,7 +187,7 @@ def end_children() -> None:
     clean_up.join(CLEAN_UP_S)
 
 
-def _fit_of(program: Program, trainer: object, arguments: dict[str, Any]) -> Fit:
+def _fit_of(program: Program, trainer: AnyTrainer, arguments: dict[str, Any]) -> Fit:
     model = arguments["model"]
     loaders = arguments.get("train_dataloaders")
     datamodule = arguments.get("datamodule")

@@ -10,7 +10,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from lightning_feed import _host
-from lightning_feed._host import AnyDataModule, AnyModule, AnyTrainer
+from lightning_feed._host import AnyTrainer
 from lightning_feed.diagnosing import functions, less_work, rates, samples
 from lightning_feed.diagnosing.batches import own_loaders
 from lightning_feed.diagnosing.failures import (
@@ -74,9 +74,9 @@ BAR = "{desc} {bar} {percentage:3.0f}%"
 
 
 def diagnose(  # noqa: PLR0913  # one call that says what to train and how far to go; all but three by name
-    trainer: AnyTrainer,
-    model: AnyModule,
-    datamodule: AnyDataModule = None,
+    trainer: Any,
+    model: Any,
+    datamodule: Any = None,
     *,
     train_dataloaders: AnyLoader = None,
     quick: bool = False,
@@ -140,7 +140,7 @@ def _check(only: Sequence[str], budget_s: float) -> None:
         raise SettingsError(f"only={only!r}: give a list of any of {', '.join(EXPERIMENTS)}.")
 
 
-def _open(trainer: object, model: object, datamodule: object, loaders: object) -> Session:
+def _open(trainer: object, model: object, datamodule: Any, loaders: object) -> Session:
     if datamodule is not None and loaders is not None:
         raise SettingsError("Give diagnose() a datamodule or train_dataloaders, not both, as for Trainer.fit.")
     if datamodule is None and loaders is None:
@@ -447,7 +447,7 @@ def _own_callbacks(trainer: AnyTrainer) -> list[Any]:
     """The callbacks of the user's own classes that take part in training."""
     return [
         callback
-        for callback in trainer.callbacks
+        for callback in _host.callbacks_of(trainer)
         if not _host.defined_by_lightning(type(callback))
         and any(_host.is_overridden(callback, hook) for hook in CALLBACK_HOOKS)
     ]

@@ -13,8 +13,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_feed import _host
-from lightning_feed._host import AnyDataModule, AnyModule, AnyTrainer
-from lightning_feed.callbacks.loader_place import place_of
 from lightning_feed.diagnosing.batches import KeptBatches
 from lightning_feed.diagnosing.parts import LoaderPart, NotMeasurable, Together, make_sample, parts_of, size_of_leaf
 from lightning_feed.diagnosing.restoring import ModelState, quiet
@@ -25,6 +23,7 @@ from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import TORCH_PREFETCH
 from lightning_feed.load.slots import uses_slots
 from lightning_feed.measure.experiment_results import ExperimentResults
+from lightning_feed.measure.loader_code import place_of
 from lightning_feed.measure.measurements import Measurements, Place
 from lightning_feed.trials.cloning import (
     Changes,
@@ -71,9 +70,9 @@ class Session:
         tuned: the result of trying numbers of workers; None: they were not tried.
     """
 
-    trainer: AnyTrainer = None
-    model: AnyModule = None
-    datamodule: AnyDataModule = None
+    trainer: Any = None
+    model: Any = None
+    datamodule: Any = None
     loaders: AnyLoader = None
     compiled: Any = None
     package: ModuleType | None = None
@@ -158,7 +157,7 @@ class Session:
         """
         try:
             loaders = [part.loader for part in parts_of(self.train_loaders)]
-            return place_of(self.loader_owner, self.trainer, self.datamodule, loaders)
+            return place_of(self.loader_owner, self.datamodule, loaders, config=_host.cli_config(self.trainer))
         except Exception:  # noqa: BLE001  # loaders of another kind, or sources that cannot be read
             return None
 
@@ -280,9 +279,7 @@ class Session:
                 raise NotMeasurable(problem)
 
 
-def open_session(
-    trainer: AnyTrainer, model: object, datamodule: AnyDataModule = None, loaders: object = None
-) -> Session:
+def open_session(trainer: Any, model: object, datamodule: Any = None, loaders: object = None) -> Session:
     """Open a session for the arguments of ``Trainer.fit``. Without a Trainer, Lightning chooses the device.
 
     Raises:
@@ -298,7 +295,7 @@ def open_session(
         package = _host.package_of(*known)
     if trainer is None:
         trainer = _plain_trainer(package)
-    elif _host.is_training(trainer):
+    elif _host.is_running(trainer):
         raise SettingsError("This Trainer is running. Call diagnose() before or after fit(), not from within.")
     elif _host.shards_the_model(trainer):
         raise SettingsError(
@@ -317,7 +314,7 @@ def open_session(
     return Session(trainer, plain, datamodule, loaders, compiled, package)
 
 
-def _plain_trainer(package: Any) -> AnyTrainer:
+def _plain_trainer(package: Any) -> Any:
     """A Trainer on one device that writes no files."""
     with quiet():
         return package.Trainer(accelerator="auto", devices=1, logger=False, enable_checkpointing=False)

@@ -168,7 +168,9 @@ def _meter(session: Session) -> Any:
     feed = import_module("lightning_feed")
     if session.package.__name__ != "lightning.pytorch":
         feed = import_module("lightning_feed.pl")
-    return feed.GPUStarvationCallback(nvml=False, report=False)
+    meter = feed.GPUStarvationCallback(report=False)
+    meter.reads_gpu = False
+    return meter
 
 
 def time_fit(session: Session, limits: Limits, loaders: Any) -> float | None:
@@ -275,7 +277,7 @@ def _run_fit(session: Session, trainer: AnyTrainer, short_fit: ShortFit, data: d
 # --- the Trainer of a short fit -----------------------------------------------------------------------------------
 
 
-def short_trainer(package: Any, like: AnyTrainer, callbacks: list[Any], folder: str, *, prefetch: bool) -> AnyTrainer:
+def short_trainer(package: Any, like: AnyTrainer, callbacks: list[Any], folder: str, *, prefetch: bool) -> Any:
     """A new Trainer on one device, with the settings of ``like`` that change what a step does.
 
     Kept: accelerator, the first of the devices, precision, accumulation, clipping, ``max_epochs`` and ``max_steps``
@@ -284,7 +286,7 @@ def short_trainer(package: Any, like: AnyTrainer, callbacks: list[Any], folder: 
     Left out: loggers, checkpoints, validation, progress bar, profiler, all other callbacks.
     """
     device = like.strategy.root_device
-    kept = [callback for callback in like.callbacks if prefetch and isinstance(callback, PrefetchCallback)]
+    kept = [callback for callback in _host.callbacks_of(like) if prefetch and isinstance(callback, PrefetchCallback)]
     mine = [*copy.deepcopy(kept), *callbacks]
     same = ("max_epochs", "max_steps", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
     options: dict[str, Any] = {name: getattr(like, name) for name in same} | _precision(like)
@@ -299,14 +301,14 @@ def short_trainer(package: Any, like: AnyTrainer, callbacks: list[Any], folder: 
         dummy = import_module(f"{package.__name__}.loggers.logger").DummyLogger  # accepts any call
         options["logger"] = type("SilentLogger", (dummy,), {"log_dir": None})()
     options["limit_train_batches"] = like.limit_train_batches
-    if like.fast_dev_run:
+    if _host.is_fast_dev_run(like):
         options["limit_train_batches"] = 1.0
     trainer = package.Trainer(
         **options,
         callbacks=list(mine),
         limit_val_batches=0,
         num_sanity_val_steps=0,
-        log_every_n_steps=max(1, like.log_every_n_steps),
+        log_every_n_steps=max(1, _host.log_interval(like)),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from lightning_feed._host import AnyModule, AnyTrainer
 from lightning_feed.diagnosing.batches import own_loaders
 from lightning_feed.diagnosing.failures import user_errors
 from lightning_feed.diagnosing.parts import parts_of
@@ -263,8 +262,8 @@ def write_plot(sweep: Sweep, path: Path) -> Path:
 def tune(  # all but the target are by name, and have a default
     target: Any,
     *,
-    model: AnyModule = None,
-    trainer: AnyTrainer = None,
+    model: Any = None,
+    trainer: Any = None,
     budget_s: float = 30.0,
     fresh: bool = False,
     loader: str | None = None,

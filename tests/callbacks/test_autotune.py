@@ -42,7 +42,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule` but have passed in"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
 ]
-SAMPLES, BATCH = 24, 4
+SAMPLES = 24
+BATCH = 4
 
 
 MEASURED = 4
@@ -177,7 +178,7 @@ def test_same_samples_same_order_same_weights(name: str, best: int, trials: Tria
     assert multiprocessing.active_children() == []
 
 
-def test_it_goes_on_in_the_same_epoch(trials: Trials) -> None:
+def test_continues_in_the_same_epoch(trials: Trials) -> None:
     watching = Watching()
     fit([AutotuneCallback(max_workers=3), watching], plain(), max_epochs=3)
     assert watching.seen == [[0] * MEASURED + [3] * 2, [3] * 6, [3] * 6]
@@ -250,13 +251,13 @@ def test_the_users_loader_is_left_alone(trials: Trials) -> None:
 
 @pytest.mark.parametrize("tuner", [(), (AutotuneCallback(max_workers=3),)])
 def test_a_report_tells_if_the_run_was_tuned(tuner: tuple[Callback, ...], trials: Trials) -> None:
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+    starvation = GPUStarvationCallback(report=False)
     fit([*tuner, starvation], plain(num_workers=1))
     assert starvation.report().measurements.facts.tuned is bool(tuner)
 
 
 def test_a_report_describes_the_steps_with_the_new_workers(trials: Trials) -> None:
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+    starvation = GPUStarvationCallback(report=False)
     fit([AutotuneCallback(max_workers=3), starvation], plain(batch_size=1), max_epochs=2)
     assert starvation.report().measurements.facts.num_workers == 3
     assert starvation.report().stats.steps <= 48 - MEASURED
@@ -267,7 +268,7 @@ def test_the_report_begins_anew_after_the_trials(trials: Trials, monkeypatch: py
     restart = StarvationRun.restart
     monkeypatch.setattr(StarvationRun, "restart", lambda run: runs.append(run) or restart(run))
     watched: list[StarvationRun | None] = []
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+    starvation = GPUStarvationCallback(report=False)
     watching = LambdaCallback(on_train_batch_start=lambda *_: watched.append(starvation.measured_fit))
     fit([AutotuneCallback(max_workers=3), starvation, watching], plain(batch_size=1), max_epochs=2)
     assert runs == [watched[0]]
@@ -275,7 +276,7 @@ def test_the_report_begins_anew_after_the_trials(trials: Trials, monkeypatch: py
 
 @pytest.mark.parametrize("made", LOADERS)
 @pytest.mark.parametrize("after_ms", [9.0, 11.0])
-def test_what_makes_training_itself_slower_is_taken_back(
+def test_slower_setting_is_reverted(
     made: str, after_ms: float, trials: Trials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trials imitate training, and may be wrong; samples, their order and the weights stay the same all the time."""
@@ -562,7 +563,7 @@ def test_a_data_module_asks_for_the_trials(trials: Trials, caplog: pytest.LogCap
     watching = Watching()
     same, trainer, error = fit([watching], module(num_workers="tune", seed=3), max_epochs=2)
     assert error is None
-    (callback,) = [one for one in trainer.callbacks if isinstance(one, AutotuneCallback)]
+    (callback,) = [tuner for tuner in trainer.callbacks if isinstance(tuner, AutotuneCallback)]
     assert [move.setting.num_workers for move in callback.moves] == [3]
     assert watching.last[-1] == 3
     assert by_hook(same.events) == by_hook(expected.events)
@@ -576,7 +577,7 @@ def test_a_data_module_that_asks_for_trials_respects_the_users_callback(
     mine = AutotuneCallback(max_workers=2)
     _, trainer, error = fit([mine], module(num_workers="tune"), max_epochs=2)
     assert error is None
-    assert [one for one in trainer.callbacks if isinstance(one, AutotuneCallback)] == [mine]
+    assert [callback for callback in trainer.callbacks if isinstance(callback, AutotuneCallback)] == [mine]
     assert max(setting.num_workers for setting in trials.settings) == 2
     assert "does nothing" not in caplog.text
 
@@ -624,9 +625,9 @@ def test_it_stands_aside_and_says_so_once(loaders: Any, why: str, caplog: pytest
     same, _, error = fit([callback], loaders, max_epochs=2)
     assert error is None
     assert callback.moves == ()
-    (said,) = own_lines(caplog)
-    assert "does nothing" in said
-    assert why in said
+    (line,) = own_lines(caplog)
+    assert "does nothing" in line
+    assert why in line
     assert by_hook(same.events) == by_hook(expected.events)
     assert all(map(torch.equal, same.parameters(), expected.parameters()))
 

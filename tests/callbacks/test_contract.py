@@ -195,7 +195,8 @@ def test_pytorch_lightning(callbacks: Any) -> None:
         trainer.fit(model, datamodule=DataOfPL(batch_size=2, loader=LoaderSettings(num_workers=0)))
         return model
 
-    expected, ours = run([]), run(callbacks())
+    expected = run([])
+    ours = run(callbacks())
     assert ours.seen == expected.seen
     assert len(ours.seen) == 12
     assert all(map(torch.equal, ours.parameters(), expected.parameters()))

@@ -67,11 +67,10 @@ def test_all_batches_but_the_first_of_each_epoch_are_prefetched() -> None:
     assert callback.stream.staged == 3 * (6 - 1)
 
 
-@pytest.mark.parametrize(("stages", "staged"), [(("fit",), 5), (("validate",), 1 + 1), (("fit", "validate"), 7)])
-def test_stages_of_a_fit(stages: Any, staged: int) -> None:
-    callback = CountingPrefetch(stages=stages)
-    fit([callback], with_validation, max_epochs=1)  # one batch each in the sanity check and in the validation
-    assert callback.stream.staged == staged
+def test_the_validation_of_a_fit_is_prefetched_too() -> None:
+    callback = CountingPrefetch()
+    fit([callback], with_validation, max_epochs=1)
+    assert callback.stream.staged == 5 + 1 + 1  # one batch each in the sanity check and in the validation
 
 
 @pytest.mark.parametrize("entry", ["validate", "test", "predict"])
@@ -88,7 +87,7 @@ def test_evaluation_and_prediction(entry: str, loaders: int) -> None:
                 parameter.fill_(0.3)
         return getattr(trainer, entry)(model, dataloaders=made), model
 
-    callback = CountingPrefetch(stages=(entry,))  # type: ignore[arg-type]
+    callback = CountingPrefetch()
     ours, our_model = run([callback])
     expected, plain_model = run([])
     assert callback.stream.staged == 4 * loaders - 1
@@ -195,7 +194,8 @@ def test_loader_that_yields_device_tensors(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_a_second_instance(caplog: pytest.LogCaptureFixture) -> None:
-    first, second = CountingPrefetch(), CountingPrefetch()
+    first = CountingPrefetch()
+    second = CountingPrefetch()
     with caplog.at_level(logging.INFO, logger="lightning_feed"):
         ours, _, error = fit([first, second], plain)
     expected, _, _ = fit([], plain)
@@ -217,9 +217,6 @@ def test_a_second_instance(caplog: pytest.LogCaptureFixture) -> None:
         ({"depth": True}, "whole number"),
         ({"depth": 1.5}, "whole number"),
         ({"host_keys": "meta"}, "letter by letter"),
-        ({"stages": ("train",)}, "'fit', 'validate', 'test', 'predict'"),
-        ({"stages": "fit"}, "in a tuple"),
-        ({"stages": ()}, "one or more"),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], message: str) -> None:
@@ -391,9 +388,8 @@ def test_a_module_copied_or_pickled_in_mid_fit_is_a_plain_module() -> None:
 # --- one callback, several loops and Trainers -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stages", [("fit",), ("validate",), ("fit", "validate")])
-def test_active_is_that_of_the_loop_that_runs(stages: Any) -> None:
-    callback = NullStreamPrefetch(stages=stages)
+def test_it_is_active_in_training_and_validation() -> None:
+    callback = NullStreamPrefetch()
     seen: dict[str, set[bool]] = {"fit": set(), "validate": set()}
 
     class Looks(Callback):
@@ -404,7 +400,7 @@ def test_active_is_that_of_the_loop_that_runs(stages: Any) -> None:
             seen["validate"].add(callback.active)
 
     fit([callback, Looks()], with_validation, max_epochs=2, val_check_interval=2)
-    assert seen == {stage: {stage in stages} for stage in seen}
+    assert seen == {"fit": {True}, "validate": {True}}
 
 
 @pytest.mark.parametrize("scaled", [True, False])

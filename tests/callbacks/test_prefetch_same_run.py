@@ -148,8 +148,11 @@ def test_deeper(depth: int) -> None:
 @given(data=st.data())
 def test_random_configurations(data: st.DataObject) -> None:
     draw = data.draw
-    train, val = draw(st.integers(1, 25)), draw(st.integers(0, 9))
-    size, shuffle, sized = draw(st.integers(1, 6)), draw(st.booleans()), draw(st.booleans())
+    train = draw(st.integers(1, 25))
+    val = draw(st.integers(0, 9))
+    size = draw(st.integers(1, 6))
+    shuffle = draw(st.booleans())
+    sized = draw(st.booleans())
     options: dict[str, Any] = {
         "max_epochs": draw(st.integers(1, 3)),
         "max_steps": draw(st.sampled_from([-1, -1, 5, 9])),

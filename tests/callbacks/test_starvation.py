@@ -17,8 +17,7 @@ from measure.small_fits import CpuPrefetch, Memory, Slow, make_loader, make_trai
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings
-from lightning_feed.callbacks import starvation as starvation_module
-from lightning_feed.callbacks import starvation_run
+from lightning_feed.callbacks import report_folder, starvation_run
 from lightning_feed.errors import SettingsError
 from lightning_feed.measure import loop
 from lightning_feed.report.document import read_document
@@ -36,7 +35,7 @@ PARTS = ("compute", "h2d", "data_idle", "other")
 
 @pytest.fixture
 def quiet() -> GPUStarvationCallback:
-    return GPUStarvationCallback(every_n_steps=5, nvml=False, report=False, tags="all")
+    return GPUStarvationCallback(every_n_steps=5, report=False, tags="all")
 
 
 # --- what is logged, and when -------------------------------------------------------------------------------------
@@ -196,7 +195,7 @@ def test_a_look_at_the_report_takes_no_steps_from_the_other_ranks(
 
 @pytest.fixture
 def starvation() -> GPUStarvationCallback:
-    return GPUStarvationCallback(every_n_steps=5, nvml=False)
+    return GPUStarvationCallback(every_n_steps=5)
 
 
 def test_tensorboard_shows_the_report_and_its_folder_holds_it(
@@ -244,22 +243,22 @@ def test_without_a_folder_reports_lie_in_the_root_of_the_trainer(
     class Bucket(Memory):
         save_dir = log_dir = "s3://bucket/runs"
 
-    monkeypatch.setattr(starvation_module, "IN_ROOT", "feed_reports")
+    monkeypatch.setattr(report_folder, "IN_ROOT", "feed_reports")
     monkeypatch.chdir(tmp_path)
     given = Bucket() if logger else False
-    run_fit(GPUStarvationCallback(nvml=False), batches=40, logger=given, default_root_dir=tmp_path)
+    run_fit(GPUStarvationCallback(), batches=40, logger=given, default_root_dir=tmp_path)
     assert _reports(tmp_path) == ["feed_reports/feed_report.json"]
     assert f"files {tmp_path}/feed_reports/feed_report.html, .json, .md\n" in capsys.readouterr().out
     assert read_document(tmp_path).run.folder == ""
-    run_fit(GPUStarvationCallback(nvml=False), fast_dev_run=True, default_root_dir=tmp_path / "other")
+    run_fit(GPUStarvationCallback(), fast_dev_run=True, default_root_dir=tmp_path / "other")
     assert _reports(tmp_path) == ["feed_reports/feed_report.json"]
 
 
 def test_the_folder_of_reports_by_argument_and_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_FEED_DIR", str(tmp_path / "variable"))
     logger = CSVLogger(tmp_path / "logger")
-    run_fit(GPUStarvationCallback(nvml=False), batches=40, logger=logger)
-    run_fit(GPUStarvationCallback(nvml=False, folder=tmp_path / "argument"), batches=40, logger=logger)
+    run_fit(GPUStarvationCallback(), batches=40, logger=logger)
+    run_fit(GPUStarvationCallback(folder=tmp_path / "argument"), batches=40, logger=logger)
     assert _reports(tmp_path) == ["argument/feed_report.json", "variable/feed_report.json"]
     assert read_document(tmp_path / "argument").run.folder == "argument"
     monkeypatch.setenv("LIGHTNING_FEED_DIR", "s3://bucket/runs")
@@ -270,7 +269,7 @@ def test_the_folder_of_reports_by_argument_and_variable(tmp_path: Path, monkeypa
 
 
 def test_a_report_stays_when_the_next_run_has_the_same_folder(tmp_path: Path) -> None:
-    both = GPUStarvationCallback(nvml=False, folder=tmp_path)
+    both = GPUStarvationCallback(folder=tmp_path)
     run_fit(both, batches=205)  # reports twice
     first = (tmp_path / "feed_report.json").read_text()
     run_fit(both, batches=40)
@@ -351,7 +350,8 @@ class Ends(Dataset[torch.Tensor]):
     """Promises more samples than it has, and raises StopIteration for the rest."""
 
     def __init__(self, promised: int, has: int) -> None:
-        self.promised, self.has = promised, has
+        self.promised = promised
+        self.has = has
 
     def __len__(self) -> int:
         return self.promised
@@ -385,7 +385,7 @@ class Thinks(BoringModel):
 
 
 @pytest.mark.parametrize("how", ["plain", "wrap", "wrap, workers"])
-def test_an_epoch_that_ends_early_is_told(
+def test_epoch_that_ends_early_is_reported(
     how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], quiet: GPUStarvationCallback
 ) -> None:
     def fitted(callback: GPUStarvationCallback, promised: int, has: int, **options: Any) -> Any:
@@ -396,7 +396,7 @@ def test_an_epoch_that_ends_early_is_told(
         trainer.fit(Thinks(), datamodule=data)
         return callback.report().measurements.facts.cut_short
 
-    starvation = GPUStarvationCallback(nvml=False, folder=tmp_path)
+    starvation = GPUStarvationCallback(folder=tmp_path)
     assert fitted(starvation, promised=160, has=80) == (40, 80)
     said = "the loader ended after 40 of 80 batches, so Lightning ran no validation"
     assert starvation.report().notes[0].startswith(said)

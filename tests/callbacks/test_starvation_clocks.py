@@ -77,7 +77,8 @@ def test_nothing_is_waited_for_while_steps_run(
         def on_train_end(self, *args: Any) -> None:
             self.patch.undo()
 
-    logger, guard = Memory(), Guard()
+    logger = Memory()
+    guard = Guard()
     try:
         run_fit(quiet, others=(guard, CpuPrefetch()), logger=logger, batches=60, enable_progress_bar=True)
     finally:
@@ -172,7 +173,8 @@ def test_gpu_figures_are_logged_and_their_thread_ends(broken: bool, monkeypatch:
     monkeypatch.setattr(starvation_callback, "NvmlSampler", make)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="uuid of torch"))
     monkeypatch.setattr(torch.version, "hip", None)
-    starvation, logger = GPUStarvationCallback(every_n_steps=5, report=False, tags="all"), Memory()
+    starvation = GPUStarvationCallback(every_n_steps=5, report=False, tags="all")
+    logger = Memory()
     start = starvation._start_nvml
     monkeypatch.setattr(starvation, "_start_nvml", lambda trainer, _: start(trainer, torch.device("cuda", 0)))
     trainer = make_trainer(starvation, logger=logger)

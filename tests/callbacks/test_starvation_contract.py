@@ -149,7 +149,8 @@ def test_resuming_goes_on_with_the_step_axis(quiet: GPUStarvationCallback, tmp_p
 
 
 def test_a_second_instance_stands_aside(quiet: GPUStarvationCallback, caplog: pytest.LogCaptureFixture) -> None:
-    second, logger = GPUStarvationCallback(every_n_steps=5, nvml=False), Memory()
+    second = GPUStarvationCallback(every_n_steps=5)
+    logger = Memory()
     trainer = make_trainer(quiet, second, logger=logger, max_epochs=1)
     trainer.fit(BoringModel(), make_loader())
     trainer.fit_loop.max_epochs = 2

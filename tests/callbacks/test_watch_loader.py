@@ -33,7 +33,8 @@ class Source:
     """Each batch takes 3 ms, by a clock that stands still otherwise; the first of an epoch takes 100."""
 
     def __init__(self, batches: int = 40) -> None:
-        self.batches, self.ns = batches, 0
+        self.batches = batches
+        self.ns = 0
         self.device = torch.device("cpu")
 
     def clock(self) -> int:
@@ -126,7 +127,8 @@ def test_no_batch_is_kept_alive() -> None:
 
 def test_a_step_with_a_validation_in_it_is_left_out() -> None:
     source = Source()
-    loader, validation = _watched(source), _watched(source)
+    loader = _watched(source)
+    validation = _watched(source)
     for number in loader:
         source.pass_ms(7)
         if number == 30:
@@ -137,7 +139,8 @@ def test_a_step_with_a_validation_in_it_is_left_out() -> None:
 
 
 def test_loops_in_two_threads_are_two_runs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    facts_of, both_begin = plain_loop._facts_of, threading.Barrier(2, timeout=10)
+    facts_of = plain_loop._facts_of
+    both_begin = threading.Barrier(2, timeout=10)
 
     def meet(*args: Any) -> Any:
         both_begin.wait()
@@ -163,15 +166,15 @@ def test_a_failure_of_the_meter_ends_the_meter_and_not_the_loop(
     loader = watch_loader(DataLoader(Numbers(), batch_size=4))
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     loader.close()
-    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert len(said) == 1
-    assert said[0].startswith("watch_loader stopped measuring (RuntimeError: no such clock). Training goes on")
+    messages = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(messages) == 1
+    assert messages[0].startswith("watch_loader stopped measuring (RuntimeError: no such clock). Training goes on")
 
 
 # --- one run for one loader ---------------------------------------------------------------------------------------
 
 
-def test_the_same_loader_goes_on_with_the_options_given_last(tmp_path: Path) -> None:
+def test_same_loader_continues_with_the_last_options(tmp_path: Path) -> None:
     loader = DataLoader(Numbers(), batch_size=1)
     for _ in range(3):
         for _ in watch_loader(loader, report=False):

@@ -130,13 +130,15 @@ def test_structure_types_and_memory_are_those_of_torch(photos: Path) -> None:
 def test_the_trainers_limits_mean_the_same(photos: Path, options: dict[str, Any]) -> None:
     def events(backend: str) -> tuple[list[Any], list[Any], int]:
         torch.manual_seed(0)
-        model, trainer = Recording(), quiet_trainer([], **options)
+        model = Recording()
+        trainer = quiet_trainer([], **options)
         module = data(photos, backend, loader=LoaderSettings(num_workers=1, workers="thread", seed=5))()["datamodule"]
         trainer.fit(model, datamodule=module)
         steps = [event for event in model.events if event[0] in ("training_step", "validation_step")]
         return [event[:-1] for event in steps], [event[-1] for event in steps], trainer.global_step
 
-    ours, theirs = events("dali-cpu"), events("torch")
+    ours = events("dali-cpu")
+    theirs = events("torch")
     assert ours[0] == theirs[0]
     assert ours[2] == theirs[2]
     assert_nearly_the_same(ours[1], theirs[1])
@@ -264,7 +266,8 @@ def test_both_packages_free_them(photos: Path) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     ).fit(Small(), datamodule=module)
-    training, validating = ("train",), ("train", "val")
+    training = ("train",)
+    validating = ("train", "val")
     assert active == [("val",), *[training] * 4, validating, *[training] * 4, validating]
     assert active_in(module) == ()
 
@@ -322,7 +325,8 @@ def growth_mb(photos: Path, rebuilds: int = 50) -> float:
 
     for _ in range(10):
         validate()
-    before, built = resident_mb(), loader.decode.built
+    before = resident_mb()
+    built = loader.decode.built
     for _ in range(rebuilds):
         validate()
     assert loader.decode.built - built == rebuilds

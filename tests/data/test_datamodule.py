@@ -37,7 +37,8 @@ class Rows(Dataset[Tensor]):
     """Row i is (i, i)."""
 
     def __init__(self, size: int, first: int = 0) -> None:
-        self.size, self.first = size, first
+        self.size = size
+        self.first = first
 
     def __len__(self) -> int:
         return self.size
@@ -248,7 +249,8 @@ def test_seed_everything_decides_the_order(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_seed_goes_through_a_checkpoint(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
-    model, data = module(), Data({"train": Rows(32)})
+    model = module()
+    data = Data({"train": Rows(32)})
     first = trainer()
     first.fit(model, datamodule=data)
     first.save_checkpoint(tmp_path / "last.ckpt")
@@ -378,7 +380,7 @@ def test_copies_are_whole(duplicate: Any) -> None:
 # --- what was chosen ------------------------------------------------------------------------------------------------
 
 
-def test_the_choice_is_said_once_and_kept(caplog: pytest.LogCaptureFixture) -> None:
+def test_choice_is_logged_once_and_kept(caplog: pytest.LogCaptureFixture) -> None:
     data = Data({"train": Rows(8), "val": Rows(8)}, loader=LoaderSettings())
     assert data.loader_report() == "No loader has been made yet."
     with caplog.at_level(logging.INFO, "lightning_feed"):
@@ -391,11 +393,13 @@ def test_the_choice_is_said_once_and_kept(caplog: pytest.LogCaptureFixture) -> N
         for name in ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
     ]
     assert all(line.split(": ", 2)[2] for line in lines)
-    said = [record.message for record in caplog.records if record.name.startswith("lightning_feed")]
+    messages = [record.message for record in caplog.records if record.name.startswith("lightning_feed")]
     values = {
         name: ", ".join(line.split(": ")[1] for line in lines if line.startswith(name)) for name in ("train", "val")
     }
-    assert sorted(said) == [f"{name}: {those} (loader_report() has the reasons)" for name, those in values.items()]
+    assert sorted(messages) == [
+        f"{name}: {chosen} (loader_report() has the reasons)" for name, chosen in values.items()
+    ]
     assert set(data.recommendations) == {"train", "val"}
 
 
@@ -530,8 +534,8 @@ def test_validation_data_without_a_validation_step_is_reported_and_no_data_is_no
 
     with caplog.at_level(logging.WARNING, logger="lightning_feed"):
         quiet_trainer([], max_epochs=1).fit(OnlyTrains(), datamodule=Data(loader=LoaderSettings(num_workers=0)))
-    told = [record for record in caplog.records if "no validation_step" in record.getMessage()]
-    assert len(told) == ("val" in splits)
+    records = [record for record in caplog.records if "no validation_step" in record.getMessage()]
+    assert len(records) == ("val" in splits)
 
 
 class Lesson(Rows):

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 from lightning_feed import FastDataModule, LoaderSettings
 
-SAMPLES, BATCH = 15, 2  # eight batches, the last of one sample
+SAMPLES = 15
+BATCH = 2  # eight batches, the last of one sample
 
 
 class Data(FastDataModule):
@@ -110,9 +111,11 @@ def test_a_batch_in_hand_is_trained_again(moment: str, kind: str, callbacks: Any
 
 
 def test_validating_a_checkpoint_leaves_nothing_for_a_fresh_fit(tmp_path: Path) -> None:
-    old, new = tmp_path / "old.ckpt", tmp_path / "new.ckpt"
+    old = tmp_path / "old.ckpt"
+    new = tmp_path / "new.ckpt"
     run(data("stream", num_workers=0), [SaveThenDie("on_train_batch_end", 4, old)])
-    model, trainer = Recording(), quiet_trainer([NullStreamPrefetch(), SaveThenDie("on_train_batch_start", 0, new)])
+    model = Recording()
+    trainer = quiet_trainer([NullStreamPrefetch(), SaveThenDie("on_train_batch_start", 0, new)])
     trainer.validate(model, DataLoader(Numbers(2), batch_size=2), ckpt_path=old)
     with pytest.raises(Killed):
         trainer.fit(model, datamodule=Data("stream", num_workers=0))

@@ -232,7 +232,7 @@ def trained(model: Seeing) -> list[Any]:
 
 @pytest.mark.usefixtures("on_cpu")
 def test_what_the_starvation_callback_tells_of_it(photos: Path) -> None:
-    watching = GPUStarvationCallback(every_n_steps=2, nvml=False, report=False)
+    watching = GPUStarvationCallback(every_n_steps=2, report=False)
     fitted(made(photos, "nvjpeg"), [NullStreamPrefetch(), watching])
     facts = watching.report().measurements.facts
     assert facts.batch_size == 3

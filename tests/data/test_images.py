@@ -20,7 +20,8 @@ from lightning_feed import ImageFolderDataModule, LoaderSettings
 from lightning_feed.errors import DatasetError, SettingsError
 
 HERE = LoaderSettings(num_workers=0)
-MEAN, STD = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
+MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
+STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 
 
 @pytest.fixture
@@ -100,9 +101,9 @@ def test_validation_is_the_float_recipe_of_image_folder_within_a_step_of_uint8(p
 def test_normalising_on_the_device_is_that_of_torchvision(photos: Path, dtype: torch.dtype) -> None:
     module = ImageFolderDataModule(photos, dtype=dtype, image_size=16, loader=HERE)
     images = torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8)
-    found, _ = module.device_transform((images, None), "train")
+    normalised, _ = module.device_transform((images, None), "train")
     expected = (images.float() / 255 - MEAN) / STD
-    torch.testing.assert_close(found, expected.to(dtype), atol=1e-5 if dtype == torch.float32 else 0.02, rtol=0)
+    torch.testing.assert_close(normalised, expected.to(dtype), atol=1e-5 if dtype == torch.float32 else 0.02, rtol=0)
     kept, _ = module.device_transform((expected, None), "train")
     assert kept is expected
 
@@ -128,9 +129,9 @@ def test_a_transform_of_the_user_is_applied_and_its_floats_are_left_alone(photos
     transform = v2.Compose([v2.Resize((20, 24)), v2.ToDtype(torch.float32, scale=True)])
     module = ImageFolderDataModule(photos, batch_size=4, eval_transform=transform, decoder="pillow", loader=HERE)
     batch = next(iter(module.val_dataloader()))
-    found, _ = module.device_transform(batch, "val")
+    normalised, _ = module.device_transform(batch, "val")
     picture = torch.from_numpy(np.array(Image.open(photos / "val" / "a" / "0.jpg"))).permute(2, 0, 1)
-    assert torch.equal(found[0], transform(picture))
+    assert torch.equal(normalised[0], transform(picture))
 
 
 # --- in a Trainer -----------------------------------------------------------------------------------------------------
@@ -188,8 +189,8 @@ def test_auto_says_what_it_took_and_why(photos: Path, caplog: pytest.LogCaptureF
         module.dataset("train")
         module.dataset("val")
     assert module.decoder_choice is not None
-    said = [record.getMessage() for record in caplog.records if module.decoder_choice.reason in record.getMessage()]
-    assert len(said) == 1  # one decoder for all splits
+    messages = [record.getMessage() for record in caplog.records if module.decoder_choice.reason in record.getMessage()]
+    assert len(messages) == 1  # one decoder for all splits
 
 
 # --- broken files -----------------------------------------------------------------------------------------------------

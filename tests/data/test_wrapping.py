@@ -171,7 +171,8 @@ def test_both_packages(package: str) -> None:
 
 
 def test_what_decides_the_batches_stays() -> None:
-    generator, rows = torch.Generator(), Rows()
+    generator = torch.Generator()
+    rows = Rows()
     sampler = WeightedRandomSampler([1.0] * 24, 12)
     batches = BatchSampler(SequentialSampler(rows), 5, drop_last=True)
     one = changed(DataLoader(rows, batch_size=4, sampler=sampler, drop_last=True, generator=generator))
@@ -258,8 +259,8 @@ def test_an_iterator_of_dali_is_left_with_what_to_do(caplog: pytest.LogCaptureFi
     derived = type("Ours", (kind,), {"__module__": __name__})
     given = {"a": kind(), "b": derived(), "c": torch.zeros(1)}
     assert FastDataModule.wrap(Gives(given)).train_dataloader() == given
-    said = [record.getMessage() for record in caplog.records if "left as it is" in record.getMessage()]
-    assert ["DALI loads in threads of its own" in line for line in said] == [True, True, False]
+    messages = [record.getMessage() for record in caplog.records if "left as it is" in record.getMessage()]
+    assert ["DALI loads in threads of its own" in line for line in messages] == [True, True, False]
 
 
 # --- two real ranks ---------------------------------------------------------------------------------------------------
@@ -277,7 +278,8 @@ class Lessons(LightningDataModule):
 
     def __init__(self, first: int = 0) -> None:
         super().__init__()
-        self.lesson, self.exam = Lesson(), Lesson()
+        self.lesson = Lesson()
+        self.exam = Lesson()
         self.first = first
 
     def train_dataloader(self) -> Any:
@@ -330,14 +332,14 @@ def test_persistent_workers_see_what_the_program_changes(*, tuned: bool) -> None
     assert "reset" not in vars(loop.val_loop)
 
 
-def test_a_change_that_workers_of_the_first_epoch_cannot_see_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_warns_of_a_change_that_first_epoch_workers_miss(caplog: pytest.LogCaptureFixture) -> None:
     model = Learns()
     trainer = quiet_trainer([], max_epochs=3)
     trainer.fit(model, datamodule=FastDataModule.wrap(Lessons(first=5), KEPT))
     assert model.levels["train"] == [0, 5, 6]
-    said = [record.getMessage() for record in caplog.records if "workers before" in record.getMessage()]
-    assert len(said) == 1
-    assert said[0].startswith("The program has changed its training set (Lesson) as the first epoch began")
+    messages = [record.getMessage() for record in caplog.records if "workers before" in record.getMessage()]
+    assert len(messages) == 1
+    assert messages[0].startswith("The program has changed its training set (Lesson) as the first epoch began")
 
 
 def test_loaders_that_are_made_again_begin_with_the_present_values(caplog: pytest.LogCaptureFixture) -> None:
@@ -372,16 +374,17 @@ class Seen(BoringModel):
 
 def fit_on_a_rank(rank: int) -> Any:
     warnings.filterwarnings("ignore", message="You defined a `validation_step`")
-    model, trainer = Seen(), quiet_trainer([], max_epochs=1, devices=2, strategy="ddp")
+    model = Seen()
+    trainer = quiet_trainer([], max_epochs=1, devices=2, strategy="ddp")
     trainer.fit(model, datamodule=FastDataModule.wrap(Sharded(), loader=LoaderSettings(num_workers=1)))
     loader = trainer.train_dataloader
     return loader.num_workers, [type(loader).__name__, type(loader.sampler).__name__], model.rows
 
 
 def test_two_ranks_divide_the_samples(tmp_path: Path) -> None:
-    told = in_ranks(2, fit_on_a_rank, tmp_path)
-    assert [one[:2] for one in told] == [[1, ["WithOptions", "DistributedSampler"]]] * 2
-    assert sorted(told[0][2] + told[1][2]) == list(range(24))
+    ranks = in_ranks(2, fit_on_a_rank, tmp_path)
+    assert [rank[:2] for rank in ranks] == [[1, ["WithOptions", "DistributedSampler"]]] * 2
+    assert sorted(ranks[0][2] + ranks[1][2]) == list(range(24))
 
 
 def test_it_can_be_pickled_and_copied() -> None:
@@ -400,7 +403,8 @@ def test_lightning_makes_it_again_for_several_ranks(kind: Any) -> None:
 
     mine = kind(Rows(), batch_size=4, shuffle=True)
     sampler = DistributedSampler(mine.dataset, 2, 0)
-    again, unwrapped = _update_dataloader(changed(mine), sampler), _update_dataloader(mine, sampler)
+    again = _update_dataloader(changed(mine), sampler)
+    unwrapped = _update_dataloader(mine, sampler)
     assert (again.num_workers, again.prefetch_factor) == (2, 3)
     assert (again.batch_size, len(again)) == (unwrapped.batch_size, len(unwrapped))
 

@@ -166,7 +166,7 @@ class Data(FastDataModule):
 def with_loggers(folder: Path) -> Fit:
     """Everything is shown and logged, by the host's clock; both callbacks, validation, no workers."""
     loggers = [Memory(), CSVLogger(folder)]
-    ours = [GPUStarvationCallback(every_n_steps=2, nvml=False), AutotuneCallback()]
+    ours = [GPUStarvationCallback(every_n_steps=2), AutotuneCallback()]
     return Fit(
         ours,
         [Bar()],
@@ -184,7 +184,7 @@ def with_loggers(folder: Path) -> Fit:
 def with_workers(folder: Path) -> Fit:
     """By events of a device, with a worker process and a prefetcher."""
     data = DataLoader(RandomDataset(32, 8), 2, shuffle=True, num_workers=1, persistent_workers=True)
-    ours = [GPUStarvationCallback(every_n_steps=2, nvml=False, report=False)]
+    ours = [GPUStarvationCallback(every_n_steps=2, report=False)]
     return Fit(ours, [CpuPrefetch()], data, {"logger": Memory(), "max_epochs": 1})
 
 

@@ -40,7 +40,7 @@ class Last(Callback):
 
 def fit_with(*loggers: Any, before: tuple[Any, ...] = ()) -> GPUStarvationCallback:
     """A fit with settings to log, that ends as it should."""
-    starvation, last = GPUStarvationCallback(nvml=False), Last()
+    starvation, last = GPUStarvationCallback(), Last()
     trainer = make_trainer(*before, starvation, last, logger=list(loggers) or False)
     trainer.fit(BoringModel(), datamodule=Data(1, loader=LoaderSettings(num_workers=0)))
     assert trainer.state.finished
@@ -95,7 +95,7 @@ def test_output_in_ascii(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     file = (tmp_path / "out").open("w", encoding="ascii")
     monkeypatch.setattr(sys, "stdout", file)
     monkeypatch.setattr(sys, "__stdout__", file)
-    run_fit(GPUStarvationCallback(nvml=False), batches=40, others=(Wächter(),))
+    run_fit(GPUStarvationCallback(), batches=40, others=(Wächter(),))
     file.close()
     assert r"W\xe4chter.on_train_batch_end" in (tmp_path / "out").read_text()
 
@@ -189,7 +189,7 @@ def fit_with_a_broken_rank(rank: int, broken: int) -> Any:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("lightning_feed.measure.guard").addHandler(handler)
-    starvation, autotune = GPUStarvationCallback(every_n_steps=2, nvml=False, report=False), AutotuneCallback()
+    starvation, autotune = GPUStarvationCallback(every_n_steps=2, report=False), AutotuneCallback()
 
     class Breaks(Callback):
         """In the second epoch: measuring, and what the ranks agree on before the third."""
@@ -197,7 +197,8 @@ def fit_with_a_broken_rank(rank: int, broken: int) -> Any:
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
             if rank == broken and trainer.current_epoch == 1 and starvation._run is not None:
                 starvation._run.main.meter.finished = None  # type: ignore[assignment]
-                autotune._tell_workers = None  # type: ignore[method-assign, assignment]
+                assert autotune._loader is not None
+                autotune._loader.tell_workers = None  # type: ignore[method-assign, assignment]
 
     torch.manual_seed(0)
     model = BoringModel()

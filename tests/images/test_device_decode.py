@@ -25,7 +25,8 @@ from lightning_feed.images.image_dataset import decode_on_cpu
 from lightning_feed.images.nvjpeg import crop_on_device, decode_batch
 from lightning_feed.load.collate import BadSamples
 
-TRAIN, EVAL = TrainRecipe(size=32), EvalRecipe(size=32, short_side=37)
+TRAIN = TrainRecipe(size=32)
+EVAL = EvalRecipe(size=32, short_side=37)
 BAD_INSIDE = torn(jpegs(9)[8])
 """Only decoding finds out."""
 
@@ -102,7 +103,10 @@ def crop_image(wholes: dict[int, Tensor], crops: dict[int, CropSpec], quality: A
 def cuts_of_any_kind(draw: st.DrawFn, size: tuple[int, int]) -> tuple[tuple[int, int], CropSpec]:
     """(height, width) of an image, and a cut whose window has ``size``."""
     side = st.one_of(st.integers(1, 8), st.integers(1, 400))
-    whole, region, resized, window = [], [], [], []
+    whole = []
+    region = []
+    resized = []
+    window = []
     for kept in size:
         whole.append(draw(side))
         region.append(draw(st.integers(1, whole[-1])))
@@ -187,7 +191,8 @@ def test_an_image_takes_a_copy_and_its_two_views() -> None:
             crop_image(dict.fromkeys(crops, torch.zeros((3, 60, 80), dtype=torch.uint8)), crops, "exact", (32, 32))
         return operations.names
 
-    one, many = asked(1), asked(101)
+    one = asked(1)
+    many = asked(101)
     assert one.total() < 90
     assert many.total() - one.total() == 3 * 100
     assert "aten._local_scalar_dense.default" not in many
@@ -206,7 +211,8 @@ def test_boxes_are_resized_in_bounded_memory(monkeypatch: pytest.MonkeyPatch, tm
     assert sorted(place for group, _, _ in groups for place in group) == list(crops)
     for group, high, wide in groups:
         assert all(crops[place].region.height <= high and crops[place].region.width <= wide for place in group)
-        boxes, weights = 6 * high * wide, 6 * 16 * (high + wide)
+        boxes = 6 * high * wide
+        weights = 6 * 16 * (high + wide)
         assert len(group) * (boxes + weights) <= most
     assert len(groups) < len(crops) / 2
     wholes = {place: noise(*shape) for place, shape in enumerate(shapes)}
@@ -233,7 +239,7 @@ def test_large_images_are_decoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
 # --- what is left to the CPU ------------------------------------------------------------------------------------------
 
 
-def test_other_images_are_decoded_by_the_cpu_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_other_images_are_decoded_by_the_cpu_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     others = ["palette PNG", "WebP", "CMYK", "RGB inside", "RGBA PNG", "bytes after the end", "16 bit PNG", "GIF"]
     files = [file for name, jpeg in zip(others, jpegs(8), strict=True) for file in (WHOLE[name], jpeg)]
     made = dataset(files, decoder="torchvision")
@@ -366,7 +372,8 @@ def test_a_lack_of_memory_in_nvjpeg_is_no_fault_of_the_images() -> None:
 @pytest.mark.parametrize("status", [3, 15, 51])
 def test_another_status_is_the_files(status: int) -> None:
     files = jpegs(3)
-    made, decode = dataset(files), Decoder(refused=files[1])
+    made = dataset(files)
+    decode = Decoder(refused=files[1])
     decode.status = status
     decode_batch(batch_of(made), made, decode)
     assert list(made.cpu_fallback.known) == [1]

@@ -120,7 +120,7 @@ def test_reasons_do_not_tell_images_apart() -> None:
 # --- the call ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_torchvision_without_nvjpeg_is_said_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_nvjpeg_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     operator = Mock(side_effect=RuntimeError("decode_jpegs_cuda: torchvision not compiled with nvJPEG support"))
     monkeypatch.setattr(torch, "get_device_module", lambda device: MagicMock())
     monkeypatch.setattr(torch.ops.image, "decode_jpegs_cuda", operator, raising=False)

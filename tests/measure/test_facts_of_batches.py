@@ -85,7 +85,7 @@ def test_beside_a_loader_that_nobody_knows_none_is_blamed(quiet: GPUStarvationCa
     assert (facts.num_workers, facts.prefetch_factor, facts.workers, facts.ours) == (None, None, None, False)
     assert loaders.handover_pct is None
     assert (loaders.queue_ready, loaders.queue_capacity) == (None, None)
-    alone = _measured(GPUStarvationCallback(nvml=False, report=False), Model(), one)
+    alone = _measured(GPUStarvationCallback(report=False), Model(), one)
     assert (alone.facts.num_workers, alone.loaders.queue_ready) == (0, 0)
     assert isinstance(alone.loaders, LoaderStats)
 

@@ -149,7 +149,7 @@ class Watches(GPUStarvationCallback):
     """Started by Lightning, a rank has to write its result itself."""
 
     def __init__(self, folder: str) -> None:
-        super().__init__(every_n_steps=EVERY, nvml=False, tags="all")
+        super().__init__(every_n_steps=EVERY, tags="all")
         self.folder = folder
 
     def on_train_end(self, trainer: Any, *args: Any) -> None:

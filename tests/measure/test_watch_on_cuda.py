@@ -62,7 +62,7 @@ class Waits(Busy):
 def watched(data_ms: float, model: LightningModule, *others: Callback) -> Any:
     """What the meter says of a fit without its warm-up."""
     warm_up()
-    starvation = GPUStarvationCallback(every_n_steps=10, nvml=False, report=False)
+    starvation = GPUStarvationCallback(every_n_steps=10, report=False)
     fitted(model, DataLoader(Slow(data_ms), pin_memory=True), *others, starvation, max_epochs=1)
     return starvation.report().stats
 

@@ -25,7 +25,7 @@ class Model(BoringModel):
         time.sleep(0.003)
         return super().training_step(batch, batch_idx)
 
-starvation = GPUStarvationCallback(nvml=False)
+starvation = GPUStarvationCallback()
 trainer = pl.Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False,
                      callbacks=[BAR(), starvation], limit_val_batches=0)
 trainer.fit(Model(), DataLoader(RandomDataset(32, 105)))

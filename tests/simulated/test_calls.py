@@ -27,7 +27,8 @@ KINDS: dict[str, tuple[type, tuple[str, ...]]] = {
     "switch": (SimulatedDevice, ("stream",)),  # to a stream and back
     "record_stream": (SimulatedDevice, ("record_stream",)),
 }
-FIRST, LAST = 200, 600
+FIRST = 200
+LAST = 600
 """Steps between which calls are counted: the host is as far ahead of the device then as it gets."""
 
 
@@ -88,7 +89,7 @@ def calls_per_step(*callbacks: Any, load_ms: float, synchronise: bool) -> dict[s
 
 @pytest.mark.parametrize(("load_ms", "synchronise"), [(1, False), (9, False), (9, True)])
 def test_both_callbacks_make_at_most_ten_calls_in_a_step(load_ms: float, synchronise: bool) -> None:
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+    starvation = GPUStarvationCallback(report=False)
     calls = calls_per_step(PrefetchCallback(), starvation, load_ms=load_ms, synchronise=synchronise)
     assert calls.pop("record_stream") == 2  # one for each tensor, whatever else is called
     assert sum(calls.values()) <= 10
@@ -98,7 +99,7 @@ def test_both_callbacks_make_at_most_ten_calls_in_a_step(load_ms: float, synchro
 
 
 def test_a_callback_alone_makes_fewer_calls() -> None:
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+    starvation = GPUStarvationCallback(report=False)
     calls = calls_per_step(starvation, load_ms=9, synchronise=False)
     assert set(calls) == {"record", "elapsed_time", "query"}
     assert sum(calls.values()) <= 5.5
@@ -139,7 +140,7 @@ class Uneven(Model):
 
 def measured(model: type[Model], *callbacks: Any, load_ms: float = 6, **options: Any) -> StarvationStats:
     device = SimulatedDevice(copy_bytes_per_ms=100)
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+    starvation = GPUStarvationCallback(report=False)
     loader = SimulatedLoader(device, STEPS, periods_ms=[load_ms, 2 * load_ms, load_ms / 2])
     fit(device, model(device, 1.0), loader, *callbacks, starvation, **options)
     assert device.races == []
@@ -212,9 +213,10 @@ class LongEnds(Model):
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_the_last_step_of_an_epoch_does_not_contain_what_follows(prefetch: bool) -> None:
     device = SimulatedDevice()
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+    starvation = GPUStarvationCallback(report=False)
     callbacks = [PrefetchCallback()] if prefetch else []
-    train, val = SimulatedLoader(device, 30), SimulatedLoader(device, 20)
+    train = SimulatedLoader(device, 30)
+    val = SimulatedLoader(device, 20)
     fit(device, LongEnds(device, 1.0), train, *callbacks, starvation, val=val, max_epochs=3, val_check_interval=10)
     stats = starvation.report().stats
     # Of 70 steps after the warm-up, 2 begin an epoch, and 5 follow a validation.
@@ -229,6 +231,6 @@ def test_the_last_step_of_an_epoch_does_not_contain_what_follows(prefetch: bool)
 @pytest.mark.parametrize("entry", ["validate", "test", "predict"])
 def test_the_last_step_of_an_evaluation_does_not_contain_what_follows(entry: Any) -> None:
     device = SimulatedDevice()
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+    starvation = GPUStarvationCallback(report=False)
     evaluate(device, entry, LongEnds(device, 1.0), SimulatedLoader(device, 60), starvation)
     assert starvation.report(entry).stats.step_ms == pytest.approx(1)

@@ -27,14 +27,16 @@ def host(device: SimulatedDevice, size: int = 8) -> Tensor:
 
 
 def read_after_write(device: SimulatedDevice, wait: Callable[[Any, Any], None]) -> None:
-    made, side = zeros(), device.Stream()
+    made = zeros()
+    side = device.Stream()
     wait(side, device.compute)
     with device.stream(side):
         _ = made + 1
 
 
 def write_after_read(device: SimulatedDevice, wait: Callable[[Any, Any], None]) -> None:
-    made, side = zeros(), device.Stream()
+    made = zeros()
+    side = device.Stream()
     side.wait_stream(device.compute)
     with device.stream(side):
         _ = made + 1
@@ -43,14 +45,16 @@ def write_after_read(device: SimulatedDevice, wait: Callable[[Any, Any], None]) 
 
 
 def write_after_write(device: SimulatedDevice, wait: Callable[[Any, Any], None]) -> None:
-    made, side = zeros(), device.Stream()
+    made = zeros()
+    side = device.Stream()
     wait(side, device.compute)
     with device.stream(side):
         made.zero_()
 
 
 def memory_handed_out_again(device: SimulatedDevice, wait: Callable[[Any, Any], None]) -> None:
-    made, side = zeros(), device.Stream()
+    made = zeros()
+    side = device.Stream()
     side.wait_stream(device.compute)
     with device.stream(side):
         _ = made + 1
@@ -84,7 +88,8 @@ def test_a_race_is_found_and_waiting_for_it_is_none(
 
 
 def test_an_event_knows_only_what_was_queued_before_it(device: SimulatedDevice) -> None:
-    side, early = device.Stream(), device.compute.record_event()
+    side = device.Stream()
+    early = device.compute.record_event()
     made = zeros()
     side.wait_event(early)
     with device.stream(side):
@@ -117,7 +122,8 @@ def test_memory_of_one_stream_is_handed_out_again_to_it_at_once(device: Simulate
 
 
 def test_reads_beside_each_other_and_views_are_no_race(device: SimulatedDevice) -> None:
-    made, side = zeros(), device.Stream()
+    made = zeros()
+    side = device.Stream()
     side.wait_stream(device.compute)
     for _ in range(3):
         with device.stream(side):
@@ -127,7 +133,8 @@ def test_reads_beside_each_other_and_views_are_no_race(device: SimulatedDevice) 
 
 
 def test_out_arguments_are_written_to(device: SimulatedDevice) -> None:
-    made, side = zeros(), device.Stream()
+    made = zeros()
+    side = device.Stream()
     with device.stream(side):
         torch.add(torch.ones(8, dtype=torch.uint8, device=DEVICE), 1, out=made)
     assert any(race.startswith("aten.add.out") for race in device.races)
@@ -211,7 +218,8 @@ def test_looking_at_values_waits(device: SimulatedDevice, look: Callable[[Tensor
 
 
 def test_events_tell_the_time_between_them_once_they_have_passed(device: SimulatedDevice) -> None:
-    first, last = device.event(), device.event()
+    first = device.event()
+    last = device.event()
     first.record()
     device.launch(10)
     last.record()
@@ -269,7 +277,8 @@ def test_each_device_has_streams_of_its_own(device: SimulatedDevice) -> None:
 
 
 def test_entering_a_stream_makes_its_device_the_current_one(device: SimulatedDevice) -> None:
-    here, there = device.Stream(), device.Stream(SECOND)
+    here = device.Stream()
+    there = device.Stream(SECOND)
     with device.stream(here):
         with device.stream(there):
             assert (device.current_device(), device.current_stream()) == (1, there)
@@ -294,7 +303,8 @@ def test_work_goes_to_the_device_of_its_tensors(device: SimulatedDevice) -> None
 
 
 def test_events_belong_to_the_device_that_they_were_first_recorded_on(device: SimulatedDevice) -> None:
-    here, there = device.event(), device.event()
+    here = device.event()
+    there = device.event()
     here.record()
     there.record(device.current_stream(SECOND))
     with pytest.raises(RuntimeError, match="Event device 1 does not match recording stream's device 0"):

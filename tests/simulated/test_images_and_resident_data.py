@@ -85,7 +85,7 @@ def train(model: Images, *callbacks: Any) -> list[str]:
 
 def test_decoded_images_are_ordered_with_and_without_prefetching(device: SimulatedDevice) -> None:
     assert train(Images(device)) == []
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+    starvation = GPUStarvationCallback(report=False)
     assert train(Images(device), PrefetchCallback(), starvation) == []
 
 
@@ -150,7 +150,8 @@ def test_a_set_on_the_device_is_gathered_there_and_copied_once() -> None:
         sampler = RandomSampler(data, generator=torch.Generator().manual_seed(1))
         loader: DataLoader[Any] = ResidentLoader(data, batch_size=2, sampler=sampler)
     copies = device.copies
-    callback, model = PrefetchCallback(), Rows(device)
+    callback = PrefetchCallback()
+    model = Rows(device)
     fit(device, model, loader, callback, max_epochs=2)
     assert not callback.active
     assert device.races == []

@@ -120,7 +120,8 @@ class Static:
     """As DALI: one buffer on the device that every batch is written to."""
 
     def __init__(self, device: SimulatedDevice) -> None:
-        self.device, self.drawn = device, 0
+        self.device = device
+        self.drawn = 0
 
     def __len__(self) -> int:
         return 4

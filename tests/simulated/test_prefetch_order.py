@@ -18,7 +18,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`"),
     pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*"),
 ]
-STAGES = ("fit", "validate")
 
 
 def in_parts(index: int) -> dict[str, Any]:
@@ -90,7 +89,6 @@ def failing(at: int | None) -> Any:
 @given(
     model=st.sampled_from(sorted(MODELS)),
     depth=st.integers(1, 3),
-    stages=st.sampled_from([STAGES, STAGES[:1], STAGES[1:]]),
     host_keys=st.sampled_from([(), ("p0",)]),
     validate_every=st.sampled_from([None, 1, 2, 3]),
     accumulate=st.integers(1, 2),
@@ -103,7 +101,6 @@ def failing(at: int | None) -> Any:
 def test_everything_is_ordered(
     model: str,
     depth: int,
-    stages: Any,
     host_keys: tuple[str, ...],
     validate_every: int | None,
     accumulate: int,
@@ -116,7 +113,7 @@ def test_everything_is_ordered(
     device = SimulatedDevice(copy_bytes_per_ms=100)
     made = MODELS[model](device, synchronise=synchronise)
     loader = SimulatedLoader(device, 7, period_ms=period_ms, make=failing(fails_at))
-    callback = PrefetchCallback(depth=depth, stages=stages, host_keys=host_keys)
+    callback = PrefetchCallback(depth=depth, host_keys=host_keys)
     options: dict[str, Any] = {"max_epochs": 2, "max_steps": max_steps}
     if validate_every is not None:
         options |= {"val": SimulatedLoader(device, 3, make=in_parts), "val_check_interval": validate_every}

@@ -47,7 +47,8 @@ def test_boxes_lie_inside_and_have_the_asked_areas_and_aspects(image_aspect: flo
     assert (left + width <= 1 + 1e-6).all()
     whole = (height < 1) & (width < 1)  # not cut to the image
     assert whole.all()
-    area, aspect = (height * width)[whole], (width / height * aspects)[whole]
+    area = (height * width)[whole]
+    aspect = (width / height * aspects)[whole]
     assert area.min() >= 0.1 - 1e-5
     assert area.max() <= 0.3 + 1e-5
     assert aspect.min() >= 0.75 - 1e-4

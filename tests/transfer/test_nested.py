@@ -75,7 +75,8 @@ class Computed:
         self.y = Y
 
 
-X, Y = torch.ones(2), torch.zeros(3)
+X = torch.ones(2)
+Y = torch.zeros(3)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,8 @@ class Recorder:
     """Has a ``record_stream`` of its own that passes the call on to each tensor, as PyTorch Geometric's batches."""
 
     def __init__(self, *tensors: Any) -> None:
-        self.tensors, self.asked = tensors, 0
+        self.tensors = tensors
+        self.asked = 0
 
     def record_stream(self, stream: Any) -> None:
         self.asked += 1
@@ -150,8 +152,12 @@ class Recorder:
 def test_every_tensor_on_the_device_is_recorded_and_none_on_the_host() -> None:
     with simulated(SimulatedDevice()) as device:
         there = [torch.ones(4, device=DEVICE) for _ in range(4)]
-        side, here = device.Stream(), torch.ones(4)
-        whole, mixed, on_host, hidden = Recorder(there[0]), Recorder(here, there[1]), Recorder(here), Recorder()
+        side = device.Stream()
+        here = torch.ones(4)
+        whole = Recorder(there[0])
+        mixed = Recorder(here, there[1])
+        on_host = Recorder(here)
+        hidden = Recorder()
         record_stream({"plain": [there[2], here], "graphs": (whole, mixed, on_host, hidden)}, side)
         assert [device._block(tensor).recorded for tensor in there] == [{side}, {side}, {side}, set()]
         # One that shows no tensor may hold memory that only it can find.

@@ -52,7 +52,8 @@ class Rows(Dataset[Any]):
     """Sample i in any form; it counts how often it was asked."""
 
     def __init__(self, size: int, form: Callable[[int], Any] | None = None) -> None:
-        self.size, self.form = size, form or (lambda index: (torch.full((2, 3), index, dtype=torch.uint8), index))
+        self.size = size
+        self.form = form or (lambda index: (torch.full((2, 3), index, dtype=torch.uint8), index))
         self.calls: Counter[int] = Counter()
 
     def __len__(self) -> int:
@@ -189,7 +190,7 @@ class _Endless(Sampler[int]):
             yield from (0, 2, 1)
 
 
-def test_a_sampler_without_end_is_asked_for_one_batch_at_a_time() -> None:
+def test_endless_sampler_yields_one_batch_at_a_time() -> None:
     data = load_resident(Rows(3), device=CPU)
     batches = iter(ResidentLoader(data, batch_size=4, sampler=_Endless()))
     assert [next(batches)[1].tolist() for _ in range(2)] == [[0, 2, 1, 0], [2, 1, 0, 2]]
@@ -213,14 +214,16 @@ def test_a_sampler_that_gives_a_wrong_index_is_named() -> None:
 
 
 def test_the_order_of_a_run_is_that_of_a_feed_loader_and_can_be_resumed() -> None:
-    rows, epoch = Rows(17), [0]
+    rows = Rows(17)
+    epoch = [0]
     data = load_resident(rows, device=CPU)
 
     def loader(kind: Any, dataset: Any) -> Any:
         order = EpochOrder(seed=3, epoch=lambda: epoch[0])
         return kind(dataset, batch_size=4, sampler=RandomSampler(dataset), order=order)
 
-    ours, plain = loader(ResidentLoader, data), loader(FeedLoader, rows)
+    ours = loader(ResidentLoader, data)
+    plain = loader(FeedLoader, rows)
     orders = []
     for epoch[0] in range(2):
         orders.append([labels.tolist() for _, labels in ours])

@@ -14,7 +14,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from lightning_feed import FastDataModule, LoaderSettings
-from lightning_feed.callbacks.starvation import log_hparams, tuned_hparams
+from lightning_feed.callbacks.starvation_loggers import log_hparams, tuned_hparams
 from lightning_feed.cli import main
 from lightning_feed.diagnosing import program
 from lightning_feed.errors import FeedError, LoaderError, SettingsError

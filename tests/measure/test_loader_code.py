@@ -16,11 +16,11 @@ from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from lightning_feed import FastDataModule, LoaderSettings
-from lightning_feed.callbacks.loader_place import place_of
-from lightning_feed.callbacks.starvation_run import facts_of
+from lightning_feed.callbacks.starvation_facts import facts_of
 from lightning_feed.load.streams import divides_among_workers
 from lightning_feed.measure.facts import with_loaders
 from lightning_feed.measure.guard import Guard
+from lightning_feed.measure.loader_code import place_of
 from lightning_feed.measure.measurements import HookPlace, LoopFacts, Place
 
 PROGRAM = """
@@ -122,7 +122,7 @@ def test_several_loaders_of_one_method() -> None:
     line = Pair.train_dataloader.__code__.co_firstlineno
     words = f"each of your 2 training DataLoaders (Pair.train_dataloader, {Path(__file__).name}:{line})"
     data = Pair()
-    assert place_of(data, Trainer(logger=False, accelerator="cpu"), data, data.train_dataloader()).words == words
+    assert place_of(data, data, data.train_dataloader(), config={}).words == words
 
 
 def test_a_package_that_makes_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_a_package_that_makes_the_loader(tmp_path: Path, monkeypatch: pytest.Mon
     place = _place(datamodule=package.Plain())
     assert (place.words, place.form) == ("your training DataLoader (made by forecasts)", "callback")
     of_datasets = LightningDataModule.from_datasets(Squares(), batch_size=2)
-    place = place_of(of_datasets, Trainer(logger=False, accelerator="cpu"), of_datasets, [DataLoader(Squares())])
+    place = place_of(of_datasets, of_datasets, [DataLoader(Squares())], config={})
     assert (place.words, place.form) == ("your training DataLoader (made by lightning)", "callback")
 
 
@@ -168,7 +168,7 @@ def test_a_loader_that_fit_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_program_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     words = "your training DataLoader (passed to trainer.fit)"
-    assert place_of(None, Trainer(logger=False, accelerator="cpu"), None, [DataLoader(Squares())]).words == words
+    assert place_of(None, None, [DataLoader(Squares())], config={}).words == words
 
 
 class Squares(Dataset[torch.Tensor]):
