@@ -17,12 +17,12 @@ from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.fork_safety import plain_values
 from lightning_feed.load.kinds import AnyLoader, Batch
+from lightning_feed.load.loader_tree import walk_loaders
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.rank_store import gather
 from lightning_feed.load.settings import MOST, Setting
 from lightning_feed.measure.guard import Guard, Once, check_instance, guarded, say
 from lightning_feed.transfer.resident import ResidentLoader
-from lightning_feed.trials.cloning import map_loaders
 from lightning_feed.trials.in_fit import (
     end_workers,
     goal_of,
@@ -225,9 +225,7 @@ class AutotuneCallback(Callback):
 
     def _count(self, original: Original) -> Any:
         made = original()
-        loaders: list[Any] = []
-        map_loaders(made, lambda loader, _: loaders.append(loader))
-        self._loaders = len(loaders)
+        self._loaders = len(walk_loaders(made))
         return made
 
     def _process(self, trainer: AnyTrainer, original: Original, loader: object) -> Any:

@@ -16,12 +16,12 @@ from lightning_feed.callbacks.loader_place import loader_location, users_line
 from lightning_feed.callbacks.prefetch import HAND_OUT, LOOK_AHEAD, PrefetchCallback
 from lightning_feed.load.fork_safety import growing, kept_items, plain_values
 from lightning_feed.load.kinds import AnyDataset
+from lightning_feed.load.loader_tree import loaders_in
 from lightning_feed.load.machine import read_machine
 from lightning_feed.measure.cpu_time import CpuShare, own_clock
 from lightning_feed.measure.facts import batches_ahead, is_instance, with_loaders
 from lightning_feed.measure.guard import Guard
 from lightning_feed.measure.hook_times import Calls, HookTimes, tap_profiler
-from lightning_feed.measure.loader_state import loaders_in
 from lightning_feed.measure.loop import LoopSums, MeasuredLoop
 from lightning_feed.measure.measurements import HookPlace, HookTime, LoopFacts, Measurements
 from lightning_feed.measure.nvml import NvmlSampler

@@ -14,12 +14,13 @@ from lightning_feed.data.build_loaders import SPLITS, ChosenSettings, job_of
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.fork_safety import may_change, why_no_workers, why_not_renewed
 from lightning_feed.load.kinds import AnyLoader
+from lightning_feed.load.loader_tree import name_in_split, rebuild_loaders, walk_loaders
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import size_of
 from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, Setting, Workload, recommend
 from lightning_feed.load.slots import put_in_slots
 from lightning_feed.load.worker import WorkerInit, why_not_sent
-from lightning_feed.trials.cloning import map_loaders, twin_of
+from lightning_feed.trials.cloning import twin_of
 
 logger = logging.getLogger(__name__)
 
@@ -95,21 +96,15 @@ class WrappedLoaders(ChosenSettings):
     def change(self, trainer: AnyTrainer, split: str, made: object) -> Any:
         """Give other workers to each DataLoader in a structure of loaders. Other loaders stay unchanged."""
         # Training iterates its loaders in parallel, evaluation one after the other.
-        loaders: list[object] = []
-        map_loaders(made, lambda loader, _: loaders.append(loader))
-        count = sum(isinstance(loader, DataLoader) for loader in loaders)
+        loaders = walk_loaders(made)
+        count = sum(isinstance(loader, DataLoader) for _, loader in loaders)
         together = max(1, count) if split == "train" else 1
-
-        def change(loader: object, path: tuple[object, ...]) -> Any:
-            name = split + "".join(f"[{key!r}]" for key in path)
-            return self._change(trainer, split, name, loader, together)
-
-        changed = map_loaders(made, change)
+        changed = [
+            self._change(trainer, split, name_in_split(split, path), loader, together) for path, loader in loaders
+        ]
         if trainer is not None and trainer.state.fn == "fit" and split in _WATCHED:
-            rebuilt: list[object] = []
-            map_loaders(changed, lambda loader, _: rebuilt.append(loader))
-            FreshWorkers.watch(trainer, _WATCHED[split], rebuilt)
-        return changed
+            FreshWorkers.watch(trainer, _WATCHED[split], changed)
+        return rebuild_loaders(made, changed)
 
     def _change(self, trainer: AnyTrainer, split: str, name: str, loader: AnyLoader, together: int) -> Any:
         if not isinstance(loader, DataLoader):

@@ -23,9 +23,10 @@ from lightning_feed._host import AnyDataModule, AnyModule, AnyTrainer
 from lightning_feed.autoload import PROGRAM
 from lightning_feed.diagnosing.failures import ProgramEnded
 from lightning_feed.diagnosing.restoring import quiet
-from lightning_feed.errors import SettingsError, plural
+from lightning_feed.errors import SettingsError
 from lightning_feed.load.kinds import AnyLoader
 from lightning_feed.measure.user_code import is_users
+from lightning_feed.wording import plural
 
 CLEAN_UP_S = 5.0
 """Longest time for ending child processes."""

@@ -18,7 +18,7 @@ from lightning_feed.callbacks.loader_place import place_of
 from lightning_feed.diagnosing.batches import KeptBatches
 from lightning_feed.diagnosing.parts import LoaderPart, NotMeasurable, Together, make_sample, parts_of, size_of_leaf
 from lightning_feed.diagnosing.restoring import ModelState, quiet
-from lightning_feed.errors import DatasetError, FeedError, LoaderError, SettingsError, plural
+from lightning_feed.errors import DatasetError, FeedError, LoaderError, SettingsError
 from lightning_feed.load.kinds import AnyLoader, Batch
 from lightning_feed.load.machine import Footprint, Machine, exceeded_limit, read_machine
 from lightning_feed.load.random_state import preserve_state
@@ -38,6 +38,7 @@ from lightning_feed.trials.cloning import (
     time_loader,
 )
 from lightning_feed.trials.tune_loader import Tuned
+from lightning_feed.wording import plural
 
 START_S = 60.0
 """Extra seconds for the loader as configured to start: all other experiments need its result, and spawned workers may

@@ -16,12 +16,13 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from lightning_feed.decode.decoders import Decoder, Pixels, Region
 from lightning_feed.decode.header import Encoded
-from lightning_feed.errors import DatasetError, DecodeError, SettingsError, printable
+from lightning_feed.errors import DatasetError, DecodeError, SettingsError
 from lightning_feed.images.crop import CropSpec, EvalRecipe, Recipe, SourceImage, TrainRecipe, crop_image
 from lightning_feed.load.collate import BadSamples, Skipped, fill_skipped
 from lightning_feed.load.order import mix_seed
 from lightning_feed.load.trace import traced
 from lightning_feed.storage.folder import SampleSource
+from lightning_feed.wording import printable
 
 logger = logging.getLogger(__name__)
 

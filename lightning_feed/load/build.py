@@ -13,6 +13,7 @@ from lightning_feed.load.decoding import BatchDecoder
 from lightning_feed.load.fork_safety import why_not_renewed
 from lightning_feed.load.kinds import AnyDataset, AnySampler, Batch, Sample
 from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.loader_tree import LoaderPath, name_in_split
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import EpochOrder, size_of
 from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, Workload, recommend, workers_of
@@ -139,12 +140,7 @@ def name_datasets(made: object, split: str) -> list[tuple[str, AnyDataset]]:
         >>> name_datasets({"real": range(3), "made up": range(5)}, "train")
         [("train['real']", range(0, 3)), ("train['made up']", range(0, 5))]
     """
-    if isinstance(made, dict):
-        named = [(f"{split}[{key!r}]", dataset) for key, dataset in made.items()]
-    elif isinstance(made, list):
-        named = [(f"{split}[{index}]", dataset) for index, dataset in enumerate(made)]
-    else:
-        named = [(split, made)]
+    named = [(name_in_split(split, path), dataset) for path, dataset in _datasets_in(made)]
     if not named:
         raise DatasetError(
             f"make_dataset({split!r}) returned an empty {type(made).__name__}. Put a dataset into it, or return None "
@@ -153,6 +149,15 @@ def name_datasets(made: object, split: str) -> list[tuple[str, AnyDataset]]:
     for name, dataset in named:
         _check_dataset(name, dataset, split)
     return named
+
+
+def _datasets_in(made: object) -> list[tuple[LoaderPath, AnyDataset]]:
+    """The datasets with the keys or positions of their loaders. Unlike loaders, they are not nested."""
+    if isinstance(made, dict):
+        return [((key,), dataset) for key, dataset in made.items()]
+    if isinstance(made, list):
+        return [((position,), dataset) for position, dataset in enumerate(made)]
+    return [((), made)]
 
 
 def like(made: object, values: list[Any]) -> Any:

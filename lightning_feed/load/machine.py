@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightning_feed.errors import plural
 from lightning_feed.storage.system import cgroup_folders, memory_limits, read_text
+from lightning_feed.wording import plural
 
 MIB = 2**20
 WORKER_BYTES = {"fork": 256 * MIB, "forkserver": 512 * MIB, "spawn": 512 * MIB}

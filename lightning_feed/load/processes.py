@@ -10,12 +10,13 @@ from typing import Any
 
 from torch.utils.data._utils import signal_handling
 
-from lightning_feed.errors import LoaderError, plural
+from lightning_feed.errors import LoaderError
 from lightning_feed.load.kinds import AnyIterator, Batch
 from lightning_feed.load.position import Pass
 from lightning_feed.load.stage import Maker, shortened, stack_here
 from lightning_feed.load.torch_tasks import idle_share
 from lightning_feed.load.worker import stack_of
+from lightning_feed.wording import plural
 
 _LAST_MOMENT_S = 0.5
 """Seconds to wait for a process to end after its connections have closed."""

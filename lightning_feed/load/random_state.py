@@ -8,7 +8,7 @@ generator, a warning says so.
 import pickle
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_feed.load.loader_tree import walk_loaders
 from lightning_feed.load.order import mix_seed
 from lightning_feed.load.position import find_samplers
 
@@ -119,17 +120,10 @@ def preserve_state(*owners: object) -> Iterator[None]:
                 holder.generator = generator
 
 
-def _holders_in(owner: Any) -> Iterator[Any]:
-    """Return the loaders and samplers that have an attribute ``generator``."""
-    if isinstance(owner, DataLoader):
-        yield owner
-        samplers = find_samplers(owner.sampler, owner.batch_sampler).values()
-        yield from (sampler for sampler in samplers if hasattr(sampler, "generator"))
-        return
-    parts = getattr(owner, "flattened", owner)  # those of a CombinedLoader
-    if isinstance(parts, dict):
-        parts = parts.values()
-    elif not isinstance(parts, (list, tuple)):
-        return
-    for part in parts:
-        yield from _holders_in(part)
+def _holders_in(owners: Sequence[object]) -> Iterator[Any]:
+    """The loaders, and those of their samplers, that have an attribute ``generator``."""
+    for _, loader in walk_loaders(owners):
+        if isinstance(loader, DataLoader):
+            yield loader
+            samplers = find_samplers(loader.sampler, loader.batch_sampler).values()
+            yield from (sampler for sampler in samplers if hasattr(sampler, "generator"))

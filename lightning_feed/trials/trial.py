@@ -14,7 +14,7 @@ from torch import Tensor, multiprocessing
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_feed.errors import DatasetError, LoaderError, plural
+from lightning_feed.errors import DatasetError, LoaderError
 from lightning_feed.load.fork_safety import growing, kept_items
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.machine import THREAD_BYTES, WORKER_BYTES, Footprint, Machine, exceeded_limit
@@ -25,6 +25,7 @@ from lightning_feed.trials.child import run_in_children
 from lightning_feed.trials.cloning import Changes, background_of, burst_of, clone_loader, original_error
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.training_work import ImitatedTraining, TrainingWork
+from lightning_feed.wording import plural
 
 try:
     import resource

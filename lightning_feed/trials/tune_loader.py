@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_feed.errors import LoaderError, SettingsError, throughput
+from lightning_feed.errors import LoaderError, SettingsError
 from lightning_feed.extras import installed_version
 from lightning_feed.load.fork_safety import may_change
 from lightning_feed.load.kinds import AnyDataset, Batch
@@ -32,6 +32,7 @@ from lightning_feed.trials.cloning import background_of, has_threads, twin_of
 from lightning_feed.trials.search import OutOfTime, Space, Trial, find_setting
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.trial import TrialLimits, feasible, run_trial
+from lightning_feed.wording import throughput
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from lightning_feed.diagnosing.proof import prove, proven
 from lightning_feed.diagnosing.restoring import quiet
 from lightning_feed.diagnosing.session import Session, open_session
 from lightning_feed.diagnosing.short_fits import Limits, replay
-from lightning_feed.errors import LoaderError, SettingsError, in_rate, plural, rate_unit
+from lightning_feed.errors import LoaderError, SettingsError
 from lightning_feed.extras import require
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.machine import read_machine
@@ -37,6 +37,7 @@ from lightning_feed.trials.search import Trial
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.trial import TrialLimits, feasible, run_trial
 from lightning_feed.trials.tune_loader import Goal, Store, Tuned, key_of, own_setting, tune_loader
+from lightning_feed.wording import in_rate, plural, rate_unit
 
 REPLAY_STEPS = 300
 FEWEST_STEPS = 12
