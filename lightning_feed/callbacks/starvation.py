@@ -19,7 +19,7 @@ from lightning_feed import _host
 from lightning_feed._host import AnyTrainer, Original, Stage
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.settings import Recommendation
+from lightning_feed.load.recommend import Recommendation
 from lightning_feed.measure import loop
 from lightning_feed.measure.guard import Guard, Once, check_instance, guarded
 from lightning_feed.measure.loop import Schedule

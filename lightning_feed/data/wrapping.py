@@ -17,7 +17,8 @@ from lightning_feed.load.kinds import AnyLoader
 from lightning_feed.load.loader_tree import name_in_split, rebuild_loaders, walk_loaders
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import size_of
-from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, Setting, Workload, recommend
+from lightning_feed.load.recommend import Job, Recommendation, Workload, recommend
+from lightning_feed.load.settings import LoaderSettings, Setting
 from lightning_feed.load.slots import put_in_slots
 from lightning_feed.load.worker import WorkerInit, why_not_sent
 from lightning_feed.trials.cloning import twin_of

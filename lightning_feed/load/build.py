@@ -16,7 +16,8 @@ from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.loader_tree import LoaderPath, name_in_split
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import EpochOrder, size_of
-from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, Workload, recommend, workers_of
+from lightning_feed.load.recommend import Job, Recommendation, Workload, recommend
+from lightning_feed.load.settings import LoaderSettings, workers_of
 from lightning_feed.load.watchdog import Watch
 from lightning_feed.load.worker import WorkerInit, refuse_unsendable
 
