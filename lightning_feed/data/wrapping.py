@@ -19,7 +19,7 @@ from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import size_of
 from lightning_feed.load.recommend import Job, Recommendation, Workload, recommend
 from lightning_feed.load.settings import LoaderSettings, Setting
-from lightning_feed.load.slots import put_in_slots
+from lightning_feed.load.slot_loaders import put_in_slots
 from lightning_feed.load.worker import WorkerInit, why_not_sent
 from lightning_feed.trials.cloning import twin_of
 

@@ -23,7 +23,7 @@ from lightning_feed.load.kinds import AnyLoader, Batch
 from lightning_feed.load.machine import Footprint, Machine, exceeded_limit, read_machine
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import TORCH_PREFETCH
-from lightning_feed.load.slots import uses_slots
+from lightning_feed.load.slot_loaders import uses_slots
 from lightning_feed.measure.experiment_results import ExperimentResults
 from lightning_feed.measure.measurements import Measurements, Place
 from lightning_feed.trials.cloning import (

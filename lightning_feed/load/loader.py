@@ -44,7 +44,7 @@ from lightning_feed.load.position import (
 from lightning_feed.load.processes import TorchBatches, shut_down_workers
 from lightning_feed.load.resume import LoaderState, SamplerState, refuse_changes
 from lightning_feed.load.settings import RayCluster
-from lightning_feed.load.slots import use_slots
+from lightning_feed.load.slot_loaders import use_slots
 from lightning_feed.load.stage import Maker, OwnPass, Stage
 from lightning_feed.load.worker import refuse_unsendable
 

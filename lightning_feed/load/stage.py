@@ -19,7 +19,7 @@ from torch.utils.data._utils import pin_memory
 from lightning_feed.errors import LoaderError
 from lightning_feed.load.kinds import Batch, Index, Sample
 from lightning_feed.load.order import mix_seed, rank_of_run
-from lightning_feed.load.slots import is_plain
+from lightning_feed.load.slot_batches import is_plain
 from lightning_feed.load.worker import resend_ctrl_c
 
 logger = logging.getLogger(__name__)

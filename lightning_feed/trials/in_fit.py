@@ -20,7 +20,7 @@ from lightning_feed.load.order import DrawsOf, size_of
 from lightning_feed.load.processes import shut_down_workers
 from lightning_feed.load.rank_store import connected, gather
 from lightning_feed.load.settings import TORCH_PREFETCH, RayCluster, Setting
-from lightning_feed.load.slots import plain_kind_of, put_in_slots
+from lightning_feed.load.slot_loaders import plain_kind_of, put_in_slots
 from lightning_feed.measure.measurements import LoopMeasurements, Measurements
 from lightning_feed.trials.cloning import twin_of
 from lightning_feed.trials.training_work import TrainingWork

@@ -20,7 +20,7 @@ from lightning_feed.load.kinds import Batch
 from lightning_feed.load.machine import THREAD_BYTES, WORKER_BYTES, Footprint, Machine, exceeded_limit
 from lightning_feed.load.processes import ended_worker, worker_processes
 from lightning_feed.load.settings import TORCH_PREFETCH, Setting
-from lightning_feed.load.slots import uses_slots
+from lightning_feed.load.slot_loaders import uses_slots
 from lightning_feed.trials.child import run_in_children
 from lightning_feed.trials.cloning import Changes, background_of, burst_of, clone_loader, original_error
 from lightning_feed.trials.search import Trial

@@ -25,7 +25,7 @@ from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine, read_machine
 from lightning_feed.load.order import size_of
 from lightning_feed.load.settings import PINNING_DEVICES, Setting
-from lightning_feed.load.slots import put_in_slots
+from lightning_feed.load.slot_loaders import put_in_slots
 from lightning_feed.load.worker import why_not_sent
 from lightning_feed.storage.system import cache_folder, read_json, read_text, write_json
 from lightning_feed.trials.cloning import background_of, has_threads, twin_of

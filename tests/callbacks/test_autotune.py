@@ -30,7 +30,7 @@ from lightning_feed.load import build
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.order import EpochOrder
-from lightning_feed.load.slots import memory_of, uses_slots
+from lightning_feed.load.slot_loaders import memory_of, uses_slots
 from lightning_feed.storage.system import cache_folder
 from lightning_feed.trials import tune_loader
 

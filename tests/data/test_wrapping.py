@@ -32,7 +32,7 @@ from lightning_feed import AutotuneCallback, FastDataModule, LoaderSettings
 from lightning_feed.data import wrapping
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.settings import Setting
-from lightning_feed.load.slots import memory_of, uses_slots
+from lightning_feed.load.slot_loaders import memory_of, uses_slots
 from lightning_feed.trials.in_fit import with_setting
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
