@@ -36,6 +36,7 @@ import torch
 Kind = Literal["generator", "file", "process"]
 """``generator``: draws random numbers; ``file``: has a position; ``process``: belongs to the process that made it."""
 
+_WORST_FIRST: tuple[Kind, ...] = ("process", "file", "generator")
 _DEEPEST = 4
 """Levels of attributes looked at: a Subset, its dataset, a transform, and a transform inside it."""
 _MOST_OBJECTS = 2000
@@ -96,7 +97,9 @@ class Hazard:
         """Class of the object: ``numpy.random.Generator``."""
         kind = type(self.value)
         module = kind.__module__.partition("._")[0]
-        return kind.__qualname__ if module == "builtins" else f"{module}.{kind.__qualname__}"
+        if module == "builtins":
+            return kind.__qualname__
+        return f"{module}.{kind.__qualname__}"
 
     def replace(self, value: object) -> None:
         """Put another object in its place."""
@@ -108,11 +111,12 @@ class Hazard:
 
 def find_hazards(dataset: object) -> list[Hazard]:
     """The objects in a dataset that do not survive a fork, in the order of their depth."""
-    return [
-        Hazard(kind, path, value, holder, key)
-        for holder, key, value, path in _objects_in(dataset)
-        if (kind := _kind_of(value)) is not None
-    ]
+    hazards = []
+    for holder, key, value, path in _objects_in(dataset):
+        kind = _kind_of(value)
+        if kind is not None:
+            hazards.append(Hazard(kind, path, value, holder, key))
+    return hazards
 
 
 def plain_values(dataset: object) -> dict[str, object]:
@@ -121,11 +125,13 @@ def plain_values(dataset: object) -> dict[str, object]:
     Those of its class count too: ``level = 0`` in the class becomes ``dataset.level`` when it is set.
     """
     values: dict[str, object] = {}
-    inner, place = dataset, "dataset"
-    while inner is not None and place.count(".") < _DEEPEST:
-        classes = reversed(type(inner).__mro__)
-        values |= {f"{place}.{name}": value for one in classes for name, value in vars(one).items() if name[:2] != "__"}
-        inner, place = getattr(inner, "__dict__", {}).get("dataset"), f"{place}.dataset"  # as a Subset has one
+    inner = dataset
+    path = "dataset"
+    while inner is not None and path.count(".") < _DEEPEST:
+        for base in reversed(type(inner).__mro__):
+            values |= {f"{path}.{name}": value for name, value in vars(base).items() if not name.startswith("__")}
+        inner = getattr(inner, "__dict__", {}).get("dataset")  # as a Subset has one
+        path += ".dataset"
     values |= {path: value for _, _, value, path in _objects_in(dataset)}
     return {path: value for path, value in values.items() if isinstance(value, _PLAIN)}
 
@@ -135,25 +141,26 @@ def why_no_workers(dataset: object) -> str:
     hazards = find_hazards(dataset)
     if not hazards:
         return ""
-    hazard = min(hazards, key=lambda hazard: ("process", "file", "generator").index(hazard.kind))
-    what = f"{hazard.path} ({hazard.name})"
-    if hazard.kind == "generator":
+    worst = min(hazards, key=lambda hazard: _WORST_FIRST.index(hazard.kind))
+    subject = f"{worst.path} ({worst.name})"
+    if worst.kind == "generator":
         return (
-            f"{what} draws random numbers, and each worker would draw the same. Seed it in a worker_init_fn of the "
+            f"{subject} draws random numbers, and each worker would draw the same. Seed it in a worker_init_fn of the "
             f"DataLoader, from torch.initial_seed(), to use workers"
         )
-    if hazard.kind == "file":
+    if worst.kind == "file":
         return (
-            f"{what} is open, and workers would share its position. Open it in the first call of __getitem__ to use "
+            f"{subject} is open, and workers would share its position. Open it in the first call of __getitem__ to use "
             "workers"
         )
-    return f"{what} belongs to this process, and does not work in workers. Make it in the first call of __getitem__"
+    return f"{subject} belongs to this process, and does not work in workers. Make it in the first call of __getitem__"
 
 
 def why_not_renewed(dataset: object) -> str:
     """The reason why :func:`renew` cannot make a dataset safe for workers; empty if it can."""
     for hazard in find_hazards(dataset):
-        if hazard.kind == "process" or (hazard.kind == "file" and not _can_reopen(hazard.value)):
+        is_lost = hazard.kind == "file" and not _can_reopen(hazard.value)
+        if hazard.kind == "process" or is_lost:
             return why_no_workers(dataset)
     return ""
 
@@ -172,12 +179,12 @@ def kept_items(dataset: object) -> dict[str, int]:
 
     Empty places of a list (``None``) do not count.
     """
-    places = (
-        (path, value)
+    lengths = {
+        path: _length(value)
         for holder, _, value, path in _objects_in(dataset)
         if type(value) in (dict, OrderedDict, list) and not isinstance(holder, (dict, list, tuple))
-    )
-    return {path: length for path, value in places if (length := _length(value))}
+    }
+    return {path: length for path, length in lengths.items() if length}
 
 
 def growing(before: dict[str, int], dataset: object) -> str:
@@ -187,9 +194,11 @@ def growing(before: dict[str, int], dataset: object) -> str:
         before: result of :func:`kept_items` before samples were read.
         dataset: the dataset, from which samples were read in this process.
     """
-    grown = {path: length - before.get(path, 0) for path, length in kept_items(dataset).items()}
-    most = max(grown, key=lambda path: grown[path], default="")
-    return most if grown.get(most, 0) >= _GROWN else ""
+    growth = {path: length - before.get(path, 0) for path, length in kept_items(dataset).items()}
+    fastest = max(growth, key=lambda path: growth[path], default="")
+    if growth.get(fastest, 0) < _GROWN:
+        return ""
+    return fastest
 
 
 def _length(container: Any) -> int:
@@ -198,7 +207,9 @@ def _length(container: Any) -> int:
         step = 1 + len(container) // _MOST_VALUES
         return step * sum(not isinstance(value, _NUMBERS) for value in container[::step])
     newest = next(reversed(container.values()), None)
-    return 0 if isinstance(newest, _NUMBERS) else len(container)
+    if isinstance(newest, _NUMBERS):
+        return 0
+    return len(container)
 
 
 def shares_memory(dataset: object) -> bool:
@@ -249,8 +260,8 @@ def _parts(holder: Any, path: str) -> Iterator[tuple[Any, Any, str]]:
         for key in list(holder)[:_MOST_ITEMS]:
             yield key, holder[key], f"{path}[{key!r}]"
     elif isinstance(holder, (list, tuple)):
-        for place, value in enumerate(holder[:_MOST_ITEMS]):
-            yield place, value, f"{path}[{place}]"
+        for position, value in enumerate(holder[:_MOST_ITEMS]):
+            yield position, value, f"{path}[{position}]"
     else:
         attributes: dict[str, Any] = getattr(holder, "__dict__", {})
         for name in list(attributes):
@@ -267,19 +278,27 @@ def _may_hold_more(value: Any) -> bool:
 def _kind_of(value: Any) -> Kind | None:
     if isinstance(value, _GENERATORS):
         return "generator"
-    if isinstance(value, _OF_A_PROCESS):
+    if _belongs_to_process(value):
         return "process"
-    if isinstance(value, _LOCKS):
-        return "process" if _is_held(value) else None
-    if isinstance(value, torch.Tensor):
-        return "process" if value.device.type != "cpu" else None
-    if isinstance(value, io.IOBase):
-        memory = isinstance(value, (io.BytesIO, io.StringIO))
-        return None if memory or value.closed else "file"
-    kind = type(value)
-    if isinstance(value, _FILES) or f"{kind.__module__}.{kind.__qualname__}" in _FILES_BY_NAME:
+    if _is_open_file(value):
         return "file"
     return None
+
+
+def _belongs_to_process(value: Any) -> bool:
+    if isinstance(value, _LOCKS):
+        return _is_held(value)
+    if isinstance(value, torch.Tensor):
+        return value.device.type != "cpu"
+    return isinstance(value, _OF_A_PROCESS)
+
+
+def _is_open_file(value: Any) -> bool:
+    if isinstance(value, io.IOBase):
+        in_memory = isinstance(value, (io.BytesIO, io.StringIO))
+        return not in_memory and not value.closed
+    kind = type(value)
+    return isinstance(value, _FILES) or f"{kind.__module__}.{kind.__qualname__}" in _FILES_BY_NAME
 
 
 def _is_held(lock: Any) -> bool:

@@ -68,7 +68,9 @@ def mix_seed(seed: int, epoch: int, cycle: int, stream: str) -> int:
 def drawing_device(generator: object) -> torch.device:
     """Return the device of a loader's generator, or the CPU if it has no generator. Used as a context, it overrides
     ``torch.set_default_device``, under which torch's loaders and samplers fail with a CPU generator."""
-    return generator.device if isinstance(generator, torch.Generator) else torch.device("cpu")
+    if isinstance(generator, torch.Generator):
+        return generator.device
+    return torch.device("cpu")
 
 
 class DrawsOf:
@@ -110,13 +112,16 @@ class DrawsOf:
 
 def ranks_of_run() -> int:
     """Number of training processes of this run."""
-    started = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if started else 1
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return 1
 
 
 def rank_of_run() -> int:
     """Rank of this training process."""
-    return torch.distributed.get_rank() if ranks_of_run() > 1 else 0
+    if ranks_of_run() > 1:
+        return torch.distributed.get_rank()
+    return 0
 
 
 def size_of(dataset: AnyDataset) -> int | None:
