@@ -92,7 +92,9 @@ class OwnPass(Maker):
         self._in_order = loader.in_order
         self._timeout_s = loader.timeout
         self._seed = mix_seed(seed, rank_of_run(), 0, "rank")
-        self._pin = _pin_function() if loader.pin_memory else None
+        self._pin: Callable[[Batch], Batch] | None = None
+        if loader.pin_memory:
+            self._pin = _pin_function()
         self._ended = False
 
     @property
@@ -117,8 +119,12 @@ class OwnPass(Maker):
 
 def _pin_function() -> Callable[[Batch], Batch] | None:
     """Return DataLoader's function to pin a batch. None if pinning is not possible."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return None if device is None or device.type == "mps" else pin_memory.pin_memory
+    if not torch.accelerator.is_available():
+        return None
+    device = torch.accelerator.current_accelerator()
+    if device is None or device.type == "mps":
+        return None
+    return pin_memory.pin_memory
 
 
 def collate_pinned(samples: list[Sample]) -> Batch:
@@ -150,7 +156,8 @@ class ThreadShutdown:
     def __init__(self, owner: object, threads: list[threading.Thread], stop: Callable[[], None]) -> None:
         self._threads = threads
         self._stop = stop
-        self._pid, self._starter = os.getpid(), threading.get_ident()
+        self._pid = os.getpid()
+        self._starter = threading.get_ident()
         self._finalizer = weakref.finalize(owner, self._abandon)
 
     @property
@@ -176,13 +183,13 @@ class ThreadShutdown:
         until = time.monotonic() + patience_s
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
-        left = sum(thread.is_alive() for thread in self._threads)
-        if left:
+        still_loading = sum(thread.is_alive() for thread in self._threads)
+        if still_loading:
             logger.warning(
                 "%d threads of the loader are still loading a sample after %g s and were abandoned. Each ends after "
                 "its sample. A dataset that may never return needs its own timeout, or "
                 "LoaderSettings(timeout_s=...).",
-                left,
+                still_loading,
                 patience_s,
             )
 
@@ -190,10 +197,12 @@ class ThreadShutdown:
 # --- words for messages -----------------------------------------------------------------------------------------------
 
 
-def shortened(index: Index, most: int = 200) -> str:
+def shortened(index: Index, longest: int = 200) -> str:
     """Shorten an index for a message."""
     text = repr(index)
-    return text if len(text) <= most else f"{text[:most]}..."
+    if len(text) <= longest:
+        return text
+    return f"{text[:longest]}..."
 
 
 def at_index(index: Index) -> str:
@@ -219,4 +228,6 @@ def with_place(error: BaseException, where: str) -> ExceptionWrapper:
 def stack_here(ident: int | None) -> str:
     """Format the stack of a thread in this process."""
     frame = sys._current_frames().get(ident or 0)
-    return "(the thread has ended)" if frame is None else "".join(traceback.format_stack(frame)).rstrip()
+    if frame is None:
+        return "(the thread has ended)"
+    return "".join(traceback.format_stack(frame)).rstrip()
