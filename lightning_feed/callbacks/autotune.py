@@ -34,7 +34,7 @@ from lightning_feed.trials.in_fit import (
     work_of,
 )
 from lightning_feed.trials.training_work import TrainingWork
-from lightning_feed.trials.tune_loader import Goal, Store, Tuned, key_of, own_setting
+from lightning_feed.trials.tune_loader import Goal, Store, Tuned, key_of
 
 logger = logging.getLogger(__name__)
 
@@ -254,7 +254,7 @@ class AutotuneCallback(Callback):
             self._do_nothing(trainer, why_not)
             return False
         self._loader = loader
-        self._setting = own_setting(loader)
+        self._setting = Setting.of(loader)
         goal = self._goal(trainer, TrainingWork(step_s=1.0))  # any work: only that there is work is in the key
         earlier = Store().load(key_of(loader, goal, read_machine())) if trainer.local_rank == 0 else None
         results = gather(trainer, (trainer.node_rank, earlier))
@@ -302,7 +302,7 @@ class AutotuneCallback(Callback):
     def _replace_rest(trainer: AnyTrainer, loader: DataLoader[Batch]) -> bool:
         """Have the rest of the present epoch made by new workers. False if the order of batches does not allow it."""
         iterators = _host.loop_iterators(trainer, "fit")
-        rest = rest_of_epoch(loader, iterators[0], own_setting(loader)) if iterators else None
+        rest = rest_of_epoch(loader, iterators[0], Setting.of(loader)) if iterators else None
         if rest is None:
             return False
         _host.replace_train_iterator(trainer, rest.batches)

@@ -21,7 +21,7 @@ from lightning_feed.load.random_state import preserve_state
 from lightning_feed.measure.experiment_results import CropTrial
 from lightning_feed.measure.facts import with_loaders
 from lightning_feed.measure.measurements import LoopFacts
-from lightning_feed.trials.cloning import Heartbeat
+from lightning_feed.trials.loader_rate import Heartbeat
 
 
 class Constant:

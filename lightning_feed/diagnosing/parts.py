@@ -19,7 +19,8 @@ from lightning_feed.load.kinds import Batch, Index, Sample
 from lightning_feed.load.processes import end_pass
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.transfer.batch_tree import tensors
-from lightning_feed.trials.cloning import Changes, Heartbeat, map_loaders, watchdog
+from lightning_feed.trials.cloning import Changes, map_loaders
+from lightning_feed.trials.loader_rate import Heartbeat, watchdog
 
 SILENT_S = 60.0
 """Seconds after which a batch counts as hanging."""

@@ -21,7 +21,7 @@ from lightning_feed.images.image_dataset import ImageDataset
 from lightning_feed.load.kinds import AnyDataset, Index
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.measure.experiment_results import NamedCost
-from lightning_feed.trials.cloning import Heartbeat
+from lightning_feed.trials.loader_rate import Heartbeat
 
 _NAMES = {
     *("transform", "transforms", "target_transform", "transform_fn", "tfm", "tfms", "preprocess", "preprocessing"),

@@ -26,17 +26,8 @@ from lightning_feed.load.settings import TORCH_PREFETCH
 from lightning_feed.load.slot_loaders import uses_slots
 from lightning_feed.measure.experiment_results import ExperimentResults
 from lightning_feed.measure.measurements import Measurements, Place
-from lightning_feed.trials.cloning import (
-    Changes,
-    LoaderRate,
-    RoundLimits,
-    background_of,
-    burst_of,
-    clone_loader,
-    has_threads,
-    locate_failure,
-    time_loader,
-)
+from lightning_feed.trials.cloning import Changes, background_of, burst_of, clone_loader, has_threads, locate_failure
+from lightning_feed.trials.loader_rate import LoaderRate, RoundLimits, time_loader
 from lightning_feed.trials.tune_loader import Tuned
 from lightning_feed.wording import plural
 

@@ -2,8 +2,8 @@
 
 import contextlib
 import copy
-import itertools
 import dataclasses
+import itertools
 import logging
 import uuid
 import weakref

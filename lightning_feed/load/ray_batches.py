@@ -61,10 +61,7 @@ class Plan:
         """Make a batch. Calls ``begin`` with each sample's position (finally COLLATING) and a description."""
         if not self.batched or getattr(self.dataset, "__getitems__", None):
             begin(0, at_index(index))
-            if self.batched:
-                samples = self.dataset.__getitems__(index)
-            else:
-                samples = self.dataset[index]
+            samples = self.dataset.__getitems__(index) if self.batched else self.dataset[index]
         else:
             samples = [self._sample(position, sample_index, begin) for position, sample_index in enumerate(index)]
         begin(COLLATING, collating(index))

@@ -326,14 +326,14 @@ class RayPass(OwnPass):
     def _explained(self, pending: PendingBatch, error: Exception) -> LoaderError:
         if type(error) is self._ray.exceptions.WorkerCrashedError:
             explained = LoaderError(
-                f"{TRIES} Ray workers in a row died while making {pending.words()}: {error} The dataset's code crashes, "
-                "or memory runs out: see `ray logs`."
+                f"{TRIES} Ray workers in a row died while making {pending.words()}: {error} The dataset's code "
+                "crashes, or memory runs out: see `ray logs`."
             )
         else:
             explained = LoaderError(
-                f"The Ray workers could not make {pending.words()}: {getattr(error, 'cause', error)} All nodes need this "
-                "package and the dataset's imports, in the versions of the training process. The object store needs "
-                f"room for {self.capacity} batches: if it is too small, lower num_workers, prefetch_factor or "
+                f"The Ray workers could not make {pending.words()}: {getattr(error, 'cause', error)} All nodes need "
+                "this package and the dataset's imports, in the versions of the training process. The object store "
+                f"needs room for {self.capacity} batches: if it is too small, lower num_workers, prefetch_factor or "
                 "batch_size, or start Ray with a larger object_store_memory."
             )
         explained.__cause__ = error

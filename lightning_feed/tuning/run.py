@@ -36,7 +36,7 @@ from lightning_feed.trials.in_fit import name_of_model, why_fixed
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.trial import TrialLimits, feasible, run_trial
-from lightning_feed.trials.tune_loader import Goal, Store, Tuned, key_of, own_setting, tune_loader
+from lightning_feed.trials.tune_loader import Goal, Store, Tuned, key_of, tune_loader
 from lightning_feed.wording import in_rate, plural, rate_unit
 
 REPLAY_STEPS = 300
@@ -406,7 +406,7 @@ def sweep_loader(loader: DataLoader[Batch], grid: Iterable[int], on_trial: Calla
     """
     began_s = time.perf_counter()
     limits = feasible(loader, read_machine())
-    own = own_setting(loader)
+    own = Setting.of(loader)
     trials: list[Trial] = []
     for workers in sorted(set(grid)):
         setting = own.with_workers(workers)

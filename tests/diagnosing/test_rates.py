@@ -17,8 +17,9 @@ from lightning_feed.diagnosing.rates import (
     measure_files_in_memory,
     measure_workers,
 )
+from lightning_feed.load.settings import Setting
 from lightning_feed.trials.search import Trial
-from lightning_feed.trials.tune_loader import Goal, Tuned, own_setting
+from lightning_feed.trials.tune_loader import Goal, Tuned
 
 # --- other numbers of workers -----------------------------------------------------------------------------------------
 
@@ -31,7 +32,7 @@ class Tunes:
 
     def __call__(self, loader: DataLoader[Any], goal: Goal, **_: Any) -> Tuned:
         self.goals.append(goal)
-        own = own_setting(loader)
+        own = Setting.of(loader)
         chosen = own.with_workers(2)
         trials = (
             Trial(setting=own, steps_s=(0.2, 0.22, 0.19)),
