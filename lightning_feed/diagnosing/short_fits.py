@@ -16,7 +16,7 @@ from typing import Any
 from lightning_feed import _host
 from lightning_feed._host import AnyTrainer, Original
 from lightning_feed.callbacks.prefetch import PrefetchCallback
-from lightning_feed.diagnosing.batches import KeptBatches, Pace, Replay, own_loaders
+from lightning_feed.diagnosing.batches import KeptBatches, Pace, Replay
 from lightning_feed.diagnosing.session import Session
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.random_state import preserve_state
@@ -57,7 +57,7 @@ class ShortFit:
         self.wraps: list[_host.Wrap] = []
         """Replaced methods, to be restored after the fit."""
         self._planned = math.inf
-        self._began = 0.0
+        self._began_s = 0.0
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: object) -> None:
         """Start the clock, and let the fit continue past the user's ``max_epochs`` and ``max_steps``."""
@@ -65,14 +65,14 @@ class ShortFit:
             self._planned = trainer.estimated_stepping_batches
         _host.go_on_past_the_end(trainer)
         _host.keep_plateaus(trainer)
-        self._began = time.perf_counter()
+        self._began_s = time.perf_counter()
 
     def on_train_batch_end(self, trainer: AnyTrainer, *args: object) -> None:
         """End the fit after its time."""
         self.steps += 1
-        elapsed = time.perf_counter() - self._began
-        late = elapsed >= self.limits.seconds and self.steps >= self.limits.least
-        if self.steps >= self.limits.most or late or elapsed >= LATEST * self.limits.seconds:
+        elapsed_s = time.perf_counter() - self._began_s
+        is_enough = elapsed_s >= self.limits.seconds and self.steps >= self.limits.least
+        if is_enough or self.steps >= self.limits.most or elapsed_s >= LATEST * self.limits.seconds:
             trainer.should_stop = True
         if trainer.global_step + 1 >= self._planned:
             # A schedule of fixed length raises if it is stepped past its end.
@@ -141,16 +141,14 @@ def run_as_it_is(session: Session, limits: Limits) -> None:
     meter = _meter(session)
     short_fit = _as_callback(session, UnchangedFit)(session, limits)
 
-    def copies(loaders: Any) -> Any:
-        session.train_loaders = loaders
-        return own_loaders(loaders)
-
     loaders = None
     wraps = []
     if session.loader_owner is None:
-        loaders = copies(session.loaders)
+        loaders = session.take_loaders(session.loaders)
     else:
-        wraps.append(_host.Wrap(session.loader_owner, "train_dataloader", lambda original: copies(original())))
+        wraps.append(
+            _host.Wrap(session.loader_owner, "train_dataloader", lambda original: session.take_loaders(original()))
+        )
     try:
         with preserve_state(session.loaders):
             _fit(session, short_fit, [meter, short_fit], loaders, wraps)
@@ -165,9 +163,8 @@ def run_as_it_is(session: Session, limits: Limits) -> None:
 def _meter(session: Session) -> Any:
     """A GPUStarvationCallback for the Trainer's package."""
     assert session.package is not None, "there is a Trainer"
-    feed = import_module("lightning_feed")
-    if session.package.__name__ != "lightning.pytorch":
-        feed = import_module("lightning_feed.pl")
+    is_unified = session.package.__name__ == "lightning.pytorch"
+    feed = import_module("lightning_feed" if is_unified else "lightning_feed.pl")
     return feed.GPUStarvationCallback(nvml=False, report=False)
 
 
@@ -236,13 +233,11 @@ def _fit(
         wraps: methods of the owner of the loaders that are replaced for this fit, and restored at its end.
         prefetch: keep the user's PrefetchCallback.
     """
-    data: dict[str, Any] = {"datamodule": session.datamodule}
-    if session.loaders is not None:
-        data = {"train_dataloaders": loaders}
+    data = {"datamodule": session.datamodule} if session.loaders is None else {"train_dataloaders": loaders}
     stdin = sys.stdin
-    before = None
-    with suppress(RuntimeError):  # it has no Trainer
-        before = session.model.trainer
+    users_trainer = None
+    with suppress(RuntimeError):  # the module has no Trainer
+        users_trainer = session.model.trainer
     wraps.append(_host.Wrap(session.model, "configure_callbacks", lambda _: []))
     for owner in (session.model, session.datamodule):
         wraps += [_host.Wrap(owner, name, nothing) for name in ENDS if _host.is_overridden(owner, name)]
@@ -254,16 +249,14 @@ def _fit(
         for wrap in reversed([*wraps, *short_fit.wraps]):
             wrap.undo()
         sys.stdin = stdin
-        session.model.trainer = before
+        session.model.trainer = users_trainer
         trainer = None
         gc.collect()  # a Trainer is part of reference cycles; this also ends the workers of this fit
 
 
 def _run_fit(session: Session, trainer: AnyTrainer, short_fit: ShortFit, data: dict[str, Any]) -> None:
     """Call ``trainer.fit``; raise KeyboardInterrupt for Ctrl-C, which Lightning turns into an exit."""
-    model = session.model
-    if session.compiled is not None:
-        model = session.compiled
+    model = session.model if session.compiled is None else session.compiled
     try:
         trainer.fit(model, **data)
     except SystemExit as end:
@@ -283,27 +276,19 @@ def short_trainer(package: Any, like: AnyTrainer, callbacks: list[Any], folder: 
     there was a logger, there is one that drops everything.
     Left out: loggers, checkpoints, validation, progress bar, profiler, all other callbacks.
     """
-    device = like.strategy.root_device
     kept = [callback for callback in like.callbacks if prefetch and isinstance(callback, PrefetchCallback)]
-    mine = [*copy.deepcopy(kept), *callbacks]
-    same = ("max_epochs", "max_steps", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
-    options: dict[str, Any] = {name: getattr(like, name) for name in same} | _precision(like)
-    options["accelerator"] = like.accelerator
-    if device.type in ("cpu", "cuda", "mps"):
-        options["accelerator"] = device.type
-    options["devices"] = 1
-    if device.type == "cuda" and device.index is not None:
-        options["devices"] = [device.index]
-    options["logger"] = False
-    if like.loggers:
-        dummy = import_module(f"{package.__name__}.loggers.logger").DummyLogger  # accepts any call
-        options["logger"] = type("SilentLogger", (dummy,), {"log_dir": None})()
-    options["limit_train_batches"] = like.limit_train_batches
-    if like.fast_dev_run:
-        options["limit_train_batches"] = 1.0
+    wanted = [*copy.deepcopy(kept), *callbacks]
     trainer = package.Trainer(
-        **options,
-        callbacks=list(mine),
+        **_device(like),
+        **_precision(like),
+        max_epochs=like.max_epochs,
+        max_steps=like.max_steps,
+        accumulate_grad_batches=like.accumulate_grad_batches,
+        gradient_clip_val=like.gradient_clip_val,
+        gradient_clip_algorithm=like.gradient_clip_algorithm,
+        logger=_silent_logger(package) if like.loggers else False,
+        callbacks=list(wanted),
+        limit_train_batches=1.0 if like.fast_dev_run else like.limit_train_batches,
         limit_val_batches=0,
         num_sanity_val_steps=0,
         log_every_n_steps=max(1, like.log_every_n_steps),
@@ -314,9 +299,22 @@ def short_trainer(package: Any, like: AnyTrainer, callbacks: list[Any], folder: 
         default_root_dir=folder,
     )
     # Other packages may have added callbacks to every Trainer.
-    wanted = set(map(id, mine))
-    trainer.callbacks = [callback for callback in trainer.callbacks if id(callback) in wanted]
+    trainer.callbacks = [callback for callback in trainer.callbacks if any(callback is known for known in wanted)]
     return trainer
+
+
+def _device(like: AnyTrainer) -> dict[str, Any]:
+    """The arguments of a Trainer on the first device of another one."""
+    device = like.strategy.root_device
+    accelerator = device.type if device.type in ("cpu", "cuda", "mps") else like.accelerator
+    devices = [device.index] if device.type == "cuda" and device.index is not None else 1
+    return {"accelerator": accelerator, "devices": devices}
+
+
+def _silent_logger(package: Any) -> Any:
+    """A logger that accepts any call, and drops everything."""
+    dummy = import_module(f"{package.__name__}.loggers.logger").DummyLogger
+    return type("SilentLogger", (dummy,), {"log_dir": None})()
 
 
 def _precision(like: AnyTrainer) -> dict[str, Any]:
