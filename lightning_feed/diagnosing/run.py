@@ -256,7 +256,7 @@ class _Experiments:
     def _run_as_it_is(self) -> None:
         session = self.session
         steps = QUICK_RUN_STEPS if self.plan.quick else RUN_STEPS
-        limits = Limits(least=FEWEST_RUN_STEPS, most=steps, seconds=RUN_SHARE * self.plan.budget_s)
+        limits = Limits(min_steps=FEWEST_RUN_STEPS, max_steps=steps, seconds=RUN_SHARE * self.plan.budget_s)
         self._show("the run as it is", 0.0)
         with user_errors(AS_IT_IS):
             run_as_it_is(session, limits)
@@ -297,8 +297,8 @@ class _Experiments:
         step_ms = session.measured.stats.step_ms if session.measured is not None else None
         needed = PASSES * math.lcm(accumulate, len(batches))
         if needed > most or needed * (step_ms or 0.0) * 1e-3 > LATEST * seconds:
-            return batches[:1], Limits(least=fewest, most=most, seconds=seconds)
-        return batches, Limits(least=max(needed, fewest), most=most, seconds=seconds)
+            return batches[:1], Limits(min_steps=fewest, max_steps=most, seconds=seconds)
+        return batches, Limits(min_steps=max(needed, fewest), max_steps=most, seconds=seconds)
 
     def _measure_loader(self) -> None:
         session = self.session

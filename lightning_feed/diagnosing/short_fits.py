@@ -36,10 +36,10 @@ PRECISIONS_BY_NAME = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePre
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The length of a fit: at most ``most`` steps, or ``seconds`` with at least ``least`` steps."""
+    """The length of a fit: it ends after ``max_steps``, or after ``seconds`` if it had ``min_steps`` by then."""
 
-    least: int
-    most: int
+    min_steps: int
+    max_steps: int
     seconds: float
 
 
@@ -71,8 +71,8 @@ class ShortFit:
         """End the fit after its time."""
         self.steps += 1
         elapsed_s = time.perf_counter() - self._began_s
-        is_enough = elapsed_s >= self.limits.seconds and self.steps >= self.limits.least
-        if is_enough or self.steps >= self.limits.most or elapsed_s >= LATEST * self.limits.seconds:
+        is_enough = elapsed_s >= self.limits.seconds and self.steps >= self.limits.min_steps
+        if is_enough or self.steps >= self.limits.max_steps or elapsed_s >= LATEST * self.limits.seconds:
             trainer.should_stop = True
         if trainer.global_step + 1 >= self._planned:
             # A schedule of fixed length raises if it is stepped past its end.
@@ -93,7 +93,7 @@ class UnchangedFit(ShortFit):
         """Train for longer if batches were made ahead: a full queue hides a slow loader for so many steps."""
         super().on_train_start(trainer, pl_module)
         warm_up = batches_ahead(_host.train_loaders(trainer)) + WARM_UP_STEPS
-        self.limits = replace(self.limits, most=self.limits.most + warm_up)
+        self.limits = replace(self.limits, max_steps=self.limits.max_steps + warm_up)
         if not _host.takes_iterator(self.session.model):
             self.session.device_batches = KeptBatches(warm_up)
             self.wraps.append(_host.Wrap(self.session.model, "training_step", self._step))
@@ -203,7 +203,7 @@ def replay(session: Session, batches: Sequence[Batch], limits: Limits, *, on_dev
         limits: length of the fit.
         on_device: leave out the transfer to the device, with its hooks.
     """
-    length = limits.most + 1
+    length = limits.max_steps + 1
     if session.measured is not None:
         length = max(length, session.measured.facts.batches_per_epoch or 0)
     endless = Replay(batches, length)

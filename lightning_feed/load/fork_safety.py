@@ -28,7 +28,7 @@ from multiprocessing.queues import Queue
 from multiprocessing.shared_memory import SharedMemory
 from multiprocessing.sharedctypes import SynchronizedBase
 from multiprocessing.synchronize import Event, SemLock
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -79,23 +79,39 @@ _OURS = "lightning_feed."
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
 
+class _Held(NamedTuple):
+    """An object in a dataset, and what holds it."""
+
+    holder: object
+    """The object or container that holds it."""
+    key: Any
+    """Its attribute in ``holder``, or its key or position in a container."""
+    value: object
+    path: str
+    """Its location: ``dataset.transform.rng``."""
+
+
 @dataclass(frozen=True)
 class Hazard:
     """An object in a dataset that workers would share, or copy, wrongly."""
 
     kind: Kind
-    path: str
-    """Its place: ``dataset.transform.rng``."""
-    value: Any
-    owner: Any
-    """The object or container that holds it."""
-    key: Any
-    """Its attribute in ``owner``, or its key or position in a container."""
+    held: _Held
+
+    @property
+    def path(self) -> str:
+        """Its location: ``dataset.transform.rng``."""
+        return self.held.path
+
+    @property
+    def value(self) -> Any:
+        """The object."""
+        return self.held.value
 
     @property
     def name(self) -> str:
         """Class of the object: ``numpy.random.Generator``."""
-        kind = type(self.value)
+        kind = type(self.held.value)
         module = kind.__module__.partition("._")[0]
         if module == "builtins":
             return kind.__qualname__
@@ -103,19 +119,20 @@ class Hazard:
 
     def replace(self, value: object) -> None:
         """Put another object in its place."""
-        if isinstance(self.owner, (dict, list)):
-            self.owner[self.key] = value
+        holder = self.held.holder
+        if isinstance(holder, (dict, list)):
+            holder[self.held.key] = value
         else:
-            vars(self.owner)[self.key] = value
+            vars(holder)[self.held.key] = value
 
 
 def find_hazards(dataset: object) -> list[Hazard]:
     """The objects in a dataset that do not survive a fork, in the order of their depth."""
     hazards = []
-    for holder, key, value, path in _objects_in(dataset):
-        kind = _kind_of(value)
+    for held in _objects_in(dataset):
+        kind = _kind_of(held.value)
         if kind is not None:
-            hazards.append(Hazard(kind, path, value, holder, key))
+            hazards.append(Hazard(kind, held))
     return hazards
 
 
@@ -132,7 +149,7 @@ def plain_values(dataset: object) -> dict[str, object]:
             values |= {f"{path}.{name}": value for name, value in vars(base).items() if not name.startswith("__")}
         inner = getattr(inner, "__dict__", {}).get("dataset")  # as a Subset has one
         path += ".dataset"
-    values |= {path: value for _, _, value, path in _objects_in(dataset)}
+    values |= {held.path: held.value for held in _objects_in(dataset)}
     return {path: value for path, value in values.items() if isinstance(value, _PLAIN)}
 
 
@@ -180,9 +197,9 @@ def kept_items(dataset: object) -> dict[str, int]:
     Empty places of a list (``None``) do not count.
     """
     lengths = {
-        path: _length(value)
-        for holder, _, value, path in _objects_in(dataset)
-        if type(value) in (dict, OrderedDict, list) and not isinstance(holder, (dict, list, tuple))
+        held.path: _length(held.value)
+        for held in _objects_in(dataset)
+        if type(held.value) in (dict, OrderedDict, list) and not isinstance(held.holder, (dict, list, tuple))
     }
     return {path: length for path, length in lengths.items() if length}
 
@@ -216,8 +233,8 @@ def shares_memory(dataset: object) -> bool:
     """True if a dataset holds memory, or a connection, that it shares with other processes: a program may change it
     there while workers load."""
     return any(
-        isinstance(value, _SHARED) or (isinstance(value, torch.Tensor) and value.is_shared())
-        for _, _, value, _ in _objects_in(dataset)
+        isinstance(held.value, _SHARED) or (isinstance(held.value, torch.Tensor) and held.value.is_shared())
+        for held in _objects_in(dataset)
     )
 
 
@@ -240,42 +257,43 @@ def renew(dataset: object, seed: int) -> None:
             hazard.replace(renewed[key])
 
 
-def _objects_in(dataset: object) -> Iterator[tuple[Any, Any, Any, str]]:
-    """(holder, key, value, path) of the objects in a dataset, in the order of their depth."""
-    waiting: deque[tuple[Any, str, int]] = deque([(dataset, "dataset", 0)])
+def _objects_in(dataset: object) -> Iterator[_Held]:
+    """The objects in a dataset, in the order of their depth."""
+    waiting: deque[tuple[object, str, int]] = deque([(dataset, "dataset", 0)])
     seen = {id(dataset)}
     while waiting and len(seen) < _MOST_OBJECTS:
         holder, path, depth = waiting.popleft()
-        for key, value, name in _parts(holder, path):
-            yield holder, key, value, name
+        for held in _parts(holder, path):
+            yield held
+            value = held.value
             is_new = id(value) not in seen and _kind_of(value) is None
             if is_new and depth < _DEEPEST and _may_hold_more(value):
                 seen.add(id(value))
-                waiting.append((value, name, depth + (not isinstance(holder, (dict, list, tuple)))))
+                waiting.append((value, held.path, depth + (not isinstance(holder, (dict, list, tuple)))))
 
 
-def _parts(holder: Any, path: str) -> Iterator[tuple[Any, Any, str]]:
-    """(key, value, path) of the attributes or items of an object."""
+def _parts(holder: object, path: str) -> Iterator[_Held]:
+    """The attributes or items of an object."""
     if isinstance(holder, dict):
         for key in list(holder)[:_MOST_ITEMS]:
-            yield key, holder[key], f"{path}[{key!r}]"
+            yield _Held(holder, key, holder[key], f"{path}[{key!r}]")
     elif isinstance(holder, (list, tuple)):
         for position, value in enumerate(holder[:_MOST_ITEMS]):
-            yield position, value, f"{path}[{position}]"
+            yield _Held(holder, position, value, f"{path}[{position}]")
     else:
-        attributes: dict[str, Any] = getattr(holder, "__dict__", {})
+        attributes: dict[str, object] = getattr(holder, "__dict__", {})
         for name in list(attributes):
-            yield name, attributes[name], f"{path}.{name}"
+            yield _Held(holder, name, attributes[name], f"{path}.{name}")
 
 
-def _may_hold_more(value: Any) -> bool:
+def _may_hold_more(value: object) -> bool:
     """True if the attributes or items of an object are looked at."""
     if isinstance(value, _PASSED_OVER) or type(value).__module__.startswith(_OURS):
         return False
     return isinstance(value, (dict, list, tuple)) or hasattr(type(value), "__dict__")
 
 
-def _kind_of(value: Any) -> Kind | None:
+def _kind_of(value: object) -> Kind | None:
     if isinstance(value, _GENERATORS):
         return "generator"
     if _belongs_to_process(value):
@@ -285,7 +303,7 @@ def _kind_of(value: Any) -> Kind | None:
     return None
 
 
-def _belongs_to_process(value: Any) -> bool:
+def _belongs_to_process(value: object) -> bool:
     if isinstance(value, _LOCKS):
         return _is_held(value)
     if isinstance(value, torch.Tensor):
@@ -293,7 +311,7 @@ def _belongs_to_process(value: Any) -> bool:
     return isinstance(value, _OF_A_PROCESS)
 
 
-def _is_open_file(value: Any) -> bool:
+def _is_open_file(value: object) -> bool:
     if isinstance(value, io.IOBase):
         in_memory = isinstance(value, (io.BytesIO, io.StringIO))
         return not in_memory and not value.closed

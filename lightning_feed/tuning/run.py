@@ -468,7 +468,7 @@ def measure_work(session: Session) -> TrainingWork:
     if batch is None:
         raise LoaderError("The training loader yields no batch. Check the length of the dataset, and drop_last.")
     accumulate = session.trainer.accumulate_grad_batches
-    limits = Limits(least=FEWEST_STEPS * accumulate, most=REPLAY_STEPS * accumulate, seconds=REPLAY_S)
+    limits = Limits(min_steps=FEWEST_STEPS * accumulate, max_steps=REPLAY_STEPS * accumulate, seconds=REPLAY_S)
     began_s = time.perf_counter()
     began_cpu_s = time.thread_time()
     with user_errors("training on one batch again and again failed"):
