@@ -75,7 +75,7 @@ class LoaderPass(Iterator[Batch]):
                 raise
             raise clearer from error
         if late is not None:
-            late.came()
+            late.arrived()
         self.taken += 1
         return self.position.hand_out(item)
 

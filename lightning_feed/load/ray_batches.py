@@ -21,6 +21,7 @@ from lightning_feed.load.collate import relayed
 from lightning_feed.load.kinds import AnyDataset, Batch, Index, Sample
 from lightning_feed.load.order import mix_seed
 from lightning_feed.load.random_state import begin_sample
+from lightning_feed.load.slot_batches import is_plain
 from lightning_feed.load.stage import COLLATING, at_index, collating, shortened, with_place
 from lightning_feed.load.worker import disable_opencv_threads
 
@@ -223,8 +224,7 @@ def _pickler() -> Any:
 
 def _reduced(tensor: torch.Tensor) -> Any:
     """Reduce a plain CPU tensor to its memory and layout. None if torch has to pickle it."""
-    plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.requires_grad
-    if not plain or not tensor.numel() or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+    if not is_plain(tensor):
         return None
     strides = tensor.stride()
     order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])  # keeps channels_last
