@@ -139,12 +139,8 @@ class FeedLoader(DataLoader[Batch]):
         self._has_own_workers = self.workers != "process" and self.num_workers > 0
         if self._has_own_workers:
             self._check_own_workers()
-        inner = self.sampler
-        if self.batch_sampler is not None:
-            inner = self.batch_sampler
-        samplers: State = {}
-        if not self._stream:
-            samplers = find_samplers(self.sampler, self.batch_sampler)
+        inner = self.sampler if self.batch_sampler is None else self.batch_sampler
+        samplers = {} if self._stream else find_samplers(self.sampler, self.batch_sampler)
         self._index = IndexSource(inner, samplers, self.draws)
         self._sample_seed: int | None = None
         self._probed = False
@@ -161,9 +157,7 @@ class FeedLoader(DataLoader[Batch]):
         """The configuration at the start of the latest pass."""
 
     def _check_own_workers(self) -> None:
-        name = self.workers
-        if isinstance(name, RayCluster):
-            name = "ray"
+        name = "ray" if isinstance(self.workers, RayCluster) else self.workers
         if self._stream:
             raise SettingsError(
                 f"workers={name!r} cannot load {type(self.dataset).__name__}, an IterableDataset: "
@@ -332,7 +326,7 @@ class FeedLoader(DataLoader[Batch]):
 
     def __getstate__(self) -> State:
         # ddp_spawn pickles loaders. A pass cannot be pickled, but its position can.
-        without_pass = {"_live": None, "_position": None, "_iterator": None, "_pending": None}
+        without_pass: State = {"_live": None, "_position": None, "_iterator": None, "_pending": None}
         state = self._state()
         if state.begun:
             without_pass["_pending"] = state
@@ -364,11 +358,7 @@ class FeedLoader(DataLoader[Batch]):
 
     def _new_position(self, resume: LoaderState | None) -> Pass:
         """Make the position of a new pass, which may resume from a state."""
-        if resume is None:
-            epoch, cycle = self._next_epoch()
-        else:
-            epoch = resume.epoch
-            cycle = resume.cycle
+        epoch, cycle = self._next_epoch() if resume is None else (resume.epoch, resume.cycle)
         ahead = self.num_workers * (self.prefetch_factor or 1)
         checked = self._keeps_order() and not self._stream
         position = Pass(self.order, epoch=epoch, cycle=cycle, resume=resume, ahead=ahead, checked=checked)

@@ -82,16 +82,12 @@ class LoaderPass(Iterator[Batch]):
     @property
     def source(self) -> Any:
         """Torch's iterator or our workers, to measure their queues. None once the pass has ended."""
-        if not self._stages:
-            return None
-        return self._maker.source
+        return self._maker.source if self._stages else None
 
     @property
     def head_of_line_ns(self) -> float | None:
         """Time waited while a later batch was ready: see :class:`Maker`. None once the pass has ended."""
-        if not self._stages:
-            return None
-        return self._maker.head_of_line_ns
+        return self._maker.head_of_line_ns if self._stages else None
 
     def where(self) -> str:
         """Description of the work that this pass is waiting for. May be read from any thread."""
@@ -122,10 +118,7 @@ class LoaderPass(Iterator[Batch]):
         self._end = f"ended with {type(error).__name__}: {error}"
         clearer = [stage.fail(error) for stage in self._stages]
         self.close()
-        for clearer_error in clearer:
-            if clearer_error is not None:
-                return clearer_error
-        return None
+        return next(filter(None, clearer), None)
 
     def close(self) -> None:
         """End the pass and its threads. Persistent workers stay alive. A second call does nothing."""

@@ -93,9 +93,7 @@ class Footprint:
 def exceeded_limit(machine: Machine, taken: Footprint) -> str:
     """Describe the limit that a loader would exceed. Empty if all limits hold."""
     batches_bytes = taken.batches * taken.batch_bytes
-    for_all = ""
-    if taken.sharers > 1:
-        for_all = f" for each of {taken.sharers} loaders on this machine"
+    for_all = f" for each of {taken.sharers} loaders on this machine" if taken.sharers > 1 else ""
     shm: float = math.inf
     if taken.in_shm and machine.free_shm_bytes is not None:
         shm = machine.free_shm_bytes

@@ -68,9 +68,7 @@ def mix_seed(seed: int, epoch: int, cycle: int, stream: str) -> int:
 def drawing_device(generator: object) -> torch.device:
     """Return the device of a loader's generator, or the CPU if it has no generator. Used as a context, it overrides
     ``torch.set_default_device``, under which torch's loaders and samplers fail with a CPU generator."""
-    if isinstance(generator, torch.Generator):
-        return generator.device
-    return torch.device("cpu")
+    return generator.device if isinstance(generator, torch.Generator) else torch.device("cpu")
 
 
 class DrawsOf:
@@ -119,9 +117,7 @@ def ranks_of_run() -> int:
 
 def rank_of_run() -> int:
     """Rank of this training process."""
-    if ranks_of_run() > 1:
-        return torch.distributed.get_rank()
-    return 0
+    return torch.distributed.get_rank() if ranks_of_run() > 1 else 0
 
 
 def size_of(dataset: AnyDataset) -> int | None:

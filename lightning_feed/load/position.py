@@ -95,9 +95,7 @@ def checksum(index: Index, before: int | None) -> int | None:
     """Update the CRC-32 of all sample numbers drawn so far. None if an index is neither a number nor a list."""
     if before is None or isinstance(index, Tensor):
         return None
-    numbers = index
-    if not isinstance(index, (list, tuple)):
-        numbers = (index,)
+    numbers = index if isinstance(index, (list, tuple)) else (index,)
     try:
         return zlib.crc32(array("q", numbers), before)
     except (TypeError, OverflowError):
@@ -241,9 +239,7 @@ class Pass:
         if self._begun:
             return
         self._begun = True
-        saved: Mapping[str, SamplerState] = {}
-        if self.origin is not None:
-            saved = self.origin.samplers
+        saved: Mapping[str, SamplerState] = {} if self.origin is None else self.origin.samplers
         for name, sampler in samplers.items():
             self.samplers[name] = self._begin_sampler(name, sampler, saved.get(name, _UNKNOWN))
 
@@ -279,9 +275,7 @@ class Pass:
             epoch = saved.epoch
         if epoch is None:
             present = getattr(sampler, "epoch", None)
-            if type(present) is int:
-                return present
-            return None
+            return present if type(present) is int else None
         sampler.set_epoch(epoch)
         return epoch
 

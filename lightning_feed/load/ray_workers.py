@@ -256,9 +256,7 @@ class RayPass(OwnPass):
         self._ask()
         count_relayed(bad_samples)
         batch = _unpickled(data, buffers, pending)
-        if self._pin is None:
-            return batch
-        return self._pin(batch)
+        return batch if self._pin is None else self._pin(batch)
 
     @property
     def ready(self) -> int:

@@ -92,9 +92,7 @@ class OwnPass(Maker):
         self._in_order = loader.in_order
         self._timeout_s = loader.timeout
         self._seed = mix_seed(seed, rank_of_run(), 0, "rank")
-        self._pin: Callable[[Batch], Batch] | None = None
-        if loader.pin_memory:
-            self._pin = _pin_function()
+        self._pin = _pin_function() if loader.pin_memory else None
         self._ended = False
 
     @property

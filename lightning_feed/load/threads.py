@@ -172,10 +172,7 @@ class _Job:
         part = self.parts[position]
         dataset = self.plan.dataset
         with traced("thread_sample"):
-            if self.plan.at_once:
-                self._loaded[position] = dataset.__getitems__(part)
-            else:
-                self._loaded[position] = dataset[part]
+            self._loaded[position] = dataset.__getitems__(part) if self.plan.at_once else dataset[part]
 
     def _put_together(self, _: int) -> None:
         samples: Any = self._loaded

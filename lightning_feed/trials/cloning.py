@@ -118,9 +118,7 @@ def burst_of(loader: DataLoader[Batch]) -> int:
 
     1 without workers, and with threads, which share a batch.
     """
-    if has_threads(loader):
-        return 1
-    return max(1, loader.num_workers)
+    return 1 if has_threads(loader) else max(1, loader.num_workers)
 
 
 def has_threads(loader: object) -> bool:
@@ -130,9 +128,7 @@ def has_threads(loader: object) -> bool:
 
 def background_of(loader: object) -> int:
     """Return the number of batches that the loader's own thread keeps ready."""
-    if isinstance(loader, FeedLoader):
-        return loader.background
-    return 0
+    return loader.background if isinstance(loader, FeedLoader) else 0
 
 
 def iter_is_itself(source: object) -> bool:
