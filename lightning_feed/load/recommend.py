@@ -235,11 +235,8 @@ def _pin(settings: LoaderSettings, workload: Workload) -> tuple[bool, str]:
 def _persistent(settings: LoaderSettings, workload: Workload, workers: int) -> tuple[bool, str]:
     is_repeated = workload.split in ("train", "val")
     epochs_until_reload = workload.reload_every_n_epochs if is_repeated else 0
-    if settings.persistent_workers is True and epochs_until_reload:
-        raise SettingsError(
-            f"persistent_workers=True with Trainer(reload_dataloaders_every_n_epochs={epochs_until_reload}) would keep "
-            "workers for loaders that are replaced. Leave one of the two out."
-        )
+    if epochs_until_reload:
+        _refuse_persistent(settings, epochs_until_reload)
     if settings.workers == "thread" and workers:
         why = "threads start in less than a millisecond"
         if settings.persistent_workers is True:
@@ -254,3 +251,11 @@ def _persistent(settings: LoaderSettings, workload: Workload, workers: int) -> t
     if not is_repeated:
         return False, f"'{workload.split}' is iterated once"
     return True, "avoids starting the workers again in each epoch"
+
+
+def _refuse_persistent(settings: LoaderSettings, epochs_until_reload: int) -> None:
+    if settings.persistent_workers is True:
+        raise SettingsError(
+            f"persistent_workers=True with Trainer(reload_dataloaders_every_n_epochs={epochs_until_reload}) would keep "
+            "workers for loaders that are replaced. Leave one of the two out."
+        )
