@@ -98,11 +98,3 @@ def plain_kind_of(loader: DataLoader[Batch]) -> type[DataLoader[Batch]]:
     """The class of a loader before :func:`in_slots`."""
     kind: type[DataLoader[Batch]] = getattr(loader, "plain_kind", type(loader))
     return kind
-
-
-def memory_of(iterator: Any) -> SlotMemory | None:
-    """The slots of torch's iterator. None if it has none."""
-    collate = getattr(iterator, "_collate_fn", None)
-    if isinstance(collate, SlotCollate):
-        return collate.memory
-    return None

@@ -13,12 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from slot_memory import memory_of
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from lightning_feed.load import slot_batches, slots
 from lightning_feed.load.copy_fence import CopyFence
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.slot_loaders import in_slots, memory_of
+from lightning_feed.load.slot_loaders import in_slots
 from lightning_feed.load.slots import SlotMemory
 
 Pair = collections.namedtuple("Pair", "left right")

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from slot_memory import memory_of
 from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker
 
@@ -26,7 +27,6 @@ from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.load import slot_loaders, slots
 from lightning_feed.load.copy_fence import CopyFence
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.slot_loaders import memory_of
 from lightning_feed.load.slots import SlotMemory
 
 MB = 1_000_000
