@@ -526,7 +526,7 @@ class Backend:
         return False
 
 
-def test_a_refusal_is_said_once_and_large_batches_are_not_tried_again(runtime, caplog):
+def test_a_refusal_is_logged_once_and_large_batches_are_not_tried_again(runtime, caplog):
     runtime.allowed_bytes = 8192
     memory = SlotMemory(2, CopyFence(Backend()))
     with caplog.at_level(logging.WARNING):

@@ -228,7 +228,7 @@ def test_settings_are_carried_over() -> None:
     assert not alone.persistent_workers
 
 
-def test_what_cannot_be_tried_is_said() -> None:
+def test_loaders_that_cannot_be_tried_are_named() -> None:
     used_up = DataLoader(Numbers(), batch_sampler=iter([[1], [2]]))  # type: ignore[arg-type]
     with pytest.raises(LoaderError, match="iterator, which can be iterated only once"):
         clone_loader(used_up)
