@@ -92,14 +92,14 @@ def build_loader(
 
 
 def _workload(dataset: AnyDataset, part: Part, settings: LoaderSettings, job: Job, *, drop_last: bool) -> Workload:
-    is_chosen = isinstance(settings.num_workers, int)
+    is_fixed = isinstance(settings.num_workers, int)
     return Workload(
         split=part.split,
         batch_size=part.batch_size,
         batches=_batches(dataset, part, job, drop_last=drop_last),
         loaders=part.together,
         iterable=isinstance(dataset, IterableDataset),
-        why_no_workers="" if is_chosen else why_not_renewed(dataset),
+        why_no_workers="" if is_fixed else why_not_renewed(dataset),
         **vars(job),
     )
 

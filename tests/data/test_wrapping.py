@@ -249,7 +249,7 @@ def test_data_that_cannot_be_sent_stay_where_they_are(monkeypatch: pytest.Monkey
         (lambda: FastDataModule.wrap(Plain(), loader=LoaderSettings(drop_last=True)), "drop_last=True would have no"),
     ],
 )
-def test_targets_and_arguments_that_are_refused(given: Any, said: str) -> None:
+def test_refused(given: Any, said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         given()
 
