@@ -67,7 +67,7 @@ class Session:
     model: AnyModule = None
     datamodule: AnyDataModule = None
     loaders: AnyLoader = None
-    compiled: Any = None
+    compiled: AnyModule = None
     package: ModuleType | None = None
     train_loaders: AnyLoader = None
     measured: Measurements | None = None
@@ -307,7 +307,7 @@ def _refuse(trainer: AnyTrainer) -> None:
         )
 
 
-def _plain_trainer(package: Any) -> AnyTrainer:
+def _plain_trainer(package: ModuleType) -> AnyTrainer:
     """A Trainer on one device that writes no files."""
     with quiet():
         return package.Trainer(accelerator="auto", devices=1, logger=False, enable_checkpointing=False)

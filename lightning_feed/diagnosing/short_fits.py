@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from lightning_feed import _host
@@ -18,7 +19,7 @@ from lightning_feed._host import AnyTrainer, Original
 from lightning_feed.callbacks.prefetch import PrefetchCallback
 from lightning_feed.diagnosing.batches import KeptBatches, Pace, Replay
 from lightning_feed.diagnosing.session import Session
-from lightning_feed.load.kinds import Batch
+from lightning_feed.load.kinds import AnyLoader, Batch
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.measure.facts import batches_ahead
 from lightning_feed.measure.windows import WARM_UP_STEPS
@@ -168,7 +169,7 @@ def _meter(session: Session) -> Any:
     return feed.GPUStarvationCallback(nvml=False, report=False)
 
 
-def time_fit(session: Session, limits: Limits, loaders: Any) -> float | None:
+def time_fit(session: Session, limits: Limits, loaders: AnyLoader) -> float | None:
     """Milliseconds of a step of a fit with other loaders; None: too few steps.
 
     Args:
@@ -183,7 +184,7 @@ def time_fit(session: Session, limits: Limits, loaders: Any) -> float | None:
     return step_ms
 
 
-def _instead_of_the_users(session: Session, loaders: Any) -> list[_host.Wrap]:
+def _instead_of_the_users(session: Session, loaders: AnyLoader) -> list[_host.Wrap]:
     """Let a fit take other loaders, without setting up the data module again."""
     owner = session.loader_owner
     if owner is None:
@@ -217,8 +218,8 @@ def replay(session: Session, batches: Sequence[Batch], limits: Limits, *, on_dev
 def _fit(
     session: Session,
     short_fit: ShortFit,
-    callbacks: list[Any],
-    loaders: Any,
+    callbacks: list[object],
+    loaders: AnyLoader,
     wraps: list[_host.Wrap],
     *,
     prefetch: bool = True,
@@ -268,7 +269,7 @@ def _run_fit(session: Session, trainer: AnyTrainer, short_fit: ShortFit, data: d
 # --- the Trainer of a short fit -----------------------------------------------------------------------------------
 
 
-def short_trainer(package: Any, like: AnyTrainer, callbacks: list[Any], folder: str, *, prefetch: bool) -> AnyTrainer:
+def short_trainer(package: ModuleType, like: AnyTrainer, callbacks: list[object], folder: str, *, prefetch: bool) -> AnyTrainer:
     """A new Trainer on one device, with the settings of ``like`` that change what a step does.
 
     Kept: accelerator, the first of the devices, precision, accumulation, clipping, ``max_epochs`` and ``max_steps``
@@ -311,7 +312,7 @@ def _device(like: AnyTrainer) -> dict[str, Any]:
     return {"accelerator": accelerator, "devices": devices}
 
 
-def _silent_logger(package: Any) -> Any:
+def _silent_logger(package: ModuleType) -> Any:
     """A logger that accepts any call, and drops everything."""
     dummy = import_module(f"{package.__name__}.loggers.logger").DummyLogger
     return type("SilentLogger", (dummy,), {"log_dir": None})()

@@ -119,7 +119,7 @@ def _open_tasks(iterator: AnyIterator, position: Pass) -> str:
 # --- ending worker processes ------------------------------------------------------------------------------------------
 
 
-def torch_iterators(batches: Any) -> list[Any]:
+def torch_iterators(batches: AnyIterator) -> list[Any]:
     """Return torch's iterators in ``batches``: one of torch's itself, a LoaderPass, or a combined loader's iterator."""
     side_by_side = getattr(batches, "iterators", None)
     if isinstance(side_by_side, list):
@@ -130,7 +130,7 @@ def torch_iterators(batches: Any) -> list[Any]:
     return [source]
 
 
-def worker_processes(batches: Any) -> list[Any]:
+def worker_processes(batches: AnyIterator) -> list[Any]:
     """Return the worker processes of torch's iterator or of a LoaderPass.
 
     Checked against torch 2.6 and 2.15 (``_workers``).
@@ -143,7 +143,7 @@ def worker_processes(batches: Any) -> list[Any]:
     ]
 
 
-def ended_worker(batches: Any, error: BaseException) -> str | None:
+def ended_worker(batches: AnyIterator, error: BaseException) -> str | None:
     """Describe the worker process whose early end made a pass fail. None if there is no such worker.
 
     Torch reports it with a RuntimeError, unless a batch was being sent: then the connection to the worker breaks first.
@@ -219,7 +219,7 @@ def stop_workers(batches: Iterator[Batch]) -> bool:
     return bool(processes)
 
 
-def _expect_their_end(batches: Any) -> None:
+def _expect_their_end(batches: AnyIterator) -> None:
     """Keep torch from raising an error about the ended workers at an arbitrary point in the main thread."""
     forget = getattr(signal_handling, "_remove_worker_pids", None)
     for iterator in torch_iterators(batches):

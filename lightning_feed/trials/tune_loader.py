@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils.data import DataLoader
@@ -269,6 +269,8 @@ def _unless_dataset_keeps(choice: Choice, own: Setting) -> tuple[Setting, str]:
 
 # --- remembered between runs ------------------------------------------------------------------------------------------
 
+Key: TypeAlias = dict[str, Any]
+"""The conditions under which a result is valid, by name, as they stand in its file."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _NESTED = 6
 _MEMORY_STEP = 4.0
@@ -285,7 +287,7 @@ class Store:
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder if folder is not None else cache_folder() / "tuning"
 
-    def load(self, key: dict[str, Any]) -> Tuned | None:
+    def load(self, key: Key) -> Tuned | None:
         """Load the result saved under ``key``; None if there is none."""
         path = self._path(key)
         document = read_json(path)
@@ -297,7 +299,7 @@ class Store:
             logger.debug("The stored tuning result in %s is not used (%s): tuning starts again.", path, error)
             return None
 
-    def save(self, key: dict[str, Any], tuned: Tuned) -> None:
+    def save(self, key: Key, tuned: Tuned) -> None:
         """Save a result under ``key``, replacing any earlier one."""
         path = self._path(key)
         try:
@@ -305,12 +307,12 @@ class Store:
         except OSError as error:
             logger.info("The tuning result could not be stored in %s: %s. The next run tunes again.", path, error)
 
-    def _path(self, key: dict[str, Any]) -> Path:
+    def _path(self, key: Key) -> Path:
         text = json.dumps(key, sort_keys=True)
         return self.folder / f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.json"
 
 
-def key_of(loader: DataLoader[Batch], goal: Goal, machine: Machine) -> dict[str, Any]:
+def key_of(loader: DataLoader[Batch], goal: Goal, machine: Machine) -> Key:
     """Return the conditions under which a result is valid: machine, dataset, batch size, model, versions and goal.
 
     The time of a step is not among them: it is known only after some steps.
