@@ -85,6 +85,12 @@ class Session:
     # --- the user's objects ---------------------------------------------------------------------------------------
 
     @property
+    def lightning(self) -> ModuleType:
+        """The package of the user's Trainer."""
+        assert self.package is not None, "there is a Trainer"
+        return self.package
+
+    @property
     def device(self) -> torch.device:
         """The device on which the model computes."""
         device: torch.device = self.trainer.strategy.root_device

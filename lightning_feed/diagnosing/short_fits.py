@@ -131,7 +131,7 @@ def nothing(*_: object, **__: object) -> None:
 
 
 def _as_callback(session: Session, kind: type[ShortFit]) -> Any:
-    return type("ShortFit", (kind, session.package.Callback), {})  # type: ignore[union-attr]  # with a Trainer
+    return type("ShortFit", (kind, session.lightning.Callback), {})
 
 
 # --- the fits -----------------------------------------------------------------------------------------------------
@@ -163,8 +163,7 @@ def run_as_it_is(session: Session, limits: Limits) -> None:
 
 def _meter(session: Session) -> Any:
     """A GPUStarvationCallback for the Trainer's package."""
-    assert session.package is not None, "there is a Trainer"
-    is_unified = session.package.__name__ == "lightning.pytorch"
+    is_unified = session.lightning.__name__ == "lightning.pytorch"
     feed = import_module("lightning_feed" if is_unified else "lightning_feed.pl")
     return feed.GPUStarvationCallback(nvml=False, report=False)
 
@@ -244,7 +243,7 @@ def _fit(
         wraps += [_host.Wrap(owner, name, nothing) for name in ENDS if _host.is_overridden(owner, name)]
     try:
         with tempfile.TemporaryDirectory(prefix="feed_diagnose_") as folder:
-            trainer = short_trainer(session.package, session.trainer, callbacks, folder, prefetch=prefetch)
+            trainer = short_trainer(session.lightning, session.trainer, callbacks, folder, prefetch=prefetch)
             _run_fit(session, trainer, short_fit, data)
     finally:
         for wrap in reversed([*wraps, *short_fit.wraps]):
@@ -269,7 +268,9 @@ def _run_fit(session: Session, trainer: AnyTrainer, short_fit: ShortFit, data: d
 # --- the Trainer of a short fit -----------------------------------------------------------------------------------
 
 
-def short_trainer(package: ModuleType, like: AnyTrainer, callbacks: list[object], folder: str, *, prefetch: bool) -> AnyTrainer:
+def short_trainer(
+    package: ModuleType, like: AnyTrainer, callbacks: list[object], folder: str, *, prefetch: bool
+) -> AnyTrainer:
     """A new Trainer on one device, with the settings of ``like`` that change what a step does.
 
     Kept: accelerator, the first of the devices, precision, accumulation, clipping, ``max_epochs`` and ``max_steps``

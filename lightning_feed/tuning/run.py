@@ -497,8 +497,7 @@ def _first_batch(session: Session) -> Any:
             return next(batches, None)
         finally:
             end_pass(batches)
-    assert session.package is not None, "there is a Trainer"
-    combined = session.package.utilities.CombinedLoader
+    combined = session.lightning.utilities.CombinedLoader
     if not isinstance(loaders, combined):
         loaders = combined(loaders, "max_size_cycle")  # as a fit would
     batch, _, _ = next(iter(loaders), (None, 0, 0))
