@@ -126,10 +126,10 @@ def test_the_ceiling_does_without_the_data_sets_own_work() -> None:
 
 
 class Choosy(DataLoader[Any]):
-    """As LitData's: it calls what only its own data set has."""
+    """As LitData's: it calls what only its own dataset has."""
 
     def __iter__(self) -> Any:
-        assert isinstance(self.dataset, Images), "this is no data set of mine"
+        assert isinstance(self.dataset, Images), "this is no dataset of mine"
         return super().__iter__()
 
 

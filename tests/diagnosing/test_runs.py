@@ -368,7 +368,7 @@ def test_a_batch_that_raises_on_all_that_is_asked_of_it() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return self.net(batch._x).sum()  # type: ignore[no-any-return]
 
-    loader = DataLoader(range(40), batch_size=4, collate_fn=lambda some: Closed(torch.ones(len(some), 4)))  # type: ignore[arg-type]  # a range is a data set
+    loader = DataLoader(range(40), batch_size=4, collate_fn=lambda some: Closed(torch.ones(len(some), 4)))  # type: ignore[arg-type]  # a range is a dataset
     found = short_diagnosis(make_trainer(), Careful(), train_dataloaders=loader)
     assert found.stats.steps >= 10
     assert "the run as it is gave no batch" in dict(found.measurements.experiments.left_out)["model"]

@@ -31,7 +31,7 @@ from lightning_feed.trials.cloning import Changes, clone_loader
 
 
 class Numbers(Dataset[int]):
-    """Changes everything that a data set can change about itself."""
+    """Changes everything that a dataset can change about itself."""
 
     def __init__(self, size: int = 20) -> None:
         self.size = size
