@@ -55,19 +55,19 @@ class SlotCollate:
         slot = self._take()
         if slot is None:
             return _SentBatch(self.memory.number, None, 0, bytes(ForkingPickler.dumps(self.collate(samples))))
-        write = _SlotWriter(self.memory, slot, self._touched.get(slot, 0))
+        writer = _SlotWriter(self.memory, slot, self._touched.get(slot, 0))
         try:
-            with _StackInto(write):
+            with _StackInto(writer):
                 batch = self.collate(samples)
-            content = write.pickled(batch)
+            content = writer.pickled(batch)
         except BaseException:
             self.memory.give_back(slot)
             raise
-        self._touched[slot] = write.touched
-        if not write.used:
+        self._touched[slot] = writer.touched
+        if not writer.used:
             self.memory.give_back(slot)
             return batch
-        return _SentBatch(self.memory.number, slot, write.used, content)
+        return _SentBatch(self.memory.number, slot, writer.used, content)
 
     def _take(self) -> int | None:
         """Take a free slot. None if there is none.
