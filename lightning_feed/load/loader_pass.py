@@ -63,7 +63,7 @@ class LoaderPass(Iterator[Batch]):
             if late is not None:
                 late.begin()
             with traced("loader_next"):
-                item = next(self._last)
+                batch = next(self._last)
         except StopIteration as end:
             problem = self._ended(end)
             if problem is None:
@@ -77,7 +77,8 @@ class LoaderPass(Iterator[Batch]):
         if late is not None:
             late.arrived()
         self.taken += 1
-        return self.position.hand_out(item)
+        self.position.count_yielded()
+        return batch
 
     @property
     def source(self) -> Any:

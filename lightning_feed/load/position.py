@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from lightning_feed.errors import ResumeError
-from lightning_feed.load.kinds import AnySampler, Batch, Index, State
+from lightning_feed.load.kinds import AnySampler, Index, State
 from lightning_feed.load.order import (
     DrawsOf,
     EpochOrder,
@@ -155,12 +155,11 @@ class Pass:
             self.batches = resume.batches
             self.drawn = resume.drawn if checked else None
 
-    def hand_out(self, batch: Batch) -> Batch:
-        """Count a yielded batch, and return it."""
+    def count_yielded(self) -> None:
+        """Count a yielded batch."""
         self.batches += 1
         if self._drawn_ahead:
             self.drawn = self._drawn_ahead.popleft()
-        return batch
 
     def note(self, index: Index) -> None:
         """Count a requested index."""
