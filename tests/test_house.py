@@ -79,10 +79,10 @@ def _breaks_rule(relative: str, imported: str) -> bool:
     top, *rest = imported.split(".")
     place = relative.split("/")[0] if "/" in relative else ""
     if top in LIGHTNING:
-        return place in ROAD or relative in {"__init__.py", "errors.py", "extras.py"}
+        return place in ROAD or relative in {"__init__.py", "wording.py", "errors.py", "extras.py"}
     if top != "lightning_feed" or not place:
         return False
-    order = ("errors", "extras", "autoload", *ROAD, *DOORS)
+    order = ("wording", "errors", "extras", "autoload", *ROAD, *DOORS)
     if place == "_host":
         return rest[:1] not in (["_host"], ["errors"])
     return not rest or rest[0] not in order[: order.index(place) + 1]

@@ -16,12 +16,12 @@ from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.callbacks.tuned_loader import TunedLoader
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.kinds import AnyLoader, Batch
+from lightning_feed.load.loader_tree import walk_loaders
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.rank_store import gather
 from lightning_feed.load.settings import MOST, Setting
 from lightning_feed.measure.guard import Guard, Once, check_instance, guarded, say
 from lightning_feed.transfer.resident import ResidentLoader
-from lightning_feed.trials.cloning import map_loaders
 from lightning_feed.trials.in_fit import (
     goal_of,
     slowest_work,
@@ -220,9 +220,7 @@ class AutotuneCallback(Callback):
 
     def _count(self, original: Original) -> Any:
         structure = original()
-        loaders: list[Any] = []
-        map_loaders(structure, lambda loader, _: loaders.append(loader))
-        self._loaders = len(loaders)
+        self._loaders = len(walk_loaders(structure))
         return structure
 
     def _process(self, trainer: AnyTrainer, original: Original, loader: object) -> Any:

@@ -12,11 +12,11 @@ from lightning_feed import _host
 from lightning_feed._host import AnyTrainer, Stage
 from lightning_feed.callbacks.prefetch import PrefetchCallback
 from lightning_feed.load.kinds import AnyLoader
+from lightning_feed.load.loader_tree import loaders_in
 from lightning_feed.load.machine import read_machine
 from lightning_feed.measure.facts import is_instance, with_loaders
 from lightning_feed.measure.guard import Guard
 from lightning_feed.measure.loader_code import place_of, users_line
-from lightning_feed.measure.loader_state import loaders_in
 from lightning_feed.measure.measurements import HookPlace, LoopFacts, Place
 
 _INTERVALS = ("every_n_steps", "log_every_n_steps", "every_n_train_steps", "refresh_rate")

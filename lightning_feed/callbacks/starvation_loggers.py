@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import Logger
 
 from lightning_feed import _host
 from lightning_feed._host import AnyTrainer
-from lightning_feed.load.settings import Recommendation
+from lightning_feed.load.recommend import Recommendation
 from lightning_feed.measure import loop
 from lightning_feed.measure.guard import Guard
 from lightning_feed.measure.stats import Which, choose_tags, custom_scalar_layout, to_tags

@@ -10,7 +10,6 @@ from lightning_feed.load.fork_safety import plain_values
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.settings import Setting
 from lightning_feed.trials.in_fit import RestOfEpoch, end_workers, rest_of_epoch, with_setting
-from lightning_feed.trials.tune_loader import own_setting
 
 
 class TunedLoader:
@@ -28,7 +27,7 @@ class TunedLoader:
     def __init__(self, trainer: AnyTrainer, loader: DataLoader[Batch]) -> None:
         self._trainer = trainer
         self.original = loader
-        self.setting = own_setting(loader)
+        self.setting = Setting.of(loader)
         self._sent_values: dict[str, object] = {}
         """Numbers and strings of the dataset when its workers started."""
         self._is_under_way = False
@@ -59,7 +58,7 @@ class TunedLoader:
         if is_under_way:
             if self.original.num_workers or not loader.num_workers:
                 return  # the user's own workers would not know of it either; later epochs begin with it
-            rest = self._rest(loader, own_setting(loader))
+            rest = self._rest(loader, Setting.of(loader))
             if rest is None:
                 return
             self._replace_rest(loader, rest)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from lightning_feed.load.kinds import AnyLoader
+from lightning_feed.load.loader_tree import loaders_in
 from lightning_feed.load.machine import STREAM_BACKENDS, read_machine
 from lightning_feed.measure.cpu_time import CpuShare
 from lightning_feed.measure.facts import batches_ahead, with_loaders
 from lightning_feed.measure.guard import Guard
-from lightning_feed.measure.loader_state import loaders_in
 from lightning_feed.measure.loop import READ_EVERY_NS, MeasuredLoop, Schedule
 from lightning_feed.measure.measurements import LoopFacts, Measurements
 from lightning_feed.measure.stats import MIN_STEPS, StarvationStats

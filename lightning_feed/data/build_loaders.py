@@ -21,7 +21,8 @@ from lightning_feed.load.kinds import AnyDataset
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import size_of
-from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, Setting, workers_of
+from lightning_feed.load.recommend import Job, Recommendation
+from lightning_feed.load.settings import LoaderSettings, Setting, workers_of
 from lightning_feed.load.worker import WorkerInit
 
 if TYPE_CHECKING:

@@ -23,7 +23,8 @@ from lightning_feed.load.collate import DroppingCollate, check_drop_keys
 from lightning_feed.load.decoding import BatchDecoder
 from lightning_feed.load.kinds import AnyDataset, Batch
 from lightning_feed.load.order import EpochOrder, mix_seed
-from lightning_feed.load.settings import SEEDS, LoaderSettings, Recommendation
+from lightning_feed.load.recommend import Recommendation
+from lightning_feed.load.settings import SEEDS, LoaderSettings
 from lightning_feed.load.trace import traced
 
 logger = logging.getLogger(__name__)

@@ -13,12 +13,14 @@ from lightning_feed.callbacks.fresh_workers import FreshWorkers
 from lightning_feed.data.build_loaders import SPLITS, ChosenSettings, job_of
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.fork_safety import may_change, why_no_workers, why_not_renewed
+from lightning_feed.load.loader_tree import name_in_split, rebuild_loaders, walk_loaders
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import size_of
-from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, Setting, Workload, recommend
-from lightning_feed.load.slots import put_in_slots
+from lightning_feed.load.recommend import Job, Recommendation, Workload, recommend
+from lightning_feed.load.settings import LoaderSettings, Setting
+from lightning_feed.load.slot_loaders import put_in_slots
 from lightning_feed.load.worker import WorkerInit, why_not_sent
-from lightning_feed.trials.cloning import map_loaders, twin_of
+from lightning_feed.trials.cloning import twin_of
 
 logger = logging.getLogger(__name__)
 
@@ -96,21 +98,21 @@ class WrappedLoaders(ChosenSettings):
     def change(self, trainer: AnyTrainer | None, split: str, structure: object) -> Any:
         """Give other workers to each DataLoader in a structure of loaders. Other loaders stay unchanged."""
         # Training iterates its loaders in parallel, evaluation one after the other.
+        loaders = walk_loaders(structure)
         together = 1
         if split == "train":
-            together = max(1, sum(isinstance(loader, DataLoader) for loader in _loaders_in(structure)))
-
-        def change(loader: object, path: tuple[object, ...]) -> Any:
-            name = split + "".join(f"[{key!r}]" for key in path)
-            if not isinstance(loader, DataLoader):
+            together = max(1, sum(isinstance(loader, DataLoader) for _, loader in loaders))
+        changed = []
+        for path, loader in loaders:
+            name = name_in_split(split, path)
+            if isinstance(loader, DataLoader):
+                changed.append(self._change(trainer, split, name, loader, together))
+            else:
                 self._note_left_alone(name, loader)
-                return loader
-            return self._change(trainer, split, name, loader, together)
-
-        changed = map_loaders(structure, change)
+                changed.append(loader)
         if trainer is not None and trainer.state.fn == "fit" and split in _STAGES:
-            FreshWorkers.watch(trainer, _STAGES[split], _loaders_in(changed))
-        return changed
+            FreshWorkers.watch(trainer, _STAGES[split], changed)
+        return rebuild_loaders(structure, changed)
 
     def _change(
         self, trainer: AnyTrainer | None, split: str, name: str, loader: DataLoader[object], together: int
@@ -128,12 +130,6 @@ class WrappedLoaders(ChosenSettings):
         if any(kind.__module__.startswith("nvidia.dali.") for kind in type(loader).__mro__):
             message += f" {_OF_DALI}"
         logger.warning("%s", message)
-
-
-def _loaders_in(structure: object) -> list[Any]:
-    loaders: list[Any] = []
-    map_loaders(structure, lambda loader, _: loaders.append(loader))
-    return loaders
 
 
 def _rebuilt(loader: DataLoader[object], setting: Setting, settings: LoaderSettings) -> DataLoader[object]:

@@ -62,7 +62,7 @@ class LateBatch:
             self._started = True
             self._thread.start()
 
-    def came(self) -> None:
+    def arrived(self) -> None:
         """Note that the loop has its batch."""
         self._since = None
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, Subset
 
-from lightning_feed.errors import source_line
 from lightning_feed.load.fork_safety import why_no_workers
 from lightning_feed.load.kinds import AnyDataset, AnyLoader, Batch
 from lightning_feed.load.streams import divides_among_workers
 from lightning_feed.measure.measurements import LoopFacts
 from lightning_feed.transfer.batch_tree import tensors
+from lightning_feed.wording import source_line
 
 _SETTINGS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "in_order")
 _DEEPEST = 4

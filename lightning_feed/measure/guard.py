@@ -7,7 +7,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from lightning_feed.errors import SettingsError, printable_lines
+from lightning_feed.errors import SettingsError
+from lightning_feed.wording import printable_lines
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_feed.errors import source_line
 from lightning_feed.load.kinds import AnyLoader
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.measure.measurements import Place
 from lightning_feed.measure.user_code import is_users
+from lightning_feed.wording import source_line
 
 SETTINGS = ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory", "in_order")
 """Settings that remedies change."""

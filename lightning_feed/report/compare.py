@@ -4,11 +4,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lightning_feed.errors import ReportError, printable_lines
+from lightning_feed.errors import ReportError
 from lightning_feed.measure.measurements import SYNCS, LoopFacts, Measurements
 from lightning_feed.measure.stats import StarvationStats
 from lightning_feed.report.report import Report, cause_text, rate
 from lightning_feed.verdict.shares import LOOP_WORDS, shares_of
+from lightning_feed.wording import printable_lines
 
 Setting = bool | int | float | str | None
 

@@ -12,7 +12,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_feed.errors import ReportError, in_rate, plural, printable, printable_lines
+from lightning_feed.errors import ReportError
 from lightning_feed.report import sections
 from lightning_feed.report.document import NAME, as_json, make_report
 from lightning_feed.report.next_step import ARGUMENTS, next_step, other_notes
@@ -32,6 +32,7 @@ from lightning_feed.report.sections import Section
 from lightning_feed.storage.system import atomic_write
 from lightning_feed.verdict.diagnosis import Diagnosis, Grade
 from lightning_feed.verdict.shares import in_ms, toy_sentence
+from lightning_feed.wording import in_rate, plural, printable, printable_lines
 
 if TYPE_CHECKING:
     from jinja2 import Template

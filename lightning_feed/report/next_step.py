@@ -2,7 +2,6 @@
 
 import shlex
 
-from lightning_feed.errors import source_line
 from lightning_feed.measure.stats import MIN_STEPS
 from lightning_feed.measure.wall import Part
 from lightning_feed.report.report import RunIdentity, is_toy, may_be_tuned, takes_turns
@@ -10,6 +9,7 @@ from lightning_feed.verdict.decide import share_text
 from lightning_feed.verdict.diagnosis import Cause, Diagnosis, Remedy
 from lightning_feed.verdict.notes import second_epoch
 from lightning_feed.verdict.shares import LOOP_WORDS, in_ms
+from lightning_feed.wording import source_line
 
 ENOUGH_STEPS = 30
 """Number of steps that are enough for a verdict, including the warm-up."""

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from lightning_feed.errors import plural
 from lightning_feed.extras import installed_version
 from lightning_feed.load.machine import read_machine
 from lightning_feed.measure.measurements import LoopFacts
 from lightning_feed.verdict.decide import share_text
 from lightning_feed.verdict.diagnosis import Diagnosis, Remedy
 from lightning_feed.verdict.shares import LOOP_WORDS, grade_of, shares_of, toy_sentence
+from lightning_feed.wording import plural
 
 
 @dataclass(frozen=True, kw_only=True)

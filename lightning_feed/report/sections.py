@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from lightning_feed.errors import in_rate, plural, rate_unit, source_line
 from lightning_feed.measure.experiment_results import (
     NOT_TRANSFORMS,
     ExperimentResults,
@@ -23,6 +22,7 @@ from lightning_feed.measure.wall import WallStats
 from lightning_feed.report.report import Report, cause_text, if_free, needs_trial, rate, takes_turns
 from lightning_feed.verdict.diagnosis import Bottleneck, Diagnosis, Remedy
 from lightning_feed.verdict.shares import in_ms, model_disturbed
+from lightning_feed.wording import in_rate, plural, rate_unit, source_line
 
 # --- the pipeline from disk to model ------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from lightning_feed.errors import plural, source_line
 from lightning_feed.measure.measurements import LoopFacts, Measurements
 from lightning_feed.measure.stats import MIN_STEPS, Confidence
 from lightning_feed.measure.wall import WallStats
@@ -28,6 +27,7 @@ from lightning_feed.verdict.shares import (
     shares_of,
     toy_sentence,
 )
+from lightning_feed.wording import plural, source_line
 
 _FIND: dict[Bottleneck, Callable[[Measurements, Shares], Reason]] = {
     "framework": framework_cause,

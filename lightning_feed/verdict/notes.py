@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TypeGuard
 
-from lightning_feed.errors import in_rate, rate_unit
 from lightning_feed.measure.experiment_results import NOT_TRANSFORMS, step_of
 from lightning_feed.measure.measurements import SYNCS, HookTime, LoopFacts
 from lightning_feed.trials.search import OUT_OF_TIME
@@ -13,6 +12,7 @@ from lightning_feed.verdict.causes import MANY_TENSORS
 from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Remedy
 from lightning_feed.verdict.remedies import LEAST_PCT, MADE_ON_CPU, Finding, least_gain_pct, may_have_workers
 from lightning_feed.verdict.shares import MODERATE_PCT, TOY_STEP_MS, in_ms
+from lightning_feed.wording import in_rate, rate_unit
 
 MOST = 3
 SHARD = (

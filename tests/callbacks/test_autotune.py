@@ -17,6 +17,7 @@ from measure.small_fits import Memory
 from measure.test_ranks_gloo import in_ranks
 from recording import NullStreamPrefetch, Numbers, Recording, Stream, by_hook, fit, quiet_trainer
 from resuming import SaveThenDie, run, trained
+from slot_memory import memory_of
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from trial_steps import THREE_ARE_BEST, Trials
@@ -30,7 +31,7 @@ from lightning_feed.load import build
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.order import EpochOrder
-from lightning_feed.load.slots import memory_of, uses_slots
+from lightning_feed.load.slot_loaders import uses_slots
 from lightning_feed.storage.system import cache_folder
 from lightning_feed.trials import tune_loader
 

@@ -17,6 +17,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities import CombinedLoader
 from measure.test_ranks_gloo import in_ranks
 from recording import quiet_trainer
+from slot_memory import memory_of
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -32,7 +33,7 @@ from lightning_feed import AutotuneCallback, FastDataModule, LoaderSettings
 from lightning_feed.data import wrapping
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.settings import Setting
-from lightning_feed.load.slots import memory_of, uses_slots
+from lightning_feed.load.slot_loaders import uses_slots
 from lightning_feed.trials.in_fit import with_setting
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]

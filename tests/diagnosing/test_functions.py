@@ -64,7 +64,7 @@ def test_a_step_of_a_list_in_getitem_is_named_with_its_line() -> None:
     assert stages["samples"] > stages["collate"]
 
 
-def test_collating_that_takes_the_time_is_told_as_that() -> None:
+def test_time_in_collate_counts_as_collating() -> None:
     stages, functions = time_batches(LoaderPart("", DataLoader(Images(), batch_size=4, collate_fn=slow_collate)), 0.3)
     assert stages["collate"] > stages["samples"]
     assert {one.stage for one in functions} == {"collate"}
@@ -132,7 +132,7 @@ def test_time_goes_to_the_innermost_function_of_the_users_and_names_what_it_call
     assert [one.name for one in tally.result(batches=2)[1]] == ["Aug.run"]  # the other takes too little
 
 
-def test_what_is_the_users() -> None:
+def test_files_that_are_the_users() -> None:
     assert is_users(HERE)
     assert is_users("<ipython-input-3-ab>")
     for library in (torch.nn.modules.module.__file__, sys.modules["threading"].__file__, "<frozen importlib>"):

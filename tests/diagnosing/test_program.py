@@ -100,7 +100,7 @@ def fit_of(name: str, *arguments: str, **options: Any) -> Fit:
         ("", ""),
     ],
 )
-def test_what_is_given_to_fit(call: str, given: str, script: Any) -> None:
+def test_the_arguments_of_fit(call: str, given: str, script: Any) -> None:
     fit = fit_of(script(f"make(max_epochs=3).fit(Model(), {call})\n"))
     assert type(fit.model).__name__ == "Model"
     assert fit.trainer.max_epochs == 3

@@ -14,7 +14,7 @@ from lightning_feed.diagnosing import diagnose, proof, rates
 from lightning_feed.diagnosing.proof import Proof, proven
 from lightning_feed.load.settings import Setting
 from lightning_feed.trials.search import Trial
-from lightning_feed.trials.tune_loader import Tuned, own_setting
+from lightning_feed.trials.tune_loader import Tuned
 from lightning_feed.tuning import run as tuning
 from lightning_feed.tuning.run import tune
 
@@ -38,7 +38,7 @@ def test_a_setting_counts_only_if_steps_are_clearly_shorter(chosen_ms: float, ho
 
 def chooses_one_worker(loader: DataLoader[Any], *arguments: Any, **named: Any) -> Tuned:
     """In the place of ``tune_loader``."""
-    own = own_setting(loader)
+    own = Setting.of(loader)
     chosen = replace(CHOSEN, persistent_workers=False)
     trials = (Trial(setting=own, steps_s=(0.2,)), Trial(setting=chosen, steps_s=(0.1,)))
     return Tuned(setting=CHOSEN, own=own, reason="the fastest of 2 tried", trials=trials)

@@ -17,8 +17,9 @@ from lightning_feed.diagnosing.rates import (
     measure_files_in_memory,
     measure_workers,
 )
+from lightning_feed.load.settings import Setting
 from lightning_feed.trials.search import Trial
-from lightning_feed.trials.tune_loader import Goal, Tuned, own_setting
+from lightning_feed.trials.tune_loader import Goal, Tuned
 
 # --- other numbers of workers -----------------------------------------------------------------------------------------
 
@@ -31,7 +32,7 @@ class Tunes:
 
     def __call__(self, loader: DataLoader[Any], goal: Goal, **_: Any) -> Tuned:
         self.goals.append(goal)
-        own = own_setting(loader)
+        own = Setting.of(loader)
         chosen = own.with_workers(2)
         trials = (
             Trial(setting=own, steps_s=(0.2, 0.22, 0.19)),
@@ -125,10 +126,10 @@ def test_the_ceiling_does_without_the_data_sets_own_work() -> None:
 
 
 class Choosy(DataLoader[Any]):
-    """As LitData's: it calls what only its own data set has."""
+    """As LitData's: it calls what only its own dataset has."""
 
     def __iter__(self) -> Any:
-        assert isinstance(self.dataset, Images), "this is no data set of mine"
+        assert isinstance(self.dataset, Images), "this is no dataset of mine"
         return super().__iter__()
 
 

@@ -135,7 +135,7 @@ def train_twice(*, diagnosed: bool) -> Any:
     return model
 
 
-def test_training_goes_on_as_if_nothing_had_been() -> None:
+def test_training_continues_as_without_a_diagnosis() -> None:
     plain, diagnosed = train_twice(diagnosed=False), train_twice(diagnosed=True)
     assert diagnosed.losses == plain.losses
     assert len(plain.losses) == 18

@@ -368,7 +368,7 @@ def test_a_batch_that_raises_on_all_that_is_asked_of_it() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return self.net(batch._x).sum()  # type: ignore[no-any-return]
 
-    loader = DataLoader(range(40), batch_size=4, collate_fn=lambda some: Closed(torch.ones(len(some), 4)))  # type: ignore[arg-type]  # a range is a data set
+    loader = DataLoader(range(40), batch_size=4, collate_fn=lambda some: Closed(torch.ones(len(some), 4)))  # type: ignore[arg-type]  # a range is a dataset
     found = short_diagnosis(make_trainer(), Careful(), train_dataloaders=loader)
     assert found.stats.steps >= 10
     assert "the run as it is gave no batch" in dict(found.measurements.experiments.left_out)["model"]
@@ -497,7 +497,7 @@ def test_a_replay_on_a_device_keeps_to_its_time(on_device: bool, late: Simulated
     queued = Session(trainer, Queued(), loaders=DataLoader(Numbers(), batch_size=4), package=package_of(trainer))
     queued.train_loaders = queued.loaders
     began = late.now
-    limits = Limits(least=20, most=300, seconds=2)
+    limits = Limits(min_steps=20, max_steps=300, seconds=2)
     batch = next(iter(queued.loaders))
     assert replay(queued, [batch], limits, on_device=on_device) == pytest.approx(20)
     assert (late.compute.free_at - began) / 1e9 == pytest.approx(2, abs=0.05 * (batches.STEPS_AHEAD + 2))

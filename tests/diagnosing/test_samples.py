@@ -116,7 +116,7 @@ def test_nothing_of_the_users_is_changed() -> None:
 
 
 def augment(image: Any) -> Any:
-    """Called as a step of our own data sets is."""
+    """Called as a step of our own datasets is."""
     return image
 
 

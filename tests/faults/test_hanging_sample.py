@@ -18,7 +18,8 @@ from lightning_feed.errors import SettingsError
 from lightning_feed.load.build import Part, build_loader
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import EpochOrder
-from lightning_feed.load.settings import Job, LoaderSettings
+from lightning_feed.load.recommend import Job
+from lightning_feed.load.settings import LoaderSettings
 from lightning_feed.load.watchdog import LateBatch, Watch
 from lightning_feed.load.worker import WorkerInit, stack_of
 

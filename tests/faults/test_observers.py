@@ -27,7 +27,7 @@ import lightning_feed
 from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings
 from lightning_feed.callbacks import autotune, starvation_run
 from lightning_feed.callbacks.autotune import AutotuneCallback
-from lightning_feed.load.slots import in_slots
+from lightning_feed.load.slot_loaders import in_slots
 from lightning_feed.measure import guard, hook_times, loop
 from lightning_feed.measure.step_meter import EventRing
 from lightning_feed.trials import tune_loader

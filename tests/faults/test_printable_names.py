@@ -6,9 +6,10 @@ import pytest
 from report.sample_reports import sample, sample_report
 
 from lightning_feed import cli
-from lightning_feed.errors import ArchiveError, DatasetError, printable
+from lightning_feed.errors import ArchiveError, DatasetError
 from lightning_feed.images.image_dataset import CpuFallback
 from lightning_feed.report.files import as_markdown, as_text
+from lightning_feed.wording import printable
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\u202egpj.jpg"
 SHOWN = r"\x1b]0;owned\x07\x1b[2J\x9b31m\r\u202egpj.jpg"

@@ -91,6 +91,6 @@ def test_the_limit_holds_over_all_workers() -> None:
 
 
 @pytest.mark.parametrize("given", [{"on_error": "ignore"}, {"max_failures": -1}, {"max_failures": True}])
-def test_what_is_no_choice_is_refused(given: dict[str, Any]) -> None:
+def test_invalid_policies_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match=next(iter(given))):
         BadSamples(**given)

@@ -88,7 +88,7 @@ WORKERS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", WORKERS, ids=str)
 @pytest.mark.parametrize("handed_out", [1, 6])
-def test_its_place_is_in_batches_handed_out_not_in_batches_taken(options: dict[str, Any], handed_out: int) -> None:
+def test_its_position_counts_batches_handed_out(options: dict[str, Any], handed_out: int) -> None:
     def shuffled(**more: Any) -> tuple[FeedLoader, AheadDecoder]:
         return made(shuffle=True, order=EpochOrder(seed=3, epoch=lambda: 0), **{**options, **more})
 

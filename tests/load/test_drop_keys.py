@@ -60,7 +60,7 @@ class Encoding(UserDict[str, Any]):
     ],
     ids=str,
 )
-def test_what_is_left(batch: Any, left: Any) -> None:
+def test_values_under_other_keys_are_kept(batch: Any, left: Any) -> None:
     before = copy.deepcopy(batch)
     made = drop(batch, META)
     assert made == left
@@ -87,7 +87,7 @@ def test_dropping_the_whole_batch_is_an_error_that_names_the_keys() -> None:
     assert drop({}, META) == {}
 
 
-def test_a_key_that_is_not_there_is_told_with_those_that_are() -> None:
+def test_an_absent_key_is_named_with_the_known_ones() -> None:
     batch = {"x": Pair(1, {"deep": 1}), "y": Frozen(2)}
     said = missing_keys(batch, frozenset({"mta", "meta"}))
     assert said is not None

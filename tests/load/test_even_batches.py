@@ -21,7 +21,7 @@ from lightning_feed.load.build import even_batch_size
         (8, 13, 1, 6, 1),
     ],
 )
-def test_by_hand(wished: int, samples: int, ranks: int, size: int, left: int) -> None:
+def test_sizes_calculated_by_hand(wished: int, samples: int, ranks: int, size: int, left: int) -> None:
     found, reason = even_batch_size(wished, samples, ranks)
     assert (found, -(-samples // ranks) % found) == (size, left)
     assert reason

@@ -118,7 +118,7 @@ def test_connections() -> None:
         (lambda thing: Subset(Holder(Transform(Transform(thing))), [0]), "dataset.dataset.thing.steps[1].steps[1]"),
     ],
 )
-def test_they_are_found_inside(wrap: Any, path: str) -> None:
+def test_hazards_inside_other_objects(wrap: Any, path: str) -> None:
     (hazard,) = find_hazards(wrap(np.random.default_rng(0)))
     assert hazard.path == path
 

@@ -333,7 +333,7 @@ def test_a_state_of_another_version_is_refused():
         loader.load_state_dict({"batches": 5})
 
 
-def test_workers_out_of_order_are_said_to_be_inexact(caplog):
+def test_states_of_workers_out_of_order_are_inexact(caplog):
     loader = FeedLoader(Squares(), num_workers=2, in_order=False)
     batches = iter(loader)
     next(batches)

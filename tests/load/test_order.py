@@ -62,7 +62,7 @@ def test_epochs_and_cycles_differ_and_repeat_themselves(make):
     assert all(one_pass(make(), epoch=e, cycle=c)[0] == order for (e, c), order in orders.items())
 
 
-def test_without_an_order_a_random_sampler_is_as_torch_has_it():
+def test_without_an_order_a_random_sampler_draws_as_in_torch():
     torch.manual_seed(3)
     plain = list(RandomSampler(range(30)))
     torch.manual_seed(3)

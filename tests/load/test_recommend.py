@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.machine import MEMORY_SHARE, SHM_SHARE, WORKER_BYTES, Machine
-from lightning_feed.load.settings import ASSUMED_SAMPLE_BYTES, LoaderSettings, Recommendation, Workload, recommend
+from lightning_feed.load.recommend import ASSUMED_SAMPLE_BYTES, Recommendation, Workload, recommend
+from lightning_feed.load.settings import LoaderSettings
 
 GIB = 2**30
 MACHINE = Machine(

@@ -13,12 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from slot_memory import memory_of
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
-from lightning_feed.load import slots
+from lightning_feed.load import slot_batches, slots
 from lightning_feed.load.copy_fence import CopyFence
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.slots import SlotMemory, in_slots, memory_of
+from lightning_feed.load.slot_loaders import in_slots
+from lightning_feed.load.slots import SlotMemory
 
 Pair = collections.namedtuple("Pair", "left right")
 SHARED = torch.arange(6.0).share_memory_()
@@ -461,10 +463,10 @@ def test_a_batch_that_cannot_be_registered_is_handed_over_all_the_same(device, m
 
 def test_a_slot_that_becomes_free_spares_the_memory_of_another(monkeypatch):
     memory = SlotMemory(4)
-    collate = slots.SlotCollate(default_collate, memory, usual=2)
+    collate = slot_batches.SlotCollate(default_collate, memory, usual=2)
     collate._touched[0] = 2**20  # batches are large enough to wait for
     assert [collate._take(), collate._take()] == [0, 1]
-    monkeypatch.setattr(slots.time, "sleep", lambda _: memory.give_back(0))  # the loop drops a batch meanwhile
+    monkeypatch.setattr(slot_batches.time, "sleep", lambda _: memory.give_back(0))  # the loop drops a batch meanwhile
     assert collate._take() == 0
-    monkeypatch.setattr(slots.time, "sleep", lambda _: None)  # the loop keeps its batches
+    monkeypatch.setattr(slot_batches.time, "sleep", lambda _: None)  # the loop keeps its batches
     assert [collate._take(), collate._take(), collate._take()] == [2, 3, None]

@@ -19,14 +19,15 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from slot_memory import memory_of
 from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker
 
 from lightning_feed import FastDataModule, LoaderSettings
-from lightning_feed.load import slots
+from lightning_feed.load import slot_loaders, slots
 from lightning_feed.load.copy_fence import CopyFence
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.slots import SlotMemory, memory_of
+from lightning_feed.load.slots import SlotMemory
 
 MB = 1_000_000
 
@@ -183,9 +184,9 @@ class Messages(logging.Handler):
 def _train_limited(answers, limit, value, workers):
     torch.set_num_threads(1)
     messages = Messages()
-    slots.logger.addHandler(messages)
-    slots.logger.setLevel(logging.INFO)
-    slots._say_once.cache_clear()
+    slot_loaders.logger.addHandler(messages)
+    slot_loaders.logger.setLevel(logging.INFO)
+    slot_loaders._say_once.cache_clear()
     if limit == resource.RLIMIT_AS:  # besides what this process has already, as a copy of one that ran other tests
         value += int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
     resource.setrlimit(limit, (value, value))
@@ -506,7 +507,7 @@ def runtime(monkeypatch):
 
 def test_the_pinning_thread_stays_where_nothing_may_be_locked(runtime):
     loader = torch.utils.data.DataLoader(torch.ones(4), num_workers=1, pin_memory=True)
-    slots.use_slots(loader)
+    slot_loaders.use_slots(loader)
     assert loader.pin_memory
     assert not loader.collate_fn.memory.registers
     assert runtime.cleared == [True]
@@ -525,7 +526,7 @@ class Backend:
         return False
 
 
-def test_a_refusal_is_said_once_and_large_batches_are_not_tried_again(runtime, caplog):
+def test_a_refusal_is_logged_once_and_large_batches_are_not_tried_again(runtime, caplog):
     runtime.allowed_bytes = 8192
     memory = SlotMemory(2, CopyFence(Backend()))
     with caplog.at_level(logging.WARNING):

@@ -104,7 +104,7 @@ class DrawsShared(Rows):
         return index, random.random(), np.random.rand(), torch.rand(())
 
 
-def test_drawing_what_is_shared_is_said_once_and_the_first_draw_taken_back(caplog):
+def test_drawing_from_a_shared_generator_is_logged_once_and_the_first_draw_undone(caplog):
     random.seed(1), np.random.seed(1)
     before = random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()
     with caplog.at_level(logging.WARNING):
@@ -169,7 +169,7 @@ def test_batches_are_pinned_in_the_threads(monkeypatch):
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 
-def test_of_several_errors_in_a_batch_the_first_is_told():
+def test_the_first_of_several_errors_in_a_batch_is_raised():
     with pytest.raises(ValueError, match="at index 9 of"):
         epochs(threaded(Failing(ValueError()), num_workers=4, batch_size=16))
 
@@ -302,7 +302,7 @@ def _join_feeds():
         thread.join(10)
 
 
-def test_threads_that_do_not_end_are_left_behind_with_words(caplog):
+def test_threads_that_do_not_end_are_abandoned_with_a_warning(caplog):
     dataset = Hanging()
     loader = threaded(dataset, num_workers=1, batch_size=5)
     batches = iter(loader)

@@ -128,7 +128,7 @@ def test_several_passes_at_a_time(kind):
 
 
 @every_worker
-def test_no_more_is_loaded_ahead_than_said(kind, tmp_path):
+def test_no_more_batches_than_the_capacity_are_loaded_ahead(kind, tmp_path):
     class Noting(Rows):
         def __getitem__(self, index):
             (tmp_path / str(index)).touch()

@@ -10,7 +10,7 @@ from lightning.fabric import Fabric
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed.diagnosing.parts import parts_of
-from lightning_feed.measure.loader_state import loaders_in
+from lightning_feed.load.loader_tree import loaders_in
 from lightning_feed.measure.loader_watch import LoaderWatch
 
 

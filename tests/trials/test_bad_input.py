@@ -243,7 +243,7 @@ def _tune_and_tell(there: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
-def test_a_daemon_that_may_not_have_children_is_told() -> None:
+def test_a_daemon_that_may_not_have_children_gets_an_error() -> None:
     here, there = multiprocessing.Pipe(duplex=False)
     daemon = multiprocessing.get_context("fork").Process(target=_tune_and_tell, args=(there,), daemon=True)
     daemon.start()

@@ -26,11 +26,12 @@ from lightning_feed.errors import LoaderError
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import EpochOrder
 from lightning_feed.load.random_state import preserve_state
+from lightning_feed.load.settings import Setting
 from lightning_feed.trials.cloning import Changes, clone_loader
 
 
 class Numbers(Dataset[int]):
-    """Changes everything that a data set can change about itself."""
+    """Changes everything that a dataset can change about itself."""
 
     def __init__(self, size: int = 20) -> None:
         self.size = size
@@ -159,7 +160,7 @@ def test_what_decodes_behind_the_workers_decodes_in_a_variant_too() -> None:
     loader = FeedLoader(Numbers(), batch_size=4, decode=Negating())
     expected = list(loader)
     assert min(float(batch.min()) for batch in expected) < 0
-    for changes in (Changes(), Changes(num_workers=2, workers="thread")):
+    for changes in (Changes(), Changes(setting=Setting(num_workers=2, workers="thread"))):
         with preserve_state(loader):
             found = list(clone_loader(loader, changes))
         assert all(bool((batch <= 0).all()) for batch in found)
@@ -171,7 +172,7 @@ def test_a_variant_with_workers(name: str) -> None:
     loader = _loaders()[name]
     around = _global()
     with preserve_state(loader):
-        variant = clone_loader(loader, Changes(num_workers=1, prefetch_factor=3, in_order=False))
+        variant = clone_loader(loader, Changes(setting=Setting(num_workers=1, prefetch_factor=3, in_order=False)))
         batches = [torch.as_tensor(batch) for batch in variant]
     assert _global() == around
     assert (variant.num_workers, variant.prefetch_factor, variant.in_order) == (1, 3, False)
@@ -222,12 +223,12 @@ def test_settings_are_carried_over() -> None:
         assert getattr(same, name) == getattr(loader, name), name
     assert same.multiprocessing_context.get_start_method() == "spawn"
     assert same.collate_fn is loader.collate_fn
-    alone = clone_loader(loader, Changes(num_workers=0))
+    alone = clone_loader(loader, Changes(setting=Setting.of(loader).with_workers(0)))
     assert (alone.num_workers, alone.prefetch_factor, alone.timeout) == (0, None, 0)
     assert not alone.persistent_workers
 
 
-def test_what_cannot_be_tried_is_said() -> None:
+def test_loaders_that_cannot_be_tried_are_named() -> None:
     used_up = DataLoader(Numbers(), batch_sampler=iter([[1], [2]]))  # type: ignore[arg-type]
     with pytest.raises(LoaderError, match="iterator, which can be iterated only once"):
         clone_loader(used_up)
@@ -262,6 +263,6 @@ def test_classes_that_iterate_in_their_own_way() -> None:
     assert next(infinite.kept).tolist() == [0, 1]
     doubled = Doubled(2, Numbers(), batch_size=2)
     with preserve_state(doubled):
-        variant = clone_loader(doubled, Changes(num_workers=1, batches=[[3], [4, 5]]))
+        variant = clone_loader(doubled, Changes(setting=Setting(num_workers=1), batches=[[3], [4, 5]]))
         assert [batch.tolist() for batch in variant] == [[6], [8, 10]]
     assert (doubled.num_workers, doubled.batch_size) == (0, 2)

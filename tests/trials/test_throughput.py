@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed.errors import LoaderError
 from lightning_feed.load.processes import worker_processes
-from lightning_feed.trials import cloning
-from lightning_feed.trials.cloning import RoundLimits, time_loader
+from lightning_feed.trials import loader_rate
+from lightning_feed.trials.loader_rate import RoundLimits, time_loader
 
 
 class Clock:
@@ -132,7 +132,7 @@ class Hanging(Dataset[int]):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_that_hangs_is_named_and_its_workers_end(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cloning, "_SOON_S", 0.1)
+    monkeypatch.setattr(loader_rate, "_SOON_S", 0.1)
     passes = []
     before = threading.enumerate()
 
@@ -152,7 +152,7 @@ def test_a_loader_that_hangs_is_named_and_its_workers_end(workers: int, monkeypa
 @pytest.mark.parametrize("call", ["start", "join"])
 def test_an_interrupt_waits_for_the_sample_that_is_being_made(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would go on to draw random numbers, whose state is put back by then. Ctrl-C may come at any moment."""
-    monkeypatch.setattr(cloning, "_SOON_S", 0.1)
+    monkeypatch.setattr(loader_rate, "_SOON_S", 0.1)
     making = threading.Event()
     made = threading.Event()
     came: list[int] = []
@@ -169,7 +169,7 @@ def test_an_interrupt_waits_for_the_sample_that_is_being_made(call: str, monkeyp
 
     def interrupted(self: threading.Thread, *arguments: float | None) -> None:
         monkeypatch.undo()
-        monkeypatch.setattr(cloning, "_SOON_S", 0.1)
+        monkeypatch.setattr(loader_rate, "_SOON_S", 0.1)
         usual(self, *arguments)
         making.wait(10)
         later.start()

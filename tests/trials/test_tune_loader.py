@@ -223,7 +223,9 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
         lambda kept: kept.replace('"pin_memory"', '"unknown"'),
     ],
 )
-def test_a_file_that_is_not_ours_is_as_none(spoil: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_of_another_kind_counts_as_no_result(
+    spoil: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store = Store(tmp_path)
     store.save(KEY, TUNED)
     (path,) = tmp_path.iterdir()
@@ -237,7 +239,7 @@ def test_a_file_that_is_not_ours_is_as_none(spoil: Any, tmp_path: Path, caplog: 
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC, errno.EACCES])
-def test_a_folder_that_cannot_be_written_is_said_once(
+def test_a_folder_that_cannot_be_written_is_logged_once(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Any:

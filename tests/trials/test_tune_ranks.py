@@ -104,7 +104,7 @@ def test_each_node_has_its_own_result(node: int, monkeypatch: pytest.MonkeyPatch
     assert in_fit._once_per_node(pytest.fail, trainer) is (FOUND, other)[node]
 
 
-def test_ranks_that_cannot_tell_each_other_do_not_tune(caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_that_are_not_connected_do_not_tune(caplog: pytest.LogCaptureFixture) -> None:
     trainer = SimpleNamespace(world_size=2)
     assert in_fit.tune_for_fit(DataLoader(Rows()), trainer, Goal()) is None
     assert "torch.distributed does not connect the ranks" in caplog.text

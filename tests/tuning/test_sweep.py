@@ -129,7 +129,7 @@ def test_it_is_a_picture_and_shows_the_choice(plotted: Callable[[Sweep], bytes])
     assert len(set(pictures)) == 2
 
 
-def test_without_matplotlib_the_pip_line_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_error_names_the_pip_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     monkeypatch.delitem(__import__("sys").modules, "matplotlib.figure", raising=False)
     with pytest.raises(MissingExtraError, match=r"pip install 'lightning-feed\[plot\]'"):

@@ -142,12 +142,12 @@ def test_a_loader_is_tuned_as_it_is(tunes: Tunes) -> None:
         (Data(), {"budget_s": 0}, "budget_s=0"),
     ],
 )
-def test_refused(target: Any, options: dict[str, Any], said: str, tunes: Tunes) -> None:
+def test_targets_and_arguments_that_are_refused(target: Any, options: dict[str, Any], said: str, tunes: Tunes) -> None:
     with pytest.raises(SettingsError, match=said):
         tune(target, **options)
 
 
-def test_errors_of_the_users_code_are_told(tunes: Tunes) -> None:
+def test_errors_of_the_users_code_are_reported(tunes: Tunes) -> None:
     class Breaks(Data):
         def setup(self, stage: str) -> None:
             raise OSError("no such disk")
