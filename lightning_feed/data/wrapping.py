@@ -29,7 +29,7 @@ _CHANGED = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers"
 _OF_DALI = "DALI loads in threads of its own: set num_threads and prefetch_queue_depth of its Pipeline."
 _WATCHED = {"train": "fit", "val": "validate"}
 """Splits whose workers live through a fit, and their stages."""
-_DECIDED = (*_CHANGED, "sample_bytes", "hand_over")
+_DECIDED = (*_CHANGED, "hand_over")
 
 
 def wrap(datamodule: AnyDataModule, loader: LoaderSettings | None = None) -> Any:
