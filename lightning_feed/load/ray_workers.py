@@ -77,8 +77,8 @@ def connect(address: str | None, num_workers: int) -> Any:
             own = {"num_cpus": num_workers, "include_dashboard": False}
         if address and "://" in address:
             raise LoaderError(
-                f"RAY_ADDRESS={address} is an address of Ray Client, which is not supported. Run the training on a node "
-                "of the cluster, with RAY_ADDRESS=auto."
+                f"RAY_ADDRESS={address} is an address of Ray Client, which is not supported. Run the training on a "
+                "node of the cluster, with RAY_ADDRESS=auto."
             )
         try:
             if address not in (None, "auto", "local"):
