@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 from verdict_fits import ReadingProgressBar, Scenario, SlowHook, SlowLogger, Synchronize
 from verdict_work import Collate, Cost, Decode, Nothing, OneIn, Pieces, ReadDirect, Samples, Sleep, Spin, Stream
 
@@ -23,6 +23,10 @@ class Data(FastDataModule):
 
     def make_dataset(self, split: str) -> Any:
         return Samples(self.cost) if split == "train" else None
+
+    def sampler(self, dataset: Any, split: str) -> Any:
+        """The order of the dataset."""
+        return SequentialSampler(dataset)
 
 
 def _loader(files: Path, cost: Any, workers: int, kind: Callable[[Cost], Any], options: dict[str, Any]) -> Any:
@@ -42,7 +46,7 @@ def several(*loaders: Any) -> Any:
 
 def ours(cost: Cost, **settings: Any) -> Any:
     """A FastDataModule."""
-    return lambda _: Data(cost, LoaderSettings(shuffle=False, **settings))
+    return lambda _: Data(cost, LoaderSettings(**settings))
 
 
 def slow_start(worker: int) -> None:

@@ -134,7 +134,7 @@ class Loaders(ChosenSettings):
         data = self._resident_data(dataset, part, job, device)
         sampler = part.sampler(dataset)
         training = part.split == "train"
-        if sampler is None and training and self.settings.shuffle and not job.overfit:
+        if sampler is None and training and not job.overfit:
             sampler = RandomSampler(data)
         drop_last = training and self.settings.drop_last
         loader = ResidentLoader(

@@ -238,7 +238,7 @@ class FeedDataModule:
         Args:
             datamodule: any LightningDataModule. It is changed, and returned.
             loader: settings. Only ``num_workers``, ``prefetch_factor``, ``persistent_workers``, ``pin_memory`` and
-                ``sample_bytes`` may be set.
+                ``hand_over`` may be set.
 
         Raises:
             SettingsError: the object is not a data module, or is a FastDataModule, or another setting was passed.

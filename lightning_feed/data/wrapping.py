@@ -28,7 +28,7 @@ _CHANGED = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers"
 _OF_DALI = "DALI loads in threads of its own: set num_threads and prefetch_queue_depth of its Pipeline."
 _STAGES: dict[str, Stage] = {"train": "fit", "val": "validate"}
 """Stages within a fit, by the splits whose workers live through it."""
-_ACCEPTED = (*_CHANGED, "sample_bytes", "hand_over")
+_ACCEPTED = (*_CHANGED, "hand_over")
 """Settings that the user may pass."""
 
 

@@ -64,12 +64,10 @@ def build_loader(
     if has_processes:
         options["worker_init_fn"] = job.worker_init or WorkerInit()
         options["multiprocessing_context"] = settings.start_method
-    if settings.warn_after_s:
-        options["watch"] = Watch(part.name, settings.warn_after_s)
     loader = FeedLoader(
         dataset,
         batch_size=part.batch_size,
-        sampler=_sampler(dataset, part, settings, job),
+        sampler=_sampler(dataset, part, job),
         num_workers=setting.num_workers,
         collate_fn=part.collate_fn,
         pin_memory=setting.pin_memory,
@@ -82,6 +80,7 @@ def build_loader(
         workers=workers_of(settings),
         hand_over=settings.hand_over,
         decode=part.decode,
+        watch=Watch(part.name),
         **options,
     )
     start_method = settings.start_method or machine.start_method
@@ -104,12 +103,12 @@ def _workload(dataset: AnyDataset, part: Part, settings: LoaderSettings, job: Jo
     )
 
 
-def _sampler(dataset: AnyDataset, part: Part, settings: LoaderSettings, job: Job) -> AnySampler:
+def _sampler(dataset: AnyDataset, part: Part, job: Job) -> AnySampler:
     """Return the user's sampler, or a shuffling one. None for a fixed order."""
     if isinstance(dataset, IterableDataset):
         return None
     sampler = part.sampler(dataset)
-    if sampler is None and part.split == "train" and settings.shuffle and not job.overfit:
+    if sampler is None and part.split == "train" and not job.overfit:
         return RandomSampler(dataset)
     return sampler
 

@@ -75,15 +75,20 @@ def connect(address: str | None, num_workers: int) -> Any:
         own: dict[str, Any] = {}
         if not address:
             own = {"num_cpus": num_workers, "include_dashboard": False}
+        if address and "://" in address:
+            raise LoaderError(
+                f"RAY_ADDRESS={address} is an address of Ray Client, which is not supported. Run the training on a "
+                "node of the cluster, with RAY_ADDRESS=auto."
+            )
         try:
             if address not in (None, "auto", "local"):
                 _knock(address)  # Ray itself would try for ever
             ray.init(address=address or "local", logging_level=logging.WARNING, **own)
         except Exception as error:  # Ray raises a bare Exception if its own processes are late
             raise LoaderError(
-                f"The Ray cluster at ray_address={address!r} cannot be used: {error} Run `ray start --head` before "
+                f"The Ray cluster at RAY_ADDRESS={address} cannot be used: {error} Run `ray start --head` before "
                 "training, with the Ray and Python versions of this process, and train on a node of the cluster with "
-                "ray_address='auto'. Without ray_address, Ray starts on this machine, which may be too busy, or short "
+                "RAY_ADDRESS=auto. Without this variable, Ray starts on this machine, which may be too busy, or short "
                 "of memory or disk space; the log files are in /tmp/ray/session_latest/logs."
             ) from error
         _connected[ray.get_runtime_context().gcs_address] = os.getpid()
@@ -95,8 +100,8 @@ def connect(address: str | None, num_workers: int) -> Any:
         )
     if address not in (None, "auto", used):
         raise LoaderError(
-            f"This process uses the Ray cluster at {used} already, and ray_address={address!r} is another one. A "
-            f"process can use only one cluster: set ray_address={used!r} or 'auto', or call ray.shutdown() first."
+            f"This process uses the Ray cluster at {used} already, and RAY_ADDRESS={address} is another one. A "
+            f"process can use only one cluster: set RAY_ADDRESS={used}, or call ray.shutdown() first."
         )
     return ray
 

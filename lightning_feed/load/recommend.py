@@ -194,16 +194,14 @@ class _Limits:
             return ""
         # Batches of the workers and of the background thread, and the batch in training.
         batches = workers * prefetch + settings.background + 1
-        description = f"{batches} batches of {self._workload.batch_size} samples"
-        if settings.sample_bytes is None:
-            description += (
-                f" (assumed: float32 images of 3 x 224 x 224, {ASSUMED_SAMPLE_BYTES} bytes each; set the true size "
-                "with LoaderSettings(sample_bytes=...))"
-            )
+        description = (
+            f"{batches} batches of {self._workload.batch_size} samples (assumed: float32 images of 3 x 224 x 224, "
+            f"{ASSUMED_SAMPLE_BYTES} bytes each)"
+        )
         footprint = Footprint(
             workers=workers,
             batches=batches,
-            batch_bytes=self._workload.batch_size * (settings.sample_bytes or ASSUMED_SAMPLE_BYTES),
+            batch_bytes=self._workload.batch_size * ASSUMED_SAMPLE_BYTES,
             size=description,
             worker_bytes=self._worker_bytes(),
             in_shm=settings.workers == "process" and not (settings.hand_over == "slots" and HAS_SLOTS),

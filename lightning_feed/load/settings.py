@@ -2,6 +2,7 @@
 
 import math
 import multiprocessing
+import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -50,12 +51,10 @@ _ALLOWED = {
     "background": _Allowed((), range(MOST + 1)),
     "in_order": _Allowed((True, False)),
     "drop_last": _Allowed((True, False)),
-    "shuffle": _Allowed((True, False)),
     "start_method": _Allowed((*multiprocessing.get_all_start_methods(), None)),
     "seed": _Allowed((None,), range(SEEDS)),
-    "sample_bytes": _Allowed((None,), range(1, 2**50 + 1)),
 }
-"""The valid values of each setting, except for seconds."""
+"""The valid values of each setting, except for ``timeout_s``."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,8 @@ class RayCluster:
     """Value of a FeedLoader's ``workers``: its batches are made on a Ray cluster."""
 
     address: str | None = None
-    """Address of the cluster, as in ``ray.init``. None: the Ray already used by this process, or a new one."""
+    """Address of the cluster: ``"auto"`` for that of this machine, or ``"host:port"`` of the head node. None: the Ray
+    already used by this process, or a new one. LoaderSettings take it from Ray's own variable, ``RAY_ADDRESS``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +86,6 @@ class LoaderSettings:
     """Kind of workers. Threads start at once and share memory with training, but only code that releases the GIL runs
     in parallel: decoders in C, reading files, torch. ``"ray"``: tasks on the machines of a Ray cluster. See
     docs/how-to/threads.md."""
-    ray_address: str | None = None
-    """Address of the Ray cluster: ``"auto"`` for this machine's cluster, or ``"host:port"`` of the head node. None: the
-    Ray already used by this process, or a new one on this machine."""
     prefetch_factor: int | Literal["auto"] = "auto"
     """Batches that each worker loads ahead."""
     pin_memory: bool | Literal["auto"] = "auto"
@@ -104,30 +101,20 @@ class LoaderSettings:
     """Yield batches in sampler order. If False, a slow batch can be overtaken, so the order is not reproducible."""
     drop_last: bool = False
     """Drop an incomplete last training batch. Evaluation always sees every sample."""
-    shuffle: bool = True
-    """Shuffle training samples (map-style datasets). Evaluation is never shuffled."""
     timeout_s: float = 0
     """Seconds to wait for a batch from the workers before an error. 0: wait for ever."""
-    warn_after_s: float = 60
-    """Seconds without a batch before a warning names the hanging worker and its position. 0: never. The run
-    continues."""
     start_method: Literal["fork", "spawn", "forkserver"] | None = None
     """Start method of worker processes. None: Python's default."""
     seed: int | None = None
     """Seed of the training order. None: the seed of ``seed_everything``, or a random one."""
-    sample_bytes: int | None = None
-    """Bytes of one sample from the dataset, if known. Lets ``"auto"`` calculate the number of batches that fit into
-    memory and shared memory."""
 
     def __post_init__(self) -> None:
         for name, allowed in _ALLOWED.items():
             value = getattr(self, name)
             if value not in allowed:
                 raise SettingsError(f"{name}={value!r} is not possible. Use {allowed}.")
-        _check_seconds("timeout_s", self.timeout_s, "to wait for ever")
-        _check_seconds("warn_after_s", self.warn_after_s, "to say nothing")
+        self._check_timeout()
         self._refuse_without_effect()
-        self._check_ray_address()
         if self.workers == "ray" and not isinstance(self.num_workers, int):
             raise SettingsError(
                 f"workers='ray' with num_workers={self.num_workers!r}: the size of the cluster is not known here. Set "
@@ -165,32 +152,16 @@ class LoaderSettings:
                 f"start_method={self.start_method!r} would have no effect. Leave it out."
             )
 
-    def _check_ray_address(self) -> None:
-        address = self.ray_address
-        if address is None:
-            return
-        if not isinstance(address, str) or not address or "://" in address:
-            raise SettingsError(
-                f"ray_address={address!r} is not possible. Give 'auto', or 'host:port' of the head node. Ray Client "
-                "(ray://) is not supported: run the training on a node of the cluster."
-            )
-        if self.workers != "ray":
-            raise SettingsError(
-                f"workers={self.workers!r} does not use Ray, so ray_address={address!r} would have no effect. Set "
-                "workers='ray', or leave it out."
-            )
-
-
-def _check_seconds(name: str, value: object, zero: str) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < math.inf:  # type: ignore[operator]  # it is a number
-        raise SettingsError(f"{name}={value!r} is not possible. Use seconds, or 0 {zero}.")
+    def _check_timeout(self) -> None:
+        seconds: object = self.timeout_s
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < math.inf:
+            raise SettingsError(f"timeout_s={seconds!r} is not possible. Use seconds, or 0 to wait for ever.")
 
 
 def workers_of(settings: LoaderSettings) -> Literal["process", "thread"] | RayCluster:
     """Return the ``workers`` argument for a FeedLoader."""
     if settings.workers == "ray":
-        return RayCluster(settings.ray_address)
+        return RayCluster(os.environ.get("RAY_ADDRESS"))
     return settings.workers
 
 

@@ -185,8 +185,6 @@ def test_training_is_shuffled_and_evaluation_is_not() -> None:
     assert isinstance(data.train_dataloader().sampler, RandomSampler)
     for loader in (data.val_dataloader(), data.test_dataloader(), data.predict_dataloader()):
         assert isinstance(loader.sampler, SequentialSampler)
-    unshuffled = Data({"train": Rows(50)}, loader=LoaderSettings(num_workers=0, shuffle=False))
-    assert isinstance(unshuffled.train_dataloader().sampler, SequentialSampler)
 
 
 def test_missing_evaluation_splits_give_no_loaders() -> None:

@@ -12,6 +12,7 @@ from PIL import Image
 from recording import quiet_trainer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import SequentialSampler
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
@@ -219,14 +220,21 @@ def test_a_broken_file_ends_the_fit_with_its_path_and_index(name: str, workers: 
         quiet_trainer([], max_epochs=1).fit(Classifier.of(), datamodule=module)
 
 
+class Unshuffled(ImageFolderDataModule):
+    """Images in the order of their names."""
+
+    def sampler(self, dataset: Any, split: str) -> Any:
+        return SequentialSampler(dataset)
+
+
 @pytest.mark.parametrize(("on_error", "workers"), [("skip", "process"), ("substitute", "thread")])
 def test_broken_files_are_replaced_and_counted(on_error: Any, workers: Any, photos: Path) -> None:
-    module = ImageFolderDataModule(
+    module = Unshuffled(
         photos,
         batch_size=8,
         image_size=16,
         on_error=on_error,
-        loader=LoaderSettings(num_workers=2, workers=workers, shuffle=False),
+        loader=LoaderSettings(num_workers=2, workers=workers),
     )
     module.dataset("train")
     for index, breaking in enumerate(BREAK.values()):

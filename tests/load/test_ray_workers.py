@@ -22,7 +22,7 @@ from lightning_feed.errors import DatasetError, LoaderError, MissingExtraError, 
 from lightning_feed.load import ray_batches, ray_workers
 from lightning_feed.load.collate import BadSamples, fill_skipped
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.settings import LoaderSettings, RayCluster
+from lightning_feed.load.settings import LoaderSettings, RayCluster, workers_of
 from lightning_feed.load.watchdog import Watch
 
 import ray  # isort: skip
@@ -184,7 +184,7 @@ def test_without_ray(monkeypatch):
 
 
 def test_another_cluster_than_the_one_in_use():
-    with pytest.raises(LoaderError, match=r"uses the Ray cluster at .* already, and ray_address='10.0.0.9:6379' is"):
+    with pytest.raises(LoaderError, match=r"uses the Ray cluster at .* already, and RAY_ADDRESS=10.0.0.9:6379 is"):
         iter(FeedLoader(Rows(), num_workers=1, workers=RayCluster("10.0.0.9:6379")))
 
 
@@ -194,8 +194,16 @@ def test_a_cluster_that_cannot_be_used(monkeypatch):
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", refuse)
-    with pytest.raises(LoaderError, match=r"ray_address='auto' cannot be used: Version mismatch: .*ray start --head"):
+    with pytest.raises(LoaderError, match=r"RAY_ADDRESS=auto cannot be used: Version mismatch: .*ray start --head"):
         iter(FeedLoader(Rows(), num_workers=1, workers=RayCluster("auto")))
+
+
+def test_ray_client_is_refused(monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    cluster = workers_of(LoaderSettings(workers="ray", num_workers=1))
+    with pytest.raises(LoaderError, match="RAY_ADDRESS=ray://head:10001 is an address of Ray Client"):
+        iter(FeedLoader(Rows(), num_workers=1, workers=cluster))
 
 
 def test_a_forked_copy_is_refused(monkeypatch):
@@ -400,9 +408,6 @@ def test_training_inside_a_task_has_workers_of_its_own():
         ({}, "workers='ray' with num_workers='auto'"),
         ({"num_workers": "tune"}, "workers='ray' with num_workers='tune'"),
         ({"num_workers": 2, "start_method": "spawn"}, "start_method='spawn' would have no effect"),
-        ({"num_workers": 2, "ray_address": "ray://head:10001"}, "Ray Client"),
-        ({"num_workers": 2, "ray_address": ""}, "ray_address='' is not possible"),
-        ({"num_workers": 2, "ray_address": "auto", "workers": "thread"}, "ray_address='auto' would have no effect"),
     ],
 )
 def test_settings_that_are_refused(options, words):

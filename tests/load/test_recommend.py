@@ -114,7 +114,7 @@ def test_little_shared_memory_shortens_the_look_ahead_before_it_takes_workers() 
 def test_without_room_for_one_worker_there_is_none_and_a_warning() -> None:
     found = recommend(replace(MACHINE, free_shm_bytes=2**20), TORCHS, WORK)
     assert chosen(found) == (0, None, True, False)
-    assert "sample_bytes" in found.warnings[0]
+    assert "float32 images of 3 x 224 x 224" in found.warnings[0]
 
 
 def test_given_numbers_are_kept_and_warned_about() -> None:
@@ -185,7 +185,6 @@ free_choice = st.builds(
     LoaderSettings,
     hand_over=st.sampled_from(["slots", "torch"]),
     background=st.integers(0, 8),
-    sample_bytes=st.none() | st.integers(1, 2**24),
     in_order=st.just(True),
 )
 
@@ -203,7 +202,7 @@ def test_a_free_choice_keeps_every_bound(machine: Machine, settings: LoaderSetti
         return
     everywhere = work.local_ranks * work.loaders
     batches = found.setting.num_workers * found.setting.prefetch_factor + settings.background + 1
-    batch_bytes = work.batch_size * (settings.sample_bytes or ASSUMED_SAMPLE_BYTES)
+    batch_bytes = work.batch_size * ASSUMED_SAMPLE_BYTES
     if machine.free_shm_bytes is not None and settings.hand_over == "torch":
         assert everywhere * batches * batch_bytes <= SHM_SHARE * machine.free_shm_bytes * (1 + 1e-9)
     if machine.available_memory_bytes is not None:

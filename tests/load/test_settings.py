@@ -11,7 +11,7 @@ from lightning_feed.load.settings import LoaderSettings
 def test_the_defaults_leave_the_machine_to_decide() -> None:
     given = LoaderSettings()
     assert {given.num_workers, given.prefetch_factor, given.pin_memory, given.persistent_workers} == {"auto"}
-    assert (given.background, given.in_order, given.drop_last, given.shuffle) == (0, True, False, True)
+    assert (given.background, given.in_order, given.drop_last) == (0, True, False)
     assert given.asking_for_workers() == {}
 
 
@@ -37,7 +37,6 @@ def test_the_defaults_leave_the_machine_to_decide() -> None:
         ("background", True),
         ("in_order", "auto"),
         ("drop_last", 0),
-        ("shuffle", None),
         ("timeout_s", -0.1),
         ("timeout_s", float("inf")),
         ("timeout_s", float("nan")),
@@ -49,8 +48,6 @@ def test_the_defaults_leave_the_machine_to_decide() -> None:
         ("seed", -1),
         ("seed", 2**32),
         ("seed", 1.5),
-        ("sample_bytes", 0),
-        ("sample_bytes", True),
     ],
 )
 def test_the_impossible_is_refused_by_name_and_value(name: str, value: Any) -> None:
