@@ -15,14 +15,14 @@ from lightning_feed._host import AnyTrainer
 from lightning_feed.errors import source_line
 from lightning_feed.load.kinds import AnyLoader
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.measure.measurements import Place
+from lightning_feed.measure.measurements import LoaderCode
 from lightning_feed.measure.user_code import is_users
 
 SETTINGS = ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory", "in_order")
 """Settings that remedies change."""
 
 
-def loader_location(trainer: AnyTrainer, loaders: Sequence[AnyLoader]) -> Place:
+def loader_location(trainer: AnyTrainer, loaders: Sequence[AnyLoader]) -> LoaderCode:
     """Return the place that sets up a Trainer's training loaders.
 
     Args:
@@ -32,7 +32,7 @@ def loader_location(trainer: AnyTrainer, loaders: Sequence[AnyLoader]) -> Place:
     return place_of(_host.train_loader_source(trainer), trainer, trainer.datamodule, loaders)
 
 
-def place_of(owner: object, trainer: object, data: object, loaders: Sequence[AnyLoader]) -> Place:
+def place_of(owner: object, trainer: object, data: object, loaders: Sequence[AnyLoader]) -> LoaderCode:
     """Return the place that sets up training loaders outside a fit. In a fit, use :func:`loader_location`.
 
     Args:
@@ -47,16 +47,16 @@ def place_of(owner: object, trainer: object, data: object, loaders: Sequence[Any
     if loaders and all(isinstance(loader, FeedLoader) for loader in loaders):
         words = f"loader=LoaderSettings(...) of your {datamodule}"
         keys = _keys_of_settings(config)
-        return Place(words=words, form="settings", datamodule=datamodule, overrides=keys, trainer_key=trainer_key)
+        return LoaderCode(words=words, form="settings", datamodule=datamodule, overrides=keys, trainer_key=trainer_key)
     package = _package_of(owner)
     words = _words(owner, loaders, package)
     if hasattr(owner, "_feed_wrapped"):
         wrapped = f"the LoaderSettings(...) of FastDataModule.wrap({type(owner).__name__}(...), LoaderSettings(...))"
-        return Place(words=wrapped, form="settings", inner=words, datamodule=datamodule)
+        return LoaderCode(words=wrapped, form="settings", inner=words, datamodule=datamodule)
     keys = _keys_of_loaders(config, loaders)
     if package and not keys:
-        return Place(words=words, form="callback", datamodule=datamodule, trainer_key=trainer_key)
-    return Place(words=words, overrides=keys, datamodule=datamodule, trainer_key=trainer_key)
+        return LoaderCode(words=words, form="callback", datamodule=datamodule, trainer_key=trainer_key)
+    return LoaderCode(words=words, overrides=keys, datamodule=datamodule, trainer_key=trainer_key)
 
 
 def users_line(function: object) -> str:

@@ -532,7 +532,7 @@ def _path(folder: object) -> Path | None:
 def achieved(found: Diagnosis) -> dict[str, float]:
     """Measured results of a run, to compare settings in a table of runs."""
     stats = found.stats
-    size = found.measurements.facts.batch_size
+    size = found.measurements.facts.loader.batch_size
     figures = {
         "feed_final/starved_pct": stats.starved_pct,
         "feed_final/samples_per_s": 1e3 * size / stats.step_ms if stats.step_ms and size else None,

@@ -18,12 +18,19 @@ from lightning_feed.load.fork_safety import growing, kept_items, plain_values
 from lightning_feed.load.kinds import AnyDataset
 from lightning_feed.load.machine import read_machine
 from lightning_feed.measure.cpu_time import CpuShare, own_clock
-from lightning_feed.measure.facts import batches_ahead, is_instance, with_loaders
+from lightning_feed.measure.facts import batches_ahead, is_instance, loader_facts, training_loader_facts
 from lightning_feed.measure.guard import Guard
 from lightning_feed.measure.hook_times import Calls, HookTimes, tap_profiler
 from lightning_feed.measure.loader_state import loaders_in
 from lightning_feed.measure.loop import LoopSums, MeasuredLoop
-from lightning_feed.measure.measurements import HookPlace, HookTime, LoopFacts, Measurements
+from lightning_feed.measure.measurements import (
+    DataModuleFacts,
+    HookCode,
+    HookTime,
+    LoopFacts,
+    Measurements,
+    TrainerFacts,
+)
 from lightning_feed.measure.nvml import NvmlSampler
 from lightning_feed.measure.ranks import open_rank_exchange
 from lightning_feed.measure.repeats import RepeatedBatches
@@ -133,17 +140,17 @@ class StarvationRun:
         return [getattr(loader, "dataset", None) for loader in _loaders(self._trainer, self.stage)]
 
     def growing(self) -> str:
-        """The place in which a dataset without workers keeps what it reads, if it has grown in this epoch; or empty."""
-        if self.main.facts.num_workers != 0:
+        """The attribute in which a dataset without workers keeps what it reads, if it grew in this epoch; or empty."""
+        if self.main.facts.loader.num_workers != 0:
             return ""
         return next(filter(None, map(growing, self._kept, self._datasets())), "")
 
     def _watch_for_repeats(self) -> None:
         """Look at the first batches of a stream with several workers, before they are sent to the device."""
-        facts = self.main.facts
-        workers = facts.num_workers or 0
-        undivided = facts.map_style is False and not facts.shards_by_worker and facts.loaders_beside == 1
-        if workers < 2 or not undivided or facts.in_order is False or facts.workers != "process":
+        loader = self.main.facts.loader
+        workers = loader.num_workers or 0
+        undivided = loader.map_style is False and not loader.shards_by_worker and loader.count == 1
+        if workers < 2 or not undivided or loader.in_order is False or loader.workers != "process":
             return
         repeats = self._repeats = RepeatedBatches(workers)
 
@@ -313,7 +320,7 @@ class StarvationRun:
         others_cpu_pct = cpus.others_pct(found.facts.usable_cpus) if cpus is not None else None
         return Measurements(
             stats=found.stats,
-            facts=replace(found.facts, others_cpu_pct=others_cpu_pct, **self._seen()),
+            facts=replace(self._with_observations(found.facts), others_cpu_pct=others_cpu_pct),
             loaders=found.loaders,
             hooks=self._guard.attempt("tell the slowest hooks", self._slow_hooks) or (),
             ranks=self._rank_total or (self._ranks.total() if self._ranks is not None else None),
@@ -322,12 +329,16 @@ class StarvationRun:
             validation=validation.measurements(prefetch_active=None) if validation is not None else None,
         )
 
-    def _seen(self) -> dict[str, Any]:
-        """Facts that show only while the loop runs."""
-        repeated = None if self._repeats is None else self._repeats.found
-        keeps = self._guard.attempt("see what its dataset keeps", self.growing) or ""
-        seen = {"syncs": self._syncs(), "cut_short": self._cut_short, "repeated": repeated, "keeps": keeps}
-        return seen | ({"may_persist": False} if self._is_changed else {})
+    def _with_observations(self, facts: LoopFacts) -> LoopFacts:
+        """Add the facts that show only while the loop runs."""
+        loader = replace(
+            facts.loader,
+            repeated=None if self._repeats is None else self._repeats.found,
+            keeps=self._guard.attempt("see what its dataset keeps", self.growing) or "",
+        )
+        if self._is_changed:
+            loader = replace(loader, may_persist=False)
+        return replace(facts, loader=loader, syncs=self._syncs(), cut_short=self._cut_short)
 
     def _slow_hooks(self) -> tuple[HookTime, ...]:
         return tuple(one for one in self._hooks.result() if not _host.is_empty_hook(self._trainer, one.name))
@@ -372,56 +383,87 @@ _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_afte
 
 
 def facts_of(trainer: AnyTrainer, guard: Guard, stage: Stage = "fit", *, before: LoopFacts | None = None) -> LoopFacts:
-    """The facts about a stage's loop. Takes places in the user's code from ``before``, the loop's earlier facts."""
+    """The facts about a stage's loop. Takes lines of the user's code from ``before``, the loop's earlier facts."""
     machine = read_machine()
+    loaders = _loaders(trainer, stage)
     facts = LoopFacts(
         stage=stage,
         device_type=trainer.strategy.root_device.type,
+        world_size=trainer.world_size,
         usable_cpus=max(1, machine.usable_cpus // trainer.num_devices),
         torch_threads=torch.get_num_threads(),
         free_shm_bytes=machine.free_shm_bytes,
-        world_size=trainer.world_size,
         batches_per_epoch=_host.batches_of(trainer, stage),
-        log_every_n_steps=trainer.log_every_n_steps,
-        **(_beside_training(trainer) if stage == "fit" else {}),
         batch_hooks=any(
             _host.is_overridden(owner, hook)
             for owner in (trainer.lightning_module, trainer.datamodule)
             for hook in _BATCH_HOOKS
         ),
-        **(tell() if (tell := getattr(trainer.datamodule, "_feed_facts", None)) is not None else {}),
-        **_package(trainer),
+        datamodule=_datamodule_facts(trainer),
+        trainer=_trainer_facts(trainer, stage),
     )
-    loaders = _loaders(trainer, stage)
     if stage != "fit":
-        return with_loaders(facts, loaders)
-    place = before.place if before is not None else None
+        return replace(facts, loader=loader_facts(loaders))
+    code = before.loader_code if before is not None else None
     # This reads the user's source, objects and settings, which may be anything.
-    place = place or guard.attempt("find where the training loader is made", loader_location, trainer, loaders)
-    hooks = before.hook_places if before is not None else guard.attempt("find the hooks", _hook_places, trainer)
-    facts = replace(facts, place=place, hook_places=hooks or (), bar_refresh_rate=_host.bar_refresh_rate(trainer))
-    return with_loaders(facts, loaders, reloaded=bool(trainer.reload_dataloaders_every_n_epochs))
+    code = code or guard.attempt("find where the training loader is made", loader_location, trainer, loaders)
+    hooks = before.hook_code if before is not None else guard.attempt("find the hooks", _hook_code, trainer)
+    return replace(
+        facts,
+        loader=training_loader_facts(loaders, reloaded=bool(trainer.reload_dataloaders_every_n_epochs)),
+        loader_code=code,
+        hook_code=hooks or (),
+    )
 
 
-def _hook_places(trainer: AnyTrainer) -> tuple[HookPlace, ...]:
+def _datamodule_facts(trainer: AnyTrainer) -> DataModuleFacts:
+    read_facts: Callable[[], DataModuleFacts] = getattr(trainer.datamodule, "_feed_facts", DataModuleFacts)
+    return read_facts()
+
+
+def _hook_code(trainer: AnyTrainer) -> tuple[HookCode, ...]:
     module = trainer.lightning_module
-    owners = {f"[Callback]{type(one).__qualname__}": one for one in trainer.callbacks}
+    owners = {f"[Callback]{type(callback).__qualname__}": callback for callback in trainer.callbacks}
     owners[f"[LightningModule]{type(module).__name__}"] = module
-    found = []
+    hooks = []
     for name, owner in owners.items():
         parameters = inspect.signature(type(owner)).parameters if owner is not module else {}
-        given = {one: getattr(owner, one, None) for one in _INTERVALS if one in parameters}
-        interval = next((one for one, steps in given.items() if type(steps) is int and steps == 1), "")
-        places = {hook: users_line(getattr(owner, hook, None)) for hook in _STEP_HOOKS}
-        found += [HookPlace(name=f"{name}.{hook}", at=at, interval=interval) for hook, at in places.items() if at]
-    return tuple(found)
+        intervals = {setting: getattr(owner, setting, None) for setting in _INTERVALS if setting in parameters}
+        interval = next((setting for setting, steps in intervals.items() if type(steps) is int and steps == 1), "")
+        lines = {hook: users_line(getattr(owner, hook, None)) for hook in _STEP_HOOKS}
+        hooks += [HookCode(name=f"{name}.{hook}", at=line, interval=interval) for hook, line in lines.items() if line]
+    return tuple(hooks)
 
 
 _AUTOTUNE = "lightning_feed.callbacks.autotune", "AutotuneCallback"
 
 
-def _beside_training(trainer: AnyTrainer) -> dict[str, Any]:
-    """Number of epochs, the intervals of validations (None if they must not grow) and of checkpoints; a tuner."""
+def _trainer_facts(trainer: AnyTrainer, stage: Stage) -> TrainerFacts:
+    packages = [kind.__module__.partition(".")[0] for kind in type(trainer).__mro__]
+    package = next((name for name in packages if name in _host.PACKAGES), None)
+    facts = TrainerFacts(
+        package="pytorch_lightning" if package == "pytorch_lightning" else "lightning.pytorch",
+        lightning=None if package is None else str(sys.modules[package].__version__),
+        log_every_n_steps=trainer.log_every_n_steps,
+    )
+    if stage != "fit":
+        return facts
+    every, between = _validation_schedule(trainer)
+    savers = [_host.steps_between_checkpoints(callback) for callback in trainer.checkpoint_callbacks]
+    return replace(
+        facts,
+        max_epochs=trainer.max_epochs if (trainer.max_epochs or 0) > 0 else None,
+        breaks_off=trainer.limit_train_batches != 1.0,
+        check_val_every_n_epoch=every,
+        val_check_batches=between,
+        checkpoint_steps=savers[0] or None if len(savers) == 1 else None,
+        bar_refresh_rate=_host.bar_refresh_rate(trainer),
+        tuned=any(is_instance(callback, *_AUTOTUNE) for callback in trainer.callbacks),
+    )
+
+
+def _validation_schedule(trainer: AnyTrainer) -> tuple[int | None, int | None]:
+    """Epochs, and batches, between two validations. Both are None if they must not grow, or go by time."""
     every = trainer.check_val_every_n_epoch
     between = trainer.val_check_batch
     if between is None:
@@ -430,16 +472,8 @@ def _beside_training(trainer: AnyTrainer) -> dict[str, Any]:
         between = None  # at the end of an epoch
     needed = _host.needs_metrics_every(trainer)
     if "step" in needed or ("epoch" in needed and None in (every, between)):
-        every = between = None  # with longer intervals a scheduler would miss its metric, and the fit would fail
-    savers = [_host.steps_between_checkpoints(one) for one in trainer.checkpoint_callbacks]
-    return {
-        "max_epochs": trainer.max_epochs if (trainer.max_epochs or 0) > 0 else None,
-        "check_val_every_n_epoch": every,
-        "val_check_batches": between,
-        "checkpoint_steps": savers[0] or None if len(savers) == 1 else None,
-        "tuned": any(is_instance(one, *_AUTOTUNE) for one in trainer.callbacks),
-        "breaks_off": trainer.limit_train_batches != 1.0,
-    }
+        return None, None  # with longer intervals a scheduler would miss its metric, and the fit would fail
+    return every, between
 
 
 def _loaders(trainer: object, stage: str) -> list[Any]:
@@ -451,10 +485,3 @@ def prefetch_active(trainer: AnyTrainer) -> bool | None:
     """True if a PrefetchCallback of this Trainer is active; None without one."""
     found = [callback.active for callback in trainer.callbacks if isinstance(callback, PrefetchCallback)]
     return any(found) if found else None
-
-
-def _package(trainer: object) -> dict[str, Any]:
-    """The name and version of the package that the Trainer, or its base class, comes from."""
-    modules = (kind.__module__.partition(".")[0] for kind in type(trainer).__mro__)
-    found = next((name for name in modules if name in _host.PACKAGES), None)
-    return {"package": _host.PACKAGES[found], "lightning": str(sys.modules[found].__version__)} if found else {}

@@ -25,7 +25,7 @@ from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import TORCH_PREFETCH
 from lightning_feed.load.slots import uses_slots
 from lightning_feed.measure.experiment_results import ExperimentResults
-from lightning_feed.measure.measurements import Measurements, Place
+from lightning_feed.measure.measurements import LoaderCode, Measurements
 from lightning_feed.trials.cloning import (
     Changes,
     LoaderRate,
@@ -151,7 +151,7 @@ class Session:
         if self.datamodule is not None and _host.is_overridden(self.datamodule, "teardown"):
             self.datamodule.teardown("fit")
 
-    def place(self) -> Place | None:
+    def place(self) -> LoaderCode | None:
         """The place in the user's code that sets up the training loader, or None if it cannot be found.
 
         Looks at the user's own Trainer, which knows the keys of the command line.

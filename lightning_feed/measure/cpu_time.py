@@ -5,8 +5,9 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from lightning_feed.measure.measurements import HostTimes
 from lightning_feed.storage.system import read_text
 
 # --- other programs ---------------------------------------------------------------------------------------------------
@@ -234,19 +235,20 @@ class CpuTimes:
         if queued_ns is not None and queued_now_ns is not None:
             self._load_queued_ns += queued_now_ns - queued_ns
 
-    def per_step(self, steps: int) -> dict[str, Any]:
-        """Fields of ``LoopFacts``: mean milliseconds per finished step; empty before the first step ends."""
+    def per_step(self, steps: int) -> HostTimes:
+        """Mean milliseconds per finished step; unknown before the first step ends."""
         counted = steps - self._steps_before
         if counted <= 0:
-            return {}
+            return HostTimes()
         if not self._paused:
             self._add()
-        known = {"host_cpu_ms": self._spent_ns}
-        if self._load_clock is not None:
-            known["load_cpu_ms"] = self._loaded_ns
-        if self._run_queue() is not None:
-            known["load_queue_ms"] = self._load_queued_ns
-        return {name: 1e-6 * ns / counted for name, ns in known.items()}
+        knows_loading = self._load_clock is not None
+        knows_queue = self._run_queue() is not None
+        return HostTimes(
+            cpu_ms=1e-6 * self._spent_ns / counted,
+            load_cpu_ms=1e-6 * self._loaded_ns / counted if knows_loading else None,
+            load_queue_ms=1e-6 * self._load_queued_ns / counted if knows_queue else None,
+        )
 
     def _add(self) -> None:
         now_ns = self._thread()
