@@ -80,9 +80,11 @@ class Finding:
 # --- how a remedy is pasted ---------------------------------------------------------------------------------------
 
 
-def loader_remedy(
-    finding: Finding, why: str, step_ms: float | None, *, gain_pct: float | None = None, **settings: object
-) -> Remedy:
+Settings = dict[str, object]
+"""New settings of a loader, by name."""
+
+
+def loader_remedy(finding: Finding, settings: Settings, why: str, step_ms: float | None = None) -> Remedy:
     """A remedy that changes settings of the training loader. It is named after the first setting."""
     name = next(iter(settings))
     value = settings[name]
@@ -95,7 +97,6 @@ def loader_remedy(
         where=f"{name}: {before} -> {value} {paste.where}",
         why=why,
         least_step_ms=step_ms,
-        most_gain_pct=gain_pct,
         changes=f"{name}={value!r}",
     )
 
@@ -108,7 +109,7 @@ class _Paste(NamedTuple):
     where: str
 
 
-def _paste_settings(loader_code: LoaderCode, name: str, settings: Mapping[str, object]) -> _Paste:
+def _paste_settings(loader_code: LoaderCode, name: str, settings: Settings) -> _Paste:
     """The text that sets ``settings``, of which ``name`` is the first."""
     keys = dict(loader_code.overrides)
     if name in keys:
@@ -163,8 +164,6 @@ def _callback_remedy(
 
 _MADE_SLOWLY: tuple[Cause, ...] = ("no workers", "cpu", "cold reads", "waiting", "unknown")
 MADE_ON_CPU: tuple[Cause, ...] = ("cpu", "no workers", "oversubscribed")
-Settings = dict[str, object]
-"""Settings of a loader by name, to change with the number of workers."""
 
 
 def more_workers(finding: Finding) -> Remedy | None:
@@ -186,7 +185,7 @@ def more_workers(finding: Finding) -> Remedy | None:
     if finding.measured.experiments.tried:
         return _tried_remedy(finding, why, settings)
     step_ms = bounds.with_workers(finding.measured, finding.shares, number)
-    return loader_remedy(finding, why, step_ms, num_workers=number, **settings)
+    return loader_remedy(finding, {"num_workers": number} | settings, why, step_ms)
 
 
 def workers_to_name(finding: Finding) -> int | None:
@@ -225,7 +224,7 @@ def _tried_remedy(finding: Finding, why: str, settings: Settings) -> Remedy | No
     own_ms = results.own_fit_ms or own.step_ms
     chosen_ms = results.chosen_fit_ms or chosen.step_ms
     return replace(
-        loader_remedy(finding, why, None, num_workers=chosen.num_workers, **settings),
+        loader_remedy(finding, {"num_workers": chosen.num_workers} | settings, why),
         most_gain_pct=100 * (1 - chosen_ms / own_ms),
         tried=f"{in_ms(own_ms, own_ms)} -> {in_ms(chosen_ms, own_ms)} ms a step",
     )
@@ -335,8 +334,8 @@ def persistent_workers(finding: Finding) -> Remedy | None:
     making_s = 1e-3 * (finding.loader.num_workers or 0) * finding.shares.step_ms
     saved_ms = 1e3 * max(0.0, start_s - making_s) / (finding.facts.batches_per_epoch or 1)
     why = f"workers are started again for each epoch, whose first batch takes {start_s:.2f} s"
-    gain_pct = 100 * saved_ms / finding.step_with_start_ms
-    return loader_remedy(finding, why, None, gain_pct=gain_pct, persistent_workers=True)
+    remedy = loader_remedy(finding, {"persistent_workers": True}, why)
+    return replace(remedy, most_gain_pct=100 * saved_ms / finding.step_with_start_ms)
 
 
 def _may_persist(finding: Finding) -> bool:
@@ -356,12 +355,8 @@ def any_order(finding: Finding) -> Remedy | None:
         return None
     if not finding.can_set("in_order") or finding.facts.stage == "predict":
         return None
-    return loader_remedy(
-        finding,
-        "finished batches do not wait for a slow one; the order of batches is then random",
-        bounds.data_free_ms(finding.measured, finding.shares),
-        in_order=False,
-    )
+    why = "finished batches do not wait for a slow one; the order of batches is then random"
+    return loader_remedy(finding, {"in_order": False}, why, bounds.data_free_ms(finding.measured, finding.shares))
 
 
 def files_in_memory(finding: Finding) -> Remedy | None:
@@ -424,12 +419,8 @@ def pinned_memory(finding: Finding) -> Remedy | None:
     unpinned = finding.causes.get("copy") == "unpinned" and finding.facts.device_type != "cpu"
     if not unpinned or not finding.can_set("pin_memory"):
         return None
-    return loader_remedy(
-        finding,
-        "the host waits for copies from pageable memory",
-        bounds.without(finding.shares, finding.measured.stats.h2d_ms or 0.0),
-        pin_memory=True,
-    )
+    step_ms = bounds.without(finding.shares, finding.measured.stats.h2d_ms or 0.0)
+    return loader_remedy(finding, {"pin_memory": True}, "the host waits for copies from pageable memory", step_ms)
 
 
 def prefetch_callback(finding: Finding) -> Remedy | None:
