@@ -108,7 +108,7 @@ def test_the_report_of_a_fit_begins_with_it(
     trainer = _trainer(starvation, max_epochs=2)
     trainer.fit(Net(), DataLoader(dataset, batch_size=1, num_workers=workers))
     found = starvation.report()
-    assert found.measurements.facts.repeated is repeated
+    assert found.measurements.facts.loader.repeated is repeated
     text = as_text(found)
     assert ("FEED  every sample is trained 2 times an epoch: the stream is not divided" in text) == bool(repeated)
     assert ("next: divide the stream in its `__iter__`" in text) == bool(repeated)
@@ -131,4 +131,4 @@ def test_workers_that_live_on_are_not_advised_where_the_program_changes_its_data
     starvation = GPUStarvationCallback(report=False)
     trainer = _trainer(starvation, max_epochs=4)
     trainer.fit(Teaching(), DataLoader(dataset, batch_size=10))
-    assert starvation.report().measurements.facts.may_persist is not changes
+    assert starvation.report().measurements.facts.loader.may_persist is not changes
