@@ -333,7 +333,7 @@ class StarvationRun:
         """Add the facts that show only while the loop runs."""
         loader = replace(
             facts.loader,
-            repeated=None if self._repeats is None else self._repeats.found,
+            repeated=None if self._repeats is None else self._repeats.repeated,
             keeps=self._guard.attempt("see what its dataset keeps", self.growing) or "",
         )
         if self._is_changed:

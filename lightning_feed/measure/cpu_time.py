@@ -57,14 +57,12 @@ class CpuShare:
         return _others_pct(self._began, self._read(), usable_cpus)
 
     def _read(self) -> CpuTicks | None:
-        lines = [line.split() for line in read_text(self._proc / "stat").splitlines()]
-        allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)} if hasattr(os, "sched_getaffinity") else set()
-        cpus = [[int(each) for each in line[1:]] for line in lines if line and line[0] in allowed]
-        if not cpus or len(cpus[0]) <= _STEAL:
+        cpus = _read_cpus(self._proc / "stat")
+        if not cpus:
             return None
-        programs = (_USER, _NICE, _SYSTEM, _STEAL)
-        whole = sum(sum(line[: _STEAL + 1]) for line in cpus)  # `user` already includes guests
-        return CpuTicks(len(cpus), whole, sum(line[at] for line in cpus for at in programs), self._own())
+        whole = sum(sum(ticks[: _STEAL + 1]) for ticks in cpus)  # `user` already includes guests
+        busy = sum(ticks[column] for ticks in cpus for column in (_USER, _NICE, _SYSTEM, _STEAL))
+        return CpuTicks(len(cpus), whole, busy, self._own())
 
     def _own(self) -> int:
         """Ticks of this process and its descendants, including descendants that ended and were waited for."""
@@ -77,12 +75,22 @@ class CpuShare:
                 if len(fields) > _LAST:
                     parents[int(folder.name)] = int(fields[1])
                     ticks[int(folder.name)] = sum(map(int, fields[_FIRST : _LAST + 1]))
-        own = set[int]()
-        found = {os.getpid()}
-        while found:
-            own |= found
-            found = {pid for pid, parent in parents.items() if parent in own} - own
-        return sum(ticks.get(pid, 0) for pid in own)
+        family = set[int]()
+        generation = {os.getpid()}
+        while generation:
+            family |= generation
+            generation = {pid for pid, parent in parents.items() if parent in family} - family
+        return sum(ticks.get(pid, 0) for pid in family)
+
+
+def _read_cpus(file: Path) -> list[list[int]]:
+    """The columns of ``/proc/stat`` for each CPU that this process may use; empty if unknown."""
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    lines = [line.split() for line in read_text(file).splitlines()]
+    cpus = [list(map(int, line[1:])) for line in lines if line and line[0] in allowed]
+    return [ticks for ticks in cpus if len(ticks) > _STEAL]
 
 
 def others_pct_now(

@@ -31,7 +31,9 @@ _DEEPEST = 8
 def loaders_in(loader: object, deeper: int = _DEEPEST) -> list[Any]:
     """The loaders that yield the batches: those in a CombinedLoader, dict, list or wrapper; else the loader itself."""
     held = _held(loader) if deeper and not isinstance(loader, DataLoader) else None
-    return [loader] if held is None else [one for inner in held for one in loaders_in(inner, deeper - 1)]
+    if held is None:
+        return [loader]
+    return [innermost for inner in held for innermost in loaders_in(inner, deeper - 1)]
 
 
 def _held(loader: object) -> list[Any] | None:
@@ -49,8 +51,11 @@ def _wrapped(loader: object) -> list[Any] | None:
     stages = getattr(loader, "pipeline", None)  # a WebLoader: a DataLoader, then what is done with its batches
     if isinstance(stages, list) and isinstance(next(iter(stages), None), DataLoader):
         return stages[:1]
-    found = (getattr(loader, name, None) for name in _HOLDERS)
-    return next(([one] for one in found if isinstance(one, DataLoader) or _is_wrapper(one)), None)
+    for name in _HOLDERS:
+        inner = getattr(loader, name, None)
+        if isinstance(inner, DataLoader) or _is_wrapper(inner):
+            return [inner]
+    return None
 
 
 def _is_wrapper(value: object) -> bool:
@@ -210,9 +215,8 @@ class PassProbe(Probe):
         state = self._inner(it).read()
         if state is None:
             raise LookupError("unknown")
-        background = it.background
-        more = background.ready if background is not None else 0
-        return QueueState(state.ready + more, state.unpinned, it.taken)
+        fetched = it.background.ready if it.background is not None else 0
+        return QueueState(state.ready + fetched, state.unpinned, it.taken)
 
     def _capacity(self, it: "LoaderPass") -> int:
         held = self._inner(it).held
@@ -224,5 +228,5 @@ class PassProbe(Probe):
         workers = self._inner(it).workers()
         if isinstance(self._source, OwnProbe) or workers.pids or it.background is None:
             return workers
-        own = it.background.thread.native_id
-        return Workers(thread_ids=(own,) if own is not None else ())
+        thread_id = it.background.thread.native_id
+        return Workers(thread_ids=(thread_id,) if thread_id is not None else ())

@@ -94,7 +94,9 @@ class MeasuredLoop:
 
         With several ranks, each of them would decide by itself.
         """
-        waited_ms = self.ledger.changed_wait_ms() if self._settled and self.facts.world_size == 1 else None
+        if not self._settled or self.facts.world_size > 1:
+            return
+        waited_ms = self.ledger.changed_wait_ms()
         if waited_ms is not None:
             self._waited_ms = waited_ms
             self.ledger.leave_out_earlier_epochs()
@@ -144,14 +146,13 @@ class MeasuredLoop:
 
     def by_loader(self) -> tuple[LoaderSteps, ...]:
         """Steps of each of several loaders that are read one after the other; empty for a single loader."""
-        found = []
+        loaders = []
         for source, sums in sorted(self._by_loader.items()):
             if source < len(self.names):
-                stats = sums.stats(settled=True, trusted_clock=True, prefetch_active=None)
+                to_ms = 1e-6 / sums.steps
                 name = self.names[source]
-                idle_ms = stats.data_idle_ms or 0.0
-                found.append(LoaderSteps(name, sums.steps, step_ms=stats.step_ms or 0.0, data_idle_ms=idle_ms))
-        return tuple(found)
+                loaders.append(LoaderSteps(name, sums.steps, sums.step_ns * to_ms, sums.data_ns * to_ms))
+        return tuple(loaders)
 
     def measurements(self, *, prefetch_active: bool | None) -> LoopMeasurements:
         """All measurements so far, without the warm-up, and without epochs in which loading was another."""
@@ -166,30 +167,26 @@ class MeasuredLoop:
         )
 
 
-def _seconds() -> float:
-    return clock()  # looked up at each call: tests replace it
-
-
 class Schedule:
     """Due times of reports.
 
     Args:
-        now: returns the seconds of a clock.
+        seconds: the seconds of a clock.
     """
 
-    def __init__(self, now: Callable[[], float] | None = None) -> None:
-        self._now = now or _seconds
+    def __init__(self, seconds: Callable[[], float] = lambda: clock()) -> None:  # tests replace ``clock``
+        self._seconds = seconds
         self._next_step: float = FIRST_STEPS
-        self._next_s = self._now() + FIRST_S
+        self._next_s = seconds() + FIRST_S
         self.first = True
         """True until the first report."""
 
     def due(self, steps: int) -> bool:
         """True if a report is due after this many steps."""
-        return steps >= self._next_step or self._now() >= self._next_s
+        return steps >= self._next_step or self._seconds() >= self._next_s
 
     def came(self, *, early: bool = False) -> None:
         """Note a report. With ``early`` it had no verdict yet, so the next one is due soon."""
         self._next_step = math.inf
-        self._next_s = self._now() + (FIRST_S if early else EVERY_S)
+        self._next_s = self._seconds() + (FIRST_S if early else EVERY_S)
         self.first &= early

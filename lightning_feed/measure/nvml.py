@@ -48,7 +48,9 @@ class NvmlSampler:
         with self._lock:
             sums = self._sums
             self._sums = {}
-        return GpuStats(**{name: total / count for name, (total, count) in sums.items()}) if sums else None
+        if not sums:
+            return None
+        return GpuStats(**{name: total / count for name, (total, count) in sums.items()})
 
     def _run(self) -> None:
         try:
@@ -139,7 +141,7 @@ class _SmActivity:
         request.sample2 = now
         request.metrics[0].metricId = pynvml.NVML_GPM_METRIC_SM_UTIL
         pynvml.nvmlGpmMetricsGet(request)
-        self._samples = [now, before]
+        self._samples.reverse()
         metric = request.metrics[0]
         if metric.nvmlReturn != pynvml.NVML_SUCCESS:  # a metric can fail although the call succeeds
             raise pynvml.NVMLError(metric.nvmlReturn)

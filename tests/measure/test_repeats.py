@@ -32,7 +32,7 @@ def test_two_workers(batches: list[float], found: bool | None) -> None:
     repeats = RepeatedBatches(2)
     for value in batches:
         repeats.see({"x": [_number(value)]})
-    assert repeats.found is found
+    assert repeats.repeated is found
 
 
 def test_a_step_that_changes_its_batch_hides_nothing() -> None:
@@ -41,14 +41,14 @@ def test_a_step_that_changes_its_batch_hides_nothing() -> None:
         batch = _number(value)
         repeats.see(batch)
         batch.zero_()
-    assert repeats.found is True
+    assert repeats.repeated is True
 
 
 def test_batches_without_tensors_are_not_judged() -> None:
     repeats = RepeatedBatches(2)
     for _ in range(3):
         repeats.see(["text"])
-    assert repeats.found is False
+    assert repeats.repeated is False
 
 
 class Whole(IterableDataset[Any]):
