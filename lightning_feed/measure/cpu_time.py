@@ -102,13 +102,13 @@ def others_pct_now(
     return share.others_pct(usable_cpus)
 
 
-def _others_pct(before: CpuTicks | None, now: CpuTicks | None, usable_cpus: int | None) -> float | None:
-    if now is None or before is None or not usable_cpus or now.whole <= before.whole:
+def _others_pct(before: CpuTicks | None, after: CpuTicks | None, usable_cpus: int | None) -> float | None:
+    if before is None or after is None or not usable_cpus or after.whole <= before.whole:
         return None
-    busy = now.busy - before.busy
-    own = now.own - before.own
-    others = now.cpus * max(0, busy - own) / (now.whole - before.whole)
-    return 100 * min(1.0, max(0.0, others - max(0, now.cpus - usable_cpus)) / usable_cpus)
+    busy = after.busy - before.busy
+    own = after.own - before.own
+    others = after.cpus * max(0, busy - own) / (after.whole - before.whole)
+    return 100 * min(1.0, max(0.0, others - max(0, after.cpus - usable_cpus)) / usable_cpus)
 
 
 # --- the training thread ----------------------------------------------------------------------------------------------
@@ -147,9 +147,9 @@ def run_queue_clock() -> int | None:
     return int(numbers[1]) if len(numbers) > 1 and numbers[0] != b"0" else None
 
 
-def own_clock(now: Callable[[], int] = time.perf_counter_ns) -> int:
+def own_clock(clock: Callable[[], int] = time.perf_counter_ns) -> int:
     """The host's clock in nanoseconds, minus the time this thread waited for a CPU."""
-    return now() - (run_queue_clock() or 0)
+    return clock() - (run_queue_clock() or 0)
 
 
 class CpuTimes:

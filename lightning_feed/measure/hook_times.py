@@ -76,11 +76,11 @@ class HookTimes:
 
     def call(self, name: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call a function and time it, in every step."""
-        self.measure(self.entered, name, every=True)
+        self.measure(self.enter, name, always=True)
         try:
             return function(*args, **kwargs)
         finally:
-            self.measure(self.left)
+            self.measure(self.leave)
 
     def step_ended(self, finished: int) -> None:
         """End a step, the ``finished``-th, and start or stop timing."""
@@ -127,18 +127,18 @@ class HookTimes:
     def timed(self, name: str, action: AbstractContextManager[T]) -> Iterator[T]:
         """Run ``action``, and time it."""
         with action as value:
-            self.measure(self.entered, name)
+            self.measure(self.enter, name)
             try:
                 yield value
             finally:
-                self.measure(self.left)
+                self.measure(self.leave)
 
-    def entered(self, name: str, *, every: bool = False) -> None:
-        """Begin an action; with ``every``, it is timed in every step."""
-        sums = self._fresh_calls if every else self._fresh
+    def enter(self, name: str, *, always: bool = False) -> None:
+        """Begin an action; with ``always``, it is timed in every step."""
+        sums = self._fresh_calls if always else self._fresh
         self._stack.append(_Open(name if self._between() else None, self._clock(), sums))
 
-    def left(self) -> None:
+    def leave(self) -> None:
         """End the innermost action, possibly after timing was switched off inside it."""
         if not self._stack:
             return

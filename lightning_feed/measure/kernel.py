@@ -133,8 +133,10 @@ def _between(before: WorkerReading, after: WorkerReading) -> WorkerTime:
     """The difference of two readings of one worker; empty if a counter went backwards: a new worker."""
     wall = after.at_ns - before.at_ns
     # A new thread began at zero.
-    times = [(now, before.threads.get(thread, (0, 0))) for thread, now in after.threads.items()]
-    passed = [(now[0] - then[0], now[1] - then[1]) for now, then in times]
+    passed = []
+    for thread, (on_cpu_after, queue_after) in after.threads.items():
+        on_cpu_before, queue_before = before.threads.get(thread, (0, 0))
+        passed.append((on_cpu_after - on_cpu_before, queue_after - queue_before))
     # A kernel without these statistics writes zeros: then times are unknown, not all blocked.
     if wall <= 0 or min(map(min, passed)) < 0 or not any(map(any, after.threads.values())):
         return WorkerTime()
@@ -142,7 +144,7 @@ def _between(before: WorkerReading, after: WorkerReading) -> WorkerTime:
     scale = wall / max(wall, on_cpu + run_queue)
     spent = WorkerTime(wall_ns=wall, on_cpu_ns=on_cpu * scale, run_queue_ns=run_queue * scale)
     if before.io is not None and after.io is not None:
-        read = [now - then for now, then in zip(after.io, before.io, strict=True)]
+        read = [total - earlier for total, earlier in zip(after.io, before.io, strict=True)]
         if min(read) >= 0:
             spent.span_ns = wall
             spent.asked, spent.calls, spent.from_disk = read

@@ -132,13 +132,13 @@ class _SmActivity:
     def read(self) -> float:
         """Percent since the last call."""
         pynvml = self._pynvml
-        before, now = self._samples
-        pynvml.nvmlGpmSampleGet(self._handle, now)
+        earlier, later = self._samples
+        pynvml.nvmlGpmSampleGet(self._handle, later)
         request = pynvml.c_nvmlGpmMetricsGet_t()
         request.version = pynvml.NVML_GPM_METRICS_GET_VERSION
         request.numMetrics = 1
-        request.sample1 = before
-        request.sample2 = now
+        request.sample1 = earlier
+        request.sample2 = later
         request.metrics[0].metricId = pynvml.NVML_GPM_METRIC_SM_UTIL
         pynvml.nvmlGpmMetricsGet(request)
         self._samples.reverse()

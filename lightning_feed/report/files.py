@@ -257,7 +257,7 @@ def as_html(report: Report) -> str:
         colour=mark_colour(diagnosis),
         title=f"{report.run.name}: {verdict}" if report.run.name else verdict[:1].upper() + verdict[1:],
         next_step=next_step(diagnosis, report.run),
-        said=[_sentence(words) for words in (waits, trust(diagnosis)) if words],
+        subtitle=" ".join(_sentence(words) for words in (waits, trust(diagnosis)) if words),
         tiles=_tiles(report),
         sections=[*_first_sections(report), *sections.other_sections(report)],
     )

@@ -1,7 +1,6 @@
 """Notes: things to try without a known gain, and reasons why the obvious change would not help."""
 
 import re
-from collections.abc import Callable
 from typing import TypeGuard
 
 from lightning_feed.errors import in_rate, rate_unit
@@ -123,8 +122,7 @@ def _data(finding: Finding, remedies: tuple[Remedy, ...]) -> Notes:
         if cause in _MADE_IN_YOUR_CODE and _may_diagnose(finding) and not whole_images:
             notes.append(f"{_DIAGNOSE} finds the lines of your code that take the time")
         notes += _without_remedy(finding, cause)
-    if cause in _HINTS:
-        notes += _HINTS[cause](finding)
+    notes += _hints(finding, cause)
     if finding.facts.datamodule.backend in ("dali-cpu", "dali-gpu"):
         notes.append('the workers wait, and DALI decodes what they read: compare with backend="torch"')
     return notes + _transforms(finding)
@@ -166,23 +164,21 @@ def _is_worth_it(step_ms: float | None, finding: Finding) -> TypeGuard[float]:
     return 100 * (finding.shares.step_ms - step_ms) / finding.step_with_start_ms >= least_gain_pct(finding)
 
 
-def _one_rank(finding: Finding) -> Notes:
-    if finding.measured.ranks is None:
-        return []
-    return [f"rank {finding.measured.ranks.slow_rank} alone is slow: compare the nodes' disks and CPUs"]
-
-
-def _jitter(finding: Finding) -> Notes:
+def _hints(finding: Finding, cause: Cause) -> Notes:
+    """Notes on a cause, with or without a remedy."""
+    ranks = finding.measured.ranks
     depth = finding.loader.prefetch_factor
-    if depth is None:
-        return []
-    more = f"More prefetched batches may cover the slow ones: try prefetch_factor={2 * depth}"
-    return [f"the loader is fast enough on average. {more}"]
-
-
-def _pin_thread(finding: Finding) -> Notes:
-    fewer_bytes = "send fewer bytes, such as uint8 images for device_transform"
-    return [f"one thread pins all batches and cannot keep up: {fewer_bytes}", *_in_place(finding)]
+    if cause == "one rank" and ranks is not None:
+        return [f"rank {ranks.slow_rank} alone is slow: compare the nodes' disks and CPUs"]
+    if cause == "jitter" and depth is not None:
+        more = f"More prefetched batches may cover the slow ones: try prefetch_factor={2 * depth}"
+        return [f"the loader is fast enough on average. {more}"]
+    if cause == "hand-over":
+        return _in_place(finding)
+    if cause == "pin thread":
+        fewer_bytes = "send fewer bytes, such as uint8 images for device_transform"
+        return [f"one thread pins all batches and cannot keep up: {fewer_bytes}", *_in_place(finding)]
+    return []
 
 
 def _in_place(finding: Finding) -> Notes:
@@ -194,31 +190,16 @@ def _in_place(finding: Finding) -> Notes:
     return [f"FastDataModule.wrap({code.datamodule}(...)) hands batches over in place, and no thread has to pin them"]
 
 
-_HINTS: dict[Cause, Callable[[Finding], Notes]] = {
-    "one rank": _one_rank,
-    "hand-over": _in_place,
-    "jitter": _jitter,
-    "pin thread": _pin_thread,
-}
-"""Cause -> notes, with or without a remedy."""
-
-
 def _without_remedy(finding: Finding, cause: Cause) -> Notes:
     """Notes on a cause for which there is no remedy."""
-    if cause == "hand-over":
-        return _many_tensors(finding)
+    tensors = finding.facts.batch.tensors or 0
+    if cause == "hand-over" and tensors >= MANY_TENSORS:
+        return [f"a batch has {tensors} tensors, and each is sent separately: fewer, larger tensors are faster to send"]
     if cause == "oversubscribed":
         return _oversubscribed(finding)
     if cause == "cold reads":
         return _cold_reads(finding)
     return []
-
-
-def _many_tensors(finding: Finding) -> Notes:
-    tensors = finding.facts.batch.tensors or 0
-    if tensors < MANY_TENSORS:
-        return []
-    return [f"a batch has {tensors} tensors, and each is sent separately: fewer, larger tensors are faster to send"]
 
 
 def _oversubscribed(finding: Finding) -> Notes:
