@@ -18,6 +18,7 @@ from lightning_feed.errors import SettingsError
 from lightning_feed.load.fork_safety import plain_values
 from lightning_feed.load.kinds import AnyLoader, Batch
 from lightning_feed.load.machine import read_machine
+from lightning_feed.load.rank_store import gather
 from lightning_feed.load.settings import MOST, Setting
 from lightning_feed.measure.guard import Guard, Once, check_instance, guarded, say
 from lightning_feed.transfer.resident import ResidentLoader
@@ -32,7 +33,6 @@ from lightning_feed.trials.in_fit import (
     with_setting,
     work_of,
 )
-from lightning_feed.trials.rank_store import gather
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.tune_loader import Goal, Store, Tuned, key_of, own_setting
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_feed.load.rank_store import default_store, read_all
 from lightning_feed.measure.stats import Additive, RankStats
 from lightning_feed.measure.step_meter import StepTimes
 from lightning_feed.measure.windows import FEW_STEPS
-from lightning_feed.trials.rank_store import default_store, read_all
 
 SLOW_SHARE = 0.1
 """A rank is slow if it waits longer than the median by this share of a step."""

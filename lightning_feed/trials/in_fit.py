@@ -18,11 +18,11 @@ from lightning_feed.load.kinds import AnyIterator, Batch, Index
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import DrawsOf, size_of
 from lightning_feed.load.processes import shut_down_workers
+from lightning_feed.load.rank_store import connected, gather
 from lightning_feed.load.settings import TORCH_PREFETCH, RayCluster, Setting
 from lightning_feed.load.slots import plain_kind_of, put_in_slots
 from lightning_feed.measure.measurements import LoopMeasurements, Measurements
 from lightning_feed.trials.cloning import twin_of
-from lightning_feed.trials.rank_store import connected, gather
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.tune_loader import Goal, Store, Tuned, tune_loader
 

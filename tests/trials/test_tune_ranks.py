@@ -11,8 +11,9 @@ from measure.test_ranks_gloo import in_ranks
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed.errors import DatasetError, LoaderError
+from lightning_feed.load import rank_store
 from lightning_feed.load.settings import Setting
-from lightning_feed.trials import in_fit, rank_store
+from lightning_feed.trials import in_fit
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.tune_loader import Goal, Tuned
 

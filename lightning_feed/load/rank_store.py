@@ -1,4 +1,4 @@
-"""All-gather over torch's default store, for trials on several ranks, and for the comparison of ranks in `measure`."""
+"""All-gather over torch's default store, for the comparison of ranks and for trials on several ranks."""
 
 import itertools
 import pickle
