@@ -26,7 +26,7 @@ _IN_YOUR_CODE: tuple[Cause, ...] = ("no workers", "cpu", "oversubscribed", "wait
 
 
 def next_step(diagnosis: Diagnosis, run: RunIdentity | None = None, *, arguments: str = ARGUMENTS) -> str:
-    """The best fix with its place; else the command that tells more; else that nothing is to be gained.
+    """The best fix and where to make it; else the command that tells more; else that nothing is to be gained.
 
     Args:
         diagnosis: the verdict.

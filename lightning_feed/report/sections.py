@@ -416,7 +416,7 @@ def measured_sections(measured: Measurements) -> Iterator[Section]:
 
 
 def _rank_rows(ranks: RankStats) -> list[Row]:
-    rows = []
+    rows: list[Row] = []
     for rank, ms in enumerate(ranks.data_idle_ms_by_rank):
         remark = " (the slow one)" if rank == ranks.slow_rank else ""
         rows.append((f"rank {rank}{remark}", f"{ms:.2f}"))
