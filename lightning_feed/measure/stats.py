@@ -247,14 +247,15 @@ def to_tags(
     ranks: RankStats | None = None,
 ) -> dict[str, float]:
     """The measured figures by tag. Unmeasured figures are absent, so that 0 always means a measured zero."""
-    tags = {}
-    groups = [group for group in (stats, gpu, loaders, ranks) if group is not None]
-    for group in groups:
-        for tag, name in _tags_of(type(group)).items():
-            figure = vars(group)[name]
-            if figure is not None:
-                tags[tag] = float(figure)
-    return tags
+    tags: dict[str, float | None] = {}
+    for group in (stats, gpu, loaders, ranks):
+        if group is not None:
+            tags |= {tag: vars(group)[name] for tag, name in _tags_of(type(group)).items()}
+    return _measured(tags)
+
+
+def _measured(tags: dict[str, float | None]) -> dict[str, float]:
+    return {tag: float(figure) for tag, figure in tags.items() if figure is not None}
 
 
 def choose_tags(tags: dict[str, T], which: Which) -> dict[str, T]:
@@ -271,10 +272,7 @@ LOOP_FIELDS = ("starved_pct", "step_ms", "compute_ms", "h2d_ms", "data_idle_ms",
 def loop_tags(stage: str, stats: StarvationStats, by_loader: Sequence[LoaderSteps] = ()) -> dict[str, float]:
     """The measured figures of a validation, test or prediction by tag; with several loaders, also for each by name."""
     section = LOOPS[stage]
-    tags = {}
-    for name in LOOP_FIELDS:
-        if vars(stats)[name] is not None:
-            tags[f"{section}/{name.removeprefix('epoch_')}"] = float(vars(stats)[name])
+    tags = _measured({f"{section}/{name.removeprefix('epoch_')}": vars(stats)[name] for name in LOOP_FIELDS})
     for loader in by_loader:
         tags[f"{section}/{loader.name}/step_ms"] = loader.step_ms
         tags[f"{section}/{loader.name}/data_idle_ms"] = loader.data_idle_ms

@@ -243,15 +243,11 @@ def _making(measured: Measurements) -> list[str]:
     collate_ms = measured.experiments.collate_ms
     if samples_ms is None or not collate_ms:
         return []
-    stage = "samples"
-    larger_ms = samples_ms
-    making = "making its samples"
-    if collate_ms > samples_ms:
-        stage = "collate"
-        larger_ms = collate_ms
-        making = "collating them"
+    stage = "collate" if collate_ms > samples_ms else "samples"
+    making = {"samples": "making its samples", "collate": "collating them"}[stage]
     whole_ms = samples_ms + collate_ms
-    text = f"a batch takes {whole_ms:.1f} ms in one process, {making} {100 * larger_ms / whole_ms:.0f} %"
+    larger_pct = 100 * max(samples_ms, collate_ms) / whole_ms
+    text = f"a batch takes {whole_ms:.1f} ms in one process, {making} {larger_pct:.0f} %"
     slowest = next((function for function in measured.experiments.functions if function.stage == stage), None)
     if slowest is not None:
         text += f", most of it in {slowest.name} ({source_line(slowest.file, slowest.line)})"
@@ -261,18 +257,16 @@ def _making(measured: Measurements) -> list[str]:
 def _part(measured: Measurements, shares: Shares, part: StepPart) -> str:
     step_ms = shares.step_ms
     if part == "framework":
-        where = "between the steps"
-        ms = measured.stats.other_ms
-        pct = shares.framework_pct
-    elif part == "copy":
-        where = "in the transfer to the device"
-        ms = measured.stats.h2d_ms
-        pct = shares.copy_pct
-    else:
-        where = "waiting for data, the slowest rank of each step" if shares.by_ranks else "waiting for data"
-        ms = shares.data_ms
-        pct = 100 * shares.data_ms / step_ms  # the first batches of epochs do not belong to a step
-    return f"{in_ms(ms, step_ms)} of {in_ms(step_ms, step_ms)} ms ({pct:.0f} %) {where}"
+        return f"{_of_step(measured.stats.other_ms, step_ms, shares.framework_pct)} between the steps"
+    if part == "copy":
+        return f"{_of_step(measured.stats.h2d_ms, step_ms, shares.copy_pct)} in the transfer to the device"
+    # Not ``data_pct``: the first batches of epochs do not belong to a step.
+    waiting = f"{_of_step(shares.data_ms, step_ms, 100 * shares.data_ms / step_ms)} waiting for data"
+    return f"{waiting}, the slowest rank of each step" if shares.by_ranks else waiting
+
+
+def _of_step(ms: float | None, step_ms: float, pct: float) -> str:
+    return f"{in_ms(ms, step_ms)} of {in_ms(step_ms, step_ms)} ms ({pct:.0f} %)"
 
 
 # --- where most of a run is not training --------------------------------------------------------------------------
