@@ -109,13 +109,9 @@ def _compute(data: Any, **options: Any) -> Scenario:
     )
 
 
-_CUDA = {"device_type": "cuda", "pin_memory": True}
-_PAGEABLE = {"device_type": "cuda", "pin_memory": False}
-
-
 def _on_device(family: str, expect: tuple[Bottleneck, Cause], **options: Any) -> Scenario:
     """A queued device that counts as a GPU, and a loader that keeps up."""
-    usual: dict[str, Any] = {"data": load(Sleep(0.5)), "queued": True, "device_ms": 10.0, "facts": _CUDA}
+    usual: dict[str, Any] = {"data": load(Sleep(0.5)), "queued": True, "device_ms": 10.0, "is_gpu": True}
     return Scenario(family=family, expect=expect, **(usual | options))
 
 
@@ -181,14 +177,12 @@ SCENARIOS: dict[str, Scenario] = {
         "synchronisation",
         ("framework", "synchronisation"),
         device_ms=4.0,
-        facts=_CUDA | {"syncs": ("prog_bar",)},
+        syncs=("prog_bar",),
         callbacks=lambda: [ReadingProgressBar()],
     ),
-    "copies from pageable memory": _on_device("copy", ("copy", "unpinned"), copy_ms=5.0, facts=_PAGEABLE),
+    "copies from pageable memory": _on_device("copy", ("copy", "unpinned"), copy_ms=5.0, pin_memory=False),
     "pinned copies in the same stream": _on_device("copy", ("copy", "not overlapped"), copy_ms=5.0),
-    "nvJPEG decodes": _on_device(
-        "decoding on the GPU", ("copy", "decoding on the GPU"), copy_ms=5.0, facts=_CUDA | {"backend": "nvjpeg"}
-    ),
+    "nvJPEG decodes": _on_device("decoding on the GPU", ("copy", "decoding on the GPU"), copy_ms=5.0, backend="nvjpeg"),
     "device starves, no workers": _on_device("no workers", ("data", "no workers"), data=load(Spin(20), 0)),
     "device starves, 2 workers": _on_device("cpu", ("data", "cpu"), data=load(Spin(40))),
     "validation takes longer": Scenario(

@@ -328,7 +328,7 @@ def _train(name: str, data: Any, images: ImageFolder, epochs: int, logs: Path) -
         # The trials, as `lightning-feed diagnose` makes them.
         session = Session(train_loaders=data, measured=diagnosis.measurements)
         measure_loaders(session, budget_s=TRIAL_S, only=TRIALS)
-        diagnosis = diagnose(replace(diagnosis.measurements, experiments=session.results))
+        diagnosis = diagnose(replace(diagnosis.measurements, experiments=session.results, diagnosed=True))
     report = make_report(diagnosis)
     written = write_report(report, Path(trainer.log_dir or logs))
     page = next(path for path in written if path.suffix == ".html")

@@ -186,7 +186,7 @@ def achieved(diagnosis: Diagnosis) -> dict[str, float]:
     stats = diagnosis.stats
     if stats.starved_pct is not None:
         results["feed_final/starved_pct"] = stats.starved_pct
-    batch_size = diagnosis.measurements.facts.batch_size
+    batch_size = diagnosis.measurements.facts.loader.batch_size
     if stats.step_ms and batch_size:
         results["feed_final/samples_per_s"] = 1e3 * batch_size / stats.step_ms
     return results

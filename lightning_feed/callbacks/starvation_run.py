@@ -149,16 +149,16 @@ class StarvationRun:
 
     def growing(self) -> str:
         """The attribute in which a dataset without workers keeps what it reads, if it grew in this epoch; or empty."""
-        if self.main.facts.num_workers != 0:
+        if self.main.facts.loader.num_workers != 0:
             return ""
         return next(filter(None, map(growing, self._kept, self._datasets())), "")
 
     def _watch_for_repeats(self) -> None:
         """Look at the first batches of a stream with several workers, before they are sent to the device."""
-        facts = self.main.facts
-        workers = facts.num_workers or 0
-        undivided = facts.map_style is False and not facts.shards_by_worker and facts.loaders_beside == 1
-        if workers < 2 or not undivided or facts.in_order is False or facts.workers != "process":
+        loader = self.main.facts.loader
+        workers = loader.num_workers or 0
+        undivided = loader.map_style is False and not loader.shards_by_worker and loader.count == 1
+        if workers < 2 or not undivided or loader.in_order is False or loader.workers != "process":
             return
         repeats = RepeatedBatches(workers)
         self._repeats = repeats
@@ -342,14 +342,19 @@ class StarvationRun:
 
     def _with_facts_of_the_run(self, facts: LoopFacts) -> LoopFacts:
         """Add the facts that show only while the loop runs."""
+        loader = replace(
+            facts.loader,
+            repeated=None if self._repeats is None else self._repeats.repeated,
+            keeps=self._guard.attempt("see what its dataset keeps", self.growing) or "",
+        )
+        if self._has_changed_datasets:
+            loader = replace(loader, may_persist=False)
         return replace(
             facts,
+            loader=loader,
             others_cpu_pct=None if self._cpus is None else self._cpus.others_pct(facts.usable_cpus),
             syncs=self._syncs(self.main.facts),
             cut_short=self._cut_short,
-            repeated=None if self._repeats is None else self._repeats.found,
-            keeps=self._guard.attempt("see what its dataset keeps", self.growing) or "",
-            may_persist=False if self._has_changed_datasets else facts.may_persist,
         )
 
     def _ranks_so_far(self) -> RankStats | None:

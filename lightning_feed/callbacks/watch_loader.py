@@ -16,7 +16,7 @@ from lightning_feed.load.kinds import AnyLoader
 from lightning_feed.load.loader_tree import loaders_in
 from lightning_feed.load.machine import STREAM_BACKENDS, read_machine
 from lightning_feed.measure.cpu_time import CpuShare
-from lightning_feed.measure.facts import batches_ahead, with_loaders
+from lightning_feed.measure.facts import batches_ahead, training_loader_facts
 from lightning_feed.measure.guard import Guard
 from lightning_feed.measure.loop import READ_EVERY_NS, MeasuredLoop, Schedule
 from lightning_feed.measure.measurements import LoopFacts, Measurements
@@ -318,7 +318,7 @@ def _facts_of(loader: AnyLoader, loaders: list[AnyLoader], device: torch.device)
     with contextlib.suppress(Exception):  # a user's __len__ may raise anything
         batches = len(loader)
     machine = read_machine()
-    facts = LoopFacts(
+    return LoopFacts(
         loop="plain",
         device_type=device.type,
         usable_cpus=max(1, machine.usable_cpus // _number("LOCAL_WORLD_SIZE", 1)),
@@ -326,8 +326,8 @@ def _facts_of(loader: AnyLoader, loaders: list[AnyLoader], device: torch.device)
         free_shm_bytes=machine.free_shm_bytes,
         world_size=_number("WORLD_SIZE", 1),
         batches_per_epoch=batches,
+        loader=training_loader_facts(loaders, reloaded=False),
     )
-    return with_loaders(facts, loaders, reloaded=False)
 
 
 def _device_of(loader: object) -> torch.device:

@@ -26,6 +26,7 @@ from lightning_feed.load.order import EpochOrder, mix_seed
 from lightning_feed.load.recommend import Recommendation
 from lightning_feed.load.settings import SEEDS, LoaderSettings
 from lightning_feed.load.trace import traced
+from lightning_feed.measure.measurements import DataModuleFacts
 
 logger = logging.getLogger(__name__)
 
@@ -284,12 +285,12 @@ class FeedDataModule:
         """Return the settings of each loader with reasons, one line per value."""
         return self._feed.loaders.report()
 
-    def _feed_facts(self) -> dict[str, object]:
-        """Return the fields of ``LoopFacts`` that only a data module knows."""
-        return {
-            "staged": self._feed.stage_to is not None,
-            "device_transform": type(self).device_transform is not FeedDataModule.device_transform,
-        }
+    def _feed_facts(self) -> DataModuleFacts:
+        """Return the facts for reports that only a data module knows."""
+        return DataModuleFacts(
+            staged=self._feed.stage_to is not None,
+            device_transform=type(self).device_transform is not FeedDataModule.device_transform,
+        )
 
     def __getstate__(self) -> dict[str, object]:
         # Pickled for ddp_spawn, and for spawned workers if `collate` is overridden; copied by tuners. The Trainer

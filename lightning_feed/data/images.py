@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -29,6 +30,7 @@ from lightning_feed.load.kinds import Batch
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import mix_seed
 from lightning_feed.load.settings import LoaderSettings
+from lightning_feed.measure.measurements import DataModuleFacts
 from lightning_feed.storage.folder import SampleSource
 from lightning_feed.storage.splits import Splits
 from lightning_feed.transfer import prefetcher
@@ -162,15 +164,16 @@ class FeedImageFolder(FeedDataModule):
         """Number of labels."""
         return len(self.classes)
 
-    def _feed_facts(self) -> dict[str, object]:
-        choice = self.decoder_choice
-        return {
-            **super()._feed_facts(),
-            "decoder": None if choice is None else choice.name,
-            "quality": self.quality,
-            "backend": None if self._images_backend is None else self._images_backend.name,
-            "own_transforms": any(name != "on_device" for name in self._images_only_torch()),
-        }
+    def _feed_facts(self) -> DataModuleFacts:
+        decoder = self.decoder_choice
+        backend = self._images_backend
+        return replace(
+            super()._feed_facts(),
+            decoder=None if decoder is None else decoder.name,
+            quality=self.quality,
+            backend=None if backend is None else backend.name,
+            own_transforms=any(name != "on_device" for name in self._images_only_torch()),
+        )
 
     def _feed_on_device(self, batch: object, split: str) -> object:
         # Before a user's device_transform, so that it sees the same batches with every backend.

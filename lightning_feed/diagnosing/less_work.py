@@ -19,8 +19,7 @@ from lightning_feed.images.image_dataset import ImageDataset
 from lightning_feed.load.kinds import AnyDataset, Batch
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.measure.experiment_results import CropTrial
-from lightning_feed.measure.facts import with_loaders
-from lightning_feed.measure.measurements import LoopFacts
+from lightning_feed.measure.facts import loader_facts
 from lightning_feed.trials.loader_rate import Heartbeat
 
 
@@ -164,7 +163,7 @@ def folder_to_crop(loader: DataLoader[Batch]) -> ImageFolder | None:
     Such a loader has a transform that begins with a RandomResizedCrop, RGB images, unchanged labels, each sample once
     in random order, and torch's collate.
     """
-    if not with_loaders(LoopFacts(), [loader]).decodes_whole or loader.collate_fn is not default_collate:
+    if not loader_facts([loader]).decodes_whole or loader.collate_fn is not default_collate:
         return None
     if type(loader.sampler) is not RandomSampler or loader.sampler.replacement or loader.batch_size is None:
         return None

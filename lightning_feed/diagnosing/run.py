@@ -29,7 +29,7 @@ from lightning_feed.errors import FeedError, LoaderError, ReportError, SettingsE
 from lightning_feed.load.kinds import AnyLoader, Batch
 from lightning_feed.load.machine import read_machine
 from lightning_feed.measure.experiment_results import REST_OF_THE_FIT, ExperimentResults
-from lightning_feed.measure.facts import with_loaders
+from lightning_feed.measure.facts import loader_facts
 from lightning_feed.measure.measurements import LoopFacts, Measurements
 from lightning_feed.measure.stats import StarvationStats
 from lightning_feed.report.document import make_report
@@ -185,10 +185,14 @@ def measurements_of(session: Session) -> Measurements:
         loaders: list[AnyLoader] = []
         with suppress(LoaderError):  # not a DataLoader: no facts are known
             loaders = [part.loader for part in parts_of(session.train_loaders)]
-        facts = LoopFacts(device_type=session.device.type, usable_cpus=read_machine().usable_cpus)
-        measured = Measurements(stats=StarvationStats(steps=0, confidence="low"), facts=with_loaders(facts, loaders))
-    batch_size = session.results.batch_size or measured.facts.batch_size
-    return replace(measured, experiments=replace(session.results, batch_size=batch_size))
+        facts = LoopFacts(
+            device_type=session.device.type,
+            usable_cpus=read_machine().usable_cpus,
+            loader=loader_facts(loaders),
+        )
+        measured = Measurements(stats=StarvationStats(steps=0, confidence="low"), facts=facts)
+    batch_size = session.results.batch_size or measured.facts.loader.batch_size
+    return replace(measured, experiments=replace(session.results, batch_size=batch_size), diagnosed=True)
 
 
 def _write(diagnosis: Diagnosis, out: str | Path | None) -> tuple[list[Path], ReportError | None]:

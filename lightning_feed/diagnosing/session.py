@@ -24,8 +24,8 @@ from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import Setting
 from lightning_feed.load.slot_loaders import uses_slots
 from lightning_feed.measure.experiment_results import ExperimentResults
-from lightning_feed.measure.loader_code import place_of
-from lightning_feed.measure.measurements import Measurements, Place
+from lightning_feed.measure.loader_code import code_of
+from lightning_feed.measure.measurements import LoaderCode, Measurements
 from lightning_feed.trials.cloning import Changes, background_of, burst_of, clone_loader, locate_failure
 from lightning_feed.trials.loader_rate import LoaderRate, RoundLimits, time_loader
 from lightning_feed.trials.tune_loader import Tuned
@@ -154,14 +154,14 @@ class Session:
         if self.datamodule is not None and _host.is_overridden(self.datamodule, "teardown"):
             self.datamodule.teardown("fit")
 
-    def place(self) -> Place | None:
+    def place(self) -> LoaderCode | None:
         """The place in the user's code that sets up the training loader, or None if it cannot be found.
 
         Looks at the user's own Trainer, which knows the keys of the command line.
         """
         try:
             loaders = [part.loader for part in parts_of(self.train_loaders)]
-            return place_of(self.loader_owner, self.datamodule, loaders, config=_host.cli_config(self.trainer))
+            return code_of(self.loader_owner, self.datamodule, loaders, config=_host.cli_config(self.trainer))
         except Exception:  # noqa: BLE001  # loaders of another kind, or sources that cannot be read
             return None
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_feed.load.kinds import AnyLoader
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.measure.measurements import Place
+from lightning_feed.measure.measurements import LoaderCode
 from lightning_feed.measure.user_code import is_users
 from lightning_feed.wording import source_line
 
@@ -20,8 +20,8 @@ SETTINGS = ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory"
 """Settings that remedies change."""
 
 
-def place_of(owner: object, data: object, loaders: Sequence[AnyLoader], *, config: Mapping[str, object]) -> Place:
-    """Return the place in the user's code that sets up the training loaders.
+def code_of(owner: object, data: object, loaders: Sequence[AnyLoader], *, config: Mapping[str, object]) -> LoaderCode:
+    """Return the user's code that sets up the training loaders.
 
     Args:
         owner: the module or data module with ``train_dataloader``; None if the loaders are passed to ``trainer.fit``.
@@ -32,26 +32,18 @@ def place_of(owner: object, data: object, loaders: Sequence[AnyLoader], *, confi
     datamodule = type(data).__name__ if data is not None else ""
     trainer_key = "--trainer." if config else ""
     if loaders and all(isinstance(loader, FeedLoader) for loader in loaders):
-        return Place(
-            words=f"loader=LoaderSettings(...) of your {datamodule}",
-            form="settings",
-            datamodule=datamodule,
-            overrides=_keys_of_settings(config),
-            trainer_key=trainer_key,
-        )
+        words = f"loader=LoaderSettings(...) of your {datamodule}"
+        keys = _keys_of_settings(config)
+        return LoaderCode(words=words, form="settings", datamodule=datamodule, overrides=keys, trainer_key=trainer_key)
     package = _package_of(owner)
     words = _words(owner, loaders, package)
     if hasattr(owner, "_feed_wrapped"):
-        settings = f"the LoaderSettings(...) of FastDataModule.wrap({type(owner).__name__}(...), LoaderSettings(...))"
-        return Place(words=settings, form="settings", inner=words, datamodule=datamodule)
+        wrapped = f"the LoaderSettings(...) of FastDataModule.wrap({type(owner).__name__}(...), LoaderSettings(...))"
+        return LoaderCode(words=wrapped, form="settings", inner=words, datamodule=datamodule)
     keys = _keys_of_loaders(config, loaders)
-    return Place(
-        words=words,
-        form="callback" if package and not keys else "arguments",
-        overrides=keys,
-        datamodule=datamodule,
-        trainer_key=trainer_key,
-    )
+    if package and not keys:
+        return LoaderCode(words=words, form="callback", datamodule=datamodule, trainer_key=trainer_key)
+    return LoaderCode(words=words, overrides=keys, datamodule=datamodule, trainer_key=trainer_key)
 
 
 def users_line(function: object) -> str:

@@ -175,9 +175,8 @@ class PassProbe(Probe):
         state = self._inner(it).read()
         if state is None:
             raise LookupError("unknown")
-        background = it.background
-        more = background.ready if background is not None else 0
-        return QueueState(state.ready + more, state.unpinned, it.taken)
+        fetched = it.background.ready if it.background is not None else 0
+        return QueueState(state.ready + fetched, state.unpinned, it.taken)
 
     def _capacity(self, it: "LoaderPass") -> int:
         held = self._inner(it).held
@@ -189,5 +188,5 @@ class PassProbe(Probe):
         workers = self._inner(it).workers()
         if isinstance(self._source, OwnProbe) or workers.pids or it.background is None:
             return workers
-        own = it.background.thread.native_id
-        return Workers(thread_ids=(own,) if own is not None else ())
+        thread_id = it.background.thread.native_id
+        return Workers(thread_ids=(thread_id,) if thread_id is not None else ())

@@ -72,9 +72,9 @@ def work_of(measured: LoopMeasurements | Measurements) -> TrainingWork | None:
     if stats.step_ms is None or stats.data_idle_ms is None:
         return None
     step_ms = max(0.0, stats.step_ms - stats.data_idle_ms)
-    cpu_ms = facts.host_cpu_ms or 0.0
-    if facts.num_workers == 0:  # this thread loads, too
-        cpu_ms -= facts.load_cpu_ms or 0.0
+    cpu_ms = facts.host.cpu_ms or 0.0
+    if facts.loader.num_workers == 0:  # this thread loads, too
+        cpu_ms -= facts.host.load_cpu_ms or 0.0
     on_device = facts.device_type != "cpu"
     return TrainingWork(
         step_s=1e-3 * step_ms,

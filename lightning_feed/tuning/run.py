@@ -28,7 +28,7 @@ from lightning_feed.load.machine import read_machine
 from lightning_feed.load.processes import end_pass
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import MOST, Setting
-from lightning_feed.measure.measurements import Place
+from lightning_feed.measure.measurements import LoaderCode
 from lightning_feed.storage.system import atomic_write
 from lightning_feed.trials.cloning import Changes, clone_loader
 from lightning_feed.trials.in_fit import name_of_model, why_fixed
@@ -62,7 +62,7 @@ class Paste:
     code: str
 
 
-def tuned_text(tuned: Tuned, place: Place | None = None) -> str:
+def tuned_text(tuned: Tuned, place: LoaderCode | None = None) -> str:
     """Format the result as text: a table of the trials, the choice with its reason, and code to paste.
 
     Args:
@@ -100,7 +100,7 @@ def _short(setting: Setting) -> str:
     return text
 
 
-def tuned_document(tuned: Tuned, place: Place | None = None) -> dict[str, Any]:
+def tuned_document(tuned: Tuned, place: LoaderCode | None = None) -> dict[str, Any]:
     """Convert the result for JSON, with a schema name. Times are in seconds."""
     return {
         "schema": SCHEMA,
@@ -114,7 +114,7 @@ def tuned_document(tuned: Tuned, place: Place | None = None) -> dict[str, Any]:
 # --- what to paste ----------------------------------------------------------------------------------------------------
 
 
-def pastes(tuned: Tuned, place: Place | None) -> list[Paste]:
+def pastes(tuned: Tuned, place: LoaderCode | None) -> list[Paste]:
     """Return code to paste, in the forms that fit the place, the best form first.
 
     If the place is unknown, one form for a DataLoader and one for a FastDataModule.
@@ -359,7 +359,7 @@ def batch_size_of(loader: DataLoader[Batch]) -> int | None:
 
 def run_tune(
     fit: Fit, *, fresh: bool = False, grid: Sequence[int] = (), loader: str | None = None
-) -> tuple[Tuned, Sweep | None, Place | None]:
+) -> tuple[Tuned, Sweep | None, LoaderCode | None]:
     """Tune, and sweep if requested. The sweep marks the tuner's choice. Also returns the loader's place, if known.
 
     Args:

@@ -254,13 +254,13 @@ def test_the_users_loader_is_left_alone(trials: Trials) -> None:
 def test_a_report_tells_if_the_run_was_tuned(tuner: tuple[Callback, ...], trials: Trials) -> None:
     starvation = GPUStarvationCallback(report=False)
     fit([*tuner, starvation], plain(num_workers=1))
-    assert starvation.report().measurements.facts.tuned is bool(tuner)
+    assert starvation.report().measurements.facts.trainer.tuned is bool(tuner)
 
 
 def test_a_report_describes_the_steps_with_the_new_workers(trials: Trials) -> None:
     starvation = GPUStarvationCallback(report=False)
     fit([AutotuneCallback(max_workers=3), starvation], plain(batch_size=1), max_epochs=2)
-    assert starvation.report().measurements.facts.num_workers == 3
+    assert starvation.report().measurements.facts.loader.num_workers == 3
     assert starvation.report().stats.steps <= 48 - MEASURED
 
 

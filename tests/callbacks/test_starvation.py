@@ -98,9 +98,9 @@ def test_facts_of_loaders_that_change_between_epochs(quiet: GPUStarvationCallbac
     trainer = make_trainer(quiet, max_epochs=2, reload_dataloaders_every_n_epochs=1, **limits)
     trainer.fit(BoringModel(), datamodule=Data())
     facts = quiet.report().measurements.facts
-    assert (facts.batches_per_epoch, facts.breaks_off) == (3, True)
-    assert facts.num_workers == trainer.datamodule.workers == 2
-    assert (facts.batch_bytes, facts.batch_tensors) == (128, 1)
+    assert (facts.batches_per_epoch, facts.trainer.breaks_off) == (3, True)
+    assert facts.loader.num_workers == trainer.datamodule.workers == 2
+    assert (facts.batch.size_bytes, facts.batch.tensors) == (128, 1)
 
 
 # --- the progress bar and the report ------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def test_loaders_that_are_not_torchs_are_measured_too(quiet: GPUStarvationCallba
     make_trainer(quiet).fit(Both(), [Foreign(None), Foreign(2)])
     measured = quiet.report().measurements
     assert measured.stats.steps == 7
-    assert measured.facts.num_workers is None  # it may be the other one that is waited for
+    assert measured.facts.loader.num_workers is None  # it may be the other one that is waited for
 
 
 def test_a_look_at_the_report_takes_no_steps_from_the_other_ranks(
@@ -444,7 +444,7 @@ def test_figures_of_a_dataset_that_keeps_what_it_reads_are_of_later_epochs(quiet
 
     class AtEpochsEnd(Callback):
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            told.append(quiet.report().measurements.facts.keeps)
+            told.append(quiet.report().measurements.facts.loader.keeps)
 
     trainer = make_trainer(quiet, AtEpochsEnd(), max_epochs=2)
     trainer.fit(BoringModel(), DataLoader(Keeps(80)))

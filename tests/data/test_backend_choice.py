@@ -36,11 +36,11 @@ def _refuse(*args: Any, **options: Any) -> Any:
 def test_workers_that_only_read_are_threads(backend: Any, workers: str, class_folders: Path) -> None:
     birds = ImageFolderDataModule(class_folders, 4, image_size=32, backend=backend)
     assert birds.backend_choice is None
-    assert birds._feed_facts()["backend"] is None
+    assert birds._feed_facts().backend is None
     birds.dataset("train")
     assert birds._feed.loaders.settings == LoaderSettings(workers=workers)  # type: ignore[arg-type]
     assert birds.backend_choice is not None
-    assert birds.backend_choice.name == birds._feed_facts()["backend"] == backend
+    assert birds.backend_choice.name == birds._feed_facts().backend == backend
     assert pickle.loads(pickle.dumps(birds)).backend_choice == birds.backend_choice
     given = LoaderSettings(num_workers=0)
     birds = ImageFolderDataModule(class_folders, 4, image_size=32, backend=backend, loader=given)

@@ -235,10 +235,10 @@ def test_what_the_starvation_callback_tells_of_it(photos: Path) -> None:
     watching = GPUStarvationCallback(every_n_steps=2, report=False)
     fitted(made(photos, "nvjpeg"), [NullStreamPrefetch(), watching])
     facts = watching.report().measurements.facts
-    assert facts.batch_size == 3
-    assert facts.batch_bytes == 3 * 3 * 16 * 16 * 4 + 3 * 8  # what the model gets
-    assert facts.workers == "thread"
-    assert facts.ours
+    assert facts.loader.batch_size == 3
+    assert facts.batch.size_bytes == 3 * 3 * 16 * 16 * 4 + 3 * 8  # what the model gets
+    assert facts.loader.workers == "thread"
+    assert facts.loader.ours
     assert watching.summary() is not None
 
 

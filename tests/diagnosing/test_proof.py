@@ -80,7 +80,7 @@ def test_a_diagnosis_trains_with_it_and_puts_everything_back(
     weights = {name: value.clone() for name, value in module.state_dict().items()}
     found = diagnose(trainer, module, data, quick=True, only=["loader"], budget_s=6.0)
     assert seen == [1, 0]
-    results = found.measurements.found
+    results = found.measurements.experiments
     assert (results.chosen_fit_ms, results.own_fit_ms) == ((10.0, 20.0) if gains else (20.0, 10.0))
     chosen = results.tried_as("chosen")
     assert chosen is not None
@@ -107,6 +107,6 @@ def test_a_fit_that_fails_costs_only_the_proof(parts: Parts, monkeypatch: pytest
     monkeypatch.setattr(proof, "time_fit", fails)
     loader = DataLoader(Numbers(), batch_size=4)
     found = diagnose(trainer, module, train_dataloaders=loader, quick=True, only=["loader"], budget_s=6.0)
-    left_out = dict(found.measurements.found.left_out)
+    left_out = dict(found.measurements.experiments.left_out)
     assert "ValueError: only with workers" in left_out["training with other workers"]
-    assert found.measurements.found.tried_as("chosen") is not None
+    assert found.measurements.experiments.tried_as("chosen") is not None

@@ -193,7 +193,7 @@ def test_the_users_own_loader_keeps_its_workers_and_generator() -> None:
     state = loader.generator.get_state()
     attributes = dict(vars(loader))
     found = short_diagnosis(make_trainer(), Module(), train_dataloaders=loader)
-    assert found.measurements.facts.num_workers == 1
+    assert found.measurements.facts.loader.num_workers == 1
     assert vars(loader) == attributes
     assert loader._iterator is iterator
     assert torch.equal(loader.generator.get_state(), state)

@@ -382,7 +382,7 @@ def test_a_data_module_alone() -> None:
     found = diagnose(None, None, data, budget_s=2.0, only=["model", "loader"])
     assert found.bottleneck == "unknown"
     assert found.measurements.experiments.loader_per_s > 0
-    assert found.measurements.facts.num_workers == 0
+    assert found.measurements.facts.loader.num_workers == 0
     assert dict(found.measurements.experiments.left_out)["model"] == "no module was given"
     assert data.trainer is None
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_feed.measure.cpu_time import CpuTimes, _statistics, own_clock, run_queue_clock
+from lightning_feed.measure.measurements import HostTimes
 
 MS = 1_000_000
 
@@ -31,7 +32,7 @@ def _times(*, loads_here: bool | None) -> tuple[CpuTimes, Clock, Clock]:
 
 def test_by_step() -> None:
     times, thread, process = _times(loads_here=True)
-    assert times.per_step(0) == {}
+    assert times.per_step(0) == HostTimes()
     thread.now += 1000  # the warm-up
     times.settle(20)
     for _ in range(4):
@@ -39,9 +40,9 @@ def test_by_step() -> None:
         thread.now, process.now = thread.now + 3, process.now + 3
         times.fetch_ended()
         thread.now, process.now = thread.now + 5, process.now + 10
-    expected = {"host_cpu_ms": 8.0, "load_cpu_ms": 3.0}
-    assert times.per_step(24) == pytest.approx(expected)
-    assert times.per_step(24) == pytest.approx(expected)  # asked again
+    expected = {"cpu_ms": 8.0, "load_cpu_ms": 3.0, "load_queue_ms": None}
+    assert vars(times.per_step(24)) == pytest.approx(expected)
+    assert vars(times.per_step(24)) == pytest.approx(expected)  # asked again
 
 
 def test_what_is_not_training_does_not_count() -> None:
@@ -50,10 +51,10 @@ def test_what_is_not_training_does_not_count() -> None:
     times.pause()
     times.pause()
     thread.now, process.now = 517, 929
-    assert times.per_step(1) == {"host_cpu_ms": 10.0}
+    assert times.per_step(1) == HostTimes(cpu_ms=10.0)
     times.go_on()
     thread.now, process.now = 527, 949
-    assert times.per_step(2) == {"host_cpu_ms": 10.0}
+    assert times.per_step(2) == HostTimes(cpu_ms=10.0)
 
 
 def test_with_workers_the_cpu_time_of_fetching_is_not_that_of_loading() -> None:
@@ -61,7 +62,7 @@ def test_with_workers_the_cpu_time_of_fetching_is_not_that_of_loading() -> None:
     times.fetch_began()
     thread.now += 5
     times.fetch_ended()
-    assert "load_cpu_ms" not in times.per_step(1)
+    assert times.per_step(1).load_cpu_ms is None
 
 
 def test_a_loader_of_unknown_kind_takes_the_time_of_the_thread() -> None:
@@ -69,7 +70,7 @@ def test_a_loader_of_unknown_kind_takes_the_time_of_the_thread() -> None:
     times.fetch_began()
     thread.now, process.now = thread.now + 5, process.now + 50  # other threads of the process compute meanwhile
     times.fetch_ended()
-    assert times.per_step(1)["load_cpu_ms"] == 5.0
+    assert times.per_step(1).load_cpu_ms == 5.0
 
 
 @pytest.mark.parametrize("loads_here", [True, False, None])
@@ -81,14 +82,14 @@ def test_the_wait_for_a_cpu_in_fetches(*, loads_here: bool | None) -> None:
         times.fetch_began()
         queue.now = ended
         times.fetch_ended()
-    assert times.per_step(1)["load_queue_ms"] == pytest.approx(3.0)
+    assert times.per_step(1).load_queue_ms == pytest.approx(3.0)
     times.settle(1)
-    assert times.per_step(2)["load_queue_ms"] == 0.0
+    assert times.per_step(2).load_queue_ms == 0.0
 
 
 def test_a_wait_for_a_cpu_is_not_known_everywhere() -> None:
     times, _, _ = _times(loads_here=True)
-    assert "load_queue_ms" not in times.per_step(1)
+    assert times.per_step(1).load_queue_ms is None
 
 
 def test_what_the_kernel_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.callbacks.starvation_facts import facts_of
 from lightning_feed.load.streams import divides_among_workers
-from lightning_feed.measure.facts import with_loaders
+from lightning_feed.measure.facts import training_loader_facts
 from lightning_feed.measure.guard import Guard
-from lightning_feed.measure.loader_code import place_of
-from lightning_feed.measure.measurements import HookPlace, LoopFacts, Place
+from lightning_feed.measure.loader_code import code_of
+from lightning_feed.measure.measurements import HookCode, LoaderCode, LoopFacts
 
 PROGRAM = """
 import torch
@@ -101,8 +101,8 @@ def _fit(**given: Any) -> LoopFacts:
     return look.facts
 
 
-def _place(**given: Any) -> Place:
-    place = _fit(**given).place
+def _place(**given: Any) -> LoaderCode:
+    place = _fit(**given).loader_code
     assert place is not None
     return place
 
@@ -122,7 +122,7 @@ def test_several_loaders_of_one_method() -> None:
     line = Pair.train_dataloader.__code__.co_firstlineno
     words = f"each of your 2 training DataLoaders (Pair.train_dataloader, {Path(__file__).name}:{line})"
     data = Pair()
-    assert place_of(data, data, data.train_dataloader(), config={}).words == words
+    assert code_of(data, data, data.train_dataloader(), config={}).words == words
 
 
 def test_a_package_that_makes_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_a_package_that_makes_the_loader(tmp_path: Path, monkeypatch: pytest.Mon
     place = _place(datamodule=package.Plain())
     assert (place.words, place.form) == ("your training DataLoader (made by forecasts)", "callback")
     of_datasets = LightningDataModule.from_datasets(Squares(), batch_size=2)
-    place = place_of(of_datasets, of_datasets, [DataLoader(Squares())], config={})
+    place = code_of(of_datasets, of_datasets, [DataLoader(Squares())], config={})
     assert (place.words, place.form) == ("your training DataLoader (made by lightning)", "callback")
 
 
@@ -168,7 +168,7 @@ def test_a_loader_that_fit_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_program_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     words = "your training DataLoader (passed to trainer.fit)"
-    assert place_of(None, None, [DataLoader(Squares())], config={}).words == words
+    assert code_of(None, None, [DataLoader(Squares())], config={}).words == words
 
 
 class Squares(Dataset[torch.Tensor]):
@@ -243,9 +243,9 @@ def test_lightning_cli_has_a_key(
         seed_everything_default=False,
     )  # fmt: skip
     assert look.facts is not None
-    assert look.facts.place is not None
-    assert look.facts.place.overrides[0] == ("num_workers", key)
-    assert look.facts.place.trainer_key == "--trainer."
+    assert look.facts.loader_code is not None
+    assert look.facts.loader_code.overrides[0] == ("num_workers", key)
+    assert look.facts.loader_code.trainer_key == "--trainer."
 
 
 # --- what workers may do ------------------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ Mosaic = type("Mosaic", (Stream,), {"__module__": "streaming.base"})
 )
 def test_whether_a_stream_is_known_to_divide_itself(dataset: Any, divides: bool | None) -> None:
     assert divides_among_workers(DataLoader(dataset)) is divides
-    assert with_loaders(LoopFacts(), [DataLoader(dataset)], reloaded=False).shards_by_worker is divides
+    assert training_loader_facts([DataLoader(dataset)], reloaded=False).shards_by_worker is divides
 
 
 class Slow(Callback):
@@ -303,11 +303,9 @@ def test_the_users_hooks_around_steps(steps: int, interval: str) -> None:
     trainer.callbacks.append(Slow(steps))
     trainer.fit(Tiny(), DataLoader(Squares(), batch_size=2))
     assert look.facts is not None
-    (found,) = look.facts.hook_places  # and none of Lightning's
+    (found,) = look.facts.hook_code  # and none of Lightning's
     line = Slow.on_train_batch_end.__code__.co_firstlineno
-    expected = HookPlace(
-        name="[Callback]Slow.on_train_batch_end", at=f"{Path(__file__).name}:{line}", interval=interval
-    )
+    expected = HookCode(name="[Callback]Slow.on_train_batch_end", at=f"{Path(__file__).name}:{line}", interval=interval)
     assert found == expected
 
 
@@ -332,5 +330,5 @@ class Told(Dataset[int]):
 )
 def test_whether_workers_may_live_on(datasets: list[Any], may: bool) -> None:
     loaders = [DataLoader(one) for one in datasets]
-    assert with_loaders(LoopFacts(), loaders, reloaded=False).may_persist is may
-    assert not with_loaders(LoopFacts(), loaders, reloaded=True).may_persist
+    assert training_loader_facts(loaders, reloaded=False).may_persist is may
+    assert not training_loader_facts(loaders, reloaded=True).may_persist

@@ -76,6 +76,7 @@ def test_figures_that_are_not_finite_are_null() -> None:
 UNITS = ("_ms", "_s", "_pct", "_bytes", "_per_batch", "_per_step", "_cpus", "_workers", "_tensors", "_per_epoch")
 PLAIN_NUMBERS = {
     "torch_threads",
+    "tensors",
     "val_fraction",
     "parts",
     "speedup_if_free",
@@ -224,7 +225,7 @@ def test_files_that_are_no_report(text: str, message: str, tmp_path: Path) -> No
         (("step", "steps"), None, "must be a whole number"),
         (("step", "steps"), 10**30, "must be a whole number"),
         (("step", "confidence"), "sure", "must be one of 'high', 'medium', 'low'"),
-        (("run", "pin_memory"), 1, "must be true or false"),
+        (("run", "loader", "pin_memory"), 1, "must be true or false"),
         (("run", "syncs"), "prog_bar", "must be a list"),
         (("run", "device_type"), None, "must be text"),
         (("hooks",), [{"name": "a"}], r"hooks\[0\]\.ms_per_step is missing"),

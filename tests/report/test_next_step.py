@@ -32,7 +32,10 @@ FINDS = "finds the lines of your code that take the time"
 def _found(experiments: ExperimentResults | None = None, facts: Any = None, **changes: Any) -> Diagnosis:
     """A verdict without a remedy."""
     found = sample(facts=facts or sample_facts(), **{"remedies": (), **changes})
-    return replace(found, measurements=replace(found.measurements, experiments=experiments))
+    measured = replace(
+        found.measurements, experiments=experiments or ExperimentResults(), diagnosed=experiments is not None
+    )
+    return replace(found, measurements=measured)
 
 
 ON_CPU = {"device_type": "cpu", "num_workers": 0}
@@ -161,7 +164,7 @@ def test_without_a_fix_the_part_that_takes_the_time_is_named() -> None:
     costs = (NamedCost(name="decode", cpu_ms=1.2, wall_ms=1.3), NamedCost(name="Flip", cpu_ms=0.1, wall_ms=0.1))
     measured = _found().measurements
     found = _found(cause="no workers", notes=(), why_not=("decoding only the crops: no gain worth it",))
-    experiments = replace(measured.found, costs=costs, functions=())
+    experiments = replace(measured.experiments, costs=costs, functions=())
     found = replace(found, measurements=replace(found.measurements, experiments=experiments))
     step = next_step(found, RUN)
     assert "make a batch with less work, above all in decode (1.2 ms of CPU for a sample): no loader" in step

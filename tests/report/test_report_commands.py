@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from report.json_checker import problems
 from report.sample_reports import nothing_measured, sample, sample_facts, sample_report, sample_stats
+from verdict.cases import loop_facts
 
 from lightning_feed.cli import main
 from lightning_feed.errors import ReportError
 from lightning_feed.measure.experiment_results import ExperimentResults
-from lightning_feed.measure.measurements import LoopFacts, Measurements
+from lightning_feed.measure.measurements import Measurements
 from lightning_feed.report.compare import check_starved
 from lightning_feed.report.document import json_schema
 from lightning_feed.report.files import as_text, write_report
@@ -87,7 +88,7 @@ def _slow_start(**changes: Any) -> Diagnosis:
     stats = sample_stats(
         step_ms=50.0, compute_ms=47.0, data_idle_ms=3.0, starved_pct=6.0, input_pct=6.0, epoch_start_s=2.0
     )
-    facts = LoopFacts(device_type="cuda", num_workers=2, usable_cpus=2, batches_per_epoch=20)
+    facts = loop_facts(device_type="cuda", num_workers=2, usable_cpus=2, batches_per_epoch=20)
     return diagnose(replace(Measurements(stats=stats, facts=facts), **changes))
 
 
@@ -104,13 +105,13 @@ def test_the_gate_counts_what_an_epoch_loses_before_its_first_batch() -> None:
 
 def test_the_gate_lets_a_model_pass_that_takes_all_of_a_step() -> None:
     stats = replace(_slow_start().stats, epoch_start_s=0.0)
-    compute_bound_confirmed = _slow_start(stats=stats, experiments=ExperimentResults(model_per_s=20.0))
+    compute_bound_confirmed = _slow_start(stats=stats, experiments=ExperimentResults(model_per_s=20.0), diagnosed=True)
     assert compute_bound_confirmed.grade == "OK"
     assert "fine, the model alone takes as long as a step" in check_starved(
         sample_report(compute_bound_confirmed), above_pct=5
     )
     for per_s in (40.0, 5.0):  # faster than its steps, and impossibly slow
-        waiting = _slow_start(stats=stats, experiments=ExperimentResults(model_per_s=per_s))
+        waiting = _slow_start(stats=stats, experiments=ExperimentResults(model_per_s=per_s), diagnosed=True)
         with pytest.raises(ReportError, match=r"6\.00 % of step time \(starved_pct\), limit 5 %"):
             check_starved(sample_report(waiting), above_pct=5)
 

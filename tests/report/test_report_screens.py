@@ -48,7 +48,7 @@ def _run_cells(*cells: str) -> list[list[Any]]:
 
 def test_a_notebook_shows_pages() -> None:
     """With ipywidgets RichProgressBar draws itself whenever lines are printed: many prints made it do so for ever."""
-    where = "print(starvation.report().measurements.facts.place.words)"
+    where = "print(starvation.report().measurements.facts.loader_code.words)"
     fit, report, text, place, tuned = _run_cells(
         FIT.replace("BAR", "RichProgressBar"), "starvation.report()", "repr(_)", where, TUNE
     )

@@ -20,10 +20,10 @@ from report.sample_reports import (
     sample_report,
     sample_stats,
 )
-from verdict.cases import measured
+from verdict.cases import loop_facts, measured
 
 from lightning_feed.measure.experiment_results import ExperimentResults, KeyBytes
-from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements
+from lightning_feed.measure.measurements import HookTime, Measurements
 from lightning_feed.measure.stats import Confidence
 from lightning_feed.report.files import (
     as_html,
@@ -46,7 +46,8 @@ ANY = settings(max_examples=10, deadline=None, suppress_health_check=[HealthChec
 def _bare(**changes: Any) -> Diagnosis:
     """Without experiments, ranks and hooks: what a fit finds."""
     found = sample(**changes)
-    return replace(found, measurements=replace(found.measurements, experiments=None, ranks=None, hooks=()))
+    measured = replace(found.measurements, experiments=ExperimentResults(), diagnosed=False, ranks=None, hooks=())
+    return replace(found, measurements=measured)
 
 
 # --- console ------------------------------------------------------------------------------------------------------
@@ -116,7 +117,7 @@ def test_a_report_that_disagrees_with_the_one_before_says_so_first(later: Measur
 
 def test_without_a_verdict_the_experiments_are_shown_all_the_same() -> None:
     alone = nothing_measured()
-    measured = replace(alone.measurements, experiments=sample_experiments(), facts=sample_facts())
+    measured = replace(alone.measurements, experiments=sample_experiments(), diagnosed=True, facts=sample_facts())
     text = as_text(replace(alone, measurements=measured))
     assert text.startswith("FEED  no verdict: ")
     assert "Pipeline (samples/s)" in text
@@ -297,7 +298,7 @@ def _slow_start(*, device: str = "cpu", start_s: float = 2.0) -> Diagnosis:
         step_ms=50.0, compute_ms=47.0, data_idle_ms=3.0, h2d_ms=0.0, other_ms=0.0, starved_pct=6.0, input_pct=6.0,
         starved_low_pct=5.0, starved_high_pct=7.0, speedup_if_free=1.06, epoch_start_s=start_s,
     )  # fmt: skip
-    facts = LoopFacts(device_type=device, num_workers=2, usable_cpus=2, batches_per_epoch=20)
+    facts = loop_facts(device_type=device, num_workers=2, usable_cpus=2, batches_per_epoch=20)
     return diagnose(Measurements(stats=stats, facts=facts))
 
 
@@ -319,7 +320,7 @@ def test_the_headline_of_a_slow_start_is_of_epochs_as_the_verdict_is() -> None:
 
 def test_the_headline_says_why_waiting_does_not_count() -> None:
     found = _slow_start(start_s=0.0, device="cuda")
-    alone = replace(found.measurements, experiments=ExperimentResults(model_per_s=20.0))
+    alone = replace(found.measurements, experiments=ExperimentResults(model_per_s=20.0), diagnosed=True)
     assert headline(diagnose(alone)) == (
         "OK: limited by the model. 6 % of time waiting for data, which faster loading would not change: "
         "the model alone takes as long as a step."

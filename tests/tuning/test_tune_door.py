@@ -19,7 +19,7 @@ from lightning_feed.cli import main
 from lightning_feed.diagnosing import program
 from lightning_feed.errors import FeedError, LoaderError, SettingsError
 from lightning_feed.load.settings import Setting
-from lightning_feed.measure.measurements import Place
+from lightning_feed.measure.measurements import LoaderCode
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.tune_loader import Tuned
@@ -198,7 +198,7 @@ def test_the_text_has_the_trials_the_choice_and_the_line_to_paste() -> None:
 
 NONE = Setting(num_workers=0)
 THREADS = Setting(num_workers=3, prefetch_factor=2, workers="thread")
-IN_DATA = Place(words="your training DataLoader (Data.train_dataloader, data.py:41)", datamodule="Data")
+IN_DATA = LoaderCode(words="your training DataLoader (Data.train_dataloader, data.py:41)", datamodule="Data")
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ IN_DATA = Place(words="your training DataLoader (Data.train_dataloader, data.py:
             ],
         ),
         (
-            Place(words="your training DataLoader (made in cells/fit.py:3)", form="callback"),
+            LoaderCode(words="your training DataLoader (made in cells/fit.py:3)", form="callback"),
             FOUND,
             [
                 (
@@ -227,7 +227,7 @@ IN_DATA = Place(words="your training DataLoader (Data.train_dataloader, data.py:
             ],
         ),
         (
-            Place(words="loader=LoaderSettings(...) of your Birds", form="settings"),
+            LoaderCode(words="loader=LoaderSettings(...) of your Birds", form="settings"),
             NONE,
             [
                 (
@@ -249,7 +249,7 @@ IN_DATA = Place(words="your training DataLoader (Data.train_dataloader, data.py:
         ),
     ],
 )
-def test_what_to_paste_fits_the_place(place: Place, setting: Setting, pasted: list[tuple[str, str]]) -> None:
+def test_what_to_paste_fits_the_place(place: LoaderCode, setting: Setting, pasted: list[tuple[str, str]]) -> None:
     ways = pastes(found(setting=setting, own=Setting(num_workers=5)), place)
     assert [(way.where, way.code) for way in ways] == pasted
     text = tuned_text(found(setting=setting, own=Setting(num_workers=5)), place)

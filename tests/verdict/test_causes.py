@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from verdict.cases import loop_facts
 
 from lightning_feed.measure.experiment_results import (
     CropTrial,
@@ -15,7 +16,7 @@ from lightning_feed.measure.experiment_results import (
     NamedCost,
     TriedSetting,
 )
-from lightning_feed.measure.measurements import SYNCS, HookTime, LoopFacts, Measurements
+from lightning_feed.measure.measurements import SYNCS, HookTime, Measurements
 from lightning_feed.measure.stats import LoaderStats, RankStats, StarvationStats
 from lightning_feed.verdict.decide import diagnose
 from lightning_feed.verdict.diagnosis import Diagnosis
@@ -56,9 +57,10 @@ def _measured(
     )
     return Measurements(
         stats=replace(stats, **{name: value for name, value in parts.items() if name not in given}),
-        facts=LoopFacts(**(facts or {})),
+        facts=loop_facts(**(facts or {})),
         loaders=LoaderStats(**(loaders or {})),
-        experiments=None if experiments is None else ExperimentResults(**experiments),
+        experiments=ExperimentResults(**(experiments or {})),
+        diagnosed=experiments is not None,
         **more,
     )
 
@@ -272,9 +274,9 @@ def test_a_step_that_takes_much_longer_than_its_model_is_not_compute_for_sure(
         (CUDA | {"pin_memory": True}, {}, None, "not overlapped"),
         (CUDA | {"pin_memory": True}, {"prefetch_active": False}, None, "not overlapped"),
         (CUDA | {"pin_memory": True}, {"prefetch_active": True}, None, "unknown"),
-        (CUDA | {"pin_memory": True, "batch_tensors": 8, "batch_bytes": 8 << 16}, {}, None, "small tensors"),
-        (CUDA | {"pin_memory": True, "batch_tensors": 7, "batch_bytes": 7 << 16}, {}, None, "not overlapped"),
-        (CUDA | {"pin_memory": True, "batch_tensors": 8, "batch_bytes": (8 << 16) + 1}, {}, None, "not overlapped"),
+        (CUDA | {"pin_memory": True, "tensors": 8, "size_bytes": 8 << 16}, {}, None, "small tensors"),
+        (CUDA | {"pin_memory": True, "tensors": 7, "size_bytes": 7 << 16}, {}, None, "not overlapped"),
+        (CUDA | {"pin_memory": True, "tensors": 8, "size_bytes": (8 << 16) + 1}, {}, None, "not overlapped"),
         (CUDA | NVJPEG, {}, None, "decoding on the GPU"),
         (CUDA | NVJPEG | {"pin_memory": True}, {"prefetch_active": True}, None, "decoding on the GPU"),
         (CUDA | {"backend": "dali-gpu", "pin_memory": False}, {}, None, "unpinned"),
@@ -327,10 +329,10 @@ def test_the_dearest_hooks_are_named() -> None:
 @pytest.mark.parametrize(
     ("facts", "cause"),
     [
-        (CUDA | {"host_cpu_ms": 90.0}, "launch"),
-        (CUDA | {"host_cpu_ms": 89.9}, "compute"),
-        ({"host_cpu_ms": 100.0}, "compute"),  # the CPU is the device
-        (CUDA | {"host_cpu_ms": 100.0, "syncs": ("grad_scaler",)}, "compute"),  # it may be spinning
+        (CUDA | {"cpu_ms": 90.0}, "launch"),
+        (CUDA | {"cpu_ms": 89.9}, "compute"),
+        ({"cpu_ms": 100.0}, "compute"),  # the CPU is the device
+        (CUDA | {"cpu_ms": 100.0, "syncs": ("grad_scaler",)}, "compute"),  # it may be spinning
         (CUDA, "compute"),
     ],
 )
@@ -339,7 +341,7 @@ def test_a_fed_device(facts: dict[str, Any], cause: str) -> None:
 
 
 def test_the_backward_pass_is_launched_by_a_thread_of_its_own() -> None:
-    measured = _measured(FED, CUDA | {"host_cpu_ms": 50.0})
+    measured = _measured(FED, CUDA | {"cpu_ms": 50.0})
     assert diagnose(measured).cause == "compute"
     assert diagnose(replace(measured, stats=replace(measured.stats, backward_ms=45.0))).cause == "launch"
 
@@ -385,7 +387,7 @@ def _frozen(kind: Any, **known: Any) -> Any:
 
 
 _FACTS = st.builds(
-    LoopFacts,
+    loop_facts,
     device_type=st.sampled_from(["cpu", "cuda"]),
     num_workers=_COUNT,
     prefetch_factor=st.none() | st.integers(1, 8),
@@ -394,8 +396,8 @@ _FACTS = st.builds(
     in_order=st.none() | st.booleans(),
     workers=st.sampled_from([None, "process", "thread"]),
     ours=st.none() | st.booleans(),
-    batch_bytes=st.none() | st.integers(0, 1 << 30),
-    batch_tensors=_COUNT,
+    size_bytes=st.none() | st.integers(0, 1 << 30),
+    tensors=_COUNT,
     batches_per_epoch=_COUNT,
     decoder=st.sampled_from([None, "turbo"]),
     usable_cpus=st.none() | st.integers(1, 64),
@@ -406,7 +408,7 @@ _FACTS = st.builds(
     free_shm_bytes=st.none() | st.integers(0, 1 << 34),
     load_cpu_ms=st.none() | _MS,
     syncs=st.sets(st.sampled_from([*SYNCS, "unheard of"])).map(tuple),
-    host_cpu_ms=st.none() | _MS,
+    cpu_ms=st.none() | _MS,
 )
 _STEP_MS = st.floats(0.01, 1e4)
 _TRIED = st.builds(
@@ -419,7 +421,7 @@ _TRIED = st.builds(
     own=st.booleans(),
     chosen=st.booleans(),
 )
-_EXPERIMENTS = st.none() | _frozen(
+_EXPERIMENTS = _frozen(
     ExperimentResults,
     batch_size=_COUNT,
     **dict.fromkeys(
@@ -474,7 +476,8 @@ def _anything(draw: Any) -> Measurements:
         _measured(draw(_STATS)),
         facts=draw(_FACTS),
         loaders=draw(_frozen(LoaderStats)),
-        experiments=draw(_EXPERIMENTS),
+        experiments=draw(st.just(ExperimentResults()) | _EXPERIMENTS),
+        diagnosed=draw(st.booleans()),
         ranks=draw(_RANKS),
         hooks=draw(_HOOKS.map(tuple)),
     )

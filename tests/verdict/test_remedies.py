@@ -13,7 +13,7 @@ from verdict.cases import ASLEEP, BUSY, READY, measured
 
 import lightning_feed
 from lightning_feed.measure.experiment_results import CropTrial, TriedSetting
-from lightning_feed.measure.measurements import HookPlace, HookTime, Place
+from lightning_feed.measure.measurements import HookCode, HookTime, LoaderCode
 from lightning_feed.measure.wall import WallPart, WallStats
 from lightning_feed.report.next_step import next_step
 from lightning_feed.verdict.decide import RUN_RULES, diagnose
@@ -52,12 +52,12 @@ COLD = ASLEEP | {"page_cache_pct": 10.0, "disk_mb_per_s": 30.0}
 STARTS: dict[str, Any] = {"batches_per_epoch": 5, "persistent_workers": False, "may_persist": True}
 SLOW_START: dict[str, Any] = {"data": 0.0, "stats": {"epoch_start_s": 0.7}}
 CROPS = CropTrial(folder="birds", val_fraction=0.1, whole_ms=4.0, crop_ms=2.0)
-WHOLE: dict[str, Any] = {"loaders": BUSY, "usable_cpus": 2, "host_cpu_ms": 0.0, "batch_size": 8}
+WHOLE: dict[str, Any] = {"loaders": BUSY, "usable_cpus": 2, "cpu_ms": 0.0, "batch_size": 8}
 BAR = (HookTime(name="[Callback]TQDMProgressBar.on_train_batch_end", ms_per_step=20.0),)
 SLOW = "[Callback]Slow.on_train_batch_end"
 THEIRS: dict[str, Any] = {
     "hooks": (HookTime(name="[Callback]Slow{'a': 1}.on_train_batch_end", ms_per_step=20.0),),
-    "hook_places": (HookPlace(name=SLOW, at="train.py:12", interval="every_n_steps"),),
+    "hook_code": (HookCode(name=SLOW, at="train.py:12", interval="every_n_steps"),),
 }
 LOG = (HookTime(name="logger CSVLogger.log_metrics", ms_per_step=20.0),)
 
@@ -101,7 +101,7 @@ CONTRACTS = {
             "training is fed": {"data": 1.0},
             "all CPUs are taken": {"usable_cpus": 2},
             "a stream that was not seen to divide itself": {"map_style": False},
-            "no room for the batches": {"free_shm_bytes": 1 << 20, "batch_bytes": 1 << 20},
+            "no room for the batches": {"free_shm_bytes": 1 << 20, "size_bytes": 1 << 20},
             "threads": {"workers": "thread"},
             "they were tried": {"found": {"tried": tried((2, 100.0), (4, 99.0))}},
             "an AutotuneCallback has tried": {"tuned": True},
@@ -384,44 +384,46 @@ def test_rates_that_lie_apart_are_noise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "form", "code", "where"),
+    ("loader_code", "form", "code", "where"),
     [
         (None, "arguments", "num_workers=4", "num_workers: 2 -> 4 in your training DataLoader"),
         (
-            Place(words='your training DataLoader (Data.train_dataloader, data.py:41, loader "cls")'),
+            LoaderCode(words='your training DataLoader (Data.train_dataloader, data.py:41, loader "cls")'),
             "arguments",
             "num_workers=4",
             'num_workers: 2 -> 4 in your training DataLoader (Data.train_dataloader, data.py:41, loader "cls")',
         ),
         (
-            Place(words="loader=LoaderSettings(...) of Birds", form="settings"),
+            LoaderCode(words="loader=LoaderSettings(...) of Birds", form="settings"),
             "settings",
             "num_workers=4",
             "num_workers: 2 -> 4 in loader=LoaderSettings(...) of Birds",
         ),
         (
-            Place(words="your training DataLoader (made by timm)", form="callback"),
+            LoaderCode(words="your training DataLoader (made by timm)", form="callback"),
             "callback",
             "AutotuneCallback()",
             "num_workers: 2 -> 4 by AutotuneCallback in callbacks=[...] of the Trainer, or by LIGHTNING_FEED=tune, in "
             "your training DataLoader (made by timm)",
         ),
         (
-            Place(words="x", overrides=(("num_workers", "--data.num_workers"),)),
+            LoaderCode(words="x", overrides=(("num_workers", "--data.num_workers"),)),
             "override",
             "--data.num_workers=4",
             "num_workers: 2 -> 4 on the command line",
         ),
     ],
 )
-def test_the_text_is_that_of_the_place(place: Place | None, form: str, code: str, where: str) -> None:
-    (remedy,) = diagnose(measured(loaders=BUSY, place=place)).remedies
+def test_the_text_is_that_of_the_place(loader_code: LoaderCode | None, form: str, code: str, where: str) -> None:
+    (remedy,) = diagnose(measured(loaders=BUSY, loader_code=loader_code)).remedies
     assert (remedy.form, remedy.code, remedy.where) == (form, code, where)
 
 
 def test_what_wrap_leaves_alone_is_set_inside() -> None:
-    place = Place(words="wrap(data, LoaderSettings(...))", form="settings", inner="your DataLoader (data.py:3)")
-    (remedy,) = diagnose(measured(loaders=ASLEEP | {"head_of_line_pct": 50.0}, place=place)).remedies
+    loader_code = LoaderCode(
+        words="wrap(data, LoaderSettings(...))", form="settings", inner="your DataLoader (data.py:3)"
+    )
+    (remedy,) = diagnose(measured(loaders=ASLEEP | {"head_of_line_pct": 50.0}, loader_code=loader_code)).remedies
     assert (remedy.form, remedy.code, remedy.where) == (
         "arguments",
         "in_order=False",
@@ -430,14 +432,14 @@ def test_what_wrap_leaves_alone_is_set_inside() -> None:
 
 
 def test_what_the_command_line_cannot_set_is_set_in_the_program() -> None:
-    place = Place(words="your DataLoader (data.py:3)", overrides=(("num_workers", "data.num_workers"),))
-    (remedy,) = diagnose(measured(loaders=ASLEEP | {"head_of_line_pct": 50.0}, place=place)).remedies
+    loader_code = LoaderCode(words="your DataLoader (data.py:3)", overrides=(("num_workers", "data.num_workers"),))
+    (remedy,) = diagnose(measured(loaders=ASLEEP | {"head_of_line_pct": 50.0}, loader_code=loader_code)).remedies
     assert (remedy.form, remedy.code) == ("arguments", "in_order=False")
 
 
 def test_what_autotune_does_not_set_is_no_remedy() -> None:
-    place = Place(words="your training DataLoader (made by timm)", form="callback")
-    assert diagnose(measured(loaders=ASLEEP | {"head_of_line_pct": 50.0}, place=place)).remedies == ()
+    loader_code = LoaderCode(words="your training DataLoader (made by timm)", form="callback")
+    assert diagnose(measured(loaders=ASLEEP | {"head_of_line_pct": 50.0}, loader_code=loader_code)).remedies == ()
 
 
 def test_new_workers_live_on_where_they_may() -> None:
@@ -447,8 +449,8 @@ def test_new_workers_live_on_where_they_may() -> None:
     assert code(may_persist=True) == "num_workers=1, persistent_workers=True"
     assert code(may_persist=False) == "num_workers=1"
     assert code(ours=True, may_persist=True) == "num_workers=1"  # a FastDataModule chooses that itself
-    one_key = Place(words="", overrides=(("num_workers", "--data.num_workers"),))
-    assert code(place=one_key, may_persist=True) == "--data.num_workers=1"
+    one_key = LoaderCode(words="", overrides=(("num_workers", "--data.num_workers"),))
+    assert code(loader_code=one_key, may_persist=True) == "--data.num_workers=1"
 
 
 def test_new_workers_pin_their_batches_for_a_device() -> None:
@@ -462,10 +464,10 @@ def test_new_workers_pin_their_batches_for_a_device() -> None:
     assert code(found={"tried": tried((0, 100.0), (3, 40.0))}) == "num_workers=3, pin_memory=True"
     for without in ({"device_type": "cpu"}, {"pin_memory": True}, {"pin_memory": None}, {"ours": True}):
         assert code(**without) == "num_workers=1"
-    one_key = Place(words="", overrides=(("num_workers", "--data.num_workers"),))
-    assert code(place=one_key) == "--data.num_workers=1"
-    two_keys = Place(words="", overrides=(*one_key.overrides, ("pin_memory", "--data.pin")))
-    assert code(place=two_keys) == "--data.num_workers=1 --data.pin=true"
+    one_key = LoaderCode(words="", overrides=(("num_workers", "--data.num_workers"),))
+    assert code(loader_code=one_key) == "--data.num_workers=1"
+    two_keys = LoaderCode(words="", overrides=(*one_key.overrides, ("pin_memory", "--data.pin")))
+    assert code(loader_code=two_keys) == "--data.num_workers=1 --data.pin=true"
 
 
 @pytest.mark.parametrize(
@@ -487,8 +489,8 @@ def test_crops_are_decoded_by_as_many_workers_as_were_chosen(trials: Any, worker
     ],
 )
 def test_what_torch_refuses_without_workers_is_set_too_or_they_stay(facts: dict[str, Any], code: str | None) -> None:
-    place = Place(words="", overrides=(("num_workers", "--data.num_workers"),))
-    found = diagnose(measured(**CONTRACTS["fewer workers"].run, place=place, **facts))
+    loader_code = LoaderCode(words="", overrides=(("num_workers", "--data.num_workers"),))
+    found = diagnose(measured(**CONTRACTS["fewer workers"].run, loader_code=loader_code, **facts))
     assert [one.code for one in found.remedies] == ([code] if code else [])
 
 
@@ -563,9 +565,9 @@ def test_an_epoch_that_was_cut_short_is_told_first(data: float) -> None:
 
 def test_a_slow_callback_of_the_users_is_a_note() -> None:
     """Nobody can know whether it may be left out: a moving average of the weights may not."""
-    places = (HookPlace(name=SLOW, at="train.py:12"),)
+    places = (HookCode(name=SLOW, at="train.py:12"),)
     for known, said in [(places, f"{SLOW} (train.py:12)"), ((), SLOW)]:
-        found = diagnose(measured(data=0.0, other=25.0, **THEIRS | {"hook_places": known}))
+        found = diagnose(measured(data=0.0, other=25.0, **THEIRS | {"hook_code": known}))
         assert (found.cause, found.remedies) == ("hooks", ())
         assert found.notes[0].startswith(f"{said} takes 20.0 of 100.0 ms a step")
     found = diagnose(measured(data=0.0, other=25.0, **THEIRS))
@@ -574,7 +576,7 @@ def test_a_slow_callback_of_the_users_is_a_note() -> None:
 
 
 def test_what_a_command_line_gives_the_trainer_is_changed_there() -> None:
-    place = Place(words="", trainer_key="--trainer.")
+    loader_code = LoaderCode(words="", trainer_key="--trainer.")
     for run, code in [
         ({"hooks": LOG, "log_every_n_steps": 1}, "--trainer.log_every_n_steps=50"),
         (
@@ -582,7 +584,7 @@ def test_what_a_command_line_gives_the_trainer_is_changed_there() -> None:
             "--trainer.callbacks+=lightning.pytorch.callbacks.TQDMProgressBar --trainer.callbacks.refresh_rate=50",
         ),
     ]:
-        (remedy,) = diagnose(measured(data=0.0, other=25.0, place=place, **run)).remedies
+        (remedy,) = diagnose(measured(data=0.0, other=25.0, loader_code=loader_code, **run)).remedies
         assert (remedy.form, remedy.code) == ("override", code)
         assert remedy.where.endswith("50 on the command line")
 
@@ -619,11 +621,11 @@ def test_no_workers_for_a_dataset_that_still_keeps_what_it_reads() -> None:
 
 
 HANDED_OVER = {"workers": "process", "loaders": READY}
-OWN_DATA = Place(words="your training DataLoader (Data.train_dataloader, data.py:41)", datamodule="Data")
+OWN_DATA = LoaderCode(words="your training DataLoader (Data.train_dataloader, data.py:41)", datamodule="Data")
 
 
 @pytest.mark.parametrize(
-    ("place", "data", "said"),
+    ("loader_code", "data", "said"),
     [
         (OWN_DATA, 40.0, True),
         (OWN_DATA, 9.0, False),  # too little to change a program for
@@ -631,8 +633,8 @@ OWN_DATA = Place(words="your training DataLoader (Data.train_dataloader, data.py
         (replace(OWN_DATA, form="settings"), 40.0, False),  # its workers do so already
     ],
 )
-def test_a_loader_that_hands_over_in_place_is_named(place: Place, data: float, said: bool) -> None:
-    found = diagnose(measured(data=data, place=place, **HANDED_OVER))
+def test_a_loader_that_hands_over_in_place_is_named(loader_code: LoaderCode, data: float, said: bool) -> None:
+    found = diagnose(measured(data=data, loader_code=loader_code, **HANDED_OVER))
     assert (
         any(note.startswith("FastDataModule.wrap(Data(...)) hands batches over in place") for note in found.notes)
         is said

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from verdict.cases import BUSY, measured
+from verdict.cases import BUSY, loop_facts, measured
 
 from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements
 from lightning_feed.measure.stats import StarvationStats
@@ -87,7 +87,7 @@ def test_no_verdict_from_nothing() -> None:
 
 
 def test_every_cause_over_its_limit_is_named_and_treated() -> None:
-    found = _diagnose(LoopFacts(num_workers=0, usable_cpus=4), other=12, data=60, h2d=6, compute=22)
+    found = _diagnose(loop_facts(num_workers=0, usable_cpus=4), other=12, data=60, h2d=6, compute=22)
     assert [line.split(")")[0] for line in found.evidence[:3]] == [
         "60.0 of 100.0 ms (60 %",
         "12.0 of 100.0 ms (12 %",
