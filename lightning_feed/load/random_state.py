@@ -22,7 +22,7 @@ from lightning_feed.load.position import find_samplers
 
 
 class _DefaultGenerator(NamedTuple):
-    """How to read and set the state of a default generator."""
+    """The functions that read and set the state of a default generator."""
 
     read: Callable[[], Any]
     restore: Callable[[Any], None]
