@@ -218,9 +218,9 @@ class FeedImageFolder(FeedDataModule):
 
     def _feed_attach(self) -> None:
         super()._feed_attach()
-        callbacks = (
-            [] if self.trainer is None or self.backend not in DALI_BACKENDS else _host.callbacks_of(self.trainer)
-        )
+        if self.trainer is None or self.backend not in DALI_BACKENDS:
+            return
+        callbacks = _host.callbacks_of(self.trainer)
         if not any(isinstance(one, PassEnds) and one.datamodule is self for one in callbacks):
             callbacks.append(PassEnds(self))
 
