@@ -1,4 +1,4 @@
-"""What the loggers of a Trainer get from GPUStarvationCallback: figures, reports, and the loader's settings."""
+"""The output to the loggers of a Trainer: figures, reports, and the settings of the training loader."""
 
 import io
 import math
