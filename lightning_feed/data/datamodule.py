@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn, final
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, final
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -26,7 +26,9 @@ from lightning_feed.load.order import EpochOrder, mix_seed
 from lightning_feed.load.recommend import Recommendation
 from lightning_feed.load.settings import SEEDS, LoaderSettings
 from lightning_feed.load.trace import traced
-from lightning_feed.measure.measurements import DataModuleFacts
+
+if TYPE_CHECKING:
+    from lightning_feed.measure.measurements import DataModuleFacts
 
 logger = logging.getLogger(__name__)
 
@@ -285,8 +287,10 @@ class FeedDataModule:
         """Return the settings of each loader with reasons, one line per value."""
         return self._feed.loaders.report()
 
-    def _feed_facts(self) -> DataModuleFacts:
+    def _feed_facts(self) -> "DataModuleFacts":
         """Return the facts for reports that only a data module knows."""
+        from lightning_feed.measure.measurements import DataModuleFacts  # only if the run is measured
+
         return DataModuleFacts(
             staged=self._feed.stage_to is not None,
             device_transform=type(self).device_transform is not FeedDataModule.device_transform,

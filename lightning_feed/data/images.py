@@ -220,11 +220,7 @@ class FeedImageFolder(FeedDataModule):
         if self.trainer is None or self.backend not in DALI_BACKENDS:
             return
         callbacks = _host.callbacks_of(self.trainer)
-<<<<<<< HEAD
         if not any(isinstance(callback, PassEnds) and callback.datamodule is self for callback in callbacks):
-=======
-        if not any(isinstance(one, PassEnds) and one.datamodule is self for one in callbacks):
->>>>>>> house-c
             callbacks.append(PassEnds(self))
 
     def _feed_pass_ended(self, split: str) -> None:

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback
 from recording import NullStreamPrefetch, Numbers, Recording, Stream, quiet_trainer
 from resuming import Killed, SaveThenDie, assert_resumes_exactly, run
-from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, SequentialSampler, WeightedRandomSampler
 
 from lightning_feed import FastDataModule, LoaderSettings
 
@@ -32,6 +32,8 @@ class Data(FastDataModule):
         }.get(self.kind, lambda: Numbers(SAMPLES))()
 
     def sampler(self, dataset: Dataset[Any], split: str) -> Any:
+        if self.kind == "in order":
+            return SequentialSampler(dataset)
         return WeightedRandomSampler([1.0] * SAMPLES, SAMPLES) if self.kind == "weighted" else None
 
 
@@ -52,7 +54,7 @@ def prefetching() -> list[Callback]:
     [(no_callbacks, 0, False), (no_callbacks, 2, True), (prefetching, 0, True), (prefetching, 2, False)],
 )
 def test_map_style(callbacks: Any, background: int, shuffle: bool, tmp_path: Path) -> None:
-    source = data(num_workers=0, background=background, shuffle=shuffle)
+    source = data("map" if shuffle else "in order", num_workers=0, background=background)
     assert_resumes_exactly(source, callbacks, tmp_path / "run.ckpt", count=(0, 3, 7, 10), max_epochs=3)
 
 
