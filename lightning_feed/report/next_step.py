@@ -268,10 +268,12 @@ class _Adviser:
         On a CPU, torch's threads wait for each other at each operation, and all of them for the one that lacks a CPU
         (``benchmarks/threads.py``).
         """
+        if not self._shares_cpus():
+            return ""
         threads = self.facts.torch_threads or 1
         free_share = max(0.0, 1 - (self.facts.others_cpu_pct or 0.0) / 100)
         free_cpus = max(1, int((self.facts.usable_cpus or 1) * free_share))
-        if not self._shares_cpus() or threads <= free_cpus:
+        if threads <= free_cpus:
             return ""
         fewer = f"OMP_NUM_THREADS={free_cpus} {self.program.typed}"
         if self.program.is_notebook:

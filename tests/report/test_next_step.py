@@ -165,7 +165,7 @@ def test_without_a_fix_the_part_that_takes_the_time_is_named() -> None:
     measured = _found().measurements
     found = _found(cause="no workers", notes=(), why_not=("decoding only the crops: no gain worth it",))
     experiments = replace(measured.experiments, costs=costs, functions=())
-    found = replace(found, measurements=replace(found.measurements, experiments=experiments))
+    found = replace(found, measurements=replace(found.measurements, experiments=experiments, diagnosed=True))
     step = next_step(found, RUN)
     assert "make a batch with less work, above all in decode (1.2 ms of CPU for a sample): no loader" in step
     assert "workers would gain nothing" not in step
