@@ -10,25 +10,23 @@ imported from either: their classes are recognized by name.
 from lightning_feed._host.arguments import (
     bar_printer as bar_printer,
     bar_refresh_rate as bar_refresh_rate,
+    callbacks_of as callbacks_of,
     cli_config as cli_config,
+    datamodule_of as datamodule_of,
     detects_anomalies as detects_anomalies,
     has_grad_scaler as has_grad_scaler,
+    is_fast_dev_run as is_fast_dev_run,
     keep_plateaus as keep_plateaus,
     known_syncs as known_syncs,
+    log_interval as log_interval,
     needs_metrics_every as needs_metrics_every,
     optimizes_by_the_book as optimizes_by_the_book,
-    shards_the_model as shards_the_model,
-    steps_between_checkpoints as steps_between_checkpoints,
-    takes_iterator as takes_iterator,
-)
-from lightning_feed._host.attributes import (
-    callbacks_of as callbacks_of,
-    datamodule_of as datamodule_of,
-    is_fast_dev_run as is_fast_dev_run,
-    log_interval as log_interval,
     overfits as overfits,
     profiler_of as profiler_of,
     reload_interval as reload_interval,
+    shards_the_model as shards_the_model,
+    steps_between_checkpoints as steps_between_checkpoints,
+    takes_iterator as takes_iterator,
 )
 from lightning_feed._host.loaders import (
     change_saved_arguments as change_saved_arguments,
@@ -61,11 +59,14 @@ from lightning_feed._host.origin import (
     PACKAGES as PACKAGES,
     defined_by_lightning as defined_by_lightning,
     has_class as has_class,
-    is_empty_hook as is_empty_hook,
     is_overridden as is_overridden,
     package_of as package_of,
 )
-from lightning_feed._host.profiler import actions as actions, profiler_does_nothing as profiler_does_nothing
+from lightning_feed._host.profiler import (
+    actions as actions,
+    is_empty_hook as is_empty_hook,
+    profiler_does_nothing as profiler_does_nothing,
+)
 from lightning_feed._host.types import (
     AnyDataModule as AnyDataModule,
     AnyModule as AnyModule,

@@ -3,11 +3,14 @@
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_feed._host.attributes import callbacks_of
 from lightning_feed._host.origin import defined_by_lightning, has_class
 from lightning_feed._host.types import AnyModule, AnyTrainer
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningDataModule
+    from lightning.pytorch.profilers import Profiler
 
 
 def bar_refresh_rate(trainer: AnyTrainer) -> int | None:
@@ -150,3 +153,49 @@ def _is_in_bar(metric: object) -> bool:
     shown = getattr(getattr(metric, "meta", None), "prog_bar", False)
     device = getattr(getattr(metric, "value", None), "device", None)
     return bool(shown) and getattr(device, "type", "cpu") != "cpu"
+
+
+# --- attributes that a Trainer's connectors set, and its class does not declare -----------------------------------
+# Checked against Lightning 2.4.0 and 2.6.6 (``trainer/connectors``).
+
+
+def callbacks_of(trainer: AnyTrainer) -> "list[Callback]":
+    """The Trainer's own list of its callbacks."""
+    callbacks: list[Callback] = _attribute(trainer, "callbacks")
+    return callbacks
+
+
+def profiler_of(trainer: AnyTrainer) -> "Profiler":
+    """The profiler, to which the loops announce their actions."""
+    profiler: Profiler = _attribute(trainer, "profiler")
+    return profiler
+
+
+def datamodule_of(trainer: AnyTrainer) -> "LightningDataModule | None":
+    """The data module of the last run; None without one."""
+    datamodule: LightningDataModule | None = _attribute(trainer, "datamodule")
+    return datamodule
+
+
+def log_interval(trainer: AnyTrainer) -> int:
+    """``Trainer(log_every_n_steps=...)``."""
+    return int(_attribute(trainer, "log_every_n_steps"))
+
+
+def reload_interval(trainer: AnyTrainer) -> int:
+    """``Trainer(reload_dataloaders_every_n_epochs=...)``; 0 if the loaders are made once."""
+    return int(_attribute(trainer, "reload_dataloaders_every_n_epochs"))
+
+
+def is_fast_dev_run(trainer: AnyTrainer) -> bool:
+    """Check for ``Trainer(fast_dev_run=...)``."""
+    return bool(_attribute(trainer, "fast_dev_run"))
+
+
+def overfits(trainer: AnyTrainer) -> bool:
+    """Check for ``Trainer(overfit_batches=...)``."""
+    return bool(_attribute(trainer, "overfit_batches") > 0)
+
+
+def _attribute(trainer: Any, name: str) -> Any:
+    return getattr(trainer, name)

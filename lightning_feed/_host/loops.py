@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning_feed._host.attributes import reload_interval
+from lightning_feed._host.arguments import reload_interval
 from lightning_feed._host.types import AnyTrainer, Stage
 
 

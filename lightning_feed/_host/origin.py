@@ -3,14 +3,10 @@
 from importlib import import_module
 from types import ModuleType
 
-from lightning_feed._host.attributes import callbacks_of
-from lightning_feed._host.types import AnyTrainer
 from lightning_feed.errors import SettingsError
 
 PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 """The module with the public names of each of Lightning's packages, by the package's name."""
-_BASES = ("Callback", "ModelHooks", "DataHooks", "LightningModule", "Strategy")
-"""Lightning's classes whose hooks do nothing."""
 
 
 def package_of(first: object, *others: object) -> ModuleType:
@@ -53,19 +49,6 @@ def is_overridden(owner: object, hook: str) -> bool:
     """Check if the user's module or callback overrides Lightning's empty ``hook``."""
     method = getattr(owner, hook, None)
     return method is not None and not defined_by_lightning(getattr(method, "__wrapped__", method))
-
-
-def is_empty_hook(trainer: AnyTrainer, action: str) -> bool:
-    """True if an action of Lightning's profiler is a hook that does nothing, because nobody overrides it.
-
-    Checked against Lightning 2.4.0 and 2.6.6 (``trainer/call.py``).
-    """
-    owners: dict[str, object] = {f"[Callback]{callback.state_key}": callback for callback in callbacks_of(trainer)}
-    owners[f"[LightningModule]{type(trainer.lightning_module).__name__}"] = trainer.lightning_module
-    owners[f"[Strategy]{type(trainer.strategy).__name__}"] = trainer.strategy
-    owner, _, hook = action.rpartition(".")
-    method = getattr(owners.get(owner), hook, None)
-    return defined_by_lightning(method) and getattr(method, "__qualname__", "").partition(".")[0] in _BASES
 
 
 def has_class(thing: object, *names: str) -> bool:

@@ -1,6 +1,6 @@
-"""The names that Lightning's profiler gives to the parts of a loop."""
+"""The names that Lightning's profiler gives to the parts of a loop, and to hooks."""
 
-from lightning_feed._host.attributes import profiler_of
+from lightning_feed._host.arguments import callbacks_of, profiler_of
 from lightning_feed._host.origin import defined_by_lightning
 from lightning_feed._host.types import AnyTrainer, Stage
 
@@ -10,6 +10,8 @@ _EVALUATIONS: dict[Stage, tuple[str, str]] = {
     "predict": ("[_PredictionLoop].predict_next", "predict"),
 }
 """The action in which each loop fetches a batch, and the word in the names of its hooks."""
+_BASES = ("Callback", "ModelHooks", "DataHooks", "LightningModule", "Strategy")
+"""Lightning's classes whose hooks do nothing."""
 
 
 def actions(trainer: AnyTrainer, stage: Stage) -> dict[str, str]:
@@ -63,3 +65,16 @@ def profiler_does_nothing(trainer: AnyTrainer) -> bool:
     """
     kind = type(profiler_of(trainer))
     return kind.__name__ == "PassThroughProfiler" and defined_by_lightning(kind)
+
+
+def is_empty_hook(trainer: AnyTrainer, action: str) -> bool:
+    """True if an action of Lightning's profiler is a hook that does nothing, because nobody overrides it.
+
+    Checked against Lightning 2.4.0 and 2.6.6 (``trainer/call.py``).
+    """
+    owners: dict[str, object] = {f"[Callback]{callback.state_key}": callback for callback in callbacks_of(trainer)}
+    owners[f"[LightningModule]{type(trainer.lightning_module).__name__}"] = trainer.lightning_module
+    owners[f"[Strategy]{type(trainer.strategy).__name__}"] = trainer.strategy
+    owner, _, hook = action.rpartition(".")
+    method = getattr(owners.get(owner), hook, None)
+    return defined_by_lightning(method) and getattr(method, "__qualname__", "").partition(".")[0] in _BASES

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-MOST_FILES = 25
+MOST_FILES = 26
 _PROGRAM = """
 import sys
 from lightning_feed import watch_loader
