@@ -167,6 +167,10 @@ class MeasuredLoop:
         )
 
 
+def _seconds() -> float:
+    return clock()  # looked up at each call: tests replace it
+
+
 class Schedule:
     """Due times of reports.
 
@@ -174,7 +178,7 @@ class Schedule:
         seconds: the seconds of a clock.
     """
 
-    def __init__(self, seconds: Callable[[], float] = lambda: clock()) -> None:  # tests replace ``clock``
+    def __init__(self, seconds: Callable[[], float] = _seconds) -> None:
         self._seconds = seconds
         self._next_step: float = FIRST_STEPS
         self._next_s = seconds() + FIRST_S
