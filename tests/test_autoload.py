@@ -32,7 +32,7 @@ def test_real_trainers_of_both_packages() -> None:
     assert done.stdout.splitlines() == [
         "[]",
         "[]",
-        "['lightning_feed.autoload', 'lightning_feed.errors']",  # unset: nothing heavy is imported
+        "['lightning_feed.autoload', 'lightning_feed.errors', 'lightning_feed.wording']",  # unset: nothing heavy
         "['PrefetchCallback', 'GPUStarvationCallback']",
         "['PrefetchCallback', 'GPUStarvationCallback']",
         "['AutotuneCallback', 'PrefetchCallback', 'GPUStarvationCallback']",

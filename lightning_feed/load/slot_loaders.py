@@ -6,7 +6,6 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_feed.load.copy_fence import CopyFence
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.machine import HAS_SLOTS
 from lightning_feed.load.slot_batches import SlotCollate
@@ -30,6 +29,8 @@ def use_slots(loader: DataLoader[Batch], *, held: int = 0) -> None:
     """
     fence = None
     if loader.pin_memory and can_register():
+        from lightning_feed.load.copy_fence import CopyFence
+
         fence = CopyFence()
     ahead = loader.num_workers * (loader.prefetch_factor or 1) + held
     count = ahead + loader.num_workers * _SPARE_SLOTS

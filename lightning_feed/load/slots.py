@@ -29,13 +29,15 @@ from collections import deque
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_feed.load.copy_fence import CopyFence
 from lightning_feed.load.machine import HAS_SLOTS
 from lightning_feed.storage.system import read_text
+
+if TYPE_CHECKING:
+    from lightning_feed.load.copy_fence import CopyFence
 
 try:
     import fcntl
@@ -66,7 +68,7 @@ class SlotMemory:
         OSError: the system has no such memory, or too few addresses.
     """
 
-    def __init__(self, count: int, fence: CopyFence | None = None) -> None:
+    def __init__(self, count: int, fence: "CopyFence | None" = None) -> None:
         self._registered: dict[int, int] = {}
         """Bytes of each slot that are registered for copies to a device."""
         self._refused: int | None = None

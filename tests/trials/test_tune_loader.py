@@ -223,9 +223,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
         lambda kept: kept.replace('"pin_memory"', '"unknown"'),
     ],
 )
-def test_a_file_of_another_kind_counts_as_no_result(
-    spoil: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_file_counts_as_no_result(spoil: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = Store(tmp_path)
     store.save(KEY, TUNED)
     (path,) = tmp_path.iterdir()
