@@ -161,41 +161,34 @@ def _is_in_bar(metric: object) -> bool:
 
 def callbacks_of(trainer: AnyTrainer) -> "list[Callback]":
     """The Trainer's own list of its callbacks."""
-    callbacks: list[Callback] = _attribute(trainer, "callbacks")
-    return callbacks
+    return trainer.callbacks  # type: ignore[attr-defined, no-any-return]
 
 
 def profiler_of(trainer: AnyTrainer) -> "Profiler":
     """The profiler, to which the loops announce their actions."""
-    profiler: Profiler = _attribute(trainer, "profiler")
-    return profiler
+    return trainer.profiler  # type: ignore[attr-defined, no-any-return]
 
 
 def datamodule_of(trainer: AnyTrainer) -> "LightningDataModule | None":
     """The data module of the last run; None without one."""
-    datamodule: LightningDataModule | None = _attribute(trainer, "datamodule")
-    return datamodule
+    return trainer.datamodule  # type: ignore[attr-defined, no-any-return]
 
 
 def log_interval(trainer: AnyTrainer) -> int:
     """``Trainer(log_every_n_steps=...)``."""
-    return int(_attribute(trainer, "log_every_n_steps"))
+    return trainer.log_every_n_steps  # type: ignore[attr-defined, no-any-return]
 
 
 def reload_interval(trainer: AnyTrainer) -> int:
     """``Trainer(reload_dataloaders_every_n_epochs=...)``; 0 if the loaders are made once."""
-    return int(_attribute(trainer, "reload_dataloaders_every_n_epochs"))
+    return trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined, no-any-return]
 
 
 def is_fast_dev_run(trainer: AnyTrainer) -> bool:
     """Check for ``Trainer(fast_dev_run=...)``."""
-    return bool(_attribute(trainer, "fast_dev_run"))
+    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
 
 
 def overfits(trainer: AnyTrainer) -> bool:
     """Check for ``Trainer(overfit_batches=...)``."""
-    return bool(_attribute(trainer, "overfit_batches") > 0)
-
-
-def _attribute(trainer: Any, name: str) -> Any:
-    return getattr(trainer, name)
+    return bool(trainer.overfit_batches > 0)  # type: ignore[attr-defined]

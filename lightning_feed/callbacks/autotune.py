@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_feed import _host
 from lightning_feed._host import AnyTrainer, Original
 from lightning_feed.callbacks.starvation import GPUStarvationCallback
+from lightning_feed.callbacks.starvation_loggers import LoggerOutput
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.callbacks.tuned_loader import TunedLoader
 from lightning_feed.errors import SettingsError
@@ -384,13 +385,12 @@ class AutotuneCallback(Callback):
         """Log the setting as metrics."""
         if not trainer.is_global_zero:
             return
-        tags = {"feed/num_workers": float(setting.num_workers)}
+        metrics = {"feed/num_workers": float(setting.num_workers)}
         if setting.prefetch_factor is not None:
-            tags["feed/prefetch_factor"] = float(setting.prefetch_factor)
+            metrics["feed/prefetch_factor"] = float(setting.prefetch_factor)
         step = _host.steps_logged(trainer)
-        for number, trainer_logger in enumerate(trainer.loggers):
-            task = f"log its settings to {type(trainer_logger).__name__} (trainer.loggers[{number}])"
-            self._guard.attempt(task, trainer_logger.log_metrics, tags, step=step)
+        output = LoggerOutput(trainer, self._guard)
+        output.for_each("log its settings to", lambda trainer_logger: trainer_logger.log_metrics(metrics, step=step))
 
 
 def mean_step_ms(run: StarvationRun) -> float | None:

@@ -38,7 +38,7 @@ class LoggerOutput:
         any_logger: True to pass them to loggers from other packages than Lightning, too.
     """
 
-    def __init__(self, trainer: AnyTrainer, guard: Guard, *, which: Which, any_logger: bool) -> None:
+    def __init__(self, trainer: AnyTrainer, guard: Guard, *, which: Which = "core", any_logger: bool = True) -> None:
         self._trainer = trainer
         self._guard = guard
         self._which = which
