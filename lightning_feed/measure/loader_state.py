@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+
 def _is_ours(iterator: object) -> bool:
     return is_instance(iterator, "lightning_feed.load.loader_pass", "LoaderPass")
 
