@@ -26,7 +26,7 @@ for value in ("", "1", "tune"):
 """
 
 
-def test_real_trainers_of_both_packages() -> None:
+def test_trainers_get_callbacks_as_the_environment_variable_says() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
@@ -46,14 +46,16 @@ BOTH = ["PrefetchCallback", "GPUStarvationCallback"]
 @pytest.mark.parametrize(
     ("value", "names"), [("1", BOTH), ("tune", ["AutotuneCallback", *BOTH]), ("0", []), ("", []), (None, [])]
 )
-def test_values(value: str | None, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_value_of_the_environment_variable_gives_its_callbacks(
+    value: str | None, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     if value is not None:
         monkeypatch.setenv("LIGHTNING_FEED", value)
     for made, home in ((autoload.callbacks(), lightning_feed), (autoload.pl_callbacks(), pl)):
         assert [type(callback) for callback in made] == [getattr(home, name) for name in names]
 
 
-def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_value_of_the_environment_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_FEED", "true")
     with pytest.raises(SettingsError, match=r"LIGHTNING_FEED='true' is not known\. Set it to 1"):
         autoload.callbacks()
@@ -62,7 +64,9 @@ def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-def test_only_loggers_of_lightning_get_figures(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autoloaded_callbacks_log_only_to_lightning_loggers(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some packages keep the history that their users read in a logger of their own."""
     monkeypatch.setenv("LIGHTNING_FEED", "1")
     loggers = importlib.import_module(f"{package}.loggers")

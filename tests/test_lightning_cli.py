@@ -72,7 +72,7 @@ class RowsOfTheOtherPackage(lightning_feed.pl.FastDataModule):
 @pytest.mark.parametrize(
     ("package", "data"), [("lightning.pytorch", Rows), ("pytorch_lightning", RowsOfTheOtherPackage)]
 )
-def test_one_yaml_file_configures_all(
+def test_one_yaml_file_configures_data_module_and_callbacks(
     package: str, data: type[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cli_class = importlib.import_module(f"{package}.cli").LightningCLI
@@ -99,7 +99,7 @@ def test_one_yaml_file_configures_all(
     assert isinstance(cli.datamodule, data)
 
 
-def test_an_impossible_setting_in_yaml_is_refused_with_our_words(
+def test_an_impossible_setting_in_yaml_raises_our_error_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lightning.pytorch.cli import LightningCLI

@@ -48,7 +48,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize(("kind", "module"), [("mps", SimpleNamespace()), ("hpu", None), ("mtia", torch.mtia)])
-def test_they_stand_aside_and_say_so_once(
+def test_callbacks_on_mps_hpu_and_mtia_log_their_limits_once(
     kind: str, module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected, _ = fit("cpu", [])
@@ -70,7 +70,7 @@ def test_they_stand_aside_and_say_so_once(
     assert (stats.confidence, stats.lost_steps) == ("low", 0)
 
 
-def test_xpu_prefetches_and_is_timed_by_its_events(
+def test_xpu_batches_are_prefetched_and_timed_by_xpu_events(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected, _ = fit("cpu", [])

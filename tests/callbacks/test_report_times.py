@@ -66,13 +66,17 @@ def _reports(capsys: pytest.CaptureFixture[str]) -> int:
 
 @pytest.mark.parametrize(("batches", "times"), [(8, 0), (199, 1), (200, 2), (210, 2)])
 @pytest.mark.usefixtures("clock")
-def test_after_200_steps_and_at_the_end(batches: int, times: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reports_are_printed_after_200_steps_and_at_the_end_of_a_fit(
+    batches: int, times: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     _fit({}, make_loader(batches))
     assert _reports(capsys) == times
 
 
 @pytest.mark.usefixtures("clock")
-def test_repeated_verdict_is_shortened(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repeated_verdict_is_printed_in_short(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(starvation_reports, "diagnose", lambda _: sample())
     _fit({}, make_loader(210))
     first, second = capsys.readouterr().out.split("FEED  ")[1:]
@@ -157,7 +161,7 @@ def test_run_stopped_after_its_report_is_reported_once(capsys: pytest.CaptureFix
 
 
 @pytest.mark.usefixtures("clock")
-def test_the_validation_after_the_last_step_is_in_the_files(tmp_path: Path) -> None:
+def test_report_files_include_the_validation_after_the_last_step(tmp_path: Path) -> None:
     _fit({}, make_loader(200), logger=CSVLogger(tmp_path), limit_val_batches=1.0)
     (document,) = tmp_path.rglob("feed_report.json")
     wall = read_document(document).diagnosis.measurements.wall
@@ -194,7 +198,7 @@ def no_slow_logger() -> None:
 
 
 @pytest.mark.parametrize("model", [Logs, BoringModel])
-def test_a_slow_logger_is_called_hardly_more_often_with_the_callback(model: type[BoringModel], clock: Clock) -> None:
+def test_a_slow_logger_gets_few_extra_calls_from_the_callback(model: type[BoringModel], clock: Clock) -> None:
     logger = SlowLogger(clock)
 
     class Steps(lightning.pytorch.Callback):

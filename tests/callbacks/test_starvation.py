@@ -41,14 +41,16 @@ def quiet() -> GPUStarvationCallback:
 # --- what is logged, and when -------------------------------------------------------------------------------------
 
 
-def test_windows_are_logged_where_the_trainer_logs(quiet: GPUStarvationCallback) -> None:
+def test_windows_are_logged_at_the_steps_where_the_trainer_logs(quiet: GPUStarvationCallback) -> None:
     logger = Memory()
     quiet.every_n_steps = None
     run_fit(quiet, batches=18, logger=logger, max_epochs=2, log_every_n_steps=4)
     assert logger.steps == [3, 7, 11, 15, 19, 23, 27, 31, 35]
 
 
-def test_tags_of_a_fit(quiet: GPUStarvationCallback, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logged_parts_of_a_step_add_up_to_the_step_time(
+    quiet: GPUStarvationCallback, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loop, "READ_EVERY_NS", 0)  # of every window, however short
     logger = Memory()
     run_fit(quiet, batches=10, logger=logger)
@@ -61,7 +63,7 @@ def test_tags_of_a_fit(quiet: GPUStarvationCallback, monkeypatch: pytest.MonkeyP
         assert not {tag for tag in tags if tag.startswith(("feed_gpu", "feed/prefetch", "feed/efficiency"))}
 
 
-def test_the_axis_counts_optimizer_steps(quiet: GPUStarvationCallback) -> None:
+def test_the_step_axis_of_logs_counts_optimizer_steps(quiet: GPUStarvationCallback) -> None:
     logger = Memory()
     quiet.every_n_steps = 2
     run_fit(quiet, batches=16, logger=logger, accumulate_grad_batches=3)
@@ -69,7 +71,7 @@ def test_the_axis_counts_optimizer_steps(quiet: GPUStarvationCallback) -> None:
     assert sorted(set(logger.steps)) == logger.steps
 
 
-def test_without_a_logger_it_warns_once_and_measures(
+def test_a_fit_without_a_logger_warns_once_and_is_still_measured(
     quiet: GPUStarvationCallback, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = run_fit(quiet)
@@ -83,7 +85,7 @@ def test_without_a_logger_it_warns_once_and_measures(
     assert summary.steps == 5
 
 
-def test_facts_of_loaders_that_change_between_epochs(quiet: GPUStarvationCallback) -> None:
+def test_reported_facts_follow_loaders_that_change_between_epochs(quiet: GPUStarvationCallback) -> None:
     class Data(LightningDataModule):
         workers = 0
 
@@ -117,7 +119,7 @@ class OwnBar(lightning.pytorch.callbacks.ProgressBar):
 
 
 @pytest.mark.parametrize("bar", [lightning.pytorch.callbacks.TQDMProgressBar, OwnBar])
-def test_the_progress_bar_shows_the_share(bar: Callable[[], Any], quiet: GPUStarvationCallback) -> None:
+def test_the_progress_bar_shows_the_starved_percentage(bar: Callable[[], Any], quiet: GPUStarvationCallback) -> None:
     shown: list[Any] = []
 
     class Look(lightning.pytorch.Callback):
@@ -134,7 +136,7 @@ def test_the_progress_bar_shows_the_share(bar: Callable[[], Any], quiet: GPUStar
 # --- beside a prefetcher ------------------------------------------------------------------------------------------
 
 
-def test_what_a_prefetcher_fetches_is_data_and_not_other(quiet: GPUStarvationCallback) -> None:
+def test_waiting_inside_the_prefetcher_counts_as_data_and_not_as_other(quiet: GPUStarvationCallback) -> None:
     logger = Memory()
     trainer = make_trainer(CpuPrefetch(), quiet, logger=logger)
     trainer.fit(BoringModel(), DataLoader(Slow(30, 5)))
@@ -158,7 +160,7 @@ class Foreign:
         return iter([torch.ones(1, 32)] * 8)
 
 
-def test_loaders_that_are_not_torchs_are_measured_too(quiet: GPUStarvationCallback) -> None:
+def test_loaders_of_other_libraries_are_measured(quiet: GPUStarvationCallback) -> None:
     class Both(BoringModel):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return super().training_step(batch[0], batch_idx)
@@ -169,7 +171,7 @@ def test_loaders_that_are_not_torchs_are_measured_too(quiet: GPUStarvationCallba
     assert measured.facts.loader.num_workers is None  # it may be the other one that is waited for
 
 
-def test_a_look_at_the_report_takes_no_steps_from_the_other_ranks(
+def test_calling_report_mid_fit_withholds_no_steps_from_other_ranks(
     quiet: GPUStarvationCallback, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[int] = []
@@ -198,7 +200,7 @@ def starvation() -> GPUStarvationCallback:
     return GPUStarvationCallback(every_n_steps=5)
 
 
-def test_tensorboard_shows_the_report_and_its_folder_holds_it(
+def test_the_report_is_shown_in_tensorboard_and_saved_in_its_log_folder(
     starvation: GPUStarvationCallback, tmp_path: Path
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -224,7 +226,7 @@ def test_tensorboard_shows_the_report_and_its_folder_holds_it(
     assert last.startswith("next: ")
 
 
-def test_without_a_folder_of_a_logger_reports_lie_beside_the_checkpoints(
+def test_reports_go_beside_the_checkpoints_if_the_logger_has_no_folder(
     starvation: GPUStarvationCallback, tmp_path: Path
 ) -> None:
     run_fit(starvation, logger=Memory(), default_root_dir=tmp_path, enable_checkpointing=True)
@@ -237,7 +239,7 @@ def _reports(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("logger", [False, "bucket"])
-def test_without_a_folder_reports_lie_in_the_root_of_the_trainer(
+def test_reports_go_to_default_root_dir_without_any_other_folder(
     logger: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Bucket(Memory):
@@ -254,7 +256,9 @@ def test_without_a_folder_reports_lie_in_the_root_of_the_trainer(
     assert _reports(tmp_path) == ["feed_reports/feed_report.json"]
 
 
-def test_the_folder_of_reports_by_argument_and_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_folder_comes_from_the_argument_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LIGHTNING_FEED_DIR", str(tmp_path / "variable"))
     logger = CSVLogger(tmp_path / "logger")
     run_fit(GPUStarvationCallback(), batches=40, logger=logger)
@@ -268,7 +272,7 @@ def test_the_folder_of_reports_by_argument_and_variable(tmp_path: Path, monkeypa
         GPUStarvationCallback(folder="s3://bucket/other")
 
 
-def test_a_report_stays_when_the_next_run_has_the_same_folder(tmp_path: Path) -> None:
+def test_a_second_run_does_not_overwrite_the_report_of_the_first(tmp_path: Path) -> None:
     both = GPUStarvationCallback(folder=tmp_path)
     run_fit(both, batches=205)  # reports twice
     first = (tmp_path / "feed_report.json").read_text()
@@ -291,7 +295,9 @@ def test_a_report_that_cannot_be_written_does_not_end_the_run(
     assert list(tmp_path.rglob("feed_report*")) == []
 
 
-def test_weights_and_biases_shows_the_page_and_the_whole_run(starvation: GPUStarvationCallback, tmp_path: Path) -> None:
+def test_weights_and_biases_gets_the_report_page_and_the_run_summary(
+    starvation: GPUStarvationCallback, tmp_path: Path
+) -> None:
     from lightning.pytorch.loggers import WandbLogger
 
     logger = WandbLogger(save_dir=tmp_path, offline=True, project="birds")
@@ -310,7 +316,7 @@ def test_weights_and_biases_shows_the_page_and_the_whole_run(starvation: GPUStar
     assert len(list(tmp_path.rglob("feed_report.html"))) == 1
 
 
-def test_mlflow_keeps_the_report_as_artifacts_and_beside_the_run(
+def test_mlflow_gets_the_report_as_artifacts_and_as_files(
     starvation: GPUStarvationCallback, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lightning.pytorch.loggers import MLFlowLogger
@@ -331,7 +337,7 @@ def test_mlflow_keeps_the_report_as_artifacts_and_beside_the_run(
     assert read_document(next(tmp_path.rglob("artifacts/*.json"))).diagnosis == starvation.report()
 
 
-def test_a_logger_that_refuses_the_text_does_not_end_the_run(
+def test_a_logger_that_fails_on_the_report_text_does_not_end_the_run(
     starvation: GPUStarvationCallback, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Offline(Memory):
@@ -407,7 +413,7 @@ def test_epoch_that_ends_early_is_reported(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_a_run_that_is_stopped_in_mid_epoch_was_not_cut_short(
+def test_a_run_stopped_in_mid_epoch_is_not_reported_as_ending_early(
     error: type[BaseException], quiet: GPUStarvationCallback
 ) -> None:
     class Stopped(Thinks):
@@ -439,7 +445,7 @@ class Keeps(Dataset[Any]):
         return self.kept[index]
 
 
-def test_figures_of_a_dataset_that_keeps_what_it_reads_are_of_later_epochs(quiet: GPUStarvationCallback) -> None:
+def test_figures_for_a_caching_dataset_leave_out_its_first_epoch(quiet: GPUStarvationCallback) -> None:
     told: list[str] = []
 
     class AtEpochsEnd(Callback):

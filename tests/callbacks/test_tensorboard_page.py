@@ -94,7 +94,7 @@ def _until(condition: Callable[[], Any], server: "subprocess.Popen[bytes]", log_
         "feed_step/other_ms",
     ],
 )
-def test_scalars_are_served(get: Callable[..., Any], tag: str) -> None:
+def test_tensorboard_serves_every_scalar_with_increasing_steps(get: Callable[..., Any], tag: str) -> None:
     rows = get("scalars/scalars", tag=tag, run="fit/all")
     assert rows
     steps = [step for _, step, _ in rows]
@@ -103,7 +103,7 @@ def test_scalars_are_served(get: Callable[..., Any], tag: str) -> None:
     assert all(value >= 0 for _, _, value in rows)
 
 
-def test_the_layout_of_custom_scalars_names_tags_that_exist(get: Callable[..., Any]) -> None:
+def test_the_custom_scalars_layout_names_only_existing_tags(get: Callable[..., Any]) -> None:
     first, parts, *others = get("custom_scalars/layout")["category"]
     assert [chart["multiline"]["tag"] for chart in first["chart"]] == [["feed/starved_pct"]]
     assert all(len(chart["multiline"]["tag"]) == 1 for chart in parts["chart"])  # lines have the colours of runs

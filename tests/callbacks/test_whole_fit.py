@@ -128,7 +128,7 @@ def test_the_parts_of_a_fit_add_up_to_its_wall_time(clock: Clock, others: tuple[
     assert wall.wall_s == pytest.approx(clock.now * 1e-9)
 
 
-def test_checkpoints_are_no_part_of_what_they_are_saved_in(clock: Clock, tmp_path: Path) -> None:
+def test_checkpoint_time_is_not_counted_in_the_part_it_interrupts(clock: Clock, tmp_path: Path) -> None:
     saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=4, save_top_k=-1)
     diagnosis = measured_fit(clock, saver, enable_checkpointing=True)
     wall = diagnosis.measurements.wall
@@ -137,7 +137,7 @@ def test_checkpoints_are_no_part_of_what_they_are_saved_in(clock: Clock, tmp_pat
     assert "save_checkpoint" not in vars(saver)
 
 
-def test_validation_while_gradients_accumulate(clock: Clock) -> None:
+def test_validation_during_gradient_accumulation_is_counted_in_full(clock: Clock) -> None:
     diagnosis = measured_fit(clock, accumulate_grad_batches=4, val_check_interval=3)
     wall = diagnosis.measurements.wall
     assert wall is not None
@@ -145,7 +145,7 @@ def test_validation_while_gradients_accumulate(clock: Clock) -> None:
     assert wall.wall_s == pytest.approx(clock.now * 1e-9)
 
 
-def test_a_second_fit_begins_anew(clock: Clock) -> None:
+def test_a_second_fit_measures_only_its_own_wall_time(clock: Clock) -> None:
     starvation = GPUStarvationCallback(report=False)
     measured_fit(clock, callback=starvation)
     before = clock.now
@@ -157,7 +157,7 @@ def test_a_second_fit_begins_anew(clock: Clock) -> None:
 # --- computing, divided -------------------------------------------------------------------------------------------
 
 
-def test_computing_divides_into_forward_backward_and_optimizer(clock: Clock) -> None:
+def test_compute_time_divides_into_forward_backward_and_optimizer(clock: Clock) -> None:
     stats = measured_fit(clock, limit_val_batches=0).stats
     assert (stats.forward_ms, stats.backward_ms, stats.optimizer_ms, stats.compute_ms) == (2000, 3000, 4000, 9000)
     assert stats.data_idle_ms == 1000
@@ -179,7 +179,7 @@ def test_validation_in_a_fit_is_measured_like_training(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("prefetched", [False, True])
-def test_several_validation_loaders_are_named(clock: Clock, prefetched: bool) -> None:
+def test_several_validation_loaders_are_reported_by_name(clock: Clock, prefetched: bool) -> None:
     logger = Memory()
     starvation = GPUStarvationCallback(report=False)
     others = (CpuPrefetch(),) if prefetched else ()
@@ -199,7 +199,7 @@ def test_several_validation_loaders_are_named(clock: Clock, prefetched: bool) ->
     ("stage", "section", "compute"),
     [("validate", "feed_val", 5), ("test", "feed_test", 6), ("predict", "feed_predict", 7)],
 )
-def test_each_method_of_the_trainer_has_a_report_of_its_own(
+def test_validate_test_and_predict_each_have_their_own_report(
     stage: Any, section: str, compute: int, clock: Clock, tmp_path: Path
 ) -> None:
     class Logger(Memory):
@@ -229,7 +229,7 @@ def test_each_method_of_the_trainer_has_a_report_of_its_own(
     assert starvation.report().bottleneck == "unknown"  # nothing was trained
 
 
-def test_results_of_a_fit_outlive_a_test(clock: Clock) -> None:
+def test_the_report_of_a_fit_is_kept_after_trainer_test(clock: Clock) -> None:
     starvation = GPUStarvationCallback(report=False)
     trainer = make_trainer(starvation)
     model = Model(clock)
@@ -275,7 +275,7 @@ def run_of(clock: Clock, *others: Any, epochs: int = 10, **options: Any) -> Diag
         ),
     ],
 )
-def test_a_run_limited_by_validation_says_so_and_becomes_as_fast_as_bounded(
+def test_a_validation_bound_run_gets_a_remedy_that_gains_what_it_promises(
     options: dict[str, Any], where: str, code: str, clock: Clock
 ) -> None:
     diagnosis = run_of(clock, **options)
@@ -292,7 +292,7 @@ def test_a_run_limited_by_validation_says_so_and_becomes_as_fast_as_bounded(
     assert remedy.most_gain_pct == pytest.approx(100 * (before_s - after_s) / before_s, rel=0.15)
 
 
-def test_dominant_checkpoints_are_made_rarer(clock: Clock, tmp_path: Path) -> None:
+def test_the_remedy_for_costly_checkpoints_saves_them_less_often(clock: Clock, tmp_path: Path) -> None:
     def saver(steps: int) -> ModelCheckpoint:
         return ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=steps, save_top_k=-1)
 
@@ -313,7 +313,7 @@ def test_dominant_checkpoints_are_made_rarer(clock: Clock, tmp_path: Path) -> No
         ({"interval": "step", "frequency": 4}, {"val_check_interval": 4}, None),
     ],
 )
-def test_a_scheduler_that_follows_the_validation_gets_its_metric(
+def test_validation_remedies_respect_a_scheduler_that_monitors_a_metric(
     scheduler: dict[str, Any], options: dict[str, Any], code: str | None, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def configure_optimizers(self: Any) -> Any:

@@ -115,7 +115,7 @@ def changed(given: Any, settings: LoaderSettings = TWO) -> Any:
     return FastDataModule.wrap(Gives(given), loader=settings).train_dataloader()
 
 
-def test_the_whole_fit_is_the_users_with_other_workers(tmp_path: Any) -> None:
+def test_a_wrapped_data_module_keeps_its_hooks_state_and_hyperparameters(tmp_path: Any) -> None:
     data = Plain()
     wrapped = FastDataModule.wrap(data, loader=TWO)
     trainer = quiet_trainer([], max_epochs=1)
@@ -137,7 +137,7 @@ def test_the_whole_fit_is_the_users_with_other_workers(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("settings", [TWO, LoaderSettings(num_workers=0)])
-def test_training_is_that_of_the_same_workers_without_wrapping(settings: LoaderSettings) -> None:
+def test_a_wrapped_fit_matches_an_unwrapped_one_with_the_same_workers(settings: LoaderSettings) -> None:
     class Hand(Plain):
         def train_dataloader(self) -> Any:
             workers = {"num_workers": 2, "prefetch_factor": 3} if settings.num_workers else {}
@@ -153,7 +153,7 @@ def test_training_is_that_of_the_same_workers_without_wrapping(settings: LoaderS
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_both_packages(package: str) -> None:
+def test_data_modules_of_both_packages_can_be_wrapped(package: str) -> None:
     root = importlib.import_module(package)
 
     class Data(root.LightningDataModule):  # type: ignore[misc, name-defined]
@@ -171,7 +171,7 @@ def test_both_packages(package: str) -> None:
     assert trainer.train_dataloader.num_workers == 2
 
 
-def test_what_decides_the_batches_stays() -> None:
+def test_wrapping_keeps_samplers_batch_sizes_and_generators() -> None:
     generator = torch.Generator()
     rows = Rows()
     sampler = WeightedRandomSampler([1.0] * 24, 12)
@@ -200,7 +200,7 @@ def test_streams_keep_their_number_of_workers() -> None:
     assert changed(DataLoader(Rows(), batch_size=2), auto).num_workers >= 1
 
 
-def test_dicts_lists_and_combined_loaders() -> None:
+def test_loaders_in_dicts_lists_and_combined_loaders_are_changed() -> None:
     made = changed({"a": DataLoader(Rows()), "b": [DataLoader(Rows()), DataLoader(Rows())]})
     assert [made["a"].num_workers, made["b"][0].num_workers, made["b"][1].num_workers] == [2, 2, 2]
     original = CombinedLoader({"a": DataLoader(Rows(4)), "b": DataLoader(Rows(8))}, "max_size_cycle")
@@ -210,7 +210,7 @@ def test_dicts_lists_and_combined_loaders() -> None:
     assert sum(1 for _ in combined) == 8
 
 
-def test_loaders_of_other_classes(caplog: pytest.LogCaptureFixture) -> None:
+def test_dataloader_subclasses_keep_their_class_and_others_stay_unchanged(caplog: pytest.LogCaptureFixture) -> None:
     class Own(DataLoader[Any]):
         def __init__(self, rows: Any, extra: str, **options: Any) -> None:
             super().__init__(rows, **options)
@@ -229,7 +229,7 @@ def test_loaders_of_other_classes(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text.count("train[0] is a Tensor, not a torch DataLoader, so it is left as it is") == 1
 
 
-def test_data_that_cannot_be_sent_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_that_cannot_be_pickled_gets_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     class Local(Rows):
         pass
 
@@ -250,12 +250,12 @@ def test_data_that_cannot_be_sent_stay_where_they_are(monkeypatch: pytest.Monkey
         (lambda: FastDataModule.wrap(Plain(), loader=LoaderSettings(drop_last=True)), "drop_last=True would have no"),
     ],
 )
-def test_refused(given: Any, said: str) -> None:
+def test_invalid_objects_and_settings_for_wrap_are_refused(given: Any, said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         given()
 
 
-def test_an_iterator_of_dali_is_left_with_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dali_iterator_is_left_unchanged_and_logged_with_advice(caplog: pytest.LogCaptureFixture) -> None:
     kind = type("DALIGenericIterator", (), {"__module__": "nvidia.dali.plugin.pytorch"})
     derived = type("Ours", (kind,), {"__module__": __name__})
     given = {"a": kind(), "b": derived(), "c": torch.zeros(1)}
@@ -318,7 +318,7 @@ KEPT = LoaderSettings(num_workers=1, persistent_workers=True)
 
 
 @pytest.mark.parametrize("tuned", [True, False])
-def test_persistent_workers_see_what_the_program_changes(*, tuned: bool) -> None:
+def test_persistent_workers_see_dataset_changes_made_between_epochs(*, tuned: bool) -> None:
     model = Learns()
     callbacks: list[Callback] = [AutotuneCallback()] if tuned else []  # which does nothing, with two loaders
     trainer = quiet_trainer(callbacks, max_epochs=4)
@@ -333,7 +333,7 @@ def test_persistent_workers_see_what_the_program_changes(*, tuned: bool) -> None
     assert "reset" not in vars(loop.val_loop)
 
 
-def test_warns_of_a_change_that_first_epoch_workers_miss(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dataset_change_that_first_epoch_workers_miss_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     model = Learns()
     trainer = quiet_trainer([], max_epochs=3)
     trainer.fit(model, datamodule=FastDataModule.wrap(Lessons(first=5), KEPT))
@@ -343,7 +343,7 @@ def test_warns_of_a_change_that_first_epoch_workers_miss(caplog: pytest.LogCaptu
     assert messages[0].startswith("The program has changed its training set (Lesson) as the first epoch began")
 
 
-def test_loaders_that_are_made_again_begin_with_the_present_values(caplog: pytest.LogCaptureFixture) -> None:
+def test_reloaded_loaders_see_the_current_state_of_the_dataset(caplog: pytest.LogCaptureFixture) -> None:
     model = Learns()
     trainer = quiet_trainer([], max_epochs=4, reload_dataloaders_every_n_epochs=1)
     trainer.fit(model, datamodule=FastDataModule.wrap(Lessons(), LoaderSettings(num_workers=1)))
@@ -388,7 +388,7 @@ def test_two_ranks_divide_the_samples(tmp_path: Path) -> None:
     assert sorted(ranks[0][2] + ranks[1][2]) == list(range(24))
 
 
-def test_it_can_be_pickled_and_copied() -> None:
+def test_a_wrapped_data_module_can_be_pickled_and_copied() -> None:
     data = FastDataModule.wrap(Plain(), loader=TWO)
     data.setup("fit")
     for other in (pickle.loads(pickle.dumps(data)), copy.deepcopy(data)):
@@ -399,7 +399,7 @@ def test_it_can_be_pickled_and_copied() -> None:
 
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
-def test_lightning_makes_it_again_for_several_ranks(kind: Any) -> None:
+def test_lightning_can_rebuild_a_changed_loader_for_several_ranks(kind: Any) -> None:
     from lightning.pytorch.utilities.data import _update_dataloader
 
     mine = kind(Rows(), batch_size=4, shuffle=True)
@@ -411,7 +411,7 @@ def test_lightning_makes_it_again_for_several_ranks(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("hand_over", ["slots", "torch"])
-def test_a_tuners_copy_hands_over_as_the_wrapped_loader_does(hand_over: Any) -> None:
+def test_a_tuned_copy_hands_batches_over_as_the_wrapped_loader_does(hand_over: Any) -> None:
     settings = LoaderSettings(num_workers=2, hand_over=hand_over)
     loader = FastDataModule.wrap(Gives(DataLoader(Rows(), batch_size=6)), loader=settings).train_dataloader()
     tuned = with_setting(loader, Setting(num_workers=1, prefetch_factor=2))

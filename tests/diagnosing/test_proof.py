@@ -30,7 +30,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(("chosen_ms", "holds"), [(5.0, True), (9.8, False), (10.0, False), (20.0, False)])
-def test_a_setting_counts_only_if_steps_are_clearly_shorter(chosen_ms: float, holds: bool) -> None:
+def test_chosen_setting_is_kept_only_if_training_steps_get_clearly_shorter(chosen_ms: float, holds: bool) -> None:
     found = proven(TUNED, Proof(own_ms=10.0, chosen_ms=chosen_ms))
     assert found.setting == (CHOSEN if holds else OWN)
     assert f"training itself took 10 ms a step with num_workers=0, {chosen_ms:.3g} with num_workers=1" in found.reason
@@ -72,7 +72,7 @@ def _taking(monkeypatch: pytest.MonkeyPatch, ms: Callable[[int], float]) -> list
 
 
 @pytest.mark.parametrize("gains", [True, False])
-def test_a_diagnosis_trains_with_it_and_puts_everything_back(
+def test_diagnosis_trains_with_the_chosen_setting_and_restores_weights(
     gains: bool, parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, module, data = parts
@@ -90,7 +90,9 @@ def test_a_diagnosis_trains_with_it_and_puts_everything_back(
 
 
 @pytest.mark.parametrize("gains", [True, False])
-def test_tune_trains_with_it_too(gains: bool, parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_trains_with_the_chosen_setting_before_advising_it(
+    gains: bool, parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer, module, data = parts
     _taking(monkeypatch, lambda workers: 10.0 if bool(workers) == gains else 20.0)
     tuned = tune(data, model=module, trainer=trainer)
@@ -98,7 +100,7 @@ def test_tune_trains_with_it_too(gains: bool, parts: Parts, monkeypatch: pytest.
     assert "training itself took" in tuned.reason
 
 
-def test_a_fit_that_fails_costs_only_the_proof(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_proof_fit_keeps_the_other_results(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, module, _ = parts
 
     def fails(*_: Any) -> None:

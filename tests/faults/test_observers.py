@@ -231,7 +231,7 @@ def traced(make: Callable[[Path], Fit], folder: Path, monkeypatch: pytest.Monkey
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("make", FITS, ids=[make.__name__ for make in FITS])
-def test_what_fails_in_an_observer_does_not_end_the_run(
+def test_an_error_in_any_observer_does_not_end_or_change_the_run(
     make: Callable[[Path], Fit],
     part: int,
     tmp_path: Path,

@@ -45,7 +45,9 @@ def flat(batches: list[Any]) -> list[int]:
         ({"stream": True}, {}, "StatefulDataLoader"),
     ],
 )
-def test_in_mid_epoch(moment: str, before: dict[str, Any], after: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_resuming_changed_or_streamed_data_in_mid_epoch_is_refused(
+    moment: str, before: dict[str, Any], after: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     path = tmp_path / "run.ckpt"
     run(lambda: {"datamodule": Data(**before)}, [SaveThenDie(moment, 3, path)], max_epochs=2)
     with pytest.raises(ResumeError, match=words) as refused:
@@ -55,7 +57,9 @@ def test_in_mid_epoch(moment: str, before: dict[str, Any], after: dict[str, Any]
 
 @pytest.mark.parametrize("moment", ["on_train_epoch_end", "on_validation_end"])
 @pytest.mark.parametrize("after", [{"size": 2}, {"samples": 40}, {"shuffle": False}, {"stream": True}])
-def test_at_the_end_of_an_epoch(moment: str, after: dict[str, Any], tmp_path: Path) -> None:
+def test_changed_data_after_an_epoch_end_checkpoint_is_trained_whole(
+    moment: str, after: dict[str, Any], tmp_path: Path
+) -> None:
     path = tmp_path / "run.ckpt"
     run(lambda: {"datamodule": Data()}, [SaveThenDie(moment, 0, path)], max_epochs=2)
     trained = flat(run(lambda: {"datamodule": Data(**after)}, [], max_epochs=2, ckpt_path=path))
@@ -63,7 +67,7 @@ def test_at_the_end_of_an_epoch(moment: str, after: dict[str, Any], tmp_path: Pa
 
 
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1)])
-def test_with_other_ranks(ranks: tuple[int, int], tmp_path: Path) -> None:
+def test_resuming_in_mid_epoch_with_another_number_of_ranks_is_refused(ranks: tuple[int, int], tmp_path: Path) -> None:
     def go(devices: int, extra: list[Any], **options: Any) -> None:
         strategy = {"strategy": "ddp_fork", "devices": devices, "accelerator": "cpu"} if devices > 1 else {}
         run(lambda: {"datamodule": Data()}, extra, max_epochs=1, limit_val_batches=0, **strategy, **options)

@@ -295,10 +295,10 @@ def draw_ranks(seed: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_resumed_from_any_place(seed: int, tmp_path: Path) -> None:
+def test_a_random_run_on_one_rank_resumes_correctly_or_is_refused(seed: int, tmp_path: Path) -> None:
     check(seed, tmp_path)
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_resumed_by_the_same_or_other_ranks(seed: int, tmp_path: Path) -> None:
+def test_a_random_run_on_several_ranks_resumes_correctly_or_is_refused(seed: int, tmp_path: Path) -> None:
     check(seed, tmp_path, draw_ranks(seed))

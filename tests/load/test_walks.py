@@ -108,7 +108,7 @@ def show(title: str, files: Mapping[str, None]) -> None:
     sys.stdout.write(f"\n{title}: {len(files)} files\n  " + "\n  ".join(files))
 
 
-def test_a_number_of_workers_passes_few_files() -> None:
+def test_num_workers_passes_through_few_source_files() -> None:
     walk = Walk(is_workers, end=DataLoader.__init__.__code__)
     with walk.taken():
         datamodule = Fed(batch_size=8, loader=LoaderSettings(num_workers=WORKERS))
@@ -134,7 +134,7 @@ class Steady(Callback):
             self.steady = dict(self.walk.files)
 
 
-def test_a_batch_passes_few_files() -> None:
+def test_batch_passes_through_few_source_files() -> None:
     walk = Walk(is_batch)
     steps = Steady(walk)
     callbacks = [NullStreamPrefetch(), GPUStarvationCallback(report=False), steps]
@@ -157,5 +157,5 @@ def test_a_batch_passes_few_files() -> None:
         ("settings", LoaderSettings(), False),
     ],
 )
-def test_a_number_of_workers_is_seen_in_each_form(name: str, value: object, is_seen: bool) -> None:
+def test_is_workers_recognizes_num_workers_in_every_form(name: str, value: object, is_seen: bool) -> None:
     assert is_workers(name, value) is is_seen

@@ -69,16 +69,16 @@ def _facts(callback: GPUStarvationCallback, model: BoringModel, epochs: int = 1)
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_what_a_batch_holds(quiet: GPUStarvationCallback, epochs: int) -> None:
+def test_batch_facts_count_tensors_and_bytes(quiet: GPUStarvationCallback, epochs: int) -> None:
     facts = _facts(quiet, Model(), epochs)
     assert (facts.batch.tensors, facts.batch.size_bytes, facts.batch_hooks) == (2, 2 * 24 + 2 * 8, False)
 
 
-def test_a_hook_may_change_what_the_loader_gave(quiet: GPUStarvationCallback) -> None:
+def test_batch_hooks_is_true_if_the_model_overrides_a_transfer_hook(quiet: GPUStarvationCallback) -> None:
     assert _facts(quiet, Hooked()).batch_hooks is True
 
 
-def test_beside_a_loader_that_nobody_knows_none_is_blamed(quiet: GPUStarvationCallback) -> None:
+def test_loader_facts_are_none_beside_a_loader_of_unknown_kind(quiet: GPUStarvationCallback) -> None:
     one = DataLoader(Photos(), batch_size=2, num_workers=0)
     measured = _measured(quiet, Model(), CombinedLoader({"a": one, "b": Unseen()}, "min_size"))
     facts, loaders = measured.facts.loader, measured.loaders
@@ -91,7 +91,7 @@ def test_beside_a_loader_that_nobody_knows_none_is_blamed(quiet: GPUStarvationCa
 
 
 @pytest.mark.parametrize("version", ["transforms", "transforms.v2"])
-def test_an_image_folder_that_is_cropped_after_decoding_is_known(class_folders: Path, version: str) -> None:
+def test_decodes_whole_is_true_for_image_folders_cropped_after_decoding(class_folders: Path, version: str) -> None:
     made = importlib.import_module(f"torchvision.{version}")
     crop, flip = made.RandomResizedCrop(8), made.RandomHorizontalFlip()
 

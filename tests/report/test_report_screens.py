@@ -46,7 +46,7 @@ def _run_cells(*cells: str) -> list[list[Any]]:
     return [one.outputs for one in notebook.cells]
 
 
-def test_a_notebook_shows_pages() -> None:
+def test_a_notebook_shows_reports_as_html_pages() -> None:
     """With ipywidgets RichProgressBar draws itself whenever lines are printed: many prints made it do so for ever."""
     where = "print(starvation.report().measurements.facts.loader_code.words)"
     fit, report, text, place, tuned = _run_cells(
@@ -66,7 +66,7 @@ def test_a_notebook_shows_pages() -> None:
 
 
 @pytest.mark.parametrize("bar", ["RichProgressBar", "TQDMProgressBar"])
-def test_in_a_terminal_no_bar_stands_between_the_lines(bar: str, tmp_path: Path) -> None:
+def test_progress_bars_do_not_interrupt_a_report_in_a_terminal(bar: str, tmp_path: Path) -> None:
     script = tmp_path / "fit.py"
     script.write_text(FIT.replace("BAR", bar))
     ours, theirs = pty.openpty()

@@ -222,7 +222,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_as_it_is_every_check_passes(check: Callable[[], None]) -> None:
+def test_every_check_passes_on_the_unchanged_code(check: Callable[[], None]) -> None:
     check()
 
 

@@ -98,7 +98,7 @@ def failing(at: int | None) -> Any:
     max_steps=st.sampled_from([-1, 3]),
     period_ms=st.sampled_from([0.0, 3.0]),
 )
-def test_everything_is_ordered(
+def test_prefetching_is_race_free_in_random_configurations(
     model: str,
     depth: int,
     host_keys: tuple[str, ...],
@@ -145,17 +145,17 @@ def races(model: type[Model] = Keeps, **options: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("model", MODELS.values())
-def test_as_it_is_there_is_no_race(model: type[Model]) -> None:
+def test_unchanged_prefetching_has_no_race(model: type[Model]) -> None:
     assert races(model) == []
 
 
-def test_a_transfer_on_the_compute_stream_is_not_ordered_with_the_staged_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transfer_on_the_compute_stream_races_with_staged_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     """As before: the first batch of an epoch, and the first after a validation, went over the compute stream."""
     monkeypatch.setattr(Prefetcher, "pass_on", lambda self, batch, copy: copy(batch))
     assert any("on side" in race for race in races())
 
 
-def test_tensors_of_the_users_hook_are_lent_to_the_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unrecorded_tensors_of_a_user_hook_cause_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without `record_stream` their memory may be handed out again while the side stream reads it."""
 
     def follow_compute(self: Any, batch: Any = None) -> None:
@@ -165,6 +165,6 @@ def test_tensors_of_the_users_hook_are_lent_to_the_side_stream(monkeypatch: pyte
     assert any("handed out again" in race for race in races(Prepares, depth=2))
 
 
-def test_a_side_stream_that_does_not_follow_reads_what_is_not_written_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_side_stream_that_does_not_wait_for_compute_causes_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceStream, "follow_compute", lambda self, batch=None: None)
     assert any("without waiting for compute" in race for race in races(Prepares))

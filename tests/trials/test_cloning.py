@@ -129,7 +129,7 @@ KINDS = list(_loaders())
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_variant_gives_the_same_batches_and_the_generators_stay_as_they_are(name: str) -> None:
+def test_clone_gives_the_same_batches_and_leaves_generators_unchanged(name: str) -> None:
     loader, twin = _loaders()[name], _loaders()[name]
     torch.manual_seed(0), np.random.seed(0), random.seed(0)
     before, around = _generators(loader), _global()
@@ -156,7 +156,7 @@ class Negating:
             yield -batch
 
 
-def test_what_decodes_behind_the_workers_decodes_in_a_variant_too() -> None:
+def test_clone_keeps_the_batch_decoder_of_the_loader() -> None:
     loader = FeedLoader(Numbers(), batch_size=4, decode=Negating())
     expected = list(loader)
     assert min(float(batch.min()) for batch in expected) < 0
@@ -168,7 +168,7 @@ def test_what_decodes_behind_the_workers_decodes_in_a_variant_too() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "threads"])
-def test_a_variant_with_workers(name: str) -> None:
+def test_clone_with_new_worker_settings_yields_all_batches(name: str) -> None:
     loader = _loaders()[name]
     around = _global()
     with preserve_state(loader):
@@ -180,7 +180,7 @@ def test_a_variant_with_workers(name: str) -> None:
     del batches
 
 
-def test_the_users_live_pass_with_persistent_workers_goes_on() -> None:
+def test_cloning_leaves_a_running_pass_with_persistent_workers_intact() -> None:
     loader = DataLoader(Numbers(), batch_size=2, num_workers=1, persistent_workers=True)
     mine = iter(loader)
     first = next(mine)
@@ -191,7 +191,7 @@ def test_the_users_live_pass_with_persistent_workers_goes_on() -> None:
     assert torch.cat([first, *rest]).tolist() == list(range(20))
 
 
-def test_a_place_that_is_kept_is_neither_used_nor_moved() -> None:
+def test_clone_neither_uses_nor_changes_the_position_of_the_loader() -> None:
     loader = FeedLoader(Numbers(), batch_size=2)
     mine = iter(loader)
     next(mine)
@@ -202,7 +202,7 @@ def test_a_place_that_is_kept_is_neither_used_nor_moved() -> None:
     assert next(mine).tolist() == [2, 3]
 
 
-def test_settings_are_carried_over() -> None:
+def test_clone_keeps_the_settings_of_the_loader() -> None:
     def init(worker: int) -> None:
         pass
 
@@ -228,7 +228,7 @@ def test_settings_are_carried_over() -> None:
     assert not alone.persistent_workers
 
 
-def test_loaders_that_cannot_be_tried_are_named() -> None:
+def test_cloning_a_loader_over_a_one_time_iterator_raises_an_error() -> None:
     used_up = DataLoader(Numbers(), batch_sampler=iter([[1], [2]]))  # type: ignore[arg-type]
     with pytest.raises(LoaderError, match="iterator, which can be iterated only once"):
         clone_loader(used_up)
@@ -256,7 +256,7 @@ class Doubled(DataLoader[int]):
         return (batch * self.factor for batch in super().__iter__())
 
 
-def test_classes_that_iterate_in_their_own_way() -> None:
+def test_cloning_supports_a_custom_iter_and_refuses_a_stored_iterator() -> None:
     infinite = Infinite(Numbers(), batch_size=2)
     with pytest.raises(LoaderError, match="'kept'"):
         clone_loader(infinite)
