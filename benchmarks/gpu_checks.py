@@ -102,7 +102,7 @@ def share(report: Report, _: float) -> None:
     """starved_pct beside the share of a trace in which the host fetched and the device had nothing to do."""
     for data_ms, compute_ms in ((8, 20), (20, 5), (12, 10)):
         for ahead in (False, True):
-            starvation = GPUStarvationCallback(every_n_steps=10, nvml=False, report=False)
+            starvation = GPUStarvationCallback(every_n_steps=10, report=False)
             callbacks: list[Callback] = [PrefetchCallback(), starvation] if ahead else [starvation]
             traces: list[Trace] = []
             with profiled(traces):

@@ -75,7 +75,16 @@ class QueuedDevice:
         usual = starvation_run.facts_of
 
         def facts_of(*arguments: Any, **options: Any) -> LoopFacts:
-            return replace(usual(*arguments, **options), **scenario.facts)
+            facts: LoopFacts = usual(*arguments, **options)
+            if not scenario.is_gpu:
+                return facts
+            return replace(
+                facts,
+                device_type="cuda",
+                syncs=scenario.syncs,
+                loader=replace(facts.loader, pin_memory=scenario.pin_memory),
+                datamodule=replace(facts.datamodule, backend=scenario.backend),
+            )
 
         ring = EventRing(self.event, RING_SIZE)
         with (
@@ -132,8 +141,11 @@ class Scenario:
     """Of the Trainer."""
     copy_ms: float = 0.0
     """Copy to a queued device in each step: queued if pinned; else the host waits for what is queued, and for it."""
-    facts: dict[str, Any] = field(default_factory=dict)
-    """What a queued device and its loader are said to be."""
+    is_gpu: bool = False
+    """A queued device counts as a GPU, with the loader and the synchronisations that follow."""
+    pin_memory: bool = True
+    syncs: tuple[str, ...] = ()
+    backend: str | None = None
     transfer: Cost = field(default_factory=Nothing)
     """In ``transfer_batch_to_device``."""
     after_transfer: Cost = field(default_factory=Nothing)
@@ -176,7 +188,7 @@ class Model(LightningModule):
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         self.scenario.transfer(0)
         if self.device_queue is not None:
-            self.device_queue.copy(self.scenario.copy_ms, pinned=bool(self.scenario.facts.get("pin_memory")))
+            self.device_queue.copy(self.scenario.copy_ms, pinned=self.scenario.is_gpu and self.scenario.pin_memory)
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -240,7 +252,7 @@ class _Tell(Callback):
 
 def run_fit(scenario: Scenario, files: Path) -> Diagnosis:
     """Train, and return the verdict."""
-    starvation = GPUStarvationCallback(every_n_steps=WINDOW, nvml=False, report=False)
+    starvation = GPUStarvationCallback(every_n_steps=WINDOW, report=False)
     with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of few workers, of many, of no validation: that is what is measured here
         told = Path(scratch) / "told"

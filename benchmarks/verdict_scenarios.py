@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 from verdict_fits import ReadingProgressBar, Scenario, SlowHook, SlowLogger, Synchronize
 from verdict_work import Collate, Cost, Decode, Nothing, OneIn, Pieces, ReadDirect, Samples, Sleep, Spin, Stream
 
@@ -23,6 +23,10 @@ class Data(FastDataModule):
 
     def make_dataset(self, split: str) -> Any:
         return Samples(self.cost) if split == "train" else None
+
+    def sampler(self, dataset: Any, split: str) -> Any:
+        """The order of the dataset."""
+        return SequentialSampler(dataset)
 
 
 def _loader(files: Path, cost: Any, workers: int, kind: Callable[[Cost], Any], options: dict[str, Any]) -> Any:
@@ -42,7 +46,7 @@ def several(*loaders: Any) -> Any:
 
 def ours(cost: Cost, **settings: Any) -> Any:
     """A FastDataModule."""
-    return lambda _: Data(cost, LoaderSettings(shuffle=False, **settings))
+    return lambda _: Data(cost, LoaderSettings(**settings))
 
 
 def slow_start(worker: int) -> None:
@@ -105,13 +109,9 @@ def _compute(data: Any, **options: Any) -> Scenario:
     )
 
 
-_CUDA = {"device_type": "cuda", "pin_memory": True}
-_PAGEABLE = {"device_type": "cuda", "pin_memory": False}
-
-
 def _on_device(family: str, expect: tuple[Bottleneck, Cause], **options: Any) -> Scenario:
     """A queued device that counts as a GPU, and a loader that keeps up."""
-    usual: dict[str, Any] = {"data": load(Sleep(0.5)), "queued": True, "device_ms": 10.0, "facts": _CUDA}
+    usual: dict[str, Any] = {"data": load(Sleep(0.5)), "queued": True, "device_ms": 10.0, "is_gpu": True}
     return Scenario(family=family, expect=expect, **(usual | options))
 
 
@@ -177,14 +177,12 @@ SCENARIOS: dict[str, Scenario] = {
         "synchronisation",
         ("framework", "synchronisation"),
         device_ms=4.0,
-        facts=_CUDA | {"syncs": ("prog_bar",)},
+        syncs=("prog_bar",),
         callbacks=lambda: [ReadingProgressBar()],
     ),
-    "copies from pageable memory": _on_device("copy", ("copy", "unpinned"), copy_ms=5.0, facts=_PAGEABLE),
+    "copies from pageable memory": _on_device("copy", ("copy", "unpinned"), copy_ms=5.0, pin_memory=False),
     "pinned copies in the same stream": _on_device("copy", ("copy", "not overlapped"), copy_ms=5.0),
-    "nvJPEG decodes": _on_device(
-        "decoding on the GPU", ("copy", "decoding on the GPU"), copy_ms=5.0, facts=_CUDA | {"backend": "nvjpeg"}
-    ),
+    "nvJPEG decodes": _on_device("decoding on the GPU", ("copy", "decoding on the GPU"), copy_ms=5.0, backend="nvjpeg"),
     "device starves, no workers": _on_device("no workers", ("data", "no workers"), data=load(Spin(20), 0)),
     "device starves, 2 workers": _on_device("cpu", ("data", "cpu"), data=load(Spin(40))),
     "validation takes longer": Scenario(

@@ -2,7 +2,7 @@
 
 import os
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning_feed.errors import SettingsError
 
@@ -35,14 +35,9 @@ def pl_callbacks() -> list[Any]:
 
 
 def _callbacks_from(module: str) -> list[Any]:
-    number, _, program = os.environ.get(PROGRAM, "").partition(" ")
-    if number and number != str(os.getpid()):
-        said = (
-            f"lightning-feed: {program} makes a Trainer in another process, which cannot be examined. "
-            "Nothing was trained there. Name the program that runs in that process.\n"
-        )
-        os.write(2, said.encode(errors="backslashreplace"))
-        os._exit(1)  # an exception would run code such as `finally: torch.save(...)`
+    process, _, program = os.environ.get(PROGRAM, "").partition(" ")
+    if process and process != str(os.getpid()):
+        _end_process(program)
     value = os.environ.get(VARIABLE, "")
     if value in ("", "0"):
         return []
@@ -51,8 +46,20 @@ def _callbacks_from(module: str) -> list[Any]:
             f"{VARIABLE}={value!r} is not known. Set it to 1 to add PrefetchCallback and GPUStarvationCallback to "
             "every Trainer, to tune to have AutotuneCallback choose the workers as well, or unset it."
         )
-    home = import_module(module)
-    tuner = [home.AutotuneCallback()] if value == "tune" else []
-    starvation = home.GPUStarvationCallback()
+    feed = import_module(module)
+    starvation = feed.GPUStarvationCallback()
     starvation.any_logger = False  # some packages show users the figures of a logger of their own
-    return [*tuner, home.PrefetchCallback(), starvation]
+    added = [feed.PrefetchCallback(), starvation]
+    if value == "tune":
+        added.insert(0, feed.AutotuneCallback())
+    return added
+
+
+def _end_process(program: str) -> NoReturn:
+    """End a child process of a program that is diagnosed or tuned: it must not train."""
+    message = (
+        f"lightning-feed: {program} makes a Trainer in another process, which cannot be examined. "
+        "Nothing was trained there. Name the program that runs in that process.\n"
+    )
+    os.write(2, message.encode(errors="backslashreplace"))
+    os._exit(1)  # an exception would run code such as `finally: torch.save(...)`

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from lightning_feed import __version__
-from lightning_feed.errors import FeedError, SettingsError, printable
+from lightning_feed.errors import FeedError, SettingsError
+from lightning_feed.wording import printable
 
 if TYPE_CHECKING:
     from lightning_feed.diagnosing.program import Fit

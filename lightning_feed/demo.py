@@ -32,7 +32,7 @@ from lightning_feed.data.images import ImageFolderDataModule
 from lightning_feed.diagnosing.restoring import quiet
 from lightning_feed.diagnosing.run import measure_loaders
 from lightning_feed.diagnosing.session import Session
-from lightning_feed.errors import DatasetError, SettingsError, plural
+from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.extras import require
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.settings import LoaderSettings
@@ -44,6 +44,7 @@ from lightning_feed.report.report import Report
 from lightning_feed.report.sections import advice_sections, step_sections
 from lightning_feed.verdict.decide import diagnose
 from lightning_feed.verdict.diagnosis import Remedy
+from lightning_feed.wording import plural
 
 PIXELS = 64
 """Side of the model's input: small, so that the demo ends soon on two CPU cores."""
@@ -327,7 +328,7 @@ def _train(name: str, data: Any, images: ImageFolder, epochs: int, logs: Path) -
         # The trials, as `lightning-feed diagnose` makes them.
         session = Session(train_loaders=data, measured=diagnosis.measurements)
         measure_loaders(session, budget_s=TRIAL_S, only=TRIALS)
-        diagnosis = diagnose(replace(diagnosis.measurements, experiments=session.results))
+        diagnosis = diagnose(replace(diagnosis.measurements, experiments=session.results, diagnosed=True))
     report = make_report(diagnosis)
     written = write_report(report, Path(trainer.log_dir or logs))
     page = next(path for path in written if path.suffix == ".html")

@@ -12,11 +12,12 @@ require("pytorch_lightning", extra="pl", why="lightning_feed.pl")
 from pytorch_lightning import Callback, LightningDataModule  # noqa: E402  # after the line that says how to install it
 
 
-class FastDataModule(FeedDataModule, LightningDataModule):
+# The type of the Trainer differs between the packages, and mypy checks our use of both against that of lightning.
+class FastDataModule(FeedDataModule, LightningDataModule):  # type: ignore[misc]
     """``lightning_feed.FastDataModule``, on the base class of the ``pytorch_lightning`` package."""
 
 
-class ImageFolderDataModule(FeedImageFolder, LightningDataModule):
+class ImageFolderDataModule(FeedImageFolder, LightningDataModule):  # type: ignore[misc]  # as above
     """``lightning_feed.ImageFolderDataModule``, on the base class of the ``pytorch_lightning`` package."""
 
 

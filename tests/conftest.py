@@ -32,7 +32,7 @@ def quiet() -> Any:
     """A GPUStarvationCallback for short fits."""
     from lightning_feed import GPUStarvationCallback
 
-    return GPUStarvationCallback(every_n_steps=5, nvml=False, report=False)
+    return GPUStarvationCallback(every_n_steps=5, report=False)
 
 
 @pytest.fixture(autouse=True)
@@ -109,18 +109,18 @@ def _no_other_programs(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureR
 @pytest.fixture(autouse=True)
 def no_slow_logger(monkeypatch: pytest.MonkeyPatch) -> None:
     """A logger that takes a millisecond has its step left out, and on a busy machine any may: tests count steps."""
-    from lightning_feed.callbacks import starvation
+    from lightning_feed.callbacks import starvation_loggers
 
-    monkeypatch.setattr(starvation, "SLOW_S", float("inf"))
+    monkeypatch.setattr(starvation_loggers, "SLOW_S", float("inf"))
 
 
 @pytest.fixture(autouse=True)
 def _each_test_is_a_process(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Reports of runs without a logger go to a folder of the test's own; its first fit shows a whole report."""
-    from lightning_feed.callbacks import starvation
+    from lightning_feed.callbacks import report_folder, starvation_reports
 
-    monkeypatch.setattr(starvation, "IN_ROOT", tmp_path_factory.getbasetemp() / "feed_reports")
-    monkeypatch.setattr(starvation, "_shown_fits", set())
+    monkeypatch.setattr(report_folder, "IN_ROOT", tmp_path_factory.getbasetemp() / "feed_reports")
+    monkeypatch.setattr(starvation_reports, "_shown_fits", set())
 
 
 @pytest.fixture

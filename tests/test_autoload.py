@@ -26,13 +26,13 @@ for value in ("", "1", "tune"):
 """
 
 
-def test_real_trainers_of_both_packages() -> None:
+def test_trainers_get_callbacks_as_the_environment_variable_says() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "[]",
         "[]",
-        "['lightning_feed.autoload', 'lightning_feed.errors']",  # unset: nothing heavy is imported
+        "['lightning_feed.autoload', 'lightning_feed.errors', 'lightning_feed.wording']",  # unset: nothing heavy
         "['PrefetchCallback', 'GPUStarvationCallback']",
         "['PrefetchCallback', 'GPUStarvationCallback']",
         "['AutotuneCallback', 'PrefetchCallback', 'GPUStarvationCallback']",
@@ -46,14 +46,16 @@ BOTH = ["PrefetchCallback", "GPUStarvationCallback"]
 @pytest.mark.parametrize(
     ("value", "names"), [("1", BOTH), ("tune", ["AutotuneCallback", *BOTH]), ("0", []), ("", []), (None, [])]
 )
-def test_values(value: str | None, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_value_of_the_environment_variable_gives_its_callbacks(
+    value: str | None, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     if value is not None:
         monkeypatch.setenv("LIGHTNING_FEED", value)
     for made, home in ((autoload.callbacks(), lightning_feed), (autoload.pl_callbacks(), pl)):
         assert [type(callback) for callback in made] == [getattr(home, name) for name in names]
 
 
-def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_value_of_the_environment_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_FEED", "true")
     with pytest.raises(SettingsError, match=r"LIGHTNING_FEED='true' is not known\. Set it to 1"):
         autoload.callbacks()
@@ -62,14 +64,17 @@ def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-def test_only_loggers_of_lightning_get_figures(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autoloaded_callbacks_log_only_to_lightning_loggers(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some packages keep the history that their users read in a logger of their own."""
     monkeypatch.setenv("LIGHTNING_FEED", "1")
     loggers = importlib.import_module(f"{package}.loggers")
     boring = importlib.import_module(f"{package}.demos.boring_classes")
 
     class Kept(loggers.logger.Logger):  # type: ignore[misc, name-defined]
-        name, version = "kept", 0
+        name = "kept"
+        version = 0
 
         def __init__(self) -> None:
             self.rows: list[dict[str, float]] = []
@@ -84,7 +89,8 @@ def test_only_loggers_of_lightning_get_figures(package: str, tmp_path: Path, mon
         pass
 
     def logged(*callbacks: Any) -> tuple[set[str], set[str]]:
-        kept, mine = Kept(), Mine(tmp_path)
+        kept = Kept()
+        mine = Mine(tmp_path)
         trainer = importlib.import_module(package).Trainer(
             max_epochs=1, limit_train_batches=60, limit_val_batches=0, log_every_n_steps=5, accelerator="cpu",
             logger=[kept, mine], callbacks=list(callbacks), enable_checkpointing=False, enable_progress_bar=False,

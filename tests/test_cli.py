@@ -25,21 +25,23 @@ from lightning_feed.errors import DatasetError
     ],
     ids=" ".join,
 )
-def test_wrong_usage_is_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_exits_with_code_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(argv)
     assert end.value.code == 2
     assert "usage: lightning-feed" in capsys.readouterr().err
 
 
-def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_commands_are_listed_if_none_is_given(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main([])
     assert "Find what limits training by experiments" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("given", ["diagnose train.py --epochs 2", "tune -m pkg.train --epochs=2 -- --lr 3"])
-def test_arguments_of_a_program_without_two_dashes(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_program_arguments_without_two_dashes_are_refused_with_a_hint(
+    given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(given.split())
     assert caught.value.code == 2
@@ -49,7 +51,7 @@ def test_arguments_of_a_program_without_two_dashes(given: str, capsys: pytest.Ca
     assert said.endswith(f"Those of your program come after two dashes: lightning-feed {command} SCRIPT.py -- ARGS")
 
 
-def test_bash_completes_a_command() -> None:
+def test_bash_completion_completes_a_command() -> None:
     shtab = pytest.importorskip("shtab")
     script = shtab.complete(cli.make_parser(), "bash")
     typed = "COMP_WORDS=(lightning-feed dia); COMP_CWORD=1; _shtab_lightning_feed lightning-feed dia lightning-feed"
@@ -59,14 +61,14 @@ def test_bash_completes_a_command() -> None:
 
 
 @pytest.mark.parametrize("share", ["abc", "101", "nan"])
-def test_a_share_is_a_number_from_0_to_100(share: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fail_above_refuses_anything_but_a_number_from_0_to_100(share: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["report", "run", "--fail-above", share])
     assert caught.value.code == 2
     assert capsys.readouterr().err.endswith(f"argument --fail-above: {share!r} is not a number from 0 to 100\n")
 
 
-def test_module_and_command_are_the_same() -> None:
+def test_python_m_lightning_feed_runs_the_same_main_as_the_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "lightning_feed", "--version"], capture_output=True, text=True, timeout=60, check=True
     )
@@ -86,7 +88,7 @@ def test_module_and_command_are_the_same() -> None:
         (KeyboardInterrupt(), 130, "lightning-feed: stopped"),
     ],
 )
-def test_stops_are_told_in_one_line(
+def test_errors_and_interrupts_are_reported_in_one_line(
     raised: BaseException, code: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stop(**_: object) -> None:
@@ -97,7 +99,7 @@ def test_stops_are_told_in_one_line(
     assert capsys.readouterr() == ("", message + "\n")
 
 
-def test_our_own_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def bug(**_: object) -> None:
         raise ZeroDivisionError
 
@@ -115,7 +117,7 @@ def test_our_own_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> N
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_the_demo_refuses_what_it_cannot_do(
+def test_the_demo_refuses_impossible_arguments(
     argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "flat").mkdir()
@@ -131,7 +133,7 @@ def test_the_demo_refuses_what_it_cannot_do(
     assert not out.exists()
 
 
-def test_pack_and_stage_do_what_they_say(
+def test_pack_and_stage_commands_write_and_report_samples(
     class_folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["pack", str(class_folders), str(tmp_path / "packed"), "--verify"]) == 0

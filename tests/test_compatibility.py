@@ -259,7 +259,7 @@ def prefetching_changes_nothing(kind: Kind, folder: Path) -> None:
 
 
 def steps_are_measured(kind: Kind, folder: Path) -> None:
-    meter = GPUStarvationCallback(every_n_steps=5, nvml=False, report=False)
+    meter = GPUStarvationCallback(every_n_steps=5, report=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "READ_EVERY_NS", 0)  # of every window, however short
         *_, error = fit([meter], lambda: {"train_dataloaders": kind.loader(folder)})
@@ -314,7 +314,7 @@ def table() -> list[tuple[str, str, str]]:
     return [(row[0], column, cell) for row in rows for column, cell in zip(head[1:], row[1:], strict=True)]
 
 
-def test_the_table_has_all_that_is_tried() -> None:
+def test_the_compatibility_table_lists_every_kind_and_check() -> None:
     assert [(row, column) for row, column, _ in table()] == [(row, column) for row in KINDS for column in CHECKS]
     assert {cell for *_, cell in table()} <= {"yes", "no", "-"}
 
@@ -326,7 +326,7 @@ def test_the_table_has_all_that_is_tried() -> None:
         for cell in table()
     ],
 )
-def test_a_cell(row: str, column: str, cell: str, tmp_path: Path) -> None:
+def test_each_cell_of_the_compatibility_table_holds(row: str, column: str, cell: str, tmp_path: Path) -> None:
     kind = KINDS[row]
     for name in kind.needs:
         pytest.importorskip(name)

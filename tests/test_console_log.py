@@ -26,5 +26,5 @@ def _said(code: str) -> str:
         (f"import sys; sys.stderr.close(); {PLAIN}", ""),
     ],
 )
-def test_info_lines(code: str, said: str) -> None:
+def test_info_lines_are_printed_unless_logging_is_configured(code: str, said: str) -> None:
     assert _said(code) == said

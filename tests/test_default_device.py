@@ -63,12 +63,12 @@ WORKERS = {
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_batches_of_a_data_module(workers: str) -> None:
+def test_data_module_batches_are_the_same_under_a_default_device(workers: str) -> None:
     assert_same_under_a_default_device(lambda: list(Numbers(4, loader=WORKERS[workers]).train_dataloader()))
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_batches_of_images(workers: str, photos: Path) -> None:
+def test_image_batches_are_the_same_under_a_default_device(workers: str, photos: Path) -> None:
     def batches() -> list[Any]:
         torch.manual_seed(0)  # for the crops of the main process
         module = ImageFolderDataModule(
@@ -79,7 +79,7 @@ def test_batches_of_images(workers: str, photos: Path) -> None:
     assert_same_under_a_default_device(batches)
 
 
-def test_data_that_is_on_a_device() -> None:
+def test_resident_batches_are_the_same_under_a_default_device() -> None:
     def batches() -> list[Any]:
         data = load_resident(TensorDataset(NUMBERS), device=torch.device("cpu"))
         order = EpochOrder(seed=1, epoch=lambda: 0)
@@ -88,7 +88,7 @@ def test_data_that_is_on_a_device() -> None:
     assert_same_under_a_default_device(batches)
 
 
-def test_encoded_images_and_those_that_are_left_to_the_cpu() -> None:
+def test_decoded_batches_are_the_same_under_a_default_device() -> None:
     def decode(files: list[Any]) -> list[Any]:
         return [torch.ops.image.decode_jpeg(file, 3, False) for file in files]
 

@@ -46,7 +46,7 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- images -------------------------------------------------------------------------------------------------------
 
 
-def test_images_are_jpegs_of_every_source_and_no_two_are_alike(tmp_path: Path) -> None:
+def test_made_images_are_distinct_jpegs_of_every_source(tmp_path: Path) -> None:
     from PIL import Image
 
     folder = make_images(tmp_path, 20)
@@ -61,7 +61,9 @@ def test_images_are_jpegs_of_every_source_and_no_two_are_alike(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt(), OSError(28, "No space left on device")], ids=["ctrl-c", "disk"])
-def test_nothing_half_written_is_left(stop: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_make_images_leaves_no_partial_files_when_stopped(
+    stop: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, calls = demo._varied_jpeg, []
 
     def stops_at_the_fifth(*arguments: Any) -> bytes:
@@ -80,7 +82,7 @@ def test_nothing_half_written_is_left(stop: BaseException, tmp_path: Path, monke
         assert "--out" in str(caught.value)
 
 
-def test_found_images_are_taken_evenly_over_the_classes(class_folders: Path) -> None:
+def test_find_images_takes_images_evenly_from_the_classes(class_folders: Path) -> None:
     everything = find_images(class_folders, 100)
     assert everything.classes == ["cats", "dogs"]
     assert [label for _, label in everything.samples] == [0] * 6 + [1] * 6
@@ -93,7 +95,7 @@ def test_found_images_are_taken_evenly_over_the_classes(class_folders: Path) -> 
 
 
 @pytest.mark.slow
-def test_the_demo_shows_the_report_of_the_plain_run_and_all_three_side_by_side(
+def test_the_demo_prints_the_plain_report_and_compares_all_three_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "run_demo", partial(demo.run_demo, images=192))
@@ -135,7 +137,7 @@ def test_the_demo_shows_the_report_of_the_plain_run_and_all_three_side_by_side(
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["logs", "pictures-192", "report.html"]
 
 
-def test_a_folder_that_cannot_be_written_to_is_named(capsys: pytest.CaptureFixture[str], class_folders: Path) -> None:
+def test_an_unwritable_output_folder_is_named(capsys: pytest.CaptureFixture[str], class_folders: Path) -> None:
     """/proc, where nobody can make a file, not even root."""
     assert cli.main(["demo", "--data", str(class_folders), "--out", "/proc/demo"]) == 1
     message = capsys.readouterr().err
@@ -144,7 +146,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(capsys: pytest.CaptureFixtu
     assert "Traceback" not in message
 
 
-def test_a_corrupt_jpeg_is_named_with_what_to_do(
+def test_a_corrupt_jpeg_is_named_with_advice(
     class_folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = class_folders / "dogs" / "3.jpg"
@@ -159,7 +161,7 @@ def test_a_corrupt_jpeg_is_named_with_what_to_do(
 
 
 @pytest.mark.parametrize(("taken_pct", "said"), [(57.0, "Other programs take 57 % of the CPUs"), (3.0, ""), (None, "")])
-def test_a_busy_machine_is_named_at_the_start(
+def test_the_demo_warns_at_the_start_if_the_machine_is_busy(
     taken_pct: float | None, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo, "others_pct_now", lambda _: taken_pct)
@@ -189,9 +191,7 @@ def _read(screen: int, into: list[bytes]) -> None:
 
 
 @pytest.mark.slow
-def test_in_a_terminal_progress_is_drawn_on_stderr_and_stdout_is_for_the_figures(
-    tmp_path: Path, class_folders: Path
-) -> None:
+def test_the_demo_draws_progress_on_stderr_and_prints_figures_on_stdout(tmp_path: Path, class_folders: Path) -> None:
     """On one CPU, as `taskset -c 0` gives it."""
     screen, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))  # a new one has no columns to draw in
@@ -219,7 +219,7 @@ def test_in_a_terminal_progress_is_drawn_on_stderr_and_stdout_is_for_the_figures
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.parametrize("while_", ["making images", "training"])
-def test_ctrl_c_ends_it_with_one_line(while_: str, tmp_path: Path, class_folders: Path) -> None:
+def test_ctrl_c_ends_the_demo_with_one_line(while_: str, tmp_path: Path, class_folders: Path) -> None:
     out = tmp_path / "out"
     given = [] if while_ == "making images" else ["--data", str(class_folders)]
     awaited = ".unfinished-*/*/*.jpg" if while_ == "making images" else "logs/plain/version_0/events.out.*"

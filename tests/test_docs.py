@@ -111,7 +111,7 @@ PYTHON_PAGES = [
 
 
 @pytest.mark.parametrize("page", PYTHON_PAGES)
-def test_python_on_the_pages_runs(page: Path, reader_folder: Path) -> None:
+def test_python_code_on_the_pages_runs(page: Path, reader_folder: Path) -> None:
     blocks = _blocks(page, "python")
     for name in ("timm", "transformers"):  # of the extra `zoo`
         if any(f"import {name}" in block or f"from {name} " in block for block in blocks):
@@ -128,7 +128,7 @@ def test_python_on_the_pages_runs(page: Path, reader_folder: Path) -> None:
     spec.loader.exec_module(module)
 
 
-def test_commands_on_the_pages_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_on_the_pages_are_accepted_by_the_cli(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "_run", lambda arguments: 0)
     names = "demo|doctor|diagnose|report|compare|tune|pack|stage"
     for page in PAGES:
@@ -136,7 +136,7 @@ def test_commands_on_the_pages_parse(monkeypatch: pytest.MonkeyPatch) -> None:
             assert cli.main(shlex.split(command)) == 0, page
 
 
-def test_yaml_on_the_pages_is_yaml() -> None:
+def test_yaml_on_the_pages_names_existing_callbacks_and_arguments() -> None:
     yaml = importlib.import_module("yaml")
     blocks = [block for page in PAGES for block in _blocks(page, "yaml")]
     assert blocks
@@ -148,20 +148,20 @@ def test_yaml_on_the_pages_is_yaml() -> None:
             assert set(callback if hydra else callback["init_args"]) <= set(parameters)
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_on_the_pages_lead_to_existing_files() -> None:
     for page in PAGES:
         links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
         assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == [], page
 
 
-def test_every_page_is_reached_from_the_index() -> None:
+def test_every_page_is_linked_from_the_index() -> None:
     index = ROOT / "docs/README.md"
     linked = {(index.parent / link).resolve() for link in re.findall(r"\]\(([^)#\s]+)\)", index.read_text())}
     fronts = (index, index.with_name("index.md"))  # of the same pages on GitHub and on the site
     assert {page for page in PAGES if page.parent != ROOT and page not in fronts} == linked
 
 
-def test_code_on_the_pages_is_not_cut_off() -> None:
+def test_code_lines_on_the_pages_have_at_most_80_characters() -> None:
     for page in PAGES:
         if page.parent != ROOT:
             assert [
@@ -169,18 +169,18 @@ def test_code_on_the_pages_is_not_cut_off() -> None:
             ] == []
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_has_at_most_100_lines() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 100
 
 
-def test_the_readme_shows_what_is_printed_of_the_run_in_its_picture() -> None:
+def test_the_readme_report_matches_the_run_in_its_picture() -> None:
     report = read_document(ROOT / "docs/images/runs/plain.json")
     printed = as_text(report.diagnosis, report.run, width=80).splitlines()
     (shown,) = _blocks(ROOT / "README.md", "text")
     assert [line for line in shown.splitlines() if line != "..." and line not in printed] == []
 
 
-def test_figures_of_steps_are_those_of_the_code() -> None:
+def test_step_counts_on_the_start_page_match_the_code() -> None:
     text = " ".join((ROOT / "docs/start.md").read_text().split())
     low = WARM_UP_STEPS + SOME_STEPS
     for words in (f"after {FIRST_STEPS} steps or a minute", f"about {low}", f"fewer than {ENOUGH_STEPS}"):
@@ -234,7 +234,7 @@ def test_the_api_page_has_no_hooks_of_lightning(site: Path) -> None:
         ("too many open files", "how-to/diagnose"),
     ],
 )
-def test_the_search_finds_the_right_page_first(site: Path, words: str, page: str) -> None:
+def test_the_site_search_finds_the_right_page_first(site: Path, words: str, page: str) -> None:
     text = (site / "searchindex.js").read_text()
     index = json.loads(text[text.index("(") + 1 : text.rindex(")")])
     # A main entry scores 100 if it equals what is searched for, a title 16 at most, a name 26, a term in the text 5.
@@ -306,6 +306,6 @@ def test_every_key_of_the_report_has_a_row_with_its_meaning() -> None:
 # --- the gate -----------------------------------------------------------------------------------------------------
 
 
-def test_the_tag_table_is_that_of_the_code() -> None:
+def test_the_tag_table_on_the_page_matches_the_code() -> None:
     named = _first_column(_section("docs/how-to/loggers.md", "All tags"))
     assert [name for name in named if name.startswith("feed")] == list(tag_table())

@@ -20,7 +20,7 @@ from lightning_feed.load.machine import Machine
 GIB = 1 << 30
 
 
-def test_it_looks_at_this_machine_without_lightning() -> None:
+def test_doctor_examines_this_machine_without_importing_lightning() -> None:
     code = (
         "import sys\nfrom lightning_feed import cli\n"
         "assert cli.main(['doctor', '--json']) == 0\n"
@@ -36,7 +36,7 @@ def test_it_looks_at_this_machine_without_lightning() -> None:
     assert all(set(finding) == {"topic", "value", "advice"} for finding in printed["findings"])
 
 
-def test_the_screen() -> None:
+def test_doctor_text_lists_findings_and_marks_advice() -> None:
     findings = [Finding("CPUs", "2 usable"), Finding("/dev/shm", "64 MB free", "Workers die. " * 12)]
     lines = as_text(findings).splitlines()
     assert lines[0] == "CPUs      2 usable"
@@ -64,7 +64,9 @@ def advice(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
     return examined
 
 
-def test_a_machine_in_good_order(advice: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_gives_no_advice_for_a_healthy_machine(
+    advice: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (65536, 65536))
     monkeypatch.setattr("torch.get_num_threads", lambda: 8)
     assert {topic: said for topic, said in advice().items() if said} == {}
@@ -78,13 +80,15 @@ def test_a_machine_in_good_order(advice: Callable[..., dict[str, str]], monkeypa
         ({"free_shm_bytes": 64 << 20}, "/dev/shm", "--shm-size=8g"),
     ],
 )
-def test_what_is_wrong_with_the_machine(
+def test_doctor_advises_on_scarce_cpus_and_memory(
     changes: dict[str, int], topic: str, said: str, advice: Callable[..., dict[str, str]]
 ) -> None:
     assert said in advice(**changes)[topic]
 
 
-def test_what_is_wrong_with_the_process(advice: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_advises_on_process_limits_and_missing_decoders(
+    advice: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
     monkeypatch.setattr("torch.get_num_threads", lambda: 64)
     monkeypatch.setattr(doctor, "others_pct_now", lambda *_: 57.0)
@@ -97,7 +101,7 @@ def test_what_is_wrong_with_the_process(advice: Callable[..., dict[str, str]], m
 
 
 @pytest.mark.parametrize(("driver", "said"), [(12080, ""), (11040, "Too old for torch")])
-def test_the_driver(driver: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_advises_on_a_driver_too_old_for_torch(driver: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = SimpleNamespace(
         nvmlInit=lambda: None,
         nvmlShutdown=lambda: None,
@@ -116,7 +120,7 @@ def test_the_driver(driver: int, said: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert bool(said) == bool(shown["driver"].advice)
 
 
-def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_doctor_check_is_reported_as_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_: Path) -> Any:
         raise OSError("no such file\nmore")
 
@@ -132,7 +136,7 @@ def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
         (True, False, "handed over in slots, and copied by a thread that pins them; locked memory: 64.0 KiB", True),
     ],
 )
-def test_how_batches_are_handed_over(
+def test_doctor_tells_how_batches_are_handed_over(
     there: bool, registers: bool, value: str, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
@@ -144,7 +148,7 @@ def test_how_batches_are_handed_over(
     assert (finding.value, bool(finding.advice)) == (value, is_wrong)
 
 
-def test_batches_without_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_tells_that_batches_are_handed_over_without_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slots, "HAS_SLOTS", False)
     (finding,) = doctor.hand_over(Path("/"))
     assert finding.value == ("handed over as torch does it, each in new shared memory: this system has no memfd_create")

@@ -22,7 +22,7 @@ def _run(script: str, *arguments: str, cwd: Path) -> str:
     return done.stdout
 
 
-def test_quickstart(class_folders: Path, tmp_path: Path) -> None:
+def test_quickstart_reports_on_a_plain_and_a_fed_run(class_folders: Path, tmp_path: Path) -> None:
     for file in list(class_folders.glob("*/*.jpg")):
         for copy in range(42):  # 32 batches of 16 in all: of a few steps there is no report
             (file.parent / f"{file.stem}_{copy}.jpg").symlink_to(file)
@@ -34,7 +34,7 @@ def test_quickstart(class_folders: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "feed_demo").exists()
 
 
-def test_before_after(tmp_path: Path) -> None:
+def test_before_after_prints_both_times_and_their_ratio(tmp_path: Path) -> None:
     printed = _run("before_after.py", "--samples", "64", "--delay-ms", "1", "--epochs", "1", cwd=tmp_path)
     assert re.search(r"^machine   \d+ CPUs, .+, Python 3\.\d+\.\d+, torch \d", printed, re.MULTILINE)
     seconds = {
@@ -48,7 +48,7 @@ def test_before_after(tmp_path: Path) -> None:
 
 
 @pytest.mark.alone  # beside other programs a diagnosis may find nothing to advise
-def test_the_tour_runs_and_shows_what_it_is_committed_with(tmp_path: Path) -> None:
+def test_the_tour_notebook_runs_and_shows_its_committed_output(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Jupyter about its own parts
         import nbformat

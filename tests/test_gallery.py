@@ -40,23 +40,23 @@ def _lines(picture: Path) -> str:
 
 
 @pytest.mark.parametrize("name", ["demo", "compare", "diagnose"])
-def test_terminals_show_what_is_printed(name: str, gallery: ModuleType) -> None:
+def test_terminal_pictures_show_the_current_output(name: str, gallery: ModuleType) -> None:
     printed = gallery.one_line(gallery.terminals()[name])
     assert gallery.one_line(_lines(IMAGES / f"terminal-{name}.svg")) == printed, AGAIN
 
 
 @pytest.mark.parametrize("name", ["report", "report-dark", "demo"])
-def test_pages_have_the_words_of_today(name: str, gallery: ModuleType) -> None:
+def test_page_pictures_show_the_current_words(name: str, gallery: ModuleType) -> None:
     with Image.open(IMAGES / f"{name}.png") as picture:
         assert picture.info["words"] == gallery.words_of(gallery.pages()[name]), AGAIN
 
 
-def test_tensorboard_has_the_charts_of_today(gallery: ModuleType) -> None:
+def test_the_tensorboard_picture_shows_the_current_charts(gallery: ModuleType) -> None:
     with Image.open(IMAGES / "tensorboard.png") as picture:
         assert picture.info["words"] == gallery.chart_titles(), AGAIN
 
 
-def test_the_notebook_has_the_words_of_today(gallery: ModuleType) -> None:
+def test_the_tour_notebook_shows_the_current_words_and_plots(gallery: ModuleType) -> None:
     cells = gallery.nbformat.read(gallery.TOUR, as_version=4).cells
     texts = gallery.tour_texts(cells)
     assert len(texts) == 3
@@ -67,12 +67,12 @@ def test_the_notebook_has_the_words_of_today(gallery: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("name", ["advised", "tour-fixed"])
-def test_fixed_runs_are_green(name: str, gallery: ModuleType) -> None:
+def test_kept_reports_of_fixed_runs_have_grade_ok(name: str, gallery: ModuleType) -> None:
     found = gallery.kept_report(name).diagnosis
     assert found.grade == "OK"
     assert mark_colour(found) == "good"
 
 
-def test_kept_runs_name_no_folder_of_the_machine(gallery: ModuleType) -> None:
+def test_kept_reports_contain_no_path_of_the_machine(gallery: ModuleType) -> None:
     for file in gallery.KEPT.iterdir():
         assert not re.search(r'"/(?!proc|dev)[a-z]', file.read_text()), file.name

@@ -81,7 +81,7 @@ def is_alive(pid: int) -> bool:
     return False
 
 
-def test_a_claim_that_is_missed_does_not_end_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missed_claim_does_not_stop_the_other_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "day.json"
     assert run(part(MISSES, "first"), part(GOOD, "second"), out=out) == 1
     assert claims(out, "second")[0]["passed"] is True
@@ -91,7 +91,7 @@ def test_a_claim_that_is_missed_does_not_end_the_rest(tmp_path: Path, capsys: py
 
 
 @pytest.mark.parametrize("code", FAULTS)
-def test_a_part_that_fails_is_named_and_does_not_end_the_rest(code: str, tmp_path: Path) -> None:
+def test_a_failing_part_is_named_and_does_not_stop_the_others(code: str, tmp_path: Path) -> None:
     out = tmp_path / "day.json"
     assert run(part(code, "bad"), part(GOOD, "good"), out=out) == 1
     (claim,) = claims(out, "bad")
@@ -113,7 +113,7 @@ def test_a_part_that_hangs_is_killed_with_its_children_and_keeps_its_claims(tmp_
     assert claims(out, "good")[0]["passed"] is True
 
 
-def test_what_does_not_fit_into_the_time_is_skipped_and_the_next_is_tried(tmp_path: Path) -> None:
+def test_a_part_too_long_for_the_time_left_is_skipped(tmp_path: Path) -> None:
     out = tmp_path / "day.json"
     assert run(part(GOOD, "long", about_s=600), part(GOOD, "short"), out=out) == 0
     assert claims(out, "long")[0]["passed"] is None
@@ -121,7 +121,7 @@ def test_what_does_not_fit_into_the_time_is_skipped_and_the_next_is_tried(tmp_pa
     assert claims(out, "short")[0]["passed"] is True
 
 
-def test_several_calls_share_the_results(tmp_path: Path) -> None:
+def test_results_of_several_calls_are_merged(tmp_path: Path) -> None:
     out = tmp_path / "day.json"
     run(part(MISSES, "first"), out=out)
     run(part(GOOD, "second"), out=out)
@@ -133,7 +133,7 @@ def test_several_calls_share_the_results(tmp_path: Path) -> None:
     assert claims(out, "first")[0]["passed"] is True
 
 
-def test_without_a_device_every_part_says_so(tmp_path: Path) -> None:
+def test_every_part_reports_a_missing_cuda_device(tmp_path: Path) -> None:
     """The command itself, as users give it."""
     out = tmp_path / "gpu_day.json"
     names = [each.name for each in gpu_day.PARTS if each.name != "programs"]  # which run on the CPU, too
@@ -148,7 +148,9 @@ def test_without_a_device_every_part_says_so(tmp_path: Path) -> None:
     assert all(claim["passed"] is None for name in names for claim in claims(out, name))
 
 
-def test_every_part_is_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_day_runs_every_part_of_the_gpu_programs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     programs = {
         "gpu_checks.py": set(gpu_checks.CHECKS),
         "gpu_scripts.py": set(gpu_scripts.PARTS),
@@ -170,7 +172,7 @@ def test_every_part_is_there(capsys: pytest.CaptureFixture[str], monkeypatch: py
 # --- traces and tests -------------------------------------------------------------------------------------------------
 
 
-def test_what_a_profiler_writes_is_read(tmp_path: Path) -> None:
+def test_read_trace_sorts_the_events_of_a_profiler_trace(tmp_path: Path) -> None:
     """The host's ranges are from a real profile; kernels and copies stand in the file as Kineto writes them."""
     on_cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=on_cpu) as profile, torch.profiler.record_function(gpu_trace.FETCH):

@@ -25,11 +25,11 @@ pytestmark = pytest.mark.harness
         ((0, 9), [(5, 5), (7, 6)], 0),
     ],
 )
-def test_the_covered_part_of_a_span(span: Any, by: Any, inside: float) -> None:
+def test_covered_gives_the_length_of_a_span_that_is_covered(span: Any, by: Any, inside: float) -> None:
     assert covered(span, by) == inside
 
 
-def test_the_share_that_is_covered() -> None:
+def test_covered_pct_gives_the_covered_share_of_all_spans() -> None:
     assert covered_pct([(0, 4), (10, 14)], [(0, 2), (9, 20)]) == 75
     assert covered_pct([(0, 4)], [(5, 6)]) == 0
 
@@ -44,7 +44,7 @@ def test_the_share_that_is_covered() -> None:
         ([(0, 15), (0, 30), (60, 95)], 5),
     ],
 )
-def test_the_share_starved_of_data(kernels: Any, share: float) -> None:
+def test_starved_pct_counts_fetching_while_the_device_is_idle(kernels: Any, share: float) -> None:
     """Two steps of 50 behind another, whose fetch does not count."""
     spins = [(-5, 0), (45, 50), (95, 100)]
     fetches = [(-30, -10), (10, 30), (80, 100)]

@@ -55,7 +55,7 @@ def _on_disk() -> set[str]:
     return {name for name in files if not name.endswith("/__init__.py")} | folders
 
 
-def test_the_map_names_every_file_and_nothing_else() -> None:
+def test_the_module_map_lists_exactly_the_files_on_disk() -> None:
     assert set(_mapped()) == _on_disk()
 
 
@@ -79,16 +79,16 @@ def _breaks_rule(relative: str, imported: str) -> bool:
     top, *rest = imported.split(".")
     place = relative.split("/")[0] if "/" in relative else ""
     if top in LIGHTNING:
-        return place in ROAD or relative in {"__init__.py", "errors.py", "extras.py"}
+        return place in ROAD or relative in {"__init__.py", "wording.py", "errors.py", "extras.py"}
     if top != "lightning_feed" or not place:
         return False
-    order = ("errors", "extras", "autoload", *ROAD, *DOORS)
+    order = ("wording", "errors", "extras", "autoload", *ROAD, *DOORS)
     if place == "_host":
         return rest[:1] not in (["_host"], ["errors"])
     return not rest or rest[0] not in order[: order.index(place) + 1]
 
 
-def test_imports_keep_to_the_road() -> None:
+def test_imports_follow_the_order_of_the_folders() -> None:
     broken = {
         f"{_relative(path)}: {name}"
         for path in FILES
@@ -102,7 +102,7 @@ def _module(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
-def test_no_circle_of_files() -> None:
+def test_modules_have_no_circular_imports() -> None:
     names = {_module(path): path for path in FILES}
     left = {}
     for name, path in names.items():
@@ -114,7 +114,7 @@ def test_no_circle_of_files() -> None:
     assert left == {}
 
 
-def test_the_rule_itself_sees_a_breach() -> None:
+def test_the_import_rule_detects_violations() -> None:
     for file, line, broken in (
         ("load/machine.py", "from lightning_feed.transfer.batch_tree import hold", True),
         ("load/machine.py", "import lightning.pytorch", True),
@@ -144,7 +144,7 @@ def test_the_rule_itself_sees_a_breach() -> None:
     ],
     ids=["import", "autoload", "help", "error"],
 )
-def test_nothing_heavy_is_imported_before_it_is_needed(command: str) -> None:
+def test_heavy_packages_are_not_imported_before_they_are_needed(command: str) -> None:
     heavy = "{'torch', 'lightning', 'pytorch_lightning', 'torchvision', 'numpy', 'PIL', 'skimage'}"
     code = (
         f"import os; os.environ.pop('LIGHTNING_FEED', None)\n{command}\nimport sys; print({heavy} & set(sys.modules))"
@@ -154,7 +154,7 @@ def test_nothing_heavy_is_imported_before_it_is_needed(command: str) -> None:
     assert done.stdout.splitlines()[-1] == "set()"
 
 
-def test_spawned_workers_of_our_image_datasets_import_no_torchvision() -> None:
+def test_image_worker_modules_do_not_import_torchvision_or_lightning() -> None:
     """It brings torch's compiler along: 2 s of CPU time for each worker."""
     code = (
         "import lightning_feed.images.image_dataset, lightning_feed.load.loader, lightning_feed.load.worker\n"
@@ -200,7 +200,7 @@ def test_public_names_are_sorted_and_resolve() -> None:
         lightning_feed.FastLoader  # noqa: B018
 
 
-def test_lazy_names_are_those_that_type_checkers_see() -> None:
+def test_lazy_names_match_those_that_type_checkers_see() -> None:
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     seen = {
         alias.name: node.module
@@ -228,7 +228,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 # --- files --------------------------------------------------------------------------------------------------------
 
 
-def test_no_file_holds_a_path_of_a_private_machine() -> None:
+def test_files_contain_no_path_of_a_private_machine() -> None:
     private = re.compile(r"(?<![\w.:/])/(?:work|root|home/\w+|Users/\w+|mnt/\w+)/\S+")
     folders = [PACKAGE, *(ROOT / name for name in ("tests", "examples", "docs", "benchmarks", ".ci"))]
     paths = [*ROOT.glob("*.md"), *ROOT.glob("*.toml"), *(p for folder in folders for p in folder.rglob("*"))]
@@ -248,14 +248,14 @@ def test_no_file_holds_a_path_of_a_private_machine() -> None:
 # --- extras -------------------------------------------------------------------------------------------------------
 
 
-def test_an_extra_that_is_absent_names_the_line_to_paste() -> None:
+def test_a_missing_extra_names_the_pip_line() -> None:
     with pytest.raises(
         MissingExtraError, match=r"making pictures needs no_such_module\. .*pip install 'lightning-feed\[demo\]'"
     ):
         require("no_such_module.data", extra="demo", why="making pictures")
 
 
-def test_an_extra_that_is_broken_inside_is_not_called_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_extra_is_not_reported_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "half_installed.py").write_text("import something_it_needs_itself\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="something_it_needs_itself") as caught:

@@ -33,11 +33,9 @@ trainer:
       init_args:
         depth: 2
         host_keys: [meta]
-        stages: [fit, validate]
     - class_path: lightning_feed.GPUStarvationCallback
       init_args:
         every_n_steps: 3
-        nvml: false
         report: false
 data:
   size: 24
@@ -74,7 +72,7 @@ class RowsOfTheOtherPackage(lightning_feed.pl.FastDataModule):
 @pytest.mark.parametrize(
     ("package", "data"), [("lightning.pytorch", Rows), ("pytorch_lightning", RowsOfTheOtherPackage)]
 )
-def test_one_yaml_file_configures_all(
+def test_one_yaml_file_configures_data_module_and_callbacks(
     package: str, data: type[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cli_class = importlib.import_module(f"{package}.cli").LightningCLI
@@ -96,12 +94,12 @@ def test_one_yaml_file_configures_all(
 
     assert seen == [(4, 32)] * 6
     (prefetch,) = (c for c in cli.trainer.callbacks if isinstance(c, PrefetchCallback))
-    assert (prefetch.depth, tuple(prefetch.host_keys), tuple(prefetch.stages)) == (2, ("meta",), ("fit", "validate"))
+    assert (prefetch.depth, tuple(prefetch.host_keys)) == (2, ("meta",))
     assert sum(isinstance(c, GPUStarvationCallback) for c in cli.trainer.callbacks) == 1
     assert isinstance(cli.datamodule, data)
 
 
-def test_an_impossible_setting_in_yaml_is_refused_with_our_words(
+def test_an_impossible_setting_in_yaml_raises_our_error_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lightning.pytorch.cli import LightningCLI

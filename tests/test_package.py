@@ -10,13 +10,13 @@ import lightning_feed
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_version_stands_in_one_place() -> None:
+def test_the_version_is_defined_in_one_place() -> None:
     metadata = ProjectMetadata(str(ROOT), PluginManager())
     assert metadata.version == lightning_feed.__version__
     assert "version =" not in (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[0]
 
 
-def test_the_page_of_a_package_has_no_links_to_files() -> None:
+def test_the_package_readme_has_no_relative_links() -> None:
     readme = ProjectMetadata(str(ROOT), PluginManager()).core.readme
     assert "](docs/" not in readme
     assert "](lightning_feed/" not in readme

@@ -32,7 +32,7 @@ def test_a_method_is_wrapped_and_restored() -> None:
 
 @pytest.mark.parametrize("kind", [Mock, MagicMock, lambda: Mock(spec=Logger)])
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_mock_has_its_method_again(kind: Any, times: int) -> None:
+def test_a_wrapped_mock_gets_its_method_back(kind: Any, times: int) -> None:
     logger = kind()
     method = logger.log_metrics
     for _ in range(times):

@@ -43,14 +43,14 @@ def in_memory(rows: int) -> TensorDataset:
 
 
 class Fed(FastDataModule):
-    """A data set in memory, fed."""
+    """A dataset in memory, in a FastDataModule."""
 
     def make_dataset(self, split: str) -> Any:
         return in_memory(64) if split == "train" else None
 
 
 class Plain(LightningDataModule):
-    """A data set in memory, in a plain loader."""
+    """A dataset in memory, in a plain loader."""
 
     def train_dataloader(self) -> Any:
         return DataLoader(in_memory(4096), batch_size=8)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_feed._host import AnyTrainer
+from lightning_feed._host.types import AnyTrainer
 
 
 @dataclass
@@ -65,8 +65,8 @@ class FetcherTap:
         If a signal or an error interrupted a batch's step, the batch is trained again. Lightning does not count it,
         either.
         """
-        in_hand = self.progress is not None and self.progress.total.processed == self._processed_before
-        return self._before if in_hand else self.trained_states
+        is_in_hand = self.progress is not None and self.progress.total.processed == self._processed_before
+        return self._before if is_in_hand else self.trained_states
 
     def present_states(self) -> list[dict[str, Any]] | None:
         """The present states of the stateful loaders; None if there is no such loader."""
@@ -80,7 +80,8 @@ class FetcherTap:
         An ``Exception`` is kept, too, and raised when the loop would have met it.
         """
         fetcher = self._fetcher
-        seen_by_loop = fetcher.fetched, fetcher.done
+        fetched = fetcher.fetched  # what the loop sees
+        done = fetcher.done
         if self.ahead:
             fetcher.fetched = self.ahead[-1].fetched
             fetcher.done = self.ahead[-1].done
@@ -89,7 +90,8 @@ class FetcherTap:
         try:
             item: Fetched = fetcher._feed_draw()
         finally:
-            fetcher.fetched, fetcher.done = seen_by_loop
+            fetcher.fetched = fetched
+            fetcher.done = done
         if item.states is None:
             item.states = self.present_states()
         item.ahead = True
@@ -232,8 +234,8 @@ def batches_to_skip(checkpoint: dict[str, Any]) -> int:
     fit_loop = checkpoint["loops"]["fit_loop"]
     epochs = fit_loop["epoch_progress"]["current"]
     batches = fit_loop["epoch_loop.batch_progress"]["current"]
-    begun = epochs["processed"] < epochs["ready"] and not epoch_is_trained(checkpoint)
-    return int(batches["processed"]) if begun else 0
+    is_unfinished = epochs["processed"] < epochs["ready"] and not epoch_is_trained(checkpoint)
+    return int(batches["processed"]) if is_unfinished else 0
 
 
 def end_epoch(checkpoint: dict[str, Any]) -> bool:
@@ -243,7 +245,7 @@ def end_epoch(checkpoint: dict[str, Any]) -> bool:
     ``on_train_epoch_end`` has yet to run is left unchanged.
 
     Returns:
-        True if the epoch is over now.
+        True if the epoch is over.
     """
     fit_loop = checkpoint["loops"]["fit_loop"]
     epochs = fit_loop["epoch_progress"]
@@ -255,10 +257,10 @@ def end_epoch(checkpoint: dict[str, Any]) -> bool:
         # epoch, but 2.4.0 would train one more batch.
         batches["total"]["completed"] += 1
         fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
-        for part in epochs.values():
-            part["processed"] += 1
-    for part in epochs.values():
-        part["completed"] = part["processed"]
+        for count in epochs.values():
+            count["processed"] += 1
+    for count in epochs.values():
+        count["completed"] = count["processed"]
     batches["current"] = dict.fromkeys(batches["current"], 0)
     batches["is_last_batch"] = False
     return True
@@ -271,9 +273,9 @@ def reopen_epoch(checkpoint: dict[str, Any]) -> None:
     """
     epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]
     if epochs["current"]["processed"] == epochs["current"]["ready"] > 0:
-        for part in epochs.values():
-            part["processed"] -= 1
-            part["completed"] = part["processed"]
+        for count in epochs.values():
+            count["processed"] -= 1
+            count["completed"] = count["processed"]
 
 
 def count_the_batch_in_hand(trainer: AnyTrainer, checkpoint: dict[str, Any]) -> None:
@@ -289,8 +291,8 @@ def count_the_batch_in_hand(trainer: AnyTrainer, checkpoint: dict[str, Any]) -> 
     if current["ready"] > current["processed"]:
         progress["is_last_batch"] = False  # it will be trained again, and 2.4.0 would count the epoch as ended
     elif current["completed"] == current["processed"] - 1:
-        for part in (current, progress["total"]):
-            part["completed"] += 1
+        for count in (current, progress["total"]):
+            count["completed"] += 1
 
 
 def load_states_once(trainer: AnyTrainer, states: list[dict[str, Any]]) -> None:
@@ -301,9 +303,11 @@ def load_states_once(trainer: AnyTrainer, states: list[dict[str, Any]]) -> None:
 
     def load() -> None:
         forget_states(trainer)
-        trainer.fit_loop._combined_loader._load_state_dicts(states)
+        combined = trainer.fit_loop._combined_loader
+        assert combined is not None
+        combined._load_state_dicts(states)
 
-    trainer.fit_loop._load_combined_loader_states = load
+    vars(trainer.fit_loop)["_load_combined_loader_states"] = load
 
 
 def forget_states(trainer: AnyTrainer) -> None:

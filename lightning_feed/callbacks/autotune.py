@@ -2,7 +2,6 @@
 
 import logging
 import math
-import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,28 +12,26 @@ from torch.utils.data import DataLoader
 from lightning_feed import _host
 from lightning_feed._host import AnyTrainer, Original
 from lightning_feed.callbacks.starvation import GPUStarvationCallback
+from lightning_feed.callbacks.starvation_loggers import LoggerOutput
 from lightning_feed.callbacks.starvation_run import StarvationRun
+from lightning_feed.callbacks.tuned_loader import TunedLoader
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.fork_safety import plain_values
 from lightning_feed.load.kinds import AnyLoader, Batch
+from lightning_feed.load.loader_tree import walk_loaders
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.rank_store import gather
 from lightning_feed.load.settings import MOST, Setting
 from lightning_feed.measure.guard import Guard, Once, check_instance, guarded, say
 from lightning_feed.transfer.resident import ResidentLoader
-from lightning_feed.trials.cloning import map_loaders
 from lightning_feed.trials.in_fit import (
-    end_workers,
     goal_of,
-    rest_of_epoch,
     slowest_work,
     tune_for_fit,
     why_fixed,
-    with_setting,
     work_of,
 )
 from lightning_feed.trials.training_work import TrainingWork
-from lightning_feed.trials.tune_loader import Goal, Store, Tuned, key_of, own_setting
+from lightning_feed.trials.tune_loader import Goal, Store, Tuned, key_of
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +83,7 @@ class AutotuneCallback(Callback):
     """
 
     def __init__(self, max_workers: int | None = None, *, budget_s: float = 30.0) -> None:
-        whole = isinstance(max_workers, int) and not isinstance(max_workers, bool)
-        if max_workers is not None and (not whole or not 1 <= max_workers <= MOST):
+        if max_workers is not None and (type(max_workers) is not int or not 1 <= max_workers <= MOST):
             raise SettingsError(
                 f"AutotuneCallback(max_workers={max_workers!r}): give the most workers that it may use, a whole number "
                 f"from 1 to {MOST}, or leave it out to let CPUs and memory decide."
@@ -106,15 +102,10 @@ class AutotuneCallback(Callback):
 
     def _forget(self) -> None:
         self._moves: list[Move] = []
-        self._loader: DataLoader[Batch] | None = None
-        """The user's loader, as Lightning first prepared it."""
-        self._setting: Setting | None = None
-        """The setting in use; None if the user's loader is left alone."""
-        self._sent_values: dict[str, object] = {}
-        """Numbers and strings of the dataset when its workers started."""
-        self._is_under_way = False
-        """True from when Lightning makes the loader and its iterator until the epoch begins."""
+        self._loader: TunedLoader | None = None
+        """The training loader, once Lightning has made it; None if it is left alone."""
         self._loaders = 1
+        """Number of training loaders."""
         self._waits_for_steps = False
         """True until the trials have run."""
         self._waits_until = 0.0
@@ -123,12 +114,10 @@ class AutotuneCallback(Callback):
         """Mean step before the trials."""
         self._unproven: Tuned | None = None
         """The result in use, until steps of training have shown that it is no worse than the user's setting."""
-        self._iterated: DataLoader[Batch] | None = None
-        """The loader that makes the rest of this epoch; None: the Trainer's."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Trainers are pickled for `ddp_spawn`, and callbacks are deep-copied by tuners. A running fit can be neither.
-        return {**self.__dict__, "_run": None, "_wraps": [], "_loader": None, "_iterated": None}
+        return {**self.__dict__, "_run": None, "_wraps": [], "_loader": None}
 
     @property
     def moves(self) -> tuple[Move, ...]:
@@ -146,8 +135,8 @@ class AutotuneCallback(Callback):
     def _begin(self, trainer: AnyTrainer) -> None:
         self._let_go()
         self._forget()
-        first = next(callback for callback in trainer.callbacks if isinstance(callback, AutotuneCallback))
-        if trainer.fast_dev_run:
+        first = next(callback for callback in _host.callbacks_of(trainer) if isinstance(callback, AutotuneCallback))
+        if _host.is_fast_dev_run(trainer):
             self._do_nothing(trainer, "this is a fast_dev_run")
         elif first is not self:
             self._do_nothing(trainer, "another AutotuneCallback is at work")
@@ -184,21 +173,28 @@ class AutotuneCallback(Callback):
         if self._run is not None:
             self._guard.measure(self._run.step_ended)
         run = self._measuring_run(trainer)
-        steps = MEASURED_STEPS if self._waits_for_steps else PROVING_STEPS
-        if run is None or run.finished < max(run.main.warm_up + steps, self._waits_until):
+        if run is None or run.finished < self._steps_to_measure(run):
             return
         if self._waits_for_steps:
             if self._guard.attempt("see what the dataset keeps", self._must_wait, trainer, run):
                 return
-            self._waits_for_steps = False
-            tuned = self._guard.attempt("tune the training loader", self._tune, trainer, run)
-            if tuned is not None:
-                self._guard.measure(self._apply, trainer, tuned)
-            self._guard.measure(self._leave_out_trials, run)
+            self._run_trials(trainer, run)
         else:
             self._guard.measure(self._check, trainer, run)
         if self._unproven is None:
             self._stop_measuring()
+
+    def _steps_to_measure(self, run: StarvationRun) -> float:
+        """The number of steps after which the trials come, or the result is proven."""
+        steps = MEASURED_STEPS if self._waits_for_steps else PROVING_STEPS
+        return max(run.main.warm_up + steps, self._waits_until)
+
+    def _run_trials(self, trainer: Trainer, run: StarvationRun) -> None:
+        self._waits_for_steps = False
+        tuned = self._guard.attempt("tune the training loader", self._tune, trainer, run)
+        if tuned is not None:
+            self._guard.measure(self._apply, trainer, tuned)
+        self._guard.measure(self._leave_out_trials, run)
 
     @guarded
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -218,17 +214,15 @@ class AutotuneCallback(Callback):
             self._wraps.pop().undo()
         self._waits_for_steps = False
         self._unproven = None
-        self._iterated = None
+        self._loader = None
         self._stop_measuring()
 
     # --- when the loader is made --------------------------------------------------------------------------------------
 
     def _count(self, original: Original) -> Any:
-        made = original()
-        loaders: list[Any] = []
-        map_loaders(made, lambda loader, _: loaders.append(loader))
-        self._loaders = len(loaders)
-        return made
+        structure = original()
+        self._loaders = len(walk_loaders(structure))
+        return structure
 
     def _process(self, trainer: AnyTrainer, original: Original, loader: object) -> Any:
         """Return the loader for Lightning to train with in place of the user's."""
@@ -239,33 +233,31 @@ class AutotuneCallback(Callback):
 
     def _prepare(self, trainer: AnyTrainer, loader: AnyLoader) -> DataLoader[Batch] | None:
         """A copy of a training loader with the setting in use; None if the loader is left alone."""
-        if self._loader is None and not self._find_earlier_result(trainer, loader):
+        if self._loader is None:
+            self._loader = self._begin_tuning(trainer, loader)
+        if self._loader is None:
             return None
-        assert self._setting is not None
-        self._sent_values = plain_values(loader.dataset)
-        self._is_under_way = True
-        # If trials found more workers than CPUs to be fastest, the workers wait for something else.
-        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
-        return with_setting(loader, self._setting)
+        return self._loader.prepare(loader)
 
-    def _find_earlier_result(self, trainer: AnyTrainer, loader: AnyLoader) -> bool:
-        """Begin with the result of an earlier run, or with the user's setting. False if nothing may be changed."""
-        every = gather(trainer, self._why_not(loader))  # so that all ranks try, or none
-        why_not = next(filter(None, every), "")
+    def _begin_tuning(self, trainer: AnyTrainer, loader: AnyLoader) -> TunedLoader | None:
+        """Begin with the result of an earlier run, or with the user's setting. None if nothing may be changed."""
+        why_not = next(filter(None, gather(trainer, self._why_not(loader))), "")  # so that all ranks try, or none
         if why_not:
             self._do_nothing(trainer, why_not)
-            return False
-        self._loader = loader
-        self._setting = own_setting(loader)
+            return None
+        tuned_loader = TunedLoader(trainer, loader)
         goal = self._goal(trainer, TrainingWork(step_s=1.0))  # any work: only that there is work is in the key
-        earlier = Store().load(key_of(loader, goal, read_machine())) if trainer.local_rank == 0 else None
+        earlier: Tuned | None = None
+        if trainer.local_rank == 0:
+            earlier = Store().load(key_of(loader, goal, read_machine()))
         results = gather(trainer, (trainer.node_rank, earlier))
-        found = {node: tuned for node, tuned in results if tuned is not None}
-        if len(found) == len({node for node, _ in results}):
-            self._use(trainer, found[trainer.node_rank])
+        by_node = {node: tuned for node, tuned in results if tuned is not None}
+        if by_node.keys() == {node for node, _ in results}:
+            tuned_loader.setting = by_node[trainer.node_rank].setting
+            self._announce(trainer, by_node[trainer.node_rank])
         else:
             self._waits_for_steps = True
-        return True
+        return tuned_loader
 
     def _goal(self, trainer: AnyTrainer, work: TrainingWork) -> Goal:
         return goal_of(trainer, work=work, most_workers=self.max_workers, budget_s=self.budget_s)
@@ -280,43 +272,18 @@ class AutotuneCallback(Callback):
         return why_fixed(loader)
 
     def _begin_epoch(self, trainer: AnyTrainer, original: Original, *args: Any) -> Any:
-        self._iterated = None
         if self._loader is not None:
-            self._guard.measure(self._tell_workers, trainer)
+            self._loader.epoch_begins()
+            self._guard.measure(self._loader.tell_workers)
         return original(*args)
-
-    def _tell_workers(self, trainer: AnyTrainer) -> None:
-        """Start workers anew if the program has changed the dataset, whose copy they have."""
-        assert self._loader is not None
-        values = plain_values(self._loader.dataset)
-        is_under_way, self._is_under_way = self._is_under_way, False
-        if values == self._sent_values:
-            return
-        (loader,) = _host.train_loaders(trainer)
-        if is_under_way:
-            if self._loader.num_workers or not loader.num_workers or not self._replace_rest(trainer, loader):
-                return  # the user's own workers would not know of it either; later epochs begin with it
-        elif not self._loader.persistent_workers and loader._iterator is not None:
-            end_workers(loader)
-        self._sent_values = values
-
-    @staticmethod
-    def _replace_rest(trainer: AnyTrainer, loader: DataLoader[Batch]) -> bool:
-        """Have the rest of the present epoch made by new workers. False if the order of batches does not allow it."""
-        iterators = _host.loop_iterators(trainer, "fit")
-        rest = rest_of_epoch(loader, iterators[0], own_setting(loader)) if iterators else None
-        if rest is None:
-            return False
-        _host.replace_train_iterator(trainer, rest.batches)
-        end_workers(loader, iterators[0])
-        return True
 
     # --- the trials ---------------------------------------------------------------------------------------------------
 
     def _start_measuring(self, trainer: AnyTrainer) -> None:
-        measured = any(isinstance(callback, GPUStarvationCallback) for callback in trainer.callbacks)
-        if self._waits_for_steps and not measured:
-            self._run = StarvationRun(trainer, every=0, guard=self._guard)
+        is_measured = any(isinstance(callback, GPUStarvationCallback) for callback in _host.callbacks_of(trainer))
+        if self._waits_for_steps and not is_measured:
+            self._run = StarvationRun(trainer, window_steps=0, guard=self._guard)
+            self._run.start()
 
     def _stop_measuring(self) -> None:
         run = self._run
@@ -328,8 +295,10 @@ class AutotuneCallback(Callback):
         """The run that measures the steps: this callback's own, or that of a GPUStarvationCallback."""
         if self._run is not None:
             return self._run
-        beside = (callback for callback in trainer.callbacks if isinstance(callback, GPUStarvationCallback))
-        return next((callback.measured_fit for callback in beside), None)
+        for callback in _host.callbacks_of(trainer):
+            if isinstance(callback, GPUStarvationCallback):
+                return callback.measured_fit
+        return None
 
     def _must_wait(self, trainer: AnyTrainer, run: StarvationRun) -> bool:
         """True if the trials wait for the next epoch, since the dataset still keeps what it reads."""
@@ -345,72 +314,57 @@ class AutotuneCallback(Callback):
         assert self._loader is not None
         self._before_ms = mean_step_ms(run)
         works = gather(trainer, work_of(run.main.measurements(prefetch_active=None)))
-        return tune_for_fit(self._loader, trainer, self._goal(trainer, slowest_work(works)))
+        return tune_for_fit(self._loader.original, trainer, self._goal(trainer, slowest_work(works)))
 
     def _apply(self, trainer: AnyTrainer, tuned: Tuned) -> None:
         """Use the result, and see from then on if it is as good in training itself."""
-        before = self._setting
-        self._use(trainer, tuned)
-        if tuned.setting != before and self._loader is not None and self._switch(trainer, tuned.setting):
+        assert self._loader is not None
+        self._announce(trainer, tuned)
+        if tuned.setting != self._loader.setting and self._loader.switch(tuned.setting):
             self._unproven = tuned
-
-    def _switch(self, trainer: AnyTrainer, setting: Setting) -> bool:
-        """Give the loader another setting for all later epochs, and for the rest of this one if the order of batches
-        allows it. True if it does."""
-        (loader,) = _host.train_loaders(trainer)
-        iterators = _host.loop_iterators(trainer, "fit")
-        iterated = loader if self._iterated is None else self._iterated
-        rest = rest_of_epoch(iterated, iterators[0], setting) if iterators else None
-        _host.replace_train_loader(trainer, with_setting(loader, setting))
-        if rest is None:
-            return False
-        _host.replace_train_iterator(trainer, rest.batches)
-        end_workers(iterated, iterators[0])
-        self._iterated = rest.loader
-        return True
 
     def _check(self, trainer: AnyTrainer, run: StarvationRun) -> None:
         """Go back to the user's setting if steps of training itself have become longer."""
         tuned = self._unproven
         self._unproven = None
         assert tuned is not None
-        every = gather(trainer, (self._before_ms, mean_step_ms(run)))
-        before_ms = max((before or math.inf) for before, _ in every)  # the slowest rank counts
-        after_ms = max((after or 0.0) for _, after in every)
+        assert self._loader is not None
+        ranks = gather(trainer, (self._before_ms, mean_step_ms(run)))
+        before_ms = max((before or math.inf) for before, _ in ranks)  # the slowest rank counts
+        after_ms = max((after or 0.0) for _, after in ranks)
         if after_ms <= before_ms:
             return
         reason = (
             f"training itself took {before_ms:.3g} ms a step with {tuned.own} and {after_ms:.3g} with {tuned.setting}"
         )
         back = replace(tuned, setting=tuned.own, reason=reason)
-        self._setting = back.setting
-        self._moves.append(Move(epoch=trainer.current_epoch, setting=back.setting, reason=reason))
+        self._note_move(trainer, back.setting, reason)
         self._say(trainer, f"AutotuneCallback, epoch {trainer.current_epoch}: back to {back.setting}: {reason}.")
-        self._log(trainer, back.setting)
-        if self._loader is not None and trainer.local_rank == 0:
-            key = key_of(self._loader, self._goal(trainer, tuned.work), read_machine())
+        if trainer.local_rank == 0:
+            key = key_of(self._loader.original, self._goal(trainer, tuned.work), read_machine())
             Store().save(key, back)
-        self._switch(trainer, back.setting)
+        self._loader.switch(back.setting)
         run.restart()
 
-    def _use(self, trainer: AnyTrainer, tuned: Tuned) -> None:
-        own = tuned.own
-        chosen = tuned.setting
-        earlier = "an earlier run found: " if tuned.remembered else ""
-        self._setting = chosen
-        if chosen == own:
-            self._say(trainer, f"AutotuneCallback keeps {own}: {earlier}{tuned.reason}.")
+    def _announce(self, trainer: AnyTrainer, tuned: Tuned) -> None:
+        """Say which setting the training loader has from here on, and why."""
+        origin = "an earlier run found: " if tuned.remembered else ""
+        if tuned.setting == tuned.own:
+            self._say(trainer, f"AutotuneCallback keeps {tuned.own}: {origin}{tuned.reason}.")
             return
-        epoch = trainer.current_epoch
-        trials = [trial for setting in (own, chosen) if (trial := tuned.trial_of(setting)) is not None]
-        measured = ", ".join(f"{trial.setting}: {tuned.in_words(trial)}" for trial in trials)
-        self._moves.append(Move(epoch=epoch, setting=chosen, reason=tuned.reason))
+        trials = [tuned.trial_of(setting) for setting in (tuned.own, tuned.setting)]
+        measured = ", ".join(f"{trial.setting}: {tuned.in_words(trial)}" for trial in trials if trial is not None)
+        self._note_move(trainer, tuned.setting, tuned.reason)
         self._say(
             trainer,
-            f"AutotuneCallback, epoch {epoch}: {_described(own, chosen)}: {earlier}{tuned.reason} ({measured}). The "
-            "order of samples stays; random numbers drawn inside workers differ.",
+            f"AutotuneCallback, epoch {trainer.current_epoch}: {_described(tuned.own, tuned.setting)}: "
+            f"{origin}{tuned.reason} ({measured}). The order of samples stays; random numbers drawn inside workers "
+            "differ.",
         )
-        self._log(trainer, chosen)
+
+    def _note_move(self, trainer: AnyTrainer, setting: Setting, reason: str) -> None:
+        self._moves.append(Move(epoch=trainer.current_epoch, setting=setting, reason=reason))
+        self._log(trainer, setting)
 
     def _leave_out_trials(self, run: StarvationRun) -> None:
         """Measure afresh: the present step contains the trials, and later ones have another loader."""
@@ -424,23 +378,23 @@ class AutotuneCallback(Callback):
         if trainer.is_global_zero:
             say(logger, logging.INFO, line)
 
-    def _do_nothing(self, trainer: object, why: str) -> None:
+    def _do_nothing(self, trainer: AnyTrainer, why: str) -> None:
         self._once.say(trainer, logging.INFO, f"AutotuneCallback does nothing: {why}.")
 
     def _log(self, trainer: AnyTrainer, setting: Setting) -> None:
         """Log the setting as metrics."""
         if not trainer.is_global_zero:
             return
-        values = {"num_workers": setting.num_workers, "prefetch_factor": setting.prefetch_factor}
-        tags = {f"feed/{name}": float(value) for name, value in values.items() if value is not None}
+        metrics = {"feed/num_workers": float(setting.num_workers)}
+        if setting.prefetch_factor is not None:
+            metrics["feed/prefetch_factor"] = float(setting.prefetch_factor)
         step = _host.steps_logged(trainer)
-        for number, each in enumerate(trainer.loggers):
-            task = f"log its settings to {type(each).__name__} (trainer.loggers[{number}])"
-            self._guard.attempt(task, each.log_metrics, tags, step=step)
+        output = LoggerOutput(trainer, self._guard)
+        output.for_each("log its settings to", lambda trainer_logger: trainer_logger.log_metrics(metrics, step=step))
 
 
 def mean_step_ms(run: StarvationRun) -> float | None:
-    """Mean time of a step since the measuring began, in milliseconds; None: too few steps."""
+    """Mean time of a step since the measuring began, in milliseconds; None after too few steps."""
     return run.main.measurements(prefetch_active=None).stats.step_ms
 
 

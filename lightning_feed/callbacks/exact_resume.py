@@ -1,4 +1,4 @@
-"""Mid-epoch checkpoints hold the loaders' state after the last *trained* batch.
+"""Checkpoints in the middle of an epoch hold the loaders' state after the last *trained* batch.
 
 Lightning saves a stateful loader's own position. That is one batch too far for a loader without a length, which
 Lightning reads ahead, and ``depth`` batches too far with a prefetcher. The batches in between would never be trained.
@@ -44,8 +44,10 @@ class ExactResume(Callback):
 
     def __init__(self) -> None:
         self._loaded: list[dict[str, object]] = []
-        self._uneven = False  # the ranks have different numbers of batches, and are in different epochs
-        self._resumed: Literal["", "in a new epoch", "at the end of an epoch", "without a place"] = ""
+        """The states in the checkpoint, until the first batch is trained."""
+        self._is_uneven = False
+        """True if the ranks have different numbers of batches, so that they may be in different epochs."""
+        self._resumed: Literal["", "in a new epoch", "at the end of an epoch", "without a state"] = ""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Reset the state from an earlier fit of the Trainer."""
@@ -62,15 +64,16 @@ class ExactResume(Callback):
         if trainer.state.fn != "fit":
             return  # ``trainer.validate(ckpt_path=...)`` restores no training loader
         states = checkpoint_loader_states(checkpoint) or []
-        ours = all(map(is_feed_state, states))
+        are_ours = all(map(is_feed_state, states))
         if not states:
-            self._resumed = "without a place" if batches_to_skip(checkpoint) else ""
+            if batches_to_skip(checkpoint):
+                self._resumed = "without a state"
         elif epoch_is_trained(checkpoint):
             # Our loaders can begin the next epoch; others can only start from the beginning.
-            if not ours or any(LoaderState.from_dict(state).batches for state in states):
+            if not are_ours or any(LoaderState.from_dict(state).batches for state in states):
                 states = []
             self._begin_next_epoch(trainer, checkpoint, states)
-        elif ours:
+        elif are_ours:
             self._check(checkpoint, states)
             reopen_epoch(checkpoint)
             count_the_batch_in_hand(trainer, checkpoint)
@@ -100,11 +103,11 @@ class ExactResume(Callback):
             LoaderError: the ranks have different numbers of batches, so training would hang.
             ResumeError: the checkpoint was saved in mid-epoch without a loader state.
         """
-        self._uneven = not check_equal_ranks(trainer)
+        self._is_uneven = not check_equal_ranks(trainer)
         loaders = _host.train_loaders(trainer)
         resumed = self._resumed
         self._resumed = ""
-        if resumed == "without a place" and any(isinstance(loader, FeedLoader) for loader in loaders):
+        if resumed == "without a state" and any(isinstance(loader, FeedLoader) for loader in loaders):
             raise ResumeError(
                 "The checkpoint was saved in the middle of an epoch without the state of the training loader, so "
                 "samples that were trained already would be trained again. It was saved without a FastDataModule, its "
@@ -138,19 +141,22 @@ class ExactResume(Callback):
         loaders = fetcher.combined_loader.flattened
         if epoch_is_trained(checkpoint):
             states = list(map(_state_at_end, filter(is_stateful, loaders), states))
-        if self._uneven and any(isinstance(loader, FeedLoader) for loader in loaders):
-            states = []  # the place of one rank is not that of the others
+        if self._is_uneven and any(isinstance(loader, FeedLoader) for loader in loaders):
+            states = []  # the position of one rank is not that of the others
         write_loader_states(checkpoint, states)
 
     @staticmethod
     def _adopt(trainer: Trainer, before: list[dict[str, object]]) -> FetcherTap | None:
         """Follow the fetcher. ``before``: the states to save until its first batch is trained."""
         fetcher = _host.train_fetcher(trainer)
-        tap = None if fetcher is None else adopt_fetcher(fetcher)
-        if tap is not None:
-            tap.progress = _host.train_progress(trainer)
-            if tap.track_states and tap.trained_states is None and _host.read_already(trainer):
-                tap.trained_states = before
+        if fetcher is None:
+            return None
+        tap = adopt_fetcher(fetcher)
+        if tap is None:
+            return None
+        tap.progress = _host.train_progress(trainer)
+        if tap.track_states and tap.trained_states is None and _host.read_already(trainer):
+            tap.trained_states = before
         return tap
 
 
@@ -176,16 +182,17 @@ def check_equal_ranks(trainer: AnyTrainer) -> bool:
         return True
     lengths: list[Any] = [None] * trainer.world_size
     dist.all_gather_object(lengths, trainer.num_training_batches)
-    if len(set(lengths)) == 1 or float("inf") in lengths:
-        return len(set(lengths)) == 1
-    found = ", ".join(f"{length} on rank {rank}" for rank, length in enumerate(lengths))
+    are_equal = len(set(lengths)) == 1
+    if are_equal or float("inf") in lengths:
+        return are_equal
+    numbers = ", ".join(f"{length} on rank {rank}" for rank, length in enumerate(lengths))
     message = (
-        f"The ranks have different numbers of training batches in an epoch: {found}. Ranks wait for each other in each "
-        "step, so the run would hang for ever when the shortest epoch is over. Give all ranks as many samples (leave "
-        f"the sampler to Lightning, or cut the shards), or set limit_train_batches={min(lengths)}."
+        f"The ranks have different numbers of training batches in an epoch: {numbers}. Ranks wait for each other in "
+        "each step, so the run would hang for ever when the shortest epoch is over. Give all ranks as many samples "
+        f"(leave the sampler to Lightning, or cut the shards), or set limit_train_batches={min(lengths)}."
     )
-    timed = any(type(callback).__name__ == "Timer" for callback in trainer.callbacks)  # what max_time makes
-    if trainer.max_steps == -1 and not timed:
+    has_timer = any(_host.has_class(callback, "Timer") for callback in _host.callbacks_of(trainer))  # of max_time
+    if trainer.max_steps == -1 and not has_timer:
         raise LoaderError(message)
     if trainer.is_global_zero:
         logger.warning("%s Unless max_steps or max_time end it before.", message)

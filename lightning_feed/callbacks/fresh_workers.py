@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 
 from lightning_feed import _host
-from lightning_feed._host import AnyTrainer, Original
+from lightning_feed._host import AnyTrainer, Original, Stage
 from lightning_feed.load.fork_safety import plain_values
 from lightning_feed.measure.guard import Guard
 from lightning_feed.trials.in_fit import end_workers
@@ -22,7 +22,7 @@ class FreshWorkers(Callback):
     """
 
     def __init__(self) -> None:
-        self._sent: dict[str, list[dict[str, object]]] = {}
+        self._sent: dict[Stage, list[dict[str, object]]] = {}
         """Numbers and strings of the datasets when their workers started, by stage, in the order of the loaders."""
         self._wraps: list[_host.Wrap] = []
         self._is_first = True
@@ -33,7 +33,7 @@ class FreshWorkers(Callback):
         return {**self.__dict__, "_wraps": []}  # of a running fit, which is neither sent nor copied
 
     @staticmethod
-    def watch(trainer: AnyTrainer, stage: str, loaders: list[Any]) -> None:
+    def watch(trainer: AnyTrainer, stage: Stage, loaders: list[Any]) -> None:
         """Watch loaders, of which Lightning is about to make iterators.
 
         Args:
@@ -41,16 +41,20 @@ class FreshWorkers(Callback):
             stage: ``"fit"`` or ``"validate"``.
             loaders: all loaders of the stage.
         """
-        mine = next((callback for callback in trainer.callbacks if isinstance(callback, FreshWorkers)), None)
-        if mine is None:
-            mine = FreshWorkers()
-            trainer.callbacks.insert(0, mine)  # so that it lets go before those whose wraps are inside its own
-        mine._sent[stage] = [plain_values(getattr(loader, "dataset", None)) for loader in loaders]
-        if not mine._wraps:
-            mine._is_first = True
-            mine._wraps = [
-                _host.wrap_epoch_start(trainer, partial(mine._before, trainer, "fit")),
-                _host.wrap_validation_start(trainer, partial(mine._before, trainer, "validate")),
+        callbacks = _host.callbacks_of(trainer)
+        watching = [callback for callback in callbacks if isinstance(callback, FreshWorkers)]
+        if not watching:
+            watching = [FreshWorkers()]
+            callbacks.insert(0, watching[0])  # so that it lets go before those whose wraps are inside its own
+        watching[0]._begin(trainer, stage, loaders)
+
+    def _begin(self, trainer: AnyTrainer, stage: Stage, loaders: list[Any]) -> None:
+        self._sent[stage] = _values_of(loaders)
+        if not self._wraps:
+            self._is_first = True
+            self._wraps = [
+                _host.wrap_epoch_start(trainer, partial(self._before, trainer, "fit")),
+                _host.wrap_validation_start(trainer, partial(self._before, trainer, "validate")),
             ]
 
     def on_train_end(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
@@ -64,17 +68,17 @@ class FreshWorkers(Callback):
             self._wraps.pop().undo()
         self._sent = {}
 
-    def _before(self, trainer: AnyTrainer, stage: str, original: Original, *args: Any) -> Any:
+    def _before(self, trainer: AnyTrainer, stage: Stage, original: Original, *args: Any) -> Any:
         self._guard.attempt("tell the workers what has changed in their dataset", self._compare, trainer, stage)
         return original(*args)
 
-    def _compare(self, trainer: AnyTrainer, stage: str) -> None:
+    def _compare(self, trainer: AnyTrainer, stage: Stage) -> None:
         loaders = _host.loop_loaders(trainer, stage)
         sent = self._sent.get(stage, [])
-        now = [plain_values(getattr(loader, "dataset", None)) for loader in loaders]
-        if len(now) != len(sent):
+        values = _values_of(loaders)
+        if len(values) != len(sent):
             return
-        changed = [loader for loader, values, before in zip(loaders, now, sent, strict=True) if values != before]
+        changed = [loader for loader, after, before in zip(loaders, values, sent, strict=True) if after != before]
         if stage == "fit" and self._is_first:
             self._is_first = False
             self._warn_of_late_changes(changed)
@@ -82,7 +86,7 @@ class FreshWorkers(Callback):
         for loader in changed:
             if getattr(loader, "persistent_workers", False) and getattr(loader, "_iterator", None) is not None:
                 end_workers(loader)
-        self._sent[stage] = now
+        self._sent[stage] = values
 
     @staticmethod
     def _warn_of_late_changes(changed: list[Any]) -> None:
@@ -94,3 +98,8 @@ class FreshWorkers(Callback):
                 "train_dataloader(), where trainer.current_epoch is known, or earlier.",
                 ", ".join(names),
             )
+
+
+def _values_of(loaders: list[Any]) -> list[dict[str, object]]:
+    """Numbers and strings of the loaders' datasets."""
+    return [plain_values(getattr(loader, "dataset", None)) for loader in loaders]

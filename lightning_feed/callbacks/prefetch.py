@@ -1,12 +1,12 @@
 """PrefetchCallback: fetches the next batch and copies it to the device while the current step computes."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_feed import _host
 from lightning_feed._host import AnyTrainer, Original, Stage
@@ -27,7 +27,6 @@ BATCH_ENDS: dict[Stage, str] = {
     "test": "on_test_batch_end",
     "predict": "on_predict_batch_end",
 }
-STAGES: tuple[Stage, ...] = tuple(BATCH_ENDS)
 _AFTER_BACKWARD_BEGAN = (
     "backward",
     "on_after_backward",
@@ -71,12 +70,9 @@ class PrefetchCallback(ExactResume):
         drop_keys: keys that are left out before the transfer, since the step does not read them. Mappings lose the key;
             named tuples and dataclasses have None there. ``on_before_batch_transfer`` still sees the values.
             ``FastDataModule(drop_keys=...)`` drops them earlier, in the workers.
-        stages: where to prefetch: any of ``"fit"``, ``"validate"``, ``"test"``, ``"predict"``. ``"validate"`` covers
-            the validation inside a fit and the sanity check.
 
     Raises:
-        SettingsError: when ``depth`` is not a positive integer, a stage is unknown, ``host_keys`` or ``drop_keys`` is a
-            plain string.
+        SettingsError: when ``depth`` is not a positive integer, or ``host_keys`` or ``drop_keys`` is a plain string.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -84,14 +80,7 @@ class PrefetchCallback(ExactResume):
         >>> trainer = Trainer(callbacks=[PrefetchCallback(host_keys=("meta",))], logger=False, accelerator="cpu")
     """
 
-    def __init__(
-        self,
-        depth: int = 1,
-        host_keys: tuple[str, ...] = (),
-        stages: tuple[Stage, ...] = STAGES,
-        *,
-        drop_keys: tuple[str, ...] = (),
-    ) -> None:
+    def __init__(self, depth: int = 1, *, host_keys: tuple[str, ...] = (), drop_keys: tuple[str, ...] = ()) -> None:
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
             raise SettingsError(
                 f"PrefetchCallback(depth={depth!r}): depth is the number of batches kept ready on the device, a whole "
@@ -101,31 +90,30 @@ class PrefetchCallback(ExactResume):
             raise SettingsError(
                 f"PrefetchCallback(host_keys={host_keys!r}) would be taken letter by letter. Write ({host_keys!r},)."
             )
-        unknown = [stage for stage in stages if stage not in STAGES] if not isinstance(stages, str) else [stages]
-        if unknown or not stages:
-            raise SettingsError(
-                f"PrefetchCallback(stages={stages!r}): give one or more of {', '.join(map(repr, STAGES))} in a tuple."
-            )
         super().__init__()
         self.depth = depth
         self.host_keys = tuple(host_keys)
         self.drop_keys = check_drop_keys(drop_keys, "PrefetchCallback")
-        self.stages: tuple[Stage, ...] = tuple(stages)
         self._active = False
+        self._was_active = False
+        """``active`` of the training loop around a validation."""
         self._stream: SideStream | None = None
         self._device: torch.device | None = None
         self._lean: LeanTransfer | None = None
-        self._staging = self._outer_active = False
         self._prefetcher: Prefetcher | None = None
+        self._is_staging = False
+        """True while a batch is transferred ahead of its step."""
         self._in_hand: Staged | None = None
+        """The staged batch that the loop has taken, until it asks for its transfer."""
         self._wraps: list[_host.Wrap] = []
         self._triggers: dict[str, bool] = {}
+        """True for each hook in which the next batch is drawn."""
         self._once = Once(logger)
 
     def __getstate__(self) -> dict[str, Any]:
         # Trainers are pickled for `ddp_spawn`, and callbacks are deep-copied by tuners. A stream can be neither.
-        none = dict.fromkeys(("_stream", "_device", "_prefetcher", "_lean", "_in_hand"))
-        return {**self.__dict__, **none, "_wraps": [], "_triggers": {}}
+        running = dict.fromkeys(("_stream", "_device", "_prefetcher", "_lean", "_in_hand"))
+        return {**self.__dict__, **running, "_wraps": [], "_triggers": {}}
 
     @property
     def active(self) -> bool:
@@ -157,7 +145,7 @@ class PrefetchCallback(ExactResume):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Return to training after a validation inside a fit."""
         if trainer.state.fn == "fit":
-            self._active = self._outer_active
+            self._active = self._was_active
 
     def teardown(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         """Remove everything from the Trainer. Lightning does not call ``teardown`` after an error."""
@@ -167,10 +155,8 @@ class PrefetchCallback(ExactResume):
     on_exception = teardown
 
     def _begin(self, trainer: Trainer, stage: Stage) -> None:
-        self._outer_active = self._active
+        self._was_active = self._active
         self._active = False
-        if stage not in self.stages:
-            return
         if self.drop_keys or self.host_keys:
             self._wrap(trainer)  # the step sees the same batches with and without prefetching
         device = trainer.strategy.root_device
@@ -183,9 +169,11 @@ class PrefetchCallback(ExactResume):
         tap = self._adopt_live(trainer)
         if tap is None:
             return
-        tap.owner, tap.on_hand_out = self, partial(self._receive, trainer)
+        tap.owner = self
+        tap.on_hand_out = partial(self._receive, trainer)
         self._active = True
-        self._prefetcher = self._prefetcher or Prefetcher(self._stream)
+        if self._prefetcher is None:
+            self._prefetcher = Prefetcher(self._stream)
         self._wrap(trainer)
         if BATCH_ENDS[stage] not in self._triggers:
             self._set_trigger(trainer, BATCH_ENDS[stage])
@@ -218,36 +206,38 @@ class PrefetchCallback(ExactResume):
         Our own hook is best, as it runs before the progress bar reads metrics off the device. But user code that runs
         after it may change the next batch, or draw random numbers; then that code must run first.
         """
-        module = trainer.lightning_module
-        later = trainer.callbacks[trainer.callbacks.index(self) + 1 :]
-
-        def own_code(hooks: Iterable[str], callbacks: Iterable[Any]) -> bool:
-            return any(_host.is_overridden(owner, hook) for owner in (module, *callbacks) for hook in hooks)
-
-        noticed = own_code([batch_end], later)
-        self._triggers[batch_end] = not noticed
+        callbacks = _host.callbacks_of(trainer)
+        later = callbacks[callbacks.index(self) + 1 :]
+        is_noticed = _has_own_code([trainer.lightning_module, *later], [batch_end])
+        self._triggers[batch_end] = not is_noticed
         if batch_end == "on_train_batch_end":
-            self._triggers["on_before_backward"] = not (
-                noticed
-                or getattr(trainer.precision_plugin, "scaler", None) is None
-                or own_code(["on_before_backward"], later)
-                or own_code(_AFTER_BACKWARD_BEGAN, [each for each in trainer.callbacks if each is not self])
-                or not _host.optimizes_by_the_book(trainer)
-            )
-        if noticed:
+            self._triggers["on_before_backward"] = not is_noticed and self._may_look_before_backward(trainer, later)
+        if is_noticed:
+            look_after = partial(self._look_ahead_after, trainer)
+            self._wraps.append(_host.Wrap(trainer.lightning_module, batch_end, look_after))
 
-            def after(original: Original, *args: object, **kwargs: Any) -> Any:
-                result = original(*args, **kwargs)
-                self._look_ahead(trainer)
-                return result
+    def _may_look_before_backward(self, trainer: AnyTrainer, later: list[Callback]) -> bool:
+        """True if a gradient scaler makes the host wait in the step, and no code of the user runs until its end."""
+        others = [callback for callback in _host.callbacks_of(trainer) if callback is not self]
+        return (
+            _host.has_grad_scaler(trainer)
+            and not _has_own_code([trainer.lightning_module, *later], ["on_before_backward"])
+            and not _has_own_code([trainer.lightning_module, *others], _AFTER_BACKWARD_BEGAN)
+            and _host.optimizes_by_the_book(trainer)
+        )
 
-            self._wraps.append(_host.Wrap(trainer.lightning_module, batch_end, after))
+    def _look_ahead_after(self, trainer: AnyTrainer, original: Original, *args: object, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        self._look_ahead(trainer)
+        return result
 
     def _let_go(self) -> None:
         while self._wraps:
             self._wraps.pop().undo()
         self._triggers.clear()
-        self._in_hand = self._prefetcher = self._lean = None
+        self._in_hand = None
+        self._prefetcher = None
+        self._lean = None
 
     def _stand_aside(self, trainer: Trainer, why: str) -> None:
         self._once.say(trainer, logging.INFO, f"PrefetchCallback does nothing: {why}.")
@@ -291,18 +281,24 @@ class PrefetchCallback(ExactResume):
         depth = self.depth
         if trainer.training:
             depth = _host.train_batches_to_follow(trainer, at_most=depth, step_pending=step_pending)
-        if len(tap.ahead) >= depth or not more_to_draw(fetcher) or self._stream is None:
+        if len(tap.ahead) >= depth or not more_to_draw(fetcher) or not self._may_issue(step_pending=step_pending):
             return
-        # After a step no graph is captured: code that ends a capture in a later hook makes the look-ahead wait for it.
-        if step_pending and self._stream.is_capturing():
-            return
-        trainer.profiler.start(LOOK_AHEAD)
+        profiler = _host.profiler_of(trainer)
+        profiler.start(LOOK_AHEAD)
         try:
             with traced("look_ahead"):
-                while self._draw(trainer, tap) and len(tap.ahead) < depth and more_to_draw(fetcher):
-                    pass
+                while self._draw(trainer, tap):
+                    if len(tap.ahead) >= depth or not more_to_draw(fetcher):
+                        break
         finally:
-            trainer.profiler.stop(LOOK_AHEAD)
+            profiler.stop(LOOK_AHEAD)
+
+    def _may_issue(self, *, step_pending: bool) -> bool:
+        """True if there is a stream to copy on, and no graph is captured at this moment."""
+        if self._stream is None:
+            return False
+        # After a step no graph is captured: code that ends a capture in a later hook makes the look-ahead wait for it.
+        return not (step_pending and self._stream.is_capturing())
 
     def _draw(self, trainer: AnyTrainer, tap: FetcherTap) -> bool:
         """Draw one batch ahead and stage it; False if no further batch may be drawn before the loop takes it."""
@@ -315,12 +311,12 @@ class PrefetchCallback(ExactResume):
             self._check_first(trainer, tap, batch, dataloader_idx)
         if tap.closed:
             return False
-        self._staging = True
+        self._is_staging = True
         try:
             index = 0 if trainer.training else dataloader_idx
             item.staged = _host.transfer_early(trainer, self._prefetcher.stage, batch, index)
         finally:
-            self._staging = False
+            self._is_staging = False
         return True
 
     # --- what the loop sees -------------------------------------------------------------------------------------------
@@ -328,8 +324,9 @@ class PrefetchCallback(ExactResume):
     def _receive(self, trainer: AnyTrainer, item: Fetched) -> None:
         self._in_hand = item.staged
         if item.ahead:
-            trainer.profiler.start(HAND_OUT)
-            trainer.profiler.stop(HAND_OUT)
+            profiler = _host.profiler_of(trainer)
+            profiler.start(HAND_OUT)
+            profiler.stop(HAND_OUT)
 
     def _convert_input(self, original: Original, batch: object) -> Any:
         return original(batch) if self._in_hand is None else batch
@@ -337,36 +334,34 @@ class PrefetchCallback(ExactResume):
     def _batch_hook(self, trainer: Trainer, original: Original, name: str, batch: object, *args: Any) -> Any:
         """Replace Lightning's calls of the transfer hooks. A staged batch needs only ``on_after_batch_transfer``."""
         if name == _TRANSFER:
-            return self._transfer(trainer, partial(original, name), batch, *args)
+            return self._transfer(trainer, original, batch, *args)
         if name == "on_before_batch_transfer":
             if self._in_hand is not None:
                 return batch
-            if not self._staging:
+            if not self._is_staging:
                 self._check_first(trainer, tap_of(_host.live_fetcher(trainer)), batch, args[0] if args else 0)
         return original(name, batch, *args)
 
     def _transfer(self, trainer: Trainer, original: Original, batch: object, *args: Any) -> Any:
         if self._in_hand is not None:
-            assert self._prefetcher is not None
-            staged = self._in_hand
-            self._in_hand = None
-            return self._prefetcher.take(staged)
-
-        def copy(left: Any) -> Any:
-            return original(left, *args)
-
-        send: Callable[[Any], Any] = copy
-        if self._lean is not None and _host.stage_now(trainer) in self.stages:
-            if trainer.training or trainer.state.fn != "fit" or "fit" not in self.stages:
-                self._lean.look(batch)  # validation inside a fit may have other keys than training
-            send = partial(self._lean.send, copy=copy)
-        if self._staging:
+            return self._take_in_hand()
+        assert self._lean is not None
+        if trainer.training or trainer.state.fn != "fit":
+            self._lean.look(batch)  # validation inside a fit may have other keys than training
+        send = partial(self._lean.send, copy=lambda lean: original(_TRANSFER, lean, *args))
+        if self._is_staging:
             return send(batch)
-        tap = tap_of(_host.live_fetcher(trainer))
-        if self._prefetcher is not None and not (tap is not None and tap.closed):
-            return self._prefetcher.pass_on(batch, send)  # stages that are not prefetched share what `copy` keeps
+        if self._prefetcher is not None and not _is_closed(tap_of(_host.live_fetcher(trainer))):
+            return self._prefetcher.pass_on(batch, send)  # batches that are not staged share what `original` keeps
         with traced("transfer"):
             return send(batch)
+
+    def _take_in_hand(self) -> Any:
+        staged = self._in_hand
+        self._in_hand = None
+        assert staged is not None
+        assert self._prefetcher is not None
+        return self._prefetcher.take(staged)
 
     def _check_first(self, trainer: Trainer, tap: FetcherTap | None, batch: object, dataloader_idx: int) -> None:
         """Do not prefetch from a loader that yields device tensors: it may overwrite a batch that is still in use.
@@ -383,3 +378,12 @@ class PrefetchCallback(ExactResume):
             tap.owner = None
             self._active = False
             self._stand_aside(trainer, "the loader yields tensors that are on the device already")
+
+
+def _has_own_code(owners: Iterable[object], hooks: Iterable[str]) -> bool:
+    """True if the user's code overrides any of the hooks, in the module or in a callback."""
+    return any(_host.is_overridden(owner, hook) for owner in owners for hook in hooks)
+
+
+def _is_closed(tap: FetcherTap | None) -> bool:
+    return tap is not None and tap.closed

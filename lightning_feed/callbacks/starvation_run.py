@@ -1,33 +1,27 @@
 """One run of a Trainer, measured from its start to its end."""
 
-import inspect
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
-
-import torch
 
 from lightning_feed import _host
-from lightning_feed._host import AnyTrainer, Stage
-from lightning_feed.callbacks.loader_place import loader_location, users_line
-from lightning_feed.callbacks.prefetch import HAND_OUT, LOOK_AHEAD, PrefetchCallback
+from lightning_feed._host import AnyTrainer, Original, Stage
+from lightning_feed.callbacks.prefetch import HAND_OUT, LOOK_AHEAD
+from lightning_feed.callbacks.starvation_facts import facts_of, inner_loaders, prefetch_active
 from lightning_feed.load.fork_safety import growing, kept_items, plain_values
 from lightning_feed.load.kinds import AnyDataset
-from lightning_feed.load.machine import read_machine
 from lightning_feed.measure.cpu_time import CpuShare, own_clock
-from lightning_feed.measure.facts import batches_ahead, is_instance, with_loaders
+from lightning_feed.measure.facts import batches_ahead
 from lightning_feed.measure.guard import Guard
 from lightning_feed.measure.hook_times import Calls, HookTimes, tap_profiler
-from lightning_feed.measure.loader_state import loaders_in
-from lightning_feed.measure.loop import LoopSums, MeasuredLoop
-from lightning_feed.measure.measurements import HookPlace, HookTime, LoopFacts, Measurements
+from lightning_feed.measure.loop import MeasuredLoop
+from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements
 from lightning_feed.measure.nvml import NvmlSampler
-from lightning_feed.measure.ranks import open_rank_exchange
+from lightning_feed.measure.ranks import RankExchange, open_rank_exchange
 from lightning_feed.measure.repeats import RepeatedBatches
-from lightning_feed.measure.stats import RankStats, StarvationStats, loop_tags, to_tags
+from lightning_feed.measure.stats import GpuStats, RankStats, StarvationStats, loop_tags, to_tags
 from lightning_feed.measure.step_meter import BACKWARD, FORWARD, OPTIMIZER, host_clock, open_ring
 from lightning_feed.measure.wall import Part, WallClock
 
@@ -36,11 +30,11 @@ _PART: dict[Stage, Part] = {"fit": "epoch starts", "validate": "validation", "te
 
 
 class StarvationRun:
-    """The clocks and taps of one run, and its measurements so far.
+    """The clocks and taps of one run, and its measurements so far. :meth:`start` puts them into the Trainer.
 
     Args:
         trainer: the Trainer that fits, validates, tests or predicts.
-        every: steps between two windows.
+        window_steps: steps between two windows; 0 for no windows.
         guard: the callback's guard, around the functions that the loop calls.
         wall: the clock of the whole run, which may have started earlier.
         stage: the stage whose loop is measured. A fit also measures its validation's loop.
@@ -53,21 +47,32 @@ class StarvationRun:
     """
 
     def __init__(
-        self, trainer: AnyTrainer, *, every: int, guard: Guard, wall: WallClock | None = None, stage: Stage = "fit"
+        self,
+        trainer: AnyTrainer,
+        *,
+        window_steps: int,
+        guard: Guard,
+        wall: WallClock | None = None,
+        stage: Stage = "fit",
     ) -> None:
         self._trainer = trainer
-        self.every = every
+        self.window_steps = window_steps
         self._guard = guard
         self.stage = stage
         self.last: StarvationStats | None = None
         self.logged_step = -1
         self.nvml: NvmlSampler | None = None
         self._wall = wall or WallClock()
-        self.main = self._now = self._make_loop(stage)
+        self._undo = ExitStack()  # calls all of them, even if one fails
+        self.also_undo = self._undo.callback
+        self.main = self._make_loop(stage)
+        self._current = self.main
+        """The loop that runs: the main one, or a fit's validation."""
         self._validation: MeasuredLoop | None = None
         self._validation_since: int | None = None
-        self._hooks = HookTimes(lambda: self._now.meter.between_steps, own_clock, measure=guard.measure)
-        self._ranks = open_rank_exchange(warm_up=self.main.warm_up) if stage == "fit" else None
+        """The host's clock when the present validation began; None outside a validation."""
+        self._hooks = HookTimes(lambda: self._current.meter.between_steps, own_clock, measure=guard.measure)
+        self._ranks: RankExchange | None = None
         self._rank_total: RankStats | None = None
         self._cpus = CpuShare() if trainer.world_size == 1 else None
         self._final: Measurements | None = None
@@ -76,31 +81,40 @@ class StarvationRun:
         self._repeats: RepeatedBatches | None = None
         self._values: list[dict[str, object]] | None = None
         """Numbers and strings of the datasets when the epoch began."""
-        self._is_changed = False
+        self._has_changed_datasets = False
         self._kept: list[dict[str, int]] = []
         """Lengths of the datasets' containers when the epoch began."""
-        self._undo = ExitStack()  # calls all of them, even if one fails
-        self.also_undo = self._undo.callback
-        self.also_undo(lambda: self.nvml.stop() if self.nvml is not None else None)
-        self.also_undo(self.main.loaders.close)
+
+    def start(self) -> None:
+        """Start measuring."""
+        if self.stage == "fit":
+            self._ranks = open_rank_exchange(warm_up=self.main.warm_up)
+        self.also_undo(self._stop_nvml)
         self.also_undo(self._tap())
-        self.also_undo(_host.Wrap(trainer, "save_checkpoint", self._save_checkpoint).undo)
-        self._wall.go_on(_PART[stage])
-        if stage != "fit":
-            self._begin(self.main, stage)
+        self.also_undo(_host.Wrap(self._trainer, "save_checkpoint", self._save_checkpoint).undo)
+        self._wall.go_on(_PART[self.stage])
+        if self.stage != "fit":
+            self._begin(self.main, self.stage)
+
+    @property
+    def sees_device(self) -> bool:
+        """True if times come from the clock of the device that computes; False if from the host's clock instead."""
+        return self.main.ledger.trusted_clock
+
+    def _stop_nvml(self) -> None:
+        if self.nvml is not None:
+            self.nvml.stop()
 
     def _make_loop(self, stage: Stage) -> MeasuredLoop:
-        device = self._trainer.strategy.root_device
-        ring = open_ring(device)
-        self.sees_device = ring is not None or device.type == "cpu"
-        """True if times come from the clock of the device that computes; False if from the host's clock instead."""
-        return MeasuredLoop(
+        loop = MeasuredLoop(
             facts_of(self._trainer, self._guard, stage),
             partial(_host.loop_iterators, self._trainer, stage),
-            queue=batches_ahead(_loaders(self._trainer, stage)),
-            ring=ring,
+            queue=batches_ahead(inner_loaders(self._trainer, stage)),
+            ring=open_ring(self._trainer.strategy.root_device),
             names=_host.loader_names(self._trainer, stage) if stage != "fit" else (),
         )
+        self.also_undo(loop.loaders.close)
+        return loop
 
     def _begin(self, loop: MeasuredLoop, stage: Stage, since: int | None = None) -> None:
         loop.begins(facts_of(self._trainer, self._guard, stage, before=loop.facts), since)
@@ -125,30 +139,32 @@ class StarvationRun:
     def _note_changes(self) -> None:
         """See if the program changes its dataset between epochs, which workers that live on would miss."""
         values = [plain_values(dataset) for dataset in self._datasets()]
-        self._is_changed |= self._values not in (None, values)
+        if self._values is not None and self._values != values:
+            self._has_changed_datasets = True
         self._values = values
         self._kept = [kept_items(dataset) for dataset in self._datasets()]
 
     def _datasets(self) -> list[AnyDataset]:
-        return [getattr(loader, "dataset", None) for loader in _loaders(self._trainer, self.stage)]
+        return [getattr(loader, "dataset", None) for loader in inner_loaders(self._trainer, self.stage)]
 
     def growing(self) -> str:
-        """The place in which a dataset without workers keeps what it reads, if it has grown in this epoch; or empty."""
-        if self.main.facts.num_workers != 0:
+        """The attribute in which a dataset without workers keeps what it reads, if it grew in this epoch; or empty."""
+        if self.main.facts.loader.num_workers != 0:
             return ""
         return next(filter(None, map(growing, self._kept, self._datasets())), "")
 
     def _watch_for_repeats(self) -> None:
         """Look at the first batches of a stream with several workers, before they are sent to the device."""
-        facts = self.main.facts
-        workers = facts.num_workers or 0
-        undivided = facts.map_style is False and not facts.shards_by_worker and facts.loaders_beside == 1
-        if workers < 2 or not undivided or facts.in_order is False or facts.workers != "process":
+        loader = self.main.facts.loader
+        workers = loader.num_workers or 0
+        undivided = loader.map_style is False and not loader.shards_by_worker and loader.count == 1
+        if workers < 2 or not undivided or loader.in_order is False or loader.workers != "process":
             return
-        repeats = self._repeats = RepeatedBatches(workers)
+        repeats = RepeatedBatches(workers)
+        self._repeats = repeats
 
-        def see(original: Callable[..., Any], batch: object, *arguments: object, **named: object) -> Any:
-            if self._now is self.main:
+        def see(original: Original, batch: object, *arguments: object, **named: object) -> object:
+            if self._current is self.main:
                 self._guard.measure(repeats.see, batch)
             return original(batch, *arguments, **named)
 
@@ -162,13 +178,13 @@ class StarvationRun:
     def restart(self) -> None:
         """Measure the main loop afresh: its loader has changed."""
         self.main.loaders.close()
-        self.main = self._now = self._make_loop(self.stage)
-        self.also_undo(self.main.loaders.close)
+        self.main = self._make_loop(self.stage)
+        self._current = self.main
         self._hooks.restart()
 
     def _validation_comes(self) -> None:
         """Note that the validation's loaders are iterated next."""
-        if self._now is self.main:
+        if self._current is self.main:
             self.main.meter.close_step()
             self._wall.enter("validation")
             self.main.cpu.pause()
@@ -181,28 +197,27 @@ class StarvationRun:
         self.leave_out_step()
         if self._validation is None:
             self._validation = self._make_loop("validate")
-            self.also_undo(self._validation.loaders.close)
-        self._now = self._validation
-        self._begin(self._now, "validate", self._validation_since)
+        self._current = self._validation
+        self._begin(self._current, "validate", self._validation_since)
 
     def _validation_ended(self) -> None:
         """End a validation. One without batches never began."""
         if self._validation_since is not None:
             self._wall.leave()
             self.main.cpu.go_on()
-            self._now = self.main
+            self._current = self.main
             self._validation_since = None
 
     def batch_came(self, batch: object, dataloader_idx: int = 0) -> None:
         """Note the loader of a batch, and the parts of the first one."""
-        loop = self._now
+        loop = self._current
         loop.meter.source = dataloader_idx
         if not loop.batch_seen:
             self._guard.attempt("inspect a batch", loop.look_at, batch)
 
     def step_ended(self) -> None:
         """Limit the memory used, detect the end of the warm-up, and time the hooks now and then."""
-        loop = self._now
+        loop = self._current
         if loop is self.main:
             self._hooks.step_ended(loop.meter.finished)
         if loop.step_ended():
@@ -215,7 +230,7 @@ class StarvationRun:
             self._ranks.add(loop.ledger.fresh)
         loop.ledger.fold()
 
-    def _save_checkpoint(self, original: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+    def _save_checkpoint(self, original: Original, *args: object, **kwargs: object) -> object:
         self._guard.measure(self._wall.enter, "checkpoints")
         try:
             return original(*args, **kwargs)
@@ -229,32 +244,40 @@ class StarvationRun:
         tap = self._guard.tap
         begins: Calls = {
             "fetch": self._fetch_began,
-            "step": lambda: self._now.meter.step_began(),
+            "step": lambda: self._current.meter.step_began(),
             "forward": lambda: self.main.meter.part_began(FORWARD),
             "backward": lambda: self.main.meter.part_began(BACKWARD),
             "optimizer": lambda: self.main.meter.part_began(OPTIMIZER),
             "validation": self._validation_comes,
-            "epoch_end": lambda: self._now.meter.close_step(),
+            "epoch_end": lambda: self._current.meter.close_step(),
         }
         ends: Calls = {
             "fetch": self._fetch_ended,
-            "to_device": lambda: self._now.meter.arrived(),
-            "step": lambda: self._now.meter.step_ended(),
-            **dict.fromkeys(("forward", "backward", "optimizer"), lambda: self.main.meter.part_ended()),
+            "to_device": lambda: self._current.meter.arrived(),
+            "step": lambda: self._current.meter.step_ended(),
+            "forward": self._part_ended,
+            "backward": self._part_ended,
+            "optimizer": self._part_ended,
             "validation_end": self._validation_ended,
             "epoch": self._epoch_ended,
         }
-        starts: Calls = {LOOK_AHEAD: tap(lambda: self._now.meter.look_ahead_began())}
+        starts: Calls = {LOOK_AHEAD: tap(lambda: self._current.meter.look_ahead_began())}
         stops: Calls = {
-            LOOK_AHEAD: tap(lambda: self._now.meter.look_ahead_ended()),
-            HAND_OUT: tap(lambda: self._now.handed_out()),
+            LOOK_AHEAD: tap(lambda: self._current.meter.look_ahead_ended()),
+            HAND_OUT: tap(lambda: self._current.handed_out()),
         }
-        for stage in ("validate", self.stage):
+        stages: tuple[Stage, ...] = ("validate", self.stage)
+        for stage in stages:
             for part, name in _host.actions(self._trainer, stage).items():
-                starts |= {name: tap(begins[part])} if part in begins else {}
-                stops |= {name: tap(ends[part])} if part in ends else {}
+                if part in begins:
+                    starts[name] = tap(begins[part])
+                if part in ends:
+                    stops[name] = tap(ends[part])
         nothing = _host.profiler_does_nothing(self._trainer)
-        return tap_profiler(self._trainer.profiler, starts, stops, does_nothing=nothing, hooks=self._hooks)
+        return tap_profiler(_host.profiler_of(self._trainer), starts, stops, does_nothing=nothing, hooks=self._hooks)
+
+    def _part_ended(self) -> None:
+        self.main.meter.part_ended()
 
     def _epoch_ended(self) -> None:
         self.main.meter.close_step()
@@ -263,12 +286,12 @@ class StarvationRun:
             self._cut_short = _host.epoch_cut_short(self._trainer) or self._cut_short
 
     def _fetch_began(self) -> None:
-        if self._validation_since is not None and self._now is self.main:
+        if self._validation_since is not None and self._current is self.main:
             self._validation_ended()
-        self._now.fetch_began()
+        self._current.fetch_began()
 
     def _fetch_ended(self) -> None:
-        self._now.fetch_ended()
+        self._current.fetch_ended()
         if self._wall.part == "epoch starts":
             self._wall.go_on("train")
 
@@ -283,59 +306,69 @@ class StarvationRun:
             self._ranks.send(loop.ledger.fresh)
             ranks = self._ranks.take()
         self.last = loop.ledger.close_window(lost=loop.meter.lost, prefetch_active=prefetch_active(self._trainer))
-        loop.facts = replace(loop.facts, syncs=self._syncs())
-        return to_tags(self.last, self.nvml.take() if self.nvml is not None else None, loop.loaders.take(), ranks)
+        loop.facts = replace(loop.facts, syncs=self._syncs(loop.facts))
+        gpu: GpuStats | None = None
+        if self.nvml is not None:
+            gpu = self.nvml.take()
+        return to_tags(self.last, gpu, loop.loaders.take(), ranks)
 
     def loop_tags(self) -> dict[str, float]:
         """Figures of the validation, test or prediction so far, by tag."""
-        loop, stage = (self._validation, "validate") if self.stage == "fit" else (self.main, self.stage)
-        if loop is None:
+        if self.stage != "fit":
+            return _tags_of(self.main, self.stage)
+        if self._validation is None:
             return {}
-        loop.meter.catch_up()
-        stats = loop.ledger.total(prefetch_active=None, lost=loop.meter.lost)
-        return loop_tags(stage, stats, loop.by_loader())
-
-    def settled(self) -> LoopSums | None:
-        """Sums since the warm-up; None during the warm-up."""
-        self._fold(self.main)
-        return self.main.settled()
+        return _tags_of(self._validation, "validate")
 
     def measurements(self) -> Measurements:
         """All measurements so far, without the warm-up; fixed once the run is over."""
         if self._final is not None:
             return self._final
         validation = self._validation
-        cpus = self._cpus
         self._fold(self.main)
         if validation is not None:
             self._fold(validation)
-        found = self.main.measurements(prefetch_active=prefetch_active(self._trainer))
-        others_cpu_pct = cpus.others_pct(found.facts.usable_cpus) if cpus is not None else None
+        measured = self.main.measurements(prefetch_active=prefetch_active(self._trainer))
         return Measurements(
-            stats=found.stats,
-            facts=replace(found.facts, others_cpu_pct=others_cpu_pct, **self._seen()),
-            loaders=found.loaders,
+            stats=measured.stats,
+            facts=self._with_facts_of_the_run(measured.facts),
+            loaders=measured.loaders,
             hooks=self._guard.attempt("tell the slowest hooks", self._slow_hooks) or (),
-            ranks=self._rank_total or (self._ranks.total() if self._ranks is not None else None),
-            by_loader=found.by_loader,
+            ranks=self._ranks_so_far(),
+            by_loader=measured.by_loader,
             wall=self._wall.stats(),
             validation=validation.measurements(prefetch_active=None) if validation is not None else None,
         )
 
-    def _seen(self) -> dict[str, Any]:
-        """Facts that show only while the loop runs."""
-        repeated = None if self._repeats is None else self._repeats.found
-        keeps = self._guard.attempt("see what its dataset keeps", self.growing) or ""
-        seen = {"syncs": self._syncs(), "cut_short": self._cut_short, "repeated": repeated, "keeps": keeps}
-        return seen | ({"may_persist": False} if self._is_changed else {})
+    def _with_facts_of_the_run(self, facts: LoopFacts) -> LoopFacts:
+        """Add the facts that show only while the loop runs."""
+        loader = replace(
+            facts.loader,
+            repeated=None if self._repeats is None else self._repeats.repeated,
+            keeps=self._guard.attempt("see what its dataset keeps", self.growing) or "",
+        )
+        if self._has_changed_datasets:
+            loader = replace(loader, may_persist=False)
+        return replace(
+            facts,
+            loader=loader,
+            others_cpu_pct=None if self._cpus is None else self._cpus.others_pct(facts.usable_cpus),
+            syncs=self._syncs(self.main.facts),
+            cut_short=self._cut_short,
+        )
+
+    def _ranks_so_far(self) -> RankStats | None:
+        if self._rank_total is None and self._ranks is not None:
+            return self._ranks.total()
+        return self._rank_total
 
     def _slow_hooks(self) -> tuple[HookTime, ...]:
-        return tuple(one for one in self._hooks.result() if not _host.is_empty_hook(self._trainer, one.name))
+        return tuple(hook for hook in self._hooks.result() if not _host.is_empty_hook(self._trainer, hook.name))
 
-    def _syncs(self) -> tuple[str, ...]:
+    def _syncs(self, facts: LoopFacts) -> tuple[str, ...]:
         """All synchronisations found so far. Those caused by a metric appear only after the metric was first logged to
         the progress bar."""
-        return tuple(sorted({*self.main.facts.syncs, *_host.known_syncs(self._trainer)}))
+        return tuple(sorted({*facts.syncs, *_host.known_syncs(self._trainer)}))
 
     # --- its end ------------------------------------------------------------------------------------------------------
 
@@ -363,98 +396,7 @@ class StarvationRun:
         self._undo.close()
 
 
-# --- facts of a run ---------------------------------------------------------------------------------------------------
-
-_INTERVALS = ("every_n_steps", "log_every_n_steps", "every_n_train_steps", "refresh_rate")
-"""Names of callbacks' constructor parameters that make them work only every N steps."""
-_STEP_HOOKS = ("on_train_batch_start", "on_train_batch_end")
-_BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-
-
-def facts_of(trainer: AnyTrainer, guard: Guard, stage: Stage = "fit", *, before: LoopFacts | None = None) -> LoopFacts:
-    """The facts about a stage's loop. Takes places in the user's code from ``before``, the loop's earlier facts."""
-    machine = read_machine()
-    facts = LoopFacts(
-        stage=stage,
-        device_type=trainer.strategy.root_device.type,
-        usable_cpus=max(1, machine.usable_cpus // trainer.num_devices),
-        torch_threads=torch.get_num_threads(),
-        free_shm_bytes=machine.free_shm_bytes,
-        world_size=trainer.world_size,
-        batches_per_epoch=_host.batches_of(trainer, stage),
-        log_every_n_steps=trainer.log_every_n_steps,
-        **(_beside_training(trainer) if stage == "fit" else {}),
-        batch_hooks=any(
-            _host.is_overridden(owner, hook)
-            for owner in (trainer.lightning_module, trainer.datamodule)
-            for hook in _BATCH_HOOKS
-        ),
-        **(tell() if (tell := getattr(trainer.datamodule, "_feed_facts", None)) is not None else {}),
-        **_package(trainer),
-    )
-    loaders = _loaders(trainer, stage)
-    if stage != "fit":
-        return with_loaders(facts, loaders)
-    place = before.place if before is not None else None
-    # This reads the user's source, objects and settings, which may be anything.
-    place = place or guard.attempt("find where the training loader is made", loader_location, trainer, loaders)
-    hooks = before.hook_places if before is not None else guard.attempt("find the hooks", _hook_places, trainer)
-    facts = replace(facts, place=place, hook_places=hooks or (), bar_refresh_rate=_host.bar_refresh_rate(trainer))
-    return with_loaders(facts, loaders, reloaded=bool(trainer.reload_dataloaders_every_n_epochs))
-
-
-def _hook_places(trainer: AnyTrainer) -> tuple[HookPlace, ...]:
-    module = trainer.lightning_module
-    owners = {f"[Callback]{type(one).__qualname__}": one for one in trainer.callbacks}
-    owners[f"[LightningModule]{type(module).__name__}"] = module
-    found = []
-    for name, owner in owners.items():
-        parameters = inspect.signature(type(owner)).parameters if owner is not module else {}
-        given = {one: getattr(owner, one, None) for one in _INTERVALS if one in parameters}
-        interval = next((one for one, steps in given.items() if type(steps) is int and steps == 1), "")
-        places = {hook: users_line(getattr(owner, hook, None)) for hook in _STEP_HOOKS}
-        found += [HookPlace(name=f"{name}.{hook}", at=at, interval=interval) for hook, at in places.items() if at]
-    return tuple(found)
-
-
-_AUTOTUNE = "lightning_feed.callbacks.autotune", "AutotuneCallback"
-
-
-def _beside_training(trainer: AnyTrainer) -> dict[str, Any]:
-    """Number of epochs, the intervals of validations (None if they must not grow) and of checkpoints; a tuner."""
-    every = trainer.check_val_every_n_epoch
-    between = trainer.val_check_batch
-    if between is None:
-        every = None  # validation goes by time
-    elif every is not None and between in (float("inf"), trainer.num_training_batches):
-        between = None  # at the end of an epoch
-    needed = _host.needs_metrics_every(trainer)
-    if "step" in needed or ("epoch" in needed and None in (every, between)):
-        every = between = None  # with longer intervals a scheduler would miss its metric, and the fit would fail
-    savers = [_host.steps_between_checkpoints(one) for one in trainer.checkpoint_callbacks]
-    return {
-        "max_epochs": trainer.max_epochs if (trainer.max_epochs or 0) > 0 else None,
-        "check_val_every_n_epoch": every,
-        "val_check_batches": between,
-        "checkpoint_steps": savers[0] or None if len(savers) == 1 else None,
-        "tuned": any(is_instance(one, *_AUTOTUNE) for one in trainer.callbacks),
-        "breaks_off": trainer.limit_train_batches != 1.0,
-    }
-
-
-def _loaders(trainer: object, stage: str) -> list[Any]:
-    """The loaders of a stage, without their wrappers."""
-    return [inner for loader in _host.loop_loaders(trainer, stage) for inner in loaders_in(loader)]
-
-
-def prefetch_active(trainer: AnyTrainer) -> bool | None:
-    """True if a PrefetchCallback of this Trainer is active; None without one."""
-    found = [callback.active for callback in trainer.callbacks if isinstance(callback, PrefetchCallback)]
-    return any(found) if found else None
-
-
-def _package(trainer: object) -> dict[str, Any]:
-    """The name and version of the package that the Trainer, or its base class, comes from."""
-    modules = (kind.__module__.partition(".")[0] for kind in type(trainer).__mro__)
-    found = next((name for name in modules if name in _host.PACKAGES), None)
-    return {"package": _host.PACKAGES[found], "lightning": str(sys.modules[found].__version__)} if found else {}
+def _tags_of(loop: MeasuredLoop, stage: Stage) -> dict[str, float]:
+    loop.meter.catch_up()
+    stats = loop.ledger.total(prefetch_active=None, lost=loop.meter.lost)
+    return loop_tags(stage, stats, loop.by_loader())

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from lightning_feed.load.kinds import AnyLoader
+from lightning_feed.load.loader_tree import loaders_in
 from lightning_feed.load.machine import STREAM_BACKENDS, read_machine
 from lightning_feed.measure.cpu_time import CpuShare
-from lightning_feed.measure.facts import batches_ahead, with_loaders
+from lightning_feed.measure.facts import batches_ahead, training_loader_facts
 from lightning_feed.measure.guard import Guard
-from lightning_feed.measure.loader_state import loaders_in
 from lightning_feed.measure.loop import READ_EVERY_NS, MeasuredLoop, Schedule
 from lightning_feed.measure.measurements import LoopFacts, Measurements
 from lightning_feed.measure.stats import MIN_STEPS, StarvationStats
@@ -98,22 +98,23 @@ class WatchedLoader(Generic[T]):
 
     def _measured(self, batches: Iterator[T], started_ns: int) -> Iterator[T]:
         run = self._run
-        run.measure(run.epoch_began, self._loader, started_ns)
+        measure = run.guard.measure
+        measure(run.epoch_began, self._loader, started_ns)
         run.live = [batches]
         try:
             while True:
-                run.fetch_began()
+                measure(run.fetch_began)
                 try:
                     batch = [next(batches)]
                 except StopIteration:
                     return
-                run.fetch_ended()
-                run.measure(run.batch_came, batch[0])
+                measure(run.fetch_ended)
+                measure(run.batch_came, batch[0])
                 yield batch.pop()  # do not keep the batch alive while the step runs
-                run.step_ended()
+                measure(run.step_ended)
         finally:
             run.live = []
-            run.measure(run.epoch_ended)
+            measure(run.epoch_ended)
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]  # a loader without a length says so itself
@@ -158,27 +159,28 @@ class PlainRun:
         shows: True to print reports without being asked.
         live: the iterator that the loop goes through now, if any.
         clock: the host's clock, in nanoseconds.
+        guard: calls the methods that the loop needs, so that none of their failures ends it.
         closed: True once measuring has ended.
     """
 
     def __init__(self, *, clock: Clock = host_clock) -> None:
         self.device: torch.device | None = None
         self.folder: Path | None = None
-        self._identity: RunIdentity | None = None
         self.shows = True
         self.live: list[Any] = []
-        self.clock, self._process = clock, os.getpid()
-        guard = self._guard = Guard("watch_loader", self._stop)
-        self.measure = guard.measure
-        self.fetch_began, self.fetch_ended = guard.tap(self._fetch_began), guard.tap(self._fetch_ended)
-        self.step_ended = guard.tap(self._step_ended)
-        self._loop: Any = None
-        """A MeasuredLoop from the first epoch on."""
+        self.clock = clock
+        self.closed = False
+        self.guard = Guard("watch_loader", self._stop)
+        self._process = os.getpid()
+        self._identity: RunIdentity | None = None
+        self._loop: MeasuredLoop | None = None
+        """The loop's clocks, from the first epoch on."""
         self._cpus: CpuShare | None = None
         """Use of the CPUs by other programs, from the first epoch on; None with several ranks."""
         self._schedule = Schedule(self._seconds)
-        self._reported_steps = self._next_read = 0
-        self.closed = False
+        self._reported_steps = 0
+        self._next_read_ns = 0
+        """Time by the clock from which the counters of the workers are read again."""
 
     def _seconds(self) -> float:
         return self.clock() * 1e-9
@@ -205,54 +207,64 @@ class PlainRun:
         self._loop.begins(facts, self.clock() - started_ns)
         _open[self] = thread
 
+    @property
+    def loop(self) -> MeasuredLoop:
+        """The loop's clocks."""
+        assert self._loop is not None, "an epoch has begun"
+        return self._loop
+
+    def fetch_began(self) -> None:
+        """Note that the loop requests a batch."""
+        self.loop.fetch_began()
+
+    def fetch_ended(self) -> None:
+        """Note that the batch has arrived."""
+        self.loop.fetch_ended()
+        self.loop.meter.arrived()  # the user copies the batch to the device, which is not seen here
+
     def batch_came(self, batch: object) -> None:
         """Record the parts of each epoch's first batch."""
-        if not self._loop.batch_seen:
-            self._loop.look_at(batch)
+        if not self.loop.batch_seen:
+            self.loop.look_at(batch)
 
-    def epoch_ended(self) -> None:
-        """End an epoch, or leave it early."""
-        _open.pop(self, None)
-        self._loop.meter.close_step()
-        self._loop.cpu.pause()
-
-    def leave_out_step(self) -> None:
-        """Do not count the current step: it contains another loop."""
-        self._loop.meter.leave_out_step()
-
-    def _fetch_began(self) -> None:
-        self._loop.fetch_began()
-
-    def _fetch_ended(self) -> None:
-        self._loop.fetch_ended()
-        self._loop.meter.arrived()  # the user copies the batch to the device, which is not seen here
-
-    def _step_ended(self) -> None:
-        loop = self._loop
+    def step_ended(self) -> None:
+        """End a step, and report if a report is due."""
+        loop = self.loop
         loop.meter.step_ended()
         if loop.step_ended():
             loop.ledger.fold()
-        now = self.clock()
-        if now >= self._next_read:  # workers take their counters with them when an epoch ends
-            self._next_read = now + READ_EVERY_NS
+        now_ns = self.clock()
+        if now_ns >= self._next_read_ns:  # workers take their counters with them when an epoch ends
+            self._next_read_ns = now_ns + READ_EVERY_NS
             loop.loaders.take()
         steps = loop.meter.finished
         if steps >= MIN_STEPS and self._schedule.due(steps):
             loop.meter.leave_out_step()  # the step that begins now contains the report
-            self._report()
+            self._report(steps)
+
+    def epoch_ended(self) -> None:
+        """End an epoch, or leave it early."""
+        _open.pop(self, None)
+        self.loop.meter.close_step()
+        self.loop.cpu.pause()
+
+    def leave_out_step(self) -> None:
+        """Do not count the current step: it contains another loop."""
+        self.loop.meter.leave_out_step()
 
     def measurements(self) -> Measurements:
         """All measurements so far, without the warm-up."""
         if self._loop is None:
             return Measurements(stats=StarvationStats(steps=0, confidence="low"), facts=LoopFacts(loop="plain"))
         self._loop.meter.catch_up()
-        found = self._loop.measurements(prefetch_active=None)
-        # Neither the copy to the device nor the time between steps is seen from the step itself.
-        stats = replace(found.stats, h2d_ms=None, other_ms=None)
-        usable_cpus = found.facts.usable_cpus
-        others_cpu_pct = self._cpus.others_pct(usable_cpus) if self._cpus is not None else None
-        facts = replace(found.facts, others_cpu_pct=others_cpu_pct)
-        return Measurements(stats=stats, facts=facts, loaders=found.loaders)
+        measured = self._loop.measurements(prefetch_active=None)
+        others_cpu_pct = None if self._cpus is None else self._cpus.others_pct(measured.facts.usable_cpus)
+        return Measurements(
+            # Neither the copy to the device nor the time between steps is seen from the step itself.
+            stats=replace(measured.stats, h2d_ms=None, other_ms=None),
+            facts=replace(measured.facts, others_cpu_pct=others_cpu_pct),
+            loaders=measured.loaders,
+        )
 
     # --- reports ------------------------------------------------------------------------------------------------------
 
@@ -265,19 +277,18 @@ class PlainRun:
         if self.closed or self._process != os.getpid():  # a forked process does not train
             return
         self.closed = True
-        if self._loop is not None and self._guard.measures:
+        if self._loop is not None and self.guard.measures:
             meter = self._loop.meter
-            self.measure(meter.end, wait=wait)
+            self.guard.measure(meter.end, wait=wait)
             if meter.finished > self._reported_steps and meter.finished >= MIN_STEPS:
-                self._report()
+                self._report(meter.finished)
         self._stop()
 
-    def _report(self) -> None:
+    def _report(self, steps: int) -> None:
         self._schedule.came()
-        if self._loop is not None:
-            self._reported_steps = self._loop.meter.finished
+        self._reported_steps = steps
         if _number("RANK", 0) == 0:
-            self._guard.attempt("show its report", self._show)
+            self.guard.attempt("show its report", self._show)
 
     def _show(self) -> None:
         # Imported only when a report is due.
@@ -286,14 +297,15 @@ class PlainRun:
         from lightning_feed.report.report import read_identity
         from lightning_feed.verdict.decide import diagnose
 
-        self._identity = self._identity or read_identity("" if self.folder is None else self.folder.name)
+        if self._identity is None:
+            self._identity = read_identity("" if self.folder is None else self.folder.name)
         report = make_report(diagnose(self.measurements()), run=self._identity)
-        written = []
+        files = []
         if self.folder is not None:
-            written = self._guard.attempt("write its report", write_report, report, self.folder) or []
+            files = self.guard.attempt("write its report", write_report, report, self.folder) or []
         if self.shows:
             bar: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
-            show_report(report, bar.write if bar is not None else None, written)
+            show_report(report, bar.write if bar is not None else None, files)
 
     def _stop(self) -> None:
         if self._loop is not None:
@@ -306,7 +318,7 @@ def _facts_of(loader: AnyLoader, loaders: list[AnyLoader], device: torch.device)
     with contextlib.suppress(Exception):  # a user's __len__ may raise anything
         batches = len(loader)
     machine = read_machine()
-    facts = LoopFacts(
+    return LoopFacts(
         loop="plain",
         device_type=device.type,
         usable_cpus=max(1, machine.usable_cpus // _number("LOCAL_WORLD_SIZE", 1)),
@@ -314,15 +326,15 @@ def _facts_of(loader: AnyLoader, loaders: list[AnyLoader], device: torch.device)
         free_shm_bytes=machine.free_shm_bytes,
         world_size=_number("WORLD_SIZE", 1),
         batches_per_epoch=batches,
+        loader=training_loader_facts(loaders, reloaded=False),
     )
-    return with_loaders(facts, loaders, reloaded=False)
 
 
 def _device_of(loader: object) -> torch.device:
     """The device on which the loader puts batches, else the accelerator in use, else the CPU."""
-    given = getattr(loader, "device", None)
-    if isinstance(given, torch.device):
-        return given
+    device = getattr(loader, "device", None)
+    if isinstance(device, torch.device):
+        return device
     for kind in STREAM_BACKENDS:
         backend: Any = getattr(torch, kind, None)
         if backend is not None and backend.is_initialized():
@@ -331,10 +343,12 @@ def _device_of(loader: object) -> torch.device:
 
 
 def _number(variable: str, otherwise: int) -> int:
-    """The rank, or the number of ranks of the run or of this machine, from torch.distributed, or else from the
-    launcher's environment variable. ``otherwise`` if neither has it."""
+    """The rank, or the number of ranks of the run or of this machine.
+
+    From torch.distributed, or else from the launcher's environment variable; ``otherwise`` if neither has it.
+    """
     distributed: Any = torch.distributed
     if variable != "LOCAL_WORLD_SIZE" and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank() if variable == "RANK" else distributed.get_world_size())
-    found = os.environ.get(variable, "")
-    return int(found) if found.isdigit() else otherwise
+    value = os.environ.get(variable, "")
+    return int(value) if value.isdigit() else otherwise

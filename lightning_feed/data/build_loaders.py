@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch import Trainer
 from torch.utils.data import IterableDataset, RandomSampler
 
 from lightning_feed import _host
-from lightning_feed._host import AnyDataModule, AnyTrainer
+from lightning_feed._host import AnyTrainer
 from lightning_feed.load.build import Part, build_loader, even_batch_size
 from lightning_feed.load.kinds import AnyDataset
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import size_of
-from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, Setting, workers_of
+from lightning_feed.load.recommend import Job, Recommendation
+from lightning_feed.load.settings import LoaderSettings, Setting, workers_of
 from lightning_feed.load.worker import WorkerInit
 
 if TYPE_CHECKING:
@@ -48,27 +48,34 @@ class ChosenSettings:
     even: dict[str, str] = field(default_factory=dict)
     """Report line about the evaluation batch size, by loader name."""
 
-    def announce(self, trainer: Trainer | None, split: str, name: str, found: Recommendation) -> None:
+    def announce(self, trainer: AnyTrainer | None, split: str, name: str, recommendation: Recommendation) -> None:
         """Log the settings of a loader on one rank if they are new, and suppress Lightning's advice on them."""
-        if self.chosen.get(name) != found and (trainer is None or trainer.is_global_zero):
+        if self.chosen.get(name) != recommendation and (trainer is None or trainer.is_global_zero):
             with suppress(Exception):  # a user's handler may raise, as Python's do after stderr is closed
-                values = ", ".join(f"{setting}={vars(found.setting)[setting]}" for setting in found.reasons)
-                logger.info("%s: %s (loader_report() has the reasons)", name, values)
-                for warning in found.warnings:
-                    logger.warning("%s: %s", name, warning)
-        self.chosen[name] = found
-        if found.setting.num_workers < 2:
+                _log_settings(name, recommendation)
+        self.chosen[name] = recommendation
+        setting = recommendation.setting
+        if setting.num_workers < 2:
             ignore_warning(f"The '{split}_dataloader' does not have many workers")
-        if found.setting.num_workers and not found.setting.persistent_workers:
+        if setting.num_workers and not setting.persistent_workers:
             ignore_warning(f"Consider setting `persistent_workers=True` in '{split}_dataloader'")
 
     def report(self) -> str:
         """Return the settings with reasons, one line per value."""
         lines = []
-        for name, found in self.chosen.items():
-            even = [self.even[name]] if name in self.even else []
-            lines += [f"{name}: {line}" for line in [*found.describe().splitlines(), *even]]
+        for name, recommendation in self.chosen.items():
+            lines += [f"{name}: {line}" for line in recommendation.describe().splitlines()]
+            if name in self.even:
+                lines.append(f"{name}: {self.even[name]}")
         return "\n".join(lines) or "No loader has been made yet."
+
+
+def _log_settings(name: str, recommendation: Recommendation) -> None:
+    values = vars(recommendation.setting)
+    chosen = ", ".join(f"{setting}={values[setting]}" for setting in recommendation.reasons)
+    logger.info("%s: %s (loader_report() has the reasons)", name, chosen)
+    for warning in recommendation.warnings:
+        logger.warning("%s: %s", name, warning)
 
 
 @dataclass
@@ -82,53 +89,52 @@ class Loaders(ChosenSettings):
     resident: "dict[str, tuple[object, ResidentData]]" = field(default_factory=dict)
     """Datasets kept on the device, with their data there, by loader name."""
 
-    def build(self, datamodule: AnyDataModule, dataset: object, part: Part, job: Job) -> FeedLoader:
-        """Build the loader of one dataset of ``datamodule``."""
-        trainer = datamodule.trainer
-
-        if self.on_device:
-            loader, found = self._build_on_device(trainer, dataset, part, job)
-        else:
-            loader, found = build_loader(dataset, part, self.settings, job)
-        self.announce(trainer, part.split, part.name, found)
-        return loader
-
-    def eval_size(self, part: Part, dataset: object, job: Job, *, even: bool) -> int:
-        """Choose the evaluation batch size.
+    def build(self, trainer: AnyTrainer | None, dataset: AnyDataset, part: Part, job: Job, *, even: bool) -> FeedLoader:
+        """Build the loader of one dataset.
 
         Args:
-            part: loader, with the largest allowed batch size.
-            dataset: dataset to divide into batches.
-            job: run, with the number of ranks.
-            even: True to use the size that leaves the fewest samples for a last batch, False to only report it.
+            trainer: the Trainer of the run, if there is one.
+            dataset: the dataset to load.
+            part: the loader to build. In evaluation, its batch size is the largest one allowed.
+            job: the run, with its number of ranks.
+            even: True to evaluate with the batch size that leaves the fewest samples for a last batch.
         """
+        if part.split != "train":
+            part = replace(part, batch_size=self._eval_size(part, dataset, job, even=even))
+        if self.on_device:
+            loader, recommendation = self._build_on_device(trainer, dataset, part, job)
+        else:
+            loader, recommendation = build_loader(dataset, part, self.settings, job)
+        self.announce(trainer, part.split, part.name, recommendation)
+        return loader
+
+    def _eval_size(self, part: Part, dataset: AnyDataset, job: Job, *, even: bool) -> int:
+        """Choose the evaluation batch size, and note the even one for the report."""
         size = part.batch_size
         samples = None if isinstance(dataset, IterableDataset) else size_of(dataset)
-        best = size
-        reason = "a stream has no length that could be divided evenly"
-        if samples is not None:
+        if samples is None:
+            best = size
+            reason = "a stream has no length that could be divided evenly"
+        else:
             best, reason = even_batch_size(size, samples, job.sharing_ranks)
         if even:
             self.even[part.name] = f"eval_batch_size={best}: {reason}"
-        elif best != size:
+            return best
+        if best != size:
             self.even[part.name] = f'eval_batch_size={size}: "even" would take {best}: {reason}'
-        return best if even else size
+        return size
 
     def _build_on_device(
-        self, trainer: Trainer | None, dataset: object, part: Part, job: Job
+        self, trainer: AnyTrainer | None, dataset: AnyDataset, part: Part, job: Job
     ) -> tuple[FeedLoader, Recommendation]:
         """Build the loader of a dataset kept on the device. Loads the data now if necessary."""
         from lightning_feed.transfer.resident import ResidentLoader
 
         device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
-        held, data = self.resident.get(part.name, (None, None))
-        if data is None or held is not dataset or data.device != device:
-            self.resident.pop(part.name, None)  # free it before loading the next: there may not be room for both
-            data = self._load(dataset, part, job, device)
-            self.resident[part.name] = (dataset, data)
+        data = self._resident_data(dataset, part, job, device)
         sampler = part.sampler(dataset)
         training = part.split == "train"
-        if sampler is None and training and self.settings.shuffle and not job.overfit:
+        if sampler is None and training and not job.overfit:
             sampler = RandomSampler(data)
         drop_last = training and self.settings.drop_last
         loader = ResidentLoader(
@@ -136,8 +142,18 @@ class Loaders(ChosenSettings):
         )
         reason = f"the set is on {device} ({data.stored_bytes >> 20} MiB), so there is nothing to load"
         names = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
-        found = Recommendation(setting=Setting(num_workers=0), reasons=dict.fromkeys(names, reason))
-        return loader, found
+        return loader, Recommendation(setting=Setting(num_workers=0), reasons=dict.fromkeys(names, reason))
+
+    def _resident_data(self, dataset: AnyDataset, part: Part, job: Job, device: torch.device) -> "ResidentData":
+        """Return the dataset's data on the device, which is loaded at the first call."""
+        if part.name in self.resident:
+            held, data = self.resident[part.name]
+            if held is dataset and data.device == device:
+                return data
+            del self.resident[part.name], data  # free it before loading the next: there may not be room for both
+        data = self._load(dataset, part, job, device)
+        self.resident[part.name] = (dataset, data)
+        return data
 
     def _load(self, dataset: AnyDataset, part: Part, job: Job, device: torch.device) -> "ResidentData":
         from lightning_feed.transfer.resident import load_resident
@@ -158,9 +174,8 @@ class Loaders(ChosenSettings):
         return replace(self, chosen=dict(self.chosen), even={}, resident={})
 
 
-def job_of(trainer: AnyTrainer) -> Job:
-    """Return the properties of the Trainer's run that loaders need. Without a Trainer, the defaults for a standalone
-    loader."""
+def job_of(trainer: AnyTrainer | None) -> Job:
+    """Return the properties of the Trainer's run that loaders need; without a Trainer, those of a loader by itself."""
     if trainer is None:
         return Job()
     seeding = int(os.environ.get("PL_SEED_WORKERS", "0"))
@@ -168,7 +183,7 @@ def job_of(trainer: AnyTrainer) -> Job:
         device_type=trainer.strategy.root_device.type,
         local_ranks=trainer.num_devices,
         sharing_ranks=_host.ranks_that_share_samples(trainer),
-        reload_every_n_epochs=trainer.reload_dataloaders_every_n_epochs,
-        overfit=trainer.overfit_batches > 0,  # shuffled loaders would be replaced by Lightning, with a warning
+        reload_every_n_epochs=_host.reload_interval(trainer),
+        overfit=_host.overfits(trainer),  # shuffled loaders would be replaced by Lightning, with a warning
         worker_init=WorkerInit(rank=trainer.global_rank, seed_worker=pl_worker_init_function if seeding else None),
     )

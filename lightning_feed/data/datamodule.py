@@ -4,17 +4,17 @@ import inspect
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn, final
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, final
 
 import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import default_collate
 
 from lightning_feed import _host
-from lightning_feed._host import AnyDataModule, AnyTrainer
+from lightning_feed._host import AnyTrainer
 from lightning_feed.callbacks.exact_resume import ExactResume
 from lightning_feed.data.build_loaders import SPLITS, Loaders, ignore_warning, job_of
 from lightning_feed.errors import DatasetError, LoaderError, SettingsError
@@ -23,8 +23,12 @@ from lightning_feed.load.collate import DroppingCollate, check_drop_keys
 from lightning_feed.load.decoding import BatchDecoder
 from lightning_feed.load.kinds import AnyDataset, Batch
 from lightning_feed.load.order import EpochOrder, mix_seed
-from lightning_feed.load.settings import SEEDS, LoaderSettings, Recommendation
+from lightning_feed.load.recommend import Recommendation
+from lightning_feed.load.settings import SEEDS, LoaderSettings
 from lightning_feed.load.trace import traced
+
+if TYPE_CHECKING:
+    from lightning_feed.measure.measurements import DataModuleFacts
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +55,24 @@ class _State:
     stage_to: str | Path | None
     folder: Path | None = None
     """The staged copy. None until first used."""
-    datasets: dict[str, object] = field(default_factory=dict)
+    datasets: "dict[str, SplitDatasets]" = field(default_factory=dict)
+    """The datasets of each split for which ``make_dataset`` was called."""
     built: set[str] = field(default_factory=set)
+    """The splits whose loaders were made."""
 
     def copy(self) -> "_State":
         """Return a copy for a copy of the data module: same settings and folder, no datasets."""
         return _State(self.loaders.copy(), self.data_dir, self.stage_to, self.folder)
+
+
+@dataclass(frozen=True)
+class SplitDatasets:
+    """The datasets that ``make_dataset`` returned for one split, checked."""
+
+    structure: object
+    """A dataset, or a dict or list of datasets. None if there is no such split."""
+    named: list[tuple[str, AnyDataset]]
+    """The datasets in the structure, with the names that reports and errors use."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +96,7 @@ class FeedDataModule:
     Names that begin with ``_feed_`` are ours. All other names belong to the user.
     """
 
-    trainer: AnyTrainer
+    trainer: AnyTrainer | None
     _feed_seed: int | None = None
     """Seed of the run's training order. None until first used or loaded from a checkpoint."""
 
@@ -100,7 +116,8 @@ class FeedDataModule:
         check_whole("batch_size", batch_size, "the samples in a batch")
         if eval_batch_size not in (None, "even"):
             check_whole("eval_batch_size", eval_batch_size, "the samples in a batch")
-        loader = LoaderSettings() if loader is None else loader
+        if loader is None:
+            loader = LoaderSettings()
         if not isinstance(loader, LoaderSettings):
             raise SettingsError(f"loader={loader!r} is not a LoaderSettings. Write LoaderSettings(num_workers=...).")
         super().__init__()
@@ -162,13 +179,12 @@ class FeedDataModule:
         """
         if stage not in _SPLITS_OF_STAGE:
             raise SettingsError(f"There is no stage {stage!r}. Use one of {', '.join(map(repr, _SPLITS_OF_STAGE))}.")
-        splits = _SPLITS_OF_STAGE[stage]
-        for split in splits:
-            self._feed_dataset(split)
+        for split in _SPLITS_OF_STAGE[stage]:
+            self._feed_datasets(split)
             self._feed.built.discard(split)
         if stage == "fit":
             self._feed_warn_of_unused_validation()
-            if not self._feed_has("train"):
+            if not self._feed_datasets("train").named:
                 self._feed_no_loaders("train")
             self._feed_seed = None  # each run has its own order; a checkpoint's seed is loaded later
             self._feed_attach()
@@ -201,21 +217,22 @@ class FeedDataModule:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Use the checkpoint's seed."""
-        given = self._feed_given_seed
         saved = state_dict.get("seed")
-        if saved is not None and given is not None and saved != given:
+        if saved is None:
+            return
+        if self._feed_given_seed is not None and saved != self._feed_given_seed:
             logger.warning(
                 "The checkpoint was trained in the order of seed %d, but this data module has seed %d. The "
                 "checkpoint's seed is used, because another order would repeat samples in this epoch.",
                 saved,
-                given,
+                self._feed_given_seed,
             )
-        self._feed_seed = self._feed_seed if saved is None else saved
+        self._feed_seed = saved
 
     # --- to call ------------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def wrap(datamodule: AnyDataModule, loader: LoaderSettings | None = None) -> Any:
+    def wrap(datamodule: Any, loader: LoaderSettings | None = None) -> Any:
         """Wrap a data module, of either Lightning package, so that its loaders get workers that fit the machine.
 
         Datasets, samplers, collate functions, generators and batch sizes stay; ``num_workers``, ``prefetch_factor``,
@@ -224,7 +241,7 @@ class FeedDataModule:
         Args:
             datamodule: any LightningDataModule. It is changed, and returned.
             loader: settings. Only ``num_workers``, ``prefetch_factor``, ``persistent_workers``, ``pin_memory`` and
-                ``sample_bytes`` may be set.
+                ``hand_over`` may be set.
 
         Raises:
             SettingsError: the object is not a data module, or is a FastDataModule, or another setting was passed.
@@ -240,7 +257,7 @@ class FeedDataModule:
             SettingsError: there is no such split.
             DatasetError: the result is empty, or not a dataset.
         """
-        return self._feed_dataset(split)
+        return self._feed_datasets(split).structure
 
     @property
     def staged_dir(self) -> Path:
@@ -270,12 +287,14 @@ class FeedDataModule:
         """Return the settings of each loader with reasons, one line per value."""
         return self._feed.loaders.report()
 
-    def _feed_facts(self) -> dict[str, object]:
-        """Return the fields of ``LoopFacts`` that only a data module knows."""
-        return {
-            "staged": self._feed.stage_to is not None,
-            "device_transform": type(self).device_transform is not FeedDataModule.device_transform,
-        }
+    def _feed_facts(self) -> "DataModuleFacts":
+        """Return the facts for reports that only a data module knows."""
+        from lightning_feed.measure.measurements import DataModuleFacts  # only if the run is measured
+
+        return DataModuleFacts(
+            staged=self._feed.stage_to is not None,
+            device_transform=type(self).device_transform is not FeedDataModule.device_transform,
+        )
 
     def __getstate__(self) -> dict[str, object]:
         # Pickled for ddp_spawn, and for spawned workers if `collate` is overridden; copied by tuners. The Trainer
@@ -293,7 +312,7 @@ class FeedDataModule:
 
     # --- datasets -----------------------------------------------------------------------------------------------------
 
-    def _feed_dataset(self, split: str) -> object:
+    def _feed_datasets(self, split: str) -> SplitDatasets:
         if split not in SPLITS:
             raise SettingsError(f"There is no split {split!r}. Use one of {', '.join(map(repr, SPLITS))}.")
         if split not in self._feed.datasets:
@@ -302,23 +321,21 @@ class FeedDataModule:
                     f"{type(self).__name__}.make_dataset takes no split. Write it as def make_dataset(self, split): it "
                     "is called with 'train', 'val', 'test' or 'predict'."
                 )
-            made = self.make_dataset(split)
-            if made is not None:
-                name_datasets(made, split)
-            self._feed.datasets[split] = made
+            structure = self.make_dataset(split)
+            named = [] if structure is None else name_datasets(structure, split)
+            self._feed.datasets[split] = SplitDatasets(structure, named)
         return self._feed.datasets[split]
 
     def _feed_warn_of_unused_validation(self) -> None:
-        module = None if self.trainer is None else self.trainer.lightning_module
-        if module is not None and self._feed_has("val") and not _host.is_overridden(module, "validation_step"):
+        if self.trainer is None or not self._feed_datasets("val").named:
+            return
+        module = self.trainer.lightning_module
+        if module is not None and not _host.is_overridden(module, "validation_step"):
             logger.warning(
                 "make_dataset('val') returns data that is not used, since %s has no validation_step. Write one, or "
                 "return None for 'val'.",
                 type(module).__name__,
             )
-
-    def _feed_has(self, split: str) -> bool:
-        return self._feed_dataset(split) is not None
 
     # --- loaders ------------------------------------------------------------------------------------------------------
 
@@ -326,40 +343,41 @@ class FeedDataModule:
         self._feed_attach()
         trainer = self.trainer
         feed = self._feed
-        if trainer is not None and trainer.reload_dataloaders_every_n_epochs and split in feed.built:
+        if trainer is not None and _host.reload_interval(trainer) and split in feed.built:
             del feed.datasets[split]  # made again, since the data may have changed
         feed.built.add(split)
-        if not self._feed_has(split):
+        datasets = self._feed_datasets(split)
+        if not datasets.named:
             return self._feed_no_loaders(split)
-        made = self._feed_dataset(split)
-        named = name_datasets(made, split)
         job = job_of(trainer)
+        # Training iterates its loaders in parallel, evaluation one after the other.
+        together = len(datasets.named) if split == "train" else 1
+        even = self.eval_batch_size == "even"
         loaders = []
-        for index, (name, dataset) in enumerate(named):
-            # Training iterates its loaders in parallel, evaluation one after the other.
-            part = self._feed_part(split, name, index, together=len(named) if split == "train" else 1)
-            if split != "train":
-                even = self.eval_batch_size == "even"
-                part = replace(part, batch_size=feed.loaders.eval_size(part, dataset, job, even=even))
-            loaders.append(feed.loaders.build(self, dataset, part, job))
-        return like(made, loaders)
+        for index, (name, dataset) in enumerate(datasets.named):
+            part = self._feed_part(split, name, index, together=together)
+            loaders.append(feed.loaders.build(trainer, dataset, part, job, even=even))
+        return like(datasets.structure, loaders)
 
     def _feed_part(self, split: str, name: str, index: int, *, together: int) -> Part:
         """Describe one loader of a split, without its dataset."""
-        evaluates_by = self.eval_batch_size if isinstance(self.eval_batch_size, int) else self.batch_size
+        batch_size = self.batch_size
+        if split != "train" and isinstance(self.eval_batch_size, int):
+            batch_size = self.eval_batch_size
         seed = self._feed_run_seed()
-        # With a common seed, datasets of equal size would have the same order, so samples would always be paired alike.
-        seed = mix_seed(seed, index, 0, "loader") if index else seed
+        if index:
+            # With a common seed, datasets of equal size would have the same order: samples would be paired alike.
+            seed = mix_seed(seed, index, 0, "loader")
         order = EpochOrder(seed=seed, epoch=self._feed_epoch)
         if together == 1:  # of several, the shorter ones may begin again within an epoch
             order.next_epoch = self._feed_next_epoch
-        own_collate = type(self).collate is not FeedDataModule.collate
-        collate = Collate(self, split) if own_collate else None
+        has_own_collate = type(self).collate is not FeedDataModule.collate
+        collate = Collate(self, split) if has_own_collate else None
         dropped = self._feed.loaders.drop_keys
         return Part(
             name=name,
             split=split,
-            batch_size=self.batch_size if split == "train" else evaluates_by,
+            batch_size=batch_size,
             together=together,
             sampler=lambda dataset: self.sampler(dataset, split),
             collate_fn=DroppingCollate(collate, dropped) if dropped else collate,
@@ -383,7 +401,7 @@ class FeedDataModule:
         """Add the callbacks that the loaders need. Not only called in ``setup``, which a subclass may override."""
         if self.trainer is None:
             return
-        callbacks = self.trainer.callbacks
+        callbacks = _host.callbacks_of(self.trainer)
         if not any(isinstance(callback, ExactResume) for callback in callbacks):
             callbacks.append(ExactResume())
         if self._feed.loaders.settings.num_workers == "tune":
@@ -430,16 +448,16 @@ class FeedDataModule:
             raise LoaderError(f"{_TRANSFER} needs the split, which only a Trainer knows. Call device_transform.")
         with traced("device_copy"):
             if _host.defined_by_lightning(own) and _host.is_overridden(trainer.lightning_module, _TRANSFER):
-                there = getattr(trainer.lightning_module, _TRANSFER)(batch, device, dataloader_idx)
+                moved = getattr(trainer.lightning_module, _TRANSFER)(batch, device, dataloader_idx)
             else:
-                there = own(self, batch, device, dataloader_idx)
+                moved = own(self, batch, device, dataloader_idx)
         from lightning_feed.transfer.batch_tree import release
 
         # Put back the values that PrefetchCallback(host_keys=...) kept out of the transfer.
-        there = release(there)
+        moved = release(moved)
         split = _SPLITS_OF_STAGE[_host.stage_now(trainer)][0]
         with traced("device_transform"):
-            return self.device_transform(self._feed_on_device(there, split), split)
+            return self.device_transform(self._feed_on_device(moved, split), split)
 
 
 class FastDataModule(FeedDataModule, LightningDataModule):

@@ -1,12 +1,11 @@
 """ImageFolderDataModule in a Trainer: its device, one decision for all ranks, and the ends of passes."""
 
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_feed._host import AnyDataModule
 from lightning_feed.errors import FeedError, LoaderError
 
 Chosen = TypeVar("Chosen")
@@ -55,7 +54,7 @@ class PassEnds(Callback):
     A loop that ends early, as with ``limit_val_batches``, does not close its loader, and Lightning keeps the iterator.
     """
 
-    def __init__(self, datamodule: AnyDataModule) -> None:
+    def __init__(self, datamodule: Any) -> None:
         self.datamodule = datamodule
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

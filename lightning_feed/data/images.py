@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -10,6 +11,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import Subset
 
+from lightning_feed import _host
 from lightning_feed.data.datamodule import FeedDataModule, check_whole
 from lightning_feed.data.image_run import PassEnds, device_of, once_for_all_ranks
 from lightning_feed.errors import DatasetError, SettingsError
@@ -28,6 +30,7 @@ from lightning_feed.load.kinds import Batch
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import mix_seed
 from lightning_feed.load.settings import LoaderSettings
+from lightning_feed.measure.measurements import DataModuleFacts
 from lightning_feed.storage.folder import SampleSource
 from lightning_feed.storage.splits import Splits
 from lightning_feed.transfer import prefetcher
@@ -161,15 +164,16 @@ class FeedImageFolder(FeedDataModule):
         """Number of labels."""
         return len(self.classes)
 
-    def _feed_facts(self) -> dict[str, object]:
-        choice = self.decoder_choice
-        return {
-            **super()._feed_facts(),
-            "decoder": None if choice is None else choice.name,
-            "quality": self.quality,
-            "backend": None if self._images_backend is None else self._images_backend.name,
-            "own_transforms": any(name != "on_device" for name in self._images_only_torch()),
-        }
+    def _feed_facts(self) -> DataModuleFacts:
+        decoder = self.decoder_choice
+        backend = self._images_backend
+        return replace(
+            super()._feed_facts(),
+            decoder=None if decoder is None else decoder.name,
+            quality=self.quality,
+            backend=None if backend is None else backend.name,
+            own_transforms=any(name != "on_device" for name in self._images_only_torch()),
+        )
 
     def _feed_on_device(self, batch: object, split: str) -> object:
         # Before a user's device_transform, so that it sees the same batches with every backend.
@@ -189,7 +193,7 @@ class FeedImageFolder(FeedDataModule):
 
     def failures(self) -> int:
         """Number of unreadable samples so far, over all splits, on this rank."""
-        datasets = map(_images_in, self._feed.datasets.values())
+        datasets = [_images_in(datasets.structure) for datasets in self._feed.datasets.values()]
         return sum(dataset.bad_samples.failures for dataset in datasets if dataset is not None)
 
     def __getstate__(self) -> dict[str, object]:
@@ -215,7 +219,7 @@ class FeedImageFolder(FeedDataModule):
         super()._feed_attach()
         if self.trainer is None or self.backend not in DALI_BACKENDS:
             return
-        callbacks = self.trainer.callbacks
+        callbacks = _host.callbacks_of(self.trainer)
         if not any(isinstance(callback, PassEnds) and callback.datamodule is self for callback in callbacks):
             callbacks.append(PassEnds(self))
 
@@ -296,7 +300,7 @@ class FeedImageFolder(FeedDataModule):
         Raises:
             SettingsError: the dataset is of another kind.
         """
-        dataset = self._feed_dataset(split)
+        dataset = self._feed_datasets(split).structure
         inner = _images_in(dataset)
         if inner is None or not inner.encoded:
             raise SettingsError(

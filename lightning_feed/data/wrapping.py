@@ -8,29 +8,31 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed import _host
-from lightning_feed._host import AnyDataModule, AnyTrainer
+from lightning_feed._host import AnyDataModule, AnyTrainer, Original, Stage
 from lightning_feed.callbacks.fresh_workers import FreshWorkers
 from lightning_feed.data.build_loaders import SPLITS, ChosenSettings, job_of
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.fork_safety import may_change, why_no_workers, why_not_renewed
-from lightning_feed.load.kinds import AnyLoader
+from lightning_feed.load.loader_tree import name_in_split, rebuild_loaders, walk_loaders
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import size_of
-from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, Setting, Workload, recommend
-from lightning_feed.load.slots import put_in_slots
+from lightning_feed.load.recommend import Job, Recommendation, Workload, recommend
+from lightning_feed.load.settings import LoaderSettings, Setting
+from lightning_feed.load.slot_loaders import put_in_slots
 from lightning_feed.load.worker import WorkerInit, why_not_sent
-from lightning_feed.trials.cloning import map_loaders, twin_of
+from lightning_feed.trials.cloning import twin_of
 
 logger = logging.getLogger(__name__)
 
 _CHANGED = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
 _OF_DALI = "DALI loads in threads of its own: set num_threads and prefetch_queue_depth of its Pipeline."
-_WATCHED = {"train": "fit", "val": "validate"}
-"""Splits whose workers live through a fit, and their stages."""
-_DECIDED = (*_CHANGED, "sample_bytes", "hand_over")
+_STAGES: dict[str, Stage] = {"train": "fit", "val": "validate"}
+"""Stages within a fit, by the splits whose workers live through it."""
+_ACCEPTED = (*_CHANGED, "hand_over")
+"""Settings that the user may pass."""
 
 
-def wrap(datamodule: AnyDataModule, loader: LoaderSettings | None = None) -> Any:
+def wrap(datamodule: Any, loader: LoaderSettings | None = None) -> Any:
     """Give the loaders of a data module other workers. See ``FastDataModule.wrap``.
 
     The data module stays the same object, so all its hooks run as before. Only its loader hooks are wrapped.
@@ -39,16 +41,16 @@ def wrap(datamodule: AnyDataModule, loader: LoaderSettings | None = None) -> Any
         SettingsError: the object is not a data module or chooses its loaders itself, or a setting was passed that
             wrapping does not change.
     """
-    kind = type(datamodule)
+    name = type(datamodule).__name__
     if not hasattr(datamodule, "train_dataloader") or not hasattr(datamodule, "prepare_data"):
         raise SettingsError(
-            f"A {kind.__name__} cannot be wrapped. Pass a LightningDataModule. To make one from datasets: "
+            f"A {name} cannot be wrapped. Pass a LightningDataModule. To make one from datasets: "
             "LightningDataModule.from_datasets(train_set, val_set, batch_size=32)."
         )
     _host.package_of(datamodule)
     if hasattr(datamodule, "loader_report"):
         raise SettingsError(
-            f"{kind.__name__} already chooses its loaders itself. Pass loader=LoaderSettings(...) to its constructor."
+            f"{name} already chooses its loaders itself. Pass loader=LoaderSettings(...) to its constructor."
         )
     loaders = WrappedLoaders(loader or LoaderSettings())
     for split in SPLITS:
@@ -78,58 +80,56 @@ class WrappedLoaders(ChosenSettings):
     """
 
     left_alone: set[str] = field(default_factory=set)
+    """Names of loaders of other classes, of which the user was told."""
 
     def __post_init__(self) -> None:
-        plain = LoaderSettings()
+        defaults = vars(LoaderSettings())
         for name, value in vars(self.settings).items():
-            if name not in _DECIDED and value != vars(plain)[name]:
+            if name not in _ACCEPTED and value != defaults[name]:
                 raise SettingsError(
                     f"{name}={value!r} would have no effect: wrap() changes only {', '.join(_CHANGED)}. Set it where "
                     "the loaders are made."
                 )
 
-    def make(self, datamodule: AnyDataModule, split: str, original: _host.Original) -> Any:
+    def make(self, datamodule: AnyDataModule, split: str, original: Original) -> Any:
         """Make the loaders of a split by the user's hook, and change them."""
         return self.change(datamodule.trainer, split, original())
 
-    def change(self, trainer: AnyTrainer, split: str, made: object) -> Any:
+    def change(self, trainer: AnyTrainer | None, split: str, structure: object) -> Any:
         """Give other workers to each DataLoader in a structure of loaders. Other loaders stay unchanged."""
         # Training iterates its loaders in parallel, evaluation one after the other.
-        loaders: list[object] = []
-        map_loaders(made, lambda loader, _: loaders.append(loader))
-        count = sum(isinstance(loader, DataLoader) for loader in loaders)
-        together = max(1, count) if split == "train" else 1
+        loaders = walk_loaders(structure)
+        together = 1
+        if split == "train":
+            together = max(1, sum(isinstance(loader, DataLoader) for _, loader in loaders))
+        changed = []
+        for path, loader in loaders:
+            name = name_in_split(split, path)
+            if isinstance(loader, DataLoader):
+                changed.append(self._change(trainer, split, name, loader, together))
+            else:
+                self._note_left_alone(name, loader)
+                changed.append(loader)
+        if trainer is not None and trainer.state.fn == "fit" and split in _STAGES:
+            FreshWorkers.watch(trainer, _STAGES[split], changed)
+        return rebuild_loaders(structure, changed)
 
-        def change(loader: object, path: tuple[object, ...]) -> Any:
-            name = split + "".join(f"[{key!r}]" for key in path)
-            return self._change(trainer, split, name, loader, together)
-
-        changed = map_loaders(made, change)
-        if trainer is not None and trainer.state.fn == "fit" and split in _WATCHED:
-            rebuilt: list[object] = []
-            map_loaders(changed, lambda loader, _: rebuilt.append(loader))
-            FreshWorkers.watch(trainer, _WATCHED[split], rebuilt)
-        return changed
-
-    def _change(self, trainer: AnyTrainer, split: str, name: str, loader: AnyLoader, together: int) -> Any:
-        if not isinstance(loader, DataLoader):
-            return self._leave(name, loader)
+    def _change(
+        self, trainer: AnyTrainer | None, split: str, name: str, loader: DataLoader[object], together: int
+    ) -> DataLoader[object]:
         settings = replace(self.settings, workers="process", start_method=None)
         recommendation = _recommended(loader, split, settings, job_of(trainer), together)
         self.announce(trainer, split, name, recommendation)
         return _rebuilt(loader, recommendation.setting, settings)
 
-    def _leave(self, name: str, loader: object) -> object:
-        if name not in self.left_alone:
-            self.left_alone.add(name)
-            of_dali = any(kind.__module__.startswith("nvidia.dali.") for kind in type(loader).__mro__)
-            logger.warning(
-                "%s is a %s, not a torch DataLoader, so it is left as it is.%s",
-                name,
-                type(loader).__name__,
-                f" {_OF_DALI}" if of_dali else "",
-            )
-        return loader
+    def _note_left_alone(self, name: str, loader: object) -> None:
+        if name in self.left_alone:
+            return
+        self.left_alone.add(name)
+        message = f"{name} is a {type(loader).__name__}, not a torch DataLoader, so it is left as it is."
+        if any(kind.__module__.startswith("nvidia.dali.") for kind in type(loader).__mro__):
+            message += f" {_OF_DALI}"
+        logger.warning("%s", message)
 
 
 def _rebuilt(loader: DataLoader[object], setting: Setting, settings: LoaderSettings) -> DataLoader[object]:
@@ -137,7 +137,7 @@ def _rebuilt(loader: DataLoader[object], setting: Setting, settings: LoaderSetti
 
     A StatefulDataLoader keeps its resume position.
     """
-    changed: dict[str, object] = {name: getattr(setting, name) for name in _CHANGED}
+    changed: dict[str, object] = {name: vars(setting)[name] for name in _CHANGED}
     changed["worker_init_fn"] = loader.worker_init_fn or WorkerInit()
     twin = twin_of(loader, **changed)
     if not setting.num_workers:
@@ -151,47 +151,50 @@ def _rebuilt(loader: DataLoader[object], setting: Setting, settings: LoaderSetti
 def _recommended(
     loader: DataLoader[object], split: str, settings: LoaderSettings, job: Job, together: int
 ) -> Recommendation:
-    stream = isinstance(loader.dataset, IterableDataset)
-    batches = size_of(loader)
-    ranks = 1 if stream else job.sharing_ranks
-    kept = "" if isinstance(settings.num_workers, int) else _why_kept(loader, stream=stream)
-    if kept:
+    """Choose the settings of a loader, one of ``together`` that run at the same time."""
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    why_kept = ""
+    if not isinstance(settings.num_workers, int):
+        why_kept = _why_kept(loader, is_stream=is_stream)
+    if why_kept:
         settings = _as_it_is(loader, settings)
     if settings.persistent_workers == "auto" and not loader.persistent_workers and may_change(loader.dataset):
         settings = replace(settings, persistent_workers=False)
-    recommendation = recommend(
-        read_machine(),
-        settings,
-        Workload(
-            split=split,
-            batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1,
-            batches=None if batches is None else -(-batches // ranks),
-            loaders=together,
-            iterable=stream,
-            **vars(job),
-        ),
+    batches = size_of(loader)
+    if batches is not None and not is_stream:
+        batches = -(-batches // job.sharing_ranks)
+    workload = Workload(
+        split=split,
+        batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1,
+        batches=batches,
+        loaders=together,
+        iterable=is_stream,
+        **vars(job),
     )
-    if not kept:
+    recommendation = recommend(read_machine(), settings, workload)
+    if not why_kept:
         return recommendation
-    return replace(recommendation, reasons={**recommendation.reasons, "num_workers": kept})
+    return replace(recommendation, reasons={**recommendation.reasons, "num_workers": why_kept})
 
 
 def _as_it_is(loader: DataLoader[object], settings: LoaderSettings) -> LoaderSettings:
     """The settings with the loader's own number of workers."""
     if loader.num_workers:
         return replace(settings, num_workers=loader.num_workers)
-    plain = LoaderSettings()
-    unused = {name: getattr(plain, name) for name in settings.asking_for_workers()}
+    defaults = vars(LoaderSettings())
+    unused = {name: defaults[name] for name in settings.asking_for_workers()}
     return replace(settings, num_workers=0, **unused)
 
 
-def _why_kept(loader: DataLoader[object], *, stream: bool) -> str:
+def _why_kept(loader: DataLoader[object], *, is_stream: bool) -> str:
     """Return the reason for keeping the number of workers. Empty if the number is chosen here."""
-    if stream:
+    if is_stream:
         return "as the loader has it: each worker of an IterableDataset reads the part that it takes for its own"
     context: Any = loader.multiprocessing_context
-    method = context.get_start_method() if context is not None else read_machine().start_method
-    own_init = loader.worker_init_fn is not None  # then generators and files in workers are the user's affair
-    unsafe = why_no_workers(loader.dataset) if own_init else why_not_renewed(loader.dataset)
-    why = why_not_sent(loader, method) or ("" if loader.num_workers else unsafe)
+    start_method = context.get_start_method() if context is not None else read_machine().start_method
+    why = why_not_sent(loader, start_method)
+    if not why and not loader.num_workers:
+        # With a worker_init_fn of the user's, generators and files in workers are the user's affair.
+        has_own_init = loader.worker_init_fn is not None
+        why = why_no_workers(loader.dataset) if has_own_init else why_not_renewed(loader.dataset)
     return f"as the loader has it: {why}" if why else ""

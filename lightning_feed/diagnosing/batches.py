@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.kinds import Batch
+from lightning_feed.load.loader_tree import rebuild_loaders, walk_loaders
 from lightning_feed.measure.step_meter import event_maker
 from lightning_feed.transfer.batch_tree import tensors
-from lightning_feed.trials.cloning import map_loaders
 
 MOST_KEPT = 8
 MOST_BYTES = 256 * 2**20
@@ -76,17 +76,15 @@ def own_loaders(loaders: object, make: _Make = idle_copy) -> Any:
         SettingsError: for an iterator, which can be read only once.
     """
 
-    def own(loader: object, _: tuple[object, ...]) -> Any:
-        if isinstance(loader, DataLoader):
-            return make(loader)
-        if hasattr(loader, "__next__"):
+    own: list[Any] = []
+    for _, loader in walk_loaders(loaders):
+        if hasattr(loader, "__next__") and not isinstance(loader, DataLoader):
             raise SettingsError(
                 f"The training loader is a {type(loader).__name__}, an iterator that can be read only once, and "
                 "diagnosing would exhaust it. Pass an object that can be iterated again, such as a DataLoader."
             )
-        return loader
-
-    return map_loaders(loaders, own)
+        own.append(make(loader) if isinstance(loader, DataLoader) else loader)
+    return rebuild_loaders(loaders, own)
 
 
 # --- replay -------------------------------------------------------------------------------------------------------
@@ -140,7 +138,9 @@ class KeptBatches:
         self._shapes: list[_Shapes] = []
         """Shapes of the kept batches, in the order of the run."""
         self._seen = -skip
+        """Batches of the run so far, without the skipped ones."""
         self._every = 1
+        """Distance between two kept batches of the run."""
 
     def offer(self, batch: object) -> None:
         """Keep a copy of a batch of the run, if it is one of those to keep."""
@@ -202,9 +202,7 @@ class Pace:
         period = math.lcm(accumulate, batches)
         marks = self._stamps[::period]
         counted = marks[max(1, len(marks) // 4) :]
-        fewest = FEWEST_CYCLES
-        if batches > 1:
-            fewest = FEWEST_PASSES
+        fewest = FEWEST_PASSES if batches > 1 else FEWEST_CYCLES
         if len(counted) <= fewest:
             return None
         windows = min(WINDOWS, len(counted) - 1)

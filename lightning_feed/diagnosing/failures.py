@@ -63,23 +63,23 @@ def user_errors(doing: str) -> Iterator[None]:
 def in_a_line(error: BaseException) -> str:
     """Class and message of an error, and the line of the user's code that raised it."""
     kind, text = original_error(error)
-    place = _place(error)
+    line = kind
     first_line = next(filter(None, map(str.strip, text.splitlines())), "")
-    said = kind
     if first_line:
-        said += f": {first_line}"
-    if place:
-        said += f" ({place})"
-    return said
+        line += f": {first_line}"
+    location = _location(error)
+    if location:
+        line += f" ({location})"
+    return line
 
 
-def _place(error: BaseException) -> str:
+def _location(error: BaseException) -> str:
     """File and line of the user's code that raised an error: ``train.py:12``; empty if the traceback has none."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     # For an error in a worker, these are in the message.
     frames += [(name, int(line)) for name, line in _OF_A_WORKER.findall(str(error))]
-    theirs = [f"{Path(name).name}:{line}" for name, line in frames if is_users(name)]
-    return (theirs or [""])[-1]
+    users_lines = [f"{Path(name).name}:{line}" for name, line in frames if is_users(name)]
+    return users_lines[-1] if users_lines else ""
 
 
 def _closed(text: str) -> str:

@@ -20,7 +20,7 @@ from lightning_feed.load.kinds import Batch, Sample
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.measure.experiment_results import FunctionCost
 from lightning_feed.measure.user_code import is_users
-from lightning_feed.trials.cloning import Heartbeat
+from lightning_feed.trials.loader_rate import Heartbeat
 
 _SAMPLING_S = 0.001
 """Time between two samples of the stack."""
@@ -43,7 +43,8 @@ class StackTally:
 
     def __init__(self) -> None:
         self._stage: Stage = "samples"
-        self._entered = self._sampled = 0.0
+        self._entered_s = 0.0
+        self._sampled_s = 0.0
         self.clear()
 
     def clear(self) -> None:
@@ -54,17 +55,17 @@ class StackTally:
         self._spent: dict[tuple[Stage, CodeType, str, str | None], dict[int, float]] = {}
         """By stage, function, its name, and what it calls: time by line."""
 
-    def enter(self, stage: Stage, now: float) -> None:
+    def enter(self, stage: Stage, now_s: float) -> None:
         """Begin a stage, and end the previous one."""
-        self._total[self._stage] += now - self._entered
+        self._total[self._stage] += now_s - self._entered_s
         self._stage = stage
-        self._entered = now
-        self._sampled = now
+        self._entered_s = now_s
+        self._sampled_s = now_s
 
-    def add(self, frame: FrameType | None, now: float) -> None:
-        """Add the time since the last sample, given the innermost ``frame`` of the stack."""
-        elapsed = max(0.0, now - self._sampled)
-        self._sampled = now
+    def add(self, frame: FrameType | None, now_s: float) -> None:
+        """Add the time since the last sample to the innermost ``frame`` of the stack."""
+        elapsed = max(0.0, now_s - self._sampled_s)
+        self._sampled_s = now_s
         self._seen[self._stage] += elapsed
         called: FrameType | None = None
         while frame is not None and not is_users(frame.f_code.co_filename):
@@ -90,18 +91,21 @@ class StackTally:
             for (stage, code, name, calls), lines in self._spent.items()
         ]
         least = _LEAST_SHARE * sum(stage_ms.values())
-        return stage_ms, [one for one in costs if one.ms_per_batch >= least]
+        return stage_ms, [cost for cost in costs if cost.ms_per_batch >= least]
 
 
 def measure_functions(session: Session) -> None:
     """Measure the time for making and collating samples, over all loaders, and the user's functions that take it."""
-    made = [time_batches(part, session.share_s / len(session.parts)) for part in session.parts]
-    functions = sorted((one for _, found in made for one in found), key=lambda one: -one.ms_per_batch)
-    session.note(
-        samples_ms=sum(stage_ms["samples"] for stage_ms, _ in made),
-        collate_ms=sum(stage_ms["collate"] for stage_ms, _ in made),
-        functions=tuple(functions[:_MOST_FUNCTIONS]),
-    )
+    samples_ms = 0.0
+    collate_ms = 0.0
+    functions: list[FunctionCost] = []
+    for part in session.parts:
+        stage_ms, functions_of_part = time_batches(part, session.share_s / len(session.parts))
+        samples_ms += stage_ms["samples"]
+        collate_ms += stage_ms["collate"]
+        functions += functions_of_part
+    functions.sort(key=lambda function: -function.ms_per_batch)
+    session.note(samples_ms=samples_ms, collate_ms=collate_ms, functions=tuple(functions[:_MOST_FUNCTIONS]))
 
 
 def time_batches(part: LoaderPart, max_s: float) -> tuple[dict[Stage, float], list[FunctionCost]]:
@@ -190,7 +194,9 @@ def _name_of(frame: FrameType) -> str:
     whole: str | None = getattr(code, "co_qualname", None)  # from Python 3.11 on
     if whole is not None:
         return whole.rpartition("<locals>.")[2]
-    return f"{type(frame.f_locals['self']).__name__}.{code.co_name}" if "self" in frame.f_locals else code.co_name
+    if "self" in frame.f_locals:
+        return f"{type(frame.f_locals['self']).__name__}.{code.co_name}"
+    return code.co_name
 
 
 def _name_of_call(frame: FrameType) -> str:

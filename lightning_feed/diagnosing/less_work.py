@@ -19,31 +19,30 @@ from lightning_feed.images.image_dataset import ImageDataset
 from lightning_feed.load.kinds import AnyDataset, Batch
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.measure.experiment_results import CropTrial
-from lightning_feed.measure.facts import with_loaders
-from lightning_feed.measure.measurements import LoopFacts
-from lightning_feed.trials.cloning import Heartbeat
+from lightning_feed.measure.facts import loader_facts
+from lightning_feed.trials.loader_rate import Heartbeat
 
 
 class Constant:
     """Replaces a transform, and always returns the same result.
 
     Args:
-        made: the result.
+        result: the result.
         decodes: True for the recipe of an ImageDataset: the whole image is still decoded, as that is not a transform's
             work.
     """
 
     crops = False
 
-    def __init__(self, made: Any, *, decodes: bool = False) -> None:
-        self.made = made
+    def __init__(self, result: Any, *, decodes: bool = False) -> None:
+        self.result = result
         self.decodes = decodes
 
     def __call__(self, *args: Any, **named: object) -> Any:
         """Return a new copy of the result."""
         if self.decodes:
             args[0].whole()
-        return fresh(self.made)
+        return fresh(self.result)
 
 
 class _Noting:
@@ -52,13 +51,13 @@ class _Noting:
     def __init__(self, transform: Any) -> None:
         self.transform = transform
         self.crops = getattr(transform, "crops", False)  # recipes have this attribute
-        self.made: Any = None
+        self.result: Any = None
         self.called = False
 
     def __call__(self, *args: object, **named: Any) -> Any:
-        self.made = self.transform(*args, **named)
+        self.result = self.transform(*args, **named)
         self.called = True
-        return self.made
+        return self.result
 
 
 def measure_without_transforms(session: Session) -> None:
@@ -76,7 +75,7 @@ def measure_without_transforms(session: Session) -> None:
         for site, transform in noting.items():
             if transform.called:
                 is_recipe = isinstance(site.owner, ImageDataset) and not isinstance(site.held, UserTransform)
-                constants[site] = Constant(transform.made, decodes=is_recipe)
+                constants[site] = Constant(transform.result, decodes=is_recipe)
     if constants:
         with replaced(constants):
             session.note(no_transform_per_s=session.rate())
@@ -164,20 +163,26 @@ def folder_to_crop(loader: DataLoader[Batch]) -> ImageFolder | None:
     Such a loader has a transform that begins with a RandomResizedCrop, RGB images, unchanged labels, each sample once
     in random order, and torch's collate.
     """
-    if not with_loaders(LoopFacts(), [loader]).decodes_whole or loader.collate_fn is not default_collate:
+    if not loader_facts([loader]).decodes_whole or loader.collate_fn is not default_collate:
         return None
     if type(loader.sampler) is not RandomSampler or loader.sampler.replacement or loader.batch_size is None:
         return None
     folder: AnyDataset = loader.dataset
     while isinstance(folder, Subset):
         folder = folder.dataset
-    path = folder.samples[0][0]
-    made = folder.loader(path)
-    with Image.open(path) as file:
-        plain = isinstance(made, Image.Image) and np.array_equal(np.asarray(made), np.asarray(file.convert("RGB")))
-    if not plain or folder.target_transform is not None:
+    if not _loads_rgb(folder) or folder.target_transform is not None:
         return None
     return folder
+
+
+def _loads_rgb(folder: AnyDataset) -> bool:
+    """True if a folder loads its first image as an RGB image of Pillow."""
+    path = folder.samples[0][0]
+    image = folder.loader(path)
+    if not isinstance(image, Image.Image):
+        return False
+    with Image.open(path) as file:
+        return np.array_equal(np.asarray(image), np.asarray(file.convert("RGB")))
 
 
 def _cropping(dataset: AnyDataset, folder: ImageFolder) -> AnyDataset:

@@ -16,10 +16,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_feed.errors import DatasetError, FeedError, LoaderError
 from lightning_feed.load.collate import named_parts
 from lightning_feed.load.kinds import Batch, Index, Sample
+from lightning_feed.load.loader_tree import walk_loaders
 from lightning_feed.load.processes import end_pass
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.transfer.batch_tree import tensors
-from lightning_feed.trials.cloning import Changes, Heartbeat, map_loaders, watchdog
+from lightning_feed.trials.cloning import Changes
+from lightning_feed.trials.loader_rate import Heartbeat, watchdog
 
 SILENT_S = 60.0
 """Seconds after which a batch counts as hanging."""
@@ -52,22 +54,23 @@ class LoaderPart:
     @property
     def batch_size(self) -> int:
         """Samples of a batch."""
-        if self.loader.batch_size is None and self.loader.batch_sampler is not None and not self.stream:
-            return len(next(iter(self.first_batches(1)), [None]))
-        return self.loader.batch_size or 1
+        if self.loader.batch_size is not None:
+            return self.loader.batch_size
+        if self.loader.batch_sampler is None or self.stream:
+            return 1
+        first = self.first_batches(1)
+        return len(first[0]) if first else 1
 
-    def changes(self, **changed: Any) -> Changes:
-        """Changes to the loader: those given, and a sampler that begins again at its end."""
-        return Changes(endless=not self.stream, **changed)
+    def changes(self) -> Changes:
+        """The changes with which a loader can be measured: a sampler that begins again at its end."""
+        return Changes(endless=not self.stream)
 
     def first_batches(self, count: int) -> list[Batch]:
         """The sampler's first batches of indices: lists, or indices if the loader does not batch.
 
         Fewer if the pass is shorter.
         """
-        source: Any = self.loader.batch_sampler
-        if source is None:
-            source = self.loader.sampler
+        source: Any = self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
         with preserve_state(self.loader):
             return list(islice(source, count))
 
@@ -89,18 +92,14 @@ def parts_of(loader: object) -> tuple[LoaderPart, ...]:
     Raises:
         LoaderError: it contains anything else.
     """
-    parts: list[LoaderPart] = []
-
-    def add(loader: object, path: tuple[object, ...]) -> None:
-        stages = getattr(loader, "pipeline", None)
-        if isinstance(stages, list) and len(stages) == 1:
-            loader = stages[0]  # a WebLoader that adds nothing to its DataLoader
-        if not isinstance(loader, DataLoader):
-            name = type(loader).__name__
+    parts = []
+    for path, part in walk_loaders(loader):
+        stages = getattr(part, "pipeline", None)
+        inner = stages[0] if isinstance(stages, list) and len(stages) == 1 else part  # a WebLoader that adds nothing
+        if not isinstance(inner, DataLoader):
+            name = type(inner).__name__
             raise LoaderError(f"a {name} is not a torch DataLoader, so it cannot be rebuilt with changes")
-        parts.append(LoaderPart(".".join(map(str, path)), loader))
-
-    map_loaders(loader, add)
+        parts.append(LoaderPart(".".join(map(str, path)), inner))
     if not parts:
         raise LoaderError("It contains no loader.")
     return tuple(parts)
@@ -198,7 +197,7 @@ def make_sample(part: LoaderPart, max_s: float = 60.0) -> Sample:
         LoaderError: the sample takes longer than ``max_s``.
     """
     dataset = part.loader.dataset
-    indices = ["the first"] if part.stream else part.first_samples(1)
+    indices: list[Any] = ["the first"] if part.stream else part.first_samples(1)
     if not indices:
         raise DatasetError("The sampler gives no batch. Check the length of the dataset, and drop_last.")
 
@@ -224,7 +223,7 @@ def fresh(sample: object) -> Sample:
 # --- the parts of a batch -----------------------------------------------------------------------------------------
 
 
-def key_bytes(batch: object, place: str = "") -> dict[str, int]:
+def key_bytes(batch: object, name: str = "") -> dict[str, int]:
     """The bytes of each leaf of a batch by its name, in order.
 
     Leaves are found inside mappings, lists, tuples, named tuples and dataclasses. Any other object is one leaf, with
@@ -232,7 +231,7 @@ def key_bytes(batch: object, place: str = "") -> dict[str, int]:
 
     Args:
         batch: a loader's batch.
-        place: name of the batch itself, if it is part of another.
+        name: name of the batch itself, if it is part of another.
 
     Returns:
         ``{"image": 602112, "meta.path": 1830}``, ``{"0": 602112, "1": 32}`` for a tuple, ``{"batch": 602112}`` for a
@@ -242,22 +241,24 @@ def key_bytes(batch: object, place: str = "") -> dict[str, int]:
         >>> key_bytes({"image": Tensor(2, 3), "meta": {"path": ["a.jpg", "b.jpg"]}})
         {'image': 24, 'meta.path': 10}
     """
-    return {place: size_of_leaf(leaf) for place, leaf in key_leaves(batch, place)}
+    return {key: size_of_leaf(leaf) for key, leaf in key_leaves(batch, name)}
 
 
-def key_leaves(batch: object, place: str = "") -> Iterator[tuple[str, Any]]:
+def key_leaves(batch: object, name: str = "") -> Iterator[tuple[str, Any]]:
     """The leaves of a batch in order, with the names that :func:`key_bytes` uses."""
     parts = named_parts(batch)
-    if isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"):
-        holds_parts = any(isinstance(part, (Tensor, np.ndarray)) or named_parts(part) is not None for part in batch)
-        if not holds_parts:  # a list of plain values is a leaf
-            parts = None
-    if parts is None:
-        yield place or WHOLE, batch
+    if parts is None or _is_list_of_values(batch):
+        yield name or WHOLE, batch
         return
     for key, value in parts.items():
-        inner = f"{place}.{key}" if place else str(key)
-        yield from key_leaves(value, inner)
+        yield from key_leaves(value, f"{name}.{key}" if name else str(key))
+
+
+def _is_list_of_values(part: Any) -> bool:
+    """True for a list of plain values, such as paths."""
+    if not isinstance(part, (list, tuple)) or hasattr(part, "_fields"):
+        return False
+    return not any(isinstance(item, (Tensor, np.ndarray)) or named_parts(item) is not None for item in part)
 
 
 def size_of_leaf(leaf: Any) -> int:

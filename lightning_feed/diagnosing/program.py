@@ -19,13 +19,14 @@ from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
 from lightning_feed import _host
-from lightning_feed._host import AnyDataModule, AnyModule, AnyTrainer
+from lightning_feed._host import AnyTrainer
 from lightning_feed.autoload import PROGRAM
 from lightning_feed.diagnosing.failures import ProgramEnded
 from lightning_feed.diagnosing.restoring import quiet
-from lightning_feed.errors import SettingsError, plural
+from lightning_feed.errors import SettingsError
 from lightning_feed.load.kinds import AnyLoader
 from lightning_feed.measure.user_code import is_users
+from lightning_feed.wording import plural
 
 CLEAN_UP_S = 5.0
 """Longest time for ending child processes."""
@@ -48,9 +49,9 @@ class Program:
 class Fit:
     """The objects to train: the arguments of a program's first ``Trainer.fit``."""
 
-    trainer: AnyTrainer
-    model: AnyModule
-    datamodule: AnyDataModule = None
+    trainer: Any
+    model: Any
+    datamodule: Any = None
     train_dataloaders: AnyLoader = None
     ended: str = ""
     """Sentences on the place where the program was ended, and on what it would do next."""
@@ -85,10 +86,10 @@ def run_until_fit(program: Program, take: Callable[[Fit], int]) -> NoReturn:
         code = _exit_code(end)
         raise ProgramEnded(f"{program} ended by an exit with {code} before it called Trainer.fit.", code or 1) from end
     except Exception as error:
-        theirs = _theirs(error.__traceback__)
-        if program.is_module and isinstance(error, ImportError) and theirs is None:  # no line of it was reached
+        programs_part = _part_of_program(error.__traceback__)
+        if program.is_module and isinstance(error, ImportError) and programs_part is None:  # no line of it was reached
             raise SettingsError(f"{program} cannot be run: {error}. Give SCRIPT.py, or -m package.module.") from error
-        sys.excepthook(type(error), error.with_traceback(theirs), error.__traceback__)
+        sys.excepthook(type(error), error.with_traceback(programs_part), error.__traceback__)
         raise ProgramEnded(f"{program} failed before it called Trainer.fit.", 1) from error
     arguments = " ".join(program.arguments) or "none"
     raise ProgramEnded(
@@ -119,7 +120,7 @@ class _Takeover:
                     undo.callback(_host.replace_in_class(trainer, "fit", self._around))
             yield
 
-    def _around(self, original: Callable[..., Any], trainer: object, *args: object, **kwargs: object) -> Any:
+    def _around(self, original: Callable[..., Any], trainer: AnyTrainer, *args: object, **kwargs: object) -> Any:
         in_main_thread = threading.current_thread() is threading.main_thread()
         if self._taking and in_main_thread:
             return original(trainer, *args, **kwargs)
@@ -164,13 +165,16 @@ def _flush_files() -> None:
 
 def _drop_signal_handlers() -> None:
     """Remove the program's signal handlers, so that Ctrl-C and SIGTERM end the command; other signals are ignored."""
-    instead: dict[int, Any] = dict.fromkeys((signal.SIGTERM, signal.SIGCHLD), signal.SIG_DFL)
-    instead[signal.SIGINT] = signal.default_int_handler
+    defaults: dict[int, Any] = {
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGCHLD: signal.SIG_DFL,
+        signal.SIGINT: signal.default_int_handler,
+    }
     for number in signal.valid_signals():
         handler = signal.getsignal(number)
-        of_torch = str(getattr(handler, "__module__", "")).startswith("torch.")  # notices workers that end
-        if callable(handler) and not of_torch:
-            signal.signal(number, instead.get(number, signal.SIG_IGN))
+        is_of_torch = str(getattr(handler, "__module__", "")).startswith("torch.")  # notices workers that end
+        if callable(handler) and not is_of_torch:
+            signal.signal(number, defaults.get(number, signal.SIG_IGN))
 
 
 def end_children() -> None:
@@ -187,7 +191,7 @@ def end_children() -> None:
     clean_up.join(CLEAN_UP_S)
 
 
-def _fit_of(program: Program, trainer: object, arguments: dict[str, Any]) -> Fit:
+def _fit_of(program: Program, trainer: AnyTrainer, arguments: dict[str, Any]) -> Fit:
     model = arguments["model"]
     loaders = arguments.get("train_dataloaders")
     datamodule = arguments.get("datamodule")
@@ -199,17 +203,17 @@ def _fit_of(program: Program, trainer: object, arguments: dict[str, Any]) -> Fit
 
 def _ended(program: Program, trainer: AnyTrainer, checkpoint: object) -> str:
     """Sentences on the place where the program was ended, and on what it would do next."""
-    place = ""
+    line = ""
     for frame in inspect.stack(context=0):
         if is_users(frame.filename):
-            place = f" at {Path(frame.filename).name}:{frame.lineno}"
+            line = f" at {Path(frame.filename).name}:{frame.lineno}"
             break
     limits = {"epoch": trainer.max_epochs, "step": trainer.max_steps}
     ends = " or ".join(plural(number, word) for word, number in limits.items() if number not in (None, -1))
     how_long = f"for {ends}" if ends else "without an end"
     resumed = f" from the checkpoint {checkpoint}, which was not loaded" if checkpoint is not None else ""
     return (
-        f"{program} was ended where it calls fit{place}. It would now train {how_long}{resumed}. This training, and "
+        f"{program} was ended where it calls fit{line}. It would now train {how_long}{resumed}. This training, and "
         "what follows it, was not run."
     )
 
@@ -276,7 +280,7 @@ def _exit_code(end: SystemExit) -> int:
     return 1
 
 
-def _theirs(trace: TracebackType | None) -> TracebackType | None:
+def _part_of_program(trace: TracebackType | None) -> TracebackType | None:
     """The part of a traceback from the program's own first line on."""
     while trace is not None and not is_users(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next

@@ -65,8 +65,8 @@ def prove(session: Session, tuned: Tuned, *, seconds: float) -> Proof | None:
 
 
 def _step_ms(session: Session, make: Callable[[Any], Any], setting: Setting, seconds: float) -> float | None:
-    queue = setting.num_workers * (setting.prefetch_factor or 0)
-    limits = Limits(least=FEWEST_STEPS, most=PROOF_STEPS + WARM_UP_STEPS + queue, seconds=seconds)
+    queue = setting.batches_ahead if setting.prefetch_factor else 0
+    limits = Limits(min_steps=FEWEST_STEPS, max_steps=PROOF_STEPS + WARM_UP_STEPS + queue, seconds=seconds)
     with preserve_state(session.train_loaders):
         return time_fit(session, limits, own_loaders(session.train_loaders, make))
 

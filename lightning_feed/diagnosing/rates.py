@@ -13,8 +13,9 @@ from lightning_feed.load.kinds import AnyDataset, Sample
 from lightning_feed.measure.experiment_results import KeyBytes, TriedSetting
 from lightning_feed.trials.cloning import Changes, burst_of, iter_is_itself, original_error
 from lightning_feed.trials.in_fit import why_fixed, work_of
+from lightning_feed.trials.search import Trial
 from lightning_feed.trials.training_work import TrainingWork
-from lightning_feed.trials.tune_loader import Goal, tune_loader
+from lightning_feed.trials.tune_loader import Goal, Tuned, tune_loader
 
 ROUNDS = 8
 """Rounds of the workers whose batches are read from memory: two that do not count, and six that do."""
@@ -70,26 +71,25 @@ def measure_workers(session: Session) -> None:
     if why_not:
         raise NotMeasurable(why_not)
     session.check_memory()
-    work = None
-    if session.measured is not None:
-        work = work_of(session.measured)
+    work = work_of(session.measured) if session.measured is not None else None
     goal = Goal(work=work or TrainingWork(), budget_s=session.share_s)
     tuned = tune_loader(part.loader, goal, machine=session.machine, clock=session.clock)
-    ran = [trial for trial in tuned.trials if trial.steps_s]
-    tried = [
-        TriedSetting(
-            num_workers=trial.setting.num_workers,
-            prefetch_factor=trial.setting.prefetch_factor,
-            step_ms=1e3 * trial.step_s,
-            shortest_ms=1e3 * min(trial.steps_s),
-            longest_ms=1e3 * max(trial.steps_s),
-            own=trial is tuned.trial_of(tuned.own),
-            chosen=trial is tuned.trial_of(tuned.setting),
-        )
-        for trial in sorted(ran, key=lambda trial: trial.setting.num_workers)
-    ]
-    session.note(tried=tuple(tried), why_chosen=tuned.reason)
+    trials = sorted((trial for trial in tuned.trials if trial.steps_s), key=lambda trial: trial.setting.num_workers)
+    session.note(tried=tuple(_tried(trial, tuned) for trial in trials), why_chosen=tuned.reason)
     session.tuned = tuned
+
+
+def _tried(trial: Trial, tuned: Tuned) -> TriedSetting:
+    """The result of a trial, for the report."""
+    return TriedSetting(
+        num_workers=trial.setting.num_workers,
+        prefetch_factor=trial.setting.prefetch_factor,
+        step_ms=1e3 * trial.step_s,
+        shortest_ms=1e3 * min(trial.steps_s),
+        longest_ms=1e3 * max(trial.steps_s),
+        own=trial is tuned.trial_of(tuned.own),
+        chosen=trial is tuned.trial_of(tuned.setting),
+    )
 
 
 # --- constant samples -------------------------------------------------------------------------------------------------
@@ -143,9 +143,7 @@ def measure_ceiling(session: Session) -> None:
     samples = dict(zip(session.parts, session.samples, strict=True))
 
     def constant(part: LoaderPart) -> Changes:
-        kind: Any = NullDataset
-        if part.stream:
-            kind = NullStream
+        kind = NullStream if part.stream else NullDataset
         return Changes(dataset=kind(samples[part], part.loader.dataset), endless=True)
 
     try:

@@ -10,7 +10,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from lightning_feed import _host
-from lightning_feed._host import AnyDataModule, AnyModule, AnyTrainer
+from lightning_feed._host import AnyTrainer
 from lightning_feed.diagnosing import functions, less_work, rates, samples
 from lightning_feed.diagnosing.batches import own_loaders
 from lightning_feed.diagnosing.failures import (
@@ -29,7 +29,7 @@ from lightning_feed.errors import FeedError, LoaderError, ReportError, SettingsE
 from lightning_feed.load.kinds import AnyLoader, Batch
 from lightning_feed.load.machine import read_machine
 from lightning_feed.measure.experiment_results import REST_OF_THE_FIT, ExperimentResults
-from lightning_feed.measure.facts import with_loaders
+from lightning_feed.measure.facts import loader_facts
 from lightning_feed.measure.measurements import LoopFacts, Measurements
 from lightning_feed.measure.stats import StarvationStats
 from lightning_feed.report.document import make_report
@@ -74,9 +74,9 @@ BAR = "{desc} {bar} {percentage:3.0f}%"
 
 
 def diagnose(  # noqa: PLR0913  # one call that says what to train and how far to go; all but three by name
-    trainer: AnyTrainer,
-    model: AnyModule,
-    datamodule: AnyDataModule = None,
+    trainer: Any,
+    model: Any,
+    datamodule: Any = None,
     *,
     train_dataloaders: AnyLoader = None,
     quick: bool = False,
@@ -140,7 +140,7 @@ def _check(only: Sequence[str], budget_s: float) -> None:
         raise SettingsError(f"only={only!r}: give a list of any of {', '.join(EXPERIMENTS)}.")
 
 
-def _open(trainer: object, model: object, datamodule: object, loaders: object) -> Session:
+def _open(trainer: object, model: object, datamodule: Any, loaders: object) -> Session:
     if datamodule is not None and loaders is not None:
         raise SettingsError("Give diagnose() a datamodule or train_dataloaders, not both, as for Trainer.fit.")
     if datamodule is None and loaders is None:
@@ -166,13 +166,13 @@ def _run(session: Session, plan: "_Plan") -> FeedError | KeyboardInterrupt | Non
     except KeyboardInterrupt as stop:
         return stop
     except FeedError as error:
-        if not _found_anything(session):
+        if not _has_results(session):
             raise
         return error
     return None
 
 
-def _found_anything(session: Session) -> bool:
+def _has_results(session: Session) -> bool:
     """True if an experiment, or the unchanged run, has a result."""
     measured = session.measured is not None and session.measured.stats.step_ms is not None
     return measured or session.results != ExperimentResults()
@@ -185,10 +185,14 @@ def measurements_of(session: Session) -> Measurements:
         loaders: list[AnyLoader] = []
         with suppress(LoaderError):  # not a DataLoader: no facts are known
             loaders = [part.loader for part in parts_of(session.train_loaders)]
-        facts = LoopFacts(device_type=session.device.type, usable_cpus=read_machine().usable_cpus)
-        measured = Measurements(stats=StarvationStats(steps=0, confidence="low"), facts=with_loaders(facts, loaders))
-    batch_size = session.results.batch_size or measured.facts.batch_size
-    return replace(measured, experiments=replace(session.results, batch_size=batch_size))
+        facts = LoopFacts(
+            device_type=session.device.type,
+            usable_cpus=read_machine().usable_cpus,
+            loader=loader_facts(loaders),
+        )
+        measured = Measurements(stats=StarvationStats(steps=0, confidence="low"), facts=facts)
+    batch_size = session.results.batch_size or measured.facts.loader.batch_size
+    return replace(measured, experiments=replace(session.results, batch_size=batch_size), diagnosed=True)
 
 
 def _write(diagnosis: Diagnosis, out: str | Path | None) -> tuple[list[Path], ReportError | None]:
@@ -256,24 +260,24 @@ class _Experiments:
     def _run_as_it_is(self) -> None:
         session = self.session
         steps = QUICK_RUN_STEPS if self.plan.quick else RUN_STEPS
-        limits = Limits(least=FEWEST_RUN_STEPS, most=steps, seconds=RUN_SHARE * self.plan.budget_s)
+        limits = Limits(min_steps=FEWEST_RUN_STEPS, max_steps=steps, seconds=RUN_SHARE * self.plan.budget_s)
         self._show("the run as it is", 0.0)
         with user_errors(AS_IT_IS):
             run_as_it_is(session, limits)
-        beside = _left_out_of_the_fit(session)
-        if beside:
-            session.leave_out(REST_OF_THE_FIT, beside)
+        left_out = _left_out_of_the_fit(session)
+        if left_out:
+            session.leave_out(REST_OF_THE_FIT, left_out)
         if session.trainer.num_devices * session.trainer.num_nodes > 1:
             why = "trained on one device; to compare ranks, use GPUStarvationCallback() in the run itself"
             session.leave_out("ranks", why)
 
     def _replay(self) -> None:
         session = self.session
+        if _host.takes_iterator(session.model):  # so no batches were kept
+            session.leave_out(MODEL, "training_step takes dataloader_iter, and fetches for itself")
+            return
         if not session.device_batches.batches:
-            why = "the run as it is gave no batch"
-            if _host.takes_iterator(session.model):
-                why = "training_step takes dataloader_iter, and fetches for itself"
-            session.leave_out(MODEL, why)
+            session.leave_out(MODEL, "the run as it is gave no batch")
             return
         batches, limits = self._batches_and_limits()
         self._show("model: the same batches on the device again and again", RUN_SHARE)
@@ -291,43 +295,45 @@ class _Experiments:
         session = self.session
         seconds = REPLAY_SHARE * self.plan.budget_s
         accumulate = session.trainer.accumulate_grad_batches
-        most = REPLAY_STEPS * accumulate
-        if self.plan.quick:
-            most = QUICK_REPLAY_STEPS * accumulate
+        most = accumulate * (QUICK_REPLAY_STEPS if self.plan.quick else REPLAY_STEPS)
+        fewest = accumulate * FEWEST_STEPS
         batches = session.device_batches.batches
         step_ms = session.measured.stats.step_ms if session.measured is not None else None
-        least = PASSES * math.lcm(accumulate, len(batches))
-        if least > most or least * (step_ms or 0.0) * 1e-3 > LATEST * seconds:
-            batches = batches[:1]
-            least = FEWEST_STEPS * accumulate
-        return batches, Limits(least=max(least, FEWEST_STEPS * accumulate), most=most, seconds=seconds)
+        needed = PASSES * math.lcm(accumulate, len(batches))
+        if needed > most or needed * (step_ms or 0.0) * 1e-3 > LATEST * seconds:
+            return batches[:1], Limits(min_steps=fewest, max_steps=most, seconds=seconds)
+        return batches, Limits(min_steps=max(needed, fewest), max_steps=most, seconds=seconds)
 
     def _measure_loader(self) -> None:
         session = self.session
         wanted = [name for name in LOADER_EXPERIMENTS if name in self.plan.only]
         if not wanted:
             return
-        spent = 0.0 if session.model is None else RUN_SHARE + REPLAY_SHARE
-        left = 1 - spent - (0.0 if session.model is None else PROOF_SHARE)
+        spent_share = 0.0
+        share = 1.0
+        if session.model is not None:
+            spent_share = RUN_SHARE + REPLAY_SHARE
+            share -= spent_share + PROOF_SHARE
         begun: list[str] = []
 
-        def on_progress(name: str, share: float) -> None:
+        def on_progress(name: str, done: float) -> None:
             begun.append(name)
-            self._show(f"{name}: {STEPS[name].what}", spent + left * share)
+            self._show(f"{name}: {STEPS[name].what}", spent_share + share * done)
 
         session.train_loaders = own_loaders(session.train_loaders)
         try:
             measure_loaders(
                 session,
-                budget_s=left * self.plan.budget_s,
+                budget_s=share * self.plan.budget_s,
                 only=[part for name in wanted for part in LOADER_EXPERIMENTS[name]],
                 on_progress=on_progress,
             )
         except FeedError as error:
             if session.measured is None:
                 raise
+            finished = begun[:-1]
             for name in wanted:
-                if name not in begun[:-1]:
+                if name not in finished:
                     session.leave_out(name, str(error))
 
     def _prove(self, tuned: Tuned) -> None:
@@ -345,9 +351,9 @@ class _Experiments:
         if not proof.holds:
             session.note(tried=tuple(replace(setting, chosen=setting.own) for setting in session.results.tried))
 
-    def _show(self, words: str, share: float) -> None:
+    def _show(self, description: str, share: float) -> None:
         """Show the present experiment, and the share of time used, on the bar."""
-        self._bar.set_description_str(words)
+        self._bar.set_description_str(description)
         self._bar.update(100 * share - self._bar.n)
 
 
@@ -410,19 +416,19 @@ def measure_loaders(
         DatasetError: the loader as configured cannot load a sample; the message names sample and worker, if known.
         LoaderError: the loader hangs or is empty.
     """
-    asked = set(only)
-    if any(STEPS[name].needs_rate for name in asked):
-        asked.add("loader")
-    names = [name for name in STEPS if name in asked]
-    deadline = session.clock() + budget_s
+    wanted = set(only)
+    if any(STEPS[name].needs_rate for name in wanted):
+        wanted.add("loader")
+    names = [name for name in STEPS if name in wanted]
+    deadline_s = session.clock() + budget_s
     no_loader = session.find_parts()
     for done, name in enumerate(names):
         on_progress(name, done / len(names))
-        left_s = deadline - session.clock()
-        weights = max(0.1, sum(STEPS[other].weight for other in names[done:]))
-        session.share_s = max(_LEAST_S, left_s * STEPS[name].weight / weights)
+        remaining_s = deadline_s - session.clock()
+        weights = max(0.1, sum(STEPS[remaining].weight for remaining in names[done:]))
+        session.share_s = max(_LEAST_S, remaining_s * STEPS[name].weight / weights)
         try:
-            _check_possible(session, name, no_loader, late=left_s < _LEAST_S)
+            _check_possible(session, name, no_loader, late=remaining_s < _LEAST_S)
             STEPS[name].measure(session)
         except (NotMeasurable, FeedError) as reason:
             if name == "loader" and isinstance(reason, FeedError):
@@ -447,7 +453,7 @@ def _own_callbacks(trainer: AnyTrainer) -> list[Any]:
     """The callbacks of the user's own classes that take part in training."""
     return [
         callback
-        for callback in trainer.callbacks
+        for callback in _host.callbacks_of(trainer)
         if not _host.defined_by_lightning(type(callback))
         and any(_host.is_overridden(callback, hook) for hook in CALLBACK_HOOKS)
     ]

@@ -21,7 +21,7 @@ from lightning_feed.images.image_dataset import ImageDataset
 from lightning_feed.load.kinds import AnyDataset, Index
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.measure.experiment_results import NamedCost
-from lightning_feed.trials.cloning import Heartbeat
+from lightning_feed.trials.loader_rate import Heartbeat
 
 _NAMES = {
     *("transform", "transforms", "target_transform", "transform_fn", "tfm", "tfms", "preprocess", "preprocessing"),
@@ -78,47 +78,54 @@ class Site:
 @contextmanager
 def replaced(transforms: Mapping[Site, Any]) -> Iterator[None]:
     """Context manager to replace the transform at each site. The new one gets the same arguments."""
-    before = {site: site.held for site in transforms}
+    originals = {site: site.held for site in transforms}
     try:
-        for site, made in transforms.items():
-            was = before[site]
-            if isinstance(was, UserTransform):
-                made = UserTransform(made, kind="pil" if was.takes_pil else "tensor")
-            vars(site.owner)[site.attribute] = made  # bypasses the owner's own __setattr__
+        for site, transform in transforms.items():
+            original = originals[site]
+            if isinstance(original, UserTransform):
+                transform = UserTransform(transform, kind="pil" if original.takes_pil else "tensor")
+            vars(site.owner)[site.attribute] = transform  # bypasses the owner's own __setattr__
         yield
     finally:
-        for site, was in before.items():
-            vars(site.owner)[site.attribute] = was
+        for site, original in originals.items():
+            vars(site.owner)[site.attribute] = original
 
 
 def find_sites(dataset: object) -> list[Site]:
     """The transforms of a dataset and of the datasets inside it: subsets, concatenations, wrappers."""
-    found = [Site(owner, name) for one in _datasets_in(dataset) for owner, name in _attributes(one)]
-    return list({(id(site.owner), site.attribute): site for site in found}.values())
+    sites = [site for inner in _datasets_in(dataset) for site in _sites_of(inner)]
+    return list({(id(site.owner), site.attribute): site for site in sites}.values())
 
 
 def _datasets_in(dataset: object, depth: int = 0) -> Iterator[Any]:
     """A dataset and all datasets inside it: in its attributes, or in lists or tuples that are attributes."""
     yield dataset
-    values = list(vars(dataset).values()) if depth < _DEEPEST and hasattr(dataset, "__dict__") else []
-    for value in values:
+    if depth == _DEEPEST:
+        return
+    for value in list(getattr(dataset, "__dict__", {}).values()):
         for held in value[:100] if isinstance(value, (list, tuple)) else (value,):
             if isinstance(held, Dataset) and held is not dataset:
                 yield from _datasets_in(held, depth + 1)
 
 
-def _attributes(dataset: object) -> Iterator[tuple[Any, str]]:
+def _sites_of(dataset: object) -> list[Site]:
+    """The transforms in the attributes of a dataset, without those of the datasets inside it."""
     if isinstance(dataset, ImageDataset):
-        if not dataset.encoded:  # else it only draws the recipe's numbers, and the recipe is applied elsewhere
-            yield dataset, "recipe"
-        return
+        # An encoded one only draws the recipe's numbers, and the recipe is applied elsewhere.
+        return [] if dataset.encoded else [Site(dataset, "recipe")]
+    sites = []
     for name, value in list(getattr(dataset, "__dict__", {}).items()):
         if type(value).__name__ == "StandardTransform":  # torchvision's pair of transform and target_transform
-            yield from ((value, inner) for inner in ("transform", "target_transform") if getattr(value, inner, None))
-            continue
-        is_transform = name.lstrip("_") in _NAMES or type(value).__module__.startswith(_PACKAGES)
-        if is_transform and callable(value) and not isinstance(value, (type, Dataset)):
-            yield dataset, name
+            sites += [Site(value, pair) for pair in ("transform", "target_transform") if getattr(value, pair, None)]
+        elif _is_transform(name, value):
+            sites.append(Site(dataset, name))
+    return sites
+
+
+def _is_transform(name: str, value: object) -> bool:
+    if not callable(value) or isinstance(value, (type, Dataset)):
+        return False
+    return name.lstrip("_") in _NAMES or type(value).__module__.startswith(_PACKAGES)
 
 
 # --- transforms whose steps are timed ---------------------------------------------------------------------------------
@@ -151,8 +158,9 @@ class StepTimer:
 
     def step(self, name: str) -> str:
         """Add a step, and return its name, with a number if the name is taken."""
-        same = sum(one == name or one.startswith(f"{name} (") for one in self.steps)
-        name = f"{name} ({same + 1})" if same else name
+        same = sum(step == name or step.startswith(f"{name} (") for step in self.steps)
+        if same:
+            name = f"{name} ({same + 1})"
         self.steps[name] = Spent()
         return name
 
@@ -162,15 +170,15 @@ class StepTimer:
             return function(*args, **named)
         outer = self._inner
         self._inner = Spent()
-        cpu = self.cpu()
-        wall = self.wall()
-        made = function(*args, **named)
-        wall = self.wall() - wall
-        cpu = self.cpu() - cpu
-        self.steps[step].wall_ns += wall - self._inner.wall_ns
-        self.steps[step].cpu_ns += cpu - self._inner.cpu_ns
-        self._inner = Spent(outer.cpu_ns + cpu, outer.wall_ns + wall)
-        return made
+        cpu_began_ns = self.cpu()
+        wall_began_ns = self.wall()
+        result = function(*args, **named)
+        wall_ns = self.wall() - wall_began_ns
+        cpu_ns = self.cpu() - cpu_began_ns
+        self.steps[step].wall_ns += wall_ns - self._inner.wall_ns
+        self.steps[step].cpu_ns += cpu_ns - self._inner.cpu_ns
+        self._inner = Spent(outer.cpu_ns + cpu_ns, outer.wall_ns + wall_ns)
+        return result
 
 
 class _Timed:
@@ -234,9 +242,12 @@ def name_of(step: object) -> str:
 
 def measure_costs(session: Session) -> None:
     """Measure the costs of all loaders' samples, by name."""
-    share_s = session.share_s / len(session.parts)
-    costs = [(part.name, cost) for part in session.parts for cost in sample_costs(part, share_s)]
-    session.note(costs=tuple(replace(cost, name=f"{of}: {cost.name}" if of else cost.name) for of, cost in costs))
+    costs: list[NamedCost] = []
+    for part in session.parts:
+        for cost in sample_costs(part, session.share_s / len(session.parts)):
+            name = f"{part.name}: {cost.name}" if part.name else cost.name
+            costs.append(replace(cost, name=name))
+    session.note(costs=tuple(costs))
 
 
 def sample_costs(
@@ -244,8 +255,8 @@ def sample_costs(
 ) -> tuple[NamedCost, ...]:
     """The cost of each step of making a sample in this process, with as many threads as a worker would have.
 
-    Each sample is made twice and timed the second time, so that its files are in the page cache. For an iterable data
-    set, every second sample is timed. Reading and decoding are separate costs if the dataset separates them (a
+    Each sample is made twice and timed the second time, so that its files are in the page cache. For an iterable
+    dataset, every second sample is timed. Reading and decoding are separate costs if the dataset separates them (a
     ImageDataset, torchvision's folders); else everything except transforms is ``load``.
 
     Args:
@@ -301,13 +312,15 @@ def _maker(part: LoaderPart, indices: Iterable[Any], timer: StepTimer) -> Callab
     base = next((innermost(dataset, index)[0] for index in indices), dataset)
     if isinstance(base, ImageDataset) and base.encoded:
         return partial(timer.call, timer.step("read"), dataset.__getitem__)
-    in_steps = isinstance(base, ImageDataset)
-    if not in_steps and not (callable(getattr(base, "loader", None)) and hasattr(base, "samples")):
-        # The steps of transforms are timed one by one, and all the rest together.
+    make = None
+    if isinstance(base, ImageDataset):
+        make = _make_in_steps
+    elif callable(getattr(base, "loader", None)) and hasattr(base, "samples"):
+        make = _make_of_folder
+    if make is None:  # the steps of transforms are timed one by one, and all the rest together
         return partial(timer.call, timer.step("load"), dataset.__getitem__)
-    make = _make_in_steps if in_steps else _make_of_folder
-    for stage in _STAGES[make]:
-        timer.step(stage)
+    timer.step("read")
+    timer.step("decode")
     return partial(make, timer, dataset)
 
 
@@ -330,6 +343,3 @@ def _make_in_steps(timer: StepTimer, dataset: object, index: object) -> None:
     if not decoded.flags.writeable:
         decoded = decoded.copy()
     base.augment(decoded, inner)
-
-
-_STAGES = {_make_of_folder: ("read", "decode"), _make_in_steps: ("read", "decode")}

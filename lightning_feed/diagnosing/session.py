@@ -13,31 +13,23 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_feed import _host
-from lightning_feed._host import AnyDataModule, AnyModule, AnyTrainer
-from lightning_feed.callbacks.loader_place import place_of
-from lightning_feed.diagnosing.batches import KeptBatches
+from lightning_feed._host import AnyModule, AnyTrainer
+from lightning_feed.diagnosing.batches import KeptBatches, own_loaders
 from lightning_feed.diagnosing.parts import LoaderPart, NotMeasurable, Together, make_sample, parts_of, size_of_leaf
 from lightning_feed.diagnosing.restoring import ModelState, quiet
-from lightning_feed.errors import DatasetError, FeedError, LoaderError, SettingsError, plural
+from lightning_feed.errors import DatasetError, FeedError, LoaderError, SettingsError
 from lightning_feed.load.kinds import AnyLoader, Batch
 from lightning_feed.load.machine import Footprint, Machine, exceeded_limit, read_machine
 from lightning_feed.load.random_state import preserve_state
-from lightning_feed.load.settings import TORCH_PREFETCH
-from lightning_feed.load.slots import uses_slots
+from lightning_feed.load.settings import Setting
+from lightning_feed.load.slot_loaders import uses_slots
 from lightning_feed.measure.experiment_results import ExperimentResults
-from lightning_feed.measure.measurements import Measurements, Place
-from lightning_feed.trials.cloning import (
-    Changes,
-    LoaderRate,
-    RoundLimits,
-    background_of,
-    burst_of,
-    clone_loader,
-    has_threads,
-    locate_failure,
-    time_loader,
-)
+from lightning_feed.measure.loader_code import code_of
+from lightning_feed.measure.measurements import LoaderCode, Measurements
+from lightning_feed.trials.cloning import Changes, background_of, burst_of, clone_loader, locate_failure
+from lightning_feed.trials.loader_rate import LoaderRate, RoundLimits, time_loader
 from lightning_feed.trials.tune_loader import Tuned
+from lightning_feed.wording import plural
 
 START_S = 60.0
 """Extra seconds for the loader as configured to start: all other experiments need its result, and spawned workers may
@@ -71,11 +63,11 @@ class Session:
         tuned: the result of trying numbers of workers; None: they were not tried.
     """
 
-    trainer: AnyTrainer = None
-    model: AnyModule = None
-    datamodule: AnyDataModule = None
+    trainer: Any = None
+    model: Any = None
+    datamodule: Any = None
     loaders: AnyLoader = None
-    compiled: Any = None
+    compiled: AnyModule | None = None
     package: ModuleType | None = None
     train_loaders: AnyLoader = None
     measured: Measurements | None = None
@@ -91,6 +83,12 @@ class Session:
     tuned: Tuned | None = None
 
     # --- the user's objects ---------------------------------------------------------------------------------------
+
+    @property
+    def lightning(self) -> ModuleType:
+        """The package of the user's Trainer."""
+        assert self.package is not None, "there is a Trainer"
+        return self.package
 
     @property
     def device(self) -> torch.device:
@@ -146,19 +144,24 @@ class Session:
                 "the training loader, such as a DataLoader."
             )
 
+    def take_loaders(self, loaders: AnyLoader) -> AnyLoader:
+        """Keep the user's training loaders, and return copies of them, for a fit."""
+        self.train_loaders = loaders
+        return own_loaders(loaders)
+
     def tear_down(self) -> None:
         """Call the data module's ``teardown``, which the fits leave out."""
         if self.datamodule is not None and _host.is_overridden(self.datamodule, "teardown"):
             self.datamodule.teardown("fit")
 
-    def place(self) -> Place | None:
+    def place(self) -> LoaderCode | None:
         """The place in the user's code that sets up the training loader, or None if it cannot be found.
 
         Looks at the user's own Trainer, which knows the keys of the command line.
         """
         try:
             loaders = [part.loader for part in parts_of(self.train_loaders)]
-            return place_of(self.loader_owner, self.trainer, self.datamodule, loaders)
+            return code_of(self.loader_owner, self.datamodule, loaders, config=_host.cli_config(self.trainer))
         except Exception:  # noqa: BLE001  # loaders of another kind, or sources that cannot be read
             return None
 
@@ -223,9 +226,7 @@ class Session:
             DatasetError: loading fails; the message names worker and sample, if known.
             LoaderError: a loader hangs, is empty or cannot be rebuilt.
         """
-        start_s = START_S
-        if self.alone is not None:
-            start_s = 2 * self.alone.start_s
+        start_s = START_S if self.alone is None else 2 * self.alone.start_s
         max_s = max(share * self.share_s, _LEAST_S) + start_s
         limits = RoundLimits(min_s=self.counted_s(share), max_s=max_s, warm_rounds=warm_rounds)
         passes: list[Together] = []
@@ -245,44 +246,34 @@ class Session:
         except Exception as error:
             if not self.parts or (isinstance(error, FeedError) and not isinstance(error, DatasetError)):
                 raise
-            received = None
-            if len(passes) == 1:
-                received = passes[0].received
+            received = passes[0].received if len(passes) == 1 else None
             raise locate_failure(self.parts, error, received) from error
         return rate, passes[0].first
 
-    def check_memory(self, num_workers: int | None = None) -> None:
+    def check_memory(self) -> None:
         """Check that the loaders' queues fit into memory.
-
-        Args:
-            num_workers: number of workers in place of the configured one.
 
         Raises:
             NotMeasurable: the queues would take too much.
         """
         for part, sample in zip(self.parts, self.samples, strict=True):
-            workers = part.loader.num_workers
-            if num_workers is not None:
-                workers = num_workers
-            prefetch = part.loader.prefetch_factor or TORCH_PREFETCH
-            batches = workers * prefetch + background_of(part.loader) + 1
-            taken = Footprint(
-                workers=workers,
+            setting = Setting.of(part.loader)
+            batches = setting.batches_ahead + background_of(part.loader) + 1
+            footprint = Footprint(
+                workers=setting.num_workers,
                 batches=batches,
                 batch_bytes=part.batch_size * size_of_leaf(sample),
                 size=plural(batches, "batch", "batches"),
                 worker_bytes=0,
-                in_shm=workers > 0 and not has_threads(part.loader) and not uses_slots(part.loader),
+                in_shm=setting.num_workers > 0 and setting.workers == "process" and not uses_slots(part.loader),
                 sharers=len(self.parts),
             )
-            problem = exceeded_limit(self.machine, taken)
-            if problem:
-                raise NotMeasurable(problem)
+            exceeded = exceeded_limit(self.machine, footprint)
+            if exceeded:
+                raise NotMeasurable(exceeded)
 
 
-def open_session(
-    trainer: AnyTrainer, model: object, datamodule: AnyDataModule = None, loaders: object = None
-) -> Session:
+def open_session(trainer: Any, model: object, datamodule: Any = None, loaders: object = None) -> Session:
     """Open a session for the arguments of ``Trainer.fit``. Without a Trainer, Lightning chooses the device.
 
     Raises:
@@ -290,34 +281,38 @@ def open_session(
             one of several ranks, or the model is sharded.
     """
     if isinstance(datamodule, DataLoader) and loaders is None:  # trainer.fit takes loaders in this place, too
-        datamodule, loaders = None, datamodule
+        loaders = datamodule
+        datamodule = None
     plain = getattr(model, "_orig_mod", model)
     known = [part for part in (trainer, plain, datamodule) if part is not None]
-    package = import_module("lightning.pytorch")
-    if known:
-        package = _host.package_of(*known)
+    package = _host.package_of(*known) if known else import_module("lightning.pytorch")
     if trainer is None:
         trainer = _plain_trainer(package)
-    elif _host.is_training(trainer):
+    else:
+        _refuse(trainer)
+    compiled: Any = None if plain is model else model
+    return Session(trainer, plain, datamodule, loaders, compiled, package)
+
+
+def _refuse(trainer: AnyTrainer) -> None:
+    """Raise a SettingsError for a Trainer, or a process, in which no short fit can run."""
+    if _host.is_running(trainer):
         raise SettingsError("This Trainer is running. Call diagnose() before or after fit(), not from within.")
-    elif _host.shards_the_model(trainer):
+    if _host.shards_the_model(trainer):
         raise SettingsError(
             f"{type(trainer.strategy).__name__} divides the model among devices, but diagnose() trains on one. "
             "Diagnose only the data module, with diagnose(None, None, datamodule), and add GPUStarvationCallback() to "
             "the run."
         )
-    elif torch.distributed.is_available() and torch.distributed.is_initialized():
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise SettingsError(
             "This process is one of several ranks. Run diagnose() in a separate process, on one device. To compare "
             "ranks, use GPUStarvationCallback() in the run itself."
         )
-    compiled = None
-    if plain is not model:
-        compiled = model
-    return Session(trainer, plain, datamodule, loaders, compiled, package)
 
 
-def _plain_trainer(package: Any) -> AnyTrainer:
+def _plain_trainer(package: ModuleType) -> AnyTrainer:
     """A Trainer on one device that writes no files."""
     with quiet():
-        return package.Trainer(accelerator="auto", devices=1, logger=False, enable_checkpointing=False)
+        trainer: AnyTrainer = package.Trainer(accelerator="auto", devices=1, logger=False, enable_checkpointing=False)
+        return trainer

@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from lightning_feed import _host
 from lightning_feed._host import AnyTrainer, Original
 from lightning_feed.callbacks.prefetch import PrefetchCallback
-from lightning_feed.diagnosing.batches import KeptBatches, Pace, Replay, own_loaders
+from lightning_feed.diagnosing.batches import KeptBatches, Pace, Replay
 from lightning_feed.diagnosing.session import Session
-from lightning_feed.load.kinds import Batch
+from lightning_feed.load.kinds import AnyLoader, Batch
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.measure.facts import batches_ahead
 from lightning_feed.measure.windows import WARM_UP_STEPS
@@ -36,10 +37,10 @@ PRECISIONS_BY_NAME = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePre
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The length of a fit: at most ``most`` steps, or ``seconds`` with at least ``least`` steps."""
+    """The length of a fit: it ends after ``max_steps``, or after ``seconds`` if it had ``min_steps`` by then."""
 
-    least: int
-    most: int
+    min_steps: int
+    max_steps: int
     seconds: float
 
 
@@ -57,7 +58,7 @@ class ShortFit:
         self.wraps: list[_host.Wrap] = []
         """Replaced methods, to be restored after the fit."""
         self._planned = math.inf
-        self._began = 0.0
+        self._began_s = 0.0
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: object) -> None:
         """Start the clock, and let the fit continue past the user's ``max_epochs`` and ``max_steps``."""
@@ -65,14 +66,14 @@ class ShortFit:
             self._planned = trainer.estimated_stepping_batches
         _host.go_on_past_the_end(trainer)
         _host.keep_plateaus(trainer)
-        self._began = time.perf_counter()
+        self._began_s = time.perf_counter()
 
     def on_train_batch_end(self, trainer: AnyTrainer, *args: object) -> None:
         """End the fit after its time."""
         self.steps += 1
-        elapsed = time.perf_counter() - self._began
-        late = elapsed >= self.limits.seconds and self.steps >= self.limits.least
-        if self.steps >= self.limits.most or late or elapsed >= LATEST * self.limits.seconds:
+        elapsed_s = time.perf_counter() - self._began_s
+        is_enough = elapsed_s >= self.limits.seconds and self.steps >= self.limits.min_steps
+        if is_enough or self.steps >= self.limits.max_steps or elapsed_s >= LATEST * self.limits.seconds:
             trainer.should_stop = True
         if trainer.global_step + 1 >= self._planned:
             # A schedule of fixed length raises if it is stepped past its end.
@@ -93,7 +94,7 @@ class UnchangedFit(ShortFit):
         """Train for longer if batches were made ahead: a full queue hides a slow loader for so many steps."""
         super().on_train_start(trainer, pl_module)
         warm_up = batches_ahead(_host.train_loaders(trainer)) + WARM_UP_STEPS
-        self.limits = replace(self.limits, most=self.limits.most + warm_up)
+        self.limits = replace(self.limits, max_steps=self.limits.max_steps + warm_up)
         if not _host.takes_iterator(self.session.model):
             self.session.device_batches = KeptBatches(warm_up)
             self.wraps.append(_host.Wrap(self.session.model, "training_step", self._step))
@@ -130,7 +131,7 @@ def nothing(*_: object, **__: object) -> None:
 
 
 def _as_callback(session: Session, kind: type[ShortFit]) -> Any:
-    return type("ShortFit", (kind, session.package.Callback), {})  # type: ignore[union-attr]  # with a Trainer
+    return type("ShortFit", (kind, session.lightning.Callback), {})
 
 
 # --- the fits -----------------------------------------------------------------------------------------------------
@@ -141,37 +142,35 @@ def run_as_it_is(session: Session, limits: Limits) -> None:
     meter = _meter(session)
     short_fit = _as_callback(session, UnchangedFit)(session, limits)
 
-    def copies(loaders: Any) -> Any:
-        session.train_loaders = loaders
-        return own_loaders(loaders)
-
     loaders = None
     wraps = []
     if session.loader_owner is None:
-        loaders = copies(session.loaders)
+        loaders = session.take_loaders(session.loaders)
     else:
-        wraps.append(_host.Wrap(session.loader_owner, "train_dataloader", lambda original: copies(original())))
+        wraps.append(
+            _host.Wrap(session.loader_owner, "train_dataloader", lambda original: session.take_loaders(original()))
+        )
     try:
         with preserve_state(session.loaders):
             _fit(session, short_fit, [meter, short_fit], loaders, wraps)
     finally:
         measured = meter.report().measurements
         hooks = tuple(hook for hook in measured.hooks if not hook.name.startswith(OWN_HOOKS))
-        facts = replace(measured.facts, place=session.place() or measured.facts.place)
+        facts = replace(measured.facts, loader_code=session.place() or measured.facts.loader_code)
         # The wall time is this short fit's, which is of no interest.
         session.measured = replace(measured, hooks=hooks, facts=facts, wall=None)
 
 
 def _meter(session: Session) -> Any:
     """A GPUStarvationCallback for the Trainer's package."""
-    assert session.package is not None, "there is a Trainer"
-    feed = import_module("lightning_feed")
-    if session.package.__name__ != "lightning.pytorch":
-        feed = import_module("lightning_feed.pl")
-    return feed.GPUStarvationCallback(nvml=False, report=False)
+    is_unified = session.lightning.__name__ == "lightning.pytorch"
+    feed = import_module("lightning_feed" if is_unified else "lightning_feed.pl")
+    meter = feed.GPUStarvationCallback(report=False)
+    meter.reads_gpu = False
+    return meter
 
 
-def time_fit(session: Session, limits: Limits, loaders: Any) -> float | None:
+def time_fit(session: Session, limits: Limits, loaders: AnyLoader) -> float | None:
     """Milliseconds of a step of a fit with other loaders; None: too few steps.
 
     Args:
@@ -186,7 +185,7 @@ def time_fit(session: Session, limits: Limits, loaders: Any) -> float | None:
     return step_ms
 
 
-def _instead_of_the_users(session: Session, loaders: Any) -> list[_host.Wrap]:
+def _instead_of_the_users(session: Session, loaders: AnyLoader) -> list[_host.Wrap]:
     """Let a fit take other loaders, without setting up the data module again."""
     owner = session.loader_owner
     if owner is None:
@@ -206,7 +205,7 @@ def replay(session: Session, batches: Sequence[Batch], limits: Limits, *, on_dev
         limits: length of the fit.
         on_device: leave out the transfer to the device, with its hooks.
     """
-    length = limits.most + 1
+    length = limits.max_steps + 1
     if session.measured is not None:
         length = max(length, session.measured.facts.batches_per_epoch or 0)
     endless = Replay(batches, length)
@@ -220,8 +219,8 @@ def replay(session: Session, batches: Sequence[Batch], limits: Limits, *, on_dev
 def _fit(
     session: Session,
     short_fit: ShortFit,
-    callbacks: list[Any],
-    loaders: Any,
+    callbacks: list[object],
+    loaders: AnyLoader,
     wraps: list[_host.Wrap],
     *,
     prefetch: bool = True,
@@ -236,34 +235,31 @@ def _fit(
         wraps: methods of the owner of the loaders that are replaced for this fit, and restored at its end.
         prefetch: keep the user's PrefetchCallback.
     """
-    data: dict[str, Any] = {"datamodule": session.datamodule}
-    if session.loaders is not None:
-        data = {"train_dataloaders": loaders}
+    data = {"datamodule": session.datamodule} if session.loaders is None else {"train_dataloaders": loaders}
     stdin = sys.stdin
-    before = None
-    with suppress(RuntimeError):  # it has no Trainer
-        before = session.model.trainer
+    users_trainer = None
+    with suppress(RuntimeError):  # the module has no Trainer
+        users_trainer = session.model.trainer
     wraps.append(_host.Wrap(session.model, "configure_callbacks", lambda _: []))
     for owner in (session.model, session.datamodule):
         wraps += [_host.Wrap(owner, name, nothing) for name in ENDS if _host.is_overridden(owner, name)]
+    trainer: AnyTrainer | None = None
     try:
         with tempfile.TemporaryDirectory(prefix="feed_diagnose_") as folder:
-            trainer = short_trainer(session.package, session.trainer, callbacks, folder, prefetch=prefetch)
+            trainer = short_trainer(session.lightning, session.trainer, callbacks, folder, prefetch=prefetch)
             _run_fit(session, trainer, short_fit, data)
     finally:
         for wrap in reversed([*wraps, *short_fit.wraps]):
             wrap.undo()
         sys.stdin = stdin
-        session.model.trainer = before
+        session.model.trainer = users_trainer
         trainer = None
         gc.collect()  # a Trainer is part of reference cycles; this also ends the workers of this fit
 
 
 def _run_fit(session: Session, trainer: AnyTrainer, short_fit: ShortFit, data: dict[str, Any]) -> None:
     """Call ``trainer.fit``; raise KeyboardInterrupt for Ctrl-C, which Lightning turns into an exit."""
-    model = session.model
-    if session.compiled is not None:
-        model = session.compiled
+    model = session.model if session.compiled is None else session.compiled
     try:
         trainer.fit(model, **data)
     except SystemExit as end:
@@ -275,7 +271,9 @@ def _run_fit(session: Session, trainer: AnyTrainer, short_fit: ShortFit, data: d
 # --- the Trainer of a short fit -----------------------------------------------------------------------------------
 
 
-def short_trainer(package: Any, like: AnyTrainer, callbacks: list[Any], folder: str, *, prefetch: bool) -> AnyTrainer:
+def short_trainer(
+    package: ModuleType, like: AnyTrainer, callbacks: list[object], folder: str, *, prefetch: bool
+) -> AnyTrainer:
     """A new Trainer on one device, with the settings of ``like`` that change what a step does.
 
     Kept: accelerator, the first of the devices, precision, accumulation, clipping, ``max_epochs`` and ``max_steps``
@@ -283,30 +281,22 @@ def short_trainer(package: Any, like: AnyTrainer, callbacks: list[Any], folder: 
     there was a logger, there is one that drops everything.
     Left out: loggers, checkpoints, validation, progress bar, profiler, all other callbacks.
     """
-    device = like.strategy.root_device
-    kept = [callback for callback in like.callbacks if prefetch and isinstance(callback, PrefetchCallback)]
-    mine = [*copy.deepcopy(kept), *callbacks]
-    same = ("max_epochs", "max_steps", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
-    options: dict[str, Any] = {name: getattr(like, name) for name in same} | _precision(like)
-    options["accelerator"] = like.accelerator
-    if device.type in ("cpu", "cuda", "mps"):
-        options["accelerator"] = device.type
-    options["devices"] = 1
-    if device.type == "cuda" and device.index is not None:
-        options["devices"] = [device.index]
-    options["logger"] = False
-    if like.loggers:
-        dummy = import_module(f"{package.__name__}.loggers.logger").DummyLogger  # accepts any call
-        options["logger"] = type("SilentLogger", (dummy,), {"log_dir": None})()
-    options["limit_train_batches"] = like.limit_train_batches
-    if like.fast_dev_run:
-        options["limit_train_batches"] = 1.0
-    trainer = package.Trainer(
-        **options,
-        callbacks=list(mine),
+    kept = [callback for callback in _host.callbacks_of(like) if prefetch and isinstance(callback, PrefetchCallback)]
+    wanted = [*copy.deepcopy(kept), *callbacks]
+    trainer: AnyTrainer = package.Trainer(
+        **_device(like),
+        **_precision(like),
+        max_epochs=like.max_epochs,
+        max_steps=like.max_steps,
+        accumulate_grad_batches=like.accumulate_grad_batches,
+        gradient_clip_val=like.gradient_clip_val,
+        gradient_clip_algorithm=like.gradient_clip_algorithm,
+        logger=_silent_logger(package) if like.loggers else False,
+        callbacks=list(wanted),
+        limit_train_batches=1.0 if _host.is_fast_dev_run(like) else like.limit_train_batches,
         limit_val_batches=0,
         num_sanity_val_steps=0,
-        log_every_n_steps=max(1, like.log_every_n_steps),
+        log_every_n_steps=max(1, _host.log_interval(like)),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -314,9 +304,23 @@ def short_trainer(package: Any, like: AnyTrainer, callbacks: list[Any], folder: 
         default_root_dir=folder,
     )
     # Other packages may have added callbacks to every Trainer.
-    wanted = set(map(id, mine))
-    trainer.callbacks = [callback for callback in trainer.callbacks if id(callback) in wanted]
+    added = _host.callbacks_of(trainer)
+    added[:] = [callback for callback in added if any(callback is known for known in wanted)]
     return trainer
+
+
+def _device(like: AnyTrainer) -> dict[str, Any]:
+    """The arguments of a Trainer on the first device of another one."""
+    device = like.strategy.root_device
+    accelerator = device.type if device.type in ("cpu", "cuda", "mps") else like.accelerator
+    devices = [device.index] if device.type == "cuda" and device.index is not None else 1
+    return {"accelerator": accelerator, "devices": devices}
+
+
+def _silent_logger(package: ModuleType) -> Any:
+    """A logger that accepts any call, and drops everything."""
+    dummy = import_module(f"{package.__name__}.loggers.logger").DummyLogger
+    return type("SilentLogger", (dummy,), {"log_dir": None})()
 
 
 def _precision(like: AnyTrainer) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from lightning_feed.errors import DatasetError, DecodeError, SettingsError, printable
+from lightning_feed.errors import DatasetError, DecodeError, SettingsError
 from lightning_feed.images.crop import CropSpec, EvalRecipe, Recipe, SourceImage, TrainRecipe, crop_image
 from lightning_feed.images.decoders import Decoder, Pixels, Region
 from lightning_feed.images.header import Encoded
@@ -22,6 +22,7 @@ from lightning_feed.load.collate import BadSamples, Skipped, fill_skipped
 from lightning_feed.load.order import mix_seed
 from lightning_feed.load.trace import traced
 from lightning_feed.storage.folder import SampleSource
+from lightning_feed.wording import printable
 
 logger = logging.getLogger(__name__)
 

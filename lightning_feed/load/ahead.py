@@ -46,9 +46,11 @@ class BackgroundIterator(Stage):
     """
 
     def __init__(self, source: Iterator[Batch], depth: int) -> None:
-        self._closed = self._ended = False
+        self._closed = False
+        self._ended = False
         self.depth = depth
-        self._permits = permits = _Permits(depth + 1)
+        permits = _Permits(depth + 1)
+        self._permits = permits
         # The thread holds no reference to this object, so an abandoned iterator is collected and its thread ends.
         self.thread = BackgroundGenerator(_outcomes(source, permits, on_this_device()), max_prefetch=0)
         self._shutdown = ThreadShutdown(self, [self.thread], permits.refuse)
@@ -62,7 +64,10 @@ class BackgroundIterator(Stage):
             with traced("background_wait"):
                 outcome = self._take()
         except BaseException as error:
-            self.close(SOON_S if isinstance(error, KeyboardInterrupt) else PATIENCE_S)
+            if isinstance(error, KeyboardInterrupt):
+                self.close(SOON_S)
+            else:
+                self.close()
             raise
         if outcome.error is None:
             self._permits.give()
@@ -89,13 +94,13 @@ class BackgroundIterator(Stage):
 
     def _take(self) -> Outcome:
         while True:
-            alive = self.thread.is_alive()  # checked first: a dead thread can add no more items
+            is_alive = self.thread.is_alive()  # checked first: a dead thread can add no more items
             try:
                 outcome: Outcome
-                _, outcome = self.thread.queue.get(timeout=_ALIVE_CHECK_S if alive else 0)
+                _, outcome = self.thread.queue.get(timeout=_ALIVE_CHECK_S if is_alive else 0)
                 return outcome
             except queue.Empty:
-                if not alive:
+                if not is_alive:
                     raise LoaderError(
                         "The background thread is gone, as after a fork of its process. The epoch is incomplete: "
                         "batches are missing. Begin a new pass."
@@ -107,12 +112,12 @@ class _Permits:
 
     def __init__(self, items: int) -> None:
         self.refused = False
-        self._given: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._issued: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(items):
             self.give()
 
     def give(self) -> None:
-        self._given.put(None)
+        self._issued.put(None)
 
     def refuse(self) -> None:
         self.refused = True
@@ -120,7 +125,7 @@ class _Permits:
 
     def take(self) -> bool:
         """Wait for a permit. Returns False if no more will be issued."""
-        self._given.get()
+        self._issued.get()
         return not self.refused
 
 

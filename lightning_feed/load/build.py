@@ -13,9 +13,11 @@ from lightning_feed.load.decoding import BatchDecoder
 from lightning_feed.load.fork_safety import why_not_renewed
 from lightning_feed.load.kinds import AnyDataset, AnySampler, Batch, Sample
 from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.loader_tree import LoaderPath, name_in_split
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import EpochOrder, size_of
-from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, Workload, recommend, workers_of
+from lightning_feed.load.recommend import Job, Recommendation, Workload, recommend
+from lightning_feed.load.settings import LoaderSettings, workers_of
 from lightning_feed.load.watchdog import Watch
 from lightning_feed.load.worker import WorkerInit, refuse_unsendable
 
@@ -53,31 +55,23 @@ def build_loader(
     """
     drop_last = part.split == "train" and settings.drop_last
     machine = read_machine()
-    workload = Workload(
-        split=part.split,
-        batch_size=part.batch_size,
-        batches=_batches(dataset, part, job, drop_last=drop_last),
-        loaders=part.together,
-        iterable=isinstance(dataset, IterableDataset),
-        why_no_workers="" if isinstance(settings.num_workers, int) else why_not_renewed(dataset),
-        **vars(job),
-    )
-    recommendation = recommend(machine, settings, workload)
+    recommendation = recommend(machine, settings, _workload(dataset, part, settings, job, drop_last=drop_last))
     setting = recommendation.setting
-    processes = setting.num_workers > 0 and setting.workers == "process"
-    options = {
-        "worker_init_fn": job.worker_init or WorkerInit(),
-        "multiprocessing_context": settings.start_method,
-    }
+    options: dict[str, Any] = {}
+    if setting.num_workers:
+        options["timeout"] = settings.timeout_s
+    has_processes = setting.num_workers > 0 and setting.workers == "process"
+    if has_processes:
+        options["worker_init_fn"] = job.worker_init or WorkerInit()
+        options["multiprocessing_context"] = settings.start_method
     loader = FeedLoader(
         dataset,
         batch_size=part.batch_size,
-        sampler=_sampler(dataset, part, settings, job),
+        sampler=_sampler(dataset, part, job),
         num_workers=setting.num_workers,
         collate_fn=part.collate_fn,
         pin_memory=setting.pin_memory,
         drop_last=drop_last,
-        timeout=settings.timeout_s if setting.num_workers else 0,
         prefetch_factor=setting.prefetch_factor,
         persistent_workers=setting.persistent_workers,
         in_order=setting.in_order,
@@ -86,22 +80,35 @@ def build_loader(
         workers=workers_of(settings),
         hand_over=settings.hand_over,
         decode=part.decode,
-        watch=Watch(part.name, settings.warn_after_s) if settings.warn_after_s else None,
-        **(options if processes else {}),
+        watch=Watch(part.name),
+        **options,
     )
     start_method = settings.start_method or machine.start_method
-    if processes and start_method != "fork":
+    if has_processes and start_method != "fork":
         # Checked here, because Lightning masks an error at the start of a loader with its own.
         refuse_unsendable(loader, part.name, start_method)
     return loader, recommendation
 
 
-def _sampler(dataset: AnyDataset, part: Part, settings: LoaderSettings, job: Job) -> AnySampler:
+def _workload(dataset: AnyDataset, part: Part, settings: LoaderSettings, job: Job, *, drop_last: bool) -> Workload:
+    is_fixed = isinstance(settings.num_workers, int)
+    return Workload(
+        split=part.split,
+        batch_size=part.batch_size,
+        batches=_batches(dataset, part, job, drop_last=drop_last),
+        loaders=part.together,
+        iterable=isinstance(dataset, IterableDataset),
+        why_no_workers="" if is_fixed else why_not_renewed(dataset),
+        **vars(job),
+    )
+
+
+def _sampler(dataset: AnyDataset, part: Part, job: Job) -> AnySampler:
     """Return the user's sampler, or a shuffling one. None for a fixed order."""
     if isinstance(dataset, IterableDataset):
         return None
     sampler = part.sampler(dataset)
-    if sampler is None and part.split == "train" and settings.shuffle and not job.overfit:
+    if sampler is None and part.split == "train" and not job.overfit:
         return RandomSampler(dataset)
     return sampler
 
@@ -111,25 +118,29 @@ def _batches(dataset: AnyDataset, part: Part, job: Job, *, drop_last: bool) -> i
     samples = size_of(dataset)
     if samples is None:
         return None
-    ranks = 1 if isinstance(dataset, IterableDataset) else job.sharing_ranks
+    ranks = job.sharing_ranks
+    if isinstance(dataset, IterableDataset):
+        ranks = 1
     share = math.ceil(samples / ranks)
-    if drop_last and share < part.batch_size:
+    if not drop_last:
+        return math.ceil(share / part.batch_size)
+    if share < part.batch_size:
         on_ranks = f" ({share} on each of {ranks} ranks)" if ranks > 1 else ""
         raise SettingsError(
             f"drop_last=True with batch_size={part.batch_size} leaves no batch: {part.name} has only {samples} "
             f"samples{on_ranks}. Set batch_size to {share} or less, or leave drop_last out."
         )
-    return share // part.batch_size if drop_last else math.ceil(share / part.batch_size)
+    return share // part.batch_size
 
 
 # --- the datasets of a split ------------------------------------------------------------------------------------------
 
 
-def name_datasets(made: object, split: str) -> list[tuple[str, AnyDataset]]:
-    """Return the datasets in ``made`` with the names that reports and errors use.
+def name_datasets(datasets: object, split: str) -> list[tuple[str, AnyDataset]]:
+    """Return the datasets in ``datasets`` with the names that reports and errors use.
 
     Args:
-        made: a dataset, or a dict or list of datasets.
+        datasets: a dataset, or a dict or list of datasets.
         split: for example ``"train"``. Datasets in a dict or list are named ``train['key']`` or ``train[0]``.
 
     Raises:
@@ -139,27 +150,33 @@ def name_datasets(made: object, split: str) -> list[tuple[str, AnyDataset]]:
         >>> name_datasets({"real": range(3), "made up": range(5)}, "train")
         [("train['real']", range(0, 3)), ("train['made up']", range(0, 5))]
     """
-    if isinstance(made, dict):
-        named = [(f"{split}[{key!r}]", dataset) for key, dataset in made.items()]
-    elif isinstance(made, list):
-        named = [(f"{split}[{index}]", dataset) for index, dataset in enumerate(made)]
-    else:
-        named = [(split, made)]
+    named = [(name_in_split(split, path), dataset) for path, dataset in _datasets_in(datasets)]
     if not named:
         raise DatasetError(
-            f"make_dataset({split!r}) returned an empty {type(made).__name__}. Put a dataset into it, or return None "
-            "if there is no such split."
+            f"make_dataset({split!r}) returned an empty {type(datasets).__name__}. Put a dataset into it, or return "
+            "None if there is no such split."
         )
     for name, dataset in named:
         _check_dataset(name, dataset, split)
     return named
 
 
-def like(made: object, values: list[Any]) -> Any:
-    """Arrange one value per dataset in the structure of ``made``: a single value, a list or a dict."""
-    if isinstance(made, dict):
-        return dict(zip(made, values, strict=True))
-    return values if isinstance(made, list) else values[0]
+def _datasets_in(datasets: object) -> list[tuple[LoaderPath, AnyDataset]]:
+    """The datasets with the keys or positions of their loaders. Unlike loaders, they are not nested."""
+    if isinstance(datasets, dict):
+        return [((key,), dataset) for key, dataset in datasets.items()]
+    if isinstance(datasets, list):
+        return [((position,), dataset) for position, dataset in enumerate(datasets)]
+    return [((), datasets)]
+
+
+def like(datasets: object, values: list[Any]) -> Any:
+    """Arrange one value per dataset in the structure of ``datasets``: a single value, a list or a dict."""
+    if isinstance(datasets, dict):
+        return dict(zip(datasets, values, strict=True))
+    if isinstance(datasets, list):
+        return values
+    return values[0]
 
 
 def even_batch_size(wished: int, samples: int, world_size: int = 1) -> tuple[int, str]:
@@ -176,15 +193,16 @@ def even_batch_size(wished: int, samples: int, world_size: int = 1) -> tuple[int
         500
     """
     share = -(-samples // world_size)
-    of_each = f"{share} samples" if world_size == 1 else f"{share} samples on each of {world_size} ranks"
+    samples_of_rank = f"{share} samples"
+    if world_size > 1:
+        samples_of_rank += f" on each of {world_size} ranks"
     if share <= wished:
-        return wished, f"the {of_each} fit into one batch"
+        return wished, f"the {samples_of_rank} fit into one batch"
     best = min(range((wished + 1) // 2, wished + 1), key=lambda size: (share % size, -size))
-    left = share % best
-    before = share % wished
+    reason = f"the {samples_of_rank} leave {share % best} for a last batch"
     if best == wished:
-        return best, f"the {of_each} leave {left} for a last batch; no size from half of {wished} up leaves fewer"
-    return best, f"the {of_each} leave {left} for a last batch, instead of {before} with {wished}"
+        return best, f"{reason}; no size from half of {wished} up leaves fewer"
+    return best, f"{reason}, instead of {share % wished} with {wished}"
 
 
 def _check_dataset(name: str, dataset: AnyDataset, split: str) -> None:

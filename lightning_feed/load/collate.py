@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import itertools
 import logging
 import uuid
 import weakref
@@ -109,21 +110,21 @@ _relay: list[tuple[str, str]] | None = None
 def relayed() -> Iterator[list[tuple[str, str]]]:
     """Collect unreadable samples, to be counted in the training process by :func:`count_relayed`."""
     global _relay
-    found: list[tuple[str, str]] = []
-    _relay = found
+    reports: list[tuple[str, str]] = []
+    _relay = reports
     try:
-        yield found
+        yield reports
     finally:
         _relay = None
 
 
-def count_relayed(found: list[tuple[str, str]]) -> None:
+def count_relayed(reports: list[tuple[str, str]]) -> None:
     """Count the unreadable samples reported by a worker without shared memory.
 
     Raises:
         DatasetError: too many samples have failed.
     """
-    for key, error in found:
+    for key, error in reports:
         if key in _known:
             _known[key]._count(error)
 
@@ -138,24 +139,26 @@ def fill_skipped(samples: list[Sample]) -> list[Sample]:
     if len(good) == len(samples):
         return samples
     if not good:
-        skipped = ", ".join(str(sample.index) for sample in samples[:10]) + (", ..." if len(samples) > 10 else "")
+        skipped = ", ".join(str(sample.index) for sample in samples[:10])
+        if len(samples) > 10:
+            skipped += ", ..."
         raise DatasetError(
             f"None of the {len(samples)} samples of a batch could be read (samples {skipped}), so the batch is empty. "
             "Fix the data, use larger batches, or set on_error='substitute'."
         )
-    places = iter(range(len(samples)))
-    return [good[next(places) % len(good)] if isinstance(sample, Skipped) else sample for sample in samples]
+    substitutes = itertools.cycle(good)
+    return [next(substitutes) if isinstance(sample, Skipped) else sample for sample in samples]
 
 
-def check_drop_keys(given: Any, owner: str) -> tuple[str, ...]:
-    """Return ``given`` as a tuple of keys.
+def check_drop_keys(keys: Any, owner: str) -> tuple[str, ...]:
+    """Return ``keys`` as a tuple.
 
     Raises:
-        SettingsError: ``given`` is a plain string, whose letters would be the keys.
+        SettingsError: ``keys`` is a plain string, whose letters would be the keys.
     """
-    if isinstance(given, str):
-        raise SettingsError(f"{owner}(drop_keys={given!r}) would be taken letter by letter. Write ({given!r},).")
-    return tuple(given)
+    if isinstance(keys, str):
+        raise SettingsError(f"{owner}(drop_keys={keys!r}) would be taken letter by letter. Write ({keys!r},).")
+    return tuple(keys)
 
 
 def drop(batch: Batch, keys: frozenset[str]) -> Batch:
@@ -171,13 +174,13 @@ def drop(batch: Batch, keys: frozenset[str]) -> Batch:
         >>> drop({"x": 1, "meta": {"path": "a.jpg", "id": 3}}, frozenset({"path"}))
         {'x': 1, 'meta': {'id': 3}}
     """
-    left = _without(batch, keys)
-    if isinstance(left, Mapping) and not left and batch:
+    reduced = _without(batch, keys)
+    if isinstance(reduced, Mapping) and not reduced and batch:
         raise SettingsError(
             f"drop_keys={tuple(sorted(keys))!r} would drop every key of the batch: {', '.join(map(repr, batch))}. "
             "Drop only keys that the step does not read."
         )
-    return left
+    return reduced
 
 
 def missing_keys(batch: Batch, keys: frozenset[str]) -> str | None:
@@ -210,16 +213,22 @@ class DroppingCollate:
 
     def __call__(self, samples: list[Sample]) -> Batch:
         """Collate ``samples`` into a batch without the keys."""
-        batch = samples if self.collate is None else self.collate(samples)
-        if not self._looked:
-            self._looked = True
-            worker = get_worker_info()
-            absent = missing_keys(batch, self.keys)
-            if absent is not None and (worker is None or worker.id == 0):
-                logger.warning("%s", absent)
         if self.collate is None:
+            self._warn_once(samples)
             batch = default_collate([_without(sample, self.keys, fields=False) for sample in samples])
+        else:
+            batch = self.collate(samples)
+            self._warn_once(batch)
         return drop(batch, self.keys)
+
+    def _warn_once(self, batch: Batch) -> None:
+        if self._looked:
+            return
+        self._looked = True
+        warning = missing_keys(batch, self.keys)
+        worker = get_worker_info()
+        if warning is not None and (worker is None or worker.id == 0):
+            logger.warning("%s", warning)
 
 
 GONE = object()
@@ -252,49 +261,55 @@ def rebuild(container: Any, change: Callable[[Any, Any], Any]) -> Any:
     Returns the container itself if nothing changes. The user's objects are not changed.
     """
     parts = named_parts(container) or {}
-    made = {name: change(name, part) for name, part in parts.items()}
-    changed = {name: part for name, part in made.items() if part is not parts[name]}
+    new_parts = {name: change(name, part) for name, part in parts.items()}
+    changed = {name: part for name, part in new_parts.items() if part is not parts[name]}
     if not changed:
         return container
     if isinstance(container, Mapping):
-        return _rebuilt_mapping(container, made)
+        return _rebuilt_mapping(container, new_parts)
     kind: Any = type(container)
     if isinstance(container, (list, tuple)):
-        return kind(*made.values()) if hasattr(container, "_fields") else kind(made.values())
+        if hasattr(container, "_fields"):
+            return kind(*new_parts.values())
+        return kind(new_parts.values())
     twin = copy.copy(container)
     for name, part in changed.items():
         object.__setattr__(twin, name, part)  # frozen dataclasses too: the copy is ours
     return twin
 
 
-def _rebuilt_mapping(mapping: Mapping[Any, Any], made: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    left = {name: part for name, part in made.items() if part is not GONE}
+def _rebuilt_mapping(mapping: Mapping[Any, Any], new_parts: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    kept = {name: part for name, part in new_parts.items() if part is not GONE}
     if not isinstance(mapping, MutableMapping):
         kind: Any = type(mapping)
-        return kind(left)  # type: ignore[no-any-return]
+        return kind(kept)  # type: ignore[no-any-return]
     twin = copy.copy(mapping)  # keeps other attributes of a user's mapping
-    for name in made.keys() - left.keys():
+    for name in new_parts.keys() - kept.keys():
         del twin[name]
-    twin.update(left)
+    twin.update(kept)
     return twin
 
 
 def _without(value: Any, keys: frozenset[str], *, fields: bool = True) -> Any:
     """Remove ``keys`` from a value. ``fields``: also set named-tuple and dataclass fields to None."""
-    mapping = isinstance(value, Mapping)
+    is_mapping = isinstance(value, Mapping)
     if _moves_itself(value) or (not fields and _is_dataclass(value)):
         return value
 
-    def left(name: object, part: object) -> object:
-        if name in keys and (mapping or fields):
-            return GONE if mapping else None
+    def without(name: object, part: object) -> object:
+        if name in keys and is_mapping:
+            return GONE
+        if name in keys and fields:
+            return None
         return _without(part, keys, fields=fields)
 
-    return rebuild(value, left)
+    return rebuild(value, without)
 
 
 def _keys(value: object) -> Iterator[object]:
-    parts = {} if _moves_itself(value) else named_parts(value) or {}
+    if _moves_itself(value):
+        return
+    parts = named_parts(value) or {}
     if not isinstance(value, (list, tuple)) or hasattr(value, "_fields"):
         yield from parts
     for part in parts.values():

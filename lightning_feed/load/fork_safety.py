@@ -28,7 +28,7 @@ from multiprocessing.queues import Queue
 from multiprocessing.shared_memory import SharedMemory
 from multiprocessing.sharedctypes import SynchronizedBase
 from multiprocessing.synchronize import Event, SemLock
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ import torch
 Kind = Literal["generator", "file", "process"]
 """``generator``: draws random numbers; ``file``: has a position; ``process``: belongs to the process that made it."""
 
+_WORST_FIRST: tuple[Kind, ...] = ("process", "file", "generator")
 _DEEPEST = 4
 """Levels of attributes looked at: a Subset, its dataset, a transform, and a transform inside it."""
 _MOST_OBJECTS = 2000
@@ -78,41 +79,61 @@ _OURS = "lightning_feed."
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
 
+class _Held(NamedTuple):
+    """An object in a dataset, and what holds it."""
+
+    holder: object
+    """The object or container that holds it."""
+    key: Any
+    """Its attribute in ``holder``, or its key or position in a container."""
+    value: object
+    path: str
+    """Its location: ``dataset.transform.rng``."""
+
+
 @dataclass(frozen=True)
 class Hazard:
     """An object in a dataset that workers would share, or copy, wrongly."""
 
     kind: Kind
-    path: str
-    """Its place: ``dataset.transform.rng``."""
-    value: Any
-    owner: Any
-    """The object or container that holds it."""
-    key: Any
-    """Its attribute in ``owner``, or its key or position in a container."""
+    held: _Held
+
+    @property
+    def path(self) -> str:
+        """Its location: ``dataset.transform.rng``."""
+        return self.held.path
+
+    @property
+    def value(self) -> Any:
+        """The object."""
+        return self.held.value
 
     @property
     def name(self) -> str:
         """Class of the object: ``numpy.random.Generator``."""
-        kind = type(self.value)
+        kind = type(self.held.value)
         module = kind.__module__.partition("._")[0]
-        return kind.__qualname__ if module == "builtins" else f"{module}.{kind.__qualname__}"
+        if module == "builtins":
+            return kind.__qualname__
+        return f"{module}.{kind.__qualname__}"
 
     def replace(self, value: object) -> None:
         """Put another object in its place."""
-        if isinstance(self.owner, (dict, list)):
-            self.owner[self.key] = value
+        holder = self.held.holder
+        if isinstance(holder, (dict, list)):
+            holder[self.held.key] = value
         else:
-            vars(self.owner)[self.key] = value
+            vars(holder)[self.held.key] = value
 
 
 def find_hazards(dataset: object) -> list[Hazard]:
     """The objects in a dataset that do not survive a fork, in the order of their depth."""
-    return [
-        Hazard(kind, path, value, holder, key)
-        for holder, key, value, path in _objects_in(dataset)
-        if (kind := _kind_of(value)) is not None
-    ]
+    hazards = []
+    for held in _objects_in(dataset):
+        kind = _kind_of(held.value)
+        if kind is not None:
+            hazards.append(Hazard(kind, held))
+    return hazards
 
 
 def plain_values(dataset: object) -> dict[str, object]:
@@ -121,12 +142,14 @@ def plain_values(dataset: object) -> dict[str, object]:
     Those of its class count too: ``level = 0`` in the class becomes ``dataset.level`` when it is set.
     """
     values: dict[str, object] = {}
-    inner, place = dataset, "dataset"
-    while inner is not None and place.count(".") < _DEEPEST:
-        classes = reversed(type(inner).__mro__)
-        values |= {f"{place}.{name}": value for one in classes for name, value in vars(one).items() if name[:2] != "__"}
-        inner, place = getattr(inner, "__dict__", {}).get("dataset"), f"{place}.dataset"  # as a Subset has one
-    values |= {path: value for _, _, value, path in _objects_in(dataset)}
+    inner = dataset
+    path = "dataset"
+    while inner is not None and path.count(".") < _DEEPEST:
+        for base in reversed(type(inner).__mro__):
+            values |= {f"{path}.{name}": value for name, value in vars(base).items() if not name.startswith("__")}
+        inner = getattr(inner, "__dict__", {}).get("dataset")  # as a Subset has one
+        path += ".dataset"
+    values |= {held.path: held.value for held in _objects_in(dataset)}
     return {path: value for path, value in values.items() if isinstance(value, _PLAIN)}
 
 
@@ -135,25 +158,26 @@ def why_no_workers(dataset: object) -> str:
     hazards = find_hazards(dataset)
     if not hazards:
         return ""
-    hazard = min(hazards, key=lambda hazard: ("process", "file", "generator").index(hazard.kind))
-    what = f"{hazard.path} ({hazard.name})"
-    if hazard.kind == "generator":
+    worst = min(hazards, key=lambda hazard: _WORST_FIRST.index(hazard.kind))
+    subject = f"{worst.path} ({worst.name})"
+    if worst.kind == "generator":
         return (
-            f"{what} draws random numbers, and each worker would draw the same. Seed it in a worker_init_fn of the "
+            f"{subject} draws random numbers, and each worker would draw the same. Seed it in a worker_init_fn of the "
             f"DataLoader, from torch.initial_seed(), to use workers"
         )
-    if hazard.kind == "file":
+    if worst.kind == "file":
         return (
-            f"{what} is open, and workers would share its position. Open it in the first call of __getitem__ to use "
+            f"{subject} is open, and workers would share its position. Open it in the first call of __getitem__ to use "
             "workers"
         )
-    return f"{what} belongs to this process, and does not work in workers. Make it in the first call of __getitem__"
+    return f"{subject} belongs to this process, and does not work in workers. Make it in the first call of __getitem__"
 
 
 def why_not_renewed(dataset: object) -> str:
     """The reason why :func:`renew` cannot make a dataset safe for workers; empty if it can."""
     for hazard in find_hazards(dataset):
-        if hazard.kind == "process" or (hazard.kind == "file" and not _can_reopen(hazard.value)):
+        is_lost = hazard.kind == "file" and not _can_reopen(hazard.value)
+        if hazard.kind == "process" or is_lost:
             return why_no_workers(dataset)
     return ""
 
@@ -172,12 +196,12 @@ def kept_items(dataset: object) -> dict[str, int]:
 
     Empty places of a list (``None``) do not count.
     """
-    places = (
-        (path, value)
-        for holder, _, value, path in _objects_in(dataset)
-        if type(value) in (dict, OrderedDict, list) and not isinstance(holder, (dict, list, tuple))
-    )
-    return {path: length for path, value in places if (length := _length(value))}
+    lengths = {
+        held.path: _length(held.value)
+        for held in _objects_in(dataset)
+        if type(held.value) in (dict, OrderedDict, list) and not isinstance(held.holder, (dict, list, tuple))
+    }
+    return {path: length for path, length in lengths.items() if length}
 
 
 def growing(before: dict[str, int], dataset: object) -> str:
@@ -187,9 +211,11 @@ def growing(before: dict[str, int], dataset: object) -> str:
         before: result of :func:`kept_items` before samples were read.
         dataset: the dataset, from which samples were read in this process.
     """
-    grown = {path: length - before.get(path, 0) for path, length in kept_items(dataset).items()}
-    most = max(grown, key=lambda path: grown[path], default="")
-    return most if grown.get(most, 0) >= _GROWN else ""
+    growth = {path: length - before.get(path, 0) for path, length in kept_items(dataset).items()}
+    fastest = max(growth, key=lambda path: growth[path], default="")
+    if growth.get(fastest, 0) < _GROWN:
+        return ""
+    return fastest
 
 
 def _length(container: Any) -> int:
@@ -198,15 +224,17 @@ def _length(container: Any) -> int:
         step = 1 + len(container) // _MOST_VALUES
         return step * sum(not isinstance(value, _NUMBERS) for value in container[::step])
     newest = next(reversed(container.values()), None)
-    return 0 if isinstance(newest, _NUMBERS) else len(container)
+    if isinstance(newest, _NUMBERS):
+        return 0
+    return len(container)
 
 
 def shares_memory(dataset: object) -> bool:
     """True if a dataset holds memory, or a connection, that it shares with other processes: a program may change it
     there while workers load."""
     return any(
-        isinstance(value, _SHARED) or (isinstance(value, torch.Tensor) and value.is_shared())
-        for _, _, value, _ in _objects_in(dataset)
+        isinstance(held.value, _SHARED) or (isinstance(held.value, torch.Tensor) and held.value.is_shared())
+        for held in _objects_in(dataset)
     )
 
 
@@ -229,57 +257,66 @@ def renew(dataset: object, seed: int) -> None:
             hazard.replace(renewed[key])
 
 
-def _objects_in(dataset: object) -> Iterator[tuple[Any, Any, Any, str]]:
-    """(holder, key, value, path) of the objects in a dataset, in the order of their depth."""
-    waiting: deque[tuple[Any, str, int]] = deque([(dataset, "dataset", 0)])
+def _objects_in(dataset: object) -> Iterator[_Held]:
+    """The objects in a dataset, in the order of their depth."""
+    waiting: deque[tuple[object, str, int]] = deque([(dataset, "dataset", 0)])
     seen = {id(dataset)}
     while waiting and len(seen) < _MOST_OBJECTS:
         holder, path, depth = waiting.popleft()
-        for key, value, name in _parts(holder, path):
-            yield holder, key, value, name
+        for held in _parts(holder, path):
+            yield held
+            value = held.value
             is_new = id(value) not in seen and _kind_of(value) is None
             if is_new and depth < _DEEPEST and _may_hold_more(value):
                 seen.add(id(value))
-                waiting.append((value, name, depth + (not isinstance(holder, (dict, list, tuple)))))
+                waiting.append((value, held.path, depth + (not isinstance(holder, (dict, list, tuple)))))
 
 
-def _parts(holder: Any, path: str) -> Iterator[tuple[Any, Any, str]]:
-    """(key, value, path) of the attributes or items of an object."""
+def _parts(holder: object, path: str) -> Iterator[_Held]:
+    """The attributes or items of an object."""
     if isinstance(holder, dict):
         for key in list(holder)[:_MOST_ITEMS]:
-            yield key, holder[key], f"{path}[{key!r}]"
+            yield _Held(holder, key, holder[key], f"{path}[{key!r}]")
     elif isinstance(holder, (list, tuple)):
-        for place, value in enumerate(holder[:_MOST_ITEMS]):
-            yield place, value, f"{path}[{place}]"
+        for position, value in enumerate(holder[:_MOST_ITEMS]):
+            yield _Held(holder, position, value, f"{path}[{position}]")
     else:
-        attributes: dict[str, Any] = getattr(holder, "__dict__", {})
+        attributes: dict[str, object] = getattr(holder, "__dict__", {})
         for name in list(attributes):
-            yield name, attributes[name], f"{path}.{name}"
+            yield _Held(holder, name, attributes[name], f"{path}.{name}")
 
 
-def _may_hold_more(value: Any) -> bool:
+def _may_hold_more(value: object) -> bool:
     """True if the attributes or items of an object are looked at."""
     if isinstance(value, _PASSED_OVER) or type(value).__module__.startswith(_OURS):
         return False
     return isinstance(value, (dict, list, tuple)) or hasattr(type(value), "__dict__")
 
 
-def _kind_of(value: Any) -> Kind | None:
+def _kind_of(value: object) -> Kind | None:
     if isinstance(value, _GENERATORS):
         return "generator"
-    if isinstance(value, _OF_A_PROCESS):
+    if _belongs_to_process(value):
         return "process"
-    if isinstance(value, _LOCKS):
-        return "process" if _is_held(value) else None
-    if isinstance(value, torch.Tensor):
-        return "process" if value.device.type != "cpu" else None
-    if isinstance(value, io.IOBase):
-        memory = isinstance(value, (io.BytesIO, io.StringIO))
-        return None if memory or value.closed else "file"
-    kind = type(value)
-    if isinstance(value, _FILES) or f"{kind.__module__}.{kind.__qualname__}" in _FILES_BY_NAME:
+    if _is_open_file(value):
         return "file"
     return None
+
+
+def _belongs_to_process(value: object) -> bool:
+    if isinstance(value, _LOCKS):
+        return _is_held(value)
+    if isinstance(value, torch.Tensor):
+        return value.device.type != "cpu"
+    return isinstance(value, _OF_A_PROCESS)
+
+
+def _is_open_file(value: object) -> bool:
+    if isinstance(value, io.IOBase):
+        in_memory = isinstance(value, (io.BytesIO, io.StringIO))
+        return not in_memory and not value.closed
+    kind = type(value)
+    return isinstance(value, _FILES) or f"{kind.__module__}.{kind.__qualname__}" in _FILES_BY_NAME
 
 
 def _is_held(lock: Any) -> bool:

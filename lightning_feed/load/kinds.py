@@ -1,6 +1,5 @@
 """Type aliases for user objects that torch passes on, which may be of any type."""
 
-from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy.typing as npt
@@ -23,5 +22,3 @@ Array: TypeAlias = npt.NDArray[Any]
 """A decoded sample."""
 State: TypeAlias = dict[str, Any]
 """The state of a loader or of a part of it, as it is pickled into a checkpoint."""
-SavedState: TypeAlias = Mapping[str, Any]
-"""A state that is only read."""

@@ -10,7 +10,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pickle import PicklingError
 from typing import TYPE_CHECKING, Any, Literal
@@ -44,7 +44,7 @@ from lightning_feed.load.position import (
 from lightning_feed.load.processes import TorchBatches, shut_down_workers
 from lightning_feed.load.resume import LoaderState, SamplerState, refuse_changes
 from lightning_feed.load.settings import RayCluster
-from lightning_feed.load.slots import use_slots
+from lightning_feed.load.slot_loaders import use_slots
 from lightning_feed.load.stage import Maker, OwnPass, Stage
 from lightning_feed.load.worker import refuse_unsendable
 
@@ -56,6 +56,17 @@ logger = logging.getLogger(__name__)
 _OURS = {"self", "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator"}
 # All other arguments of the installed torch's DataLoader are passed to the inner loader unchanged.
 _PASSED_ON = [name for name in inspect.signature(DataLoader.__init__).parameters if name not in _OURS]
+
+
+def _as_default(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which ``device`` is the default device.
+
+    Entered only if it changes the default: it slows each call of torch, and forked workers inherit it.
+    """
+    # Read from a tensor: torch 2.6's get_default_device() raises after set_default_device(None).
+    if torch.empty(0).device == device:
+        return nullcontext()
+    return device
 
 
 class FeedLoader(DataLoader[Batch]):
@@ -125,15 +136,11 @@ class FeedLoader(DataLoader[Batch]):
     def forget(self) -> None:
         """Start over with the current attributes, without a position or workers."""
         self._stream = isinstance(self.dataset, IterableDataset)
-        self._ours = self.workers != "process" and self.num_workers > 0
-        if self._ours:
+        self._has_own_workers = self.workers != "process" and self.num_workers > 0
+        if self._has_own_workers:
             self._check_own_workers()
-        inner = self.sampler
-        if self.batch_sampler is not None:
-            inner = self.batch_sampler
-        samplers: State = {}
-        if not self._stream:
-            samplers = find_samplers(self.sampler, self.batch_sampler)
+        inner = self.sampler if self.batch_sampler is None else self.batch_sampler
+        samplers = {} if self._stream else find_samplers(self.sampler, self.batch_sampler)
         self._index = IndexSource(inner, samplers, self.draws)
         self._sample_seed: int | None = None
         self._probed = False
@@ -141,9 +148,13 @@ class FeedLoader(DataLoader[Batch]):
         self._sent_values: dict[str, object] = {}
         """Numbers and strings of the dataset that persistent workers have."""
         self._live: weakref.ref[LoaderPass] | None = None
+        """The latest pass, if it is still in use."""
         self._position: Pass | None = None
+        """The position of the latest pass."""
         self._pending: LoaderState | None = None
+        """A loaded state, from which the next pass resumes."""
         self._configuration = self._state_before_any_pass()
+        """The configuration at the start of the latest pass."""
 
     def _check_own_workers(self) -> None:
         name = "ray" if isinstance(self.workers, RayCluster) else self.workers
@@ -172,28 +183,40 @@ class FeedLoader(DataLoader[Batch]):
         if self.persistent_workers or self.background or self.decode is not None:
             self.close()  # workers and decoders serve one pass at a time; two passes would share one dataset
         resume = self._take_pending()
-        position = self._pass_under_way() if resume is None else None
+        position = None
+        if resume is None:
+            position = self._take_pass_under_way()
         if position is None:
-            position = self._begin(resume)
+            position = self._new_position(resume)
+            self._give_out(position)
             maker = self._maker(position)
             position.begin(self._index.samplers)  # if torch has not requested an index yet
         else:
+            self._give_out(position)
             self._draw_seed()
             workers: Any = self._iterator
             maker = TorchBatches(workers, position)
         self._position = position
-        later: list[Stage] = []
-        ahead = None
+        batches = self._with_later_stages(maker, position)
+        self._live = weakref.ref(batches)
+        return batches
+
+    def _with_later_stages(self, maker: Maker, position: Pass) -> LoaderPass:
+        stages: list[Stage] = [maker]
+        background = None
         if self.background:
             from lightning_feed.load.ahead import BackgroundIterator
 
-            ahead = BackgroundIterator(maker, self.background)
-            later.append(ahead)
+            background = BackgroundIterator(maker, self.background)
+            stages.append(background)
         if self.decode is not None:
-            later.append(Decoding(self.decode, maker if ahead is None else ahead))
-        batches = LoaderPass(maker, later, position, ahead, self.watch)
-        self._live = weakref.ref(batches)
-        return batches
+            stages.append(Decoding(self.decode, stages[-1]))
+        return LoaderPass(stages, maker, position, background, self.watch)
+
+    def _give_out(self, position: Pass) -> None:
+        """Let the samplers give out the indices of a pass, in the present configuration."""
+        self._configuration = self._state_before_any_pass()
+        self._index.position = position
 
     def may_draw_again(self) -> bool:
         """True if the order of the latest pass is known to be the same when it is drawn again."""
@@ -303,9 +326,11 @@ class FeedLoader(DataLoader[Batch]):
 
     def __getstate__(self) -> State:
         # ddp_spawn pickles loaders. A pass cannot be pickled, but its position can.
+        without_pass: State = {"_live": None, "_position": None, "_iterator": None, "_pending": None}
         state = self._state()
-        pending = state if state.begun else None
-        return {**self.__dict__, "_live": None, "_position": None, "_iterator": None, "_pending": pending}
+        if state.begun:
+            without_pass["_pending"] = state
+        return self.__dict__ | without_pass
 
     def _is_stale(self, state: LoaderState) -> bool:
         """True if the epoch of ``state`` was complete and the run is in a later epoch."""
@@ -331,33 +356,29 @@ class FeedLoader(DataLoader[Batch]):
             return None
         return last.origin
 
-    def _begin(self, resume: LoaderState | None) -> Pass:
+    def _new_position(self, resume: LoaderState | None) -> Pass:
         """Make the position of a new pass, which may resume from a state."""
-        if resume is None:
-            epoch, cycle = self._next_epoch()
-        else:
-            epoch = resume.epoch
-            cycle = resume.cycle
+        epoch, cycle = self._next_epoch() if resume is None else (resume.epoch, resume.cycle)
         ahead = self.num_workers * (self.prefetch_factor or 1)
         checked = self._keeps_order() and not self._stream
         position = Pass(self.order, epoch=epoch, cycle=cycle, resume=resume, ahead=ahead, checked=checked)
-        if self.order is not None and self._goes_on():
+        if self.order is not None and self._may_begin_next_epoch():
             position.next_epoch = self.order.next_epoch
-        self._configuration = self._state_before_any_pass()
-        self._index.position = position
         return position
 
     def _next_epoch(self) -> tuple[int | None, int]:
         """Return epoch and cycle of a new pass."""
-        epoch = self.order.epoch() if self.order is not None else None
+        if self.order is None:
+            return None, 0
+        epoch = self.order.epoch()
         last = self._position
-        if epoch is None or last is None or last.epoch != epoch:
+        if last is None or last.epoch != epoch:
             return epoch, 0
         if last.batches:
             return epoch, last.cycle + 1
         return epoch, last.cycle
 
-    def _goes_on(self) -> bool:
+    def _may_begin_next_epoch(self) -> bool:
         """True if the workers make the first batches of the next epoch before it begins.
 
         Only where nothing that they load from may change in between.
@@ -368,8 +389,8 @@ class FeedLoader(DataLoader[Batch]):
             return False
         return not may_change(self.dataset) and not shares_memory(self.dataset)
 
-    def _pass_under_way(self) -> Pass | None:
-        """The new pass, if the workers have begun it already; None: they have not, or have begun another one."""
+    def _take_pass_under_way(self) -> Pass | None:
+        """Return the new pass, if the workers have begun it already. None if they have not, or have begun another."""
         last = self._position
         following = self._index.following
         if not following or last is None or not last.is_over or getattr(self._iterator, "_shutdown", True):
@@ -382,10 +403,7 @@ class FeedLoader(DataLoader[Batch]):
             if not all(map(draws_same_order, self._index.samplers.values())):
                 return None
             position.epoch, position.cycle = begins
-        following.popleft()
-        self._configuration = self._state_before_any_pass()
-        self._index.position = position
-        return position
+        return following.popleft()
 
     def _maker(self, position: Pass) -> Maker:
         """Make the first stage of a pass."""
@@ -394,7 +412,7 @@ class FeedLoader(DataLoader[Batch]):
                 return TorchBatches(super().__iter__(), position)
             return TorchBatches(self._torch_iterator(self._stream_loader(position)), position)
         self._draw_seed()
-        if self._ours:
+        if self._has_own_workers:
             return self._own_workers(position)
         return TorchBatches(self._torch_iterator(self._map_loader()), position)
 
@@ -419,9 +437,7 @@ class FeedLoader(DataLoader[Batch]):
         if isinstance(self.workers, RayCluster):
             from lightning_feed.load.ray_workers import RayPass, RemotePlan
 
-            plan: Any = self._iterator
-            if plan is None:
-                plan = RemotePlan(self, self.workers)
+            plan: Any = self._iterator or RemotePlan(self, self.workers)
             self._iterator = None
             if self.persistent_workers:
                 self._iterator = plan  # Lightning ends the workers in this attribute
@@ -439,15 +455,12 @@ class FeedLoader(DataLoader[Batch]):
             if values != self._sent_values:  # the program has set its epoch, say, which these workers do not know
                 shut_down_workers(self._iterator)
             self._sent_values = values
-        # The workers that have ended, with a failed pass or here, are replaced.
-        inner._iterator = None if getattr(self._iterator, "_shutdown", False) else self._iterator
+        if not getattr(self._iterator, "_shutdown", False):  # else they have ended, with a failed pass or here
+            inner._iterator = self._iterator
         if inner._iterator is None and inner.num_workers and self.hand_over == "slots":
             use_slots(inner, held=self.background)
-        device = drawing_device(inner.generator)
         try:
-            # Entered only if it changes the default device: it slows each call of torch, and forked workers inherit it.
-            # The default is read from a tensor: torch 2.6's get_default_device() raises after set_default_device(None).
-            with nullcontext() if torch.empty(0).device == device else device:
+            with _as_default(drawing_device(inner.generator)):
                 iterator = iter(inner)
         except (TypeError, AttributeError, PicklingError):
             context: Any = inner.multiprocessing_context or torch.multiprocessing
@@ -459,7 +472,7 @@ class FeedLoader(DataLoader[Batch]):
         return iterator
 
     def _map_loader(self) -> DataLoader[Batch]:
-        options = {**self._passed_on(), "collate_fn": self.collate_fn, "generator": self.generator}
+        options = self._passed_on() | {"collate_fn": self.collate_fn, "generator": self.generator}
         if self.batch_sampler is not None:
             return DataLoader(self.dataset, batch_sampler=self._index, **options)
         return DataLoader(self.dataset, batch_size=None, sampler=self._index, **options)
@@ -470,7 +483,7 @@ class FeedLoader(DataLoader[Batch]):
         if generator is None and seed is not None:
             # Torch draws the workers' base seed from it: datasets that shuffle by it repeat the order of an epoch.
             generator = PassGenerator().manual_seed(seed)
-        options = {**self._passed_on(), "collate_fn": self.collate_fn, "generator": generator}
+        options = self._passed_on() | {"collate_fn": self.collate_fn, "generator": generator}
         return DataLoader(self.dataset, batch_size=self.batch_size, drop_last=self.drop_last, **options)
 
     def _passed_on(self) -> State:

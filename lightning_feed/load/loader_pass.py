@@ -20,10 +20,10 @@ class LoaderPass(Iterator[Batch]):
     """One pass over a FeedLoader. It ends when exhausted, closed or garbage-collected, or after an error.
 
     Args:
+        stages: the stages, in order.
         maker: the first stage.
-        later: the following stages, in order.
         position: counts the yielded batches.
-        ahead: the stage that reads ahead, if any.
+        background: the stage that reads ahead in a thread, if any.
         watch: when to warn of a missing batch; None: never.
 
     Attributes:
@@ -35,19 +35,19 @@ class LoaderPass(Iterator[Batch]):
 
     def __init__(
         self,
+        stages: Sequence[Stage],
         maker: Maker,
-        later: Sequence[Stage],
         position: Pass,
-        ahead: "BackgroundIterator | None" = None,
+        background: "BackgroundIterator | None" = None,
         watch: "Watch | None" = None,
     ) -> None:
         self._maker = maker
-        self._stages = (maker, *later)
-        self._last = self._stages[-1]
+        self._stages = tuple(stages)
+        self._last = stages[-1]
         self._end = "was closed before its end: by close(), by a loaded state, or because a new pass began"
         self.position = position
         self.taken = 0
-        self.background = ahead
+        self.background = background
         if watch is not None:
             from lightning_feed.load.watchdog import LateBatch
 
@@ -63,16 +63,22 @@ class LoaderPass(Iterator[Batch]):
             if late is not None:
                 late.begin()
             with traced("loader_next"):
-                item = next(self._last)
+                batch = next(self._last)
+        except StopIteration as end:
+            problem = self._ended(end)
+            if problem is None:
+                raise
+            raise problem from end
         except BaseException as error:
-            clearer = self._ended(error) if isinstance(error, StopIteration) else self._failed(error)
+            clearer = self._failed(error)
             if clearer is None:
                 raise
             raise clearer from error
         if late is not None:
-            late.came()
+            late.arrived()
         self.taken += 1
-        return self.position.hand_out(item)
+        self.position.count_yielded()
+        return batch
 
     @property
     def source(self) -> Any:
@@ -96,15 +102,17 @@ class LoaderPass(Iterator[Batch]):
             position.ended = position.refusal is None
             return position.refusal
         self._failed(end)
-        said = str(end).strip()
-        # The index is known only if no later one has been requested.
-        at = f", at {position.newest()!r:.200}" if self.taken + 1 == position.requested else ""
         self._end = "ended early, with StopIteration"
-        return LoaderError(
-            f"The dataset, or collate_fn, raised StopIteration for batch {position.batches} of the epoch{at}. That "
-            "would end the epoch early, without an error. Fix the dataset, or raise another error "
-            f"there.{f' The worker said: {said}' if said else ''}"
+        batch = f"batch {position.batches} of the epoch"
+        if self.taken + 1 == position.requested:  # else a later index has been requested, too
+            batch += f", at {position.newest()!r:.200}"
+        message = (
+            f"The dataset, or collate_fn, raised StopIteration for {batch}. That would end the epoch early, without "
+            "an error. Fix the dataset, or raise another error there."
         )
+        if str(end).strip():
+            message += f" The worker said: {str(end).strip()}"
+        return LoaderError(message)
 
     def _failed(self, error: BaseException) -> LoaderError | None:
         """End the pass and its workers. Returns a clearer error to raise, or None."""

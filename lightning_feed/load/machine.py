@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightning_feed.errors import plural
 from lightning_feed.storage.system import cgroup_folders, memory_limits, read_text
+from lightning_feed.wording import plural
 
 MIB = 2**20
 WORKER_BYTES = {"fork": 256 * MIB, "forkserver": 512 * MIB, "spawn": 512 * MIB}
@@ -53,13 +53,15 @@ def read_machine(root: Path = Path("/")) -> Machine:
         root: the file system to read ``proc``, ``sys`` and ``dev/shm`` from.
     """
     cpus, reason = min(_cpu_limits(root), key=lambda limit: limit[0])
-    memory = [limit.left_bytes for limit in memory_limits(root)]
+    memory_bytes = min((limit.left_bytes for limit in memory_limits(root)), default=None)
+    if memory_bytes is not None:
+        memory_bytes = max(0, memory_bytes)
     # get_start_method() would fix the method for the whole process; the first of all methods is the default.
     start_method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     return Machine(
         usable_cpus=max(1, int(cpus)),
         cpu_reason=reason,
-        available_memory_bytes=max(0, min(memory)) if memory else None,
+        available_memory_bytes=memory_bytes,
         free_shm_bytes=_free_bytes(root / "dev/shm"),
         start_method=start_method,
         cpu_time=cpus,
@@ -92,13 +94,17 @@ def exceeded_limit(machine: Machine, taken: Footprint) -> str:
     """Describe the limit that a loader would exceed. Empty if all limits hold."""
     batches_bytes = taken.batches * taken.batch_bytes
     for_all = f" for each of {taken.sharers} loaders on this machine" if taken.sharers > 1 else ""
-    shm = math.inf if not taken.in_shm or machine.free_shm_bytes is None else machine.free_shm_bytes
+    shm: float = math.inf
+    if taken.in_shm and machine.free_shm_bytes is not None:
+        shm = machine.free_shm_bytes
     if batches_bytes > SHM_SHARE * shm / taken.sharers:
         return (
             f"{taken.size} need {mib(batches_bytes)}{for_all}, more than {SHM_SHARE:.0%} of the {mib(shm)} free in "
             "/dev/shm; a container gets more with `docker run --shm-size`"
         )
-    memory = math.inf if machine.available_memory_bytes is None else machine.available_memory_bytes
+    memory: float = math.inf
+    if machine.available_memory_bytes is not None:
+        memory = machine.available_memory_bytes
     total = batches_bytes + taken.workers * taken.worker_bytes
     if total > MEMORY_SHARE * memory / taken.sharers:
         return (
@@ -138,7 +144,7 @@ def _cpu_quotas(root: Path) -> Iterator[tuple[float, str]]:
 
 def _free_bytes(folder: Path) -> int | None:
     try:
-        found = os.statvfs(folder)
+        status = os.statvfs(folder)
     except (OSError, AttributeError):
         return None
-    return found.f_bavail * found.f_frsize
+    return status.f_bavail * status.f_frsize

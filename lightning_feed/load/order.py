@@ -110,8 +110,9 @@ class DrawsOf:
 
 def ranks_of_run() -> int:
     """Number of training processes of this run."""
-    started = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if started else 1
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return 1
 
 
 def rank_of_run() -> int:

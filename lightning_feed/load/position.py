@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from lightning_feed.errors import ResumeError
-from lightning_feed.load.kinds import AnySampler, Batch, Index, State
+from lightning_feed.load.kinds import AnySampler, Index, State
 from lightning_feed.load.order import (
     DrawsOf,
     EpochOrder,
@@ -129,7 +129,7 @@ class Pass:
         self.epoch = epoch
         self.cycle = cycle
         self.origin = resume
-        self.batches = 0 if resume is None else resume.batches
+        self.batches = 0
         self.ended = False
         """True once the data have ended."""
         self.refusal: ResumeError | None = None
@@ -150,22 +150,27 @@ class Pass:
         self._recent: deque[Index] = deque(maxlen=max(1, ahead))
         self._begun = False
         if checked:
-            self.drawn = 0 if resume is None else resume.drawn
+            self.drawn = 0
+        if resume is not None:
+            self.batches = resume.batches
+            self.drawn = resume.drawn if checked else None
 
-    def hand_out(self, batch: Batch) -> Batch:
-        """Count a yielded batch, and return it."""
+    def count_yielded(self) -> None:
+        """Count a yielded batch."""
         self.batches += 1
         if self._drawn_ahead:
             self.drawn = self._drawn_ahead.popleft()
-        return batch
 
     def note(self, index: Index) -> None:
         """Count a requested index."""
         self.requested += 1
         self._recent.append(index)
-        if self.drawn is not None:
-            before = self._drawn_ahead[-1] if self._drawn_ahead else self.drawn
-            self._drawn_ahead.append(checksum(index, before))
+        if self.drawn is None:
+            return
+        before: int | None = self.drawn
+        if self._drawn_ahead:
+            before = self._drawn_ahead[-1]
+        self._drawn_ahead.append(checksum(index, before))
 
     def seed_for(self, stream: str) -> int | None:
         """Derive a seed for one use of randomness in this pass. None without an order."""
@@ -176,12 +181,16 @@ class Pass:
     @property
     def is_over(self) -> bool:
         """True if all batches were yielded. Lightning does not ask for more than the length of a loader."""
-        before = 0 if self.origin is None else self.origin.batches
-        return self.ended or (self.followed and self.batches - before == self.requested)
+        yielded = self.batches
+        if self.origin is not None:
+            yielded -= self.origin.batches
+        return self.ended or (self.followed and yielded == self.requested)
 
     def next_pass(self) -> "Pass | None":
         """The pass whose indices follow those of this one without a pause; None: none follow."""
-        epoch = None if self.epoch is None or self.refusal is not None else self.next_epoch(self.epoch)
+        if self.epoch is None or self.refusal is not None:
+            return None
+        epoch = self.next_epoch(self.epoch)
         if epoch is None:
             return None
         following = Pass(self.order, epoch=epoch, ahead=self._recent.maxlen or 1, checked=self.drawn is not None)
@@ -193,7 +202,9 @@ class Pass:
     def index_of(self, number: int) -> Index:
         """Return the ``number``-th requested index, from 0. None if it is no longer known."""
         back = self.requested - number
-        return self._recent[-back] if 0 < back <= len(self._recent) else None
+        if 0 < back <= len(self._recent):
+            return self._recent[-back]
+        return None
 
     def newest(self) -> Index:
         """Return the last requested index. None if there is none."""
@@ -241,13 +252,17 @@ class Pass:
         start = state_of_sampler(sampler)
         seed = None
         if start.generator is None and isinstance(sampler, Sampler) and hasattr(sampler, "generator"):
-            seed = saved.seed
-            if seed is None:
-                seed = self._draw_seed(name, sampler)
+            seed = self._seed_sampler(name, sampler, saved.seed)
+        return SamplerState(epoch=epoch, seed=seed, generator=start.generator, own=start.own)
+
+    def _seed_sampler(self, name: str, sampler: AnySampler, seed: int | None) -> int | None:
+        """Give a generator of ours to a sampler, with the seed of the checkpoint, if any. Returns the seed."""
+        if seed is None:
+            seed = self._draw_seed(name, sampler)
         if seed is not None:
             # A new generator, not the old one reseeded: an older pass may still be drawing from that.
             sampler.generator = PassGenerator().manual_seed(seed)
-        return SamplerState(epoch=epoch, seed=seed, generator=start.generator, own=start.own)
+        return seed
 
     def _set_epoch(self, sampler: AnySampler, saved: SamplerState) -> int | None:
         """Set the epoch of a sampler that has one. Lightning does so only after the first ``iter()``, too late for
@@ -320,7 +335,7 @@ class IndexSource:
 
     def _indices_of(self, position: Pass) -> Iterator[Index]:
         position.begin(self.samplers)
-        generators = (getattr(sampler, "generator", None) for sampler in self.samplers.values())
+        generators = [getattr(sampler, "generator", None) for sampler in self.samplers.values()]
         device = drawing_device(next(filter(None, generators), None))
         drawn = iter(self.inner)
         if self.draws is not None:

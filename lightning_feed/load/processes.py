@@ -10,12 +10,13 @@ from typing import Any
 
 from torch.utils.data._utils import signal_handling
 
-from lightning_feed.errors import LoaderError, plural
+from lightning_feed.errors import LoaderError
 from lightning_feed.load.kinds import AnyIterator, Batch
 from lightning_feed.load.position import Pass
 from lightning_feed.load.stage import Maker, shortened, stack_here
 from lightning_feed.load.torch_tasks import idle_share
 from lightning_feed.load.worker import stack_of
+from lightning_feed.wording import plural
 
 _LAST_MOMENT_S = 0.5
 """Seconds to wait for a process to end after its connections have closed."""
@@ -63,7 +64,9 @@ class TorchBatches(Maker):
             return None
         ended = ended_worker(self._iterator, error)
         self._shut_down = ended is not None or not getattr(self._iterator, "_persistent_workers", True)
-        return None if ended is None or isinstance(error, RuntimeError) else LoaderError(ended)
+        if ended is None or isinstance(error, RuntimeError):
+            return None
+        return LoaderError(ended)
 
     def close(self) -> None:
         """See :meth:`Stage.close`. Persistent workers stay alive; other workers end with torch's iterator."""
@@ -77,9 +80,11 @@ class TorchBatches(Maker):
         iterator = self._iterator
         if getattr(iterator, "_workers", None):
             return _open_tasks(iterator, self._position)
+        work = "The training process loads it itself"
         newest = self._position.newest()
-        at = "" if newest is None else f", at {shortened(newest)}"
-        return f"The training process loads it itself{at}. Its stack:\n{stack_here(self._thread)}"
+        if newest is not None:
+            work += f", at {shortened(newest)}"
+        return f"{work}. Its stack:\n{stack_here(self._thread)}"
 
 
 def _open_tasks(iterator: AnyIterator, position: Pass) -> str:
@@ -95,38 +100,50 @@ def _open_tasks(iterator: AnyIterator, position: Pass) -> str:
             unsent.setdefault(info[0], []).append(number)
     if not unsent:
         return "The worker processes are idle: a later stage hangs, such as decoding or pinning memory."
-    worker = min(unsent, key=lambda one: unsent[one])
+    worker = min(unsent, key=lambda number: unsent[number])
     pid = iterator._workers[worker].pid
-    first, *more = unsent[worker]
+    first, *later = unsent[worker]
     index = position.index_of(first - position.before)
-    what = f"task {first} of this pass" if index is None else f"the samples {shortened(index)}"
-    later = f", nor {plural(len(more), 'batch', 'batches')} after that. It may be at any of these" if more else ""
-    others = f" {len(unsent) - 1} other workers have work, too." if len(unsent) > 1 else ""
-    return f"Worker {worker} (process {pid}) has not sent {what}{later}.{others} Its stack:\n{stack_of(pid)}"
+    samples = f"task {first} of this pass"
+    if index is not None:
+        samples = f"the samples {shortened(index)}"
+    text = f"Worker {worker} (process {pid}) has not sent {samples}"
+    if later:
+        text += f", nor {plural(len(later), 'batch', 'batches')} after that. It may be at any of these"
+    text += "."
+    if len(unsent) > 1:
+        text += f" {len(unsent) - 1} other workers have work, too."
+    return f"{text} Its stack:\n{stack_of(pid)}"
 
 
 # --- ending worker processes ------------------------------------------------------------------------------------------
 
 
-def torch_iterators(batches: Any) -> list[Any]:
+def torch_iterators(batches: AnyIterator) -> list[Any]:
     """Return torch's iterators in ``batches``: one of torch's itself, a LoaderPass, or a combined loader's iterator."""
     side_by_side = getattr(batches, "iterators", None)
     if isinstance(side_by_side, list):
-        return [inner for one in side_by_side for inner in torch_iterators(one)]
-    inner = getattr(batches, "source", None)
-    return [inner if inner is not None else batches]
+        return [inner for iterator in side_by_side for inner in torch_iterators(iterator)]
+    source = getattr(batches, "source", None)
+    if source is None:
+        return [batches]
+    return [source]
 
 
-def worker_processes(batches: Any) -> list[Any]:
+def worker_processes(batches: AnyIterator) -> list[Any]:
     """Return the worker processes of torch's iterator or of a LoaderPass.
 
     Checked against torch 2.6 and 2.15 (``_workers``).
     """
-    found = [process for one in torch_iterators(batches) for process in getattr(one, "_workers", None) or ()]
-    return [process for process in found if hasattr(process, "pid")]
+    return [
+        worker
+        for iterator in torch_iterators(batches)
+        for worker in getattr(iterator, "_workers", None) or ()
+        if hasattr(worker, "pid")
+    ]
 
 
-def ended_worker(batches: Any, error: BaseException) -> str | None:
+def ended_worker(batches: AnyIterator, error: BaseException) -> str | None:
     """Describe the worker process whose early end made a pass fail. None if there is no such worker.
 
     Torch reports it with a RuntimeError, unless a batch was being sent: then the connection to the worker breaks first.
@@ -135,14 +152,14 @@ def ended_worker(batches: Any, error: BaseException) -> str | None:
         batches: the iterator that failed.
         error: its error.
     """
-    broken = isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) and "Caught" not in str(error)
-    if not broken and not str(error).startswith("DataLoader worker (pid"):
+    if not _may_be_of_an_ended_worker(error):
         return None
-    workers = {one.sentinel: one for one in worker_processes(batches)}
+    workers = {process.sentinel: process for process in worker_processes(batches)}
     ended: list[Any] = []
     with contextlib.suppress(RuntimeError):  # torch's signal handler may report the same at this moment
         ended = wait(list(workers), timeout=_LAST_MOMENT_S)
-    for process in [workers[sentinel] for sentinel in ended] or workers.values():
+    processes = [workers[sentinel] for sentinel in ended]
+    for process in processes or workers.values():
         process.join(_LAST_MOMENT_S if ended else 0)
         if process.exitcode:
             return (
@@ -151,6 +168,12 @@ def ended_worker(batches: Any, error: BaseException) -> str | None:
                 "batches."
             )
     return None
+
+
+def _may_be_of_an_ended_worker(error: BaseException) -> bool:
+    text = str(error)
+    is_broken = isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) and "Caught" not in text
+    return is_broken or text.startswith("DataLoader worker (pid")
 
 
 def _exit_words(exitcode: int) -> str:
@@ -196,7 +219,7 @@ def stop_workers(batches: Iterator[Batch]) -> bool:
     return bool(processes)
 
 
-def _expect_their_end(batches: Any) -> None:
+def _expect_their_end(batches: AnyIterator) -> None:
     """Keep torch from raising an error about the ended workers at an arbitrary point in the main thread."""
     forget = getattr(signal_handling, "_remove_worker_pids", None)
     for iterator in torch_iterators(batches):

@@ -8,16 +8,28 @@ generator, a warning says so.
 import pickle
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_feed.load.loader_tree import walk_loaders
 from lightning_feed.load.order import mix_seed
 from lightning_feed.load.position import find_samplers
+
+
+class _DefaultGenerator(NamedTuple):
+    """The functions that read and set the state of a default generator."""
+
+    read: Callable[[], Any]
+    restore: Callable[[Any], None]
+
+
+def _restore_torch(state: Any) -> None:
+    torch.set_rng_state(torch.from_numpy(state))
 
 
 class DefaultGenerators:
@@ -30,30 +42,29 @@ class DefaultGenerators:
         ["Python's random module"]
     """
 
-    _known: ClassVar[dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]] = {
-        "torch's default generator": (
-            lambda: torch.get_rng_state().numpy(),
-            lambda s: torch.set_rng_state(torch.from_numpy(s)),
-        ),
-        "Python's random module": (random.getstate, random.setstate),
-        "numpy.random's functions": (np.random.get_state, np.random.set_state),
+    _known: ClassVar[dict[str, _DefaultGenerator]] = {
+        "torch's default generator": _DefaultGenerator(lambda: torch.get_rng_state().numpy(), _restore_torch),
+        "Python's random module": _DefaultGenerator(random.getstate, random.setstate),
+        "numpy.random's functions": _DefaultGenerator(np.random.get_state, np.random.set_state),
     }
 
     def __init__(self) -> None:
-        self._before = {name: get() for name, (get, _) in self._known.items()}
+        self._before = {name: generator.read() for name, generator in self._known.items()}
 
     def used(self) -> list[str]:
         """Return the names of the generators used since this object was made."""
         return [
-            name for name, (get, _) in self._known.items() if pickle.dumps(get()) != pickle.dumps(self._before[name])
+            name
+            for name, generator in self._known.items()
+            if pickle.dumps(generator.read()) != pickle.dumps(self._before[name])
         ]
 
     def restore(self) -> list[str]:
         """Restore the generators used since this object was made. Returns their names."""
-        changed = self.used()
-        for name in changed:
-            self._known[name][1](self._before[name])
-        return changed
+        used = self.used()
+        for name in used:
+            self._known[name].restore(self._before[name])
+        return used
 
 
 # --- worker threads -------------------------------------------------------------------------------------------------
@@ -62,22 +73,23 @@ class DefaultGenerators:
 class _Local(threading.local):
     """The current sample of a worker thread."""
 
-    place: tuple[int, int, int] | None = None
+    seeds: tuple[int, int, int] | None = None
+    """Seed of the pass, number of the batch, and position of the sample in it."""
     generator: torch.Generator | None = None
 
 
 _thread = _Local()
 
 
-def begin_sample(seed: int, batch: int, place: int) -> None:
+def begin_sample(seed: int, batch: int, position: int) -> None:
     """Set the current sample of this thread. Cheap until a number is drawn.
 
     Args:
         seed: seed of the pass.
         batch: number of the batch in the epoch.
-        place: position of the sample in the batch.
+        position: position of the sample in the batch.
     """
-    _thread.place = (seed, batch, place)
+    _thread.seeds = (seed, batch, position)
     _thread.generator = None
 
 
@@ -87,8 +99,8 @@ def sample_generator() -> torch.Generator | None:
     Example:
         >>> flipped = torch.rand(1, generator=sample_generator()) < 0.5
     """
-    if _thread.generator is None and _thread.place is not None:
-        _thread.generator = torch.Generator().manual_seed(mix_seed(*_thread.place, "sample"))
+    if _thread.generator is None and _thread.seeds is not None:
+        _thread.generator = torch.Generator().manual_seed(mix_seed(*_thread.seeds, "sample"))
     return _thread.generator
 
 
@@ -103,15 +115,17 @@ def preserve_state(*owners: object) -> Iterator[None]:
         owners: loaders, or lists and dicts of them.
     """
     defaults = DefaultGenerators()
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    device_states: list[torch.Tensor] = []
+    if torch.cuda.is_initialized():
+        device_states = torch.cuda.get_rng_state_all()
     holders = [(holder, holder.generator) for holder in _holders_in(owners)]
     states = [(generator, generator.get_state()) for _, generator in holders if isinstance(generator, torch.Generator)]
     try:
         yield
     finally:
         defaults.restore()
-        if devices is not None:
-            torch.cuda.set_rng_state_all(devices)
+        if device_states:
+            torch.cuda.set_rng_state_all(device_states)
         for generator, state in states:
             generator.set_state(state)
         for holder, generator in holders:
@@ -119,17 +133,10 @@ def preserve_state(*owners: object) -> Iterator[None]:
                 holder.generator = generator
 
 
-def _holders_in(owner: Any) -> Iterator[Any]:
-    """Return the loaders and samplers that have an attribute ``generator``."""
-    if isinstance(owner, DataLoader):
-        yield owner
-        samplers = find_samplers(owner.sampler, owner.batch_sampler).values()
-        yield from (sampler for sampler in samplers if hasattr(sampler, "generator"))
-        return
-    parts = getattr(owner, "flattened", owner)  # those of a CombinedLoader
-    if isinstance(parts, dict):
-        parts = parts.values()
-    elif not isinstance(parts, (list, tuple)):
-        return
-    for part in parts:
-        yield from _holders_in(part)
+def _holders_in(owners: Sequence[object]) -> Iterator[Any]:
+    """The loaders, and those of their samplers, that have an attribute ``generator``."""
+    for _, loader in walk_loaders(owners):
+        if isinstance(loader, DataLoader):
+            yield loader
+            samplers = find_samplers(loader.sampler, loader.batch_sampler).values()
+            yield from (sampler for sampler in samplers if hasattr(sampler, "generator"))

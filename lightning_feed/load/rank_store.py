@@ -1,4 +1,4 @@
-"""All-gather over torch's default store."""
+"""All-gather over torch's default store, for the comparison of ranks and for trials on several ranks."""
 
 import itertools
 import pickle
@@ -22,8 +22,8 @@ def default_store() -> Any:
         return None
     from torch.distributed import distributed_c10d
 
-    find = getattr(distributed_c10d, "_get_default_store", None)  # private in torch 2.6 to 2.15
-    return find() if find is not None else None
+    get_store = getattr(distributed_c10d, "_get_default_store", None)  # private in torch 2.6 to 2.15
+    return None if get_store is None else get_store()
 
 
 def connected() -> bool:
@@ -55,12 +55,12 @@ def gather(trainer: Any, mine: Any) -> list[Any]:
     rank = torch.distributed.get_rank()
     world_size = torch.distributed.get_world_size()
     prefix = f"lightning_feed/gather/{next(_gathered)}"
-    keys = [f"{prefix}/{each}" for each in range(world_size)]
+    keys = [f"{prefix}/{number}" for number in range(world_size)]
     readers = f"{prefix}/readers"
     read_by_all = f"{prefix}/read"
     store.set(keys[rank], pickle.dumps(mine))
     store.wait(keys, _PATIENCE)
-    every = [pickle.loads(value) for value in read_all(store, keys)]
+    values = [pickle.loads(value) for value in read_all(store, keys)]
     if store.add(readers, 1) == world_size:
         store.set(read_by_all, b"yes")
     if rank == 0:
@@ -69,4 +69,4 @@ def gather(trainer: Any, mine: Any) -> list[Any]:
             store.wait([read_by_all], _GRACE)
         for key in (*keys, readers, read_by_all):
             store.delete_key(key)
-    return every
+    return values

@@ -21,6 +21,7 @@ from lightning_feed.load.collate import relayed
 from lightning_feed.load.kinds import AnyDataset, Batch, Index, Sample
 from lightning_feed.load.order import mix_seed
 from lightning_feed.load.random_state import begin_sample
+from lightning_feed.load.slot_batches import is_plain
 from lightning_feed.load.stage import COLLATING, at_index, collating, shortened, with_place
 from lightning_feed.load.worker import disable_opencv_threads
 
@@ -63,29 +64,41 @@ class Plan:
             begin(0, at_index(index))
             samples = self.dataset.__getitems__(index) if self.batched else self.dataset[index]
         else:
-            samples = [self._sample(*placed, begin) for placed in enumerate(index)]
+            samples = [self._sample(position, sample_index, begin) for position, sample_index in enumerate(index)]
         begin(COLLATING, collating(index))
         return self.collate(samples)
 
-    def _sample(self, place: int, index: Index, begin: Callable[[int, str], None]) -> Sample:
-        begin(place, at_index(index))
+    def _sample(self, position: int, index: Index, begin: Callable[[int, str], None]) -> Sample:
+        begin(position, at_index(index))
         return self.dataset[index]
 
     def explain_pickling(self, error: Exception, index: Index, begin: Callable[[int, str], None]) -> LoaderError:
         """Return the error for a batch that cannot be pickled. Makes the samples again and calls ``begin`` for the
         faulty one."""
-        for place, one in enumerate(index) if self.batched else ():
-            try:
-                _serialized(self._sample(place, one, begin))
-            except Exception as found:  # noqa: BLE001  # any error from the user's samples
-                error = found
-                break
-        else:
+        sample_error = self._error_of_a_sample(index, begin) if self.batched else None
+        if sample_error is None:
             begin(COLLATING, f"sending the batch of index {shortened(index)}")
+        else:
+            error = sample_error
         return LoaderError(
             f"A batch of a Ray worker cannot be pickled: {error}. Return tensors, arrays, numbers and text, but no "
             "locks, open files or generators."
         )
+
+    def _error_of_a_sample(self, index: Index, begin: Callable[[int, str], None]) -> Exception | None:
+        for position, sample_index in enumerate(index):
+            try:
+                _serialized(self._sample(position, sample_index, begin))
+            except Exception as error:  # noqa: BLE001  # any error from the user's samples
+                return error
+        return None
+
+
+class _Task(NamedTuple):
+    """A task in progress."""
+
+    job: Job
+    began_s: float
 
 
 class _Worker:
@@ -95,9 +108,10 @@ class _Worker:
         self.name = f"process {os.getpid()} of {socket.gethostname()}"
         self._plans: dict[str, Plan] = {}
         self._node = sys.modules["ray"].get_runtime_context().get_node_id()
-        self._at: tuple[Job, float] | None = None  # the current task and its start time
+        self._task: _Task | None = None
+        """The current task."""
         self._open: tuple[str, int] | None = None
-        self._open_until = 0.0
+        self._open_until_s = 0.0
         self._doing = ""
         torch.set_num_threads(1)  # tasks are the parallelism
         disable_opencv_threads()
@@ -107,18 +121,21 @@ class _Worker:
         """Return a serialized batch, its bad samples, and this node; or the error. None if the pass is closed."""
         if not self._is_open(job):
             return None
-        self._doing, self._at = "loading the dataset", (job, time.monotonic())
+        self._doing = "loading the dataset"
+        self._task = _Task(job, began_s=time.monotonic())
         try:
             return self._attempt(self._plan(job.keys, plan), job)
         finally:
-            self._at = None
+            self._task = None
 
     def _is_open(self, job: Job) -> bool:
-        now = time.monotonic()
+        now_s = time.monotonic()
         of_pass = (job.keys[0], job.of_pass)
-        if of_pass != self._open or now >= self._open_until:
-            self._open = None if is_closed(*of_pass) else of_pass
-            self._open_until = now + OPEN_S
+        if of_pass != self._open or now_s >= self._open_until_s:
+            self._open = of_pass
+            if is_closed(*of_pass):
+                self._open = None
+            self._open_until_s = now_s + OPEN_S
         return self._open is not None
 
     def _plan(self, keys: tuple[str, ...], plan: list[Any]) -> Plan:
@@ -141,31 +158,34 @@ class _Worker:
             except BaseException as error:  # noqa: BLE001  # SystemExit, too: raised in the training process
                 return with_place(error, f"in a Ray worker ({self.name}), {self._doing}")
 
-    def _begin(self, job: Job, place: int, what: str) -> None:
-        self._doing = what
-        begin_sample(job.seed, job.number, place)
+    def _begin(self, job: Job, position: int, doing: str) -> None:
+        self._doing = doing
+        begin_sample(job.seed, job.number, position)
         # The default generators serve only the user's code. Seeded for each sample, they do not depend on the worker.
-        own = mix_seed(job.seed, job.number, place, "default generators")
-        torch.default_generator.manual_seed(own)
-        random.seed(own)
-        np.random.seed(own % 2**32)
+        seed = mix_seed(job.seed, job.number, position, "default generators")
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
 
     def _watch(self) -> None:
         """Report slow batches. End this process if its pass was closed; Ray replaces it."""
-        reported = closed = 0.0
+        reported_s = 0.0
+        closed_s = 0.0
         while True:
             time.sleep(CHECK_S)
-            at = self._at
-            now = time.monotonic()
-            if at is None or now - at[1] < CHECK_S:
+            task = self._task
+            now_s = time.monotonic()
+            if task is None or now_s - task.began_s < CHECK_S:
                 continue
-            job, since = at
-            if now - max(reported, since) >= job.report_s:
-                report(job.keys[0], self.name, f"{self.name} is {self._doing}, in this batch for {now - since:.0f} s")
-                reported = now
+            job = task.job
+            if now_s - max(reported_s, task.began_s) >= job.report_s:
+                busy_s = now_s - task.began_s
+                report(job.keys[0], self.name, f"{self.name} is {self._doing}, in this batch for {busy_s:.0f} s")
+                reported_s = now_s
             if is_closed(job.keys[0], job.of_pass):
-                closed = now if closed < since else closed
-                if now - closed >= job.grace_s:
+                if closed_s < task.began_s:
+                    closed_s = now_s
+                if now_s - closed_s >= job.grace_s:
                     os._exit(1)
 
 
@@ -193,16 +213,18 @@ def _pickler() -> Any:
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, thing: Any) -> Any:
-            found = _reduced(thing) if type(thing) is torch.Tensor else None
-            return super().reducer_override(thing) if found is None else found
+            if type(thing) is torch.Tensor:
+                reduced = _reduced(thing)
+                if reduced is not None:
+                    return reduced
+            return super().reducer_override(thing)
 
     return Pickler
 
 
 def _reduced(tensor: torch.Tensor) -> Any:
     """Reduce a plain CPU tensor to its memory and layout. None if torch has to pickle it."""
-    plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.requires_grad
-    if not plain or not tensor.numel() or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+    if not is_plain(tensor):
         return None
     strides = tensor.stride()
     order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])  # keeps channels_last
@@ -238,9 +260,10 @@ def take_reports(key: str) -> list[str]:
     """Return the workers' reports since the last call."""
     store = _store()
     prefix = f"at/{key}/"
-    found = [store._internal_kv_get(one, **_NAMESPACE) for one in store._internal_kv_list(prefix, **_NAMESPACE)]
+    keys = store._internal_kv_list(prefix, **_NAMESPACE)
+    texts = [store._internal_kv_get(report_key, **_NAMESPACE) for report_key in keys]
     store._internal_kv_del(prefix, del_by_prefix=True, **_NAMESPACE)
-    return sorted(text.decode() for text in found if text is not None)
+    return sorted(text.decode() for text in texts if text is not None)
 
 
 def close_passes(key: str, last: int) -> None:

@@ -72,16 +72,23 @@ def connect(address: str | None, num_workers: int) -> Any:
     """Connect Ray to the requested cluster."""
     ray = _ray()
     if not ray.is_initialized():
-        own = {} if address else {"num_cpus": num_workers, "include_dashboard": False}
+        own: dict[str, Any] = {}
+        if not address:
+            own = {"num_cpus": num_workers, "include_dashboard": False}
+        if address and "://" in address:
+            raise LoaderError(
+                f"RAY_ADDRESS={address} is an address of Ray Client, which is not supported. Run the training on a "
+                "node of the cluster, with RAY_ADDRESS=auto."
+            )
         try:
             if address not in (None, "auto", "local"):
                 _knock(address)  # Ray itself would try for ever
             ray.init(address=address or "local", logging_level=logging.WARNING, **own)
         except Exception as error:  # Ray raises a bare Exception if its own processes are late
             raise LoaderError(
-                f"The Ray cluster at ray_address={address!r} cannot be used: {error} Run `ray start --head` before "
+                f"The Ray cluster at RAY_ADDRESS={address} cannot be used: {error} Run `ray start --head` before "
                 "training, with the Ray and Python versions of this process, and train on a node of the cluster with "
-                "ray_address='auto'. Without ray_address, Ray starts on this machine, which may be too busy, or short "
+                "RAY_ADDRESS=auto. Without this variable, Ray starts on this machine, which may be too busy, or short "
                 "of memory or disk space; the log files are in /tmp/ray/session_latest/logs."
             ) from error
         _connected[ray.get_runtime_context().gcs_address] = os.getpid()
@@ -93,8 +100,8 @@ def connect(address: str | None, num_workers: int) -> Any:
         )
     if address not in (None, "auto", used):
         raise LoaderError(
-            f"This process uses the Ray cluster at {used} already, and ray_address={address!r} is another one. A "
-            f"process can use only one cluster: set ray_address={used!r} or 'auto', or call ray.shutdown() first."
+            f"This process uses the Ray cluster at {used} already, and RAY_ADDRESS={address} is another one. A "
+            f"process can use only one cluster: set RAY_ADDRESS={used}, or call ray.shutdown() first."
         )
     return ray
 
@@ -106,10 +113,13 @@ def _knock(address: str) -> None:
 
 
 @functools.cache  # warn once
-def _warn_of_few(there: float, workers: int) -> None:
-    if there < workers:
-        few = "The Ray cluster has %g CPUs for num_workers=%d: it cannot make more batches at the same time."
-        logger.warning(few, there, workers)
+def _warn_of_few(cpus: float, workers: int) -> None:
+    if cpus < workers:
+        logger.warning(
+            "The Ray cluster has %g CPUs for num_workers=%d: it cannot make more batches at the same time.",
+            cpus,
+            workers,
+        )
 
 
 @functools.cache  # the task is sent to the cluster once
@@ -129,7 +139,8 @@ class RemotePlan:
     once, and drops it when this object is gone."""
 
     def __init__(self, loader: DataLoader[Batch], cluster: RayCluster) -> None:
-        self.ray = ray = connect(cluster.address, loader.num_workers)
+        ray = connect(cluster.address, loader.num_workers)
+        self.ray = ray
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         self.store_bytes = int(min(node.get("object_store_memory", 0) for node in nodes))
         _warn_of_few(sum(node.get("CPU", 0) for node in nodes), loader.num_workers)
@@ -156,8 +167,9 @@ class RemotePlan:
 
     def cpus(self) -> str:
         """Describe the cluster's CPUs."""
-        there, free = (found.get("CPU", 0) for found in (self.ray.cluster_resources(), self.ray.available_resources()))
-        return f"The Ray cluster has {there:g} CPUs, {free:g} of them free"
+        cpus = self.ray.cluster_resources().get("CPU", 0)
+        free = self.ray.available_resources().get("CPU", 0)
+        return f"The Ray cluster has {cpus:g} CPUs, {free:g} of them free"
 
     def _put(self, plan: Plan) -> Any:
         exceptions = self.ray.exceptions
@@ -171,12 +183,11 @@ class RemotePlan:
             ) from error
         except Exception as error:
             name = "dataset"
-            thing = plan.dataset
             try:
                 self.ray.cloudpickle.dumps(plan.collate)
             except Exception:  # noqa: BLE001  # any error from the user's objects
                 name = "collate_fn"
-                thing = plan.collate
+            thing = plan.dataset if name == "dataset" else plan.collate
             raise LoaderError(
                 f"Cannot pickle the {name} ({shortened(thing)}) for the Ray workers: {error.__cause__ or error}. Open "
                 "files and connections in the first __getitem__, hold no locks, or use workers='process' with "
@@ -195,7 +206,9 @@ class PendingBatch:
     """Number of the batch in its epoch, from 0."""
     index: Index
     ended: Any
-    made: Any
+    """Reference to the completion marker of its task."""
+    result: Any
+    """Reference to the result of its task."""
 
     def words(self) -> str:
         """Return number and indices for error messages."""
@@ -214,13 +227,17 @@ class RayPass(OwnPass):
         self._plan = plan
         self._ray = plan.ray
         self._ends: deque[Any] = deque([None] * loader.num_workers, maxlen=loader.num_workers)
+        """References to the completion markers of the newest tasks."""
         # No more ranks share a node than it has devices.
         self._sharers = min(ranks_of_run(), torch.accelerator.device_count() or ranks_of_run())
         self._asked: deque[PendingBatch] = deque()
         self._largest = 0
         self._far = False
         self._closed = False
-        self._head_seen = self._head_checked = self._worked = time.monotonic()
+        now_s = time.monotonic()
+        self._head_seen_s = now_s
+        self._head_checked_s = now_s
+        self._worked_s = now_s
         self._of_pass = next(plan.passes)
         self._ending = weakref.finalize(self, plan.close_passes, self._of_pass)
         self._ending.atexit = False
@@ -233,31 +250,34 @@ class RayPass(OwnPass):
         if self._ended:
             raise StopIteration
         with traced("thread_wait"):
-            asked, made = self._wait()
-        if isinstance(made, BaseException):
-            raise made
-        if isinstance(made, ExceptionWrapper):
-            made.reraise()
-        data, buffers, bad, node = made
+            pending, result = self._wait()
+        if isinstance(result, BaseException):
+            raise result
+        if isinstance(result, ExceptionWrapper):
+            result.reraise()
+        data, buffers, bad_samples, node = result
         self._far = self._far or node != self._plan.node
         self._largest = max(self._largest, sum(buffer.nbytes for buffer in buffers))
         self._ask()
-        count_relayed(bad)
-        batch = _unpickled(data, buffers, asked)
+        count_relayed(bad_samples)
+        batch = _unpickled(data, buffers, pending)
         return batch if self._pin is None else self._pin(batch)
 
     @property
     def ready(self) -> int:
         """See :attr:`OwnPass.ready`. Starts the transfer of batches from other nodes."""
-        made = [asked.made for asked in list(self._asked)]
-        return len(self._ray.wait(made, num_returns=len(made), timeout=0)[0]) if made else 0
+        results = [pending.result for pending in list(self._asked)]
+        if not results:
+            return 0
+        complete, _ = self._ray.wait(results, num_returns=len(results), timeout=0)
+        return len(complete)
 
     def where(self) -> str:
         """See :meth:`Maker.where`."""
-        reports = [f"{one}. `ray stack` on that machine shows where." for one in take_reports(self._plan.key)]
-        return "\n".join(
-            [f"{self._plan.cpus()}.", *(reports or [f"No worker reports a batch longer than {REPORT_S:g} s."])]
-        )
+        lines = [f"{report}. `ray stack` on that machine shows where." for report in take_reports(self._plan.key)]
+        if not lines:
+            lines = [f"No worker reports a batch longer than {REPORT_S:g} s."]
+        return "\n".join([f"{self._plan.cpus()}.", *lines])
 
     def close(self, patience_s: float = PATIENCE_S) -> None:
         """See :meth:`OwnPass.close`. Returns at once."""
@@ -268,96 +288,100 @@ class RayPass(OwnPass):
     def _ask(self) -> None:
         """Request batches up to the limit of batches ahead."""
         room = STORE_SHARE * self._plan.store_bytes / max(1, self._largest * self._sharers)
-        for index in islice(self._indices, max(0, min(self.capacity, max(1, int(room))) - len(self._asked))):
-            refs = self._plan.make(self._ends[0], self._of_pass, self._seed, self._number, index)
-            self._ends.append(refs[0])
-            self._asked.append(PendingBatch(self._number, index, *refs))
+        ahead = min(self.capacity, max(1, int(room)))
+        for index in islice(self._indices, max(0, ahead - len(self._asked))):
+            ended, result = self._plan.make(self._ends[0], self._of_pass, self._seed, self._number, index)
+            self._ends.append(ended)
+            self._asked.append(PendingBatch(self._number, index, ended, result))
             self._number += 1
 
     def _wait(self) -> tuple[PendingBatch, Any]:
         """Wait for the next batch. Returns the batch and its result."""
-        began = self._worked = time.monotonic()
+        began_s = time.monotonic()
+        self._worked_s = began_s
         while True:
-            self._check(began)
-            asked = self._next()
-            if asked is None:
+            self._check(began_s)
+            pending = self._next()
+            if pending is None:
                 continue
             try:
-                made = self._ray.get(asked.made, timeout=_CHECK_S)
+                result = self._ray.get(pending.result, timeout=_CHECK_S)
             except self._ray.exceptions.GetTimeoutError:
                 continue
             except self._ray.exceptions.RayError as error:
-                made = self._explained(asked, error)
+                result = self._explained(pending, error)
             with contextlib.suppress(ValueError):  # closed meanwhile
-                self._asked.remove(asked)
-            return asked, made
+                self._asked.remove(pending)
+            return pending, result
 
     def _next(self) -> PendingBatch | None:
         """Return the batch to wait for. None if any batch may be next and none is complete."""
         if self._far:
             _ = self.ready  # starts the transfer from other nodes
         asked = list(self._asked)
-        if self._in_order or not asked:
-            return asked[0] if asked else None
-        done = self._ray.wait([one.made for one in asked], num_returns=1, timeout=_CHECK_S)[0]
-        return next((one for one in asked if one.made in done), None)
+        if not asked:
+            return None
+        if self._in_order:
+            return asked[0]
+        complete, _ = self._ray.wait([pending.result for pending in asked], num_returns=1, timeout=_CHECK_S)
+        return next((pending for pending in asked if pending.result in complete), None)
 
-    def _explained(self, asked: PendingBatch, error: Exception) -> LoaderError:
+    def _explained(self, pending: PendingBatch, error: Exception) -> LoaderError:
         if type(error) is self._ray.exceptions.WorkerCrashedError:
             explained = LoaderError(
-                f"{TRIES} Ray workers in a row died while making {asked.words()}: {error} The dataset's code crashes, "
-                "or memory runs out: see `ray logs`."
+                f"{TRIES} Ray workers in a row died while making {pending.words()}: {error} The dataset's code "
+                "crashes, or memory runs out: see `ray logs`."
             )
         else:
             explained = LoaderError(
-                f"The Ray workers could not make {asked.words()}: {getattr(error, 'cause', error)} All nodes need this "
-                "package and the dataset's imports, in the versions of the training process. The object store needs "
-                f"room for {self.capacity} batches: if it is too small, lower num_workers, prefetch_factor or "
+                f"The Ray workers could not make {pending.words()}: {getattr(error, 'cause', error)} All nodes need "
+                "this package and the dataset's imports, in the versions of the training process. The object store "
+                f"needs room for {self.capacity} batches: if it is too small, lower num_workers, prefetch_factor or "
                 "batch_size, or start Ray with a larger object_store_memory."
             )
         explained.__cause__ = error
         return explained
 
-    def _check(self, began: float) -> None:
+    def _check(self, began_s: float) -> None:
         """Raise an error if waiting longer is useless."""
         if self._closed:
             raise LoaderError(CLOSED)
-        now = time.monotonic()
-        self._check_head(now)
-        if self._timeout_s and now - began >= self._timeout_s:
+        now_s = time.monotonic()
+        self._check_head(now_s)
+        if self._timeout_s and now_s - began_s >= self._timeout_s:
             raise LoaderError(
                 f"No batch came within timeout={self._timeout_s:g} s. {self.where()} Set a timeout in the "
                 "call that hangs, or allow more time with LoaderSettings(timeout_s=...)."
             )
-        if now - self._worked >= WAIT_FOR_WORKER_S:
-            self._check_workers(now, began)
+        if now_s - self._worked_s >= WAIT_FOR_WORKER_S:
+            self._check_workers(now_s, began_s)
 
-    def _check_workers(self, now: float, began: float) -> None:
+    def _check_workers(self, now_s: float, began_s: float) -> None:
         if take_reports(self._plan.key):  # a worker that is still busy reports again soon
-            self._worked = now - WAIT_FOR_WORKER_S + 6 * REPORT_S
+            self._worked_s = now_s - WAIT_FOR_WORKER_S + 6 * REPORT_S
             return
         raise LoaderError(
-            f"No Ray worker has started any of {len(self._asked)} batches in {now - began:.0f} s. "
+            f"No Ray worker has started any of {len(self._asked)} batches in {now_s - began_s:.0f} s. "
             f"{self._plan.cpus()}. Other jobs may hold the CPUs, or workers may fail to start: see `ray status` and "
             "`ray logs`. Add machines, or stop the other jobs."
         )
 
-    def _check_head(self, now: float) -> None:
-        if now - self._head_checked < _HEAD_CHECK_S:
+    def _check_head(self, now_s: float) -> None:
+        if now_s - self._head_checked_s < _HEAD_CHECK_S:
             return
-        self._head_checked = now
+        self._head_checked_s = now_s
         address = self._plan.address
         try:
             _knock(address)
-            self._head_seen = now
+            self._head_seen_s = now_s
         except OSError as error:
-            if now - self._head_seen < _HEAD_PATIENCE_S:
+            if now_s - self._head_seen_s < _HEAD_PATIENCE_S:
                 return
             self._ending.detach()  # it would wait for the head node, too
             if address in _connected:
                 self._ray.shutdown()  # else Ray ends this process soon, before a checkpoint is written
             raise LoaderError(
-                f"The head node of the Ray cluster ({address}) has not answered for {now - self._head_seen:.0f} s: "
+                f"The head node of the Ray cluster ({address}) has not answered for {now_s - self._head_seen_s:.0f} s: "
                 f"{error}. Ray ends processes that cannot reach it. Start the cluster again, and resume from the last "
                 "checkpoint."
             ) from error

@@ -107,12 +107,12 @@ class LoaderState:
             )
         try:
             fields["samplers"] = {name: SamplerState(**values) for name, values in fields["samplers"].items()}
-            made = cls(**fields)
+            loaded = cls(**fields)
         except (TypeError, AttributeError, KeyError) as error:
             raise ResumeError(DAMAGED) from error
-        if not made._is_sound():
+        if not loaded._is_sound():
             raise ResumeError(DAMAGED)
-        return made
+        return loaded
 
     def next_epoch(self, samplers: Mapping[str, SamplerState]) -> "LoaderState":
         """Return the state at the start of the next epoch, in which ``samplers`` begin."""
@@ -121,9 +121,9 @@ class LoaderState:
 
     def _is_sound(self) -> bool:
         """True if all values have a type and a range that a saved state can have."""
-        if type(self.kind) is not str or self.kind not in ("map", "iterable") or type(self.exact) is not bool:
+        if type(self.kind) is not str or self.kind not in ("map", "iterable"):
             return False
-        if self.seed is not None and type(self.seed) is not int:
+        if type(self.exact) is not bool or not (self.seed is None or type(self.seed) is int):
             return False
         if not all(type(name) is str and sampler.is_sound for name, sampler in self.samplers.items()):
             return False
@@ -155,27 +155,27 @@ def is_feed_state(state: object) -> bool:
     return isinstance(state, Mapping) and type(state.get("version")) is int and "kind" in state
 
 
-def refuse_changes(saved: LoaderState, now: LoaderState) -> None:
+def refuse_changes(saved: LoaderState, present: LoaderState) -> None:
     """Check that a loader can go on in the middle of the epoch in which ``saved`` was saved.
 
     Args:
         saved: the state from the checkpoint.
-        now: the state of the loader that is to go on.
+        present: the state of the loader that is to go on.
 
     Raises:
         ResumeError: the dataset is a stream, or the configuration differs.
     """
-    if "iterable" in (saved.kind, now.kind):
+    if "iterable" in (saved.kind, present.kind):
         raise ResumeError(_STREAM)
     changed = []
-    if saved.samples != now.samples:
-        changed.append(f"a dataset of {now.samples} samples instead of {saved.samples}")
-    if saved.ranks != now.ranks:
-        changed.append(f"{now.ranks} ranks instead of {saved.ranks}")
-    if saved.batch_size != now.batch_size:
-        changed.append(f"batch_size={now.batch_size} instead of {saved.batch_size}")
-    if saved.samplers.keys() != now.samplers.keys():
-        changed.append(f"the sampler {_names(now.samplers)} instead of {_names(saved.samplers)}")
+    if saved.samples != present.samples:
+        changed.append(f"a dataset of {present.samples} samples instead of {saved.samples}")
+    if saved.ranks != present.ranks:
+        changed.append(f"{present.ranks} ranks instead of {saved.ranks}")
+    if saved.batch_size != present.batch_size:
+        changed.append(f"batch_size={present.batch_size} instead of {saved.batch_size}")
+    if saved.samplers.keys() != present.samplers.keys():
+        changed.append(f"the sampler {_names(present.samplers)} instead of {_names(saved.samplers)}")
     if changed:
         raise ResumeError(
             f"The checkpoint was saved in the middle of an epoch, and this run has {' and '.join(changed)}, so some "

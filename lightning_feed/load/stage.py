@@ -19,7 +19,7 @@ from torch.utils.data._utils import pin_memory
 from lightning_feed.errors import LoaderError
 from lightning_feed.load.kinds import Batch, Index, Sample
 from lightning_feed.load.order import mix_seed, rank_of_run
-from lightning_feed.load.slots import is_plain
+from lightning_feed.load.slot_batches import is_plain
 from lightning_feed.load.worker import resend_ctrl_c
 
 logger = logging.getLogger(__name__)
@@ -117,8 +117,12 @@ class OwnPass(Maker):
 
 def _pin_function() -> Callable[[Batch], Batch] | None:
     """Return DataLoader's function to pin a batch. None if pinning is not possible."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return None if device is None or device.type == "mps" else pin_memory.pin_memory
+    if not torch.accelerator.is_available():
+        return None
+    device = torch.accelerator.current_accelerator()
+    if device is None or device.type == "mps":
+        return None
+    return pin_memory.pin_memory
 
 
 def collate_pinned(samples: list[Sample]) -> Batch:
@@ -150,7 +154,8 @@ class ThreadShutdown:
     def __init__(self, owner: object, threads: list[threading.Thread], stop: Callable[[], None]) -> None:
         self._threads = threads
         self._stop = stop
-        self._pid, self._starter = os.getpid(), threading.get_ident()
+        self._pid = os.getpid()
+        self._starter = threading.get_ident()
         self._finalizer = weakref.finalize(owner, self._abandon)
 
     @property
@@ -176,13 +181,13 @@ class ThreadShutdown:
         until = time.monotonic() + patience_s
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
-        left = sum(thread.is_alive() for thread in self._threads)
-        if left:
+        still_loading = sum(thread.is_alive() for thread in self._threads)
+        if still_loading:
             logger.warning(
                 "%d threads of the loader are still loading a sample after %g s and were abandoned. Each ends after "
                 "its sample. A dataset that may never return needs its own timeout, or "
                 "LoaderSettings(timeout_s=...).",
-                left,
+                still_loading,
                 patience_s,
             )
 
@@ -190,10 +195,12 @@ class ThreadShutdown:
 # --- words for messages -----------------------------------------------------------------------------------------------
 
 
-def shortened(index: Index, most: int = 200) -> str:
+def shortened(index: Index, longest: int = 200) -> str:
     """Shorten an index for a message."""
     text = repr(index)
-    return text if len(text) <= most else f"{text[:most]}..."
+    if len(text) <= longest:
+        return text
+    return f"{text[:longest]}..."
 
 
 def at_index(index: Index) -> str:
@@ -219,4 +226,6 @@ def with_place(error: BaseException, where: str) -> ExceptionWrapper:
 def stack_here(ident: int | None) -> str:
     """Format the stack of a thread in this process."""
     frame = sys._current_frames().get(ident or 0)
-    return "(the thread has ended)" if frame is None else "".join(traceback.format_stack(frame)).rstrip()
+    if frame is None:
+        return "(the thread has ended)"
+    return "".join(traceback.format_stack(frame)).rstrip()

@@ -81,6 +81,16 @@ class _Plan:
             self.tasks.put(None)
 
 
+@dataclass
+class _Failure:
+    """An error that ended the work on a batch."""
+
+    position: int
+    """The sample's position in the batch, or COLLATING."""
+    thread: int
+    error: BaseException
+
+
 class _Job:
     """One batch in progress. Threads call :meth:`work`; the last one collates the batch.
 
@@ -95,22 +105,24 @@ class _Job:
         self.number = number
         self.index = index
         self.parts = [index] if plan.whole else list(index)
-        self.places = range(max(1, len(self.parts)))  # an empty batch needs a task too: collating
-        self.left = len(self.places)
-        self.at: dict[int, int] = {}  # thread -> place in the batch
+        self.positions = range(max(1, len(self.parts)))  # an empty batch needs a task too: collating
+        self.open_tasks = len(self.positions)
+        self.at: dict[int, int] = {}
+        """The sample's position in the batch that each thread works on, or COLLATING."""
         self._loaded: list[Any] = [None] * len(self.parts)
         self._lock = threading.Lock()
-        self._failure: tuple[int, int, BaseException] | None = None  # place, thread, error
+        self._failure: _Failure | None = None
+        """The first failure, by position in the batch."""
 
-    def work(self, place: int, thread: int) -> None:
-        """Load the sample at ``place``. Never raises."""
-        # Threads take places in order. Those before a failed one are still attempted, so the first failure is raised.
-        if self.parts and (self._failure is None or place < self._failure[0]):
-            self._attempt(place, thread, self._load)
+    def work(self, position: int, thread: int) -> None:
+        """Load the sample at a position of the batch. Never raises."""
+        # Threads take samples in order. Those before a failed one are still attempted, so the first failure is raised.
+        if self.parts and self._comes_before_failure(position):
+            self._attempt(position, thread, self._load)
         with self._lock:
-            self.left -= 1
-            last = self.left == 0
-        if last:
+            self.open_tasks -= 1
+            is_last = self.open_tasks == 0
+        if is_last:
             if self._failure is None:
                 self._attempt(COLLATING, thread, self._put_together)
             self.plan.done.put(self.number)
@@ -126,41 +138,48 @@ class _Job:
             batch = self._loaded[0]
             self._loaded = []
             return batch
-        place, thread, error = self._failure
-        if not isinstance(error, Exception):
-            raise error
+        failure = self._failure
+        if not isinstance(failure.error, Exception):
+            raise failure.error
+        where = f"in thread worker {failure.thread}, {self.describe(failure.position)}"
         try:
-            return with_place(error, f"in thread worker {thread}, {self.describe(place)}").reraise()
+            return with_place(failure.error, where).reraise()
         finally:
-            del error  # its traceback holds this frame
+            del failure  # the error's traceback holds this frame
 
-    def describe(self, place: int) -> str:
-        """Describe the work at ``place``."""
-        return at_index(self.parts[place]) if place != COLLATING else collating(self.index)
+    def describe(self, position: int) -> str:
+        """Describe the work at a position of the batch."""
+        if position == COLLATING:
+            return collating(self.index)
+        return at_index(self.parts[position])
 
-    def _attempt(self, place: int, thread: int, what: Callable[[int], None]) -> None:
+    def _comes_before_failure(self, position: int) -> bool:
+        return self._failure is None or position < self._failure.position
+
+    def _attempt(self, position: int, thread: int, work: Callable[[int], None]) -> None:
         if self.plan.cancelled:
             return
-        self.at[thread] = place
-        begin_sample(self.plan.seed, self.number, place)
+        self.at[thread] = position
+        begin_sample(self.plan.seed, self.number, position)
         try:
-            what(place)
+            work(position)
         except BaseException as error:  # noqa: BLE001  # KeyboardInterrupt and SystemExit too: raised by the consumer
             with self._lock:
-                if self._failure is None or place < self._failure[0]:
-                    self._failure = (place, thread, error)
+                if self._comes_before_failure(position):
+                    self._failure = _Failure(position, thread, error)
 
-    def _load(self, place: int) -> None:
-        part = self.parts[place]
+    def _load(self, position: int) -> None:
+        part = self.parts[position]
         dataset = self.plan.dataset
         with traced("thread_sample"):
-            self._loaded[place] = dataset.__getitems__(part) if self.plan.at_once else dataset[part]
+            self._loaded[position] = dataset.__getitems__(part) if self.plan.at_once else dataset[part]
 
     def _put_together(self, _: int) -> None:
-        loaded = self._loaded
+        samples: Any = self._loaded
         self._loaded = []
         with traced("thread_collate"):
-            samples = loaded[0] if self.plan.whole else loaded
+            if self.plan.whole:
+                samples = samples[0]
             if self.plan.pin is None:
                 self._loaded = [self.plan.collate(samples)]
             elif self.plan.collate is default_collate:
@@ -240,8 +259,10 @@ class ThreadPass(OwnPass):
 
     def _at_work(self) -> list[tuple[int, str]]:
         """Return the threads working on the first incomplete batch, with a description of their work."""
-        job = next((job for job in list(self._jobs.values()) if job.at), None)
-        return [] if job is None else [(thread, job.describe(place)) for thread, place in dict(job.at).items()]
+        for job in list(self._jobs.values()):
+            if job.at:
+                return [(thread, job.describe(position)) for thread, position in dict(job.at).items()]
+        return []
 
     @property
     def thread_ids(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -260,18 +281,18 @@ class ThreadPass(OwnPass):
             return
         job = self._jobs[self._number] = _Job(self._plan, self._number, index)
         self._number += 1
-        places = iter(job.places)
+        positions = iter(job.positions)
         if probe:
-            self._probe(job, next(places))
-        for place in places:
-            self._plan.tasks.put(partial(job.work, place))
+            self._probe(job, next(positions))
+        for position in positions:
+            self._plan.tasks.put(partial(job.work, position))
 
-    def _probe(self, job: _Job, place: int) -> None:
+    def _probe(self, job: _Job, position: int) -> None:
         before = DefaultGenerators()
         loaded = SimpleQueue[None]()
 
         def task(thread: int) -> None:
-            job.work(place, thread)
+            job.work(position, thread)
             loaded.put(None)
 
         self._plan.tasks.put(task)
@@ -291,7 +312,9 @@ class ThreadPass(OwnPass):
 
     def _wait(self) -> int:
         """Wait for the next complete batch. Returns its number."""
-        until = time.monotonic() + self._timeout_s if self._timeout_s else math.inf
+        until = math.inf
+        if self._timeout_s:
+            until = time.monotonic() + self._timeout_s
         while True:
             number = next(iter(self._jobs if self._in_order else self._ready), None)
             if self._plan.cancelled:
@@ -299,25 +322,29 @@ class ThreadPass(OwnPass):
             if number is not None and number in self._ready:
                 del self._ready[number]
                 return number
-            idle = self._idle_share() if self._ready else 0.0
-            since = time.perf_counter_ns()
-            try:
-                done = self._plan.done.get(timeout=max(0.0, min(_CHECK_S, until - time.monotonic())))
-            except Empty:
-                if time.monotonic() >= until:
-                    self._give_up()
-                continue
-            finally:
-                self.head_of_line_ns += idle * (time.perf_counter_ns() - since)
-            if done is not None:
-                self._ready[done] = None
+            if not self._take_completed(min(_CHECK_S, until - time.monotonic())) and time.monotonic() >= until:
+                self._give_up()
+
+    def _take_completed(self, timeout_s: float) -> bool:
+        """Wait for the number of a complete batch, or for the end of the pass. Returns False if neither came."""
+        idle_share = self._idle_share() if self._ready else 0.0
+        began_ns = time.perf_counter_ns()
+        try:
+            number = self._plan.done.get(timeout=max(0.0, timeout_s))
+        except Empty:
+            return False
+        finally:
+            self.head_of_line_ns += idle_share * (time.perf_counter_ns() - began_ns)
+        if number is not None:
+            self._ready[number] = None
+        return True
 
     def _idle_share(self) -> float:
         """Share of idle threads, 0 to 1. 0 at the end of the data."""
         if len(self._jobs) < self.capacity:
             return 0.0
-        left = sum(max(1, job.left) for number, job in self._jobs.items() if number not in self._ready)
-        return max(0.0, 1 - left / len(self.threads))
+        tasks = sum(max(1, job.open_tasks) for number, job in self._jobs.items() if number not in self._ready)
+        return max(0.0, 1 - tasks / len(self.threads))
 
     def _give_up(self) -> NoReturn:
         """Raise an error for an overdue batch."""

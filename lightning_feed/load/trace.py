@@ -42,4 +42,6 @@ def traced(name: Traced) -> AbstractContextManager[Any]:
         >>> with traced("decode"):
         ...     pass
     """
-    return profiler.record_function(_LABELS[name]) if getattr(profiler, "_is_profiler_enabled", False) else _NOTHING
+    if getattr(profiler, "_is_profiler_enabled", False):
+        return profiler.record_function(_LABELS[name])
+    return _NOTHING

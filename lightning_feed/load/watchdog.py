@@ -15,6 +15,8 @@ _CHECKS = 10
 """Number of checks within the waiting time before a warning."""
 _REPEAT = 10
 """Time without another warning after a warning, in multiples of the waiting time."""
+WARN_AFTER_S = 60.0
+"""Seconds without a batch before a warning."""
 
 
 class Watched(Protocol):
@@ -29,7 +31,7 @@ class Watch:
     """The time after which to warn of a missing batch, and the name of the loader."""
 
     name: str
-    after_s: float
+    after_s: float = WARN_AFTER_S
 
 
 class LateBatch:
@@ -62,7 +64,7 @@ class LateBatch:
             self._started = True
             self._thread.start()
 
-    def came(self) -> None:
+    def arrived(self) -> None:
         """Note that the loop has its batch."""
         self._since = None
 
@@ -93,7 +95,7 @@ class LateBatch:
         if self._since == since:  # still the same wait
             logger.warning(
                 "No batch of %s has arrived for %.0f s. %s\nThe run keeps waiting. LoaderSettings(timeout_s=...) "
-                "ends it if workers take longer; warn_after_s sets the time before this warning.",
+                "ends it if workers take longer.",
                 self._watch.name,
                 now - since,
                 where,

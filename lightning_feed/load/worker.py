@@ -97,7 +97,9 @@ def why_not_picklable(thing: object) -> str | None:
 
 def why_not_sent(loader: DataLoader[Batch], start_method: str) -> str:
     """Return the reason why a DataLoader cannot use worker processes with a start method. Empty if none is known."""
-    for name in ("dataset", "collate_fn", "worker_init_fn") if start_method != "fork" else ():
+    if start_method == "fork":
+        return ""
+    for name in ("dataset", "collate_fn", "worker_init_fn"):
         why = why_not_picklable(getattr(loader, name))
         if why is not None:
             return f"its {name} cannot be sent to worker processes that are started by {start_method!r}: {why}"
@@ -133,10 +135,12 @@ class _DryPickler(ForkingPickler):
     def reducer_override(self, thing: Any) -> Any:
         if isinstance(thing, (type, FunctionType)) and thing.__module__ == "__main__" and not _main_can_be_imported():
             raise pickle.PicklingError(f"{thing.__qualname__} is defined in a program that has no file to import")
-        shared = isinstance(thing, (torch.Tensor, torch.UntypedStorage, torch.TypedStorage, socket.socket, Connection))
-        if not shared and type(thing).__module__ == "numpy" and type(thing).__name__ == "ndarray":
-            shared = not thing.dtype.hasobject
-        return (int, ()) if shared else NotImplemented
+        if isinstance(thing, (torch.Tensor, torch.UntypedStorage, torch.TypedStorage, socket.socket, Connection)):
+            return int, ()
+        is_array = type(thing).__module__ == "numpy" and type(thing).__name__ == "ndarray"
+        if is_array and not thing.dtype.hasobject:
+            return int, ()
+        return NotImplemented
 
 
 # --- stacks of a hanging worker ------------------------------------------------------------------------------------
@@ -168,23 +172,31 @@ def stack_of(pid: int) -> str:
 
     Takes up to a second.
     """
-    place = Path("/proc") / str(pid)
+    process = Path("/proc") / str(pid)
     try:
-        status = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines() if ":" in line)
-        files = [file for file in (place / "fd").iterdir() if _STACK_FILE in _target_of(file).name]
+        status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines() if ":" in line)
+        files = [file for file in (process / "fd").iterdir() if _STACK_FILE in _target_of(file).name]
         if files and int(status["SigCgt"], 16) >> (_STACK_SIGNAL - 1) & 1:
-            before = len(files[0].read_bytes())
-            said = b""
-            os.kill(pid, _STACK_SIGNAL)
-            for _ in range(_POLLS):
-                time.sleep(_POLL_S)
-                last = said
-                said = files[0].read_bytes()[before:]
-                if said and said == last:
-                    return said.decode(errors="replace").strip()
+            stacks = _requested_stacks(pid, files[0])
+            if stacks:
+                return stacks
         return f"(not available; the kernel says of the process: {status['State'].strip()})"
     except (OSError, ValueError, KeyError) as error:
         return f"(not available: {type(error).__name__})"
+
+
+def _requested_stacks(pid: int, file: Path) -> str:
+    """Request the stacks of a worker, which writes them into its file. Empty if it does not answer."""
+    before = len(file.read_bytes())
+    written = b""
+    os.kill(pid, _STACK_SIGNAL)
+    for _ in range(_POLLS):
+        time.sleep(_POLL_S)
+        last = written
+        written = file.read_bytes()[before:]
+        if written and written == last:  # complete
+            return written.decode(errors="replace").strip()
+    return ""
 
 
 # --- Ctrl-C ---------------------------------------------------------------------------------------------------------

@@ -5,8 +5,9 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from lightning_feed.measure.measurements import HostTimes
 from lightning_feed.storage.system import read_text
 
 # --- other programs ---------------------------------------------------------------------------------------------------
@@ -56,14 +57,12 @@ class CpuShare:
         return _others_pct(self._began, self._read(), usable_cpus)
 
     def _read(self) -> CpuTicks | None:
-        lines = [line.split() for line in read_text(self._proc / "stat").splitlines()]
-        allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)} if hasattr(os, "sched_getaffinity") else set()
-        cpus = [[int(each) for each in line[1:]] for line in lines if line and line[0] in allowed]
-        if not cpus or len(cpus[0]) <= _STEAL:
+        cpus = _read_cpus(self._proc / "stat")
+        if not cpus:
             return None
-        programs = (_USER, _NICE, _SYSTEM, _STEAL)
-        whole = sum(sum(line[: _STEAL + 1]) for line in cpus)  # `user` already includes guests
-        return CpuTicks(len(cpus), whole, sum(line[at] for line in cpus for at in programs), self._own())
+        whole = sum(sum(ticks[: _STEAL + 1]) for ticks in cpus)  # `user` already includes guests
+        busy = sum(ticks[column] for ticks in cpus for column in (_USER, _NICE, _SYSTEM, _STEAL))
+        return CpuTicks(len(cpus), whole, busy, self._own())
 
     def _own(self) -> int:
         """Ticks of this process and its descendants, including descendants that ended and were waited for."""
@@ -76,12 +75,22 @@ class CpuShare:
                 if len(fields) > _LAST:
                     parents[int(folder.name)] = int(fields[1])
                     ticks[int(folder.name)] = sum(map(int, fields[_FIRST : _LAST + 1]))
-        own = set[int]()
-        found = {os.getpid()}
-        while found:
-            own |= found
-            found = {pid for pid, parent in parents.items() if parent in own} - own
-        return sum(ticks.get(pid, 0) for pid in own)
+        family = set[int]()
+        generation = {os.getpid()}
+        while generation:
+            family |= generation
+            generation = {pid for pid, parent in parents.items() if parent in family} - family
+        return sum(ticks.get(pid, 0) for pid in family)
+
+
+def _read_cpus(file: Path) -> list[list[int]]:
+    """The columns of ``/proc/stat`` for each CPU that this process may use; empty if unknown."""
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    lines = [line.split() for line in read_text(file).splitlines()]
+    cpus = [list(map(int, line[1:])) for line in lines if line and line[0] in allowed]
+    return [ticks for ticks in cpus if len(ticks) > _STEAL]
 
 
 def others_pct_now(
@@ -93,13 +102,13 @@ def others_pct_now(
     return share.others_pct(usable_cpus)
 
 
-def _others_pct(before: CpuTicks | None, now: CpuTicks | None, usable_cpus: int | None) -> float | None:
-    if now is None or before is None or not usable_cpus or now.whole <= before.whole:
+def _others_pct(before: CpuTicks | None, after: CpuTicks | None, usable_cpus: int | None) -> float | None:
+    if before is None or after is None or not usable_cpus or after.whole <= before.whole:
         return None
-    busy = now.busy - before.busy
-    own = now.own - before.own
-    others = now.cpus * max(0, busy - own) / (now.whole - before.whole)
-    return 100 * min(1.0, max(0.0, others - max(0, now.cpus - usable_cpus)) / usable_cpus)
+    busy = after.busy - before.busy
+    own = after.own - before.own
+    others = after.cpus * max(0, busy - own) / (after.whole - before.whole)
+    return 100 * min(1.0, max(0.0, others - max(0, after.cpus - usable_cpus)) / usable_cpus)
 
 
 # --- the training thread ----------------------------------------------------------------------------------------------
@@ -138,9 +147,9 @@ def run_queue_clock() -> int | None:
     return int(numbers[1]) if len(numbers) > 1 and numbers[0] != b"0" else None
 
 
-def own_clock(now: Callable[[], int] = time.perf_counter_ns) -> int:
+def own_clock(clock: Callable[[], int] = time.perf_counter_ns) -> int:
     """The host's clock in nanoseconds, minus the time this thread waited for a CPU."""
-    return now() - (run_queue_clock() or 0)
+    return clock() - (run_queue_clock() or 0)
 
 
 class CpuTimes:
@@ -234,19 +243,20 @@ class CpuTimes:
         if queued_ns is not None and queued_now_ns is not None:
             self._load_queued_ns += queued_now_ns - queued_ns
 
-    def per_step(self, steps: int) -> dict[str, Any]:
-        """Fields of ``LoopFacts``: mean milliseconds per finished step; empty before the first step ends."""
+    def per_step(self, steps: int) -> HostTimes:
+        """Mean milliseconds per finished step; unknown before the first step ends."""
         counted = steps - self._steps_before
         if counted <= 0:
-            return {}
+            return HostTimes()
         if not self._paused:
             self._add()
-        known = {"host_cpu_ms": self._spent_ns}
-        if self._load_clock is not None:
-            known["load_cpu_ms"] = self._loaded_ns
-        if self._run_queue() is not None:
-            known["load_queue_ms"] = self._load_queued_ns
-        return {name: 1e-6 * ns / counted for name, ns in known.items()}
+        knows_loading = self._load_clock is not None
+        knows_queue = self._run_queue() is not None
+        return HostTimes(
+            cpu_ms=1e-6 * self._spent_ns / counted,
+            load_cpu_ms=1e-6 * self._loaded_ns / counted if knows_loading else None,
+            load_queue_ms=1e-6 * self._load_queued_ns / counted if knows_queue else None,
+        )
 
     def _add(self) -> None:
         now_ns = self._thread()

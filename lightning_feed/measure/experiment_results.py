@@ -1,4 +1,8 @@
-"""The results of experiments as frozen values; None: not run, or not measurable."""
+"""The results of experiments as frozen values; None: not run, or not measurable.
+
+The folder ``diagnosing`` makes them. They are defined here because the verdict, the reports and the measurements that
+hold them may not import from there.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -39,7 +43,7 @@ class KeyBytes:
     """One part of the batch."""
 
     name: str
-    """Its place: ``image``, ``0``, ``meta.path``."""
+    """Its path in the batch: ``image``, ``0``, ``meta.path``."""
     bytes_per_batch: int
     """Bytes sent to the training process, and from there to the device."""
 
@@ -135,7 +139,7 @@ class ExperimentResults:
 
     def tried_as(self, role: Literal["own", "chosen"]) -> TriedSetting | None:
         """The user's own setting, or the chosen one, as it was tried; None: it was not."""
-        return next((setting for setting in self.tried if getattr(setting, role)), None)
+        return next((setting for setting in self.tried if vars(setting)[role]), None)
 
     @property
     def noise_pct(self) -> float | None:

@@ -3,50 +3,81 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Literal
 
 from torch.utils.data import IterableDataset, Subset
 
-from lightning_feed.errors import source_line
 from lightning_feed.load.fork_safety import why_no_workers
 from lightning_feed.load.kinds import AnyDataset, AnyLoader, Batch
 from lightning_feed.load.streams import divides_among_workers
-from lightning_feed.measure.measurements import LoopFacts
+from lightning_feed.measure.measurements import BatchFacts, LoaderFacts
 from lightning_feed.transfer.batch_tree import tensors
+from lightning_feed.wording import source_line
 
-_SETTINGS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "in_order")
 _DEEPEST = 4
 
 
-def with_loaders(facts: LoopFacts, every: Sequence[AnyLoader], *, reloaded: bool | None = None) -> LoopFacts:
-    """Add facts about the training loaders; if there are several, about the one with the fewest workers.
+def loader_facts(loaders: Sequence[AnyLoader]) -> LoaderFacts:
+    """Facts about the loaders of a stage; if there are several, about the one with the fewest workers.
 
     If any loader has no ``num_workers``, training may be waiting for that loader, so all settings are left out.
 
     Args:
-        facts: facts about the run so far.
-        every: all loaders of a stage, without their wrappers.
-        reloaded: True if new loaders are made every few epochs. None: leave out facts that only remedies need.
+        loaders: all loaders of a stage, without their wrappers.
     """
-    loaders = [loader for loader in every if isinstance(getattr(loader, "num_workers", None), int)]
-    known: dict[str, Any] = {"generator": _name_of(every[0]) if every else ""}
-    if loaders:
-        slowest = min(loaders, key=lambda loader: loader.num_workers)
-        known = _batches_of(slowest, loaders)
-        known["ours"] = all(is_instance(loader, "lightning_feed.load.loader", "FeedLoader") for loader in every)
-        if len(loaders) == len(every):
-            known |= {name: getattr(slowest, name, None) for name in _SETTINGS}
-            kind = "thread" if getattr(slowest, "workers", None) == "thread" else "process"
-            known["workers"] = kind if slowest.num_workers else None
-    if reloaded is not None:
-        known |= _for_remedies(every, reloaded=reloaded)
-    return replace(facts, **known)
+    with_workers = [loader for loader in loaders if isinstance(getattr(loader, "num_workers", None), int)]
+    if not loaders:
+        return LoaderFacts()
+    if not with_workers:
+        return LoaderFacts(generator=_name_of(loaders[0]))
+    slowest = min(with_workers, key=lambda loader: loader.num_workers)
+    sampler = getattr(slowest, "batch_sampler", None)
+    datasets = _datasets(with_workers)
+    facts = LoaderFacts(
+        batch_size=getattr(slowest, "batch_size", None) or getattr(sampler, "batch_size", None),
+        map_style=not any(isinstance(dataset, IterableDataset) for dataset in datasets),
+        decodes_whole=any(map(_decodes_whole, datasets)),
+        ours=all(is_instance(loader, "lightning_feed.load.loader", "FeedLoader") for loader in loaders),
+    )
+    if len(with_workers) < len(loaders):
+        return facts
+    return replace(
+        facts,
+        num_workers=slowest.num_workers,
+        prefetch_factor=getattr(slowest, "prefetch_factor", None),
+        pin_memory=getattr(slowest, "pin_memory", None),
+        persistent_workers=getattr(slowest, "persistent_workers", None),
+        in_order=getattr(slowest, "in_order", None),
+        workers=_kind_of_workers(slowest),
+    )
 
 
-def with_batch(facts: LoopFacts, batch: Batch) -> LoopFacts:
-    """Add the number of tensors in a batch, and their size in bytes."""
+def training_loader_facts(loaders: Sequence[AnyLoader], *, reloaded: bool) -> LoaderFacts:
+    """:func:`loader_facts`, and what only remedies for the training loaders need.
+
+    Args:
+        loaders: all training loaders, without their wrappers.
+        reloaded: True if new loaders are made every few epochs.
+    """
+    datasets = _datasets(loaders)
+    numbers = tuple(loader.num_workers for loader in loaders if hasattr(loader, "num_workers"))
+    facts = replace(
+        loader_facts(loaders),
+        every_num_workers=numbers,
+        may_persist=not reloaded and bool(loaders) and not any(map(_needs_each_epoch, datasets)),
+    )
+    if not any(numbers):
+        facts = replace(facts, why_no_workers=next(filter(None, map(why_no_workers, datasets)), ""))
+    if any(isinstance(dataset, IterableDataset) for dataset in datasets):
+        divided = all(divides_among_workers(loader) is not False for loader in loaders)
+        facts = replace(facts, shards_by_worker=divided)
+    return facts
+
+
+def batch_facts(batch: Batch) -> BatchFacts:
+    """The number of tensors in a batch, and their size in bytes."""
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors(batch)]
-    return replace(facts, batch_bytes=sum(sizes), batch_tensors=len(sizes))
+    return BatchFacts(size_bytes=sum(sizes), tensors=len(sizes))
 
 
 def batches_ahead(loaders: Sequence[AnyLoader]) -> int:
@@ -70,37 +101,27 @@ def is_instance(value: object, module: str, name: str) -> bool:
 
 def _name_of(loader: AnyLoader) -> str:
     """``batches (train.py:12)``: a generator, or the class of another iterable, with the line of its code."""
-    code = getattr(loader, "gi_code", None)
     name = type(loader).__name__
-    if code is None:
-        code = getattr(getattr(type(loader), "__iter__", None), "__code__", None)
-    else:
+    code = getattr(loader, "gi_code", None)
+    if code is not None:
         name = code.co_name
-    return name if code is None else f"{name} ({source_line(code.co_filename, code.co_firstlineno)})"
+    else:
+        code = getattr(getattr(type(loader), "__iter__", None), "__code__", None)
+    if code is None:
+        return name
+    return f"{name} ({source_line(code.co_filename, code.co_firstlineno)})"
 
 
-def _batches_of(slowest: Any, loaders: Sequence[AnyLoader]) -> dict[str, Any]:
-    sampler = getattr(slowest, "batch_sampler", None)
-    # Loaders other than torch's may have no dataset.
-    datasets = [getattr(loader, "dataset", None) for loader in loaders]
-    return {
-        "batch_size": getattr(slowest, "batch_size", None) or getattr(sampler, "batch_size", None),
-        "map_style": not any(isinstance(dataset, IterableDataset) for dataset in datasets),
-        "decodes_whole": any(map(_decodes_whole, datasets)),
-    }
+def _datasets(loaders: Sequence[AnyLoader]) -> list[AnyDataset]:
+    """The dataset of each loader. Loaders other than torch's may have none."""
+    return [getattr(loader, "dataset", None) for loader in loaders]
 
 
-def _for_remedies(every: Sequence[AnyLoader], *, reloaded: bool) -> dict[str, Any]:
-    datasets = [getattr(loader, "dataset", None) for loader in every]
-    known: dict[str, Any] = {
-        "every_num_workers": tuple(loader.num_workers for loader in every if hasattr(loader, "num_workers")),
-        "may_persist": not reloaded and bool(every) and not any(map(_needs_each_epoch, datasets)),
-    }
-    if not any(known["every_num_workers"]):
-        known["why_no_workers"] = next(filter(None, map(why_no_workers, datasets)), "")
-    if any(isinstance(dataset, IterableDataset) for dataset in datasets):
-        known["shards_by_worker"] = all(divides_among_workers(loader) is not False for loader in every)
-    return known
+def _kind_of_workers(loader: AnyLoader) -> Literal["process", "thread"] | None:
+    """``process`` or ``thread``; None without workers."""
+    if not loader.num_workers:
+        return None
+    return "thread" if getattr(loader, "workers", None) == "thread" else "process"
 
 
 def _decodes_whole(dataset: AnyDataset) -> bool:

@@ -7,7 +7,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from lightning_feed.errors import SettingsError, printable_lines
+from lightning_feed.errors import SettingsError
+from lightning_feed.wording import printable_lines
 
 logger = logging.getLogger(__name__)
 
@@ -23,15 +24,15 @@ class Guard:
     failures would be taken for ours, and be lost.
 
     Args:
-        who: name of the callback, for the log.
+        owner: name of the callback, for the log.
         stop: called once when measuring fails: removes all changes to the Trainer.
     """
 
-    def __init__(self, who: str, stop: Callable[[], object]) -> None:
-        self._who = who
+    def __init__(self, owner: str, stop: Callable[[], object]) -> None:
+        self._owner = owner
         self._stop = stop
         self._failed: set[str] = set()
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self.measures = True
         self._quiet = False
 
@@ -83,11 +84,11 @@ class Guard:
 
     def _log(self, what: str, error: Exception, then: str) -> None:
         reason = traceback.format_exception_only(error)[-1].strip()
-        if not self._quiet and reason not in self._said:
-            self._said.add(reason)
-            say(logger, logging.WARNING, printable_lines(f"{self._who} {what} ({reason}). {then}"))
+        if not self._quiet and reason not in self._logged:
+            self._logged.add(reason)
+            say(logger, logging.WARNING, printable_lines(f"{self._owner} {what} ({reason}). {then}"))
         with contextlib.suppress(Exception):  # as in say
-            logger.debug("%s %s:", self._who, what, exc_info=error)
+            logger.debug("%s %s:", self._owner, what, exc_info=error)
 
 
 class _Guarded(Protocol):
@@ -139,13 +140,15 @@ class Once:
     """
 
     def __init__(self, to: logging.Logger) -> None:
-        self._to, self._said = to, set[str]()
+        self._to = to
+        self._logged: set[str] = set()
 
     def say(self, trainer: Any, level: int, what: str, *, of: str = "") -> None:
         """Log a line, unless it, or another one with the same ``of``, was already logged."""
-        if (of or what) not in self._said and trainer.is_global_zero:
+        key = of or what
+        if key not in self._logged and trainer.is_global_zero:
             say(self._to, level, what)
-        self._said.add(of or what)
+        self._logged.add(key)
 
 
 def call_plainly(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

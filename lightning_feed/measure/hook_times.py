@@ -55,25 +55,32 @@ class HookTimes:
         self.timing = False
         """True while all actions are timed."""
         self._next_turn = FIRST_TIMED
-        self._begun = self._timed_steps = self._steps = 0
-        """Number of timed steps that began, of timed steps that were not left out, and of all steps not left out."""
-        self._left_out = self._leaves_out_calls = False
+        self._steps = 0
+        """Number of steps that were not left out."""
+        self._timed_steps = 0
+        """Number of timed steps that were not left out."""
+        self._begun = 0
+        """Number of timed steps that began."""
+        self._left_out = False
+        """True if the last timed step is left out."""
+        self._leaves_out_calls = False
+        """True if the calls in the current step are left out."""
         self._sums: Counter[str] = Counter()
         self._fresh: Counter[str] = Counter()
         """Times of the last timed step, which may still be discarded."""
         self._calls: Counter[str] = Counter()
         self._fresh_calls: Counter[str] = Counter()
         """Times of calls in the current step, which may still be discarded."""
-        for around in self._stack:
-            around.name = None
+        for outer in self._stack:
+            outer.name = None
 
     def call(self, name: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call a function and time it, in every step."""
-        self.measure(self.entered, name, every=True)
+        self.measure(self.enter, name, always=True)
         try:
             return function(*args, **kwargs)
         finally:
-            self.measure(self.left)
+            self.measure(self.leave)
 
     def step_ended(self, finished: int) -> None:
         """End a step, the ``finished``-th, and start or stop timing."""
@@ -91,7 +98,7 @@ class HookTimes:
             return
         self._fold()
         self.timing = True
-        self._begun = self._begun + 1
+        self._begun += 1
         self._next_turn = finished + 1
 
     def leave_out_step(self) -> None:
@@ -104,34 +111,34 @@ class HookTimes:
         if self.timing:
             self.timing = False
             self._timed_steps += not self._left_out
-            for around in self._stack[:-1]:  # these go on into the next step, like an epoch that began in this one
-                around.name = None
+            for outer in self._stack[:-1]:  # these go on into the next step, like an epoch that began in this one
+                outer.name = None
 
     def result(self) -> tuple[HookTime, ...]:
         """Milliseconds per step of each action long enough to be reported, the slowest first."""
         if not self.timing:
             self._fold()
-        found = {name: ns / self._timed_steps for name, ns in self._sums.items() if OWN not in name}
-        found |= {name: ns / self._steps for name, ns in self._calls.items()}
-        times = [HookTime(name=name, ms_per_step=ns * 1e-6) for name, ns in found.items() if ns >= LEAST_MS * 1e6]
+        per_step = {name: ns / self._timed_steps for name, ns in self._sums.items() if OWN not in name}
+        per_step |= {name: ns / self._steps for name, ns in self._calls.items()}
+        times = [HookTime(name=name, ms_per_step=ns * 1e-6) for name, ns in per_step.items() if ns >= LEAST_MS * 1e6]
         return tuple(sorted(times, key=attrgetter("ms_per_step"), reverse=True))
 
     @contextmanager
     def timed(self, name: str, action: AbstractContextManager[T]) -> Iterator[T]:
         """Run ``action``, and time it."""
-        with action as given:
-            self.measure(self.entered, name)
+        with action as value:
+            self.measure(self.enter, name)
             try:
-                yield given
+                yield value
             finally:
-                self.measure(self.left)
+                self.measure(self.leave)
 
-    def entered(self, name: str, *, every: bool = False) -> None:
-        """Begin an action; with ``every``, it is timed in every step."""
-        sums = self._fresh_calls if every else self._fresh
+    def enter(self, name: str, *, always: bool = False) -> None:
+        """Begin an action; with ``always``, it is timed in every step."""
+        sums = self._fresh_calls if always else self._fresh
         self._stack.append(_Open(name if self._between() else None, self._clock(), sums))
 
-    def left(self) -> None:
+    def leave(self) -> None:
         """End the innermost action, possibly after timing was switched off inside it."""
         if not self._stack:
             return
@@ -259,6 +266,9 @@ def tap_profiler(
 
 
 def _take_out(own: dict[str, Any], taps: dict[str, Any], shadowed: dict[str, Any]) -> None:
-    for name in [name for name, tap in taps.items() if own.get(name) is tap]:
-        del own[name]
-        own.update({name: shadowed[name]} if name in shadowed else {})
+    """Restore what the taps replaced, except where another tool has wrapped a tap."""
+    for name, tap in taps.items():
+        if own.get(name) is tap:
+            del own[name]
+            if name in shadowed:
+                own[name] = shadowed[name]

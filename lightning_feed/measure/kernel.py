@@ -108,7 +108,7 @@ class WorkerClock:
         self._last = self._read(workers, now_ns)
         times = [_between(before[folder], after) for folder, after in self._last.items() if folder in before]
         total = sum(times, WorkerTime())
-        total.span_ns = max((one.span_ns for one in times), default=0.0)  # workers run side by side: count it once
+        total.span_ns = max((time.span_ns for time in times), default=0.0)  # workers run side by side: count it once
         return total
 
     def meet(self, workers: Workers, now_ns: int) -> None:
@@ -121,27 +121,34 @@ class WorkerClock:
         own_threads = [f"{self.root}/proc/self/task/{tid}" for tid in workers.thread_ids]
         threads = {folder: _threads_in(f"{folder}/task") for folder in processes if folder not in known}
         threads |= {folder: [folder] for folder in own_threads if folder not in known}
-        found = {folder: WorkerReading(now_ns, _times_of(own), _io(f"{folder}/io")) for folder, own in threads.items()}
-        return {folder: reading for folder, reading in found.items() if reading.threads}
+        readings = {}
+        for folder, own in threads.items():
+            times = _times_of(own)
+            if times:
+                readings[folder] = WorkerReading(now_ns, times, _io(f"{folder}/io"))
+        return readings
 
 
 def _between(before: WorkerReading, after: WorkerReading) -> WorkerTime:
     """The difference of two readings of one worker; empty if a counter went backwards: a new worker."""
     wall = after.at_ns - before.at_ns
     # A new thread began at zero.
-    times = [(now, before.threads.get(thread, (0, 0))) for thread, now in after.threads.items()]
-    passed = [(now[0] - then[0], now[1] - then[1]) for now, then in times]
+    passed = []
+    for thread, (on_cpu_after, queue_after) in after.threads.items():
+        on_cpu_before, queue_before = before.threads.get(thread, (0, 0))
+        passed.append((on_cpu_after - on_cpu_before, queue_after - queue_before))
     # A kernel without these statistics writes zeros: then times are unknown, not all blocked.
     if wall <= 0 or min(map(min, passed)) < 0 or not any(map(any, after.threads.values())):
         return WorkerTime()
     on_cpu, run_queue = map(sum, zip(*passed, strict=True))
     scale = wall / max(wall, on_cpu + run_queue)
-    did = WorkerTime(wall_ns=wall, on_cpu_ns=on_cpu * scale, run_queue_ns=run_queue * scale)
+    spent = WorkerTime(wall_ns=wall, on_cpu_ns=on_cpu * scale, run_queue_ns=run_queue * scale)
     if before.io is not None and after.io is not None:
-        read = [now - then for now, then in zip(after.io, before.io, strict=True)]
+        read = [total - earlier for total, earlier in zip(after.io, before.io, strict=True)]
         if min(read) >= 0:
-            did.span_ns, (did.asked, did.calls, did.from_disk) = wall, read
-    return did
+            spent.span_ns = wall
+            spent.asked, spent.calls, spent.from_disk = read
+    return spent
 
 
 def _threads_in(folder: str) -> list[str]:
@@ -155,8 +162,8 @@ def _threads_in(folder: str) -> list[str]:
 
 def _times_of(folders: Iterable[str]) -> dict[str, tuple[int, int]]:
     """Times by thread folder, without threads that have ended."""
-    found = {folder: _schedstat(f"{folder}/schedstat") for folder in folders}
-    return {folder: times for folder, times in found.items() if times is not None}
+    times = {folder: _schedstat(f"{folder}/schedstat") for folder in folders}
+    return {folder: known for folder, known in times.items() if known is not None}
 
 
 def _schedstat(path: str) -> tuple[int, int] | None:
@@ -169,8 +176,9 @@ def _schedstat(path: str) -> tuple[int, int] | None:
 
 def _io(path: str) -> tuple[int, int, int] | None:
     values = _numbers(read_small(path).decode("ascii", "replace"), ":")
-    known = [values[name] for name in ("rchar", "syscr", "read_bytes") if name in values]
-    return (known[0], known[1], known[2]) if len(known) == 3 else None
+    if not {"rchar", "syscr", "read_bytes"} <= set(values):
+        return None
+    return values["rchar"], values["syscr"], values["read_bytes"]
 
 
 def _numbers(text: str, separator: str) -> dict[str, int]:
@@ -234,7 +242,9 @@ class PressureClock:
         for resource in RESOURCES:
             # The nearest file counts: that of the process's cgroup or of one around it, else the whole machine's.
             files = [*(folder / f"{resource}.pressure" for folder in own), root / "proc/pressure" / resource]
-            self._pressure.update([(resource, path) for path in files if _waited_ns(path) is not None][:1])
+            nearest = next((path for path in files if _waited_ns(path) is not None), None)
+            if nearest is not None:
+                self._pressure[resource] = nearest
         # The effective quota may belong to an outer cgroup.
         folders = [*own, *cgroup_folders(root, "cpu")]
         self._quotas = [folder / "cpu.stat" for folder in folders if _periods(folder / "cpu.stat") is not None]
@@ -247,21 +257,24 @@ class PressureClock:
         waited = {name: _waited_ns(path) for name, path in self._pressure.items()}
         periods = {str(path): _periods(path) for path in self._quotas}
         self._last = {name: (part, now_ns) for name, part in waited.items() if part is not None}
-        self._last |= {name: found for name, found in periods.items() if found is not None}
+        self._last |= {name: counts for name, counts in periods.items() if counts is not None}
         for name, (part, whole) in self._last.items():
             part_before, whole_before = before.get(name, (part, whole))
             if part >= part_before and whole > whole_before:
-                taken.part[name], taken.whole[name] = part - part_before, whole - whole_before
+                taken.part[name] = part - part_before
+                taken.whole[name] = whole - whole_before
         return taken
 
 
 def _waited_ns(path: Path) -> int | None:
     """The total in ``some avg10=0.00 avg60=0.00 avg300=0.00 total=123``, which is in microseconds."""
-    found = re.search(r"^some .*total=(\d+)$", read_text(path), re.MULTILINE)
-    return 1000 * int(found[1]) if found else None
+    total_us = re.search(r"^some .*total=(\d+)$", read_text(path), re.MULTILINE)
+    return 1000 * int(total_us[1]) if total_us else None
 
 
 def _periods(path: Path) -> tuple[int, int] | None:
     """``nr_throttled`` and ``nr_periods`` of a ``cpu.stat``; the names are the same in v1 and v2."""
     values = _numbers(read_text(path), " ")
-    return (values["nr_throttled"], values["nr_periods"]) if {"nr_throttled", "nr_periods"} <= set(values) else None
+    if "nr_throttled" not in values or "nr_periods" not in values:
+        return None
+    return values["nr_throttled"], values["nr_periods"]

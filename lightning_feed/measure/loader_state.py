@@ -10,8 +10,6 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from torch.utils.data import DataLoader
-
 from lightning_feed.load.kinds import AnyIterator
 from lightning_feed.load.torch_tasks import idle_share, kept_batches
 from lightning_feed.measure.facts import is_instance
@@ -22,39 +20,6 @@ if TYPE_CHECKING:
     from lightning_feed.load.stage import OwnPass
 
 T = TypeVar("T")
-
-_HOLDERS = ("_dataloader", "base_dataloader", "dataloader", "loader")
-"""Attributes under which wrappers hold a loader: Fabric's, accelerate's, and those of users."""
-_DEEPEST = 8
-
-
-def loaders_in(loader: object, deeper: int = _DEEPEST) -> list[Any]:
-    """The loaders that yield the batches: those in a CombinedLoader, dict, list or wrapper; else the loader itself."""
-    held = _held(loader) if deeper and not isinstance(loader, DataLoader) else None
-    return [loader] if held is None else [one for inner in held for one in loaders_in(inner, deeper - 1)]
-
-
-def _held(loader: object) -> list[Any] | None:
-    """The loaders that a wrapper draws from; None if it is not a wrapper."""
-    parts = getattr(loader, "iterables", loader)  # of a CombinedLoader
-    if isinstance(parts, dict):
-        parts = list(parts.values())
-    if isinstance(parts, (list, tuple)) and parts and all(hasattr(part, "__iter__") for part in parts):
-        return list(parts)
-    return _wrapped(loader)
-
-
-def _wrapped(loader: object) -> list[Any] | None:
-    """The loader inside a WebLoader, or inside a wrapper of Fabric or accelerate; None for anything else."""
-    stages = getattr(loader, "pipeline", None)  # a WebLoader: a DataLoader, then what is done with its batches
-    if isinstance(stages, list) and isinstance(next(iter(stages), None), DataLoader):
-        return stages[:1]
-    found = (getattr(loader, name, None) for name in _HOLDERS)
-    return next(([one] for one in found if isinstance(one, DataLoader) or _is_wrapper(one)), None)
-
-
-def _is_wrapper(value: object) -> bool:
-    return isinstance(getattr(value, "pipeline", None), list) or hasattr(value, "_dataloader")
 
 
 def _is_ours(iterator: object) -> bool:
@@ -210,9 +175,8 @@ class PassProbe(Probe):
         state = self._inner(it).read()
         if state is None:
             raise LookupError("unknown")
-        background = it.background
-        more = background.ready if background is not None else 0
-        return QueueState(state.ready + more, state.unpinned, it.taken)
+        fetched = it.background.ready if it.background is not None else 0
+        return QueueState(state.ready + fetched, state.unpinned, it.taken)
 
     def _capacity(self, it: "LoaderPass") -> int:
         held = self._inner(it).held
@@ -224,5 +188,5 @@ class PassProbe(Probe):
         workers = self._inner(it).workers()
         if isinstance(self._source, OwnProbe) or workers.pids or it.background is None:
             return workers
-        own = it.background.thread.native_id
-        return Workers(thread_ids=(own,) if own is not None else ())
+        thread_id = it.background.thread.native_id
+        return Workers(thread_ids=(thread_id,) if thread_id is not None else ())

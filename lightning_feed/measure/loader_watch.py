@@ -122,7 +122,7 @@ class _Fetch:
         self.known = True
         self.ready += state.ready
         if held is not None and (self.scarce is None or state.ready * self.scarce[1] < self.scarce[0] * held):
-            self.scarce = state.ready, held
+            self.scarce = (state.ready, held)
         if state.unpinned is not None:
             self.pinning = True
             self.unpinned += state.unpinned
@@ -286,32 +286,34 @@ class LoaderWatch:
 
     def _follow(self) -> bool:
         """Find the live iterators. Returns True if they differ from the last time."""
-        found = self._find()
+        iterators = self._find()
         probes = self._probes
-        if self._unchanged(found):
+        if self._unchanged(iterators):
             return False
-        self._identities = [id(iterator) for iterator in found]
-        old = {id(probe.iterator()): probe for probe in self._live}
-        self._probes = [old.pop(id(each), None) or probe_loader(each) for each in found]
+        self._identities = [id(iterator) for iterator in iterators]
+        known = {id(probe.iterator()): probe for probe in self._live}
+        self._probes = [known.pop(id(iterator), None) or probe_loader(iterator) for iterator in iterators]
         self._live = [probe for probe in self._probes if probe is not None]
         return self._probes != probes  # equal if all iterators are unknown
 
-    def _unchanged(self, found: list[Any]) -> bool:
+    def _unchanged(self, iterators: list[Any]) -> bool:
         """True if the iterators are those of the last time."""
-        if self._identities != [id(iterator) for iterator in found]:
+        if self._identities != [id(iterator) for iterator in iterators]:
             return False
-        pairs = zip(found, self._probes, strict=True)
+        pairs = zip(iterators, self._probes, strict=True)
         return all(probe is None or probe.iterator() is iterator for iterator, probe in pairs)
 
     def _all_workers(self) -> Workers:
         if None in self._probes:
             # Their times would explain a wait that may be for another loader.
             return Workers()
-        every = [probe.workers() for probe in self._live]
-        return Workers(
-            tuple(dict.fromkeys(pid for each in every for pid in each.pids)),
-            tuple(dict.fromkeys(tid for each in every for tid in each.thread_ids)),
-        )
+        pids: dict[int, None] = {}
+        thread_ids: dict[int, None] = {}
+        for probe in self._live:
+            workers = probe.workers()
+            pids.update(dict.fromkeys(workers.pids))
+            thread_ids.update(dict.fromkeys(workers.thread_ids))
+        return Workers(tuple(pids), tuple(thread_ids))
 
     def _read(self) -> None:
         now = self._clock()

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_feed.load.kinds import Batch
 from lightning_feed.measure.cpu_time import CpuTimes
-from lightning_feed.measure.facts import with_batch
+from lightning_feed.measure.facts import batch_facts
 from lightning_feed.measure.loader_watch import LoaderSums, LoaderWatch
 from lightning_feed.measure.measurements import LoopFacts, LoopMeasurements
 from lightning_feed.measure.stats import Additive, LoaderSteps
@@ -59,11 +59,12 @@ class MeasuredLoop:
         self.names = names
         self.batch_seen = False
         """True if the facts include the number of tensors in a batch and their size."""
+        workers = facts.loader.num_workers
         trusted = ring is not None or facts.device_type == "cpu"
-        self.ledger = Ledger(queue=queue, trusted_clock=trusted, period=max(1, facts.num_workers or 0))
+        self.ledger = Ledger(queue=queue, trusted_clock=trusted, period=max(1, workers or 0))
         self.warm_up = WARM_UP_STEPS + queue
         self._settled = False
-        self.cpu = CpuTimes(loads_here=None if facts.num_workers is None else facts.num_workers == 0)
+        self.cpu = CpuTimes(loads_here=None if workers is None else workers == 0)
         self.meter = StepMeter(self._keep, clock=clock, ring=ring)
         self.meter.on_epoch_start = self.ledger.epoch_started
         self.meter.begin(epoch=False)
@@ -77,14 +78,11 @@ class MeasuredLoop:
 
     def begins(self, facts: LoopFacts, since: int | None = None) -> None:
         """Begin the loop again, at ``since`` by the host's clock. Its loaders may have changed."""
-        before = self.facts
         ran = self.meter.finished - self._began_at
         self._began_at = self.meter.finished
-        self.facts = replace(
-            facts, batch_bytes=before.batch_bytes, batch_tensors=before.batch_tensors, syncs=before.syncs,
-            # A stream has no length: assume that an epoch is as long as the one before.
-            batches_per_epoch=facts.batches_per_epoch or ran or None,
-        )  # fmt: skip
+        # A stream has no length: assume that an epoch is as long as the one before.
+        batches = facts.batches_per_epoch or ran or None
+        self.facts = replace(facts, batch=self.facts.batch, syncs=self.facts.syncs, batches_per_epoch=batches)
         self._leave_out_earlier_epochs()
         self.ledger.epoch_begins()
         self.cpu.epoch_begins(self.meter.finished)
@@ -96,7 +94,9 @@ class MeasuredLoop:
 
         With several ranks, each of them would decide by itself.
         """
-        waited_ms = self.ledger.changed_wait_ms() if self._settled and self.facts.world_size == 1 else None
+        if not self._settled or self.facts.world_size > 1:
+            return
+        waited_ms = self.ledger.changed_wait_ms()
         if waited_ms is not None:
             self._waited_ms = waited_ms
             self.ledger.leave_out_earlier_epochs()
@@ -106,7 +106,7 @@ class MeasuredLoop:
     def look_at(self, batch: Batch) -> None:
         """Add the number of tensors in a batch, and their size, to the facts."""
         self.batch_seen = True
-        self.facts = with_batch(self.facts, batch)
+        self.facts = replace(self.facts, batch=batch_facts(batch))
 
     def step_ended(self) -> bool:
         """Detect the end of the warm-up. Returns True if enough steps have accumulated to be summed up."""
@@ -146,14 +146,13 @@ class MeasuredLoop:
 
     def by_loader(self) -> tuple[LoaderSteps, ...]:
         """Steps of each of several loaders that are read one after the other; empty for a single loader."""
-        found = []
+        loaders = []
         for source, sums in sorted(self._by_loader.items()):
             if source < len(self.names):
-                stats = sums.stats(settled=True, trusted_clock=True, prefetch_active=None)
+                to_ms = 1e-6 / sums.steps
                 name = self.names[source]
-                idle_ms = stats.data_idle_ms or 0.0
-                found.append(LoaderSteps(name, sums.steps, step_ms=stats.step_ms or 0.0, data_idle_ms=idle_ms))
-        return tuple(found)
+                loaders.append(LoaderSteps(name, sums.steps, sums.step_ns * to_ms, sums.data_ns * to_ms))
+        return tuple(loaders)
 
     def measurements(self, *, prefetch_active: bool | None) -> LoopMeasurements:
         """All measurements so far, without the warm-up, and without epochs in which loading was another."""
@@ -161,7 +160,7 @@ class MeasuredLoop:
         self._leave_out_earlier_epochs()
         return LoopMeasurements(
             stats=self.ledger.total(prefetch_active=prefetch_active, lost=self.meter.lost),
-            facts=replace(self.facts, waited_ms=self._waited_ms, **self.cpu.per_step(self.meter.finished)),
+            facts=replace(self.facts, waited_ms=self._waited_ms, host=self.cpu.per_step(self.meter.finished)),
             loaders=self.loaders.total(),
             by_loader=self.by_loader(),
             waited_s=self._waited_ns * 1e-9,
@@ -176,22 +175,22 @@ class Schedule:
     """Due times of reports.
 
     Args:
-        now: returns the seconds of a clock.
+        seconds: the seconds of a clock.
     """
 
-    def __init__(self, now: Callable[[], float] | None = None) -> None:
-        self._now = now or _seconds
+    def __init__(self, seconds: Callable[[], float] = _seconds) -> None:
+        self._seconds = seconds
         self._next_step: float = FIRST_STEPS
-        self._next_s = self._now() + FIRST_S
+        self._next_s = seconds() + FIRST_S
         self.first = True
         """True until the first report."""
 
     def due(self, steps: int) -> bool:
         """True if a report is due after this many steps."""
-        return steps >= self._next_step or self._now() >= self._next_s
+        return steps >= self._next_step or self._seconds() >= self._next_s
 
     def came(self, *, early: bool = False) -> None:
         """Note a report. With ``early`` it had no verdict yet, so the next one is due soon."""
         self._next_step = math.inf
-        self._next_s = self._now() + (FIRST_S if early else EVERY_S)
+        self._next_s = self._seconds() + (FIRST_S if early else EVERY_S)
         self.first &= early

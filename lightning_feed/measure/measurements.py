@@ -9,8 +9,8 @@ from lightning_feed.measure.wall import WallStats
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """The place in the user's program that sets up the training loader."""
+class LoaderCode:
+    """The code in the user's program that sets up the training loader, where its settings are changed."""
 
     words: str
     """Description of the call to change: ``your training DataLoader (Data.train_dataloader, data.py:41)``."""
@@ -28,8 +28,8 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HookPlace:
-    """One of the user's hooks, and the setting to run it less often."""
+class HookCode:
+    """One of the user's hooks around the training steps, with its line and the setting to run it less often."""
 
     name: str
     """The name that Lightning's profiler uses for this hook, without the callback's settings."""
@@ -37,6 +37,123 @@ class HookPlace:
     """Its file and line, such as ``train.py:12``."""
     interval: str = ""
     """The callback's constructor argument that seems to set the number of steps between two actions, if it is 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderFacts:
+    """The training loaders and their datasets. Of several loaders, the settings of the one with the fewest workers."""
+
+    num_workers: int | None = None
+    """Workers of the training loader; the fewest of several loaders."""
+    every_num_workers: tuple[int, ...] = ()
+    """Workers of each training loader; empty if unknown."""
+    prefetch_factor: int | None = None
+    """Batches that each worker loads ahead."""
+    pin_memory: bool | None = None
+    """Batches are put into pinned memory."""
+    persistent_workers: bool | None = None
+    """Workers stay alive between epochs."""
+    in_order: bool | None = None
+    """Batches come in the order of the sampler."""
+    workers: Literal["process", "thread"] | None = None
+    """Kind of workers."""
+    batch_size: int | None = None
+    """Samples in a batch, on one rank."""
+    map_style: bool | None = None
+    """True if all training datasets are map-style."""
+    decodes_whole: bool | None = None
+    """True for a torchvision ImageFolder whose transform begins with a RandomResizedCrop: each image is decoded whole,
+    then cropped."""
+    ours: bool | None = None
+    """True if a FastDataModule made the training loaders."""
+    generator: str = ""
+    """The loader, if it is not a DataLoader: ``generator batches (train.py:12)``."""
+    why_no_workers: str = ""
+    """The reason why a dataset without workers does not survive a fork into workers; empty: none was found."""
+    keeps: str = ""
+    """The attribute of a dataset without workers in which it keeps what it reads, if it grows in the present epoch:
+    ``dataset.kept``. Empty: none."""
+    shards_by_worker: bool | None = None
+    """True if the iterable datasets come from packages known to divide their samples among workers."""
+    repeated: bool | None = None
+    """True if the workers of a stream were seen to give the same batches. None: not looked at."""
+    may_persist: bool | None = None
+    """True if workers may persist between epochs: the loaders are not replaced, and nothing new, such as a call of
+    ``set_epoch``, has to reach the workers."""
+
+    @property
+    def count(self) -> int:
+        """Number of training loaders that each provide a part of a batch."""
+        return max(1, len(self.every_num_workers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchFacts:
+    """The first training batch on the host. Other batches may have other sizes."""
+
+    size_bytes: int | None = None
+    """Bytes of all tensors of a training batch on the host."""
+    tensors: int | None = None
+    """Number of tensors of a training batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostTimes:
+    """CPU time of the training process per step, over all measured steps."""
+
+    cpu_ms: float | None = None
+    """CPU time of the training thread per step (``time.thread_time``)."""
+    load_cpu_ms: float | None = None
+    """CPU time of the training process in ``next(loader)`` per step; None with workers. If the loader is not a
+    DataLoader: CPU time of the training thread only."""
+    load_queue_ms: float | None = None
+    """Time in ``next(loader)`` per step in which the training thread was ready to run, but other threads or programs
+    had the CPUs. Only on Linux; else None."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataModuleFacts:
+    """Settings of a FastDataModule; all of them None for any other source of loaders."""
+
+    staged: bool | None = None
+    """True if a FastDataModule reads from a staged copy."""
+    device_transform: bool | None = None
+    """True if a FastDataModule transforms batches on the device."""
+    decoder: str | None = None
+    """``decoder`` of an ImageFolderDataModule."""
+    quality: str | None = None
+    """``quality`` of an ImageFolderDataModule."""
+    backend: str | None = None
+    """Backend of an ImageFolderDataModule: ``torch``, ``nvjpeg``, ``dali-cpu`` or ``dali-gpu``."""
+    own_transforms: bool | None = None
+    """True if an ImageFolderDataModule's workers, after decoding, run transforms, the user's ``collate``, or
+    ``drop_keys``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerFacts:
+    """Settings of the Trainer, and of its callbacks."""
+
+    package: Literal["lightning.pytorch", "pytorch_lightning"] = "lightning.pytorch"
+    """Package of the Trainer and its callbacks."""
+    lightning: str | None = None
+    """Version of this package."""
+    max_epochs: int | None = None
+    """Epochs of the fit; None if unbounded."""
+    breaks_off: bool | None = None
+    """True if the Trainer has a limit that may end an epoch before its loaders do."""
+    log_every_n_steps: int | None = None
+    """The Trainer's ``log_every_n_steps``."""
+    check_val_every_n_epoch: int | None = None
+    """The Trainer's ``check_val_every_n_epoch``. None: validation goes by steps, not by epochs."""
+    val_check_batches: int | None = None
+    """Training batches between two validations, if an epoch has several validations, or if they go by steps."""
+    checkpoint_steps: int | None = None
+    """Training steps between checkpoints. None unless exactly one ModelCheckpoint saves by steps."""
+    bar_refresh_rate: int | None = None
+    """Batches between updates of the progress bar; 0 if it is off."""
+    tuned: bool | None = None
+    """True if an AutotuneCallback is among the Trainer's callbacks."""
 
 
 OTHERS_PCT = 20.0
@@ -53,114 +170,35 @@ class LoopFacts:
     """Stage that the loaders, batches and steps belong to."""
     device_type: str = "cpu"
     """``cpu``, ``cuda``, ...: where the steps run."""
-    num_workers: int | None = None
-    """Workers of the training loader; the fewest of several loaders."""
-    every_num_workers: tuple[int, ...] = ()
-    """Workers of each training loader; empty if unknown."""
-    prefetch_factor: int | None = None
-    """Batches that each worker loads ahead."""
-    pin_memory: bool | None = None
-    """Batches are put into pinned memory."""
-    persistent_workers: bool | None = None
-    """Workers stay alive between epochs."""
-    in_order: bool | None = None
-    """Batches come in the order of the sampler."""
-    workers: Literal["process", "thread"] | None = None
-    """Kind of workers."""
-    map_style: bool | None = None
-    """True if all training datasets are map-style."""
-    decodes_whole: bool | None = None
-    """True for a torchvision ImageFolder whose transform begins with a RandomResizedCrop: each image is decoded whole,
-    then cropped."""
-    ours: bool | None = None
-    """True if a FastDataModule made the training loaders."""
-    tuned: bool | None = None
-    """True if an AutotuneCallback is among the Trainer's callbacks."""
-    batch_size: int | None = None
-    """Samples in a batch, on one rank."""
-    batch_bytes: int | None = None
-    """Bytes of all tensors of a training batch on the host."""
-    batch_tensors: int | None = None
-    """Number of tensors of a training batch."""
-    batch_hooks: bool | None = None
-    """True if a hook of the user other than ``device_transform`` can change a batch during its transfer."""
+    world_size: int = 1
+    """Number of ranks."""
+    usable_cpus: int | None = None
+    """CPUs that this rank may use."""
+    torch_threads: int | None = None
+    """Threads that torch uses for one operation in the training process."""
+    free_shm_bytes: int | None = None
+    """Free space of /dev/shm before training; None without a limit."""
+    others_cpu_pct: float | None = None
+    """Share of this run's CPUs that other programs used, 0 to 100. Above 20 they affect the figures. Only on Linux,
+    with a single training process; else None."""
     batches_per_epoch: int | None = None
     """Batches of the training loader in an epoch, on one rank."""
     cut_short: tuple[int, int] | None = None
     """Batches of an epoch that ended before the length of its loader, and that length; None if no epoch did."""
-    breaks_off: bool | None = None
-    """True if the Trainer has a limit that may end an epoch before its loaders do."""
-    decoder: str | None = None
-    """``decoder`` of an ImageFolderDataModule."""
-    quality: str | None = None
-    """``quality`` of an ImageFolderDataModule."""
-    backend: str | None = None
-    """Backend of an ImageFolderDataModule: ``torch``, ``nvjpeg``, ``dali-cpu`` or ``dali-gpu``."""
-    own_transforms: bool | None = None
-    """True if an ImageFolderDataModule's workers, after decoding, run transforms, the user's ``collate``, or
-    ``drop_keys``."""
-    staged: bool | None = None
-    """True if a FastDataModule reads from a staged copy."""
-    device_transform: bool | None = None
-    """True if a FastDataModule transforms batches on the device."""
-    max_epochs: int | None = None
-    """Epochs of the fit; None if unbounded."""
-    log_every_n_steps: int | None = None
-    """The Trainer's ``log_every_n_steps``."""
-    check_val_every_n_epoch: int | None = None
-    """The Trainer's ``check_val_every_n_epoch``. None: validation goes by steps, not by epochs."""
-    val_check_batches: int | None = None
-    """Training batches between two validations, if an epoch has several validations, or if they go by steps."""
-    checkpoint_steps: int | None = None
-    """Training steps between checkpoints. None unless exactly one ModelCheckpoint saves by steps."""
-    others_cpu_pct: float | None = None
-    """Share of this run's CPUs that other programs used, 0 to 100. Above 20 they affect the figures. Only on Linux,
-    with a single training process; else None."""
-    usable_cpus: int | None = None
-    """CPUs that this rank may use."""
-    world_size: int = 1
-    """Number of ranks."""
-    package: Literal["lightning.pytorch", "pytorch_lightning"] = "lightning.pytorch"
-    """Package of the Trainer and its callbacks."""
-    lightning: str | None = None
-    """Version of this package."""
-    host_cpu_ms: float | None = None
-    """CPU time of the training thread per step (``time.thread_time``), over all measured steps."""
-    load_cpu_ms: float | None = None
-    """CPU time of the training process in ``next(loader)`` per step; None with workers. If the loader is not a
-    DataLoader: CPU time of the training thread only."""
-    load_queue_ms: float | None = None
-    """Time in ``next(loader)`` per step in which the training thread was ready to run, but other threads or programs
-    had the CPUs. Only on Linux; else None."""
-    generator: str = ""
-    """The loader, if it is not a DataLoader: ``generator batches (train.py:12)``."""
-    why_no_workers: str = ""
-    """The reason why a dataset without workers does not survive a fork into workers; empty: none was found."""
-    keeps: str = ""
-    """The attribute of a dataset without workers in which it keeps what it reads, if it grows in the present epoch:
-    ``dataset.kept``. Empty: none."""
     waited_ms: tuple[float, float] | None = None
     """Mean wait for data in a step, in earlier epochs and since. The figures leave these epochs out, because the wait
     has changed. None: it has not."""
-    shards_by_worker: bool | None = None
-    """True if the iterable datasets come from packages known to divide their samples among workers."""
-    repeated: bool | None = None
-    """True if the workers of a stream were seen to give the same batches. None: not looked at."""
-    may_persist: bool | None = None
-    """True if workers may persist between epochs: the loaders are not replaced, and nothing new, such as a call of
-    ``set_epoch``, has to reach the workers."""
-    free_shm_bytes: int | None = None
-    """Free space of /dev/shm before training; None without a limit."""
-    torch_threads: int | None = None
-    """Threads that torch uses for one operation in the training process."""
-    bar_refresh_rate: int | None = None
-    """Batches between updates of the progress bar; 0 if it is off."""
-    place: Place | None = None
-    """Place in the user's program that makes the training loader."""
-    hook_places: tuple[HookPlace, ...] = ()
-    """Hooks of the user that run around each training step."""
+    batch_hooks: bool | None = None
+    """True if a hook of the user other than ``device_transform`` can change a batch during its transfer."""
     syncs: tuple[str, ...] = ()
     """Reasons that the host waits for the device in each step: keys of :data:`SYNCS`."""
+    loader: LoaderFacts = field(default_factory=LoaderFacts)
+    batch: BatchFacts = field(default_factory=BatchFacts)
+    host: HostTimes = field(default_factory=HostTimes)
+    datamodule: DataModuleFacts = field(default_factory=DataModuleFacts)
+    trainer: TrainerFacts = field(default_factory=TrainerFacts)
+    loader_code: LoaderCode | None = None
+    hook_code: tuple[HookCode, ...] = ()
 
     @property
     def crowded(self) -> bool:
@@ -170,17 +208,7 @@ class LoopFacts:
     @property
     def copies_nothing(self) -> bool:
         """True if batches stay on the CPU unchanged, without a hook or transform of the user in their transfer."""
-        return self.device_type == "cpu" and self.batch_hooks is False and not self.device_transform
-
-    @property
-    def all_workers(self) -> int:
-        """Number of workers of all training loaders."""
-        return sum(self.every_num_workers) or self.num_workers or 0
-
-    @property
-    def loaders_beside(self) -> int:
-        """Number of training loaders that each provide a part of a batch."""
-        return max(1, len(self.every_num_workers))
+        return self.device_type == "cpu" and self.batch_hooks is False and not self.datamodule.device_transform
 
 
 SYNCS = {
@@ -234,9 +262,7 @@ class Measurements:
     """Wall-time parts of the whole run; None if not measured."""
     validation: LoopMeasurements | None = None
     """Measurements of the validation within a fit."""
-    experiments: ExperimentResults | None = None
-
-    @property
-    def found(self) -> ExperimentResults:
-        """The results of experiments, or empty results."""
-        return self.experiments or ExperimentResults()
+    experiments: ExperimentResults = field(default_factory=ExperimentResults)
+    """The results of a diagnosis; empty after a plain fit."""
+    diagnosed: bool = False
+    """True if ``diagnose`` ran. A plain fit can still be diagnosed to learn more."""

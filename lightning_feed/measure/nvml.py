@@ -48,7 +48,9 @@ class NvmlSampler:
         with self._lock:
             sums = self._sums
             self._sums = {}
-        return GpuStats(**{name: total / count for name, (total, count) in sums.items()}) if sums else None
+        if not sums:
+            return None
+        return GpuStats(**{name: total / count for name, (total, count) in sums.items()})
 
     def _run(self) -> None:
         try:
@@ -130,16 +132,16 @@ class _SmActivity:
     def read(self) -> float:
         """Percent since the last call."""
         pynvml = self._pynvml
-        before, now = self._samples
-        pynvml.nvmlGpmSampleGet(self._handle, now)
+        earlier, later = self._samples
+        pynvml.nvmlGpmSampleGet(self._handle, later)
         request = pynvml.c_nvmlGpmMetricsGet_t()
         request.version = pynvml.NVML_GPM_METRICS_GET_VERSION
         request.numMetrics = 1
-        request.sample1 = before
-        request.sample2 = now
+        request.sample1 = earlier
+        request.sample2 = later
         request.metrics[0].metricId = pynvml.NVML_GPM_METRIC_SM_UTIL
         pynvml.nvmlGpmMetricsGet(request)
-        self._samples = [now, before]
+        self._samples.reverse()
         metric = request.metrics[0]
         if metric.nvmlReturn != pynvml.NVML_SUCCESS:  # a metric can fail although the call succeeds
             raise pynvml.NVMLError(metric.nvmlReturn)

@@ -36,13 +36,12 @@ def align(ranks: Sequence[Tensor]) -> Tensor:
     Returns:
         (3, ranks, common steps) float64, in the order of the steps' numbers.
     """
-    every = torch.cat(list(ranks))
-    of_rank = torch.repeat_interleave(
-        torch.arange(len(ranks), device="cpu"), torch.tensor([len(rows) for rows in ranks], device="cpu")
-    )
-    numbers, place = torch.unique(every[:, NUMBER], return_inverse=True)
+    rows = torch.cat(list(ranks))
+    counts = torch.tensor([len(steps) for steps in ranks], device="cpu")
+    rank = torch.repeat_interleave(torch.arange(len(ranks), device="cpu"), counts)
+    numbers, column = torch.unique(rows[:, NUMBER], return_inverse=True)
     grid = torch.full((3, len(ranks), len(numbers)), torch.nan, dtype=torch.float64, device="cpu")
-    grid[:, of_rank, place] = every.T
+    grid[:, rank, column] = rows.T
     return grid[:, :, ~grid[NUMBER].isnan().any(dim=0)]
 
 
@@ -143,10 +142,12 @@ class RankExchange:
         self._store = store
         self._prefix = f"lightning_feed/ranks/{session}"
         self._sleep = sleep
-        self._windows = self._missed = 0
+        self._windows = 0
+        self._missed = 0
+        """Windows in a row without the steps of some rank."""
         self._fresh: list[float] = []
         self._sent: list[Tensor] = []
-        self._left = [torch.empty(0, 3, dtype=torch.float64, device="cpu")] * world_size
+        self._unmatched = [torch.empty(0, 3, dtype=torch.float64, device="cpu")] * world_size
         """For each rank, steps newer than the newest that all ranks measured."""
         self._warm_up = warm_up
         self._sums = self._settled = RankSums.of(torch.empty(3, world_size, 0, dtype=torch.float64, device="cpu"))
@@ -198,8 +199,9 @@ class RankExchange:
             if self._windows:
                 self._gather(self._windows - 1, str((self._windows - 1) % 2), self._sent[0])
             self._gather(self._windows, _LAST, self._sent[-1])
-            for key in itertools.chain.from_iterable(map(self._others, ("0", "1", _LAST))):
-                self._try(self._store.delete_key, key)
+            for slot in ("0", "1", _LAST):
+                for key in self._others(slot):
+                    self._try(self._store.delete_key, key)
         self._works = False
         return self.total()
 
@@ -226,18 +228,18 @@ class RankExchange:
         if not self._works:
             return None
         sent = [_unpack(value, window) for value in values]
-        rows = [mine, *(each for each in sent if each is not None)]
+        rows = [mine, *(steps for steps in sent if steps is not None)]
         if len(rows) < self.world_size:
             self._miss()
             return None
         self._missed = 0
-        rows = [torch.cat(both) for both in zip(self._left, rows, strict=True)]
+        rows = [torch.cat(both) for both in zip(self._unmatched, rows, strict=True)]
         common = align(rows)
         if not common.shape[2]:
-            self._left = [each[-MOST_STEPS:] for each in rows]
+            self._unmatched = [steps[-MOST_STEPS:] for steps in rows]
             return None
         newest = common[NUMBER, 0, -1]
-        self._left = [each[each[:, NUMBER] > newest] for each in rows]
+        self._unmatched = [steps[steps[:, NUMBER] > newest] for steps in rows]
         window_sums = RankSums.of(common)
         self._sums += window_sums
         self._settled += RankSums.of(common[:, :, common[NUMBER, 0] > self._warm_up])

@@ -20,28 +20,28 @@ class RepeatedBatches:
         workers: number of workers, which give batches in turn.
 
     Attributes:
-        found: True if the first batches of all workers are equal, and the next batch is another one: constant samples
-            prove nothing. None: not known yet.
+        repeated: True if the first batches of all workers are equal, and the next batch is another one, because
+            constant samples prove nothing. None: not known yet.
     """
 
     def __init__(self, workers: int) -> None:
-        self.found: bool | None = None
+        self.repeated: bool | None = None
         self._workers = workers
         self._seen = 0
         self._first: Sequence[Tensor] = ()
 
     def see(self, batch: Batch) -> None:
         """Take the next batch, before a step can change it."""
-        if self.found is not None:
+        if self.repeated is not None:
             return
         parts = _parts(batch)
         if self._seen == 0:
             self._first = parts
         same = _are_equal(parts, self._first)
         if not parts or (self._seen < self._workers and not same):
-            self.found = False
+            self.repeated = False
         elif self._seen == self._workers:
-            self.found = not same
+            self.repeated = not same
         self._seen += 1
 
 
@@ -52,4 +52,4 @@ def _parts(batch: Batch) -> list[Tensor]:
 
 
 def _are_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(some) == len(others) and all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+    return len(some) == len(others) and all(map(torch.equal, some, others))

@@ -186,7 +186,9 @@ class StarvationStats:
         """The 95 % interval of starved_pct; None: not known."""
         low = self.starved_low_pct
         high = self.starved_high_pct
-        return None if low is None or high is None else (low, high)
+        if low is None or high is None:
+            return None
+        return low, high
 
 
 @dataclass(frozen=True)
@@ -229,12 +231,13 @@ _CORE = (
 
 def tag_table() -> dict[str, str]:
     """Every tag that can be logged, with the name of its field."""
-    return {
-        one.metadata["tag"]: one.name
-        for kind in (StarvationStats, RankStats, LoaderStats, GpuStats)
-        for one in fields(kind)
-        if one.metadata
-    }
+    kinds = (StarvationStats, RankStats, LoaderStats, GpuStats)
+    return {tag: name for kind in kinds for tag, name in _tags_of(kind).items()}
+
+
+def _tags_of(kind: type[Any]) -> dict[str, str]:
+    """The tags of a class of figures, with the names of their fields."""
+    return {figure.metadata["tag"]: figure.name for figure in fields(kind) if figure.metadata}
 
 
 def to_tags(
@@ -244,9 +247,15 @@ def to_tags(
     ranks: RankStats | None = None,
 ) -> dict[str, float]:
     """The measured figures by tag. Unmeasured figures are absent, so that 0 always means a measured zero."""
-    known = [value for value in (stats, gpu, loaders, ranks) if value is not None]
-    found = {one.metadata["tag"]: vars(value)[one.name] for value in known for one in fields(value) if one.metadata}
-    return {tag: float(figure) for tag, figure in found.items() if figure is not None}
+    tags: dict[str, float | None] = {}
+    for group in (stats, gpu, loaders, ranks):
+        if group is not None:
+            tags |= {tag: vars(group)[name] for tag, name in _tags_of(type(group)).items()}
+    return _measured(tags)
+
+
+def _measured(tags: dict[str, float | None]) -> dict[str, float]:
+    return {tag: float(figure) for tag, figure in tags.items() if figure is not None}
 
 
 def choose_tags(tags: dict[str, T], which: Which) -> dict[str, T]:
@@ -263,10 +272,10 @@ LOOP_FIELDS = ("starved_pct", "step_ms", "compute_ms", "h2d_ms", "data_idle_ms",
 def loop_tags(stage: str, stats: StarvationStats, by_loader: Sequence[LoaderSteps] = ()) -> dict[str, float]:
     """The measured figures of a validation, test or prediction by tag; with several loaders, also for each by name."""
     section = LOOPS[stage]
-    found = {name.removeprefix("epoch_"): vars(stats)[name] for name in LOOP_FIELDS}
-    tags = {f"{section}/{name}": float(value) for name, value in found.items() if value is not None}
-    for one in by_loader:
-        tags |= {f"{section}/{one.name}/step_ms": one.step_ms, f"{section}/{one.name}/data_idle_ms": one.data_idle_ms}
+    tags = _measured({f"{section}/{name.removeprefix('epoch_')}": vars(stats)[name] for name in LOOP_FIELDS})
+    for loader in by_loader:
+        tags[f"{section}/{loader.name}/step_ms"] = loader.step_ms
+        tags[f"{section}/{loader.name}/data_idle_ms"] = loader.data_idle_ms
     return tags
 
 

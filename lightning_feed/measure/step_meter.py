@@ -136,19 +136,19 @@ class EventRing:
         The search begins where the device was the last time, and misses some finished steps if many others are not:
         each question is a call.
         """
-        fewest = self.passed
-        most = len(self._pending)
-        asked = max(fewest + 1, most - self._behind)
+        lower = self.passed
+        upper = len(self._pending)
+        asked = max(lower + 1, upper - self._behind)
         stride = 1
-        while most - fewest > (len(self._pending) - most) // 4 and not self._stopped:
+        while upper - lower > (len(self._pending) - upper) // 4 and not self._stopped:
             if self._has_passed(asked):
-                fewest = asked
-                asked = min(most, fewest + stride)
+                lower = asked
+                asked = min(upper, lower + stride)
             else:
-                most = asked - 1
-                asked = max(fewest + 1, most + 1 - stride)
+                upper = asked - 1
+                asked = max(lower + 1, upper + 1 - stride)
             stride *= 2
-        self.passed = min(fewest, len(self._pending))
+        self.passed = min(lower, len(self._pending))
         self._behind = len(self._pending) - self.passed
 
     @property
@@ -349,7 +349,8 @@ class StepMeter:
         self._last = clock()
         self._stack: list[int] = []
         """Categories to return to, outermost first."""
-        self._looking_ahead = self._running = False
+        self._looking_ahead = False
+        self._running = False
         self._counted = False
         self._epoch_began: int | None = None
         self.finished = 0
@@ -383,7 +384,9 @@ class StepMeter:
         self._spent = [0] * 8
         self._category = OTHER
         self._stack.clear()
-        self._looking_ahead = self._running = self._counted = False
+        self._looking_ahead = False
+        self._running = False
+        self._counted = False
         self._epoch_began = (self._last if since is None else since) if epoch else None
         if self._ring is not None:
             self._ring.begin()

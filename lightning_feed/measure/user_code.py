@@ -6,6 +6,16 @@ from pathlib import Path
 
 import torch
 
+_DEMO = str(Path(__file__).parents[1] / "demo.py")
+_LIBRARIES = tuple(
+    {
+        # Not sys.prefix: the user's project may be inside it, such as /usr/src/app with a Python in /usr.
+        *(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        str(Path(torch.__file__).parent) + os.sep,
+        str(Path(__file__).parents[1]) + os.sep,  # and not lightning_feed_runs beside it
+    }
+)
+
 
 def is_users(file: str) -> bool:
     """True for notebook cells, and for files outside Python, installed packages and this package.
@@ -17,14 +27,3 @@ def is_users(file: str) -> bool:
     if file == _DEMO:
         return True
     return not file.startswith(_LIBRARIES) and "site-packages" not in file and "dist-packages" not in file
-
-
-_DEMO = str(Path(__file__).parents[1] / "demo.py")
-_LIBRARIES = tuple(
-    {
-        # Not sys.prefix: the user's project may be inside it, such as /usr/src/app with a Python in /usr.
-        *(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-        str(Path(torch.__file__).parent) + os.sep,
-        str(Path(__file__).parents[1]) + os.sep,  # and not lightning_feed_runs beside it
-    }
-)

@@ -57,9 +57,11 @@ class WallClock:
     """
 
     def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
-        self._clock, self._last = clock, clock()
+        self._clock = clock
+        self._last = clock()
         self._part: Part = "set-up"
-        self._around: list[Part] = []
+        self._outer: list[Part] = []
+        """The parts to return to, the innermost last."""
         self._spent: Counter[Part] = Counter()
         self._times: Counter[Part] = Counter({"set-up": 1})
 
@@ -70,30 +72,30 @@ class WallClock:
 
     def go_on(self, part: Part) -> None:
         """Switch to ``part``, with no part around it."""
-        self._around.clear()
+        self._outer.clear()
         self._times[part] += part != self._part
         self._switch(part)
 
     def enter(self, part: Part) -> None:
         """Switch to ``part`` until :meth:`leave`."""
-        self._around.append(self._part)
+        self._outer.append(self._part)
         self._times[part] += 1
         self._switch(part)
 
     def leave(self) -> None:
         """Return to the part around the one entered last. Does nothing without one."""
-        if self._around:
-            self._switch(self._around.pop())
+        if self._outer:
+            self._switch(self._outer.pop())
 
     def stats(self) -> WallStats:
         """The parts of the time so far."""
         self._switch(self._part)
-        found = [
+        parts = [
             WallPart(name=part, seconds=self._spent[part] * 1e-9, times=self._times[part])
             for part in PARTS
             if self._spent[part]
         ]
-        return WallStats(wall_s=self._spent.total() * 1e-9, parts=tuple(found))
+        return WallStats(wall_s=self._spent.total() * 1e-9, parts=tuple(parts))
 
     def _switch(self, part: Part) -> None:
         now = self._clock()

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -101,9 +100,8 @@ def ratio_interval(above: list[float], below: list[float], length: int) -> tuple
     """95 % interval of ``sum(above) / sum(below)`` by a bootstrap of blocks of ``length`` neighbours."""
     pairs = torch.tensor([above, below], dtype=torch.float64, device="cpu")  # whatever the default device is
     count = pairs.shape[1]
-    circle = torch.cat([torch.zeros(2, 1, dtype=torch.float64, device="cpu"), pairs, pairs[:, :length]], dim=1).cumsum(
-        dim=1
-    )
+    start = torch.zeros(2, 1, dtype=torch.float64, device="cpu")
+    circle = torch.cat([start, pairs, pairs[:, :length]], dim=1).cumsum(dim=1)
     of_block = circle[:, length : length + count] - circle[:, :count]
     generator = torch.Generator("cpu").manual_seed(_SEED)
     blocks = max(1, round(count / length))
@@ -197,48 +195,54 @@ class Sums(Additive):
             prefetch_active: True if batches are copied ahead; None: there is no PrefetchCallback.
             whole: sums of the whole run, whose parts are taken if no step of these is divided.
         """
-        measured: dict[str, Any] = {}
-        rest_ns = self.divided_ns + self.undivided_ns
-        step_ns = self.step_ns
-        if self.steps:
-            to_ms = 1e-6 / self.steps
-            measured = {
-                "step_ms": step_ns * to_ms,
-                "data_idle_ms": self.data_ns * to_ms,
-                "next_wait_ms": self.host_wait_ns * to_ms,
-                # Two clocks that read the same wait differ by microseconds.
-                "hidden_wait_ms": max(0.0, (self.host_wait_ns - self.data_ns) * to_ms),
-            }
-            measured |= self._parts_ms(rest_ns * to_ms, self if self.divided_ns or whole is None else whole)
-        if step_ns > 0:
-            measured["starved_pct"] = 100 * self.data_ns / step_ns
-            if "h2d_ms" in measured:
-                input_ms = measured["data_idle_ms"] + measured["h2d_ms"]
-                measured["input_pct"] = 100 * input_ms / measured["step_ms"]
-        if step_ns > self.data_ns:
-            measured["speedup_if_free"] = step_ns / (step_ns - self.data_ns)
-        graded = grade_confidence(steps=self.steps, lost=self.lost, settled=settled, trusted_clock=trusted_clock)
-        return StarvationStats(
+        stats = StarvationStats(
             steps=self.steps,
             lost_steps=self.lost,
-            confidence=graded,
+            confidence=grade_confidence(steps=self.steps, lost=self.lost, settled=settled, trusted_clock=trusted_clock),
             prefetch_active=prefetch_active,
             epoch_start_s=self.epoch_start_s / self.epoch_starts if self.epoch_starts else None,
-            **measured,
         )
+        if not self.steps:
+            return stats
+        to_ms = 1e-6 / self.steps
+        divided = self if self.divided_ns or whole is None else whole
+        stats = divided.with_parts(stats, (self.divided_ns + self.undivided_ns) * to_ms)
+        step_ms = self.step_ns * to_ms
+        idle_ms = self.data_ns * to_ms
+        stats = replace(
+            stats,
+            step_ms=step_ms,
+            data_idle_ms=idle_ms,
+            next_wait_ms=self.host_wait_ns * to_ms,
+            # Two clocks that read the same wait differ by microseconds.
+            hidden_wait_ms=max(0.0, (self.host_wait_ns - self.data_ns) * to_ms),
+        )
+        if self.step_ns > 0:
+            stats = replace(stats, starved_pct=100 * self.data_ns / self.step_ns)
+        if self.step_ns > 0 and stats.h2d_ms is not None:
+            stats = replace(stats, input_pct=100 * (idle_ms + stats.h2d_ms) / step_ms)
+        if self.step_ns > self.data_ns:
+            stats = replace(stats, speedup_if_free=self.step_ns / (self.step_ns - self.data_ns))
+        return stats
 
-    def _parts_ms(self, rest_ms: float, divided: "Sums") -> dict[str, float]:
-        """The parts of ``rest_ms``, the mean time other than waiting, in the ratio of the steps in ``divided``."""
-        parts = {"other": divided.other_ns, "h2d": divided.h2d_ns, "compute": divided.compute_ns}
-        if divided.forward_ns:
-            parts |= {
-                "forward": divided.forward_ns,
-                "backward": divided.backward_ns,
-                "optimizer": divided.optimizer_ns,
-            }
-        if not divided.divided_ns:
-            return dict.fromkeys(("other_ms", "h2d_ms", "compute_ms"), 0.0) if not rest_ms else {}
-        return {f"{name}_ms": rest_ms * ns / divided.divided_ns for name, ns in parts.items()}
+    def with_parts(self, stats: StarvationStats, rest_ms: float) -> StarvationStats:
+        """Add the parts of ``rest_ms``, the mean time other than waiting, in the ratio of these steps."""
+        if not self.divided_ns:
+            return stats if rest_ms else replace(stats, other_ms=0.0, h2d_ms=0.0, compute_ms=0.0)
+        stats = replace(
+            stats,
+            other_ms=rest_ms * self.other_ns / self.divided_ns,
+            h2d_ms=rest_ms * self.h2d_ns / self.divided_ns,
+            compute_ms=rest_ms * self.compute_ns / self.divided_ns,
+        )
+        if not self.forward_ns:
+            return stats
+        return replace(
+            stats,
+            forward_ms=rest_ms * self.forward_ns / self.divided_ns,
+            backward_ms=rest_ms * self.backward_ns / self.divided_ns,
+            optimizer_ms=rest_ms * self.optimizer_ns / self.divided_ns,
+        )
 
 
 @dataclass
@@ -305,12 +309,13 @@ class Ledger:
         present = self._sums - self._at_epoch
         if min(earlier.steps, present.steps) < SOME_STEPS:
             return None
-        before = earlier.data_ns / earlier.steps
-        now = present.data_ns / present.steps
-        step = max(earlier.step_ns / earlier.steps, present.step_ns / present.steps)
-        if max(before, now) < CHANGED * min(before, now) or abs(before - now) < CHANGED_SHARE * step:
+        before_ns = earlier.data_ns / earlier.steps
+        since_ns = present.data_ns / present.steps
+        step_ns = max(earlier.step_ns / earlier.steps, present.step_ns / present.steps)
+        is_alike = max(before_ns, since_ns) < CHANGED * min(before_ns, since_ns)
+        if is_alike or abs(before_ns - since_ns) < CHANGED_SHARE * step_ns:
             return None
-        return before * 1e-6, now * 1e-6
+        return before_ns * 1e-6, since_ns * 1e-6
 
     def leave_out_earlier_epochs(self) -> None:
         """Count them as warm-up."""
@@ -352,14 +357,16 @@ class Ledger:
         stats = sums.stats(
             settled=settled, trusted_clock=self.trusted_clock, prefetch_active=prefetch_active, whole=self._sums
         )
-        interval = self._pairs.interval_pct(self.period) if settled else None
-        step_ns = self._pairs.step_interval_ns(self.period) if settled else None
-        if interval is None or step_ns is None or stats.starved_pct is None:
+        if not settled or stats.starved_pct is None:
+            return stats
+        starved_pct = self._pairs.interval_pct(self.period)
+        step_ns = self._pairs.step_interval_ns(self.period)
+        if starved_pct is None or step_ns is None:
             return stats
         return replace(
             stats,
-            starved_low_pct=interval[0],
-            starved_high_pct=interval[1],
+            starved_low_pct=starved_pct[0],
+            starved_high_pct=starved_pct[1],
             step_low_ms=step_ns[0] * 1e-6,
             step_high_ms=step_ns[1] * 1e-6,
         )

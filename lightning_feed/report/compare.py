@@ -3,14 +3,17 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from lightning_feed.errors import ReportError, printable_lines
+from lightning_feed.errors import ReportError
 from lightning_feed.measure.measurements import SYNCS, LoopFacts, Measurements
 from lightning_feed.measure.stats import StarvationStats
 from lightning_feed.report.report import Report, cause_text, rate
-from lightning_feed.verdict.shares import LOOP_WORDS, shares_of
+from lightning_feed.verdict.diagnosis import Diagnosis
+from lightning_feed.verdict.shares import LOOP_WORDS, Shares, shares_of
+from lightning_feed.wording import printable_lines
 
-Setting = bool | int | float | str | None
+Setting = bool | int | float | str | tuple[int, int] | None
 
 FIGURES = (
     "step_ms", "compute_ms", "data_idle_ms", "h2d_ms", "other_ms", "next_wait_ms", "starved_pct", "input_pct",
@@ -21,13 +24,6 @@ MACHINE = ("platform", "cpu", "device", "usable_cpus")
 """Fields of Environment that tell one machine from another."""
 _PASSING = ("available_memory_bytes", "free_shm_bytes", "cpu_reason")
 """Fields of Environment that say nothing about why a run is faster."""
-_NOT_CHOSEN = (
-    "syncs", "usable_cpus", "lightning", "batch_hooks", "place", "may_persist", "why_no_workers", "shards_by_worker",
-    "free_shm_bytes", "repeated", "keeps", "waited_ms",
-    "others_cpu_pct", "generator", "every_num_workers", "hook_places",
-    "package", "batch_bytes",  # of the first batch: other batches may have other sizes
-)  # fmt: skip
-"""Facts of a run that are no settings."""
 _WORDS = {
     "breaks_off": "limit of batches", "decodes_whole": "images decoded whole", "map_style": "map-style dataset",
     "ours": "FastDataModule", "own_transforms": "transforms in workers",
@@ -86,16 +82,8 @@ def compare(before: Report, after: Report) -> Comparison:
     """The changes from one report to another."""
     figures = tuple(_figures(before, after))
     times = _times_as_fast(figures)
-    low = None
-    high = None
-    spread_before = _spread(before.diagnosis.stats)
-    spread_after = _spread(after.diagnosis.stats)
-    if times is not None and spread_before is not None and spread_after is not None:
-        # Method of variance estimates recovery, MOVER (Zou and Donner 2008, "Construction of confidence limits about
-        # effect measures: a general approach", Statistics in Medicine 27), on logarithms. The intervals only cover
-        # variation of the steps within a run, not variation between runs of the same program.
-        low = times * math.exp(-math.hypot(spread_before[0], spread_after[1]))
-        high = times * math.exp(min(math.hypot(spread_before[1], spread_after[0]), 700.0))  # no overflow
+    interval = None if times is None else _interval(times, before.diagnosis.stats, after.diagnosis.stats)
+    low, high = interval or (None, None)
     return Comparison(
         before="the earlier report" if before.path is None else str(before.path),
         after="the later report" if after.path is None else str(after.path),
@@ -114,11 +102,45 @@ def compare(before: Report, after: Report) -> Comparison:
 def _settings(report: Report) -> dict[str, Setting]:
     """Settings chosen by the user, by name. Each known synchronisation is an entry of its own: True if configured."""
     facts = report.diagnosis.measurements.facts
-    chosen = {
-        name: value for name, value in vars(facts).items() if name not in _NOT_CHOSEN and not name.endswith("_ms")
+    loader = facts.loader
+    datamodule = facts.datamodule
+    trainer = facts.trainer
+    return {
+        "loop": facts.loop,
+        "stage": facts.stage,
+        "device_type": facts.device_type,
+        "num_workers": loader.num_workers,
+        "prefetch_factor": loader.prefetch_factor,
+        "pin_memory": loader.pin_memory,
+        "persistent_workers": loader.persistent_workers,
+        "in_order": loader.in_order,
+        "workers": loader.workers,
+        "map_style": loader.map_style,
+        "decodes_whole": loader.decodes_whole,
+        "ours": loader.ours,
+        "tuned": trainer.tuned,
+        "batch_size": loader.batch_size,
+        "batch_tensors": facts.batch.tensors,
+        "batches_per_epoch": facts.batches_per_epoch,
+        "cut_short": facts.cut_short,
+        "breaks_off": trainer.breaks_off,
+        "decoder": datamodule.decoder,
+        "quality": datamodule.quality,
+        "backend": datamodule.backend,
+        "own_transforms": datamodule.own_transforms,
+        "staged": datamodule.staged,
+        "device_transform": datamodule.device_transform,
+        "max_epochs": trainer.max_epochs,
+        "log_every_n_steps": trainer.log_every_n_steps,
+        "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
+        "val_check_batches": trainer.val_check_batches,
+        "checkpoint_steps": trainer.checkpoint_steps,
+        "world_size": facts.world_size,
+        "torch_threads": facts.torch_threads,
+        "bar_refresh_rate": trainer.bar_refresh_rate,
+        "prefetch_callback": report.diagnosis.stats.prefetch_active,
+        **{name: name in facts.syncs for name in SYNCS},
     }
-    chosen["prefetch_callback"] = report.diagnosis.stats.prefetch_active
-    return chosen | {name: name in facts.syncs for name in SYNCS}
 
 
 def _versions(report: Report) -> dict[str, Setting]:
@@ -136,20 +158,17 @@ def _changed(before: dict[str, Setting], after: dict[str, Setting]) -> Iterator[
 
 
 def _figures(before: Report, after: Report) -> Iterator[Figure]:
-    old_values = _values(before)
     new_values = _values(after)
-    for name, old in old_values.items():
+    for name, old in _values(before).items():
         new = new_values[name]
-        change_pct = None
-        if old and new is not None:
-            change_pct = 100 * (new - old) / old
+        change_pct = 100 * (new - old) / old if old and new is not None else None
         yield Figure(name=name, before=old, after=new, change_pct=change_pct)
 
 
 def _values(report: Report) -> dict[str, float | None]:
     stats = report.diagnosis.stats
-    samples_per_s = rate(stats.step_ms, report.diagnosis.measurements.facts.batch_size)
-    return {"samples_per_s": samples_per_s, **{name: getattr(stats, name) for name in FIGURES}}
+    samples_per_s = rate(stats.step_ms, report.diagnosis.measurements.facts.loader.batch_size)
+    return {"samples_per_s": samples_per_s, **{name: vars(stats)[name] for name in FIGURES}}
 
 
 def _known(figures: tuple[Figure, ...], name: str) -> tuple[float, float] | None:
@@ -169,9 +188,23 @@ def _times_as_fast(figures: tuple[Figure, ...]) -> float | None:
         times = rates[1] / rates[0]
     elif steps is not None:
         times = steps[0] / steps[1]
-    if not 0 < times < math.inf:
+    return times if 0 < times < math.inf else None
+
+
+def _interval(times: float, before: StarvationStats, after: StarvationStats) -> tuple[float, float] | None:
+    """The 95 % interval of ``times`` as fast; None if the interval of a step time is not known.
+
+    Method of variance estimates recovery, MOVER (Zou and Donner 2008, "Construction of confidence limits about effect
+    measures: a general approach", Statistics in Medicine 27), on logarithms. The intervals only cover variation of the
+    steps within a run, not variation between runs of the same program.
+    """
+    spread_before = _spread(before)
+    spread_after = _spread(after)
+    if spread_before is None or spread_after is None:
         return None
-    return times
+    down = math.hypot(spread_before[0], spread_after[1])
+    up = min(math.hypot(spread_before[1], spread_after[0]), 700.0)  # no overflow
+    return times * math.exp(-down), times * math.exp(up)
 
 
 def _spread(stats: StarvationStats) -> tuple[float, float] | None:
@@ -185,27 +218,33 @@ def _spread(stats: StarvationStats) -> tuple[float, float] | None:
 
 
 def _verdict(report: Report) -> str:
-    cause = cause_text(report.diagnosis)
-    because = f" ({cause})" if cause else ""
-    return f"{report.diagnosis.bottleneck}{because}, {report.diagnosis.grade}"
+    diagnosis = report.diagnosis
+    cause = cause_text(diagnosis)
+    bottleneck = f"{diagnosis.bottleneck} ({cause})" if cause else diagnosis.bottleneck
+    return f"{bottleneck}, {diagnosis.grade}"
 
 
 def _cautions(before: Report, after: Report) -> Iterator[str]:
     old = before.diagnosis.measurements.facts
     new = after.diagnosis.measurements.facts
+    sizes = (old.loader.batch_size, new.loader.batch_size)
     if any(vars(before.environment)[name] != vars(after.environment)[name] for name in MACHINE):
         yield "they ran on different machines, or on a machine that was changed"
-    if None not in (old.batch_size, new.batch_size) and old.batch_size != new.batch_size:
+    if None not in sizes and sizes[0] != sizes[1]:
         yield "the batch sizes differ: compare samples per second, not step times"
     if old.world_size != new.world_size:
         yield "the runs used different numbers of ranks: figures are per rank"
     if old.crowded or new.crowded:
         yield f"other programs took {_others(old)} before and {_others(new)} after: steps depend on it"
-    for report, which in ((before, "earlier"), (after, "later")):
-        if report.diagnosis.grade == "not measured":
-            yield f"the {which} run was not measured"
-        elif report.diagnosis.confidence == "low":
-            yield f"the {which} report's figures are of low confidence"
+    yield from _caution_of("earlier", before.diagnosis)
+    yield from _caution_of("later", after.diagnosis)
+
+
+def _caution_of(which: str, diagnosis: Diagnosis) -> Iterator[str]:
+    if diagnosis.grade == "not measured":
+        yield f"the {which} run was not measured"
+    elif diagnosis.confidence == "low":
+        yield f"the {which} report's figures are of low confidence"
 
 
 def _others(facts: LoopFacts) -> str:
@@ -267,8 +306,8 @@ def _row(figure: Figure) -> str:
             change = f"{figure.after - figure.before:+8.1f} points"
     elif figure.change_pct is not None:
         change = f"{figure.change_pct:+8.0f} %"
-    cells = "".join(f"{'-' if value is None else f'{value:.1f}':>11}" for value in (figure.before, figure.after))
-    return f"{figure.name:14}{cells}{change}"
+    before, after = ("-" if value is None else f"{value:.1f}" for value in (figure.before, figure.after))
+    return f"{figure.name:14}{before:>11}{after:>11}{change}"
 
 
 # --- the gate -----------------------------------------------------------------------------------------------------
@@ -294,33 +333,39 @@ def check_starved(report: Report, *, above_pct: float) -> str:
     Raises:
         ReportError: when the share is above the limit, or was not measured.
     """
-    stats = report.diagnosis.stats
-    measured = report.diagnosis.measurements
+    diagnosis = report.diagnosis
+    measured = diagnosis.measurements
+    starved_pct = diagnosis.stats.starved_pct
+    if diagnosis.grade == "not measured" or starved_pct is None:
+        steps = diagnosis.stats.steps
+        todo = "Train longer with GPUStarvationCallback."
+        if measured.diagnosed and not steps:
+            todo = "Diagnose a LightningModule with it."
+        raise ReportError(f"nothing to compare with the limit of {above_pct:g} %: {steps} steps were measured. {todo}")
     shares = shares_of(measured)
-    if report.diagnosis.grade == "not measured" or stats.starved_pct is None:
-        alone = measured.experiments is not None and not stats.steps
-        todo = "Diagnose a LightningModule with it." if alone else "Train longer with GPUStarvationCallback."
-        raise ReportError(
-            f"nothing to compare with the limit of {above_pct:g} %: {stats.steps} steps were measured. {todo}"
-        )
-    starved, of = _longest_wait(measured, stats.starved_pct)
-    confidence = report.diagnosis.confidence
+    longest = _longest_wait(measured, shares, starved_pct)
     loop = LOOP_WORDS[measured.facts.stage]
-    said = f"{loop} waits for data {starved:.2f} % {of}, limit {above_pct:g} % (confidence {confidence})"
-    if starved <= above_pct:
-        return f"{said}: fine"
+    result = f"{loop} waits for data {longest.pct:.2f} % {longest.of}"
+    result += f", limit {above_pct:g} % (confidence {diagnosis.confidence})"
+    if longest.pct <= above_pct:
+        return f"{result}: fine"
     if shares is not None and shares.compute_bound_confirmed:
-        return f"{said}: fine, the model alone takes as long as a step"
-    raise ReportError(f"{said}: too long")
+        return f"{result}: fine, the model alone takes as long as a step"
+    raise ReportError(f"{result}: too long")
 
 
-def _longest_wait(measured: Measurements, starved_pct: float) -> tuple[float, str]:
-    """The largest share of time that waits for data, and the time that it is a share of."""
-    shares = shares_of(measured)
-    of_steps = "of step time (starved_pct)"
-    known = [
-        (starved_pct, of_steps),
-        (getattr(measured.ranks, "starved_pct", None), "of all ranks' step time (ranks.starved_pct)"),
-        (getattr(shares, "epoch_pct", None), "of each epoch, for its first batch"),
-    ]
-    return max((pct, of) for pct, of in known if pct is not None)
+class _Wait(NamedTuple):
+    """A share of time that waits for data, and the time that it is a share of."""
+
+    pct: float
+    of: str
+
+
+def _longest_wait(measured: Measurements, shares: Shares | None, starved_pct: float) -> _Wait:
+    """The largest of the shares that are known."""
+    waits = [_Wait(starved_pct, "of step time (starved_pct)")]
+    if measured.ranks is not None and measured.ranks.starved_pct is not None:
+        waits.append(_Wait(measured.ranks.starved_pct, "of all ranks' step time (ranks.starved_pct)"))
+    if shares is not None and shares.epoch_pct is not None:
+        waits.append(_Wait(shares.epoch_pct, "of each epoch, for its first batch"))
+    return max(waits)

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from datetime import datetime, timezone
 from numbers import Integral, Real
@@ -74,37 +75,60 @@ class Parts:
     by_loader: tuple[LoaderSteps, ...] = ()
     wall: WallStats | None = None
     validation: LoopMeasurements | None = None
-    experiments: ExperimentResults | None
+    diagnosed: bool
+    """True if ``diagnose`` ran. Otherwise all experiments are null."""
+    experiments: ExperimentResults
     remedies: tuple[Remedy, ...]
 
 
 def _parts_of(report: Report) -> Parts:
-    found = report.diagnosis
-    measured = report.diagnosis.measurements
-    size = measured.facts.batch_size
+    diagnosis = report.diagnosis
+    measured = diagnosis.measurements
     step_ms = measured.stats.step_ms
     return Parts(
-        **_shared(measured, Parts),
         identity=report.run,
         environment=report.environment,
         run=measured.facts,
-        verdict=Verdict(**_shared(found, Verdict)),
+        verdict=Verdict(
+            bottleneck=diagnosis.bottleneck,
+            cause=diagnosis.cause,
+            grade=diagnosis.grade,
+            confidence=diagnosis.confidence,
+            evidence=diagnosis.evidence,
+            notes=diagnosis.notes,
+            why_not=diagnosis.why_not,
+        ),
         step=measured.stats,
-        throughput=Throughput(batches_per_s=rate(step_ms, 1), samples_per_s=rate(step_ms, size)),
-        remedies=found.remedies,
+        throughput=Throughput(
+            batches_per_s=rate(step_ms, 1),
+            samples_per_s=rate(step_ms, measured.facts.loader.batch_size),
+        ),
+        loaders=measured.loaders,
+        ranks=measured.ranks,
+        hooks=measured.hooks,
+        by_loader=measured.by_loader,
+        wall=measured.wall,
+        validation=measured.validation,
+        diagnosed=measured.diagnosed,
+        experiments=measured.experiments,
+        remedies=diagnosis.remedies,
     )
 
 
-def _report_of(parts: Parts, **more: Any) -> Report:
-    measured = Measurements(stats=parts.step, facts=parts.run, **_shared(parts, Measurements))
-    diagnosis = Diagnosis(**vars(parts.verdict), remedies=parts.remedies, measurements=measured)
-    return Report(diagnosis=diagnosis, environment=parts.environment, run=parts.identity, **more)
-
-
-def _shared(value: object, kind: Any) -> dict[str, Any]:
-    """The fields of ``value`` that the dataclass ``kind`` has, too, by name."""
-    names = {one.name for one in fields(kind)}
-    return {name: part for name, part in vars(value).items() if name in names}
+def _diagnosis_of(parts: Parts) -> Diagnosis:
+    measured = Measurements(
+        stats=parts.step,
+        facts=parts.run,
+        loaders=parts.loaders,
+        ranks=parts.ranks,
+        hooks=parts.hooks,
+        by_loader=parts.by_loader,
+        wall=parts.wall,
+        validation=parts.validation,
+        diagnosed=parts.diagnosed,
+        experiments=parts.experiments,
+    )
+    return Diagnosis(**vars(parts.verdict), remedies=parts.remedies, measurements=measured)
 
 
 # --- reports as JSON ----------------------------------------------------------------------------------------------
@@ -117,9 +141,12 @@ def make_report(diagnosis: Diagnosis, *, run: RunIdentity | None = None) -> Repo
         diagnosis: the verdict.
         run: the run that the verdict is about. None: a run without any other report.
     """
-    written_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    environment = read_environment()
-    return Report(diagnosis=diagnosis, environment=environment, written_at=written_at, run=run or read_identity())
+    return Report(
+        diagnosis=diagnosis,
+        environment=read_environment(),
+        written_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        run=run or read_identity(),
+    )
 
 
 def as_document(report: Report) -> dict[str, Any]:
@@ -159,16 +186,18 @@ def _find_report(path: Path) -> Path:
         return path
     if not path.is_dir():
         raise ReportError(f"{path} does not exist. Give a feed_report.json, or the folder of a run.")
-    names = re.compile(rf"{NAME}(-\d+)?\.json")
-    inside = [file for file in path.iterdir() if names.fullmatch(file.name) and file.is_file()]
-    found = inside or [file for file in path.rglob(f"{NAME}*.json") if names.fullmatch(file.name) and file.is_file()]
-    if not found:
+    reports = _reports_among(path.iterdir()) or _reports_among(path.rglob(f"{NAME}*.json"))
+    if not reports:
         raise ReportError(
             f"there is no {NAME}.json in {path} or below it. GPUStarvationCallback writes one into the folder of the "
             "logger, or into feed_reports of the Trainer's default_root_dir, and `lightning-feed diagnose` where --out "
             "says."
         )
-    return max(found, key=lambda file: (file.stat().st_mtime_ns, len(file.name), file.name))
+    return max(reports, key=lambda file: (file.stat().st_mtime_ns, len(file.name), file.name))
+
+
+def _reports_among(files: Iterable[Path]) -> list[Path]:
+    return [file for file in files if re.fullmatch(rf"{NAME}(-\d+)?\.json", file.name) and file.is_file()]
 
 
 def from_document(document: object, *, path: Path | None = None) -> Report:
@@ -191,7 +220,14 @@ def from_document(document: object, *, path: Path | None = None) -> Report:
     written_at = document.get("written_at")
     if not isinstance(written_at, str):
         raise ReportError("written_at is missing. Write the report again.")
-    return _report_of(_read(Parts, document, ""), written_at=written_at, path=path)
+    parts: Parts = _read(Parts, document, "")
+    return Report(
+        diagnosis=_diagnosis_of(parts),
+        environment=parts.environment,
+        written_at=written_at,
+        run=parts.identity,
+        path=path,
+    )
 
 
 def _refuse_constant(name: str) -> None:
@@ -216,7 +252,7 @@ def to_plain(value: object) -> Any:
     if is_dataclass(value):
         return {name: to_plain(part) for name, part in vars(value).items()}
     if isinstance(value, (tuple, list)):
-        return [to_plain(one) for one in value]
+        return [to_plain(part) for part in value]
     raise TypeError(f"{type(value).__name__} has no form in JSON")
 
 
@@ -238,15 +274,18 @@ def _read_object(kind: Any, value: object, where: str) -> Any:
     """A dataclass from a JSON object. Keys that it has no field for are left out."""
     if not isinstance(value, dict):
         return _refuse(where, value, "an object")
-    inside = f"{where}." if where else ""
-    missing = next((one.name for one in fields(kind) if one.name not in value and _is_required(one)), None)
-    if missing is not None:
-        raise ReportError(
-            f"{inside}{missing} is missing. Write the report again with the lightning_feed that is installed."
-        )
+    prefix = f"{where}." if where else ""
     hints = get_type_hints(kind)
-    names = [one.name for one in fields(kind) if one.name in value]
-    return kind(**{name: _read(hints[name], value[name], inside + name) for name in names})
+    parts = {}
+    for part in fields(kind):
+        name = part.name
+        if name in value:
+            parts[name] = _read(hints[name], value[name], prefix + name)
+        elif _is_required(part):
+            raise ReportError(
+                f"{prefix}{name} is missing. Write the report again with the lightning_feed that is installed."
+            )
+    return kind(**parts)
 
 
 def _read_tuple(inner: tuple[Any, ...], value: object, where: str) -> tuple[Any, ...]:
@@ -255,15 +294,15 @@ def _read_tuple(inner: tuple[Any, ...], value: object, where: str) -> tuple[Any,
     kinds = inner[:1] * len(value) if inner[1:] == (...,) else inner
     if len(value) != len(kinds):
         return _refuse(where, value, f"a list of {len(kinds)}")
-    return tuple(_read(kind, one, f"{where}[{at}]") for at, (kind, one) in enumerate(zip(kinds, value, strict=True)))
+    return tuple(_read(kind, value[index], f"{where}[{index}]") for index, kind in enumerate(kinds))
 
 
 def _read_scalar(hint: type, value: Any, where: str) -> Any:
     if hint is float and value is None:  # a figure that was not finite when it was written
         return math.nan
-    json_types, most, wanted = _SCALARS[hint]
-    fits = isinstance(value, json_types) and (hint is bool or not isinstance(value, bool))
-    if not fits or (most and not abs(value) <= most) or (hint is int and value != int(value)):
+    json_types, largest, wanted = _SCALARS[hint]
+    has_type = isinstance(value, json_types) and (hint is bool or not isinstance(value, bool))
+    if not has_type or (largest and not abs(value) <= largest) or (hint is int and value != int(value)):
         return _refuse(where, value, wanted)
     return hint(value)
 
@@ -279,12 +318,13 @@ _SCALARS: dict[type, tuple[tuple[type, ...], float, str]] = {
 
 def _refuse(where: str, value: object, wanted: str) -> NoReturn:
     shown = repr(value)
-    shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
+    if len(shown) > 60:
+        shown = f"{shown[:60]}..."
     raise ReportError(f"{where or 'the report'} is {shown}, and must be {wanted}. Write the report again.")
 
 
 def _not_none(kinds: tuple[Any, ...]) -> Any:
-    (kind,) = (one for one in kinds if one is not NoneType)
+    (kind,) = (kind for kind in kinds if kind is not NoneType)
     return kind
 
 
@@ -321,12 +361,12 @@ def _form(hint: Any) -> dict[str, Any]:
     if origin is tuple and inner[1:] == (...,):
         return {"type": "array", "items": _form(inner[0])}
     if origin is tuple:
-        return {"type": "array", "prefixItems": [_form(one) for one in inner], "minItems": len(inner), "items": False}
+        return {"type": "array", "prefixItems": [_form(item) for item in inner], "minItems": len(inner), "items": False}
     kinds = {float: ["number", "null"], bool: "boolean", int: "integer", str: "string"}  # null: not finite
     return {"type": kinds[hint]}
 
 
 def _form_of_object(kind: Any) -> dict[str, Any]:
     hints = get_type_hints(kind)
-    required = [one.name for one in fields(kind) if _is_required(one)]
+    required = [part.name for part in fields(kind) if _is_required(part)]
     return {"type": "object", "properties": {name: _form(hint) for name, hint in hints.items()}, "required": required}

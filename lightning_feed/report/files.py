@@ -12,7 +12,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_feed.errors import ReportError, in_rate, plural, printable, printable_lines
+from lightning_feed.errors import ReportError
 from lightning_feed.report import sections
 from lightning_feed.report.document import NAME, as_json, make_report
 from lightning_feed.report.next_step import ARGUMENTS, next_step, other_notes
@@ -32,6 +32,7 @@ from lightning_feed.report.sections import Section
 from lightning_feed.storage.system import atomic_write
 from lightning_feed.verdict.diagnosis import Diagnosis, Grade
 from lightning_feed.verdict.shares import in_ms, toy_sentence
+from lightning_feed.wording import in_rate, plural, printable, printable_lines
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -69,13 +70,16 @@ def as_text(
         before: the verdict that the same run showed before; None: there was none.
     """
     measured = diagnosis.measurements
-    step = next_step(diagnosis, run, arguments=arguments)
-    shown: list[Iterable[Section]] = [sections.pipeline_sections(diagnosis), sections.measured_sections(measured)]
+    shown: list[Section] = []
     if _judged(diagnosis):
-        time = sections.step_sections(diagnosis), sections.time_sections(measured)
         notes = other_notes(diagnosis, run, arguments=arguments)
-        shown = [*time, sections.advice_sections(diagnosis, notes), *shown]
-    return _in_lines(_first_line(diagnosis, before), step, chain.from_iterable(shown), beside, width)
+        shown += sections.step_sections(diagnosis)
+        shown += sections.time_sections(measured)
+        shown += sections.advice_sections(diagnosis, notes)
+    shown += sections.pipeline_sections(diagnosis)
+    shown += sections.measured_sections(measured)
+    step = next_step(diagnosis, run, arguments=arguments)
+    return _in_lines(_first_line(diagnosis, before), step, shown, beside, width)
 
 
 def as_short_text(
@@ -92,13 +96,13 @@ def as_short_text(
 
 def as_line(report: Report, written: Sequence[Path] = ()) -> str:
     """The verdict in one line, for one of many short fits."""
-    found = report.diagnosis
-    page = next((f", {one}" for one in written if one.suffix == ".html"), "")
-    ended = ""
-    if found.measurements.facts.cut_short is not None:
-        came, promised = found.measurements.facts.cut_short
-        ended = f"; the loader ended after {came} of {promised} batches"
-    return printable(f"FEED  {headline(found)} ({plural(found.stats.steps, 'step')}{page}){ended}")
+    diagnosis = report.diagnosis
+    cut_short = diagnosis.measurements.facts.cut_short
+    details = [plural(diagnosis.stats.steps, "step"), *(str(path) for path in written if path.suffix == ".html")]
+    line = f"FEED  {headline(diagnosis)} ({', '.join(details)})"
+    if cut_short is not None:
+        line += f"; the loader ended after {cut_short[0]} of {cut_short[1]} batches"
+    return printable(line)
 
 
 def _judged(diagnosis: Diagnosis) -> bool:
@@ -119,21 +123,24 @@ def _retracted(diagnosis: Diagnosis, before: Diagnosis | None) -> str:
     if before is None or before.bottleneck == "unknown" or _essence(before) == _essence(diagnosis):
         return ""
     verdict, _ = headline_parts(before)
-    change = next((f", try {one.changes}" for one in before.remedies), "")
-    return f". No longer true, as reported after {plural(before.stats.steps, 'step')}: {verdict}{change}"
+    if before.remedies:
+        verdict += f", try {before.remedies[0].changes}"
+    return f". No longer true, as reported after {plural(before.stats.steps, 'step')}: {verdict}"
 
 
 def _essence(diagnosis: Diagnosis) -> tuple[str, str]:
     """The bottleneck and the first change to make."""
-    return diagnosis.bottleneck, next((one.changes for one in diagnosis.remedies), "")
+    return diagnosis.bottleneck, diagnosis.remedies[0].changes if diagnosis.remedies else ""
 
 
 def _in_lines(first: str, step: str, shown: Iterable[Section], beside: Sequence[str], width: int | None) -> str:
     if width is None:
         width = max(NARROWEST, shutil.get_terminal_size((NO_TERMINAL, 24)).columns)
-    lines = chain.from_iterable(one.console_lines(width) for one in shown)
-    folded = sections.folded(f"FEED  {first}", width), *lines, *beside, sections.folded(f"next: {step}", width)
-    return printable_lines("\n".join(folded))
+    lines = [sections.folded(f"FEED  {first}", width)]
+    for section in shown:
+        lines += section.console_lines(width)
+    lines += [*beside, sections.folded(f"next: {step}", width)]
+    return printable_lines("\n".join(lines))
 
 
 # --- Markdown -----------------------------------------------------------------------------------------------------
@@ -152,19 +159,25 @@ def short_markdown(report: Report) -> str:
 
 def _first_sections(report: Report) -> tuple[Section, ...]:
     diagnosis = report.diagnosis
-    notes = other_notes(report.diagnosis, report.run)
-    advice = () if is_toy(diagnosis) else sections.advice_sections(diagnosis, notes)
-    changes_first = sorted(advice, key=lambda one: one.form != "remedies")
-    return (*sections.step_sections(diagnosis), *changes_first)
+    step = tuple(sections.step_sections(diagnosis))
+    if is_toy(diagnosis):
+        return step
+    advice = sections.advice_sections(diagnosis, other_notes(diagnosis, report.run))
+    return (*step, *sorted(advice, key=lambda section: section.form != "remedies"))
 
 
 def _in_markdown(report: Report, shown: Iterable[Section]) -> str:
     diagnosis = report.diagnosis
-    free = "" if is_toy(diagnosis) else if_free(diagnosis)
-    said = "; ".join(one for one in (trust(diagnosis), free) if one)
     title = ": ".join(filter(None, (report.run.name, headline(diagnosis))))
-    blocks = [f"# {_text(title)}", f"{said[0].upper()}{said[1:]}.", *map(_markdown, shown)]
+    subtitle = trust(diagnosis)
+    if not is_toy(diagnosis) and if_free(diagnosis):
+        subtitle += f"; {if_free(diagnosis)}"
+    blocks = [f"# {_text(title)}", _sentence(subtitle), *map(_markdown, shown)]
     return "\n\n".join([*blocks, f"next: {_with_code(next_step(diagnosis, report.run))}"])
+
+
+def _sentence(words: str) -> str:
+    return f"{words[:1].upper()}{words[1:]}."
 
 
 def _markdown(section: Section) -> str:
@@ -225,10 +238,12 @@ _COLOURS: dict[Grade, str] = {
 
 def mark_colour(diagnosis: Diagnosis) -> str:
     """The colour of the mark on a page, as a CSS class."""
-    found = "other" if diagnosis.bottleneck == "unknown" else _COLOURS.get(diagnosis.grade, "other")
-    if (diagnosis.bottleneck, diagnosis.cause) == ("compute", "oversubscribed"):  # other programs limit the run
+    others_limit = diagnosis.bottleneck == "compute" and diagnosis.cause == "oversubscribed"  # other programs
+    if diagnosis.bottleneck == "unknown" or others_limit:
         return "other"
-    return "copy" if found == "good" and diagnosis.bottleneck != "compute" else found
+    if diagnosis.grade == "OK" and diagnosis.bottleneck != "compute":
+        return "copy"
+    return _COLOURS.get(diagnosis.grade, "other")
 
 
 def as_html(report: Report) -> str:
@@ -243,7 +258,7 @@ def as_html(report: Report) -> str:
         colour=mark_colour(diagnosis),
         title=f"{report.run.name}: {verdict}" if report.run.name else verdict[:1].upper() + verdict[1:],
         next_step=next_step(diagnosis, report.run),
-        said=[f"{one[:1].upper()}{one[1:]}." for one in (waits, trust(diagnosis)) if one],
+        subtitle=" ".join(_sentence(words) for words in (waits, trust(diagnosis)) if words),
         tiles=_tiles(report),
         sections=[*_first_sections(report), *sections.other_sections(report)],
     )
@@ -252,7 +267,7 @@ def as_html(report: Report) -> str:
 def in_backquotes(words: str) -> list[tuple[str, str]]:
     """The parts of a sentence, as (text, "") or ("", code), by its backquotes."""
     parts = enumerate(re.split("`([^`]+)`", words))
-    return [("", part) if at % 2 else (part, "") for at, part in parts if part]
+    return [("", part) if index % 2 else (part, "") for index, part in parts if part]
 
 
 def in_frame(page: str) -> str:
@@ -282,18 +297,16 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
     """(figure, unit, words) for each known figure at the top of the page."""
     stats = report.diagnosis.stats
     facts = report.diagnosis.measurements.facts
-    per_s = rate(stats.step_ms, facts.batch_size)
-    faster = speedup(report.diagnosis)
-    tiles = [
-        (in_ms(stats.step_ms, stats.step_ms) if stats.step_ms else "", "ms", "a step on average"),
-        (
-            "" if per_s is None else in_rate(per_s),
-            "samples/s",
-            "trained on each rank" if facts.world_size > 1 else "trained",
-        ),
-        ("" if faster is None else f"{faster:.2f}", "x", "as fast if data were free"),
-    ]
-    return [tile for tile in tiles if tile[0]]
+    per_s = rate(stats.step_ms, facts.loader.batch_size)
+    factor = speedup(report.diagnosis)
+    tiles = []
+    if stats.step_ms:
+        tiles.append((in_ms(stats.step_ms, stats.step_ms), "ms", "a step on average"))
+    if per_s is not None:
+        tiles.append((in_rate(per_s), "samples/s", "trained on each rank" if facts.world_size > 1 else "trained"))
+    if factor is not None:
+        tiles.append((f"{factor:.2f}", "x", "as fast if data were free"))
+    return tiles
 
 
 # --- files --------------------------------------------------------------------------------------------------------
@@ -309,9 +322,9 @@ def write_report(report: Report, folder: str | Path) -> list[Path]:
         ReportError: when a file cannot be written.
     """
     forms = {"json": as_json(report), "md": as_markdown(report), "html": as_html(report)}
-    numbered = (Path(folder) / (f"{NAME}-{number}" if number > 1 else NAME) for number in count(1))
-    first = next(one for one in numbered if _is_free(one.with_suffix(".json"), report.run.id))
-    paths = [first.with_suffix(f".{form}") for form in forms]
+    names = chain([NAME], (f"{NAME}-{number}" for number in count(2)))
+    name = next(name for name in names if _is_free(Path(folder, f"{name}.json"), report.run.id))
+    paths = [Path(folder, f"{name}.{form}") for form in forms]
     for path, text in zip(paths, forms.values(), strict=True):
         write_whole(path, text)
     return paths
@@ -349,8 +362,8 @@ def check_writable(folder: Path) -> None:
         ReportError: when they cannot.
     """
     try:
-        there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
-        with tempfile.TemporaryFile(dir=there):
+        existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
         raise ReportError(
@@ -399,7 +412,7 @@ def _files_line(written: Sequence[Path]) -> list[str]:
     if not written:
         return []
     first, *others = sorted(written)
-    return [f"files {', '.join([str(first), *(one.suffix for one in others)])}"]
+    return [f"files {', '.join([str(first), *(path.suffix for path in others)])}"]
 
 
 def print_text(text: str, printer: Printer | None = None) -> None:

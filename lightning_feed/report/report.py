@@ -7,15 +7,16 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from lightning_feed.errors import plural
 from lightning_feed.extras import installed_version
 from lightning_feed.load.machine import read_machine
 from lightning_feed.measure.measurements import LoopFacts
+from lightning_feed.measure.stats import RankStats
 from lightning_feed.verdict.decide import share_text
 from lightning_feed.verdict.diagnosis import Diagnosis, Remedy
-from lightning_feed.verdict.shares import LOOP_WORDS, grade_of, shares_of, toy_sentence
+from lightning_feed.verdict.shares import LOOP_WORDS, Shares, grade_of, shares_of, toy_sentence
+from lightning_feed.wording import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +93,8 @@ class Report:
 
     def _repr_html_(self) -> str | None:
         """The page that a notebook shows."""
-        make = type(self).page
-        return None if make is None else make(self)
+        make_page = type(self).page
+        return None if make_page is None else make_page(self)
 
 
 def read_environment(root: Path = Path("/")) -> Environment:
@@ -106,16 +107,24 @@ def read_environment(root: Path = Path("/")) -> Environment:
     """
     machine = read_machine(root)
     torch = sys.modules.get("torch")  # importing it takes a second, and without it nothing runs on a device
-    packages = ("lightning-feed", "torch", "torchvision", "lightning", "pytorch-lightning")
-    limits = ("usable_cpus", "cpu_reason", "available_memory_bytes", "free_shm_bytes", "start_method")
-    known: dict[str, Any] = {name.replace("-", "_"): installed_version(name) for name in packages}
-    known |= {name: vars(machine)[name] for name in limits}
+    device = None
+    if torch is not None and torch.cuda.is_initialized():
+        device = str(torch.cuda.get_device_name())
     return Environment(
-        **known,
+        lightning_feed=installed_version("lightning-feed"),
         python=platform.python_version(),
+        torch=installed_version("torch"),
+        torchvision=installed_version("torchvision"),
+        lightning=installed_version("lightning"),
+        pytorch_lightning=installed_version("pytorch-lightning"),
         platform=platform.platform(),
         cpu=_cpu_model(root),
-        device=str(torch.cuda.get_device_name()) if torch is not None and torch.cuda.is_initialized() else None,
+        device=device,
+        usable_cpus=machine.usable_cpus,
+        cpu_reason=machine.cpu_reason,
+        available_memory_bytes=machine.available_memory_bytes,
+        free_shm_bytes=machine.free_shm_bytes,
+        start_method=machine.start_method,
     )
 
 
@@ -156,7 +165,9 @@ def arguments_now() -> str:
 
 def rate(step_ms: float | None, batch_size: int | None) -> float | None:
     """Samples per second at a step time; None if either argument is not known, or the step took no time."""
-    return None if not step_ms or batch_size is None else 1000 * batch_size / step_ms
+    if not step_ms or batch_size is None:
+        return None
+    return 1000 * batch_size / step_ms
 
 
 def _cpu_model(root: Path) -> str | None:
@@ -190,14 +201,15 @@ def headline(diagnosis: Diagnosis) -> str:
 def headline_parts(diagnosis: Diagnosis) -> tuple[str, str]:
     """The verdict, and the share of time that it rests on, which may be empty."""
     stats = diagnosis.stats
-    if diagnosis.measurements.facts.repeated:
-        workers = diagnosis.measurements.facts.num_workers
+    facts = diagnosis.measurements.facts
+    if facts.loader.repeated:
+        workers = facts.loader.num_workers
         return f"every sample is trained {workers} times an epoch", f"the stream is not divided among {workers} workers"
     if diagnosis.bottleneck in _OF_THE_RUN:
         return f"limited by {diagnosis.bottleneck}", share_text(diagnosis.measurements)
     if diagnosis.bottleneck == "unknown" or stats.starved_pct is None:
-        crowded = stats.starved_pct is not None and diagnosis.measurements.facts.crowded
-        return "cannot tell" if crowded else "no verdict", ""
+        cannot_tell = facts.crowded and stats.starved_pct is not None
+        return "cannot tell" if cannot_tell else "no verdict", ""
     toy = toy_sentence(stats.step_ms)
     if toy is not None:
         return toy.rstrip("."), ""
@@ -208,9 +220,10 @@ def headline_parts(diagnosis: Diagnosis) -> tuple[str, str]:
 
 
 def _of_the_step_itself(diagnosis: Diagnosis) -> str:
-    verdict = "limited by the step itself, not by data"
-    verdict = _OF_THE_STEP.get(diagnosis.cause, verdict)
-    return f"OK: {verdict}" if diagnosis.cause == "compute" and diagnosis.grade == "OK" else verdict
+    verdict = _OF_THE_STEP.get(diagnosis.cause, "limited by the step itself, not by data")
+    if diagnosis.cause == "compute" and diagnosis.grade == "OK":
+        return f"OK: {verdict}"
+    return verdict
 
 
 def _of_the_other_parts(diagnosis: Diagnosis, waits: str) -> tuple[str, str]:
@@ -218,31 +231,32 @@ def _of_the_other_parts(diagnosis: Diagnosis, waits: str) -> tuple[str, str]:
     if diagnosis.bottleneck == "compute":
         return _of_the_step_itself(diagnosis), waits
     verdict = f"{diagnosis.bottleneck}-bound"
-    part = stats.other_ms
+    part_ms = stats.other_ms
     where = "between the steps"
     if diagnosis.bottleneck == "copy":
-        part = stats.h2d_ms
+        part_ms = stats.h2d_ms
         where = "copying batches to the device"
         if diagnosis.device_type == "cpu":
             verdict = "limited by transfer hooks"
             where = "in them"
-    taken = 100 * (part or 0.0) / (stats.step_ms or 1.0)
-    return verdict, f"{taken:.0f} % of each step {where}; {waits}"
+    part_pct = 100 * (part_ms or 0.0) / (stats.step_ms or 1.0)
+    return verdict, f"{part_pct:.0f} % of each step {where}; {waits}"
 
 
 def is_toy(diagnosis: Diagnosis) -> bool:
     """True for steps so short that Python takes most of them: there is no advice to give."""
     facts = diagnosis.measurements.facts
     judged = diagnosis.bottleneck not in (*_OF_THE_RUN, "unknown")
-    is_faulty = facts.repeated or facts.cut_short is not None  # which is more than slow
+    is_faulty = facts.loader.repeated or facts.cut_short is not None  # which is more than slow
     return judged and not is_faulty and toy_sentence(diagnosis.stats.step_ms) is not None
 
 
 def may_be_tuned(facts: LoopFacts) -> bool:
     """True for a loader that an AutotuneCallback can tune, and has not tuned."""
-    in_fit = facts.loop == "trainer" and facts.stage == "fit" and not facts.tuned
-    safe = not facts.why_no_workers and not facts.keeps
-    return in_fit and facts.map_style is not False and safe and len(facts.every_num_workers) <= 1
+    loader = facts.loader
+    in_fit = facts.loop == "trainer" and facts.stage == "fit" and not facts.trainer.tuned
+    is_safe = not loader.why_no_workers and not loader.keeps
+    return in_fit and is_safe and loader.map_style is not False and len(loader.every_num_workers) <= 1
 
 
 def needs_trial(diagnosis: Diagnosis, remedy: Remedy) -> bool:
@@ -250,15 +264,16 @@ def needs_trial(diagnosis: Diagnosis, remedy: Remedy) -> bool:
 
     Its bound follows from the run, but not its gain, which may be negative: workers take CPUs from training.
     """
-    untried = remedy.changes.startswith("num_workers=") and diagnosis.measurements.experiments is None
+    untried = remedy.changes.startswith("num_workers=") and not diagnosis.measurements.diagnosed
     return untried and diagnosis.confidence != "high" and may_be_tuned(diagnosis.measurements.facts)
 
 
 def takes_turns(diagnosis: Diagnosis) -> bool:
     """True if the training process loads, and workers are no remedy. Loading and training then wait for each other,
     and neither is the bottleneck."""
-    workers = any(one.changes.startswith("num_workers=") for one in diagnosis.remedies)
-    return diagnosis.bottleneck == "data" and diagnosis.measurements.facts.num_workers == 0 and not workers
+    loads_itself = diagnosis.measurements.facts.loader.num_workers == 0
+    workers_help = any(remedy.changes.startswith("num_workers=") for remedy in diagnosis.remedies)
+    return diagnosis.bottleneck == "data" and loads_itself and not workers_help
 
 
 def trust(diagnosis: Diagnosis) -> str:
@@ -267,53 +282,61 @@ def trust(diagnosis: Diagnosis) -> str:
     The interval describes the waiting in this rank's steps. It is left out if the headline is about anything else: all
     ranks, the first batch of an epoch, validation, or checkpoints. It is also left out if it has no width.
     """
-    said = f"confidence {diagnosis.confidence}, {plural(diagnosis.stats.steps, 'step')}"
+    text = f"confidence {diagnosis.confidence}, {plural(diagnosis.stats.steps, 'step')}"
     low, high = diagnosis.stats.interval_pct or (0.0, 0.0)
-    of_steps = _counted(diagnosis) == "steps" and diagnosis.bottleneck not in _OF_THE_RUN
-    of_steps &= not diagnosis.measurements.facts.repeated
-    if not of_steps or f"{low:.0f}" == f"{high:.0f}":
-        return said
-    return f"95 % CI {low:.0f}-{high:.0f}, {said}"
+    is_about_steps = _basis(diagnosis) == "steps" and diagnosis.bottleneck not in _OF_THE_RUN
+    if not is_about_steps or diagnosis.measurements.facts.loader.repeated or f"{low:.0f}" == f"{high:.0f}":
+        return text
+    return f"95 % CI {low:.0f}-{high:.0f}, {text}"
 
 
 def _waits(diagnosis: Diagnosis, starved_pct: float) -> str:
     """The share of time that training waits for data, in words."""
     measured = diagnosis.measurements
-    counted = _counted(diagnosis)
-    ranks = measured.ranks
+    basis = _basis(diagnosis)
     shares = shares_of(measured)
-    if counted == "ranks" and ranks is not None:
-        whose = "one of them" if ranks.slow_rank is None else f"rank {ranks.slow_rank}"
-        return f"all ranks wait {ranks.starved_pct:.0f} % of each step for the data of {whose}"
-    share = f"{starved_pct:.0f} % of each step"
-    on_cpu = ""
-    on_gpu = " waiting for data"
-    if counted == "epochs" and shares is not None:
-        share = f"{shares.epoch_pct:.0f} % of each epoch"
-        on_cpu = ", for its first batch"
-        on_gpu = " waiting for its first batch"
-    elif diagnosis.bottleneck == "compute":
-        proven = shares is not None and shares.compute_bound_confirmed
-        more = ", which faster loading would not change: the model alone takes as long as a step"
-        return f"{starved_pct:.0f} % of time waiting for data{more if proven else ''}"
     loop = LOOP_WORDS[measured.facts.stage]
-    if takes_turns(diagnosis) and not on_cpu:
+    share = f"{starved_pct:.0f} % of each step"
+    if basis == "ranks" and measured.ranks is not None:
+        return _waits_of_ranks(measured.ranks)
+    if basis == "epochs" and shares is not None:
+        share = f"{shares.epoch_pct:.0f} % of each epoch"
+        if diagnosis.device_type == "cpu":
+            return f"{loop} waits for data {share}, for its first batch"
+        return f"GPU idle {share} waiting for its first batch"
+    if diagnosis.bottleneck == "compute":
+        return _waits_beside_compute(starved_pct, shares)
+    if takes_turns(diagnosis):
         return f"{share} is loading, in turn with {loop}"
     if diagnosis.device_type == "cpu":
-        return f"{loop} waits for data {share}{on_cpu}"
-    return f"GPU idle {share}{on_gpu}"
+        return f"{loop} waits for data {share}"
+    return f"GPU idle {share} waiting for data"
 
 
-def _counted(diagnosis: Diagnosis) -> Literal["steps", "ranks", "epochs"]:
+def _waits_beside_compute(starved_pct: float, shares: Shares | None) -> str:
+    waits = f"{starved_pct:.0f} % of time waiting for data"
+    if shares is None or not shares.compute_bound_confirmed:
+        return waits
+    return f"{waits}, which faster loading would not change: the model alone takes as long as a step"
+
+
+def _waits_of_ranks(ranks: RankStats) -> str:
+    slowest = "one of them" if ranks.slow_rank is None else f"rank {ranks.slow_rank}"
+    return f"all ranks wait {ranks.starved_pct:.0f} % of each step for the data of {slowest}"
+
+
+def _basis(diagnosis: Diagnosis) -> Literal["steps", "ranks", "epochs"]:
     """The base of the grade: waiting in this rank's steps, in those of all ranks, or for an epoch's first batch."""
-    measured = diagnosis.measurements
-    starved = measured.stats.starved_pct
-    shares = shares_of(measured)
-    if diagnosis.cause == "one rank" and measured.ranks is not None and measured.ranks.starved_pct is not None:
+    ranks = diagnosis.measurements.ranks
+    if diagnosis.cause == "one rank" and ranks is not None and ranks.starved_pct is not None:
         return "ranks"
-    if shares is None or starved is None or (diagnosis.cause != "epoch start" and grade_of(starved) == diagnosis.grade):
+    starved_pct = diagnosis.stats.starved_pct
+    shares = shares_of(diagnosis.measurements)
+    if shares is None or starved_pct is None:
         return "steps"
-    if shares.epoch_pct is not None and shares.epoch_pct == shares.data_pct:
+    if diagnosis.cause != "epoch start" and grade_of(starved_pct) == diagnosis.grade:
+        return "steps"
+    if shares.epoch_pct == shares.data_pct:
         return "epochs"
     return "ranks" if shares.by_ranks and not shares.compute_bound_confirmed else "steps"
 
@@ -323,26 +346,26 @@ def _counted(diagnosis: Diagnosis) -> Literal["steps", "ranks", "epochs"]:
 
 def if_free(diagnosis: Diagnosis) -> str:
     """The speed-up if data were free. Empty: not known."""
-    faster = speedup(diagnosis)
-    if faster is None:
+    factor = speedup(diagnosis)
+    if factor is None:
         return ""
-    starts = ", starts of epochs included" if _counted(diagnosis) == "epochs" else ""
-    return f"if data were free: {faster:.2f} x as fast{starts}"
+    starts = ", starts of epochs included" if _basis(diagnosis) == "epochs" else ""
+    return f"if data were free: {factor:.2f} x as fast{starts}"
 
 
 def speedup(diagnosis: Diagnosis) -> float | None:
     """Times as fast if data were free, by the share that the headline names; None: not known."""
     measured = diagnosis.measurements
-    counted = _counted(diagnosis)
     stats = measured.stats
-    ranks = measured.ranks
-    batches = measured.facts.batches_per_epoch or 0
-    if counted == "steps":
+    basis = _basis(diagnosis)
+    if basis == "steps":
         return stats.speedup_if_free
-    if counted == "ranks":
+    if basis == "ranks":
         whole = 100.0
-        busy = 100.0 - ((ranks.starved_pct if ranks is not None else None) or 0.0)
+        starved_pct = measured.ranks.starved_pct if measured.ranks is not None else None
+        busy = 100.0 - (starved_pct or 0.0)
     else:
+        batches = measured.facts.batches_per_epoch or 0
         step_ms = stats.step_ms or 0.0
         whole = 1e3 * (stats.epoch_start_s or 0.0) + batches * step_ms
         busy = batches * (step_ms - (stats.data_idle_ms or 0.0))

@@ -4,33 +4,35 @@ import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from lightning_feed.errors import in_rate, plural, rate_unit, source_line
 from lightning_feed.measure.experiment_results import (
     NOT_TRANSFORMS,
     ExperimentResults,
     FunctionCost,
     KeyBytes,
     NamedCost,
+    TriedSetting,
     step_of,
 )
 from lightning_feed.measure.measurements import LoopFacts, LoopMeasurements, Measurements
-from lightning_feed.measure.stats import LoaderStats, StarvationStats
+from lightning_feed.measure.stats import LoaderStats, RankStats, StarvationStats
 from lightning_feed.measure.wall import WallStats
 from lightning_feed.report.report import Report, cause_text, if_free, needs_trial, rate, takes_turns
 from lightning_feed.verdict.diagnosis import Bottleneck, Diagnosis, Remedy
 from lightning_feed.verdict.shares import in_ms, model_disturbed
+from lightning_feed.wording import in_rate, plural, rate_unit, source_line
 
 # --- the pipeline from disk to model ------------------------------------------------------------------------------
 
 _CHARACTERS = 32
 _FEWEST_CHARACTERS = 8
 """Length of the longest bar in characters, in a wide and in a narrow terminal."""
+_RATE = 13
 _REMARK = 17
-"""Characters of the longest remark behind a bar."""
+"""Characters of a rate in front of a bar, and of the longest remark behind it."""
 WIDE = 120
 """Characters of a line: enough for every line of the pipeline."""
 _CUT = 3
@@ -67,77 +69,87 @@ class Pipeline(NamedTuple):
 def read_pipeline(diagnosis: Diagnosis) -> Pipeline | None:
     """The pipeline as far as experiments measured it. None: no stage was measured."""
     measured = diagnosis.measurements
-    found = measured.found
-    facts = measured.facts
-    size = next((one for one in (found.batch_size, facts.batch_size) if one and one > 0), None)
+    results = measured.experiments
+    sizes = (results.batch_size, measured.facts.loader.batch_size)
+    size = next((size for size in sizes if size is not None and size > 0), None)
+    model_per_s = None if model_disturbed(measured) else results.model_per_s
     rows: list[_Row] = [
-        *_sample_parts(found.costs, facts, size),
-        ("part", "collate, send", found.ceiling_per_s, "constant samples, same workers"),
-        ("stage", "loader", found.loader_per_s, "alone, as configured"),
-        ("stage", "model", None if model_disturbed(measured) else found.model_per_s, "the same device batch each step"),
+        *_sample_parts(results.costs, measured.facts, size),
+        ("part", "collate, send", results.ceiling_per_s, "constant samples, same workers"),
+        ("stage", "loader", results.loader_per_s, "alone, as configured"),
+        ("stage", "model", model_per_s, "the same device batch each step"),
         ("fit", "fit as it ran", rate(measured.stats.step_ms, 1), ""),
-        ("if", "files in memory", found.cached_bytes_per_s, ""),
-        ("if", "no transforms", found.no_transform_per_s, ""),
+        ("if", "files in memory", results.cached_bytes_per_s, ""),
+        ("if", "no transforms", results.no_transform_per_s, ""),
     ]
-    scaled = [(kind, name, (size or 1) * per_s, note) for kind, name, per_s, note in rows if per_s is not None]
-    bars = [Bar(name, per_s, kind, note) for kind, name, per_s, note in scaled if 0 < per_s < math.inf]
-    bars = _mark(bars, diagnosis)
-    rates = [one.per_s for one in bars if one.kind in ("stage", "part")]
+    bars = []
+    for kind, name, batches_per_s, note in rows:
+        per_s = (size or 1) * (batches_per_s or 0.0)
+        if 0 < per_s < math.inf:
+            bars.append(Bar(name, per_s, kind, note))
+    rates = [bar.per_s for bar in bars if bar.kind in ("stage", "part")]
     if not rates:
         return None
-    return Pipeline(rate_unit(size), bars, min(max(rates), _CUT * min(rates)))
+    return Pipeline(rate_unit(size), _mark(bars, diagnosis), min(max(rates), _CUT * min(rates)))
 
 
 def pipeline_text(pipeline: Pipeline, width: int = WIDE) -> list[str]:
     """The pipeline as bars of characters, a line for each."""
     leads = {"stage": "", "part": "  ", "fit": "", "if": "if: loader, "}
-    beside = 13 + 2 + 2 + _REMARK  # the rate, the spaces around the bar, and the remark
-    names = [_short(leads[one.kind] + one.name, width - beside - _FEWEST_CHARACTERS) for one in pipeline.bars]
+    beside = _RATE + 2 + 2 + _REMARK  # the rate, the spaces around the bar, and the remark
+    names = [_short(leads[bar.kind] + bar.name, width - beside - _FEWEST_CHARACTERS) for bar in pipeline.bars]
     title = f"Pipeline ({pipeline.unit})"
-    column = max(len(title) - 13, *map(len, names))
-    most = min(_CHARACTERS, max(_FEWEST_CHARACTERS, width - column - beside))
+    column = max(len(title) - _RATE, *map(len, names))
+    longest = min(_CHARACTERS, max(_FEWEST_CHARACTERS, width - column - beside))
     lines = [title]
-    for name, one in zip(names, pipeline.bars, strict=True):
-        bar = "#" * max(1, round(most * min(1.0, one.per_s / pipeline.full_per_s)))
-        if one.per_s > pipeline.full_per_s:
-            bar = bar[:-1] + ">"
-        remark = ""
-        if one.narrowest:
-            remark = "<- bottleneck" if one.kind == "stage" else "<- slowest part"
-        lines.append(f"{name:{column}}{in_rate(one.per_s):>13}  {bar:{most}}  {remark}".rstrip())
+    for name, bar in zip(names, pipeline.bars, strict=True):
+        drawn = "#" * max(1, round(longest * min(1.0, bar.per_s / pipeline.full_per_s)))
+        if bar.per_s > pipeline.full_per_s:
+            drawn = drawn[:-1] + ">"
+        line = f"{name:{column}}{in_rate(bar.per_s):>{_RATE}}  {drawn:{longest}}  {_remark(bar)}"
+        lines.append(line.rstrip())
     return lines
 
 
-def _short(name: str, most: int) -> str:
+def _remark(bar: Bar) -> str:
+    if not bar.narrowest:
+        return ""
+    return "<- bottleneck" if bar.kind == "stage" else "<- slowest part"
+
+
+def _short(name: str, longest: int) -> str:
     indent = name[: len(name) - len(name.lstrip())]
-    words = name.split()
-    most = max(12, min(50, most))
-    code = indent + " ".join(words)
-    return code if len(code) <= most else f"{code[: most - 3]}..."
+    text = indent + " ".join(name.split())
+    longest = max(12, min(50, longest))
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 _SAMPLE_PARTS = (*NOT_TRANSFORMS, "transforms")
 
 
-def _sample_parts(costs: tuple[NamedCost, ...], facts: LoopFacts, batch_size: int | None) -> Iterator[_Row]:
+def _sample_parts(costs: tuple[NamedCost, ...], facts: LoopFacts, batch_size: int | None) -> list[_Row]:
     """Bars for reading, decoding and the transforms: the rate of the workers if they did only that.
 
     Assumes that a worker runs at full speed as long as there is a CPU for it.
     """
-    if facts.num_workers is None or batch_size is None:
-        return
+    workers = facts.loader.num_workers
+    if workers is None or batch_size is None:
+        return []
     wall_ms = dict.fromkeys(_SAMPLE_PARTS, 0.0)
     cpu_ms = dict.fromkeys(_SAMPLE_PARTS, 0.0)
-    for one in costs:
-        step = step_of(one.name) if step_of(one.name) in NOT_TRANSFORMS else "transforms"
-        wall_ms[step] += one.wall_ms
-        cpu_ms[step] += one.cpu_ms
-    for name in _SAMPLE_PARTS:
-        per_s = rate(wall_ms[name], max(facts.num_workers, 1))
-        most = rate(cpu_ms[name], facts.usable_cpus)
-        if per_s is not None:
-            per_s = per_s if most is None else min(per_s, most)
-            yield "part", name, per_s / batch_size, "cost of one sample, shared by the workers"
+    for cost in costs:
+        step = step_of(cost.name)
+        part = step if step in NOT_TRANSFORMS else "transforms"
+        wall_ms[part] += cost.wall_ms
+        cpu_ms[part] += cost.cpu_ms
+    rows: list[_Row] = []
+    for part in _SAMPLE_PARTS:
+        of_workers = rate(wall_ms[part], max(workers, 1))
+        of_cpus = rate(cpu_ms[part], facts.usable_cpus)
+        if of_workers is not None:
+            per_s = of_workers if of_cpus is None else min(of_workers, of_cpus)
+            rows.append(("part", part, per_s / batch_size, "cost of one sample, shared by the workers"))
+    return rows
 
 
 _STAGE_NAMED: dict[Bottleneck, str] = {"data": "loader", "copy": "copy", "compute": "model"}
@@ -147,14 +159,24 @@ _STAGE_NAMED: dict[Bottleneck, str] = {"data": "loader", "copy": "copy", "comput
 def _mark(bars: list[Bar], diagnosis: Diagnosis) -> list[Bar]:
     """Mark the narrowest of several stages if the headline names it, and the loader's slowest part if the loader is the
     narrowest."""
-    stages, parts = ([one for one in bars if one.kind == kind] for kind in ("stage", "part"))
-    narrow = min(stages, key=lambda one: one.per_s) if len(stages) > 1 else None
-    named = narrow is not None and narrow.name == _STAGE_NAMED.get(diagnosis.bottleneck) and not takes_turns(diagnosis)
-    marked = [narrow] if narrow and named else []
-    of_loader = diagnosis.bottleneck in ("data", "unknown") and (narrow is None or narrow.name == "loader")
-    if len(parts) > 1 and of_loader:
-        marked.append(min(parts, key=lambda one: one.per_s))
-    return [one._replace(narrowest=one in marked) for one in bars]
+    narrowest = _slowest_of(bars, "stage")
+    slowest_part = _slowest_of(bars, "part")
+    stage_of_headline = "" if takes_turns(diagnosis) else _STAGE_NAMED.get(diagnosis.bottleneck)
+    loader_limits = diagnosis.bottleneck in ("data", "unknown") and (narrowest is None or narrowest.name == "loader")
+    marked = []
+    if narrowest is not None and narrowest.name == stage_of_headline:
+        marked.append(narrowest)
+    if slowest_part is not None and loader_limits:
+        marked.append(slowest_part)
+    return [bar._replace(narrowest=bar in marked) for bar in bars]
+
+
+def _slowest_of(bars: list[Bar], kind: Kind) -> Bar | None:
+    """The bar with the lowest rate of its kind; None if there is no other to compare it with."""
+    of_kind = [bar for bar in bars if bar.kind == kind]
+    if len(of_kind) < 2:
+        return None
+    return min(of_kind, key=lambda bar: bar.per_s)
 
 
 # --- sections -----------------------------------------------------------------------------------------------------
@@ -213,12 +235,16 @@ class Section:
         if self.pipeline is not None:
             yield from ("", *pipeline_text(self.pipeline, width))
         elif isinstance(self.console, str):
-            named = [f"{row[0]}: {row[1]}" for row in self.rows[:ROWS_NAMED]]
-            more = [f"{len(self.rows) - ROWS_NAMED} more"] if len(self.rows) > ROWS_NAMED else []
-            yield folded(f"{self.console:<5} {'; '.join(named + more)}", width)
+            names = [f"{row[0]}: {row[1]}" for row in self.rows[:ROWS_NAMED]]
+            if len(self.rows) > ROWS_NAMED:
+                names.append(f"{len(self.rows) - ROWS_NAMED} more")
+            yield folded(f"{self.console:<5} {'; '.join(names)}", width)
         else:
             for line in self.console:
-                yield from _folded_code(line, width) if isinstance(line, CodeLine) else [folded(line, width)]
+                if isinstance(line, CodeLine):
+                    yield from _folded_code(line, width)
+                else:
+                    yield folded(line, width)
 
 
 def step_sections(diagnosis: Diagnosis) -> Iterator[Section]:
@@ -234,27 +260,31 @@ def _parts_section(what: str, stats: StarvationStats, *, copies: bool, end: str)
 
     If nothing is copied (on a CPU), the short time of the transfer counts as ``other``.
     """
-    whole = stats.step_ms or 0.0
+    step_ms = stats.step_ms or 0.0
     copy_ms = stats.h2d_ms
     other_ms = stats.other_ms
     if not copies:
         other_ms = None if other_ms is None else other_ms + (copy_ms or 0.0)
         copy_ms = None
-    named = {"forward": stats.forward_ms, "backward": stats.backward_ms, "optimizer": stats.optimizer_ms}
-    inside = ", ".join(f"{name} {in_ms(ms, whole)}" for name, ms in named.items() if ms is not None)
+    phases = {"forward": stats.forward_ms, "backward": stats.backward_ms, "optimizer": stats.optimizer_ms}
+    inside = ", ".join(f"{name} {in_ms(ms, step_ms)}" for name, ms in phases.items() if ms is not None)
+    if inside:
+        inside = f" ({inside})"
     parts = (
-        ("compute", stats.compute_ms, "forward, backward and optimizer", f" ({inside})" if inside else ""),
+        ("compute", stats.compute_ms, "forward, backward and optimizer", inside),
         ("data", stats.data_idle_ms, "the device waited for data", ""),
         ("copy to device", copy_ms, "as far as no computing hides it, with the hooks before it", ""),
         ("other", other_ms, "between the steps: callbacks, logging, checkpoints", ""),
     )
-    known = [(name, ms, meaning, inside) for name, ms, meaning, inside in parts if ms is not None]
-    rows = [
-        (name, in_ms(ms, whole), f"{100 * ms / whole:.1f}", meaning + inside) for name, ms, meaning, inside in known
-    ]
-    split = " | ".join(f"{name} {in_ms(ms, whole)}{inside}" for name, ms, _, inside in known)
-    line = f"{what} {in_ms(whole, whole)} ms = {split}{end}".rstrip()
-    return Section(f"Where a {what} of {in_ms(whole, whole)} ms goes", rows, _PARTS, "step", [line])
+    rows = []
+    texts = []
+    for name, ms, meaning, detail in parts:
+        if ms is not None:
+            rows.append((name, in_ms(ms, step_ms), f"{100 * ms / step_ms:.1f}", meaning + detail))
+            texts.append(f"{name} {in_ms(ms, step_ms)}{detail}")
+    line = f"{what} {in_ms(step_ms, step_ms)} ms = {' | '.join(texts)}{end}"
+    title = f"Where a {what} of {in_ms(step_ms, step_ms)} ms goes"
+    return Section(title, rows, _PARTS, "step", [line.rstrip()])
 
 
 _PARTS = ("part of the step", "ms", "%", "")
@@ -269,34 +299,35 @@ def time_sections(measured: Measurements) -> Iterator[Section]:
         yield _wall_section(wall)
     if validation is not None:
         by_loader = by_loader or validation.by_loader
-        large = wall is not None and 100 * wall.seconds("validation") >= VALIDATION_PCT * wall.wall_s
-        yield from _validation_sections(validation, shown=large)
-    rows = [(one.name, str(one.steps), f"{one.step_ms:.2f}", f"{one.data_idle_ms:.2f}") for one in by_loader]
+        is_large = wall is not None and 100 * wall.seconds("validation") >= VALIDATION_PCT * wall.wall_s
+        yield from _validation_sections(validation, shown=is_large)
+    rows = [(steps.name, str(steps.steps), f"{steps.step_ms:.2f}", f"{steps.data_idle_ms:.2f}") for steps in by_loader]
     yield from _table("Loader by loader", rows, ("loader", "steps", "ms a step", "waiting for data"))
 
 
 def _wall_section(wall: WallStats) -> Section:
     digits = 1 if wall.wall_s >= 10 else 2
-    named = [f"{one.name} {one.seconds:.{digits}f}" for one in wall.parts if round(one.seconds, digits)]
-    rows = [(one.name, f"{one.seconds:.2f}", f"{100 * one.seconds / wall.wall_s:.1f}") for one in wall.parts]
+    parts = [f"{part.name} {part.seconds:.{digits}f}" for part in wall.parts if round(part.seconds, digits)]
+    rows = [(part.name, f"{part.seconds:.2f}", f"{100 * part.seconds / wall.wall_s:.1f}") for part in wall.parts]
     return Section(
         f"Where {wall.wall_s:.1f} s of wall time go",
         rows,
         ("part of the run", "s", "%"),
-        console=[f"wall  {wall.wall_s:.{digits}f} s = {' | '.join(named)}"],
+        console=[f"wall  {wall.wall_s:.{digits}f} s = {' | '.join(parts)}"],
     )
 
 
 def _validation_sections(validation: LoopMeasurements, *, shown: bool) -> Iterator[Section]:
-    step = validation.stats.step_ms
+    step_ms = validation.stats.step_ms
+    if not step_ms:
+        return
     copies = validation.facts.device_type != "cpu"
-    if step:
-        waits = [
-            f"; {one.name} waits {in_ms(one.data_idle_ms, step)} of {in_ms(one.step_ms, step)}"
-            for one in validation.by_loader
-        ]
-        section = _parts_section("validation step", validation.stats, copies=copies, end="".join(waits))
-        yield section if shown else replace(section, console=())
+    waits = [
+        f"; {steps.name} waits {in_ms(steps.data_idle_ms, step_ms)} of {in_ms(steps.step_ms, step_ms)}"
+        for steps in validation.by_loader
+    ]
+    section = _parts_section("validation step", validation.stats, copies=copies, end="".join(waits))
+    yield section if shown else replace(section, console=())
 
 
 # --- advice -------------------------------------------------------------------------------------------------------
@@ -305,21 +336,25 @@ def _validation_sections(validation: LoopMeasurements, *, shown: bool) -> Iterat
 def advice_sections(diagnosis: Diagnosis, notes: Sequence[str]) -> Iterator[Section]:
     """Causes, remedies, and the notes that the next step does not repeat."""
     cause = cause_text(diagnosis)
-    evidence = diagnosis.evidence
-    lines = [f"cause {cause}"] * bool(cause) + ["why   " + "; ".join(evidence)] * bool(evidence)
-    yield from _list("Why", [one for one in (cause, *evidence) if one], lines)
+    reasons = list(diagnosis.evidence)
+    console = []
+    if cause:
+        reasons.insert(0, cause)
+        console.append(f"cause {cause}")
+    if diagnosis.evidence:
+        console.append(f"why   {'; '.join(diagnosis.evidence)}")
+    yield from _list("Why", reasons, console)
     if diagnosis.remedies:
-        rows = [_remedy_row(one, diagnosis) for one in diagnosis.remedies]
+        rows = [_remedy_row(remedy, diagnosis) for remedy in diagnosis.remedies]
         header = ("change", "why", "gain")
         yield Section("What to change", rows, header, "remedies", list(_remedy_lines(diagnosis)))
-    lines = [f"not   {one}" for one in diagnosis.why_not] + [f"note  {one}" for one in notes]
-    yield from _list("Notes", [*(f"not {one}" for one in diagnosis.why_not), *notes], lines)
+    console = [*(f"not   {reason}" for reason in diagnosis.why_not), *(f"note  {note}" for note in notes)]
+    yield from _list("Notes", [*(f"not {reason}" for reason in diagnosis.why_not), *notes], console)
 
 
-def _list(title: str, lines: Iterable[str], console: Sequence[str] = ()) -> Iterator[Section]:
-    rows = [(one,) for one in lines]
-    if rows:
-        yield Section(title, rows, form="list", console=console)
+def _list(title: str, lines: Sequence[str], console: Sequence[str] = ()) -> Iterator[Section]:
+    if lines:
+        yield Section(title, [(line,) for line in lines], form="list", console=console)
 
 
 def _remedy_row(remedy: Remedy, diagnosis: Diagnosis) -> Row:
@@ -363,23 +398,29 @@ def pipeline_sections(diagnosis: Diagnosis) -> Iterator[Section]:
     pipeline = read_pipeline(diagnosis)
     if pipeline is None:
         return
-    cut = any(one.per_s > pipeline.full_per_s for one in pipeline.bars)
-    note = f"Bars end at {in_rate(pipeline.full_per_s)} {pipeline.unit}; longer ones are cut." if cut else ""
+    note = ""
+    if any(bar.per_s > pipeline.full_per_s for bar in pipeline.bars):
+        note = f"Bars end at {in_rate(pipeline.full_per_s)} {pipeline.unit}; longer ones are cut."
     title = f"Pipeline: {pipeline.unit} that each part could do"
     yield Section(title, (), form="pipeline", note=note, pipeline=pipeline)
 
 
 def measured_sections(measured: Measurements) -> Iterator[Section]:
     """Hooks, ranks, workers and what experiments found; none for what was not measured."""
-    hooks = [(one.name, f"{one.ms_per_step:.2f}") for one in measured.hooks]
+    hooks = [(hook.name, f"{hook.ms_per_step:.2f}") for hook in measured.hooks]
     yield from _table("Slowest hooks", hooks, ("hook or logger", "ms a step"))
     if measured.ranks is not None:
-        slow = measured.ranks.slow_rank
-        waits = enumerate(measured.ranks.data_idle_ms_by_rank)
-        rows = [(f"rank {rank}{' (the slow one)' if rank == slow else ''}", f"{ms:.2f}") for rank, ms in waits]
-        yield from _table("Ranks", rows, ("", "waits for data, ms a step"))
+        yield from _table("Ranks", _rank_rows(measured.ranks), ("", "waits for data, ms a step"))
     yield from _table("Loader and workers during the fit", _loader_rows(measured.loaders))
-    yield from _experiments(measured.found)
+    yield from _experiments(measured.experiments)
+
+
+def _rank_rows(ranks: RankStats) -> list[Row]:
+    rows: list[Row] = []
+    for rank, ms in enumerate(ranks.data_idle_ms_by_rank):
+        remark = " (the slow one)" if rank == ranks.slow_rank else ""
+        rows.append((f"rank {rank}{remark}", f"{ms:.2f}"))
+    return rows
 
 
 def _table(title: str, rows: Sequence[Row], header: Row = (), console: str = "") -> Iterator[Section]:
@@ -411,56 +452,52 @@ def _loader_rows(loaders: LoaderStats) -> list[Row]:
     )
 
 
-def _experiments(found: ExperimentResults) -> Iterator[Section]:
-    costs = sorted(found.costs, key=lambda one: -one.wall_ms)
-    rows: list[Row] = [(one.name, f"{one.wall_ms:.2f} ms", f"{one.cpu_ms:.2f} ms") for one in costs]
-    yield from _table("What one sample costs", rows, ("", "wall time", "CPU time"), "costs")
-    rows = [(_code_place(one), f"{one.ms_per_batch:.1f} ms a batch") for one in found.functions]
-    yield from _table("Where in your code a batch is made", rows, console="code")
-    yield from _table("Workers tried", _tried_rows(found), ("", "step", "in its turns", ""), "tried")
-    yield from _table("What one batch takes", _batch_rows(found), console="batch")
-    yield from _table("Parts of a batch", _key_rows(found.keys))
-    yield from _table("Experiments that were left out", found.left_out, ("", "why"), "skip")
+def _experiments(results: ExperimentResults) -> Iterator[Section]:
+    costs = sorted(results.costs, key=lambda cost: -cost.wall_ms)
+    cost_rows = [(cost.name, f"{cost.wall_ms:.2f} ms", f"{cost.cpu_ms:.2f} ms") for cost in costs]
+    function_rows = [(_function_text(cost), f"{cost.ms_per_batch:.1f} ms a batch") for cost in results.functions]
+    batch_rows = _figures(
+        ("its samples, in one process", results.samples_ms, "{:.1f} ms"),
+        ("collating them", results.collate_ms, "{:.1f} ms"),
+        ("start of the loader", results.loader_start_s, "{:.2f} s"),
+    )
+    yield from _table("What one sample costs", cost_rows, ("", "wall time", "CPU time"), "costs")
+    yield from _table("Where in your code a batch is made", function_rows, console="code")
+    yield from _table("Workers tried", list(map(_tried_row, results.tried)), ("", "step", "in its turns", ""), "tried")
+    yield from _table("What one batch takes", batch_rows, console="batch")
+    yield from _table("Parts of a batch", _key_rows(results.keys))
+    yield from _table("Experiments that were left out", results.left_out, ("", "why"), "skip")
 
 
-def _tried_rows(found: ExperimentResults) -> list[Row]:
-    return [
-        (
-            plural(setting.num_workers, "worker"),
-            f"{in_ms(setting.step_ms, setting.step_ms)} ms",
-            f"{in_ms(setting.shortest_ms, setting.step_ms)} to {in_ms(setting.longest_ms, setting.step_ms)} ms",
-            "as it is" if setting.own else "chosen" if setting.chosen else "",
-        )
-        for setting in found.tried
-    ]
+def _tried_row(setting: TriedSetting) -> Row:
+    step, shortest, longest = (
+        in_ms(ms, setting.step_ms) for ms in (setting.step_ms, setting.shortest_ms, setting.longest_ms)
+    )
+    role = "chosen" if setting.chosen else ""
+    if setting.own:
+        role = "as it is"
+    return (plural(setting.num_workers, "worker"), f"{step} ms", f"{shortest} to {longest} ms", role)
 
 
-def _code_place(cost: FunctionCost) -> str:
+def _function_text(cost: FunctionCost) -> str:
     """``Birds.__getitem__ (birds.py:41), calling ColorJitter``."""
     calls = f", calling {cost.calls}" if cost.calls else ""
     return f"{cost.name} ({source_line(cost.file, cost.line)}){calls}"
 
 
-def _batch_rows(found: ExperimentResults) -> list[Row]:
-    return _figures(
-        ("its samples, in one process", found.samples_ms, "{:.1f} ms"),
-        ("collating them", found.collate_ms, "{:.1f} ms"),
-        ("start of the loader", found.loader_start_s, "{:.2f} s"),
-    )
-
-
 def _key_rows(keys: tuple[KeyBytes, ...]) -> list[Row]:
-    """(place, size) of each part of a batch; the parts in a list share one row.
+    """(path, size) of each part of a batch; the parts in a list share one row.
 
-    Places are as Python writes them: ``batch[1]``, ``targets[*].boxes``.
+    Paths are as Python writes them: ``batch[1]``, ``targets[*].boxes``.
     """
     sizes: Counter[str] = Counter()
     for key in keys:
         first, *inner = key.name.split(".")
-        place = f"batch[{first}]" if first.isdecimal() else first
-        place += "".join("[*]" if name.isdecimal() else f".{name}" for name in inner)
-        sizes[place] += key.bytes_per_batch
-    return [(place, f"{size / 1e3:,.1f} kB a batch") for place, size in sizes.items()]
+        path = f"batch[{first}]" if first.isdecimal() else first
+        for name in inner:
+            path += "[*]" if name.isdecimal() else f".{name}"
+        sizes[path] += key.bytes_per_batch
+    return [(path, f"{size / 1e3:,.1f} kB a batch") for path, size in sizes.items()]
 
 
 # --- all of a report ----------------------------------------------------------------------------------------------
@@ -478,27 +515,31 @@ def other_sections(report: Report) -> Iterator[Section]:
 def _run_rows(report: Report) -> list[Row]:
     """(name, value) of the run and its machine, as far as they are known."""
     facts = report.diagnosis.measurements.facts
-    where = report.environment
-    size = facts.batch_bytes
-    batch = _figures(("", facts.batch_size, "{} samples"), ("", None if size is None else size / 1e6, "{:.2f} MB"))
+    loader = facts.loader
+    machine = report.environment
+    batch = []
+    if loader.batch_size is not None:
+        batch.append(f"{loader.batch_size} samples")
+    if facts.batch.size_bytes is not None:
+        batch.append(f"{facts.batch.size_bytes / 1e6:.2f} MB")
     rows = (
         ("written", report.written_at),
-        ("device", where.device or facts.device_type),
-        ("CPU", where.cpu),
-        ("usable CPUs", where.usable_cpus if facts.usable_cpus is None else facts.usable_cpus),
+        ("device", machine.device or facts.device_type),
+        ("CPU", machine.cpu),
+        ("usable CPUs", machine.usable_cpus if facts.usable_cpus is None else facts.usable_cpus),
         ("ranks", facts.world_size),
-        ("batch", ", ".join(said for _, said in batch) or None),
-        ("workers", facts.num_workers),
-        ("prefetch factor", facts.prefetch_factor),
-        ("pinned memory", facts.pin_memory),
-        ("persistent workers", facts.persistent_workers),
-        ("decoder", facts.decoder),
-        ("backend", facts.backend),
-        ("lightning_feed", where.lightning_feed),
-        ("Lightning", facts.lightning or where.lightning or where.pytorch_lightning),
-        ("torch", where.torch),
-        ("Python", where.python),
-        ("platform", where.platform),
+        ("batch", ", ".join(batch) or None),
+        ("workers", loader.num_workers),
+        ("prefetch factor", loader.prefetch_factor),
+        ("pinned memory", loader.pin_memory),
+        ("persistent workers", loader.persistent_workers),
+        ("decoder", facts.datamodule.decoder),
+        ("backend", facts.datamodule.backend),
+        ("lightning_feed", machine.lightning_feed),
+        ("Lightning", facts.trainer.lightning or machine.lightning or machine.pytorch_lightning),
+        ("torch", machine.torch),
+        ("Python", machine.python),
+        ("platform", machine.platform),
     )
     words = {True: "yes", False: "no"}
     return [

@@ -14,7 +14,8 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from lightning_feed.errors import DatasetError, printable
+from lightning_feed.errors import DatasetError
+from lightning_feed.wording import printable
 
 logger = logging.getLogger(__name__)
 

@@ -42,9 +42,9 @@ def record_stream(batch: object, stream: Any) -> None:
             if leaf.device.type != "cpu":
                 leaf.record_stream(stream)
             continue
-        found = list(tensors(leaf))
-        if off_host(found) or not found:
-            record_stream(found, stream)
+        parts = list(tensors(leaf))
+        if off_host(parts) or not parts:
+            record_stream(parts, stream)
             with suppress(NotImplementedError):  # raised for a host tensor: torch has no such kernel
                 leaf.record_stream(stream)
 
@@ -74,23 +74,36 @@ def hold(batch: object, keys: frozenset[str]) -> Any:
     Only plain containers (mappings, lists, tuples, named tuples) are traversed: an object with its own ``.to`` moves
     its own contents. :func:`release` restores the values.
     """
-    named = isinstance(batch, Mapping)
-    return _enter(batch, lambda key, value: _Held(value) if named and key in keys else hold(value, keys))
+    is_mapping = isinstance(batch, Mapping)
+
+    def change(key: object, value: object) -> object:
+        if is_mapping and key in keys:
+            return _Held(value)
+        return hold(value, keys)
+
+    return _enter(batch, change)
 
 
 def release(batch: object) -> Any:
     """Undo :func:`hold`."""
-    return _enter(batch, lambda _, value: value.value if isinstance(value, _Held) else release(value))
+
+    def change(_: object, value: object) -> object:
+        return value.value if isinstance(value, _Held) else release(value)
+
+    return _enter(batch, change)
 
 
 def _enter(batch: object, change: Callable[[object, object], object]) -> object:
-    plain = isinstance(batch, (Mapping, list, tuple)) and not hasattr(batch, "to")
-    return rebuild(batch, change) if plain else batch
+    if isinstance(batch, (Mapping, list, tuple)) and not hasattr(batch, "to"):
+        return rebuild(batch, change)
+    return batch
 
 
 def _leaves(batch: object, *, to_record: bool = False) -> Iterator[Batch]:
-    """Yield tensors and, with ``to_record``, objects with a ``record_stream``. Visits each object once, so cycles are
-    safe."""
+    """Yield tensors and, with ``to_record``, objects with a ``record_stream``.
+
+    Visits each object once, so cycles are safe.
+    """
     seen: set[int] = set()
     stack = [batch]
     while stack:
@@ -110,17 +123,22 @@ def _children(value: object) -> Iterable[object]:
     """Return elements, slots and attributes of a value. A container subclass may have all three."""
     if isinstance(value, (_Held, *_CODE)):
         return ()
-    inside: list[object] = []
+    children: list[object] = []
     if isinstance(value, Mapping):
-        inside += value.values()
+        children += value.values()
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        inside += value
+        children += value
     for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            private = name.startswith("__") and not name.endswith("__")
-            inside.append(getattr(value, f"_{kind.__name__.lstrip('_')}{name}" if private else name, None))
-    return inside + list(getattr(value, "__dict__", {}).values())
+        children += [getattr(value, name, None) for name in _slots_of(kind)]
+    return children + list(getattr(value, "__dict__", {}).values())
+
+
+def _slots_of(kind: type) -> Iterator[str]:
+    """Yield the attribute names of a class's own slots. Python stores private ones with the name of the class."""
+    slots = kind.__dict__.get("__slots__", ())
+    for name in (slots,) if isinstance(slots, str) else slots:
+        is_private = name.startswith("__") and not name.endswith("__")
+        yield f"_{kind.__name__.lstrip('_')}{name}" if is_private else name
 
 
 def _strided(tensor: Tensor) -> Iterator[Tensor]:
@@ -163,20 +181,24 @@ class LeanTransfer:
     """
 
     def __init__(self, *, drop_keys: frozenset[str], host_keys: frozenset[str], warn: Callable[[str], object]) -> None:
-        self._drop = drop_keys
-        self._held = host_keys
+        self._drop_keys = drop_keys
+        self._host_keys = host_keys
         self._warn = warn
-        self._looked = False
+        self._has_looked = False
 
     def look(self, batch: object) -> None:
         """Warn once if the first batch lacks some of the keys to drop."""
-        if not self._looked:
-            self._looked = True
-            absent = missing_keys(batch, self._drop)
-            if absent is not None:
-                self._warn(absent)
+        if self._has_looked:
+            return
+        self._has_looked = True
+        warning = missing_keys(batch, self._drop_keys)
+        if warning is not None:
+            self._warn(warning)
 
     def send(self, batch: object, copy: Callable[[object], object]) -> Any:
         """Return the batch copied by ``copy``, without the dropped keys. Values of host keys are not copied."""
-        left = drop(batch, self._drop) if self._drop else batch
-        return release(copy(hold(left, self._held))) if self._held else copy(left)
+        if self._drop_keys:
+            batch = drop(batch, self._drop_keys)
+        if not self._host_keys:
+            return copy(batch)
+        return release(copy(hold(batch, self._host_keys)))

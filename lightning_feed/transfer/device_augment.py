@@ -39,9 +39,10 @@ def draw_boxes(
     fits = (widths <= 1) & (heights <= 1)
     order = torch.arange(_TRIES, 0, -1, device=fits.device)[:, None]
     first = (fits * order).argmax(0, keepdim=True)
-    width, height = (sides.gather(0, first)[0].clamp(max=1.0) for sides in (widths, heights))
-    place = torch.rand((2, len(aspects)), generator=generator, device=generator.device)
-    return torch.stack([(1 - height) * place[0], (1 - width) * place[1], height, width], dim=1)
+    width = widths.gather(0, first)[0].clamp(max=1.0)
+    height = heights.gather(0, first)[0].clamp(max=1.0)
+    position = torch.rand((2, len(aspects)), generator=generator, device=generator.device)
+    return torch.stack([(1 - height) * position[0], (1 - width) * position[1], height, width], dim=1)
 
 
 def crop_and_flip(images: Tensor, boxes: Tensor, flipped: Tensor, size: int) -> Tensor:

@@ -82,8 +82,10 @@ class DeviceStream(SideStream):
         copy_streams.add(self._stream)
         self._handed_over: deque[Reached] = deque()
         """Batches that the device was not known to have reached when the host last waited for it."""
-        self._batches = self._nbytes = 0
-        """Batches handed over since the last such event, and their bytes."""
+        self._batches = 0
+        """Batches handed over since the last such event."""
+        self._nbytes = 0
+        """Bytes of these batches."""
         self._spare_marks: list[Any] = []
         """Events of :meth:`mark` that were waited for, to be recorded again: making one costs more than that."""
 
@@ -116,7 +118,8 @@ class DeviceStream(SideStream):
         reached = self._backend.Event(blocking=True) if self._device.type == "cuda" else self._backend.Event()
         reached.record(compute)
         self._handed_over.append(Reached(reached, self._batches, self._nbytes))
-        self._batches = self._nbytes = 0
+        self._batches = 0
+        self._nbytes = 0
 
     def follow_compute(self, batch: object = None) -> None:
         """Make later work on this stream wait for all work queued on the compute stream so far. ``batch`` may then be
@@ -137,14 +140,14 @@ class DeviceStream(SideStream):
             raise
 
     def _is_far_ahead(self) -> bool:
-        batches = self._batches + sum(each.batches for each in self._handed_over)
-        nbytes = self._nbytes + sum(each.nbytes for each in self._handed_over)
+        batches = self._batches + sum(reached.batches for reached in self._handed_over)
+        nbytes = self._nbytes + sum(reached.nbytes for reached in self._handed_over)
         return batches > MOST_AHEAD or (batches > RUN_AHEAD and nbytes > RUN_AHEAD_BYTES)
 
     def is_capturing(self) -> bool:
         """True while a graph is captured on the compute stream: no other work may be issued then."""
-        asks = getattr(self._backend, "is_current_stream_capturing", None)  # torch.xpu got graphs only recently
-        return asks is not None and bool(asks())
+        is_capturing = getattr(self._backend, "is_current_stream_capturing", None)  # torch.xpu got graphs only recently
+        return is_capturing is not None and bool(is_capturing())
 
 
 def open_stream(device: torch.device) -> SideStream | None:

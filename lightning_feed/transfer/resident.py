@@ -93,8 +93,8 @@ class _Leaf:
     def gather(self, rows: Tensor) -> Tensor:
         return self.rows.index_select(0, rows).permute(self.dims)
 
-    def fill(self, start: int, part: Tensor) -> None:
-        self.rows[start : start + len(part)].permute(self.dims).copy_(part)
+    def fill(self, start: int, rows: Tensor) -> None:
+        self.rows[start : start + len(rows)].permute(self.dims).copy_(rows)
 
 
 def load_resident(
@@ -124,12 +124,13 @@ def load_resident(
     size = len(dataset)
     collate = collate_fn or default_collate
     samples = _SamplesToKeep(dataset, _shapes_of(_sample_to_keep(dataset, 0), 0))
-    looked_at = collate([samples[row] for row in sorted({i * size // _LOOKED_AT for i in range(_LOOKED_AT)})])
-    parts, form = tree_flatten(looked_at)
-    _check_rows(looked_at, min(size, _LOOKED_AT))
-    sample_bytes = sum(part.nbytes // len(part) for part in parts)
+    rows = sorted({part * size // _LOOKED_AT for part in range(_LOOKED_AT)})
+    first_batch = collate([samples[row] for row in rows])
+    tensors, form = tree_flatten(first_batch)
+    _check_rows(first_batch, len(rows))
+    sample_bytes = sum(tensor.nbytes // len(tensor) for tensor in tensors)
     _refuse_if_too_large(sample_bytes, size, device)
-    leaves = [_allocate(part, size, device) for part in parts]
+    leaves = [_allocate(tensor, size, device) for tensor in tensors]
     chunk = max(1, min(_MOST_IN_CHUNK, _CHUNK_BYTES // max(1, sample_bytes)))
     # Its own generator: drawing from the default one would change the training's random numbers.
     options = {**(reading or {}), "batch_size": chunk, "collate_fn": collate, "generator": torch.Generator()}
@@ -151,10 +152,12 @@ def _fill(leaves: list[_Leaf], batch: object, start: int, count: int) -> None:
 
 def free_device_bytes(device: torch.device) -> int | None:
     """Return the bytes on the device that are still available to tensors; None if unknown."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + cached
-    return read_machine().available_memory_bytes if device.type == "cpu" else None
+    if device.type == "cpu":
+        return read_machine().available_memory_bytes
+    if device.type != "cuda":
+        return None
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + cached
 
 
 class _SamplesToKeep(Dataset[object]):
@@ -203,9 +206,8 @@ def _sample_to_keep(dataset: AnyDataset, index: int) -> Any:
         return _sample_to_keep(dataset.dataset, dataset.indices[index])
     if isinstance(dataset, ConcatDataset):
         number = bisect_right(dataset.cumulative_sizes, index)
-        inner = dataset.datasets[number]
-        size: int = len(inner)  # type: ignore[arg-type]  # a ConcatDataset has only datasets with a length
-        return _sample_to_keep(inner, index - dataset.cumulative_sizes[number] + size)
+        samples_before = dataset.cumulative_sizes[number - 1] if number else 0
+        return _sample_to_keep(dataset.datasets[number], index - samples_before)
     if hasattr(dataset, "sample_to_keep"):
         return dataset.sample_to_keep(index)
     return dataset[index]
@@ -218,10 +220,8 @@ def _check_kind(dataset: object) -> None:
             f"A stream (an IterableDataset, here {type(dataset).__name__}) has no samples by index, so it cannot be "
             "kept on the device. Leave on_device out, or pass a map-style dataset."
         )
-    if isinstance(dataset, Subset):
-        _check_kind(dataset.dataset)
-    elif isinstance(dataset, ConcatDataset):
-        for inner in dataset.datasets:
+    if isinstance(dataset, (Subset, ConcatDataset)):
+        for inner in [dataset.dataset] if isinstance(dataset, Subset) else dataset.datasets:
             _check_kind(inner)
     elif not hasattr(dataset, "sample_to_keep") and not isinstance(dataset, TensorDataset):
         logger.warning(
@@ -234,9 +234,9 @@ def _check_kind(dataset: object) -> None:
 def _check_rows(batch: object, rows: int) -> None:
     for path, leaf in tree_flatten_with_path(batch)[0]:
         if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != rows:
-            what = tuple(leaf.shape) if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+            value = tuple(leaf.shape) if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
             raise DatasetError(
-                f"The collate function returned {what} at batch{keystr(path)}, but a dataset on the device needs a "
+                f"The collate function returned {value} at batch{keystr(path)}, but a dataset on the device needs a "
                 "tensor with a row per sample there. Use torch's own collate function, or leave on_device out."
             )
 
@@ -276,7 +276,7 @@ class ResidentLoader(FeedLoader):
     """
 
     def __init__(self, dataset: ResidentData, *, order: EpochOrder | None = None, **options: Any) -> None:
-        super().__init__(dataset, order=order, **{**options, "collate_fn": _as_it_is})
+        super().__init__(dataset, order=order, **{**options, "collate_fn": _unchanged})
         if type(self.batch_sampler) is BatchSampler:
             # Only in our own index source: Lightning must find the plain BatchSampler, which it can replace.
             self._index.inner = _Batches(self.sampler, self.batch_sampler, dataset)
@@ -299,10 +299,12 @@ class _Batches:
             yield from self.plain
             return
         order = order.to(self.data.device)
-        step = self.plain.batch_size
-        end = len(order) - len(order) % step if self.plain.drop_last else len(order)
-        for start in range(0, end, step):
-            yield order[start : start + step]
+        size = self.plain.batch_size
+        end = len(order)
+        if self.plain.drop_last:
+            end -= end % size
+        for start in range(0, end, size):
+            yield order[start : start + size]
 
     def _order(self) -> Tensor | None:
         """Return the rows of an epoch; None if the sampler has no length and may be endless."""
@@ -317,6 +319,6 @@ class _Batches:
         return order
 
 
-def _as_it_is(batch: object) -> object:
+def _unchanged(batch: object) -> object:
     """``collate_fn`` that returns the batch from the device unchanged."""
     return batch

@@ -75,33 +75,33 @@ def _ctrl_c_waits() -> Iterator[None]:
     if usual is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    received: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, usual)
-        for number in came[:1]:
-            signal.raise_signal(number)
+        if received:
+            signal.raise_signal(signal.SIGINT)
 
 
 class _Child(Generic[Result]):
     def __init__(self, work: Callable[[], Result]) -> None:
-        self._here, there = multiprocessing.Pipe(duplex=False)
+        self._receiver, sender = multiprocessing.Pipe(duplex=False)
         context = multiprocessing.get_context("fork")
         # Not a daemon: those may not have worker processes.
-        self._process = context.Process(target=_answer, args=(work, there), daemon=False)
+        self._process = context.Process(target=_answer, args=(work, sender), daemon=False)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
             self._process.start()
-        there.close()
+        sender.close()
 
     def result(self, deadline_s: float, timeout_s: float) -> Result:
         """Wait for the child's result."""
         try:
-            if not self._here.poll(max(0.0, deadline_s - time.monotonic())):
+            if not self._receiver.poll(max(0.0, deadline_s - time.monotonic())):
                 raise LoaderError(f"it gave no batch within {timeout_s:.0f} s")
-            answer: _Answer[Result] = self._here.recv()
+            answer: _Answer[Result] = self._receiver.recv()
         except EOFError as error:
             self._process.join(_GRACE_S)
             raise LoaderError(f"its process ended early (exit code {self._process.exitcode})") from error
@@ -111,7 +111,7 @@ class _Child(Generic[Result]):
 
     def end(self) -> None:
         """End the child and all processes that it started."""
-        self._here.close()
+        self._receiver.close()
         if self._process.pid is not None:
             with suppress(ProcessLookupError, PermissionError):  # it has not begun, or has ended with all its workers
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -119,15 +119,15 @@ class _Child(Generic[Result]):
         self._process.join()
 
 
-def _answer(work: Callable[[], Result], there: Connection) -> None:
+def _answer(work: Callable[[], Result], sender: Connection) -> None:
     gc.freeze()  # garbage of the training process that holds CUDA events would end this one when collected
     os.setpgid(0, 0)  # so that its workers can be ended with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it, and ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     try:
-        there.send(_Answer(result=work()))
+        sender.send(_Answer(result=work()))
     except FeedError as error:
-        there.send(_Answer(kind=type(error), text=str(error)))
+        sender.send(_Answer(kind=type(error), text=str(error)))
     except Exception as error:  # noqa: BLE001  # of the user's code: raised in the parent
-        there.send(_Answer(text=f"{type(error).__name__}: {error}"))
+        sender.send(_Answer(text=f"{type(error).__name__}: {error}"))

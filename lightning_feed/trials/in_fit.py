@@ -19,8 +19,8 @@ from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import DrawsOf, size_of
 from lightning_feed.load.processes import shut_down_workers
 from lightning_feed.load.rank_store import connected, gather
-from lightning_feed.load.settings import TORCH_PREFETCH, RayCluster, Setting
-from lightning_feed.load.slots import plain_kind_of, put_in_slots
+from lightning_feed.load.settings import RayCluster, Setting
+from lightning_feed.load.slot_loaders import plain_kind_of, put_in_slots
 from lightning_feed.measure.measurements import LoopMeasurements, Measurements
 from lightning_feed.trials.cloning import twin_of
 from lightning_feed.trials.training_work import TrainingWork
@@ -39,7 +39,9 @@ def why_fixed(loader: DataLoader[Batch]) -> str:
         return f"the training loader ({kind.__name__}) iterates in its own way"
     if isinstance(loader, FeedLoader) and isinstance(loader.workers, RayCluster):
         return "Ray workers run on other machines"
-    return "" if loader.num_workers else why_no_workers(loader.dataset)
+    if loader.num_workers:
+        return ""
+    return why_no_workers(loader.dataset)
 
 
 def goal_of(trainer: Any, *, work: TrainingWork, most_workers: int | None, budget_s: float) -> Goal:
@@ -70,9 +72,9 @@ def work_of(measured: LoopMeasurements | Measurements) -> TrainingWork | None:
     if stats.step_ms is None or stats.data_idle_ms is None:
         return None
     step_ms = max(0.0, stats.step_ms - stats.data_idle_ms)
-    cpu_ms = facts.host_cpu_ms or 0.0
-    if facts.num_workers == 0:  # this thread loads, too
-        cpu_ms -= facts.load_cpu_ms or 0.0
+    cpu_ms = facts.host.cpu_ms or 0.0
+    if facts.loader.num_workers == 0:  # this thread loads, too
+        cpu_ms -= facts.host.load_cpu_ms or 0.0
     on_device = facts.device_type != "cpu"
     return TrainingWork(
         step_s=1e-3 * step_ms,
@@ -84,9 +86,10 @@ def work_of(measured: LoopMeasurements | Measurements) -> TrainingWork | None:
 
 def slowest_work(works: list[TrainingWork | None]) -> TrainingWork:
     """The work of the slowest rank, which all ranks wait for. No work if a rank could not measure its own."""
-    if any(work is None for work in works):
+    measured = [work for work in works if work is not None]
+    if len(measured) < len(works):
         return TrainingWork()
-    return max((work for work in works if work is not None), key=lambda work: work.step_s)
+    return max(measured, key=lambda work: work.step_s)
 
 
 def tune_for_fit(loader: DataLoader[Batch], trainer: Any, goal: Goal) -> Tuned | None:
@@ -125,20 +128,21 @@ def _once_per_node(tune: Callable[[], Tuned], trainer: Any) -> Tuned:
         LoaderError: ``tune`` failed on another rank, of any node.
         Exception: the error of ``tune``, on the rank that ran it.
     """
-    mine: Tuned | Exception | None = None
+    answer: Tuned | str | None = None
+    failure: Exception | None = None
     if trainer.local_rank == 0:
         try:
-            mine = tune()
+            answer = tune()
         except Exception as error:  # noqa: BLE001  # raised below, once the others know
-            mine = error
-    result = mine if not isinstance(mine, Exception) else f"{type(mine).__name__}: {mine}"
-    every = gather(trainer, (trainer.node_rank, result))
-    if isinstance(mine, Exception):
-        raise mine
-    for node, answer in every:
-        if isinstance(answer, str):  # raise on all nodes: ranks that train would wait for ranks that do not
-            raise LoaderError(f"The rank that tunes the loaders of node {node} failed: {answer} See its own error.")
-    tuned: Tuned = next(answer for node, answer in every if node == trainer.node_rank and answer is not None)
+            failure = error
+            answer = f"{type(error).__name__}: {error}"
+    answers = gather(trainer, (trainer.node_rank, answer))
+    if failure is not None:
+        raise failure
+    for node, of_node in answers:
+        if isinstance(of_node, str):  # raise on all nodes: ranks that train would wait for ranks that do not
+            raise LoaderError(f"The rank that tunes the loaders of node {node} failed: {of_node} See its own error.")
+    tuned: Tuned = next(of_node for node, of_node in answers if node == trainer.node_rank and of_node is not None)
     return tuned
 
 
@@ -170,9 +174,9 @@ def with_setting(loader: DataLoader[Batch], setting: Setting) -> DataLoader[Batc
         name = _sampler_name(loader)
         source = getattr(loader, name)
         if isinstance(source, SameDraws):
-            source.keep(_batches_ahead(setting))
+            source.keep(setting.batches_ahead)
         else:
-            draws = SameDraws(source, loader, ahead=_batches_ahead(setting))
+            draws = SameDraws(source, loader, ahead=setting.batches_ahead)
             values |= {name: draws, "generator": _seeds_for(loader)}
     twin = twin_of(loader, **values)
     if isinstance(twin, FeedLoader) and isinstance(loader, FeedLoader):
@@ -215,7 +219,7 @@ def rest_of_epoch(loader: DataLoader[Batch], iterator: AnyIterator, setting: Set
     if not isinstance(draws, _Draws):
         return None
     indices = draws.rest(iterator._num_yielded)
-    values: dict[str, Any] = {name: Rest(indices, _batches_ahead(setting)), "generator": _seeds_for(loader)}
+    values: dict[str, Any] = {name: Rest(indices, setting.batches_ahead), "generator": _seeds_for(loader)}
     values |= {"num_workers": setting.num_workers, "prefetch_factor": setting.prefetch_factor}
     rest = twin_of(loader, **values, pin_memory=setting.pin_memory, persistent_workers=False)
     return RestOfEpoch(rest, iter(rest))
@@ -230,11 +234,6 @@ def end_workers(loader: DataLoader[Batch], iterator: AnyIterator | None = None) 
     shut_down_workers(kept)
     if iterator is not None and iterator is not kept and hasattr(iterator, "_shutdown_workers"):
         shut_down_workers(iterator)
-
-
-def _batches_ahead(setting: Setting) -> int:
-    """The most batches whose indices are drawn before the loader hands them over."""
-    return setting.num_workers * (setting.prefetch_factor or TORCH_PREFETCH)
 
 
 def _sampler_name(loader: DataLoader[Batch]) -> str:

@@ -76,10 +76,6 @@ class Space:
     model_s: float = 0.0
     """Time of a training step that never waits for data; 0.0 if unknown."""
 
-    def with_workers(self, number: int) -> Setting:
-        """The user's setting with another number of workers."""
-        return self.own.with_workers(number)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
@@ -150,7 +146,9 @@ class _Search:
             step_s = self._try_workers(number)
             if self._is_fed(step_s):
                 return
-            in_vain = 0 if ALIKE * step_s < fastest_s else in_vain + 1
+            in_vain += 1
+            if ALIKE * step_s < fastest_s:
+                in_vain = 0
             fastest_s = min(fastest_s, step_s)
             if in_vain == 2 or (in_vain == 1 and number >= self._space.cpus):
                 return
@@ -227,7 +225,7 @@ class _Search:
         trial = self._by_number().get(number)
         if trial is not None:
             return trial.step_s
-        return self._try(self._space.with_workers(number))
+        return self._try(self._space.own.with_workers(number))
 
     def _by_number(self) -> dict[int, Trial]:
         """The fastest trial for each number of workers that could run, by number."""
@@ -288,11 +286,8 @@ class _Search:
             fastest = min(numbers, key=lambda number: trials[number].step_s)
             if self._is_fed(trials[fastest].step_s):
                 return
-            place = numbers.index(fastest)
-            above = numbers[place + 1 : place + 2]
-            below = numbers[max(0, place - 1) : place]
-            middles = [_middle(fastest, number) for number in (*above, *below)]
-            untried = [number for number in middles if number is not None and number not in trials]
+            middles = _middles_around(fastest, numbers)
+            untried = [number for number in middles if number not in trials]
             if not untried or untried[0] > self._most:
                 return
             yield untried[0]
@@ -302,17 +297,26 @@ class _Search:
         best = self._smallest_of_the_fastest()
         if best is None or best.setting.num_workers < 2:
             return None
-        slower = max((number for number in self._by_number() if number < best.setting.num_workers), default=0)
+        tried = self._by_number()
+        slower = max((number for number in tried if number < best.setting.num_workers), default=0)
         middle = _middle(max(1, slower), best.setting.num_workers)
-        return None if middle in self._by_number() else middle
+        return None if middle in tried else middle
 
 
-def _middle(one: int, other: int) -> int | None:
+def _middles_around(fastest: int, numbers: list[int]) -> list[int]:
+    """The middles between a number and its neighbours: the next larger one, then the next smaller one."""
+    position = numbers.index(fastest)
+    middles = [_middle(fastest, above) for above in numbers[position + 1 : position + 2]]
+    middles += [_middle(below, fastest) for below in numbers[max(0, position - 1) : position]]
+    return [middle for middle in middles if middle is not None]
+
+
+def _middle(low: int, high: int) -> int | None:
     """The geometric middle of two numbers of workers; None if they are close to each other."""
-    low = min(one, other)
-    high = max(one, other)
     middle = round(math.sqrt(low * high))
-    return middle if low < middle < high and high > GAP * low else None
+    if low < middle < high and high > GAP * low:
+        return middle
+    return None
 
 
 def _in_ms(trial: Trial) -> str:

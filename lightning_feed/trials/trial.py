@@ -14,17 +14,18 @@ from torch import Tensor, multiprocessing
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_feed.errors import DatasetError, LoaderError, plural
+from lightning_feed.errors import DatasetError, LoaderError
 from lightning_feed.load.fork_safety import growing, kept_items
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.machine import THREAD_BYTES, WORKER_BYTES, Footprint, Machine, exceeded_limit
 from lightning_feed.load.processes import ended_worker, worker_processes
-from lightning_feed.load.settings import TORCH_PREFETCH, Setting
-from lightning_feed.load.slots import uses_slots
+from lightning_feed.load.settings import Setting
+from lightning_feed.load.slot_loaders import uses_slots
 from lightning_feed.trials.child import run_in_children
 from lightning_feed.trials.cloning import Changes, background_of, burst_of, clone_loader, original_error
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.training_work import ImitatedTraining, TrainingWork
+from lightning_feed.wording import plural
 
 try:
     import resource
@@ -40,8 +41,10 @@ OTHER_FILES = 256
 
 def open_files_limit() -> float:
     """Return the limit of open files of this process. Infinite if there is no limit."""
-    most = -1 if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return math.inf if most < 0 else most
+    if resource is None:
+        return math.inf
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return math.inf if limit < 0 else limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,33 +71,39 @@ class Feasible:
                 worker.
         """
         workers = setting.num_workers
-        threads = setting.workers == "thread"
         if workers == 0:
             return ""
+        has_threads = setting.workers == "thread"
         batch_bytes = max((trial.batch_bytes or 0 for trial in trials), default=0)
         # Batches of the workers and of the background thread, and the batch in training.
-        batches = workers * (setting.prefetch_factor or TORCH_PREFETCH) + self.background + 1
-        taken = Footprint(
+        batches = setting.batches_ahead + self.background + 1
+        footprint = Footprint(
             workers=workers,
             batches=batches,
             batch_bytes=batch_bytes,
             size=f"{plural(batches, 'batch', 'batches')} of {batch_bytes / 1e6:.3g} MB",
-            worker_bytes=THREAD_BYTES if threads else self._worker_bytes(trials),
-            in_shm=not threads and not self.in_slots,
+            worker_bytes=THREAD_BYTES if has_threads else self._worker_bytes(trials),
+            in_shm=not has_threads and not self.in_slots,
             sharers=self.local_ranks,
         )
-        said = exceeded_limit(self.machine, taken)
-        return said if said or threads else self._too_many_files(workers, batches, trials)
+        exceeded = exceeded_limit(self.machine, footprint)
+        if exceeded or has_threads:
+            return exceeded
+        return self._too_many_files(workers, batches, trials)
 
     def _worker_bytes(self, trials: Sequence[Trial]) -> int:
         """Memory of a worker process, measured if possible."""
-        measured = [trial for trial in trials if trial.memory_bytes and trial.setting.num_workers]
-        each = [(trial.memory_bytes or 0) // trial.setting.num_workers for trial in measured]
-        return max(each, default=WORKER_BYTES[self.start_method])
+        measured = [
+            trial.memory_bytes // trial.setting.num_workers
+            for trial in trials
+            if trial.memory_bytes and trial.setting.num_workers
+        ]
+        return max(measured, default=WORKER_BYTES[self.start_method])
 
     def _too_many_files(self, workers: int, batches: int, trials: Sequence[Trial]) -> str:
-        kept = multiprocessing.get_sharing_strategy() == "file_descriptor" and not self.in_slots
-        tensors = max((trial.batch_tensors or 0 for trial in trials), default=0) if kept else 0
+        tensors = 0
+        if multiprocessing.get_sharing_strategy() == "file_descriptor" and not self.in_slots:
+            tensors = max((trial.batch_tensors or 0 for trial in trials), default=0)
         needed = workers * WORKER_FILES + batches * tensors
         if needed + OTHER_FILES <= self.open_files:
             return ""
@@ -107,12 +116,15 @@ class Feasible:
 def feasible(loader: DataLoader[Batch], machine: Machine, local_ranks: int = 1) -> Feasible:
     """Return the limits of this process for a loader."""
     context: Any = loader.multiprocessing_context
+    start_method = machine.start_method
+    if context is not None:
+        start_method = context.get_start_method()
     return Feasible(
         machine=machine,
         open_files=open_files_limit(),
         local_ranks=local_ranks,
         background=background_of(loader),
-        start_method=context.get_start_method() if context is not None else machine.start_method,
+        start_method=start_method,
         in_slots=uses_slots(loader),
     )
 
@@ -172,13 +184,15 @@ def _measure(loader: DataLoader[Batch], setting: Setting, work: TrainingWork, li
     iterator = iter(copy)
     try:
         trial = _Steps(setting, iterator, burst_of(copy), began_s).measure(ImitatedTraining(work).train, limits)
-        return replace(trial, keeps="" if setting.num_workers else growing(kept, loader.dataset))
+        if setting.num_workers:
+            return trial
+        return replace(trial, keeps=growing(kept, loader.dataset))
     except (DatasetError, LoaderError):
         raise
     except Exception as error:
-        died = ended_worker(iterator, error)
-        if died:
-            raise LoaderError(died) from error
+        ended = ended_worker(iterator, error)
+        if ended:
+            raise LoaderError(ended) from error
         kind, text = original_error(error)
         name = type(loader.dataset).__name__
         raise DatasetError(f"Loading from the dataset ({name}) failed: {kind}: {text}") from error
@@ -231,9 +245,11 @@ class _Steps:
         return batches // self._burst * self._burst or batches
 
     def _measured_s(self) -> float:
-        first = self._first()
         batches = self._measured_batches()
-        return self._stamps_s[first + batches] - self._stamps_s[first] if batches else 0.0
+        if not batches:
+            return 0.0
+        first = self._first()
+        return self._stamps_s[first + batches] - self._stamps_s[first]
 
     def _trial(self) -> Trial:
         batches = self._measured_batches()
@@ -272,8 +288,9 @@ def worker_memory(pids: Iterable[int], root: Path = Path("/")) -> int | None:
     total = 0
     for pid in pids:
         try:
-            lines = (root / f"proc/{pid}/smaps_rollup").read_text().splitlines()
-            sizes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines[1:])}
+            lines = (root / f"proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+            fields = [line.partition(":") for line in lines]
+            sizes = {name: int(size.split()[0]) for name, _, size in fields}
             total += 1024 * (sizes["Pss"] - sizes.get("Pss_Shmem", 0))
         except (OSError, KeyError):
             return None

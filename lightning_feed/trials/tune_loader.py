@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_feed.errors import LoaderError, SettingsError, throughput
+from lightning_feed.errors import LoaderError, SettingsError
 from lightning_feed.extras import installed_version
 from lightning_feed.load.fork_safety import may_change
 from lightning_feed.load.kinds import AnyDataset, Batch
@@ -25,13 +25,14 @@ from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine, read_machine
 from lightning_feed.load.order import size_of
 from lightning_feed.load.settings import PINNING_DEVICES, Setting
-from lightning_feed.load.slots import put_in_slots
+from lightning_feed.load.slot_loaders import put_in_slots
 from lightning_feed.load.worker import why_not_sent
 from lightning_feed.storage.system import cache_folder, read_json, read_text, write_json
-from lightning_feed.trials.cloning import background_of, has_threads, twin_of
-from lightning_feed.trials.search import OutOfTime, Space, Trial, find_setting
+from lightning_feed.trials.cloning import background_of, twin_of
+from lightning_feed.trials.search import Choice, OutOfTime, Space, Trial, find_setting
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.trial import TrialLimits, feasible, run_trial
+from lightning_feed.wording import throughput
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,9 @@ class Tuned:
     def step_s(self) -> float | None:
         """Time of a training step with the chosen setting, in the trials."""
         trial = self.trial_of(self.setting)
-        return None if trial is None else trial.step_s
+        if trial is None:
+            return None
+        return trial.step_s
 
     def in_words(self, trial: Trial) -> str:
         """The result of a trial: a step time, or the rate of the loader alone."""
@@ -169,20 +172,6 @@ def tune_loader(  # noqa: PLR0913  # all but the loader and its goal are by name
     return tuned
 
 
-def own_setting(loader: DataLoader[Batch]) -> Setting:
-    """The present setting of a loader."""
-    if not loader.num_workers:
-        return Setting(num_workers=0, pin_memory=loader.pin_memory)
-    return Setting(
-        num_workers=loader.num_workers,
-        prefetch_factor=loader.prefetch_factor,
-        workers="thread" if has_threads(loader) else "process",
-        persistent_workers=loader.persistent_workers,
-        pin_memory=loader.pin_memory,
-        in_order=getattr(loader, "in_order", True),
-    )
-
-
 class _Run:
     """The trials of one loader."""
 
@@ -209,27 +198,27 @@ class _Run:
 
     def search(self) -> Tuned:
         """Run trials until the search or the budget ends."""
-        own = own_setting(self.loader)
+        own = Setting.of(self.loader)
         cpus = (self.machine.cpu_time or self.machine.usable_cpus) / self.goal.local_ranks
         why_none = why_not_sent(self.loader, self._feasible.start_method)
-        most = 0 if why_none else self._most_workers(cpus)
-        model_s = self.goal.work.step_s
-        choice = find_setting(Space(own=own, cpus=cpus, most_workers=most, model_s=model_s), self._try)
+        space = Space(
+            own=own,
+            cpus=cpus,
+            most_workers=0 if why_none else self._most_workers(cpus),
+            model_s=self.goal.work.step_s,
+        )
+        choice = find_setting(space, self._try)
         if choice is None:
             failures = [f"{trial.setting}: {trial.infeasible}" for trial in self._trials if trial.infeasible]
             raise LoaderError("No setting of the loader could be run: " + "; ".join(failures))
-        keeps = next((trial.keeps for trial in choice.trials if trial.keeps), "")
-        if keeps and choice.setting != own:
-            reason = (
-                f"{keeps} keeps what was read, so the trials say nothing of later epochs, and each worker fills its own"
-            )
-            choice = replace(choice, setting=own, reason=reason)
-        reason = f"{choice.reason}; no worker processes: {why_none}" if why_none else choice.reason
-        failed = next((trial for trial in reversed(choice.trials) if trial.infeasible), None)
-        if failed is not None:
-            reason += f"; num_workers={failed.setting.num_workers} could not run: {failed.infeasible}"
+        setting, reason = _unless_dataset_keeps(choice, own)
+        if why_none:
+            reason += f"; no worker processes: {why_none}"
+        infeasible = [trial for trial in choice.trials if trial.infeasible]
+        if infeasible:
+            reason += f"; num_workers={infeasible[-1].setting.num_workers} could not run: {infeasible[-1].infeasible}"
         return Tuned(
-            setting=self._completed(choice.setting, own),
+            setting=self._completed(setting, own),
             own=own,
             reason=reason,
             trials=choice.trials,
@@ -248,12 +237,11 @@ class _Run:
         return replace(chosen, pin_memory=pins, persistent_workers=chosen.persistent_workers or persists)
 
     def _try(self, setting: Setting) -> Trial:
-        left_s = self.goal.budget_s - (self._clock() - self._began_s)
-        if self._trials and left_s <= 0:
+        if self._trials and self._clock() - self._began_s >= self.goal.budget_s:
             raise OutOfTime
-        broken = self._feasible.broken(setting, self._trials)
-        if broken:
-            return Trial(setting=setting, infeasible=broken)
+        broken_limit = self._feasible.broken(setting, self._trials)
+        if broken_limit:
+            return Trial(setting=setting, infeasible=broken_limit)
         patience_s = _FIRST_PATIENCE_S
         if self._slowest_s:
             patience_s = max(_LEAST_PATIENCE_S, _PATIENCE * self._slowest_s)
@@ -271,8 +259,18 @@ class _Run:
         return max(MOST_WORKERS // self.goal.local_ranks, int(_WORKERS_PER_CPU * cpus), 1)
 
 
+def _unless_dataset_keeps(choice: Choice, own: Setting) -> tuple[Setting, str]:
+    """The chosen setting, with its reason; the user's own if the dataset keeps what was read."""
+    keeps = next((trial.keeps for trial in choice.trials if trial.keeps), "")
+    if not keeps or choice.setting == own:
+        return choice.setting, choice.reason
+    return own, f"{keeps} keeps what was read, so the trials say nothing of later epochs, and each worker fills its own"
+
+
 # --- remembered between runs ------------------------------------------------------------------------------------------
 
+Key: TypeAlias = dict[str, Any]
+"""The conditions under which a result is valid, by name, as they stand in its file."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _NESTED = 6
 _MEMORY_STEP = 4.0
@@ -289,17 +287,19 @@ class Store:
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder if folder is not None else cache_folder() / "tuning"
 
-    def load(self, key: dict[str, Any]) -> Tuned | None:
+    def load(self, key: Key) -> Tuned | None:
         """Load the result saved under ``key``; None if there is none."""
         path = self._path(key)
-        kept = read_json(path)
+        document = read_json(path)
+        if not document:
+            return None
         try:
-            return _tuned(kept["tuned"]) if kept else None
+            return _tuned(document["tuned"])
         except (ValueError, KeyError, TypeError) as error:  # content of another kind
             logger.debug("The stored tuning result in %s is not used (%s): tuning starts again.", path, error)
             return None
 
-    def save(self, key: dict[str, Any], tuned: Tuned) -> None:
+    def save(self, key: Key, tuned: Tuned) -> None:
         """Save a result under ``key``, replacing any earlier one."""
         path = self._path(key)
         try:
@@ -307,12 +307,12 @@ class Store:
         except OSError as error:
             logger.info("The tuning result could not be stored in %s: %s. The next run tunes again.", path, error)
 
-    def _path(self, key: dict[str, Any]) -> Path:
+    def _path(self, key: Key) -> Path:
         text = json.dumps(key, sort_keys=True)
         return self.folder / f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.json"
 
 
-def key_of(loader: DataLoader[Batch], goal: Goal, machine: Machine) -> dict[str, Any]:
+def key_of(loader: DataLoader[Batch], goal: Goal, machine: Machine) -> Key:
     """Return the conditions under which a result is valid: machine, dataset, batch size, model, versions and goal.
 
     The time of a step is not among them: it is known only after some steps.
@@ -330,23 +330,33 @@ def key_of(loader: DataLoader[Batch], goal: Goal, machine: Machine) -> dict[str,
         "batches": _described(loader.batch_sampler),
         "collate": _described(loader.collate_fn),
         "loader": [_name(loader), background_of(loader), _described(loader.multiprocessing_context)],
-        "own": asdict(own_setting(loader)),
+        "own": asdict(Setting.of(loader)),
         "versions": [installed_version("lightning-feed"), str(torch.__version__), platform.python_version()],
         "model": goal.model,
         "goal": [
-            *(goal.work.step_s > 0, goal.local_ranks, goal.device_type, goal.most_workers),
-            *(goal.may_persist, goal.in_slots),
+            goal.work.step_s > 0,
+            goal.local_ranks,
+            goal.device_type,
+            goal.most_workers,
+            goal.may_persist,
+            goal.in_slots,
         ],
     }
 
 
-def _tuned(kept: dict[str, Any]) -> Tuned:
-    trials = tuple(
-        Trial(**{**trial, "setting": Setting(**trial["setting"]), "steps_s": tuple(trial["steps_s"])})
-        for trial in kept["trials"]
-    )
-    settings = {name: Setting(**kept[name]) for name in ("setting", "own")}
-    return Tuned(**{**kept, **settings, "work": TrainingWork(**kept["work"]), "trials": trials, "remembered": True})
+def _tuned(saved: dict[str, Any]) -> Tuned:
+    """The result in a saved document."""
+    values = dict(saved)
+    values["setting"] = Setting(**saved["setting"])
+    values["own"] = Setting(**saved["own"])
+    values["work"] = TrainingWork(**saved["work"])
+    values["trials"] = tuple(map(_trial, saved["trials"]))
+    values["remembered"] = True
+    return Tuned(**values)
+
+
+def _trial(saved: dict[str, Any]) -> Trial:
+    return Trial(**saved | {"setting": Setting(**saved["setting"]), "steps_s": tuple(saved["steps_s"])})
 
 
 def _data(loader: DataLoader[Batch]) -> list[list[object]]:
@@ -354,8 +364,8 @@ def _data(loader: DataLoader[Batch]) -> list[list[object]]:
     dataset: AnyDataset = loader.dataset
     parts: list[list[object]] = []
     while dataset is not None and len(parts) < _NESTED:
-        held = {name: getattr(dataset, name, None) for name in ("transform", "transforms", "target_transform")}
-        transforms = {name: _described(value) for name, value in held.items() if value is not None}
+        values = {name: getattr(dataset, name, None) for name in ("transform", "transforms", "target_transform")}
+        transforms = {name: _described(value) for name, value in values.items() if value is not None}
         parts.append([_name(dataset), size_of(dataset), transforms])
         dataset = getattr(dataset, "dataset", None)
     return parts
@@ -370,13 +380,17 @@ def _described(thing: object) -> str:
     """Return an object's name or repr, without parts that differ between runs."""
     if thing is None:
         return ""
-    named = getattr(thing, "__qualname__", None)
-    return f"{getattr(thing, '__module__', '')}.{named}" if named else _ADDRESS.sub("", repr(thing))[:2000]
+    name = getattr(thing, "__qualname__", None)
+    if name:
+        return f"{getattr(thing, '__module__', '')}.{name}"
+    return _ADDRESS.sub("", repr(thing))[:2000]
 
 
 def _class_of(size: float | None, step: float) -> int | None:
     """Return a class number that is stable under small changes of ``size``."""
-    return None if size is None or size <= 0 else math.floor(math.log(size, step))
+    if size is None or size <= 0:
+        return None
+    return math.floor(math.log(size, step))
 
 
 def _cpu_model() -> str:

@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from lightning_feed._host import AnyModule, AnyTrainer
 from lightning_feed.diagnosing.batches import own_loaders
 from lightning_feed.diagnosing.failures import user_errors
 from lightning_feed.diagnosing.parts import parts_of
@@ -22,21 +21,22 @@ from lightning_feed.diagnosing.proof import prove, proven
 from lightning_feed.diagnosing.restoring import quiet
 from lightning_feed.diagnosing.session import Session, open_session
 from lightning_feed.diagnosing.short_fits import Limits, replay
-from lightning_feed.errors import LoaderError, SettingsError, in_rate, plural, rate_unit
+from lightning_feed.errors import LoaderError, SettingsError
 from lightning_feed.extras import require
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.processes import end_pass
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import MOST, Setting
-from lightning_feed.measure.measurements import Place
+from lightning_feed.measure.measurements import LoaderCode
 from lightning_feed.storage.system import atomic_write
 from lightning_feed.trials.cloning import Changes, clone_loader
 from lightning_feed.trials.in_fit import name_of_model, why_fixed
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.trial import TrialLimits, feasible, run_trial
-from lightning_feed.trials.tune_loader import Goal, Store, Tuned, key_of, own_setting, tune_loader
+from lightning_feed.trials.tune_loader import Goal, Store, Tuned, key_of, tune_loader
+from lightning_feed.wording import in_rate, plural, rate_unit
 
 REPLAY_STEPS = 300
 FEWEST_STEPS = 12
@@ -62,7 +62,7 @@ class Paste:
     code: str
 
 
-def tuned_text(tuned: Tuned, place: Place | None = None) -> str:
+def tuned_text(tuned: Tuned, place: LoaderCode | None = None) -> str:
     """Format the result as text: a table of the trials, the choice with its reason, and code to paste.
 
     Args:
@@ -93,16 +93,14 @@ def _row(trial: Trial, tuned: Tuned) -> str:
     return f"{setting.num_workers:>7}  {setting.prefetch_factor or '-':>5}  {measured}"
 
 
-def _same_workers(one: Setting, other: Setting) -> bool:
-    return (one.num_workers, one.workers) == (other.num_workers, other.workers)
-
-
 def _short(setting: Setting) -> str:
-    ahead = f", prefetch_factor={setting.prefetch_factor}" if setting.num_workers else ""
-    return f"{plural(setting.num_workers, 'thread' if setting.workers == 'thread' else 'worker')}{ahead}"
+    text = plural(setting.num_workers, "thread" if setting.workers == "thread" else "worker")
+    if setting.num_workers:
+        text += f", prefetch_factor={setting.prefetch_factor}"
+    return text
 
 
-def tuned_document(tuned: Tuned, place: Place | None = None) -> dict[str, Any]:
+def tuned_document(tuned: Tuned, place: LoaderCode | None = None) -> dict[str, Any]:
     """Convert the result for JSON, with a schema name. Times are in seconds."""
     return {
         "schema": SCHEMA,
@@ -116,7 +114,7 @@ def tuned_document(tuned: Tuned, place: Place | None = None) -> dict[str, Any]:
 # --- what to paste ----------------------------------------------------------------------------------------------------
 
 
-def pastes(tuned: Tuned, place: Place | None) -> list[Paste]:
+def pastes(tuned: Tuned, place: LoaderCode | None) -> list[Paste]:
     """Return code to paste, in the forms that fit the place, the best form first.
 
     If the place is unknown, one form for a DataLoader and one for a FastDataModule.
@@ -134,12 +132,12 @@ def pastes(tuned: Tuned, place: Place | None) -> list[Paste]:
     if place.form == "callback":
         return [Paste(f"in callbacks=[...] of the Trainer: {place.words}", "callback", "AutotuneCallback()")]
     keys = dict(place.overrides)
-    ways = _overrides(keys, {name: value for name, value in values.items() if name in keys})
+    forms = _overrides(keys, {name: value for name, value in values.items() if name in keys})
     rest = {name: value for name, value in values.items() if name not in keys}
     if rest:
-        also = "and " if ways else ""
-        ways.append(Paste(f"{also}in {place.words}", "arguments", _arguments(rest)))
-    return ways
+        also = "and " if forms else ""
+        forms.append(Paste(f"{also}in {place.words}", "arguments", _arguments(rest)))
+    return forms
 
 
 def _overrides(keys: dict[str, str], values: dict[str, Any]) -> list[Paste]:
@@ -149,9 +147,7 @@ def _overrides(keys: dict[str, str], values: dict[str, Any]) -> list[Paste]:
     line = " ".join(f"{keys[name]}={json.dumps(value)}" for name, value in values.items())
     above = keys["num_workers"].removeprefix("--").rpartition(".")[0]
     yaml = "\n".join(f"{keys[name].rpartition('.')[2]}: {json.dumps(value)}" for name, value in values.items())
-    where = "or in YAML"
-    if above:
-        where += f", under {above}"
+    where = f"or in YAML, under {above}" if above else "or in YAML"
     return [Paste("on the command line", "override", line), Paste(where, "yaml", yaml)]
 
 
@@ -163,9 +159,9 @@ def paste_line(tuned: Tuned) -> str:
 def _values(tuned: Tuned) -> dict[str, Any]:
     setting = tuned.setting
     values: dict[str, Any] = {"num_workers": setting.num_workers}
-    if setting.num_workers and setting.workers != "process":
-        values["workers"] = setting.workers
     if setting.num_workers:
+        if setting.workers != "process":
+            values["workers"] = setting.workers
         values["prefetch_factor"] = setting.prefetch_factor
         values["persistent_workers"] = setting.persistent_workers
     values["pin_memory"] = setting.pin_memory
@@ -195,7 +191,9 @@ class Sweep:
     def rate(self, trial: Trial) -> float | None:
         """Return a trial's samples per second, or batches per second if the batch size is unknown. None if the trial
         could not run."""
-        return (self.batch_size or 1) / trial.step_s if trial.steps_s else None
+        if not trial.steps_s:
+            return None
+        return (self.batch_size or 1) / trial.step_s
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to a dict for JSON."""
@@ -212,7 +210,10 @@ class Sweep:
         return "\n".join(lines)
 
     def _is_chosen(self, trial: Trial) -> bool:
-        return self.chosen is not None and _same_workers(self.chosen, trial.setting)
+        chosen = self.chosen
+        if chosen is None:
+            return False
+        return (chosen.num_workers, chosen.workers) == (trial.setting.num_workers, trial.setting.workers)
 
     def _line(self, trial: Trial, top: float) -> str:
         workers = trial.setting.num_workers
@@ -250,10 +251,10 @@ def write_plot(sweep: Sweep, path: Path) -> Path:
             axis.axvline(sweep.chosen.num_workers, color="tab:green", label=f"tuned: {sweep.chosen}")
     if sweep.chosen is not None:
         rates.legend()
-    drawn = BytesIO()
-    canvas.savefig(drawn, format="png")
+    image = BytesIO()
+    canvas.savefig(image, format="png")
     with atomic_write(path) as file:
-        file.write(drawn.getvalue())
+        file.write(image.getvalue())
     return path
 
 
@@ -263,8 +264,8 @@ def write_plot(sweep: Sweep, path: Path) -> Path:
 def tune(  # all but the target are by name, and have a default
     target: Any,
     *,
-    model: AnyModule = None,
-    trainer: AnyTrainer = None,
+    model: Any = None,
+    trainer: Any = None,
     budget_s: float = 30.0,
     fresh: bool = False,
     loader: str | None = None,
@@ -302,10 +303,10 @@ def tune(  # all but the target are by name, and have a default
     if trainer is not None:
         goal = replace(goal, local_ranks=trainer.num_devices)
     with open_target_session(target, model, trainer, loader) as (session, training_loader):
-        return find(session, training_loader, goal, fresh=fresh)
+        return tune_in_session(session, training_loader, goal, fresh=fresh)
 
 
-def find(session: Session, loader: DataLoader[Batch], goal: Goal, *, fresh: bool) -> Tuned:
+def tune_in_session(session: Session, loader: DataLoader[Batch], goal: Goal, *, fresh: bool) -> Tuned:
     """Find the settings for a loader, with a progress bar on stderr.
 
     Args:
@@ -358,7 +359,7 @@ def batch_size_of(loader: DataLoader[Batch]) -> int | None:
 
 def run_tune(
     fit: Fit, *, fresh: bool = False, grid: Sequence[int] = (), loader: str | None = None
-) -> tuple[Tuned, Sweep | None, Place | None]:
+) -> tuple[Tuned, Sweep | None, LoaderCode | None]:
     """Tune, and sweep if requested. The sweep marks the tuner's choice. Also returns the loader's place, if known.
 
     Args:
@@ -379,7 +380,7 @@ def run_tune(
     elif fit.train_dataloaders is not None:
         target = fit.train_dataloaders
     with open_target_session(target, fit.model, fit.trainer, loader) as (session, training_loader):
-        tuned = find(session, training_loader, Goal(), fresh=fresh)
+        tuned = tune_in_session(session, training_loader, Goal(), fresh=fresh)
         place = session.place()
         if not grid:
             return tuned, None, place
@@ -405,13 +406,13 @@ def sweep_loader(loader: DataLoader[Batch], grid: Iterable[int], on_trial: Calla
     """
     began_s = time.perf_counter()
     limits = feasible(loader, read_machine())
-    own = own_setting(loader)
+    own = Setting.of(loader)
     trials: list[Trial] = []
     for workers in sorted(set(grid)):
         setting = own.with_workers(workers)
-        why = limits.broken(setting, trials)
-        if why:
-            trials.append(Trial(setting=setting, infeasible=why))
+        exceeded = limits.broken(setting, trials)
+        if exceeded:
+            trials.append(Trial(setting=setting, infeasible=exceeded))
         else:
             trials.append(run_trial(loader, setting, TrainingWork(), TrialLimits(min_s=1.0)))
         on_trial()
@@ -466,7 +467,7 @@ def measure_work(session: Session) -> TrainingWork:
     if batch is None:
         raise LoaderError("The training loader yields no batch. Check the length of the dataset, and drop_last.")
     accumulate = session.trainer.accumulate_grad_batches
-    limits = Limits(least=FEWEST_STEPS * accumulate, most=REPLAY_STEPS * accumulate, seconds=REPLAY_S)
+    limits = Limits(min_steps=FEWEST_STEPS * accumulate, max_steps=REPLAY_STEPS * accumulate, seconds=REPLAY_S)
     began_s = time.perf_counter()
     began_cpu_s = time.thread_time()
     with user_errors("training on one batch again and again failed"):
@@ -488,19 +489,22 @@ def measure_work(session: Session) -> TrainingWork:
 
 def _first_batch(session: Session) -> Any:
     """Load the loop's first batch in this process; one batch of each loader, if several. None if there is no batch."""
-    loaders = own_loaders(session.train_loaders, lambda loader: clone_loader(loader, Changes(num_workers=0)))
+    loaders = own_loaders(session.train_loaders, _without_workers)
     if isinstance(loaders, DataLoader):
         batches = iter(loaders)
         try:
             return next(batches, None)
         finally:
             end_pass(batches)
-    assert session.package is not None, "there is a Trainer"
-    combined = session.package.utilities.CombinedLoader
+    combined = session.lightning.utilities.CombinedLoader
     if not isinstance(loaders, combined):
         loaders = combined(loaders, "max_size_cycle")  # as a fit would
     batch, _, _ = next(iter(loaders), (None, 0, 0))
     return batch
+
+
+def _without_workers(loader: DataLoader[Batch]) -> DataLoader[Batch]:
+    return clone_loader(loader, Changes(setting=Setting.of(loader).with_workers(0)))
 
 
 def _named_loader(session: Session, name: str | None) -> DataLoader[Batch]:
@@ -517,10 +521,8 @@ def _named_loader(session: Session, name: str | None) -> DataLoader[Batch]:
         return parts[name]
     if len(parts) == 1:
         raise SettingsError(f"loader={name!r}: there is only one training loader. Leave the name out.")
-    what = "Tune them one by one"
-    if name is not None:
-        what = f"None is named {name!r}"
+    advice = "Tune them one by one" if name is None else f"None is named {name!r}"
     raise SettingsError(
-        f"There are {len(parts)} training loaders: {', '.join(parts)}. {what}: --loader {first} on the command line, "
+        f"There are {len(parts)} training loaders: {', '.join(parts)}. {advice}: --loader {first} on the command line, "
         f"loader={first!r} in a call of tune()."
     )

@@ -15,7 +15,7 @@ def without(shares: Shares, part_ms: float) -> float:
 
 def loads_in_turn(facts: LoopFacts) -> bool:
     """True if the training process itself loads, so that loading and training take turns."""
-    return facts.num_workers == 0
+    return facts.loader.num_workers == 0
 
 
 def data_free_ms(measured: Measurements, shares: Shares) -> float:
@@ -52,31 +52,34 @@ def loading_time_ms(measured: Measurements, shares: Shares) -> float | None:
 
     Without workers it is the time in ``next(loader)``. Workers for which training waits make one batch in each step.
     """
-    workers = measured.facts.num_workers
+    workers = measured.facts.loader.num_workers
     if workers is None:
         return None
-    return workers * shares.step_ms if workers else measured.stats.next_wait_ms
+    if workers == 0:
+        return measured.stats.next_wait_ms
+    return workers * shares.step_ms
 
 
 def with_crops(measured: Measurements, shares: Shares) -> float | None:
     """Lower bound of the step time if only the crops of images are decoded; None if that was not timed."""
-    trial = measured.found.crops
+    trial = measured.experiments.crops
     if trial is None or not trial.whole_ms:
         return None
-    return with_loading_time(measured, shares, _share_left(measured, trial.crop_ms / trial.whole_ms))
+    return with_loading_time(measured, shares, _share_of_batch(measured, trial.crop_ms / trial.whole_ms))
 
 
-def _share_left(measured: Measurements, of_samples: float) -> float:
-    """Share of a batch's time that remains if its samples take the share ``of_samples``; collating stays."""
-    found = measured.found
-    if not found.samples_ms or not found.collate_ms:
-        return of_samples
-    return (of_samples * found.samples_ms + found.collate_ms) / (found.samples_ms + found.collate_ms)
+def _share_of_batch(measured: Measurements, share_of_samples: float) -> float:
+    """Share of a batch's time that remains if its samples take this share of theirs; collating stays."""
+    samples_ms = measured.experiments.samples_ms
+    collate_ms = measured.experiments.collate_ms
+    if not samples_ms or not collate_ms:
+        return share_of_samples
+    return (share_of_samples * samples_ms + collate_ms) / (samples_ms + collate_ms)
 
 
 def with_rate(measured: Measurements, shares: Shares, per_s: float | None) -> float | None:
     """Lower bound of the step time if the loader alone reaches ``per_s`` batches per second; None if not tried."""
-    configured = measured.found.loader_per_s
+    configured = measured.experiments.loader_per_s
     if not per_s or not configured:
         return None
     return with_loading_time(measured, shares, min(1.0, configured / per_s))

@@ -5,10 +5,9 @@ workers (one slow batch in front, a queue that is mostly full) come before those
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Literal
+from typing import TypeGuard
 
 from lightning_feed.measure.measurements import SYNCS, HookTime, Measurements
 from lightning_feed.verdict.diagnosis import Cause
@@ -54,7 +53,7 @@ class Reason:
     """A cause and the figures that support it."""
 
     cause: Cause
-    because: Sequence[str] = ()
+    evidence: Sequence[str] = ()
     """One sentence each."""
     sure: bool = True
     """True if no missing figure could change the cause."""
@@ -67,131 +66,165 @@ class Reason:
 
 def data_cause(measured: Measurements, shares: Shares) -> Reason:
     """The cause of waiting for data: the first rule that matches."""
-    found = next(reason for rule in DATA_RULES for reason in rule(measured, shares))
-    if measured.facts.backend == "dali-gpu":
-        return replace(found, because=[*found.because, DALI_DECODES])
-    return found
+    reason = _first_match(measured, shares)
+    if measured.facts.datamodule.backend == "dali-gpu":
+        return replace(reason, evidence=[*reason.evidence, DALI_DECODES])
+    return reason
 
 
-def _epoch_start(measured: Measurements, shares: Shares) -> Iterator[Reason]:
-    pct = shares.epoch_pct
-    batches = measured.facts.batches_per_epoch
-    if pct is not None and pct >= max(DATA_PCT, 100 * shares.data_ms / shares.step_ms):
-        took = f"before its first batch ({measured.stats.epoch_start_s:.2f} s)"
-        yield Reason("epoch start", [f"{pct:.0f} % of an epoch of {batches} steps passes {took}"])
+def _first_match(measured: Measurements, shares: Shares) -> Reason:
+    for rule in DATA_RULES:
+        reason = rule(measured, shares)
+        if reason is not None:
+            return reason
+    return Reason("unknown", ["it is not known what the workers do meanwhile"], sure=False)
 
 
-def _one_rank(measured: Measurements, _: Shares) -> Iterator[Reason]:
+def _reaches(value: float | None, limit: float) -> TypeGuard[float]:
+    """True for a known figure at its limit or above."""
+    return value is not None and value >= limit
+
+
+def _epoch_start(measured: Measurements, shares: Shares) -> Reason | None:
+    if not _reaches(shares.epoch_pct, max(DATA_PCT, 100 * shares.data_ms / shares.step_ms)):
+        return None
+    epoch = f"an epoch of {measured.facts.batches_per_epoch} steps"
+    before = f"before its first batch ({measured.stats.epoch_start_s:.2f} s)"
+    return Reason("epoch start", [f"{shares.epoch_pct:.0f} % of {epoch} passes {before}"])
+
+
+def _one_rank(measured: Measurements, _: Shares) -> Reason | None:
     ranks = measured.ranks
-    if ranks is not None and ranks.slow_rank is not None:
-        said = f"rank {ranks.slow_rank} of {ranks.world_size} waits longest, and the others wait for it"
-        yield Reason("one rank", [said])
+    if ranks is None or ranks.slow_rank is None:
+        return None
+    slow = f"rank {ranks.slow_rank} of {ranks.world_size}"
+    return Reason("one rank", [f"{slow} waits longest, and the others wait for it"])
 
 
-def _no_workers(measured: Measurements, shares: Shares) -> Iterator[Reason]:
-    facts = measured.facts
-    because = _loading_here(measured, shares.step_ms)
-    busy_ms = (facts.load_cpu_ms or 0.0) + (facts.load_queue_ms or 0.0)
-    is_busy = 100 * busy_ms >= BUSY_PCT * (measured.stats.next_wait_ms or math.inf)
-    if facts.num_workers == 0 or (facts.generator and is_busy):
-        yield Reason("no workers", because)
-    elif facts.generator and because:
-        yield Reason("unknown", [*because, "the training thread is blocked for the rest"], sure=False)
+def _no_workers(measured: Measurements, shares: Shares) -> Reason | None:
+    loader = measured.facts.loader
+    host = measured.facts.host
+    evidence = _loading_here(measured, shares.step_ms)
+    if loader.num_workers == 0:
+        return Reason("no workers", evidence)
+    if not loader.generator:
+        return None
+    busy_ms = (host.load_cpu_ms or 0.0) + (host.load_queue_ms or 0.0)
+    if 100 * busy_ms >= BUSY_PCT * (measured.stats.next_wait_ms or math.inf):
+        return Reason("no workers", evidence)
+    if evidence:
+        return Reason("unknown", [*evidence, "the training thread is blocked for the rest"], sure=False)
+    return None
 
 
-def _loading_here(measured: Measurements, step: float) -> list[str]:
+def _loading_here(measured: Measurements, step_ms: float) -> list[str]:
     """Evidence: the time that the training process takes to make a batch; empty if unknown."""
-    facts = measured.facts
-    wait = measured.stats.next_wait_ms
-    if not wait or facts.load_cpu_ms is None or facts.load_queue_ms is None:
+    host = measured.facts.host
+    wait_ms = measured.stats.next_wait_ms
+    if not wait_ms or host.load_cpu_ms is None or host.load_queue_ms is None:
         return []
-    cpu = min(wait, facts.load_cpu_ms)
-    queue = min(wait - cpu, facts.load_queue_ms)
-    who, where = (facts.generator, " in the training process") if facts.generator else ("loading", "")
-    said = f"{who} takes {in_ms(wait, step)} ms{where}, {in_ms(cpu, step)} of them on a CPU"
-    return [said + (f" and {in_ms(queue, step)} waiting for one" if queue >= QUEUE_SHARE * wait else "")]
+    cpu_ms = min(wait_ms, host.load_cpu_ms)
+    queue_ms = min(wait_ms - cpu_ms, host.load_queue_ms)
+    text = f"loading takes {in_ms(wait_ms, step_ms)} ms"
+    if measured.facts.loader.generator:
+        text = f"{measured.facts.loader.generator} takes {in_ms(wait_ms, step_ms)} ms in the training process"
+    text += f", {in_ms(cpu_ms, step_ms)} of them on a CPU"
+    if queue_ms >= QUEUE_SHARE * wait_ms:
+        text += f" and {in_ms(queue_ms, step_ms)} waiting for one"
+    return [text]
 
 
-def _oversubscribed(measured: Measurements, _: Shares) -> Iterator[Reason]:
-    facts = measured.facts
+def _oversubscribed(measured: Measurements, _: Shares) -> Reason | None:
     loaders = measured.loaders
-    queue = loaders.workers_run_queue_pct
-    throttled = loaders.throttled_pct or 0.0
-    if queue is not None and queue >= RUN_QUEUE_PCT:
-        because = [f"workers wait for a CPU {queue:.0f} % of their time"]
-        if 0 < (facts.num_workers or 0) <= (facts.usable_cpus or 0):
-            because.append("there are no more workers than CPUs: other threads have them")
-        yield Reason("oversubscribed", because)
-    if throttled >= THROTTLED_PCT:
-        yield Reason("oversubscribed", [f"the CPU quota is used up in {throttled:.0f} % of the scheduler's periods"])
+    if _reaches(loaders.workers_run_queue_pct, RUN_QUEUE_PCT):
+        evidence = [f"workers wait for a CPU {loaders.workers_run_queue_pct:.0f} % of their time"]
+        if 0 < (measured.facts.loader.num_workers or 0) <= (measured.facts.usable_cpus or 0):
+            evidence.append("there are no more workers than CPUs: other threads have them")
+        return Reason("oversubscribed", evidence)
+    if _reaches(loaders.throttled_pct, THROTTLED_PCT):
+        quota = f"the CPU quota is used up in {loaders.throttled_pct:.0f} % of the scheduler's periods"
+        return Reason("oversubscribed", [quota])
+    return None
 
 
-def _ready_without_cpu(measured: Measurements, shares: Shares) -> Iterator[Reason]:
-    facts = measured.facts
-    wait = measured.stats.next_wait_ms
-    never_idle = (_busy_pct(measured) or 0.0) >= BUSY_PCT  # these workers are too slow in any case
-    if never_idle or not facts.num_workers or not wait:
-        return
-    if (facts.load_queue_ms or 0.0) >= READY_SHARE * wait:
-        waited = f"{in_ms(facts.load_queue_ms, shares.step_ms)} of {in_ms(wait, shares.step_ms)} ms"
-        yield Reason("oversubscribed", [f"the training thread waits {waited} for a CPU, to take a batch that is ready"])
-
-
-def _more_workers_than_cpus(measured: Measurements, _: Shares) -> Iterator[Reason]:
-    facts = measured.facts
+def _more_workers_than_cpus(measured: Measurements, _: Shares) -> Reason | None:
     loaders = measured.loaders
-    pressure = measured.loaders.cpu_pressure_pct or 0.0
     # Workers with a full queue rest. Then the training process waits for a CPU, to take a ready batch.
-    unseen = loaders.workers_run_queue_pct is None or (loaders.handover_pct or 0.0) >= HANDOVER_PCT
-    more = (facts.num_workers or 0) > (facts.usable_cpus or math.inf)
-    if unseen and more and pressure >= CPU_PRESSURE_PCT:
-        yield Reason("oversubscribed", [f"some task waits for a CPU {pressure:.0f} % of the time"], sure=False)
+    workers_rest = _reaches(loaders.handover_pct, HANDOVER_PCT)
+    if loaders.workers_run_queue_pct is not None and not workers_rest:
+        return None
+    more_workers = (measured.facts.loader.num_workers or 0) > (measured.facts.usable_cpus or math.inf)
+    if not more_workers or not _reaches(loaders.cpu_pressure_pct, CPU_PRESSURE_PCT):
+        return None
+    return Reason("oversubscribed", [_cpu_pressure(loaders.cpu_pressure_pct)], sure=False)
 
 
-def _idle_workers(measured: Measurements, _: Shares) -> Iterator[Reason]:
-    """Reasons for idle workers. Workers that are never idle are too slow on average, in any order of batches."""
+def _cpu_pressure(pct: float) -> str:
+    return f"some task waits for a CPU {pct:.0f} % of the time"
+
+
+def _ready_without_cpu(measured: Measurements, shares: Shares) -> Reason | None:
+    queue_ms = measured.facts.host.load_queue_ms
+    wait_ms = measured.stats.next_wait_ms
+    if _never_idle(measured) or not measured.facts.loader.num_workers:
+        return None
+    if not wait_ms or not _reaches(queue_ms, READY_SHARE * wait_ms):
+        return None
+    waited = f"{in_ms(queue_ms, shares.step_ms)} of {in_ms(wait_ms, shares.step_ms)} ms"
+    return Reason("oversubscribed", [f"the training thread waits {waited} for a CPU, to take a batch that is ready"])
+
+
+def _idle_workers(measured: Measurements, _: Shares) -> Reason | None:
+    """Reasons for idle workers."""
     loaders = measured.loaders
-    wait = measured.stats.next_wait_ms or 0.0
-    held = loaders.head_of_line_pct or 0.0
-    handed = loaders.handover_pct or 0.0
-    ready = loaders.queue_ready or 0.0
-    most = loaders.queue_capacity or 0.0
-    pin_lag_ms = loaders.pin_lag_ms or 0.0
-    if (_busy_pct(measured) or 0.0) >= BUSY_PCT:
-        return
-    if pin_lag_ms >= PIN_SHARE * wait > 0 and measured.facts.pin_memory is not False:
-        yield Reason("pin thread", [f"finished batches wait {pin_lag_ms:.1f} ms for the thread that pins them"])
-    if held >= HEAD_OF_LINE_PCT:
-        yield Reason("head of line", [f"a later batch was ready in {held:.0f} % of the waiting"])
-    if handed >= HANDOVER_PCT:
-        said = f"batches were ready in {handed:.0f} % of the waiting: handing one over takes most of {wait:.1f} ms"
-        yield Reason("hand-over", [said])
-    if ready >= READY_SHARE * most > 0:
-        yield Reason("jitter", [f"{ready:.1f} of {most:.0f} batches are ready on average, but sometimes none is"])
+    wait_ms = measured.stats.next_wait_ms or 0.0
+    if _never_idle(measured):
+        return None
+    may_pin = measured.facts.loader.pin_memory is not False and wait_ms > 0
+    if may_pin and _reaches(loaders.pin_lag_ms, PIN_SHARE * wait_ms):
+        return Reason(
+            "pin thread", [f"finished batches wait {loaders.pin_lag_ms:.1f} ms for the thread that pins them"]
+        )
+    if _reaches(loaders.head_of_line_pct, HEAD_OF_LINE_PCT):
+        return Reason("head of line", [f"a later batch was ready in {loaders.head_of_line_pct:.0f} % of the waiting"])
+    if _reaches(loaders.handover_pct, HANDOVER_PCT):
+        ready = f"batches were ready in {loaders.handover_pct:.0f} % of the waiting"
+        return Reason("hand-over", [f"{ready}: handing one over takes most of {wait_ms:.1f} ms"])
+    if loaders.queue_capacity and _reaches(loaders.queue_ready, READY_SHARE * loaders.queue_capacity):
+        ready = f"{loaders.queue_ready:.1f} of {loaders.queue_capacity:.0f} batches are ready on average"
+        return Reason("jitter", [f"{ready}, but sometimes none is"])
+    return None
 
 
-def _workers(measured: Measurements, _: Shares) -> Iterator[Reason]:
+def _workers(measured: Measurements, _: Shares) -> Reason | None:
     """Busy or blocked workers. The evidence shows their shares of time for any cause."""
-    busy = _busy_pct(measured)
-    if busy is not None:
-        yield _blocked(measured) if 100.0 - busy >= BLOCKED_PCT else Reason("cpu", sure=busy >= BUSY_PCT)
+    busy_pct = _busy_pct(measured)
+    if busy_pct is None:
+        return None
+    if 100.0 - busy_pct >= BLOCKED_PCT:
+        return _blocked(measured)
+    return Reason("cpu", sure=busy_pct >= BUSY_PCT)
 
 
 def _busy_pct(measured: Measurements) -> float | None:
     """Share of the workers' time on a CPU or ready for one."""
     loaders = measured.loaders
-    on_cpu = loaders.workers_on_cpu_pct
-    queue = loaders.workers_run_queue_pct
-    blocked = loaders.workers_blocked_pct
-    if blocked is not None:
-        return max(0.0, 100.0 - blocked)
-    return None if on_cpu is None or queue is None else min(100.0, on_cpu + queue)
+    if loaders.workers_blocked_pct is not None:
+        return max(0.0, 100.0 - loaders.workers_blocked_pct)
+    if loaders.workers_on_cpu_pct is None or loaders.workers_run_queue_pct is None:
+        return None
+    return min(100.0, loaders.workers_on_cpu_pct + loaders.workers_run_queue_pct)
+
+
+def _never_idle(measured: Measurements) -> bool:
+    """True if the workers are always busy. Then they are too slow on average, in any order of batches."""
+    return _reaches(_busy_pct(measured), BUSY_PCT)
 
 
 def _blocked(measured: Measurements) -> Reason:
     """Blocked workers: they wait for storage, or for something else."""
-    gain = _gain(measured, "cached_bytes_per_s")
-    if gain is not None and gain >= FASTER:
+    gain = _gain(measured, measured.experiments.cached_bytes_per_s)
+    if _reaches(gain, FASTER):
         return Reason("cold reads", [f"with its files in memory, the loader is {gain:.1f} x as fast"])
     if gain is not None and gain < NO_FASTER:
         return Reason("waiting", ["with its files in memory, the loader is no faster"])
@@ -199,73 +232,74 @@ def _blocked(measured: Measurements) -> Reason:
 
 
 def _cold_reads(measured: Measurements) -> Reason | None:
-    cached = measured.loaders.page_cache_pct
+    cached_pct = measured.loaders.page_cache_pct
     disk = measured.loaders.disk_mb_per_s
     if disk is not None and disk < DISK_MB_PER_S:
         return None
-    if cached is not None and cached < WARM_PCT:
+    if cached_pct is not None:
+        if cached_pct >= WARM_PCT:
+            return None
         rate = "" if disk is None else f", {disk:.1f} MB/s"
-        return Reason("cold reads", [f"{100 - cached:.0f} % of the bytes come from storage{rate}"])
-    if cached is None and disk is not None and (measured.loaders.io_pressure_pct or 0.0) >= IO_PRESSURE_PCT:
+        return Reason("cold reads", [f"{100 - cached_pct:.0f} % of the bytes come from storage{rate}"])
+    if disk is not None and _reaches(measured.loaders.io_pressure_pct, IO_PRESSURE_PCT):
         return Reason("cold reads", [f"storage delivers {disk:.1f} MB/s through memory-mapped reads"])
     return None
 
 
 def _waiting(measured: Measurements) -> Reason:
-    loaders = measured.loaders
-    cached = loaders.page_cache_pct
-    pressure = loaders.io_pressure_pct
-    if cached is None and loaders.disk_mb_per_s is None:
-        if pressure is None:
+    cached_pct = measured.loaders.page_cache_pct
+    pressure_pct = measured.loaders.io_pressure_pct
+    if cached_pct is None and measured.loaders.disk_mb_per_s is None:
+        if pressure_pct is None:
             return Reason("unknown", ["it is unknown if workers wait for storage"], sure=False)
-        if pressure >= IO_PRESSURE_PCT:
-            return Reason("cold reads", [f"some task waits for storage {pressure:.0f} % of the time"], sure=False)
-    read = "" if cached is None else f": {cached:.0f} % of the bytes come from the page cache"
+        if pressure_pct >= IO_PRESSURE_PCT:
+            return Reason("cold reads", [f"some task waits for storage {pressure_pct:.0f} % of the time"], sure=False)
+    read = "" if cached_pct is None else f": {cached_pct:.0f} % of the bytes come from the page cache"
     return Reason("waiting", [f"workers do not wait for storage{read}"])
 
 
-def _experiments(measured: Measurements, _: Shares) -> Iterator[Reason]:
+def _experiments(measured: Measurements, _: Shares) -> Reason | None:
     """Reasons from experiments, if the workers' times are unknown."""
-    found = measured.found
-    cached = _gain(measured, "cached_bytes_per_s")
-    ceiling = _gain(measured, "ceiling_per_s")
-    if cached is not None and cached >= FASTER:
-        yield Reason("cold reads", [f"with its files in memory, the loader is {cached:.1f} x as fast"])
-    wall = sum(cost.wall_ms for cost in found.costs)
-    if wall > 0:
-        cpu_pct = 100 * sum(cost.cpu_ms for cost in found.costs) / wall
-        said = f"a sample takes {wall:.2f} ms, {cpu_pct:.0f} % of it on a CPU"
+    results = measured.experiments
+    cached = _gain(measured, results.cached_bytes_per_s)
+    ceiling = _gain(measured, results.ceiling_per_s)
+    wall_ms = sum(cost.wall_ms for cost in results.costs)
+    if _reaches(cached, FASTER):
+        return Reason("cold reads", [f"with its files in memory, the loader is {cached:.1f} x as fast"])
+    if wall_ms > 0:
+        cpu_pct = 100 * sum(cost.cpu_ms for cost in results.costs) / wall_ms
+        takes = f"a sample takes {wall_ms:.2f} ms, {cpu_pct:.0f} % of it on a CPU"
         if cpu_pct >= BUSY_PCT:
-            yield Reason("cpu", [said])
+            return Reason("cpu", [takes])
         if cpu_pct <= 100 - BLOCKED_PCT and cached is not None:
-            yield Reason("waiting", [said, "with its files in memory, the loader is no faster"])
+            return Reason("waiting", [takes, "with its files in memory, the loader is no faster"])
     if ceiling is not None and ceiling < NO_FASTER:
-        said = "constant samples load no faster: collating and sending batches is the limit"
-        yield Reason("cpu", [said], sure=False)
+        limit = "constant samples load no faster: collating and sending batches is the limit"
+        return Reason("cpu", [limit], sure=False)
+    return None
 
 
-def _gain(measured: Measurements, rate: Literal["cached_bytes_per_s", "ceiling_per_s"]) -> float | None:
+def _gain(measured: Measurements, changed_per_s: float | None) -> float | None:
     """The loader's rate with one change, divided by its rate as configured."""
-    changed: float | None = vars(measured.found)[rate]
-    now = measured.found.loader_per_s
-    return None if changed is None or not now else changed / now
+    configured_per_s = measured.experiments.loader_per_s
+    if changed_per_s is None or not configured_per_s:
+        return None
+    return changed_per_s / configured_per_s
 
 
-def _unknown(_: Measurements, __: Shares) -> Iterator[Reason]:
-    yield Reason("unknown", ["it is not known what the workers do meanwhile"], sure=False)
-
-
-DATA_RULES = (
+DATA_RULES: tuple[Callable[[Measurements, Shares], Reason | None], ...] = (
     _epoch_start, _one_rank, _no_workers, _oversubscribed, _more_workers_than_cpus, _ready_without_cpu, _idle_workers,
-    _workers, _experiments, _unknown,
+    _workers, _experiments,
 )  # fmt: skip
+"""Rules in the order in which they are tried: each returns the cause of waiting for data, or None if it does not match.
+"""
 
 
 # --- the other parts of a step ------------------------------------------------------------------------------------
 
 NAMED_SHARE = 0.5
 """Share of the time between steps from which hooks are its cause, even if the host is known to wait for the device."""
-HOOKS_SAID = 3
+HOOKS_NAMED = 3
 SMALL_BYTES = 64 * 1024
 MANY_TENSORS = 8
 """Largest mean size in bytes, and fewest tensors, of a batch of many small tensors."""
@@ -282,14 +316,14 @@ WAITING_HOOKS = ("ProgressBar", "ThroughputMonitor")
 def framework_cause(measured: Measurements, shares: Shares) -> Reason:
     """The cause of time between steps: hooks, or a wait for the device that empties its queue."""
     hooks = measured.hooks
-    facts = measured.facts
-    said = [f"{hook.name} takes {in_ms(hook.ms_per_step, shares.step_ms)} ms a step" for hook in hooks[:HOOKS_SAID]]
-    working = sum(hook.ms_per_step for hook in hooks if not _waits(hook))
-    syncs = facts.syncs if facts.device_type != "cpu" else ()
-    if syncs and working < NAMED_SHARE * (measured.stats.other_ms or 0.0):
-        waits = [f"the host waits for the device in each step: {SYNCS[name]}" for name in syncs if name in SYNCS]
-        return Reason("synchronisation", waits + said, sure=bool(hooks))
-    return Reason("hooks", said)
+    syncs = measured.facts.syncs if measured.facts.device_type != "cpu" else ()
+    times = [(hook.name, in_ms(hook.ms_per_step, shares.step_ms)) for hook in hooks[:HOOKS_NAMED]]
+    evidence = [f"{name} takes {ms} ms a step" for name, ms in times]
+    working_ms = sum(hook.ms_per_step for hook in hooks if not _waits(hook))
+    if not syncs or working_ms >= NAMED_SHARE * (measured.stats.other_ms or 0.0):
+        return Reason("hooks", evidence)
+    waits = [f"the host waits for the device in each step: {SYNCS[name]}" for name in syncs if name in SYNCS]
+    return Reason("synchronisation", waits + evidence, sure=bool(hooks))
 
 
 def _waits(hook: HookTime) -> bool:
@@ -298,58 +332,61 @@ def _waits(hook: HookTime) -> bool:
 
 def copy_cause(measured: Measurements, _: Shares) -> Reason:
     """The cause of an exposed transfer to the device."""
-    return next(chain(_beside_the_copy(measured), _slow_copies(measured), _link(measured)))
+    return _beside_the_copy(measured) or _slow_copies(measured) or _link(measured)
 
 
-def _slow_copies(measured: Measurements) -> Iterator[Reason]:
-    facts = measured.facts
-    if facts.pin_memory is False:
-        yield Reason("unpinned", ["batches are in pageable memory"])
-    count = facts.batch_tensors or 0
-    size = facts.batch_bytes
-    if size is not None and count >= MANY_TENSORS and size <= count * SMALL_BYTES:
-        yield Reason("small tensors", [f"a batch has {count} tensors of {size / count / 1024:.1f} kB"])
-    if facts.pin_memory and not measured.stats.prefetch_active:
-        yield Reason("not overlapped", ["batches are copied on the stream that computes"])
+def _beside_the_copy(measured: Measurements) -> Reason | None:
+    """The cause, if it lies in the transfer, but is not the copy itself."""
+    datamodule = measured.facts.datamodule
+    if measured.facts.device_type == "cpu":
+        takes = "device_transform takes" if datamodule.device_transform else "transfer hooks take"
+        return Reason("transfer hooks", [f"nothing is copied on the CPU: {takes} the time"])
+    if datamodule.backend == "nvjpeg":
+        decoding = "nvJPEG decodes during the transfer, and the host waits for it"
+        return Reason("decoding on the GPU", [f"{decoding}: this time is decoding, not the copy"])
+    return None
 
 
-def _link(measured: Measurements) -> Iterator[Reason]:
+def _slow_copies(measured: Measurements) -> Reason | None:
+    pinned = measured.facts.loader.pin_memory
+    if pinned is False:
+        return Reason("unpinned", ["batches are in pageable memory"])
+    tensors = measured.facts.batch.tensors or 0
+    size_bytes = measured.facts.batch.size_bytes
+    if size_bytes is not None and tensors >= MANY_TENSORS and size_bytes <= tensors * SMALL_BYTES:
+        each_kb = size_bytes / tensors / 1024
+        return Reason("small tensors", [f"a batch has {tensors} tensors of {each_kb:.1f} kB"])
+    if pinned and not measured.stats.prefetch_active:
+        return Reason("not overlapped", ["batches are copied on the stream that computes"])
+    return None
+
+
+def _link(measured: Measurements) -> Reason:
     h2d_ms = measured.stats.h2d_ms
-    if measured.facts.pin_memory and h2d_ms and measured.facts.batch_bytes:
-        rate = measured.facts.batch_bytes / h2d_ms * 1e-6
-        yield Reason("link", [f"batches are copied ahead, and still {rate:.1f} GB/s are not enough"])
-    yield Reason("unknown", ["it is not known if batches are pinned"], sure=False)
-
-
-def _beside_the_copy(measured: Measurements) -> Iterator[Reason]:
-    """Causes in the transfer besides the copy itself."""
-    facts = measured.facts
-    if facts.device_type == "cpu":
-        takes = "device_transform takes" if facts.device_transform else "transfer hooks take"
-        yield Reason("transfer hooks", [f"nothing is copied on the CPU: {takes} the time"])
-    if facts.backend == "nvjpeg":
-        said = "nvJPEG decodes during the transfer, and the host waits for it: this time is decoding, not the copy"
-        yield Reason("decoding on the GPU", [said])
+    size_bytes = measured.facts.batch.size_bytes
+    if measured.facts.loader.pin_memory and h2d_ms and size_bytes:
+        rate = size_bytes / h2d_ms * 1e-6
+        return Reason("link", [f"batches are copied ahead, and still {rate:.1f} GB/s are not enough"])
+    return Reason("unknown", ["it is not known if batches are pinned"], sure=False)
 
 
 def compute_cause(measured: Measurements, shares: Shares) -> Reason:
     """The cause of a long step itself: work on the device, or on the host to launch it."""
-    compute = measured.stats.compute_ms or 0.0
-    alone = model_alone_ms(measured)
-    because = []
-    if alone is not None and compute >= FAR * alone:
-        return _not_the_model(measured, shares, alone)
+    step_ms = shares.step_ms
+    alone_ms = model_alone_ms(measured)
+    if alone_ms is not None and (measured.stats.compute_ms or 0.0) >= FAR * alone_ms:
+        return _not_the_model(measured, step_ms, alone_ms)
+    evidence = []
     if shares.compute_bound_confirmed:
-        because.append(
-            f"the model alone takes {in_ms(alone, shares.step_ms)} ms a step with one batch repeated: "
+        evidence.append(
+            f"the model alone takes {in_ms(alone_ms, step_ms)} ms a step with one batch repeated: "
             "faster loading would not help here"
         )
-    host_ms = _launching_ms(measured)
-    if host_ms is not None:
-        whole = shares.step_ms
-        said = f"the training thread computes {in_ms(host_ms, whole)} ms a step to launch the work of the device"
-        return Reason("launch", [*because, said], sure=False)
-    return Reason("compute", because)
+    launch_ms = _launching_ms(measured)
+    if launch_ms is None:
+        return Reason("compute", evidence)
+    computes = f"the training thread computes {in_ms(launch_ms, step_ms)} ms a step"
+    return Reason("launch", [*evidence, f"{computes} to launch the work of the device"], sure=False)
 
 
 def _launching_ms(measured: Measurements) -> float | None:
@@ -360,23 +397,21 @@ def _launching_ms(measured: Measurements) -> float | None:
     the device spins, so it looks busy: nothing follows if a synchronisation is known.
     """
     facts = measured.facts
-    stats = measured.stats
-    compute_ms = stats.compute_ms or 0.0
-    if facts.device_type == "cpu" or facts.syncs or facts.host_cpu_ms is None or not compute_ms:
+    cpu_ms = facts.host.cpu_ms
+    compute_ms = measured.stats.compute_ms or 0.0
+    if facts.device_type == "cpu" or facts.syncs or cpu_ms is None or not compute_ms:
         return None
-    own_ms = compute_ms - (stats.backward_ms or 0.0)
-    return facts.host_cpu_ms if facts.host_cpu_ms >= LAUNCH_SHARE * own_ms else None
+    own_ms = compute_ms - (measured.stats.backward_ms or 0.0)
+    return cpu_ms if cpu_ms >= LAUNCH_SHARE * own_ms else None
 
 
-def _not_the_model(measured: Measurements, shares: Shares, alone: float) -> Reason:
+def _not_the_model(measured: Measurements, step_ms: float, alone_ms: float) -> Reason:
     """The cause of a step that takes much longer than its model: something else uses the CPUs."""
-    whole = shares.step_ms
-    pressure = measured.loaders.cpu_pressure_pct
-    said = (
-        f"the model alone takes {in_ms(alone, whole)} of the {in_ms(measured.stats.compute_ms, whole)} ms of the step "
-        "itself: other programs take its CPUs, or the step does more than the model"
+    pressure_pct = measured.loaders.cpu_pressure_pct
+    evidence = (
+        f"the model alone takes {in_ms(alone_ms, step_ms)} of the {in_ms(measured.stats.compute_ms, step_ms)} ms of "
+        "the step itself: other programs take its CPUs, or the step does more than the model"
     )
-    if pressure is None or pressure < CPU_PRESSURE_PCT:
-        return Reason("unknown", [said], contradicted=True)
-    because = [said, f"some task waits for a CPU {pressure:.0f} % of the time"]
-    return Reason("oversubscribed", because, contradicted=True)
+    if _reaches(pressure_pct, CPU_PRESSURE_PCT):
+        return Reason("oversubscribed", [evidence, _cpu_pressure(pressure_pct)], contradicted=True)
+    return Reason("unknown", [evidence], contradicted=True)

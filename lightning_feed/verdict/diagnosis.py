@@ -51,7 +51,7 @@ class Remedy:
     form: Form | None = None
     """The kind of text in ``code``. None: unknown."""
     where: str = ""
-    """The change and its place, in words: ``num_workers: 0 -> 2 in your training DataLoader (Data.train_dataloader,
+    """The change and where to make it: ``num_workers: 0 -> 2 in your training DataLoader (Data.train_dataloader,
     data.py:41)``."""
     why: str
     """The reason why it helps."""

@@ -5,20 +5,22 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 from lightning_feed.load.machine import SHM_SHARE
 from lightning_feed.load.settings import PINNING_DEVICES, TORCH_PREFETCH
-from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements, Place
+from lightning_feed.measure.measurements import HookTime, LoaderCode, LoaderFacts, LoopFacts, Measurements
 from lightning_feed.verdict import bounds
 from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Form, Remedy
 from lightning_feed.verdict.shares import DATA_PCT, LOOP_WORDS, Shares, in_ms
 
-PLACE = Place(words="your training DataLoader")
-OUR_PLACE = Place(words="loader=LoaderSettings(...) of your data module", form="settings")
-"""Places for loaders about which nothing more is known."""
+DATALOADER = LoaderCode(words="your training DataLoader")
+OUR_SETTINGS = LoaderCode(words="loader=LoaderSettings(...) of your data module", form="settings")
+"""The code of loaders about which nothing more is known."""
 _WRAPPED = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
 """Settings that ``wrap`` changes; others are set in the inner loader."""
+_TUNED = ("num_workers", "prefetch_factor", "persistent_workers")
+"""Settings that AutotuneCallback changes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,11 @@ class Finding:
         return self.measured.facts
 
     @property
+    def loader(self) -> LoaderFacts:
+        """Facts of the training loaders."""
+        return self.measured.facts.loader
+
+    @property
     def data(self) -> Cause | None:
         """The cause of waiting for data; None if that is below its limit."""
         return self.causes.get("data")
@@ -45,97 +52,112 @@ class Finding:
         """Time of an epoch per step, with the time to its first batch if known."""
         batches = self.facts.batches_per_epoch
         start_s = self.measured.stats.epoch_start_s
-        return self.shares.step_ms + (1e3 * start_s / batches if batches and start_s is not None else 0.0)
+        if not batches or start_s is None:
+            return self.shares.step_ms
+        return self.shares.step_ms + 1e3 * start_s / batches
 
     @property
-    def place(self) -> Place:
-        """The place in the user's code that sets up the training loader."""
-        if self.facts.place is None and not self.facts.ours:
-            return replace(PLACE, words=f"your {LOOP_WORDS[self.facts.stage]} DataLoader")
-        return self.facts.place or OUR_PLACE
+    def loader_code(self) -> LoaderCode:
+        """The user's code that sets up the training loader."""
+        if self.facts.loader_code is not None:
+            return self.facts.loader_code
+        if self.loader.ours:
+            return OUR_SETTINGS
+        return replace(DATALOADER, words=f"your {LOOP_WORDS[self.facts.stage]} DataLoader")
 
     def can_set(self, name: str) -> bool:
-        """True if a setting can be given at :attr:`place`."""
-        if self.place.form == "callback":
-            return name in ("num_workers", "prefetch_factor", "persistent_workers")
-        return True
+        """True if a setting can be given in :attr:`loader_code`."""
+        return self.loader_code.form != "callback" or name in _TUNED
 
     def can_set_with_workers(self, name: str) -> bool:
         """True if a setting can be given where num_workers is given. On the command line, it needs a key of its own."""
-        keys = dict(self.place.overrides)
-        return name in keys if "num_workers" in keys else self.can_set(name)
+        keys = dict(self.loader_code.overrides)
+        if "num_workers" in keys:
+            return name in keys
+        return self.can_set(name)
 
 
 # --- how a remedy is pasted ---------------------------------------------------------------------------------------
 
 
-def loader_remedy(
-    finding: Finding, why: str, step_ms: float | None, *, gain_pct: float | None = None, **settings: object
-) -> Remedy:
+Settings = dict[str, object]
+"""New settings of a loader, by name."""
+
+
+def loader_remedy(finding: Finding, settings: Settings, why: str, step_ms: float | None = None) -> Remedy:
     """A remedy that changes settings of the training loader. It is named after the first setting."""
-    place, (name, value) = finding.place, next(iter(settings.items()))
-    keys = dict(place.overrides)
-    form: Form = place.form
-    where = f"in {place.words}"
-    code = ", ".join(f"{one}={given!r}" for one, given in settings.items())
-    if form == "callback":
-        code = "AutotuneCallback()"
-        where = f"by AutotuneCallback in callbacks=[...] of the Trainer, or by LIGHTNING_FEED=tune, in {place.words}"
-    if name in keys:
-        form = "override"
-        where = "on the command line"
-        code = " ".join(f"{keys[one]}={json.dumps(given)}" for one, given in settings.items() if one in keys)
-    elif form == "settings" and place.inner and name not in _WRAPPED:
-        form = "arguments"
-        where = f"in {place.inner}"
-    now = vars(finding.facts).get(name)
+    name = next(iter(settings))
+    value = settings[name]
+    paste = _paste_settings(finding.loader_code, name, settings)
+    present = vars(finding.loader).get(name)
+    before = "not set" if present is None else present
     return Remedy(
-        code=code,
-        form=form,
-        where=f"{name}: {'not set' if now is None else now} -> {value} {where}",
+        code=paste.code,
+        form=paste.form,
+        where=f"{name}: {before} -> {value} {paste.where}",
         why=why,
         least_step_ms=step_ms,
-        most_gain_pct=gain_pct,
         changes=f"{name}={value!r}",
     )
 
 
-def trainer_remedy(place: Place, name: str, now: object, value: object, **more: Any) -> Remedy:
-    """A remedy that changes an argument of the Trainer; ``more``: its ``why`` and its bound."""
-    form: Form = "override" if place.trainer_key else "trainer"
+class _Paste(NamedTuple):
+    """A text to paste, its form, and where to paste it in words."""
+
+    code: str
+    form: Form
+    where: str
+
+
+def _paste_settings(loader_code: LoaderCode, name: str, settings: Settings) -> _Paste:
+    """The text that sets ``settings``, of which ``name`` is the first."""
+    keys = dict(loader_code.overrides)
+    if name in keys:
+        options = [f"{keys[setting]}={json.dumps(value)}" for setting, value in settings.items() if setting in keys]
+        return _Paste(" ".join(options), "override", "on the command line")
+    if loader_code.form == "callback":
+        callback = "by AutotuneCallback in callbacks=[...] of the Trainer, or by LIGHTNING_FEED=tune"
+        return _Paste("AutotuneCallback()", "callback", f"{callback}, in {loader_code.words}")
+    code = ", ".join(f"{setting}={value!r}" for setting, value in settings.items())
+    if loader_code.inner and loader_code.form == "settings" and name not in _WRAPPED:
+        return _Paste(code, "arguments", f"in {loader_code.inner}")
+    return _Paste(code, loader_code.form, f"in {loader_code.words}")
+
+
+def trainer_remedy(loader_code: LoaderCode, name: str, before: object, after: object, why: str) -> Remedy:
+    """A remedy, without a bound, that changes an argument of the Trainer; on the command line with LightningCLI."""
+    trainer_key = loader_code.trainer_key
+    where = "on the command line" if trainer_key else "in your Trainer"
     return Remedy(
-        code=f"{place.trainer_key}{name}={value}",
-        form=form,
-        where=f"{name}: {now} -> {value} {'on the command line' if place.trainer_key else 'in your Trainer'}",
-        changes=f"{name}={value}",
-        **more,
+        code=f"{trainer_key}{name}={after}",
+        form="override" if trainer_key else "trainer",
+        where=f"{name}: {before} -> {after} {where}",
+        why=why,
+        changes=f"{name}={after}",
     )
 
 
-def callback_remedy(
-    place: Place, module: str, kind: str, setting: tuple[str, object, object] | None, **more: Any
+def _callback_remedy(
+    finding: Finding, module: str, name: str, why: str, *, argument: str = "", change: str = ""
 ) -> Remedy:
-    """A remedy that adds a callback to the Trainer.
+    """A remedy, without a bound, that adds a callback to the Trainer; on the command line with LightningCLI.
 
     Args:
-        place: the loader's place, with the keys of a command line.
-        module: module to import the class from.
-        kind: name of the class.
-        setting: its argument, as (name, old value, new value); None: no argument.
-        more: as for :func:`trainer_remedy`, and ``changes``.
+        finding: the run.
+        module: module to import the callback's class from.
+        name: name of the class.
+        why: the reason why it helps.
+        argument: the class's argument: ``refresh_rate=50``.
+        change: that change in words, with a space behind it: ``"refresh_rate: 1 -> 50 "``.
     """
-    change = f"{setting[0]}: {setting[1]} -> {setting[2]} " if setting else ""
-    given = f"{setting[0]}={setting[2]}" if setting else ""
-    if place.trainer_key:
-        key = f"{place.trainer_key}callbacks"
-        code = f"{key}+={module}.{kind}" + (f" {key}.{given}" if given else "")
-        return Remedy(code=code, form="override", where=f"{change}on the command line", **more)
-    return Remedy(
-        code=f"{kind}({given})",
-        form="callback",
-        where=f"{change}in callbacks=[...] of your Trainer, with `from {module} import {kind}`",
-        **more,
-    )
+    trainer_key = finding.loader_code.trainer_key
+    if not trainer_key:
+        where = f"{change}in callbacks=[...] of your Trainer, with `from {module} import {name}`"
+        return Remedy(code=f"{name}({argument})", form="callback", where=where, why=why)
+    code = f"{trainer_key}callbacks+={module}.{name}"
+    if argument:
+        code += f" {trainer_key}callbacks.{argument}"
+    return Remedy(code=code, form="override", where=f"{change}on the command line", why=why)
 
 
 # --- the loader ---------------------------------------------------------------------------------------------------
@@ -155,48 +177,54 @@ def more_workers(finding: Finding) -> Remedy | None:
     if number is None:
         return None
     why = "more workers make more batches at once"
-    kept: dict[str, Any] = {}
-    if finding.facts.num_workers == 0:
+    settings: Settings = {}
+    if finding.loader.num_workers == 0:
         why = "batches are made while the model trains"
-        kept = _kept_workers(finding)
-    kept |= _pinned_with_workers(finding)
-    if finding.measured.found.tried:
-        return _tried_remedy(finding, why, kept)
+        settings = _kept_workers(finding)
+    settings |= _pinned_with_workers(finding)
+    if finding.measured.experiments.tried:
+        return _tried_remedy(finding, why, settings)
     step_ms = bounds.with_workers(finding.measured, finding.shares, number)
-    return loader_remedy(finding, why, step_ms, num_workers=number, **kept)
+    return loader_remedy(finding, {"num_workers": number} | settings, why, step_ms)
 
 
 def workers_to_name(finding: Finding) -> int | None:
     """The number of workers that the report names; None if more workers are no remedy."""
-    facts = finding.facts
-    workers = facts.num_workers
-    if workers is None or not facts.usable_cpus or facts.workers == "thread" or finding.data not in _MADE_SLOWLY:
+    if finding.data not in _MADE_SLOWLY or not _may_add_workers(finding):
         return None
-    if not may_have_workers(finding) or not _can_change_workers(finding):
+    chosen = finding.measured.experiments.tried_as("chosen")
+    if chosen is not None:
+        number: int | None = chosen.num_workers
+    elif finding.facts.trainer.tuned:  # by trials, which know more than this run
         return None
-    chosen = finding.measured.found.tried_as("chosen")
-    if chosen is None and facts.tuned:  # by trials, which know more than this run
-        return None
-    number = _enough_workers(finding) if chosen is None else chosen.num_workers
-    if number is None or number <= workers or not _fits(finding, number):
+    else:
+        number = _enough_workers(finding)
+    if number is None or number <= (finding.loader.num_workers or 0) or not _fits(finding, number):
         return None
     return number
 
 
-def _tried_remedy(finding: Finding, why: str, settings: dict[str, Any]) -> Remedy | None:
+def _may_add_workers(finding: Finding) -> bool:
+    """True if the number of worker processes is known, and may grow."""
+    loader = finding.loader
+    if loader.num_workers is None or loader.workers == "thread" or not finding.facts.usable_cpus:
+        return False
+    return may_have_workers(finding) and _can_change_workers(finding)
+
+
+def _tried_remedy(finding: Finding, why: str, settings: Settings) -> Remedy | None:
     """Remedy: the setting that the trials chose; None if the present setting did not run in them."""
-    own = finding.measured.found.tried_as("own")
-    chosen = finding.measured.found.tried_as("chosen")
+    results = finding.measured.experiments
+    own = results.tried_as("own")
+    chosen = results.tried_as("chosen")
     if own is None or chosen is None:
         return None
     if chosen.num_workers and chosen.prefetch_factor not in (None, TORCH_PREFETCH, own.prefetch_factor):
         settings = {"prefetch_factor": chosen.prefetch_factor, **settings}
-    remedy = loader_remedy(finding, why, None, num_workers=chosen.num_workers, **settings)
-    found = finding.measured.found
-    own_ms = found.own_fit_ms or own.step_ms
-    chosen_ms = found.chosen_fit_ms or chosen.step_ms
+    own_ms = results.own_fit_ms or own.step_ms
+    chosen_ms = results.chosen_fit_ms or chosen.step_ms
     return replace(
-        remedy,
+        loader_remedy(finding, {"num_workers": chosen.num_workers} | settings, why),
         most_gain_pct=100 * (1 - chosen_ms / own_ms),
         tried=f"{in_ms(own_ms, own_ms)} -> {in_ms(chosen_ms, own_ms)} ms a step",
     )
@@ -204,62 +232,65 @@ def _tried_remedy(finding: Finding, why: str, settings: dict[str, Any]) -> Remed
 
 def _enough_workers(finding: Finding) -> int | None:
     """The smallest number with which loading could keep up, at most one worker for each CPU; None if unknown."""
-    facts = finding.facts
-    if facts.num_workers and finding.measured.loaders.workers_on_cpu_pct is None:
+    if finding.loader.num_workers and finding.measured.loaders.workers_on_cpu_pct is None:
         return None  # the workers were not observed
     loading_ms = bounds.loading_time_ms(finding.measured, finding.shares)
     training_ms = bounds.data_free_ms(finding.measured, finding.shares)
     if loading_ms is None or training_ms <= 0:
         return None
-    most = max(1, (facts.usable_cpus or 1) // facts.loaders_beside)
-    return min(most, math.ceil(loading_ms / training_ms))
+    largest_number = max(1, (finding.facts.usable_cpus or 1) // finding.loader.count)
+    return min(largest_number, math.ceil(loading_ms / training_ms))
 
 
 def may_have_workers(finding: Finding) -> bool:
     """True if several workers yield the same samples as one. A stream must divide them, and a fork must be safe."""
-    if finding.facts.why_no_workers or finding.facts.keeps:
+    loader = finding.loader
+    if loader.why_no_workers or loader.keeps:
         return False
-    return finding.facts.map_style is not False or finding.facts.shards_by_worker is True
+    return loader.map_style is not False or loader.shards_by_worker is True
 
 
 def _can_change_workers(finding: Finding) -> bool:
     """True if all training loaders can get the same number of workers."""
-    return finding.can_set("num_workers") and len(set(finding.facts.every_num_workers)) <= 1
+    return finding.can_set("num_workers") and len(set(finding.loader.every_num_workers)) <= 1
 
 
-def _kept_workers(finding: Finding) -> dict[str, Any]:
+def _kept_workers(finding: Finding) -> Settings:
     """The setting to add so that first workers persist between epochs, if they can."""
-    facts = finding.facts
-    if finding.place.form == "settings" or facts.persistent_workers is True:  # LoaderSettings keep them by default
+    if finding.loader_code.form == "settings":  # LoaderSettings keep them by default
         return {}
-    can_set = facts.may_persist and finding.can_set_with_workers("persistent_workers")
-    return {"persistent_workers": True} if can_set else {}
+    if finding.loader.persistent_workers is True or not finding.loader.may_persist:
+        return {}
+    return {"persistent_workers": True} if finding.can_set_with_workers("persistent_workers") else {}
 
 
-def _pinned_with_workers(finding: Finding) -> dict[str, Any]:
+def _pinned_with_workers(finding: Finding) -> Settings:
     """The setting to add so that the batches of more workers are copied to a device without waiting."""
-    facts = finding.facts
-    if facts.device_type not in PINNING_DEVICES or facts.pin_memory is not False or finding.place.form == "settings":
+    if finding.facts.device_type not in PINNING_DEVICES or finding.loader_code.form == "settings":
         return {}
-    return {"pin_memory": True} if finding.can_set_with_workers("pin_memory") else {}
+    if finding.loader.pin_memory is not False or not finding.can_set_with_workers("pin_memory"):
+        return {}
+    return {"pin_memory": True}
 
 
 def _fits(finding: Finding, workers: int) -> bool:
     """True if /dev/shm has room for the batches that the workers keep ready: without room, a worker dies."""
-    facts = finding.facts
-    if facts.free_shm_bytes is None or facts.batch_bytes is None or finding.place.form == "settings":
+    loader = finding.loader
+    free_bytes = finding.facts.free_shm_bytes
+    batch_bytes = finding.facts.batch.size_bytes
+    if free_bytes is None or batch_bytes is None or finding.loader_code.form == "settings":
         return True  # batches of our loaders are elsewhere
-    more = facts.loaders_beside * (workers - (facts.num_workers or 0))
-    return more * ((facts.prefetch_factor or 2) + 1) * facts.batch_bytes <= SHM_SHARE * facts.free_shm_bytes
+    more_workers = loader.count * (workers - (loader.num_workers or 0))
+    batches_of_each = (loader.prefetch_factor or TORCH_PREFETCH) + 1
+    return more_workers * batches_of_each * batch_bytes <= SHM_SHARE * free_bytes
 
 
 def fewer_workers(finding: Finding) -> Remedy | None:
     """Remedy: fewer workers, or none, if training waits for data and fewer were faster in a trial."""
-    workers = finding.facts.num_workers
-    if not workers or finding.data in (None, "epoch start", "one rank") or not _can_change_workers(finding):
+    if finding.data in (None, "epoch start", "one rank") or not _can_change_workers(finding):
         return None
-    chosen = finding.measured.found.tried_as("chosen")
-    if chosen is None or chosen.num_workers >= workers:
+    chosen = finding.measured.experiments.tried_as("chosen")
+    if chosen is None or chosen.num_workers >= (finding.loader.num_workers or 0):
         return None
     if chosen.num_workers:
         return _tried_remedy(finding, "the workers compete for CPUs", {})
@@ -269,20 +300,22 @@ def fewer_workers(finding: Finding) -> Remedy | None:
     return _tried_remedy(finding, "making a batch is faster than sending it from a worker", without)
 
 
-def _without_workers(finding: Finding) -> dict[str, Any] | None:
+def _without_workers(finding: Finding) -> Settings | None:
     """New values for settings that torch, and LoaderSettings, refuse without workers.
 
-    None if one of them is set in a place that this remedy cannot change.
+    None if one of them is set in code that this remedy cannot change.
     """
-    facts = finding.facts
-    ours = finding.place.form == "settings"
-    settings: dict[str, Any] = {}
-    if facts.prefetch_factor is not None:
-        settings["prefetch_factor"] = "auto" if ours else None
-    if facts.persistent_workers:
-        settings["persistent_workers"] = "auto" if ours else False
-    given = [name for name in settings if name != "prefetch_factor" or facts.prefetch_factor != 2]
-    if not all(map(finding.can_set_with_workers, given)):
+    is_ours = finding.loader_code.form == "settings"
+    settings: Settings = {}
+    set_by_user = []
+    if finding.loader.prefetch_factor is not None:
+        settings["prefetch_factor"] = "auto" if is_ours else None
+        if finding.loader.prefetch_factor != TORCH_PREFETCH:
+            set_by_user.append("prefetch_factor")
+    if finding.loader.persistent_workers:
+        settings["persistent_workers"] = "auto" if is_ours else False
+        set_by_user.append("persistent_workers")
+    if not all(map(finding.can_set_with_workers, set_by_user)):
         return None
     return {name: value for name, value in settings.items() if finding.can_set(name)}
 
@@ -293,18 +326,24 @@ def persistent_workers(finding: Finding) -> Remedy | None:
     None if anything new, such as a call of ``set_epoch``, has to reach the workers in each epoch. Saves the time to the
     first batch of an epoch, less the time to make one batch.
     """
-    facts = finding.facts
-    start_s = finding.measured.stats.epoch_start_s or 0.0
     epoch_pct = finding.shares.epoch_pct
-    if finding.data is None or epoch_pct is None or epoch_pct < DATA_PCT or not finding.can_set("persistent_workers"):
+    if finding.data is None or epoch_pct is None or epoch_pct < DATA_PCT or not _may_persist(finding):
         return None
-    if facts.persistent_workers is not False or not facts.num_workers or not facts.may_persist or facts.max_epochs == 1:
-        return None
-    making_s = 1e-3 * facts.num_workers * finding.shares.step_ms  # at most: a worker makes a batch in num_workers steps
-    saved_ms = 1e3 * max(0.0, start_s - making_s) / (facts.batches_per_epoch or 1)
+    start_s = finding.measured.stats.epoch_start_s or 0.0
+    # A worker makes a batch in at most num_workers steps.
+    making_s = 1e-3 * (finding.loader.num_workers or 0) * finding.shares.step_ms
+    saved_ms = 1e3 * max(0.0, start_s - making_s) / (finding.facts.batches_per_epoch or 1)
     why = f"workers are started again for each epoch, whose first batch takes {start_s:.2f} s"
-    gain_pct = 100 * saved_ms / finding.step_with_start_ms
-    return loader_remedy(finding, why, None, gain_pct=gain_pct, persistent_workers=True)
+    remedy = loader_remedy(finding, {"persistent_workers": True}, why)
+    return replace(remedy, most_gain_pct=100 * saved_ms / finding.step_with_start_ms)
+
+
+def _may_persist(finding: Finding) -> bool:
+    """True if there are workers that are started in each of several epochs, but could persist."""
+    loader = finding.loader
+    if not loader.num_workers or loader.persistent_workers is not False or not loader.may_persist:
+        return False
+    return finding.facts.trainer.max_epochs != 1 and finding.can_set("persistent_workers")
 
 
 def any_order(finding: Finding) -> Remedy | None:
@@ -312,32 +351,27 @@ def any_order(finding: Finding) -> Remedy | None:
 
     Not for ``trainer.predict``, whose results are identified only by their order.
     """
-    facts = finding.facts
-    if finding.data != "head of line" or facts.in_order is False or (facts.num_workers or 0) < 2:
+    if finding.data != "head of line" or finding.loader.in_order is False or (finding.loader.num_workers or 0) < 2:
         return None
-    if not finding.can_set("in_order") or facts.stage == "predict":
+    if not finding.can_set("in_order") or finding.facts.stage == "predict":
         return None
-    return loader_remedy(
-        finding,
-        "finished batches do not wait for a slow one; the order of batches is then random",
-        bounds.data_free_ms(finding.measured, finding.shares),
-        in_order=False,
-    )
+    why = "finished batches do not wait for a slow one; the order of batches is then random"
+    return loader_remedy(finding, {"in_order": False}, why, bounds.data_free_ms(finding.measured, finding.shares))
 
 
 def files_in_memory(finding: Finding) -> Remedy | None:
     """Remedy: a copy of the files in memory, if an ImageFolderDataModule without one waits for storage."""
-    facts = finding.facts
-    if finding.data != "cold reads" or facts.decoder is None or facts.staged is not False:
+    datamodule = finding.facts.datamodule
+    if finding.data != "cold reads" or datamodule.decoder is None or datamodule.staged is not False:
         return None
-    step_ms = bounds.with_rate(finding.measured, finding.shares, finding.measured.found.cached_bytes_per_s)
+    step_ms = bounds.with_rate(finding.measured, finding.shares, finding.measured.experiments.cached_bytes_per_s)
     if step_ms is None:
         step_ms = bounds.data_free_ms(finding.measured, finding.shares)
+    name = finding.loader_code.datamodule or "ImageFolderDataModule"
     return Remedy(
         code='stage_to="/dev/shm"',
         form="datamodule",
-        where="stage_to: not set -> /dev/shm in the call that makes your "
-        f"{finding.place.datamodule or 'ImageFolderDataModule'}",
+        where=f"stage_to: not set -> /dev/shm in the call that makes your {name}",
         why="the files are copied to memory once, if they fit",
         least_step_ms=step_ms,
         changes="staged=True",
@@ -346,23 +380,20 @@ def files_in_memory(finding: Finding) -> Remedy | None:
 
 def crops_only(finding: Finding) -> Remedy | None:
     """Remedy: decode only the crops of an image folder, if that was timed, instead of decoding whole images."""
-    trial = finding.measured.found.crops
-    facts = finding.facts
-    if trial is None or finding.data not in MADE_ON_CPU or facts.stage != "fit" or facts.num_workers is None:
+    trial = finding.measured.experiments.crops
+    workers = finding.loader.num_workers
+    if trial is None or finding.data not in MADE_ON_CPU or finding.facts.stage != "fit" or workers is None:
         return None
-    split = ""
-    if trial.val_fraction is not None:
-        split = f"val_fraction={trial.val_fraction:g}, "
-    chosen = finding.measured.found.tried_as("chosen")
-    workers = facts.num_workers
+    chosen = finding.measured.experiments.tried_as("chosen")
     if chosen is not None:
         workers = chosen.num_workers
+    split = "" if trial.val_fraction is None else f"val_fraction={trial.val_fraction:g}, "
     return Remedy(
-        code=f"from {_door(facts)} import ImageFolderDataModule, LoaderSettings\n"
-        f"ImageFolderDataModule({json.dumps(trial.folder)}, {facts.batch_size}, transform=..., {split}"
+        code=f"from {_our_package(finding)} import ImageFolderDataModule, LoaderSettings\n"
+        f"ImageFolderDataModule({json.dumps(trial.folder)}, {finding.loader.batch_size}, transform=..., {split}"
         f"loader=LoaderSettings(num_workers={workers}))",
         form="replacement",
-        where=f"as the datamodule of trainer.fit, in place of {finding.place.words}",
+        where=f"as the datamodule of trainer.fit, in place of {finding.loader_code.words}",
         why="put in your transform. Only the crop of an image is decoded: "
         f"{trial.crop_ms:.1f} ms of CPU instead of {trial.whole_ms:.1f}",
         least_step_ms=bounds.with_crops(finding.measured, finding.shares),
@@ -370,8 +401,9 @@ def crops_only(finding: Finding) -> Remedy | None:
     )
 
 
-def _door(facts: LoopFacts) -> str:
-    return "lightning_feed" if facts.package == "lightning.pytorch" else "lightning_feed.pl"
+def _our_package(finding: Finding) -> str:
+    """The module of ours whose classes fit the user's Trainer."""
+    return "lightning_feed" if finding.facts.trainer.package == "lightning.pytorch" else "lightning_feed.pl"
 
 
 # --- the transfer, callbacks and loggers --------------------------------------------------------------------------
@@ -387,30 +419,24 @@ def pinned_memory(finding: Finding) -> Remedy | None:
     unpinned = finding.causes.get("copy") == "unpinned" and finding.facts.device_type != "cpu"
     if not unpinned or not finding.can_set("pin_memory"):
         return None
-    return loader_remedy(
-        finding,
-        "the host waits for copies from pageable memory",
-        bounds.without(finding.shares, finding.measured.stats.h2d_ms or 0.0),
-        pin_memory=True,
-    )
+    step_ms = bounds.without(finding.shares, finding.measured.stats.h2d_ms or 0.0)
+    return loader_remedy(finding, {"pin_memory": True}, "the host waits for copies from pageable memory", step_ms)
 
 
 def prefetch_callback(finding: Finding) -> Remedy | None:
     """Remedy: PrefetchCallback, if training waits for copies from pinned memory, or for nvJPEG, on a GPU."""
-    facts = finding.facts
     stats = finding.measured.stats
     cause = finding.causes.get("copy")
-    decodes = cause == "decoding on the GPU"
-    if cause is None or facts.device_type != "cuda" or stats.prefetch_active or stats.h2d_ms is None:
+    if cause is None or finding.facts.device_type != "cuda" or stats.prefetch_active or stats.h2d_ms is None:
         return None
-    if not (facts.pin_memory is True or decodes):
+    work = "copies"
+    if cause == "decoding on the GPU":
+        work = "decodes"
+    elif finding.loader.pin_memory is not True:
         return None
-    return callback_remedy(
-        finding.place,
-        _door(facts),
-        "PrefetchCallback",
-        None,
-        why=f"{'decodes' if decodes else 'copies'} the next batch while this one computes",
+    why = f"{work} the next batch while this one computes"
+    return replace(
+        _callback_remedy(finding, _our_package(finding), "PrefetchCallback", why),
         least_step_ms=bounds.without(finding.shares, stats.h2d_ms),
         changes="prefetch_callback=True",
     )
@@ -418,42 +444,47 @@ def prefetch_callback(finding: Finding) -> Remedy | None:
 
 def rare_progress_bar(finding: Finding) -> Remedy | None:
     """Remedy: draw the progress bar rarely, if it is drawn often and takes time between the steps."""
-    rate = finding.facts.bar_refresh_rate
-    drawn = [hook for hook in finding.measured.hooks if any(f"]{bar}" in hook.name for bar in _BARS)]
+    rate = finding.facts.trainer.bar_refresh_rate
+    drawn = [hook for hook in finding.measured.hooks if _bar_of(hook) is not None]
     if "framework" not in finding.causes or not rate or rate >= RARELY or not drawn:
         return None
-    bar = next(bar for bar in _BARS if f"]{bar}" in drawn[0].name)
-    takes_ms = _sum(drawn)
-    return callback_remedy(
-        finding.place,
-        f"{finding.facts.package}.callbacks",
-        bar,
-        ("refresh_rate", rate, RARELY),
-        why=f"drawing it takes {takes_ms:.2f} ms a step",
-        least_step_ms=_rarer(finding, takes_ms, rate),
-        changes=f"bar_refresh_rate={RARELY}",
+    takes_ms = _sum_ms(drawn)
+    remedy = _callback_remedy(
+        finding,
+        f"{finding.facts.trainer.package}.callbacks",
+        str(_bar_of(drawn[0])),
+        f"drawing it takes {takes_ms:.2f} ms a step",
+        argument=f"refresh_rate={RARELY}",
+        change=f"refresh_rate: {rate} -> {RARELY} ",
     )
+    return replace(remedy, least_step_ms=_rarer_ms(finding, takes_ms, rate), changes=f"bar_refresh_rate={RARELY}")
+
+
+def _bar_of(hook: HookTime) -> str | None:
+    """The class of the progress bar that a hook belongs to; None for other hooks."""
+    return next((bar for bar in _BARS if f"]{bar}" in hook.name), None)
 
 
 def log_rarely(finding: Finding) -> Remedy | None:
     """Remedy: log rarely, if loggers are called often and take time between the steps."""
-    every = finding.facts.log_every_n_steps
-    name = "log_every_n_steps"
-    called = [hook for hook in finding.measured.hooks if _LOGGING.search(hook.name)]
-    if "framework" not in finding.causes or not every or every >= RARELY or not called:
+    interval = finding.facts.trainer.log_every_n_steps
+    calls = [hook for hook in finding.measured.hooks if _LOGGING.search(hook.name)]
+    if "framework" not in finding.causes or not interval or interval >= RARELY or not calls:
         return None
-    why = f"{called[0].name} takes {_sum(called):.2f} ms a step"
-    step = _rarer(finding, _sum(called), every)
-    return trainer_remedy(finding.place, name, every, RARELY, why=why, least_step_ms=step)
+    takes_ms = _sum_ms(calls)
+    why = f"{calls[0].name} takes {takes_ms:.2f} ms a step"
+    remedy = trainer_remedy(finding.loader_code, "log_every_n_steps", interval, RARELY, why)
+    return replace(remedy, least_step_ms=_rarer_ms(finding, takes_ms, interval))
 
 
-def _sum(hooks: list[HookTime]) -> float:
+def _sum_ms(hooks: list[HookTime]) -> float:
     return sum(hook.ms_per_step for hook in hooks)
 
 
-def _rarer(finding: Finding, takes_ms: float, every: int) -> float:
-    """Step time if something done every ``every`` steps is done every 50 steps."""
-    return bounds.without(finding.shares, min(takes_ms, finding.measured.stats.other_ms or 0.0) * (1 - every / RARELY))
+def _rarer_ms(finding: Finding, takes_ms: float, interval: int) -> float:
+    """Step time if something done every ``interval`` steps is done every 50 steps."""
+    between_ms = finding.measured.stats.other_ms or 0.0
+    return bounds.without(finding.shares, min(takes_ms, between_ms) * (1 - interval / RARELY))
 
 
 # --- which of them are printed ------------------------------------------------------------------------------------
@@ -471,19 +502,22 @@ RULES = (
 
 def remedies_for(finding: Finding) -> tuple[Remedy, ...]:
     """The remedies to print, the largest saving first. If two change the same setting, only the better one."""
-    found = [remedy for rule in RULES if (remedy := rule(finding)) is not None]
-    if finding.facts.loop == "plain":
-        found = [remedy for remedy in found if remedy.form == "arguments"]
-    gains = [replace(remedy, most_gain_pct=_gain_pct(finding, remedy)) for remedy in found]
-    return largest(gains, least_gain_pct(finding))
+    remedies = []
+    for rule in RULES:
+        remedy = rule(finding)
+        if remedy is not None and (finding.facts.loop == "trainer" or remedy.form == "arguments"):
+            remedies.append(replace(remedy, most_gain_pct=_gain_pct(finding, remedy)))
+    return largest(remedies, least_gain_pct(finding))
 
 
 def largest(remedies: list[Remedy], least_pct: float) -> tuple[Remedy, ...]:
     """The best three remedies, of those that save at least ``least_pct``. For each setting, only the best counts."""
     gains = [remedy for remedy in remedies if (remedy.most_gain_pct or 0.0) >= least_pct]
     gains.sort(key=lambda remedy: -(remedy.most_gain_pct or 0.0))
-    best = {remedy.changes.partition("=")[0]: remedy for remedy in reversed(gains)}
-    return tuple(remedy for remedy in gains if remedy in best.values())[:MOST]
+    best: dict[str, Remedy] = {}
+    for remedy in gains:
+        best.setdefault(remedy.changes.partition("=")[0], remedy)
+    return tuple(best.values())[:MOST]
 
 
 def _gain_pct(finding: Finding, remedy: Remedy) -> float | None:
@@ -495,7 +529,7 @@ def _gain_pct(finding: Finding, remedy: Remedy) -> float | None:
 
 def least_gain_pct(finding: Finding) -> float:
     """Smallest gain of a printed remedy: 5 %, or more if noise is larger."""
-    stats = finding.measured.stats
-    low, high = stats.interval_pct or (0.0, 0.0)
-    least = LEAST_UNSURE_PCT if stats.confidence == "low" or finding.facts.crowded else LEAST_PCT
-    return max(least, (high - low) / 2, (finding.measured.found.noise_pct or 0.0) / 2)
+    low, high = finding.measured.stats.interval_pct or (0.0, 0.0)
+    is_unsure = finding.measured.stats.confidence == "low" or finding.facts.crowded
+    least_pct = LEAST_UNSURE_PCT if is_unsure else LEAST_PCT
+    return max(least_pct, (high - low) / 2, (finding.measured.experiments.noise_pct or 0.0) / 2)

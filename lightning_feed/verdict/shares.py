@@ -64,13 +64,16 @@ class Shares:
     @property
     def close_to_limit(self) -> bool:
         """True if the copy or the time between steps is so close to its limit that another run may say otherwise."""
-        pcts = {COPY_PCT: self.copy_pct, FRAMEWORK_PCT: self.framework_pct}
-        return any(abs(pct - limit) < CLOSE_TO_LIMIT * limit for limit, pct in pcts.items())
+        return _is_close(self.copy_pct, COPY_PCT) or _is_close(self.framework_pct, FRAMEWORK_PCT)
 
     @property
     def floor_ms(self) -> float:
         """Step time without waiting for the loader."""
         return max(0.0, self.step_ms - self.data_ms)
+
+
+def _is_close(pct: float, limit_pct: float) -> bool:
+    return abs(pct - limit_pct) < CLOSE_TO_LIMIT * limit_pct
 
 
 def shares_of(measured: Measurements) -> Shares | None:
@@ -79,13 +82,12 @@ def shares_of(measured: Measurements) -> Shares | None:
     if stats.steps < MIN_STEPS or stats.starved_pct is None or stats.input_pct is None or not stats.step_ms:
         return None
     waiting = _waiting_of(measured, stats.starved_pct, stats.step_ms)
-    epoch_pct = _epoch_pct(measured, stats.step_ms) or 0.0
+    epoch_pct = _epoch_pct(measured, stats.step_ms)
     pcts = _other_parts(measured, stats.step_ms, max(0.0, stats.input_pct - stats.starved_pct))
-    pcts["data"] = max(waiting.pct, epoch_pct)
+    pcts["data"] = max(waiting.pct, epoch_pct or 0.0)
     over = [part for part in sorted(pcts, key=lambda part: -pcts[part]) if pcts[part] >= _LIMITS[part]]
-    of_steps = "data" in over and epoch_pct < DATA_PCT and not waiting.by_ranks
-    confirmed = of_steps and _model_takes_all(measured)
-    if confirmed:
+    compute_bound_confirmed = "data" in over and _model_explains_wait(measured, waiting, epoch_pct)
+    if compute_bound_confirmed:
         over.remove("data")
     return Shares(
         step_ms=stats.step_ms,
@@ -93,10 +95,10 @@ def shares_of(measured: Measurements) -> Shares | None:
         copy_pct=pcts["copy"],
         data_pct=pcts["data"],
         data_ms=waiting.ms,
-        epoch_pct=_epoch_pct(measured, stats.step_ms),
+        epoch_pct=epoch_pct,
         by_ranks=waiting.by_ranks,
         over=tuple(over),
-        compute_bound_confirmed=confirmed,
+        compute_bound_confirmed=compute_bound_confirmed,
     )
 
 
@@ -130,12 +132,11 @@ def _waiting_of(measured: Measurements, own_pct: float, step_ms: float) -> _Wait
 
 def lacked_cpu(measured: Measurements) -> bool:
     """True if other programs had the CPUs for which the loading threads waited, so that loading cannot be judged."""
-    facts = measured.facts
-    wait_ms = measured.stats.next_wait_ms or 0.0
     queue_pct = measured.loaders.workers_run_queue_pct or 0.0
+    wait_ms = measured.stats.next_wait_ms or 0.0
     if wait_ms > 0:
-        queue_pct = max(queue_pct, 100 * (facts.load_queue_ms or 0.0) / wait_ms)
-    return facts.crowded and queue_pct >= RUN_QUEUE_PCT
+        queue_pct = max(queue_pct, 100 * (measured.facts.host.load_queue_ms or 0.0) / wait_ms)
+    return measured.facts.crowded and queue_pct >= RUN_QUEUE_PCT
 
 
 def grade_of(data_pct: float) -> Grade:
@@ -144,7 +145,9 @@ def grade_of(data_pct: float) -> Grade:
         return "OK"
     if data_pct < MODERATE_PCT:
         return "slightly data-bound"
-    return "moderately data-bound" if data_pct < HIGH_PCT else "highly data-bound"
+    if data_pct < HIGH_PCT:
+        return "moderately data-bound"
+    return "highly data-bound"
 
 
 def _epoch_pct(measured: Measurements, step_ms: float) -> float | None:
@@ -161,22 +164,26 @@ def _epoch_pct(measured: Measurements, step_ms: float) -> float | None:
 
 def model_alone_ms(measured: Measurements) -> float | None:
     """Step time of the model with the same batch repeated; None if not measured."""
-    return 1e3 / measured.found.model_per_s if measured.found.model_per_s else None
+    model_per_s = measured.experiments.model_per_s
+    return 1e3 / model_per_s if model_per_s else None
 
 
 def model_disturbed(measured: Measurements) -> bool:
     """True if the model alone took longer than the steps that contain it, so that its figure is useless."""
-    alone = model_alone_ms(measured)
+    alone_ms = model_alone_ms(measured)
     step_ms = measured.stats.step_ms
-    return alone is not None and step_ms is not None and alone > MODEL_MOST * step_ms
+    return alone_ms is not None and step_ms is not None and alone_ms > MODEL_MOST * step_ms
 
 
-def _model_takes_all(measured: Measurements) -> bool:
-    alone = model_alone_ms(measured)
+def _model_explains_wait(measured: Measurements, waiting: _Waiting, epoch_pct: float | None) -> bool:
+    """True if this rank waits within its steps, but the model alone takes as long as a step."""
+    alone_ms = model_alone_ms(measured)
     step_ms = measured.stats.step_ms
-    if alone is None or not step_ms or measured.facts.device_type == "cpu":
+    if waiting.by_ranks or (epoch_pct or 0.0) >= DATA_PCT:
+        return False
+    if alone_ms is None or not step_ms or measured.facts.device_type == "cpu":
         return False  # on a CPU nothing is queued ahead, so waiting is never part of the step itself
-    return MODEL_SHARE * step_ms <= alone <= MODEL_MOST * step_ms
+    return MODEL_SHARE * step_ms <= alone_ms <= MODEL_MOST * step_ms
 
 
 LOOP_WORDS = {"fit": "training", "validate": "validation", "test": "test", "predict": "prediction"}
@@ -188,7 +195,10 @@ TOY_STEP_MS = 2.0
 
 def in_ms(value: float | None, step_ms: float) -> str:
     """Milliseconds as text, with two decimals for short steps."""
-    return "?" if value is None else f"{value:.{1 if step_ms >= SHORT_STEP_MS else 2}f}"
+    if value is None:
+        return "?"
+    decimals = 1 if step_ms >= SHORT_STEP_MS else 2
+    return f"{value:.{decimals}f}"
 
 
 def toy_sentence(step_ms: float | None) -> str | None:

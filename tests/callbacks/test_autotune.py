@@ -17,6 +17,7 @@ from measure.small_fits import Memory
 from measure.test_ranks_gloo import in_ranks
 from recording import NullStreamPrefetch, Numbers, Recording, Stream, by_hook, fit, quiet_trainer
 from resuming import SaveThenDie, run, trained
+from slot_memory import memory_of
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from trial_steps import THREE_ARE_BEST, Trials
@@ -30,7 +31,7 @@ from lightning_feed.load import build
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.order import EpochOrder
-from lightning_feed.load.slots import memory_of, uses_slots
+from lightning_feed.load.slot_loaders import uses_slots
 from lightning_feed.storage.system import cache_folder
 from lightning_feed.trials import tune_loader
 
@@ -42,7 +43,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule` but have passed in"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
 ]
-SAMPLES, BATCH = 24, 4
+SAMPLES = 24
+BATCH = 4
 
 
 MEASURED = 4
@@ -163,7 +165,7 @@ LOADERS["plain, workers, its sampler draws at once"] = plain(shuffle=False, samp
 
 @every_loader
 @pytest.mark.parametrize("best", [0, 3])
-def test_same_samples_same_order_same_weights(name: str, best: int, trials: Trials) -> None:
+def test_samples_order_and_weights_equal_those_of_an_untuned_fit(name: str, best: int, trials: Trials) -> None:
     """The model has dropout and the samplers draw from torch's generators, so a draw too many would show."""
     expected, _, _ = fit([], LOADERS[name], max_epochs=4)
     trials.steps_s = {0: 0.1, 1: 0.09, 2: 0.08, 3: 0.07, best: 0.03}
@@ -177,14 +179,14 @@ def test_same_samples_same_order_same_weights(name: str, best: int, trials: Tria
     assert multiprocessing.active_children() == []
 
 
-def test_it_goes_on_in_the_same_epoch(trials: Trials) -> None:
+def test_new_workers_take_over_within_the_same_epoch(trials: Trials) -> None:
     watching = Watching()
     fit([AutotuneCallback(max_workers=3), watching], plain(), max_epochs=3)
     assert watching.seen == [[0] * MEASURED + [3] * 2, [3] * 6, [3] * 6]
 
 
 @pytest.mark.parametrize("loaders", [plain(), plain(num_workers=1), ours()])
-def test_batches_of_a_tuned_loader_are_in_slots(loaders: Any, trials: Trials) -> None:
+def test_tuned_loaders_hand_batches_over_in_slots(loaders: Any, trials: Trials) -> None:
     in_slots = []
 
     class Looks(Callback):
@@ -197,13 +199,13 @@ def test_batches_of_a_tuned_loader_are_in_slots(loaders: Any, trials: Trials) ->
     assert all(uses_slots(loader) for loader in trials.loaders)
 
 
-def test_a_loader_in_any_order_is_changed_at_the_end_of_the_epoch(trials: Trials) -> None:
+def test_a_loader_with_in_order_false_changes_only_between_epochs(trials: Trials) -> None:
     watching = Watching()
     fit([AutotuneCallback(max_workers=3), watching], plain(num_workers=2, in_order=False), max_epochs=3)
     assert watching.last == [2, 2, 3]  # the trials run in the second epoch
 
 
-def test_one_line_says_what_and_why(trials: Trials, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_log_line_names_the_new_setting_and_its_reason(trials: Trials, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="lightning_feed")
     log = Memory()
     fit([callback := AutotuneCallback(max_workers=3)], plain(), max_epochs=2, logger=log)
@@ -226,7 +228,7 @@ def test_the_trials_imitate_the_measured_steps(trials: Trials) -> None:
     assert (work.threads, work.on_device) == (torch.get_num_threads(), False)
 
 
-def test_the_own_setting_stays_where_no_other_is_faster(trials: Trials, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_users_setting_is_kept_when_no_other_is_faster(trials: Trials, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="lightning_feed")
     trials.steps_s = {0: 0.1, 1: 0.0305, 2: 0.031, 3: 0.03}
     watching = Watching()
@@ -238,7 +240,7 @@ def test_the_own_setting_stays_where_no_other_is_faster(trials: Trials, caplog: 
     assert watching.last == [1] * 3
 
 
-def test_the_users_loader_is_left_alone(trials: Trials) -> None:
+def test_the_users_loader_object_is_not_modified(trials: Trials) -> None:
     generator = torch.Generator().manual_seed(3)
     loader = DataLoader(Numbers(SAMPLES), BATCH, shuffle=True, num_workers=1, generator=generator)
     before = dict(vars(loader))
@@ -249,25 +251,25 @@ def test_the_users_loader_is_left_alone(trials: Trials) -> None:
 
 
 @pytest.mark.parametrize("tuner", [(), (AutotuneCallback(max_workers=3),)])
-def test_a_report_tells_if_the_run_was_tuned(tuner: tuple[Callback, ...], trials: Trials) -> None:
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+def test_a_report_tells_whether_the_run_was_tuned(tuner: tuple[Callback, ...], trials: Trials) -> None:
+    starvation = GPUStarvationCallback(report=False)
     fit([*tuner, starvation], plain(num_workers=1))
-    assert starvation.report().measurements.facts.tuned is bool(tuner)
+    assert starvation.report().measurements.facts.trainer.tuned is bool(tuner)
 
 
-def test_a_report_describes_the_steps_with_the_new_workers(trials: Trials) -> None:
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+def test_a_report_covers_only_the_steps_with_the_new_workers(trials: Trials) -> None:
+    starvation = GPUStarvationCallback(report=False)
     fit([AutotuneCallback(max_workers=3), starvation], plain(batch_size=1), max_epochs=2)
-    assert starvation.report().measurements.facts.num_workers == 3
+    assert starvation.report().measurements.facts.loader.num_workers == 3
     assert starvation.report().stats.steps <= 48 - MEASURED
 
 
-def test_the_report_begins_anew_after_the_trials(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_starvation_report_restarts_once_after_the_trials(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[StarvationRun] = []
     restart = StarvationRun.restart
     monkeypatch.setattr(StarvationRun, "restart", lambda run: runs.append(run) or restart(run))
     watched: list[StarvationRun | None] = []
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+    starvation = GPUStarvationCallback(report=False)
     watching = LambdaCallback(on_train_batch_start=lambda *_: watched.append(starvation.measured_fit))
     fit([AutotuneCallback(max_workers=3), starvation, watching], plain(batch_size=1), max_epochs=2)
     assert runs == [watched[0]]
@@ -275,7 +277,7 @@ def test_the_report_begins_anew_after_the_trials(trials: Trials, monkeypatch: py
 
 @pytest.mark.parametrize("made", LOADERS)
 @pytest.mark.parametrize("after_ms", [9.0, 11.0])
-def test_what_makes_training_itself_slower_is_taken_back(
+def test_only_a_slower_setting_is_reverted_and_samples_stay_the_same(
     made: str, after_ms: float, trials: Trials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trials imitate training, and may be wrong; samples, their order and the weights stay the same all the time."""
@@ -296,7 +298,7 @@ def test_what_makes_training_itself_slower_is_taken_back(
     assert json.loads(kept.read_text())["tuned"]["setting"]["num_workers"] == callback.moves[-1].setting.num_workers
 
 
-def test_it_goes_back_in_the_same_epoch(
+def test_a_slower_setting_is_reverted_within_the_same_epoch(
     trials: Trials, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     steps_ms = iter([10.0, 12.5])
@@ -312,7 +314,7 @@ def test_it_goes_back_in_the_same_epoch(
     assert "and 12.5 with num_workers=3" in own_lines(caplog)[-1]
 
 
-def test_the_next_run_begins_with_the_result(trials: Trials, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_next_run_starts_with_the_setting_found_earlier(trials: Trials, caplog: pytest.LogCaptureFixture) -> None:
     fit([AutotuneCallback(max_workers=3)], plain(), max_epochs=2)
     tried = len(trials.settings)
     caplog.set_level(logging.INFO, logger="lightning_feed")
@@ -332,18 +334,18 @@ def test_a_fit_that_is_too_short_is_not_tuned(trials: Trials, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "4", 100_000])
-def test_impossible_limits_are_refused(value: Any) -> None:
+def test_invalid_max_workers_are_refused(value: Any) -> None:
     with pytest.raises(SettingsError, match="max_workers="):
         AutotuneCallback(max_workers=value)
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("inf")])
-def test_impossible_budgets_are_refused(value: Any) -> None:
+def test_invalid_budgets_are_refused(value: Any) -> None:
     with pytest.raises(SettingsError, match="budget_s="):
         AutotuneCallback(budget_s=value)
 
 
-def test_loaders_made_again_get_what_was_found(trials: Trials) -> None:
+def test_reloaded_loaders_get_the_tuned_setting(trials: Trials) -> None:
     watching = Watching()
     expected, _, _ = fit([], module(num_workers=1), max_epochs=4, reload_dataloaders_every_n_epochs=1)
     callbacks = [AutotuneCallback(max_workers=3), watching]
@@ -354,7 +356,7 @@ def test_loaders_made_again_get_what_was_found(trials: Trials) -> None:
     assert all(map(torch.equal, changed.parameters(), expected.parameters()))
 
 
-def test_a_second_fit_begins_again(trials: Trials) -> None:
+def test_a_second_fit_forgets_the_moves_of_the_first(trials: Trials) -> None:
     callback = AutotuneCallback(max_workers=3)
     model, trainer, _ = fit([callback], plain(), max_epochs=2)
     assert len(callback.moves) == 1
@@ -376,7 +378,7 @@ def test_a_second_callback_stands_aside(trials: Trials, caplog: pytest.LogCaptur
 # --- the host ---------------------------------------------------------------------------------------------------------
 
 
-def test_real_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_trials_leave_the_run_and_the_trainer_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which setting is found is left to chance."""
     monkeypatch.setattr(autotune_module, "MEASURED_STEPS", MEASURED - 20)
     loaders = plain(num_workers=1)
@@ -391,12 +393,14 @@ def test_real_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "process_dataloader" not in vars(our_trainer.strategy)
 
 
-def test_it_can_be_sent_and_copied() -> None:
+def test_the_callback_can_be_pickled_and_deep_copied() -> None:
     callback = AutotuneCallback(max_workers=3)
     assert copy.deepcopy(callback).max_workers == pickle.loads(pickle.dumps(callback)).max_workers == 3
 
 
-def test_a_trial_that_fails_leaves_the_loader_alone(trials: Trials, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_trial_leaves_the_loader_unchanged_and_is_logged(
+    trials: Trials, caplog: pytest.LogCaptureFixture
+) -> None:
     trials.steps_s = {**THREE_ARE_BEST, 0: DatasetError("Loading from the dataset failed: planted.")}
     watching = Watching()
     _, _, error = fit([AutotuneCallback(max_workers=3), watching], plain(num_workers=1), max_epochs=2)
@@ -406,7 +410,7 @@ def test_a_trial_that_fails_leaves_the_loader_alone(trials: Trials, caplog: pyte
     assert "planted" in caplog.text
 
 
-def test_it_is_taken_out_after_an_error() -> None:
+def test_the_profiler_is_unwrapped_after_an_error() -> None:
     class Fails(Recording):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if self.trainer.current_epoch == 1:
@@ -497,7 +501,7 @@ CHANGING: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("is_first_run", [True, False], ids=["tuned now", "tuned before"])
 @pytest.mark.parametrize("name", CHANGING)
-def test_workers_see_what_the_program_changes(name: str, is_first_run: bool, trials: Trials) -> None:
+def test_tuned_workers_see_dataset_changes_made_between_epochs(name: str, is_first_run: bool, trials: Trials) -> None:
     """Workers that were found earlier have begun when the first epoch does."""
 
     def loaders() -> dict[str, Any]:
@@ -515,7 +519,7 @@ def test_workers_see_what_the_program_changes(name: str, is_first_run: bool, tri
     assert all(map(torch.equal, same.parameters(), expected.parameters()))
 
 
-def test_batches_drawn_ahead_see_it_too(trials: Trials) -> None:
+def test_prefetched_batches_see_dataset_changes_made_between_epochs(trials: Trials) -> None:
     def loaders() -> dict[str, Any]:
         return {"train_dataloaders": CHANGING["plain"]()}
 
@@ -528,7 +532,7 @@ def test_batches_drawn_ahead_see_it_too(trials: Trials) -> None:
 
 
 @pytest.mark.parametrize("is_told", [True, False])
-def test_workers_stay_alive_while_the_dataset_stays_as_it_is(*, is_told: bool, trials: Trials) -> None:
+def test_workers_stay_alive_while_the_dataset_is_unchanged(*, is_told: bool, trials: Trials) -> None:
     pids: list[set[int]] = []
 
     class Notes(Callback):
@@ -544,7 +548,7 @@ def test_workers_stay_alive_while_the_dataset_stays_as_it_is(*, is_told: bool, t
     assert (pids[2] == pids[3]) is not is_told
 
 
-def test_the_users_own_workers_learn_of_changes_as_they_did(trials: Trials) -> None:
+def test_the_users_own_workers_see_the_same_changes_as_without_tuning(trials: Trials) -> None:
     """Those of a first epoch never do: Lightning starts them before the hooks of the epoch."""
 
     def loaders() -> dict[str, Any]:
@@ -557,12 +561,12 @@ def test_the_users_own_workers_learn_of_changes_as_they_did(trials: Trials) -> N
         assert by_hook(same.events) == by_hook(expected.events)
 
 
-def test_a_data_module_asks_for_the_trials(trials: Trials, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_data_module_with_num_workers_tune_runs_the_trials(trials: Trials, caplog: pytest.LogCaptureFixture) -> None:
     expected, _, _ = fit([], module(seed=3), max_epochs=2)
     watching = Watching()
     same, trainer, error = fit([watching], module(num_workers="tune", seed=3), max_epochs=2)
     assert error is None
-    (callback,) = [one for one in trainer.callbacks if isinstance(one, AutotuneCallback)]
+    (callback,) = [tuner for tuner in trainer.callbacks if isinstance(tuner, AutotuneCallback)]
     assert [move.setting.num_workers for move in callback.moves] == [3]
     assert watching.last[-1] == 3
     assert by_hook(same.events) == by_hook(expected.events)
@@ -570,18 +574,16 @@ def test_a_data_module_asks_for_the_trials(trials: Trials, caplog: pytest.LogCap
     assert len(own_lines(caplog)) == 1
 
 
-def test_a_data_module_that_asks_for_trials_respects_the_users_callback(
-    trials: Trials, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_num_workers_tune_uses_the_users_own_callback(trials: Trials, caplog: pytest.LogCaptureFixture) -> None:
     mine = AutotuneCallback(max_workers=2)
     _, trainer, error = fit([mine], module(num_workers="tune"), max_epochs=2)
     assert error is None
-    assert [one for one in trainer.callbacks if isinstance(one, AutotuneCallback)] == [mine]
+    assert [callback for callback in trainer.callbacks if isinstance(callback, AutotuneCallback)] == [mine]
     assert max(setting.num_workers for setting in trials.settings) == 2
     assert "does nothing" not in caplog.text
 
 
-def test_a_data_module_that_asks_for_trials_without_a_trainer_takes_auto(trials: Trials) -> None:
+def test_num_workers_tune_without_a_trainer_falls_back_to_auto(trials: Trials) -> None:
     data = Birds(BATCH, loader=LoaderSettings(num_workers="tune"))
     assert len([*data.train_dataloader()]) == SAMPLES // BATCH
     assert trials.settings == []
@@ -617,16 +619,18 @@ ASIDE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 under torch 2.13 and later
 @pytest.mark.parametrize(("loaders", "why"), ASIDE.values(), ids=list(ASIDE))
-def test_it_stands_aside_and_says_so_once(loaders: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_loaders_are_left_untuned_with_one_log_line(
+    loaders: Any, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, logger="lightning_feed.callbacks.autotune")
     expected, _, _ = fit([], loaders, max_epochs=2)
     callback = AutotuneCallback()
     same, _, error = fit([callback], loaders, max_epochs=2)
     assert error is None
     assert callback.moves == ()
-    (said,) = own_lines(caplog)
-    assert "does nothing" in said
-    assert why in said
+    (line,) = own_lines(caplog)
+    assert "does nothing" in line
+    assert why in line
     assert by_hook(same.events) == by_hook(expected.events)
     assert all(map(torch.equal, same.parameters(), expected.parameters()))
 
@@ -644,7 +648,9 @@ class Keeps(Numbers):
         return self.kept[index]
 
 
-def test_trials_wait_until_the_dataset_has_kept_all_it_reads(trials: Trials, caplog: pytest.LogCaptureFixture) -> None:
+def test_trials_wait_until_a_caching_dataset_has_filled_its_cache(
+    trials: Trials, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, logger="lightning_feed")
     watching = Watching()
     loader = DataLoader(Keeps(SAMPLES), BATCH, shuffle=True)

@@ -35,14 +35,14 @@ def loaders() -> dict[str, Any]:
     }
 
 
-def test_defaults_need_no_argument() -> None:
+def test_callbacks_with_defaults_can_be_pickled_and_copied() -> None:
     for kind in (PrefetchCallback, GPUStarvationCallback, ExactResume, AutotuneCallback):
         assert pickle.loads(pickle.dumps(kind())) is not None
         assert copy.deepcopy(kind()) is not None
 
 
 @pytest.mark.parametrize("kind", [PrefetchCallback, GPUStarvationCallback, AutotuneCallback])
-def test_a_class_in_place_of_an_object_is_refused(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passing_a_callback_class_instead_of_an_instance_is_refused(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kind, "log", vars(kind).get("log"), raising=False)  # Lightning sets it on the class
     _, _, error = fit([kind], loaders)
     assert str(error) == f"callbacks=[{kind.__name__}] holds the class. Write callbacks=[{kind.__name__}()]."
@@ -64,7 +64,7 @@ def test_a_class_in_place_of_an_object_is_refused(kind: Any, monkeypatch: pytest
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log.*barebones=True")
-def test_the_run_is_the_same(callbacks: Any, options: dict[str, Any]) -> None:
+def test_a_fit_with_the_callbacks_matches_one_without_them(callbacks: Any, options: dict[str, Any]) -> None:
     expected, _, plain_error = fit([], loaders, **options)
     ours, _, error = fit(callbacks(), loaders, **options)
     assert plain_error is None
@@ -74,7 +74,7 @@ def test_the_run_is_the_same(callbacks: Any, options: dict[str, Any]) -> None:
 
 
 @every_set
-def test_the_run_is_the_same_with_a_logger_and_checkpoints(callbacks: Any, tmp_path: Path) -> None:
+def test_a_fit_with_logger_and_checkpoints_matches_one_without_callbacks(callbacks: Any, tmp_path: Path) -> None:
     def options(name: str) -> dict[str, Any]:
         return {
             "logger": CSVLogger(tmp_path / name),
@@ -91,7 +91,7 @@ def test_the_run_is_the_same_with_a_logger_and_checkpoints(callbacks: Any, tmp_p
 
 
 @every_set
-def test_two_fits_then_validate_test_and_predict(callbacks: Any) -> None:
+def test_one_trainer_runs_two_fits_then_validate_test_and_predict(callbacks: Any) -> None:
     model, trainer, error = fit(callbacks(), loaders, max_epochs=1)
     assert error is None
     trainer.fit_loop.max_epochs = 2
@@ -127,7 +127,7 @@ class FailsAt(Recording):
 
 @every_set
 @pytest.mark.parametrize("moment", ["training_step", "validation", "never"])
-def test_nothing_is_left_on_the_trainer(callbacks: Any, moment: str) -> None:
+def test_no_wrapper_is_left_on_trainer_or_model_after_a_fit_or_an_error(callbacks: Any, moment: str) -> None:
     def module() -> FailsAt:
         model = FailsAt()
         model.moment = moment
@@ -179,7 +179,7 @@ class NullStreamPrefetchOfPL(NullStreamPrefetch, pytorch_lightning.Callback):
     ],
     ids=["PrefetchCallback", "prefetching on a null stream", "GPUStarvationCallback", "both"],
 )
-def test_pytorch_lightning(callbacks: Any) -> None:
+def test_a_pytorch_lightning_fit_matches_one_without_the_callbacks(callbacks: Any) -> None:
     def run(made: list[Any]) -> ModuleOfPL:
         pytorch_lightning.seed_everything(5, verbose=False)
         trainer = pytorch_lightning.Trainer(
@@ -195,7 +195,8 @@ def test_pytorch_lightning(callbacks: Any) -> None:
         trainer.fit(model, datamodule=DataOfPL(batch_size=2, loader=LoaderSettings(num_workers=0)))
         return model
 
-    expected, ours = run([]), run(callbacks())
+    expected = run([])
+    ours = run(callbacks())
     assert ours.seen == expected.seen
     assert len(ours.seen) == 12
     assert all(map(torch.equal, ours.parameters(), expected.parameters()))
@@ -208,7 +209,7 @@ class Normalises(Data):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_device_transform_gives_the_same_with_and_without_prefetching(workers: int) -> None:
+def test_device_transform_gives_the_same_run_with_and_without_prefetching(workers: int) -> None:
     def data() -> dict[str, Any]:
         return {"datamodule": Normalises(batch_size=2, loader=LoaderSettings(num_workers=workers))}
 

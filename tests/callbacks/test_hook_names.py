@@ -38,7 +38,7 @@ class Module(LightningModule):
         ("[Callback]Unknown.on_train_batch_end", False),
     ],
 )
-def test_empty_hooks(action: str, *, empty: bool) -> None:
+def test_hooks_without_an_override_are_recognised_as_empty(action: str, *, empty: bool) -> None:
     callbacks = [Overrides(), Empty(), OfTheInstance(), ModelCheckpoint()]
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, callbacks=callbacks)
     trainer.strategy.connect(Module())

@@ -65,7 +65,7 @@ def without(*keys: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("kind", [PrefetchCallback, NullStreamPrefetch], ids=["standing aside", "prefetching"])
-def test_the_step_sees_the_same_keys_prefetched_or_not(kind: Any) -> None:
+def test_dropped_keys_reach_on_before_batch_transfer_but_not_the_step(kind: Any) -> None:
     model, _, error = fit([kind(drop_keys=("meta", "large"))], parts, Sees, max_epochs=1)
     assert error is None
     assert model.before == {WHOLE}
@@ -73,17 +73,15 @@ def test_the_step_sees_the_same_keys_prefetched_or_not(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [PrefetchCallback, NullStreamPrefetch])
-@pytest.mark.parametrize(("stages", "train", "val"), [(("fit",), True, False), (("validate",), False, True)])
-def test_only_in_the_stages_named(kind: Any, stages: Any, train: bool, val: bool) -> None:
-    callback = kind(drop_keys=("meta",), stages=stages)
-    model, _, error = fit([callback], lambda: parts(validation=True), Sees, max_epochs=1)
+def test_keys_are_dropped_in_training_and_validation(kind: Any) -> None:
+    model, _, error = fit([kind(drop_keys=("meta",))], lambda: parts(validation=True), Sees, max_epochs=1)
     assert error is None
-    assert model.after == {without("meta") if train else WHOLE}
-    assert model.validated == {without("meta") if val else WHOLE}
+    assert model.after == {without("meta")}
+    assert model.validated == {without("meta")}
 
 
 @pytest.mark.parametrize("kind", [PrefetchCallback, NullStreamPrefetch])
-def test_a_key_that_is_not_there_is_warned_of_once(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_drop_key_warns_once_and_lists_the_real_ones(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="lightning_feed"):
         _, _, error = fit([kind(drop_keys=("mta",))], parts, Sees, max_epochs=2)
     assert error is None
@@ -93,7 +91,7 @@ def test_a_key_that_is_not_there_is_warned_of_once(kind: Any, caplog: pytest.Log
     assert "'meta'" in said[0]
 
 
-def test_a_key_that_only_training_has_is_no_slip(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_drop_key_missing_only_in_validation_does_not_warn(caplog: pytest.LogCaptureFixture) -> None:
     def loaders() -> dict[str, Any]:
         return {**parts(), "val_dataloaders": DataLoader([{"x": torch.ones(4)}] * 4, batch_size=2)}  # type: ignore[arg-type]
 
@@ -104,7 +102,7 @@ def test_a_key_that_only_training_has_is_no_slip(caplog: pytest.LogCaptureFixtur
     assert "drop_keys" not in caplog.text
 
 
-def test_host_keys_are_held_back_where_the_callback_stands_aside_too() -> None:
+def test_host_keys_skip_the_transfer_even_where_nothing_is_prefetched() -> None:
     held = []
 
     class Looks(Sees):
@@ -122,6 +120,6 @@ def test_host_keys_are_held_back_where_the_callback_stands_aside_too() -> None:
     ("options", "says"),
     [({"drop_keys": "meta"}, "letter by letter")],
 )
-def test_wrong_options_are_refused(options: dict[str, Any], says: str) -> None:
+def test_drop_keys_given_as_a_string_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(SettingsError, match=says):
         PrefetchCallback(**options)

@@ -14,13 +14,15 @@ from torch.utils.data import DataLoader
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
 
-BATCHES, EPOCHS = 12, 2
+BATCHES = 12
+EPOCHS = 2
 
 
 def fit(kind: str, callbacks: list[Callback]) -> tuple[dict[str, torch.Tensor], Memory]:
     """Weights, and what was logged. The data set draws random numbers, the module drops out."""
     seed_everything(1)
-    logger, model = Memory(), Recording()
+    logger = Memory()
+    model = Recording()
     trainer = make_trainer(
         *callbacks,
         strategy=SaysDevice(torch.device(kind)) if kind != "cpu" else "auto",
@@ -46,12 +48,13 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize(("kind", "module"), [("mps", SimpleNamespace()), ("hpu", None), ("mtia", torch.mtia)])
-def test_they_stand_aside_and_say_so_once(
+def test_callbacks_on_mps_hpu_and_mtia_log_their_limits_once(
     kind: str, module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected, _ = fit("cpu", [])
     register(monkeypatch, kind, module)
-    prefetch, starvation = PrefetchCallback(), GPUStarvationCallback(every_n_steps=4, report=False)
+    prefetch = PrefetchCallback()
+    starvation = GPUStarvationCallback(every_n_steps=4, report=False)
     with caplog.at_level(logging.INFO, logger="lightning_feed"):
         weights, logger = fit(kind, [prefetch, starvation])
     torch.testing.assert_close(weights, expected, rtol=0, atol=0)
@@ -67,13 +70,14 @@ def test_they_stand_aside_and_say_so_once(
     assert (stats.confidence, stats.lost_steps) == ("low", 0)
 
 
-def test_xpu_prefetches_and_is_timed_by_its_events(
+def test_xpu_batches_are_prefetched_and_timed_by_xpu_events(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected, _ = fit("cpu", [])
     xpu = Xpu()
     register(monkeypatch, "xpu", xpu)
-    prefetch, starvation = PrefetchCallback(), GPUStarvationCallback(every_n_steps=4, report=False)
+    prefetch = PrefetchCallback()
+    starvation = GPUStarvationCallback(every_n_steps=4, report=False)
     with caplog.at_level(logging.INFO, logger="lightning_feed"):
         weights, logger = fit("xpu", [prefetch, starvation])
     torch.testing.assert_close(weights, expected, rtol=0, atol=0)

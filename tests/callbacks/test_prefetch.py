@@ -67,16 +67,15 @@ def test_all_batches_but_the_first_of_each_epoch_are_prefetched() -> None:
     assert callback.stream.staged == 3 * (6 - 1)
 
 
-@pytest.mark.parametrize(("stages", "staged"), [(("fit",), 5), (("validate",), 1 + 1), (("fit", "validate"), 7)])
-def test_stages_of_a_fit(stages: Any, staged: int) -> None:
-    callback = CountingPrefetch(stages=stages)
-    fit([callback], with_validation, max_epochs=1)  # one batch each in the sanity check and in the validation
-    assert callback.stream.staged == staged
+def test_validation_batches_in_a_fit_are_prefetched() -> None:
+    callback = CountingPrefetch()
+    fit([callback], with_validation, max_epochs=1)
+    assert callback.stream.staged == 5 + 1 + 1  # one batch each in the sanity check and in the validation
 
 
 @pytest.mark.parametrize("entry", ["validate", "test", "predict"])
 @pytest.mark.parametrize("loaders", [1, 2])
-def test_evaluation_and_prediction(entry: str, loaders: int) -> None:
+def test_prefetched_validate_test_and_predict_match_plain_ones(entry: str, loaders: int) -> None:
     def run(callbacks: list[Callback]) -> tuple[Any, Recording]:
         model = Recording()
         torch.nn.init.constant_(model.net[0].weight, 0.1)
@@ -88,7 +87,7 @@ def test_evaluation_and_prediction(entry: str, loaders: int) -> None:
                 parameter.fill_(0.3)
         return getattr(trainer, entry)(model, dataloaders=made), model
 
-    callback = CountingPrefetch(stages=(entry,))  # type: ignore[arg-type]
+    callback = CountingPrefetch()
     ours, our_model = run([callback])
     expected, plain_model = run([])
     assert callback.stream.staged == 4 * loaders - 1
@@ -96,7 +95,7 @@ def test_evaluation_and_prediction(entry: str, loaders: int) -> None:
     assert str(ours) == str(expected)
 
 
-def test_with_a_gradient_scaler_it_looks_ahead_before_backward() -> None:
+def test_the_next_batch_is_prepared_before_backward_with_a_grad_scaler() -> None:
     order: list[str] = []
 
     class Scaled(Recording):
@@ -121,7 +120,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.startswith("lightning_feed")]
 
 
-def test_on_the_cpu_it_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_prefetching_is_off_on_the_cpu_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     callback = PrefetchCallback()
     with caplog.at_level(logging.INFO, logger="lightning_feed"):
         assert_same_run(with_validation, prefetch=lambda: callback)
@@ -144,7 +143,7 @@ class TakesIterator(LightningModule):
 
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
 @pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument in the `training_step`")
-def test_dataloader_iter(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_takes_dataloader_iter_turns_prefetching_off(caplog: pytest.LogCaptureFixture) -> None:
     callback = NullStreamPrefetch()
     with caplog.at_level(logging.INFO, logger="lightning_feed"):
         quiet_trainer([callback]).fit(TakesIterator(), **plain())
@@ -167,7 +166,7 @@ class OnDevice:
             yield {"x": torch.full((2, 4), float(index)), "on_device": torch.empty(2, device="meta")}
 
 
-def test_loader_that_yields_device_tensors(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loader_that_yields_device_tensors_turns_prefetching_off(caplog: pytest.LogCaptureFixture) -> None:
     class Keeps(Recording):
         def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
             return batch
@@ -194,8 +193,9 @@ def test_loader_that_yields_device_tensors(caplog: pytest.LogCaptureFixture) -> 
     assert said(caplog) == ["PrefetchCallback does nothing: the loader yields tensors that are on the device already."]
 
 
-def test_a_second_instance(caplog: pytest.LogCaptureFixture) -> None:
-    first, second = CountingPrefetch(), CountingPrefetch()
+def test_a_second_instance_stays_inactive_and_silent(caplog: pytest.LogCaptureFixture) -> None:
+    first = CountingPrefetch()
+    second = CountingPrefetch()
     with caplog.at_level(logging.INFO, logger="lightning_feed"):
         ours, _, error = fit([first, second], plain)
     expected, _, _ = fit([], plain)
@@ -217,12 +217,9 @@ def test_a_second_instance(caplog: pytest.LogCaptureFixture) -> None:
         ({"depth": True}, "whole number"),
         ({"depth": 1.5}, "whole number"),
         ({"host_keys": "meta"}, "letter by letter"),
-        ({"stages": ("train",)}, "'fit', 'validate', 'test', 'predict'"),
-        ({"stages": "fit"}, "in a tuple"),
-        ({"stages": ()}, "one or more"),
     ],
 )
-def test_bad_settings(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         PrefetchCallback(**settings)
 
@@ -274,7 +271,7 @@ class Faulty(Dataset[Tensor]):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("depth", [1, 4])
-def test_error_in_the_dataset_comes_at_the_same_step(workers: int, depth: int) -> None:
+def test_a_dataset_error_is_raised_at_the_same_step_as_without_prefetching(workers: int, depth: int) -> None:
     assert_same_run(
         lambda: {"train_dataloaders": DataLoader(Faulty(), batch_size=2, num_workers=workers)},
         prefetch=lambda: NullStreamPrefetch(depth=depth),
@@ -283,7 +280,7 @@ def test_error_in_the_dataset_comes_at_the_same_step(workers: int, depth: int) -
 
 
 @pytest.mark.parametrize("hook", ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"])
-def test_error_in_a_hook_comes_at_the_same_step(hook: str) -> None:
+def test_a_hook_error_is_raised_at_the_same_step_as_without_prefetching(hook: str) -> None:
     class Fails(Recording):
         pass
 
@@ -305,7 +302,7 @@ def sigint_as_before() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("sigint_as_before")
-def test_keyboard_interrupt_is_not_kept_for_later() -> None:
+def test_a_keyboard_interrupt_while_prefetching_is_raised_at_once() -> None:
     class Interrupted(Dataset[Tensor]):
         def __len__(self) -> int:
             return 12
@@ -325,7 +322,7 @@ def test_keyboard_interrupt_is_not_kept_for_later() -> None:
     assert "_call_batch_hook" not in vars(model)
 
 
-def test_a_loader_shorter_than_its_length_ends_the_epoch_the_same() -> None:
+def test_a_loader_shorter_than_its_length_ends_the_epoch_as_usual() -> None:
     class Short:
         def __len__(self) -> int:
             return 10
@@ -339,7 +336,7 @@ def test_a_loader_shorter_than_its_length_ends_the_epoch_the_same() -> None:
 # --- nothing is left behind -------------------------------------------------------------------------------------------
 
 
-def test_another_wrapper_around_ours_survives() -> None:
+def test_another_tools_wrapper_around_ours_keeps_working() -> None:
     """Tools that time the transfer wrap the same methods: each must go on working when the other is taken off."""
     calls: list[str] = []
 
@@ -372,7 +369,7 @@ def test_another_wrapper_around_ours_survives() -> None:
     assert calls.count("transfer_batch_to_device") >= 6
 
 
-def test_a_module_copied_or_pickled_in_mid_fit_is_a_plain_module() -> None:
+def test_a_module_copied_or_pickled_during_a_fit_is_unwrapped() -> None:
     copies: list[LightningModule] = []
 
     class Copies(Callback):
@@ -391,9 +388,8 @@ def test_a_module_copied_or_pickled_in_mid_fit_is_a_plain_module() -> None:
 # --- one callback, several loops and Trainers -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stages", [("fit",), ("validate",), ("fit", "validate")])
-def test_active_is_that_of_the_loop_that_runs(stages: Any) -> None:
-    callback = NullStreamPrefetch(stages=stages)
+def test_prefetching_is_active_in_training_and_validation() -> None:
+    callback = NullStreamPrefetch()
     seen: dict[str, set[bool]] = {"fit": set(), "validate": set()}
 
     class Looks(Callback):
@@ -404,11 +400,11 @@ def test_active_is_that_of_the_loop_that_runs(stages: Any) -> None:
             seen["validate"].add(callback.active)
 
     fit([callback, Looks()], with_validation, max_epochs=2, val_check_interval=2)
-    assert seen == {stage: {stage in stages} for stage in seen}
+    assert seen == {"fit": {True}, "validate": {True}}
 
 
 @pytest.mark.parametrize("scaled", [True, False])
-def test_code_at_the_end_of_a_step_runs_before_the_next_batch_is_loaded_with_a_scaler_too(scaled: bool) -> None:
+def test_a_users_on_train_batch_end_runs_before_the_next_batch_is_loaded(scaled: bool) -> None:
     seen: list[Any] = []
 
     class Grows(Recording):

@@ -83,7 +83,7 @@ def precision(name: str) -> dict[str, Any]:
 @example(False, 1, "16-scaled", 1, None, frozenset({"on_after_backward"}), frozenset(), frozenset(), None)
 @example(False, 1, "16-scaled", 1, None, frozenset(), frozenset(), frozenset({"on_before_backward"}), None)
 @example(False, 1, "16-scaled", 2, 0.5, frozenset(), frozenset({"on_before_optimizer_step"}), frozenset(), 2)
-def test_weights_casts_and_draws_are_those_without_it(
+def test_weights_casts_and_random_draws_match_a_fit_without_prefetching(
     manual: bool,
     optimizers: int,
     kind: str,
@@ -158,7 +158,7 @@ class OwnClipping(Casts):
 
 
 @pytest.mark.parametrize("module", [OwnOptimizer, OwnScheduler, OwnClipping, Casts])
-def test_with_a_scaler_what_the_users_classes_draw_in_the_step_comes_first(module: type[Casts]) -> None:
+def test_random_draws_of_user_classes_keep_their_place_with_a_grad_scaler(module: type[Casts]) -> None:
     plugin = DrawingPrecision if module is Casts else MixedPrecision
     callback = assert_same_run(
         lambda: {"train_dataloaders": DataLoader(Numbers(12, noise=True), batch_size=2)},

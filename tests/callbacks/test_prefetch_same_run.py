@@ -56,18 +56,18 @@ def both(train: int = 20, val: int = 8, **kwargs: Any) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_trainer_options(options: dict[str, Any]) -> None:
+def test_a_prefetched_run_is_the_same_with_any_trainer_options(options: dict[str, Any]) -> None:
     assert_same_run(both, **options)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_workers(workers: int) -> None:
+def test_a_prefetched_run_is_the_same_with_and_without_workers(workers: int) -> None:
     callback = assert_same_run(lambda: both(num_workers=workers))
     assert callback.active
 
 
 @pytest.mark.parametrize("limit", [None, 3])
-def test_loader_without_a_length(limit: int | None) -> None:
+def test_a_prefetched_run_is_the_same_with_loaders_without_a_length(limit: int | None) -> None:
     def loaders() -> dict[str, Any]:
         return {
             "train_dataloaders": DataLoader(Stream(18, noise=True), batch_size=4),
@@ -78,7 +78,7 @@ def test_loader_without_a_length(limit: int | None) -> None:
 
 
 @pytest.mark.parametrize("mode", ["max_size_cycle", "min_size", "max_size"])
-def test_combined_training_loaders(mode: Any) -> None:
+def test_a_prefetched_run_is_the_same_with_combined_loaders(mode: Any) -> None:
     def loaders() -> dict[str, Any]:
         parts = {"a": DataLoader(Numbers(12, noise=True), batch_size=2), "b": DataLoader(Numbers(6), batch_size=3)}
         return {"train_dataloaders": CombinedLoader(parts, mode)}
@@ -123,12 +123,14 @@ class ChangesTheNextBatch(Recording):
 
 @pytest.mark.parametrize("module", [StopsEarly, StopsTrainer, DrawsAtBatchEnd, ChangesTheNextBatch])
 @pytest.mark.parametrize("options", [{}, {"val_check_interval": 2}], ids=str)
-def test_modules_that_interfere(module: type[Recording], options: dict[str, Any]) -> None:
+def test_a_prefetched_run_is_the_same_when_hooks_stop_draw_or_change_data(
+    module: type[Recording], options: dict[str, Any]
+) -> None:
     assert_same_run(both, module, **options)
 
 
 @pytest.mark.parametrize("depth", [2, 5, 50])
-def test_deeper(depth: int) -> None:
+def test_a_run_prefetched_several_batches_deep_is_the_same(depth: int) -> None:
     """Without random draws in the main process any depth is the same run, loader by loader.
 
     Batches that wait on the device while validation runs have had their hooks before it.
@@ -146,10 +148,13 @@ def test_deeper(depth: int) -> None:
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
-def test_random_configurations(data: st.DataObject) -> None:
+def test_a_prefetched_run_is_the_same_in_random_configurations(data: st.DataObject) -> None:
     draw = data.draw
-    train, val = draw(st.integers(1, 25)), draw(st.integers(0, 9))
-    size, shuffle, sized = draw(st.integers(1, 6)), draw(st.booleans()), draw(st.booleans())
+    train = draw(st.integers(1, 25))
+    val = draw(st.integers(0, 9))
+    size = draw(st.integers(1, 6))
+    shuffle = draw(st.booleans())
+    sized = draw(st.booleans())
     options: dict[str, Any] = {
         "max_epochs": draw(st.integers(1, 3)),
         "max_steps": draw(st.sampled_from([-1, -1, 5, 9])),

@@ -101,7 +101,7 @@ def trace_of(folder: Path, data: Any, **options: Any) -> Trace:
 IN_MAIN = LoaderSettings(num_workers=0, background=0)
 
 
-def test_the_way_to_the_device(tmp_path: Path) -> None:
+def test_a_trace_nests_the_stages_of_a_batch_on_its_way_to_the_device(tmp_path: Path) -> None:
     trace = trace_of(tmp_path, PartsData(batch_size=4, loader=IN_MAIN))
     assert len(trace.named("device_transform")) == len(trace.named("transfer")) == BATCHES
     assert len(trace.named("device_copy")) == BATCHES
@@ -116,7 +116,7 @@ def test_the_way_to_the_device(tmp_path: Path) -> None:
     assert not any(trace.inside("device_transform", "device_copy"))
 
 
-def test_the_way_of_an_image(class_folders: Path, tmp_path: Path) -> None:
+def test_a_trace_shows_each_image_being_read_decoded_and_augmented(class_folders: Path, tmp_path: Path) -> None:
     data = ImageFolderDataModule(str(class_folders), batch_size=2, image_size=32, decoder="pillow", loader=IN_MAIN)
     trace = trace_of(tmp_path, data)
     samples = len(trace.named("augment"))
@@ -127,7 +127,7 @@ def test_the_way_of_an_image(class_folders: Path, tmp_path: Path) -> None:
     assert all(trace.inside("augment", "loader_next"))
 
 
-def test_without_a_profiler_none_of_it_is_made(class_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_trace_annotations_are_made_without_a_profiler(class_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     real = torch.autograd.profiler.record_function
 
@@ -146,7 +146,7 @@ def test_without_a_profiler_none_of_it_is_made(class_folders: Path, monkeypatch:
 
 
 @pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")  # as Lightning sets it up for a short fit
-def test_lightnings_own_profiler_shows_them_and_changes_nothing(tmp_path: Path) -> None:
+def test_lightnings_profiler_shows_our_stages_and_losses_stay_the_same(tmp_path: Path) -> None:
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=BATCHES - 1)
     profiler = PyTorchProfiler(dirpath=tmp_path, filename="fit", schedule=schedule)
     losses = fit(PartsData(batch_size=4, loader=IN_MAIN), profiler=profiler)

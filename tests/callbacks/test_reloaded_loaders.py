@@ -38,7 +38,7 @@ class Plain(LightningDataModule):
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.parametrize("ours", [False, True])
-def test_an_old_loader_ends_with_its_workers(*, ours: bool) -> None:
+def test_reloading_loaders_ends_the_workers_of_the_old_ones(*, ours: bool) -> None:
     """Without the garbage collector, which would hide a cycle."""
     workers = Workers()
 

@@ -16,7 +16,7 @@ from report.sample_reports import sample
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed import GPUStarvationCallback
-from lightning_feed.callbacks import starvation
+from lightning_feed.callbacks import starvation_reports
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.measure import loop
 from lightning_feed.report.document import read_document
@@ -55,7 +55,7 @@ class Endless(IterableDataset[torch.Tensor]):
 
 
 def _fit(does: dict[int, Callable[[], object]], loader: Any, **options: Any) -> Any:
-    trainer = make_trainer(At(does), GPUStarvationCallback(nvml=False), **options)
+    trainer = make_trainer(At(does), GPUStarvationCallback(), **options)
     trainer.fit(BoringModel(), loader)
     return trainer
 
@@ -66,16 +66,18 @@ def _reports(capsys: pytest.CaptureFixture[str]) -> int:
 
 @pytest.mark.parametrize(("batches", "times"), [(8, 0), (199, 1), (200, 2), (210, 2)])
 @pytest.mark.usefixtures("clock")
-def test_after_200_steps_and_at_the_end(batches: int, times: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reports_are_printed_after_200_steps_and_at_the_end_of_a_fit(
+    batches: int, times: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     _fit({}, make_loader(batches))
     assert _reports(capsys) == times
 
 
 @pytest.mark.usefixtures("clock")
-def test_a_verdict_that_was_shown_is_repeated_in_short(
+def test_a_repeated_verdict_is_printed_in_short(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(starvation, "diagnose", lambda _: sample())
+    monkeypatch.setattr(starvation_reports, "diagnose", lambda _: sample())
     _fit({}, make_loader(210))
     first, second = capsys.readouterr().out.split("FEED  ")[1:]
     assert [line.split()[0] for line in second.splitlines()] == ["highly", "files", "next:"]
@@ -84,10 +86,10 @@ def test_a_verdict_that_was_shown_is_repeated_in_short(
 
 
 @pytest.mark.usefixtures("clock")
-def test_short_fits_and_further_fits_are_told_in_a_line(
+def test_short_and_later_fits_print_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(starvation, "diagnose", lambda _: sample())
+    monkeypatch.setattr(starvation_reports, "diagnose", lambda _: sample())
     lines = []
     for batches in (29, 30, 210, 29):
         _fit({}, make_loader(batches))
@@ -97,7 +99,7 @@ def test_short_fits_and_further_fits_are_told_in_a_line(
 
 
 @pytest.mark.parametrize(("endless", "shown"), [(True, 4), (False, 2)])
-def test_every_ten_minutes_it_is_written_and_in_endless_streams_shown(
+def test_report_is_written_every_ten_minutes_and_shown_for_endless_streams(
     endless: bool, shown: int, clock: Clock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written: list[float] = []
@@ -132,7 +134,7 @@ def _sigterm() -> None:
 
 
 @pytest.mark.parametrize(("end", "error"), [(_ctrl_c, SystemExit), (_sigterm, SystemExit), (_error, ValueError)])
-def test_a_run_that_is_ended_is_told_of_without_waiting_for_anything(
+def test_interrupted_run_reports_without_waiting(
     end: Callable[[], None],
     error: type[BaseException],
     tmp_path: Path,
@@ -150,16 +152,16 @@ def test_a_run_that_is_ended_is_told_of_without_waiting_for_anything(
 
 
 @pytest.mark.usefixtures("clock")
-def test_a_run_that_is_stopped_just_after_its_report_is_told_of_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_stopped_after_its_report_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     """The callback measures before At runs, so the report after 200 steps is out."""
-    trainer = make_trainer(GPUStarvationCallback(nvml=False), At({200: _ctrl_c}))
+    trainer = make_trainer(GPUStarvationCallback(), At({200: _ctrl_c}))
     with pytest.raises(SystemExit):
         trainer.fit(BoringModel(), make_loader(210))
     assert _reports(capsys) == 1
 
 
 @pytest.mark.usefixtures("clock")
-def test_the_validation_after_the_last_step_is_in_the_files(tmp_path: Path) -> None:
+def test_report_files_include_the_validation_after_the_last_step(tmp_path: Path) -> None:
     _fit({}, make_loader(200), logger=CSVLogger(tmp_path), limit_val_batches=1.0)
     (document,) = tmp_path.rglob("feed_report.json")
     wall = read_document(document).diagnosis.measurements.wall
@@ -175,7 +177,8 @@ class SlowLogger(Memory):
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
-        self.clock, self.calls = clock, 0
+        self.clock = clock
+        self.calls = 0
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         self.calls += 1
@@ -195,14 +198,14 @@ def no_slow_logger() -> None:
 
 
 @pytest.mark.parametrize("model", [Logs, BoringModel])
-def test_a_slow_logger_is_called_hardly_more_often_with_the_callback(model: type[BoringModel], clock: Clock) -> None:
+def test_a_slow_logger_gets_few_extra_calls_from_the_callback(model: type[BoringModel], clock: Clock) -> None:
     logger = SlowLogger(clock)
 
     class Steps(lightning.pytorch.Callback):
         def on_train_batch_start(self, *args: Any) -> None:
             clock.now += 0.020
 
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+    starvation = GPUStarvationCallback(report=False)
     trainer = make_trainer(Steps(), starvation, logger=logger, log_every_n_steps=1)
     trainer.fit(model(), make_loader(150))
     ours = len(logger.rows)

@@ -28,7 +28,7 @@ def validated(workers: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("data", "workers", "depth"), [(sized, 0, 1), (unsized, 0, 3), (unsized, 2, 1), (sized, 2, 3)])
-def test_prefetch(data: Any, workers: int, depth: int, tmp_path: Path) -> None:
+def test_prefetched_stateful_loaders_resume_exactly(data: Any, workers: int, depth: int, tmp_path: Path) -> None:
     def callbacks() -> list[Callback]:
         return [NullStreamPrefetch(depth=depth)]
 
@@ -36,7 +36,7 @@ def test_prefetch(data: Any, workers: int, depth: int, tmp_path: Path) -> None:
     assert_resumes_exactly(lambda: data(workers), callbacks, tmp_path / "run.ckpt", count=counts)
 
 
-def test_saved_in_a_validation(tmp_path: Path) -> None:
+def test_a_checkpoint_saved_in_validation_resumes_exactly(tmp_path: Path) -> None:
     assert_resumes_exactly(
         lambda: validated(0),
         lambda: [NullStreamPrefetch(depth=2)],
@@ -47,7 +47,7 @@ def test_saved_in_a_validation(tmp_path: Path) -> None:
     )
 
 
-def test_saved_at_the_end_of_an_epoch(tmp_path: Path) -> None:
+def test_a_checkpoint_saved_at_the_end_of_an_epoch_resumes_exactly(tmp_path: Path) -> None:
     assert_resumes_exactly(
         lambda: sized(0),
         lambda: [NullStreamPrefetch()],

@@ -17,8 +17,7 @@ from measure.small_fits import CpuPrefetch, Memory, Slow, make_loader, make_trai
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings
-from lightning_feed.callbacks import starvation as starvation_module
-from lightning_feed.callbacks import starvation_run
+from lightning_feed.callbacks import report_folder, starvation_run
 from lightning_feed.errors import SettingsError
 from lightning_feed.measure import loop
 from lightning_feed.report.document import read_document
@@ -36,20 +35,22 @@ PARTS = ("compute", "h2d", "data_idle", "other")
 
 @pytest.fixture
 def quiet() -> GPUStarvationCallback:
-    return GPUStarvationCallback(every_n_steps=5, nvml=False, report=False, tags="all")
+    return GPUStarvationCallback(every_n_steps=5, report=False, tags="all")
 
 
 # --- what is logged, and when -------------------------------------------------------------------------------------
 
 
-def test_windows_are_logged_where_the_trainer_logs(quiet: GPUStarvationCallback) -> None:
+def test_windows_are_logged_at_the_steps_where_the_trainer_logs(quiet: GPUStarvationCallback) -> None:
     logger = Memory()
     quiet.every_n_steps = None
     run_fit(quiet, batches=18, logger=logger, max_epochs=2, log_every_n_steps=4)
     assert logger.steps == [3, 7, 11, 15, 19, 23, 27, 31, 35]
 
 
-def test_tags_of_a_fit(quiet: GPUStarvationCallback, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logged_parts_of_a_step_add_up_to_the_step_time(
+    quiet: GPUStarvationCallback, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loop, "READ_EVERY_NS", 0)  # of every window, however short
     logger = Memory()
     run_fit(quiet, batches=10, logger=logger)
@@ -62,7 +63,7 @@ def test_tags_of_a_fit(quiet: GPUStarvationCallback, monkeypatch: pytest.MonkeyP
         assert not {tag for tag in tags if tag.startswith(("feed_gpu", "feed/prefetch", "feed/efficiency"))}
 
 
-def test_the_axis_counts_optimizer_steps(quiet: GPUStarvationCallback) -> None:
+def test_the_step_axis_of_logs_counts_optimizer_steps(quiet: GPUStarvationCallback) -> None:
     logger = Memory()
     quiet.every_n_steps = 2
     run_fit(quiet, batches=16, logger=logger, accumulate_grad_batches=3)
@@ -70,7 +71,7 @@ def test_the_axis_counts_optimizer_steps(quiet: GPUStarvationCallback) -> None:
     assert sorted(set(logger.steps)) == logger.steps
 
 
-def test_without_a_logger_it_warns_once_and_measures(
+def test_a_fit_without_a_logger_warns_once_and_is_still_measured(
     quiet: GPUStarvationCallback, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = run_fit(quiet)
@@ -84,7 +85,7 @@ def test_without_a_logger_it_warns_once_and_measures(
     assert summary.steps == 5
 
 
-def test_facts_of_loaders_that_change_between_epochs(quiet: GPUStarvationCallback) -> None:
+def test_reported_facts_follow_loaders_that_change_between_epochs(quiet: GPUStarvationCallback) -> None:
     class Data(LightningDataModule):
         workers = 0
 
@@ -99,9 +100,9 @@ def test_facts_of_loaders_that_change_between_epochs(quiet: GPUStarvationCallbac
     trainer = make_trainer(quiet, max_epochs=2, reload_dataloaders_every_n_epochs=1, **limits)
     trainer.fit(BoringModel(), datamodule=Data())
     facts = quiet.report().measurements.facts
-    assert (facts.batches_per_epoch, facts.breaks_off) == (3, True)
-    assert facts.num_workers == trainer.datamodule.workers == 2
-    assert (facts.batch_bytes, facts.batch_tensors) == (128, 1)
+    assert (facts.batches_per_epoch, facts.trainer.breaks_off) == (3, True)
+    assert facts.loader.num_workers == trainer.datamodule.workers == 2
+    assert (facts.batch.size_bytes, facts.batch.tensors) == (128, 1)
 
 
 # --- the progress bar and the report ------------------------------------------------------------------------------
@@ -118,7 +119,7 @@ class OwnBar(lightning.pytorch.callbacks.ProgressBar):
 
 
 @pytest.mark.parametrize("bar", [lightning.pytorch.callbacks.TQDMProgressBar, OwnBar])
-def test_the_progress_bar_shows_the_share(bar: Callable[[], Any], quiet: GPUStarvationCallback) -> None:
+def test_the_progress_bar_shows_the_starved_percentage(bar: Callable[[], Any], quiet: GPUStarvationCallback) -> None:
     shown: list[Any] = []
 
     class Look(lightning.pytorch.Callback):
@@ -135,7 +136,7 @@ def test_the_progress_bar_shows_the_share(bar: Callable[[], Any], quiet: GPUStar
 # --- beside a prefetcher ------------------------------------------------------------------------------------------
 
 
-def test_what_a_prefetcher_fetches_is_data_and_not_other(quiet: GPUStarvationCallback) -> None:
+def test_waiting_inside_the_prefetcher_counts_as_data_and_not_as_other(quiet: GPUStarvationCallback) -> None:
     logger = Memory()
     trainer = make_trainer(CpuPrefetch(), quiet, logger=logger)
     trainer.fit(BoringModel(), DataLoader(Slow(30, 5)))
@@ -159,7 +160,7 @@ class Foreign:
         return iter([torch.ones(1, 32)] * 8)
 
 
-def test_loaders_that_are_not_torchs_are_measured_too(quiet: GPUStarvationCallback) -> None:
+def test_loaders_of_other_libraries_are_measured(quiet: GPUStarvationCallback) -> None:
     class Both(BoringModel):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return super().training_step(batch[0], batch_idx)
@@ -167,10 +168,10 @@ def test_loaders_that_are_not_torchs_are_measured_too(quiet: GPUStarvationCallba
     make_trainer(quiet).fit(Both(), [Foreign(None), Foreign(2)])
     measured = quiet.report().measurements
     assert measured.stats.steps == 7
-    assert measured.facts.num_workers is None  # it may be the other one that is waited for
+    assert measured.facts.loader.num_workers is None  # it may be the other one that is waited for
 
 
-def test_a_look_at_the_report_takes_no_steps_from_the_other_ranks(
+def test_calling_report_mid_fit_withholds_no_steps_from_other_ranks(
     quiet: GPUStarvationCallback, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[int] = []
@@ -196,10 +197,10 @@ def test_a_look_at_the_report_takes_no_steps_from_the_other_ranks(
 
 @pytest.fixture
 def starvation() -> GPUStarvationCallback:
-    return GPUStarvationCallback(every_n_steps=5, nvml=False)
+    return GPUStarvationCallback(every_n_steps=5)
 
 
-def test_tensorboard_shows_the_report_and_its_folder_holds_it(
+def test_the_report_is_shown_in_tensorboard_and_saved_in_its_log_folder(
     starvation: GPUStarvationCallback, tmp_path: Path
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -225,7 +226,7 @@ def test_tensorboard_shows_the_report_and_its_folder_holds_it(
     assert last.startswith("next: ")
 
 
-def test_without_a_folder_of_a_logger_reports_lie_beside_the_checkpoints(
+def test_reports_go_beside_the_checkpoints_if_the_logger_has_no_folder(
     starvation: GPUStarvationCallback, tmp_path: Path
 ) -> None:
     run_fit(starvation, logger=Memory(), default_root_dir=tmp_path, enable_checkpointing=True)
@@ -238,28 +239,30 @@ def _reports(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("logger", [False, "bucket"])
-def test_without_a_folder_reports_lie_in_the_root_of_the_trainer(
+def test_reports_go_to_default_root_dir_without_any_other_folder(
     logger: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Bucket(Memory):
         save_dir = log_dir = "s3://bucket/runs"
 
-    monkeypatch.setattr(starvation_module, "IN_ROOT", "feed_reports")
+    monkeypatch.setattr(report_folder, "IN_ROOT", "feed_reports")
     monkeypatch.chdir(tmp_path)
     given = Bucket() if logger else False
-    run_fit(GPUStarvationCallback(nvml=False), batches=40, logger=given, default_root_dir=tmp_path)
+    run_fit(GPUStarvationCallback(), batches=40, logger=given, default_root_dir=tmp_path)
     assert _reports(tmp_path) == ["feed_reports/feed_report.json"]
     assert f"files {tmp_path}/feed_reports/feed_report.html, .json, .md\n" in capsys.readouterr().out
     assert read_document(tmp_path).run.folder == ""
-    run_fit(GPUStarvationCallback(nvml=False), fast_dev_run=True, default_root_dir=tmp_path / "other")
+    run_fit(GPUStarvationCallback(), fast_dev_run=True, default_root_dir=tmp_path / "other")
     assert _reports(tmp_path) == ["feed_reports/feed_report.json"]
 
 
-def test_the_folder_of_reports_by_argument_and_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_folder_comes_from_the_argument_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LIGHTNING_FEED_DIR", str(tmp_path / "variable"))
     logger = CSVLogger(tmp_path / "logger")
-    run_fit(GPUStarvationCallback(nvml=False), batches=40, logger=logger)
-    run_fit(GPUStarvationCallback(nvml=False, folder=tmp_path / "argument"), batches=40, logger=logger)
+    run_fit(GPUStarvationCallback(), batches=40, logger=logger)
+    run_fit(GPUStarvationCallback(folder=tmp_path / "argument"), batches=40, logger=logger)
     assert _reports(tmp_path) == ["argument/feed_report.json", "variable/feed_report.json"]
     assert read_document(tmp_path / "argument").run.folder == "argument"
     monkeypatch.setenv("LIGHTNING_FEED_DIR", "s3://bucket/runs")
@@ -269,8 +272,8 @@ def test_the_folder_of_reports_by_argument_and_variable(tmp_path: Path, monkeypa
         GPUStarvationCallback(folder="s3://bucket/other")
 
 
-def test_a_report_stays_when_the_next_run_has_the_same_folder(tmp_path: Path) -> None:
-    both = GPUStarvationCallback(nvml=False, folder=tmp_path)
+def test_a_second_run_does_not_overwrite_the_report_of_the_first(tmp_path: Path) -> None:
+    both = GPUStarvationCallback(folder=tmp_path)
     run_fit(both, batches=205)  # reports twice
     first = (tmp_path / "feed_report.json").read_text()
     run_fit(both, batches=40)
@@ -292,7 +295,9 @@ def test_a_report_that_cannot_be_written_does_not_end_the_run(
     assert list(tmp_path.rglob("feed_report*")) == []
 
 
-def test_weights_and_biases_shows_the_page_and_the_whole_run(starvation: GPUStarvationCallback, tmp_path: Path) -> None:
+def test_weights_and_biases_gets_the_report_page_and_the_run_summary(
+    starvation: GPUStarvationCallback, tmp_path: Path
+) -> None:
     from lightning.pytorch.loggers import WandbLogger
 
     logger = WandbLogger(save_dir=tmp_path, offline=True, project="birds")
@@ -311,7 +316,7 @@ def test_weights_and_biases_shows_the_page_and_the_whole_run(starvation: GPUStar
     assert len(list(tmp_path.rglob("feed_report.html"))) == 1
 
 
-def test_mlflow_keeps_the_report_as_artifacts_and_beside_the_run(
+def test_mlflow_gets_the_report_as_artifacts_and_as_files(
     starvation: GPUStarvationCallback, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lightning.pytorch.loggers import MLFlowLogger
@@ -332,7 +337,7 @@ def test_mlflow_keeps_the_report_as_artifacts_and_beside_the_run(
     assert read_document(next(tmp_path.rglob("artifacts/*.json"))).diagnosis == starvation.report()
 
 
-def test_a_logger_that_refuses_the_text_does_not_end_the_run(
+def test_a_logger_that_fails_on_the_report_text_does_not_end_the_run(
     starvation: GPUStarvationCallback, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Offline(Memory):
@@ -351,7 +356,8 @@ class Ends(Dataset[torch.Tensor]):
     """Promises more samples than it has, and raises StopIteration for the rest."""
 
     def __init__(self, promised: int, has: int) -> None:
-        self.promised, self.has = promised, has
+        self.promised = promised
+        self.has = has
 
     def __len__(self) -> int:
         return self.promised
@@ -385,7 +391,7 @@ class Thinks(BoringModel):
 
 
 @pytest.mark.parametrize("how", ["plain", "wrap", "wrap, workers"])
-def test_an_epoch_that_ends_early_is_told(
+def test_epoch_that_ends_early_is_reported(
     how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], quiet: GPUStarvationCallback
 ) -> None:
     def fitted(callback: GPUStarvationCallback, promised: int, has: int, **options: Any) -> Any:
@@ -396,7 +402,7 @@ def test_an_epoch_that_ends_early_is_told(
         trainer.fit(Thinks(), datamodule=data)
         return callback.report().measurements.facts.cut_short
 
-    starvation = GPUStarvationCallback(nvml=False, folder=tmp_path)
+    starvation = GPUStarvationCallback(folder=tmp_path)
     assert fitted(starvation, promised=160, has=80) == (40, 80)
     said = "the loader ended after 40 of 80 batches, so Lightning ran no validation"
     assert starvation.report().notes[0].startswith(said)
@@ -407,7 +413,7 @@ def test_an_epoch_that_ends_early_is_told(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_a_run_that_is_stopped_in_mid_epoch_was_not_cut_short(
+def test_a_run_stopped_in_mid_epoch_is_not_reported_as_ending_early(
     error: type[BaseException], quiet: GPUStarvationCallback
 ) -> None:
     class Stopped(Thinks):
@@ -439,12 +445,12 @@ class Keeps(Dataset[Any]):
         return self.kept[index]
 
 
-def test_figures_of_a_dataset_that_keeps_what_it_reads_are_of_later_epochs(quiet: GPUStarvationCallback) -> None:
+def test_figures_for_a_caching_dataset_leave_out_its_first_epoch(quiet: GPUStarvationCallback) -> None:
     told: list[str] = []
 
     class AtEpochsEnd(Callback):
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            told.append(quiet.report().measurements.facts.keeps)
+            told.append(quiet.report().measurements.facts.loader.keeps)
 
     trainer = make_trainer(quiet, AtEpochsEnd(), max_epochs=2)
     trainer.fit(BoringModel(), DataLoader(Keeps(80)))

@@ -45,7 +45,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     return fake
 
 
-def test_nothing_is_waited_for_while_steps_run(
+def test_the_callback_never_synchronizes_with_the_device_during_steps(
     device: SimulatedDevice, quiet: GPUStarvationCallback, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forbidden(name: str) -> Callable[..., Any]:
@@ -77,7 +77,8 @@ def test_nothing_is_waited_for_while_steps_run(
         def on_train_end(self, *args: Any) -> None:
             self.patch.undo()
 
-    logger, guard = Memory(), Guard()
+    logger = Memory()
+    guard = Guard()
     try:
         run_fit(quiet, others=(guard, CpuPrefetch()), logger=logger, batches=60, enable_progress_bar=True)
     finally:
@@ -87,7 +88,9 @@ def test_nothing_is_waited_for_while_steps_run(
     assert quiet.report().stats.steps == 40  # without the warm-up
 
 
-def test_windows_hold_what_the_device_has_finished(device: SimulatedDevice, quiet: GPUStarvationCallback) -> None:
+def test_logged_windows_hold_only_steps_the_device_has_finished(
+    device: SimulatedDevice, quiet: GPUStarvationCallback
+) -> None:
     class Work(BoringModel):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             device.launch(20)
@@ -103,7 +106,7 @@ def test_windows_hold_what_the_device_has_finished(device: SimulatedDevice, quie
 
 @pytest.mark.parametrize("call", ["record", "query", "elapsed_time", "synchronize"])
 @pytest.mark.parametrize("met", [True, False], ids=["the step meets it", "nobody else meets it"])
-def test_an_error_of_the_device_is_raised_by_the_training_and_not_by_the_meter(
+def test_device_errors_are_raised_by_the_training_and_not_by_the_meter(
     call: str,
     met: bool,
     quiet: GPUStarvationCallback,
@@ -157,7 +160,7 @@ class FakeSampler:
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_gpu_figures_are_logged_and_their_thread_ends(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvml_figures_are_logged_and_the_sampling_thread_stops(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     samplers: list[FakeSampler] = []
 
     def make(uuid: str) -> FakeSampler:
@@ -172,7 +175,8 @@ def test_gpu_figures_are_logged_and_their_thread_ends(broken: bool, monkeypatch:
     monkeypatch.setattr(starvation_callback, "NvmlSampler", make)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="uuid of torch"))
     monkeypatch.setattr(torch.version, "hip", None)
-    starvation, logger = GPUStarvationCallback(every_n_steps=5, report=False, tags="all"), Memory()
+    starvation = GPUStarvationCallback(every_n_steps=5, report=False, tags="all")
+    logger = Memory()
     start = starvation._start_nvml
     monkeypatch.setattr(starvation, "_start_nvml", lambda trainer, _: start(trainer, torch.device("cuda", 0)))
     trainer = make_trainer(starvation, logger=logger)
@@ -184,7 +188,7 @@ def test_gpu_figures_are_logged_and_their_thread_ends(broken: bool, monkeypatch:
     assert gpu == {"feed_gpu/util_pct": 97.0, "feed_gpu/mem_used_mib": 1024.0}
 
 
-def test_on_a_cpu_nobody_asks_for_figures_of_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cpu_run_logs_nothing_about_nvml(caplog: pytest.LogCaptureFixture) -> None:
     starvation = GPUStarvationCallback(report=False)
     with caplog.at_level(logging.INFO, logger="lightning_feed"):
         for _ in range(2):
@@ -223,7 +227,7 @@ class TimedLoader(DataLoader[Any]):
         (2, 30, 60, 0),
     ],
 )
-def test_a_real_run_reads_what_is_true(
+def test_the_starved_share_matches_an_independent_clock(
     workers: int, data_ms: float, compute_ms: float, ideal_pct: float, quiet: GPUStarvationCallback
 ) -> None:
     starts: list[float] = []

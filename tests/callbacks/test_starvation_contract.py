@@ -34,7 +34,7 @@ CROSSING = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, "10", True])
-def test_a_bad_interval_is_refused(value: Any) -> None:
+def test_invalid_every_n_steps_is_refused(value: Any) -> None:
     with pytest.raises(SettingsError, match=r"every_n_steps=.*a whole number of 1 or more"):
         GPUStarvationCallback(every_n_steps=value)
 
@@ -71,7 +71,7 @@ def test_a_bad_interval_is_refused(value: Any) -> None:
     "ignore:.*(overfit_batches|barebones|limit_train_batches=0|Override `SequentialSampler)",  # notes on the options
     "ignore:You requested to overfit but enabled train dataloader shuffling",
 )
-def test_default_callback_in_any_trainer(
+def test_the_default_callback_works_with_any_trainer_options(
     package: Any, kind: type[GPUStarvationCallback], options: dict[str, Any], tmp_path: Path
 ) -> None:
     starvation = kind()
@@ -84,7 +84,7 @@ def test_default_callback_in_any_trainer(
 
 
 @pytest.mark.parametrize("hook", ["training_step", "on_train_start", "on_train_epoch_end", "on_fit_start", "setup"])
-def test_nothing_is_left_behind_by_an_exception(hook: str, quiet: GPUStarvationCallback) -> None:
+def test_no_wrapper_is_left_on_the_trainer_after_an_exception(hook: str, quiet: GPUStarvationCallback) -> None:
     class Broken(BoringModel):
         pass
 
@@ -98,7 +98,7 @@ def test_nothing_is_left_behind_by_an_exception(hook: str, quiet: GPUStarvationC
     assert_clean(trainer)
 
 
-def test_an_exception_in_the_dataset_is_the_one_that_is_raised(quiet: GPUStarvationCallback) -> None:
+def test_an_exception_in_the_dataset_reaches_the_user_unchanged(quiet: GPUStarvationCallback) -> None:
     class Bad(RandomDataset):
         def __getitem__(self, index: int) -> Any:
             if index == 7:
@@ -113,7 +113,7 @@ def test_an_exception_in_the_dataset_is_the_one_that_is_raised(quiet: GPUStarvat
 
 
 @pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")  # as meant here
-def test_a_step_that_fetches_for_itself(quiet: GPUStarvationCallback) -> None:
+def test_a_step_that_takes_dataloader_iter_is_measured(quiet: GPUStarvationCallback) -> None:
     class OwnFetch(BoringModel):
         def training_step(self, dataloader_iter: Iterator[Any]) -> Any:
             batch, _, _ = next(dataloader_iter)
@@ -127,7 +127,7 @@ def test_a_step_that_fetches_for_itself(quiet: GPUStarvationCallback) -> None:
     assert stats.starved_pct > 50
 
 
-def test_a_loader_without_a_length(quiet: GPUStarvationCallback) -> None:
+def test_a_loader_without_a_length_is_measured(quiet: GPUStarvationCallback) -> None:
     class Endless(IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
             return iter(torch.ones(13, 32))
@@ -138,7 +138,7 @@ def test_a_loader_without_a_length(quiet: GPUStarvationCallback) -> None:
     assert_clean(trainer)
 
 
-def test_resuming_goes_on_with_the_step_axis(quiet: GPUStarvationCallback, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_the_step_axis(quiet: GPUStarvationCallback, tmp_path: Path) -> None:
     trainer = make_trainer(quiet, max_steps=12, max_epochs=-1)
     trainer.fit(BoringModel(), make_loader(10))
     trainer.save_checkpoint(tmp_path / "mid.ckpt")
@@ -149,7 +149,8 @@ def test_resuming_goes_on_with_the_step_axis(quiet: GPUStarvationCallback, tmp_p
 
 
 def test_a_second_instance_stands_aside(quiet: GPUStarvationCallback, caplog: pytest.LogCaptureFixture) -> None:
-    second, logger = GPUStarvationCallback(every_n_steps=5, nvml=False), Memory()
+    second = GPUStarvationCallback(every_n_steps=5)
+    logger = Memory()
     trainer = make_trainer(quiet, second, logger=logger, max_epochs=1)
     trainer.fit(BoringModel(), make_loader())
     trainer.fit_loop.max_epochs = 2
@@ -160,7 +161,7 @@ def test_a_second_instance_stands_aside(quiet: GPUStarvationCallback, caplog: py
     assert [line.levelno for line in lines] == [logging.WARNING]
 
 
-def test_it_pickles_and_copies_during_a_fit_and_keeps_its_figures(quiet: GPUStarvationCallback) -> None:
+def test_the_callback_keeps_its_figures_when_pickled_or_copied_mid_fit(quiet: GPUStarvationCallback) -> None:
     copies: list[GPUStarvationCallback] = []
 
     class Copier(lightning.pytorch.Callback):
@@ -174,7 +175,7 @@ def test_it_pickles_and_copies_during_a_fit_and_keeps_its_figures(quiet: GPUStar
         run_fit(each)
 
 
-def test_another_tool_that_patches_the_profiler_too(quiet: GPUStarvationCallback) -> None:
+def test_another_tools_patch_of_the_profiler_keeps_working(quiet: GPUStarvationCallback) -> None:
     """It wrapped ours, and takes its wrap out after we are gone, or never: both work."""
     seen: list[str] = []
 
@@ -197,7 +198,7 @@ def test_another_tool_that_patches_the_profiler_too(quiet: GPUStarvationCallback
     assert quiet.report().stats.steps == 19
 
 
-def test_a_profiler_of_the_user_sees_what_it_would_see(quiet: GPUStarvationCallback) -> None:
+def test_the_users_simple_profiler_records_every_step_and_fetch(quiet: GPUStarvationCallback) -> None:
     trainer = run_fit(quiet, profiler="simple")
     assert len(trainer.profiler.recorded_durations["run_training_batch"]) == 20
     assert len(trainer.profiler.recorded_durations["[_TrainingEpochLoop].train_dataloader_next"]) == 20

@@ -30,7 +30,7 @@ def _fit(folder: Path, tags: Any) -> None:
         max_epochs=1,
         accelerator="cpu",
         logger=TensorBoardLogger(folder, name="fit", version=tags),
-        callbacks=[PrefetchCallback(), GPUStarvationCallback(nvml=False, report=False, tags=tags)],
+        callbacks=[PrefetchCallback(), GPUStarvationCallback(report=False, tags=tags)],
         log_every_n_steps=5,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -46,39 +46,39 @@ def get(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]
     for tags in RUNS:
         _fit(folder, tags)
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--host", "127.0.0.1", "--port", "0"]
-    said = folder / "server.log"
+    log_file = folder / "server.log"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback: no proxy
-    with said.open("w") as log:
+    with log_file.open("w") as log:
         server = subprocess.Popen([*command, "--load_fast", "false"], stdout=log, stderr=log)
     try:
-        address = _until(lambda: _address(said), server, said)
+        address = _until(lambda: _address(log_file), server, log_file)
 
         def get(path: str, **query: str) -> Any:
             url = f"{address}data/plugin/{path}?{urllib.parse.urlencode(query)}"
             with opener.open(url, timeout=30) as answer:
                 return json.load(answer)
 
-        _until(lambda: {f"fit/{tags}" for tags in RUNS} <= set(get("scalars/tags")), server, said)
+        _until(lambda: {f"fit/{tags}" for tags in RUNS} <= set(get("scalars/tags")), server, log_file)
         yield get
     finally:
         server.kill()
         server.wait(timeout=30)
 
 
-def _address(said: Path) -> str | None:
+def _address(log_file: Path) -> str | None:
     """The address that TensorBoard prints: ``TensorBoard 2.21.0 at http://127.0.0.1:41234/ (Press ...)``."""
-    words = said.read_text().split()
+    words = log_file.read_text().split()
     return next((word for word in words if word.startswith("http://127.0.0.1:") and word.endswith("/")), None)
 
 
-def _until(condition: Callable[[], Any], server: "subprocess.Popen[bytes]", said: Path) -> Any:
+def _until(condition: Callable[[], Any], server: "subprocess.Popen[bytes]", log_file: Path) -> Any:
     give_up = time.monotonic() + WAIT_S
     while time.monotonic() < give_up:
-        if found := condition():
-            return found
-        assert server.poll() is None, f"the server ended: {said.read_text()}"
+        if value := condition():
+            return value
+        assert server.poll() is None, f"the server ended: {log_file.read_text()}"
         time.sleep(0.2)
-    pytest.fail(f"nothing after {WAIT_S} s: {said.read_text()}")
+    pytest.fail(f"nothing after {WAIT_S} s: {log_file.read_text()}")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def _until(condition: Callable[[], Any], server: "subprocess.Popen[bytes]", said
         "feed_step/other_ms",
     ],
 )
-def test_scalars_are_served(get: Callable[..., Any], tag: str) -> None:
+def test_tensorboard_serves_every_scalar_with_increasing_steps(get: Callable[..., Any], tag: str) -> None:
     rows = get("scalars/scalars", tag=tag, run="fit/all")
     assert rows
     steps = [step for _, step, _ in rows]
@@ -103,7 +103,7 @@ def test_scalars_are_served(get: Callable[..., Any], tag: str) -> None:
     assert all(value >= 0 for _, _, value in rows)
 
 
-def test_the_layout_of_custom_scalars_names_tags_that_exist(get: Callable[..., Any]) -> None:
+def test_the_custom_scalars_layout_names_only_existing_tags(get: Callable[..., Any]) -> None:
     first, parts, *others = get("custom_scalars/layout")["category"]
     assert [chart["multiline"]["tag"] for chart in first["chart"]] == [["feed/starved_pct"]]
     assert all(len(chart["multiline"]["tag"]) == 1 for chart in parts["chart"])  # lines have the colours of runs

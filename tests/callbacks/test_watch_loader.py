@@ -33,7 +33,8 @@ class Source:
     """Each batch takes 3 ms, by a clock that stands still otherwise; the first of an epoch takes 100."""
 
     def __init__(self, batches: int = 40) -> None:
-        self.batches, self.ns = batches, 0
+        self.batches = batches
+        self.ns = 0
         self.device = torch.device("cpu")
 
     def clock(self) -> int:
@@ -60,7 +61,7 @@ def _train(loader: WatchedLoader[int], source: Source, *, epochs: int = 1, ms: i
             source.pass_ms(ms)
 
 
-def test_waiting_is_time_in_next_and_the_rest_is_the_step() -> None:
+def test_time_in_next_counts_as_waiting_and_the_rest_as_the_step() -> None:
     source = Source()
     loader = _watched(source)
     _train(loader, source, epochs=2)
@@ -76,7 +77,7 @@ def test_waiting_is_time_in_next_and_the_rest_is_the_step() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_batches_and_random_numbers_are_those_of_the_plain_loop(workers: int) -> None:
+def test_batches_and_random_numbers_equal_those_of_the_plain_loop(workers: int) -> None:
     def batches(*, watched: bool) -> list[Any]:
         torch.manual_seed(5)
         loader: Any = DataLoader(Numbers(), batch_size=2, shuffle=True, num_workers=workers)
@@ -98,7 +99,7 @@ def test_random_numbers_drawn_between_iter_and_the_first_batch_are_the_same(work
     assert drawn(watched=True) == drawn(watched=False)
 
 
-def test_an_epoch_that_is_left_early_counts_without_its_last_step() -> None:
+def test_an_epoch_left_by_break_counts_all_steps_but_its_last() -> None:
     source = Source()
     loader = _watched(source)
     for _ in range(3):
@@ -110,7 +111,7 @@ def test_an_epoch_that_is_left_early_counts_without_its_last_step() -> None:
     assert loader._run.live == []
 
 
-def test_no_batch_is_kept_alive() -> None:
+def test_batches_are_not_kept_alive_by_the_watched_loader() -> None:
     class Batch:
         pass
 
@@ -124,9 +125,10 @@ def test_no_batch_is_kept_alive() -> None:
         assert ref() is None
 
 
-def test_a_step_with_a_validation_in_it_is_left_out() -> None:
+def test_a_training_step_with_a_validation_inside_is_not_counted() -> None:
     source = Source()
-    loader, validation = _watched(source), _watched(source)
+    loader = _watched(source)
+    validation = _watched(source)
     for number in loader:
         source.pass_ms(7)
         if number == 30:
@@ -136,8 +138,11 @@ def test_a_step_with_a_validation_in_it_is_left_out() -> None:
     assert validation.summary().step_ms == pytest.approx(10.0)
 
 
-def test_loops_in_two_threads_are_two_runs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    facts_of, both_begin = plain_loop._facts_of, threading.Barrier(2, timeout=10)
+def test_loops_in_two_threads_are_measured_as_separate_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    facts_of = plain_loop._facts_of
+    both_begin = threading.Barrier(2, timeout=10)
 
     def meet(*args: Any) -> Any:
         both_begin.wait()
@@ -153,7 +158,7 @@ def test_loops_in_two_threads_are_two_runs(monkeypatch: pytest.MonkeyPatch, capl
     assert caplog.text == ""
 
 
-def test_a_failure_of_the_meter_ends_the_meter_and_not_the_loop(
+def test_a_failing_meter_stops_measuring_but_not_the_loop(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*args: Any) -> None:
@@ -163,15 +168,15 @@ def test_a_failure_of_the_meter_ends_the_meter_and_not_the_loop(
     loader = watch_loader(DataLoader(Numbers(), batch_size=4))
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     loader.close()
-    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert len(said) == 1
-    assert said[0].startswith("watch_loader stopped measuring (RuntimeError: no such clock). Training goes on")
+    messages = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(messages) == 1
+    assert messages[0].startswith("watch_loader stopped measuring (RuntimeError: no such clock). Training goes on")
 
 
 # --- one run for one loader ---------------------------------------------------------------------------------------
 
 
-def test_the_same_loader_goes_on_with_the_options_given_last(tmp_path: Path) -> None:
+def test_watching_the_same_loader_again_continues_its_run_with_new_options(tmp_path: Path) -> None:
     loader = DataLoader(Numbers(), batch_size=1)
     for _ in range(3):
         for _ in watch_loader(loader, report=False):
@@ -187,7 +192,7 @@ def test_the_same_loader_goes_on_with_the_options_given_last(tmp_path: Path) -> 
 # --- reports ------------------------------------------------------------------------------------------------------
 
 
-def test_the_reports_of_a_run_are_one_file_and_another_run_leaves_it(tmp_path: Path) -> None:
+def test_each_run_writes_one_report_file_that_later_runs_leave_alone(tmp_path: Path) -> None:
     for _ in range(2):
         loader = watch_loader(DataLoader(Numbers(), batch_size=1), folder=tmp_path, device="cpu")
         for _ in range(20):  # a report after 200 steps
@@ -209,7 +214,9 @@ def test_the_first_report_comes_after_200_steps_and_another_at_the_end(capsys: p
     assert capsys.readouterr().out == ""
 
 
-def test_other_ranks_report_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_other_than_0_print_no_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     source = Source()

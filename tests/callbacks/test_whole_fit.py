@@ -43,7 +43,9 @@ class Takes(Dataset[torch.Tensor]):
     """Samples that take so many seconds each."""
 
     def __init__(self, clock: Clock, length: int, seconds: float) -> None:
-        self.clock, self.length, self.seconds = clock, length, seconds
+        self.clock = clock
+        self.length = length
+        self.seconds = seconds
 
     def __len__(self) -> int:
         return self.length
@@ -101,7 +103,7 @@ def loader(clock: Clock, length: int, seconds: float) -> DataLoader[Any]:
 
 def measured_fit(clock: Clock, *others: Any, callback: Any = None, **options: Any) -> Diagnosis:
     """Two epochs of 6 batches of 1 + 2 + 3 + 4 s, each followed by a validation of 4 batches of 1 + 5 s."""
-    starvation = callback or GPUStarvationCallback(nvml=False, report=False)
+    starvation = callback or GPUStarvationCallback(report=False)
     trainer = make_trainer(starvation, *others, **({"max_epochs": 2, "limit_val_batches": 1.0} | options))
     trainer.fit(Model(clock), loader(clock, 6, 1), loader(clock, 4, 1))
     return starvation.report()
@@ -119,43 +121,43 @@ EXPECTED = {
 
 @pytest.mark.parametrize("others", [(), (CpuPrefetch(),)], ids=["plain", "prefetched"])
 def test_the_parts_of_a_fit_add_up_to_its_wall_time(clock: Clock, others: tuple[Any, ...]) -> None:
-    found = measured_fit(clock, *others)
-    wall = found.measurements.wall
+    diagnosis = measured_fit(clock, *others)
+    wall = diagnosis.measurements.wall
     assert wall is not None
     assert told(wall) == EXPECTED
     assert wall.wall_s == pytest.approx(clock.now * 1e-9)
 
 
-def test_checkpoints_are_no_part_of_what_they_are_saved_in(clock: Clock, tmp_path: Path) -> None:
+def test_checkpoint_time_is_not_counted_in_the_part_it_interrupts(clock: Clock, tmp_path: Path) -> None:
     saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=4, save_top_k=-1)
-    found = measured_fit(clock, saver, enable_checkpointing=True)
-    wall = found.measurements.wall
+    diagnosis = measured_fit(clock, saver, enable_checkpointing=True)
+    wall = diagnosis.measurements.wall
     assert wall is not None
     assert told(wall) == EXPECTED | {"checkpoints": (3000, 3)}
     assert "save_checkpoint" not in vars(saver)
 
 
-def test_validation_while_gradients_accumulate(clock: Clock) -> None:
-    found = measured_fit(clock, accumulate_grad_batches=4, val_check_interval=3)
-    wall = found.measurements.wall
+def test_validation_during_gradient_accumulation_is_counted_in_full(clock: Clock) -> None:
+    diagnosis = measured_fit(clock, accumulate_grad_batches=4, val_check_interval=3)
+    wall = diagnosis.measurements.wall
     assert wall is not None
     assert told(wall)["validation"] == (4 * 4 * 6, 4)
     assert wall.wall_s == pytest.approx(clock.now * 1e-9)
 
 
-def test_a_second_fit_begins_anew(clock: Clock) -> None:
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+def test_a_second_fit_measures_only_its_own_wall_time(clock: Clock) -> None:
+    starvation = GPUStarvationCallback(report=False)
     measured_fit(clock, callback=starvation)
     before = clock.now
-    found = measured_fit(clock, callback=starvation)
-    assert found.measurements.wall is not None
-    assert found.measurements.wall.wall_s == pytest.approx((clock.now - before) * 1e-9)
+    diagnosis = measured_fit(clock, callback=starvation)
+    assert diagnosis.measurements.wall is not None
+    assert diagnosis.measurements.wall.wall_s == pytest.approx((clock.now - before) * 1e-9)
 
 
 # --- computing, divided -------------------------------------------------------------------------------------------
 
 
-def test_computing_divides_into_forward_backward_and_optimizer(clock: Clock) -> None:
+def test_compute_time_divides_into_forward_backward_and_optimizer(clock: Clock) -> None:
     stats = measured_fit(clock, limit_val_batches=0).stats
     assert (stats.forward_ms, stats.backward_ms, stats.optimizer_ms, stats.compute_ms) == (2000, 3000, 4000, 9000)
     assert stats.data_idle_ms == 1000
@@ -166,25 +168,26 @@ def test_computing_divides_into_forward_backward_and_optimizer(clock: Clock) -> 
 
 def test_validation_in_a_fit_is_measured_like_training(clock: Clock) -> None:
     logger = Memory()
-    found = measured_fit(clock, logger=logger).measurements.validation
-    assert found is not None
-    stats = (found.stats.data_idle_ms, found.stats.compute_ms)
-    assert (found.stats.steps, *stats) == (2 * (4 - 1), pytest.approx(1000), pytest.approx(5000))
-    assert (found.stats.epoch_start_s, found.waited_s, found.facts.stage) == (1.0, 8.0, "validate")
+    validation = measured_fit(clock, logger=logger).measurements.validation
+    assert validation is not None
+    stats = (validation.stats.data_idle_ms, validation.stats.compute_ms)
+    assert (validation.stats.steps, *stats) == (2 * (4 - 1), pytest.approx(1000), pytest.approx(5000))
+    assert (validation.stats.epoch_start_s, validation.waited_s, validation.facts.stage) == (1.0, 8.0, "validate")
     rows = [(step, tags) for step, tags in logger.rows if "feed_val/step_ms" in tags]
     assert [step for step, _ in rows] == [5, 11]
     assert rows[-1][1]["feed_val/starved_pct"] == pytest.approx(100 / 6)
 
 
 @pytest.mark.parametrize("prefetched", [False, True])
-def test_several_validation_loaders_are_told_by_name(clock: Clock, prefetched: bool) -> None:
-    logger, starvation = Memory(), GPUStarvationCallback(nvml=False, report=False)
+def test_several_validation_loaders_are_reported_by_name(clock: Clock, prefetched: bool) -> None:
+    logger = Memory()
+    starvation = GPUStarvationCallback(report=False)
     others = (CpuPrefetch(),) if prefetched else ()
     trainer = make_trainer(*others, starvation, limit_val_batches=1.0, logger=logger, num_sanity_val_steps=0)
     trainer.fit(Model(clock), loader(clock, 4, 1), {"clean": loader(clock, 3, 1), "noisy": loader(clock, 5, 4)})
-    found = starvation.report().measurements.validation
-    assert found is not None
-    assert [(one.name, one.steps, one.data_idle_ms, one.step_ms) for one in found.by_loader] == [
+    validation = starvation.report().measurements.validation
+    assert validation is not None
+    assert [(steps.name, steps.steps, steps.data_idle_ms, steps.step_ms) for steps in validation.by_loader] == [
         ("clean", 2, 1000, 6000),
         ("noisy", 5, 4000, 9000),
     ]
@@ -196,37 +199,43 @@ def test_several_validation_loaders_are_told_by_name(clock: Clock, prefetched: b
     ("stage", "section", "compute"),
     [("validate", "feed_val", 5), ("test", "feed_test", 6), ("predict", "feed_predict", 7)],
 )
-def test_each_method_of_the_trainer_has_a_report_of_its_own(
+def test_validate_test_and_predict_each_have_their_own_report(
     stage: Any, section: str, compute: int, clock: Clock, tmp_path: Path
 ) -> None:
     class Logger(Memory):
         log_dir = str(tmp_path)
 
-    logger, starvation = Logger(), GPUStarvationCallback(nvml=False)
+    logger = Logger()
+    starvation = GPUStarvationCallback()
     trainer = make_trainer(starvation, logger=logger, limit_val_batches=1.0)
     method: Callable[..., Any] = getattr(trainer, stage)
     method(Model(clock), loader(clock, 60, 3))
-    found = starvation.report(stage)
-    assert (found.stats.steps, found.stats.data_idle_ms, found.stats.compute_ms) == (40, 3000, 1000 * compute)
-    assert found.bottleneck == "data"
-    assert found.measurements.wall is not None
+    diagnosis = starvation.report(stage)
+    assert (diagnosis.stats.steps, diagnosis.stats.data_idle_ms, diagnosis.stats.compute_ms) == (
+        40,
+        3000,
+        1000 * compute,
+    )
+    assert diagnosis.bottleneck == "data"
+    assert diagnosis.measurements.wall is not None
     part = "validation" if stage == "validate" else stage
-    assert told(found.measurements.wall) == {"set-up": (30, 1), part: (60 * (3 + compute), 1)}
+    assert told(diagnosis.measurements.wall) == {"set-up": (30, 1), part: (60 * (3 + compute), 1)}
     assert logger.rows[-1][1][f"{section}/step_ms"] == 1000 * (3 + compute)
-    kept = read_document(tmp_path / stage).diagnosis
-    assert kept.measurements.facts.stage == stage
-    assert "waits for data" in headline(kept)
-    assert not headline(kept).startswith("training")
-    assert all("training" not in remedy.where for remedy in found.remedies)
+    written = read_document(tmp_path / stage).diagnosis
+    assert written.measurements.facts.stage == stage
+    assert "waits for data" in headline(written)
+    assert not headline(written).startswith("training")
+    assert all("training" not in remedy.where for remedy in diagnosis.remedies)
     assert starvation.report().bottleneck == "unknown"  # nothing was trained
 
 
-def test_what_a_fit_gave_outlives_a_test(clock: Clock) -> None:
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+def test_the_report_of_a_fit_is_kept_after_trainer_test(clock: Clock) -> None:
+    starvation = GPUStarvationCallback(report=False)
     trainer = make_trainer(starvation)
     model = Model(clock)
     trainer.fit(model, loader(clock, 20, 1))
-    fitted, summary = starvation.report(), starvation.summary()
+    fitted = starvation.report()
+    summary = starvation.summary()
     trainer.test(model, loader(clock, 20, 1), verbose=False)
     assert starvation.report() == fitted
     assert starvation.summary() is summary
@@ -245,7 +254,7 @@ def apply(remedy: Remedy) -> dict[str, Any]:
 
 def run_of(clock: Clock, *others: Any, epochs: int = 10, **options: Any) -> Diagnosis:
     """A run whose validation, of 16 batches of 4 + 5 s, takes more than training, of 12 batches of 10 s."""
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+    starvation = GPUStarvationCallback(report=False)
     quiet = {"max_epochs": epochs, "limit_val_batches": 1.0, "num_sanity_val_steps": 0}
     trainer = make_trainer(starvation, *others, **(quiet | options))
     model = Model(clock)
@@ -266,30 +275,31 @@ def run_of(clock: Clock, *others: Any, epochs: int = 10, **options: Any) -> Diag
         ),
     ],
 )
-def test_a_run_limited_by_validation_says_so_and_becomes_as_fast_as_bounded(
+def test_a_validation_bound_run_gets_a_remedy_that_gains_what_it_promises(
     options: dict[str, Any], where: str, code: str, clock: Clock
 ) -> None:
-    found = run_of(clock, **options)
-    assert found.bottleneck == "validation"
-    assert headline(found).startswith("limited by validation: validation takes ")
-    assert "of the run, and waits for data 44 % of its time" in headline(found)
-    remedy = found.remedies[0]
+    diagnosis = run_of(clock, **options)
+    assert diagnosis.bottleneck == "validation"
+    assert headline(diagnosis).startswith("limited by validation: validation takes ")
+    assert "of the run, and waits for data 44 % of its time" in headline(diagnosis)
+    remedy = diagnosis.remedies[0]
     assert (remedy.where, remedy.code) == (where, code)
     after = run_of(clock, **(options | apply(remedy)))
-    assert found.measurements.wall is not None
+    assert diagnosis.measurements.wall is not None
     assert after.measurements.wall is not None
-    before_s, after_s = found.measurements.wall.wall_s, after.measurements.wall.wall_s
+    before_s = diagnosis.measurements.wall.wall_s
+    after_s = after.measurements.wall.wall_s
     assert remedy.most_gain_pct == pytest.approx(100 * (before_s - after_s) / before_s, rel=0.15)
 
 
-def test_checkpoints_that_take_most_are_made_rarer(clock: Clock, tmp_path: Path) -> None:
+def test_the_remedy_for_costly_checkpoints_saves_them_less_often(clock: Clock, tmp_path: Path) -> None:
     def saver(steps: int) -> ModelCheckpoint:
         return ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=steps, save_top_k=-1)
 
-    found = run_of(clock, saver(2), enable_checkpointing=True, limit_val_batches=0)
-    assert found.bottleneck == "checkpoints"
-    assert headline(found) == "limited by checkpoints: checkpoints take 98 % of the run"
-    (remedy,) = found.remedies
+    diagnosis = run_of(clock, saver(2), enable_checkpointing=True, limit_val_batches=0)
+    assert diagnosis.bottleneck == "checkpoints"
+    assert headline(diagnosis) == "limited by checkpoints: checkpoints take 98 % of the run"
+    (remedy,) = diagnosis.remedies
     assert (remedy.form, remedy.code) == ("callback", "ModelCheckpoint(every_n_train_steps=60)")  # two of 60 are left
 
 
@@ -303,7 +313,7 @@ def test_checkpoints_that_take_most_are_made_rarer(clock: Clock, tmp_path: Path)
         ({"interval": "step", "frequency": 4}, {"val_check_interval": 4}, None),
     ],
 )
-def test_a_scheduler_that_follows_the_validation_gets_its_metric(
+def test_validation_remedies_respect_a_scheduler_that_monitors_a_metric(
     scheduler: dict[str, Any], options: dict[str, Any], code: str | None, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def configure_optimizers(self: Any) -> Any:
@@ -313,12 +323,12 @@ def test_a_scheduler_that_follows_the_validation_gets_its_metric(
 
     monkeypatch.setattr(Model, "configure_optimizers", configure_optimizers)
     monkeypatch.setattr(Model, "on_validation_epoch_end", lambda self: self.log("metric", 1.0))
-    found = run_of(clock, **options)
-    assert [one.code for one in found.remedies if "val_" in one.code] == ([code] if code else [])
+    diagnosis = run_of(clock, **options)
+    assert [remedy.code for remedy in diagnosis.remedies if "val_" in remedy.code] == ([code] if code else [])
     if code is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it was not there
-            run_of(clock, **(options | apply(found.remedies[0])))
+            run_of(clock, **(options | apply(diagnosis.remedies[0])))
 
 
 # --- the user's profilers -----------------------------------------------------------------------------------------

@@ -33,14 +33,16 @@ def _refuse(*args: Any, **options: Any) -> Any:
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("backend", "workers"), [("torch", "process"), ("nvjpeg", "thread")])
-def test_workers_that_only_read_are_threads(backend: Any, workers: str, class_folders: Path) -> None:
+def test_nvjpeg_defaults_to_thread_workers_and_torch_to_processes(
+    backend: Any, workers: str, class_folders: Path
+) -> None:
     birds = ImageFolderDataModule(class_folders, 4, image_size=32, backend=backend)
     assert birds.backend_choice is None
-    assert birds._feed_facts()["backend"] is None
+    assert birds._feed_facts().backend is None
     birds.dataset("train")
     assert birds._feed.loaders.settings == LoaderSettings(workers=workers)  # type: ignore[arg-type]
     assert birds.backend_choice is not None
-    assert birds.backend_choice.name == birds._feed_facts()["backend"] == backend
+    assert birds.backend_choice.name == birds._feed_facts().backend == backend
     assert pickle.loads(pickle.dumps(birds)).backend_choice == birds.backend_choice
     given = LoaderSettings(num_workers=0)
     birds = ImageFolderDataModule(class_folders, 4, image_size=32, backend=backend, loader=given)
@@ -59,7 +61,7 @@ def _rank(number: int, sent: list[Any]) -> Any:
     return SimpleNamespace(world_size=2, is_global_zero=number == 0, strategy=SimpleNamespace(broadcast=broadcast))
 
 
-def test_rank_0_decides_for_all() -> None:
+def test_the_choice_of_rank_0_is_used_on_all_ranks() -> None:
     sent: list[Any] = []
     assert once_for_all_ranks(_rank(0, sent), lambda: "pillow") == "pillow"
     assert once_for_all_ranks(_rank(1, sent), _refuse) == "pillow"
@@ -73,7 +75,7 @@ def test_rank_0_decides_for_all() -> None:
     ],
     ids=["ours", "another"],
 )
-def test_what_fails_on_rank_0_is_reported_to_all(error: Exception, told: Any) -> None:
+def test_an_error_on_rank_0_is_raised_on_all_ranks(error: Exception, told: Any) -> None:
     sent: list[Any] = []
 
     def fails() -> str:
@@ -87,14 +89,14 @@ def test_what_fails_on_rank_0_is_reported_to_all(error: Exception, told: Any) ->
         once_for_all_ranks(_rank(1, sent), _refuse)
 
 
-def test_images_that_rank_0_does_not_have_are_reported(class_folders: Path) -> None:
+def test_images_missing_only_on_rank_0_are_reported(class_folders: Path) -> None:
     birds = ImageFolderDataModule(class_folders, batch_size=4, image_size=32)
     birds.trainer = _rank(1, [(None, None)])
     with pytest.raises(DatasetError, match="Rank 0 finds no images for 'train', but another rank does"):
         birds.make_dataset("train")
 
 
-def test_alone_nothing_is_sent() -> None:
+def test_a_single_rank_broadcasts_nothing() -> None:
     trainer = SimpleNamespace(world_size=1, strategy=SimpleNamespace(broadcast=_refuse))
     assert once_for_all_ranks(trainer, lambda: "pillow") == "pillow"
     assert once_for_all_ranks(None, lambda: "pillow") == "pillow"
@@ -103,7 +105,7 @@ def test_alone_nothing_is_sent() -> None:
 # --- options of DALI --------------------------------------------------------------------------------------------------
 
 
-def test_what_has_no_effect_is_refused() -> None:
+def test_dali_options_without_effect_are_refused() -> None:
     with pytest.raises(SettingsError, match=r"largest_image=\(10, 20\)\) has an effect only on the GPU"):
         DaliOptions(largest_image=(10, 20))
     with pytest.raises(SettingsError, match=r"hw_decoder_load=0.0\) has an effect only on the GPU"):
@@ -112,7 +114,7 @@ def test_what_has_no_effect_is_refused() -> None:
         check_backend("dali-gpu", "near")
 
 
-def test_options_of_dali_name_its_backend() -> None:
+def test_dali_options_select_the_cpu_or_gpu_backend() -> None:
     assert name_of(DaliOptions(threads=2)) == "dali-cpu"
     assert name_of(DaliOptions(device="gpu", largest_image=(10, 20), hw_decoder_load=0.5)) == "dali-gpu"
     check_backend("torch", "fast")
@@ -141,7 +143,7 @@ def test_a_torchvision_without_nvjpeg_is_reported_before_the_first_batch(
         birds.train_dataloader()
 
 
-def test_a_device_that_fails_is_reported_before_the_first_batch(
+def test_a_failing_nvjpeg_device_is_reported_before_the_first_batch(
     class_folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(files: Any) -> Any:
@@ -155,7 +157,9 @@ def test_a_device_that_fails_is_reported_before_the_first_batch(
     assert "stack trace" not in str(raised.value)
 
 
-def test_a_device_that_decodes_is_tried_on_one_small_jpeg(class_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvjpeg_is_tried_on_one_small_jpeg_before_training(
+    class_folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: list[torch.Tensor] = []
     monkeypatch.setattr(backends, "nvjpeg", lambda device: given.extend)
     _setting_up(class_folders, monkeypatch, backend="nvjpeg").train_dataloader()
@@ -164,7 +168,7 @@ def test_a_device_that_decodes_is_tried_on_one_small_jpeg(class_folders: Path, m
 
 
 @pytest.mark.parametrize("backend", ["torch", "nvjpeg"])
-def test_it_is_not_tried_where_it_is_not_used(
+def test_nvjpeg_is_not_tried_for_other_backends_or_without_a_trainer(
     backend: Any, class_folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not without a Trainer: CUDA that is in use does not outlive the fork of a ddp_fork."""
@@ -176,5 +180,5 @@ def test_it_is_not_tried_where_it_is_not_used(
 
 
 @pytest.mark.gpu
-def test_with_a_gpu_there_is() -> None:
+def test_nvjpeg_is_available_on_a_gpu() -> None:
     require_nvjpeg(torch.device("cuda", 0))

@@ -92,13 +92,13 @@ def first(loaders: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_torch_takes_them(name: str, class_folders: Path) -> None:
+def test_the_torch_backend_accepts_custom_datasets(name: str, class_folders: Path) -> None:
     module = birds(class_folders, WRAPPED[name], "train", loader=LoaderSettings(num_workers=0))
     for loaders in (module.train_dataloader(), module.val_dataloader()):
         assert first(loaders).dtype == torch.uint8
 
 
-def test_a_data_set_without_ours_needs_no_images(tmp_path: Path) -> None:
+def test_a_dataset_of_the_users_own_needs_no_image_folder(tmp_path: Path) -> None:
     class Own(ImageFolderDataModule):
         def make_dataset(self, split: str) -> Any:
             return WRAPPED["TensorDataset"](None)
@@ -108,7 +108,7 @@ def test_a_data_set_without_ours_needs_no_images(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["dict", "ConcatDataset"])
-def test_a_fit_runs_on_them(name: str, class_folders: Path) -> None:
+def test_a_fit_runs_on_custom_datasets(name: str, class_folders: Path) -> None:
     from lightning.pytorch.demos.boring_classes import BoringModel
 
     seen: list[torch.Tensor] = []
@@ -128,7 +128,7 @@ def test_a_fit_runs_on_them(name: str, class_folders: Path) -> None:
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_a_backend_by_name_refuses_them(name: str, class_folders: Path) -> None:
+def test_the_nvjpeg_backend_refuses_custom_datasets(name: str, class_folders: Path) -> None:
     module = birds(class_folders, WRAPPED[name], "train", backend="nvjpeg", loader=LoaderSettings(num_workers=0))
     with pytest.raises(
         SettingsError, match=rf"make_dataset\('train'\) returned a {name}, but this backend decodes only .* Subset"
@@ -136,7 +136,7 @@ def test_a_backend_by_name_refuses_them(name: str, class_folders: Path) -> None:
         module.train_dataloader()
 
 
-def test_a_subset_is_decoded_where_the_images_are(class_folders: Path) -> None:
+def test_a_subset_of_images_is_left_encoded_for_the_nvjpeg_backend(class_folders: Path) -> None:
     subset = birds(
         class_folders, lambda made: Subset(Subset(made, range(6)), range(0, 6, 2)), "train", backend="nvjpeg"
     )
@@ -155,7 +155,7 @@ def test_a_subset_is_decoded_where_the_images_are(class_folders: Path) -> None:
     ],
     ids=["texts", "fractions", "pairs", "too few"],
 )
-def test_labels_of_a_pack_that_are_no_numbers_are_reported_before_training(
+def test_invalid_labels_in_a_pack_are_reported_before_training(
     labels: Any, backend: Any, class_folders: Path, tmp_path: Path
 ) -> None:
     pack(class_folders, tmp_path / "pack")
@@ -168,7 +168,7 @@ def test_labels_of_a_pack_that_are_no_numbers_are_reported_before_training(
         module.setup("fit")
 
 
-def test_failures_in_a_subset_are_counted(class_folders: Path) -> None:
+def test_decode_failures_in_a_subset_are_counted(class_folders: Path) -> None:
     for path in class_folders.glob("*/*.jpg"):
         path.write_bytes(path.read_bytes()[:200] if path.name == "0.jpg" else path.read_bytes())
     settings = LoaderSettings(num_workers=0)

@@ -79,7 +79,7 @@ def assert_nearly_the_same(ours: list[Any], theirs: list[Any]) -> None:
 
 @pytest.mark.parametrize("loader", [THREADS, PROCESSES], ids=["threads", "processes"])
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
-def test_order_boxes_and_flips_are_those_of_torch_in_every_epoch(photos: Path, loader: LoaderSettings) -> None:
+def test_order_boxes_and_flips_match_the_torch_backend_in_every_epoch(photos: Path, loader: LoaderSettings) -> None:
     ours = run(data(photos, loader=loader), [], max_epochs=3)
     theirs = run(data(photos, "torch", loader=loader), [], max_epochs=3)
     assert_nearly_the_same(ours, theirs)
@@ -88,13 +88,13 @@ def test_order_boxes_and_flips_are_those_of_torch_in_every_epoch(photos: Path, l
     assert labels[0] != labels[1]
 
 
-def test_it_reads_in_threads_by_default(photos: Path) -> None:
+def test_the_dali_backend_reads_in_threads_by_default(photos: Path) -> None:
     module = data(photos, loader=None)()["datamodule"]
     assert module.train_dataloader().workers == "thread"
     assert module.backend_choice.name == "dali-cpu"
 
 
-def test_structure_types_and_memory_are_those_of_torch(photos: Path) -> None:
+def test_batch_structure_dtype_and_layout_match_the_torch_backend(photos: Path) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         batches = []
         for backend in ("torch", "dali-cpu"):
@@ -127,22 +127,24 @@ def test_structure_types_and_memory_are_those_of_torch(photos: Path) -> None:
 )
 @pytest.mark.filterwarnings("ignore:.*overfit_batches.*")
 @pytest.mark.filterwarnings("ignore:You are using `.*` with .*")
-def test_the_trainers_limits_mean_the_same(photos: Path, options: dict[str, Any]) -> None:
+def test_trainer_limits_act_as_with_the_torch_backend(photos: Path, options: dict[str, Any]) -> None:
     def events(backend: str) -> tuple[list[Any], list[Any], int]:
         torch.manual_seed(0)
-        model, trainer = Recording(), quiet_trainer([], **options)
+        model = Recording()
+        trainer = quiet_trainer([], **options)
         module = data(photos, backend, loader=LoaderSettings(num_workers=1, workers="thread", seed=5))()["datamodule"]
         trainer.fit(model, datamodule=module)
         steps = [event for event in model.events if event[0] in ("training_step", "validation_step")]
         return [event[:-1] for event in steps], [event[-1] for event in steps], trainer.global_step
 
-    ours, theirs = events("dali-cpu"), events("torch")
+    ours = events("dali-cpu")
+    theirs = events("torch")
     assert ours[0] == theirs[0]
     assert ours[2] == theirs[2]
     assert_nearly_the_same(ours[1], theirs[1])
 
 
-def test_settled_on_a_gpu_and_then_run_on_the_cpu(photos: Path) -> None:
+def test_a_module_settled_on_dali_gpu_runs_the_same_on_the_cpu(photos: Path) -> None:
     """As after a training on the GPU, with a second Trainer for the CPU: images are normalised there, too."""
 
     def settled() -> dict[str, Any]:
@@ -153,7 +155,7 @@ def test_settled_on_a_gpu_and_then_run_on_the_cpu(photos: Path) -> None:
     assert run(settled, [], max_epochs=1) == run(data(photos, loader=THREADS), [], max_epochs=1)
 
 
-def test_prefetching_changes_nothing(photos: Path) -> None:
+def test_prefetching_leaves_a_dali_run_the_same(photos: Path) -> None:
     assert_same_run(data(photos, loader=THREADS), limit_val_batches=1)
 
 
@@ -161,7 +163,7 @@ def test_prefetching_changes_nothing(photos: Path) -> None:
 
 
 @pytest.mark.parametrize(("callbacks", "count"), [(list, 0), (list, 5), (lambda: [NullStreamPrefetch()], 2)])
-def test_resumed_in_mid_epoch_to_the_bit(photos: Path, callbacks: Any, count: int, tmp_path: Path) -> None:
+def test_a_dali_run_resumes_bit_exactly_in_mid_epoch(photos: Path, callbacks: Any, count: int, tmp_path: Path) -> None:
     assert_resumes_exactly(data(photos, loader=THREADS), callbacks, tmp_path / "run.ckpt", count=count, max_epochs=3)
 
 
@@ -191,7 +193,9 @@ class Both(ImageFolderDataModule):
 
 
 @pytest.mark.parametrize(("limit", "keep"), [(1, False), (None, True)])
-def test_pipelines_of_evaluation_are_there_for_it_only(photos: Path, limit: int | None, keep: bool) -> None:
+def test_evaluation_pipelines_exist_only_during_evaluation_unless_kept(
+    photos: Path, limit: int | None, keep: bool
+) -> None:
     module = Both(
         photos,
         batch_size=4,
@@ -222,7 +226,7 @@ def test_pipelines_of_evaluation_are_there_for_it_only(photos: Path, limit: int 
     assert sum(isinstance(callback, PassEnds) for callback in trainer.callbacks) == 1
 
 
-def test_all_are_freed_after_an_error(photos: Path) -> None:
+def test_pipelines_are_freed_after_an_error(photos: Path) -> None:
     class Fails(Recording):
         def on_train_batch_end(self, *args: Any) -> None:
             raise ArithmeticError("planted")
@@ -233,7 +237,7 @@ def test_all_are_freed_after_an_error(photos: Path) -> None:
     assert active_in(module) == ()
 
 
-def test_both_packages_free_them(photos: Path) -> None:
+def test_pipelines_are_freed_in_pytorch_lightning(photos: Path) -> None:
     pytorch_lightning = pytest.importorskip("pytorch_lightning")
     active: list[tuple[str, ...]] = []
 
@@ -264,7 +268,8 @@ def test_both_packages_free_them(photos: Path) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     ).fit(Small(), datamodule=module)
-    training, validating = ("train",), ("train", "val")
+    training = ("train",)
+    validating = ("train", "val")
     assert active == [("val",), *[training] * 4, validating, *[training] * 4, validating]
     assert active_in(module) == ()
 
@@ -273,14 +278,14 @@ def test_both_packages_free_them(photos: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["JPEG cut in the middle", "PNG cut"])
-def test_a_broken_image_ends_the_run_with_its_name(photos: Path, broken: str) -> None:
+def test_a_broken_image_ends_the_run_with_an_error_that_names_it(photos: Path, broken: str) -> None:
     (photos / "train" / "a" / "3.jpg").write_bytes(BROKEN[broken])
     with pytest.raises(DecodeError, match=r"train/a/3\.jpg \(sample 3\)"):
         run(data(photos, loader=THREADS), [])
 
 
 @pytest.mark.parametrize(("broken", "on_error"), [("JPEG cut in the middle", "skip"), ("PNG cut", "substitute")])
-def test_a_broken_image_is_handled_as_asked_for(
+def test_a_broken_image_is_skipped_or_substituted_as_on_error_says(
     photos: Path, broken: str, on_error: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     (photos / "train" / "a" / "3.jpg").write_bytes(BROKEN[broken])
@@ -296,7 +301,7 @@ def test_a_broken_image_is_handled_as_asked_for(
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
-def test_threads_are_said(photos: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_number_of_dali_threads_is_logged(photos: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         data(photos, DaliOptions(threads=3))()["datamodule"].train_dataloader()
     assert "DALI decodes with 3 CPU threads for each pipeline: as requested" in caplog.messages
@@ -322,7 +327,8 @@ def growth_mb(photos: Path, rebuilds: int = 50) -> float:
 
     for _ in range(10):
         validate()
-    before, built = resident_mb(), loader.decode.built
+    before = resident_mb()
+    built = loader.decode.built
     for _ in range(rebuilds):
         validate()
     assert loader.decode.built - built == rebuilds
@@ -346,7 +352,7 @@ def tell_growth(photos: Path, told: Any) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 @pytest.mark.slow
-def test_fifty_rebuilds_do_not_grow(photos: Path) -> None:
+def test_fifty_pipeline_rebuilds_do_not_leak_memory(photos: Path) -> None:
     """Seen: less than 2 MB; 42 MB where each pipeline is left behind, which is planted to see the bound break."""
     fresh = multiprocessing.get_context("forkserver")
     told = fresh.SimpleQueue()

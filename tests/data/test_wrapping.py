@@ -17,6 +17,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities import CombinedLoader
 from measure.test_ranks_gloo import in_ranks
 from recording import quiet_trainer
+from slot_memory import memory_of
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -32,7 +33,7 @@ from lightning_feed import AutotuneCallback, FastDataModule, LoaderSettings
 from lightning_feed.data import wrapping
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.settings import Setting
-from lightning_feed.load.slots import memory_of, uses_slots
+from lightning_feed.load.slot_loaders import uses_slots
 from lightning_feed.trials.in_fit import with_setting
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
@@ -114,7 +115,7 @@ def changed(given: Any, settings: LoaderSettings = TWO) -> Any:
     return FastDataModule.wrap(Gives(given), loader=settings).train_dataloader()
 
 
-def test_the_whole_fit_is_the_users_with_other_workers(tmp_path: Any) -> None:
+def test_a_wrapped_data_module_keeps_its_hooks_state_and_hyperparameters(tmp_path: Any) -> None:
     data = Plain()
     wrapped = FastDataModule.wrap(data, loader=TWO)
     trainer = quiet_trainer([], max_epochs=1)
@@ -136,7 +137,7 @@ def test_the_whole_fit_is_the_users_with_other_workers(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("settings", [TWO, LoaderSettings(num_workers=0)])
-def test_training_is_that_of_the_same_workers_without_wrapping(settings: LoaderSettings) -> None:
+def test_a_wrapped_fit_matches_an_unwrapped_one_with_the_same_workers(settings: LoaderSettings) -> None:
     class Hand(Plain):
         def train_dataloader(self) -> Any:
             workers = {"num_workers": 2, "prefetch_factor": 3} if settings.num_workers else {}
@@ -152,7 +153,7 @@ def test_training_is_that_of_the_same_workers_without_wrapping(settings: LoaderS
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_both_packages(package: str) -> None:
+def test_data_modules_of_both_packages_can_be_wrapped(package: str) -> None:
     root = importlib.import_module(package)
 
     class Data(root.LightningDataModule):  # type: ignore[misc, name-defined]
@@ -170,8 +171,9 @@ def test_both_packages(package: str) -> None:
     assert trainer.train_dataloader.num_workers == 2
 
 
-def test_what_decides_the_batches_stays() -> None:
-    generator, rows = torch.Generator(), Rows()
+def test_wrapping_keeps_samplers_batch_sizes_and_generators() -> None:
+    generator = torch.Generator()
+    rows = Rows()
     sampler = WeightedRandomSampler([1.0] * 24, 12)
     batches = BatchSampler(SequentialSampler(rows), 5, drop_last=True)
     one = changed(DataLoader(rows, batch_size=4, sampler=sampler, drop_last=True, generator=generator))
@@ -198,7 +200,7 @@ def test_streams_keep_their_number_of_workers() -> None:
     assert changed(DataLoader(Rows(), batch_size=2), auto).num_workers >= 1
 
 
-def test_dicts_lists_and_combined_loaders() -> None:
+def test_loaders_in_dicts_lists_and_combined_loaders_are_changed() -> None:
     made = changed({"a": DataLoader(Rows()), "b": [DataLoader(Rows()), DataLoader(Rows())]})
     assert [made["a"].num_workers, made["b"][0].num_workers, made["b"][1].num_workers] == [2, 2, 2]
     original = CombinedLoader({"a": DataLoader(Rows(4)), "b": DataLoader(Rows(8))}, "max_size_cycle")
@@ -208,7 +210,7 @@ def test_dicts_lists_and_combined_loaders() -> None:
     assert sum(1 for _ in combined) == 8
 
 
-def test_loaders_of_other_classes(caplog: pytest.LogCaptureFixture) -> None:
+def test_dataloader_subclasses_keep_their_class_and_others_stay_unchanged(caplog: pytest.LogCaptureFixture) -> None:
     class Own(DataLoader[Any]):
         def __init__(self, rows: Any, extra: str, **options: Any) -> None:
             super().__init__(rows, **options)
@@ -227,7 +229,7 @@ def test_loaders_of_other_classes(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text.count("train[0] is a Tensor, not a torch DataLoader, so it is left as it is") == 1
 
 
-def test_data_that_cannot_be_sent_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_that_cannot_be_pickled_gets_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     class Local(Rows):
         pass
 
@@ -248,18 +250,18 @@ def test_data_that_cannot_be_sent_stay_where_they_are(monkeypatch: pytest.Monkey
         (lambda: FastDataModule.wrap(Plain(), loader=LoaderSettings(drop_last=True)), "drop_last=True would have no"),
     ],
 )
-def test_refused(given: Any, said: str) -> None:
+def test_invalid_objects_and_settings_for_wrap_are_refused(given: Any, said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         given()
 
 
-def test_an_iterator_of_dali_is_left_with_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dali_iterator_is_left_unchanged_and_logged_with_advice(caplog: pytest.LogCaptureFixture) -> None:
     kind = type("DALIGenericIterator", (), {"__module__": "nvidia.dali.plugin.pytorch"})
     derived = type("Ours", (kind,), {"__module__": __name__})
     given = {"a": kind(), "b": derived(), "c": torch.zeros(1)}
     assert FastDataModule.wrap(Gives(given)).train_dataloader() == given
-    said = [record.getMessage() for record in caplog.records if "left as it is" in record.getMessage()]
-    assert ["DALI loads in threads of its own" in line for line in said] == [True, True, False]
+    messages = [record.getMessage() for record in caplog.records if "left as it is" in record.getMessage()]
+    assert ["DALI loads in threads of its own" in line for line in messages] == [True, True, False]
 
 
 # --- two real ranks ---------------------------------------------------------------------------------------------------
@@ -277,7 +279,8 @@ class Lessons(LightningDataModule):
 
     def __init__(self, first: int = 0) -> None:
         super().__init__()
-        self.lesson, self.exam = Lesson(), Lesson()
+        self.lesson = Lesson()
+        self.exam = Lesson()
         self.first = first
 
     def train_dataloader(self) -> Any:
@@ -315,7 +318,7 @@ KEPT = LoaderSettings(num_workers=1, persistent_workers=True)
 
 
 @pytest.mark.parametrize("tuned", [True, False])
-def test_persistent_workers_see_what_the_program_changes(*, tuned: bool) -> None:
+def test_persistent_workers_see_dataset_changes_made_between_epochs(*, tuned: bool) -> None:
     model = Learns()
     callbacks: list[Callback] = [AutotuneCallback()] if tuned else []  # which does nothing, with two loaders
     trainer = quiet_trainer(callbacks, max_epochs=4)
@@ -330,17 +333,17 @@ def test_persistent_workers_see_what_the_program_changes(*, tuned: bool) -> None
     assert "reset" not in vars(loop.val_loop)
 
 
-def test_a_change_that_workers_of_the_first_epoch_cannot_see_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dataset_change_that_first_epoch_workers_miss_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     model = Learns()
     trainer = quiet_trainer([], max_epochs=3)
     trainer.fit(model, datamodule=FastDataModule.wrap(Lessons(first=5), KEPT))
     assert model.levels["train"] == [0, 5, 6]
-    said = [record.getMessage() for record in caplog.records if "workers before" in record.getMessage()]
-    assert len(said) == 1
-    assert said[0].startswith("The program has changed its training set (Lesson) as the first epoch began")
+    messages = [record.getMessage() for record in caplog.records if "workers before" in record.getMessage()]
+    assert len(messages) == 1
+    assert messages[0].startswith("The program has changed its training set (Lesson) as the first epoch began")
 
 
-def test_loaders_that_are_made_again_begin_with_the_present_values(caplog: pytest.LogCaptureFixture) -> None:
+def test_reloaded_loaders_see_the_current_state_of_the_dataset(caplog: pytest.LogCaptureFixture) -> None:
     model = Learns()
     trainer = quiet_trainer([], max_epochs=4, reload_dataloaders_every_n_epochs=1)
     trainer.fit(model, datamodule=FastDataModule.wrap(Lessons(), LoaderSettings(num_workers=1)))
@@ -372,19 +375,20 @@ class Seen(BoringModel):
 
 def fit_on_a_rank(rank: int) -> Any:
     warnings.filterwarnings("ignore", message="You defined a `validation_step`")
-    model, trainer = Seen(), quiet_trainer([], max_epochs=1, devices=2, strategy="ddp")
+    model = Seen()
+    trainer = quiet_trainer([], max_epochs=1, devices=2, strategy="ddp")
     trainer.fit(model, datamodule=FastDataModule.wrap(Sharded(), loader=LoaderSettings(num_workers=1)))
     loader = trainer.train_dataloader
     return loader.num_workers, [type(loader).__name__, type(loader.sampler).__name__], model.rows
 
 
 def test_two_ranks_divide_the_samples(tmp_path: Path) -> None:
-    told = in_ranks(2, fit_on_a_rank, tmp_path)
-    assert [one[:2] for one in told] == [[1, ["WithOptions", "DistributedSampler"]]] * 2
-    assert sorted(told[0][2] + told[1][2]) == list(range(24))
+    ranks = in_ranks(2, fit_on_a_rank, tmp_path)
+    assert [rank[:2] for rank in ranks] == [[1, ["WithOptions", "DistributedSampler"]]] * 2
+    assert sorted(ranks[0][2] + ranks[1][2]) == list(range(24))
 
 
-def test_it_can_be_pickled_and_copied() -> None:
+def test_a_wrapped_data_module_can_be_pickled_and_copied() -> None:
     data = FastDataModule.wrap(Plain(), loader=TWO)
     data.setup("fit")
     for other in (pickle.loads(pickle.dumps(data)), copy.deepcopy(data)):
@@ -395,18 +399,19 @@ def test_it_can_be_pickled_and_copied() -> None:
 
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
-def test_lightning_makes_it_again_for_several_ranks(kind: Any) -> None:
+def test_lightning_can_rebuild_a_changed_loader_for_several_ranks(kind: Any) -> None:
     from lightning.pytorch.utilities.data import _update_dataloader
 
     mine = kind(Rows(), batch_size=4, shuffle=True)
     sampler = DistributedSampler(mine.dataset, 2, 0)
-    again, unwrapped = _update_dataloader(changed(mine), sampler), _update_dataloader(mine, sampler)
+    again = _update_dataloader(changed(mine), sampler)
+    unwrapped = _update_dataloader(mine, sampler)
     assert (again.num_workers, again.prefetch_factor) == (2, 3)
     assert (again.batch_size, len(again)) == (unwrapped.batch_size, len(unwrapped))
 
 
 @pytest.mark.parametrize("hand_over", ["slots", "torch"])
-def test_a_tuners_copy_hands_over_as_the_wrapped_loader_does(hand_over: Any) -> None:
+def test_a_tuned_copy_hands_batches_over_as_the_wrapped_loader_does(hand_over: Any) -> None:
     settings = LoaderSettings(num_workers=2, hand_over=hand_over)
     loader = FastDataModule.wrap(Gives(DataLoader(Rows(), batch_size=6)), loader=settings).train_dataloader()
     tuned = with_setting(loader, Setting(num_workers=1, prefetch_factor=2))

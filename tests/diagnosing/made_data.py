@@ -12,7 +12,7 @@ from lightning_feed.diagnosing.less_work import measure_without_transforms
 from lightning_feed.diagnosing.parts import LoaderPart
 from lightning_feed.diagnosing.session import Session
 from lightning_feed.load.machine import Machine
-from lightning_feed.trials.cloning import LoaderRate
+from lightning_feed.trials.loader_rate import LoaderRate
 
 
 def burn(seconds: float) -> None:

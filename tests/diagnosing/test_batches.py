@@ -25,7 +25,7 @@ def test_replayed_tensors_are_copied_only_where_a_step_writes_into_them() -> Non
     assert torch.equal(batch["x"], torch.ones(2))
 
 
-def test_own_loaders_of_all_kinds() -> None:
+def test_own_loaders_copies_loaders_inside_containers() -> None:
     loader = DataLoader(Numbers(), batch_size=4)
     combined = CombinedLoader({"a": loader, "b": [1, 2]}, "max_size")
     mine = own_loaders(combined)
@@ -35,14 +35,14 @@ def test_own_loaders_of_all_kinds() -> None:
     assert own_loaders([loader, {"x": loader}])[1]["x"] is not loader
 
 
-def test_of_batches_that_are_alike_the_first_is_replayed() -> None:
+def test_first_of_equally_shaped_batches_is_kept_for_replay() -> None:
     kept = KeptBatches(skip=2)
     for number in range(100):
         kept.offer(torch.full((2,), number))
     assert [batch.tolist() for batch in kept.batches] == [[2, 2]]
 
 
-def test_batches_are_kept_all_over_the_run_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_batches_are_spread_over_the_run_and_bounded_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = KeptBatches(skip=10)
     for length in range(1010):
         kept.offer({"x": torch.zeros(length + 1)})
@@ -56,6 +56,6 @@ def test_batches_are_kept_all_over_the_run_and_bounded(monkeypatch: pytest.Monke
     assert small._bytes() <= batches.MOST_BYTES
 
 
-def test_several_batches_come_one_after_the_other() -> None:
+def test_replay_cycles_through_its_batches_in_order() -> None:
     given = [torch.zeros(1), torch.zeros(2), torch.zeros(3)]
     assert [len(batch) for batch in Replay(given, 7)] == [1, 2, 3, 1, 2, 3, 1]

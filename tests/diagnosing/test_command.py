@@ -101,7 +101,9 @@ def run_command(package: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_training(file: Path, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_diagnose_command_prints_the_verdict_and_writes_reports(
+    file: Path, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_command("pair") == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("FEED  ")
@@ -111,7 +113,9 @@ def test_a_training(file: Path, run_command: Callable[..., int], capsys: pytest.
     }
 
 
-def test_json(file: Path, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_option_prints_the_verdict_that_is_written(
+    file: Path, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_command("pair", "--json") == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["verdict"]["bottleneck"]
@@ -127,7 +131,9 @@ def as_in_a_shell() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("as_in_a_shell")
-def test_ctrl_c_in_the_middle(file: Path, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_prints_and_writes_the_measurements_so_far(
+    file: Path, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_command("stopped") == 130
     printed = capsys.readouterr()
     assert printed.err.splitlines()[-2:] == [
@@ -139,7 +145,7 @@ def test_ctrl_c_in_the_middle(file: Path, run_command: Callable[..., int], capsy
     assert json.loads(Path("feed_diagnosis/feed_report.json").read_text())
 
 
-def test_a_failure_after_some_steps(
+def test_failure_after_some_steps_keeps_the_measurements_so_far(
     file: Path, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command("failing", "--json") == 1
@@ -154,7 +160,7 @@ def test_a_failure_after_some_steps(
 
 
 @pytest.mark.parametrize("out", ["afile", "afile/below"])
-def test_a_folder_that_cannot_be_is_told_before_anything_runs(
+def test_unusable_output_folder_is_reported_before_anything_runs(
     out: str, file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("afile").touch()
@@ -166,7 +172,7 @@ def test_a_folder_that_cannot_be_is_told_before_anything_runs(
     assert sorted(one.name for one in Path().iterdir() if one.name != "__pycache__") == ["afile", file.name]
 
 
-def test_a_verdict_that_cannot_be_written_is_printed(
+def test_verdict_is_printed_even_if_the_report_cannot_be_written(
     file: Path, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "write_report", _disk_is_full)
@@ -183,7 +189,7 @@ def _disk_is_full(*_: Any, **__: Any) -> Any:
 # --- what is wrong ----------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_experiment_is_told_in_a_line(
+def test_unknown_experiment_is_reported_without_a_traceback(
     file: Path, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command("pair", "--only", "speed") == 2
@@ -193,7 +199,7 @@ def test_an_unknown_experiment_is_told_in_a_line(
     assert not Path("feed_diagnosis").exists()
 
 
-def test_the_reference_names_every_argument() -> None:
+def test_reference_page_names_every_argument_of_diagnose() -> None:
     page = (Path(__file__).parents[2] / "docs/reference/command-line.md").read_text()
     section = page.split("## `diagnose(")[1].split("| raises |")[0]
     named = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)

@@ -27,7 +27,7 @@ def _measure(
     return session.results
 
 
-def test_all_of_them_on_a_slow_data_set() -> None:
+def test_all_experiments_run_on_a_slow_dataset() -> None:
     slow = Slow(0.004)
     dataset = Images(slow)
     loader = DataLoader(dataset, batch_size=4, shuffle=True, num_workers=1)
@@ -62,7 +62,7 @@ def test_all_of_them_on_a_slow_data_set() -> None:
     assert loader._iterator is None
 
 
-def test_files_that_were_read_before(tmp_path: Path) -> None:
+def test_cached_files_alone_gives_only_loader_and_cached_rates(tmp_path: Path) -> None:
     loader = DataLoader(Files(tmp_path / "data"), batch_size=2, num_workers=1)
     results = _measure(loader, only=["cached-files"])
     assert results.loader_per_s is not None
@@ -70,7 +70,7 @@ def test_files_that_were_read_before(tmp_path: Path) -> None:
     assert (results.ceiling_per_s, results.costs, results.keys) == (None, (), ())
 
 
-def test_several_loaders_are_drained_side_by_side() -> None:
+def test_several_loaders_are_measured_together() -> None:
     fast, slow = Images(), Images(Slow(0.005))
     loaders = {"a": DataLoader(fast, batch_size=2), "b": [DataLoader(slow, batch_size=4)]}
     results = _measure(loaders, only=frozenset({"loader", "transforms", "keys"}))
@@ -91,7 +91,7 @@ class Batches:
         return iter([{"x": torch.ones(2, 3)}] * 5)
 
 
-def test_other_iterables() -> None:
+def test_custom_iterables_get_only_the_loader_and_keys_experiments() -> None:
     results = _measure(Batches())
     assert results.loader_per_s is not None
     assert [(key.name, key.bytes_per_batch) for key in results.keys] == [("x", 24)]
@@ -105,7 +105,7 @@ def test_other_iterables() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_sample_that_cannot_be_loaded_is_named(workers: int) -> None:
+def test_failing_sample_is_named_in_the_error(workers: int) -> None:
     torch.manual_seed(3)
     loader = DataLoader(Broken(), batch_size=4, shuffle=True, num_workers=workers)
     before = torch.get_rng_state()
@@ -117,7 +117,7 @@ def test_a_sample_that_cannot_be_loaded_is_named(workers: int) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_an_interrupt_leaves_what_was_measured_and_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_keeps_earlier_results_and_restores_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = Images(Slow(0.0))
     state = torch.get_rng_state()
     session = Session(train_loaders=DataLoader(dataset, batch_size=2))
@@ -149,7 +149,7 @@ def _interrupting_from(call: int, original: Any) -> Any:
     return interrupt
 
 
-def test_what_would_take_too_much_memory_is_not_run() -> None:
+def test_experiments_that_need_too_much_memory_are_left_out() -> None:
     small = Machine(
         usable_cpus=2,
         cpu_reason="",
@@ -174,7 +174,7 @@ def test_what_would_take_too_much_memory_is_not_run() -> None:
     assert results.no_transform_per_s is None
 
 
-def test_the_budget_is_kept() -> None:
+def test_experiments_beyond_the_budget_are_left_out() -> None:
     class Clock:
         now = 0.0
 

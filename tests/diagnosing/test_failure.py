@@ -41,13 +41,13 @@ def fails(loader: Any, package: str = "lightning.pytorch", **options: Any) -> Fe
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_sample_that_fails_in_the_run(workers: int) -> None:
+def test_failing_sample_is_reported_with_its_code_location(workers: int) -> None:
     error = fails(DataLoader(BadPhoto(41), batch_size=4, num_workers=workers))
     assert str(error).startswith(f"training as it is failed: ValueError: bad photo 41 ({HERE}:")
     assert isinstance(error.__cause__, ValueError)
 
 
-def test_a_collate_function_that_fails() -> None:
+def test_failing_collate_fn_is_reported_with_its_code_location() -> None:
     def collate(samples: Any) -> Any:
         raise TypeError("no batch of that")
 
@@ -55,7 +55,7 @@ def test_a_collate_function_that_fails() -> None:
     assert f"training as it is failed: TypeError: no batch of that ({HERE}:" in said
 
 
-def test_an_iterable_that_is_no_dataloader() -> None:
+def test_failing_custom_iterable_is_reported_with_its_code_location() -> None:
     class Source:
         def __iter__(self) -> Any:
             yield from DataLoader(BadPhoto(9), batch_size=4)
@@ -63,7 +63,7 @@ def test_an_iterable_that_is_no_dataloader() -> None:
     assert f"training as it is failed: ValueError: bad photo 9 ({HERE}:" in str(fails(Source()))
 
 
-def test_what_was_measured_before_is_kept(tmp_path: Path) -> None:
+def test_measurements_before_a_failure_are_kept_and_written(tmp_path: Path) -> None:
     error = fails(DataLoader(BadPhoto(78), batch_size=4), out=tmp_path)
     assert isinstance(error, DiagnosisFailed)
     assert 10 <= error.diagnosis.stats.steps < 20
@@ -82,7 +82,7 @@ def told(call: Any) -> str:
     raise AssertionError("nothing was raised")
 
 
-def test_the_place_is_in_the_users_code() -> None:
+def test_error_location_is_the_line_in_the_users_code() -> None:
     def parse() -> None:
         json.loads("{")  # raised deep in the standard library
 
@@ -90,7 +90,7 @@ def test_the_place_is_in_the_users_code() -> None:
     assert told(parse).endswith(f"({HERE}:{line})")
 
 
-def test_the_place_in_a_worker_is_in_its_message() -> None:
+def test_error_location_in_a_worker_is_read_from_its_traceback() -> None:
     text = (
         "Caught ValueError in DataLoader worker process 1.\nOriginal Traceback (most recent call last):\n"
         f'  File "{sysconfig.get_paths()["purelib"]}/torch/utils/data/_utils/worker.py", line 349, in _worker_loop\n'

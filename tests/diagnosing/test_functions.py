@@ -50,7 +50,7 @@ def slow_collate(samples: list[Any]) -> Any:
     return default_collate(samples)
 
 
-def test_a_step_of_a_list_in_getitem_is_named_with_its_line() -> None:
+def test_slow_transform_called_in_getitem_is_named_with_its_line() -> None:
     stages, functions = time_batches(LoaderPart("", DataLoader(Listed(), batch_size=4)), 0.3)
     dearest = functions[0]
     assert (dearest.name, dearest.file, dearest.calls, dearest.stage) == (
@@ -64,7 +64,7 @@ def test_a_step_of_a_list_in_getitem_is_named_with_its_line() -> None:
     assert stages["samples"] > stages["collate"]
 
 
-def test_collating_that_takes_the_time_is_told_as_that() -> None:
+def test_time_in_collate_fn_counts_as_the_collate_stage() -> None:
     stages, functions = time_batches(LoaderPart("", DataLoader(Images(), batch_size=4, collate_fn=slow_collate)), 0.3)
     assert stages["collate"] > stages["samples"]
     assert {one.stage for one in functions} == {"collate"}
@@ -73,7 +73,9 @@ def test_collating_that_takes_the_time_is_told_as_that() -> None:
 
 @pytest.mark.parametrize("options", [{"batch_size": 3}, {"batch_size": None}, {"batch_size": 4, "num_workers": 1}])
 @pytest.mark.parametrize("kind", [Images, Stream])
-def test_kinds_of_loaders(kind: Callable[..., Dataset[Any]], options: dict[str, Any]) -> None:
+def test_functions_are_timed_for_every_kind_of_loader(
+    kind: Callable[..., Dataset[Any]], options: dict[str, Any]
+) -> None:
     dataset: Any = kind(Slow(0.005))
     random, interval = torch.get_rng_state(), sys.getswitchinterval()
     stages, functions = time_batches(LoaderPart("", DataLoader(dataset, **options)), 0.2)
@@ -100,7 +102,7 @@ def frames_of(call: Callable[[Callable[..., Any]], Any]) -> Any:
     return found[0]
 
 
-def test_time_goes_to_the_innermost_function_of_the_users_and_names_what_it_calls() -> None:
+def test_time_is_assigned_to_the_innermost_user_function() -> None:
     class Aug:
         def run(self, note: Callable[..., Any]) -> None:
             note()
@@ -132,7 +134,7 @@ def test_time_goes_to_the_innermost_function_of_the_users_and_names_what_it_call
     assert [one.name for one in tally.result(batches=2)[1]] == ["Aug.run"]  # the other takes too little
 
 
-def test_what_is_the_users() -> None:
+def test_user_files_are_told_apart_from_library_files() -> None:
     assert is_users(HERE)
     assert is_users("<ipython-input-3-ab>")
     for library in (torch.nn.modules.module.__file__, sys.modules["threading"].__file__, "<frozen importlib>"):
@@ -144,7 +146,7 @@ def test_what_is_the_users() -> None:
 
 
 @pytest.mark.parametrize("project", ["src/app/train.py", "train.py", "share/birds/1.jpg"])
-def test_a_project_below_the_prefix_of_python_is_the_users(project: str) -> None:
+def test_project_files_below_sys_prefix_count_as_user_files(project: str) -> None:
     """As in an image whose Python is in /usr and whose project is in /usr/src/app."""
     assert is_users(f"{sys.prefix}/{project}")
     assert not is_users(f"{sysconfig.get_paths()['purelib']}/{project}")

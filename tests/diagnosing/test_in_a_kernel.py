@@ -59,7 +59,7 @@ def run(client: Any, code: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_kernel_that_is_interrupted(kernel: Any, tmp_path: Path) -> None:
+def test_interrupted_notebook_kernel_restores_the_state(kernel: Any, tmp_path: Path) -> None:
     manager, client = kernel
     assert "Error" not in run(client, SETUP)
     client.execute("found = diagnose(trainer, model, train_dataloaders=DataLoader(torch.ones(64, 4), batch_size=4))")

@@ -15,7 +15,7 @@ from lightning_feed.diagnosing import less_work
 from lightning_feed.diagnosing.less_work import folder_to_crop, measure_crops
 
 
-def test_without_transforms_the_loader_is_as_fast_as_if_they_were_free() -> None:
+def test_rate_without_transforms_excludes_their_time() -> None:
     slow = Images(v1.Compose([Slow(0.01), v1.Resize(12)]))
     assert (without_transforms(slow) or 0) > 10 * (1 / (4 * 0.01))
     assert without_transforms(Images()) is None
@@ -30,7 +30,7 @@ def _folder(root: Path, **changed: Any) -> ImageFolder:
     return ImageFolder(str(root), **{"transform": CROP, **changed})
 
 
-def test_crops_are_timed_in_turn_with_whole_images(class_folders: Path) -> None:
+def test_decoding_of_crops_and_of_whole_images_is_timed(class_folders: Path) -> None:
     folder = _folder(class_folders)
     session = session_of(shuffled_part(Subset(folder, range(9))).loader)
     torch.manual_seed(0)
@@ -44,7 +44,7 @@ def test_crops_are_timed_in_turn_with_whole_images(class_folders: Path) -> None:
     assert folder.transform is CROP
 
 
-def test_the_samples_are_those_of_the_folder(class_folders: Path) -> None:
+def test_cropping_dataset_gives_the_samples_of_the_image_folder(class_folders: Path) -> None:
     folder = _folder(class_folders)
     cropping = less_work._cropping(Subset(folder, [7, 2]), folder)
     for index in range(2):
@@ -56,7 +56,7 @@ def test_the_samples_are_those_of_the_folder(class_folders: Path) -> None:
         assert torch.allclose(image, cropped, atol=0.1)
 
 
-def test_a_folder_of_splits_is_given_as_a_whole(class_folders: Path) -> None:
+def test_crop_result_names_the_parent_folder_of_the_splits(class_folders: Path) -> None:
     train = class_folders.rename(class_folders.parent / "train")
     session = session_of(shuffled_part(_folder(train)).loader)
     measure_crops(session)
@@ -77,6 +77,6 @@ def test_a_folder_of_splits_is_given_as_a_whole(class_folders: Path) -> None:
         ({}, {"sampler": RandomSampler(range(12), replacement=True), "shuffle": None}),
     ],
 )
-def test_loaders_that_the_data_module_does_not_replace(class_folders: Path, folder: Any, loader: Any) -> None:
+def test_folder_to_crop_is_none_for_unsupported_loaders(class_folders: Path, folder: Any, loader: Any) -> None:
     assert folder_to_crop(shuffled_part(_folder(class_folders, **folder), **loader).loader) is None
     assert folder_to_crop(shuffled_part(_folder(class_folders)).loader) is not None

@@ -16,7 +16,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_diagnosis_on_the_device(device: str) -> None:
+def test_diagnosis_on_cuda_keeps_weights_and_random_states(device: str) -> None:
     Module, Data = make_parts()
 
     class OnDevice(Module):  # type: ignore[misc,valid-type]

@@ -100,7 +100,7 @@ def fit_of(name: str, *arguments: str, **options: Any) -> Fit:
         ("", ""),
     ],
 )
-def test_what_is_given_to_fit(call: str, given: str, script: Any) -> None:
+def test_arguments_of_fit_are_captured(call: str, given: str, script: Any) -> None:
     fit = fit_of(script(f"make(max_epochs=3).fit(Model(), {call})\n"))
     assert type(fit.model).__name__ == "Model"
     assert fit.trainer.max_epochs == 3
@@ -109,7 +109,7 @@ def test_what_is_given_to_fit(call: str, given: str, script: Any) -> None:
     )
 
 
-def test_a_subclass_of_the_trainer(script: Any) -> None:
+def test_fit_of_a_trainer_subclass_is_captured(script: Any) -> None:
     text = "class Own(Trainer):\n def fit(self, *args):\n  super().fit(*args)\n"
     fit = fit_of(script(text + "Own(accelerator='cpu', logger=False, enable_checkpointing=False).fit(Model(), LOADER)"))
     assert type(fit.trainer).__name__ == "Own"
@@ -125,7 +125,7 @@ of_jsonargparse = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Li
 
 @of_jsonargparse
 @both_packages
-def test_lightning_cli_that_runs_nothing_by_itself(script: Any, package: str) -> None:
+def test_fit_after_lightning_cli_with_run_false_is_captured(script: Any, package: str) -> None:
     rest = "cli.trainer.fit(cli.model, LOADER)\ncli.trainer.test(cli.model, LOADER)\n"
     name = lightning_cli(script, package, "Model, run=False", rest)
     fit = fit_of(name, "--trainer.max_epochs=5", "--trainer.accelerator=cpu", "--trainer.logger=false")
@@ -134,9 +134,7 @@ def test_lightning_cli_that_runs_nothing_by_itself(script: Any, package: str) ->
 
 @of_jsonargparse
 @pytest.mark.parametrize("checkpoint", [(), ("--ckpt_path=last.ckpt",)])
-def test_lightning_cli_makes_its_arguments_of_the_replaced_fit(
-    checkpoint: tuple[str, ...], script: Any, package: str
-) -> None:
+def test_fit_subcommand_of_lightning_cli_is_captured(checkpoint: tuple[str, ...], script: Any, package: str) -> None:
     options = ("--trainer.max_epochs=5", "--trainer.accelerator=cpu", "--trainer.logger=false")
     fit = fit_of(lightning_cli(script, package, "Model, Data"), "fit", *checkpoint, *options)
     assert type(fit.datamodule).__name__ == "Data"
@@ -155,7 +153,7 @@ os.chdir("/")
 """
 
 
-def test_it_runs_as_python_runs_it(script: Any, tmp_path: Path) -> None:
+def test_program_sees_argv_and_path_as_when_run_by_python(script: Any, tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
     name = script("import sys; sys.path.append('..')\n", "below/train.py")
     (tmp_path / "below" / "train.py").write_text(
@@ -177,7 +175,7 @@ def test_it_runs_as_python_runs_it(script: Any, tmp_path: Path) -> None:
     }
 
 
-def test_a_module_of_a_package(script: Any, tmp_path: Path) -> None:
+def test_module_of_a_package_runs_as_with_python_m(script: Any, tmp_path: Path) -> None:
     (tmp_path / "birds").mkdir()
     (tmp_path / "birds" / "__init__.py").touch()
     (tmp_path / "birds" / "size.py").write_text("import sys\nSIZE = int(sys.argv[1])\n")
@@ -201,7 +199,9 @@ def test_a_module_of_a_package(script: Any, tmp_path: Path) -> None:
         ("1 / 0", 1, "failed before it called Trainer.fit", "ZeroDivisionError: division by zero\n"),
     ],
 )
-def test_programs_that_call_no_fit(text: str, code: int, said: str, printed: str, script: Any, capsys: Any) -> None:
+def test_program_without_a_fit_ends_with_an_error_and_exit_code(
+    text: str, code: int, said: str, printed: str, script: Any, capsys: Any
+) -> None:
     name = script(f"import sys\n{text}\n")
     with pytest.raises(ProgramEnded, match=said) as ended:
         run_until_fit(Program(name, ("--lr", "1")), lambda _: 0)
@@ -212,7 +212,7 @@ def test_programs_that_call_no_fit(text: str, code: int, said: str, printed: str
         assert err.splitlines()[1].strip().startswith(f'File "{Path(name).absolute()}", line 3')
 
 
-def test_there_is_no_such_program() -> None:
+def test_missing_program_is_refused() -> None:
     with pytest.raises(SettingsError, match=r"There is no file nowhere\.py"):
         run_until_fit(Program("nowhere.py"), lambda _: 0)
     for module in ("no.such.module", "json"):
@@ -223,7 +223,7 @@ def test_there_is_no_such_program() -> None:
 # --- other processes ----------------------------------------------------------------------------------------------
 
 
-def test_under_torchrun(monkeypatch: pytest.MonkeyPatch, script: Any) -> None:
+def test_processes_started_by_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch, script: Any) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")
     name = script("raise AssertionError")
@@ -235,7 +235,7 @@ def test_under_torchrun(monkeypatch: pytest.MonkeyPatch, script: Any) -> None:
     assert end.value.code == 1
 
 
-def test_a_fit_in_a_forked_process(script: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_fit_in_a_forked_process_is_stopped_and_reported(script: Any, capfd: pytest.CaptureFixture[str]) -> None:
     text = (
         "import multiprocessing\n"
         "trainer = make()\n"
@@ -254,7 +254,7 @@ def test_a_fit_in_a_forked_process(script: Any, capfd: pytest.CaptureFixture[str
     assert "train.py called Trainer.fit in a process that it had forked, where it cannot be replaced." in printed.err
 
 
-def test_trainers_of_a_started_process_are_refused(
+def test_trainers_in_a_child_process_are_refused(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "_exit", Mock(side_effect=Left))

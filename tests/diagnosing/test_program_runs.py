@@ -247,7 +247,7 @@ QUICK = ("diagnose", "--quick", "--only", "model")
 END = "This training, and what follows it, was not run."
 
 
-def test_nothing_of_a_program_is_run_after_its_fit(project: Path) -> None:
+def test_no_code_of_a_program_runs_after_its_fit(project: Path) -> None:
     (project / "careless.py").write_text(CARELESS)
     done = run(project, *QUICK, "--json", "careless.py")
     assert done.returncode == 0, done.stderr
@@ -268,7 +268,7 @@ def test_nothing_of_a_program_is_run_after_its_fit(project: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_failure_in_the_place_of_the_fit(project: Path) -> None:
+def test_failed_diagnosis_runs_no_code_after_the_fit(project: Path) -> None:
     (project / "careless.py").write_text(CARELESS.replace(DOES_NOTHING, "    raise ValueError('bad photo')\ndef ran"))
     done = run(project, *QUICK, "careless.py")
     assert done.returncode == 1
@@ -282,7 +282,7 @@ def test_a_failure_in_the_place_of_the_fit(project: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [QUICK, ("tune",)], ids=["diagnose", "tune"])
 @pytest.mark.parametrize("name", ENDS)
-def test_whatever_a_program_does_after_its_fit(name: str, command: tuple[str, ...], project: Path) -> None:
+def test_program_ends_at_its_fit_whatever_code_surrounds_it(name: str, command: tuple[str, ...], project: Path) -> None:
     (project / "careless.py").write_text(BEGIN + ENDS[name])
     done = run(project, *command, "careless.py")
     assert done.returncode == 0, done.stderr
@@ -332,7 +332,7 @@ def test_ctrl_c_does_not_reach_the_program(project: Path) -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_programs_are_diagnosed_and_not_run(
+def test_programs_are_diagnosed_without_running_their_training(
     arguments: tuple[str, ...], end: str, batch_size: int, project: Path
 ) -> None:
     before = {str(one) for one in project.rglob("*")}
@@ -358,7 +358,7 @@ def test_programs_are_diagnosed_and_not_run(
 
 
 @pytest.mark.slow
-def test_tune_takes_one_of_several_loaders(project: Path) -> None:
+def test_tune_requires_the_name_of_one_of_several_loaders(project: Path) -> None:
     done = run(project, "tune", "two.py")
     assert done.returncode == 2
     assert (
@@ -374,7 +374,7 @@ def test_tune_takes_one_of_several_loaders(project: Path) -> None:
 
 
 @pytest.mark.slow
-def test_tune_gives_the_keys_of_the_command_line(project: Path) -> None:
+def test_tune_gives_command_line_and_yaml_keys_for_lightning_cli(project: Path) -> None:
     done = run(project, "tune", "--fresh", "--json", "lcli.py", "--", "fit", "--config", "c.yaml")
     assert done.returncode == 0, done.stderr
     pasted = json.loads(done.stdout[done.stdout.index("{") :])["paste"]

@@ -14,7 +14,7 @@ from lightning_feed.diagnosing import diagnose, proof, rates
 from lightning_feed.diagnosing.proof import Proof, proven
 from lightning_feed.load.settings import Setting
 from lightning_feed.trials.search import Trial
-from lightning_feed.trials.tune_loader import Tuned, own_setting
+from lightning_feed.trials.tune_loader import Tuned
 from lightning_feed.tuning import run as tuning
 from lightning_feed.tuning.run import tune
 
@@ -30,7 +30,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(("chosen_ms", "holds"), [(5.0, True), (9.8, False), (10.0, False), (20.0, False)])
-def test_a_setting_counts_only_if_steps_are_clearly_shorter(chosen_ms: float, holds: bool) -> None:
+def test_chosen_setting_is_kept_only_if_training_steps_get_clearly_shorter(chosen_ms: float, holds: bool) -> None:
     found = proven(TUNED, Proof(own_ms=10.0, chosen_ms=chosen_ms))
     assert found.setting == (CHOSEN if holds else OWN)
     assert f"training itself took 10 ms a step with num_workers=0, {chosen_ms:.3g} with num_workers=1" in found.reason
@@ -38,7 +38,7 @@ def test_a_setting_counts_only_if_steps_are_clearly_shorter(chosen_ms: float, ho
 
 def chooses_one_worker(loader: DataLoader[Any], *arguments: Any, **named: Any) -> Tuned:
     """In the place of ``tune_loader``."""
-    own = own_setting(loader)
+    own = Setting.of(loader)
     chosen = replace(CHOSEN, persistent_workers=False)
     trials = (Trial(setting=own, steps_s=(0.2,)), Trial(setting=chosen, steps_s=(0.1,)))
     return Tuned(setting=CHOSEN, own=own, reason="the fastest of 2 tried", trials=trials)
@@ -72,7 +72,7 @@ def _taking(monkeypatch: pytest.MonkeyPatch, ms: Callable[[int], float]) -> list
 
 
 @pytest.mark.parametrize("gains", [True, False])
-def test_a_diagnosis_trains_with_it_and_puts_everything_back(
+def test_diagnosis_trains_with_the_chosen_setting_and_restores_weights(
     gains: bool, parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, module, data = parts
@@ -80,7 +80,7 @@ def test_a_diagnosis_trains_with_it_and_puts_everything_back(
     weights = {name: value.clone() for name, value in module.state_dict().items()}
     found = diagnose(trainer, module, data, quick=True, only=["loader"], budget_s=6.0)
     assert seen == [1, 0]
-    results = found.measurements.found
+    results = found.measurements.experiments
     assert (results.chosen_fit_ms, results.own_fit_ms) == ((10.0, 20.0) if gains else (20.0, 10.0))
     chosen = results.tried_as("chosen")
     assert chosen is not None
@@ -90,7 +90,9 @@ def test_a_diagnosis_trains_with_it_and_puts_everything_back(
 
 
 @pytest.mark.parametrize("gains", [True, False])
-def test_tune_trains_with_it_too(gains: bool, parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_trains_with_the_chosen_setting_before_advising_it(
+    gains: bool, parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer, module, data = parts
     _taking(monkeypatch, lambda workers: 10.0 if bool(workers) == gains else 20.0)
     tuned = tune(data, model=module, trainer=trainer)
@@ -98,7 +100,7 @@ def test_tune_trains_with_it_too(gains: bool, parts: Parts, monkeypatch: pytest.
     assert "training itself took" in tuned.reason
 
 
-def test_a_fit_that_fails_costs_only_the_proof(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_proof_fit_keeps_the_other_results(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, module, _ = parts
 
     def fails(*_: Any) -> None:
@@ -107,6 +109,6 @@ def test_a_fit_that_fails_costs_only_the_proof(parts: Parts, monkeypatch: pytest
     monkeypatch.setattr(proof, "time_fit", fails)
     loader = DataLoader(Numbers(), batch_size=4)
     found = diagnose(trainer, module, train_dataloaders=loader, quick=True, only=["loader"], budget_s=6.0)
-    left_out = dict(found.measurements.found.left_out)
+    left_out = dict(found.measurements.experiments.left_out)
     assert "ValueError: only with workers" in left_out["training with other workers"]
-    assert found.measurements.found.tried_as("chosen") is not None
+    assert found.measurements.experiments.tried_as("chosen") is not None

@@ -17,8 +17,9 @@ from lightning_feed.diagnosing.rates import (
     measure_files_in_memory,
     measure_workers,
 )
+from lightning_feed.load.settings import Setting
 from lightning_feed.trials.search import Trial
-from lightning_feed.trials.tune_loader import Goal, Tuned, own_setting
+from lightning_feed.trials.tune_loader import Goal, Tuned
 
 # --- other numbers of workers -----------------------------------------------------------------------------------------
 
@@ -31,7 +32,7 @@ class Tunes:
 
     def __call__(self, loader: DataLoader[Any], goal: Goal, **_: Any) -> Tuned:
         self.goals.append(goal)
-        own = own_setting(loader)
+        own = Setting.of(loader)
         chosen = own.with_workers(2)
         trials = (
             Trial(setting=own, steps_s=(0.2, 0.22, 0.19)),
@@ -48,7 +49,7 @@ def tunes(monkeypatch: pytest.MonkeyPatch) -> Tunes:
     return made
 
 
-def test_the_trials_of_the_tuner_are_noted(tunes: Tunes) -> None:
+def test_trials_of_the_tuner_are_recorded_in_the_results(tunes: Tunes) -> None:
     session = session_of(DataLoader(Images(), num_workers=1), machine=machine_of(2))
     session.share_s = 5.0
     measure_workers(session)
@@ -62,7 +63,7 @@ def test_the_trials_of_the_tuner_are_noted(tunes: Tunes) -> None:
     assert tunes.goals[0].work.step_s == 0  # no training was measured
 
 
-def test_what_workers_would_change_is_not_tried(tunes: Tunes) -> None:
+def test_worker_counts_are_not_tried_for_streams_or_several_loaders(tunes: Tunes) -> None:
     with pytest.raises(NotMeasurable, match="is a stream"):
         measure_workers(session_of(DataLoader(Stream(), batch_size=4)))
     with pytest.raises(NotMeasurable, match="several loaders"):
@@ -98,7 +99,7 @@ def wants_the_data_set(worker: int) -> None:
     assert info.dataset.scale == 3
 
 
-def test_collate_functions_and_worker_inits_get_what_they_are_used_to() -> None:
+def test_ceiling_gives_collate_fn_and_worker_init_fn_their_usual_inputs() -> None:
     session = session_of(
         DataLoader(Dicts(), batch_size=4, num_workers=1, collate_fn=pop_and_collate, worker_init_fn=wants_the_data_set)
     )
@@ -107,7 +108,7 @@ def test_collate_functions_and_worker_inits_get_what_they_are_used_to() -> None:
     assert set(session.samples[0]) == {"image", "drop"}
 
 
-def test_constant_streams_do_not_end_and_have_no_state() -> None:
+def test_constant_stream_is_endless_and_has_no_state() -> None:
     class Stateful(Stream):
         def state_dict(self) -> dict[str, int]:
             return {}
@@ -118,21 +119,21 @@ def test_constant_streams_do_not_end_and_have_no_state() -> None:
     assert null.size == 60
 
 
-def test_the_ceiling_does_without_the_data_sets_own_work() -> None:
+def test_ceiling_excludes_the_work_of_the_dataset() -> None:
     session = session_of(DataLoader(Images(Slow(0.003)), batch_size=4))
     measure_ceiling(session)
     assert (session.results.ceiling_per_s or 0) > 2 / (4 * 0.003)
 
 
 class Choosy(DataLoader[Any]):
-    """As LitData's: it calls what only its own data set has."""
+    """As LitData's: it calls what only its own dataset has."""
 
     def __iter__(self) -> Any:
-        assert isinstance(self.dataset, Images), "this is no data set of mine"
+        assert isinstance(self.dataset, Images), "this is no dataset of mine"
         return super().__iter__()
 
 
-def test_a_loader_that_needs_its_own_kind_of_data_set_has_no_ceiling() -> None:
+def test_loader_that_requires_its_own_dataset_class_has_no_ceiling() -> None:
     session = session_of(Choosy(Images(), batch_size=4))
     with pytest.raises(
         NotMeasurable, match="a Choosy does not accept constant samples as its dataset: this is no data"
@@ -153,7 +154,7 @@ class Reading(Images):
         return super().__getitem__(index)
 
 
-def test_the_first_batches_are_read_again_and_again() -> None:
+def test_files_in_memory_are_measured_by_rereading_the_first_batches() -> None:
     session = session_of(DataLoader(Reading(size=60), batch_size=2, shuffle=True), rate=1000.0)
     session.share_s = 0.3
     torch.manual_seed(5)
@@ -175,6 +176,6 @@ def test_the_first_batches_are_read_again_and_again() -> None:
         (DataLoader(Stream(), batch_size=2), 1000.0, "an iterable dataset decides itself which samples come"),
     ],
 )
-def test_what_cannot_be_read_again_is_not_measured(loader: Any, rate: float, why: str) -> None:
+def test_loaders_that_cannot_be_reread_have_no_files_in_memory_rate(loader: Any, rate: float, why: str) -> None:
     with pytest.raises(NotMeasurable, match=why):
         measure_files_in_memory(session_of(loader, rate=rate))

@@ -29,7 +29,7 @@ from lightning_feed.errors import FeedError
 # --- the module ---------------------------------------------------------------------------------------------------
 
 
-def test_a_module_that_was_trained() -> None:
+def test_restore_resets_weights_gradients_and_modes_of_a_module() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model[1].eval()
     model[0].bias.requires_grad_(False)
@@ -48,7 +48,7 @@ def test_a_module_that_was_trained() -> None:
         assert (weight.requires_grad, model[0].bias.requires_grad) == (True, False)
 
 
-def test_an_optimizer_and_a_scheduler_that_the_module_holds() -> None:
+def test_restore_resets_optimizers_and_schedulers_held_by_the_module() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -71,13 +71,13 @@ def test_an_optimizer_and_a_scheduler_that_the_module_holds() -> None:
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected, strict=True))
 
 
-def test_layers_that_have_no_values_yet() -> None:
+def test_restore_works_with_lazy_and_meta_parameters() -> None:
     model = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2, device="meta"))
     ModelState(model).restore()
     assert isinstance(model[0].weight, nn.UninitializedParameter)
 
 
-def test_random_numbers() -> None:
+def test_session_restores_all_random_number_generators() -> None:
     seed_everything()
     data = Numbers()
     with open_session(None, None, loaders=DataLoader(data)).restoring():
@@ -107,7 +107,7 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_before_any_training(package: str) -> None:
+def test_diagnosis_before_training_leaves_everything_unchanged(package: str) -> None:
     seed_everything()
     Module, Data = make_parts(package)
     trainer, model, data = make_trainer(package), Module(), Data()
@@ -135,7 +135,7 @@ def train_twice(*, diagnosed: bool) -> Any:
     return model
 
 
-def test_training_goes_on_as_if_nothing_had_been() -> None:
+def test_training_after_a_diagnosis_continues_as_without_one() -> None:
     plain, diagnosed = train_twice(diagnosed=False), train_twice(diagnosed=True)
     assert diagnosed.losses == plain.losses
     assert len(plain.losses) == 18
@@ -154,7 +154,7 @@ def test_training_goes_on_as_if_nothing_had_been() -> None:
         ("replay", KeyboardInterrupt),
     ],
 )
-def test_after_an_error_and_after_ctrl_c(where: str, error: type[BaseException]) -> None:
+def test_everything_is_restored_after_an_error_or_ctrl_c(where: str, error: type[BaseException]) -> None:
     seed_everything()
     Module, Data = make_parts(dataset=Numbers(fail_at=11 if where == "dataset" else None, error=error))
     trainer, model, data = make_trainer(), Module(), Data()
@@ -193,7 +193,7 @@ def test_the_users_own_loader_keeps_its_workers_and_generator() -> None:
     state = loader.generator.get_state()
     attributes = dict(vars(loader))
     found = short_diagnosis(make_trainer(), Module(), train_dataloaders=loader)
-    assert found.measurements.facts.num_workers == 1
+    assert found.measurements.facts.loader.num_workers == 1
     assert vars(loader) == attributes
     assert loader._iterator is iterator
     assert torch.equal(loader.generator.get_state(), state)
@@ -202,7 +202,7 @@ def test_the_users_own_loader_keeps_its_workers_and_generator() -> None:
     loader._iterator = None
 
 
-def test_a_module_that_builds_itself_in_configure_model_and_keeps_its_optimizer() -> None:
+def test_module_with_configure_model_and_own_optimizer_is_restored() -> None:
     Module, Data = make_parts()
 
     class Late(Module):  # type: ignore[misc,valid-type]

@@ -73,18 +73,18 @@ class OneCycle(Module):  # type: ignore[misc,valid-type]
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-def test_manual_optimization_with_two_optimizers() -> None:
+def test_manual_optimization_with_two_optimizers_is_diagnosed() -> None:
     results = results_of(Manual(), only=["model"])
     assert results.model_per_s > 0
 
 
 @pytest.mark.parametrize("limits", [{"max_epochs": 1}, {"max_epochs": None, "max_steps": 7}, {"max_epochs": -1}])
-def test_trainings_shorter_than_the_experiments(limits: dict[str, Any]) -> None:
+def test_trainings_shorter_than_the_experiments_are_diagnosed(limits: dict[str, Any]) -> None:
     model = OneCycle() if limits["max_epochs"] != -1 else Module()
     assert results_of(model, trainer=make_trainer(**limits)).model_per_s > 0
 
 
-def test_accumulation_and_clipping_are_kept() -> None:
+def test_accumulation_clipping_and_precision_are_kept() -> None:
     seen = set()
 
     class Looks(Module):  # type: ignore[misc,valid-type]
@@ -104,12 +104,12 @@ def test_prefetching_is_kept_with_a_copy_of_the_callback() -> None:
     assert found.measurements.experiments.model_per_s > 0
 
 
-def test_callbacks_by_environment_stay_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_diagnosis_works_with_callbacks_enabled_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_FEED", "1")
     assert results_of(Module()).model_per_s > 0
 
 
-def test_a_data_module_of_ours_without_workers() -> None:
+def test_fast_data_module_without_workers_is_diagnosed() -> None:
     """Its loader leads to the module, to the hooks replaced there, and so to the session: that is not restored."""
 
     class Ours(FastDataModule):
@@ -120,7 +120,7 @@ def test_a_data_module_of_ours_without_workers() -> None:
     assert results.model_per_s > 0
 
 
-def test_several_loaders() -> None:
+def test_training_with_several_loaders_is_diagnosed() -> None:
     class Two(Module):  # type: ignore[misc,valid-type]
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return sum(nn.functional.cross_entropy(self.net(x), y) for x, y in batch.values())  # type: ignore[return-value]
@@ -161,13 +161,13 @@ class SaysLess(SaysAnother):
     ],
     ids=["endless", "more", "less"],
 )
-def test_loaders_whose_length_is_not_true(make: Any) -> None:
+def test_loaders_with_a_wrong_length_are_diagnosed(make: Any) -> None:
     found = results_of(Module(), train_dataloaders=make(), only=["model", "loader"])
     assert found.loader_per_s > 0
     assert found.model_per_s > 0
 
 
-def test_a_step_that_fetches_for_itself() -> None:
+def test_training_step_with_dataloader_iter_is_left_out_with_a_reason() -> None:
     class Fetches(Module):  # type: ignore[misc,valid-type]
         def training_step(self, dataloader_iter: Any) -> Tensor:
             batch, _, _ = next(dataloader_iter)
@@ -178,7 +178,7 @@ def test_a_step_that_fetches_for_itself() -> None:
     assert "fetches for itself" in left_out["model"]
 
 
-def test_the_replay_on_the_device_leaves_the_way_there_out() -> None:
+def test_replay_on_the_device_does_not_repeat_the_batch_transfer() -> None:
     calls = {"on_after_batch_transfer": 0}
 
     class Transfers(Data):  # type: ignore[misc,valid-type]
@@ -191,7 +191,7 @@ def test_the_replay_on_the_device_leaves_the_way_there_out() -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_compiled_modules(whole: bool) -> None:
+def test_compiled_modules_are_diagnosed(whole: bool) -> None:
     class Plain(Module):  # type: ignore[misc,valid-type]
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -218,7 +218,7 @@ class Talks(Module):  # type: ignore[misc,valid-type]
         return super().training_step(batch, batch_idx)
 
 
-def test_loggers_callbacks_and_validation_are_left_out_by_name(tmp_path: Path) -> None:
+def test_loggers_callbacks_and_validation_are_skipped_and_named(tmp_path: Path) -> None:
     class Counts(Callback):
         calls = 0
 
@@ -248,7 +248,7 @@ def test_loggers_callbacks_and_validation_are_left_out_by_name(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_the_hooks_for_the_end_of_a_training_are_not_called(package: str) -> None:
+def test_end_of_training_hooks_are_not_called(package: str) -> None:
     PackageModule, PackageData = make_parts(package)
     ends: list[str] = []
 
@@ -274,7 +274,7 @@ def test_the_hooks_for_the_end_of_a_training_are_not_called(package: str) -> Non
 
 
 @pytest.mark.parametrize(("interval", "package"), [("step", "lightning.pytorch"), ("epoch", "pytorch_lightning")])
-def test_a_rate_that_follows_validation(interval: str, package: str) -> None:
+def test_reduce_lr_on_plateau_with_a_validation_metric_is_diagnosed(interval: str, package: str) -> None:
     PackageModule, PackageData = make_parts(package)
 
     class Detector(PackageModule):  # type: ignore[misc,valid-type]
@@ -316,7 +316,7 @@ def pad(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {"ids": ids, "y": torch.stack([one["y"] for one in samples])}
 
 
-def test_batches_of_the_lengths_that_the_run_has_are_replayed() -> None:
+def test_replayed_batches_have_the_lengths_of_the_run() -> None:
     lengths: list[list[int]] = []
 
     class Text(Module):  # type: ignore[misc,valid-type]
@@ -363,12 +363,12 @@ class Closed:
     __deepcopy__ = __iter__ = __getitem__ = __bool__ = None
 
 
-def test_a_batch_that_raises_on_all_that_is_asked_of_it() -> None:
+def test_batch_that_cannot_be_inspected_is_left_out_with_a_reason() -> None:
     class Careful(Module):  # type: ignore[misc,valid-type]
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return self.net(batch._x).sum()  # type: ignore[no-any-return]
 
-    loader = DataLoader(range(40), batch_size=4, collate_fn=lambda some: Closed(torch.ones(len(some), 4)))  # type: ignore[arg-type]  # a range is a data set
+    loader = DataLoader(range(40), batch_size=4, collate_fn=lambda some: Closed(torch.ones(len(some), 4)))  # type: ignore[arg-type]  # a range is a dataset
     found = short_diagnosis(make_trainer(), Careful(), train_dataloaders=loader)
     assert found.stats.steps >= 10
     assert "the run as it is gave no batch" in dict(found.measurements.experiments.left_out)["model"]
@@ -377,17 +377,17 @@ def test_a_batch_that_raises_on_all_that_is_asked_of_it() -> None:
 # --- the loader alone ---------------------------------------------------------------------------------------------
 
 
-def test_a_data_module_alone() -> None:
+def test_data_module_without_a_model_is_diagnosed() -> None:
     data = Data()
     found = diagnose(None, None, data, budget_s=2.0, only=["model", "loader"])
     assert found.bottleneck == "unknown"
     assert found.measurements.experiments.loader_per_s > 0
-    assert found.measurements.facts.num_workers == 0
+    assert found.measurements.facts.loader.num_workers == 0
     assert dict(found.measurements.experiments.left_out)["model"] == "no module was given"
     assert data.trainer is None
 
 
-def test_ctrl_c_in_the_loader_gives_the_rest(tmp_path: Path) -> None:
+def test_ctrl_c_in_the_loader_keeps_the_earlier_measurements(tmp_path: Path) -> None:
     data = Data(Numbers(fail_at=600, error=KeyboardInterrupt))
     with pytest.raises(DiagnosisInterrupted) as stop:
         short_diagnosis(make_trainer(), Module(), data, only=["model", "loader"], out=tmp_path)
@@ -410,12 +410,12 @@ def test_ctrl_c_in_the_loader_gives_the_rest(tmp_path: Path) -> None:
         ({"train_dataloaders": [1]}, "not both"),
     ],
 )
-def test_wrong_options(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         short_diagnosis(make_trainer(), Module(), Data(), **options)
 
 
-def test_a_running_trainer() -> None:
+def test_running_trainer_is_refused() -> None:
     said = []
 
     class Asks(Callback):
@@ -428,7 +428,7 @@ def test_a_running_trainer() -> None:
     assert said
 
 
-def test_a_sharded_model() -> None:
+def test_sharded_model_is_refused() -> None:
     trainer = make_trainer()
     trainer.strategy.__class__ = type("FSDPStrategy", (type(trainer.strategy),), {})
     with pytest.raises(SettingsError, match="divides the model among devices"):
@@ -439,7 +439,7 @@ def test_a_sharded_model() -> None:
 
 
 @pytest.mark.parametrize(("accumulate", "rate"), [(1, 100.0), (2, 100.0)])
-def test_the_pace_is_not_that_of_a_disturbance(accumulate: int, rate: float) -> None:
+def test_pace_ignores_temporarily_slow_steps(accumulate: int, rate: float) -> None:
     pace = Pace(torch.device("cpu"))
     steps_ms = [500] * 20 + [5, 15] * 20 + [60] * 10 + [5, 15] * 25  # the start, then with ten slow ones in the middle
     now = 0.0
@@ -452,7 +452,7 @@ def test_the_pace_is_not_that_of_a_disturbance(accumulate: int, rate: float) -> 
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_rate_of_several_batches_has_all_of_them_equally_often(accumulate: int) -> None:
+def test_pace_counts_all_replayed_batches_equally_often(accumulate: int) -> None:
     pace, now = Pace(torch.device("cpu")), 0.0
     for step in range(4 * 6):
         now += (0.1, 0.1, 0.1, 0.5)[step % 4]
@@ -472,7 +472,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     return fake
 
 
-def test_a_rate_is_that_of_the_device_however_far_the_host_is_ahead(late: SimulatedDevice) -> None:
+def test_pace_equals_the_device_rate_when_the_host_runs_ahead(late: SimulatedDevice) -> None:
     pace = Pace(torch.device("cpu"))
     began = late.now
     for step in range(100):
@@ -485,7 +485,7 @@ def test_a_rate_is_that_of_the_device_however_far_the_host_is_ahead(late: Simula
 
 
 @pytest.mark.parametrize("on_device", [True, False], ids=["on the device", "from the host"])
-def test_a_replay_on_a_device_keeps_to_its_time(on_device: bool, late: SimulatedDevice) -> None:
+def test_replay_on_a_device_keeps_its_time_limit(on_device: bool, late: SimulatedDevice) -> None:
     class Queued(Module):  # type: ignore[misc,valid-type]
         """As with CUDA graphs: a step is queued in no time at all."""
 
@@ -497,7 +497,7 @@ def test_a_replay_on_a_device_keeps_to_its_time(on_device: bool, late: Simulated
     queued = Session(trainer, Queued(), loaders=DataLoader(Numbers(), batch_size=4), package=package_of(trainer))
     queued.train_loaders = queued.loaders
     began = late.now
-    limits = Limits(least=20, most=300, seconds=2)
+    limits = Limits(min_steps=20, max_steps=300, seconds=2)
     batch = next(iter(queued.loaders))
     assert replay(queued, [batch], limits, on_device=on_device) == pytest.approx(20)
     assert (late.compute.free_at - began) / 1e9 == pytest.approx(2, abs=0.05 * (batches.STEPS_AHEAD + 2))

@@ -74,7 +74,7 @@ PIPELINES = {
 
 
 @pytest.mark.parametrize("name", list(PIPELINES))
-def test_the_slow_step_is_found_by_name(name: str) -> None:
+def test_slow_transform_is_found_by_name(name: str) -> None:
     pipeline, slow = PIPELINES[name]
     costs = _costs(Images(pipeline))
     assert max(costs.values(), key=lambda cost: cost.cpu_ms).name == slow
@@ -85,19 +85,19 @@ def test_the_slow_step_is_found_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("wrap", [lambda d: Subset(d, range(10)), lambda d: ConcatDataset([Images(), d, d])])
-def test_transforms_under_other_data_sets(wrap: Any) -> None:
+def test_transforms_are_timed_inside_wrapped_datasets(wrap: Any) -> None:
     dataset = wrap(Images(v1.Compose([Slow(SLOW_S)])))
     part = shuffled_part(dataset, sampler=range(len(dataset) - 5, len(dataset)), shuffle=None)
     assert [cost.name for cost in sample_costs(part, 20, samples=4)] == ["load", "Slow"]
 
 
-def test_streams() -> None:
+def test_transforms_of_iterable_datasets_are_timed() -> None:
     costs = _costs(Stream(v1.Compose([Slow(SLOW_S)])))
     assert list(costs) == ["load", "Slow"]
     assert costs["Slow"].cpu_ms == pytest.approx(SLOW_S * 1e3, rel=0.5)
 
 
-def test_nothing_of_the_users_is_changed() -> None:
+def test_timing_samples_leaves_dataset_and_random_states_unchanged() -> None:
     slow = Slow(0.0)
     pipeline = v1.Compose([v1.Resize(12), slow])
     dataset = Images(pipeline)
@@ -116,11 +116,11 @@ def test_nothing_of_the_users_is_changed() -> None:
 
 
 def augment(image: Any) -> Any:
-    """Called as a step of our own data sets is."""
+    """Called as a step of our own datasets is."""
     return image
 
 
-def test_image_folders_tell_reading_from_decoding(class_folders: Path) -> None:
+def test_image_folder_costs_separate_reading_from_decoding(class_folders: Path) -> None:
     dataset = ImageFolder(class_folders, transform=v1.Compose([v1.RandomResizedCrop(16), Slow(SLOW_S)]))
     dataset.transform.transforms.insert(1, v1.ToTensor())
     assert list(_costs(dataset)) == ["read", "decode", "RandomResizedCrop", "ToTensor", "Slow"]
@@ -136,7 +136,9 @@ def test_image_folders_tell_reading_from_decoding(class_folders: Path) -> None:
         (UserTransform(v1.Compose([v1.RandomResizedCrop(16), Slow16()])), ["RandomResizedCrop", "Slow16"]),
     ],
 )
-def test_our_images(class_folders: Path, recipe: Recipe, names: list[str]) -> None:
+def test_image_dataset_costs_name_read_decode_and_transforms(
+    class_folders: Path, recipe: Recipe, names: list[str]
+) -> None:
     source = FolderSource(class_folders, scan_classes(class_folders))
     dataset = ImageDataset(source, PillowDecoder(), recipe)
     costs = _costs(dataset)
@@ -156,7 +158,7 @@ class Counting(PillowDecoder):
         return super().decode(data)
 
 
-def test_a_timed_copy_does_the_same() -> None:
+def test_timed_copy_of_transforms_gives_the_same_images() -> None:
     torch.manual_seed(0)
     pipeline = v2.Compose([v2.RandomCrop(5), v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scale=True)])
     image = torch.arange(3 * 8 * 8, dtype=torch.uint8).reshape(3, 8, 8)
@@ -191,7 +193,7 @@ class Photos(Images):
         return self.transform(image=photo)["image"]  # type: ignore[call-arg]
 
 
-def test_timed_steps_of_albumentations_draw_and_give_what_they_did_and_are_not_registered() -> None:
+def test_timed_copy_of_albumentations_gives_the_same_images_unregistered() -> None:
     photo = np.arange(32 * 32 * 3, dtype=np.uint8).reshape(32, 32, 3)
     registry = dict(albumentations.core.serialization.SERIALIZABLE_REGISTRY)
     plain, twin = _albumentations(), timed(_albumentations(), StepTimer(on=True))
@@ -202,7 +204,7 @@ def test_timed_steps_of_albumentations_draw_and_give_what_they_did_and_are_not_r
     assert registry == albumentations.core.serialization.SERIALIZABLE_REGISTRY
 
 
-def test_names_and_sites() -> None:
+def test_transform_sites_are_found_and_named() -> None:
     assert name_of(Slow(0).__call__) == "__call__"
     assert name_of(lambda image: image) == "lambda"
     assert name_of(partial(slow_function)) == "partial"

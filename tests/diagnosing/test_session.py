@@ -45,11 +45,11 @@ IMAGE = torch.zeros(2, 3, 4, dtype=torch.uint8)
         ({}, {}),
     ],
 )
-def test_every_leaf_by_its_place(batch: Any, expected: dict[str, int]) -> None:
+def test_key_bytes_gives_the_size_of_every_leaf_by_its_path(batch: Any, expected: dict[str, int]) -> None:
     assert key_bytes(batch) == expected
 
 
-def test_objects_count_with_the_tensors_in_them() -> None:
+def test_sizes_of_objects_include_the_tensors_in_them() -> None:
     packed = pack_sequence([torch.zeros(3), torch.zeros(2)])
 
     class Graph:
@@ -72,7 +72,7 @@ def _fits(*loaders: Any, **limits: int) -> bool:
     return True
 
 
-def test_queues_that_would_take_too_much_memory() -> None:
+def test_loader_queues_that_exceed_free_memory_are_not_measured() -> None:
     # Two workers, three batches ahead each, and the batch in hand: 7 x 4 samples.
     loader = DataLoader(Images(), batch_size=4, num_workers=2, prefetch_factor=3)
     assert _fits(loader)  # nothing is known of the machine
@@ -83,7 +83,7 @@ def test_queues_that_would_take_too_much_memory() -> None:
     assert _fits(DataLoader(Images(), batch_size=4), shm=0, memory=8_000)  # no workers: nothing is handed over
 
 
-def test_a_sample_that_never_comes_is_named() -> None:
+def test_hanging_sample_is_named_in_the_error() -> None:
     never = threading.Event()
 
     class Hanging(Images):
@@ -110,13 +110,13 @@ class InOneThread(Dataset[int]):
         return int(self._connection.execute("SELECT ?", (index,)).fetchone()[0])
 
 
-def test_what_is_bound_to_a_thread_is_told_apart_from_a_broken_sample() -> None:
+def test_thread_bound_dataset_gets_its_own_error_message() -> None:
     dataset = InOneThread()
     with closing(dataset._connection), pytest.raises(DatasetError, match=r"works only in the thread.*ProgrammingError"):
         make_sample(LoaderPart("", DataLoader(dataset, batch_size=2)))
 
 
-def test_a_loader_may_stand_in_the_place_of_a_data_module() -> None:
+def test_loader_is_accepted_in_place_of_a_data_module() -> None:
     """As it may in ``trainer.fit(model, loader)``."""
     loader = DataLoader(IMAGE)
     session = open_session(None, None, loader)

@@ -23,7 +23,7 @@ def at_call(number: int, then: Callable[[], object]) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize(("package", "count"), [(PACKAGES[0], 20), (PACKAGES[1], 20), (PACKAGES[0], 45)])
-def test_ctrl_c_leaves_what_was_measured(package: str, count: int) -> None:
+def test_ctrl_c_keeps_the_measurements_and_restores_the_state(package: str, count: int) -> None:
     Module, Data = make_parts(package)
     model = Module()
     model.during = at_call(count, lambda: signal.raise_signal(signal.SIGINT))
@@ -37,7 +37,7 @@ def test_ctrl_c_leaves_what_was_measured(package: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_an_exit_of_the_users_code_is_theirs(package: str) -> None:
+def test_system_exit_in_user_code_is_raised_unchanged(package: str) -> None:
     Module, Data = make_parts(package)
     model = Module()
     model.during = at_call(20, lambda: sys.exit(3))

@@ -39,19 +39,19 @@ def drop(held: list[Any]) -> None:
     threading.Event().wait(5)
 
 
-def test_while_abandoned_worker_threads_end(interrupted_join: list[str]) -> None:
+def test_ctrl_c_while_abandoned_worker_threads_end_is_raised(interrupted_join: list[str]) -> None:
     with pytest.raises(KeyboardInterrupt):
         drop([iter(FeedLoader(range(4), num_workers=1, workers="thread"))])
     assert interrupted_join == ["feed-0"]
 
 
-def test_while_an_abandoned_background_thread_ends(interrupted_join: list[str]) -> None:
+def test_ctrl_c_while_an_abandoned_background_thread_ends_is_raised(interrupted_join: list[str]) -> None:
     with pytest.raises(KeyboardInterrupt):
         drop([BackgroundIterator(iter(range(100)), depth=1)])
     assert len(interrupted_join) == 1
 
 
-def test_while_a_background_thread_is_closed(interrupted_join: list[str]) -> None:
+def test_ctrl_c_while_a_background_thread_is_closed_is_raised_once(interrupted_join: list[str]) -> None:
     items = BackgroundIterator(iter(range(100)), depth=1)
     with pytest.raises(KeyboardInterrupt):
         items.close()  # nothing drops it here, so it comes once

@@ -79,7 +79,7 @@ def test_a_flipped_bit_in_the_name_of_a_class_is_reported_by_verify(packed: Call
         verify_pack(path)
 
 
-def test_pixels_without_their_shape_are_a_bad_sample(packs: Path, tmp_path: Path) -> None:
+def test_pixels_with_a_damaged_shape_are_reported_as_a_bad_sample(packs: Path, tmp_path: Path) -> None:
     from PIL import Image
 
     (tmp_path / "photos" / "a").mkdir(parents=True)
@@ -91,7 +91,7 @@ def test_pixels_without_their_shape_are_a_bad_sample(packs: Path, tmp_path: Path
     assert isinstance(raised.value, DatasetError)  # which on_error="skip" leaves out
 
 
-def test_no_flipped_bit_in_an_index_changes_labels_or_raises_anything_else(packed: Callable[[str], Path]) -> None:
+def test_a_flipped_bit_in_an_index_raises_archive_error_or_changes_nothing(packed: Callable[[str], Path]) -> None:
     path = packed("flat")
     index = path / "all" / "index.npz"
     whole = index.read_bytes()
@@ -122,7 +122,7 @@ def test_a_data_file_that_is_cut_short_or_gone_is_reported(format: str, packed: 
 
 
 @pytest.mark.parametrize("format", ["flat", "hdf5"])
-def test_a_file_that_is_cut_short_while_it_is_read_is_reported(format: str, packed: Callable[[str], Path]) -> None:
+def test_a_data_file_cut_short_while_being_read_is_reported(format: str, packed: Callable[[str], Path]) -> None:
     path = packed(format)
     found = PackedDataset(path)
     found.read(0)
@@ -142,7 +142,7 @@ def test_a_manifest_or_index_that_is_cut_short_or_gone_is_reported(file: str, pa
         PackedDataset(path)
 
 
-def test_another_version_is_reported(packed: Callable[[str], Path]) -> None:
+def test_a_pack_of_an_unknown_version_is_reported(packed: Callable[[str], Path]) -> None:
     manifest = packed("flat") / "pack.json"
     manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 9'))
     with pytest.raises(ArchiveError, match="a pack of version 9, but only 1 can be read"):
@@ -179,7 +179,7 @@ def test_a_hostile_manifest_is_refused(change: dict[str, Any], packed: Callable[
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"version": 1}', "1", "\x00", '{"version": ' + "9" * 5000 + "}"])
-def test_json_that_is_no_manifest_is_refused(text: str, packed: Callable[[str], Path]) -> None:
+def test_json_that_is_not_a_manifest_is_refused(text: str, packed: Callable[[str], Path]) -> None:
     path = packed("flat")
     (path / "pack.json").write_text(text)
     with pytest.raises(ArchiveError):

@@ -43,7 +43,7 @@ MODES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", MODES, ids=str)
-def test_stop_iteration_of_a_data_set(options: dict[str, Any]) -> None:
+def test_stop_iteration_in_a_dataset_is_raised_as_loader_error(options: dict[str, Any]) -> None:
     batches = iter(FeedLoader(Ends(), batch_size=4, **options))
     came = []
     with pytest.raises(LoaderError, match="StopIteration") as error:  # noqa: PT012  # the batches before it are good

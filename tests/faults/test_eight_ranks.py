@@ -47,7 +47,9 @@ def compared(folder: Path, ranks: int) -> tuple[int, int]:
         return found["steps"], sum(bool(row.get("feed_dist/starved_pct")) for row in csv.DictReader(file))
 
 
-def test_measured_together_and_resumed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_eight_ranks_are_measured_reported_once_and_resumed_exactly(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "run.ckpt"
     whole = go(tmp_path / "whole", RANKS, [])
     before = go(tmp_path / "before", RANKS, [StopAfter("on_train_batch_end", 3, path)])

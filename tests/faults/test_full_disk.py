@@ -41,7 +41,7 @@ class Seen(LightningModule):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_error_reaches_the_user_and_the_checkpoint_before_it_goes_on(
+def test_a_full_disk_error_is_raised_and_the_last_checkpoint_resumes(
     tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit, written = LocalFileOpener.commit, list[str]()

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from torch.utils.data import Dataset, IterableDataset
 
-from lightning_feed.errors import SettingsError
 from lightning_feed.load.build import Part, build_loader
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import EpochOrder
-from lightning_feed.load.settings import Job, LoaderSettings
+from lightning_feed.load.recommend import Job
+from lightning_feed.load.settings import LoaderSettings
 from lightning_feed.load.watchdog import LateBatch, Watch
 from lightning_feed.load.worker import WorkerInit, stack_of
 
@@ -111,7 +111,7 @@ def loader_of(mode: str) -> tuple[FeedLoader, Hangs]:
 
 
 @pytest.mark.parametrize("mode", [pytest.param(mode, marks=SPAWNS if mode == "spawned" else ()) for mode in MODES])
-def test_it_is_said_once_where_it_hangs(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hanging_sample_is_reported_with_its_indices_and_stack(mode: str, caplog: pytest.LogCaptureFixture) -> None:
     loader, data = loader_of(mode)
     with Loop(loader, data) as loop:
         loop.late.check()
@@ -149,7 +149,7 @@ class Stops(Dataset[int]):
         return index
 
 
-def test_a_worker_that_was_stopped_may_be_at_any_batch_that_it_has_not_sent(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stopped_worker_is_reported_with_all_batches_it_has_not_sent(caplog: pytest.LogCaptureFixture) -> None:
     loader = FeedLoader(Stops(), batch_size=2, num_workers=1, prefetch_factor=6, worker_init_fn=WorkerInit())
     batches, clock = iter(loader), Clock()
     late = LateBatch(batches, Watch("train", 60.0), clock)
@@ -168,7 +168,7 @@ def test_a_worker_that_was_stopped_may_be_at_any_batch_that_it_has_not_sent(capl
     assert [batch.tolist() for batch in batches] == [[number, number + 1] for number in range(0, 12, 2)]
 
 
-def test_a_stream_has_a_task_in_place_of_samples(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hanging_stream_is_reported_by_task_instead_of_samples(caplog: pytest.LogCaptureFixture) -> None:
     stream = HangingStream()
     with Loop(FeedLoader(stream, batch_size=2, num_workers=1, worker_init_fn=WorkerInit()), stream.inner) as loop:
         loop.clock.now += 61
@@ -178,7 +178,7 @@ def test_a_stream_has_a_task_in_place_of_samples(caplog: pytest.LogCaptureFixtur
     assert "waits_for_a_server" in caplog.text
 
 
-def test_the_thread_looks_by_itself_and_ends_with_the_pass(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_watchdog_thread_reports_by_itself_and_ends_with_the_pass(caplog: pytest.LogCaptureFixture) -> None:
     data = Hangs()
     batches = iter(FeedLoader(data, batch_size=2, watch=Watch("train", 0.05)))
     loop = threading.Thread(target=lambda: list(batches))
@@ -192,7 +192,7 @@ def test_the_thread_looks_by_itself_and_ends_with_the_pass(caplog: pytest.LogCap
     assert not watching.is_alive()
 
 
-def test_signals_of_the_users_and_processes_without_an_answer_are_left_alone() -> None:
+def test_user_signal_handlers_and_unresponsive_processes_are_left_alone() -> None:
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
     WorkerInit()(0)  # not in a worker
     assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
@@ -207,21 +207,16 @@ def test_signals_of_the_users_and_processes_without_an_answer_are_left_alone() -
     assert "not available" in stack_of(asleep.pid)
 
 
-def test_the_setting_reaches_the_loader() -> None:
+def test_each_loader_of_a_data_module_is_watched() -> None:
     part = Part(
         name="train", split="train", batch_size=2, together=1, sampler=lambda _: None, collate_fn=None,
         order=EpochOrder(seed=0, epoch=lambda: 0),
     )  # fmt: skip
-    for given, watch in ((LoaderSettings(num_workers=0), Watch("train", 60)),
-                         (LoaderSettings(num_workers=0, warn_after_s=0), None)):  # fmt: skip
-        assert build_loader(range(4), part, given, Job())[0].watch == watch
-    for wrong in (-1, True, "60", float("inf")):
-        with pytest.raises(SettingsError, match="warn_after_s="):
-            LoaderSettings(warn_after_s=wrong)
+    assert build_loader(range(4), part, LoaderSettings(num_workers=0), Job())[0].watch == Watch("train", 60)
 
 
 @pytest.mark.parametrize("mode", ["processes", pytest.param("spawned", marks=SPAWNS), "threads", "background"])
-def test_ctrl_c_does_not_wait_for_it(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_does_not_wait_for_a_hanging_sample(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils.data import _utils
 
     gc.collect()  # what other tests left behind would wait below, too

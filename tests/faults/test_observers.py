@@ -27,7 +27,7 @@ import lightning_feed
 from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings
 from lightning_feed.callbacks import autotune, starvation_run
 from lightning_feed.callbacks.autotune import AutotuneCallback
-from lightning_feed.load.slots import in_slots
+from lightning_feed.load.slot_loaders import in_slots
 from lightning_feed.measure import guard, hook_times, loop
 from lightning_feed.measure.step_meter import EventRing
 from lightning_feed.trials import tune_loader
@@ -166,7 +166,7 @@ class Data(FastDataModule):
 def with_loggers(folder: Path) -> Fit:
     """Everything is shown and logged, by the host's clock; both callbacks, validation, no workers."""
     loggers = [Memory(), CSVLogger(folder)]
-    ours = [GPUStarvationCallback(every_n_steps=2, nvml=False), AutotuneCallback()]
+    ours = [GPUStarvationCallback(every_n_steps=2), AutotuneCallback()]
     return Fit(
         ours,
         [Bar()],
@@ -184,7 +184,7 @@ def with_loggers(folder: Path) -> Fit:
 def with_workers(folder: Path) -> Fit:
     """By events of a device, with a worker process and a prefetcher."""
     data = DataLoader(RandomDataset(32, 8), 2, shuffle=True, num_workers=1, persistent_workers=True)
-    ours = [GPUStarvationCallback(every_n_steps=2, nvml=False, report=False)]
+    ours = [GPUStarvationCallback(every_n_steps=2, report=False)]
     return Fit(ours, [CpuPrefetch()], data, {"logger": Memory(), "max_epochs": 1})
 
 
@@ -231,7 +231,7 @@ def traced(make: Callable[[Path], Fit], folder: Path, monkeypatch: pytest.Monkey
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("make", FITS, ids=[make.__name__ for make in FITS])
-def test_what_fails_in_an_observer_does_not_end_the_run(
+def test_an_error_in_any_observer_does_not_end_or_change_the_run(
     make: Callable[[Path], Fit],
     part: int,
     tmp_path: Path,

@@ -73,7 +73,7 @@ packing.pack(sys.argv[1], sys.argv[2], format=sys.argv[3])
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_killed_pack_restarts(format: Any, files: Path, tmp_path: Path) -> None:
+def test_packing_restarts_after_being_killed(format: Any, files: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(files), str(tmp_path / "x.pack"), format]
     assert subprocess.run(command, check=False, timeout=120).returncode == -signal.SIGKILL
     assert sorted(path.name for path in tmp_path.iterdir()) == [".x.pack.packing", "files"]
@@ -84,7 +84,7 @@ def test_a_killed_pack_restarts(format: Any, files: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ArchiveError])
-def test_a_pack_that_is_broken_off_leaves_nothing(
+def test_interrupted_packing_leaves_nothing_behind(
     error: type[BaseException], files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
@@ -116,7 +116,7 @@ def planted(tmp_path: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["link", "open", pytest.param("foreign", marks=as_root)])
-def test_a_folder_that_others_may_have_made_is_not_packed_to(kind: str, files: Path, tmp_path: Path) -> None:
+def test_a_working_folder_that_others_may_have_made_is_refused(kind: str, files: Path, tmp_path: Path) -> None:
     place = planted(tmp_path, kind)
     before = sorted(place.iterdir())
     with pytest.raises(
@@ -126,7 +126,7 @@ def test_a_folder_that_others_may_have_made_is_not_packed_to(kind: str, files: P
     assert sorted(place.iterdir()) == before
 
 
-def test_links_in_what_a_killed_pack_left_are_not_followed(files: Path, tmp_path: Path) -> None:
+def test_links_in_the_leftovers_of_a_killed_pack_are_not_followed(files: Path, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("years of work")
     part = tmp_path / ".x.pack.packing" / "whole" / "all"
@@ -139,7 +139,7 @@ def test_links_in_what_a_killed_pack_left_are_not_followed(files: Path, tmp_path
     assert right(tmp_path / "x.pack", files)
 
 
-def test_nobody_else_reads_or_writes_a_pack_in_the_making(
+def test_an_unfinished_pack_is_accessible_only_to_its_owner(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modes = set[int]()
@@ -156,7 +156,7 @@ def test_nobody_else_reads_or_writes_a_pack_in_the_making(
 
 
 @as_root
-def test_a_pack_in_a_folder_of_a_group_is_of_that_group(files: Path, tmp_path: Path) -> None:
+def test_a_pack_in_a_setgid_folder_belongs_to_its_group(files: Path, tmp_path: Path) -> None:
     (tmp_path / "team").mkdir()
     os.chown(tmp_path / "team", 0, NOBODY)
     (tmp_path / "team").chmod(0o2775)
@@ -187,7 +187,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", place], check=True)
 
 
-def test_no_room_is_reported_before_anything_is_written(files: Path, small_disk: Path) -> None:
+def test_a_lack_of_disk_space_is_reported_before_anything_is_written(files: Path, small_disk: Path) -> None:
     for name in range(5):
         (files / "dog" / f"z{name}.jpg").write_bytes(os.urandom(1_000_000))
     with pytest.raises(ArchiveError, match=r"MiB are needed in .*, but the .* leaves 4\.0 MiB.* Nothing was written"):
@@ -198,7 +198,7 @@ def test_no_room_is_reported_before_anything_is_written(files: Path, small_disk:
 @pytest.mark.parametrize(
     ("format", "free"), [("flat", 400_000), ("lmdb", 400_000), ("hdf5", 400_000), ("hdf5", 1_200_000)]
 )
-def test_a_disk_that_fills_up_is_reported_and_nothing_is_left(
+def test_a_disk_that_fills_up_is_reported_and_nothing_is_left_behind(
     format: Any, free: int, files: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With 1.2 MB free the payloads, 0.8 MB, fit, and do not fit twice."""
@@ -214,7 +214,7 @@ def test_a_disk_that_fills_up_is_reported_and_nothing_is_left(
     assert right(small_disk / "x.pack", files)
 
 
-def test_a_pack_is_not_made_in_what_is_packed(files: Path, tmp_path: Path) -> None:
+def test_a_dest_inside_the_source_is_refused(files: Path, tmp_path: Path) -> None:
     (tmp_path / "alias").symlink_to(files)
     (tmp_path / "splits").mkdir()
     shutil.copytree(files, tmp_path / "splits" / "train")
@@ -229,7 +229,7 @@ def test_a_pack_is_not_made_in_what_is_packed(files: Path, tmp_path: Path) -> No
     assert sorted(path.name for path in files.iterdir()) == ["cat", "dog"]
 
 
-def test_a_pack_that_lies_in_its_source_is_no_class(files: Path, tmp_path: Path) -> None:
+def test_a_pack_inside_an_image_folder_is_not_taken_as_a_class(files: Path, tmp_path: Path) -> None:
     pack(files, tmp_path / "p.pack")
     (tmp_path / "p.pack").rename(files / "p.pack")  # where an earlier version would make it
     source = Splits(val_fraction=0).source(files, "train")
@@ -237,7 +237,7 @@ def test_a_pack_that_lies_in_its_source_is_no_class(files: Path, tmp_path: Path)
     assert (source.classes, len(source)) == (("cat", "dog"), 40)
 
 
-def test_packing_without_standard_error(files: Path, tmp_path: Path) -> None:
+def test_the_pack_command_works_without_standard_error(files: Path, tmp_path: Path) -> None:
     command = 'exec "$0" -m lightning_feed pack "$1" "$2" --verify 2>&-'
     done = subprocess.run(
         ["sh", "-c", command, sys.executable, files, tmp_path / "x.pack"], stdout=subprocess.PIPE, text=True
@@ -247,7 +247,7 @@ def test_packing_without_standard_error(files: Path, tmp_path: Path) -> None:
     assert right(tmp_path / "x.pack", files)
 
 
-def test_packing_from_python_without_standard_error(
+def test_packing_from_python_works_without_standard_error(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stderr", None)
@@ -258,7 +258,7 @@ def test_packing_from_python_without_standard_error(
 # --- others at the same place -----------------------------------------------------------------------------------------
 
 
-def test_nothing_is_replaced_unasked_and_only_packs_at_all(files: Path, tmp_path: Path) -> None:
+def test_only_packs_are_replaced_and_only_with_force(files: Path, tmp_path: Path) -> None:
     pack(files, tmp_path / "x.pack")
     with pytest.raises(ArchiveError, match=r"exists. Choose another DEST, or --force"):
         pack(files, tmp_path / "x.pack")
@@ -273,7 +273,9 @@ def test_nothing_is_replaced_unasked_and_only_packs_at_all(files: Path, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "files", "folder", "x.pack"]
 
 
-def test_two_do_not_pack_to_one_place(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_to_a_dest_that_is_being_packed_to_is_refused(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = packing._check_room
 
     def meanwhile(*others: Any) -> None:
@@ -285,7 +287,7 @@ def test_two_do_not_pack_to_one_place(files: Path, tmp_path: Path, monkeypatch: 
     assert pack(files, tmp_path / "x.pack", verify=True).samples == 40
 
 
-def test_a_pack_that_appeared_meanwhile_is_not_replaced(
+def test_a_pack_that_appears_during_packing_is_not_replaced(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listed = packing._sources_in
@@ -324,7 +326,7 @@ TIDY = (["files", "x.pack"], ["all", "all/data.bin", "all/index.npz", "pack.json
 
 
 @pytest.mark.parametrize("at", ["x.pack", "whole", "rmtree"])
-def test_a_killed_replacement_leaves_whole_packs_only(
+def test_a_killed_replacement_leaves_only_complete_packs(
     at: str, replaced: Path, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed before the first rename, between the two, and after both."""

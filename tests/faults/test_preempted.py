@@ -125,7 +125,7 @@ def saved_batches(path: Path) -> int:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_requeued_by_slurm(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_requeued_by_slurm_resumes_exactly(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
     scontrol.write_text(f'#!/bin/sh\necho "$@" >> "{tmp_path}/calls"\n')
@@ -144,7 +144,7 @@ def test_requeued_by_slurm(ranks: int, tmp_path: Path, monkeypatch: pytest.Monke
     assert (tmp_path / "calls").read_text().split() == ["requeue", "4242"] * len(PLACES)
 
 
-def test_terminated_in_two_ranks(tmp_path: Path) -> None:
+def test_two_ranks_ended_by_sigterm_resume_exactly(tmp_path: Path) -> None:
     assert go("whole", 2, tmp_path) == [0, 0]
     whole = trained(tmp_path / "whole", 2)
     for place in PLACES:

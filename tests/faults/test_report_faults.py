@@ -40,7 +40,7 @@ class Last(Callback):
 
 def fit_with(*loggers: Any, before: tuple[Any, ...] = ()) -> GPUStarvationCallback:
     """A fit with settings to log, that ends as it should."""
-    starvation, last = GPUStarvationCallback(nvml=False), Last()
+    starvation, last = GPUStarvationCallback(), Last()
     trainer = make_trainer(*before, starvation, last, logger=list(loggers) or False)
     trainer.fit(BoringModel(), datamodule=Data(1, loader=LoaderSettings(num_workers=0)))
     assert trainer.state.finished
@@ -74,7 +74,7 @@ def gone_terminal() -> int:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
 @pytest.mark.parametrize("unbuffered", [True, False])
 @pytest.mark.parametrize("make", [full, closed_pipe, gone_terminal])
-def test_output_that_cannot_be_written(
+def test_a_report_that_cannot_be_printed_does_not_end_the_fit(
     make: Any, unbuffered: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     out = io.TextIOWrapper(open(make(), "wb"), write_through=unbuffered)  # noqa: PTH123, SIM115  # of a number
@@ -87,7 +87,7 @@ def test_output_that_cannot_be_written(
     out.close()  # as Python does at its end: what is left in the buffer would make the exit code 120
 
 
-def test_output_in_ascii(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_report_on_an_ascii_stream_escapes_other_characters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     class Wächter(Callback):
         def on_train_batch_end(self, *_: Any) -> None:
             time.sleep(0.002)
@@ -95,13 +95,13 @@ def test_output_in_ascii(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     file = (tmp_path / "out").open("w", encoding="ascii")
     monkeypatch.setattr(sys, "stdout", file)
     monkeypatch.setattr(sys, "__stdout__", file)
-    run_fit(GPUStarvationCallback(nvml=False), batches=40, others=(Wächter(),))
+    run_fit(GPUStarvationCallback(), batches=40, others=(Wächter(),))
     file.close()
     assert r"W\xe4chter.on_train_batch_end" in (tmp_path / "out").read_text()
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_no_stderr_to_log_to(closed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fit_ends_normally_without_a_stderr_to_log_to(closed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python's logging itself raises then, where it would tell of the error."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
@@ -139,7 +139,9 @@ class Refuses(Memory):
         self.texts += 1
 
 
-def test_a_logger_that_refuses_changed_parameters(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_a_logger_that_refuses_changed_parameters_does_not_end_the_fit(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     logger, other = Refuses(), CSVLogger(tmp_path)
     fit_with(logger, other)
     assert not said(caplog)
@@ -162,7 +164,9 @@ def few_files(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", tmp_path], check=True)
 
 
-def test_no_inodes_left(few_files: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_system_without_free_inodes_does_not_end_the_fit(
+    few_files: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Fill(Callback):
         def on_train_end(self, *_: Any) -> None:
             for number in range(12):
@@ -189,7 +193,7 @@ def fit_with_a_broken_rank(rank: int, broken: int) -> Any:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("lightning_feed.measure.guard").addHandler(handler)
-    starvation, autotune = GPUStarvationCallback(every_n_steps=2, nvml=False, report=False), AutotuneCallback()
+    starvation, autotune = GPUStarvationCallback(every_n_steps=2, report=False), AutotuneCallback()
 
     class Breaks(Callback):
         """In the second epoch: measuring, and what the ranks agree on before the third."""
@@ -197,7 +201,8 @@ def fit_with_a_broken_rank(rank: int, broken: int) -> Any:
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
             if rank == broken and trainer.current_epoch == 1 and starvation._run is not None:
                 starvation._run.main.meter.finished = None  # type: ignore[assignment]
-                autotune._tell_workers = None  # type: ignore[method-assign, assignment]
+                assert autotune._loader is not None
+                autotune._loader.tell_workers = None  # type: ignore[method-assign, assignment]
 
     torch.manual_seed(0)
     model = BoringModel()

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from recording import Numbers, Stream
 from resuming import SaveThenDie, run
+from torch.utils.data import SequentialSampler
 
 from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.errors import ResumeError
@@ -16,9 +17,16 @@ pytestmark = [
 
 
 class Data(FastDataModule):
-    def __init__(self, samples: int = 30, size: int = 4, *, stream: bool = False, **loader: Any) -> None:
+    def __init__(
+        self, samples: int = 30, size: int = 4, *, stream: bool = False, sequential: bool = False, **loader: Any
+    ) -> None:
         super().__init__(batch_size=size, loader=LoaderSettings(**{"num_workers": 0, "seed": 4, **loader}))
-        self.samples, self.stream = samples, stream
+        self.samples = samples
+        self.stream = stream
+        self.sequential = sequential
+
+    def sampler(self, dataset: Any, split: str) -> Any:
+        return SequentialSampler(dataset) if self.sequential else None
 
     def make_dataset(self, split: str) -> Any:
         if split == "val":
@@ -39,13 +47,15 @@ def flat(batches: list[Any]) -> list[int]:
         ({}, {"size": 2}, "this run has batch_size=2 instead of 4"),
         ({}, {"samples": 40}, "a dataset of 40 samples instead of 30"),
         ({}, {"samples": 40, "size": 2}, "40 samples instead of 30 and batch_size=2 instead of 4"),
-        ({}, {"shuffle": False}, "the sampler SequentialSampler, BatchSampler instead of RandomSampler"),
+        ({}, {"sequential": True}, "the sampler SequentialSampler, BatchSampler instead of RandomSampler"),
         ({}, {"stream": True}, "StatefulDataLoader"),
         ({"stream": True}, {"stream": True}, "StatefulDataLoader"),
         ({"stream": True}, {}, "StatefulDataLoader"),
     ],
 )
-def test_in_mid_epoch(moment: str, before: dict[str, Any], after: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_resuming_changed_or_streamed_data_in_mid_epoch_is_refused(
+    moment: str, before: dict[str, Any], after: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     path = tmp_path / "run.ckpt"
     run(lambda: {"datamodule": Data(**before)}, [SaveThenDie(moment, 3, path)], max_epochs=2)
     with pytest.raises(ResumeError, match=words) as refused:
@@ -54,8 +64,10 @@ def test_in_mid_epoch(moment: str, before: dict[str, Any], after: dict[str, Any]
 
 
 @pytest.mark.parametrize("moment", ["on_train_epoch_end", "on_validation_end"])
-@pytest.mark.parametrize("after", [{"size": 2}, {"samples": 40}, {"shuffle": False}, {"stream": True}])
-def test_at_the_end_of_an_epoch(moment: str, after: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("after", [{"size": 2}, {"samples": 40}, {"sequential": True}, {"stream": True}])
+def test_changed_data_after_an_epoch_end_checkpoint_is_trained_whole(
+    moment: str, after: dict[str, Any], tmp_path: Path
+) -> None:
     path = tmp_path / "run.ckpt"
     run(lambda: {"datamodule": Data()}, [SaveThenDie(moment, 0, path)], max_epochs=2)
     trained = flat(run(lambda: {"datamodule": Data(**after)}, [], max_epochs=2, ckpt_path=path))
@@ -63,7 +75,7 @@ def test_at_the_end_of_an_epoch(moment: str, after: dict[str, Any], tmp_path: Pa
 
 
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1)])
-def test_with_other_ranks(ranks: tuple[int, int], tmp_path: Path) -> None:
+def test_resuming_in_mid_epoch_with_another_number_of_ranks_is_refused(ranks: tuple[int, int], tmp_path: Path) -> None:
     def go(devices: int, extra: list[Any], **options: Any) -> None:
         strategy = {"strategy": "ddp_fork", "devices": devices, "accelerator": "cpu"} if devices > 1 else {}
         run(lambda: {"datamodule": Data()}, extra, max_epochs=1, limit_val_batches=0, **strategy, **options)

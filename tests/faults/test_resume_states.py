@@ -47,7 +47,9 @@ def go(data: Data, *callbacks: Any, **options: Any) -> list[int]:
 
 @pytest.mark.parametrize("moment", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
 @pytest.mark.parametrize("then", [(400, 20), (800, 40), (22, 3)])
-def test_the_epoch_after_a_checkpoint_is_whole(moment: str, then: tuple[int, int], tmp_path: Path) -> None:
+def test_the_epoch_after_an_end_of_epoch_checkpoint_is_complete(
+    moment: str, then: tuple[int, int], tmp_path: Path
+) -> None:
     """With more batches in it, Lightning's count of the old epoch would cut it short, or train part of that again."""
     path = tmp_path / "run.ckpt"
     ended = 9 if moment == "on_train_batch_end" else 0
@@ -57,7 +59,7 @@ def test_the_epoch_after_a_checkpoint_is_whole(moment: str, then: tuple[int, int
 
 
 @pytest.mark.parametrize("moment", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
-def test_a_sampler_with_its_own_generator_goes_on_behind_the_epoch(moment: str, tmp_path: Path) -> None:
+def test_a_sampler_with_its_own_generator_resumes_at_the_end_of_an_epoch(moment: str, tmp_path: Path) -> None:
     def data() -> Data:
         generator = torch.Generator().manual_seed(6)
         return Data(24, 4, lambda: WeightedRandomSampler([1.0, 2.0] * 12, 24, generator=generator))
@@ -70,7 +72,7 @@ def test_a_sampler_with_its_own_generator_goes_on_behind_the_epoch(moment: str, 
 
 
 @pytest.mark.parametrize("validated", [True, False])
-def test_an_epoch_that_a_limit_of_steps_ended_is_trained_to_its_end(validated: bool, tmp_path: Path) -> None:
+def test_an_epoch_cut_by_max_steps_is_completed_after_resuming(validated: bool, tmp_path: Path) -> None:
     limit_val = {"limit_val_batches": 1.0 if validated else 0.0}
     whole = go(Data(24, 4), max_epochs=3, **limit_val)
     path = tmp_path / "run.ckpt"
@@ -105,7 +107,7 @@ def test_a_checkpoint_without_a_loader_state_is_refused_inside_an_epoch(tmp_path
         assert sorted(go(Data(24, 4), ckpt_path=path)) == list(range(24))
 
 
-def test_a_last_checkpoint_that_is_nowhere_begins_afresh(tmp_path: Path) -> None:
+def test_ckpt_path_last_without_a_checkpoint_trains_from_the_start(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="there is no last checkpoint"):
         trained = go(Data(24, 4), ckpt_path="last", max_epochs=1, default_root_dir=tmp_path)
     assert sorted(trained) == list(range(24))
@@ -122,7 +124,7 @@ class Careless(Sampler[int]):
 
 
 @pytest.mark.parametrize("options", [{}, {"background": 2}, {"num_workers": 2}], ids=str)
-def test_a_sampler_that_draws_other_samples_than_before_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
+def test_resuming_a_sampler_that_draws_another_order_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "run.ckpt"
     random.seed(1)
     go(Data(24, 4, Careless), SaveThenDie("on_train_batch_end", 2, path))
@@ -156,7 +158,7 @@ def mutations(state: dict[str, Any], draw: random.Random, count: int) -> list[tu
 
 
 @pytest.mark.parametrize("kind", ["random", "weighted"])
-def test_a_state_that_was_changed_is_refused_or_changes_nothing(kind: str) -> None:
+def test_a_corrupted_loader_state_is_refused_or_changes_nothing(kind: str) -> None:
     """200 changes: none raises anything else, and none trains a sample twice or leaves one out."""
 
     def make() -> FeedLoader:
@@ -186,7 +188,7 @@ def test_a_state_that_was_changed_is_refused_or_changes_nothing(kind: str) -> No
     assert refused > 50
 
 
-def test_a_state_that_counts_fewer_batches_than_lightning_is_refused(tmp_path: Path) -> None:
+def test_a_loader_state_with_fewer_batches_than_lightning_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.ckpt"
     early = states(checkpoint(path, Data(24, 4), count=0))
     loaded = checkpoint(path, Data(24, 4), count=2)

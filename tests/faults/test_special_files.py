@@ -22,7 +22,9 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("special", ["fifo", "/dev/zero", "/dev/tty"])
-def test_what_is_no_file_is_no_sample(root: Path, special: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_special_files_are_not_samples_and_are_reported(
+    root: Path, special: str, caplog: pytest.LogCaptureFixture
+) -> None:
     plain = scan_classes(root)
     os.mkfifo(root / "fifo")
     (root / "cats/2.jpg").symlink_to((root / special).resolve())
@@ -35,7 +37,7 @@ def test_what_is_no_file_is_no_sample(root: Path, special: str, caplog: pytest.L
     ]
 
 
-def test_a_link_to_nowhere_is_reported_by_its_name_when_it_is_read(root: Path) -> None:
+def test_a_dead_link_is_reported_by_name_when_it_is_read(root: Path) -> None:
     (root / "cats/2.jpg").symlink_to("gone")
     source = FolderSource(root, scan_classes(root))
     with pytest.raises(DatasetError, match=r"cats/2\.jpg \(sample 1\) cannot be read: No such file"):
@@ -44,7 +46,7 @@ def test_a_link_to_nowhere_is_reported_by_its_name_when_it_is_read(root: Path) -
 
 
 @pytest.mark.parametrize("special", ["fifo", "/dev/zero"])
-def test_a_file_that_became_something_else_is_reported(root: Path, special: str) -> None:
+def test_a_file_replaced_by_a_special_file_is_reported_when_read(root: Path, special: str) -> None:
     source = FolderSource(root, scan_classes(root))  # as remembered by an earlier run
     assert source.read(0) == b"cats/1.jpg"
     os.mkfifo(root / "fifo")

@@ -41,7 +41,7 @@ def contents(root: Path) -> dict[str, bytes]:
 # --- other users --------------------------------------------------------------------------------------------------
 
 
-def test_a_copy_of_public_files_is_its_owners_alone(source: Path, dest: Path) -> None:
+def test_a_copy_of_public_files_is_accessible_only_to_its_owner(source: Path, dest: Path) -> None:
     source.chmod(0o755)
     (source / "1.jpg").chmod(0o644)
     assert stat.S_IMODE(stage(source, dest).path.stat().st_mode) == 0o700
@@ -57,7 +57,7 @@ def plant(folder: Path) -> None:
 
 
 @as_root
-def test_another_users_folder_in_the_place_of_a_copy_that_was_removed(source: Path, dest: Path) -> None:
+def test_another_users_folder_in_place_of_a_removed_copy_is_refused(source: Path, dest: Path) -> None:
     shutil.rmtree(stage(source, dest).path)
     plant(dest / "birds")
     (dest / "birds/theirs").write_bytes(b"theirs")
@@ -119,7 +119,7 @@ def test_a_document_that_another_user_may_have_planted_is_not_used(planting: obj
     assert read_json(path) == {}
 
 
-def test_a_user_without_a_home_has_a_private_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_user_without_a_home_gets_a_private_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As containers run: a number for a user, no HOME, no line in /etc/passwd."""
 
     def no_home() -> Path:
@@ -136,7 +136,9 @@ def test_a_user_without_a_home_has_a_private_folder(monkeypatch: pytest.MonkeyPa
 # --- waiting ------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_says_what_it_waits_for(source: Path, dest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stage_command_reports_waiting_for_another_process(
+    source: Path, dest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(whole, "_SAY_AFTER_S", 0.02)
     dest.mkdir()
     command = [sys.executable, "-m", "lightning_feed", "stage", str(source), str(dest)]
@@ -154,7 +156,7 @@ def test_the_command_says_what_it_waits_for(source: Path, dest: Path, monkeypatc
 @pytest.mark.parametrize(
     "bad", ["/proc", "n" * 300, "d/" * 2040, "dangling/deep", "loop", "loop/in", "file", "/dev/null"]
 )
-def test_an_impossible_dest_is_reported(
+def test_an_invalid_dest_is_reported_and_nothing_is_written(
     source: Path, tmp_path: Path, bad: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "dangling").symlink_to("nowhere/at/all")
@@ -165,7 +167,7 @@ def test_an_impossible_dest_is_reported(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "data", "file", "loop"]
 
 
-def test_a_source_whose_name_leaves_no_room_for_ours_is_reported(source: Path, dest: Path) -> None:
+def test_a_source_name_too_long_for_the_working_folder_is_reported(source: Path, dest: Path) -> None:
     long = source.rename(source.parent / ("b" * 250))
     with pytest.raises(ArchiveError, match=r"File name too long"):
         stage(long, dest)
@@ -175,7 +177,7 @@ def test_a_source_whose_name_leaves_no_room_for_ours_is_reported(source: Path, d
 
 
 @pytest.mark.parametrize("special", ["/dev/zero", "fifo"])
-def test_what_is_no_file_is_not_staged(source: Path, dest: Path, tmp_path: Path, special: str) -> None:
+def test_special_files_are_not_staged(source: Path, dest: Path, tmp_path: Path, special: str) -> None:
     os.mkfifo(tmp_path / "fifo")
     (source / "x.jpg").symlink_to(tmp_path / special)
     with pytest.raises(ArchiveError, match=r"x\.jpg: it is not a file"):
@@ -184,7 +186,7 @@ def test_what_is_no_file_is_not_staged(source: Path, dest: Path, tmp_path: Path,
         stage(source / "x.jpg", dest)
 
 
-def test_the_threads_stop_after_the_first_error(source: Path, dest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_threads_stop_after_the_first_error(source: Path, dest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (source / "large").open("wb") as file:
         file.truncate(1 << 32)
     real = staging._LocalSource._copy_file

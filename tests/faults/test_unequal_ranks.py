@@ -26,7 +26,7 @@ class Shards(FastDataModule):
         return Numbers(12 - 4 * self.trainer.global_rank) if split == "train" else None
 
 
-def test_two_ranks_of_unequal_length_do_not_hang() -> None:
+def test_two_ranks_of_unequal_length_raise_an_error_instead_of_hanging() -> None:
     with pytest.raises(Exception, match="6 on rank 0, 4 on rank 1"):
         run(
             lambda: {"datamodule": Shards()},
@@ -46,7 +46,7 @@ class Trainer:
 
 
 @pytest.mark.parametrize(("other", "max_steps"), [(4, -1), (4, 3), (6, -1), (float("inf"), -1)])
-def test_what_is_known_of_the_end(
+def test_only_unequal_known_lengths_of_ranks_raise_or_warn(
     other: float, max_steps: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def gather(lengths: list[Any], own: Any) -> None:

@@ -78,7 +78,7 @@ def test_the_verdict_names_the_fault(name: str, files: Path) -> None:
     assert (diagnosis.bottleneck, diagnosis.cause) == scenario.expect, (diagnosis.evidence, diagnosis.measurements)
 
 
-def test_there_is_a_fault_of_each_family() -> None:
+def test_the_tested_faults_cover_every_family() -> None:
     assert {SCENARIOS[name].family for name in FAULTS} == {scenario.family for scenario in SCENARIOS.values()}
     assert len(SCENARIOS) >= 39
 

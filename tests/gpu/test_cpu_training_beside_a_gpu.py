@@ -50,7 +50,7 @@ print("by lightning_feed:", [name for name in first_use if "lightning_feed" in n
 """
 
 
-def test_it_does_not_use_the_gpu(class_folders: Path, tmp_path: Path) -> None:
+def test_cpu_training_does_not_use_the_gpu(class_folders: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(class_folders)],
         capture_output=True, text=True, cwd=tmp_path, timeout=110, check=False,

@@ -92,7 +92,7 @@ def assert_nearly_the_same(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_a_fit_sees_torchs_batches_on_the_device(photos: Path, dtype: torch.dtype) -> None:
+def test_dali_batches_of_a_fit_match_those_of_the_torch_backend(photos: Path, dtype: torch.dtype) -> None:
     ours, theirs = fit(made(photos, dtype=dtype)), fit(made(photos, "torch", dtype=dtype))
     assert ours.kinds == theirs.kinds == {(tuple, dtype, torch.int64, True)}
     assert_nearly_the_same(ours.batches(), theirs.batches())
@@ -100,7 +100,7 @@ def test_a_fit_sees_torchs_batches_on_the_device(photos: Path, dtype: torch.dtyp
     assert [len(labels) for _, labels in ours.batches()] == [4, 4, 2] * 2
 
 
-def test_subsampled_chroma(tmp_path: Path) -> None:
+def test_images_with_subsampled_chroma_match_those_of_the_torch_backend(tmp_path: Path) -> None:
     """Repeated chroma is 28 dB from interpolated chroma on these pictures (libjpeg-turbo, crops as here)."""
     root = write(tmp_path / "photos", train=jpegs(10), val=jpegs(5))
     ours, theirs = fit(made(root)), fit(made(root, "torch"))
@@ -109,7 +109,7 @@ def test_subsampled_chroma(tmp_path: Path) -> None:
     assert_nearly_the_same(ours.batches("val"), theirs.batches("val"), db)
 
 
-def test_decoding_is_silent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_decoding_writes_nothing_to_stderr(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """nvImageCodec wrote a warning for every image with subsampled chroma."""
     module = made(write(tmp_path / "photos", train=jpegs(256), val=jpegs(2)), batch_size=64)
     capfd.readouterr()
@@ -119,7 +119,9 @@ def test_decoding_is_silent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert capfd.readouterr().err == ""
 
 
-def test_prefetching_stands_aside_and_says_so(photos: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_prefetch_callback_does_nothing_for_batches_already_on_the_device(
+    photos: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     callback = PrefetchCallback()
     with caplog.at_level(logging.INFO):
         ours = fit(made(photos), callback)
@@ -129,14 +131,14 @@ def test_prefetching_stands_aside_and_says_so(photos: Path, caplog: pytest.LogCa
     assert_nearly_the_same(ours.batches(), fit(made(photos)).batches())
 
 
-def test_the_cpu_pipeline_feeds_the_device_too(photos: Path) -> None:
+def test_dali_cpu_batches_are_prefetched_and_match_the_torch_backend(photos: Path) -> None:
     callback = PrefetchCallback()
     ours = fit(made(photos, "dali-cpu"), callback)
     assert callback.active
     assert_nearly_the_same(ours.batches(), fit(made(photos, "torch")).batches())
 
 
-def test_batches_are_not_written_to_while_they_are_used(photos: Path) -> None:
+def test_batches_in_use_are_not_overwritten_by_the_pipeline(photos: Path) -> None:
     """They are read late, and let go before that, while the pipeline goes on through several epochs."""
     module = made(photos)
 
@@ -159,7 +161,9 @@ def test_batches_are_not_written_to_while_they_are_used(photos: Path) -> None:
 
 @pytest.mark.parametrize("limit", [1, None])
 @pytest.mark.parametrize("keep", [False, True])
-def test_the_validation_pipeline_is_absent_before_and_after(photos: Path, limit: int | None, keep: bool) -> None:
+def test_validation_pipeline_exists_only_during_validation_unless_kept(
+    photos: Path, limit: int | None, keep: bool
+) -> None:
     module = made(photos, DaliOptions(device="gpu", keep_eval_pipelines=keep))
     model = fit(module, limit_val_batches=limit, val_check_interval=2, num_sanity_val_steps=0)
     training = {active for name, active in model.active if name == "train"}
@@ -169,13 +173,13 @@ def test_the_validation_pipeline_is_absent_before_and_after(photos: Path, limit:
 
 
 @pytest.mark.parametrize("name", ["CMYK", "greyscale", "RGBA PNG", "WebP", "16 bit PNG", "one pixel", "EXIF-rotated"])
-def test_other_kinds_among_jpegs(photos: Path, name: str) -> None:
+def test_other_image_kinds_among_jpegs_match_the_torch_backend(photos: Path, name: str) -> None:
     (photos / "val" / "a" / "0.jpg").write_bytes(WHOLE[name])
     ours, theirs = fit(made(photos), max_epochs=1), fit(made(photos, "torch"), max_epochs=1)
     assert_nearly_the_same(ours.batches("val"), theirs.batches("val"))
 
 
-def test_an_image_larger_than_the_padding(photos: Path) -> None:
+def test_an_image_larger_than_largest_image_is_decoded_correctly(photos: Path) -> None:
     from images.made_images import encoded
     from made_samples import photo
 
@@ -194,7 +198,7 @@ def test_a_broken_image_is_named_or_replaced(photos: Path, broken: str) -> None:
     assert module.failures() == 2
 
 
-def test_fifty_rebuilds_do_not_grow(photos: Path) -> None:
+def test_fifty_rebuilds_do_not_grow_device_memory(photos: Path) -> None:
     module = made(photos, image_size=224)
     loader = module.val_dataloader()
 
@@ -219,7 +223,7 @@ def test_fifty_rebuilds_do_not_grow(photos: Path) -> None:
     assert used_mb() - before < 32
 
 
-def test_the_values_are_normalised(photos: Path) -> None:
+def test_black_and_white_images_are_normalised_exactly(photos: Path) -> None:
     """Of a black image and a white one, known to the last bit but rounding."""
     from images.made_images import encoded
     from PIL import Image

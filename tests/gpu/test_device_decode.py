@@ -50,7 +50,7 @@ def large_jpegs(count: int, **options: Any) -> list[bytes]:
     [{}, {"subsampling": 0}, {"subsampling": 1}, {"progressive": True}, {"restart_marker_blocks": 4}],
     ids=["4:2:0", "4:4:4", "4:2:2", "progressive", "restart markers"],
 )
-def test_pixels_are_those_of_the_cpu_within_a_bound(recipe: Any, options: dict[str, Any]) -> None:
+def test_gpu_pixels_match_cpu_pixels_within_a_bound(recipe: Any, options: dict[str, Any]) -> None:
     made = dataset(large_jpegs(12, **options), recipe, decoder="pillow")
     images, labels = on_gpu(made)
     expected, expected_labels = decode_on_cpu(batch_of(made), made)
@@ -61,7 +61,7 @@ def test_pixels_are_those_of_the_cpu_within_a_bound(recipe: Any, options: dict[s
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=["train", "eval"])
-def test_mixed_formats_come_from_the_cpu_to_the_bit(recipe: Any) -> None:
+def test_formats_left_to_the_cpu_match_its_pixels_exactly(recipe: Any) -> None:
     names = ["palette PNG", "WebP", "CMYK", "RGB inside", "16 bit PNG", "greyscale", "EXIF-rotated", "GIF"]
     files = [WHOLE[name] for name in names] + large_jpegs(3)
     made = dataset(files, recipe, decoder="pillow")
@@ -79,7 +79,7 @@ def test_mixed_formats_come_from_the_cpu_to_the_bit(recipe: Any) -> None:
 CUT_SHORT = BROKEN["JPEG cut in the middle"]
 
 
-def test_a_corrupt_image_is_named_and_the_next_batch_is_whole() -> None:
+def test_a_corrupt_image_is_named_and_the_next_batch_is_unaffected() -> None:
     files = large_jpegs(4)
     made = dataset([*files, CUT_SHORT], RECIPES[1], decoder="pillow")
     with pytest.raises(DecodeError, match=r"photos/4\.jpg \(sample 4\): "):
@@ -89,7 +89,7 @@ def test_a_corrupt_image_is_named_and_the_next_batch_is_whole() -> None:
     assert psnr_db(images.numpy(), expected.numpy()) > LEAST_DB
 
 
-def test_a_file_that_nvjpeg_refuses_fails_alone() -> None:
+def test_a_file_that_nvjpeg_refuses_leaves_the_rest_of_its_batch_intact() -> None:
     files = large_jpegs(4)
     made = dataset([*files[:2], torn(files[2]), files[3]], RECIPES[1], decoder="pillow", on_error="skip")
     images, labels = on_gpu(made)
@@ -140,7 +140,7 @@ def resized(wholes: dict[int, Tensor], crops: dict[int, CropSpec]) -> Tensor:
     return pixels
 
 
-def test_crops_are_within_a_grey_level_of_torchvisions() -> None:
+def test_gpu_crops_are_within_a_grey_level_of_those_of_torchvision() -> None:
     wholes, crops = random_crops()
     found = resized(wholes, crops).permute(0, 3, 1, 2).int().cpu()
     for place, cut in crops.items():
@@ -149,7 +149,7 @@ def test_crops_are_within_a_grey_level_of_torchvisions() -> None:
         assert (found[place] - coarse).abs().max() > 50, cut  # the control
 
 
-def test_resizing_waits_for_nothing() -> None:
+def test_resizing_adds_no_device_sync() -> None:
     wholes, crops = random_crops()
     expected = resized(wholes, crops)  # makes the memory that is used again below
     try:
@@ -162,7 +162,7 @@ def test_resizing_waits_for_nothing() -> None:
     assert torch.equal(found, expected)
 
 
-def test_decoding_passes_torchs_check_for_waiting() -> None:
+def test_decoding_passes_the_sync_debug_mode_of_torch() -> None:
     """The host does wait for nvJPEG, by an event, and torchvision does by a call of its own."""
     made = dataset([*large_jpegs(3), WHOLE["WebP"]], RECIPES[1])
     batch = batch_of(made).to(CUDA)
@@ -210,7 +210,7 @@ def times_corrupted(decode: Any, files: list[Tensor]) -> int:
     return found
 
 
-def test_memory_that_queued_kernels_still_read_is_not_written_to() -> None:
+def test_decoding_does_not_overwrite_memory_that_queued_kernels_read() -> None:
     """Nor where the pool of streams gives ours to somebody else. The control is torchvision's call alone."""
     files = [torch.frombuffer(bytearray(encoded(photo(375, 500, k))), dtype=torch.uint8) for k in range(8)]
     ours = nvjpeg(CUDA)
@@ -223,7 +223,7 @@ def test_memory_that_queued_kernels_still_read_is_not_written_to() -> None:
         pytest.skip("torchvision's decoder keeps the order of streams on this GPU, so the guard is unproven")
 
 
-def test_no_other_stream_is_waited_for() -> None:
+def test_decoding_waits_for_no_other_stream() -> None:
     """The step's kernels may still run when the batch is there."""
     made = dataset(large_jpegs(8), RECIPES[0])
     batch = batch_of(made).to(CUDA)
@@ -266,7 +266,7 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
-def test_prefetched_batches_are_those_without_the_callback(photos: Path) -> None:
+def test_prefetched_batches_equal_those_without_the_callback(photos: Path) -> None:
     prefetch = PrefetchCallback()
     ahead, plain = fit(photos, "nvjpeg", prefetch), fit(photos, "nvjpeg")
     assert prefetch.active
@@ -276,7 +276,7 @@ def test_prefetched_batches_are_those_without_the_callback(photos: Path) -> None
         assert torch.equal(ours[1], theirs[1])
 
 
-def test_a_fit_sees_the_boxes_of_torch(photos: Path) -> None:
+def test_nvjpeg_batches_of_a_fit_match_those_of_the_torch_backend(photos: Path) -> None:
     for ours, theirs in zip(fit(photos, "nvjpeg", PrefetchCallback()), fit(photos, "torch"), strict=True):
         assert torch.equal(ours[1], theirs[1])
         # In normalised values a grey level is about 0.017.

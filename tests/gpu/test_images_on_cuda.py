@@ -33,7 +33,7 @@ def made(photos: Path, **options: Any) -> ImageFolderDataModule:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("workers", ["process", "thread"])
-def test_prefetched_batches_are_those_of_the_cpu(class_folders: Path, dtype: torch.dtype, workers: Any) -> None:
+def test_prefetched_batches_match_those_made_on_the_cpu(class_folders: Path, dtype: torch.dtype, workers: Any) -> None:
     loader = LoaderSettings(num_workers=2, seed=1, workers=workers)
     batches = fit(made(class_folders, dtype=dtype, loader=loader, transform=as_tensor), PrefetchCallback())
     module = made(class_folders, dtype=dtype, loader=loader, transform=as_tensor)
@@ -43,7 +43,7 @@ def test_prefetched_batches_are_those_of_the_cpu(class_folders: Path, dtype: tor
         assert torch.equal(labels, host_labels)
 
 
-def test_the_constants_of_normalising_pass_torchs_check_for_waiting() -> None:
+def test_normalisation_constants_are_made_without_a_device_sync() -> None:
     try:
         torch.cuda.set_sync_debug_mode("error")
         scale, offset = _scaling.__wrapped__(IMAGENET_MEAN, IMAGENET_STD, torch.device("cuda", 0))
@@ -53,7 +53,7 @@ def test_the_constants_of_normalising_pass_torchs_check_for_waiting() -> None:
     assert torch.equal(torch.stack([scale, offset]).cpu(), torch.stack(expected))
 
 
-def test_a_set_on_the_device_is_cropped_there_and_differs_in_each_epoch(class_folders: Path) -> None:
+def test_a_dataset_on_the_device_is_cropped_anew_in_each_epoch(class_folders: Path) -> None:
     batches = fit(made(class_folders, on_device=True), PrefetchCallback())
     assert len(batches) == 6
     first, second = (torch.cat([images for images, _ in batches[k : k + 3]]) for k in (0, 3))

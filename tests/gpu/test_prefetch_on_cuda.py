@@ -75,7 +75,7 @@ def count_wrong(callback: PrefetchCallback, late_ms: float = 0, workers: int = 0
 
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_no_batch_is_corrupted(depth: int, workers: int) -> None:
+def test_prefetched_batches_are_never_corrupted(depth: int, workers: int) -> None:
     late = PrefetchOver(DeviceStream, depth=depth, host_keys=("meta",))
     slow = PrefetchOver(SlowCopies, depth=depth, host_keys=("meta",))
     assert count_wrong(late, late_ms=20, workers=workers) == 0
@@ -84,7 +84,7 @@ def test_no_batch_is_corrupted(depth: int, workers: int) -> None:
 
 @pytest.mark.parametrize(("stream", "late_ms"), [(Unrecorded, 20), (Unordered, 0)])
 @pytest.mark.parametrize("depth", [1, 3])
-def test_the_check_sees_a_stream_with_a_fault(stream: Any, late_ms: float, depth: int) -> None:
+def test_corruption_check_detects_a_faulty_stream(stream: Any, late_ms: float, depth: int) -> None:
     assert count_wrong(PrefetchOver(stream, depth=depth), late_ms) > 0
 
 
@@ -111,7 +111,7 @@ class Busy(LightningModule):
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11, from the second profile of a process on
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "plain"])
-def test_copies_run_beside_the_steps(ours: bool) -> None:
+def test_copies_overlap_the_steps_only_with_the_callback(ours: bool) -> None:
     """By the profiler's trace; without the callback every copy waits for the step before it: the control."""
     warm_up()
     loader = pinned_loader(30, 32)
@@ -146,7 +146,7 @@ def streams_of_transfers(*callbacks: Callback) -> tuple[set[int], set[int]]:
     return transfer, after
 
 
-def test_every_batch_is_transferred_on_the_side_stream_and_the_users_hook_is_not() -> None:
+def test_batches_use_the_side_stream_and_user_hooks_the_compute_stream() -> None:
     compute = {torch.cuda.current_stream().cuda_stream}
     assert streams_of_transfers() == (compute, compute)
     transfer, after = streams_of_transfers(PrefetchCallback())
@@ -188,7 +188,7 @@ class Waits(Busy):
         return super().training_step(batch, batch_idx)
 
 
-def test_no_synchronisation_is_added() -> None:
+def test_prefetching_adds_no_device_sync() -> None:
     """torch's own check covers ``.item()``, blocking copies and streams that are synchronised; the control waits so."""
     warm_up()
     fitted(Busy(5), pinned_loader(20, 1), PrefetchCallback(), NoWaiting(), max_epochs=1)
@@ -223,7 +223,7 @@ class Graphs(Busy):
 
 
 @pytest.mark.parametrize("divided", [False, True])
-def test_graphs_on_the_host_whole_or_in_part(divided: bool) -> None:
+def test_graph_batches_with_host_tensors_are_prefetched(divided: bool) -> None:
     graph = Graph(torch.ones(8), torch.zeros(2, 2))
     with pytest.raises(NotImplementedError, match="record_stream"):  # the control
         graph.record_stream(torch.cuda.current_stream())

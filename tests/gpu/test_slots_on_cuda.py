@@ -51,7 +51,7 @@ def copied(stream):
     return wrong
 
 
-def test_batches_are_registered_and_no_thread_pins():
+def test_slot_batches_are_pinned_by_registering_and_not_by_a_pin_thread():
     passed = iter(loader())
     assert slots.memory_of(passed.source).registers
     assert passed.source._pin_memory is False
@@ -72,7 +72,7 @@ def test_without_the_fence_batches_change_while_they_are_copied(monkeypatch):
     assert copied(torch.cuda.current_stream()) > 0
 
 
-def test_where_the_driver_refuses_torch_pins(monkeypatch):
+def test_batches_are_pinned_by_torch_if_the_driver_refuses_to_register(monkeypatch):
     monkeypatch.setattr(slots, "can_register", lambda: False)
     passed = iter(loader())
     assert passed.source._pin_memory is True

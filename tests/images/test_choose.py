@@ -95,7 +95,7 @@ def _auto(clock: Clock, *, regions: bool = False, samples: list[bytes] | None = 
     return make_decoder("auto", samples or SAMPLES, regions=regions, clock=clock)
 
 
-def test_the_fastest_is_taken_with_its_figures(clock: Clock, racing: Racing) -> None:
+def test_auto_takes_the_fastest_decoder_and_reports_its_timings(clock: Clock, racing: Racing) -> None:
     racing(slow=Timed(clock, 0.002), quick=Timed(clock, 0.001))
     choice = _auto(clock)
     assert choice.name == "quick"
@@ -107,14 +107,14 @@ def test_the_fastest_is_taken_with_its_figures(clock: Clock, racing: Racing) -> 
     )
 
 
-def test_pillow_itself_when_nothing_is_faster(clock: Clock, racing: Racing) -> None:
+def test_auto_takes_pillow_if_no_decoder_is_faster(clock: Clock, racing: Racing) -> None:
     racing(slow=Timed(clock, 0.004))
     choice = _auto(clock)
     assert choice.name == "pillow"
     assert isinstance(choice.decoder, PillowDecoder)
 
 
-def test_too_far_from_pillow_is_out_however_fast(clock: Clock, racing: Racing) -> None:
+def test_auto_rejects_a_fast_decoder_whose_pixels_differ_from_pillow(clock: Clock, racing: Racing) -> None:
     racing(rough=Timed(clock, 0.0001, noise=2), fine=Timed(clock, 0.002, noise=1))
     choice = _auto(clock)
     assert choice.name == "fine"
@@ -124,7 +124,7 @@ def test_too_far_from_pillow_is_out_however_fast(clock: Clock, racing: Racing) -
     assert "48.1 dB or more to Pillow" in choice.reason
 
 
-def test_another_shape_is_out(clock: Clock, racing: Racing) -> None:
+def test_auto_rejects_a_decoder_that_returns_another_shape(clock: Clock, racing: Racing) -> None:
     class Turned(Timed):
         def decode(self, data: Encoded) -> Pixels:
             return super().decode(data).transpose(1, 0, 2)
@@ -134,12 +134,12 @@ def test_another_shape_is_out(clock: Clock, racing: Racing) -> None:
 
 
 @pytest.mark.parametrize(("milliseconds", "taken"), [(1.04, "regions"), (1.06, "whole")])
-def test_a_tie_goes_to_the_decoder_of_regions(clock: Clock, racing: Racing, milliseconds: float, taken: str) -> None:
+def test_auto_prefers_a_region_decoder_in_a_tie(clock: Clock, racing: Racing, milliseconds: float, taken: str) -> None:
     racing(whole=Timed(clock, 0.001), regions=TimedRegions(clock, milliseconds / 1e3))
     assert _auto(clock).name == taken
 
 
-def test_one_slow_round_is_outvoted(clock: Clock, racing: Racing) -> None:
+def test_auto_ignores_one_slow_round(clock: Clock, racing: Racing) -> None:
     class Hiccup(Timed):
         calls = 0
 
@@ -153,7 +153,7 @@ def test_one_slow_round_is_outvoted(clock: Clock, racing: Racing) -> None:
     assert _auto(clock).name == "quick"
 
 
-def test_regions_are_timed_where_they_will_be_decoded(clock: Clock, racing: Racing) -> None:
+def test_auto_times_region_decoding_if_regions_will_be_decoded(clock: Clock, racing: Racing) -> None:
     racing(whole=Timed(clock, 0.001), regions=TimedRegions(clock, 0.0015))
     assert _auto(clock).name == "whole"
     choice = _auto(clock, regions=True)
@@ -162,7 +162,7 @@ def test_regions_are_timed_where_they_will_be_decoded(clock: Clock, racing: Raci
     assert "random crops" in choice.reason
 
 
-def test_what_it_refuses_costs_it_the_time_of_pillow(clock: Clock, racing: Racing) -> None:
+def test_auto_charges_refused_samples_at_the_time_of_pillow(clock: Clock, racing: Racing) -> None:
     racing(some=Timed(clock, 0.001, refuses=(SAMPLES[0],)), none=Timed(clock, 0.001, refuses=tuple(SAMPLES)))
     choice = _auto(clock)
     assert choice.table["some"].ms == pytest.approx((3 + 1 + 1) / 3)
@@ -170,7 +170,7 @@ def test_what_it_refuses_costs_it_the_time_of_pillow(clock: Clock, racing: Racin
     assert choice.name == "some"
 
 
-def test_a_missing_library_is_out_with_its_pip_line(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_rejects_a_missing_library_and_names_its_pip_line(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "simplejpeg", None)
     decoders._simplejpeg.cache_clear()
     assert "pip install 'lightning-feed[images]'" in make_decoder("auto", SAMPLES, clock=clock).table["turbo"].out
@@ -178,14 +178,16 @@ def test_a_missing_library_is_out_with_its_pip_line(clock: Clock, monkeypatch: p
         make_decoder("turbo")
 
 
-def test_broken_samples_are_passed_over(clock: Clock, racing: Racing) -> None:
+def test_auto_skips_broken_samples_and_raises_if_all_are_broken(clock: Clock, racing: Racing) -> None:
     racing(quick=Timed(clock, 0.001))
     assert "1 of your images" in _auto(clock, samples=[BROKEN["0 bytes"], SAMPLES[0]]).reason
     with pytest.raises(DecodeError, match="got 2 samples, and none can be decoded"):
         _auto(clock, samples=[BROKEN["0 bytes"], BROKEN["text named .jpg"]])
 
 
-def test_at_most_64_samples_and_fewer_large_ones(clock: Clock, racing: Racing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_times_at_most_64_samples_and_fewer_large_ones(
+    clock: Clock, racing: Racing, monkeypatch: pytest.MonkeyPatch
+) -> None:
     racing(quick=Timed(clock, 0.001))
     assert "64 of your images" in _auto(clock, samples=[SAMPLES[0]] * 100).reason
     monkeypatch.setattr(choose, "MAX_PIXELS", 10 * HEIGHT * WIDTH)
@@ -194,7 +196,7 @@ def test_at_most_64_samples_and_fewer_large_ones(clock: Clock, racing: Racing, m
     assert "4 of your images" in _auto(clock, samples=[SAMPLES[0]] * 100).reason
 
 
-def test_the_installed_ones_on_made_images() -> None:
+def test_auto_measures_all_installed_decoders_without_rejecting_any() -> None:
     """With the real clock: whichever is fastest, all that are installed were measured and none lost a pixel."""
     choice = make_decoder("auto", [data for name, data in WHOLE.items() if name != "one pixel"], regions=True)
     assert set(choice.table) == set(DECODER_NAMES) - {"auto"}
@@ -210,12 +212,12 @@ def test_auto_needs_samples(samples: list[bytes] | None) -> None:
         make_decoder("auto", samples)
 
 
-def test_an_unknown_name() -> None:
+def test_an_unknown_decoder_name_is_refused() -> None:
     with pytest.raises(SettingsError, match=r"decoder='fast' is not known. Choose one of 'auto', 'turbo-region'"):
         make_decoder("fast")
 
 
-def test_by_name_nothing_is_measured() -> None:
+def test_a_decoder_chosen_by_name_is_not_measured() -> None:
     choice = make_decoder("pillow", SAMPLES)
     assert (choice.name, choice.reason, choice.table) == ("pillow", "decoder='pillow', as requested", {})
 
@@ -266,7 +268,7 @@ class Images(Dataset[int]):
         return int(self.decoder.decode(self.images[index % len(self.images)]).shape[0])
 
 
-def test_another_kind_is_not_even_tried() -> None:
+def test_image_kinds_a_decoder_does_not_support_go_straight_to_pillow() -> None:
     fussy = Fussy()
     decoder = FallbackDecoder(fussy)
     assert np.array_equal(decoder.decode(WHOLE["RGBA PNG"]), pillow_pixels(WHOLE["RGBA PNG"]))
@@ -275,7 +277,7 @@ def test_another_kind_is_not_even_tried() -> None:
     assert decoder.tally.as_dict() == {"PNG": 1}
 
 
-def test_reasons() -> None:
+def test_fallbacks_to_pillow_are_counted_by_image_kind() -> None:
     decoder = FallbackDecoder(Fussy(limit=0))
     for image in ("colour", "greyscale", "CMYK", "GIF", "BMP", "TIFF", "WebP", "RGB PNG", "RGBA PNG"):
         assert np.array_equal(decoder.decode(WHOLE[image]), pillow_pixels(WHOLE[image]))
@@ -283,7 +285,7 @@ def test_reasons() -> None:
     assert decoder.tally.as_dict() == {"JPEG": 2, "CMYK JPEG": 1, "GIF": 1, "BMP": 1, "TIFF": 1, "WebP": 1, "PNG": 2}
 
 
-def test_what_pillow_refuses_too_is_an_error_and_no_fallback() -> None:
+def test_images_that_pillow_refuses_too_raise_and_are_not_counted() -> None:
     decoder = FallbackDecoder(Fussy(limit=0))
     for broken in BROKEN.values():
         with pytest.raises(DecodeError):
@@ -291,7 +293,7 @@ def test_what_pillow_refuses_too_is_an_error_and_no_fallback() -> None:
     assert decoder.tally.as_dict() == {}
 
 
-def test_a_jpeg_that_is_corrupt_but_not_for_pillow() -> None:
+def test_a_corrupt_jpeg_that_pillow_reads_is_decoded_by_pillow() -> None:
     """Pillow reads on where libjpeg-turbo warns; strictness must not lose an image that ImageFolder would give."""
     corrupt = WHOLE["colour"][:-2] + bytes(30) + WHOLE["colour"][-2:]
     reference = pillow_pixels(corrupt)
@@ -302,7 +304,7 @@ def test_a_jpeg_that_is_corrupt_but_not_for_pillow() -> None:
     assert decoder.tally.as_dict() == {"JPEG": 1}
 
 
-def test_said_once_per_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_fallbacks_are_logged_once_per_reason(caplog: pytest.LogCaptureFixture) -> None:
     decoder = FallbackDecoder(Fussy(limit=0))
     with caplog.at_level(logging.WARNING, logger="lightning_feed"):
         for image in ("RGB PNG", "RGBA PNG", "colour", "greyscale"):
@@ -314,7 +316,7 @@ def test_said_once_per_reason(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def test_regions_of_what_it_refuses_are_cut_out() -> None:
+def test_regions_of_refused_images_are_cut_from_the_whole_pillow_image() -> None:
     decoder = with_fallback(FussyRegions(limit=0))
     assert decoder.decodes_regions
     region = Region(10, 5, 20, 30)
@@ -330,7 +332,7 @@ def test_regions_of_what_it_refuses_are_cut_out() -> None:
 # --- the tally, across threads and processes ------------------------------------------------------------------------
 
 
-def test_threads_lose_no_count() -> None:
+def test_counts_from_several_threads_are_complete() -> None:
     tally = SharedCounts(*choose.REASONS)
     with ThreadPoolExecutor(8) as pool:
         firsts = list(pool.map(tally.add, ["PNG"] * 2000))
@@ -347,7 +349,7 @@ def fork_warning_ignored() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
-def test_workers_count_where_the_main_process_reads(method: str, fork_warning_ignored: None) -> None:
+def test_fallbacks_in_workers_are_counted_in_the_main_process(method: str, fork_warning_ignored: None) -> None:
     decoder = with_fallback(TurboDecoder())
     images = [WHOLE[image] for image in ("RGB PNG", "colour", "GIF", "colour")]
     loader = DataLoader(
@@ -359,7 +361,7 @@ def test_workers_count_where_the_main_process_reads(method: str, fork_warning_ig
     assert decoder.tally.as_dict() == {"PNG": 11, "GIF": 10}
 
 
-def test_a_lock_held_at_a_fork_does_not_stop_the_child(fork_warning_ignored: None) -> None:
+def test_a_lock_held_during_a_fork_does_not_block_the_child(fork_warning_ignored: None) -> None:
     tally, over = SharedCounts(*choose.REASONS), threading.Event()
 
     def count() -> None:
@@ -382,7 +384,7 @@ def test_a_lock_held_at_a_fork_does_not_stop_the_child(fork_warning_ignored: Non
 # --- PSNR -------------------------------------------------------------------------------------------------------------
 
 
-def test_as_scikit_image_has_it() -> None:
+def test_psnr_db_matches_scikit_image() -> None:
     draw = np.random.default_rng(0)
     for spread in (1, 5, 100):
         image = draw.integers(0, 256, (40, 30, 3), dtype=np.uint8)

@@ -30,7 +30,7 @@ PIXELS = np.array(photo())
 CUT = CropSpec(region=Region(10, 20, 40, 50), resized=(24, 30), window=Region(2, 3, 16, 20), flipped=False)
 
 
-def test_a_cut_is_the_box_resized_and_the_window_of_that() -> None:
+def test_crop_image_resizes_the_box_and_cuts_out_the_window() -> None:
     box = torch.from_numpy(PIXELS).permute(2, 0, 1)[:, 10:50, 20:70]
     resized = v2.functional.resize(box, [24, 30], antialias=True)
     found = crop_image(SourceImage(PIXELS), CUT, "exact")
@@ -43,7 +43,7 @@ def test_a_cut_is_the_box_resized_and_the_window_of_that() -> None:
 
 
 @given(height=st.integers(1, 300), width=st.integers(1, 300), size=st.integers(1, 40))
-def test_the_middle_is_that_of_torchvision(height: int, width: int, size: int) -> None:
+def test_eval_recipe_has_the_centre_crop_of_torchvision(height: int, width: int, size: int) -> None:
     cut = EvalRecipe(size=size, short_side=size + 7).spec(height, width)
     resized = v2.functional.resize(torch.empty((1, height, width), device="meta"), [size + 7], antialias=True)
     assert cut.resized == tuple(resized.shape[1:])
@@ -115,7 +115,7 @@ def with_seed(seed: int, call: Callable[[], Any]) -> tuple[Any, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_training_gives_the_pixels_and_the_draws_of_torchvisions_uint8_recipe(name: str) -> None:
+def test_train_recipe_matches_the_pixels_and_draws_of_torchvision(name: str) -> None:
     theirs = v2.Compose([v2.PILToTensor(), v2.RandomResizedCrop(64, antialias=True), v2.RandomHorizontalFlip()])
     for seed in range(8):
         expected, state = with_seed(seed, lambda: theirs(PIL))
@@ -127,7 +127,7 @@ def test_training_gives_the_pixels_and_the_draws_of_torchvisions_uint8_recipe(na
 
 @pytest.mark.parametrize("name", IMAGES)
 @pytest.mark.parametrize("shape", [(120, 161), (161, 120), (90, 90)])
-def test_evaluation_gives_the_pixels_of_torchvision(name: str, shape: tuple[int, int], monkeypatch: Any) -> None:
+def test_eval_recipe_matches_the_pixels_of_torchvision(name: str, shape: tuple[int, int], monkeypatch: Any) -> None:
     data = jpeg(smooth(*shape))
     image = Image.open(io.BytesIO(data)).convert("RGB")
     theirs = v2.Compose([v2.PILToTensor(), v2.Resize(73, antialias=True), v2.CenterCrop(64)])
@@ -147,7 +147,7 @@ def test_evaluation_gives_the_pixels_of_torchvision(name: str, shape: tuple[int,
         ((1, 1), ((0.01, 0.02), (1.0, 1.0))),
     ],
 )
-def test_boxes_are_drawn_as_torchvision_draws_them(shape: tuple[int, int], limits: Any) -> None:
+def test_draw_region_matches_the_draws_of_torchvision(shape: tuple[int, int], limits: Any) -> None:
     for seed in range(100):
         shaped = torch.empty(()).expand(3, *shape)
         expected, state = with_seed(seed, lambda: v1.RandomResizedCrop.get_params(shaped, *map(list, limits)))  # noqa: B023
@@ -156,7 +156,7 @@ def test_boxes_are_drawn_as_torchvision_draws_them(shape: tuple[int, int], limit
         assert torch.equal(state, state_after)
 
 
-def test_only_the_crop_is_decoded() -> None:
+def test_training_decodes_only_the_cropped_region() -> None:
     decoder = RegionByCutting()
     TrainRecipe(size=64)(encoded(decoder))
     UserTransform(v1.Compose([v1.RandomResizedCrop(64), v1.ToTensor()]))(encoded(decoder))
@@ -189,7 +189,7 @@ GIVEN: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_a_given_transform_gives_what_it_gives_by_itself(name: str) -> None:
+def test_a_user_transform_gives_the_same_result_through_our_recipe(name: str) -> None:
     transform, kind = GIVEN[name]
     recipe = UserTransform(transform)
     assert recipe.takes_pil == (kind == "pil")
@@ -201,7 +201,7 @@ def test_a_given_transform_gives_what_it_gives_by_itself(name: str) -> None:
         assert torch.equal(state, state_after)
 
 
-def test_what_is_no_transform_is_refused() -> None:
+def test_user_transform_refuses_non_callables_and_unknown_kinds() -> None:
     with pytest.raises(SettingsError, match="transform=3 cannot be called"):
         UserTransform(3)  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="kind='numpy'"):

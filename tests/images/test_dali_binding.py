@@ -36,7 +36,7 @@ def failing_import(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-def test_one_that_fits_is_given(monkeypatch: pytest.MonkeyPatch, gpu: bool) -> None:
+def test_require_dali_returns_a_matching_dali(monkeypatch: pytest.MonkeyPatch, gpu: bool) -> None:
     module = install(monkeypatch)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert require_dali(gpu=gpu) is module
@@ -45,7 +45,7 @@ def test_one_that_fits_is_given(monkeypatch: pytest.MonkeyPatch, gpu: bool) -> N
 @pytest.mark.parametrize(
     ("cuda", "line"), [("13.0", FOR_13), ("14.1", FOR_13), (None, FOR_13), ("12.4", FOR_12), ("11.8", FOR_12)]
 )
-def test_missing_is_reported_with_the_line_for_the_cuda_of_torch(
+def test_missing_dali_is_reported_with_the_pip_line_for_the_cuda_of_torch(
     monkeypatch: pytest.MonkeyPatch, cuda: str | None, line: str
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)
@@ -59,7 +59,9 @@ def test_missing_is_reported_with_the_line_for_the_cuda_of_torch(
 @pytest.mark.parametrize(
     "error", [ImportError("libdali.so: cannot open shared object file"), ModuleNotFoundError("no gast", name="gast")]
 )
-def test_one_that_cannot_be_loaded_is_not_called_missing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_a_dali_that_cannot_be_loaded_is_not_reported_as_missing(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     failing_import(monkeypatch, error)
     with pytest.raises(
         MissingExtraError, match=r"installed but cannot be loaded: .*pip install --force-reinstall "
@@ -69,7 +71,7 @@ def test_one_that_cannot_be_loaded_is_not_called_missing(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("version", ["1.53.0", "0.9", None])
-def test_too_old_is_refused(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+def test_a_dali_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
     install(monkeypatch, version)
     with pytest.raises(
         SettingsError, match=r"needs NVIDIA DALI 2.0 or newer, but DALI .* Upgrade it:  pip install --up"
@@ -78,12 +80,12 @@ def test_too_old_is_refused(monkeypatch: pytest.MonkeyPatch, version: str | None
 
 
 @pytest.mark.parametrize("version", ["2.0.0", "2.4.0.dev1", "3.1"])
-def test_newer_ones_are_taken(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+def test_newer_versions_of_dali_are_accepted(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     module = install(monkeypatch, version)
     assert require_dali(gpu=False) is module
 
 
-def test_another_cuda_than_torchs_is_refused_for_the_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dali_for_another_cuda_than_torch_is_refused_only_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     module = install(monkeypatch, cuda=12986)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert require_dali(gpu=False) is module
@@ -93,13 +95,13 @@ def test_another_cuda_than_torchs_is_refused_for_the_gpu_only(monkeypatch: pytes
     assert str(raised.value).endswith(f"pip uninstall --yes nvidia-dali-cuda120  &&  {FOR_13}")
 
 
-def test_with_a_torch_without_cuda_either_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_cuda_accepts_a_dali_for_any_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     module = install(monkeypatch, cuda=12986)
     monkeypatch.setattr(torch.version, "cuda", None)
     assert require_dali(gpu=True) is module
 
 
-def test_an_unknown_cuda_is_given_the_benefit_of_the_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dali_for_an_unknown_cuda_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     module = install(monkeypatch, cuda=None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert require_dali(gpu=True) is module
@@ -120,7 +122,7 @@ class FakeNvjpeg:
         return self.status
 
 
-def test_the_version_of_nvjpeg(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvjpeg_version_is_read_from_the_library_for_the_cuda_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(ctypes, "CDLL", lambda name: opened.append(name) or FakeNvjpeg((12, 4)))
@@ -128,7 +130,7 @@ def test_the_version_of_nvjpeg(monkeypatch: pytest.MonkeyPatch) -> None:
     assert opened == ["libnvjpeg.so.12"]
 
 
-def test_an_unknown_version_of_nvjpeg(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvjpeg_version_is_none_if_it_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 

@@ -101,7 +101,7 @@ def assert_like_torch(found: list[Any], given: list[EncodedBatch], made: ImageDa
 
 
 @pytest.mark.parametrize(("recipe", "prefetch"), [(TRAIN, 1), (EVAL, 2), (EvalRecipe(size=32, short_side=32), 3)])
-def test_batches_are_those_of_torch_in_order_and_length(recipe: Any, prefetch: int) -> None:
+def test_dali_batches_match_the_torch_backend_in_order_and_length(recipe: Any, prefetch: int) -> None:
     made = dataset(jpegs(11), recipe)
     given = batches(made, 4)
     found = list(decoder(made, prefetch=prefetch).run(iter(given)))
@@ -110,14 +110,14 @@ def test_batches_are_those_of_torch_in_order_and_length(recipe: Any, prefetch: i
 
 
 @pytest.mark.parametrize("recipe", [TRAIN, EVAL])
-def test_every_kind_of_image(recipe: Any) -> None:
+def test_every_kind_of_image_matches_the_torch_backend(recipe: Any) -> None:
     for kind in WHOLE.values():
         made = dataset([jpegs(1)[0], kind, jpegs(2)[1]], recipe, decoder="pillow")
         given = batches(made, 3)
         assert_like_torch(list(decoder(made).run(iter(given))), given, made)
 
 
-def test_windows_and_flips_are_exactly_where_torch_has_them() -> None:
+def test_windows_and_flips_match_the_torch_backend_to_the_pixel() -> None:
     """Steps of one pixel: a box that is off by one, or not flipped, would be far away."""
     pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     made = dataset([encoded(_image(pixels), "PNG")] * 8, TrainRecipe(size=32, scale=(0.1, 1.0)))
@@ -136,7 +136,7 @@ def _image(pixels: np.ndarray) -> Any:
     return Image.fromarray(pixels)
 
 
-def test_what_dali_is_not_given() -> None:
+def test_why_on_host_names_the_images_that_dali_does_not_decode() -> None:
     found = {name: why_on_host(data) for name, data in {**WHOLE, **BROKEN}.items()}
     assert {name: why for name, why in found.items() if why} == {
         "CMYK": "a CMYK JPEG",
@@ -158,7 +158,7 @@ def test_what_dali_is_not_given() -> None:
 # --- passes -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_kept_pipeline_serves_pass_after_pass_and_larger_batches() -> None:
+def test_a_kept_pipeline_is_rebuilt_only_for_larger_batches() -> None:
     made = dataset(jpegs(9))
     ours = decoder(made)
     for size, built in ((3, 1), (3, 1), (2, 1), (4, 2), (3, 2)):
@@ -168,7 +168,7 @@ def test_a_kept_pipeline_serves_pass_after_pass_and_larger_batches() -> None:
         assert ours._pipeline is not None
 
 
-def test_a_pipeline_that_is_not_kept_is_there_for_its_pass_only() -> None:
+def test_a_pipeline_that_is_not_kept_is_released_after_its_pass() -> None:
     made = dataset(jpegs(6))
     ours = decoder(made, keep=False)
     given = batches(made, 2)
@@ -185,7 +185,7 @@ def test_a_pipeline_that_is_not_kept_is_there_for_its_pass_only() -> None:
 
 
 @pytest.mark.parametrize("handed_out", [0, 1, 2])
-def test_broken_off_and_begun_again(handed_out: int) -> None:
+def test_a_pass_after_a_closed_one_starts_over_and_reuses_the_pipeline(handed_out: int) -> None:
     made = dataset(jpegs(8))
     ours = decoder(made)
     given = batches(made, 2)
@@ -198,7 +198,7 @@ def test_broken_off_and_begun_again(handed_out: int) -> None:
     assert ours.built == 1
 
 
-def test_released_in_the_middle_a_pass_goes_on_where_it_was() -> None:
+def test_a_pass_continues_where_it_was_after_a_release() -> None:
     made = dataset(jpegs(8))
     ours = decoder(made)
     given = batches(made, 2)
@@ -210,7 +210,7 @@ def test_released_in_the_middle_a_pass_goes_on_where_it_was() -> None:
     assert ours.built == 2
 
 
-def test_two_passes_in_turn_do_not_mix() -> None:
+def test_interleaved_passes_do_not_mix_their_batches() -> None:
     made = dataset(jpegs(12))
     ours = decoder(made)
     one, other = batches(made, 2, seed=1), batches(made, 3, seed=2)
@@ -220,7 +220,7 @@ def test_two_passes_in_turn_do_not_mix() -> None:
     assert_like_torch([each for _, each in found] + list(second), other, made)
 
 
-def test_an_error_of_the_loader_is_raised() -> None:
+def test_an_error_of_the_loader_is_raised_and_the_next_pass_is_complete() -> None:
     made = dataset(jpegs(8))
     given = batches(made, 2)
 
@@ -236,7 +236,7 @@ def test_an_error_of_the_loader_is_raised() -> None:
     assert_like_torch(list(ours.run(iter(given))), given, made)
 
 
-def test_batches_stay_as_they_are_when_the_pipeline_goes_on_and_ends() -> None:
+def test_kept_batches_do_not_change_after_the_pipeline_continues_and_ends() -> None:
     made = dataset(jpegs(40))
     ours = decoder(made)
     kept = list(ours.run(iter(batches(made, 2))))
@@ -248,7 +248,7 @@ def test_batches_stay_as_they_are_when_the_pipeline_goes_on_and_ends() -> None:
     assert all(torch.equal(images, copy) for (images, _), copy in zip(kept, before, strict=True))
 
 
-def test_pickled_without_its_pipeline() -> None:
+def test_decoder_is_pickled_without_its_pipeline() -> None:
     made = dataset(jpegs(4))
     ours = decoder(made)
     given = batches(made, 2)
@@ -276,7 +276,7 @@ def test_a_broken_image_is_named(broken: str) -> None:
 @pytest.mark.parametrize(
     ("broken", "on_error", "place"), [(SILENT, "skip", 0), (LOUD, "substitute", 1), (LOUD, "skip", 6)]
 )
-def test_what_takes_its_place_is_what_torch_puts_there(broken: str, on_error: str, place: int) -> None:
+def test_replacement_images_equal_those_of_the_torch_backend(broken: str, on_error: str, place: int) -> None:
     files = jpegs(8)
     files[place] = BROKEN[broken]
     made = dataset(files, EVAL, on_error=on_error)
@@ -312,7 +312,7 @@ def test_an_image_that_only_dali_fails_at_is_decoded_on_the_host(
     assert sum(made.cpu_fallback.as_dict().values()) == 1
 
 
-def test_a_failure_that_is_no_images_fault_is_no_reason_to_decode_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_not_caused_by_an_image_raises_a_loader_error(monkeypatch: pytest.MonkeyPatch) -> None:
     made = dataset(jpegs(4))
     take = ImagePipeline.take
 
@@ -331,7 +331,9 @@ def test_a_failure_that_is_no_images_fault_is_no_reason_to_decode_on_the_host(mo
     "said", ["CUDA allocation failed", "Can't allocate 123 bytes on device 0.", "std::bad_alloc", "out of memory"]
 )
 @pytest.mark.parametrize("where", ["__init__", "take"])
-def test_a_lack_of_memory_is_said_at_once(said: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lack_of_memory_raises_at_once_and_blames_no_image(
+    said: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And is no image's fault, as decoding each of them alone might make it look."""
     made = dataset(jpegs(4))
     calls = fail(monkeypatch, where, f"Error in CPU operator, encountered:\n{said}")
@@ -341,7 +343,7 @@ def test_a_lack_of_memory_is_said_at_once(said: str, where: str, monkeypatch: py
     assert made.cpu_fallback.as_dict() == {}
 
 
-def test_a_lack_of_memory_on_a_device_is_said_as_torch_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lack_of_device_memory_raises_the_out_of_memory_error_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning's batch size finder goes by that."""
     made = dataset(jpegs(2))
     fail(monkeypatch, "__init__", "CUDA allocation failed")
@@ -350,14 +352,14 @@ def test_a_lack_of_memory_on_a_device_is_said_as_torch_says_it(monkeypatch: pyte
     assert is_oom_error(raised.value)
 
 
-def test_a_pipeline_that_cannot_be_built_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline_that_cannot_be_built_raises_a_loader_error(monkeypatch: pytest.MonkeyPatch) -> None:
     made = dataset(jpegs(2))
     fail(monkeypatch, "__init__", "CUDA runtime API error cudaErrorInsufficientDriver (35)")
     with pytest.raises(LoaderError, match=r"cannot build its pipeline: .*Driver \(35\) See .*doctor"):
         list(decoder(made).run(iter(batches(made, 2))))
 
 
-def test_the_largest_of_some_images() -> None:
+def test_largest_of_some_reads_a_sample_of_the_image_headers() -> None:
     files = [None, b"no image", *jpegs(3), encoded(photo(300, 200)), *jpegs(2)]
     assert largest_of_some(dataset(files, decoder="pillow")) == (300, 200)
     assert largest_of_some(dataset([None], decoder="pillow")) is None
@@ -372,7 +374,7 @@ def test_the_largest_of_some_images() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
-def test_a_pass_of_the_parent_that_ends_in_a_forked_process_is_left_alone() -> None:
+def test_closing_a_pass_of_the_parent_in_a_forked_process_does_not_hang() -> None:
     """The threads of its pipeline are not there: to wait for what is on its way would never end."""
     made = dataset(jpegs(8))
     given = batches(made, 2)
@@ -402,7 +404,7 @@ held.append(held)
 
 
 @pytest.mark.slow
-def test_a_program_may_end_in_the_middle_of_a_pass() -> None:
+def test_a_program_ends_cleanly_in_the_middle_of_a_pass() -> None:
     """DALI ends its pipelines before Python lets go of the pass."""
     paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run(

@@ -24,7 +24,7 @@ from lightning_feed.load.machine import Machine
         ("hw_decoder_load", 1.1),
     ],
 )
-def test_impossible_values_are_refused(name: str, value: Any) -> None:
+def test_impossible_dali_options_are_refused(name: str, value: Any) -> None:
     with pytest.raises(SettingsError, match=f"DaliOptions\\({name}="):
         DaliOptions(**{name: value})
 
@@ -40,7 +40,7 @@ def machine(cpus: int) -> Machine:
 
 
 @pytest.mark.parametrize(("cpus", "ranks", "threads"), [(1, 1, 1), (2, 1, 1), (16, 1, 15), (16, 4, 3), (4, 8, 1)])
-def test_threads_are_the_share_of_the_cpus_but_one(cpus: int, ranks: int, threads: int) -> None:
+def test_decode_threads_are_the_share_of_cpus_of_a_rank_minus_one(cpus: int, ranks: int, threads: int) -> None:
     found, reason = decode_threads(DaliOptions(), machine(cpus), ranks)
     assert found == threads
     assert f"{cpus} CPUs of the machine" in reason
@@ -48,13 +48,13 @@ def test_threads_are_the_share_of_the_cpus_but_one(cpus: int, ranks: int, thread
 
 
 @pytest.mark.parametrize(("cpus", "ranks", "threads"), [(2, 1, 1), (8, 1, 7), (64, 1, 8), (64, 8, 7), (128, 4, 8)])
-def test_no_more_than_eight_threads_beside_a_gpu(cpus: int, ranks: int, threads: int) -> None:
+def test_decode_threads_are_at_most_eight_beside_a_gpu(cpus: int, ranks: int, threads: int) -> None:
     """Each has buffers of its own for the largest image, on the device too."""
     found, reason = decode_threads(DaliOptions(), machine(cpus), ranks, gpu=True)
     assert found == threads
     assert ("beside a GPU" in reason) == (cpus // ranks > 9)
 
 
-def test_threads_as_asked_for() -> None:
+def test_requested_decode_threads_are_used_as_given() -> None:
     assert decode_threads(DaliOptions(threads=7), machine(2), 2) == (7, "as requested")
     assert decode_threads(DaliOptions(threads=70), machine(2), 2, gpu=True) == (70, "as requested")

@@ -44,7 +44,7 @@ def run(graph: Any, files: list[bytes]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_the_gpus_normalisation_is_that_of_the_device_transform(half: bool) -> None:
+def test_dali_normalisation_matches_the_device_transform(half: bool) -> None:
     decode = dali.fn.decoders.image
     pixels = run(decode, jpegs(1)).permute(0, 3, 1, 2)
     made = run(lambda given: normalised(dali, decode(given), spec(half=half)), jpegs(1)).permute(0, 3, 1, 2)
@@ -58,7 +58,7 @@ def test_the_gpus_normalisation_is_that_of_the_device_transform(half: bool) -> N
 @pytest.mark.parametrize(
     "options", [{}, {"largest_image": (200, 300)}, {"largest_image": (9000, 9000), "hw_decoder_load": 0.0}]
 )
-def test_the_gpus_options_are_ones_that_dali_knows(options: dict[str, Any]) -> None:
+def test_gpu_decoding_options_are_accepted_by_dali(options: dict[str, Any]) -> None:
     given = gpu_decoding(spec(**options))
     decode = dali.fn.decoders.image_slice
     assert run(lambda file: decode(file, start=[0, 0], shape=[9, 8], axis_names="HW", **given), jpegs(1)).shape[
@@ -74,7 +74,7 @@ def test_the_gpus_options_are_ones_that_dali_knows(options: dict[str, Any]) -> N
     ("version", "asked"),
     [((13, 2), True), ((13, 3), True), ((14, 0), True), ((13, 1), False), ((12, 4), False), (None, False)],
 )
-def test_chroma_is_interpolated_only_where_nvjpeg_can(
+def test_fancy_upsampling_is_requested_only_if_nvjpeg_supports_it(
     monkeypatch: pytest.MonkeyPatch, version: tuple[int, int] | None, asked: bool
 ) -> None:
     """An older nvJPEG would make nvImageCodec write a warning for every image."""
@@ -82,7 +82,7 @@ def test_chroma_is_interpolated_only_where_nvjpeg_can(
     assert gpu_decoding(spec())["jpeg_fancy_upsampling"] is asked
 
 
-def test_buffers_grow_with_the_largest_image() -> None:
+def test_decoder_buffers_are_sized_for_the_largest_image() -> None:
     """The figures of DALI's ImageNet example, rounded up."""
     found = gpu_decoding(spec(largest_image=(6430, 5980)))
     assert found["device_memory_padding"] == pytest.approx(211025920, rel=0.02)
@@ -91,7 +91,7 @@ def test_buffers_grow_with_the_largest_image() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
-def test_garbage_of_the_parent_can_be_collected_in_a_forked_process() -> None:
+def test_a_forked_process_can_collect_a_garbage_pipeline_of_its_parent() -> None:
     """Its threads are not there: freeing it would never end."""
     garbage: list[Any] = [ImagePipeline(replace(spec(), device=torch.device("cpu")))]
     garbage.append(garbage)

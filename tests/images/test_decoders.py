@@ -44,7 +44,7 @@ def _primary(name: str) -> Decoder:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_pixels_are_those_of_pillow(name: str) -> None:
+def test_pixels_and_sizes_match_those_of_pillow(name: str) -> None:
     for image, data in WHOLE.items():
         pixels, reference = _decoder(name).decode(data), pillow_pixels(data)
         assert pixels.shape == reference.shape, image
@@ -53,7 +53,7 @@ def test_pixels_are_those_of_pillow(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_what_it_does_not_do_is_refused_and_counted(name: str) -> None:
+def test_unsupported_images_are_refused_and_counted(name: str) -> None:
     """So no kind goes to Pillow for want of trying, and none without a count."""
     for image, data in WHOLE.items():
         decoder = make_decoder(name).decoder
@@ -72,7 +72,7 @@ def test_what_it_does_not_do_is_refused_and_counted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_no_whole_image_is_an_error_and_does_not_disturb_the_next(name: str) -> None:
+def test_a_broken_image_raises_and_the_next_image_is_unaffected(name: str) -> None:
     decoder, reference = make_decoder(name).decoder, pillow_pixels(WHOLE["colour"])
     for broken in BROKEN.values():
         for one in (decoder, _primary(name)):
@@ -84,7 +84,7 @@ def test_what_is_no_whole_image_is_an_error_and_does_not_disturb_the_next(name: 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_error_says_what_is_wrong(name: str) -> None:
+def test_decode_errors_say_what_is_wrong_with_the_file(name: str) -> None:
     with pytest.raises(DecodeError, match="0 bytes: the file is empty"):
         _decoder(name).decode(BROKEN["0 bytes"])
     with pytest.raises(DecodeError, match=r"340 bytes that begin with b'this is ' are not an image"):
@@ -97,7 +97,7 @@ def test_the_error_says_what_is_wrong(name: str) -> None:
 
 @pytest.mark.parametrize("image", ["colour", "RGB PNG"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_header_that_asks_for_all_memory(name: str, image: str) -> None:
+def test_a_header_that_claims_a_huge_image_is_refused(name: str, image: str) -> None:
     """13 GB and most of a minute for 1.3 kB, or for whole images of that size."""
     data = bytearray(WHOLE[image])
     at, digits = (data.index(b"\xff\xc0") + 5, 2) if image == "colour" else (16, 4)
@@ -112,7 +112,7 @@ def test_a_header_that_asks_for_all_memory(name: str, image: str) -> None:
         _decoder(name).decode(data)
 
 
-def test_the_limit_on_pixels_is_pillows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pixel_limit_is_that_set_in_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", HEIGHT * WIDTH // 2)
     refuse_bomb(HEIGHT, WIDTH - 1)
     with pytest.raises(DecodeError, match="47 x 61 pixels are more than Pillow's limit of 2866"):
@@ -122,7 +122,7 @@ def test_the_limit_on_pixels_is_pillows(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_pixels_are_the_callers(name: str) -> None:
+def test_decoded_pixels_are_writeable_and_not_reused(name: str) -> None:
     decoder = _decoder(name)
     pixels = decoder.decode(WHOLE["colour"])
     assert pixels.dtype == np.uint8
@@ -135,7 +135,7 @@ def test_pixels_are_the_callers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_any_buffer_of_bytes_will_do(name: str) -> None:
+def test_decoders_accept_any_buffer_of_bytes(name: str) -> None:
     for data in (WHOLE["colour"], WHOLE["RGB PNG"]):
         reference, array = pillow_pixels(data), np.frombuffer(data, dtype=np.uint8)
         for form in (bytearray(data), memoryview(data), memoryview(b"--" + data)[2:], array, array.copy()):
@@ -144,7 +144,7 @@ def test_any_buffer_of_bytes_will_do(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_threads_may_share_it(name: str) -> None:
+def test_threads_can_share_a_decoder(name: str) -> None:
     decoder = make_decoder(name).decoder
     images = [WHOLE[image] for image in sorted(JPEGS - {"CMYK"})]
     references = [pillow_pixels(data) for data in images]
@@ -163,7 +163,7 @@ def test_threads_may_share_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_can_be_pickled(name: str) -> None:
+def test_decoders_can_be_pickled_after_use(name: str) -> None:
     decoder = make_decoder(name).decoder
     decoder.decode(WHOLE["colour"])  # what it holds by then must not matter
     copy = pickle.loads(pickle.dumps(decoder))
@@ -172,11 +172,11 @@ def test_it_can_be_pickled(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_only_decoders_of_regions_say_that_they_are(name: str) -> None:
+def test_decodes_regions_is_true_only_for_turbo_region(name: str) -> None:
     assert _decoder(name).decodes_regions is (name == "turbo-region")
 
 
-def test_torchvision_stays_quiet_where_all_warnings_are_shown() -> None:
+def test_torchvision_decodes_without_warnings() -> None:
     """Its function in Python warns with every image; pytest makes any warning an error here."""
     for data in (WHOLE["colour"], WHOLE["RGB PNG"], WHOLE["WebP"]):
         with warnings.catch_warnings():
@@ -184,7 +184,7 @@ def test_torchvision_stays_quiet_where_all_warnings_are_shown() -> None:
             _primary("torchvision").decode(data)
 
 
-def test_an_opencv_that_fills_cut_files_with_grey_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_opencv_older_than_4_11_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cv2, "__version__", "4.10.0")
     monkeypatch.delattr(cv2, "IMREAD_COLOR_RGB")
     open_cv2.cache_clear()
@@ -195,7 +195,9 @@ def test_an_opencv_that_fills_cut_files_with_grey_is_refused(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("error", [MemoryError(), MissingExtraError("torchvision is gone")])
-def test_what_is_no_fault_of_the_image_is_not_laid_to_it(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_not_caused_by_the_image_are_not_turned_into_decode_errors(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a DecodeError it would go to Pillow, or be left out of training, image by image."""
 
     def fail(_: object) -> None:
@@ -207,7 +209,7 @@ def test_what_is_no_fault_of_the_image_is_not_laid_to_it(error: Exception, monke
         decoder.decode(WHOLE["colour"])
 
 
-def test_opencv_opens_no_threads_of_its_own() -> None:
+def test_opencv_decoder_sets_opencv_to_one_thread() -> None:
     cv2.setNumThreads(2)
     open_cv2.cache_clear()
     make_decoder("opencv")
@@ -229,30 +231,30 @@ def test_a_jpeg_without_pixels_is_refused_before_a_crop_is_chosen(name: str) -> 
 # --- headers ------------------------------------------------------------------------------------------------------
 
 
-def test_kind() -> None:
+def test_kind_of_names_each_image_format() -> None:
     for image, data in WHOLE.items():
         named = next((kind for kind in KINDS if kind in image), "JPEG")
         assert kind_of(data) == kind_of(memoryview(data)) == named
 
 
-def test_no_kind() -> None:
+def test_kind_of_returns_unknown_for_other_bytes() -> None:
     assert kind_of(b"") == kind_of(b"\xff\xd8") == kind_of(BROKEN["text named .jpg"]) == "unknown"
     assert kind_of(b"RIFF....WAVE") == "unknown"
 
 
-def test_size_of_a_jpeg() -> None:
+def test_jpeg_header_gives_size_and_components() -> None:
     for image in JPEGS:
         header = jpeg_header(WHOLE[image])
         assert header[:2] == pillow_pixels(WHOLE[image]).shape[:2]
         assert header.components == {"greyscale": 1, "CMYK": 4}.get(image, 3)
 
 
-def test_size_behind_fill_bytes_and_other_markers() -> None:
+def test_jpeg_header_skips_fill_bytes_and_other_markers() -> None:
     jpeg = WHOLE["colour"]
     assert jpeg_header(jpeg[:2] + b"\xff\xff\xff\x01\xff\xd0" + jpeg[2:]) == jpeg_header(jpeg)
 
 
-def test_a_jpeg_without_a_frame_header() -> None:
+def test_jpeg_header_raises_without_a_frame_header() -> None:
     for cut in (0, 1, 3, 30):
         with pytest.raises(DecodeError, match=f"a JPEG of {cut} bytes without a frame header"):
             jpeg_header(WHOLE["colour"][:cut])
@@ -260,7 +262,7 @@ def test_a_jpeg_without_a_frame_header() -> None:
         jpeg_header(b"\xff\xd8\xff" + bytes(100))
 
 
-def test_end_of_a_jpeg() -> None:
+def test_ends_like_jpeg_is_false_for_cut_files() -> None:
     for image in JPEGS:
         whole = WHOLE[image]
         assert ends_like_jpeg(whole) is (image != "bytes after the end")
@@ -269,13 +271,13 @@ def test_end_of_a_jpeg() -> None:
     assert not ends_like_jpeg(b"")
 
 
-def test_bits_of_a_png() -> None:
+def test_png_bit_depth_is_read_from_the_header() -> None:
     assert png_bit_depth(WHOLE["16 bit PNG"]) == 16
     assert png_bit_depth(WHOLE["1 bit PNG"]) == 1
     assert png_bit_depth(WHOLE["RGB PNG"][:20]) == 0
 
 
-def test_region_inside() -> None:
+def test_check_inside_refuses_a_region_outside_the_image() -> None:
     Region(0, 0, 10, 20).check_inside(10, 20)
     with pytest.raises(ValueError, match="clip the box to the image"):
         Region(0, 1, 10, 20).check_inside(10, 20)

@@ -25,7 +25,8 @@ from lightning_feed.images.image_dataset import decode_on_cpu
 from lightning_feed.images.nvjpeg import crop_on_device, decode_batch
 from lightning_feed.load.collate import BadSamples
 
-TRAIN, EVAL = TrainRecipe(size=32), EvalRecipe(size=32, short_side=37)
+TRAIN = TrainRecipe(size=32)
+EVAL = EvalRecipe(size=32, short_side=37)
 BAD_INSIDE = torn(jpegs(9)[8])
 """Only decoding finds out."""
 
@@ -63,7 +64,7 @@ def broken_batch(on_error: str, files: list[bytes]) -> Any:
 
 
 @pytest.mark.parametrize("recipe", [TRAIN, EVAL, TrainRecipe(size=32, quality="near")], ids=["train", "eval", "near"])
-def test_the_batch_is_that_of_the_cpu(recipe: Any) -> None:
+def test_device_batches_equal_those_of_the_cpu_with_the_same_decoder(recipe: Any) -> None:
     """With one decoder for both: box, resize, window, flip, order, strides and labels."""
     made = dataset(jpegs(12), recipe)
     batch = batch_of(made)
@@ -74,7 +75,7 @@ def test_the_batch_is_that_of_the_cpu(recipe: Any) -> None:
 
 
 @pytest.mark.parametrize(("height", "bound"), [(60, 45), (170, 20), (600, 20)])
-def test_fast_pixels_are_no_further_from_exact_ones_than_on_the_cpu(height: int, bound: float) -> None:
+def test_fast_quality_is_as_close_to_exact_as_on_the_cpu(height: int, bound: float) -> None:
     pytest.importorskip("cv2", reason="the CPU's fast resize")
     files = [encoded(photo(height, height * 4 // 3, shift), quality=95) for shift in range(6)]
     fast = dataset(files, TrainRecipe(size=48, quality="fast"), decoder="turbo-region")
@@ -102,7 +103,10 @@ def crop_image(wholes: dict[int, Tensor], crops: dict[int, CropSpec], quality: A
 def cuts_of_any_kind(draw: st.DrawFn, size: tuple[int, int]) -> tuple[tuple[int, int], CropSpec]:
     """(height, width) of an image, and a cut whose window has ``size``."""
     side = st.one_of(st.integers(1, 8), st.integers(1, 400))
-    whole, region, resized, window = [], [], [], []
+    whole = []
+    region = []
+    resized = []
+    window = []
     for kept in size:
         whole.append(draw(side))
         region.append(draw(st.integers(1, whole[-1])))
@@ -120,7 +124,7 @@ def cuts_of_any_kind(draw: st.DrawFn, size: tuple[int, int]) -> tuple[tuple[int,
 
 @settings(deadline=None, max_examples=100)
 @given(data=st.data(), quality=st.sampled_from(QUALITIES), size=st.tuples(st.integers(1, 32), st.integers(1, 32)))
-def test_pixels_are_within_a_grey_level_of_torchvisions(data: st.DataObject, quality: Any, size: Any) -> None:
+def test_crop_image_is_within_a_grey_level_of_torchvision(data: st.DataObject, quality: Any, size: Any) -> None:
     drawn = data.draw(st.lists(cuts_of_any_kind(size), min_size=1, max_size=4))
     torch.manual_seed(0)
     wholes = {place: noise(*whole) for place, (whole, _) in enumerate(drawn)}
@@ -135,7 +139,7 @@ def test_pixels_are_within_a_grey_level_of_torchvisions(data: st.DataObject, qua
 
 @pytest.mark.parametrize("resized", [(50, 50), (50, 49), (49, 50)])
 @pytest.mark.parametrize("quality", QUALITIES)
-def test_fast_leaves_the_antialiasing_out_down_to_a_half(quality: Any, resized: tuple[int, int]) -> None:
+def test_fast_quality_skips_antialiasing_down_to_half_size(quality: Any, resized: tuple[int, int]) -> None:
     torch.manual_seed(0)
     whole = noise(100, 100)
     cut = CropSpec(region=Region(0, 0, 100, 100), resized=resized, window=Region(0, 0, 16, 16), flipped=False)
@@ -146,7 +150,7 @@ def test_fast_leaves_the_antialiasing_out_down_to_a_half(quality: Any, resized: 
     assert far[not antialias] > 20
 
 
-def test_what_is_white_stays_white() -> None:
+def test_white_images_stay_white_when_resized() -> None:
     """The sums of rounded weights are not 1 to the bit, and 256 would be black."""
     white = torch.full((3, 97, 61), 255, dtype=torch.uint8)
     crops = {
@@ -156,7 +160,7 @@ def test_what_is_white_stays_white() -> None:
     assert (crop_image(dict.fromkeys(crops, white), crops, "exact", (16, 16)) == 255).all()
 
 
-def test_autocast_does_not_make_it_coarser() -> None:
+def test_autocast_does_not_change_resized_pixels() -> None:
     torch.manual_seed(0)
     cut = CropSpec(region=Region(0, 0, 90, 70), resized=(32, 32), window=Region(0, 0, 32, 32), flipped=False)
     whole = noise(90, 70)
@@ -177,7 +181,7 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_an_image_takes_a_copy_and_its_two_views() -> None:
+def test_crop_image_adds_few_torch_operations_for_each_image() -> None:
     """All else is done for many at once, and nothing waits for the device."""
 
     def asked(count: int) -> Counter[str]:
@@ -187,13 +191,14 @@ def test_an_image_takes_a_copy_and_its_two_views() -> None:
             crop_image(dict.fromkeys(crops, torch.zeros((3, 60, 80), dtype=torch.uint8)), crops, "exact", (32, 32))
         return operations.names
 
-    one, many = asked(1), asked(101)
+    one = asked(1)
+    many = asked(101)
     assert one.total() < 90
     assert many.total() - one.total() == 3 * 100
     assert "aten._local_scalar_dense.default" not in many
 
 
-def test_boxes_are_resized_in_bounded_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_boxes_of_any_shape_are_resized_in_bounded_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Also where one is high and another is wide."""
     shapes = [(2000, 3), (3, 2000), (60, 80), (1, 1), (600, 400)] * 6
     window = Region(0, 0, 16, 16)
@@ -206,7 +211,8 @@ def test_boxes_are_resized_in_bounded_memory(monkeypatch: pytest.MonkeyPatch, tm
     assert sorted(place for group, _, _ in groups for place in group) == list(crops)
     for group, high, wide in groups:
         assert all(crops[place].region.height <= high and crops[place].region.width <= wide for place in group)
-        boxes, weights = 6 * high * wide, 6 * 16 * (high + wide)
+        boxes = 6 * high * wide
+        weights = 6 * 16 * (high + wide)
         assert len(group) * (boxes + weights) <= most
     assert len(groups) < len(crops) / 2
     wholes = {place: noise(*shape) for place, shape in enumerate(shapes)}
@@ -233,7 +239,7 @@ def test_large_images_are_decoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
 # --- what is left to the CPU ------------------------------------------------------------------------------------------
 
 
-def test_other_images_are_decoded_by_the_cpu_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_images_are_decoded_on_the_cpu_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     others = ["palette PNG", "WebP", "CMYK", "RGB inside", "RGBA PNG", "bytes after the end", "16 bit PNG", "GIF"]
     files = [file for name, jpeg in zip(others, jpegs(8), strict=True) for file in (WHOLE[name], jpeg)]
     made = dataset(files, decoder="torchvision")
@@ -256,7 +262,7 @@ def test_other_images_are_decoded_by_the_cpu_counted_and_said_once(caplog: pytes
     assert 'backend="torch" is faster' in said[0]
 
 
-def test_a_header_that_asks_for_all_memory_never_reaches_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_above_the_pixel_limit_never_reaches_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     made = dataset(jpegs(2), EVAL, on_error="skip", decoder="pillow")
     batch = batch_of(made)
     monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 60 * 80 // 2 - 1)  # the first has 60 x 80, the other fewer
@@ -270,7 +276,7 @@ def test_a_header_that_asks_for_all_memory_never_reaches_the_device(monkeypatch:
 # --- images that the device fails on ----------------------------------------------------------------------------------
 
 
-def test_an_image_that_only_the_device_fails_on_is_found_and_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_image_that_the_device_fails_on_is_not_sent_there_again(caplog: pytest.LogCaptureFixture) -> None:
     files = jpegs(5)
     made = dataset(files)
     batch = batch_of(made)
@@ -313,7 +319,7 @@ def test_a_corrupt_image_is_handled_by_on_error(on_error: str, broken: bytes) ->
         assert torch.equal(images[3], images[2])
 
 
-def test_a_picture_of_another_size_than_its_header_says_is_left_to_the_cpu() -> None:
+def test_an_image_whose_size_differs_from_its_header_is_left_to_the_cpu() -> None:
     made = dataset(jpegs(3))
     batch = batch_of(made)
 
@@ -337,7 +343,7 @@ def test_a_picture_of_another_size_than_its_header_says_is_left_to_the_cpu() -> 
     ],
     ids=["memory", "memory, by torchvision", "device"],
 )
-def test_an_error_of_the_device_is_no_fault_of_the_images(error: Exception) -> None:
+def test_device_errors_are_raised_and_not_blamed_on_images(error: Exception) -> None:
     made = dataset(jpegs(3))
     calls: list[int] = []
 
@@ -351,7 +357,7 @@ def test_an_error_of_the_device_is_no_fault_of_the_images(error: Exception) -> N
     assert calls == [3]
 
 
-def test_a_lack_of_memory_in_nvjpeg_is_no_fault_of_the_images() -> None:
+def test_nvjpeg_memory_errors_are_raised_as_out_of_memory_errors() -> None:
     """It allocates beside torch, and torchvision passes on the bare status: NVJPEG_STATUS_ALLOCATOR_FAILURE is 5."""
     made = dataset(jpegs(3))
 
@@ -364,15 +370,16 @@ def test_a_lack_of_memory_in_nvjpeg_is_no_fault_of_the_images() -> None:
 
 
 @pytest.mark.parametrize("status", [3, 15, 51])
-def test_another_status_is_the_files(status: int) -> None:
+def test_other_nvjpeg_errors_are_blamed_on_the_file(status: int) -> None:
     files = jpegs(3)
-    made, decode = dataset(files), Decoder(refused=files[1])
+    made = dataset(files)
+    decode = Decoder(refused=files[1])
     decode.status = status
     decode_batch(batch_of(made), made, decode)
     assert list(made.cpu_fallback.known) == [1]
 
 
-def test_a_device_that_decodes_nothing_is_an_error_not_a_slow_run() -> None:
+def test_a_device_that_decodes_no_image_raises_a_loader_error() -> None:
     made = dataset(jpegs(3))
 
     def failing(files: list[Tensor]) -> list[Tensor]:

@@ -52,7 +52,7 @@ def made_image(index: int, data: Any) -> EncodedSample:
     return EncodedSample(data=data, size=(100 + index, 200), crop=cut, label=50 - index, index=2**40 + index)
 
 
-def test_what_was_put_in_comes_out() -> None:
+def test_collated_images_come_out_of_the_batch_unchanged() -> None:
     kinds = [b"first", bytearray(b"2"), memoryview(b"third one"), np.frombuffer(b"4th", np.uint8)]
     images = [made_image(index, data) for index, data in enumerate(kinds)]
     batch = collate_encoded(images)
@@ -64,7 +64,7 @@ def test_what_was_put_in_comes_out() -> None:
         assert found[1:] == given[1:]
 
 
-def test_to_moves_the_labels_alone_and_says_where() -> None:
+def test_batch_to_moves_only_the_labels_and_sets_the_device() -> None:
     batch = batch_of(dataset(jpegs(2)))
     moved = batch.to("meta")
     assert moved.labels.device == moved.device == torch.device("meta")
@@ -91,13 +91,13 @@ class Pinned:
 @pytest.mark.parametrize(
     ("pinned", "given", "asked"), [(True, False, True), (False, False, False), (False, True, True)]
 )
-def test_pinned_labels_are_copied_without_waiting(pinned: bool, given: bool, asked: bool) -> None:
+def test_pinned_labels_are_copied_non_blocking(pinned: bool, given: bool, asked: bool) -> None:
     labels: Any = Pinned(pinned)
     replace(batch_of(dataset(jpegs(1))), labels=labels).to("meta", non_blocking=given)
     assert labels.asked == [("meta", asked)]
 
 
-def test_torch_pins_the_labels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pin_memory_pins_only_the_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     """nvJPEG reads pageable memory, and pinning the files would be a copy of them."""
     pinned: list[Tensor] = []
 
@@ -116,7 +116,7 @@ def test_torch_pins_the_labels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=["train", "eval"])
 @pytest.mark.parametrize("decoder", ["pillow", "torchvision", "turbo-region"])
-def test_decoded_on_the_cpu_it_is_the_batch_of_torch(recipe: Any, decoder: str) -> None:
+def test_batches_decoded_on_the_cpu_equal_those_of_the_torch_backend(recipe: Any, decoder: str) -> None:
     files = [*jpegs(4), encoded(photo(), "PNG")]
     made = dataset(files, recipe, decoder=decoder)
     expected = torch_batch(dataset(files, recipe, encoded=False, decoder=decoder))
@@ -147,7 +147,7 @@ def test_worker_processes_hand_over_whole_batches_in_shared_memory(start_method:
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
-def test_the_dataset_is_pickled_with_its_recipe_and_decoder() -> None:
+def test_a_pickled_dataset_keeps_its_recipe_and_decoder() -> None:
     made = dataset(jpegs(3))
     copy = pickle.loads(pickle.dumps(made))
     assert copy.encoded
@@ -157,7 +157,7 @@ def test_the_dataset_is_pickled_with_its_recipe_and_decoder() -> None:
 # --- images that cannot be read or decoded ----------------------------------------------------------------------------
 
 
-def test_a_file_that_only_decoding_finds_broken_is_named() -> None:
+def test_a_file_found_broken_during_decoding_is_named() -> None:
     made = dataset([*jpegs(2), CUT_SHORT])
     batch = batch_of(made)
     with pytest.raises(DecodeError, match=r"photos/2\.jpg \(sample 2\): "):
@@ -194,7 +194,7 @@ def test_a_substitute_comes_with_its_own_label() -> None:
     assert made.bad_samples.failures == 1
 
 
-def test_a_substitute_draws_no_random_number_of_the_training() -> None:
+def test_a_substitute_does_not_advance_the_random_state_of_training() -> None:
     made = dataset([*jpegs(3), CUT_SHORT], on_error="substitute")
     batch = batch_of(made)
     torch.manual_seed(5)
@@ -208,7 +208,7 @@ def test_a_substitute_draws_no_random_number_of_the_training() -> None:
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip", "substitute"])
-def test_pixels_are_refused_whatever_on_error_says(on_error: Any) -> None:
+def test_samples_that_are_already_pixels_are_refused_for_any_on_error(on_error: Any) -> None:
     made = dataset([np.zeros((8, 8, 3), np.uint8)], on_error=on_error)
     with pytest.raises(SettingsError, match=r'photos/0\.jpg \(sample 0\) already holds pixels.*backend="torch"'):
         made[0]

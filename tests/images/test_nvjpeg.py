@@ -43,19 +43,19 @@ NOT_FOR_IT = {
 
 @pytest.mark.parametrize("name", FOR_IT)
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda data: np.frombuffer(data, np.uint8)])
-def test_the_usual_jpegs_are_for_it(name: str, kind: Any) -> None:
+def test_nvjpeg_accepts_the_usual_jpegs(name: str, kind: Any) -> None:
     assert not_for_nvjpeg(kind(WHOLE[name])) is None
 
 
 @pytest.mark.parametrize("name", NOT_FOR_IT)
-def test_other_images_are_not(name: str) -> None:
+def test_nvjpeg_rejects_other_images_with_a_reason(name: str) -> None:
     reason = not_for_nvjpeg(WHOLE[name])
     assert reason is not None
     assert NOT_FOR_IT[name] in reason
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_nothing_that_is_cut_short_is_for_it(name: str) -> None:
+def test_nvjpeg_rejects_broken_images(name: str) -> None:
     assert not_for_nvjpeg(BROKEN[name]) is not None
 
 
@@ -89,29 +89,29 @@ FRAMES = {
 
 
 @pytest.mark.parametrize("name", FRAMES)
-def test_what_the_frame_header_says_is_read(name: str) -> None:
+def test_nvjpeg_rejects_unsupported_frame_headers_with_a_reason(name: str) -> None:
     change, words = FRAMES[name]
     assert words in str(not_for_nvjpeg(with_frame(change)))
 
 
 @pytest.mark.parametrize("factors", [0x11, 0x21, 0x22, 0x12, 0x41, 0x42])
-def test_all_subsamplings_that_it_knows_are_for_it(factors: int) -> None:
+def test_nvjpeg_accepts_all_subsamplings_it_supports(factors: int) -> None:
     assert not_for_nvjpeg(with_frame(put(11, factors))) is None
 
 
-def test_fill_bytes_and_long_segments_are_passed_over() -> None:
+def test_fill_bytes_and_long_segments_are_skipped() -> None:
     padded = JPEG[:2] + b"\xff" * 3 + JPEG[2:]
     long = JPEG[:2] + b"\xff\xe1\xff\xff" + b"\xc0" * 65533 + JPEG[2:]
     assert not_for_nvjpeg(padded) is None
     assert not_for_nvjpeg(long) is None
 
 
-def test_a_frame_is_not_looked_for_in_the_scan() -> None:
+def test_a_frame_header_inside_the_scan_is_ignored() -> None:
     data = b"\xff\xd8\xff\xda\x00\x02\xff\xc0" + JPEG[JPEG.index(b"\xff\xc0") + 2 :]
     assert "no frame header" in str(not_for_nvjpeg(data))
 
 
-def test_reasons_do_not_tell_images_apart() -> None:
+def test_rejection_reasons_are_the_same_for_images_of_a_kind() -> None:
     """They are counted."""
     small, large = (encoded(photo(*size), "PNG") for size in ((20, 30), (50, 70)))
     assert not_for_nvjpeg(small) == not_for_nvjpeg(large)
@@ -120,7 +120,7 @@ def test_reasons_do_not_tell_images_apart() -> None:
 # --- the call ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_torchvision_without_nvjpeg_is_said_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_nvjpeg_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     operator = Mock(side_effect=RuntimeError("decode_jpegs_cuda: torchvision not compiled with nvJPEG support"))
     monkeypatch.setattr(torch, "get_device_module", lambda device: MagicMock())
     monkeypatch.setattr(torch.ops.image, "decode_jpegs_cuda", operator, raising=False)
@@ -135,7 +135,7 @@ def test_a_torchvision_without_nvjpeg_is_said_with_its_pip_line(monkeypatch: pyt
         NvJpeg(torch.device("cuda", 0))
 
 
-def test_the_installed_torchvision_takes_what_it_is_given() -> None:
+def test_decode_jpegs_cuda_of_torchvision_has_the_expected_signature() -> None:
     """(list of tensors, int mode, device); read in torchvision 0.21 and 0.29."""
     schema = torch.ops.image.decode_jpegs_cuda.default._schema
     assert [str(argument.type) for argument in schema.arguments] == ["List[Tensor]", "int", "Device"]

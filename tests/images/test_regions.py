@@ -55,7 +55,9 @@ def decoder() -> TurboRegionDecoder:
 
 @pytest.mark.parametrize("progressive", [False, True], ids=["baseline", "progressive"])
 @pytest.mark.parametrize("subsampling", SUBSAMPLINGS)
-def test_region_is_the_whole_image_cut(decoder: TurboRegionDecoder, subsampling: str, progressive: bool) -> None:
+def test_a_decoded_region_equals_the_cut_of_the_whole_image(
+    decoder: TurboRegionDecoder, subsampling: str, progressive: bool
+) -> None:
     draw = random.Random(subsampling)
     for seed in range(25):
         height, width = draw.randint(1, 150), draw.randint(1, 150)
@@ -71,7 +73,7 @@ def test_region_is_the_whole_image_cut(decoder: TurboRegionDecoder, subsampling:
             assert np.array_equal(pixels, whole[top : top + rows, left : left + columns]), (seed, region)
 
 
-def test_region_of_every_kind_of_image() -> None:
+def test_regions_of_every_kind_of_image_equal_cuts_of_pillow_images() -> None:
     """What the library cannot do is cut out of Pillow's image, and counted."""
     for image in WHOLE.keys() - {"one pixel"}:
         decoder = make_decoder("turbo-region").decoder
@@ -86,21 +88,21 @@ def test_region_of_every_kind_of_image() -> None:
         assert sum(decoder.tally.as_dict().values()) == (2 if refused else 0), image
 
 
-def test_region_of_a_broken_image(decoder: TurboRegionDecoder) -> None:
+def test_regions_of_broken_images_raise_decode_errors(decoder: TurboRegionDecoder) -> None:
     for one in (decoder, make_decoder("turbo-region").decoder):
         for broken in BROKEN.values():
             with pytest.raises(DecodeError):
                 one.decode_region(broken, Region(0, 0, 8, 8))
 
 
-def test_a_cut_file_is_seen_even_where_the_region_is_whole(decoder: TurboRegionDecoder) -> None:
+def test_a_truncated_file_raises_even_if_the_region_is_intact(decoder: TurboRegionDecoder) -> None:
     data = _jpeg(0, (400, 60), "420", progressive=False)
     with pytest.raises(DecodeError, match="Premature end"):
         decoder.decode_region(data[: len(data) * 3 // 4], Region(0, 0, 16, 16))
 
 
 @pytest.mark.parametrize("image", ["colour", "RGB PNG"])
-def test_region_outside_the_image_is_refused(image: str) -> None:
+def test_a_region_outside_the_image_is_refused(image: str) -> None:
     decoder = make_decoder("turbo-region").decoder
     for box in ((-1, 0, 5, 5), (0, 0, 62, 5), (0, 40, 5, 8), (0, 0, 0, 5), (61, 0, 1, 1)):
         with pytest.raises(ValueError, match="is not inside an image of 61 x 47 pixels"):
@@ -110,7 +112,7 @@ def test_region_outside_the_image_is_refused(image: str) -> None:
 # --- smaller scales -------------------------------------------------------------------------------------------------
 
 
-def test_the_smallest_scale_that_covers_is_taken(decoder: TurboRegionDecoder) -> None:
+def test_the_smallest_scale_that_covers_the_target_is_used(decoder: TurboRegionDecoder) -> None:
     data = encoded(Image.fromarray(waves(3, 400, 300)))
     region = Region(0, 0, 400, 300)
     for cover, shape in (
@@ -124,7 +126,7 @@ def test_the_smallest_scale_that_covers_is_taken(decoder: TurboRegionDecoder) ->
 
 
 @pytest.mark.parametrize("subsampling", ["444", "422", "420", "440"])
-def test_a_scaled_region_is_the_scaled_image_cut(decoder: TurboRegionDecoder, subsampling: str) -> None:
+def test_a_scaled_region_equals_the_cut_of_the_scaled_image(decoder: TurboRegionDecoder, subsampling: str) -> None:
     draw = random.Random(subsampling)
     for seed in range(10):
         height, width = draw.randint(64, 200), draw.randint(64, 200)
@@ -146,7 +148,7 @@ def test_a_region_smaller_than_a_pixel_of_the_scale_is_not_scaled(decoder: Turbo
     assert snap(region, (61, 47), scale_for(region, (61, 47), (1, 1))) == Region(12, 22, 2, 2)
 
 
-def test_a_scaled_region_lies_where_snap_says(decoder: TurboRegionDecoder) -> None:
+def test_a_scaled_region_covers_the_box_given_by_snap(decoder: TurboRegionDecoder) -> None:
     """Against Pillow's shrunken cut of the same box: a shift by one pixel costs more than 10 dB."""
     pixels_in = waves(3, 600, 500)
     data = encoded(Image.fromarray(pixels_in), quality=95, subsampling=0)
@@ -169,7 +171,7 @@ def test_a_scaled_region_lies_where_snap_says(decoder: TurboRegionDecoder) -> No
             assert psnr_db(pixels, shifted) < psnr_db(pixels, shrunk) - 10
 
 
-def test_snapping_keeps_the_edges_of_the_image() -> None:
+def test_snap_keeps_regions_inside_the_image_and_at_its_edges() -> None:
     assert snap(Region(0, 0, 61, 47), (61, 47), 4) == Region(0, 0, 61, 47)
     assert snap(Region(3, 5, 58, 42), (61, 47), 4) == Region(4, 6, 57, 41)
     assert snap(Region(3, 5, 10, 10), (61, 47), 8) == Region(3, 5, 10, 10)
@@ -212,7 +214,7 @@ def _forget_the_library() -> None:
     turbo_region.library_path.cache_clear()
 
 
-def test_without_the_library(no_library: None) -> None:
+def test_a_missing_libjpeg_turbo_names_the_pip_line(no_library: None) -> None:
     with pytest.raises(MissingExtraError, match=r"pip install 'lightning-feed\[images\]'"):
         TurboRegionDecoder()
 
@@ -223,7 +225,7 @@ def test_a_system_library_that_is_too_old_is_named(no_library: None, monkeypatch
         TurboRegionDecoder()
 
 
-def test_a_system_library_of_version_3_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_library_of_version_3_is_preferred_to_the_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     path = turbo_region.library_path()
     turbo_region.library_path.cache_clear()
     monkeypatch.setattr(turbo_region, "SYSTEM_LIBRARY", path)

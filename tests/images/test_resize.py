@@ -26,7 +26,7 @@ def _pixels(image: torch.Tensor) -> Pixels:
 
 
 @pytest.mark.parametrize("antialias", [True, False])
-def test_shape_and_layout(antialias: bool) -> None:
+def test_resize_gives_uint8_images_with_channels_last(antialias: bool) -> None:
     for shape in SHAPES:
         image = resize(waves(3, *shape), (32, 48), antialias=antialias)
         assert image.shape == (3, 32, 48)
@@ -35,7 +35,7 @@ def test_shape_and_layout(antialias: bool) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_exact_is_torchvision_and_pillow_within_a_grey_level(shape: tuple[int, int]) -> None:
+def test_exact_resize_is_within_a_grey_level_of_torchvision_and_pillow(shape: tuple[int, int]) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)
     image = resize(noise, (32, 48))
     planes = torch.from_numpy(noise).permute(2, 0, 1).contiguous()
@@ -48,7 +48,7 @@ def test_exact_is_torchvision_and_pillow_within_a_grey_level(shape: tuple[int, i
     assert apart.max() <= 1
 
 
-def test_a_cut_need_not_be_copied() -> None:
+def test_resize_accepts_a_noncontiguous_cut() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (90, 80, 3), dtype=np.uint8)
     cut = noise[7:70, 11:60]
     for antialias in (True, False):
@@ -57,7 +57,7 @@ def test_a_cut_need_not_be_copied() -> None:
         assert image.permute(1, 2, 0).is_contiguous(), "the channels lie last"
 
 
-def test_pixels_that_must_not_be_written_to() -> None:
+def test_resize_accepts_read_only_pixels() -> None:
     pixels = waves(3, 90, 80)
     pixels.setflags(write=False)
     for antialias in (True, False):
@@ -66,7 +66,7 @@ def test_pixels_that_must_not_be_written_to() -> None:
         )
 
 
-def test_the_right_size_already_is_a_copy() -> None:
+def test_resize_to_the_same_size_returns_a_copy() -> None:
     pixels = waves(3, 20, 30)
     for antialias in (True, False):
         image = resize(pixels, (20, 30), antialias=antialias)
@@ -74,13 +74,13 @@ def test_the_right_size_already_is_a_copy() -> None:
         assert not np.shares_memory(pixels, image.numpy())
 
 
-def test_linear_is_the_same_where_it_enlarges_and_less_where_it_shrinks() -> None:
+def test_linear_resize_matches_pillow_only_when_enlarging() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (100, 100, 3), dtype=np.uint8)
     assert psnr_db(_pixels(resize(noise, (150, 140), antialias=False)), _pillow(noise, (150, 140))) > 50
     assert psnr_db(_pixels(resize(noise, (30, 30), antialias=False)), _pillow(noise, (30, 30))) < 30
 
 
-def test_linear_needs_opencv(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_resize_needs_opencv(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cv2", None)
     decoders.open_cv2.cache_clear()
     with pytest.raises(MissingExtraError, match=r"needs cv2.*lightning-feed\[images\]"):

@@ -70,14 +70,14 @@ def _nothing_is_left_behind() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("size", "depth"), [(0, 1), (1, 2), (17, 1), (17, 50)])
-def test_every_item_once_and_in_order(size: int, depth: int) -> None:
+def test_background_iterator_yields_every_item_once_and_in_order(size: int, depth: int) -> None:
     ahead = BackgroundIterator(Source(size), depth)
     assert list(ahead) == list(range(size))
     assert threads() == []
     assert list(ahead) == []  # still at its end
 
 
-def test_it_runs_ahead_by_its_depth_and_no_further() -> None:
+def test_background_thread_prefetches_no_further_than_its_depth() -> None:
     gate = Gate()
     with closing(BackgroundIterator(gate, depth=2)) as ahead:
         for _ in range(3):
@@ -121,7 +121,7 @@ def test_close_takes_effect_at_once_and_can_be_repeated() -> None:
 
 
 @pytest.mark.parametrize("collected_in", ["another thread", "its own thread"])
-def test_garbage_may_be_collected_in_any_thread(collected_in: str) -> None:
+def test_background_thread_ends_when_garbage_collected_in_any_thread(collected_in: str) -> None:
     box: list[Any] = []
     may_drop, dropped = threading.Event(), threading.Event()
 
@@ -152,7 +152,7 @@ def test_garbage_may_be_collected_in_any_thread(collected_in: str) -> None:
     [(ValueError("bad"), 0), (KeyboardInterrupt(), 4), (SystemExit(3), 4), (GeneratorExit(), 4)],
     ids=repr,
 )
-def test_an_error_arrives_after_the_items_before_it(error: BaseException, at: int) -> None:
+def test_source_error_is_raised_after_the_items_before_it(error: BaseException, at: int) -> None:
     ahead = BackgroundIterator(Source(9, fails_at=at, error=error), 2)
     seen: list[int] = []
     with pytest.raises(type(error)) as raised:
@@ -165,7 +165,7 @@ def test_an_error_arrives_after_the_items_before_it(error: BaseException, at: in
         next(ahead)
 
 
-def test_the_end_holds_no_frame_of_the_source() -> None:
+def test_stop_iteration_keeps_no_reference_to_the_source() -> None:
     """Torch's iterator, in a cycle with it, lost its pipes to garbage collection before its threads closed them."""
     ahead = BackgroundIterator(Source(2), 1)
     assert [next(ahead), next(ahead)] == [0, 1]
@@ -175,7 +175,7 @@ def test_the_end_holds_no_frame_of_the_source() -> None:
     assert not any(isinstance(value, Source) for value in held)
 
 
-def test_a_batch_that_was_taken_is_not_kept() -> None:
+def test_background_iterator_keeps_no_reference_to_a_consumed_batch() -> None:
     class Big:
         pass
 
@@ -190,14 +190,14 @@ def test_a_batch_that_was_taken_is_not_kept() -> None:
         gate.set()
 
 
-def test_a_thread_that_dies_is_not_the_end_of_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_background_thread_raises_instead_of_ending_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BackgroundGenerator, "run", lambda self: None)
     ahead = BackgroundIterator(Source(5), 1)
     with pytest.raises(LoaderError, match=r"The epoch is incomplete: batches are missing"):
         next(ahead)
 
 
-def test_a_source_that_is_stuck_is_left_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_close_abandons_a_stuck_source_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     gate = Gate()
     ahead = BackgroundIterator(gate, 1)
     assert gate.asked.wait(5)
@@ -207,7 +207,7 @@ def test_a_source_that_is_stuck_is_left_with_a_warning(caplog: pytest.LogCapture
     gate.open.release()  # the batch comes at last, and the thread ends
 
 
-def test_an_interrupt_while_waiting_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keyboard_interrupt_while_waiting_ends_the_background_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     ahead = BackgroundIterator(Source(100), 1)
 
     def interrupted() -> None:
@@ -219,7 +219,7 @@ def test_an_interrupt_while_waiting_closes(monkeypatch: pytest.MonkeyPatch) -> N
     assert threads() == []
 
 
-def test_a_forked_copy_leaves_the_thread_alone() -> None:
+def test_close_in_a_forked_child_leaves_the_parents_thread_running() -> None:
     ahead = BackgroundIterator(Source(100), 1)
     next(ahead)
     child = multiprocessing.get_context("fork").Process(target=ahead.close)
@@ -230,7 +230,7 @@ def test_a_forked_copy_leaves_the_thread_alone() -> None:
     ahead.close()
 
 
-def test_the_thread_works_on_the_consumers_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_background_thread_uses_the_consumers_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, str]] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)

@@ -88,7 +88,7 @@ WORKERS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", WORKERS, ids=str)
 @pytest.mark.parametrize("handed_out", [1, 6])
-def test_its_place_is_in_batches_handed_out_not_in_batches_taken(options: dict[str, Any], handed_out: int) -> None:
+def test_state_with_a_decoder_counts_batches_handed_out_and_resumes(options: dict[str, Any], handed_out: int) -> None:
     def shuffled(**more: Any) -> tuple[FeedLoader, AheadDecoder]:
         return made(shuffle=True, order=EpochOrder(seed=3, epoch=lambda: 0), **{**options, **more})
 
@@ -110,7 +110,7 @@ def test_its_place_is_in_batches_handed_out_not_in_batches_taken(options: dict[s
 
 
 @pytest.mark.parametrize("options", WORKERS, ids=str)
-def test_closed_in_the_middle_it_leaves_nothing_running(options: dict[str, Any]) -> None:
+def test_closing_mid_epoch_closes_the_decoder_and_ends_its_threads(options: dict[str, Any]) -> None:
     before = set(threading.enumerate())
     loader, decode = made(**options)
     batches = iter(loader)
@@ -128,7 +128,7 @@ def test_closed_in_the_middle_it_leaves_nothing_running(options: dict[str, Any])
 
 
 @pytest.mark.parametrize("options", WORKERS, ids=str)
-def test_an_error_of_the_decoder_ends_the_pass(options: dict[str, Any]) -> None:
+def test_decoder_error_ends_the_pass_and_the_next_one_is_complete(options: dict[str, Any]) -> None:
     loader, decode = made(AheadDecoder(undecodable=4), **options)
     batches = iter(loader)
     assert [next(batches).tolist() for _ in range(2)] == DOUBLED[:2]
@@ -140,7 +140,7 @@ def test_an_error_of_the_decoder_ends_the_pass(options: dict[str, Any]) -> None:
     loader.close()
 
 
-def test_a_decoder_that_cannot_be_closed_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_background_thread_ends_even_if_the_decoder_fails_to_close(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a generator that another thread is waiting in."""
 
     class Busy:

@@ -60,7 +60,7 @@ class Encoding(UserDict[str, Any]):
     ],
     ids=str,
 )
-def test_what_is_left(batch: Any, left: Any) -> None:
+def test_drop_removes_only_the_given_keys_and_keeps_the_type(batch: Any, left: Any) -> None:
     before = copy.deepcopy(batch)
     made = drop(batch, META)
     assert made == left
@@ -68,7 +68,7 @@ def test_what_is_left(batch: Any, left: Any) -> None:
     assert batch == before
 
 
-def test_mappings_keep_what_else_they_have() -> None:
+def test_dropping_keys_keeps_attributes_of_custom_mappings() -> None:
     batch = Encoding({"x": 1, "meta": 2}, length=7)
     made = drop(batch, META)
     assert (dict(made), made.length, type(made)) == ({"x": 1}, 7, Encoding)
@@ -76,18 +76,18 @@ def test_mappings_keep_what_else_they_have() -> None:
     assert drop(defaultdict(list, x=1, meta=2), META).default_factory is list
 
 
-def test_tensors_in_a_packed_sequence_are_no_fields_to_drop() -> None:
+def test_dropping_keys_leaves_packed_sequences_unchanged() -> None:
     packed = pack_sequence([torch.ones(2)])
     assert drop({"x": packed}, frozenset({"data"}))["x"] is packed
 
 
-def test_dropping_the_whole_batch_is_an_error_that_names_the_keys() -> None:
+def test_dropping_every_key_raises_an_error_naming_the_keys() -> None:
     with pytest.raises(SettingsError, match=r"would drop every key of the batch: 'x', 'meta'"):
         drop({"x": 1, "meta": 2}, frozenset({"x", "meta"}))
     assert drop({}, META) == {}
 
 
-def test_a_key_that_is_not_there_is_told_with_those_that_are() -> None:
+def test_message_for_a_missing_key_lists_the_known_keys() -> None:
     batch = {"x": Pair(1, {"deep": 1}), "y": Frozen(2)}
     said = missing_keys(batch, frozenset({"mta", "meta"}))
     assert said is not None
@@ -116,13 +116,13 @@ def collate_pairs(samples: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_leave_the_workers_without_the_keys(workers: int) -> None:
+def test_dropping_collate_removes_keys_inside_the_workers(workers: int) -> None:
     loader = DataLoader(Samples(), batch_size=3, num_workers=workers, collate_fn=DroppingCollate(None, ("meta",)))  # type: ignore[arg-type]
     found = [{"x": batch["x"].tolist(), "deep": list(batch["deep"])} for batch in loader]
     assert found == [{"x": [0, 1, 2], "deep": ["y"]}, {"x": [3, 4, 5], "deep": ["y"]}]
 
 
-def test_the_users_own_function_sees_whole_samples_once() -> None:
+def test_user_collate_fn_is_called_once_with_complete_samples() -> None:
     calls = []
 
     def collate(samples: Any) -> Any:

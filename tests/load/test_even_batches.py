@@ -21,14 +21,16 @@ from lightning_feed.load.build import even_batch_size
         (8, 13, 1, 6, 1),
     ],
 )
-def test_by_hand(wished: int, samples: int, ranks: int, size: int, left: int) -> None:
+def test_even_batch_size_matches_values_calculated_by_hand(
+    wished: int, samples: int, ranks: int, size: int, left: int
+) -> None:
     found, reason = even_batch_size(wished, samples, ranks)
     assert (found, -(-samples // ranks) % found) == (size, left)
     assert reason
 
 
 @given(st.integers(1, 600), st.integers(1, 10**6), st.integers(1, 9))
-def test_no_size_within_bounds_leaves_less_and_no_larger_one_as_little(wished: int, samples: int, ranks: int) -> None:
+def test_even_batch_size_is_the_largest_with_the_smallest_remainder(wished: int, samples: int, ranks: int) -> None:
     found, _ = even_batch_size(wished, samples, ranks)
     share = -(-samples // ranks)
     assert wished / 2 <= found <= wished

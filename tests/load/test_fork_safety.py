@@ -81,12 +81,12 @@ OF_A_PROCESS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_sound_datasets(name: str) -> None:
+def test_fork_safe_attributes_give_no_reason_against_workers(name: str) -> None:
     assert why_no_workers(Holder(SOUND[name]())) == ""
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-def test_generators_are_named_with_what_to_do(name: str) -> None:
+def test_random_generators_in_a_dataset_are_named_with_a_remedy(name: str) -> None:
     reason = why_no_workers(Holder(GENERATORS[name]()))
     assert reason.startswith("dataset.thing (")
     assert "each worker would draw the same" in reason
@@ -94,13 +94,13 @@ def test_generators_are_named_with_what_to_do(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OF_A_PROCESS)
-def test_what_belongs_to_this_process(name: str) -> None:
+def test_process_bound_attributes_are_reported_and_cannot_be_renewed(name: str) -> None:
     dataset = Holder(OF_A_PROCESS[name]())
     assert "belongs to this process" in why_no_workers(dataset)
     assert why_not_renewed(dataset) == why_no_workers(dataset)
 
 
-def test_connections() -> None:
+def test_open_sockets_and_databases_are_reported_as_fork_hazards() -> None:
     with socket.socket() as connection:
         assert "(socket.socket) belongs to this process" in why_no_workers(Holder(connection))
     database = sqlite3.connect(":memory:")
@@ -118,12 +118,12 @@ def test_connections() -> None:
         (lambda thing: Subset(Holder(Transform(Transform(thing))), [0]), "dataset.dataset.thing.steps[1].steps[1]"),
     ],
 )
-def test_they_are_found_inside(wrap: Any, path: str) -> None:
+def test_nested_fork_hazards_are_reported_with_their_attribute_path(wrap: Any, path: str) -> None:
     (hazard,) = find_hazards(wrap(np.random.default_rng(0)))
     assert hazard.path == path
 
 
-def test_the_search_is_bounded() -> None:
+def test_hazard_search_is_bounded_in_depth_and_handles_cycles() -> None:
     deep: Any = np.random.default_rng(0)
     for _ in range(9):
         deep = Holder(deep)
@@ -143,7 +143,7 @@ def draw(generator: Any) -> float:
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-def test_workers_draw_different_numbers(name: str) -> None:
+def test_renewed_generators_draw_different_numbers_per_seed(name: str) -> None:
     def first(seed: int) -> float:
         dataset = Holder(GENERATORS[name]())
         renew(dataset, seed)
@@ -153,7 +153,7 @@ def test_workers_draw_different_numbers(name: str) -> None:
     assert first(1) == first(1)
 
 
-def test_a_generator_that_is_shared_stays_shared() -> None:
+def test_renewing_keeps_a_shared_generator_shared() -> None:
     generator = np.random.default_rng(0)
     dataset = Holder([Transform(generator), Transform(generator)])
     renew(dataset, 3)
@@ -162,7 +162,7 @@ def test_a_generator_that_is_shared_stays_shared() -> None:
     assert first.random() != np.random.default_rng(0).random()
 
 
-def test_files_are_opened_again(tmp_path: Path) -> None:
+def test_renewing_reopens_files_opened_for_reading(tmp_path: Path) -> None:
     path = tmp_path / "records.bin"
     path.write_bytes(b"abcdef")
     with path.open("rb") as file:
@@ -176,7 +176,7 @@ def test_files_are_opened_again(tmp_path: Path) -> None:
         dataset.thing.close()
 
 
-def test_archives_are_opened_again(tmp_path: Path) -> None:
+def test_renewing_reopens_zip_archives(tmp_path: Path) -> None:
     path = tmp_path / "a.zip"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("x", "text")
@@ -189,7 +189,7 @@ def test_archives_are_opened_again(tmp_path: Path) -> None:
         dataset.thing.close()
 
 
-def test_a_file_that_is_written_is_not_opened_again(tmp_path: Path) -> None:
+def test_files_open_for_writing_cannot_be_renewed(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as file:
         assert why_not_renewed(Holder(file))
 
@@ -203,7 +203,7 @@ class Staged(Holder):
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
-def test_changed_numbers_are_seen(*, wrapped: bool) -> None:
+def test_plain_values_change_with_the_attributes_of_a_dataset(*, wrapped: bool) -> None:
     inner = Staged([Transform(3)])
     dataset: Any = Subset(inner, [0, 1]) if wrapped else inner
     before = plain_values(dataset)
@@ -233,9 +233,9 @@ def test_changed_numbers_are_seen(*, wrapped: bool) -> None:
         (torch.ones(3), torch.ones(40), ""),
     ],
 )
-def test_a_dataset_that_keeps_what_it_reads(before: Any, after: Any, found: str) -> None:
+def test_growing_names_the_attribute_that_caches_samples(before: Any, after: Any, found: str) -> None:
     assert growing(kept_items(Holder(before)), Holder(after)) == found
 
 
-def test_a_long_list_is_looked_at_here_and_there() -> None:
+def test_kept_items_estimates_long_lists_within_two_percent() -> None:
     assert kept_items(Holder([b"x"] * 100_000))["dataset.thing"] == pytest.approx(100_000, rel=0.02)

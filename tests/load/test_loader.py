@@ -152,7 +152,7 @@ WORKERS = {
 
 @pytest.mark.parametrize("kind", MAP_KINDS)
 @pytest.mark.parametrize("workers", ["0w", "0w-background"])
-def test_map_style_resumes_after_any_batch(kind, workers):
+def test_map_style_dataset_resumes_after_any_batch(kind, workers):
     check_resume(lambda order: MAP_KINDS[kind](order, **WORKERS[workers]))
 
 
@@ -166,12 +166,12 @@ def test_map_style_resumes_after_any_batch(kind, workers):
         ("rank_1_of_2", "2w-persistent-background"),
     ],
 )
-def test_map_style_resumes_with_workers(kind, workers):
+def test_map_style_dataset_resumes_with_worker_processes(kind, workers):
     check_resume(lambda order: MAP_KINDS[kind](order, **WORKERS[workers]), at=[1, 5])
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_a_stream_resumes_at_the_end_of_an_epoch_and_nowhere_else(workers):
+def test_iterable_dataset_resumes_only_at_the_end_of_an_epoch(workers):
     def make(order):
         dataset = Shuffling() if workers == "2w" else Sharded()  # fresh workers get the seed of their epoch
         return FeedLoader(dataset, batch_size=3, order=order, **WORKERS[workers])
@@ -192,7 +192,7 @@ def test_a_stream_resumes_at_the_end_of_an_epoch_and_nowhere_else(workers):
     drop_last=st.booleans(),
     data=st.data(),
 )
-def test_any_size_resumes(size, batch_size, drop_last, data):
+def test_resume_is_exact_for_any_dataset_and_batch_size(size, batch_size, drop_last, data):
     def make(order):
         return FeedLoader(Squares(size), batch_size=batch_size, drop_last=drop_last, shuffle=True, order=order)
 
@@ -201,14 +201,14 @@ def test_any_size_resumes(size, batch_size, drop_last, data):
         check_resume(make, at=[data.draw(st.integers(0, count - 1))])
 
 
-def test_skipped_batches_are_not_loaded():
+def test_resume_does_not_load_the_skipped_batches():
     whole = Run(MAP_KINDS["sequential"]).unbroken()
     resumed = Run(MAP_KINDS["sequential"], epochs=1)
     resumed.resumed(0, whole[1][2])
     assert resumed.loader.dataset.read == list(range(6, SIZE))
 
 
-def test_a_second_cycle_resumes_and_the_third_follows():
+def test_second_pass_of_an_epoch_resumes_and_the_third_follows():
     run = Run(MAP_KINDS["shuffled"])
     list(run.loader)
     second = []
@@ -223,7 +223,7 @@ def test_a_second_cycle_resumes_and_the_third_follows():
     assert [b.tolist() for b in other.loader] == third
 
 
-def test_a_pass_that_gave_nothing_is_no_cycle():
+def test_pass_without_batches_does_not_count_as_a_cycle():
     run = Run(MAP_KINDS["shuffled"])
     abandoned = iter(run.loader)
     whole = [b.tolist() for b in run.loader]
@@ -231,7 +231,7 @@ def test_a_pass_that_gave_nothing_is_no_cycle():
     assert whole == [b for _, b, _ in Run(MAP_KINDS["shuffled"], epochs=1).unbroken()]
 
 
-def test_a_resumed_pass_begun_twice_resumes_twice():
+def test_resumed_pass_restarted_before_its_first_batch_resumes_again():
     whole = Run(MAP_KINDS["shuffled"], epochs=1).unbroken()
     run = Run(MAP_KINDS["shuffled"])
     run.loader.load_state_dict(whole[1][2])
@@ -241,14 +241,14 @@ def test_a_resumed_pass_begun_twice_resumes_twice():
     assert len(list(run.loader)) == len(whole)  # and no third time
 
 
-def test_the_seed_of_the_checkpoint_wins():
+def test_resume_uses_the_seed_of_the_checkpoint():
     whole = Run(MAP_KINDS["shuffled"]).unbroken()
     run = Run(MAP_KINDS["shuffled"])
     run.loader.order.seed = 1
     assert run.resumed(0, whole[0][2]) == [(e, b) for e, b, _ in whole[1:]]
 
 
-def test_a_pending_state_is_what_is_saved():
+def test_state_dict_returns_a_loaded_state_before_it_is_used():
     state = Run(MAP_KINDS["shuffled"]).unbroken()[1][2]
     loader = MAP_KINDS["shuffled"](EpochOrder(seed=0, epoch=lambda: 0))
     loader.load_state_dict(state)
@@ -267,7 +267,7 @@ def test_loading_a_state_ends_persistent_workers():
     assert [b.tolist() for b in run.loader] == [b for e, b, _ in whole if e == 0][2:]
 
 
-def test_persistent_workers_are_kept_and_their_old_pass_is_closed():
+def test_new_pass_reuses_persistent_workers_and_closes_the_old_pass():
     loader = FeedLoader(Squares(), batch_size=3, num_workers=1, persistent_workers=True, background=1)
     first = iter(loader)
     next(first)
@@ -296,7 +296,7 @@ def changed_sampler():
         (lambda: FeedLoader(Sharded(), batch_size=3), "an IterableDataset cannot be resumed"),
     ],
 )
-def test_what_is_changed_in_mid_epoch_is_named_and_refused(other, words):
+def test_mid_epoch_resume_refuses_and_names_changed_settings(other, words):
     run = Run(MAP_KINDS["shuffled"])
     states = [state for _, _, state in run.unbroken()]
     with pytest.raises(ResumeError, match=words) as refused:
@@ -307,7 +307,7 @@ def test_what_is_changed_in_mid_epoch_is_named_and_refused(other, words):
     assert len(list(loader)) > 2
 
 
-def test_another_number_of_ranks_is_named_and_refused(monkeypatch):
+def test_resume_refuses_and_names_a_changed_number_of_ranks(monkeypatch):
     state = Run(MAP_KINDS["shuffled"], epochs=1).unbroken()[0][2]
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
@@ -316,7 +316,7 @@ def test_another_number_of_ranks_is_named_and_refused(monkeypatch):
         Run(MAP_KINDS["shuffled"]).loader.load_state_dict(state)
 
 
-def test_another_order_of_the_same_samples_is_refused():
+def test_resume_refuses_a_sampler_that_does_not_repeat_the_order():
     loader = FeedLoader(Squares(), batch_size=3, sampler=RandomSampler(range(SIZE), generator=torch.Generator()))
     state = Run(MAP_KINDS["shuffled"], epochs=1).unbroken()[1][2]
     loader.load_state_dict(state)
@@ -324,7 +324,7 @@ def test_another_order_of_the_same_samples_is_refused():
         list(loader)
 
 
-def test_a_state_of_another_version_is_refused():
+def test_resume_refuses_states_of_another_version_or_edited_states():
     state = Run(MAP_KINDS["shuffled"]).unbroken()[0][2]
     loader = Run(MAP_KINDS["shuffled"]).loader
     with pytest.raises(ResumeError, match="version 9"):
@@ -333,7 +333,7 @@ def test_a_state_of_another_version_is_refused():
         loader.load_state_dict({"batches": 5})
 
 
-def test_workers_out_of_order_are_said_to_be_inexact(caplog):
+def test_states_saved_with_in_order_false_are_marked_inexact(caplog):
     loader = FeedLoader(Squares(), num_workers=2, in_order=False)
     batches = iter(loader)
     next(batches)
@@ -347,7 +347,7 @@ def test_workers_out_of_order_are_said_to_be_inexact(caplog):
 # ---- ends ----
 
 
-def test_closing_is_possible_at_any_time_and_any_number_of_times():
+def test_close_can_be_called_at_any_time_and_repeatedly():
     loader = FeedLoader(Squares())
     loader.close()
     batches = iter(loader)
@@ -360,7 +360,7 @@ def test_closing_is_possible_at_any_time_and_any_number_of_times():
 @pytest.mark.parametrize("name", ["dataset", "collate_fn", "worker_init_fn"])
 # torch adds advice of its own to the failure that is provoked here, from 2.15 on
 @pytest.mark.filterwarnings("ignore:Got pickle error when attempting to start a worker:UserWarning")
-def test_what_cannot_be_sent_to_a_worker_is_named(name):
+def test_unpicklable_loader_argument_is_named_in_the_error(name):
     dataset = Squares()
     options = {"collate_fn": list, "worker_init_fn": None}
     if name == "dataset":
@@ -389,7 +389,7 @@ class Source:
 
 
 @pytest.mark.parametrize("wrapped", [True, False], ids=["made in a hook", "made elsewhere"])
-def test_lightning_can_copy_it_over_an_iterable_dataset(wrapped):
+def test_lightning_can_copy_a_loader_over_an_iterable_dataset(wrapped):
     source = Source(batch_size=4)
     if wrapped:
         with _replace_dunder_methods(DataLoader, "dataset"):
@@ -402,14 +402,14 @@ def test_lightning_can_copy_it_over_an_iterable_dataset(wrapped):
     assert [as_list(b) for b in copied] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
 
 
-def test_lightning_sees_the_indices_of_predictions():
+def test_lightning_sees_the_batch_indices_when_predicting():
     loader = _update_dataloader(FeedLoader(Squares(), batch_size=4), range(SIZE), RunningStage.PREDICTING)
     batches = iter(loader)
     next(batches)
     assert loader.batch_sampler.seen_batch_indices == [[0, 1, 2, 3]]
 
 
-def test_a_copy_seeds_a_sampler_that_the_first_loader_had_seeded():
+def test_copied_loader_draws_the_same_order_as_the_original():
     order = EpochOrder(seed=8, epoch=lambda: 1)
     loader = FeedLoader(Squares(), batch_size=SIZE, shuffle=True, order=order)
     first = next(iter(loader)).tolist()
@@ -420,6 +420,6 @@ def init_of_worker(worker_id):
     get_worker_info().dataset.size = 2 + worker_id
 
 
-def test_a_worker_init_fn_reaches_the_users_dataset():
+def test_worker_init_fn_sees_the_users_dataset():
     loader = FeedLoader(Sharded(), batch_size=None, num_workers=1, worker_init_fn=init_of_worker)
     assert list(loader) == [0, 1]

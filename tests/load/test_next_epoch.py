@@ -107,7 +107,9 @@ def wait_for(log: Path, least: int) -> None:
 
 @pytest.mark.parametrize("background", [0, 2])
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_the_next_epoch_is_made_before_it_begins(sampler: str, background: int, tmp_path: Path) -> None:
+def test_workers_prefetch_the_next_epoch_and_batches_stay_the_same(
+    sampler: str, background: int, tmp_path: Path
+) -> None:
     epochs = Epochs(most=4)
     log = tmp_path / "log"
     loader = loader_of(Logged(log), epochs.order(), sampler, background=background)
@@ -124,7 +126,7 @@ def test_the_next_epoch_is_made_before_it_begins(sampler: str, background: int, 
     shut_down_workers(plain._iterator)
 
 
-def test_state_of_the_loader_counts_what_was_yielded(tmp_path: Path) -> None:
+def test_state_dict_counts_yielded_batches_not_prefetched_ones(tmp_path: Path) -> None:
     epochs, plain_epochs = Epochs(), Epochs()
     loader = loader_of(Logged(tmp_path / "log"), epochs.order())
     plain = loader_of(Logged(tmp_path / "plain"), plain_epochs.order(goes_on=False))
@@ -176,7 +178,7 @@ RESTS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", RESTS)
-def test_workers_rest_where_something_may_change(name: str) -> None:
+def test_next_epoch_is_not_prefetched_where_data_or_order_may_change(name: str) -> None:
     options = {"data": Kept(None), "order": Epochs().order(), **RESTS[name]()}
     loader = loader_of(options.pop("data"), options.pop("order"), **options)
     list(loader)
@@ -184,14 +186,14 @@ def test_workers_rest_where_something_may_change(name: str) -> None:
     shut_down_workers(loader._iterator)
 
 
-def test_workers_would_go_on_with_these_data() -> None:
+def test_next_epoch_is_prefetched_for_a_plain_dataset() -> None:
     loader = loader_of(Kept(None), Epochs().order())
     list(loader)
     assert loader._index.following
     shut_down_workers(loader._iterator)
 
 
-def test_a_change_of_the_data_is_seen_in_the_next_epoch(tmp_path: Path) -> None:
+def test_dataset_change_between_epochs_reaches_the_next_epoch(tmp_path: Path) -> None:
     data = Logged(tmp_path / "log")
     epochs = Epochs()
     loader = loader_of(data, epochs.order(), "sequential")
@@ -205,7 +207,9 @@ def test_a_change_of_the_data_is_seen_in_the_next_epoch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sampler", ["sequential", "shuffled"])
 @pytest.mark.parametrize("epoch", [0, 1, 5])
-def test_another_epoch_than_the_next_one(sampler: str, epoch: int, tmp_path: Path) -> None:
+def test_repeated_or_skipped_epoch_gives_the_batches_of_a_plain_loader(
+    sampler: str, epoch: int, tmp_path: Path
+) -> None:
     """The same epoch once more, or a later one: as if the workers had rested."""
     epochs, plain_epochs = Epochs(), Epochs()
     loader = loader_of(Logged(tmp_path / "log"), epochs.order(), sampler)
@@ -218,7 +222,7 @@ def test_another_epoch_than_the_next_one(sampler: str, epoch: int, tmp_path: Pat
     shut_down_workers(plain._iterator)
 
 
-def test_a_pass_that_is_broken_off_begins_again(tmp_path: Path) -> None:
+def test_pass_after_an_early_break_starts_at_the_first_batch(tmp_path: Path) -> None:
     loader = loader_of(Logged(tmp_path / "log"), Epochs().order(), "sequential")
     for _ in range(3):
         batches = iter(loader)
@@ -228,7 +232,7 @@ def test_a_pass_that_is_broken_off_begins_again(tmp_path: Path) -> None:
     shut_down_workers(loader._iterator)
 
 
-def test_a_state_loaded_between_epochs(tmp_path: Path) -> None:
+def test_state_loaded_between_epochs_resumes_despite_prefetched_batches(tmp_path: Path) -> None:
     epochs = Epochs()
     loader = loader_of(Logged(tmp_path / "log"), epochs.order())
     states = []
@@ -241,7 +245,7 @@ def test_a_state_loaded_between_epochs(tmp_path: Path) -> None:
     shut_down_workers(loader._iterator)
 
 
-def test_a_worker_killed_between_epochs(tmp_path: Path) -> None:
+def test_worker_killed_between_epochs_raises_and_is_then_replaced(tmp_path: Path) -> None:
     epochs = Epochs()
     loader = loader_of(Logged(tmp_path / "log"), epochs.order())
     list(loader)
@@ -255,7 +259,7 @@ def test_a_worker_killed_between_epochs(tmp_path: Path) -> None:
     shut_down_workers(loader._iterator)
 
 
-def test_a_hanging_worker_of_a_later_epoch_is_described(tmp_path: Path) -> None:
+def test_position_gives_the_indices_of_the_awaited_batch_in_a_later_epoch(tmp_path: Path) -> None:
     epochs = Epochs()
     loader = loader_of(Logged(tmp_path / "log"), epochs.order(), "sequential")
     list(loader)
@@ -316,7 +320,9 @@ class Began(Callback):
         {"max_steps": 8},
     ],
 )
-def test_a_fit_is_the_same(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fit_with_prefetched_epochs_matches_one_without(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     began = Began()
     with_pause, without = Recording(), Recording()
     seed_everything(7, verbose=False)
@@ -335,7 +341,7 @@ def test_a_fit_is_the_same(options: dict[str, Any], monkeypatch: pytest.MonkeyPa
     ("moment", "count"),
     [("on_train_epoch_end", 0), ("on_train_epoch_end", 1), ("on_validation_end", 1), ("on_train_batch_end", 8)],
 )
-def test_a_fit_resumes_where_it_was_trained(moment: str, count: int, tmp_path: Path) -> None:
+def test_fit_with_prefetched_epochs_resumes_exactly(moment: str, count: int, tmp_path: Path) -> None:
     whole = run(birds, [], max_epochs=4)
     saved = tmp_path / "saved.ckpt"
     before = run(birds, [SaveThenDie(moment, count, saved)], max_epochs=4)

@@ -35,13 +35,13 @@ def saved_after(now: Pass, batches: int) -> LoaderState:
     return replace(blank, batches=batches, epoch=now.epoch, cycle=now.cycle, samplers=now.samplers)
 
 
-def test_the_seed_of_a_pass_never_changes_between_releases():
+def test_seed_of_a_pass_is_stable_across_releases():
     # A checkpoint of an older release must resume to the same later epochs.
     assert mix_seed(42, 3, 1, "RandomSampler#0") == 3396208212008250047
 
 
 @given(seed=st.integers(), epoch=st.integers(0, 50), cycle=st.integers(0, 5), skip=st.integers(0, 20))
-def test_a_resumed_pass_is_the_rest_of_the_whole_one(seed, epoch, cycle, skip):
+def test_resumed_pass_yields_the_remaining_indices(seed, epoch, cycle, skip):
     whole, now = one_pass(RandomSampler(range(20)), seed=seed, epoch=epoch, cycle=cycle)
     rest, _ = one_pass(RandomSampler(range(20)), seed=seed + 1, epoch=epoch, cycle=cycle, resume=saved_after(now, skip))
     assert rest == whole[skip:]
@@ -56,13 +56,13 @@ def test_a_resumed_pass_is_the_rest_of_the_whole_one(seed, epoch, cycle, skip):
         lambda: SubsetRandomSampler(range(30)),
     ],
 )
-def test_epochs_and_cycles_differ_and_repeat_themselves(make):
+def test_each_epoch_and_cycle_has_its_own_reproducible_order(make):
     orders = {(e, c): one_pass(make(), epoch=e, cycle=c)[0] for e in range(3) for c in range(2)}
     assert len({tuple(order) for order in orders.values()}) == 6
     assert all(one_pass(make(), epoch=e, cycle=c)[0] == order for (e, c), order in orders.items())
 
 
-def test_without_an_order_a_random_sampler_is_as_torch_has_it():
+def test_random_sampler_without_epoch_order_draws_as_in_torch():
     torch.manual_seed(3)
     plain = list(RandomSampler(range(30)))
     torch.manual_seed(3)
@@ -91,7 +91,7 @@ class EpochSampler:
         return 7
 
 
-def test_without_an_order_the_epoch_that_others_have_set_is_kept_and_restored():
+def test_epoch_set_by_others_is_kept_and_restored_without_epoch_order():
     source = IndexSource(sampler := EpochSampler(), find_samplers(sampler))
     sampler.set_epoch(2)
     source.position = Pass(None, epoch=None)
@@ -118,7 +118,7 @@ class StatefulSampler:
         return iter([(i + self.passes) % 7 for i in range(7)])
 
 
-def test_a_stateful_sampler_is_recorded_at_the_start_of_the_pass():
+def test_state_of_a_sampler_is_recorded_at_the_start_of_the_pass():
     sampler = StatefulSampler()
     one_pass(sampler)
     second, now = one_pass(sampler, epoch=1)

@@ -65,7 +65,7 @@ def drawn(batches):
     return [(pixels[:, 0].tolist(), noise.tolist()) for pixels, noise, _ in batches]
 
 
-def test_a_node_that_dies_costs_no_batch_and_one_that_is_added_is_used(cluster):
+def test_dead_node_loses_no_batch_and_added_node_is_used(cluster):
     second = cluster.add_node(num_cpus=2, object_store_memory=STORE)
     loader = on(cluster, Large(20_000), num_workers=3, persistent_workers=True)
     torch.manual_seed(3)
@@ -87,7 +87,7 @@ def test_a_node_that_dies_costs_no_batch_and_one_that_is_added_is_used(cluster):
     assert [pixel for pixels, _ in seen for pixel in pixels] == [index % 251 for index in range(8 * len(seen))]
 
 
-def test_batches_for_which_neither_the_object_store_nor_the_disk_has_room():
+def test_batches_too_large_for_object_store_and_disk_raise_an_error():
     class Heavy(Large):
         def __getitem__(self, index):
             return torch.zeros(1 << 20, dtype=torch.uint8)
@@ -107,7 +107,7 @@ def test_batches_for_which_neither_the_object_store_nor_the_disk_has_room():
         ray.shutdown()
 
 
-def test_a_head_node_of_another_version_and_one_that_is_gone(cluster, monkeypatch):
+def test_mismatched_or_lost_head_node_raises_an_error(cluster, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(ray, "__version__", "2.40.0")
         with pytest.raises(LoaderError, match=r"(?s)cannot be used: .*[Vv]ersion"):

@@ -73,12 +73,12 @@ def fitted(out, **loader):
     return [eval((out / f"{rank}.txt").read_text()) for rank in range(2)]
 
 
-def test_a_fit_is_that_of_no_workers(tmp_path):
+def test_a_fit_with_ray_workers_matches_one_without_workers(tmp_path):
     for name in ("pandas", "pyarrow", "tensorboardX"):  # of ray[train]
         pytest.importorskip(name)
     ray.init(num_cpus=5, include_dashboard=False, object_store_memory=100 << 20)
     try:
-        ranks = fitted(tmp_path / "ray", workers="ray", num_workers=2, ray_address="auto")
+        ranks = fitted(tmp_path / "ray", workers="ray", num_workers=2)
         plain = fitted(tmp_path / "plain", num_workers=0)
     finally:
         ray.shutdown()

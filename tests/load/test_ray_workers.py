@@ -22,7 +22,7 @@ from lightning_feed.errors import DatasetError, LoaderError, MissingExtraError, 
 from lightning_feed.load import ray_batches, ray_workers
 from lightning_feed.load.collate import BadSamples, fill_skipped
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.settings import LoaderSettings, RayCluster
+from lightning_feed.load.settings import LoaderSettings, RayCluster, workers_of
 from lightning_feed.load.watchdog import Watch
 
 import ray  # isort: skip
@@ -52,7 +52,7 @@ def wait_until(true, most_s=20):
 # --- batches --------------------------------------------------------------------------------------------------------
 
 
-def test_tensors_keep_their_layout_and_can_be_written_to():
+def test_tensors_keep_their_layout_and_are_writable():
     def collate(samples):
         images = torch.arange(96.0).view(2, 3, 4, 4)
         return {
@@ -78,7 +78,7 @@ def test_tensors_keep_their_layout_and_can_be_written_to():
     batch["array"][0] = 7
 
 
-def test_what_is_ahead_takes_no_more_of_the_object_store_than_its_share(monkeypatch):
+def test_prefetched_batches_stay_within_their_object_store_share(monkeypatch):
     class Large(Rows):
         def __getitem__(self, index):
             return torch.zeros(1 << 20, dtype=torch.uint8)
@@ -125,7 +125,7 @@ def test_bad_samples_are_counted_over_all_workers(caplog):
         list(loader)
 
 
-def test_a_dataset_that_does_not_pickle():
+def test_unpicklable_dataset_or_collate_fn_is_named_in_the_error():
     held = Rows()
     held.lock = lock = threading.Lock()
     with pytest.raises(LoaderError, match=r"Cannot pickle the dataset .*: cannot pickle '_thread.lock"):
@@ -145,7 +145,7 @@ class Returning(Rows):
         return self.make() if index == self.at else index
 
 
-def test_samples_that_do_not_pickle():
+def test_unpicklable_sample_or_batch_is_named_in_the_error():
     locked = on_ray(Returning(lambda: {"lock": threading.Lock()}), batch_size=4, collate_fn=list)
     words = r"(?s)Caught LoaderError in a Ray worker .*at index 5 of the dataset.*pickled: cannot pickle '_thread.lock'"
     with pytest.raises(LoaderError, match=words):
@@ -156,7 +156,7 @@ def test_samples_that_do_not_pickle():
         list(lazy)
 
 
-def test_a_batch_that_cannot_be_unpickled_here():
+def test_batch_that_fails_to_unpickle_is_named_in_the_error():
     class Torn:
         def __reduce__(self):
             return int, ("torn",)
@@ -168,7 +168,7 @@ def test_a_batch_that_cannot_be_unpickled_here():
         next(batches)
 
 
-def test_a_dataset_that_cannot_be_read_in_a_worker():
+def test_dataset_that_fails_to_unpickle_in_a_worker_raises_an_error():
     class Unreadable(Rows):
         def __reduce__(self):
             return os.fspath, (3,)
@@ -177,28 +177,36 @@ def test_a_dataset_that_cannot_be_read_in_a_worker():
         list(on_ray(Unreadable(), batch_size=2))
 
 
-def test_without_ray(monkeypatch):
+def test_missing_ray_raises_an_error_with_the_pip_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'lightning-feed\[ray\]'"):
         iter(on_ray(Rows()))
 
 
-def test_another_cluster_than_the_one_in_use():
-    with pytest.raises(LoaderError, match=r"uses the Ray cluster at .* already, and ray_address='10.0.0.9:6379' is"):
+def test_address_of_a_second_ray_cluster_is_refused():
+    with pytest.raises(LoaderError, match=r"uses the Ray cluster at .* already, and RAY_ADDRESS=10.0.0.9:6379 is"):
         iter(FeedLoader(Rows(), num_workers=1, workers=RayCluster("10.0.0.9:6379")))
 
 
-def test_a_cluster_that_cannot_be_used(monkeypatch):
+def test_failed_connection_to_a_cluster_raises_an_error_with_the_reason(monkeypatch):
     def refuse(**options):
         raise RuntimeError("Version mismatch: The cluster was started with: Ray: 2.40.0")
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", refuse)
-    with pytest.raises(LoaderError, match=r"ray_address='auto' cannot be used: Version mismatch: .*ray start --head"):
+    with pytest.raises(LoaderError, match=r"RAY_ADDRESS=auto cannot be used: Version mismatch: .*ray start --head"):
         iter(FeedLoader(Rows(), num_workers=1, workers=RayCluster("auto")))
 
 
-def test_a_forked_copy_is_refused(monkeypatch):
+def test_ray_client_address_is_refused(monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    cluster = workers_of(LoaderSettings(workers="ray", num_workers=1))
+    with pytest.raises(LoaderError, match="RAY_ADDRESS=ray://head:10001 is an address of Ray Client"):
+        iter(FeedLoader(Rows(), num_workers=1, workers=cluster))
+
+
+def test_ray_workers_in_a_forked_process_are_refused(monkeypatch):
     monkeypatch.setitem(ray_workers._connected, ray.get_runtime_context().gcs_address, os.getpid() + 1)
     with pytest.raises(LoaderError, match="was forked from one that uses Ray"):
         iter(on_ray(Rows()))
@@ -216,7 +224,7 @@ class Slow(Rows):
         return index
 
 
-def test_a_batch_that_does_not_come_is_warned_of_and_at_last_an_error(caplog, monkeypatch):
+def test_overdue_batch_is_warned_about_and_finally_raises_an_error(caplog, monkeypatch):
     monkeypatch.setattr(ray_workers, "REPORT_S", 0.3)
     batches = iter(on_ray(Slow(1000), batch_size=4, timeout=60, watch=Watch("train", 3)))
     next(batches)
@@ -229,7 +237,7 @@ def test_a_batch_that_does_not_come_is_warned_of_and_at_last_an_error(caplog, mo
 # --- every wait ends ------------------------------------------------------------------------------------------------
 
 
-def test_workers_that_hang_in_a_pass_that_was_closed_are_ended_for_the_next(monkeypatch):
+def test_hanging_workers_of_a_closed_pass_are_ended_for_the_next_pass(monkeypatch):
     """No CPU is left, and nobody waits for what takes them."""
     monkeypatch.setattr(ray_workers, "GRACE_S", 0.5)
     batches = iter(on_ray(Slow(1000, at=range(SIZE)), batch_size=4))
@@ -238,7 +246,7 @@ def test_workers_that_hang_in_a_pass_that_was_closed_are_ended_for_the_next(monk
     assert epochs(on_ray(Rows(), batch_size=4), 1) == epochs(DataLoader(Rows(), batch_size=4), 1)
 
 
-def test_without_a_free_cpu_the_wait_ends_with_what_is_missing(monkeypatch, tmp_path):
+def test_waiting_for_a_free_cpu_ends_with_an_error_counting_the_cpus(monkeypatch, tmp_path):
     def hold():
         while not (tmp_path / "free").exists():
             time.sleep(0.05)
@@ -273,13 +281,13 @@ class Deadly(NoisyEverywhere):
         return super().__getitem__(index)
 
 
-def test_the_batches_of_a_worker_that_died_are_made_again(tmp_path):
+def test_batches_of_a_dead_worker_are_loaded_again(tmp_path):
     plain = epochs(on_ray(NoisyEverywhere(), batch_size=4, order=order()), 1)
     assert epochs(on_ray(Deadly(tmp_path), batch_size=4, order=order()), 1) == plain
     assert epochs(on_ray(Rows(), batch_size=4), 1)[0][-1] == [20, 21, 22]
 
 
-def test_a_batch_that_ends_every_worker_is_an_error(tmp_path, monkeypatch):
+def test_batch_that_kills_several_workers_in_a_row_raises_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(ray_workers, "TRIES", 2)
     with pytest.raises(LoaderError, match=r"2 Ray workers in a row died while making batch 0, at \[0, 1, 2, 3\]"):
         epochs(on_ray(Deadly(tmp_path, at=(2,), once=False), batch_size=4))
@@ -304,14 +312,14 @@ def samples_of(loader):
 
 
 @pytest.mark.parametrize("persistent", [True, False])
-def test_persistent_workers_read_the_dataset_once(persistent):
+def test_persistent_workers_unpickle_the_dataset_once(persistent):
     loader = on_ray(Copied(40), batch_size=2, collate_fn=list, persistent_workers=persistent)
     first, second = ({sample[:2] for sample in samples_of(loader)} for _ in range(2))
     assert (len(first | second) == len({pid for pid, _ in first | second})) == persistent
 
 
 @pytest.mark.parametrize("how", ["close", "garbage"])
-def test_what_nobody_waits_for_is_not_begun(how, tmp_path):
+def test_queued_batches_of_an_abandoned_pass_are_not_loaded(how, tmp_path):
     class Noting(Rows):
         def __getitem__(self, index):
             while not (tmp_path / "go").exists():
@@ -335,7 +343,7 @@ def test_what_nobody_waits_for_is_not_begun(how, tmp_path):
 # --- around the cluster -----------------------------------------------------------------------------------------------
 
 
-def test_without_an_address_ray_starts_here(monkeypatch):
+def test_ray_starts_locally_without_an_address(monkeypatch):
     asked = {}
     was = iter([False])
     monkeypatch.setattr(ray, "is_initialized", lambda: next(was, True))
@@ -344,7 +352,7 @@ def test_without_an_address_ray_starts_here(monkeypatch):
     assert (asked["address"], asked["num_cpus"]) == ("local", 2)
 
 
-def test_what_is_larger_than_the_object_store_is_kept_on_disk():
+def test_data_larger_than_the_object_store_spills_to_disk():
     def collate(samples):
         return torch.zeros(2 * STORE, dtype=torch.uint8)
 
@@ -354,7 +362,7 @@ def test_what_is_larger_than_the_object_store_is_kept_on_disk():
     assert [len(batch) for batch in on_ray(Rows(), batch_size=8, collate_fn=collate)] == 3 * [2 * STORE]
 
 
-def test_passes_that_are_broken_off_leave_nothing_in_the_store():
+def test_abandoned_passes_leave_nothing_in_the_object_store():
     from ray._private.internal_api import memory_summary
 
     def collate(samples):
@@ -375,7 +383,7 @@ def test_passes_that_are_broken_off_leave_nothing_in_the_store():
     assert len(list(loader)) == SIZE
 
 
-def test_training_inside_a_task_has_workers_of_its_own():
+def test_training_in_a_full_placement_group_gets_its_own_workers():
     """As under ray.train: the training is in a placement group, which has no CPU left for others."""
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -400,12 +408,9 @@ def test_training_inside_a_task_has_workers_of_its_own():
         ({}, "workers='ray' with num_workers='auto'"),
         ({"num_workers": "tune"}, "workers='ray' with num_workers='tune'"),
         ({"num_workers": 2, "start_method": "spawn"}, "start_method='spawn' would have no effect"),
-        ({"num_workers": 2, "ray_address": "ray://head:10001"}, "Ray Client"),
-        ({"num_workers": 2, "ray_address": ""}, "ray_address='' is not possible"),
-        ({"num_workers": 2, "ray_address": "auto", "workers": "thread"}, "ray_address='auto' would have no effect"),
     ],
 )
-def test_settings_that_are_refused(options, words):
+def test_unsupported_settings_with_ray_workers_are_refused(options, words):
     with pytest.raises(SettingsError, match=words):
         LoaderSettings(**{"workers": "ray", **options})
 
@@ -418,14 +423,14 @@ class Data(FastDataModule):
         return {"train": Numbers(11), "val": Numbers(5, first=1000)}.get(split)
 
 
-def test_a_fit_resumes_exactly(tmp_path):
+def test_a_fit_with_ray_workers_resumes_exactly(tmp_path):
     def source():
         return {"datamodule": Data(workers="ray", num_workers=2, background=2)}
 
     assert_resumes_exactly(source, list, tmp_path / "run.ckpt", count=7, max_epochs=3)
 
 
-def test_an_actor_that_holds_all_cpus_is_warned_of_and_waited_for(caplog):
+def test_loader_warns_and_waits_while_an_actor_holds_all_cpus(caplog):
     class Hog:
         def ready(self):
             return True
@@ -461,7 +466,7 @@ print([index for batch in loader for index in batch.tolist()])
 
 
 @pytest.mark.timeout(300)
-def test_each_rank_has_its_own_share(tmp_path):
+def test_each_rank_loads_its_own_share_of_the_samples(tmp_path):
     given = [ray.get_runtime_context().gcs_address, str(tmp_path / "meeting")]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     ranks = [

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.machine import MEMORY_SHARE, SHM_SHARE, WORKER_BYTES, Machine
-from lightning_feed.load.settings import ASSUMED_SAMPLE_BYTES, LoaderSettings, Recommendation, Workload, recommend
+from lightning_feed.load.recommend import ASSUMED_SAMPLE_BYTES, Recommendation, Workload, recommend
+from lightning_feed.load.settings import LoaderSettings
 
 GIB = 2**30
 MACHINE = Machine(
@@ -29,7 +30,7 @@ def chosen(found: Recommendation) -> tuple[int, int | None, bool, bool]:
     return setting.num_workers, setting.prefetch_factor, setting.pin_memory, setting.persistent_workers
 
 
-def test_a_roomy_machine() -> None:
+def test_ample_machine_gets_one_worker_per_cpu_less_one() -> None:
     found = recommend(MACHINE, AUTO, WORK)
     assert chosen(found) == (7, 2, True, True)
     assert found.warnings == ()
@@ -61,7 +62,9 @@ def test_a_roomy_machine() -> None:
         ({}, {"batches": None, "iterable": True}, 1),
     ],
 )
-def test_number_of_workers(machine: dict[str, Any], work: dict[str, Any], workers: int) -> None:
+def test_number_of_workers_follows_cpus_ranks_loaders_and_batches(
+    machine: dict[str, Any], work: dict[str, Any], workers: int
+) -> None:
     assert recommend(replace(MACHINE, **machine), AUTO, replace(WORK, **work)).setting.num_workers == workers
 
 
@@ -69,13 +72,13 @@ def test_number_of_workers(machine: dict[str, Any], work: dict[str, Any], worker
     ("split", "reload_every", "persistent"),
     [("train", 0, True), ("val", 0, True), ("test", 0, False), ("predict", 0, False), ("train", 1, False)],
 )
-def test_workers_live_on_where_the_split_comes_again(split: str, reload_every: int, persistent: bool) -> None:
+def test_workers_are_persistent_where_the_split_runs_again(split: str, reload_every: int, persistent: bool) -> None:
     work = replace(WORK, split=split, reload_every_n_epochs=reload_every)
     assert recommend(MACHINE, AUTO, work).setting.persistent_workers is persistent
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_persistent_workers_of_loaders_that_are_thrown_away_are_refused(split: str) -> None:
+def test_persistent_workers_with_reloaded_dataloaders_are_refused(split: str) -> None:
     work = replace(WORK, split=split, reload_every_n_epochs=3)
     with pytest.raises(SettingsError, match=r"persistent_workers=True with .*n_epochs=3.*Leave one of the two out"):
         recommend(MACHINE, LoaderSettings(persistent_workers=True), work)
@@ -93,14 +96,14 @@ def test_persistent_workers_of_loaders_that_are_thrown_away_are_refused(split: s
         (False, "cuda", False),
     ],
 )
-def test_pinned_memory(given_pin: Any, device: str, pinned: bool) -> None:
+def test_pin_memory_is_used_only_for_cuda_and_xpu(given_pin: Any, device: str, pinned: bool) -> None:
     found = recommend(MACHINE, LoaderSettings(pin_memory=given_pin), replace(WORK, device_type=device))
     assert found.setting.pin_memory is pinned
     if given_pin is True and not pinned:
         assert "True was requested, but is not used" in found.reasons["pin_memory"]
 
 
-def test_little_shared_memory_shortens_the_look_ahead_before_it_takes_workers() -> None:
+def test_small_shared_memory_lowers_prefetch_factor_before_num_workers() -> None:
     batch = 32 * ASSUMED_SAMPLE_BYTES
     for batches, expected in ((15, (7, 2)), (14, (7, 1)), (8, (7, 1)), (7, (6, 1)), (3, (2, 1)), (2, (1, 1))):
         shm = int((batches + 0.01) * batch / SHM_SHARE)
@@ -110,13 +113,13 @@ def test_little_shared_memory_shortens_the_look_ahead_before_it_takes_workers() 
     assert "--shm-size" in found.reasons["prefetch_factor"]
 
 
-def test_without_room_for_one_worker_there_is_none_and_a_warning() -> None:
+def test_too_little_memory_for_one_worker_gives_none_and_a_warning() -> None:
     found = recommend(replace(MACHINE, free_shm_bytes=2**20), TORCHS, WORK)
     assert chosen(found) == (0, None, True, False)
-    assert "sample_bytes" in found.warnings[0]
+    assert "float32 images of 3 x 224 x 224" in found.warnings[0]
 
 
-def test_given_numbers_are_kept_and_warned_about() -> None:
+def test_user_given_numbers_are_kept_with_a_warning() -> None:
     settings = replace(TORCHS, num_workers=12, prefetch_factor=8)
     found = recommend(replace(MACHINE, free_shm_bytes=2**20), settings, WORK)
     assert chosen(found)[:2] == (12, 8)
@@ -134,7 +137,7 @@ def test_slots_need_no_shared_memory() -> None:
 THREADS = LoaderSettings(workers="thread")
 
 
-def test_threads_end_with_each_pass_and_say_what_they_are() -> None:
+def test_thread_workers_are_not_persistent_and_are_described() -> None:
     found = recommend(MACHINE, THREADS, WORK)
     assert chosen(found) == (7, 2, True, False)
     assert found.setting.workers == "thread"
@@ -145,11 +148,11 @@ def test_threads_end_with_each_pass_and_say_what_they_are() -> None:
 
 
 @pytest.mark.parametrize("batches", [1, 2])
-def test_threads_have_a_single_batch_to_share(batches: int) -> None:
+def test_number_of_threads_is_not_limited_by_the_number_of_batches(batches: int) -> None:
     assert recommend(MACHINE, THREADS, replace(WORK, batches=batches)).setting.num_workers == 7
 
 
-def test_threads_need_no_shared_memory_and_little_of_the_other() -> None:
+def test_threads_need_no_shared_memory_and_little_main_memory() -> None:
     small = replace(MACHINE, free_shm_bytes=0, available_memory_bytes=GIB)
     assert recommend(small, TORCHS, WORK).setting.num_workers == 0
     found = recommend(small, THREADS, WORK)
@@ -184,13 +187,14 @@ free_choice = st.builds(
     LoaderSettings,
     hand_over=st.sampled_from(["slots", "torch"]),
     background=st.integers(0, 8),
-    sample_bytes=st.none() | st.integers(1, 2**24),
     in_order=st.just(True),
 )
 
 
 @given(machines, free_choice, workloads)
-def test_a_free_choice_keeps_every_bound(machine: Machine, settings: LoaderSettings, work: Workload) -> None:
+def test_recommendation_stays_within_all_machine_limits(
+    machine: Machine, settings: LoaderSettings, work: Workload
+) -> None:
     found = recommend(machine, settings, work)
     assert 0 <= found.setting.num_workers <= max(1, machine.usable_cpus // work.local_ranks)
     assert work.batches is None or found.setting.num_workers <= max(1, work.batches)
@@ -202,7 +206,7 @@ def test_a_free_choice_keeps_every_bound(machine: Machine, settings: LoaderSetti
         return
     everywhere = work.local_ranks * work.loaders
     batches = found.setting.num_workers * found.setting.prefetch_factor + settings.background + 1
-    batch_bytes = work.batch_size * (settings.sample_bytes or ASSUMED_SAMPLE_BYTES)
+    batch_bytes = work.batch_size * ASSUMED_SAMPLE_BYTES
     if machine.free_shm_bytes is not None and settings.hand_over == "torch":
         assert everywhere * batches * batch_bytes <= SHM_SHARE * machine.free_shm_bytes * (1 + 1e-9)
     if machine.available_memory_bytes is not None:

@@ -8,10 +8,10 @@ from lightning_feed.errors import FeedError, SettingsError
 from lightning_feed.load.settings import LoaderSettings
 
 
-def test_the_defaults_leave_the_machine_to_decide() -> None:
+def test_default_settings_leave_worker_options_on_auto() -> None:
     given = LoaderSettings()
     assert {given.num_workers, given.prefetch_factor, given.pin_memory, given.persistent_workers} == {"auto"}
-    assert (given.background, given.in_order, given.drop_last, given.shuffle) == (0, True, False, True)
+    assert (given.background, given.in_order, given.drop_last) == (0, True, False)
     assert given.asking_for_workers() == {}
 
 
@@ -37,7 +37,6 @@ def test_the_defaults_leave_the_machine_to_decide() -> None:
         ("background", True),
         ("in_order", "auto"),
         ("drop_last", 0),
-        ("shuffle", None),
         ("timeout_s", -0.1),
         ("timeout_s", float("inf")),
         ("timeout_s", float("nan")),
@@ -49,11 +48,9 @@ def test_the_defaults_leave_the_machine_to_decide() -> None:
         ("seed", -1),
         ("seed", 2**32),
         ("seed", 1.5),
-        ("sample_bytes", 0),
-        ("sample_bytes", True),
     ],
 )
-def test_the_impossible_is_refused_by_name_and_value(name: str, value: Any) -> None:
+def test_invalid_settings_are_refused_by_name_and_value(name: str, value: Any) -> None:
     with pytest.raises(SettingsError) as refused:
         LoaderSettings(**{name: value})
     assert f"{name}={value!r}" in str(refused.value)
@@ -73,13 +70,13 @@ def test_the_impossible_is_refused_by_name_and_value(name: str, value: Any) -> N
         {"workers": "thread"},
     ],
 )
-def test_what_would_have_no_effect_without_workers_is_refused(idle: dict[str, Any]) -> None:
+def test_worker_options_are_refused_without_workers(idle: dict[str, Any]) -> None:
     (name, value), *_ = idle.items()
     with pytest.raises(SettingsError, match=f"{name}={value!r} would have no effect.*num_workers to 1 or more"):
         LoaderSettings(num_workers=0, **idle)
     assert LoaderSettings(**idle).asking_for_workers() == idle
 
 
-def test_a_lone_worker_cannot_be_overtaken() -> None:
+def test_in_order_false_with_a_single_worker_is_refused() -> None:
     with pytest.raises(SettingsError, match="in_order=False needs at least two workers"):
         LoaderSettings(num_workers=1, in_order=False)

@@ -13,12 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from slot_memory import memory_of
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
-from lightning_feed.load import slots
+from lightning_feed.load import slot_batches, slots
 from lightning_feed.load.copy_fence import CopyFence
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.slots import SlotMemory, in_slots, memory_of
+from lightning_feed.load.slot_loaders import in_slots
+from lightning_feed.load.slots import SlotMemory
 
 Pair = collections.namedtuple("Pair", "left right")
 SHARED = torch.arange(6.0).share_memory_()
@@ -116,7 +118,7 @@ def batches(hand_over, dataset=None, **options):
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # of torch, as it opens sparse tensors
 @pytest.mark.parametrize("name", COLLATE)
-def test_batches_are_those_of_torch(name):
+def test_batches_in_slots_equal_those_of_torch(name):
     collate = COLLATE[name]
     ours, torchs = ([described(batch) for batch in batches(way, collate_fn=collate)] for way in ("slots", "torch"))
     assert ours == torchs
@@ -124,26 +126,26 @@ def test_batches_are_those_of_torch(name):
 
 @pytest.mark.parametrize("dataset", [Numbered(), [torch.ones(2, 2)] * 6], ids=["stream", "list"])
 @pytest.mark.parametrize("batch_size", [None, 3])
-def test_streams_and_single_samples_are_those_of_torch(dataset, batch_size):
+def test_streams_and_single_samples_in_slots_equal_those_of_torch(dataset, batch_size):
     options = {"dataset": dataset, "batch_size": batch_size, "num_workers": 1}
     ours, torchs = ([described(batch) for batch in batches(way, **options)] for way in ("slots", "torch"))
     assert ours == torchs
 
 
-def test_tensors_that_share_a_storage_share_it_afterwards():
+def test_tensors_that_share_a_storage_still_share_it_after_hand_over():
     for whole, part, again in batches("slots", collate_fn=same_storage_twice):
         assert whole is again
         part[0] = -1
         assert (whole[1] == -1).all()
 
 
-def test_a_batch_is_in_its_slot():
+def test_batches_reuse_the_memory_of_a_few_slots():
     loader = batches("slots", num_workers=1, persistent_workers=True)
     places = [batch["x"].data_ptr() for _ in range(3) for batch in loader]
     assert len(set(places)) <= 4  # prefetch_factor + 2
 
 
-def test_batches_that_are_kept_stay_as_they_are():
+def test_kept_batches_and_views_are_not_overwritten():
     loader = batches("slots", Numbers(200), num_workers=1, persistent_workers=True)
     kept = [batch for number, batch in enumerate(loader) if number % 10 == 0]
     views = [batch["x"][1:, :2] for batch in loader]  # all of them: more than there are slots
@@ -162,7 +164,7 @@ def test_a_kept_batch_outlives_its_loader():
     assert all((batch["x"][:, 0, 0] == torch.arange(4.0)).all() for batch in kept)
 
 
-def test_a_batch_that_a_thread_keeps_stays_as_it_is():
+def test_batches_kept_by_threads_are_not_overwritten():
     seen = []
 
     def look(kept):
@@ -177,7 +179,7 @@ def test_a_batch_that_a_thread_keeps_stays_as_it_is():
     assert all(seen)
 
 
-def test_batches_change_size():
+def test_batches_of_varying_size_arrive_intact():
     class Growing(Numbers):
         def __getitem__(self, index):
             return torch.full((1 << (index if index < 12 else 24 - index), 256), float(index))
@@ -187,7 +189,7 @@ def test_batches_change_size():
         assert [batch.mean().item() for batch in loader] == list(map(float, range(24)))
 
 
-def test_a_slot_that_cannot_grow_is_not_used(monkeypatch):
+def test_batches_arrive_intact_when_slots_cannot_grow(monkeypatch):
     def full(*_):
         raise OSError("no space left")
 
@@ -197,7 +199,7 @@ def test_a_slot_that_cannot_grow_is_not_used(monkeypatch):
     assert ours == [described(batch) for batch in batches("torch")]
 
 
-def test_without_such_memory_batches_are_sent_as_torch_sends_them(monkeypatch):
+def test_loader_falls_back_to_torch_hand_over_without_memfd(monkeypatch):
     def nothing(_):
         raise OSError("this system has no memfd_create")
 
@@ -214,7 +216,7 @@ def failing(samples):
     return default_collate(samples)
 
 
-def test_an_error_in_collate_reaches_the_loop_and_frees_the_slot():
+def test_collate_error_reaches_the_loop_and_frees_the_slot():
     loader = batches("slots", num_workers=1, persistent_workers=True, collate_fn=failing)
     for _ in range(8):  # more often than there are slots
         with pytest.raises(KeyError, match="broken collate"):
@@ -231,7 +233,7 @@ class Killed(Numbers):
         return super().__getitem__(index)
 
 
-def test_a_killed_worker_hands_over_nothing_stale():
+def test_killed_worker_delivers_no_stale_batch():
     seen = []
 
     def train():
@@ -242,7 +244,7 @@ def test_a_killed_worker_hands_over_nothing_stale():
     assert seen in [[list(range(first, first + 4)) for first in range(0, 12, 4)][:length] for length in range(4)]
 
 
-def test_early_breaks_free_their_slots():
+def test_early_breaks_free_the_slots():
     loader = batches("slots", num_workers=1, persistent_workers=True)
     for _ in range(10):
         next(iter(loader))
@@ -251,7 +253,7 @@ def test_early_breaks_free_their_slots():
     assert bytes(memory._map[:4]) == bytes(4)
 
 
-def test_two_passes_at_once():
+def test_two_simultaneous_passes_do_not_share_memory():
     loader = batches("slots", Numbers(40), num_workers=1)
     for one, other in zip(loader, loader, strict=True):
         assert one["i"].tolist() == other["i"].tolist()
@@ -268,7 +270,7 @@ def test_spawned_workers_have_slots(method):
     assert [batch["i"][0].item() for batch in passed] == list(range(0, 24, 4))
 
 
-def test_in_place_changes_copies_and_pickles(tmp_path):
+def test_slot_batches_support_in_place_changes_copies_and_pickling(tmp_path):
     for batch in batches("slots", num_workers=1):
         x = batch["x"]
         x += 1
@@ -282,7 +284,7 @@ def test_in_place_changes_copies_and_pickles(tmp_path):
         assert torch.equal(twin["x"], x)
 
 
-def test_a_batch_goes_on_to_another_process():
+def test_slot_batches_can_be_sent_to_another_process():
     context = torch.multiprocessing.get_context("fork")
     queue, answers = context.Queue(), context.Queue()
 
@@ -315,7 +317,7 @@ def test_a_forked_copy_of_a_batch_frees_no_slot():
     assert (kept["x"][:, 0, 0] == kept["i"]).all()
 
 
-def test_many_passes_keep_files_and_memory():
+def test_many_passes_leak_no_open_files_or_memory_maps():
     def resources():
         gc.collect()
         files = len(list(Path("/proc/self/fd").iterdir()))
@@ -331,7 +333,7 @@ def test_many_passes_keep_files_and_memory():
     assert maps_after <= maps
 
 
-def test_a_dataloader_of_the_users_class_gets_slots():
+def test_dataloader_subclass_of_the_user_gets_slots():
     class Mine(DataLoader):
         pass
 
@@ -392,7 +394,7 @@ def device(monkeypatch):
     return fake
 
 
-def test_a_slot_is_free_only_when_the_device_has_passed_every_stream(device):
+def test_slot_is_freed_only_when_every_stream_has_finished_its_copies(device):
     memory = SlotMemory(2, CopyFence(device))
     assert (memory.take(), memory.take(), memory.take()) == (0, 1, None)
     leased = memory.lease(0, 4096)
@@ -407,7 +409,7 @@ def test_a_slot_is_free_only_when_the_device_has_passed_every_stream(device):
     assert memory.take() == 0
 
 
-def test_no_event_is_recorded_while_a_graph_is_captured(device):
+def test_no_event_is_recorded_during_cuda_graph_capture(device):
     memory = SlotMemory(1, CopyFence(device))
     memory.take()
     leased = memory.lease(0, 4096)
@@ -423,7 +425,7 @@ def test_no_event_is_recorded_while_a_graph_is_captured(device):
     assert memory.take() == 0
 
 
-def test_a_slot_that_grows_is_registered_once_more(device, monkeypatch):
+def test_slot_that_grows_is_registered_again(device, monkeypatch):
     registered = []
     monkeypatch.setattr(slots, "_register", lambda _, size: registered.append(size) or True)
     monkeypatch.setattr(slots, "_unregister", lambda _: registered.append("ended"))
@@ -436,7 +438,7 @@ def test_a_slot_that_grows_is_registered_once_more(device, monkeypatch):
     assert registered[3:] == ["ended"]
 
 
-def test_memory_that_is_still_copied_is_not_taken_from_the_device(device, monkeypatch):
+def test_slot_memory_is_unregistered_only_after_pending_copies(device, monkeypatch):
     reached_then = []
     monkeypatch.setattr(slots, "_unregister", lambda _: reached_then.append(dict(device.reached)))
     memory = SlotMemory(1, CopyFence(device))
@@ -447,7 +449,7 @@ def test_memory_that_is_still_copied_is_not_taken_from_the_device(device, monkey
     assert reached_then == [{"main": 1, "copies": 1}]
 
 
-def test_a_batch_that_cannot_be_registered_is_handed_over_all_the_same(device, monkeypatch, caplog):
+def test_failed_registration_is_logged_and_leaves_the_slot_usable(device, monkeypatch, caplog):
     monkeypatch.setattr(slots, "_register", lambda *_: False)
     memory = SlotMemory(1, CopyFence(device))
     memory.take()
@@ -459,12 +461,12 @@ def test_a_batch_that_cannot_be_registered_is_handed_over_all_the_same(device, m
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_slot_that_becomes_free_spares_the_memory_of_another(monkeypatch):
+def test_collate_waits_for_a_used_slot_before_taking_a_new_one(monkeypatch):
     memory = SlotMemory(4)
-    collate = slots.SlotCollate(default_collate, memory, usual=2)
+    collate = slot_batches.SlotCollate(default_collate, memory, usual=2)
     collate._touched[0] = 2**20  # batches are large enough to wait for
     assert [collate._take(), collate._take()] == [0, 1]
-    monkeypatch.setattr(slots.time, "sleep", lambda _: memory.give_back(0))  # the loop drops a batch meanwhile
+    monkeypatch.setattr(slot_batches.time, "sleep", lambda _: memory.give_back(0))  # the loop drops a batch meanwhile
     assert collate._take() == 0
-    monkeypatch.setattr(slots.time, "sleep", lambda _: None)  # the loop keeps its batches
+    monkeypatch.setattr(slot_batches.time, "sleep", lambda _: None)  # the loop keeps its batches
     assert [collate._take(), collate._take(), collate._take()] == [2, 3, None]

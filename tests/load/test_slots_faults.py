@@ -19,14 +19,15 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from slot_memory import memory_of
 from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker
 
 from lightning_feed import FastDataModule, LoaderSettings
-from lightning_feed.load import slots
+from lightning_feed.load import slot_loaders, slots
 from lightning_feed.load.copy_fence import CopyFence
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.slots import SlotMemory, memory_of
+from lightning_feed.load.slots import SlotMemory
 
 MB = 1_000_000
 
@@ -95,7 +96,7 @@ class KilledWhileWriting:
         return first, default_collate(samples[2:])
 
 
-def test_a_worker_killed_in_the_middle_of_a_slot_hands_over_nothing_stale():
+def test_worker_killed_while_writing_a_slot_delivers_no_stale_batch():
     seen = []
 
     def train():
@@ -141,7 +142,7 @@ def test_a_killed_program_leaves_no_memory_behind():
 # --- memory that is not there -----------------------------------------------------------------------------------------
 
 
-def test_batches_grow_two_hundredfold_and_shrink_again():
+def test_batches_that_grow_two_hundredfold_and_shrink_arrive_intact():
     lengths = [MB, MB, 200 * MB, MB, 50 * MB, 200 * MB, MB, MB]
     loader = loader_of(lengths, persistent_workers=True)
     for _ in range(2):
@@ -149,7 +150,7 @@ def test_batches_grow_two_hundredfold_and_shrink_again():
         assert seen == list(enumerate(lengths))
 
 
-def test_slots_that_cannot_grow_in_mid_epoch(monkeypatch):
+def test_batches_arrive_intact_when_slots_cannot_grow_mid_epoch(monkeypatch):
     def little(self, start, end):
         if end - start > MB:
             raise OSError("no space left on device")
@@ -162,7 +163,7 @@ def test_slots_that_cannot_grow_in_mid_epoch(monkeypatch):
     assert [(value_of(batch), batch.nbytes) for batch in loader] == list(enumerate(lengths))
 
 
-def test_a_batch_that_is_larger_than_a_slot(monkeypatch):
+def test_batch_larger_than_a_slot_arrives_intact(monkeypatch):
     monkeypatch.setattr(slots, "SLOT_BYTES", 1 << 20)  # before the fork
     lengths = [1000, 5 * MB, 1000, 1 << 20, (1 << 20) + 1]
     loader = loader_of(lengths)
@@ -183,9 +184,9 @@ class Messages(logging.Handler):
 def _train_limited(answers, limit, value, workers):
     torch.set_num_threads(1)
     messages = Messages()
-    slots.logger.addHandler(messages)
-    slots.logger.setLevel(logging.INFO)
-    slots._say_once.cache_clear()
+    slot_loaders.logger.addHandler(messages)
+    slot_loaders.logger.setLevel(logging.INFO)
+    slot_loaders._say_once.cache_clear()
     if limit == resource.RLIMIT_AS:  # besides what this process has already, as a copy of one that ran other tests
         value += int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
     resource.setrlimit(limit, (value, value))
@@ -209,7 +210,7 @@ def trained_limited(limit, value, workers=1):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_limit_of_addresses_leaves_torchs_way(workers):
+def test_address_space_limit_falls_back_to_torch_hand_over(workers):
     in_slots, said = trained_limited(resource.RLIMIT_AS, 20 << 30, workers)
     assert in_slots == [False, False]
     (message,) = said
@@ -217,14 +218,14 @@ def test_a_limit_of_addresses_leaves_torchs_way(workers):
     assert "more than half of those that are left (ulimit -v)" in message
 
 
-def test_a_limit_of_file_sizes_leaves_torchs_way():
+def test_file_size_limit_falls_back_to_torch_hand_over():
     in_slots, said = trained_limited(resource.RLIMIT_FSIZE, 1 << 30)
     assert in_slots == [False, False]
     (message,) = said
     assert "as torch does it" in message
 
 
-def test_little_locked_memory_does_not_matter_on_the_cpu():
+def test_locked_memory_limit_does_not_matter_on_the_cpu():
     assert trained_limited(resource.RLIMIT_MEMLOCK, 64 << 10) == ([True, True], [])
 
 
@@ -246,7 +247,7 @@ def _keep_two_batches(answers, hand_over):
 
 
 @pytest.mark.parametrize("hand_over", ["slots", "torch"])
-def test_few_open_files_are_enough_for_many_tensors(hand_over):
+def test_slots_need_few_open_files_for_many_tensors(hand_over):
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=_keep_two_batches, args=(there, hand_over))
     process.start()
@@ -266,7 +267,7 @@ assert sum(int(batch.sum()) for batch in batches) == 64_000_000
 
 
 @pytest.mark.slow  # starts two programs
-def test_a_tiny_dev_shm_is_enough():
+def test_slots_work_with_a_tiny_dev_shm():
     unshare = shutil.which("unshare")
     inside = [unshare, "--user", "--map-root-user", "--mount", "sh", "-c"]
     mount = "mount -t tmpfs -o size=1m tmpfs /dev/shm"
@@ -292,7 +293,7 @@ class History:
         return self.batches[-1], self.batches[0].clone()
 
 
-def test_batches_that_collate_keeps_stay_as_they_are():
+def test_batches_kept_by_collate_are_not_overwritten():
     loader = loader_of([1000] * 200, batch_size=2, collate_fn=History(), num_workers=2, persistent_workers=True)
     seen = collections.defaultdict(list)
     batches = iter(loader)
@@ -311,13 +312,13 @@ def stack_in_threads(samples):
         return list(pool.map(alone, samples))
 
 
-def test_collate_may_stack_in_threads():
+def test_collate_can_stack_batches_in_threads():
     loader = loader_of([300_000] * 256, batch_size=32, collate_fn=stack_in_threads)
     for first, batch in zip(range(0, 256, 32), loader, strict=True):
         assert [value_of(part) for part in batch] == list(range(first, first + 32))
 
 
-def test_rows_of_a_dataset_are_not_sent_with_the_whole_dataset():
+def test_rows_of_a_tensor_are_sent_without_the_whole_storage():
     loader = FeedLoader(
         TensorDataset(torch.arange(100.0).expand(50_000, 100).T.contiguous()), batch_size=None, num_workers=1
     )
@@ -329,7 +330,7 @@ def test_rows_of_a_dataset_are_not_sent_with_the_whole_dataset():
     os.close(file)
 
 
-def test_a_thread_may_lag_behind():
+def test_batches_read_late_by_threads_are_not_overwritten():
     kept = collections.deque()
     seen = []
 
@@ -348,7 +349,7 @@ def test_a_thread_may_lag_behind():
     assert all(value_of(batch) == number for number, batch in kept)
 
 
-def test_two_loaders_side_by_side():
+def test_two_loaders_used_in_parallel_do_not_share_memory():
     small = loader_of([1000] * 60, num_workers=2, persistent_workers=True)
     large = loader_of([2 * MB] * 60, persistent_workers=True)
     for _ in range(2):
@@ -371,7 +372,7 @@ class FailingHalfway:
         return default_collate(samples)
 
 
-def test_errors_in_the_middle_of_a_slot_and_early_ends():
+def test_collate_errors_and_early_breaks_leave_the_next_pass_intact():
     loader = loader_of([1000] * 30, batch_size=1, collate_fn=FailingHalfway(), persistent_workers=True)
     for _ in range(5):
         batches = iter(loader)
@@ -394,7 +395,7 @@ def resources_of(pid):
 
 
 @pytest.mark.parametrize("epochs", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_short_epochs_gather_nothing(epochs):
+def test_many_short_epochs_leak_no_files_or_memory(epochs):
     loader = loader_of([1000] * 4, persistent_workers=True)
 
     def run(count):
@@ -470,7 +471,7 @@ def weights_after_training(hand_over):
 
 
 @pytest.mark.filterwarnings("ignore:.*using the device under current context")
-def test_two_ranks_learn_the_same_either_way():
+def test_ddp_training_gives_the_same_weights_with_slots_and_torch():
     ours, torchs = (weights_after_training(way) for way in ("slots", "torch"))
     assert all(torch.equal(ours[name], torchs[name]) for name in torchs)
 
@@ -504,9 +505,9 @@ def runtime(monkeypatch):
     return fake
 
 
-def test_the_pinning_thread_stays_where_nothing_may_be_locked(runtime):
+def test_pinning_thread_is_kept_where_memory_cannot_be_registered(runtime):
     loader = torch.utils.data.DataLoader(torch.ones(4), num_workers=1, pin_memory=True)
-    slots.use_slots(loader)
+    slot_loaders.use_slots(loader)
     assert loader.pin_memory
     assert not loader.collate_fn.memory.registers
     assert runtime.cleared == [True]
@@ -525,7 +526,7 @@ class Backend:
         return False
 
 
-def test_a_refusal_is_said_once_and_large_batches_are_not_tried_again(runtime, caplog):
+def test_refused_registration_is_logged_once_and_not_retried(runtime, caplog):
     runtime.allowed_bytes = 8192
     memory = SlotMemory(2, CopyFence(Backend()))
     with caplog.at_level(logging.WARNING):
@@ -538,7 +539,7 @@ def test_a_refusal_is_said_once_and_large_batches_are_not_tried_again(runtime, c
     assert runtime.cleared == [True]
 
 
-def test_a_refused_call_leaves_no_error_behind(monkeypatch):
+def test_pending_cuda_error_is_cleared_after_a_refused_call(monkeypatch):
     launched = []
 
     def ones(*_, device):

@@ -69,7 +69,7 @@ def running():
 
 
 @every_composition
-def test_batches_are_those_of_a_dataloader(maker, ahead, decoded):
+def test_batches_equal_those_of_a_dataloader(maker, ahead, decoded):
     torch.manual_seed(7)
     plain = [[2 * batch if decoded else batch for batch in DataLoader(Rows(), 4, shuffle=True)]]
     torch.manual_seed(7)
@@ -78,7 +78,7 @@ def test_batches_are_those_of_a_dataloader(maker, ahead, decoded):
 
 
 @every_composition
-def test_an_error_names_its_sample_and_ends_the_pass(maker, ahead, decoded):
+def test_dataset_error_names_its_sample_and_ends_the_pass(maker, ahead, decoded):
     loader = loader_of(maker, ahead, decoded, Failing(KeyError("no picture")))
     batches = iter(loader)
     with pytest.raises(KeyError, match=r"(?s)no picture") as caught:
@@ -91,7 +91,7 @@ def test_an_error_names_its_sample_and_ends_the_pass(maker, ahead, decoded):
 
 
 @every_composition
-def test_a_pass_that_is_stopped_early_leaves_nothing_behind(maker, ahead, decoded):
+def test_early_break_leaves_no_threads_or_processes(maker, ahead, decoded):
     before = running()
     loader = loader_of(maker, ahead, decoded, Rows(1000))
     for _ in loader:
@@ -103,7 +103,7 @@ def test_a_pass_that_is_stopped_early_leaves_nothing_behind(maker, ahead, decode
 
 
 @every_composition
-def test_each_state_resumes_exactly(maker, ahead, decoded):
+def test_state_after_any_batch_resumes_exactly(maker, ahead, decoded):
     whole, states = [], []
     loader = loader_of(maker, ahead, decoded, Rows(), shuffle=True, order=order())
     for batch in loader:
@@ -135,7 +135,7 @@ class Hanging(Rows):
 
 
 @every_composition
-def test_a_waiting_pass_says_what_it_waits_for(maker, ahead, decoded, tmp_path):
+def test_where_names_the_samples_that_a_waiting_pass_waits_for(maker, ahead, decoded, tmp_path):
     dataset = Hanging(tmp_path)
     batches = iter(loader_of(maker, ahead, decoded, dataset))
     consumer = threading.Thread(target=list, args=(batches,))

@@ -49,12 +49,12 @@ def fitted(data: Data, callbacks: Any = (), **options: Any) -> tuple[list[Any], 
 
 
 @pytest.mark.parametrize(("kind", "options"), [("map", {"background": 2}), ("weighted", {}), ("validated", {})])
-def test_a_fit_is_that_of_no_workers(kind: str, options: dict[str, Any]) -> None:
+def test_a_fit_with_thread_workers_matches_one_without_workers(kind: str, options: dict[str, Any]) -> None:
     plain = fitted(Data(kind, num_workers=0))
     assert fitted(Data(kind, workers="thread", num_workers=2, **options)) == plain
 
 
-def test_random_samples_do_not_depend_on_the_threads_nor_touch_the_training() -> None:
+def test_random_samples_are_independent_of_the_number_of_threads() -> None:
     one, two, seven = (fitted(Data("validated", noise=True, workers="thread", num_workers=n)) for n in (1, 2, 7))
     assert one == two == seven
     assert one[2] == fitted(Data("validated", num_workers=0))[2]

@@ -42,7 +42,7 @@ def _feeds():
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "users_generator", "batch_sampler", "unbatched"])
-def test_batches_and_main_random_state_are_those_of_worker_processes(kind):
+def test_batches_and_main_random_state_match_worker_processes(kind):
     def run(**options):
         torch.manual_seed(7), random.seed(7), np.random.seed(7)
         given = LOADERS[kind]()
@@ -57,7 +57,7 @@ def test_an_empty_batch_is_collated():
     assert list(threaded(Rows(), batch_sampler=[[], [1]], collate_fn=list)) == [[], [1]]
 
 
-def test_the_samples_of_a_batch_are_loaded_side_by_side():
+def test_samples_of_a_batch_are_loaded_in_parallel():
     meeting = threading.Barrier(2)
 
     class Meeting(Rows):
@@ -72,7 +72,7 @@ def test_the_samples_of_a_batch_are_loaded_side_by_side():
 # --- random numbers -------------------------------------------------------------------------------------------------
 
 
-def test_the_epoch_after_a_resumed_one_has_numbers_of_its_own():
+def test_epoch_after_a_resumed_one_draws_new_random_numbers():
     torch.manual_seed(7)
     loader = threaded(Noisy(), batch_size=4)
     batches = iter(loader)
@@ -86,7 +86,7 @@ def test_the_epoch_after_a_resumed_one_has_numbers_of_its_own():
     assert as_list(next(iter(resumed))) != first
 
 
-def test_without_an_order_each_pass_follows_torchs_seed():
+def test_random_samples_without_epoch_order_follow_torchs_seed():
     def run(seed, **options):
         torch.manual_seed(seed)
         return epochs(threaded(Noisy(), batch_size=4, **options))
@@ -104,7 +104,7 @@ class DrawsShared(Rows):
         return index, random.random(), np.random.rand(), torch.rand(())
 
 
-def test_drawing_what_is_shared_is_said_once_and_the_first_draw_taken_back(caplog):
+def test_draw_from_a_shared_generator_is_undone_and_logged_once(caplog):
     random.seed(1), np.random.seed(1)
     before = random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()
     with caplog.at_level(logging.WARNING):
@@ -132,7 +132,7 @@ class Asking(Rows):
         }
 
 
-def test_a_worker_thread_is_set_up_as_a_worker_process_is():
+def test_worker_threads_have_the_torch_settings_of_worker_processes():
     torch.set_num_threads(2)
     with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
         loader = threaded(Asking(2), batch_size=None)
@@ -151,7 +151,7 @@ def test_a_worker_thread_is_set_up_as_a_worker_process_is():
     )
 
 
-def test_batches_are_pinned_in_the_threads(monkeypatch):
+def test_batches_are_pinned_in_the_worker_threads(monkeypatch):
     pinned = []
 
     def pin(batch, device=None):
@@ -169,12 +169,12 @@ def test_batches_are_pinned_in_the_threads(monkeypatch):
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 
-def test_of_several_errors_in_a_batch_the_first_is_told():
+def test_the_first_of_several_errors_in_a_batch_is_raised():
     with pytest.raises(ValueError, match="at index 9 of"):
         epochs(threaded(Failing(ValueError()), num_workers=4, batch_size=16))
 
 
-def test_a_sample_before_the_one_that_failed_is_loaded():
+def test_samples_before_a_failed_one_are_still_loaded():
     """Its thread has taken it, and not yet begun."""
     job = _Job(_Plan(Failing(ValueError(), at=[4, 6]), default_collate, None, batched=True, seed=0), 0, [4, 5, 6])
     for place in (2, 1, 0):
@@ -193,13 +193,13 @@ def test_an_exception_group_keeps_its_text():
 
 
 @pytest.mark.parametrize(("error", "background"), [(SystemExit(3), 0), (KeyboardInterrupt(), 1)])
-def test_what_is_no_exception_is_raised_as_it_is(error, background):
+def test_system_exit_and_keyboard_interrupt_are_raised_unchanged(error, background):
     with pytest.raises(type(error)) as caught:
         epochs(threaded(Failing(error), batch_size=4, background=background))
     assert caught.value is error
 
 
-def test_an_error_in_the_sampler_is_raised_where_it_is_drawn():
+def test_sampler_error_is_raised_when_its_batch_is_drawn():
     def sampler():
         yield from range(9)
         raise ValueError("the sampler is broken")
@@ -220,7 +220,7 @@ def test_after_an_error_nothing_more_is_loaded():
     assert dataset.read == []
 
 
-def test_threads_that_cannot_be_started_are_counted(monkeypatch):
+def test_error_counts_the_threads_that_could_be_started(monkeypatch):
     start, started = threading.Thread.start, []
 
     def refuse(thread):
@@ -234,7 +234,7 @@ def test_threads_that_cannot_be_started_are_counted(monkeypatch):
         iter(threaded(Rows(), num_workers=5, batch_size=4))
 
 
-def test_a_thread_that_cannot_be_set_up_is_an_error_and_not_waited_for(monkeypatch):
+def test_thread_setup_error_is_raised_and_leaves_no_thread_running(monkeypatch):
     """After a kernel has failed, CUDA raises its error in each call, that of the device of a new thread too."""
     setting = torch.set_num_threads
 
@@ -265,7 +265,7 @@ class Hanging(Rows):
         return super().__getitem__(index)
 
 
-def test_a_pass_that_was_closed_is_loaded_no_further():
+def test_closed_pass_loads_no_more_samples():
     dataset = Hanging(1000)
     batches = iter(threaded(dataset, num_workers=1, batch_size=5, prefetch_factor=50))
     next(batches)
@@ -274,7 +274,7 @@ def test_a_pass_that_was_closed_is_loaded_no_further():
     assert len(dataset.read) <= 6
 
 
-def test_a_batch_that_was_handed_out_is_not_kept():
+def test_loader_keeps_no_reference_to_a_consumed_batch():
     class Batch(list):
         pass
 
@@ -286,7 +286,7 @@ def test_a_batch_that_was_handed_out_is_not_kept():
 
 
 @pytest.mark.parametrize("options", [{"background": 1}, {"in_order": False}], ids=str)
-def test_a_sample_that_hangs_is_named(options):
+def test_hanging_sample_is_named_in_the_timeout_error(options):
     dataset = Hanging()
     loader = threaded(dataset, batch_size=4, timeout=0.2, **options)
     with pytest.raises(LoaderError, match=r"timeout=0.2 s: thread worker \d is at index 5 of the dataset"):
@@ -302,7 +302,7 @@ def _join_feeds():
         thread.join(10)
 
 
-def test_threads_that_do_not_end_are_left_behind_with_words(caplog):
+def test_threads_that_do_not_end_are_abandoned_with_a_warning(caplog):
     dataset = Hanging()
     loader = threaded(dataset, num_workers=1, batch_size=5)
     batches = iter(loader)
@@ -337,7 +337,7 @@ def test_closing_wakes_a_consumer_in_another_thread():
 
 
 # os.fork is no good idea in a process with threads, says Python from 3.12 on: that is what is tested
-def test_a_fork_in_the_middle_does_not_hang():
+def test_fork_during_a_pass_does_not_hang():
     loader = threaded(Rows(), batch_size=4)
     batches = iter(loader)
     next(batches)

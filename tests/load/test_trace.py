@@ -15,7 +15,7 @@ from lightning_feed.load.trace import PREFIX, Traced, traced
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_stage_is_used_and_in_the_reference() -> None:
+def test_every_trace_stage_is_used_and_documented() -> None:
     code = "".join(path.read_text() for path in (ROOT / "lightning_feed").rglob("*.py") if path.name != "trace.py")
     used = Counter(re.findall(r"\btraced\(\"(\w+)\"\)", code))
     assert set(used) == set(get_args(Traced))
@@ -37,7 +37,7 @@ def _no_record_function(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_no_record_function")
-def test_without_a_profiler_nothing_is_made() -> None:
+def test_no_record_function_is_created_without_a_profiler() -> None:
     assert traced("decode") is traced("loader_next")
     for options in ({}, {"background": 2}, {"workers": "thread", "num_workers": 2}):
         assert len(list(FeedLoader(range(6), batch_size=2, **options))) == 3

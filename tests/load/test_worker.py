@@ -88,14 +88,14 @@ def test_garbage_of_the_parent_is_not_collected_in_a_worker() -> None:
         gc.collect()
 
 
-def test_a_number_of_threads_that_was_set_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_omp_num_threads_set_by_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     WorkerInit()(0)
     assert os.environ["OMP_NUM_THREADS"] == "3"
     assert os.environ["MKL_NUM_THREADS"] == "1"
 
 
-def test_workers_are_seeded_only_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_seeded_only_when_pl_seed_workers_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     init = pickle.loads(pickle.dumps(WorkerInit(rank=5, seed_worker=seed)))
     init(2)
     assert "NOTED" not in os.environ
@@ -129,7 +129,7 @@ class NotTwice(torch.Tensor):
     ],
     ids=lambda thing: type(thing).__name__,
 )
-def test_what_can_be_sent(thing: Any) -> None:
+def test_picklable_objects_are_accepted_without_copying_tensors(thing: Any) -> None:
     assert why_not_picklable(thing) is None
 
 
@@ -143,14 +143,14 @@ def test_what_can_be_sent(thing: Any) -> None:
     ],
     ids=["lambda", "lock", "generator", "array of objects"],
 )
-def test_what_cannot_be_sent(thing: Any, words: str) -> None:
+def test_unpicklable_objects_are_refused_with_a_reason(thing: Any, words: str) -> None:
     problem = why_not_picklable(thing)
     assert problem is not None
     assert words in problem
 
 
 @pytest.mark.parametrize(("file", "is_refused"), [(None, True), ("<stdin>", True), (__file__, False)])
-def test_what_has_no_file_is_refused_where_workers_import_the_program(
+def test_classes_defined_in_a_program_without_a_file_are_refused(
     file: str | None, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``python -c``, ``python -`` and notebooks have no file that a spawned worker could run."""

@@ -91,7 +91,7 @@ def loader_of(kind, dataset, **options):
 
 @every_kind
 @pytest.mark.parametrize("number", range(len(LOADERS)))
-def test_batches_are_those_of_a_dataloader(kind, number):
+def test_batches_equal_those_of_a_dataloader(kind, number):
     given, dataset = list(LOADERS.values())[number], (Rows, Whole)[number % 2]
     options = [{}, {"background": 2}, {} if kind == "none" else {"persistent_workers": True}][number % 3]
     torch.manual_seed(7)
@@ -103,7 +103,7 @@ def test_batches_are_those_of_a_dataloader(kind, number):
 
 
 @every_worker
-def test_out_of_order_all_batches_come(kind, tmp_path):
+def test_all_batches_arrive_with_in_order_false(kind, tmp_path):
     class Blocked(Rows):
         def __getitem__(self, index):
             while index == 2 and not (tmp_path / "free").exists():
@@ -120,7 +120,7 @@ def test_out_of_order_all_batches_come(kind, tmp_path):
 
 
 @every_kind
-def test_several_passes_at_a_time(kind):
+def test_two_simultaneous_passes_yield_the_same_batches(kind):
     loader = loader_of(kind, Rows(), batch_size=4)
     both = [(a.tolist(), b.tolist()) for a, b in zip(loader, loader, strict=True)]
     assert both == [(batch, batch) for (batch, _) in both]
@@ -128,7 +128,7 @@ def test_several_passes_at_a_time(kind):
 
 
 @every_worker
-def test_no_more_is_loaded_ahead_than_said(kind, tmp_path):
+def test_workers_load_no_more_batches_ahead_than_prefetch_factor_allows(kind, tmp_path):
     class Noting(Rows):
         def __getitem__(self, index):
             (tmp_path / str(index)).touch()
@@ -139,7 +139,7 @@ def test_no_more_is_loaded_ahead_than_said(kind, tmp_path):
 
 
 @ours
-def test_a_stream_is_refused(kind):
+def test_iterable_dataset_is_refused(kind):
     with pytest.raises(SettingsError, match=f"workers='{kind}' cannot load Stream, an IterableDataset"):
         loader_of(kind, Stream())
 
@@ -163,7 +163,7 @@ noisy = pytest.mark.parametrize(
 
 
 @noisy
-def test_what_is_drawn_does_not_depend_on_the_workers(kind, drawn):
+def test_random_numbers_are_independent_of_the_number_of_workers(kind, drawn):
     dataset, given = NOISY[drawn]
     options = [(1, {}), (2, {"background": 2, "prefetch_factor": 5})]
     if kind == "thread":
@@ -178,7 +178,7 @@ def test_what_is_drawn_does_not_depend_on_the_workers(kind, drawn):
 
 @noisy
 @pytest.mark.parametrize("seeded", [True, False])
-def test_what_is_drawn_is_the_same_after_a_resume(kind, drawn, seeded):
+def test_random_numbers_are_the_same_after_a_resume(kind, drawn, seeded):
     dataset, given = NOISY[drawn]
 
     def make(workers):
@@ -200,7 +200,7 @@ def test_what_is_drawn_is_the_same_after_a_resume(kind, drawn, seeded):
 
 
 @ours
-def test_ranks_have_numbers_of_their_own(kind, monkeypatch):
+def test_each_rank_draws_its_own_random_numbers(kind, monkeypatch):
     def on_rank(rank):
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
@@ -211,7 +211,7 @@ def test_ranks_have_numbers_of_their_own(kind, monkeypatch):
 
 
 @ours
-def test_the_training_goes_on_drawing_its_own_numbers(kind):
+def test_loading_does_not_change_the_random_numbers_of_the_training(kind):
     def run(kind, dataset):
         torch.manual_seed(7), random.seed(7), np.random.seed(7)
         loader = loader_of(kind, dataset, batch_size=4, shuffle=True, order=order())
@@ -243,7 +243,7 @@ def test_an_error_names_the_worker_and_the_index(kind):
         (StopIteration(), LoaderError, "StopIteration was raised in .* worker .*index 9"),
     ],
 )
-def test_errors_of_any_kind(kind, error, raised, words):
+def test_unusual_exceptions_are_raised_with_worker_and_index(kind, error, raised, words):
     with pytest.raises(raised, match=f"(?s){words}"):
         epochs(loader_of(kind, Failing(error), batch_size=4))
 
@@ -269,7 +269,7 @@ def test_an_exhausted_pass_stays_exhausted(kind):
 
 @local
 @pytest.mark.parametrize(("how", "background"), [("close", 0), ("loader", 2), ("garbage", 0), ("end", 0)])
-def test_nothing_outlives_its_pass(kind, how, background):
+def test_no_threads_or_processes_outlive_their_pass(kind, how, background):
     def running():
         return {*threading.enumerate(), *multiprocessing.active_children()}
 
@@ -302,7 +302,7 @@ class Pairs(BatchSampler):
 @every_kind
 @pytest.mark.parametrize("wrapped", [True, False], ids=["made in a hook", "made elsewhere"])
 @pytest.mark.parametrize("options", [{"batch_size": 2}, {"batch_sampler": Pairs(RandomSampler(range(SIZE)))}])
-def test_lightning_can_copy_it_with_another_sampler(kind, wrapped, options):
+def test_lightning_can_copy_a_loader_with_another_sampler(kind, wrapped, options):
     given = order()
     if wrapped:
         with _replace_dunder_methods(DataLoader, "dataset"), _replace_dunder_methods(BatchSampler):
@@ -319,7 +319,7 @@ def test_lightning_can_copy_it_with_another_sampler(kind, wrapped, options):
 
 
 @every_kind
-def test_it_can_be_pickled_in_the_middle_of_a_pass(kind):
+def test_loader_can_be_pickled_in_the_middle_of_a_pass(kind):
     loader = loader_of(kind, Rows(), batch_size=4, shuffle=True, background=1)
     batches = iter(loader)
     next(batches)

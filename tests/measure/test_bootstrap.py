@@ -22,7 +22,7 @@ def _round_by_round(seed: int) -> PairSums:
     return sums
 
 
-def test_the_truth_is_inside_and_would_not_be_if_steps_were_drawn_one_by_one() -> None:
+def test_interval_from_blocks_covers_the_true_share_unlike_single_steps() -> None:
     inside = alone = 0
     for seed in range(SEEDS):
         sums = _round_by_round(seed)
@@ -36,7 +36,7 @@ def test_the_truth_is_inside_and_would_not_be_if_steps_were_drawn_one_by_one() -
     assert alone < 0.8 * SEEDS_ALONE
 
 
-def test_waits_that_repeat_exactly_leave_no_doubt() -> None:
+def test_exactly_periodic_waits_give_an_interval_of_zero_width() -> None:
     """One long wait in each round of eight: blocks of whole rounds are all alike, single steps are not."""
     sums = PairSums()
     for number in range(800):
@@ -47,7 +47,7 @@ def test_waits_that_repeat_exactly_leave_no_doubt() -> None:
     assert high - low > 0.05
 
 
-def test_million_steps_in_bounded_memory() -> None:
+def test_pair_sums_use_bounded_memory_for_many_steps() -> None:
     sums = PairSums()
     for _ in range(100_000):
         sums.add(1.0, 4.0)
@@ -59,7 +59,7 @@ def test_million_steps_in_bounded_memory() -> None:
     assert sums.step_interval_ns(6) == pytest.approx((4, 4))
 
 
-def test_the_mean_step_is_inside_its_interval() -> None:
+def test_mean_step_interval_covers_the_true_mean() -> None:
     truth, inside = 10 * math.exp(0.125) + 10, 0
     for seed in range(SEEDS):
         found = _round_by_round(seed).step_interval_ns(WORKERS)
@@ -69,7 +69,7 @@ def test_the_mean_step_is_inside_its_interval() -> None:
     assert PairSums().step_interval_ns() is None
 
 
-def test_another_program_that_comes_and_goes_widens_the_interval_of_the_mean_step() -> None:
+def test_mean_step_interval_widens_when_part_of_the_run_is_slower() -> None:
     """Two runs of the same program, half as fast for some part of them, are within the noise of each other."""
     sums = PairSums()
     for number in range(400):
@@ -79,7 +79,7 @@ def test_another_program_that_comes_and_goes_widens_the_interval_of_the_mean_ste
     assert high > 14.5
 
 
-def test_the_total_of_a_run_has_an_interval_its_windows_have_none() -> None:
+def test_run_total_has_a_confidence_interval_and_windows_do_not() -> None:
     ledger = Ledger(period=2)
     ledger.fresh += [StepTimes(0, 900, 0, 100, 900, True)] * WARM_UP_STEPS  # would show: 90 %
     ledger.fresh += [StepTimes(10, 40 * (number % 2), 20, 50, 0, True) for number in range(60)]

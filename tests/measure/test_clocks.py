@@ -18,7 +18,7 @@ def _step(device: SimulatedDevice, ring: EventRing, note: Any, work_ms: float = 
     ring.end_step(note)
 
 
-def test_a_step_is_read_once_the_device_has_passed_it() -> None:
+def test_event_ring_reads_a_step_once_the_device_has_finished_it() -> None:
     device = SimulatedDevice()
     ring = EventRing(device.event, 8)
     ring.begin()
@@ -67,7 +67,7 @@ def test_an_abandoned_step_is_not_part_of_the_next() -> None:
     assert step.intervals == [(0, pytest.approx(0)), (1, pytest.approx(5e6))]
 
 
-def test_events_that_cannot_be_compared_cost_the_step_not_the_training() -> None:
+def test_events_that_cannot_be_compared_lose_the_step_without_raising() -> None:
     device = SimulatedDevice()
 
     class OtherStream(Event):
@@ -83,7 +83,7 @@ def test_events_that_cannot_be_compared_cost_the_step_not_the_training() -> None
 
 
 @pytest.mark.parametrize("behind", [0, 1, 3, 40])
-def test_catching_up_takes_few_questions(behind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_catching_up_queries_few_events(behind: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the steps that the device has finished, up to a quarter as many as it has not may be left for later."""
     device = SimulatedDevice()
     ring = EventRing(device.event, 512)
@@ -114,7 +114,7 @@ def test_catching_up_takes_few_questions(behind: int, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("call", ["record", "query", "elapsed_time", "synchronize"])
-def test_a_device_that_fails_stops_the_clock_and_nothing_is_raised(call: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_device_stops_the_clock_without_raising(call: str, caplog: pytest.LogCaptureFixture) -> None:
     device = FailingDevice()
     ring = EventRing(device.event, 64)
     ring.begin()
@@ -144,7 +144,7 @@ def test_a_device_that_fails_stops_the_clock_and_nothing_is_raised(call: str, ca
 
 
 @pytest.mark.parametrize("kind", ["cpu", "mps", "hpu", "xla", "mtia", "meta"])
-def test_other_devices_have_no_events_and_are_not_asked(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_without_timing_events_get_no_event_ring(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For some of them ``torch.get_device_module`` raises; those of MPS make the host wait."""
     monkeypatch.setattr(torch, "get_device_module", lambda _: _Backend(_Event))
     assert open_ring(torch.device(kind)) is None
@@ -195,7 +195,9 @@ class _Busy(_Event):
     ],
     ids=["works", "busy", "nan", "not implemented", "no events"],
 )
-def test_events_are_tried_first(backend: Any, works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_event_ring_opens_only_if_timing_events_work(
+    backend: Any, works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda _: backend)
     ring = open_ring(torch.device("xpu"), size=4)
     assert (ring is not None) is works

@@ -39,7 +39,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return machine
 
 
-def test_what_this_run_did_not_take_others_did(machine: Machine) -> None:
+def test_cpu_time_not_used_by_this_run_counts_as_other_programs(machine: Machine) -> None:
     share = CpuShare(machine.root)
     machine.busy, machine.idle = [80, 60, 60, 60], [20, 40, 40, 40]  # 260 of 400 ticks
     machine.taken |= {os.getpid(): (1, 50), CHILD: (os.getpid(), 40), GRANDCHILD: (CHILD, 10), OTHER: (1, 160)}
@@ -47,7 +47,7 @@ def test_what_this_run_did_not_take_others_did(machine: Machine) -> None:
     assert share.others_pct(4) == pytest.approx(40.0)
 
 
-def test_cpus_beyond_those_of_this_run_may_be_taken(machine: Machine) -> None:
+def test_load_on_cpus_this_run_does_not_need_is_not_counted(machine: Machine) -> None:
     share = CpuShare(machine.root)
     machine.busy, machine.idle = [100, 100, 50, 0], [0, 0, 50, 100]
     machine.write()
@@ -55,14 +55,14 @@ def test_cpus_beyond_those_of_this_run_may_be_taken(machine: Machine) -> None:
     assert share.others_pct(1) == 0.0
 
 
-def test_interrupts_are_nobodys(machine: Machine) -> None:
+def test_interrupt_time_is_not_counted_as_other_programs(machine: Machine) -> None:
     share = CpuShare(machine.root)
     machine.idle, machine.irq = [50] * 4, 50
     machine.write()
     assert share.others_pct(4) == 0.0
 
 
-def test_where_the_kernel_does_not_tell(tmp_path: Path, machine: Machine) -> None:
+def test_cpu_share_is_none_without_kernel_counters(tmp_path: Path, machine: Machine) -> None:
     assert CpuShare(machine.root).others_pct(4) is None  # no time has passed
     assert CpuShare(machine.root).others_pct(None) is None
     (tmp_path / "proc/stat").write_text("cpu 1 2 3")

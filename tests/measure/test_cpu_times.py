@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_feed.measure.cpu_time import CpuTimes, _statistics, own_clock, run_queue_clock
+from lightning_feed.measure.measurements import HostTimes
 
 MS = 1_000_000
 
@@ -29,9 +30,9 @@ def _times(*, loads_here: bool | None) -> tuple[CpuTimes, Clock, Clock]:
     return made, thread, process
 
 
-def test_by_step() -> None:
+def test_cpu_and_loading_times_are_averaged_per_step() -> None:
     times, thread, process = _times(loads_here=True)
-    assert times.per_step(0) == {}
+    assert times.per_step(0) == HostTimes()
     thread.now += 1000  # the warm-up
     times.settle(20)
     for _ in range(4):
@@ -39,41 +40,41 @@ def test_by_step() -> None:
         thread.now, process.now = thread.now + 3, process.now + 3
         times.fetch_ended()
         thread.now, process.now = thread.now + 5, process.now + 10
-    expected = {"host_cpu_ms": 8.0, "load_cpu_ms": 3.0}
-    assert times.per_step(24) == pytest.approx(expected)
-    assert times.per_step(24) == pytest.approx(expected)  # asked again
+    expected = {"cpu_ms": 8.0, "load_cpu_ms": 3.0, "load_queue_ms": None}
+    assert vars(times.per_step(24)) == pytest.approx(expected)
+    assert vars(times.per_step(24)) == pytest.approx(expected)  # asked again
 
 
-def test_what_is_not_training_does_not_count() -> None:
+def test_cpu_time_while_paused_is_not_counted() -> None:
     times, thread, process = _times(loads_here=False)
     thread.now, process.now = 17, 29
     times.pause()
     times.pause()
     thread.now, process.now = 517, 929
-    assert times.per_step(1) == {"host_cpu_ms": 10.0}
+    assert times.per_step(1) == HostTimes(cpu_ms=10.0)
     times.go_on()
     thread.now, process.now = 527, 949
-    assert times.per_step(2) == {"host_cpu_ms": 10.0}
+    assert times.per_step(2) == HostTimes(cpu_ms=10.0)
 
 
-def test_with_workers_the_cpu_time_of_fetching_is_not_that_of_loading() -> None:
+def test_fetching_with_workers_counts_no_loading_cpu_time() -> None:
     times, thread, _ = _times(loads_here=False)
     times.fetch_began()
     thread.now += 5
     times.fetch_ended()
-    assert "load_cpu_ms" not in times.per_step(1)
+    assert times.per_step(1).load_cpu_ms is None
 
 
-def test_a_loader_of_unknown_kind_takes_the_time_of_the_thread() -> None:
+def test_loading_time_of_an_unknown_loader_is_that_thread_cpu_time() -> None:
     times, thread, process = _times(loads_here=None)
     times.fetch_began()
     thread.now, process.now = thread.now + 5, process.now + 50  # other threads of the process compute meanwhile
     times.fetch_ended()
-    assert times.per_step(1)["load_cpu_ms"] == 5.0
+    assert times.per_step(1).load_cpu_ms == 5.0
 
 
 @pytest.mark.parametrize("loads_here", [True, False, None])
-def test_the_wait_for_a_cpu_in_fetches(*, loads_here: bool | None) -> None:
+def test_run_queue_wait_counts_in_fetches_after_the_first(*, loads_here: bool | None) -> None:
     queue = Clock()
     times = CpuTimes(loads_here=loads_here, thread=Clock(), process=Clock(), run_queue=queue)
     for began, ended in ((0, 5), (5, 7), (20, 21)):  # set-up comes before the first batch, and does not count
@@ -81,17 +82,17 @@ def test_the_wait_for_a_cpu_in_fetches(*, loads_here: bool | None) -> None:
         times.fetch_began()
         queue.now = ended
         times.fetch_ended()
-    assert times.per_step(1)["load_queue_ms"] == pytest.approx(3.0)
+    assert times.per_step(1).load_queue_ms == pytest.approx(3.0)
     times.settle(1)
-    assert times.per_step(2)["load_queue_ms"] == 0.0
+    assert times.per_step(2).load_queue_ms == 0.0
 
 
-def test_a_wait_for_a_cpu_is_not_known_everywhere() -> None:
+def test_run_queue_wait_is_none_without_a_run_queue_clock() -> None:
     times, _, _ = _times(loads_here=True)
-    assert "load_queue_ms" not in times.per_step(1)
+    assert times.per_step(1).load_queue_ms is None
 
 
-def test_what_the_kernel_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_queue_clock_reads_schedstat_or_returns_none(monkeypatch: pytest.MonkeyPatch) -> None:
     for line, expected in [(b"12 34 5\n", 34), (b"0 0 0\n", None), (b"", None)]:  # none: not Linux, or a sandbox
         monkeypatch.setattr("lightning_feed.measure.cpu_time._statistics.read", lambda line=line: line)
         assert run_queue_clock() == expected
@@ -99,7 +100,7 @@ def test_what_the_kernel_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the kernel does not count")
-def test_each_thread_and_each_forked_process_reads_its_own() -> None:
+def test_each_thread_and_forked_process_reads_its_own_schedstat() -> None:
     def own() -> tuple[bytes, bytes]:
         kept, thread = _statistics.read(), f"/proc/self/task/{threading.get_native_id()}/schedstat"
         return kept.split()[0], Path(thread).read_bytes().split()[0]

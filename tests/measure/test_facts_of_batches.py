@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision.datasets import ImageFolder
 
 from lightning_feed import GPUStarvationCallback
-from lightning_feed.measure.facts import with_loaders
+from lightning_feed.measure.facts import loader_facts
 from lightning_feed.measure.measurements import LoopFacts, Measurements
 from lightning_feed.measure.stats import LoaderStats
 
@@ -69,39 +69,39 @@ def _facts(callback: GPUStarvationCallback, model: BoringModel, epochs: int = 1)
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_what_a_batch_holds(quiet: GPUStarvationCallback, epochs: int) -> None:
+def test_batch_facts_count_tensors_and_bytes(quiet: GPUStarvationCallback, epochs: int) -> None:
     facts = _facts(quiet, Model(), epochs)
-    assert (facts.batch_tensors, facts.batch_bytes, facts.batch_hooks) == (2, 2 * 24 + 2 * 8, False)
+    assert (facts.batch.tensors, facts.batch.size_bytes, facts.batch_hooks) == (2, 2 * 24 + 2 * 8, False)
 
 
-def test_a_hook_may_change_what_the_loader_gave(quiet: GPUStarvationCallback) -> None:
+def test_batch_hooks_is_true_if_the_model_overrides_a_transfer_hook(quiet: GPUStarvationCallback) -> None:
     assert _facts(quiet, Hooked()).batch_hooks is True
 
 
-def test_beside_a_loader_that_nobody_knows_none_is_blamed(quiet: GPUStarvationCallback) -> None:
+def test_loader_facts_are_none_beside_a_loader_of_unknown_kind(quiet: GPUStarvationCallback) -> None:
     one = DataLoader(Photos(), batch_size=2, num_workers=0)
     measured = _measured(quiet, Model(), CombinedLoader({"a": one, "b": Unseen()}, "min_size"))
-    facts, loaders = measured.facts, measured.loaders
+    facts, loaders = measured.facts.loader, measured.loaders
     assert (facts.num_workers, facts.prefetch_factor, facts.workers, facts.ours) == (None, None, None, False)
     assert loaders.handover_pct is None
     assert (loaders.queue_ready, loaders.queue_capacity) == (None, None)
-    alone = _measured(GPUStarvationCallback(nvml=False, report=False), Model(), one)
-    assert (alone.facts.num_workers, alone.loaders.queue_ready) == (0, 0)
+    alone = _measured(GPUStarvationCallback(report=False), Model(), one)
+    assert (alone.facts.loader.num_workers, alone.loaders.queue_ready) == (0, 0)
     assert isinstance(alone.loaders, LoaderStats)
 
 
 @pytest.mark.parametrize("version", ["transforms", "transforms.v2"])
-def test_an_image_folder_that_is_cropped_after_decoding_is_known(class_folders: Path, version: str) -> None:
+def test_decodes_whole_is_true_for_image_folders_cropped_after_decoding(class_folders: Path, version: str) -> None:
     made = importlib.import_module(f"torchvision.{version}")
     crop, flip = made.RandomResizedCrop(8), made.RandomHorizontalFlip()
 
     def decodes_whole(transform: Any, kind: type[ImageFolder] = ImageFolder) -> bool | None:
         dataset = Subset(kind(class_folders, transform), [0, 1])
-        return with_loaders(LoopFacts(), [DataLoader(dataset)]).decodes_whole
+        return loader_facts([DataLoader(dataset)]).decodes_whole
 
     assert decodes_whole(made.Compose([crop, flip])) is True
     assert decodes_whole(crop) is True
     assert decodes_whole(made.Compose([flip, crop])) is False  # what comes first wants the whole image
     assert decodes_whole(None) is False
     assert decodes_whole(crop, DecodesItself) is False
-    assert with_loaders(LoopFacts(), [DataLoader(Photos())]).decodes_whole is False
+    assert loader_facts([DataLoader(Photos())]).decodes_whole is False

@@ -68,7 +68,7 @@ class Loop:
 
 
 @pytest.mark.parametrize("does_nothing", [True, False])
-def test_self_times_of_what_lies_between_steps(does_nothing: bool) -> None:
+def test_hooks_between_steps_are_listed_by_their_self_times(does_nothing: bool) -> None:
     loop = Loop(does_nothing=does_nothing)
     loop.run(FIRST_TIMED + FIRST_COUNT + 1)
     found = {one.name: one.ms_per_step for one in loop.hooks.result()}
@@ -76,14 +76,14 @@ def test_self_times_of_what_lies_between_steps(does_nothing: bool) -> None:
     assert [one.name for one in loop.hooks.result()] == ["inner", "outer", "ours"]
 
 
-def test_one_step_in_many_is_looked_at() -> None:
+def test_hooks_are_timed_in_one_step_of_many() -> None:
     loop = Loop()
     loop.run(FIRST_TIMED + FIRST_COUNT + 10 * EVERY)
     assert loop.hooks._timed_steps == FIRST_COUNT + 10
     assert {one.name: one.ms_per_step for one in loop.hooks.result()}["inner"] == pytest.approx(2)
 
 
-def test_a_look_with_a_validation_in_it_does_not_count() -> None:
+def test_a_timed_step_with_a_validation_is_not_counted() -> None:
     loop = Loop()
     loop.run(FIRST_TIMED)
     assert loop.hooks.timing
@@ -100,7 +100,7 @@ def test_a_look_with_a_validation_in_it_does_not_count() -> None:
     assert loop.hooks._timed_steps == FIRST_COUNT - 1
 
 
-def test_calls_of_a_logger_count_but_in_steps_that_are_left_out() -> None:
+def test_logger_calls_are_counted_except_in_steps_left_out() -> None:
     """Our own call of a slow logger leaves its step out: its time is not the user's."""
     loop = Loop()
 
@@ -137,7 +137,7 @@ def test_an_error_in_a_hook_is_not_swallowed() -> None:
 
 @pytest.mark.parametrize("looking", [True, False])
 @pytest.mark.parametrize("does_nothing", [True, False])
-def test_nothing_is_left_behind(looking: bool, does_nothing: bool) -> None:
+def test_untap_removes_all_patches_and_stops_the_timing(looking: bool, does_nothing: bool) -> None:
     loop = Loop(does_nothing=does_nothing)
     loop.run(FIRST_TIMED if looking else 1)
     loop.untap()
@@ -164,7 +164,7 @@ def test_another_tool_that_wraps_profile_is_left_alone() -> None:
     assert loop.profiler.profile is profile
 
 
-def test_an_epoch_that_begins_in_a_look_is_not_a_hook() -> None:
+def test_an_epoch_that_starts_in_a_timed_step_is_not_listed_as_a_hook() -> None:
     loop = Loop()
     loop.run(FIRST_TIMED + 2)  # the last call begins a look
     with loop.profiler.profile("epoch"):

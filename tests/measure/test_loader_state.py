@@ -49,7 +49,7 @@ class Imitated:
         self._workers = [Worker(11), Worker(None), Worker(12)]
 
 
-def test_ready_are_those_in_the_queue_and_those_kept_out_of_order() -> None:
+def test_ready_counts_queued_batches_and_those_kept_out_of_order() -> None:
     iterator = Imitated()
     probe: Any = probe_loader(iterator)
     assert isinstance(probe, TorchProbe)
@@ -61,7 +61,7 @@ def test_ready_are_those_in_the_queue_and_those_kept_out_of_order() -> None:
     assert probe.workers() == Workers(pids=(11, 12))
 
 
-def test_with_a_pin_thread_what_it_has_not_got_to_is_told_apart() -> None:
+def test_batches_not_yet_pinned_are_counted_separately() -> None:
     iterator = Imitated(pins=True)
     probe = TorchProbe(iterator)
     iterator._worker_result_queue.put("a")
@@ -76,7 +76,7 @@ def keep(iterator: Imitated, *numbers: int) -> None:
         iterator._task_info[number] += ("kept",)
 
 
-def test_waiting_counts_as_head_of_line_as_far_as_workers_were_idle_for_it() -> None:
+def test_head_of_line_time_is_the_wait_times_the_share_of_idle_workers() -> None:
     iterator = Imitated()
     probe = TorchProbe(iterator)
     probe.waited(10)
@@ -88,7 +88,7 @@ def test_waiting_counts_as_head_of_line_as_far_as_workers_were_idle_for_it() -> 
     assert probe.head_of_line_ns() == pytest.approx(10 / 2)  # one of two workers
 
 
-def test_at_the_end_of_the_data_nobody_is_held_up() -> None:
+def test_no_head_of_line_time_is_counted_at_the_end_of_the_data() -> None:
     iterator = Imitated()
     probe = TorchProbe(iterator)
     keep(iterator, 1, 3, 5)
@@ -110,7 +110,7 @@ def test_probes_keep_no_iterator_alive() -> None:
 
 
 @pytest.mark.parametrize("tasks", [None, [1, 2], {0: 1}], ids=str)
-def test_parts_that_are_something_else_are_unknown(tasks: Any) -> None:
+def test_unexpected_iterator_attributes_give_no_queue_state(tasks: Any) -> None:
     iterator = Imitated()
     iterator._task_info = tasks
     probe = TorchProbe(iterator)
@@ -119,7 +119,7 @@ def test_parts_that_are_something_else_are_unknown(tasks: Any) -> None:
 
 
 @pytest.mark.parametrize("other", [iter([1]), (x for x in [1]), object(), None, zip([1], [2], strict=True)])
-def test_of_other_iterators_nothing_is_known(other: Any) -> None:
+def test_probe_loader_returns_none_for_other_iterators(other: Any) -> None:
     assert probe_loader(other) is None
 
 
@@ -149,7 +149,7 @@ def until_ready(probe: Any, ready: int) -> None:
 
 @pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.parametrize("persistent", [True, False])
-def test_torch_with_workers(persistent: bool, in_order: bool) -> None:
+def test_probe_reads_a_torch_loader_with_workers(persistent: bool, in_order: bool) -> None:
     loader: DataLoader[Any] = DataLoader(
         range(40),  # type: ignore[arg-type]
         batch_size=2,
@@ -173,7 +173,7 @@ def test_torch_with_workers(persistent: bool, in_order: bool) -> None:
         assert look(probe).ready == 0
 
 
-def test_torch_without_workers() -> None:
+def test_probe_reads_a_torch_loader_without_workers() -> None:
     iterator = iter(DataLoader(range(4)))  # type: ignore[arg-type]
     probe: Any = probe_loader(iterator)
     assert type(probe) is Probe
@@ -188,7 +188,7 @@ def test_torch_without_workers() -> None:
 
 # torchdata 0.11 calls what torch 2.15 has deprecated.
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
-def test_stateful_loader_of_torchdata() -> None:
+def test_probe_reads_a_torchdata_stateful_loader() -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
     iterator = iter(stateful.StatefulDataLoader(range(40), num_workers=2, prefetch_factor=2))
     probe: Any = probe_loader(iterator)
@@ -201,7 +201,7 @@ def test_stateful_loader_of_torchdata() -> None:
     assert sum(1 for _ in iterator) == 39
 
 
-def test_our_loader_with_threads() -> None:
+def test_probe_reads_a_feed_loader_with_threads() -> None:
     iterator = iter(FeedLoader(range(40), num_workers=2, prefetch_factor=2, workers="thread"))
     probe: Any = probe_loader(iterator)
     until_ready(probe, 4)
@@ -215,7 +215,7 @@ def test_our_loader_with_threads() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_our_loader_reading_ahead(workers: int) -> None:
+def test_probe_reads_a_feed_loader_with_background_loading(workers: int) -> None:
     options: dict[str, Any] = {"prefetch_factor": 2} if workers else {}
     iterator = iter(FeedLoader(range(40), num_workers=workers, background=3, **options))
     probe: Any = probe_loader(iterator)
@@ -229,7 +229,7 @@ def test_our_loader_reading_ahead(workers: int) -> None:
     assert probe.read() is None
 
 
-def test_threads_that_wait_for_one_slow_sample_count_it_as_head_of_line() -> None:
+def test_threads_waiting_for_one_slow_sample_count_as_head_of_line() -> None:
     let_go = threading.Event()
     later_done = threading.Event()
 

@@ -65,7 +65,7 @@ class Loop:
         self.clock.now += int(ms * MS)
 
 
-def test_what_is_ready_when_the_loop_asks(tmp_path: Path) -> None:
+def test_queue_ready_is_the_mean_over_the_fetches_of_the_loop(tmp_path: Path) -> None:
     iterator = Imitated()
     loop = Loop(tmp_path, iterator)
     for held in (0, 4, 3, 2, 0):  # the first of the epoch does not count, the last has not ended
@@ -77,7 +77,7 @@ def test_what_is_ready_when_the_loop_asks(tmp_path: Path) -> None:
     assert stats.queue_capacity == 4
 
 
-def test_start_and_gap_of_epochs_are_no_time_of_production(tmp_path: Path) -> None:
+def test_epoch_starts_and_gaps_do_not_lower_the_production_rate(tmp_path: Path) -> None:
     iterator = Imitated()
     loop = Loop(tmp_path, iterator)
     for _ in range(3):
@@ -92,7 +92,7 @@ def test_start_and_gap_of_epochs_are_no_time_of_production(tmp_path: Path) -> No
     assert stats.produced_per_s == pytest.approx(100)
 
 
-def test_head_of_line_is_the_share_of_waiting_lost_to_the_order(tmp_path: Path) -> None:
+def test_head_of_line_pct_is_the_share_of_waiting_lost_to_batch_order(tmp_path: Path) -> None:
     iterator = Imitated()
     loop = Loop(tmp_path, iterator)
     loop.fetch(wait_ms=100)  # the first, not counted
@@ -104,7 +104,7 @@ def test_head_of_line_is_the_share_of_waiting_lost_to_the_order(tmp_path: Path) 
     assert loop.watch.take().head_of_line_pct == pytest.approx(100 * 80 / 2 / (80 + 20))
 
 
-def test_pin_lag_is_waiting_for_batches_that_are_made(tmp_path: Path) -> None:
+def test_pin_lag_is_the_wait_for_loaded_but_unpinned_batches(tmp_path: Path) -> None:
     iterator = Imitated(pins=True)
     loop = Loop(tmp_path, iterator)
     loop.fetch()
@@ -116,7 +116,7 @@ def test_pin_lag_is_waiting_for_batches_that_are_made(tmp_path: Path) -> None:
     assert stats.queue_ready == pytest.approx(1 / 3)
 
 
-def test_handing_out_what_was_fetched_before_is_no_fetch(tmp_path: Path) -> None:
+def test_a_prefetched_batch_is_not_counted_as_a_fetch(tmp_path: Path) -> None:
     iterator = Imitated()
     loop = Loop(tmp_path, iterator)
     for _ in range(6):  # a prefetcher: it draws within the step, and the loop's own fetch finds it done
@@ -130,7 +130,7 @@ def test_handing_out_what_was_fetched_before_is_no_fetch(tmp_path: Path) -> None
     assert stats.produced_per_s == pytest.approx(100)
 
 
-def test_loaders_side_by_side_are_taken_together(tmp_path: Path) -> None:
+def test_parallel_loaders_report_the_emptiest_queue_and_a_joint_rate(tmp_path: Path) -> None:
     one, other = Imitated(), Imitated()
     loop = Loop(tmp_path, one, other)
     one._data_queue.held, other._data_queue.held = 1, 2
@@ -143,7 +143,7 @@ def test_loaders_side_by_side_are_taken_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_beside_an_iterator_of_another_kind_nobody_knows_which_is_waited_for(place: int, tmp_path: Path) -> None:
+def test_only_the_rate_is_known_beside_an_iterator_of_another_kind(place: int, tmp_path: Path) -> None:
     class Other:
         _num_yielded = 0
 
@@ -163,7 +163,7 @@ def test_beside_an_iterator_of_another_kind_nobody_knows_which_is_waited_for(pla
 
 
 @pytest.mark.parametrize("iterators", [[], [object()]])
-def test_of_nothing_known_nothing_is_told(tmp_path: Path, iterators: list[Any]) -> None:
+def test_unknown_iterators_give_empty_loader_stats(tmp_path: Path, iterators: list[Any]) -> None:
     loop = Loop(tmp_path, *iterators)
     for _ in range(4):
         loop.fetch(wait_ms=5, draw=False)
@@ -171,7 +171,7 @@ def test_of_nothing_known_nothing_is_told(tmp_path: Path, iterators: list[Any]) 
     assert loop.watch.total() == LoaderStats()
 
 
-def test_a_new_iterator_within_an_epoch_begins_anew(tmp_path: Path) -> None:
+def test_a_new_iterator_within_an_epoch_restarts_the_counts(tmp_path: Path) -> None:
     first, second = Imitated(), Imitated()
     loop = Loop(tmp_path, first)
     for _ in range(4):
@@ -189,7 +189,7 @@ def test_a_new_iterator_within_an_epoch_begins_anew(tmp_path: Path) -> None:
     assert "_try_get_data" not in vars(first)
 
 
-def test_take_gives_a_window_and_total_gives_all_since_it_settled(tmp_path: Path) -> None:
+def test_take_returns_the_window_and_total_everything_since_settle(tmp_path: Path) -> None:
     iterator = Imitated()
     loop = Loop(tmp_path, iterator)
 
@@ -214,7 +214,7 @@ def test_take_gives_a_window_and_total_gives_all_since_it_settled(tmp_path: Path
     assert loop.watch.total().queue_ready == pytest.approx((4 + 4 + 1 + 1 + 1) / 5)
 
 
-def test_workers_are_first_read_when_an_epoch_has_begun(tmp_path: Path) -> None:
+def test_worker_times_count_from_the_first_fetch_of_an_epoch(tmp_path: Path) -> None:
     class Worker:
         pid = 7
 
@@ -239,7 +239,7 @@ def test_workers_are_first_read_when_an_epoch_has_begun(tmp_path: Path) -> None:
     assert loop.watch.take().workers_on_cpu_pct == pytest.approx(100)  # the total did not take it away
 
 
-def test_pressure_runs_from_the_start(tmp_path: Path) -> None:
+def test_io_pressure_is_measured_from_the_start(tmp_path: Path) -> None:
     (tmp_path / "proc/pressure").mkdir(parents=True)
     (tmp_path / "proc/pressure/io").write_text("some avg10=0 total=0")
     loop = Loop(tmp_path)
@@ -248,7 +248,7 @@ def test_pressure_runs_from_the_start(tmp_path: Path) -> None:
     assert loop.watch.take().io_pressure_pct == pytest.approx(30)
 
 
-def test_waiting_with_a_batch_ready_is_handing_over(tmp_path: Path) -> None:
+def test_waiting_with_a_batch_ready_counts_as_handover(tmp_path: Path) -> None:
     iterator = Imitated()
     loop = Loop(tmp_path, iterator)
     for held, wait_ms in ((0, 900), (2, 30), (0, 10), (1, 0), (0, 0)):
@@ -258,7 +258,7 @@ def test_waiting_with_a_batch_ready_is_handing_over(tmp_path: Path) -> None:
     assert loop.watch.take().handover_pct == pytest.approx(75)
 
 
-def test_of_loaders_side_by_side_the_emptiest_is_waited_for(tmp_path: Path) -> None:
+def test_handover_of_parallel_loaders_is_that_from_the_emptiest_queue(tmp_path: Path) -> None:
     one, other = Imitated(), Imitated()
     loop = Loop(tmp_path, one, other)
     one._data_queue.held, other._data_queue.held = 0, 4

@@ -99,7 +99,7 @@ LOADERS: dict[str, Callable[[Samples], Any]] = {
 
 @pytest.mark.parametrize("workers", ["process", "thread"])
 @pytest.mark.parametrize("background", [0, 2])
-def test_one_slow_sample_in_twenty_holds_up_those_behind_it(workers: Any, background: int) -> None:
+def test_one_slow_sample_in_twenty_shows_as_head_of_line_waiting(workers: Any, background: int) -> None:
     samples = Samples(block_s=0.002, slow_s=0.12, every=20)
     loader = FeedLoader(
         samples, batch_size=None, num_workers=3, prefetch_factor=2, workers=workers, background=background
@@ -110,7 +110,7 @@ def test_one_slow_sample_in_twenty_holds_up_those_behind_it(workers: Any, backgr
 
 
 @pytest.mark.parametrize("workers", ["process", "thread"])
-def test_workers_alike_hold_up_nobody(workers: Any) -> None:
+def test_equally_fast_workers_show_little_head_of_line_waiting(workers: Any) -> None:
     # Later batches are there at the end of most waits, and with some luck half of the time; but all go on working.
     loader = FeedLoader(Samples(block_s=0.04), batch_size=None, num_workers=4, prefetch_factor=2, workers=workers)
     stats = watch(loader, 40, warm_up=8)
@@ -118,7 +118,7 @@ def test_workers_alike_hold_up_nobody(workers: Any) -> None:
     assert stats.head_of_line_pct < 25
 
 
-def test_bytes_that_the_workers_read(tmp_path: Path) -> None:
+def test_bytes_read_by_the_workers_are_measured(tmp_path: Path) -> None:
     file = tmp_path / "a file"
     file.write_bytes(b"x" * 2_000_000)
 
@@ -134,7 +134,7 @@ def test_bytes_that_the_workers_read(tmp_path: Path) -> None:
     assert stats.page_cache_pct == pytest.approx(100, abs=2)  # just written
 
 
-def test_workers_that_are_replaced_do_not_confuse() -> None:
+def test_figures_stay_consistent_when_workers_are_replaced() -> None:
     loader = DataLoader(Samples(block_s=0.01), batch_size=None, num_workers=2, sampler=range(20))
     live: list[Any] = []
     seen = LoaderWatch(lambda: live)
@@ -154,7 +154,7 @@ def test_workers_that_are_replaced_do_not_confuse() -> None:
     seen.close()
 
 
-def test_watching_leaves_the_end_of_workers_to_torch() -> None:
+def test_dropping_a_watched_iterator_ends_its_workers_at_once() -> None:
     """An iterator that is dropped ends its workers at once, watched or not."""
     batches = iter(DataLoader(Samples(), batch_size=None, num_workers=1))
     live = [batches]

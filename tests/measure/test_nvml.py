@@ -143,7 +143,7 @@ def sampled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Gpu
     assert not [thread for thread in threading.enumerate() if thread.name == "lightning-feed-nvml"]
 
 
-def test_means_of_the_samples(sampled: Callable[..., Any]) -> None:
+def test_gpu_stats_are_the_means_of_the_nvml_samples(sampled: Callable[..., Any]) -> None:
     nvml = FakeNvml()
     stats, sampler = sampled(nvml)
     assert stats == GpuStats(util_pct=50.0, sm_pct=25.0, mem_used_mib=3072.0, power_w=250.0, pcie_rx_mb_per_s=1500.0)
@@ -151,7 +151,7 @@ def test_means_of_the_samples(sampled: Callable[..., Any]) -> None:
     assert (nvml.open, nvml.samples) == (0, 0)
 
 
-def test_a_figure_that_the_board_does_not_give_is_absent_and_not_asked_again(sampled: Callable[..., Any]) -> None:
+def test_an_unsupported_figure_is_absent_and_queried_only_once(sampled: Callable[..., Any]) -> None:
     nvml = FakeNvml(gpm=False, cannot=("power",))
     stats, _ = sampled(nvml, rounds=3)
     assert stats.power_w is None
@@ -160,7 +160,7 @@ def test_a_figure_that_the_board_does_not_give_is_absent_and_not_asked_again(sam
     assert nvml.calls.count("power") == 1
 
 
-def test_a_mig_instance_is_found_by_its_own_prefix(sampled: Callable[..., Any]) -> None:
+def test_a_mig_instance_is_found_by_its_uuid_prefix(sampled: Callable[..., Any]) -> None:
     stats, _ = sampled(FakeNvml(prefix="MIG-", cannot=("util",)))
     assert stats.util_pct is None
     assert stats.mem_used_mib == 3072.0
@@ -176,7 +176,7 @@ def test_a_mig_instance_is_found_by_its_own_prefix(sampled: Callable[..., Any]) 
     ],
     ids=["module absent", "driver absent", "unknown device", "nothing supported"],
 )
-def test_without_nvml_one_info_line_and_no_figure(
+def test_missing_nvml_logs_one_info_line_and_gives_no_figures(
     nvml: Any, said: str, sampled: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="lightning_feed"):
@@ -189,7 +189,7 @@ def test_without_nvml_one_info_line_and_no_figure(
         assert nvml.open == 0
 
 
-def test_a_failure_in_the_middle_ends_the_thread_and_is_said_once(
+def test_an_nvml_failure_ends_the_sampler_thread_and_is_logged_once(
     sampled: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     nvml = FakeNvml()
@@ -206,7 +206,7 @@ def test_a_failure_in_the_middle_ends_the_thread_and_is_said_once(
     assert (nvml.open, nvml.samples) == (0, 0)
 
 
-def test_the_thread_ends_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_ends_the_sampler_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
     sampler = NvmlSampler(UUID, period_s=60)
     sampler.stop()  # before it was started: nothing to end

@@ -20,7 +20,7 @@ def some(total: int) -> str:
     )
 
 
-def test_pressure_of_the_machine(tmp_path: Path) -> None:
+def test_machine_pressure_is_the_stalled_share_of_the_interval(tmp_path: Path) -> None:
     for resource in ("cpu", "io", "memory"):
         write(tmp_path, f"proc/pressure/{resource}", some(1000))
     clock = PressureClock(tmp_path)
@@ -31,7 +31,7 @@ def test_pressure_of_the_machine(tmp_path: Path) -> None:
     assert [time.pressure_pct(each) for each in ("cpu", "io", "memory")] == pytest.approx([25, 1, 0])
 
 
-def test_that_of_the_container_comes_first(tmp_path: Path) -> None:
+def test_pressure_of_the_container_overrides_that_of_the_machine(tmp_path: Path) -> None:
     write(tmp_path, "proc/self/cgroup", "0::/job/step\n")
     write(tmp_path, "proc/pressure/cpu", some(0))
     write(tmp_path, "sys/fs/cgroup/job/cpu.pressure", some(0))
@@ -42,14 +42,14 @@ def test_that_of_the_container_comes_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "full avg10=0 total=5", "some avg10=0.00", "some total=x"])
-def test_files_of_another_form_are_unknown(tmp_path: Path, text: str) -> None:
+def test_pressure_files_of_another_format_give_none(tmp_path: Path, text: str) -> None:
     write(tmp_path, "proc/pressure/cpu", text)
     clock = PressureClock(tmp_path)
     clock.take(0)
     assert clock.take(SECOND).pressure_pct("cpu") is None
 
 
-def test_nothing_there_is_nothing_known(tmp_path: Path) -> None:
+def test_missing_pressure_files_give_none(tmp_path: Path) -> None:
     clock = PressureClock(tmp_path)
     clock.take(0)
     time = clock.take(SECOND)
@@ -57,7 +57,7 @@ def test_nothing_there_is_nothing_known(tmp_path: Path) -> None:
     assert time.throttled_pct is None
 
 
-def test_a_file_that_vanishes_or_runs_backwards_is_left_out(tmp_path: Path) -> None:
+def test_a_pressure_file_that_vanishes_or_runs_backwards_gives_none(tmp_path: Path) -> None:
     write(tmp_path, "proc/pressure/cpu", some(500))
     write(tmp_path, "proc/pressure/io", some(500))
     clock = PressureClock(tmp_path)
@@ -69,7 +69,7 @@ def test_a_file_that_vanishes_or_runs_backwards_is_left_out(tmp_path: Path) -> N
     assert time.pressure_pct("io") is None
 
 
-def test_pressure_never_exceeds_the_time(tmp_path: Path) -> None:
+def test_pressure_never_exceeds_100_percent(tmp_path: Path) -> None:
     write(tmp_path, "proc/pressure/cpu", some(0))
     clock = PressureClock(tmp_path)
     clock.take(0)
@@ -81,7 +81,7 @@ def test_pressure_never_exceeds_the_time(tmp_path: Path) -> None:
     ("membership", "folder"),
     [("0::/job\n", "sys/fs/cgroup/job"), ("3:cpu,cpuacct:/job\n0::/\n", "sys/fs/cgroup/cpu,cpuacct/job")],
 )
-def test_throttling_in_both_versions_of_cgroups(tmp_path: Path, membership: str, folder: str) -> None:
+def test_throttling_is_read_from_both_versions_of_cgroups(tmp_path: Path, membership: str, folder: str) -> None:
     write(tmp_path, "proc/self/cgroup", membership)
     write(tmp_path, f"{folder}/cpu.stat", "usage_usec 5\nnr_periods 100\nnr_throttled 10\n")
     clock = PressureClock(tmp_path)
@@ -90,7 +90,7 @@ def test_throttling_in_both_versions_of_cgroups(tmp_path: Path, membership: str,
     assert clock.take(SECOND).throttled_pct == pytest.approx(25)
 
 
-def test_the_cgroup_worst_off_counts(tmp_path: Path) -> None:
+def test_throttling_is_read_from_the_most_throttled_cgroup(tmp_path: Path) -> None:
     write(tmp_path, "proc/self/cgroup", "0::/outer/inner\n")
     for folder in ("outer", "outer/inner"):
         write(tmp_path, f"sys/fs/cgroup/{folder}/cpu.stat", "nr_periods 0\nnr_throttled 0\n")
@@ -101,7 +101,7 @@ def test_the_cgroup_worst_off_counts(tmp_path: Path) -> None:
     assert clock.take(SECOND).throttled_pct == pytest.approx(80)
 
 
-def test_without_a_quota_nothing_is_known_of_throttling(tmp_path: Path) -> None:
+def test_throttling_is_none_without_a_cpu_quota(tmp_path: Path) -> None:
     write(tmp_path, "proc/self/cgroup", "0::/job\n")
     write(tmp_path, "sys/fs/cgroup/job/cpu.stat", "nr_periods 0\nnr_throttled 0\n")
     clock = PressureClock(tmp_path)
@@ -109,7 +109,7 @@ def test_without_a_quota_nothing_is_known_of_throttling(tmp_path: Path) -> None:
     assert clock.take(SECOND).throttled_pct is None
 
 
-def test_sums_over_intervals(tmp_path: Path) -> None:
+def test_pressure_adds_up_over_intervals(tmp_path: Path) -> None:
     write(tmp_path, "proc/pressure/cpu", some(0))
     clock = PressureClock(tmp_path)
     total = clock.take(0)

@@ -48,7 +48,7 @@ def _use(profiler: Any) -> None:
 
 @pytest.mark.parametrize("does_nothing", [True, False])
 @pytest.mark.parametrize("kind", [Recorder, Idle])
-def test_wanted_actions_are_heard_and_nothing_is_left(kind: type[Recorder], does_nothing: bool) -> None:
+def test_tap_hears_wanted_actions_and_untap_restores_the_profiler(kind: type[Recorder], does_nothing: bool) -> None:
     profiler, heard = kind(), []
     before = dict(vars(profiler))
     untap = tap_profiler(
@@ -65,7 +65,7 @@ def test_wanted_actions_are_heard_and_nothing_is_left(kind: type[Recorder], does
     assert heard == ["start", "stop"]
 
 
-def test_the_time_of_the_profiler_itself_is_outside() -> None:
+def test_tap_callbacks_run_between_the_profilers_start_and_stop() -> None:
     profiler = Recorder()
     tap_profiler(
         profiler, {"wanted": lambda: profiler.told.append("mark")}, {"wanted": lambda: profiler.told.append("mark")}
@@ -75,7 +75,7 @@ def test_the_time_of_the_profiler_itself_is_outside() -> None:
     assert profiler.told == ["start wanted", "mark", "mark", "stop wanted"]
 
 
-def test_an_action_that_fails_is_stopped() -> None:
+def test_a_failing_action_still_calls_its_stop_callback() -> None:
     profiler, heard = Idle(), []
     tap_profiler(profiler, {}, {"wanted": lambda: heard.append("stop")}, does_nothing=True)
     with pytest.raises(ValueError, match="inside"), profiler.profile("wanted"):
@@ -83,7 +83,7 @@ def test_an_action_that_fails_is_stopped() -> None:
     assert heard == ["stop"]
 
 
-def test_a_tool_that_wraps_the_tap_hears_everything() -> None:
+def test_a_tool_that_wraps_the_tapped_profiler_hears_every_action() -> None:
     profiler, heard, theirs = Idle(), [], []
     untap = tap_profiler(profiler, {"wanted": lambda: heard.append("start")}, {}, does_nothing=True)
     inner = profiler.start
@@ -102,7 +102,7 @@ def test_a_tool_that_wraps_the_tap_hears_everything() -> None:
     assert set(vars(profiler)) == {"told", "start"}
 
 
-def test_a_tool_that_was_there_before_stays() -> None:
+def test_an_earlier_profiler_wrapper_stays_after_untap() -> None:
     profiler, theirs = Idle(), []
     profiler.start = theirs.append  # type: ignore[method-assign]
     untap = tap_profiler(profiler, {}, {}, does_nothing=True)

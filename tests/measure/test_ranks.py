@@ -57,11 +57,11 @@ def step(number: int, idle_ms: float = 0.0, step_ms: float = 10.0, *, counted: b
         ([5, 5, 5, 15], 3),
     ],
 )
-def test_a_rank_is_slow_from_a_tenth_of_a_step_above_the_median(waits_ms: list[float], slow: int | None) -> None:
+def test_a_rank_is_slow_if_it_waits_a_tenth_of_a_step_above_the_median(waits_ms: list[float], slow: int | None) -> None:
     assert rank_stats([rows((wait, 100), (wait, 100)) for wait in waits_ms]).slow_rank == slow
 
 
-def test_the_longest_wait_of_each_step_counts() -> None:
+def test_starved_share_counts_the_longest_wait_of_each_step() -> None:
     in_turn = rank_stats([rows((30, 100), (0, 100)), rows((0, 100), (30, 100))])
     assert in_turn.max_data_idle_ms == pytest.approx(30)
     assert in_turn.starved_pct == pytest.approx(30)
@@ -73,7 +73,7 @@ def test_the_longest_wait_of_each_step_counts() -> None:
     assert together.amplification == pytest.approx(1)
 
 
-def test_nobody_waits_and_nothing_measured() -> None:
+def test_rank_stats_are_zero_without_waits_and_none_without_steps() -> None:
     fed = rank_stats([rows((0, 10)), rows((0, 10))])
     assert (fed.steps, fed.starved_pct, fed.max_data_idle_ms, fed.amplification) == (1, 0.0, 0.0, None)
     assert rank_stats([rows((0, 10)), rows()]) == RankStats(world_size=2, steps=0)
@@ -102,7 +102,7 @@ times = st.floats(1e-3, 1e3)
         )
     )
 )
-def test_what_all_pay_is_never_less_than_what_one_waits(steps: list[list[tuple[float, float]]]) -> None:
+def test_starved_share_of_all_ranks_is_at_least_that_of_any_rank(steps: list[list[tuple[float, float]]]) -> None:
     ranks = [rows(*[(share * ms, ms) for share, ms in (each[rank] for each in steps)]) for rank in range(len(steps[0]))]
     stats = rank_stats(ranks)
     assert stats.starved_pct is not None
@@ -135,7 +135,7 @@ def exchanges(world_size: int, store: Any = None, *, session: int = 0) -> list[R
     return [RankExchange(store, rank, world_size, session=session, sleep=time.sleep) for rank in range(world_size)]
 
 
-def test_figures_come_one_window_later_and_the_last_at_the_end() -> None:
+def test_rank_figures_come_one_window_later_and_the_last_at_finish() -> None:
     zero, one = exchanges(2)
     one.send([step(1, 4), step(2, 2)])
     zero.send([step(1), step(2)])
@@ -154,7 +154,7 @@ def test_figures_come_one_window_later_and_the_last_at_the_end() -> None:
 
 
 @pytest.mark.parametrize(("steps", "counted"), [(29, 29), (30, 20), (35, 25)])
-def test_the_total_leaves_out_the_warm_up_where_enough_is_left(steps: int, counted: int) -> None:
+def test_the_total_leaves_out_the_warm_up_if_enough_steps_remain(steps: int, counted: int) -> None:
     store = torch.distributed.HashStore()
     zero, one = (RankExchange(store, rank, 2, session=0, warm_up=10) for rank in (0, 1))
     one.finish([step(number, 5) for number in range(1, steps + 1)])
@@ -187,7 +187,7 @@ def test_steps_kept_before_the_window_ends_are_sent_with_it() -> None:
     assert zero.finish().steps == 2  # type: ignore[union-attr]
 
 
-def test_a_rank_that_says_nothing_is_told_of_once_and_never_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_silent_rank_is_logged_once_and_never_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     zero, one, _ = exchanges(3)
     time = Time()
     zero._sleep = time.sleep
@@ -203,7 +203,7 @@ def test_a_rank_that_says_nothing_is_told_of_once_and_never_waited_for(caplog: p
     assert time.now == 0.0
 
 
-def test_ranks_that_log_at_different_steps_are_not_mixed_up(caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_that_log_at_different_steps_are_not_compared(caplog: pytest.LogCaptureFixture) -> None:
     zero, one = exchanges(2)
     with caplog.at_level(logging.INFO):
         for number in range(1, 9):
@@ -214,7 +214,7 @@ def test_ranks_that_log_at_different_steps_are_not_mixed_up(caplog: pytest.LogCa
     assert "not compared" in caplog.text
 
 
-def test_rank_0_waits_a_little_for_the_last_steps() -> None:
+def test_rank_0_waits_briefly_for_the_last_steps() -> None:
     zero, one = exchanges(2)
     time = Time()
     zero._sleep = time.sleep
@@ -238,7 +238,7 @@ def test_rank_0_does_not_wait_for_ever() -> None:
     assert time.now == pytest.approx(PATIENCE_S, abs=0.1)
 
 
-def test_a_second_fit_reads_nothing_of_the_first() -> None:
+def test_a_second_fit_reads_no_steps_of_the_first() -> None:
     store = torch.distributed.HashStore()
     _, one = exchanges(2, store, session=0)
     for number in (1, 2):
@@ -266,7 +266,7 @@ class Broken:
 
 
 @pytest.mark.parametrize("works", range(12))
-def test_a_store_that_fails_is_told_once_and_training_goes_on(works: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_store_is_logged_once_and_training_continues(works: int, caplog: pytest.LogCaptureFixture) -> None:
     zero, one = exchanges(2, Broken(works))
     with caplog.at_level(logging.INFO):
         for number in range(1, 6):
@@ -289,7 +289,7 @@ def test_a_store_that_fails_is_told_once_and_training_goes_on(works: int, caplog
         array("d", [1.0, 0, 1, 1, 5, 9]).tobytes() + b"x",
     ],
 )
-def test_what_is_not_ours_is_not_read(value: bytes) -> None:
+def test_malformed_store_values_are_ignored(value: bytes) -> None:
     zero, _ = exchanges(2)
     zero._store.set(zero._key(1, "0"), value)
     zero.send([step(1)])
@@ -297,7 +297,7 @@ def test_what_is_not_ours_is_not_read(value: bytes) -> None:
     assert zero.take() is None
 
 
-def test_a_store_without_the_newer_calls_is_read_one_by_one() -> None:
+def test_a_store_without_multi_get_is_read_key_by_key() -> None:
     class Old:
         def __init__(self) -> None:
             self.inner = torch.distributed.HashStore()
@@ -311,7 +311,7 @@ def test_a_store_without_the_newer_calls_is_read_one_by_one() -> None:
     assert zero.finish([step(1)]).steps == 1  # type: ignore[union-attr]
 
 
-def test_nothing_happens_with_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_process_opens_no_rank_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_rank_exchange() is None
     monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
     assert open_rank_exchange() is None

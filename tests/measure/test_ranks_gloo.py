@@ -136,7 +136,7 @@ def _told(compares: Compares) -> Any:
     return [each and vars(each) for each in (*compares.windows, compares.total)]
 
 
-def test_fit_twice_in_the_same_process_group(tmp_path: Path) -> None:
+def test_ranks_are_compared_in_two_fits_of_one_process_group(tmp_path: Path) -> None:
     told, _ = in_ranks(2, fit_slow, tmp_path, 2, 1, 2)
     assert [each and each["steps"] for each in told] == [None, 4, 5, 4, 20]
     assert told[-1]["slow_rank"] == 1
@@ -149,7 +149,7 @@ class Watches(GPUStarvationCallback):
     """Started by Lightning, a rank has to write its result itself."""
 
     def __init__(self, folder: str) -> None:
-        super().__init__(every_n_steps=EVERY, nvml=False, tags="all")
+        super().__init__(every_n_steps=EVERY, tags="all")
         self.folder = folder
 
     def on_train_end(self, trainer: Any, *args: Any) -> None:
@@ -181,7 +181,7 @@ def test_the_callback_names_the_slow_rank(world_size: int, tmp_path: Path, capfd
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_the_callback_in_ranks_that_lightning_spawns(tmp_path: Path) -> None:
+def test_the_callback_names_the_slow_rank_under_ddp_spawn(tmp_path: Path) -> None:
     _check_slow(fit_watched(0, 2, 1, str(tmp_path), "ddp_spawn"), 1, 2)
 
 
@@ -210,7 +210,7 @@ def fit_raising(rank: int, raising_rank: int) -> Any:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_raises_hangs_nobody(rank: int, tmp_path: Path) -> None:
+def test_a_rank_that_raises_does_not_hang_the_others(rank: int, tmp_path: Path) -> None:
     """The error that is told may be the other rank's, which lost its peer."""
     began = time.monotonic()
     with pytest.raises((torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException)):
@@ -224,7 +224,7 @@ def fit_on_one(rank: int) -> Any:
     return _told(compares) if compares is not None else None
 
 
-def test_a_callback_on_one_rank_only_hangs_nobody(tmp_path: Path) -> None:
+def test_a_callback_on_only_one_rank_does_not_hang_the_fit(tmp_path: Path) -> None:
     told, _ = in_ranks(2, fit_on_one, tmp_path)
     assert told == [None] * 13
 

@@ -28,27 +28,27 @@ def _number(value: float) -> Tensor:
         ([], None),
     ],
 )
-def test_two_workers(batches: list[float], found: bool | None) -> None:
+def test_batches_repeated_by_two_workers_are_found(batches: list[float], found: bool | None) -> None:
     repeats = RepeatedBatches(2)
     for value in batches:
         repeats.see({"x": [_number(value)]})
-    assert repeats.found is found
+    assert repeats.repeated is found
 
 
-def test_a_step_that_changes_its_batch_hides_nothing() -> None:
+def test_repeats_are_found_even_if_the_step_changes_its_batch() -> None:
     repeats = RepeatedBatches(3)
     for value in (1, 1, 1, 2):
         batch = _number(value)
         repeats.see(batch)
         batch.zero_()
-    assert repeats.found is True
+    assert repeats.repeated is True
 
 
-def test_batches_without_tensors_are_not_judged() -> None:
+def test_batches_without_tensors_are_not_reported_as_repeated() -> None:
     repeats = RepeatedBatches(2)
     for _ in range(3):
         repeats.see(["text"])
-    assert repeats.found is False
+    assert repeats.repeated is False
 
 
 class Whole(IterableDataset[Any]):
@@ -101,14 +101,14 @@ def _trainer(callback: GPUStarvationCallback, *, max_epochs: int) -> Trainer:
     ("dataset", "workers", "repeated"),
     [(Whole(), 2, True), (Whole(), 1, None), (Divided(), 2, False), (Indexed(), 2, None)],
 )
-def test_the_report_of_a_fit_begins_with_it(
+def test_the_report_of_a_fit_begins_with_repeated_samples(
     dataset: Any, workers: int, repeated: bool | None, tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     starvation = GPUStarvationCallback(folder=tmp_path)
     trainer = _trainer(starvation, max_epochs=2)
     trainer.fit(Net(), DataLoader(dataset, batch_size=1, num_workers=workers))
     found = starvation.report()
-    assert found.measurements.facts.repeated is repeated
+    assert found.measurements.facts.loader.repeated is repeated
     text = as_text(found)
     assert ("FEED  every sample is trained 2 times an epoch: the stream is not divided" in text) == bool(repeated)
     assert ("next: divide the stream in its `__iter__`" in text) == bool(repeated)
@@ -121,7 +121,7 @@ class Curriculum(Indexed):
 
 
 @pytest.mark.parametrize("changes", [True, False])
-def test_workers_that_live_on_are_not_advised_where_the_program_changes_its_data(changes: bool) -> None:
+def test_may_persist_is_false_if_the_program_changes_its_dataset(changes: bool) -> None:
     class Teaching(Net):
         def on_train_epoch_start(self) -> None:
             if changes:
@@ -131,4 +131,4 @@ def test_workers_that_live_on_are_not_advised_where_the_program_changes_its_data
     starvation = GPUStarvationCallback(report=False)
     trainer = _trainer(starvation, max_epochs=4)
     trainer.fit(Teaching(), DataLoader(dataset, batch_size=10))
-    assert starvation.report().measurements.facts.may_persist is not changes
+    assert starvation.report().measurements.facts.loader.may_persist is not changes

@@ -10,7 +10,7 @@ from lightning.fabric import Fabric
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed.diagnosing.parts import parts_of
-from lightning_feed.measure.loader_state import loaders_in
+from lightning_feed.load.loader_tree import loaders_in
 from lightning_feed.measure.loader_watch import LoaderWatch
 
 
@@ -40,7 +40,7 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
-def test_the_loader_inside_is_seen_and_nothing_is_told_of_its_iterator(kind: str) -> None:
+def test_a_wrapped_loader_is_found_but_its_iterator_gives_no_figures(kind: str) -> None:
     loader = WRAPPERS[kind](1)
     assert [inside.num_workers for inside in loaders_in({"train": loader})] == [1]
     batches = iter(loader)
@@ -55,7 +55,7 @@ def test_the_loader_inside_is_seen_and_nothing_is_told_of_its_iterator(kind: str
     assert (stats.queue_capacity, stats.queue_ready, stats.workers_on_cpu_pct) == (None, None, None)
 
 
-def test_experiments_are_made_on_the_loader_inside_where_that_gives_the_same_batches() -> None:
+def test_experiments_use_a_wrapped_loader_only_if_its_batches_are_the_same() -> None:
     web = _web(1)
     assert [part.loader for part in parts_of({"web": web})] == [web.pipeline[0]]
     with pytest.raises(Exception, match="not a torch DataLoader"):

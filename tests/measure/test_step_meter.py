@@ -57,14 +57,14 @@ def ms(step: StepTimes) -> tuple[float, ...]:
 # --- the host's clock ---------------------------------------------------------------------------------------------
 
 
-def test_four_marks_divide_a_step() -> None:
+def test_four_marks_divide_a_step_into_its_parts() -> None:
     loop = Loop()
     loop.step(other=1, fetch=2, h2d=3, compute=4)
     loop.step(other=5, fetch=6, h2d=7, compute=8)
     assert [ms(step) for step in loop.steps] == [(1, 2, 3, 4, 2), (5, 6, 7, 8, 6)]
 
 
-def test_the_first_step_of_an_epoch_is_not_counted_and_has_a_figure_of_its_own() -> None:
+def test_the_first_step_of_an_epoch_is_timed_as_epoch_start_and_not_counted() -> None:
     loop = Loop()
     loop.step(1, 2, 3, 4)
     loop.step(1, 2, 3, 4)
@@ -100,7 +100,7 @@ def test_a_look_ahead_after_the_step_belongs_to_the_next_step() -> None:
     assert ms(loop.steps[1]) == (3, 20, 6.5, 4, 20)
 
 
-def test_a_look_ahead_inside_the_step_returns_to_computing() -> None:
+def test_compute_time_resumes_after_a_look_ahead_inside_the_step() -> None:
     loop = Loop()
     loop.step(1, 2, 3, 4)
     loop.device.host(1)
@@ -114,7 +114,7 @@ def test_a_look_ahead_inside_the_step_returns_to_computing() -> None:
     assert ms(loop.steps[1]) == (1, 20, 6.5, 15, 20)
 
 
-def test_a_look_ahead_of_several_batches() -> None:
+def test_a_look_ahead_of_several_batches_adds_up_their_fetches() -> None:
     loop = Loop()
     loop.step(1, 2, 3, 4)
     loop.meter.look_ahead_began()
@@ -126,7 +126,7 @@ def test_a_look_ahead_of_several_batches() -> None:
     assert ms(loop.steps[1]) == (1, 30, 6, 4, 30)
 
 
-def test_a_training_step_that_fetches_for_itself() -> None:
+def test_fetches_inside_the_training_step_count_as_fetch_time() -> None:
     loop = Loop()
     for _ in range(2):
         loop.device.host(1)
@@ -139,7 +139,7 @@ def test_a_training_step_that_fetches_for_itself() -> None:
     assert ms(loop.steps[1]) == (1, 20, 0, 11, 20)
 
 
-def test_a_batch_that_no_step_is_run_on_is_part_of_the_next() -> None:
+def test_a_batch_without_a_step_is_counted_with_the_next_step() -> None:
     loop = Loop()
     loop.step(1, 1, 1, 1)
     loop.device.host(1)
@@ -149,7 +149,7 @@ def test_a_batch_that_no_step_is_run_on_is_part_of_the_next() -> None:
     assert ms(loop.steps[1]) == (1, 10, 2, 5, 10)
 
 
-def test_a_fetch_that_found_the_end_is_dropped_with_its_epoch() -> None:
+def test_a_fetch_that_finds_the_end_of_the_epoch_is_dropped() -> None:
     loop = Loop()
     loop.step(1, 1, 1, 1)
     loop.fetch(9)
@@ -175,7 +175,7 @@ moments = st.floats(0, 50)
     ahead=st.sampled_from(["no", "after", "inside"]),
     on_device=st.booleans(),
 )
-def test_the_parts_add_up_to_the_time_that_passed(
+def test_step_parts_add_up_to_the_elapsed_time(
     steps: list[tuple[float, float, float, float, float]], ahead: str, on_device: bool
 ) -> None:
     loop = Loop(on_device=on_device)
@@ -206,7 +206,7 @@ def test_the_parts_add_up_to_the_time_that_passed(
 # --- the device's clock -------------------------------------------------------------------------------------------
 
 
-def test_a_host_too_far_ahead_loses_steps_and_says_so() -> None:
+def test_a_host_too_far_ahead_of_the_device_counts_lost_steps() -> None:
     loop = Loop(on_device=True, size=16)
     for _ in range(20):
         loop.step(0, 0, 0, 0, work=10)
@@ -263,7 +263,7 @@ def test_forward_and_backward_lie_inside_the_optimizer_step(on_device: bool) -> 
         assert step.compute_ns == 9 * MS
 
 
-def test_a_part_outside_of_a_step_is_not_booked() -> None:
+def test_a_forward_outside_of_a_step_counts_as_other_time() -> None:
     """As ``training_step`` called by a tuner of the user's between two steps."""
     loop = Loop()
     loop.meter.part_began(FORWARD)
@@ -273,7 +273,7 @@ def test_a_part_outside_of_a_step_is_not_booked() -> None:
     assert (loop.steps[0].forward_ns, loop.steps[0].other_ns) == (0, 3 * MS)
 
 
-def test_a_step_tells_which_loader_it_is_from() -> None:
+def test_a_step_records_which_loader_it_came_from() -> None:
     loop = Loop()
     for source in (0, 0, 1):
         loop.meter.source = source

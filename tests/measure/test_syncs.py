@@ -44,7 +44,7 @@ class Ask(Callback):
 
 
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")  # nothing to load
-def test_lightnings_own_record_of_what_was_logged() -> None:
+def test_lightning_records_logged_values_with_their_metadata() -> None:
     ask = Ask()
     trainer = Trainer(callbacks=[ask], max_steps=2, logger=False, enable_checkpointing=False, accelerator="cpu")
     trainer.fit(Model())
@@ -99,6 +99,8 @@ BAR, BROADCASTS = SimpleNamespace(is_enabled=True), {"_broadcast_sigterm_tensor"
         ({"callbacks": [Callback()]}, ()),
     ],
 )
-def test_syncs(changes: dict[str, Any], found: tuple[str, ...]) -> None:
+def test_known_syncs_lists_settings_that_synchronize_the_device(
+    changes: dict[str, Any], found: tuple[str, ...]
+) -> None:
     assert _host.known_syncs(_trainer(**changes)) == found
     assert set(found) <= set(SYNCS)

@@ -56,12 +56,12 @@ def test_every_figure_has_its_tag() -> None:
     }
 
 
-def test_what_was_not_measured_is_absent() -> None:
+def test_unmeasured_figures_have_no_tag() -> None:
     assert to_tags(StarvationStats(steps=0, confidence="low")) == {}
     assert "feed_epoch/start_s" not in to_tags(dataclasses.replace(FULL, epoch_start_s=None))
 
 
-def test_the_table_holds_every_tag() -> None:
+def test_tag_table_lists_every_tag() -> None:
     gpu = GpuStats(util_pct=1, sm_pct=1, mem_used_mib=1, power_w=1, pcie_rx_mb_per_s=1)
     loaders = LoaderStats(**{one.name: 1.0 for one in dataclasses.fields(LoaderStats)})
     ranks = RankStats(
@@ -71,14 +71,14 @@ def test_the_table_holds_every_tag() -> None:
 
 
 @pytest.mark.parametrize("which", ["core", "all"])
-def test_the_layout_shows_tags_that_are_logged(which: Any) -> None:
+def test_custom_scalar_layout_shows_only_logged_tags(which: Any) -> None:
     categories = custom_scalar_layout(which).values()
     shown = [tag for charts in categories for _, tags in charts.values() for tag in tags]
     assert shown[0] == "feed/starved_pct"
     assert set(shown) <= set(choose_tags(tag_table(), which))
 
 
-def test_the_core_is_few() -> None:
+def test_core_tags_are_at_most_twelve() -> None:
     core = choose_tags(tag_table(), "core")
     assert len(core) <= 12
     assert {"feed/starved_pct", "feed_step/step_ms", "feed_epoch/start_s"} < set(core)

@@ -66,7 +66,9 @@ def test_an_unpinned_copy_idles_the_device_without_any_wait() -> None:
         (120, 4, 10),
     ],
 )
-def test_a_loader_of_constant_rate_starves_by_what_it_lacks(period: float, workers: int, idle_ms: float) -> None:
+def test_a_loader_of_constant_rate_idles_the_device_by_its_shortfall(
+    period: float, workers: int, idle_ms: float
+) -> None:
     timeline = run(Timeline(Production([period], workers=workers), ahead=2), Step(launch=1, work=20), steps=200)
     last = timeline.stats(99)
     assert last.data_idle_ms == pytest.approx(idle_ms, abs=0.01)
@@ -87,7 +89,7 @@ def test_a_look_ahead_hides_the_wait_and_the_copy() -> None:
 # --- what is not data ---------------------------------------------------------------------------------------------
 
 
-def test_a_validation_in_between_is_left_out() -> None:
+def test_a_validation_between_steps_is_left_out() -> None:
     step = Step(fetch=24, launch=6, work=20)
     timeline = Timeline()
     timeline.run([step] * STEPS, lambda number: timeline.validate(4, load=50, work=5) if number % 10 == 9 else None)
@@ -119,7 +121,7 @@ any_step = st.builds(
     ahead=st.sampled_from([None, 1, 2, 4]),
     validations=st.integers(0, 5),
 )
-def test_the_meter_reads_the_truth_of_any_timeline(
+def test_the_meter_matches_the_simulated_device_on_any_timeline(
     steps: list[Step], look_ahead: bool, ahead: int | None, validations: int
 ) -> None:
     timeline = Timeline(look_ahead=look_ahead, ahead=ahead)
@@ -139,7 +141,7 @@ def test_the_meter_reads_the_truth_of_any_timeline(
     work=st.floats(0, 40),
     look_ahead=st.booleans(),
 )
-def test_the_meter_reads_the_truth_of_any_loader(
+def test_the_meter_matches_the_simulated_device_with_any_loader(
     periods: list[float], workers: int, work: float, look_ahead: bool
 ) -> None:
     run(

@@ -102,7 +102,7 @@ def fit(package: Any, loaders: Any, *others: Any, **options: Any) -> Any:
     ["min_size", "max_size", "max_size_cycle"],  # a fit refuses "sequential"
 )
 @pytest.mark.parametrize("package", PACKAGES)
-def test_several_loaders(package: Any, mode: Any) -> None:
+def test_loop_iterators_lists_every_combined_loader(package: Any, mode: Any) -> None:
     combine = CombinedLoader if package is lightning.pytorch else OtherCombinedLoader
     found = fit(package, combine([DataLoader(Ones(6)), DataLoader(Ones(3))], mode=mode))
     steps = {"min_size": 3, "max_size": 6, "max_size_cycle": 6}[mode]
@@ -113,7 +113,7 @@ def test_several_loaders(package: Any, mode: Any) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_under_a_prefetcher_and_with_our_loader(package: Any) -> None:
+def test_loop_iterators_finds_a_feed_loader_under_a_prefetcher(package: Any) -> None:
     found = fit(package, FeedLoader(Ones(), batch_size=2, background=1), prefetcher(package))
     assert [len(each) for each in found] == [1] * 4
     assert isinstance(found[0][0], LoaderPass)
@@ -121,7 +121,7 @@ def test_under_a_prefetcher_and_with_our_loader(package: Any) -> None:
 
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_fit_is_watched(package: Any, prefetch: bool) -> None:
+def test_loader_watch_measures_the_loader_of_a_fit(package: Any, prefetch: bool) -> None:
     """As GPUStarvationCallback does it: both marks of the loop's fetch, and a window at its logging interval."""
     stats: list[Any] = []
 

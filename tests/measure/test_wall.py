@@ -22,7 +22,7 @@ def told(stats: WallStats) -> dict[str, tuple[float, int]]:
     return {part.name: (pytest.approx(part.seconds), part.times) for part in stats.parts}
 
 
-def test_each_moment_belongs_to_one_part() -> None:
+def test_wall_clock_counts_each_moment_in_one_part() -> None:
     clock = Clock()
     wall = WallClock(clock)
     clock.sleep(2)
@@ -56,7 +56,7 @@ def test_each_moment_belongs_to_one_part() -> None:
     assert (stats.seconds("train", "validation"), stats.times("checkpoints"), stats.times("test")) == (24, 1, 0)
 
 
-def test_an_epoch_that_begins_drops_what_was_left_open() -> None:
+def test_a_new_epoch_drops_parts_left_open() -> None:
     clock = Clock()
     wall = WallClock(clock)
     wall.go_on("train")
@@ -66,7 +66,7 @@ def test_an_epoch_that_begins_drops_what_was_left_open() -> None:
     assert wall.part == "epoch starts"
 
 
-def test_it_can_be_asked_at_any_time() -> None:
+def test_wall_stats_can_be_read_while_a_part_is_running() -> None:
     clock = Clock()
     wall = WallClock(clock)
     wall.go_on("train")

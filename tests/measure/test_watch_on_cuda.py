@@ -62,7 +62,7 @@ class Waits(Busy):
 def watched(data_ms: float, model: LightningModule, *others: Callback) -> Any:
     """What the meter says of a fit without its warm-up."""
     warm_up()
-    starvation = GPUStarvationCallback(every_n_steps=10, nvml=False, report=False)
+    starvation = GPUStarvationCallback(every_n_steps=10, report=False)
     fitted(model, DataLoader(Slow(data_ms), pin_memory=True), *others, starvation, max_epochs=1)
     return starvation.report().stats
 
@@ -71,7 +71,7 @@ def watched(data_ms: float, model: LightningModule, *others: Callback) -> Any:
 
 
 @pytest.mark.parametrize(("data_ms", "compute_ms"), [(8, 20), (20, 5), (12, 10)])
-def test_the_share_is_that_of_a_trace(data_ms: float, compute_ms: float) -> None:
+def test_starved_share_matches_a_profiler_trace(data_ms: float, compute_ms: float) -> None:
     """Within 2 points of what the profiler saw of the same run: the host was fetching, and the device did nothing."""
     traces: list[Trace] = []
     with profiled(traces):
@@ -108,24 +108,24 @@ def test_a_drained_device_waits_for_data() -> None:
     assert 60 < stats.starved_pct < 90
 
 
-def test_a_step_that_waits_for_the_device_hides_nothing() -> None:
+def test_a_step_that_waits_for_the_device_hides_no_data_wait() -> None:
     """The control of queued work: with ``.item()`` in the step nothing is queued while the host fetches."""
     assert watched(8, Waits(20)).starved_pct > 20
 
 
-def test_a_wait_for_the_device_is_noticed() -> None:
+def test_no_waiting_raises_on_a_device_sync() -> None:
     """The control of ``NoWaiting``."""
     with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
         watched(0, Waits(5), NoWaiting())
 
 
-def test_a_look_ahead_hides_the_copy_and_the_wait_is_still_data() -> None:
+def test_a_look_ahead_hides_the_copy_and_the_wait_still_counts_as_data() -> None:
     stats = watched(20, Busy(5), PrefetchCallback(), NoWaiting())
     assert stats.prefetch_active is True
     assert 60 < stats.starved_pct < 90
 
 
-def test_the_parts_add_up() -> None:
+def test_step_parts_add_up_to_the_step_time() -> None:
     stats = watched(5, Busy(5))
     parts = (stats.compute_ms, stats.h2d_ms, stats.data_idle_ms, stats.other_ms)
     assert sum(part or 0 for part in parts) == pytest.approx(stats.step_ms)

@@ -24,7 +24,7 @@ def _step(
     )
 
 
-def test_the_figures_of_a_window() -> None:
+def test_window_figures_are_computed_from_its_steps() -> None:
     ledger = Ledger()
     ledger.fresh += [_step(), _step(other=2, data=8, h2d=0, compute=5, wait=10)]
     ledger.epoch_started(0.5)
@@ -42,7 +42,7 @@ def test_the_figures_of_a_window() -> None:
     assert stats.prefetch_active is True
 
 
-def test_windows_follow_on_each_other() -> None:
+def test_each_window_holds_only_the_steps_since_the_last() -> None:
     ledger = Ledger()
     ledger.fresh += [_step(data=0, h2d=0), _step(data=0, h2d=0)]
     assert ledger.close_window(lost=0, prefetch_active=None).starved_pct == 0.0
@@ -52,7 +52,7 @@ def test_windows_follow_on_each_other() -> None:
     assert stats.epoch_start_s is None
 
 
-def test_what_was_not_measured_is_none_and_not_zero() -> None:
+def test_unmeasured_figures_are_none_and_not_zero() -> None:
     stats = Ledger().close_window(lost=0, prefetch_active=None)
     assert stats.steps == 0
     assert {stats.starved_pct, stats.step_ms, stats.speedup_if_free, stats.hidden_wait_ms, stats.epoch_start_s} == {
@@ -61,7 +61,7 @@ def test_what_was_not_measured_is_none_and_not_zero() -> None:
     assert stats.confidence == "low"
 
 
-def test_steps_not_counted_are_in_no_window() -> None:
+def test_uncounted_steps_are_in_no_window() -> None:
     ledger = Ledger()
     ledger.fresh += [_step(other=9000, counted=False), _step()]
     assert ledger.close_window(lost=0, prefetch_active=None).steps == 1
@@ -75,7 +75,7 @@ def test_a_step_that_is_all_waiting_has_no_speed_up() -> None:
     assert (stats.starved_pct, stats.speedup_if_free) == (100.0, None)
 
 
-def test_two_clocks_that_differ_do_not_hide_less_than_nothing() -> None:
+def test_hidden_wait_is_never_negative_when_clocks_differ() -> None:
     ledger = Ledger()
     ledger.fresh.append(_step(data=2.001, wait=2))
     assert ledger.total(prefetch_active=None).hidden_wait_ms == 0.0
@@ -91,7 +91,7 @@ def test_the_total_leaves_the_warm_up_out() -> None:
     assert (stats.steps, stats.data_idle_ms) == (FEW_STEPS, pytest.approx(8))
 
 
-def test_a_loop_tells_no_sums_before_its_warm_up_is_over() -> None:
+def test_settled_returns_none_until_the_warm_up_is_over() -> None:
     loop = MeasuredLoop(LoopFacts(), list, queue=4, ring=None)
     for _ in range(WARM_UP_STEPS + 4):
         assert loop.settled() is None
@@ -106,7 +106,7 @@ def test_a_loop_tells_no_sums_before_its_warm_up_is_over() -> None:
     assert sums.steps.steps == 0
 
 
-def test_a_short_run_is_reported_whole_and_not_trusted() -> None:
+def test_a_short_run_is_reported_whole_with_low_confidence() -> None:
     ledger = Ledger()
     ledger.fresh += [_step(data=0) for _ in range(WARM_UP_STEPS)] + [_step(data=8) for _ in range(FEW_STEPS - 1)]
     stats = ledger.total(prefetch_active=None)
@@ -114,7 +114,7 @@ def test_a_short_run_is_reported_whole_and_not_trusted() -> None:
     assert stats.data_idle_ms == pytest.approx(8 * 19 / 39)
 
 
-def test_a_window_in_the_warm_up_is_not_trusted() -> None:
+def test_a_window_in_the_warm_up_has_low_confidence() -> None:
     ledger = Ledger()
     ledger.fresh += [_step() for _ in range(300)]
     assert ledger.close_window(lost=0, prefetch_active=None).confidence == "low"
@@ -122,7 +122,7 @@ def test_a_window_in_the_warm_up_is_not_trusted() -> None:
     assert ledger.close_window(lost=0, prefetch_active=None).confidence == "high"
 
 
-def test_asking_twice_changes_nothing() -> None:
+def test_total_is_the_same_when_read_twice() -> None:
     ledger = Ledger()
     ledger.fresh += [_step() for _ in range(30)]
     assert ledger.total(prefetch_active=None) == ledger.total(prefetch_active=None)
@@ -141,7 +141,9 @@ def test_asking_twice_changes_nothing() -> None:
         (900, 101, True, True, "low"),
     ],
 )
-def test_confidence(steps: int, lost: int, settled: bool, trusted_clock: bool, grade: str) -> None:
+def test_confidence_depends_on_steps_losses_warm_up_and_clock(
+    steps: int, lost: int, settled: bool, trusted_clock: bool, grade: str
+) -> None:
     assert grade_confidence(steps=steps, lost=lost, settled=settled, trusted_clock=trusted_clock) == grade
 
 
@@ -154,7 +156,7 @@ def _two_epochs(first: StepTimes, second: StepTimes, steps: int = 60) -> Ledger:
     return ledger
 
 
-def test_epochs_in_which_loading_was_another_are_not_averaged() -> None:
+def test_epochs_with_a_changed_loading_time_are_not_averaged() -> None:
     ledger = _two_epochs(_step(data=20), _step(data=1))
     assert ledger.changed_wait_ms() == pytest.approx((20, 1))
     ledger.leave_out_earlier_epochs()
@@ -172,5 +174,5 @@ def test_epochs_in_which_loading_was_another_are_not_averaged() -> None:
         (_step(data=20), _step(data=1), 49),
     ],
 )
-def test_epochs_that_are_averaged(first: StepTimes, second: StepTimes, steps: int) -> None:
+def test_epochs_with_similar_loading_times_are_averaged(first: StepTimes, second: StepTimes, steps: int) -> None:
     assert _two_epochs(first, second, steps).changed_wait_ms() is None

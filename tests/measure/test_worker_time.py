@@ -44,7 +44,7 @@ def test_a_sleeping_helper_thread_takes_nothing_from_the_worker(tmp_path: Path) 
     assert shares(clock.take(workers, SECOND)) == pytest.approx([95, 0, 5])
 
 
-def test_only_workers_present_both_times_count(tmp_path: Path) -> None:
+def test_only_workers_present_at_both_readings_count(tmp_path: Path) -> None:
     clock = WorkerClock(tmp_path)
     write_worker(tmp_path, 1, {1: (0, 0)})
     write_worker(tmp_path, 2, {2: (0, 0)})
@@ -58,7 +58,7 @@ def test_only_workers_present_both_times_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("later", [(5, 60), (60, 5)])
-def test_counters_that_go_backwards_are_another_process(tmp_path: Path, later: tuple[int, int]) -> None:
+def test_worker_counters_that_go_backwards_give_no_shares(tmp_path: Path, later: tuple[int, int]) -> None:
     clock, workers = WorkerClock(tmp_path), Workers(pids=(7,))
     write_worker(tmp_path, 7, {7: (50, 50)})
     clock.take(workers, 0)
@@ -66,7 +66,7 @@ def test_counters_that_go_backwards_are_another_process(tmp_path: Path, later: t
     assert shares(clock.take(workers, SECOND)) == [None, None, None]
 
 
-def test_without_proc_nothing_is_known(tmp_path: Path) -> None:
+def test_worker_times_are_none_without_proc(tmp_path: Path) -> None:
     clock, workers = WorkerClock(tmp_path), Workers(pids=(7,), thread_ids=(8,))
     clock.take(workers, 0)
     time = clock.take(workers, SECOND)
@@ -74,14 +74,14 @@ def test_without_proc_nothing_is_known(tmp_path: Path) -> None:
     assert (time.read_mb_per_s, time.disk_mb_per_s, time.page_cache_pct) == (None, None, None)
 
 
-def test_a_kernel_that_counts_nothing_is_not_taken_for_blocked_workers(tmp_path: Path) -> None:
+def test_zero_kernel_counters_are_not_read_as_blocked_workers(tmp_path: Path) -> None:
     clock, workers = WorkerClock(tmp_path), Workers(pids=(7,))
     write_worker(tmp_path, 7, {7: (0, 0)})
     clock.take(workers, 0)
     assert shares(clock.take(workers, SECOND)) == [None, None, None]
 
 
-def test_times_are_known_where_bytes_are_not(tmp_path: Path) -> None:
+def test_worker_times_are_known_without_io_counters(tmp_path: Path) -> None:
     clock, workers = WorkerClock(tmp_path), Workers(pids=(7,))
     write_worker(tmp_path, 7, {7: (0, 0)}, io=None)
     clock.take(workers, 0)
@@ -91,7 +91,7 @@ def test_times_are_known_where_bytes_are_not(tmp_path: Path) -> None:
     assert time.read_mb_per_s is None
 
 
-def test_threads_of_this_process(tmp_path: Path) -> None:
+def test_worker_threads_of_this_process_are_measured(tmp_path: Path) -> None:
     clock, workers = WorkerClock(tmp_path), Workers(thread_ids=(31,))
     folder = tmp_path / "proc/self/task/31"
     folder.mkdir(parents=True)
@@ -114,13 +114,13 @@ def read_bytes(root: Path, after: tuple[int, int, int]) -> WorkerTime:
     return clock.take(workers, SECOND)
 
 
-def test_more_from_disk_than_was_asked_for_means_mapped_files(tmp_path: Path) -> None:
+def test_page_cache_share_is_none_if_disk_reads_exceed_requested_bytes(tmp_path: Path) -> None:
     time = read_bytes(tmp_path, (2000, 20, 50_000_000))
     assert time.page_cache_pct is None
     assert (time.read_mb_per_s, time.disk_mb_per_s) == pytest.approx((50, 50))
 
 
-def test_meeting_gives_those_who_are_new_a_first_reading(tmp_path: Path) -> None:
+def test_meet_takes_a_first_reading_of_new_workers_only(tmp_path: Path) -> None:
     clock = WorkerClock(tmp_path)
     write_worker(tmp_path, 1, {1: (0, 0)})
     clock.meet(Workers(pids=(1,)), 0)

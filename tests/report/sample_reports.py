@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+from verdict.cases import changed_facts, loop_facts
+
 from lightning_feed.measure.experiment_results import ExperimentResults, FunctionCost, KeyBytes, NamedCost, TriedSetting
 from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements
 from lightning_feed.measure.stats import LoaderStats, RankStats, StarvationStats
@@ -37,7 +39,7 @@ def sample_stats(**changes: Any) -> StarvationStats:
 
 
 def sample_facts(**changes: Any) -> LoopFacts:
-    facts = LoopFacts(
+    facts = loop_facts(
         device_type="cuda",
         num_workers=6,
         prefetch_factor=2,
@@ -48,13 +50,13 @@ def sample_facts(**changes: Any) -> LoopFacts:
         map_style=True,
         ours=False,
         batch_size=32,
-        batch_bytes=4_816_896,
-        batch_tensors=2,
+        size_bytes=4_816_896,
+        tensors=2,
         batches_per_epoch=500,
         usable_cpus=20,
         lightning="2.6.6",
     )
-    return replace(facts, **changes)
+    return changed_facts(facts, **changes)
 
 
 def sample_experiments() -> ExperimentResults:
@@ -105,6 +107,7 @@ def sample(*, stats: StarvationStats | None = None, facts: LoopFacts | None = No
         ranks=RankStats(world_size=2, steps=412, starved_pct=35.0, slow_rank=1, data_idle_ms_by_rank=(11.0, 29.6)),
         hooks=(HookTime(name="[Callback]ModelCheckpoint.on_train_batch_end", ms_per_step=2.4),),
         experiments=sample_experiments(),
+        diagnosed=True,
     )
     diagnosis = Diagnosis(
         bottleneck="data",

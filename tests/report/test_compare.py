@@ -38,7 +38,7 @@ def _changes(found: Comparison) -> dict[str, tuple[object, object]]:
     return {one.name: (one.before, one.after) for one in (*found.settings, *found.versions)}
 
 
-def test_what_changed() -> None:
+def test_compare_lists_changed_settings_and_versions() -> None:
     after = _after(replace(FED, prefetch_active=True), num_workers=14, persistent_workers=None, syncs=("prog_bar",))
     after = replace(after, environment=sample_environment(torch="2.16.0", free_shm_bytes=5))
     assert _changes(compare(sample_report(), after)) == {
@@ -50,19 +50,19 @@ def test_what_changed() -> None:
     assert _changes(compare(sample_report(), sample_report())) == {}
 
 
-def test_the_verdict() -> None:
+def test_compare_shows_the_verdicts_before_and_after() -> None:
     found = compare(sample_report(), _after())
     assert (found.verdict_before, found.verdict_after) == ("data (cpu), highly data-bound", "compute, OK")
     text = comparison_text(compare(sample_report(), sample_report()))
     assert "verdict  data (cpu), highly data-bound (unchanged)" in text
 
 
-def test_settings_are_named_in_words() -> None:
+def test_comparison_text_names_changed_settings_in_words() -> None:
     before, after = (sample_report(sample(facts=sample_facts(ours=ours))) for ours in (False, True))
     assert "changed  FastDataModule False -> True" in comparison_text(compare(before, after))
 
 
-def test_cautions() -> None:
+def test_compare_warns_if_the_runs_are_not_alike() -> None:
     after = replace(_after(batch_size=64, world_size=2), environment=sample_environment(cpu="Other CPU"))
     assert [one.split(",")[0].split(":")[0] for one in compare(sample_report(), after).cautions] == [
         "they ran on different machines",
@@ -84,7 +84,7 @@ def test_cautions() -> None:
 # --- text ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_comparison_in_words() -> None:
+def test_comparison_text_lists_result_verdict_and_figures() -> None:
     text = comparison_text(compare(sample_report(), _after(num_workers=14, pin_memory=False)))
     assert text.splitlines() == [
         "before   the earlier report",
@@ -112,7 +112,7 @@ def _times(before: tuple[float, float, float], after: tuple[float, float, float]
     return compare(*(sample_report(sample(stats=stats)) for stats in steps))
 
 
-def test_the_speed_up_has_an_interval_of_both_runs() -> None:
+def test_speed_up_interval_combines_the_intervals_of_both_runs() -> None:
     found = _times((76.0, 80.0, 84.0), (54.0, 60.0, 66.0))
     assert found.times_as_fast == pytest.approx(80 / 60)
     down, up = math.hypot(math.log(80 / 76), math.log(66 / 60)), math.hypot(math.log(84 / 80), math.log(60 / 54))
@@ -124,11 +124,11 @@ def test_the_speed_up_has_an_interval_of_both_runs() -> None:
 @pytest.mark.parametrize(
     ("after", "noise"), [((54.0, 60.0, 90.0), True), ((79.0, 80.0, 81.0), True), ((95.0, 100.0, 105.0), False)]
 )
-def test_a_speed_up_within_noise(after: tuple[float, float, float], noise: bool) -> None:
+def test_a_speed_up_within_noise_is_called_noise(after: tuple[float, float, float], noise: bool) -> None:
     assert ("result   within noise: " in comparison_text(_times((76.0, 80.0, 84.0), after))) == noise
 
 
-def test_without_the_interval_of_one_run_the_factor_stands_for_itself() -> None:
+def test_speed_up_has_no_interval_if_one_run_has_none() -> None:
     old = sample_report()
     found = compare(old, sample_report(sample(stats=sample_stats(step_low_ms=1.0, step_ms=2.0, step_high_ms=3.0))))
     assert (found.times_low, found.times_high) == (None, None)

@@ -38,7 +38,7 @@ def _no_constant(name: str) -> None:
 
 @ANY
 @given(any_report(finite=True))
-def test_a_report_reads_back_as_it_was(report: Report) -> None:
+def test_a_report_is_equal_after_a_json_round_trip(report: Report) -> None:
     assert from_document(json.loads(as_json(report))) == report
 
 
@@ -54,7 +54,7 @@ def test_every_report_is_valid_json_of_the_schema(report: Report) -> None:
     }
 
 
-def test_what_is_in_a_document() -> None:
+def test_a_document_holds_verdict_figures_and_environment() -> None:
     document = as_document(sample_report())
     assert document["schema"] == SCHEMA == "lightning_feed.report/1"
     assert document["written_at"] == "2026-03-01T12:30:00+00:00"
@@ -76,6 +76,7 @@ def test_figures_that_are_not_finite_are_null() -> None:
 UNITS = ("_ms", "_s", "_pct", "_bytes", "_per_batch", "_per_step", "_cpus", "_workers", "_tensors", "_per_epoch")
 PLAIN_NUMBERS = {
     "torch_threads",
+    "tensors",
     "val_fraction",
     "parts",
     "speedup_if_free",
@@ -120,7 +121,7 @@ def test_every_figure_has_its_unit_in_its_name() -> None:
 # --- files --------------------------------------------------------------------------------------------------------
 
 
-def test_written_and_read(tmp_path: Path) -> None:
+def test_write_report_writes_three_files_and_the_json_reads_back(tmp_path: Path) -> None:
     report = sample_report()
     written = write_report(report, tmp_path / "new" / "run")
     assert [one.name for one in written] == ["feed_report.json", "feed_report.md", "feed_report.html"]
@@ -128,7 +129,7 @@ def test_written_and_read(tmp_path: Path) -> None:
     assert sorted(written[0].parent.iterdir()) == sorted(written)
 
 
-def test_reports_of_other_runs_stay(tmp_path: Path) -> None:
+def test_write_report_keeps_the_reports_of_other_runs(tmp_path: Path) -> None:
     first, second = (replace(sample_report(), run=read_identity()) for _ in range(2))
     (tmp_path / "feed_report.json").write_text("of an earlier version, or cut off")
     names = [write_report(one, tmp_path)[0].name for one in (first, second, first, second)]
@@ -139,7 +140,7 @@ def test_reports_of_other_runs_stay(tmp_path: Path) -> None:
     assert read_document(tmp_path).run == first.run
 
 
-def test_a_report_without_the_run_it_is_of_is_read() -> None:
+def test_a_document_without_an_identity_can_be_read() -> None:
     document = as_document(sample_report())
     del document["identity"]
     assert from_document(document).run == RunIdentity()
@@ -162,14 +163,14 @@ def test_a_write_that_fails_leaves_the_old_report(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("folder", ["", "here", "new", "new/below/it"])
-def test_whether_a_folder_can_be_written_to_is_known_and_leaves_nothing(folder: str, tmp_path: Path) -> None:
+def test_check_writable_leaves_no_files_behind(folder: str, tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "feed_report.json").write_text("what is there")
     check_writable(tmp_path / folder)
     assert sorted(str(one.relative_to(tmp_path)) for one in tmp_path.rglob("*")) == ["here", "here/feed_report.json"]
 
 
-def test_the_report_of_a_folder(tmp_path: Path) -> None:
+def test_read_document_takes_a_folders_own_report_or_the_newest_below(tmp_path: Path) -> None:
     old, new = tmp_path / "version_0", tmp_path / "version_1"
     for age, folder in enumerate((new, old)):
         path, *_ = write_report(sample_report(), folder)
@@ -206,7 +207,7 @@ def _document(**changes: Any) -> dict[str, Any]:
         ('{"schema": "lightning_feed.report/1", "written_at": "now"}', "environment is missing"),
     ],
 )
-def test_files_that_are_no_report(text: str, message: str, tmp_path: Path) -> None:
+def test_files_that_are_not_a_report_raise_a_report_error(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "feed_report.json"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ReportError, match=message) as caught:
@@ -224,7 +225,7 @@ def test_files_that_are_no_report(text: str, message: str, tmp_path: Path) -> No
         (("step", "steps"), None, "must be a whole number"),
         (("step", "steps"), 10**30, "must be a whole number"),
         (("step", "confidence"), "sure", "must be one of 'high', 'medium', 'low'"),
-        (("run", "pin_memory"), 1, "must be true or false"),
+        (("run", "loader", "pin_memory"), 1, "must be true or false"),
         (("run", "syncs"), "prog_bar", "must be a list"),
         (("run", "device_type"), None, "must be text"),
         (("hooks",), [{"name": "a"}], r"hooks\[0\]\.ms_per_step is missing"),
@@ -233,7 +234,7 @@ def test_files_that_are_no_report(text: str, message: str, tmp_path: Path) -> No
         (("loaders",), None, "loaders is None, and must be an object"),
     ],
 )
-def test_values_of_the_wrong_type(place: tuple[str, ...], value: Any, message: str) -> None:
+def test_values_of_the_wrong_type_raise_a_report_error(place: tuple[str, ...], value: Any, message: str) -> None:
     document = copy.deepcopy(_document())
     inner = document
     for name in place[:-1]:
@@ -243,7 +244,7 @@ def test_values_of_the_wrong_type(place: tuple[str, ...], value: Any, message: s
         from_document(document)
 
 
-def test_every_part_that_reports_always_had_must_be_there() -> None:
+def test_a_document_without_a_required_part_raises_a_report_error() -> None:
     for part in (one.name for one in fields(Parts) if one.default is one.default_factory is MISSING):
         document = _document()
         del document[part]
@@ -251,14 +252,14 @@ def test_every_part_that_reports_always_had_must_be_there() -> None:
             from_document(document)
 
 
-def test_there_is_no_report(tmp_path: Path) -> None:
+def test_a_missing_report_raises_a_report_error(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="does not exist"):
         read_document(tmp_path / "nowhere")
     with pytest.raises(ReportError, match=r"there is no feed_report\.json in .* or below it"):
         read_document(tmp_path)
 
 
-def test_a_report_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_report_raises_a_report_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_report(sample_report(), tmp_path)
 
     def fail(_: Path) -> bytes:
@@ -272,7 +273,7 @@ def test_a_report_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Monkey
 # --- environment --------------------------------------------------------------------------------------------------
 
 
-def test_the_environment_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_environment_describes_this_process_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = read_environment()
     assert found.torch
     assert found.usable_cpus

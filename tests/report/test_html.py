@@ -59,7 +59,7 @@ def _words(found: Diagnosis) -> str:
     return " ".join(_Page(as_html(sample_report(found))).words)
 
 
-def test_the_page_tells_what_the_report_tells() -> None:
+def test_html_page_shows_the_content_of_the_report() -> None:
     words = _words(sample())
     for said in (
         "Highly data-bound",
@@ -80,7 +80,7 @@ def test_the_page_tells_what_the_report_tells() -> None:
         assert said in words, said
 
 
-def test_the_page_of_nothing() -> None:
+def test_html_page_without_measurements_shows_no_verdict() -> None:
     page = _Page(as_html(sample_report(nothing_measured())))
     assert "No verdict" in page.words
     assert "svg" not in page.tags
@@ -98,18 +98,18 @@ def test_the_page_of_nothing() -> None:
         ("unknown", "highly data-bound", "other"),
     ],
 )
-def test_the_mark_has_the_colour_of_the_grade(bottleneck: Bottleneck, grade: Grade, colour: str) -> None:
+def test_html_verdict_mark_has_the_colour_of_the_grade(bottleneck: Bottleneck, grade: Grade, colour: str) -> None:
     page = as_html(sample_report(sample(bottleneck=bottleneck, grade=grade)))
     assert f'<i class="verdict {colour}">' in page
 
 
-def test_what_to_change_comes_before_why() -> None:
+def test_html_page_puts_what_to_change_before_why() -> None:
     page = as_html(sample_report())
     places = [page.index(one) for one in ('class="stack"', "<b>next:</b>", "What to change", "<h2>Why</h2>")]
     assert places == sorted(places)
 
 
-def test_code_and_the_word_not_are_on_the_page() -> None:
+def test_html_page_formats_code_and_prefixes_rejected_fixes_with_not() -> None:
     found = sample(notes=("`lightning-feed tune` tries it",), why_not=("more workers: no gain",), remedies=())
     page = as_html(sample_report(found))
     assert "<li><code>lightning-feed tune</code> tries it</li>" in page
@@ -117,13 +117,13 @@ def test_code_and_the_word_not_are_on_the_page() -> None:
     assert "`" not in page
 
 
-def test_no_share_is_named_four_times() -> None:
+def test_html_page_names_a_share_at_most_three_times() -> None:
     drawn = re.compile("<svg.*?</svg>", re.DOTALL)  # with what is shown under the pointer
     words = " ".join(_Page(drawn.sub("", as_html(sample_report(sample())))).words)
     assert len(re.findall(r"\b3(4|3\.9) %", words)) <= 3
 
 
-def test_nothing_comes_from_outside() -> None:
+def test_html_page_loads_nothing_from_outside() -> None:
     text = as_html(sample_report())
     page = _Page(text)
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
@@ -131,7 +131,7 @@ def test_nothing_comes_from_outside() -> None:
     assert not re.search(r"https?:|url\(|@import", text)
 
 
-def test_the_bar_of_a_step_adds_up() -> None:
+def test_html_step_bar_adds_up_to_100_percent() -> None:
     text = as_html(sample_report())
     (drawn,) = re.findall(r'<svg class="stack".*?</svg>', text, re.DOTALL)
     bars = ElementTree.fromstring(drawn).findall("rect")
@@ -143,7 +143,7 @@ def test_the_bar_of_a_step_adds_up() -> None:
     assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
 
 
-def test_every_name_is_text() -> None:
+def test_hostile_names_are_escaped_in_html() -> None:
     found = sample(
         evidence=(HOSTILE,),
         remedies=(Remedy(code=HOSTILE, why=HOSTILE, least_step_ms=60.0),),
@@ -170,5 +170,5 @@ def test_every_name_is_text() -> None:
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(any_report(finite=False))
-def test_any_report_makes_a_page(report: Report) -> None:
+def test_any_report_gives_an_html_page(report: Report) -> None:
     _Page(as_html(report))

@@ -32,7 +32,10 @@ FINDS = "finds the lines of your code that take the time"
 def _found(experiments: ExperimentResults | None = None, facts: Any = None, **changes: Any) -> Diagnosis:
     """A verdict without a remedy."""
     found = sample(facts=facts or sample_facts(), **{"remedies": (), **changes})
-    return replace(found, measurements=replace(found.measurements, experiments=experiments))
+    measured = replace(
+        found.measurements, experiments=experiments or ExperimentResults(), diagnosed=experiments is not None
+    )
+    return replace(found, measurements=measured)
 
 
 ON_CPU = {"device_type": "cpu", "num_workers": 0}
@@ -140,11 +143,11 @@ TUNE = "train with LIGHTNING_FEED=tune, or with `AutotuneCallback()`"
         (_found(bottleneck="checkpoints"), "save less often: `ModelCheckpoint(every_n_train_steps=...)`"),
     ],
 )
-def test_the_step(found: Diagnosis, step: str) -> None:
+def test_next_step_follows_from_the_verdict(found: Diagnosis, step: str) -> None:
     assert next_step(found, RUN, arguments="--epochs 2") == step
 
 
-def test_a_note_on_what_validation_takes_is_no_step() -> None:
+def test_a_note_on_validation_time_is_not_the_next_step() -> None:
     parts = (WallPart(name="train", seconds=6.0, times=1), WallPart(name="validation", seconds=4.0, times=1))
     for bottleneck, cause, step in (
         ("compute", "compute", "the loader keeps up; validate less often: `Trainer(check_val_every_n_epoch=...)`"),
@@ -157,12 +160,12 @@ def test_a_note_on_what_validation_takes_is_no_step() -> None:
         assert next_step(replace(found, measurements=measured, notes=notes), RUN).startswith(step)
 
 
-def test_without_a_fix_the_part_that_takes_the_time_is_named() -> None:
+def test_next_step_without_a_fix_names_the_most_expensive_part() -> None:
     costs = (NamedCost(name="decode", cpu_ms=1.2, wall_ms=1.3), NamedCost(name="Flip", cpu_ms=0.1, wall_ms=0.1))
     measured = _found().measurements
     found = _found(cause="no workers", notes=(), why_not=("decoding only the crops: no gain worth it",))
-    experiments = replace(measured.found, costs=costs, functions=())
-    found = replace(found, measurements=replace(found.measurements, experiments=experiments))
+    experiments = replace(measured.experiments, costs=costs, functions=())
+    found = replace(found, measurements=replace(found.measurements, experiments=experiments, diagnosed=True))
     step = next_step(found, RUN)
     assert "make a batch with less work, above all in decode (1.2 ms of CPU for a sample): no loader" in step
     assert "workers would gain nothing" not in step
@@ -190,7 +193,7 @@ def test_without_a_fix_the_part_that_takes_the_time_is_named() -> None:
         (RunIdentity(program="notebook"), "`lightning_feed.diagnose(trainer, model)`", "`GPUStarvationCallback()`"),
     ],
 )
-def test_commands_have_the_real_name(run: RunIdentity, diagnosed: str, trained: str) -> None:
+def test_next_step_commands_contain_the_name_of_the_program(run: RunIdentity, diagnosed: str, trained: str) -> None:
     assert diagnosed in next_step(_found(cause="cpu"), run)
     assert trained in next_step(_found(LEFT_OUT, **MODEL_ONLY), run)
 
@@ -210,7 +213,7 @@ def test_commands_have_the_real_name(run: RunIdentity, diagnosed: str, trained: 
         ),
     ],
 )
-def test_beside_other_programs_torch_gets_as_many_threads_as_there_are_free_cpus(
+def test_next_step_beside_other_programs_gives_torch_the_free_cpus(
     facts: dict[str, Any], run: RunIdentity, step: str
 ) -> None:
     busy: dict[str, Any] = {"device_type": "cpu", "usable_cpus": 8, "torch_threads": 8, "others_cpu_pct": 60.0}
@@ -218,7 +221,7 @@ def test_beside_other_programs_torch_gets_as_many_threads_as_there_are_free_cpus
     assert next_step(found, run, arguments="--epochs 2") == f"the loader keeps up; {step}"
 
 
-def test_commands_keep_the_few_threads_of_a_run_beside_other_programs() -> None:
+def test_commands_keep_omp_num_threads_of_a_run_beside_other_programs() -> None:
     """Without them, the diagnosis would only find that torch has too many threads."""
     busy: dict[str, Any] = {"device_type": "cpu", "usable_cpus": 2, "torch_threads": 1, "others_cpu_pct": 60.0}
     for changed, threads in (({}, "OMP_NUM_THREADS=1 "), ({"others_cpu_pct": 0.0}, ""), ({"device_type": "cuda"}, "")):
@@ -229,7 +232,7 @@ def test_commands_keep_the_few_threads_of_a_run_beside_other_programs() -> None:
 
 
 @pytest.mark.parametrize("bottleneck", get_args(Bottleneck))
-def test_every_report_ends_with_one(bottleneck: Bottleneck) -> None:
+def test_every_report_ends_with_one_next_step(bottleneck: Bottleneck) -> None:
     """Of each cause and grade, with and without a remedy, experiments, workers and other programs."""
     remedies, results = ((), (WORKERS,)), (None, ExperimentResults())
     facts = [sample_facts(num_workers=workers, others_cpu_pct=pct) for workers, pct in product((0, 4), (0.0, 60.0))]
@@ -245,7 +248,7 @@ def test_every_report_ends_with_one(bottleneck: Bottleneck) -> None:
     assert as_html(report).count("<b>next:</b>") == 1
 
 
-def test_a_command_is_said_once_with_the_name_of_the_program() -> None:
+def test_text_report_gives_each_command_once_with_the_program_name() -> None:
     note = "validation: not run here, and the rest waits little. Train with LIGHTNING_FEED=1 to measure them"
     text = as_text(_found(LEFT_OUT, notes=(note,)), RUN)
     assert text.count("LIGHTNING_FEED=1") == 1
@@ -261,7 +264,7 @@ def test_a_command_is_said_once_with_the_name_of_the_program() -> None:
 
 
 @pytest.mark.parametrize("cause", ["no workers", "cpu", "hand-over", "waiting"])
-def test_data_that_a_fork_breaks_are_not_sent_to_the_tuner(cause: Cause) -> None:
+def test_next_step_never_suggests_tune_for_a_dataset_that_a_fork_breaks(cause: Cause) -> None:
     facts = {"num_workers": 0, "persistent_workers": None, "prefetch_factor": None}
     reason = "dataset.pool (concurrent.futures.ThreadPoolExecutor) belongs to this process"
     for remedies in ((), (WORKERS,)):
@@ -271,7 +274,7 @@ def test_data_that_a_fork_breaks_are_not_sent_to_the_tuner(cause: Cause) -> None
         assert "tune" not in next_step(broken, RUN)
 
 
-def test_a_note_that_is_the_next_step_is_said_once() -> None:
+def test_a_note_used_as_the_next_step_is_printed_once() -> None:
     text = as_text(_found(cause="jitter", notes=("try a larger prefetch_factor", "another")))
     assert text.count("try a larger prefetch_factor") == 1
     assert "note  another" in text

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from report.json_checker import problems
 from report.sample_reports import nothing_measured, sample, sample_facts, sample_report, sample_stats
+from verdict.cases import loop_facts
 
 from lightning_feed.cli import main
 from lightning_feed.errors import ReportError
 from lightning_feed.measure.experiment_results import ExperimentResults
-from lightning_feed.measure.measurements import LoopFacts, Measurements
+from lightning_feed.measure.measurements import Measurements
 from lightning_feed.report.compare import check_starved
 from lightning_feed.report.document import json_schema
 from lightning_feed.report.files import as_text, write_report
@@ -35,7 +36,7 @@ def _run(folder: Path, found: Diagnosis) -> str:
     return str(folder)
 
 
-def test_the_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_command_prints_the_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = _run(tmp_path, sample())
     assert main(["report", run]) == 0
     assert capsys.readouterr().out == as_text(sample()) + "\n"
@@ -43,7 +44,7 @@ def test_the_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr() == (as_text(sample()) + "\n", "")
 
 
-def test_the_report_of_a_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_command_names_the_report_found_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, age in (("old", 2), ("new", 1), ("older", 3)):
         below = tmp_path / name / "version_0"
         _run(below, sample())
@@ -55,7 +56,7 @@ def test_the_report_of_a_folder_is_named(tmp_path: Path, capsys: pytest.CaptureF
     assert printed.err == f"lightning-feed: {shown}, written {sample_report().written_at}\n"
 
 
-def test_the_report_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_command_prints_json_that_fits_the_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = _run(tmp_path, sample())
     assert main(["report", run, "--json"]) == 0
     assert problems(json.loads(capsys.readouterr().out), json_schema()) == []
@@ -65,7 +66,9 @@ def test_the_report_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ("limit", "code"),
     [("0", 1), ("33.89", 1), ("33.9", 0), ("100", 0)],
 )
-def test_the_gate(limit: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fail_above_exits_1_only_above_its_limit(
+    limit: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = _run(tmp_path, _alone())
     assert main(["report", run, "--fail-above", limit]) == code
     out, err = capsys.readouterr()
@@ -76,7 +79,7 @@ def test_the_gate(limit: str, code: int, tmp_path: Path, capsys: pytest.CaptureF
     assert ("fine" in err) == (not code)
 
 
-def test_the_gate_counts_what_all_ranks_lose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fail_above_counts_the_waiting_of_all_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fed = sample(stats=sample_stats(starved_pct=1.0))  # this rank waits for the other
     assert main(["report", _run(tmp_path, fed), "--fail-above", "20"]) == 1
     assert "waits for data 35.00 % of all ranks' step time (ranks.starved_pct)" in capsys.readouterr().err
@@ -87,11 +90,11 @@ def _slow_start(**changes: Any) -> Diagnosis:
     stats = sample_stats(
         step_ms=50.0, compute_ms=47.0, data_idle_ms=3.0, starved_pct=6.0, input_pct=6.0, epoch_start_s=2.0
     )
-    facts = LoopFacts(device_type="cuda", num_workers=2, usable_cpus=2, batches_per_epoch=20)
+    facts = loop_facts(device_type="cuda", num_workers=2, usable_cpus=2, batches_per_epoch=20)
     return diagnose(replace(Measurements(stats=stats, facts=facts), **changes))
 
 
-def test_the_gate_counts_what_an_epoch_loses_before_its_first_batch() -> None:
+def test_fail_above_counts_the_wait_for_the_first_batch_of_an_epoch() -> None:
     report = sample_report(_slow_start())
     with pytest.raises(ReportError, match=r"66\.57 % of each epoch, for its first batch, limit 20 %"):
         check_starved(report, above_pct=20)
@@ -102,15 +105,15 @@ def test_the_gate_counts_what_an_epoch_loses_before_its_first_batch() -> None:
     )
 
 
-def test_the_gate_lets_a_model_pass_that_takes_all_of_a_step() -> None:
+def test_fail_above_passes_if_the_model_alone_takes_the_whole_step() -> None:
     stats = replace(_slow_start().stats, epoch_start_s=0.0)
-    compute_bound_confirmed = _slow_start(stats=stats, experiments=ExperimentResults(model_per_s=20.0))
+    compute_bound_confirmed = _slow_start(stats=stats, experiments=ExperimentResults(model_per_s=20.0), diagnosed=True)
     assert compute_bound_confirmed.grade == "OK"
     assert "fine, the model alone takes as long as a step" in check_starved(
         sample_report(compute_bound_confirmed), above_pct=5
     )
     for per_s in (40.0, 5.0):  # faster than its steps, and impossibly slow
-        waiting = _slow_start(stats=stats, experiments=ExperimentResults(model_per_s=per_s))
+        waiting = _slow_start(stats=stats, experiments=ExperimentResults(model_per_s=per_s), diagnosed=True)
         with pytest.raises(ReportError, match=r"6\.00 % of step time \(starved_pct\), limit 5 %"):
             check_starved(sample_report(waiting), above_pct=5)
 
@@ -118,7 +121,7 @@ def test_the_gate_lets_a_model_pass_that_takes_all_of_a_step() -> None:
 @pytest.mark.parametrize(
     "found", [nothing_measured(), _alone(starved_pct=None), replace(_alone(), grade="not measured")]
 )
-def test_the_gate_does_not_pass_on_nothing(
+def test_fail_above_exits_1_if_nothing_was_measured(
     found: Diagnosis, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", _run(tmp_path, found), "--fail-above", "100"]) == 1
@@ -126,7 +129,7 @@ def test_the_gate_does_not_pass_on_nothing(
 
 
 @pytest.mark.parametrize("command", [["report", "nowhere"], ["compare", "nowhere", "nowhere"]])
-def test_no_report_is_1(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_exit_1_without_a_report(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command) == 1
     assert capsys.readouterr() == (
         "",
@@ -134,7 +137,7 @@ def test_no_report_is_1(command: list[str], capsys: pytest.CaptureFixture[str]) 
     )
 
 
-def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_command_prints_text_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = _run(tmp_path / "a", sample())
     after = _run(tmp_path / "b", sample(stats=sample_stats(step_ms=60.0), facts=sample_facts(num_workers=14)))
     assert main(["compare", before, after]) == 0
@@ -148,7 +151,7 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("command", "unbuffered"), [("report", ""), ("compare", "1")])
-def test_nobody_reads_the_output(command: str, unbuffered: str, tmp_path: Path) -> None:
+def test_commands_exit_141_if_the_output_pipe_is_closed(command: str, unbuffered: str, tmp_path: Path) -> None:
     run = _run(tmp_path, sample())
     argv = [sys.executable, "-m", "lightning_feed", command, run, *([run] if command == "compare" else [])]
     reads, writes = os.pipe()
@@ -172,7 +175,9 @@ def test_reports_are_read_without_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["--json", None])
-def test_names_that_the_output_cannot_encode(form: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_command_prints_names_that_stdout_cannot_encode(
+    form: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_report(sample_report(), tmp_path)
     file = tmp_path / "feed_report.json"
     document = json.loads(file.read_text())

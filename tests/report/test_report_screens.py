@@ -25,7 +25,7 @@ class Model(BoringModel):
         time.sleep(0.003)
         return super().training_step(batch, batch_idx)
 
-starvation = GPUStarvationCallback(nvml=False)
+starvation = GPUStarvationCallback()
 trainer = pl.Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False,
                      callbacks=[BAR(), starvation], limit_val_batches=0)
 trainer.fit(Model(), DataLoader(RandomDataset(32, 105)))
@@ -46,9 +46,9 @@ def _run_cells(*cells: str) -> list[list[Any]]:
     return [one.outputs for one in notebook.cells]
 
 
-def test_a_notebook_shows_pages() -> None:
+def test_a_notebook_shows_reports_as_html_pages() -> None:
     """With ipywidgets RichProgressBar draws itself whenever lines are printed: many prints made it do so for ever."""
-    where = "print(starvation.report().measurements.facts.place.words)"
+    where = "print(starvation.report().measurements.facts.loader_code.words)"
     fit, report, text, place, tuned = _run_cells(
         FIT.replace("BAR", "RichProgressBar"), "starvation.report()", "repr(_)", where, TUNE
     )
@@ -66,7 +66,7 @@ def test_a_notebook_shows_pages() -> None:
 
 
 @pytest.mark.parametrize("bar", ["RichProgressBar", "TQDMProgressBar"])
-def test_in_a_terminal_no_bar_stands_between_the_lines(bar: str, tmp_path: Path) -> None:
+def test_progress_bars_do_not_interrupt_a_report_in_a_terminal(bar: str, tmp_path: Path) -> None:
     script = tmp_path / "fit.py"
     script.write_text(FIT.replace("BAR", bar))
     ours, theirs = pty.openpty()

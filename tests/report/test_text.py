@@ -20,10 +20,10 @@ from report.sample_reports import (
     sample_report,
     sample_stats,
 )
-from verdict.cases import measured
+from verdict.cases import loop_facts, measured
 
 from lightning_feed.measure.experiment_results import ExperimentResults, KeyBytes
-from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements
+from lightning_feed.measure.measurements import HookTime, Measurements
 from lightning_feed.measure.stats import Confidence
 from lightning_feed.report.files import (
     as_html,
@@ -46,13 +46,14 @@ ANY = settings(max_examples=10, deadline=None, suppress_health_check=[HealthChec
 def _bare(**changes: Any) -> Diagnosis:
     """Without experiments, ranks and hooks: what a fit finds."""
     found = sample(**changes)
-    return replace(found, measurements=replace(found.measurements, experiments=None, ranks=None, hooks=()))
+    measured = replace(found.measurements, experiments=ExperimentResults(), diagnosed=False, ranks=None, hooks=())
+    return replace(found, measurements=measured)
 
 
 # --- console ------------------------------------------------------------------------------------------------------
 
 
-def test_the_report_of_a_starved_gpu() -> None:
+def test_text_report_of_a_starved_gpu_has_the_expected_lines() -> None:
     assert as_text(_bare()).splitlines() == [
         "FEED  highly data-bound: GPU idle 34 % of each step waiting for data "
         "(95 % CI 32-36, confidence high, 412 steps)",
@@ -78,7 +79,7 @@ def test_the_report_of_a_starved_gpu() -> None:
         ("medium", {"map_style": False, "shards_by_worker": True}, True),
     ],
 )
-def test_a_number_of_workers_is_to_be_tried_first_unless_the_run_is_sure(
+def test_num_workers_is_advised_as_a_try_unless_confidence_is_high(
     confidence: Confidence, changes: dict[str, Any], pasted: bool
 ) -> None:
     facts: dict[str, Any] = {"num_workers": 0, "batches_per_epoch": 300, **changes}
@@ -92,7 +93,7 @@ def test_a_number_of_workers_is_to_be_tried_first_unless_the_run_is_sure(
     assert ("| `num_workers=2` |" in as_markdown(sample_report(found))) == pasted
 
 
-def test_an_epoch_that_ended_early_is_told_in_every_form() -> None:
+def test_every_report_form_mentions_an_epoch_that_ended_early() -> None:
     for step in (1.0, 100.0):  # also where steps are so short that there is no other advice
         found = diagnose(measured(data=0.0, step=step, cut_short=(40, 80)))
         assert "note  the loader ended after 40 of 80 batches" in as_text(found)
@@ -108,15 +109,15 @@ def test_an_epoch_that_ended_early_is_told_in_every_form() -> None:
         (measured(data=60.0, num_workers=0, tuned=True, map_style=False), ". No longer true"),
     ],
 )
-def test_a_report_that_disagrees_with_the_one_before_says_so_first(later: Measurements, retracted: str) -> None:
+def test_a_report_that_contradicts_the_previous_one_says_so_first(later: Measurements, retracted: str) -> None:
     before = diagnose(measured(data=60.0, num_workers=0, stats={"confidence": "medium", "steps": 180}))
     first_line = as_text(diagnose(later), before=before, width=300).splitlines()[0]
     assert (retracted in first_line) if retracted else ("No longer" not in first_line)
 
 
-def test_without_a_verdict_the_experiments_are_shown_all_the_same() -> None:
+def test_text_report_without_a_verdict_still_shows_the_experiments() -> None:
     alone = nothing_measured()
-    measured = replace(alone.measurements, experiments=sample_experiments(), facts=sample_facts())
+    measured = replace(alone.measurements, experiments=sample_experiments(), diagnosed=True, facts=sample_facts())
     text = as_text(replace(alone, measurements=measured))
     assert text.startswith("FEED  no verdict: ")
     assert "Pipeline (samples/s)" in text
@@ -127,7 +128,7 @@ def test_without_a_verdict_the_experiments_are_shown_all_the_same() -> None:
     assert "skip  cached-files: an iterable dataset decides itself" in text
 
 
-def test_toy_steps_are_one_sentence() -> None:
+def test_toy_steps_are_reported_in_one_sentence() -> None:
     found = _bare(stats=sample_stats(step_ms=0.71))
     assert as_text(found).splitlines() == [
         "FEED  Steps of 0.7 ms: Python overhead dominates; use larger batches.",
@@ -138,7 +139,7 @@ def test_toy_steps_are_one_sentence() -> None:
         assert "num_workers=14" not in page
 
 
-def test_on_a_cpu_nothing_is_copied() -> None:
+def test_text_report_of_a_cpu_run_shows_no_copy_time() -> None:
     found = _bare(facts=sample_facts(device_type="cpu", num_workers=0))
     assert "step 87.2 ms = compute 52.9 | data 29.6 | other 4.7" in as_text(found)
 
@@ -162,12 +163,12 @@ def test_lines_fit_the_terminal_and_code_stays_whole(width: int) -> None:
     assert lines[start + 1].startswith("      ")
 
 
-def test_a_saving_of_time_is_named() -> None:
+def test_remedies_without_a_step_time_show_the_percentage_saved() -> None:
     remedy = Remedy(code="Trainer()", why="rarer", most_gain_pct=57.0)
     assert "# rarer (saves at most 57 % of the time)" in as_text(_bare(remedies=(remedy,)))
 
 
-def test_parts_of_lists_are_named_together() -> None:
+def test_keys_of_list_items_are_added_up_in_one_row() -> None:
     keys = tuple(KeyBytes(name=f"1.{at}.image_id", bytes_per_batch=500) for at in range(9))
     keys += (KeyBytes(name="0", bytes_per_batch=9_000),)
     found = sample()
@@ -177,7 +178,7 @@ def test_parts_of_lists_are_named_together() -> None:
     assert rows == ["| `batch[1][*].image_id` | 4.5 kB a batch |", "| `batch[0]` | 9.0 kB a batch |"]
 
 
-def test_no_verdict() -> None:
+def test_text_report_of_too_few_steps_says_no_verdict() -> None:
     assert as_text(nothing_measured()).splitlines() == [
         "FEED  no verdict: 3 steps were measured, and a verdict needs 10.",
         "next: train for 30 steps or more",
@@ -206,16 +207,16 @@ def test_no_verdict() -> None:
         ),
     ],
 )
-def test_headlines(changes: dict[str, Any], headline: str) -> None:
+def test_headline_follows_from_the_verdict(changes: dict[str, Any], headline: str) -> None:
     assert as_text(_bare(**changes)).startswith(headline)
 
 
-def test_what_experiments_found_beside_the_pipeline() -> None:
+def test_text_report_lists_skipped_experiments() -> None:
     lines = as_text(sample()).splitlines()
     assert lines[-2] == "skip  cached-files: an iterable dataset decides itself which samples come"
 
 
-def test_printing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_report_prints_the_full_short_and_one_line_forms(capsys: pytest.CaptureFixture[str]) -> None:
     show_report(sample_report())
     assert capsys.readouterr().out == as_text(sample()) + "\n"
     lines: list[str] = []
@@ -248,7 +249,7 @@ def test_reports_name_their_run() -> None:
     assert "<h1>train.py, version_3: highly data-bound</h1>" in page
 
 
-def test_the_program_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_identity_names_the_program_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     main: Any = sys.modules["__main__"]
     monkeypatch.setattr(main, "__spec__", None)
     for argv, program, has_arguments in (
@@ -271,7 +272,7 @@ def test_the_program_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_identity().program == "notebook"
 
 
-def test_lines_are_written_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_print_text_writes_all_lines_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands in for stdout under a bar of rich keeps an unfinished line back, and draws the bar before it."""
     written: list[str] = []
 
@@ -285,7 +286,7 @@ def test_lines_are_written_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert written == ["a\nb\n"]
 
 
-def test_a_slow_rank_is_named_where_this_one_waits_little() -> None:
+def test_headline_names_the_slow_rank_if_this_rank_waits_little() -> None:
     first = as_text(sample(cause="one rank")).splitlines()[0]
     assert "all ranks wait 35 % of each step for the data of rank 1" in first
     assert "GPU idle" not in first
@@ -297,11 +298,11 @@ def _slow_start(*, device: str = "cpu", start_s: float = 2.0) -> Diagnosis:
         step_ms=50.0, compute_ms=47.0, data_idle_ms=3.0, h2d_ms=0.0, other_ms=0.0, starved_pct=6.0, input_pct=6.0,
         starved_low_pct=5.0, starved_high_pct=7.0, speedup_if_free=1.06, epoch_start_s=start_s,
     )  # fmt: skip
-    facts = LoopFacts(device_type=device, num_workers=2, usable_cpus=2, batches_per_epoch=20)
+    facts = loop_facts(device_type=device, num_workers=2, usable_cpus=2, batches_per_epoch=20)
     return diagnose(Measurements(stats=stats, facts=facts))
 
 
-def test_the_headline_of_a_slow_start_is_of_epochs_as_the_verdict_is() -> None:
+def test_headline_of_a_slow_epoch_start_gives_the_share_of_each_epoch() -> None:
     first, second, *_ = as_text(_slow_start()).splitlines()
     assert first == (
         "FEED  highly data-bound: training waits for data 67 % of each epoch, for its first batch "
@@ -319,7 +320,7 @@ def test_the_headline_of_a_slow_start_is_of_epochs_as_the_verdict_is() -> None:
 
 def test_the_headline_says_why_waiting_does_not_count() -> None:
     found = _slow_start(start_s=0.0, device="cuda")
-    alone = replace(found.measurements, experiments=ExperimentResults(model_per_s=20.0))
+    alone = replace(found.measurements, experiments=ExperimentResults(model_per_s=20.0), diagnosed=True)
     assert headline(diagnose(alone)) == (
         "OK: limited by the model. 6 % of time waiting for data, which faster loading would not change: "
         "the model alone takes as long as a step."
@@ -328,7 +329,7 @@ def test_the_headline_says_why_waiting_does_not_count() -> None:
 
 @ANY
 @given(any_report(finite=False))
-def test_any_report_can_be_told(report: Report) -> None:
+def test_any_report_can_be_written_as_text_and_markdown(report: Report) -> None:
     assert as_text(report.diagnosis).startswith("FEED  ")
     assert as_markdown(report).startswith("# ")
 
@@ -354,7 +355,7 @@ def _narrowest(pipeline: Pipeline | None) -> list[str]:
     return [one.name for one in pipeline.bars if one.narrowest]
 
 
-def test_the_rates_of_the_stages() -> None:
+def test_read_pipeline_computes_the_rate_of_each_stage() -> None:
     pipeline = read_pipeline(sample())
     assert pipeline is not None
     assert pipeline.unit == "samples/s"
@@ -384,7 +385,7 @@ def test_only_the_stage_that_the_headline_names_is_marked() -> None:
     assert _narrowest(_pipeline(bottleneck="data", **slow_model)) == []
 
 
-def test_where_loading_and_training_take_turns_no_stage_is_marked() -> None:
+def test_no_stage_is_marked_if_loading_and_training_take_turns() -> None:
     rates = {"loader_per_s": 10.0, "model_per_s": 20.0, "batch_size": 32}
     facts = sample_facts(device_type="cpu", num_workers=0)
     assert _narrowest(_pipeline(facts, **rates)) == []
@@ -395,18 +396,18 @@ def test_where_loading_and_training_take_turns_no_stage_is_marked() -> None:
     assert headline(replace(found, remedies=workers)).endswith("training waits for data 34 % of each step")
 
 
-def test_a_model_alone_that_was_disturbed_is_no_stage() -> None:
+def test_a_model_alone_much_slower_than_its_steps_is_no_stage() -> None:
     stages = {ms: [*_rates(_pipeline(loader_per_s=20.0, model_per_s=1000 / ms))] for ms in (95, 96)}
     assert stages == {95: ["loader", "model"], 96: ["loader"]}  # steps of 87.2 ms
 
 
-def test_without_workers_one_process_decodes() -> None:
+def test_decode_rate_without_workers_is_that_of_one_process() -> None:
     facts = sample_facts(num_workers=0, usable_cpus=None)
     pipeline = _pipeline(facts, batch_size=32, costs=sample_experiments().costs)
     assert _rates(pipeline)["decode"] == pytest.approx(1 / 9.8e-3)
 
 
-def test_the_pipeline_as_text() -> None:
+def test_pipeline_text_draws_a_bar_for_each_stage() -> None:
     pipeline = _pipeline(batch_size=32, loader_per_s=10.0, model_per_s=20.0, ceiling_per_s=1e4)
     lines = pipeline_text(pipeline)
     assert lines[0] == "Pipeline (samples/s)"
@@ -419,7 +420,7 @@ def test_the_pipeline_as_text() -> None:
 # --- Markdown -----------------------------------------------------------------------------------------------------
 
 
-def test_the_markdown_of_a_report() -> None:
+def test_markdown_report_has_the_expected_content() -> None:
     text = as_markdown(sample_report())
     assert text.startswith("# highly data-bound: GPU idle 34 % of each step waiting for data\n")
     assert "95 % CI 32-36, confidence high, 412 steps; if data were free: 1.51 x as fast." in text
@@ -433,7 +434,7 @@ def test_the_markdown_of_a_report() -> None:
     assert "| `cached-files` | an iterable dataset decides itself which samples come |" in text
 
 
-def test_names_cannot_break_the_tables() -> None:
+def test_hostile_names_cannot_break_markdown_tables() -> None:
     found = sample(evidence=(HOSTILE,), remedies=(Remedy(code=HOSTILE, why=HOSTILE),))
     hooks = (HookTime(name=HOSTILE, ms_per_step=1.0),)
     text = as_markdown(sample_report(replace(found, measurements=replace(found.measurements, hooks=hooks))))
@@ -455,6 +456,8 @@ def test_names_cannot_break_the_tables() -> None:
         (["--config", "c.yaml", *(f"--data.{name}=1" for name in "abcdefgh")], "SAME ARGUMENTS"),
     ],
 )
-def test_long_arguments_are_not_repeated(words: list[str], shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_arguments_are_shown_as_same_arguments(
+    words: list[str], shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
     assert arguments_now() == shown

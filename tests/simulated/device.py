@@ -83,7 +83,8 @@ class Stream:
     """A queue of work of the device with the number ``index``."""
 
     def __init__(self, device: SimulatedDevice, name: str, index: int = 0) -> None:
-        self._device, self.index = device, index
+        self._device = device
+        self.index = index
         self.name = f"{name} of device {index}" if index else name
         self.seen: Seen = {}
         self.free_at = 0
@@ -135,7 +136,8 @@ class Event:
     """
 
     def __init__(self, device: SimulatedDevice, *, enable_timing: bool = False) -> None:
-        self._device, self._enable_timing = device, enable_timing
+        self._device = device
+        self._enable_timing = enable_timing
         self.seen: Seen = {}
         self.at: int | None = None
         self.index: int | None = None
@@ -175,7 +177,9 @@ class Block:
     """One allocation of device memory."""
 
     def __init__(self, storage: torch.UntypedStorage, pool: Pool, what: str) -> None:
-        self.ref, self.pool, self.what = StorageWeakRef(storage), pool, what
+        self.ref = StorageWeakRef(storage)
+        self.pool = pool
+        self.what = what
         self.size = pool.take(storage.nbytes())
         self.written: tuple[Stream, int] | None = None
         self.uses: Seen = dict(pool.unordered)
@@ -193,7 +197,8 @@ class Pool:
     """
 
     def __init__(self, device: SimulatedDevice, stream: Stream) -> None:
-        self._device, self.stream = device, stream
+        self._device = device
+        self.stream = stream
         self.unordered: Seen = {}
         """Uses of freed blocks that the allocator does not wait for."""
         self._free: list[int] = []
@@ -245,7 +250,8 @@ class SimulatedDevice(TorchDispatchMode):
         self.copied: list[tuple[Stream, Span]] = []
         """When the copy engine was at work, and for which stream."""
         self.kernels = self.copies = self.events = self.waited = 0
-        self._copy_bytes_per_ms, self._launch_ns = copy_bytes_per_ms, launch_ns
+        self._copy_bytes_per_ms = copy_bytes_per_ms
+        self._launch_ns = launch_ns
         self._numbers = count(1)
         self._streams = [
             cycle([Stream(self, f"side {number}", index) for number in range(POOL)]) for index in range(DEVICES)
@@ -289,7 +295,8 @@ class SimulatedDevice(TorchDispatchMode):
     def stream(self, stream: Stream) -> Iterator[None]:
         """Makes the stream's device the current one, too (torch/cuda/__init__.py, StreamContext)."""
         with self.device(stream.index):
-            before, self._currents[stream.index] = self._current, stream
+            before = self._current
+            self._currents[stream.index] = stream
             try:
                 yield
             finally:
@@ -298,7 +305,8 @@ class SimulatedDevice(TorchDispatchMode):
     @contextmanager
     def graph(self) -> Iterator[None]:
         """While entered a graph is captured: work on the current stream is only recorded, and nothing else may run."""
-        self._captures, capturing = True, self._current
+        self._captures = True
+        capturing = self._current
         before = self.copies, len(self.waits)
         try:
             yield
@@ -548,7 +556,9 @@ class SimulatedDevice(TorchDispatchMode):
         for block in reading.values():
             block.uses[stream] = number
         for block in writing.values():
-            block.written, block.uses, block.inherits = (stream, number), {}, False
+            block.written = (stream, number)
+            block.uses = {}
+            block.inherits = False
 
     def _say(self, text: str) -> None:
         if text not in self.races:

@@ -64,13 +64,14 @@ def run(case: Case, depth: int | None) -> Found:
     loader = SimulatedLoader(
         device, STEPS, period_ms=case.load, pinned=case.pinned, in_main_process=case.in_main_process
     )
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+    starvation = GPUStarvationCallback(report=False)
     callbacks: list[Any] = [starvation] if depth is None else [PrefetchCallback(depth=depth), starvation]
     fit(device, model, loader, *callbacks)
     stats = starvation.report().stats
     assert stats.step_ms is not None
     assert stats.starved_pct is not None
-    began, ended = model.ended_at[-stats.steps - 1], model.ended_at[-1]
+    began = model.ended_at[-stats.steps - 1]
+    ended = model.ended_at[-1]
     last = -1 - (depth or 0)  # the steps at the end have nothing left to fetch ahead
     return Found(
         step_ms=(model.ended_at[last] - began) / (stats.steps + last + 1) / MS,

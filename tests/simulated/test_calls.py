@@ -27,7 +27,8 @@ KINDS: dict[str, tuple[type, tuple[str, ...]]] = {
     "switch": (SimulatedDevice, ("stream",)),  # to a stream and back
     "record_stream": (SimulatedDevice, ("record_stream",)),
 }
-FIRST, LAST = 200, 600
+FIRST = 200
+LAST = 600
 """Steps between which calls are counted: the host is as far ahead of the device then as it gets."""
 
 
@@ -87,8 +88,8 @@ def calls_per_step(*callbacks: Any, load_ms: float, synchronise: bool) -> dict[s
 
 
 @pytest.mark.parametrize(("load_ms", "synchronise"), [(1, False), (9, False), (9, True)])
-def test_both_callbacks_make_at_most_ten_calls_in_a_step(load_ms: float, synchronise: bool) -> None:
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+def test_both_callbacks_make_at_most_ten_device_calls_per_step(load_ms: float, synchronise: bool) -> None:
+    starvation = GPUStarvationCallback(report=False)
     calls = calls_per_step(PrefetchCallback(), starvation, load_ms=load_ms, synchronise=synchronise)
     assert calls.pop("record_stream") == 2  # one for each tensor, whatever else is called
     assert sum(calls.values()) <= 10
@@ -97,8 +98,8 @@ def test_both_callbacks_make_at_most_ten_calls_in_a_step(load_ms: float, synchro
     assert calls["record"] + calls["elapsed_time"] <= 7
 
 
-def test_a_callback_alone_makes_fewer_calls() -> None:
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+def test_a_callback_alone_makes_fewer_device_calls_per_step() -> None:
+    starvation = GPUStarvationCallback(report=False)
     calls = calls_per_step(starvation, load_ms=9, synchronise=False)
     assert set(calls) == {"record", "elapsed_time", "query"}
     assert sum(calls.values()) <= 5.5
@@ -139,7 +140,7 @@ class Uneven(Model):
 
 def measured(model: type[Model], *callbacks: Any, load_ms: float = 6, **options: Any) -> StarvationStats:
     device = SimulatedDevice(copy_bytes_per_ms=100)
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+    starvation = GPUStarvationCallback(report=False)
     loader = SimulatedLoader(device, STEPS, periods_ms=[load_ms, 2 * load_ms, load_ms / 2])
     fit(device, model(device, 1.0), loader, *callbacks, starvation, **options)
     assert device.races == []
@@ -149,7 +150,7 @@ def measured(model: type[Model], *callbacks: Any, load_ms: float = 6, **options:
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
-def test_parts_seen_in_some_steps_are_those_of_all(prefetch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_sampled_in_some_steps_match_those_of_all_steps(prefetch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> StarvationStats:
         return measured(Uneven, *([PrefetchCallback()] if prefetch else []))
 
@@ -172,18 +173,18 @@ class StepsRarely(Model):
 
 
 @pytest.mark.parametrize("every", [3, 8, 13])
-def test_an_optimizer_that_steps_after_several_batches_is_seen_as_often_as_it_steps(every: int) -> None:
+def test_optimizer_time_is_right_when_gradients_accumulate(every: int) -> None:
     stats = measured(StepsRarely, PrefetchCallback(), load_ms=1, accumulate_grad_batches=every)
     assert stats.optimizer_ms == pytest.approx(24 / every, rel=0.15)
 
 
-def test_every_eighth_step_would_see_an_optimizer_never(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_exactly_every_eighth_step_would_miss_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_meter, "is_divided", lambda number: number % 8 == 1)
     stats = measured(StepsRarely, PrefetchCallback(), load_ms=1, accumulate_grad_batches=8)
     assert stats.optimizer_ms == 0
 
 
-def test_one_step_in_eight_is_divided_in_any_rhythm() -> None:
+def test_one_step_in_eight_is_divided_at_any_period_and_phase() -> None:
     numbers = range(step_meter.FIRST_DIVIDED + 1, 20_000)
     for period in range(1, 33):
         for phase in range(period):
@@ -210,11 +211,12 @@ class LongEnds(Model):
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
-def test_the_last_step_of_an_epoch_does_not_contain_what_follows(prefetch: bool) -> None:
+def test_the_last_step_of_an_epoch_excludes_the_work_after_it(prefetch: bool) -> None:
     device = SimulatedDevice()
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+    starvation = GPUStarvationCallback(report=False)
     callbacks = [PrefetchCallback()] if prefetch else []
-    train, val = SimulatedLoader(device, 30), SimulatedLoader(device, 20)
+    train = SimulatedLoader(device, 30)
+    val = SimulatedLoader(device, 20)
     fit(device, LongEnds(device, 1.0), train, *callbacks, starvation, val=val, max_epochs=3, val_check_interval=10)
     stats = starvation.report().stats
     # Of 70 steps after the warm-up, 2 begin an epoch, and 5 follow a validation.
@@ -227,8 +229,8 @@ def test_the_last_step_of_an_epoch_does_not_contain_what_follows(prefetch: bool)
 
 @pytest.mark.filterwarnings("ignore:predict returned None")
 @pytest.mark.parametrize("entry", ["validate", "test", "predict"])
-def test_the_last_step_of_an_evaluation_does_not_contain_what_follows(entry: Any) -> None:
+def test_the_last_step_of_an_evaluation_excludes_the_work_after_it(entry: Any) -> None:
     device = SimulatedDevice()
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+    starvation = GPUStarvationCallback(report=False)
     evaluate(device, entry, LongEnds(device, 1.0), SimulatedLoader(device, 60), starvation)
     assert starvation.report(entry).stats.step_ms == pytest.approx(1)

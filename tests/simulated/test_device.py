@@ -27,14 +27,16 @@ def host(device: SimulatedDevice, size: int = 8) -> Tensor:
 
 
 def read_after_write(device: SimulatedDevice, wait: Callable[[Any, Any], None]) -> None:
-    made, side = zeros(), device.Stream()
+    made = zeros()
+    side = device.Stream()
     wait(side, device.compute)
     with device.stream(side):
         _ = made + 1
 
 
 def write_after_read(device: SimulatedDevice, wait: Callable[[Any, Any], None]) -> None:
-    made, side = zeros(), device.Stream()
+    made = zeros()
+    side = device.Stream()
     side.wait_stream(device.compute)
     with device.stream(side):
         _ = made + 1
@@ -43,14 +45,16 @@ def write_after_read(device: SimulatedDevice, wait: Callable[[Any, Any], None]) 
 
 
 def write_after_write(device: SimulatedDevice, wait: Callable[[Any, Any], None]) -> None:
-    made, side = zeros(), device.Stream()
+    made = zeros()
+    side = device.Stream()
     wait(side, device.compute)
     with device.stream(side):
         made.zero_()
 
 
 def memory_handed_out_again(device: SimulatedDevice, wait: Callable[[Any, Any], None]) -> None:
-    made, side = zeros(), device.Stream()
+    made = zeros()
+    side = device.Stream()
     side.wait_stream(device.compute)
     with device.stream(side):
         _ = made + 1
@@ -76,15 +80,16 @@ HAZARDS = [read_after_write, write_after_read, write_after_write, memory_handed_
     [(by_event, 0), (by_host, 0), (lambda late, early: late.wait_stream(early), 0), (lambda late, early: None, 1)],
     ids=["by event", "by host", "by stream", "not at all"],
 )
-def test_a_race_is_found_and_waiting_for_it_is_none(
+def test_a_race_is_found_only_where_no_wait_orders_the_streams(
     device: SimulatedDevice, hazard: Any, wait: Any, found: int
 ) -> None:
     hazard(device, wait)
     assert len(device.races) == found
 
 
-def test_an_event_knows_only_what_was_queued_before_it(device: SimulatedDevice) -> None:
-    side, early = device.Stream(), device.compute.record_event()
+def test_waiting_for_an_event_does_not_cover_work_queued_after_it(device: SimulatedDevice) -> None:
+    side = device.Stream()
+    early = device.compute.record_event()
     made = zeros()
     side.wait_event(early)
     with device.stream(side):
@@ -92,7 +97,7 @@ def test_an_event_knows_only_what_was_queued_before_it(device: SimulatedDevice) 
     assert "without waiting for compute" in device.races[0]
 
 
-def test_recorded_memory_is_not_handed_out_again_before_its_time(device: SimulatedDevice) -> None:
+def test_memory_under_record_stream_is_reused_only_after_its_use_ends(device: SimulatedDevice) -> None:
     side = device.Stream()
     with device.stream(side):
         made = zeros(64)
@@ -110,14 +115,15 @@ def test_recorded_memory_is_not_handed_out_again_before_its_time(device: Simulat
     assert device.races == []
 
 
-def test_memory_of_one_stream_is_handed_out_again_to_it_at_once(device: SimulatedDevice) -> None:
+def test_freed_memory_is_reused_by_its_own_stream_at_once(device: SimulatedDevice) -> None:
     for _ in range(5):
         device.launch(10, reads=zeros(64))
     assert device.memory_bytes() == 64
 
 
-def test_reads_beside_each_other_and_views_are_no_race(device: SimulatedDevice) -> None:
-    made, side = zeros(), device.Stream()
+def test_concurrent_reads_and_views_are_not_races(device: SimulatedDevice) -> None:
+    made = zeros()
+    side = device.Stream()
     side.wait_stream(device.compute)
     for _ in range(3):
         with device.stream(side):
@@ -126,8 +132,9 @@ def test_reads_beside_each_other_and_views_are_no_race(device: SimulatedDevice) 
     assert device.races == []
 
 
-def test_out_arguments_are_written_to(device: SimulatedDevice) -> None:
-    made, side = zeros(), device.Stream()
+def test_writes_to_out_arguments_are_checked_for_races(device: SimulatedDevice) -> None:
+    made = zeros()
+    side = device.Stream()
     with device.stream(side):
         torch.add(torch.ones(8, dtype=torch.uint8, device=DEVICE), 1, out=made)
     assert any(race.startswith("aten.add.out") for race in device.races)
@@ -140,7 +147,7 @@ def test_streams_come_from_a_pool(device: SimulatedDevice) -> None:
     assert device.Stream() is first
 
 
-def test_a_decoder_that_ignores_order_is_found_unless_its_memory_was_never_used(device: SimulatedDevice) -> None:
+def test_an_unordered_decoder_is_found_only_if_it_gets_reused_memory(device: SimulatedDevice) -> None:
     device.launch(10, reads=zeros(12))
     device.decode([(3, 2, 2)])
     assert "decode on decoder" in device.races[0]
@@ -153,7 +160,7 @@ def test_a_decoder_that_ignores_order_is_found_unless_its_memory_was_never_used(
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
-def test_kernels_queue_and_the_host_goes_on(device: SimulatedDevice) -> None:
+def test_kernels_queue_up_while_the_host_continues(device: SimulatedDevice) -> None:
     began = device.now
     device.launch(10)
     device.launch(5)
@@ -163,7 +170,7 @@ def test_kernels_queue_and_the_host_goes_on(device: SimulatedDevice) -> None:
     assert device.now == began + 15 * MS
 
 
-def test_a_launch_costs_the_host_what_is_said_and_waits_where_the_queue_is_full() -> None:
+def test_a_launch_takes_launch_ns_and_waits_when_the_queue_is_full() -> None:
     with simulated(SimulatedDevice(launch_ns=1000)) as device:
         began = device.now
         for _ in range(LAUNCH_QUEUE):
@@ -174,7 +181,9 @@ def test_a_launch_costs_the_host_what_is_said_and_waits_where_the_queue_is_full(
 
 
 @pytest.mark.parametrize(("pinned", "non_blocking", "blocked"), [(True, True, 0), (True, False, 18), (False, True, 18)])
-def test_what_a_copy_costs_the_host(device: SimulatedDevice, pinned: bool, non_blocking: bool, blocked: int) -> None:
+def test_a_copy_blocks_the_host_unless_pinned_and_non_blocking(
+    device: SimulatedDevice, pinned: bool, non_blocking: bool, blocked: int
+) -> None:
     began = device.now
     device.launch(10)
     batch = host(device) if pinned else torch.zeros(8, dtype=torch.uint8)
@@ -198,7 +207,9 @@ def test_copies_share_one_engine_and_run_beside_kernels(device: SimulatedDevice)
     "look",
     [Tensor.item, bool, Tensor.tolist, Tensor.cpu, Tensor.nonzero, lambda made: torch.equal(made, made), Tensor.numpy],
 )
-def test_looking_at_values_waits(device: SimulatedDevice, look: Callable[[Tensor], Any]) -> None:
+def test_reading_values_on_the_host_waits_for_the_device(
+    device: SimulatedDevice, look: Callable[[Tensor], Any]
+) -> None:
     made = torch.zeros((), device=DEVICE)
     device.launch(10, writes=made)
     began = device.now
@@ -210,8 +221,9 @@ def test_looking_at_values_waits(device: SimulatedDevice, look: Callable[[Tensor
     assert "test_device.py" in device.waits[0].where
 
 
-def test_events_tell_the_time_between_them_once_they_have_passed(device: SimulatedDevice) -> None:
-    first, last = device.event(), device.event()
+def test_elapsed_time_is_known_only_after_both_events_have_passed(device: SimulatedDevice) -> None:
+    first = device.event()
+    last = device.event()
     first.record()
     device.launch(10)
     last.record()
@@ -222,7 +234,7 @@ def test_events_tell_the_time_between_them_once_they_have_passed(device: Simulat
     assert first.elapsed_time(last) == 10
 
 
-def test_the_values_of_a_copy_are_known_also_of_its_parts(device: SimulatedDevice) -> None:
+def test_the_values_of_a_copy_are_known_for_its_views(device: SimulatedDevice) -> None:
     batch = device.pin(torch.arange(12, dtype=torch.int32))
     there = batch.to(DEVICE, non_blocking=True)
     batch.zero_()
@@ -233,7 +245,7 @@ def test_the_values_of_a_copy_are_known_also_of_its_parts(device: SimulatedDevic
 # --- refusals, as torch has them --------------------------------------------------------------------------------------
 
 
-def test_host_tensors_refuse_record_stream_in_the_words_of_torch(device: SimulatedDevice) -> None:
+def test_record_stream_on_host_tensors_fails_with_the_error_of_torch(device: SimulatedDevice) -> None:
     made: Any = torch.zeros(8)
     with pytest.raises(NotImplementedError) as ours:
         made.record_stream(device.compute)
@@ -243,7 +255,7 @@ def test_host_tensors_refuse_record_stream_in_the_words_of_torch(device: Simulat
     assert str(torchs.value).startswith(str(ours.value))
 
 
-def test_events_made_without_timing_refuse_to_tell_it(device: SimulatedDevice) -> None:
+def test_events_without_timing_refuse_elapsed_time(device: SimulatedDevice) -> None:
     events: list[Any] = [device.Event(), device.Event(), device.event()]
     for event in events:
         event.record()
@@ -257,7 +269,7 @@ def test_events_made_without_timing_refuse_to_tell_it(device: SimulatedDevice) -
 SECOND = torch.device("meta", 1)
 
 
-def test_each_device_has_streams_of_its_own(device: SimulatedDevice) -> None:
+def test_each_device_has_its_own_streams(device: SimulatedDevice) -> None:
     there = device.current_stream(SECOND)
     assert there is not device.current_stream()
     assert [device.Stream().index, device.Stream(DEVICE).index, device.Stream(device=SECOND).index] == [0, 0, 1]
@@ -269,7 +281,8 @@ def test_each_device_has_streams_of_its_own(device: SimulatedDevice) -> None:
 
 
 def test_entering_a_stream_makes_its_device_the_current_one(device: SimulatedDevice) -> None:
-    here, there = device.Stream(), device.Stream(SECOND)
+    here = device.Stream()
+    there = device.Stream(SECOND)
     with device.stream(here):
         with device.stream(there):
             assert (device.current_device(), device.current_stream()) == (1, there)
@@ -294,7 +307,8 @@ def test_work_goes_to_the_device_of_its_tensors(device: SimulatedDevice) -> None
 
 
 def test_events_belong_to_the_device_that_they_were_first_recorded_on(device: SimulatedDevice) -> None:
-    here, there = device.event(), device.event()
+    here = device.event()
+    there = device.event()
     here.record()
     there.record(device.current_stream(SECOND))
     with pytest.raises(RuntimeError, match="Event device 1 does not match recording stream's device 0"):

@@ -21,7 +21,9 @@ from lightning_feed.transfer.prefetcher import DeviceStream
         (Unordered, "training_step on compute"),
     ],
 )
-def test_faults(stream: type[DeviceStream], said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_races_are_found_only_in_the_streams_with_a_fault(
+    stream: type[DeviceStream], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = SimulatedDevice()
     monkeypatch.setattr(on_cuda, "spin", device.launch)
     monkeypatch.setattr(torch.cuda, "Event", device.Event)

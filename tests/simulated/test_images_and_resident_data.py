@@ -83,13 +83,13 @@ def train(model: Images, *callbacks: Any) -> list[str]:
     return model.sim.races
 
 
-def test_decoded_images_are_ordered_with_and_without_prefetching(device: SimulatedDevice) -> None:
+def test_decoding_on_the_device_is_race_free_with_and_without_prefetching(device: SimulatedDevice) -> None:
     assert train(Images(device)) == []
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+    starvation = GPUStarvationCallback(report=False)
     assert train(Images(device), PrefetchCallback(), starvation) == []
 
 
-def test_torchs_check_for_waiting_lets_decoding_pass(device: SimulatedDevice) -> None:
+def test_decoding_makes_only_waits_that_torchs_sync_debug_mode_allows(device: SimulatedDevice) -> None:
     model = Images(device)
     train(model, PrefetchCallback())
     assert {wait.what for wait in model.waits} <= NOT_CHECKED
@@ -100,7 +100,7 @@ def test_torchs_check_for_waiting_lets_decoding_pass(device: SimulatedDevice) ->
     assert device.waits  # and it is safe on any stream
 
 
-def test_what_the_host_decodes_beside_dali_is_copied_without_waiting() -> None:
+def test_images_decoded_on_the_host_beside_dali_are_copied_without_waiting() -> None:
     """On the GPU, where the batch is normalised. The second image is broken, and the first takes its place."""
     device = SimulatedDevice()
     files = dataset([WHOLE["GIF"], None, *jpegs(1)], EvalRecipe(size=16), decoder="pillow", on_error="skip")
@@ -122,7 +122,7 @@ def test_what_the_host_decodes_beside_dali_is_copied_without_waiting() -> None:
     assert device.waits == []
 
 
-def test_decoding_runs_beside_the_step(device: SimulatedDevice) -> None:
+def test_decoding_runs_in_parallel_with_the_step(device: SimulatedDevice) -> None:
     """The host waits for the decoder, and the device computes meanwhile."""
     steps = {}
     for name, callbacks in (("plain", []), ("ahead", [PrefetchCallback()])):
@@ -143,14 +143,15 @@ class Rows(Model):
         return self.net(batch[0]).mean()
 
 
-def test_a_set_on_the_device_is_gathered_there_and_copied_once() -> None:
+def test_a_resident_dataset_is_gathered_on_the_device_and_copied_once() -> None:
     device = SimulatedDevice(copy_bytes_per_ms=1)
     with simulated(device):
         data = load_resident(TensorDataset(torch.rand(12, 8), torch.arange(12)), device=DEVICE)
         sampler = RandomSampler(data, generator=torch.Generator().manual_seed(1))
         loader: DataLoader[Any] = ResidentLoader(data, batch_size=2, sampler=sampler)
     copies = device.copies
-    callback, model = PrefetchCallback(), Rows(device)
+    callback = PrefetchCallback()
+    model = Rows(device)
     fit(device, model, loader, callback, max_epochs=2)
     assert not callback.active
     assert device.races == []

@@ -140,7 +140,8 @@ class Mutant(NamedTuple):
     said: str
 
 
-WITH_DEVICE, WITHOUT = "current_stream(self._device)", "current_stream()"
+WITH_DEVICE = "current_stream(self._device)"
+WITHOUT = "current_stream()"
 UNORDERED = "without waiting for"
 MUTANTS = {
     "no wait for the copy": Mutant(
@@ -187,7 +188,12 @@ MUTANTS = {
         DeviceStream, "limit_run_ahead", ".event.synchronize()", "", the_host_is_not_far_ahead, "memory for every step"
     ),
     "a capture is not asked for": Mutant(
-        DeviceStream, "is_capturing", "bool(asks())", "False", nothing_is_issued_in_a_capture, "a capture goes unseen"
+        DeviceStream,
+        "is_capturing",
+        "bool(is_capturing())",
+        "False",
+        nothing_is_issued_in_a_capture,
+        "a capture goes unseen",
     ),
     "the decoder's stream is not empty": Mutant(
         NvJpeg,
@@ -216,7 +222,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_as_it_is_every_check_passes(check: Callable[[], None]) -> None:
+def test_every_check_passes_on_the_unchanged_code(check: Callable[[], None]) -> None:
     check()
 
 

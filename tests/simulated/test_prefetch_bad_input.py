@@ -41,7 +41,7 @@ def trained(model: Model, make: Any = numbers, *others: Callback, **options: Any
     return model
 
 
-def test_a_transfer_that_leaves_the_batch_on_the_host() -> None:
+def test_a_transfer_that_leaves_the_batch_on_the_host_trains_as_usual() -> None:
     class Stays(AnyBatch):
         def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
             return batch
@@ -92,14 +92,14 @@ class AddsToGraphs(DividesGraphs):
     ("model", "host_keys"),
     [(AnyBatch, ()), (AnyBatch, ("graph",)), (LeavesGraphs, ()), (DividesGraphs, ()), (AddsToGraphs, ())],
 )
-def test_graphs_on_the_device_on_the_host_and_in_both_places(
+def test_graph_batches_on_device_host_or_both_train_without_races(
     model: type[Model], host_keys: tuple[str, ...], depth: int
 ) -> None:
     """PyTorch Geometric's, whose ``record_stream`` asks each tensor, and fails at those on the host."""
     trained(model(SimulatedDevice()), graph, depth=depth, host_keys=host_keys)
 
 
-def test_tensors_of_a_graph_in_both_places_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_tensors_that_are_not_recorded_cause_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control."""
     monkeypatch.setattr(prefetcher, "record_stream", lambda batch, stream: None)
     with pytest.raises(AssertionError, match="handed out again"):
@@ -107,7 +107,7 @@ def test_tensors_of_a_graph_in_both_places_are_recorded(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_a_batch_that_changes_its_structure(depth: int) -> None:
+def test_batches_that_change_their_structure_train_without_races(depth: int) -> None:
     def make(index: int) -> Any:
         x = numbers(index)
         parts = {f"p{n}": torch.full((n + 1,), index) for n in range(3 * index)}
@@ -120,7 +120,8 @@ class Static:
     """As DALI: one buffer on the device that every batch is written to."""
 
     def __init__(self, device: SimulatedDevice) -> None:
-        self.device, self.drawn = device, 0
+        self.device = device
+        self.drawn = 0
 
     def __len__(self) -> int:
         return 4
@@ -170,7 +171,7 @@ class Small(Model):
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_a_lack_of_memory_reaches_the_step_that_owns_the_batch(depth: int) -> None:
+def test_an_out_of_memory_error_is_raised_at_the_step_of_its_batch(depth: int) -> None:
     device = SimulatedDevice()
     model = Small(device)
     model.fails_at = 4
@@ -180,7 +181,9 @@ def test_a_lack_of_memory_reaches_the_step_that_owns_the_batch(depth: int) -> No
 
 
 @pytest.mark.parametrize("callbacks", [[], [PrefetchCallback(depth=2)]])
-def test_batch_size_finders_see_it_as_torchs_error(callbacks: list[Callback], tmp_path: Any) -> None:
+def test_the_batch_size_finder_handles_out_of_memory_while_prefetching(
+    callbacks: list[Callback], tmp_path: Any
+) -> None:
     class Sized(Small):
         batch_size = 2
 
@@ -222,7 +225,7 @@ class Captures(Callback):
     on_after_backward.__module__ = "lightning.pytorch"  # with a user's callback, no batch is fetched before this hook
 
 
-def test_nothing_is_copied_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_batch_is_copied_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a gradient scaler, batches are fetched within the step."""
 
     def train() -> None:

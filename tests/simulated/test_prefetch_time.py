@@ -24,7 +24,7 @@ DURATIONS = [(11, 5, 2), (5, 11, 2), (2, 5, 11), (5, 5, 5), (11, 11, 2), (10, 9,
 @pytest.mark.parametrize("synchronises", [False, True], ids=["host ahead", "host waits"])
 @pytest.mark.parametrize("in_main_process", [False, True], ids=["workers", "main process"])
 @pytest.mark.parametrize("depth", [None, 1, 2])
-def test_a_step_takes_what_theory_says_and_so_does_the_report(
+def test_step_time_and_reported_starvation_match_theory(
     durations: tuple[float, float, float], pinned: bool, synchronises: bool, in_main_process: bool, depth: int | None
 ) -> None:
     case = Case(*durations, pinned, synchronises, in_main_process)
@@ -36,7 +36,7 @@ def test_a_step_takes_what_theory_says_and_so_does_the_report(
 
 
 @pytest.mark.parametrize("durations", [(11, 5, 2), (11, 11, 2), (5, 2, 2), (5, 11, 2)])
-def test_copies_run_under_kernels_as_far_as_these_reach(durations: tuple[float, float, float]) -> None:
+def test_copies_overlap_with_compute_as_far_as_theory_allows(durations: tuple[float, float, float]) -> None:
     case = Case(*durations)
     reach = 100 * min(1, case.compute / case.copy)
     assert run(case, 1).copied_under_compute_pct == pytest.approx(reach, abs=2)
@@ -55,7 +55,7 @@ def fit_short(model: type[Model] = Model, *, pinned: bool = True, depth: int = 1
     device = SimulatedDevice(copy_bytes_per_ms=BYTES / SHORT.copy)
     made = model(device, SHORT.compute)
     loader = SimulatedLoader(device, 30, period_ms=SHORT.load, pinned=pinned)
-    fit(device, made, loader, PrefetchCallback(depth=depth), GPUStarvationCallback(nvml=False, report=False))
+    fit(device, made, loader, PrefetchCallback(depth=depth), GPUStarvationCallback(report=False))
     return made, (made.ended_at[-3] - made.ended_at[4]) / (len(made.ended_at) - 7) / MS
 
 
@@ -64,17 +64,17 @@ def waits_of(model: Model) -> set[str]:
     return {wait.what for wait in model.waits if (wait.what, wait.where.rpartition(" ")[2]) != LIMIT}
 
 
-def test_nothing_waits_but_a_host_that_is_far_ahead() -> None:
+def test_the_host_waits_only_when_it_is_too_far_ahead() -> None:
     model, step_ms = fit_short()
     assert waits_of(model) == set()
     assert step_ms == pytest.approx(SHORT.compute, rel=0.02)
 
 
-def test_a_copy_from_pageable_memory_is_found() -> None:
+def test_the_wait_for_a_copy_from_pageable_memory_is_found() -> None:
     assert waits_of(fit_short(pinned=False)[0]) == {"a copy from pageable memory"}
 
 
-def test_a_transform_that_looks_at_values_is_found() -> None:
+def test_the_wait_of_a_transform_that_reads_values_is_found() -> None:
     class Looks(Model):
         def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
             there = super().transfer_batch_to_device(batch, device, dataloader_idx)
@@ -104,7 +104,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "RUN_AHEAD_BYTES", 0)
 
 
-def test_small_batches_are_bounded_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_ahead_of_small_batches_is_bounded_by_bytes_and_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "RUN_AHEAD_BYTES", 8 * BYTES)
     assert side_batches(1) == 8 + 2
     monkeypatch.setattr(streams, "RUN_AHEAD_BYTES", 1 << 30)
@@ -114,13 +114,13 @@ def test_small_batches_are_bounded_by_their_bytes(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("large")
-@pytest.mark.parametrize("stages", [("fit",), ("validate",), ("fit", "validate")])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("every", [2, 3, 5])
-def test_memory_is_bounded_where_validation_comes_between(stages: Any, depth: int, every: int) -> None:
+def test_prefetched_memory_is_bounded_when_validation_interrupts_training(depth: int, every: int) -> None:
     device = SimulatedDevice()
-    train, val = SimulatedLoader(device, 16), SimulatedLoader(device, 12)
-    callback = PrefetchCallback(depth=depth, stages=stages)
+    train = SimulatedLoader(device, 16)
+    val = SimulatedLoader(device, 12)
+    callback = PrefetchCallback(depth=depth)
     fit(device, Model(device, compute_ms=10), train, callback, val=val, val_check_interval=every)
     assert on_side(device) <= depth + 1 + RUN_AHEAD
     assert device.races == []
@@ -129,7 +129,7 @@ def test_memory_is_bounded_where_validation_comes_between(stages: Any, depth: in
 @pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("entry", ["validate", "test", "predict"])
 @pytest.mark.parametrize("depth", [1, 3])
-def test_evaluation_is_ordered_bounded_and_hides_the_copy(entry: Any, depth: int) -> None:
+def test_prefetched_evaluation_is_race_free_bounded_and_hides_copies(entry: Any, depth: int) -> None:
     steps = {}
     for callbacks in ([], [PrefetchCallback(depth=depth)]):
         device = SimulatedDevice(copy_bytes_per_ms=BYTES / 5)
@@ -145,7 +145,7 @@ def test_evaluation_is_ordered_bounded_and_hides_the_copy(entry: Any, depth: int
 # --- a loader that stalls ---------------------------------------------------------------------------------------------
 
 
-def test_a_host_that_runs_ahead_on_small_batches_hides_the_stalls_of_a_loader() -> None:
+def test_running_ahead_on_small_batches_hides_loader_stalls() -> None:
     """100 ms in every 20 batches, steps of 10 ms: as long as the device has work queued, a stall costs nothing."""
 
     def step_ms(*callbacks: Any) -> float:

@@ -21,7 +21,9 @@ class Production:
     """
 
     def __init__(self, periods: Sequence[float], *, workers: int = 1, prefetch: int = 2) -> None:
-        self._periods, self._workers, self._capacity = periods, workers, workers * prefetch
+        self._periods = periods
+        self._workers = workers
+        self._capacity = workers * prefetch
         self._ready: list[int] = []
         self._taken: list[int] = []
         self.began = 0
@@ -69,9 +71,13 @@ class SimulatedLoader:
         make: Callable[[int], Any] = numbers,
         in_main_process: bool = False,
     ) -> None:
-        self.device, self.batches, self.period_ms = device, batches, period_ms
+        self.device = device
+        self.batches = batches
+        self.period_ms = period_ms
         self.periods_ms = [period_ms] if periods_ms is None else periods_ms
-        self.pinned, self.make, self.in_main_process = pinned, make, in_main_process
+        self.pinned = pinned
+        self.make = make
+        self.in_main_process = in_main_process
         self.waits: list[Span] = []
         """When the host was in the loader, one span for each batch."""
 
@@ -105,7 +111,9 @@ class Model(LightningModule):
 
     def __init__(self, device: SimulatedDevice, compute_ms: float = 1.0, *, synchronise: bool = False) -> None:
         super().__init__()
-        self.sim, self.compute_ms, self.synchronise = device, compute_ms, synchronise
+        self.sim = device
+        self.compute_ms = compute_ms
+        self.synchronise = synchronise
         self.net = nn.Linear(8, 1)
         self.seen: list[float] = []
         """The first value of each batch that was trained on."""

@@ -35,7 +35,7 @@ AWKWARD = (
 )
 
 
-def test_files_labels_and_order_are_those_of_image_folder(tmp_path: Path) -> None:
+def test_files_labels_and_order_equal_those_of_image_folder(tmp_path: Path) -> None:
     root = put(tmp_path, *AWKWARD)
     source = FolderSource(root, scan_classes(root))
     theirs = ImageFolder(str(root), allow_empty=False)
@@ -45,7 +45,7 @@ def test_files_labels_and_order_are_those_of_image_folder(tmp_path: Path) -> Non
     assert isinstance(source, SampleSource)
 
 
-def test_names_that_are_not_unicode_are_read(tmp_path: Path) -> None:
+def test_files_with_names_that_are_not_unicode_are_read(tmp_path: Path) -> None:
     folder = put(tmp_path, "a/1.jpg") / "a"
     odd = os.fsencode(folder) + b"/\xff\xfe.jpg"
     Path(os.fsdecode(odd)).write_bytes(b"odd")
@@ -53,12 +53,12 @@ def test_names_that_are_not_unicode_are_read(tmp_path: Path) -> None:
     assert [source.read(i) for i in range(len(source))] == [b"a/1.jpg", b"odd"]
 
 
-def test_a_folder_without_leave_to_hidden_classes(tmp_path: Path) -> None:
+def test_hidden_folders_are_not_classes(tmp_path: Path) -> None:
     root = put(tmp_path, "a/1.jpg", ".ipynb_checkpoints/1.jpg")
     assert scan_classes(root).classes == ("a",)
 
 
-def test_links_to_folders_are_followed_and_circles_are_named(tmp_path: Path) -> None:
+def test_links_to_folders_are_followed_and_link_cycles_are_reported(tmp_path: Path) -> None:
     root = put(tmp_path / "root", "a/1.jpg")
     put(tmp_path / "elsewhere", "2.jpg")
     (root / "a" / "linked").symlink_to(tmp_path / "elsewhere")
@@ -82,7 +82,7 @@ def test_folders_without_images_are_refused(tmp_path: Path, names: tuple[str, ..
         scan_classes(put(tmp_path, *names))
 
 
-def test_a_missing_folder_and_a_file_are_refused(tmp_path: Path) -> None:
+def test_a_missing_folder_or_a_file_as_root_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="does not exist"):
         scan_classes(tmp_path / "absent")
     with pytest.raises(DatasetError, match="Not a directory"):
@@ -99,7 +99,7 @@ def test_a_class_without_images_is_allowed_outside_of_training(tmp_path: Path) -
         Splits().source(tmp_path, "val")
 
 
-def test_the_index_pickles_and_holds_no_list_of_files(tmp_path: Path) -> None:
+def test_the_index_can_be_pickled_and_stores_files_in_arrays(tmp_path: Path) -> None:
     index = scan_classes(put(tmp_path, *AWKWARD))
     copy = pickle.loads(pickle.dumps(index))
     assert [copy.path(i) for i in range(len(copy))] == [index.path(i) for i in range(len(index))]
@@ -129,13 +129,13 @@ def test_split_folders_are_used_and_share_the_labels_of_training(tmp_path: Path)
     assert splits.classes(root) == ("a", "b")
 
 
-def test_a_class_that_training_does_not_have_is_refused(tmp_path: Path) -> None:
+def test_a_validation_class_that_training_lacks_is_refused(tmp_path: Path) -> None:
     root = put(tmp_path, "train/a/1.jpg", "val/z/3.jpg")
     with pytest.raises(DatasetError, match="that training does not have: 'z'"):
         Splits().source(root, "val")
 
 
-def test_a_share_is_set_aside_by_the_seed_alone(tmp_path: Path) -> None:
+def test_the_validation_share_depends_only_on_the_seed(tmp_path: Path) -> None:
     root = put(tmp_path, *(f"{label}/{i}.jpg" for label in "ab" for i in range(20)))
     train, val = (Splits(0.25, seed=1).source(root, split) for split in ("train", "val"))
     assert train is not None
@@ -150,20 +150,20 @@ def test_a_share_is_set_aside_by_the_seed_alone(tmp_path: Path) -> None:
         assert isinstance(source, SampleSource)
 
 
-def test_the_share_of_a_seed_is_the_same_for_ever(tmp_path: Path) -> None:
+def test_the_validation_share_of_a_seed_never_changes(tmp_path: Path) -> None:
     root = put(tmp_path, *(f"a/{i}.jpg" for i in range(10)))
     val = Splits(0.3, seed=0).source(root, "val")
     # Recorded: another set means that samples wander from val to train between versions.
     assert names_of(val) == ["a/2.jpg", "a/4.jpg", "a/8.jpg"]
 
 
-def test_no_share_gives_no_validation(tmp_path: Path) -> None:
+def test_val_fraction_zero_gives_no_validation_split(tmp_path: Path) -> None:
     root = put(tmp_path, "a/1.jpg")
     assert Splits(0.0).source(root, "val") is None
     assert Splits(0.0).source(root, "test") is None
 
 
 @pytest.mark.parametrize("fraction", [1, -0.1, True, "half"])
-def test_shares_that_are_none_are_refused(fraction: object) -> None:
+def test_invalid_val_fractions_are_refused(fraction: object) -> None:
     with pytest.raises(SettingsError, match="val_fraction"):
         Splits(fraction)  # type: ignore[arg-type]

@@ -56,7 +56,7 @@ def folder(root: Path) -> FolderSource:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_files_come_out_as_they_went_in(format: Any, photos: Path, tmp_path: Path) -> None:
+def test_packed_files_are_read_back_byte_for_byte(format: Any, photos: Path, tmp_path: Path) -> None:
     for name in range(40):  # more than are read together
         (photos / "crow black" / f"x{name}.jpg").write_bytes(os.urandom(name * 37))
     report = pack(photos, tmp_path / "packed", format=format, verify=True)
@@ -74,7 +74,7 @@ def test_files_come_out_as_they_went_in(format: Any, photos: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_splits_become_parts(format: Any, photos: Path, tmp_path: Path) -> None:
+def test_split_folders_become_parts_of_the_pack(format: Any, photos: Path, tmp_path: Path) -> None:
     root = tmp_path / "birds"
     root.mkdir()
     photos.rename(root / "train")
@@ -90,7 +90,7 @@ def test_splits_become_parts(format: Any, photos: Path, tmp_path: Path) -> None:
     assert Splits().source(tmp_path / "packed", "test") is None
 
 
-def test_larger_images_are_resized_once_and_smaller_ones_kept(made: Path, tmp_path: Path) -> None:
+def test_short_side_resizes_larger_images_and_keeps_smaller_ones(made: Path, tmp_path: Path) -> None:
     pack(made / "photos", tmp_path / "packed", short_side=40)
     packed = PackedDataset(tmp_path / "packed")
     for (data, _), (before, _) in zip(contents(packed), contents(folder(made / "photos")), strict=True):
@@ -103,7 +103,7 @@ def test_larger_images_are_resized_once_and_smaller_ones_kept(made: Path, tmp_pa
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_decoded_pixels_are_those_of_the_reference(format: str, made: Path) -> None:
+def test_decoded_pixels_equal_those_of_pillow(format: str, made: Path) -> None:
     packed = PackedDataset(made / f"{format} pixels")
     source = folder(made / "photos")
     for index in range(len(packed)):
@@ -114,7 +114,7 @@ def test_decoded_pixels_are_those_of_the_reference(format: str, made: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["flat", "lmdb", "hdf5", "flat pixels"])
-def test_a_data_module_reads_a_pack_as_it_reads_the_folder(name: str, made: Path) -> None:
+def test_a_data_module_gives_equal_batches_from_a_pack_and_its_folder(name: str, made: Path) -> None:
     from lightning_feed import ImageFolderDataModule, LoaderSettings
 
     batches = []
@@ -136,7 +136,7 @@ def test_a_data_module_reads_a_pack_as_it_reads_the_folder(name: str, made: Path
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_names_that_are_no_utf8_and_files_of_nothing(format: Any, tmp_path: Path) -> None:
+def test_files_that_are_empty_or_have_non_utf8_names_are_packed(format: Any, tmp_path: Path) -> None:
     (tmp_path / "odd" / "a").mkdir(parents=True)
     (tmp_path / "odd" / "a" / os.fsdecode(b"\xff.jpg")).write_bytes(b"")
     pack(tmp_path / "odd", tmp_path / "packed", format=format, verify=True)
@@ -153,7 +153,7 @@ def _read_all(packs: list[PackedDataset], answers: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_other_processes_read_what_was_opened_here(method: str, made: Path) -> None:
+def test_an_open_pack_can_be_read_in_other_processes(method: str, made: Path) -> None:
     packs = [PackedDataset(made / f"{format}{kind}") for format in FORMATS for kind in ("", " pixels")]
     expected = [contents(packed) for packed in packs]  # opened in this process
     context = multiprocessing.get_context(method)
@@ -166,7 +166,7 @@ def test_other_processes_read_what_was_opened_here(method: str, made: Path) -> N
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_threads_read_at_the_same_time(format: Any, made: Path) -> None:
+def test_threads_can_read_one_pack_concurrently(format: Any, made: Path) -> None:
     packed = PackedDataset(made / format)
     expected = contents(folder(made / "photos"))
     wrong: list[Any] = []
@@ -188,7 +188,7 @@ def test_threads_read_at_the_same_time(format: Any, made: Path) -> None:
     assert wrong == []
 
 
-def test_a_pickle_holds_the_path_and_not_the_index(made: Path) -> None:
+def test_a_pickled_pack_holds_its_path_but_not_its_index(made: Path) -> None:
     packed = PackedDataset(made / "flat")
     assert len(pickle.dumps(packed)) < 1000
     assert contents(pickle.loads(pickle.dumps(packed))) == contents(packed)
@@ -197,7 +197,7 @@ def test_a_pickle_holds_the_path_and_not_the_index(made: Path) -> None:
 # --- bad images and refusals ------------------------------------------------------------------------------------------
 
 
-def test_broken_images_are_left_out_when_asked(photos: Path, tmp_path: Path) -> None:
+def test_broken_images_are_left_out_with_on_error_skip(photos: Path, tmp_path: Path) -> None:
     broken = photos / "crow black" / "1 ö.jpg"
     broken.write_bytes(broken.read_bytes()[:200])
     file = io.BytesIO()
@@ -216,7 +216,7 @@ def test_broken_images_are_left_out_when_asked(photos: Path, tmp_path: Path) -> 
     assert packed.name(1).endswith("2 ö.jpg")
 
 
-def test_a_file_that_is_no_image_is_named_plainly(photos: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_image_is_reported_by_name(photos: Path, tmp_path: Path) -> None:
     (photos / "würger" / "9.jpg").write_bytes(b"no image")
     with pytest.raises(ArchiveError, match=r"9\.jpg .* Pillow does not know its format\. Fix the file"):
         pack(photos, tmp_path / "packed", short_side=20)
@@ -231,7 +231,7 @@ def test_two_folders_of_one_split_are_refused(photos: Path, tmp_path: Path) -> N
         Splits().source(tmp_path / "root", "val")
 
 
-def test_what_is_a_pack(made: Path) -> None:
+def test_is_pack_tells_a_pack_from_an_image_folder(made: Path) -> None:
     assert not is_pack(made / "photos")
     assert is_pack(made / "flat")
 
@@ -245,6 +245,6 @@ def test_what_is_a_pack(made: Path) -> None:
         ({"on_error": "ignore"}, "on_error='ignore'"),
     ],
 )
-def test_what_is_impossible_is_refused(given: dict[str, Any], words: str, made: Path, tmp_path: Path) -> None:
+def test_invalid_pack_options_are_refused(given: dict[str, Any], words: str, made: Path, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=words):
         pack(made / "photos", tmp_path / "packed", **given)

@@ -69,7 +69,7 @@ def contents(root: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in root.iterdir()}
 
 
-def test_one_copies_and_the_others_wait_for_the_same_copy(source: Path, dest: Path) -> None:
+def test_one_process_copies_and_the_others_wait_for_its_copy(source: Path, dest: Path) -> None:
     first = start(PAUSED, source, dest)
     assert line(first) == "copied one"
     others = [start(STAGE, source, dest) for _ in range(2)]

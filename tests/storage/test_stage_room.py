@@ -40,7 +40,7 @@ def limited(version: int) -> dict[str, str]:
     return {"proc/self/cgroup": own, **{f"{base}/{name}": value for name, value in values.items()}}
 
 
-def test_the_deepest_mount_is_found_with_blanks_in_its_path(tmp_path: Path, folder: Path) -> None:
+def test_the_deepest_mount_is_found_even_with_spaces_in_its_path(tmp_path: Path, folder: Path) -> None:
     root = made_up(tmp_path / "root", folder)
     found = find_mount(str(folder), root)
     assert found is not None
@@ -52,7 +52,7 @@ def test_the_deepest_mount_is_found_with_blanks_in_its_path(tmp_path: Path, fold
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_limit_of_the_container_binds_in_memory_only(tmp_path: Path, folder: Path, version: int) -> None:
+def test_the_cgroup_memory_limit_applies_to_tmpfs_only(tmp_path: Path, folder: Path, version: int) -> None:
     root = made_up(tmp_path / "root", folder, **limited(version))
     check_room(int(1.7 * GIB), 1, str(folder), root)
     with pytest.raises(ArchiveError, match=r"1\.9 GiB .*limit of the cgroup .* leaves 2\.0 GiB, of which 10%"):
@@ -65,13 +65,13 @@ def test_the_limit_of_the_container_binds_in_memory_only(tmp_path: Path, folder:
     )
 
 
-def test_memory_of_the_machine_binds(tmp_path: Path, folder: Path) -> None:
+def test_the_available_memory_of_the_machine_limits_a_copy_to_tmpfs(tmp_path: Path, folder: Path) -> None:
     root = made_up(tmp_path / "root", folder, **{"proc/meminfo": f"MemAvailable: {2**20} kB\n"})
     with pytest.raises(ArchiveError, match=r"MemAvailable of the machine leaves 1\.0 GiB"):
         check_room(GIB, 1, str(folder), root)
 
 
-def test_caveats_are_those_that_hold(tmp_path: Path, folder: Path) -> None:
+def test_only_caveats_that_apply_are_listed(tmp_path: Path, folder: Path) -> None:
     swap = {"proc/swaps": "Filename\tType\n/dev/sdb\tpartition\n"}
     assert find_caveats(str(folder), made_up(tmp_path / "disk", folder, kind="ext4", **swap)) == ()
     (reboot,) = find_caveats(str(folder), made_up(tmp_path / "plain", folder))
@@ -83,7 +83,9 @@ def test_caveats_are_those_that_hold(tmp_path: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("release", "noswap"), [("6.3.9", False), ("6.4.0-x", True), ("6.18.1", True)])
-def test_the_mount_command_has_room_for_what_is_asked(tmp_path: Path, folder: Path, release: str, noswap: bool) -> None:
+def test_the_suggested_mount_command_has_room_for_the_requested_bytes(
+    tmp_path: Path, folder: Path, release: str, noswap: bool
+) -> None:
     swap = {"proc/swaps": "Filename\n/dev/sdb\n", "proc/sys/kernel/osrelease": release}
     command = mount_command(folder, 10 * GIB, made_up(tmp_path / "root", folder, **swap))
     size = int(command.split("size=")[1].split("M")[0])

@@ -43,7 +43,7 @@ def is_clean(target: Path) -> bool:
 # --- equal --------------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_is_copied_with_its_names(source: Path, dest: Path) -> None:
+def test_a_folder_is_copied_with_all_names_and_contents(source: Path, dest: Path) -> None:
     done = stage(source, dest)
     assert contents(done.path) == contents(source)
     assert done.path == dest / "birds"
@@ -62,7 +62,7 @@ def test_a_single_file_is_copied(source: Path, dest: Path) -> None:
     assert done.path.read_bytes() == b"new"
 
 
-def test_nothing_is_copied_twice(source: Path, dest: Path) -> None:
+def test_an_unchanged_source_is_not_copied_again(source: Path, dest: Path) -> None:
     inode = stage(source, dest).path.stat().st_ino
     again = stage(source, dest)
     assert (again.files, again.copied, again.path.stat().st_ino) == (5, False, inode)
@@ -82,7 +82,7 @@ def test_a_changed_source_replaces_its_copy(source: Path, dest: Path) -> None:
     assert is_clean(done.path)
 
 
-def test_a_file_of_the_same_size_that_is_newer_is_copied(source: Path, dest: Path) -> None:
+def test_a_file_with_equal_size_but_another_mtime_is_copied_again(source: Path, dest: Path) -> None:
     stage(source, dest)
     size = (source / "val/1.jpg").stat().st_size
     (source / "val/1.jpg").write_bytes(b"x" * size)
@@ -91,7 +91,7 @@ def test_a_file_of_the_same_size_that_is_newer_is_copied(source: Path, dest: Pat
     assert contents(dest / "birds") == contents(source)
 
 
-def test_a_copy_that_was_changed_is_made_again(source: Path, dest: Path, tmp_path: Path) -> None:
+def test_a_modified_copy_is_made_again(source: Path, dest: Path, tmp_path: Path) -> None:
     done = stage(source, dest)
     precious = tmp_path / "precious"
     precious.mkdir()
@@ -103,13 +103,13 @@ def test_a_copy_that_was_changed_is_made_again(source: Path, dest: Path, tmp_pat
     assert (precious / "file").exists()
 
 
-def test_a_copy_that_was_removed_is_made_again(source: Path, dest: Path) -> None:
+def test_a_removed_copy_is_made_again(source: Path, dest: Path) -> None:
     shutil.rmtree(stage(source, dest).path)
     assert stage(source, dest).copied
     assert contents(dest / "birds") == contents(source)
 
 
-def test_links_are_followed(source: Path, dest: Path, tmp_path: Path) -> None:
+def test_symbolic_links_are_replaced_by_copies_of_their_targets(source: Path, dest: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "3.jpg").write_bytes(b"three")
@@ -137,7 +137,7 @@ def url(source: Path) -> Iterator[str]:
     system.rm("/bucket", recursive=True)
 
 
-def test_a_url_is_copied_whole_and_once(url: str, source: Path, dest: Path) -> None:
+def test_a_folder_at_a_url_is_copied_whole_and_only_once(url: str, source: Path, dest: Path) -> None:
     done = stage(url, dest)
     expected = {name: data for name, data in contents(source).items() if name.isprintable()}
     assert done.path == dest / "birds"
@@ -155,7 +155,7 @@ def test_a_file_at_a_url_is_copied(url: str, source: Path, dest: Path) -> None:
     assert done.path.read_bytes() == (source / "val/1.jpg").read_bytes()
 
 
-def test_a_url_that_breaks_off_leaves_nothing(url: str, dest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_download_leaves_nothing_behind(url: str, dest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fsspec.implementations.memory import MemoryFileSystem
 
     real = MemoryFileSystem.get_file
@@ -181,12 +181,12 @@ def test_a_url_that_breaks_off_leaves_nothing(url: str, dest: Path, monkeypatch:
         ("nosuch://bucket/x", "nosuch://bucket/x cannot be opened: Protocol not known"),
     ],
 )
-def test_a_url_without_files_is_refused(bad: str, words: str, dest: Path) -> None:
+def test_a_url_without_files_or_of_unknown_protocol_is_refused(bad: str, words: str, dest: Path) -> None:
     with pytest.raises(ArchiveError, match=words):
         stage(bad, dest)
 
 
-def test_names_that_lead_out_of_the_copy_are_refused(url: str, dest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_escape_the_destination_are_refused(url: str, dest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fsspec.implementations.memory import MemoryFileSystem
 
     found = {"/bucket/birds/../../evil": {"size": 3}}
@@ -196,11 +196,11 @@ def test_names_that_lead_out_of_the_copy_are_refused(url: str, dest: Path, monke
             stage(url, dest)
 
 
-def test_secrets_of_a_url_are_neither_recorded_nor_shown() -> None:
+def test_secrets_are_removed_from_urls() -> None:
     assert staging._without_secrets("https://me:secret@host/a/b.zip?signature=x") == "https://host/a/b.zip"
 
 
-def test_an_error_at_a_url_with_a_signature_does_not_show_it(dest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_do_not_show_the_signature_of_a_url(dest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fsspec.implementations.memory import MemoryFileSystem
 
     def refuse(_: object, path: str) -> bool:
@@ -211,7 +211,7 @@ def test_an_error_at_a_url_with_a_signature_does_not_show_it(dest: Path, monkeyp
         stage("memory://bucket/a.zip?signature=x", dest)
 
 
-def test_a_file_url_is_a_path(source: Path, dest: Path) -> None:
+def test_a_file_url_is_staged_as_a_local_path(source: Path, dest: Path) -> None:
     done = stage(f"file://{source}", dest)
     assert done.source == str(source)
     assert contents(done.path) == contents(source)
@@ -220,7 +220,7 @@ def test_a_file_url_is_a_path(source: Path, dest: Path) -> None:
 # --- refused ------------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_that_is_not_ours_is_refused(source: Path, dest: Path) -> None:
+def test_a_destination_folder_that_is_not_a_staged_copy_is_refused(source: Path, dest: Path) -> None:
     (dest / "birds").mkdir(parents=True)
     (dest / "birds/mine.txt").touch()
     with pytest.raises(ArchiveError, match="is not a staged copy"):
@@ -228,7 +228,7 @@ def test_a_folder_that_is_not_ours_is_refused(source: Path, dest: Path) -> None:
     assert contents(dest / "birds") == {"mine.txt": b""}
 
 
-def test_what_was_put_in_the_place_of_a_copy_is_kept(source: Path, dest: Path) -> None:
+def test_a_folder_put_in_the_place_of_a_copy_is_kept(source: Path, dest: Path) -> None:
     stage(source, dest).path.rename(dest / "moved")
     (dest / "birds").mkdir()
     (dest / "birds/mine.txt").touch()
@@ -237,7 +237,7 @@ def test_what_was_put_in_the_place_of_a_copy_is_kept(source: Path, dest: Path) -
     assert contents(dest / "birds") == {"mine.txt": b""}
 
 
-def test_two_sources_of_one_name_do_not_mix(source: Path, dest: Path, tmp_path: Path) -> None:
+def test_a_second_source_of_the_same_name_is_refused(source: Path, dest: Path, tmp_path: Path) -> None:
     other = tmp_path / "other" / "birds"
     shutil.copytree(source, other)
     stage(source, dest)
@@ -248,7 +248,7 @@ def test_two_sources_of_one_name_do_not_mix(source: Path, dest: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("given", "to"), [("data/birds", "data"), ("data/birds", "data/birds"), ("data/birds", "data/birds/val")]
 )
-def test_one_in_the_other_is_refused(source: Path, tmp_path: Path, given: str, to: str) -> None:
+def test_a_destination_overlapping_its_source_is_refused(source: Path, tmp_path: Path, given: str, to: str) -> None:
     before = contents(tmp_path)
     with pytest.raises(ArchiveError, match="one is inside the other"):
         stage(tmp_path / given, tmp_path / to)
@@ -271,16 +271,14 @@ def test_a_source_inside_its_copy_is_refused(source: Path, tmp_path: Path) -> No
         ("val/dead.jpg", "gone", r"dead\.jpg: No such file"),
     ],
 )
-def test_links_without_an_end_or_a_file_are_refused(
-    source: Path, dest: Path, link: str, leads_to: str, words: str
-) -> None:
+def test_link_cycles_and_dead_links_are_refused(source: Path, dest: Path, link: str, leads_to: str, words: str) -> None:
     (source / link).symlink_to(source / leads_to)
     with pytest.raises(ArchiveError, match=words):
         stage(source, dest)
     assert not dest.exists()  # nothing was begun
 
 
-def test_nothing_to_stage_is_refused(tmp_path: Path, dest: Path) -> None:
+def test_a_missing_or_empty_source_is_refused(tmp_path: Path, dest: Path) -> None:
     with pytest.raises(ArchiveError, match="No such file"):
         stage(tmp_path / "missing", dest)
     (tmp_path / "hollow").mkdir()
@@ -297,7 +295,7 @@ def test_a_destination_that_cannot_be_made_is_refused(source: Path, tmp_path: Pa
         stage(source, tmp_path / "file")
 
 
-def test_a_destination_that_is_read_only_is_refused(source: Path, small_tmpfs: Path) -> None:
+def test_a_read_only_destination_is_refused(source: Path, small_tmpfs: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(small_tmpfs)], check=True)
     with pytest.raises(ArchiveError, match="Read-only file system"):
         stage(source, small_tmpfs)
@@ -306,7 +304,7 @@ def test_a_destination_that_is_read_only_is_refused(source: Path, small_tmpfs: P
 # --- broken off ---------------------------------------------------------------------------------------------------
 
 
-def test_an_unreadable_file_is_named_and_nothing_left(
+def test_an_unreadable_file_is_reported_and_nothing_is_left_behind(
     source: Path, dest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real_open = os.open
@@ -325,7 +323,9 @@ def test_an_unreadable_file_is_named_and_nothing_left(
     assert stage(source, dest).copied
 
 
-def test_a_copy_stays_where_the_next_one_fails(source: Path, dest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_old_copy_is_kept_when_its_update_is_interrupted(
+    source: Path, dest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = contents(stage(source, dest).path)
     (source / "val/2.jpg").write_bytes(b"new")
 
@@ -342,7 +342,7 @@ def test_a_copy_stays_where_the_next_one_fails(source: Path, dest: Path, monkeyp
     assert contents(dest / "birds") == contents(source)
 
 
-def test_a_copy_that_was_not_put_in_place_is_made_again(
+def test_a_copy_interrupted_before_it_is_put_in_place_is_made_again(
     source: Path, dest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage(source, dest)
@@ -361,7 +361,7 @@ def test_a_copy_that_was_not_put_in_place_is_made_again(
 
 
 @pytest.mark.parametrize("change", ["rewritten", "removed", "added"])
-def test_a_source_that_changes_while_it_is_copied_is_an_error(
+def test_a_source_that_changes_while_being_copied_is_reported(
     change: str, source: Path, dest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = staging._LocalSource.copy
@@ -394,7 +394,9 @@ def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(point)], check=True)
 
 
-def test_what_a_killed_process_left_takes_no_room(source: Path, dest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_of_a_killed_process_are_removed_before_the_room_check(
+    source: Path, dest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = stage(source, dest).path.parent / ".birds.staging" / "whole"
     whole.mkdir()
     (whole / "1").write_bytes(b"half")
@@ -405,7 +407,7 @@ def test_what_a_killed_process_left_takes_no_room(source: Path, dest: Path, monk
     assert left == [False]
 
 
-def test_what_does_not_fit_is_refused_before_a_byte_is_written(source: Path, small_tmpfs: Path) -> None:
+def test_a_source_that_does_not_fit_is_refused_before_anything_is_written(source: Path, small_tmpfs: Path) -> None:
     (source / "large").write_bytes(bytes(5 << 20))
     with pytest.raises(ArchiveError, match=r"5\.\d MiB are needed in .* leaves 4\.0 MiB, .*\n.*mount -t tmpfs"):
         stage(source, small_tmpfs)
@@ -413,7 +415,7 @@ def test_what_does_not_fit_is_refused_before_a_byte_is_written(source: Path, sma
     assert is_clean(small_tmpfs / "birds")
 
 
-def test_a_disk_full_in_the_middle_leaves_nothing(
+def test_a_disk_that_fills_up_while_copying_leaves_nothing_behind(
     source: Path, small_tmpfs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(5):
@@ -429,7 +431,7 @@ def test_a_disk_full_in_the_middle_leaves_nothing(
     assert contents(stage(source, small_tmpfs).path) == contents(source)
 
 
-def test_a_record_that_is_damaged_is_no_record(source: Path, dest: Path) -> None:
+def test_a_copy_with_a_damaged_record_is_refused(source: Path, dest: Path) -> None:
     stage(source, dest)
     record = dest / ".birds.staging" / "record.json"
     record.write_text(json.dumps({"source": 3}))

@@ -16,7 +16,7 @@ def picture(side: int = 32) -> torch.Tensor:
     return torch.randint(0, 256, (3, side, side), dtype=torch.uint8, generator=generator(1))
 
 
-def test_the_whole_image_is_given_back() -> None:
+def test_a_box_of_the_whole_image_returns_the_image_or_its_mirror() -> None:
     images = picture()[None]
     whole = torch.tensor([[0.0, 0.0, 1.0, 1.0]])
     torch.testing.assert_close(
@@ -26,7 +26,7 @@ def test_the_whole_image_is_given_back() -> None:
     torch.testing.assert_close(mirrored, images.flip(-1).float(), atol=1e-2, rtol=0)
 
 
-def test_each_image_gets_its_own_box() -> None:
+def test_each_image_is_cropped_to_its_own_box() -> None:
     images = torch.stack([picture(), picture()])
     boxes = torch.tensor([[0.25, 0.5, 0.5, 0.25], [0.0, 0.25, 0.75, 0.5]])
     found = crop_and_flip(images, boxes, torch.tensor([False, True]), 16)
@@ -38,7 +38,7 @@ def test_each_image_gets_its_own_box() -> None:
 
 
 @pytest.mark.parametrize("image_aspect", [0.5, 1.0, 1.6])
-def test_boxes_lie_inside_and_have_the_asked_areas_and_aspects(image_aspect: float) -> None:
+def test_boxes_lie_inside_and_have_the_requested_areas_and_aspects(image_aspect: float) -> None:
     aspects = torch.full((10_000,), image_aspect)
     boxes = draw_boxes(aspects, generator=generator(), scale=(0.1, 0.3), ratio=(0.75, 1.5))
     top, left, height, width = boxes.unbind(1)
@@ -47,14 +47,15 @@ def test_boxes_lie_inside_and_have_the_asked_areas_and_aspects(image_aspect: flo
     assert (left + width <= 1 + 1e-6).all()
     whole = (height < 1) & (width < 1)  # not cut to the image
     assert whole.all()
-    area, aspect = (height * width)[whole], (width / height * aspects)[whole]
+    area = (height * width)[whole]
+    aspect = (width / height * aspects)[whole]
     assert area.min() >= 0.1 - 1e-5
     assert area.max() <= 0.3 + 1e-5
     assert aspect.min() >= 0.75 - 1e-4
     assert aspect.max() <= 1.5 + 1e-4
 
 
-def test_boxes_are_spread_as_those_of_torchvision() -> None:
+def test_boxes_have_the_mean_and_spread_of_torchvisions() -> None:
     torch.manual_seed(0)
     shape = torch.empty(()).expand(3, 375, 500)
     theirs = torch.tensor([RandomResizedCrop.get_params(shape, [0.08, 1.0], [3 / 4, 4 / 3]) for _ in range(4000)])
@@ -64,7 +65,7 @@ def test_boxes_are_spread_as_those_of_torchvision() -> None:
     torch.testing.assert_close(ours.std(0), theirs.std(0), atol=0.01, rtol=0)
 
 
-def test_boxes_are_those_of_the_seed() -> None:
+def test_boxes_depend_only_on_the_seed() -> None:
     square = torch.ones(5)
     assert torch.equal(draw_boxes(square, generator=generator(3)), draw_boxes(square, generator=generator(3)))
     assert not torch.equal(draw_boxes(square, generator=generator(3)), draw_boxes(square, generator=generator(4)))

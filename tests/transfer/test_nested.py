@@ -75,7 +75,8 @@ class Computed:
         self.y = Y
 
 
-X, Y = torch.ones(2), torch.zeros(3)
+X = torch.ones(2)
+Y = torch.zeros(3)
 
 
 @pytest.mark.parametrize(
@@ -104,24 +105,24 @@ X, Y = torch.ones(2), torch.zeros(3)
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_tensors(batch: Any, expected: list[torch.Tensor]) -> None:
+def test_tensors_in_any_container_are_each_found_once(batch: Any, expected: list[torch.Tensor]) -> None:
     assert sorted(map(id, tensors(batch))) == sorted(map(id, expected))
 
 
-def test_packed_sequence() -> None:
+def test_all_tensors_of_a_packed_sequence_are_found() -> None:
     packed = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)], enforce_sorted=False)
     assert {id(packed.data), id(packed.batch_sizes), id(packed.sorted_indices)} <= set(map(id, tensors(packed)))
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-def test_nested_tensors_give_the_memory_under_them(layout: torch.layout) -> None:
+def test_nested_tensors_yield_their_underlying_buffers(layout: torch.layout) -> None:
     rows = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)], layout=layout)
     found = [tensor.tolist() for tensor in tensors({"rows": rows})]
     assert found == [[1, 1, 0, 0, 0], *([[0, 2, 5]] if layout is torch.jagged else [])]
 
 
-def test_a_cycle_ends() -> None:
+def test_a_batch_that_contains_itself_is_walked_once() -> None:
     batch: dict[str, Any] = {"x": X}
     batch["self"] = batch
     assert list(tensors(batch)) == [X]
@@ -129,7 +130,7 @@ def test_a_cycle_ends() -> None:
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
 @pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC) tensor support is in beta")
-def test_sparse_tensors_come_as_the_strided_ones_inside(layout: torch.layout) -> None:
+def test_sparse_tensors_yield_their_strided_components(layout: torch.layout) -> None:
     found = list(tensors(torch.eye(3).to_sparse(layout=layout)))
     assert found
     assert all(tensor.layout is torch.strided for tensor in found)
@@ -139,7 +140,8 @@ class Recorder:
     """Has a ``record_stream`` of its own that passes the call on to each tensor, as PyTorch Geometric's batches."""
 
     def __init__(self, *tensors: Any) -> None:
-        self.tensors, self.asked = tensors, 0
+        self.tensors = tensors
+        self.asked = 0
 
     def record_stream(self, stream: Any) -> None:
         self.asked += 1
@@ -150,15 +152,19 @@ class Recorder:
 def test_every_tensor_on_the_device_is_recorded_and_none_on_the_host() -> None:
     with simulated(SimulatedDevice()) as device:
         there = [torch.ones(4, device=DEVICE) for _ in range(4)]
-        side, here = device.Stream(), torch.ones(4)
-        whole, mixed, on_host, hidden = Recorder(there[0]), Recorder(here, there[1]), Recorder(here), Recorder()
+        side = device.Stream()
+        here = torch.ones(4)
+        whole = Recorder(there[0])
+        mixed = Recorder(here, there[1])
+        on_host = Recorder(here)
+        hidden = Recorder()
         record_stream({"plain": [there[2], here], "graphs": (whole, mixed, on_host, hidden)}, side)
         assert [device._block(tensor).recorded for tensor in there] == [{side}, {side}, {side}, set()]
         # One that shows no tensor may hold memory that only it can find.
         assert [each.asked for each in (whole, mixed, on_host, hidden)] == [1, 1, 0, 1]
 
 
-def test_an_error_of_an_objects_own_record_stream_comes_through() -> None:
+def test_an_error_in_an_objects_own_record_stream_is_raised() -> None:
     class Fails:
         def record_stream(self, stream: Any) -> None:
             raise RuntimeError("CUDA error")
@@ -167,7 +173,7 @@ def test_an_error_of_an_objects_own_record_stream_comes_through() -> None:
         record_stream([Fails()], "stream")
 
 
-def test_off_host() -> None:
+def test_off_host_is_true_if_any_tensor_is_off_the_host() -> None:
     assert not off_host({"x": X, "n": 1})
     assert off_host([X, {"y": torch.empty(1, device="meta")}])
 
@@ -197,7 +203,7 @@ def keys_with_plain_values(batch: Any) -> set[str]:
 
 
 @given(batches)
-def test_hold_hides_all_keys_and_release_brings_all_back(batch: Any) -> None:
+def test_hold_hides_the_given_keys_and_release_restores_the_batch(batch: Any) -> None:
     before = repr(batch)
     held = hold(batch, frozenset(["meta"]))
     assert "meta" not in keys_with_plain_values(held)

@@ -26,7 +26,7 @@ def to_device(batch: torch.Tensor) -> torch.Tensor:
     return batch.to(DEVICE, non_blocking=True)
 
 
-def test_an_exception_leaves_the_side_stream_and_waits_for_its_step() -> None:
+def test_an_exception_while_staging_is_raised_when_the_batch_is_taken() -> None:
     prefetcher = Prefetcher(SideStream())
 
     def fails(batch: Any) -> Any:
@@ -38,7 +38,9 @@ def test_an_exception_leaves_the_side_stream_and_waits_for_its_step() -> None:
     assert any(entry.name == "fails" for entry in caught.traceback)
 
 
-def test_an_error_of_an_earlier_step_says_so(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_earlier_device_work_is_noted_as_such(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """CUDA reports what a kernel did wrong at whatever call is next, and that may be ours."""
 
     def fails(event: Event) -> bool:
@@ -56,7 +58,7 @@ def test_an_error_of_an_earlier_step_says_so(device: SimulatedDevice, monkeypatc
         assert "work that was queued earlier" in "".join(caught.value.__notes__)
 
 
-def test_interrupts_go_through_at_once() -> None:
+def test_a_keyboard_interrupt_while_staging_is_raised_at_once() -> None:
     def interrupted(batch: Any) -> Any:
         raise KeyboardInterrupt
 
@@ -64,21 +66,21 @@ def test_interrupts_go_through_at_once() -> None:
         Prefetcher(SideStream()).stage(1, prepare=interrupted, copy=lambda x: x)
 
 
-def test_none_is_a_batch() -> None:
+def test_none_is_a_valid_batch() -> None:
     prefetcher = Prefetcher(SideStream())
     assert prefetcher.take(prefetcher.stage(None, prepare=lambda x: x, copy=lambda x: x)) is None
     assert prefetcher.take(Staged(batch=None)) is None
 
 
 @pytest.mark.usefixtures("device")
-def test_open_stream() -> None:
+def test_open_stream_returns_none_for_unsupported_devices() -> None:
     assert open_stream(torch.device("cpu")) is None
     assert isinstance(open_stream(DEVICE), DeviceStream)
     for other in ("mps", "hpu", "xla"):  # whatever their modules have
         assert open_stream(torch.device(other)) is None
 
 
-def test_a_copy_waits_for_what_was_prepared_on_the_device(device: SimulatedDevice) -> None:
+def test_a_copy_waits_for_tensors_prepared_on_the_device(device: SimulatedDevice) -> None:
     """A hook may put tensors on the device itself; the side stream must not read them before they are written."""
     prefetcher = Prefetcher(DeviceStream(DEVICE))
 

@@ -52,7 +52,8 @@ class Rows(Dataset[Any]):
     """Sample i in any form; it counts how often it was asked."""
 
     def __init__(self, size: int, form: Callable[[int], Any] | None = None) -> None:
-        self.size, self.form = size, form or (lambda index: (torch.full((2, 3), index, dtype=torch.uint8), index))
+        self.size = size
+        self.form = form or (lambda index: (torch.full((2, 3), index, dtype=torch.uint8), index))
         self.calls: Counter[int] = Counter()
 
     def __len__(self) -> int:
@@ -108,7 +109,7 @@ FORMS: dict[str, Callable[[int], Any]] = {
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_batches_are_those_of_a_plain_loader(form: Callable[[int], Any], drop_last: bool) -> None:
+def test_resident_batches_equal_those_of_a_plain_dataloader(form: Callable[[int], Any], drop_last: bool) -> None:
     rows = Rows(23, form)
     data = load_resident(rows, device=CPU)
     ours = ResidentLoader(data, batch_size=5, drop_last=drop_last)
@@ -118,7 +119,7 @@ def test_batches_are_those_of_a_plain_loader(form: Callable[[int], Any], drop_la
         _same(one, other)
 
 
-def test_each_sample_is_asked_for_once_and_never_again() -> None:
+def test_samples_are_read_only_while_the_dataset_is_loaded() -> None:
     rows = Rows(23)
     data = load_resident(rows, device=CPU)
     asked = Counter(rows.calls)
@@ -142,7 +143,7 @@ def test_channels_last_batches_stay_channels_last() -> None:
 
 @given(size=st.integers(1, 40), batch_size=st.integers(1, 12), chunk=st.integers(1, 50))
 @settings(deadline=None, max_examples=30)
-def test_any_size_is_loaded_in_any_chunks(size: int, batch_size: int, chunk: int) -> None:
+def test_datasets_of_any_size_load_in_chunks_of_any_size(size: int, batch_size: int, chunk: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resident, "_MOST_IN_CHUNK", chunk)
         data = load_resident(Rows(size), device=CPU)
@@ -152,12 +153,12 @@ def test_any_size_is_loaded_in_any_chunks(size: int, batch_size: int, chunk: int
 
 
 @pytest.mark.parametrize("workers", ["process", "thread"])
-def test_workers_can_load_it(workers: str) -> None:
+def test_worker_processes_and_threads_can_load_a_dataset(workers: str) -> None:
     data = load_resident(Rows(20), device=CPU, reading={"num_workers": 2, "workers": workers})
     assert [int(data[index][1]) for index in range(20)] == list(range(20))
 
 
-def test_what_is_kept_is_without_augmentation(caplog: pytest.LogCaptureFixture) -> None:
+def test_samples_are_kept_without_augmentation_where_the_dataset_can(caplog: pytest.LogCaptureFixture) -> None:
     pictures = Pictures(6)
     both = ConcatDataset([Subset(pictures, [5, 3]), Pictures(4)])
     data = load_resident(both, device=CPU)
@@ -167,7 +168,7 @@ def test_what_is_kept_is_without_augmentation(caplog: pytest.LogCaptureFixture) 
     assert caplog.text == ""
 
 
-def test_a_sample_by_itself() -> None:
+def test_indexing_returns_single_samples_and_rejects_bad_indices() -> None:
     data = load_resident(Rows(5), device=CPU)
     image, label = data[-1]
     assert label.item() == 4
@@ -189,13 +190,13 @@ class _Endless(Sampler[int]):
             yield from (0, 2, 1)
 
 
-def test_a_sampler_without_end_is_asked_for_one_batch_at_a_time() -> None:
+def test_an_endless_sampler_is_drawn_one_batch_at_a_time() -> None:
     data = load_resident(Rows(3), device=CPU)
     batches = iter(ResidentLoader(data, batch_size=4, sampler=_Endless()))
     assert [next(batches)[1].tolist() for _ in range(2)] == [[0, 2, 1, 0], [2, 1, 0, 2]]
 
 
-def test_a_batch_sampler_of_the_users_is_followed() -> None:
+def test_a_custom_batch_sampler_is_followed() -> None:
     data = load_resident(Rows(9), device=CPU)
 
     class Pairs(BatchSampler):
@@ -206,21 +207,23 @@ def test_a_batch_sampler_of_the_users_is_followed() -> None:
     assert [labels.tolist() for _, labels in loader] == [[0, 8], [1, 7], [2, 6], [3, 5]]
 
 
-def test_a_sampler_that_gives_a_wrong_index_is_named() -> None:
+def test_a_sampler_with_an_index_out_of_range_is_reported() -> None:
     data = load_resident(Rows(3), device=CPU)
     with pytest.raises(LoaderError, match="returned indices from 1 to 3, but the dataset has 3 samples"):
         next(iter(ResidentLoader(data, batch_size=2, sampler=SubsetRandomSampler([1, 3]))))
 
 
-def test_the_order_of_a_run_is_that_of_a_feed_loader_and_can_be_resumed() -> None:
-    rows, epoch = Rows(17), [0]
+def test_order_and_resuming_match_those_of_a_feed_loader() -> None:
+    rows = Rows(17)
+    epoch = [0]
     data = load_resident(rows, device=CPU)
 
     def loader(kind: Any, dataset: Any) -> Any:
         order = EpochOrder(seed=3, epoch=lambda: epoch[0])
         return kind(dataset, batch_size=4, sampler=RandomSampler(dataset), order=order)
 
-    ours, plain = loader(ResidentLoader, data), loader(FeedLoader, rows)
+    ours = loader(ResidentLoader, data)
+    plain = loader(FeedLoader, rows)
     orders = []
     for epoch[0] in range(2):
         orders.append([labels.tolist() for _, labels in ours])
@@ -237,7 +240,7 @@ def test_the_order_of_a_run_is_that_of_a_feed_loader_and_can_be_resumed() -> Non
     assert [labels.tolist() for _, labels in resumed] == whole[2:] == [labels.tolist() for _, labels in begun]
 
 
-def test_a_stream_cannot_be_kept() -> None:
+def test_an_iterable_dataset_is_refused() -> None:
     class Stream(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             yield 1
@@ -276,7 +279,7 @@ class _Seen(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_lightning_makes_the_loader_again_for_two_ranks() -> None:
+def test_lightning_rebuilds_a_resident_loader_for_two_ranks() -> None:
     trainer = Trainer(max_epochs=2, accelerator="cpu", devices=2, strategy="ddp_fork", logger=False, barebones=True)
     trainer.fit(_Seen())
     assert trainer.state.finished
@@ -285,7 +288,7 @@ def test_lightning_makes_the_loader_again_for_two_ranks() -> None:
 # --- what is refused ----------------------------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_refused_with_the_numbers_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_too_large_for_the_device_is_refused_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = Rows(1000, lambda index: torch.zeros(1 << 20, dtype=torch.uint8))
     words = r"needs 1000 MiB on cpu, for 1000 samples of 1048576 bytes each, but only 80% of the 1200 MiB free"
     monkeypatch.setattr(resident, "free_device_bytes", lambda device: 1200 << 20)
@@ -296,7 +299,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers_before_it_is_loaded(monke
     assert load_resident(Rows(50), device=CPU).stored_bytes == 700
 
 
-def test_free_memory_of_the_host_is_known() -> None:
+def test_free_device_bytes_knows_the_host_and_not_a_meta_device() -> None:
     free = free_device_bytes(CPU)
     assert free is None or free > 1 << 20
     assert free_device_bytes(torch.device("meta")) is None
@@ -314,13 +317,15 @@ def test_free_memory_of_the_host_is_known() -> None:
     ],
 )
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_sample_of_another_shape_is_named(form: Callable[[int], Any], words: str, num_workers: int) -> None:
+def test_a_sample_of_another_shape_or_dtype_is_reported_by_index(
+    form: Callable[[int], Any], words: str, num_workers: int
+) -> None:
     with pytest.raises(DatasetError, match=words):
         load_resident(Rows(12, form), device=CPU, reading={"num_workers": num_workers})
 
 
 @pytest.mark.parametrize("leaf", ["text", None, np.array([object()]), np.array(["text"])])
-def test_what_cannot_be_on_a_device_is_named(leaf: Any) -> None:
+def test_values_that_cannot_be_on_a_device_are_reported_by_place(leaf: Any) -> None:
     with pytest.raises(DatasetError, match=rf"Sample 0 has a {type(leaf).__name__} at sample\['name'\]"):
         load_resident(Rows(3, lambda index: {"image": torch.zeros(2), "name": leaf}), device=CPU)
 
@@ -329,12 +334,12 @@ def test_what_cannot_be_on_a_device_is_named(leaf: Any) -> None:
     ("collate", "words"),
     [(lambda samples: samples, "a int at batch"), (lambda samples: torch.zeros(2, 2), r"\(2, 2\) at batch")],
 )
-def test_a_batch_without_rows_for_samples_is_refused(collate: Callable[[list[Any]], Any], words: str) -> None:
+def test_a_collate_without_one_row_per_sample_is_refused(collate: Callable[[list[Any]], Any], words: str) -> None:
     with pytest.raises(DatasetError, match=words):
         load_resident(Rows(12, lambda index: index), device=CPU, collate_fn=collate)
 
 
-def test_random_samples_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_freezing_possibly_random_samples_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         load_resident(Subset(Rows(3), [0, 1]), device=CPU)
     assert "The samples of Rows are kept on the device as they are now" in caplog.text
@@ -344,7 +349,7 @@ def test_random_samples_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.gpu
-def test_on_cuda_nothing_comes_from_the_host() -> None:
+def test_batches_on_cuda_are_gathered_without_synchronization() -> None:
     device = torch.device("cuda", 0)
     rows = Rows(64)
     data = load_resident(rows, device=device)

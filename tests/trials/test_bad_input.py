@@ -114,11 +114,11 @@ LOADERS: dict[str, Any] = {
 
 @either
 @pytest.mark.parametrize("name", LOADERS)
-def test_lengths_that_are_not_true(name: str, setting: Setting) -> None:
+def test_trial_works_with_wrong_or_missing_lengths(name: str, setting: Setting) -> None:
     tried(LOADERS[name](), setting)
 
 
-def test_a_dataset_that_promises_too_much_is_named() -> None:
+def test_dataset_that_overstates_its_length_is_named_in_the_error() -> None:
     loader = DataLoader(SaysMore(), 2)
     limits = TrialLimits(min_s=60.0, max_s=20.0)  # goes on until sample 12
     with pytest.raises(DatasetError, match=r"Loading from the dataset \(SaysMore\) failed: IndexError: there are 12"):
@@ -148,14 +148,14 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_sample_that_outlasts_the_budget_ends_the_tuning() -> None:
+def test_sample_that_hangs_beyond_the_budget_ends_the_tuning() -> None:
     with pytest.raises(LoaderError, match="it gave no batch within 2 s"):
         tune_loader(DataLoader(Sleeps(only_in_workers=False), 2), Goal(budget_s=1.0))
     assert multiprocessing.active_children() == []
 
 
 @pytest.mark.usefixtures("impatient")
-def test_workers_that_outlast_the_budget_are_left_alone() -> None:
+def test_settings_with_hanging_workers_are_not_chosen() -> None:
     tuned = tune_loader(DataLoader(Sleeps(only_in_workers=True), 2), Goal(budget_s=1.0))
     assert tuned.setting.num_workers == 0
     assert "num_workers=1 could not run: it gave no batch within 2 s" in tuned.reason
@@ -190,7 +190,7 @@ class Large(Dataset[Any]):
 
 
 @either
-def test_large_data_are_not_copied_by_a_fork(setting: Setting) -> None:
+def test_large_dataset_is_not_copied_by_a_fork(setting: Setting) -> None:
     data = Large()
     tried(DataLoader(data, 2), setting)
     assert 0 < data.most.value < 64 * MIB
@@ -201,7 +201,7 @@ def test_large_data_are_not_copied_by_a_fork(setting: Setting) -> None:
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
 @either
-def test_processes_of_the_program_live_on(setting: Setting) -> None:
+def test_trial_leaves_other_child_processes_of_the_program_running(setting: Setting) -> None:
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -219,7 +219,7 @@ def test_processes_of_the_program_live_on(setting: Setting) -> None:
 
 
 @either
-def test_a_program_that_lets_the_system_collect_its_children(setting: Setting) -> None:
+def test_trial_works_in_a_program_that_ignores_sigchld(setting: Setting) -> None:
     def program() -> Any:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         return run_trial(DataLoader(Numbers(), 2), setting, TrainingWork(), QUICK)
@@ -228,7 +228,7 @@ def test_a_program_that_lets_the_system_collect_its_children(setting: Setting) -
     assert trial.infeasible is None
 
 
-def test_a_forked_part_of_the_program_tunes() -> None:
+def test_tuning_works_in_a_forked_process() -> None:
     loader = DataLoader(Numbers(), 2)
     goal = Goal(budget_s=1.0, most_workers=1)
     (tuned,) = run_in_children(lambda: tune_loader(loader, goal), count=1, timeout_s=60)
@@ -243,7 +243,7 @@ def _tune_and_tell(there: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
-def test_a_daemon_that_may_not_have_children_is_told() -> None:
+def test_tuning_in_a_daemon_process_raises_a_loader_error() -> None:
     here, there = multiprocessing.Pipe(duplex=False)
     daemon = multiprocessing.get_context("fork").Process(target=_tune_and_tell, args=(there,), daemon=True)
     daemon.start()
@@ -265,7 +265,9 @@ def test_a_daemon_that_may_not_have_children_is_told() -> None:
     ids=["plain", "ours"],
 )
 @pytest.mark.parametrize("setting", [NONE, ONE, Setting(num_workers=0, pin_memory=True)], ids=["none", "one", "pinned"])
-def test_a_device_in_use_is_not_touched(make: Any, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trial_does_not_touch_an_initialized_cuda_device(
+    make: Any, setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in a process with CUDA: it is initialised here, and may not be used in what is forked."""
     parent = os.getpid()
 
@@ -283,11 +285,11 @@ def test_a_device_in_use_is_not_touched(make: Any, setting: Setting, monkeypatch
 
 
 @pytest.mark.slow
-def test_workers_that_are_spawned() -> None:
+def test_trial_works_with_spawned_workers() -> None:
     tried(DataLoader(Numbers(), 2, multiprocessing_context="spawn", num_workers=1), ONE)
 
 
-def test_one_cpu_of_sixteen_by_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_respects_a_cgroup_quota_of_one_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.setattr(os, "process_cpu_count", lambda: 16, raising=False)
     put(tmp_path, "proc/self/cgroup", "0::/job")

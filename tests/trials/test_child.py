@@ -15,12 +15,12 @@ from lightning_feed.errors import DatasetError, LoaderError
 from lightning_feed.trials.child import run_in_children
 
 
-def test_each_child_answers_at_the_same_time() -> None:
+def test_children_run_in_separate_processes_and_all_answer() -> None:
     pids = run_in_children(os.getpid, count=3, timeout_s=20)
     assert len({os.getpid(), *pids}) == 4
 
 
-def test_nothing_changes_in_the_parent() -> None:
+def test_work_in_a_child_changes_nothing_in_the_parent() -> None:
     numbers = [1]
     state = torch.get_rng_state()
 
@@ -34,7 +34,7 @@ def test_nothing_changes_in_the_parent() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_our_errors_keep_their_class() -> None:
+def test_package_errors_raised_in_a_child_keep_their_class() -> None:
     def work() -> None:
         raise DatasetError("sample 3 is cut short")
 
@@ -42,12 +42,12 @@ def test_our_errors_keep_their_class() -> None:
         run_in_children(work, count=2, timeout_s=20)
 
 
-def test_other_errors_are_loader_errors() -> None:
+def test_other_errors_raised_in_a_child_become_loader_errors() -> None:
     with pytest.raises(LoaderError, match="ZeroDivisionError: division by zero"):
         run_in_children(lambda: 1 / 0, count=1, timeout_s=20)
 
 
-def test_a_child_that_hangs_is_killed_with_its_own_children() -> None:
+def test_hanging_child_is_killed_with_its_own_children() -> None:
     reading, writing = os.pipe()
 
     def work() -> None:
@@ -66,7 +66,7 @@ def test_a_child_that_hangs_is_killed_with_its_own_children() -> None:
     assert _ended(grandchild)
 
 
-def test_a_child_that_is_killed_is_named() -> None:
+def test_killed_child_is_reported_with_its_exit_code() -> None:
     with pytest.raises(LoaderError, match=r"its process ended early \(exit code -9\)"):
         run_in_children(lambda: os.kill(os.getpid(), signal.SIGKILL), count=1, timeout_s=20)
 
@@ -107,7 +107,7 @@ def _ended(pid: int) -> bool:
     return False
 
 
-def test_ctrl_c_in_a_fork_reaches_the_parent() -> None:
+def test_ctrl_c_during_a_fork_reaches_the_parent() -> None:
     """Python ignores the errors of functions that it calls after a fork; logging and random register such ones."""
     after_fork: list[signal.Signals] = [signal.SIGINT]
     os.register_at_fork(after_in_parent=lambda: signal.raise_signal(after_fork.pop()) if after_fork else None)
@@ -119,7 +119,7 @@ def test_ctrl_c_in_a_fork_reaches_the_parent() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_it_also_works_outside_the_main_thread() -> None:
+def test_run_in_children_works_outside_the_main_thread() -> None:
     """Only the main thread may set a signal handler."""
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(run_in_children, lambda: 3, count=1, timeout_s=20).result() == [3]

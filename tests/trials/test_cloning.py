@@ -26,11 +26,12 @@ from lightning_feed.errors import LoaderError
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import EpochOrder
 from lightning_feed.load.random_state import preserve_state
+from lightning_feed.load.settings import Setting
 from lightning_feed.trials.cloning import Changes, clone_loader
 
 
 class Numbers(Dataset[int]):
-    """Changes everything that a data set can change about itself."""
+    """Changes everything that a dataset can change about itself."""
 
     def __init__(self, size: int = 20) -> None:
         self.size = size
@@ -128,7 +129,7 @@ KINDS = list(_loaders())
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_variant_gives_the_same_batches_and_the_generators_stay_as_they_are(name: str) -> None:
+def test_clone_gives_the_same_batches_and_leaves_generators_unchanged(name: str) -> None:
     loader, twin = _loaders()[name], _loaders()[name]
     torch.manual_seed(0), np.random.seed(0), random.seed(0)
     before, around = _generators(loader), _global()
@@ -155,11 +156,11 @@ class Negating:
             yield -batch
 
 
-def test_what_decodes_behind_the_workers_decodes_in_a_variant_too() -> None:
+def test_clone_keeps_the_batch_decoder_of_the_loader() -> None:
     loader = FeedLoader(Numbers(), batch_size=4, decode=Negating())
     expected = list(loader)
     assert min(float(batch.min()) for batch in expected) < 0
-    for changes in (Changes(), Changes(num_workers=2, workers="thread")):
+    for changes in (Changes(), Changes(setting=Setting(num_workers=2, workers="thread"))):
         with preserve_state(loader):
             found = list(clone_loader(loader, changes))
         assert all(bool((batch <= 0).all()) for batch in found)
@@ -167,11 +168,11 @@ def test_what_decodes_behind_the_workers_decodes_in_a_variant_too() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "threads"])
-def test_a_variant_with_workers(name: str) -> None:
+def test_clone_with_new_worker_settings_yields_all_batches(name: str) -> None:
     loader = _loaders()[name]
     around = _global()
     with preserve_state(loader):
-        variant = clone_loader(loader, Changes(num_workers=1, prefetch_factor=3, in_order=False))
+        variant = clone_loader(loader, Changes(setting=Setting(num_workers=1, prefetch_factor=3, in_order=False)))
         batches = [torch.as_tensor(batch) for batch in variant]
     assert _global() == around
     assert (variant.num_workers, variant.prefetch_factor, variant.in_order) == (1, 3, False)
@@ -179,7 +180,7 @@ def test_a_variant_with_workers(name: str) -> None:
     del batches
 
 
-def test_the_users_live_pass_with_persistent_workers_goes_on() -> None:
+def test_cloning_leaves_a_running_pass_with_persistent_workers_intact() -> None:
     loader = DataLoader(Numbers(), batch_size=2, num_workers=1, persistent_workers=True)
     mine = iter(loader)
     first = next(mine)
@@ -190,7 +191,7 @@ def test_the_users_live_pass_with_persistent_workers_goes_on() -> None:
     assert torch.cat([first, *rest]).tolist() == list(range(20))
 
 
-def test_a_place_that_is_kept_is_neither_used_nor_moved() -> None:
+def test_clone_neither_uses_nor_changes_the_position_of_the_loader() -> None:
     loader = FeedLoader(Numbers(), batch_size=2)
     mine = iter(loader)
     next(mine)
@@ -201,7 +202,7 @@ def test_a_place_that_is_kept_is_neither_used_nor_moved() -> None:
     assert next(mine).tolist() == [2, 3]
 
 
-def test_settings_are_carried_over() -> None:
+def test_clone_keeps_the_settings_of_the_loader() -> None:
     def init(worker: int) -> None:
         pass
 
@@ -222,12 +223,12 @@ def test_settings_are_carried_over() -> None:
         assert getattr(same, name) == getattr(loader, name), name
     assert same.multiprocessing_context.get_start_method() == "spawn"
     assert same.collate_fn is loader.collate_fn
-    alone = clone_loader(loader, Changes(num_workers=0))
+    alone = clone_loader(loader, Changes(setting=Setting.of(loader).with_workers(0)))
     assert (alone.num_workers, alone.prefetch_factor, alone.timeout) == (0, None, 0)
     assert not alone.persistent_workers
 
 
-def test_what_cannot_be_tried_is_said() -> None:
+def test_cloning_a_loader_over_a_one_time_iterator_raises_an_error() -> None:
     used_up = DataLoader(Numbers(), batch_sampler=iter([[1], [2]]))  # type: ignore[arg-type]
     with pytest.raises(LoaderError, match="iterator, which can be iterated only once"):
         clone_loader(used_up)
@@ -255,13 +256,13 @@ class Doubled(DataLoader[int]):
         return (batch * self.factor for batch in super().__iter__())
 
 
-def test_classes_that_iterate_in_their_own_way() -> None:
+def test_cloning_supports_a_custom_iter_and_refuses_a_stored_iterator() -> None:
     infinite = Infinite(Numbers(), batch_size=2)
     with pytest.raises(LoaderError, match="'kept'"):
         clone_loader(infinite)
     assert next(infinite.kept).tolist() == [0, 1]
     doubled = Doubled(2, Numbers(), batch_size=2)
     with preserve_state(doubled):
-        variant = clone_loader(doubled, Changes(num_workers=1, batches=[[3], [4, 5]]))
+        variant = clone_loader(doubled, Changes(setting=Setting(num_workers=1), batches=[[3], [4, 5]]))
         assert [batch.tolist() for batch in variant] == [[6], [8, 10]]
     assert (doubled.num_workers, doubled.batch_size) == (0, 2)

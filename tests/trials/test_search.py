@@ -30,17 +30,17 @@ def test_the_choice_is_within_five_percent_of_the_best(cpus: int, law: str, mode
 
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("cpus", [2, 16, 192])
-def test_noise_costs_little(cpus: int, law: str) -> None:
+def test_choice_is_within_eight_percent_of_the_best_despite_noise(cpus: int, law: str) -> None:
     machine = FakeMachine(law, cpus, noise=0.02)
     assert machine.step_s(search(machine).setting) <= 1.08 * machine.best_s(2 * cpus)
 
 
-def test_the_smallest_of_equally_fast_settings_is_taken() -> None:
+def test_fewest_workers_of_equally_fast_settings_are_chosen() -> None:
     assert search(FakeMachine("linear", 16, model_s=0.02)).setting.num_workers in (5, 6)
     assert search(FakeMachine("bound by a lock", 16)).setting.num_workers <= 1
 
 
-def test_the_own_setting_is_always_tried_and_so_is_none() -> None:
+def test_users_setting_and_zero_workers_are_always_tried() -> None:
     for own in (0, 3, 40):
         machine = FakeMachine("linear", 4)
         search(machine, own)
@@ -48,24 +48,24 @@ def test_the_own_setting_is_always_tried_and_so_is_none() -> None:
         assert workers(0) in machine.tried
 
 
-def test_the_own_setting_stays_if_it_is_as_fast() -> None:
+def test_users_setting_is_kept_if_it_is_as_fast() -> None:
     machine = FakeMachine("linear", 16, model_s=0.02)
     choice = search(machine, own=12)  # 5 would do as well
     assert choice.setting == workers(12)
     assert "more than 3% shorter" in choice.reason
 
 
-def test_fewer_workers_are_found() -> None:
+def test_search_finds_fewer_workers_than_the_user_has_set() -> None:
     machine = FakeMachine("bound by a lock", 4)
     choice = search(machine, own=8)
     assert choice.setting.num_workers < 2
 
 
-def test_numbers_between_powers_of_two_are_found() -> None:
+def test_search_finds_worker_counts_between_powers_of_two() -> None:
     assert search(FakeMachine("falling", 24)).setting.num_workers in range(22, 27)
 
 
-def test_if_the_turns_disagree_the_own_setting_stays() -> None:
+def test_users_setting_is_kept_if_repeated_trials_disagree() -> None:
     times_s = {0: [0.10, 0.08, 0.08], 1: [0.07, 0.09, 0.07], 2: [0.30]}
 
     def run(setting: Setting) -> Trial:
@@ -79,7 +79,7 @@ def test_if_the_turns_disagree_the_own_setting_stays() -> None:
     )
 
 
-def test_beside_a_steady_load_the_ranking_is_right() -> None:
+def test_steady_load_on_the_machine_does_not_change_the_choice() -> None:
     machine = FakeMachine("linear", 4, busy=lambda trial: 1.7)
     assert search(machine).setting.num_workers == 4
 
@@ -94,19 +94,19 @@ def test_finalists_are_tried_in_turns() -> None:
     assert len(best.steps_s) == TURNS
 
 
-def test_workers_that_die_limit_what_is_tried() -> None:
+def test_dying_workers_limit_the_worker_counts_that_are_tried() -> None:
     machine = FakeMachine("linear", 64, most=10)
     choice = search(machine)
     assert choice.setting.num_workers == 8
     assert [setting.num_workers for setting in machine.tried if setting.num_workers > 10] == [64, 16]
 
 
-def test_nothing_that_runs_is_no_choice() -> None:
+def test_search_returns_none_if_no_setting_runs() -> None:
     space = Space(own=workers(2), cpus=2, most_workers=4)
     assert find_setting(space, lambda setting: Trial(setting=setting, infeasible="no")) is None
 
 
-def test_the_end_of_the_time_is_no_error() -> None:
+def test_search_out_of_time_returns_the_fastest_setting_so_far() -> None:
     choice = search(FakeMachine("linear", 16, trials=3))
     assert choice.setting == workers(16)
     assert choice.reason == "the fastest of 3 tried; the time ended the search"
@@ -114,14 +114,14 @@ def test_the_end_of_the_time_is_no_error() -> None:
 
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("cpus", [1, 2, 4, 16, 64, 192])
-def test_a_few_trials_already_find_most_of_the_gain(cpus: int, law: str) -> None:
+def test_eight_trials_find_a_setting_within_twice_the_best_time(cpus: int, law: str) -> None:
     for model_s in (0.0, 0.001, 0.01):
         machine = FakeMachine(law, cpus, model_s, trials=8)
         found_s = machine.step_s(search(machine).setting)
         assert found_s <= 2 * machine.best_s(max(16, 2 * cpus)), model_s
 
 
-def test_more_batches_ahead_are_tried_only_where_batches_are_uneven() -> None:
+def test_larger_prefetch_factors_are_tried_only_for_uneven_batches() -> None:
     machine = FakeMachine("linear", 2)
 
     def uneven(setting: Setting) -> Trial:
@@ -137,11 +137,11 @@ def test_more_batches_ahead_are_tried_only_where_batches_are_uneven() -> None:
     assert {setting.prefetch_factor for setting in even.tried} == {None, 2}
 
 
-def test_a_fed_model_ends_the_exploration() -> None:
+def test_search_adds_no_workers_once_the_model_is_fed() -> None:
     machine = FakeMachine("linear", 192, model_s=0.2)
     search(machine)
     assert max(setting.num_workers for setting in machine.tried) == 1
 
 
-def test_alike_is_a_small_factor() -> None:
+def test_tolerance_for_equal_speed_is_below_five_percent() -> None:
     assert 1 < ALIKE < 1.05

@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed.errors import LoaderError
 from lightning_feed.load.processes import worker_processes
-from lightning_feed.trials import cloning
-from lightning_feed.trials.cloning import RoundLimits, time_loader
+from lightning_feed.trials import loader_rate
+from lightning_feed.trials.loader_rate import RoundLimits, time_loader
 
 
 class Clock:
@@ -38,7 +38,7 @@ def bursts(
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4, 7])
-def test_the_rate_is_that_of_whole_rounds(workers: int) -> None:
+def test_rate_is_measured_over_whole_rounds_of_the_workers(workers: int) -> None:
     clock = Clock()
     begin = bursts(clock, workers, start_s=3.0, round_s=0.5)
     rate = time_loader(begin, burst=workers, limits=RoundLimits(min_s=2.0, max_s=100), clock=clock)
@@ -47,7 +47,7 @@ def test_the_rate_is_that_of_whole_rounds(workers: int) -> None:
     assert clock.now == pytest.approx(103.0 + 6 * 0.5)  # two rounds of warm-up and four that are measured
 
 
-def test_the_first_batch_and_two_rounds_do_not_count() -> None:
+def test_rate_excludes_the_first_batch_and_two_warm_up_rounds() -> None:
     clock = Clock()
     slow_at_first = bursts(clock, 2, start_s=1, round_s=0.25, first_rounds_s=4.0)
     rate = time_loader(slow_at_first, burst=2, limits=RoundLimits(min_s=1.0), clock=clock)
@@ -57,7 +57,7 @@ def test_the_first_batch_and_two_rounds_do_not_count() -> None:
     assert with_them.batches_per_s == pytest.approx(0.5)
 
 
-def test_a_pass_that_ends_is_followed_by_another_and_what_lies_between_is_not_counted() -> None:
+def test_rate_excludes_the_time_between_consecutive_passes() -> None:
     clock = Clock()
     begun = []
     begin = bursts(clock, 2, start_s=50.0, round_s=0.5, batches=1 + 2 * 5)
@@ -73,7 +73,7 @@ def test_a_pass_that_ends_is_followed_by_another_and_what_lies_between_is_not_co
     assert rate.start_s == 50.0
 
 
-def test_time_is_bounded_and_what_was_measured_by_then_counts() -> None:
+def test_measuring_stops_at_max_s_and_gives_the_rate_so_far() -> None:
     clock = Clock()
     rate = time_loader(
         bursts(clock, 2, start_s=1, round_s=4), burst=2, limits=RoundLimits(min_s=5, max_s=18), clock=clock
@@ -85,7 +85,7 @@ def test_time_is_bounded_and_what_was_measured_by_then_counts() -> None:
     ).batches_per_s == pytest.approx(8 / 4)
 
 
-def test_an_empty_loader_and_one_with_a_single_slow_batch_are_errors() -> None:
+def test_empty_loader_or_single_slow_batch_raises_a_loader_error() -> None:
     with pytest.raises(LoaderError, match="no batch at all"):
         time_loader(lambda: iter(()), burst=1)
     clock = Clock()
@@ -93,7 +93,7 @@ def test_an_empty_loader_and_one_with_a_single_slow_batch_are_errors() -> None:
         time_loader(bursts(clock, 1, start_s=9, round_s=1), burst=1, limits=RoundLimits(max_s=5), clock=clock)
 
 
-def test_batches_are_let_go_of_at_once() -> None:
+def test_measured_batches_are_released_immediately() -> None:
     alive = 0
     most = 0
 
@@ -131,8 +131,8 @@ class Hanging(Dataset[int]):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_that_hangs_is_named_and_its_workers_end(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cloning, "_SOON_S", 0.1)
+def test_hanging_loader_raises_an_error_and_its_workers_end(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader_rate, "_SOON_S", 0.1)
     passes = []
     before = threading.enumerate()
 
@@ -150,9 +150,9 @@ def test_a_loader_that_hangs_is_named_and_its_workers_end(workers: int, monkeypa
 
 
 @pytest.mark.parametrize("call", ["start", "join"])
-def test_an_interrupt_waits_for_the_sample_that_is_being_made(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_waits_until_the_current_sample_is_loaded(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would go on to draw random numbers, whose state is put back by then. Ctrl-C may come at any moment."""
-    monkeypatch.setattr(cloning, "_SOON_S", 0.1)
+    monkeypatch.setattr(loader_rate, "_SOON_S", 0.1)
     making = threading.Event()
     made = threading.Event()
     came: list[int] = []
@@ -169,7 +169,7 @@ def test_an_interrupt_waits_for_the_sample_that_is_being_made(call: str, monkeyp
 
     def interrupted(self: threading.Thread, *arguments: float | None) -> None:
         monkeypatch.undo()
-        monkeypatch.setattr(cloning, "_SOON_S", 0.1)
+        monkeypatch.setattr(loader_rate, "_SOON_S", 0.1)
         usual(self, *arguments)
         making.wait(10)
         later.start()

@@ -18,13 +18,13 @@ class Clock:
         self.now_s += seconds
 
 
-def test_no_work_takes_no_time() -> None:
+def test_imitated_training_without_work_takes_no_time() -> None:
     clock = Clock()
     ImitatedTraining(TrainingWork(), clock=clock, sleep=clock.sleep).train()
     assert clock.slept_s == []
 
 
-def test_on_the_cpu_each_step_takes_its_time() -> None:
+def test_imitated_step_on_the_cpu_takes_the_full_step_time() -> None:
     clock = Clock()
     training = ImitatedTraining(TrainingWork(step_s=0.25), clock=clock, sleep=clock.sleep)
     training.train()
@@ -33,7 +33,7 @@ def test_on_the_cpu_each_step_takes_its_time() -> None:
     assert clock.slept_s == [0.25, 0.25]
 
 
-def test_on_a_device_the_host_is_one_step_ahead() -> None:
+def test_imitated_host_runs_one_step_ahead_of_the_device() -> None:
     clock = Clock()
     training = ImitatedTraining(TrainingWork(step_s=0.25, on_device=True), clock=clock, sleep=clock.sleep)
     training.train()
@@ -46,7 +46,7 @@ def test_on_a_device_the_host_is_one_step_ahead() -> None:
     assert clock.now_s == 1.25
 
 
-def test_all_threads_use_their_cpu_time() -> None:
+def test_imitated_training_uses_cpu_time_in_all_threads() -> None:
     before_s = time.process_time()
     ImitatedTraining(TrainingWork(step_s=0.02, cpu_s=0.02, threads=3)).train()
     assert time.process_time() - before_s >= 0.06

@@ -87,7 +87,7 @@ LOADERS = {
 
 @pytest.mark.parametrize("setting", [NONE, TWO], ids=["none", "two"])
 @pytest.mark.parametrize("name", LOADERS)
-def test_loaders_of_all_kinds(name: str, setting: Setting) -> None:
+def test_trial_measures_every_kind_of_loader_and_leaves_it_unchanged(name: str, setting: Setting) -> None:
     loader: Any = LOADERS[name]()
     own_state = loader.generator.get_state() if loader.generator is not None else None
     before = {key: value for key, value in vars(loader).items() if not key.startswith("_")}
@@ -102,14 +102,14 @@ def test_loaders_of_all_kinds(name: str, setting: Setting) -> None:
     assert torch.multiprocessing.active_children() == []
 
 
-def test_threads() -> None:
+def test_trial_with_thread_workers_leaves_the_loader_unchanged() -> None:
     loader = FeedLoader(Numbers(), batch_size=4, shuffle=True)
     trial = run_trial(loader, THREADS, NO_WORK, QUICK)
     assert trial.steps_s
     assert loader.workers == "process"
 
 
-def test_what_is_measured_of_batches_and_workers() -> None:
+def test_trial_measures_batch_bytes_worker_memory_and_unevenness() -> None:
     trial = run_trial(DataLoader(Numbers(), batch_size=4), TWO, NO_WORK, TrialLimits(min_s=0.3, max_s=20.0))
     assert trial.batch_bytes == 4 * 25 * 8 + 4 * 4
     assert trial.memory_bytes is not None
@@ -118,19 +118,19 @@ def test_what_is_measured_of_batches_and_workers() -> None:
     assert trial.unevenness > 0
 
 
-def test_a_step_takes_at_least_as_long_as_training() -> None:
+def test_measured_step_takes_at_least_as_long_as_the_training_step() -> None:
     work = TrainingWork(step_s=0.05, cpu_s=0.01)
     for setting in (NONE, TWO):
         trial = run_trial(DataLoader(Numbers(), batch_size=4), setting, work, QUICK)
         assert trial.step_s >= 0.05
 
 
-def test_the_slowest_of_several_ranks_counts() -> None:
+def test_trial_of_several_ranks_gives_a_single_step_time() -> None:
     trial = run_trial(DataLoader(Numbers(), batch_size=4), TWO, NO_WORK, QUICK, ranks=3)
     assert len(trial.steps_s) == 1
 
 
-def test_a_worker_that_is_killed_makes_the_setting_infeasible() -> None:
+def test_killed_worker_makes_the_setting_infeasible() -> None:
     trial = run_trial(DataLoader(Dies(), batch_size=4), TWO, NO_WORK, QUICK)
     assert trial.steps_s == ()
     assert trial.infeasible is not None
@@ -138,7 +138,7 @@ def test_a_worker_that_is_killed_makes_the_setting_infeasible() -> None:
     assert torch.multiprocessing.active_children() == []
 
 
-def test_a_dataset_that_raises_is_an_error_without_workers_and_a_reason_with_them() -> None:
+def test_dataset_error_is_raised_without_workers_and_a_reason_with_workers() -> None:
     loader = DataLoader(Raises(), batch_size=4)
     limits = TrialLimits(min_s=1.0, max_s=20.0)
     with pytest.raises(DatasetError, match=r"\(Raises\) failed: OSError: the file is cut short"):
@@ -147,18 +147,18 @@ def test_a_dataset_that_raises_is_an_error_without_workers_and_a_reason_with_the
     assert "(Raises) failed: OSError: the file is cut short" in str(trial.infeasible)
 
 
-def test_a_loader_that_hangs_is_given_up() -> None:
+def test_hanging_loader_makes_the_setting_infeasible() -> None:
     trial = run_trial(DataLoader(Hangs(), batch_size=4), TWO, NO_WORK, TrialLimits(max_s=0.5, patience_s=0.5))
     assert trial.infeasible == "it gave no batch within 1 s"
     assert torch.multiprocessing.active_children() == []
 
 
-def test_a_loader_without_a_step_to_measure_is_an_error() -> None:
+def test_loader_without_batches_raises_a_loader_error() -> None:
     with pytest.raises(LoaderError, match="yielded 0 batches"):
         run_trial(DataLoader(Numbers(0), batch_size=4), NONE, NO_WORK, QUICK)
 
 
-def test_memory_is_read_from_proc(tmp_path: Path) -> None:
+def test_worker_memory_is_read_from_smaps_rollup(tmp_path: Path) -> None:
     folder = tmp_path / "proc/7"
     folder.mkdir(parents=True)
     (folder / "smaps_rollup").write_text("00-ff ---p 0 0 0 [rollup]\nRss: 900 kB\nPss: 500 kB\nPss_Shmem: 100 kB\n")
@@ -184,7 +184,7 @@ def setting(workers: int, prefetch: int = 2, kind: str = "process") -> Setting:
     return Setting(num_workers=workers, prefetch_factor=prefetch, workers=kind)  # type: ignore[arg-type]
 
 
-def test_shared_memory_of_a_container() -> None:
+def test_small_dev_shm_limits_workers_and_prefetch_factor() -> None:
     # 0.8 x 64 MiB hold 5 batches of 10 MiB: (workers x prefetch + 1).
     assert LIMITS.broken(setting(2), [PROBE]) == ""
     assert LIMITS.broken(setting(4, 1), [PROBE]) == ""
@@ -197,7 +197,7 @@ def test_shared_memory_of_a_container() -> None:
     assert replace(LIMITS, background=1).broken(setting(2), [PROBE])
 
 
-def test_slots_are_not_in_the_containers_shared_memory_and_open_no_files() -> None:
+def test_slots_are_not_limited_by_dev_shm_or_open_files() -> None:
     many = replace(PROBE, batch_tensors=100)
     assert LIMITS.broken(setting(5), [many])
     assert replace(LIMITS, in_slots=True).broken(setting(5), [many]) == ""
@@ -208,7 +208,7 @@ def test_slots_are_not_in_the_containers_shared_memory_and_open_no_files() -> No
     assert not feasible(DataLoader(Numbers(), **options), MACHINE).in_slots
 
 
-def test_memory_of_workers_as_measured_or_else_as_reckoned() -> None:
+def test_memory_limit_uses_measured_or_else_estimated_worker_memory() -> None:
     tight = replace(LIMITS, machine=replace(MACHINE, available_memory_bytes=1024 * MIB))
     small = replace(PROBE, batch_bytes=0)
     assert tight.broken(setting(2), [small]) == ""  # 256 MiB each, in half of 1 GiB
@@ -220,7 +220,7 @@ def test_memory_of_workers_as_measured_or_else_as_reckoned() -> None:
     assert replace(tight, start_method="spawn").broken(setting(2), [small])
 
 
-def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_file_limit_bounds_the_number_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     small = replace(PROBE, batch_bytes=1, batch_tensors=100)
     assert LIMITS.broken(setting(4), [small]) == ""  # 4 x 4 + 9 x 100 = 916
     why = LIMITS.broken(setting(5), [small])
@@ -232,7 +232,7 @@ def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("known", [None, 0])
-def test_limits_that_are_not_known_bind_nobody(known: int | None) -> None:
+def test_unknown_limits_allow_every_setting(known: int | None) -> None:
     machine = replace(MACHINE, available_memory_bytes=None, free_shm_bytes=None)
     trials = [replace(PROBE, batch_bytes=known, batch_tensors=known)]
     assert Feasible(machine=machine).broken(setting(512, 64), trials) == ""

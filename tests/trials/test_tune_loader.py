@@ -60,7 +60,7 @@ def tune(trials: Trials, loader: Any = LOADER, goal: Goal | None = None, **optio
     return tune_loader(loader, goal, machine=options.pop("machine", MACHINE), clock=trials.clock, **options)
 
 
-def test_trials_are_reported_and_kept(trials: Trials) -> None:
+def test_tuning_reports_every_trial_and_keeps_it_in_the_result(trials: Trials) -> None:
     finished: list[Trial] = []
     tuned = tune(trials, on_trial=finished.append)
     assert {trial.setting for trial in finished} == {trial.setting for trial in tuned.trials}
@@ -72,27 +72,27 @@ def test_trials_are_reported_and_kept(trials: Trials) -> None:
     assert tuned.in_words(tuned.trial_of(tuned.setting)) == "160 samples/s"
 
 
-def test_workers_stay_alive_and_memory_is_pinned_where_that_helps(trials: Trials) -> None:
+def test_tuning_sets_persistent_workers_and_pin_memory_where_useful(trials: Trials) -> None:
     assert tune(trials).setting == workers(4, persistent_workers=True)
     on_gpu = tune(trials, goal=Goal(device_type="cuda", may_persist=False)).setting
     assert (on_gpu.persistent_workers, on_gpu.pin_memory) == (False, True)
 
 
-def test_the_budget_ends_the_search(trials: Trials) -> None:
+def test_time_budget_ends_the_search(trials: Trials) -> None:
     trials.seconds = 7.0
     tuned = tune(trials, goal=Goal(budget_s=13))
     assert len(tuned.trials) == 2
     assert "the time ended the search" in tuned.reason
 
 
-def test_a_hang_is_given_up_sooner_once_the_speed_is_known(trials: Trials) -> None:
+def test_timeout_for_hangs_is_shorter_once_the_speed_is_known(trials: Trials) -> None:
     tune(trials)
     patience = [limits.patience_s for limits in trials.limits]
     assert patience[0] == 60.0
     assert max(patience[1:]) < 10.0
 
 
-def test_a_result_is_remembered(trials: Trials, tmp_path: Path) -> None:
+def test_stored_result_is_reused_unless_fresh_is_set(trials: Trials, tmp_path: Path) -> None:
     store = Store(tmp_path)
     first = tune(trials, store=store)
     assert not first.remembered
@@ -104,13 +104,13 @@ def test_a_result_is_remembered(trials: Trials, tmp_path: Path) -> None:
     assert len(trials.ranks) > ran
 
 
-def test_local_ranks_share_the_machine(trials: Trials) -> None:
+def test_local_ranks_share_the_cpus_of_the_machine(trials: Trials) -> None:
     tune(trials, goal=Goal(local_ranks=4))
     assert set(trials.ranks) == {4}
     assert max(setting.num_workers for setting in trials.machine.tried) <= 4
 
 
-def test_limits_of_the_machine_are_not_broken(trials: Trials) -> None:
+def test_settings_beyond_the_free_memory_are_not_tried(trials: Trials) -> None:
     small = replace(MACHINE, available_memory_bytes=2**30)  # half of it is room for two workers
     tuned = tune(trials, machine=small)
     assert tuned.setting.num_workers == 2
@@ -129,7 +129,7 @@ class Unpicklable(Dataset[Any]):
         return self.read(index)
 
 
-def test_what_cannot_be_sent_to_workers_gets_none(trials: Trials) -> None:
+def test_unpicklable_dataset_gets_zero_workers(trials: Trials) -> None:
     spawned = replace(MACHINE, start_method="spawn")
     tuned = tune(trials, DataLoader(Unpicklable(), batch_size=4), machine=spawned)
     assert tuned.setting.num_workers == 0
@@ -137,26 +137,26 @@ def test_what_cannot_be_sent_to_workers_gets_none(trials: Trials) -> None:
     assert {setting.num_workers for setting in trials.machine.tried} == {0}
 
 
-def test_a_worker_that_died_is_named(trials: Trials) -> None:
+def test_dead_worker_is_named_in_the_reason(trials: Trials) -> None:
     trials.machine.most = 0
     tuned = tune(trials)
     assert tuned.setting.num_workers == 0
     assert tuned.reason.endswith("num_workers=1 could not run: it died")
 
 
-def test_nothing_that_runs_is_an_error(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_raises_an_error_if_no_setting_runs(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "run_trial", lambda _, setting, *more, **options: Trial(setting=setting, infeasible="no"))
     with pytest.raises(LoaderError, match="No setting of the loader could be run: num_workers=0: no"):
         tune(trials)
 
 
 @pytest.mark.parametrize("budget_s", [0.0, -1, float("inf"), float("nan"), "10s", True])
-def test_impossible_budgets(budget_s: Any) -> None:
+def test_invalid_budgets_are_refused(budget_s: Any) -> None:
     with pytest.raises(SettingsError, match="is not possible"):
         Goal(budget_s=budget_s)
 
 
-def test_a_real_loader(tmp_path: Path) -> None:
+def test_tuning_a_real_loader_without_work_chooses_zero_workers(tmp_path: Path) -> None:
     torch.manual_seed(1)
     loader = DataLoader(TensorDataset(torch.zeros(64, 3)), batch_size=4, shuffle=True)
     before = torch.get_rng_state()
@@ -202,7 +202,7 @@ def key(loader: DataLoader[Any], goal: Goal | None = None, machine: Machine = BI
     return json.dumps(key_of(loader, goal or Goal(), machine), sort_keys=True)
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+def test_saved_result_is_loaded_by_its_key_only(tmp_path: Path) -> None:
     store = Store(tmp_path / "new" / "folder")
     assert store.load(KEY) is None
     store.save(KEY, TUNED)
@@ -223,7 +223,9 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
         lambda kept: kept.replace('"pin_memory"', '"unknown"'),
     ],
 )
-def test_a_file_that_is_not_ours_is_as_none(spoil: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_result_file_is_ignored_and_logged(
+    spoil: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store = Store(tmp_path)
     store.save(KEY, TUNED)
     (path,) = tmp_path.iterdir()
@@ -237,7 +239,7 @@ def test_a_file_that_is_not_ours_is_as_none(spoil: Any, tmp_path: Path, caplog: 
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC, errno.EACCES])
-def test_a_folder_that_cannot_be_written_is_said_once(
+def test_unwritable_result_folder_is_logged_once(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -254,7 +256,7 @@ def scale(sample: Any) -> Any:
     return sample
 
 
-def test_the_key_holds_what_a_result_depends_on() -> None:
+def test_result_key_differs_for_every_relevant_change() -> None:
     loader = DataLoader(Numbers(), batch_size=2)
     same = key(loader)
     assert key(DataLoader(Numbers(), batch_size=2)) == same
@@ -280,7 +282,7 @@ def test_the_key_holds_what_a_result_depends_on() -> None:
     assert len({same, *others}) == 1 + len(others)
 
 
-def test_the_key_stays_while_things_change_little() -> None:
+def test_result_key_is_stable_under_small_changes() -> None:
     loader = DataLoader(Numbers(transform=lambda sample: sample), batch_size=2)
     again = DataLoader(Numbers(transform=lambda sample: sample), batch_size=2)
     assert key(loader) == key(again)  # lambdas lie at other addresses in each run
@@ -303,7 +305,7 @@ class Keeps(Dataset[Any]):
         return self.kept[index]
 
 
-def test_trials_do_not_decide_for_a_dataset_that_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_users_setting_is_kept_for_a_dataset_that_caches_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = DataLoader(Keeps(), batch_size=4)
     limits = TrialLimits(min_s=0.0, min_rounds=20, max_s=20.0)
 

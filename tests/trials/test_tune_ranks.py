@@ -81,7 +81,7 @@ def test_one_of_two_ranks_tunes_for_both(told: list[Any]) -> None:
     assert [result["workers"] for result in results] == [1, 1]
 
 
-def test_ranks_ask_each_other_without_a_group_and_leave_nothing_in_the_store(told: list[Any]) -> None:
+def test_ranks_gather_without_a_new_group_and_leave_the_store_empty(told: list[Any]) -> None:
     assert [one["gathered"] for one in told] == [
         [[f"{number} of rank {r}" for r in range(2)] for number in range(3)]
     ] * 2
@@ -89,7 +89,7 @@ def test_ranks_ask_each_other_without_a_group_and_leave_nothing_in_the_store(tol
     assert not told[0]["kept"]
 
 
-def test_two_ranks_get_the_error_of_the_one_that_tunes(told: list[Any]) -> None:
+def test_error_of_the_tuning_rank_is_raised_on_both_ranks(told: list[Any]) -> None:
     first, second = (one["raises"] for one in told)
     assert first["error"] == "DatasetError: sample 3 is broken."
     assert "LoaderError: The rank that tunes" in second["error"]
@@ -97,14 +97,14 @@ def test_two_ranks_get_the_error_of_the_one_that_tunes(told: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_each_node_has_its_own_result(node: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_node_uses_its_own_tuning_result(node: int, monkeypatch: pytest.MonkeyPatch) -> None:
     other = replace(FOUND, reason="the other node's")
     monkeypatch.setattr(in_fit, "gather", lambda _, mine: [(0, FOUND), (0, None), (1, other), (1, None)])
     trainer = SimpleNamespace(local_rank=1, node_rank=node, world_size=4)
     assert in_fit._once_per_node(pytest.fail, trainer) is (FOUND, other)[node]
 
 
-def test_ranks_that_cannot_tell_each_other_do_not_tune(caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_not_connected_by_torch_distributed_do_not_tune(caplog: pytest.LogCaptureFixture) -> None:
     trainer = SimpleNamespace(world_size=2)
     assert in_fit.tune_for_fit(DataLoader(Rows()), trainer, Goal()) is None
     assert "torch.distributed does not connect the ranks" in caplog.text

@@ -57,7 +57,7 @@ def _in_small_shm(script: Path, cache: Path) -> dict[str, object]:
     return dict(json.loads(made.stdout.splitlines()[-1]))
 
 
-def test_batches_that_would_fill_it_are_rejected_before_they_run(tmp_path: Path) -> None:
+def test_settings_that_would_fill_dev_shm_are_rejected_before_they_run(tmp_path: Path) -> None:
     script = tmp_path / "large.py"
     script.write_text(SCRIPT.replace("MEBI", "4"))
     found = _in_small_shm(script, tmp_path / "cache")  # batches of 32 MiB

@@ -58,7 +58,7 @@ def nothing() -> None:
     """In the place of a progress bar."""
 
 
-def test_a_grid_is_tried_in_order_each_once(ran: list[Setting]) -> None:
+def test_sweep_tries_each_number_of_workers_once_in_order(ran: list[Setting]) -> None:
     done: list[bool] = []
     found = sweep_loader(LOADER, [8, 3, 0, 3], lambda: done.append(True))
     assert [one.setting.num_workers for one in found.trials] == [0, 3, 8]
@@ -67,7 +67,7 @@ def test_a_grid_is_tried_in_order_each_once(ran: list[Setting]) -> None:
     assert len(done) == 3
 
 
-def test_the_table() -> None:
+def test_sweep_table_shows_rates_memory_and_the_tuned_setting() -> None:
     found = replace(tried(), batch_size=10, chosen=Setting(num_workers=4, prefetch_factor=4), seconds=1.0)
     assert found.text() == "\n".join(
         [
@@ -83,7 +83,7 @@ def test_the_table() -> None:
 
 
 @pytest.mark.usefixtures("briefly")
-def test_a_real_loader_is_swept_and_left_as_it_was() -> None:
+def test_sweep_of_a_real_loader_leaves_it_unchanged() -> None:
     generator = torch.Generator().manual_seed(1)
     before = generator.get_state()
     loader = DataLoader(range(64), batch_size=4, shuffle=True, generator=generator)  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ def test_a_real_loader_is_swept_and_left_as_it_was() -> None:
 
 
 @pytest.mark.usefixtures("briefly")
-def test_a_machine_without_room_runs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_skips_settings_that_exceed_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = replace(read_machine(), available_memory_bytes=2**20)
     monkeypatch.setattr(sweep_file, "read_machine", lambda: machine)
     loader = DataLoader(range(64), batch_size=4)  # type: ignore[arg-type]
@@ -121,7 +121,7 @@ def plotted(tmp_path: Path) -> Callable[[Sweep], bytes]:
     return draw
 
 
-def test_it_is_a_picture_and_shows_the_choice(plotted: Callable[[Sweep], bytes]) -> None:
+def test_plot_is_a_png_and_shows_the_chosen_setting(plotted: Callable[[Sweep], bytes]) -> None:
     found = replace(tried(), batch_size=10)
     chosen = replace(found, chosen=Setting(num_workers=4, prefetch_factor=2))
     pictures = [plotted(found), plotted(chosen)]
@@ -129,7 +129,9 @@ def test_it_is_a_picture_and_shows_the_choice(plotted: Callable[[Sweep], bytes])
     assert len(set(pictures)) == 2
 
 
-def test_without_matplotlib_the_pip_line_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_matplotlib_raises_an_error_with_the_pip_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     monkeypatch.delitem(__import__("sys").modules, "matplotlib.figure", raising=False)
     with pytest.raises(MissingExtraError, match=r"pip install 'lightning-feed\[plot\]'"):

@@ -14,12 +14,12 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from lightning_feed import FastDataModule, LoaderSettings
-from lightning_feed.callbacks.starvation import log_hparams, tuned_hparams
+from lightning_feed.callbacks.starvation_loggers import log_hparams, tuned_hparams
 from lightning_feed.cli import main
 from lightning_feed.diagnosing import program
 from lightning_feed.errors import FeedError, LoaderError, SettingsError
 from lightning_feed.load.settings import Setting
-from lightning_feed.measure.measurements import Place
+from lightning_feed.measure.measurements import LoaderCode
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.tune_loader import Tuned
@@ -93,7 +93,7 @@ def tunes(monkeypatch: pytest.MonkeyPatch) -> Tunes:
     return made
 
 
-def test_a_data_module_alone_is_tuned_for_speed_and_left_as_it_was(tunes: Tunes) -> None:
+def test_tuning_a_data_module_without_a_model_leaves_it_unchanged(tunes: Tunes) -> None:
     data = Data()
     torch.manual_seed(3)
     random.seed(3)
@@ -108,7 +108,7 @@ def test_a_data_module_alone_is_tuned_for_speed_and_left_as_it_was(tunes: Tunes)
     assert random.getstate() == before[1]
 
 
-def test_the_work_is_that_of_the_real_model_which_is_left_as_it_was(tunes: Tunes) -> None:
+def test_tune_measures_the_real_model_and_leaves_it_unchanged(tunes: Tunes) -> None:
     model, data = BoringModel(), Data()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     trainer = Trainer(
@@ -124,7 +124,7 @@ def test_the_work_is_that_of_the_real_model_which_is_left_as_it_was(tunes: Tunes
     assert trainer.global_step == 0
 
 
-def test_a_loader_is_tuned_as_it_is(tunes: Tunes) -> None:
+def test_tune_accepts_a_loader_with_or_without_a_model(tunes: Tunes) -> None:
     loader = DataLoader(Rows(), batch_sampler=BatchSampler(RandomSampler(Rows()), 8, drop_last=False))
     assert tune(loader).batch_size == 8
     assert tune(DataLoader(Rows(), batch_size=None)).batch_size is None
@@ -142,12 +142,14 @@ def test_a_loader_is_tuned_as_it_is(tunes: Tunes) -> None:
         (Data(), {"budget_s": 0}, "budget_s=0"),
     ],
 )
-def test_refused(target: Any, options: dict[str, Any], said: str, tunes: Tunes) -> None:
+def test_invalid_targets_and_arguments_are_refused(
+    target: Any, options: dict[str, Any], said: str, tunes: Tunes
+) -> None:
     with pytest.raises(SettingsError, match=said):
         tune(target, **options)
 
 
-def test_errors_of_the_users_code_are_told(tunes: Tunes) -> None:
+def test_errors_of_the_users_code_are_reported(tunes: Tunes) -> None:
     class Breaks(Data):
         def setup(self, stage: str) -> None:
             raise OSError("no such disk")
@@ -174,7 +176,7 @@ def found(**changes: Any) -> Tuned:
     return Tuned(**{**values, **changes})
 
 
-def test_the_text_has_the_trials_the_choice_and_the_line_to_paste() -> None:
+def test_tuning_text_shows_trials_choice_and_code_to_paste() -> None:
     text = tuned_text(found())
     rows = text.splitlines()
     assert rows[0].split() == ["workers", "ahead", "measured"]
@@ -198,7 +200,7 @@ def test_the_text_has_the_trials_the_choice_and_the_line_to_paste() -> None:
 
 NONE = Setting(num_workers=0)
 THREADS = Setting(num_workers=3, prefetch_factor=2, workers="thread")
-IN_DATA = Place(words="your training DataLoader (Data.train_dataloader, data.py:41)", datamodule="Data")
+IN_DATA = LoaderCode(words="your training DataLoader (Data.train_dataloader, data.py:41)", datamodule="Data")
 
 
 @pytest.mark.parametrize(
@@ -217,7 +219,7 @@ IN_DATA = Place(words="your training DataLoader (Data.train_dataloader, data.py:
             ],
         ),
         (
-            Place(words="your training DataLoader (made in cells/fit.py:3)", form="callback"),
+            LoaderCode(words="your training DataLoader (made in cells/fit.py:3)", form="callback"),
             FOUND,
             [
                 (
@@ -227,7 +229,7 @@ IN_DATA = Place(words="your training DataLoader (Data.train_dataloader, data.py:
             ],
         ),
         (
-            Place(words="loader=LoaderSettings(...) of your Birds", form="settings"),
+            LoaderCode(words="loader=LoaderSettings(...) of your Birds", form="settings"),
             NONE,
             [
                 (
@@ -249,7 +251,9 @@ IN_DATA = Place(words="your training DataLoader (Data.train_dataloader, data.py:
         ),
     ],
 )
-def test_what_to_paste_fits_the_place(place: Place, setting: Setting, pasted: list[tuple[str, str]]) -> None:
+def test_code_to_paste_matches_how_the_loader_is_made(
+    place: LoaderCode, setting: Setting, pasted: list[tuple[str, str]]
+) -> None:
     ways = pastes(found(setting=setting, own=Setting(num_workers=5)), place)
     assert [(way.where, way.code) for way in ways] == pasted
     text = tuned_text(found(setting=setting, own=Setting(num_workers=5)), place)
@@ -277,7 +281,9 @@ def run_command(tunes: Tunes, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     return run
 
 
-def test_the_command(run_command: Callable[..., int], tunes: Tunes, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_command_prints_text_or_json(
+    run_command: Callable[..., int], tunes: Tunes, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_command() == 0
     assert (tunes.goals[0].work, tunes.goals[0].budget_s) == (TrainingWork(), 30)
     assert "test_tune_door.py:" in capsys.readouterr().out
@@ -286,7 +292,9 @@ def test_the_command(run_command: Callable[..., int], tunes: Tunes, capsys: pyte
     assert tunes.options["fresh"] is True
 
 
-def test_the_command_refuses(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_command_refuses_invalid_options(
+    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["tune", "train.py", "--plot", "a.png"]) == 2
     assert "Add --sweep" in capsys.readouterr().err
     assert run_command("--sweep", "0,-2") == 2
@@ -347,7 +355,7 @@ def test_tensorboard_keeps_the_users_hyperparameters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("given", "size"), [("even", 16), (20, 20), (None, 24)])
-def test_batches_of_evaluation_can_be_even(given: Any, size: int) -> None:
+def test_eval_batch_size_even_leaves_no_small_last_batch(given: Any, size: int) -> None:
     data = Fast(24, eval_batch_size=given, loader=LoaderSettings(num_workers=0))
     assert data.val_dataloader().batch_size == size
     assert data.train_dataloader().batch_size == 24

@@ -1,16 +1,34 @@
 """Measurements of runs that were not made: steps of 100 ms, unless told otherwise."""
 
+from dataclasses import replace
 from typing import Any
 
 from lightning_feed.measure.experiment_results import ExperimentResults
 from lightning_feed.measure.measurements import LoopFacts, Measurements
 from lightning_feed.measure.stats import LoaderStats, StarvationStats
 
-ROOM = {"num_workers": 2, "usable_cpus": 8, "prefetch_factor": 2, "map_style": True, "batch_tensors": 2}
+ROOM = {"num_workers": 2, "usable_cpus": 8, "prefetch_factor": 2, "map_style": True, "tensors": 2}
 BUSY = {"workers_on_cpu_pct": 90.0, "workers_run_queue_pct": 5.0, "workers_blocked_pct": 5.0}
 ASLEEP = {"workers_on_cpu_pct": 2.0, "workers_run_queue_pct": 1.0, "workers_blocked_pct": 97.0, "disk_mb_per_s": 0.0}
 READY = {"handover_pct": 95.0, "queue_ready": 3.9, "queue_capacity": 4.0, **ASLEEP}
 """Batches lie ready, and taking them takes the time."""
+GROUPS = ("loader", "batch", "host", "datamodule", "trainer")
+"""Fields of LoopFacts that hold further facts."""
+
+
+def changed_facts(facts: LoopFacts, **changes: Any) -> LoopFacts:
+    """Facts with other values, each by the name of its field, whichever group it belongs to."""
+    for name, value in changes.items():
+        groups = [group for group in GROUPS if name in vars(getattr(facts, group))]
+        if groups:
+            value = replace(getattr(facts, groups[0]), **{name: value})
+        facts = replace(facts, **{groups[0] if groups else name: value})
+    return facts
+
+
+def loop_facts(**values: Any) -> LoopFacts:
+    """Facts of which only these are known, each by the name of its field."""
+    return changed_facts(LoopFacts(), **values)
 
 
 def measured(
@@ -27,7 +45,7 @@ def measured(
     wall: Any = None,
     **facts: Any,
 ) -> Measurements:
-    """What a fit with such steps would have measured; ``facts`` are those of ``LoopFacts``."""
+    """What a fit with such steps would have measured; ``facts`` are those of ``LoopFacts`` and its groups."""
     figures: dict[str, Any] = {
         "steps": 412,
         "confidence": "high",
@@ -43,9 +61,10 @@ def measured(
     }
     return Measurements(
         stats=StarvationStats(**(figures | (stats or {}))),
-        facts=LoopFacts(**(ROOM | facts)),
+        facts=loop_facts(**(ROOM | facts)),
         loaders=LoaderStats(**(loaders or {})),
-        experiments=None if found is None else ExperimentResults(**found),
+        experiments=ExperimentResults(**(found or {})),
+        diagnosed=found is not None,
         hooks=tuple(hooks),
         ranks=ranks,
         wall=wall,

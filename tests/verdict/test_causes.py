@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from verdict.cases import loop_facts
 
 from lightning_feed.measure.experiment_results import (
     CropTrial,
@@ -15,7 +16,7 @@ from lightning_feed.measure.experiment_results import (
     NamedCost,
     TriedSetting,
 )
-from lightning_feed.measure.measurements import SYNCS, HookTime, LoopFacts, Measurements
+from lightning_feed.measure.measurements import SYNCS, HookTime, Measurements
 from lightning_feed.measure.stats import LoaderStats, RankStats, StarvationStats
 from lightning_feed.verdict.decide import diagnose
 from lightning_feed.verdict.diagnosis import Diagnosis
@@ -56,9 +57,10 @@ def _measured(
     )
     return Measurements(
         stats=replace(stats, **{name: value for name, value in parts.items() if name not in given}),
-        facts=LoopFacts(**(facts or {})),
+        facts=loop_facts(**(facts or {})),
         loaders=LoaderStats(**(loaders or {})),
-        experiments=None if experiments is None else ExperimentResults(**experiments),
+        experiments=ExperimentResults(**(experiments or {})),
+        diagnosed=experiments is not None,
         **more,
     )
 
@@ -142,7 +144,9 @@ RANKS = RankStats(
         (TWO, _of(3, 1, io_pressure_pct=19.9), "waiting"),
     ],
 )
-def test_why_training_waits_for_data(facts: dict[str, Any], loaders: dict[str, Any], cause: str) -> None:
+def test_cause_of_data_waits_follows_from_facts_and_loader_figures(
+    facts: dict[str, Any], loaders: dict[str, Any], cause: str
+) -> None:
     assert _cause(DATA, facts, loaders) == ("data", cause)
 
 
@@ -159,11 +163,13 @@ def test_why_training_waits_for_data(facts: dict[str, Any], loaders: dict[str, A
         ({"batches_per_epoch": 5}, {"epoch_start_s": 0.02, "data": 20, "compute": 80}, ("data", "unknown")),
     ],
 )
-def test_epoch_starts(facts: dict[str, Any], parts: dict[str, Any], expected: tuple[str, str]) -> None:
+def test_slow_epoch_starts_make_a_run_data_bound(
+    facts: dict[str, Any], parts: dict[str, Any], expected: tuple[str, str]
+) -> None:
     assert _cause(parts, facts) == expected
 
 
-def test_one_rank_makes_all_wait() -> None:
+def test_a_slow_rank_makes_the_run_data_bound_for_all_ranks() -> None:
     """This rank waits for no data, but for the gradients of the one that does."""
     found = diagnose(_measured(FED, TWO, ranks=RANKS))
     assert (found.bottleneck, found.cause, found.grade) == ("data", "one rank", "highly data-bound")
@@ -203,13 +209,13 @@ def test_one_rank_makes_all_wait() -> None:
         ({}, {"loader_per_s": 0.0, "ceiling_per_s": 11.0}, "unknown"),
     ],
 )
-def test_experiments_tell_what_the_running_figures_cannot(
+def test_experiments_decide_causes_that_running_figures_cannot(
     loaders: dict[str, Any], experiments: dict[str, Any], cause: str
 ) -> None:
     assert _cause(DATA, TWO, loaders, experiments) == ("data", cause)
 
 
-def test_a_model_that_takes_all_of_the_step_acquits_the_data() -> None:
+def test_a_run_is_not_data_bound_if_the_model_alone_takes_the_whole_step() -> None:
     gpu = TWO | CUDA
     found = diagnose(_measured(DATA, gpu, _of(90, 5), {"model_per_s": 1000 / 95}))
     assert (found.bottleneck, found.cause, found.grade) == ("compute", "compute", "OK")
@@ -221,14 +227,14 @@ def test_a_model_that_takes_all_of_the_step_acquits_the_data() -> None:
     assert "faster loading would not help here" in " ".join(several.evidence)
 
 
-def test_on_a_cpu_waiting_is_no_part_of_what_the_model_takes() -> None:
+def test_a_run_on_a_cpu_stays_data_bound_whatever_the_model_alone_takes() -> None:
     """Batches sorted by length: one of them, again and again, took as long as a step with 16 % of waiting in it."""
     sixteen = {"data": 16, "compute": 84}
     assert _cause(sixteen, {"num_workers": 0}, {}, {"model_per_s": 1000 / 96}) == ("data", "no workers")
 
 
 @pytest.mark.parametrize(("alone_ms", "acquits"), [(110.0, True), (110.1, False), (400.0, False)])
-def test_a_model_alone_that_is_slower_than_its_steps_acquits_nothing(alone_ms: float, acquits: bool) -> None:
+def test_a_run_stays_data_bound_if_the_model_alone_is_slower_than_its_steps(alone_ms: float, acquits: bool) -> None:
     gpu = TWO | CUDA
     measured = _measured(DATA, gpu, _of(90, 5), {"model_per_s": 1000 / alone_ms, "loader_per_s": 10.0})
     found = diagnose(measured)
@@ -253,7 +259,7 @@ def test_a_model_alone_that_is_slower_than_its_steps_acquits_nothing(alone_ms: f
         (150.0, {}, "unknown", "low"),
     ],
 )
-def test_a_step_that_takes_much_longer_than_its_model_is_not_compute_for_sure(
+def test_compute_has_low_confidence_if_steps_far_exceed_the_model_alone(
     compute: float, loaders: dict[str, Any], cause: str, confidence: str
 ) -> None:
     found = diagnose(_measured({"compute": compute}, TWO, loaders, {"model_per_s": 10.0}))
@@ -272,15 +278,15 @@ def test_a_step_that_takes_much_longer_than_its_model_is_not_compute_for_sure(
         (CUDA | {"pin_memory": True}, {}, None, "not overlapped"),
         (CUDA | {"pin_memory": True}, {"prefetch_active": False}, None, "not overlapped"),
         (CUDA | {"pin_memory": True}, {"prefetch_active": True}, None, "unknown"),
-        (CUDA | {"pin_memory": True, "batch_tensors": 8, "batch_bytes": 8 << 16}, {}, None, "small tensors"),
-        (CUDA | {"pin_memory": True, "batch_tensors": 7, "batch_bytes": 7 << 16}, {}, None, "not overlapped"),
-        (CUDA | {"pin_memory": True, "batch_tensors": 8, "batch_bytes": (8 << 16) + 1}, {}, None, "not overlapped"),
+        (CUDA | {"pin_memory": True, "tensors": 8, "size_bytes": 8 << 16}, {}, None, "small tensors"),
+        (CUDA | {"pin_memory": True, "tensors": 7, "size_bytes": 7 << 16}, {}, None, "not overlapped"),
+        (CUDA | {"pin_memory": True, "tensors": 8, "size_bytes": (8 << 16) + 1}, {}, None, "not overlapped"),
         (CUDA | NVJPEG, {}, None, "decoding on the GPU"),
         (CUDA | NVJPEG | {"pin_memory": True}, {"prefetch_active": True}, None, "decoding on the GPU"),
         (CUDA | {"backend": "dali-gpu", "pin_memory": False}, {}, None, "unpinned"),
     ],
 )
-def test_why_the_copy_is_exposed(
+def test_cause_of_exposed_copies_follows_from_facts_and_experiments(
     facts: dict[str, Any], stats: dict[str, Any], experiments: dict[str, Any] | None, cause: str
 ) -> None:
     assert _cause(COPY | stats, facts, {}, experiments) == ("copy", cause)
@@ -303,11 +309,13 @@ def _hooks(*ms: float, name: str = "[Callback]Slow.on_train_batch_end") -> tuple
         (CUDA | {"syncs": ("prog_bar",)}, _hooks(30.0, name="[Callback]TQDMProgressBar.x"), "synchronisation"),
     ],
 )
-def test_why_time_goes_by_between_the_steps(facts: dict[str, Any], hooks: Any, cause: str) -> None:
+def test_cause_of_time_between_steps_follows_from_facts_and_hooks(
+    facts: dict[str, Any], hooks: Any, cause: str
+) -> None:
     assert _cause(OTHER, facts, hooks=hooks) == ("framework", cause)
 
 
-def test_what_waits_for_the_device_is_named_with_its_way_out() -> None:
+def test_device_syncs_are_named_with_advice_if_framework_bound() -> None:
     found = diagnose(_measured(OTHER, CUDA | {"syncs": tuple(SYNCS)}))
     assert all(any(what in line for line in found.evidence) for what in SYNCS.values())
     assert found.remedies == ()
@@ -316,7 +324,7 @@ def test_what_waits_for_the_device_is_named_with_its_way_out() -> None:
     assert not any(what in line for line in fed.evidence for what in SYNCS.values())
 
 
-def test_the_dearest_hooks_are_named() -> None:
+def test_evidence_names_the_most_expensive_hooks() -> None:
     hooks = _hooks(20.0, 8.0, 4.0, 1.0)
     found = diagnose(_measured(OTHER, hooks=hooks))
     assert "[Callback]Slow.on_train_batch_end takes 20.0 ms a step" in found.evidence
@@ -327,19 +335,19 @@ def test_the_dearest_hooks_are_named() -> None:
 @pytest.mark.parametrize(
     ("facts", "cause"),
     [
-        (CUDA | {"host_cpu_ms": 90.0}, "launch"),
-        (CUDA | {"host_cpu_ms": 89.9}, "compute"),
-        ({"host_cpu_ms": 100.0}, "compute"),  # the CPU is the device
-        (CUDA | {"host_cpu_ms": 100.0, "syncs": ("grad_scaler",)}, "compute"),  # it may be spinning
+        (CUDA | {"cpu_ms": 90.0}, "launch"),
+        (CUDA | {"cpu_ms": 89.9}, "compute"),
+        ({"cpu_ms": 100.0}, "compute"),  # the CPU is the device
+        (CUDA | {"cpu_ms": 100.0, "syncs": ("grad_scaler",)}, "compute"),  # it may be spinning
         (CUDA, "compute"),
     ],
 )
-def test_a_fed_device(facts: dict[str, Any], cause: str) -> None:
+def test_a_fed_device_is_limited_by_launches_or_by_compute(facts: dict[str, Any], cause: str) -> None:
     assert _cause(FED, facts) == ("compute", cause)
 
 
-def test_the_backward_pass_is_launched_by_a_thread_of_its_own() -> None:
-    measured = _measured(FED, CUDA | {"host_cpu_ms": 50.0})
+def test_launch_bound_check_adds_backward_time_to_cpu_time() -> None:
+    measured = _measured(FED, CUDA | {"cpu_ms": 50.0})
     assert diagnose(measured).cause == "compute"
     assert diagnose(replace(measured, stats=replace(measured.stats, backward_ms=45.0))).cause == "launch"
 
@@ -358,7 +366,7 @@ def test_the_backward_pass_is_launched_by_a_thread_of_its_own() -> None:
         (None, 44, "high"),
     ],
 )
-def test_an_interval_over_a_limit_lowers_confidence(low: float | None, high: float, confidence: str) -> None:
+def test_an_interval_that_crosses_a_limit_lowers_confidence(low: float | None, high: float, confidence: str) -> None:
     parts = DATA | {"starved_low_pct": low, "starved_high_pct": high}
     assert diagnose(_measured(parts, TWO, _of(90, 5))).confidence == confidence
 
@@ -367,7 +375,7 @@ def test_an_interval_over_a_limit_lowers_confidence(low: float | None, high: flo
     ("loaders", "confidence"),
     [(_of(65, 5), "high"), (_of(64, 5), "medium"), ({}, "medium"), (_of(3, 1), "medium")],
 )
-def test_a_cause_that_lacks_figures_lowers_confidence(loaders: dict[str, Any], confidence: str) -> None:
+def test_missing_or_unclear_loader_figures_lower_confidence(loaders: dict[str, Any], confidence: str) -> None:
     assert diagnose(_measured(DATA, TWO, loaders)).confidence == confidence
 
 
@@ -385,7 +393,7 @@ def _frozen(kind: Any, **known: Any) -> Any:
 
 
 _FACTS = st.builds(
-    LoopFacts,
+    loop_facts,
     device_type=st.sampled_from(["cpu", "cuda"]),
     num_workers=_COUNT,
     prefetch_factor=st.none() | st.integers(1, 8),
@@ -394,8 +402,8 @@ _FACTS = st.builds(
     in_order=st.none() | st.booleans(),
     workers=st.sampled_from([None, "process", "thread"]),
     ours=st.none() | st.booleans(),
-    batch_bytes=st.none() | st.integers(0, 1 << 30),
-    batch_tensors=_COUNT,
+    size_bytes=st.none() | st.integers(0, 1 << 30),
+    tensors=_COUNT,
     batches_per_epoch=_COUNT,
     decoder=st.sampled_from([None, "turbo"]),
     usable_cpus=st.none() | st.integers(1, 64),
@@ -406,7 +414,7 @@ _FACTS = st.builds(
     free_shm_bytes=st.none() | st.integers(0, 1 << 34),
     load_cpu_ms=st.none() | _MS,
     syncs=st.sets(st.sampled_from([*SYNCS, "unheard of"])).map(tuple),
-    host_cpu_ms=st.none() | _MS,
+    cpu_ms=st.none() | _MS,
 )
 _STEP_MS = st.floats(0.01, 1e4)
 _TRIED = st.builds(
@@ -419,7 +427,7 @@ _TRIED = st.builds(
     own=st.booleans(),
     chosen=st.booleans(),
 )
-_EXPERIMENTS = st.none() | _frozen(
+_EXPERIMENTS = _frozen(
     ExperimentResults,
     batch_size=_COUNT,
     **dict.fromkeys(
@@ -474,7 +482,8 @@ def _anything(draw: Any) -> Measurements:
         _measured(draw(_STATS)),
         facts=draw(_FACTS),
         loaders=draw(_frozen(LoaderStats)),
-        experiments=draw(_EXPERIMENTS),
+        experiments=draw(st.just(ExperimentResults()) | _EXPERIMENTS),
+        diagnosed=draw(st.booleans()),
         ranks=draw(_RANKS),
         hooks=draw(_HOOKS.map(tuple)),
     )
@@ -482,7 +491,7 @@ def _anything(draw: Any) -> Measurements:
 
 @settings(max_examples=150, deadline=None)
 @given(_anything())
-def test_whatever_is_known_or_not_there_is_a_verdict(measured: Measurements) -> None:
+def test_diagnose_gives_a_sound_verdict_for_any_measurements(measured: Measurements) -> None:
     found = diagnose(measured)
     assert found.evidence
     assert diagnose(measured) == found
@@ -499,7 +508,7 @@ def test_whatever_is_known_or_not_there_is_a_verdict(measured: Measurements) -> 
         (12.0, 4.0, "a batch takes 16.0 ms in one process, making its samples 75 %, most of it in A.get (a.py:3)"),
     ],
 )
-def test_what_takes_most_of_a_batch_is_named(samples: float, collate: float, said: str) -> None:
+def test_evidence_names_what_takes_most_of_a_batch(samples: float, collate: float, said: str) -> None:
     functions = (
         FunctionCost(name="A.get", file="/x/a.py", line=3, calls=None, stage="samples", ms_per_batch=3.0),
         FunctionCost(name="pad", file="/x/text.py", line=7, calls=None, stage="collate", ms_per_batch=2.0),
@@ -524,7 +533,9 @@ def test_what_takes_most_of_a_batch_is_named(samples: float, collate: float, sai
         ),
     ],
 )
-def test_who_makes_the_batches_is_told(facts: dict[str, Any], loaders: dict[str, Any], said: str) -> None:
+def test_evidence_describes_the_workers_of_the_loader(
+    facts: dict[str, Any], loaders: dict[str, Any], said: str
+) -> None:
     assert diagnose(_measured(DATA, facts, loaders)).evidence[-1].endswith(said)
 
 

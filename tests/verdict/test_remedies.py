@@ -13,7 +13,7 @@ from verdict.cases import ASLEEP, BUSY, READY, measured
 
 import lightning_feed
 from lightning_feed.measure.experiment_results import CropTrial, TriedSetting
-from lightning_feed.measure.measurements import HookPlace, HookTime, Place
+from lightning_feed.measure.measurements import HookCode, HookTime, LoaderCode
 from lightning_feed.measure.wall import WallPart, WallStats
 from lightning_feed.report.next_step import next_step
 from lightning_feed.verdict.decide import RUN_RULES, diagnose
@@ -52,12 +52,12 @@ COLD = ASLEEP | {"page_cache_pct": 10.0, "disk_mb_per_s": 30.0}
 STARTS: dict[str, Any] = {"batches_per_epoch": 5, "persistent_workers": False, "may_persist": True}
 SLOW_START: dict[str, Any] = {"data": 0.0, "stats": {"epoch_start_s": 0.7}}
 CROPS = CropTrial(folder="birds", val_fraction=0.1, whole_ms=4.0, crop_ms=2.0)
-WHOLE: dict[str, Any] = {"loaders": BUSY, "usable_cpus": 2, "host_cpu_ms": 0.0, "batch_size": 8}
+WHOLE: dict[str, Any] = {"loaders": BUSY, "usable_cpus": 2, "cpu_ms": 0.0, "batch_size": 8}
 BAR = (HookTime(name="[Callback]TQDMProgressBar.on_train_batch_end", ms_per_step=20.0),)
 SLOW = "[Callback]Slow.on_train_batch_end"
 THEIRS: dict[str, Any] = {
     "hooks": (HookTime(name="[Callback]Slow{'a': 1}.on_train_batch_end", ms_per_step=20.0),),
-    "hook_places": (HookPlace(name=SLOW, at="train.py:12", interval="every_n_steps"),),
+    "hook_code": (HookCode(name=SLOW, at="train.py:12", interval="every_n_steps"),),
 }
 LOG = (HookTime(name="logger CSVLogger.log_metrics", ms_per_step=20.0),)
 
@@ -101,7 +101,7 @@ CONTRACTS = {
             "training is fed": {"data": 1.0},
             "all CPUs are taken": {"usable_cpus": 2},
             "a stream that was not seen to divide itself": {"map_style": False},
-            "no room for the batches": {"free_shm_bytes": 1 << 20, "batch_bytes": 1 << 20},
+            "no room for the batches": {"free_shm_bytes": 1 << 20, "size_bytes": 1 << 20},
             "threads": {"workers": "thread"},
             "they were tried": {"found": {"tried": tried((2, 100.0), (4, 99.0))}},
             "an AutotuneCallback has tried": {"tuned": True},
@@ -260,7 +260,7 @@ def _changes(run: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CONTRACTS)
-def test_it_is_printed_where_its_condition_holds(name: str) -> None:
+def test_each_remedy_is_given_when_its_conditions_hold(name: str) -> None:
     contract = CONTRACTS[name]
     found = diagnose(measured(**contract.run))
     remedy = next(one for one in found.remedies if one.changes == contract.changes)
@@ -279,7 +279,7 @@ def test_it_is_printed_where_its_condition_holds(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "different"), [(name, one) for name, each in CONTRACTS.items() for one in each.without]
 )
-def test_it_is_not_printed_where_it_does_not(name: str, different: str) -> None:
+def test_each_remedy_is_not_given_when_one_condition_fails(name: str, different: str) -> None:
     contract = CONTRACTS[name]
     then = _changes(contract.run | contract.without[different])
     if name == "more workers":
@@ -291,7 +291,7 @@ def test_it_is_not_printed_where_it_does_not(name: str, different: str) -> None:
     "ignore:This DataLoader will create", "ignore:'pin_memory' argument is set"
 )  # few CPUs here
 @pytest.mark.parametrize("name", CONTRACTS)
-def test_it_can_be_pasted(name: str) -> None:
+def test_code_of_each_remedy_can_be_pasted(name: str) -> None:
     (remedy,) = [
         one for one in diagnose(measured(**CONTRACTS[name].run)).remedies if one.changes == CONTRACTS[name].changes
     ]
@@ -334,7 +334,7 @@ def _needed(remedy: Remedy) -> dict[str, Any]:
 # --- the one place where it is decided ----------------------------------------------------------------------------
 
 
-def test_the_largest_gain_comes_first_and_three_are_enough() -> None:
+def test_remedies_are_sorted_by_gain_and_at_most_three() -> None:
     run = {
         "loaders": ASLEEP | {"head_of_line_pct": 30.0},
         "hooks": BAR,
@@ -359,19 +359,19 @@ def test_the_largest_gain_comes_first_and_three_are_enough() -> None:
     ("low", "high", "confidence", "printed"),
     [(5.0, 13.0, "high", True), (1.0, 41.0, "high", False), (None, None, "low", False), (None, None, "high", True)],
 )
-def test_a_gain_within_noise_is_none(low: Any, high: Any, confidence: str, printed: bool) -> None:
+def test_a_gain_within_noise_gives_no_remedy(low: Any, high: Any, confidence: str, printed: bool) -> None:
     stats = {"starved_low_pct": low, "starved_high_pct": high, "confidence": confidence}
     late = measured(loaders=ASLEEP | {"head_of_line_pct": 25.0}, step=100, data=9.0, stats=stats)  # it saves 9 %
     assert bool(diagnose(late).remedies) is printed
 
 
-def test_other_programs_make_the_figures_unsure() -> None:
+def test_a_small_gain_gives_no_remedy_if_other_programs_use_the_cpus() -> None:
     late = {"loaders": ASLEEP | {"head_of_line_pct": 25.0}, "data": 9.0}
     assert diagnose(measured(**late, others_cpu_pct=19.0)).remedies
     assert diagnose(measured(**late, others_cpu_pct=21.0)).remedies == ()
 
 
-def test_rates_that_lie_apart_are_noise() -> None:
+def test_trials_with_a_wide_spread_give_no_remedy() -> None:
     noisy = tried((2, 100.0), (4, 85.0), spread=0.4)
     assert diagnose(measured(found={"tried": noisy}, loaders=BUSY)).remedies == ()
     calm = tried((2, 100.0), (4, 85.0), spread=0.02)
@@ -384,44 +384,48 @@ def test_rates_that_lie_apart_are_noise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "form", "code", "where"),
+    ("loader_code", "form", "code", "where"),
     [
         (None, "arguments", "num_workers=4", "num_workers: 2 -> 4 in your training DataLoader"),
         (
-            Place(words='your training DataLoader (Data.train_dataloader, data.py:41, loader "cls")'),
+            LoaderCode(words='your training DataLoader (Data.train_dataloader, data.py:41, loader "cls")'),
             "arguments",
             "num_workers=4",
             'num_workers: 2 -> 4 in your training DataLoader (Data.train_dataloader, data.py:41, loader "cls")',
         ),
         (
-            Place(words="loader=LoaderSettings(...) of Birds", form="settings"),
+            LoaderCode(words="loader=LoaderSettings(...) of Birds", form="settings"),
             "settings",
             "num_workers=4",
             "num_workers: 2 -> 4 in loader=LoaderSettings(...) of Birds",
         ),
         (
-            Place(words="your training DataLoader (made by timm)", form="callback"),
+            LoaderCode(words="your training DataLoader (made by timm)", form="callback"),
             "callback",
             "AutotuneCallback()",
             "num_workers: 2 -> 4 by AutotuneCallback in callbacks=[...] of the Trainer, or by LIGHTNING_FEED=tune, in "
             "your training DataLoader (made by timm)",
         ),
         (
-            Place(words="x", overrides=(("num_workers", "--data.num_workers"),)),
+            LoaderCode(words="x", overrides=(("num_workers", "--data.num_workers"),)),
             "override",
             "--data.num_workers=4",
             "num_workers: 2 -> 4 on the command line",
         ),
     ],
 )
-def test_the_text_is_that_of_the_place(place: Place | None, form: str, code: str, where: str) -> None:
-    (remedy,) = diagnose(measured(loaders=BUSY, place=place)).remedies
+def test_remedy_text_follows_from_where_the_loader_is_made(
+    loader_code: LoaderCode | None, form: str, code: str, where: str
+) -> None:
+    (remedy,) = diagnose(measured(loaders=BUSY, loader_code=loader_code)).remedies
     assert (remedy.form, remedy.code, remedy.where) == (form, code, where)
 
 
-def test_what_wrap_leaves_alone_is_set_inside() -> None:
-    place = Place(words="wrap(data, LoaderSettings(...))", form="settings", inner="your DataLoader (data.py:3)")
-    (remedy,) = diagnose(measured(loaders=ASLEEP | {"head_of_line_pct": 50.0}, place=place)).remedies
+def test_settings_that_wrap_ignores_are_set_on_the_inner_loader() -> None:
+    loader_code = LoaderCode(
+        words="wrap(data, LoaderSettings(...))", form="settings", inner="your DataLoader (data.py:3)"
+    )
+    (remedy,) = diagnose(measured(loaders=ASLEEP | {"head_of_line_pct": 50.0}, loader_code=loader_code)).remedies
     assert (remedy.form, remedy.code, remedy.where) == (
         "arguments",
         "in_order=False",
@@ -429,26 +433,26 @@ def test_what_wrap_leaves_alone_is_set_inside() -> None:
     )
 
 
-def test_what_the_command_line_cannot_set_is_set_in_the_program() -> None:
-    place = Place(words="your DataLoader (data.py:3)", overrides=(("num_workers", "data.num_workers"),))
-    (remedy,) = diagnose(measured(loaders=ASLEEP | {"head_of_line_pct": 50.0}, place=place)).remedies
+def test_settings_without_a_command_line_key_are_set_in_the_program() -> None:
+    loader_code = LoaderCode(words="your DataLoader (data.py:3)", overrides=(("num_workers", "data.num_workers"),))
+    (remedy,) = diagnose(measured(loaders=ASLEEP | {"head_of_line_pct": 50.0}, loader_code=loader_code)).remedies
     assert (remedy.form, remedy.code) == ("arguments", "in_order=False")
 
 
-def test_what_autotune_does_not_set_is_no_remedy() -> None:
-    place = Place(words="your training DataLoader (made by timm)", form="callback")
-    assert diagnose(measured(loaders=ASLEEP | {"head_of_line_pct": 50.0}, place=place)).remedies == ()
+def test_settings_that_autotune_does_not_set_give_no_remedy() -> None:
+    loader_code = LoaderCode(words="your training DataLoader (made by timm)", form="callback")
+    assert diagnose(measured(loaders=ASLEEP | {"head_of_line_pct": 50.0}, loader_code=loader_code)).remedies == ()
 
 
-def test_new_workers_live_on_where_they_may() -> None:
+def test_new_workers_are_persistent_where_they_may_be() -> None:
     def code(**facts: Any) -> str:
         return diagnose(measured(num_workers=0, load_cpu_ms=40.0, prefetch_factor=None, **facts)).remedies[0].code
 
     assert code(may_persist=True) == "num_workers=1, persistent_workers=True"
     assert code(may_persist=False) == "num_workers=1"
     assert code(ours=True, may_persist=True) == "num_workers=1"  # a FastDataModule chooses that itself
-    one_key = Place(words="", overrides=(("num_workers", "--data.num_workers"),))
-    assert code(place=one_key, may_persist=True) == "--data.num_workers=1"
+    one_key = LoaderCode(words="", overrides=(("num_workers", "--data.num_workers"),))
+    assert code(loader_code=one_key, may_persist=True) == "--data.num_workers=1"
 
 
 def test_new_workers_pin_their_batches_for_a_device() -> None:
@@ -462,16 +466,16 @@ def test_new_workers_pin_their_batches_for_a_device() -> None:
     assert code(found={"tried": tried((0, 100.0), (3, 40.0))}) == "num_workers=3, pin_memory=True"
     for without in ({"device_type": "cpu"}, {"pin_memory": True}, {"pin_memory": None}, {"ours": True}):
         assert code(**without) == "num_workers=1"
-    one_key = Place(words="", overrides=(("num_workers", "--data.num_workers"),))
-    assert code(place=one_key) == "--data.num_workers=1"
-    two_keys = Place(words="", overrides=(*one_key.overrides, ("pin_memory", "--data.pin")))
-    assert code(place=two_keys) == "--data.num_workers=1 --data.pin=true"
+    one_key = LoaderCode(words="", overrides=(("num_workers", "--data.num_workers"),))
+    assert code(loader_code=one_key) == "--data.num_workers=1"
+    two_keys = LoaderCode(words="", overrides=(*one_key.overrides, ("pin_memory", "--data.pin")))
+    assert code(loader_code=two_keys) == "--data.num_workers=1 --data.pin=true"
 
 
 @pytest.mark.parametrize(
     ("trials", "workers"), [((), 2), (((2, 100.0), (5, 40.0)), 5), (((2, 100.0), (0, 60.0)), 0), (((2, 90.0),), 2)]
 )
-def test_crops_are_decoded_by_as_many_workers_as_were_chosen(trials: Any, workers: int) -> None:
+def test_crop_remedy_uses_the_number_of_workers_chosen(trials: Any, workers: int) -> None:
     found = {"crops": CROPS, "tried": tried(*trials) if trials else ()}
     (remedy,) = [one for one in diagnose(measured(**WHOLE, found=found)).remedies if one.form == "replacement"]
     assert f"LoaderSettings(num_workers={workers})" in remedy.code
@@ -486,22 +490,22 @@ def test_crops_are_decoded_by_as_many_workers_as_were_chosen(trials: Any, worker
         ({"prefetch_factor": 4}, None),
     ],
 )
-def test_what_torch_refuses_without_workers_is_set_too_or_they_stay(facts: dict[str, Any], code: str | None) -> None:
-    place = Place(words="", overrides=(("num_workers", "--data.num_workers"),))
-    found = diagnose(measured(**CONTRACTS["fewer workers"].run, place=place, **facts))
+def test_zero_workers_are_not_advised_with_settings_that_need_workers(facts: dict[str, Any], code: str | None) -> None:
+    loader_code = LoaderCode(words="", overrides=(("num_workers", "--data.num_workers"),))
+    found = diagnose(measured(**CONTRACTS["fewer workers"].run, loader_code=loader_code, **facts))
     assert [one.code for one in found.remedies] == ([code] if code else [])
 
 
 # --- notes, and what would not help -------------------------------------------------------------------------------
 
 
-def test_more_workers_that_were_tried_in_vain_are_told() -> None:
+def test_why_not_lists_more_workers_tried_without_gain() -> None:
     found = diagnose(measured(found={"tried": tried((2, 90.0), (3, 95.0), (4, 89.0))}, loaders=BUSY))
     assert found.remedies == ()
     assert found.why_not == ("more workers: 89.0 ms a step at best in the trials, as it is 90.0 ms",)
 
 
-def test_crops_that_would_gain_little_are_told() -> None:
+def test_why_not_lists_crops_with_little_gain() -> None:
     """The report of the fit had sent to a diagnosis for them."""
     run: dict[str, Any] = {"num_workers": 0, "usable_cpus": 1, "data": 25.0, "load_cpu_ms": 25.0, "load_queue_ms": 0.0}
     experiments = {
@@ -517,13 +521,13 @@ def test_crops_that_would_gain_little_are_told() -> None:
     assert not [reason for reason in found.why_not if "crops" in reason]
 
 
-def test_a_stream_whose_batches_are_ready_is_not_told_of_more_workers() -> None:
+def test_a_stream_with_ready_batches_gets_no_note_on_more_workers() -> None:
     ready = measured(step=20.0, data=3.0, loaders=READY, num_workers=1, map_style=False)
     assert diagnose(ready).cause == "hand-over"
     assert not any("divide itself" in note for note in diagnose(ready).notes)
 
 
-def test_no_workers_are_advised_for_a_stream_that_may_not_divide_itself() -> None:
+def test_workers_are_not_advised_for_a_stream_that_may_not_shard_itself() -> None:
     stream = measured(num_workers=0, load_cpu_ms=40.0, map_style=False)
     found = diagnose(stream)
     assert found.remedies == ()
@@ -534,7 +538,7 @@ def test_no_workers_are_advised_for_a_stream_that_may_not_divide_itself() -> Non
 
 
 @pytest.mark.parametrize("experiments", [{}, {"tried": tried((0, 100.0), (2, 50.0))}], ids=["a fit", "diagnose"])
-def test_no_workers_are_advised_for_data_that_a_fork_breaks(experiments: Any) -> None:
+def test_workers_are_not_advised_for_a_dataset_that_a_fork_breaks(experiments: Any) -> None:
     run: dict[str, Any] = {"num_workers": 0, "load_cpu_ms": 40.0, "found": experiments or None}
     reason = "dataset.pool (concurrent.futures.ThreadPoolExecutor) belongs to this process"
     assert _changes(run) == [f"num_workers={2 if experiments else 1}"]
@@ -543,7 +547,7 @@ def test_no_workers_are_advised_for_data_that_a_fork_breaks(experiments: Any) ->
     assert found.notes[0] == f"no workers, though they would load while the model trains: {reason}"
 
 
-def test_a_search_that_ran_out_of_time_is_told() -> None:
+def test_notes_mention_a_worker_search_that_ran_out_of_time() -> None:
     trials = tried((0, 100.0), (2, 50.0))
     said = "the search for workers ran out of time: LIGHTNING_FEED=tune searches on, and remembers the result"
     for why, expected in (
@@ -555,17 +559,17 @@ def test_a_search_that_ran_out_of_time_is_told() -> None:
 
 
 @pytest.mark.parametrize("data", [40.0, 0.0], ids=["data-bound", "fed"])
-def test_an_epoch_that_was_cut_short_is_told_first(data: float) -> None:
+def test_notes_begin_with_an_epoch_that_was_cut_short(data: float) -> None:
     found = diagnose(measured(data=data, cut_short=(40, 80)))
     assert found.notes[0].startswith("the loader ended after 40 of 80 batches, so Lightning ran no validation")
     assert not any("ended after" in note for note in diagnose(measured(data=data)).notes)
 
 
-def test_a_slow_callback_of_the_users_is_a_note() -> None:
+def test_a_slow_user_callback_gives_a_note_and_no_remedy() -> None:
     """Nobody can know whether it may be left out: a moving average of the weights may not."""
-    places = (HookPlace(name=SLOW, at="train.py:12"),)
+    places = (HookCode(name=SLOW, at="train.py:12"),)
     for known, said in [(places, f"{SLOW} (train.py:12)"), ((), SLOW)]:
-        found = diagnose(measured(data=0.0, other=25.0, **THEIRS | {"hook_places": known}))
+        found = diagnose(measured(data=0.0, other=25.0, **THEIRS | {"hook_code": known}))
         assert (found.cause, found.remedies) == ("hooks", ())
         assert found.notes[0].startswith(f"{said} takes 20.0 of 100.0 ms a step")
     found = diagnose(measured(data=0.0, other=25.0, **THEIRS))
@@ -573,8 +577,8 @@ def test_a_slow_callback_of_the_users_is_a_note() -> None:
     assert found.notes[0].endswith("(every_n_steps=50)")
 
 
-def test_what_a_command_line_gives_the_trainer_is_changed_there() -> None:
-    place = Place(words="", trainer_key="--trainer.")
+def test_trainer_arguments_of_a_cli_are_changed_on_the_command_line() -> None:
+    loader_code = LoaderCode(words="", trainer_key="--trainer.")
     for run, code in [
         ({"hooks": LOG, "log_every_n_steps": 1}, "--trainer.log_every_n_steps=50"),
         (
@@ -582,34 +586,34 @@ def test_what_a_command_line_gives_the_trainer_is_changed_there() -> None:
             "--trainer.callbacks+=lightning.pytorch.callbacks.TQDMProgressBar --trainer.callbacks.refresh_rate=50",
         ),
     ]:
-        (remedy,) = diagnose(measured(data=0.0, other=25.0, place=place, **run)).remedies
+        (remedy,) = diagnose(measured(data=0.0, other=25.0, loader_code=loader_code, **run)).remedies
         assert (remedy.form, remedy.code) == ("override", code)
         assert remedy.where.endswith("50 on the command line")
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 @pytest.mark.parametrize("name", ["prefetch callback", "rare progress bar", "rarer checkpoints"])
-def test_callbacks_are_imported_from_what_trains(name: str, package: str) -> None:
+def test_callbacks_are_imported_from_the_lightning_package_in_use(name: str, package: str) -> None:
     (remedy,) = diagnose(measured(**(CONTRACTS[name].run | {"package": package}))).remedies
     ours = "lightning_feed" if package == "lightning.pytorch" else "lightning_feed.pl"
     source = ours if name == "prefetch callback" else f"{package}.callbacks"
     assert f"with `from {source} import " in remedy.where
 
 
-def test_steps_of_a_first_try_are_told_one_thing() -> None:
+def test_toy_steps_give_one_note_and_no_remedy() -> None:
     found = diagnose(measured(step=1.0, data=0.4, num_workers=0, load_cpu_ms=0.4, map_style=False))
     assert (found.remedies, found.why_not) == ((), ())
     assert found.notes == ("Steps of 1.0 ms: Python overhead dominates; use larger batches.",)
 
 
-def test_a_progress_bar_that_is_drawn_rarely_already_is_a_note() -> None:
+def test_a_progress_bar_already_refreshed_rarely_gives_only_a_note() -> None:
     found = diagnose(measured(data=0.0, other=25.0, hooks=BAR, bar_refresh_rate=100))
     assert found.remedies == ()
     assert found.notes[0].endswith("takes 20.0 of 100.0 ms a step; Trainer(enable_progress_bar=False) saves it")
     assert "ProgressBar" not in str(diagnose(measured(data=0.0, other=25.0, hooks=BAR, bar_refresh_rate=1)).notes)
 
 
-def test_no_workers_for_a_dataset_that_still_keeps_what_it_reads() -> None:
+def test_workers_are_not_advised_while_a_dataset_still_fills_its_cache() -> None:
     before = {"num_workers": 0, "load_cpu_ms": 40.0, "load_queue_ms": 0.0}
     assert diagnose(measured(**before)).remedies
     found = diagnose(measured(keeps="dataset.kept", **before))
@@ -619,11 +623,11 @@ def test_no_workers_for_a_dataset_that_still_keeps_what_it_reads() -> None:
 
 
 HANDED_OVER = {"workers": "process", "loaders": READY}
-OWN_DATA = Place(words="your training DataLoader (Data.train_dataloader, data.py:41)", datamodule="Data")
+OWN_DATA = LoaderCode(words="your training DataLoader (Data.train_dataloader, data.py:41)", datamodule="Data")
 
 
 @pytest.mark.parametrize(
-    ("place", "data", "said"),
+    ("loader_code", "data", "said"),
     [
         (OWN_DATA, 40.0, True),
         (OWN_DATA, 9.0, False),  # too little to change a program for
@@ -631,8 +635,10 @@ OWN_DATA = Place(words="your training DataLoader (Data.train_dataloader, data.py
         (replace(OWN_DATA, form="settings"), 40.0, False),  # its workers do so already
     ],
 )
-def test_a_loader_that_hands_over_in_place_is_named(place: Place, data: float, said: bool) -> None:
-    found = diagnose(measured(data=data, place=place, **HANDED_OVER))
+def test_notes_advise_wrap_if_handing_batches_over_takes_the_time(
+    loader_code: LoaderCode, data: float, said: bool
+) -> None:
+    found = diagnose(measured(data=data, loader_code=loader_code, **HANDED_OVER))
     assert (
         any(note.startswith("FastDataModule.wrap(Data(...)) hands batches over in place") for note in found.notes)
         is said

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from verdict.cases import BUSY, measured
+from verdict.cases import BUSY, loop_facts, measured
 
 from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements
 from lightning_feed.measure.stats import StarvationStats
@@ -53,7 +53,7 @@ def _diagnose(facts: LoopFacts | None = None, **parts: Any) -> Diagnosis:
         (9, 6, 40, "copy"),
     ],
 )
-def test_bottleneck(other: float, data: float, h2d: float, bottleneck: str) -> None:
+def test_bottleneck_follows_from_the_shares_of_the_step(other: float, data: float, h2d: float, bottleneck: str) -> None:
     found = _diagnose(other=other, data=data, h2d=h2d, compute=100 - other - data - h2d)
     assert found.bottleneck == bottleneck
 
@@ -71,23 +71,23 @@ def test_bottleneck(other: float, data: float, h2d: float, bottleneck: str) -> N
         (100, "highly data-bound"),
     ],
 )
-def test_grade(data: float, grade: str) -> None:
+def test_grade_follows_from_the_share_of_data_waits(data: float, grade: str) -> None:
     stats = _stats(data=data, compute=100 - data) if data < 100 else _stats(data=100, compute=1e-9)
     assert diagnose(Measurements(stats=stats)).grade == grade
 
 
-def test_no_verdict_from_a_few_steps() -> None:
+def test_a_few_steps_give_no_verdict() -> None:
     found = _diagnose(data=90, steps=9)
     assert (found.bottleneck, found.grade, found.confidence, found.remedies) == ("unknown", "not measured", "low", ())
     assert "9 steps were measured" in found.evidence[0]
 
 
-def test_no_verdict_from_nothing() -> None:
+def test_zero_steps_give_no_verdict() -> None:
     assert diagnose(Measurements(stats=StarvationStats(steps=0, confidence="low"))).bottleneck == "unknown"
 
 
-def test_every_cause_over_its_limit_is_named_and_treated() -> None:
-    found = _diagnose(LoopFacts(num_workers=0, usable_cpus=4), other=12, data=60, h2d=6, compute=22)
+def test_every_part_over_its_limit_gets_evidence_and_advice() -> None:
+    found = _diagnose(loop_facts(num_workers=0, usable_cpus=4), other=12, data=60, h2d=6, compute=22)
     assert [line.split(")")[0] for line in found.evidence[:3]] == [
         "60.0 of 100.0 ms (60 %",
         "12.0 of 100.0 ms (12 %",
@@ -98,11 +98,11 @@ def test_every_cause_over_its_limit_is_named_and_treated() -> None:
     assert any("transfer hooks" in note for note in found.notes)
 
 
-def test_workers_that_are_started_each_epoch() -> None:
+def test_evidence_names_a_slow_epoch_start() -> None:
     assert any("takes 2.0 s" in line for line in _diagnose(epoch_start_s=2.0).evidence)
 
 
-def test_what_waits_for_the_device_between_steps_is_noted() -> None:
+def test_notes_name_device_syncs_between_steps() -> None:
     several = LoopFacts(device_type="cuda", world_size=2, syncs=("prog_bar", "sigterm_broadcast"))
     found = _diagnose(several, other=20, compute=80)
     assert found.remedies == ()
@@ -115,11 +115,11 @@ def test_what_waits_for_the_device_between_steps_is_noted() -> None:
     ]
 
 
-def test_the_verdict_is_as_sure_as_its_figures() -> None:
+def test_a_verdict_from_low_confidence_figures_has_low_confidence() -> None:
     assert _diagnose(data=50, confidence="low").confidence == "low"
 
 
-def test_slack_and_lost_steps_are_told() -> None:
+def test_evidence_mentions_hidden_waits_and_lost_steps() -> None:
     found = _diagnose(next_wait_ms=30.0, hidden_wait_ms=30.0, lost_steps=7)
     assert "30.0 of 30.0 ms in next(loader) are hidden: the device computes meanwhile" in found.evidence
     assert "7 steps could not be measured on the device" in found.evidence
@@ -129,12 +129,12 @@ def test_slack_and_lost_steps_are_told() -> None:
     ("other", "h2d", "confidence"),
     [(9.2, 0.0, "medium"), (10.8, 0.0, "medium"), (8.0, 0.0, "high"), (12.0, 0.0, "high"), (0.0, 4.8, "medium")],
 )
-def test_a_share_close_to_its_limit_is_less_sure(other: float, h2d: float, confidence: str) -> None:
+def test_a_share_close_to_its_limit_lowers_confidence(other: float, h2d: float, confidence: str) -> None:
     assert diagnose(measured(data=0.0, other=other, h2d=h2d)).confidence == confidence
 
 
 @pytest.mark.parametrize(("step", "toy", "noted"), [(1.9, True, False), (2.1, False, True), (4.1, False, False)])
-def test_steps_hardly_longer_than_toys_are_told_of_larger_batches_too(step: float, toy: bool, noted: bool) -> None:
+def test_steps_slightly_longer_than_toys_get_a_note_on_larger_batches(step: float, toy: bool, noted: bool) -> None:
     found = diagnose(measured(data=0.3 * step, step=step, loaders=BUSY))
     assert (toy_sentence(step) is not None) == toy
     assert any("larger batches may gain more" in note for note in found.notes) == noted

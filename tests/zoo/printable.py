@@ -4,8 +4,10 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from verdict.cases import changed_facts
+
 from lightning_feed.measure.experiment_results import ExperimentResults, TriedSetting
-from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements
+from lightning_feed.measure.measurements import HookTime, HostTimes, LoopFacts, Measurements
 from lightning_feed.measure.stats import LoaderStats, StarvationStats
 from lightning_feed.verdict.decide import diagnose
 from lightning_feed.verdict.diagnosis import Remedy
@@ -18,9 +20,8 @@ READY = {"handover_pct": 95.0, "queue_ready": 3.9, "queue_capacity": 4.0, **ASLE
 
 def every_remedy(facts: LoopFacts) -> list[Remedy]:
     """The first of each way to set the same things: with two workers, and not with one, too."""
-    unknown = ("others_cpu_pct", "free_shm_bytes", "host_cpu_ms", "load_cpu_ms", "load_queue_ms")
     found: dict[tuple[Any, str], Remedy] = {}
-    for measured in _slow_runs(replace(facts, **dict.fromkeys(unknown))):
+    for measured in _slow_runs(replace(facts, others_cpu_pct=None, free_shm_bytes=None, host=HostTimes())):
         for remedy in diagnose(measured).remedies:
             found.setdefault((remedy.form, re.sub(r"=\w+", "", remedy.code)), remedy)
     return list(found.values())
@@ -34,7 +35,7 @@ def _tried(own: int, chosen: int) -> tuple[TriedSetting, ...]:
 
 
 def _slow_runs(facts: LoopFacts) -> list[Measurements]:
-    workers = facts.num_workers or 0
+    workers = facts.loader.num_workers or 0
     roomy, narrow = replace(facts, usable_cpus=workers + 2), replace(facts, usable_cpus=1)
     bar = HookTime(name="[Callback]RichProgressBar.on_train_batch_end", ms_per_step=50.0)  # with rich it is the default
     logging = HookTime(name="logger CSVLogger.log_metrics", ms_per_step=50.0)
@@ -47,8 +48,8 @@ def _slow_runs(facts: LoopFacts) -> list[Measurements]:
         _run(roomy, data=60, loaders=READY, found=found | none),
         _run(replace(roomy, batches_per_epoch=20), data=1, stats={"epoch_start_s": 4.0}, loaders=ASLEEP),
         _run(roomy, data=60, loaders={"head_of_line_pct": 90.0, **BUSY}),
-        _run(replace(roomy, log_every_n_steps=1), other=60, hooks=[logging]),
-        *([_run(roomy, other=60, hooks=[bar])] if roomy.bar_refresh_rate else []),
+        _run(changed_facts(roomy, log_every_n_steps=1), other=60, hooks=[logging]),
+        *([_run(roomy, other=60, hooks=[bar])] if roomy.trainer.bar_refresh_rate else []),
     ]
 
 
@@ -80,6 +81,7 @@ def _run(
         stats=StarvationStats(**(figures | (stats or {}))),
         facts=facts,
         loaders=LoaderStats(**(loaders or {})),
-        experiments=None if found is None else ExperimentResults(**found),
+        experiments=ExperimentResults(**(found or {})),
+        diagnosed=found is not None,
         hooks=tuple(hooks or ()),
     )

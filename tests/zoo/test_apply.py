@@ -57,11 +57,11 @@ def _applied(folder: Path, form: str | None, code: str, where: str = "") -> str:
          "                self.ds,\n                num_workers=1,"),
     ],
 )  # fmt: skip
-def test_arguments_go_to_the_call_that_is_named(tmp_path: Path, where: str, code: str, expected: str) -> None:
+def test_apply_adds_arguments_to_the_call_that_is_named(tmp_path: Path, where: str, code: str, expected: str) -> None:
     assert expected in _applied(tmp_path, "arguments", code, where)
 
 
-def test_a_loader_that_could_be_one_of_two_is_no_place(tmp_path: Path) -> None:
+def test_apply_refuses_an_ambiguous_loader_call(tmp_path: Path) -> None:
     with pytest.raises(CannotApply, match="2 calls"):
         _applied(tmp_path, "arguments", "num_workers=1", "in your training DataLoader (train.py:7)")
 
@@ -78,7 +78,9 @@ def test_a_loader_that_could_be_one_of_two_is_no_place(tmp_path: Path) -> None:
          "Data(batch_size=8, loader=LoaderSettings(num_workers=4))"),
     ],
 )  # fmt: skip
-def test_each_form_goes_where_it_belongs(tmp_path: Path, form: str, code: str, where: str, expected: str) -> None:
+def test_apply_puts_each_form_of_remedy_where_it_belongs(
+    tmp_path: Path, form: str, code: str, where: str, expected: str
+) -> None:
     assert expected in _applied(tmp_path, form, code, where)
 
 
@@ -90,13 +92,11 @@ def test_each_form_goes_where_it_belongs(tmp_path: Path, form: str, code: str, w
         ("arguments", "num_workers=", "in train.py:9"),
     ],
 )
-def test_what_does_not_say_what_to_do_cannot_be_applied(
-    tmp_path: Path, form: str | None, code: str, where: str
-) -> None:
+def test_apply_refuses_malformed_remedies(tmp_path: Path, form: str | None, code: str, where: str) -> None:
     with pytest.raises(CannotApply):
         _applied(tmp_path, form, code, where)
 
 
-def test_an_override_goes_to_the_command_line(tmp_path: Path) -> None:
+def test_apply_returns_overrides_for_the_command_line(tmp_path: Path) -> None:
     overrides = apply(Printed("override", "data.num_workers=2 data.pin=true"), tmp_path, "train.py")
     assert overrides == ["data.num_workers=2", "data.pin=true"]

@@ -48,13 +48,13 @@ rows = pytest.mark.parametrize("project", [_row(name, project) for name, project
 pytestmark = pytest.mark.slow
 
 
-def test_each_folder_is_a_project_of_a_kind_of_its_own() -> None:
+def test_zoo_lists_every_project_folder_and_at_least_twelve() -> None:
     assert len(ZOO) >= 12
     assert {path.name for path in Path(__file__).with_name("projects").iterdir()} == set(ZOO)
 
 
 @rows
-def test_weights_are_the_same_bit_for_bit(project: Project, folder: Path) -> None:
+def test_weights_and_batches_are_bit_identical_with_the_callbacks(project: Project, folder: Path) -> None:
     plain, fed = trained(project.name, folder)
     assert plain.fine, plain.printed[-3000:]
     assert differences(project, plain, fed) == []
@@ -65,7 +65,7 @@ def test_weights_are_the_same_bit_for_bit(project: Project, folder: Path) -> Non
 
 
 @rows
-def test_the_report_of_a_short_run_is_made_without_an_error(project: Project, folder: Path) -> None:
+def test_a_short_run_is_reported_without_an_error(project: Project, folder: Path) -> None:
     fed = trained(project.name, folder)[1]
     assert fed.ranks[0]["report"]["step_ms"] > 0
     assert "FEED  " in fed.printed
@@ -74,7 +74,7 @@ def test_the_report_of_a_short_run_is_made_without_an_error(project: Project, fo
 
 
 @rows
-def test_every_remedy_can_be_applied_as_it_is_printed(project: Project, folder: Path) -> None:
+def test_every_remedy_can_be_applied_as_printed(project: Project, folder: Path) -> None:
     plain, fed = trained(project.name, folder)
     remedies = every_remedy(fed.measured.facts)
     assert remedies, "slow runs of this project are given no advice"

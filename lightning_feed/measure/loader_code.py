@@ -6,57 +6,44 @@ Nothing of the user's is changed for this: it reads the code of ``train_dataload
 import ast
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_feed import _host
-from lightning_feed._host import AnyTrainer
-from lightning_feed.errors import source_line
 from lightning_feed.load.kinds import AnyLoader
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.measure.measurements import Place
+from lightning_feed.measure.measurements import LoaderCode
 from lightning_feed.measure.user_code import is_users
+from lightning_feed.wording import source_line
 
 SETTINGS = ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory", "in_order")
 """Settings that remedies change."""
 
 
-def loader_location(trainer: AnyTrainer, loaders: Sequence[AnyLoader]) -> Place:
-    """Return the place that sets up a Trainer's training loaders.
-
-    Args:
-        trainer: a Trainer whose fit is running.
-        loaders: its training loaders, without their wrappers.
-    """
-    return place_of(_host.train_loader_source(trainer), trainer, trainer.datamodule, loaders)
-
-
-def place_of(owner: object, trainer: object, data: object, loaders: Sequence[AnyLoader]) -> Place:
-    """Return the place that sets up training loaders outside a fit. In a fit, use :func:`loader_location`.
+def code_of(owner: object, data: object, loaders: Sequence[AnyLoader], *, config: Mapping[str, object]) -> LoaderCode:
+    """Return the user's code that sets up the training loaders.
 
     Args:
         owner: the module or data module with ``train_dataloader``; None if the loaders are passed to ``trainer.fit``.
-        trainer: the user's Trainer.
         data: the data module, or None.
         loaders: the training loaders, without their wrappers.
+        config: the arguments of LightningCLI, by their dotted keys; empty without LightningCLI.
     """
-    config = _host.cli_config(trainer)
     datamodule = type(data).__name__ if data is not None else ""
     trainer_key = "--trainer." if config else ""
     if loaders and all(isinstance(loader, FeedLoader) for loader in loaders):
         words = f"loader=LoaderSettings(...) of your {datamodule}"
         keys = _keys_of_settings(config)
-        return Place(words=words, form="settings", datamodule=datamodule, overrides=keys, trainer_key=trainer_key)
+        return LoaderCode(words=words, form="settings", datamodule=datamodule, overrides=keys, trainer_key=trainer_key)
     package = _package_of(owner)
     words = _words(owner, loaders, package)
     if hasattr(owner, "_feed_wrapped"):
         wrapped = f"the LoaderSettings(...) of FastDataModule.wrap({type(owner).__name__}(...), LoaderSettings(...))"
-        return Place(words=wrapped, form="settings", inner=words, datamodule=datamodule)
+        return LoaderCode(words=wrapped, form="settings", inner=words, datamodule=datamodule)
     keys = _keys_of_loaders(config, loaders)
     if package and not keys:
-        return Place(words=words, form="callback", datamodule=datamodule, trainer_key=trainer_key)
-    return Place(words=words, overrides=keys, datamodule=datamodule, trainer_key=trainer_key)
+        return LoaderCode(words=words, form="callback", datamodule=datamodule, trainer_key=trainer_key)
+    return LoaderCode(words=words, overrides=keys, datamodule=datamodule, trainer_key=trainer_key)
 
 
 def users_line(function: object) -> str:
@@ -85,18 +72,16 @@ def _package_of(owner: object) -> str:
 
 
 def _words(owner: object, loaders: Sequence[AnyLoader], package: str) -> str:
-    kinds = {type(loader).__name__ for loader in loaders} or {"DataLoader"}
+    kinds = {type(loader).__name__ for loader in loaders}
     kind = kinds.pop() if len(kinds) == 1 else "DataLoader"
-    which = f"your training {kind}" if len(loaders) < 2 else f"each of your {len(loaders)} training {kind}s"
+    subject = f"your training {kind}" if len(loaders) < 2 else f"each of your {len(loaders)} training {kind}s"
     if package:
-        return f"{which} (made by {package})"
+        return f"{subject} (made by {package})"
     if owner is None:
-        return f"{which} ({_only_call_of(kind) or 'passed to trainer.fit'})"
+        return f"{subject} ({_only_call_of(kind) or 'passed to trainer.fit'})"
     line = users_line(getattr(owner, "train_dataloader", None))
     method = f"{type(owner).__name__}.train_dataloader"
-    if line:
-        return f"{which} ({method}, {line})"
-    return f"{which} ({method})"
+    return f"{subject} ({method}, {line})" if line else f"{subject} ({method})"
 
 
 def _only_call_of(kind: str) -> str:
@@ -115,25 +100,25 @@ def _only_call_of(kind: str) -> str:
     return source_line(file, lines[0])
 
 
-def _keys_of_settings(config: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+def _keys_of_settings(config: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
     """Return (setting, key) for the LoaderSettings of a data module that LightningCLI makes."""
-    found = []
+    overrides = []
     for setting in SETTINGS:
         keys = [key for key in config if key.endswith(f"loader.{setting}")]
         if len(keys) == 1:
-            found.append((setting, f"--{keys[0]}"))
-    return tuple(found)
+            overrides.append((setting, f"--{keys[0]}"))
+    return tuple(overrides)
 
 
-def _keys_of_loaders(config: dict[str, Any], loaders: Sequence[AnyLoader]) -> tuple[tuple[str, str], ...]:
+def _keys_of_loaders(config: Mapping[str, object], loaders: Sequence[AnyLoader]) -> tuple[tuple[str, str], ...]:
     """Return (setting, key) for each setting whose value one key of LightningCLI holds; empty without num_workers."""
     numbers = {key: value for key, value in config.items() if type(value) in (int, bool)}
-    found = []
+    overrides = []
     for setting in SETTINGS:
         values = {getattr(loader, setting, None) for loader in loaders}
         keys = [key for key, value in numbers.items() if key.rpartition(".")[2] == setting and {value} == values]
         if len(keys) == 1:
-            found.append((setting, f"--{keys[0]}"))
-    if "num_workers" not in dict(found):
+            overrides.append((setting, f"--{keys[0]}"))
+    if "num_workers" not in dict(overrides):
         return ()
-    return tuple(found)
+    return tuple(overrides)

@@ -16,12 +16,12 @@ from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from lightning_feed import FastDataModule, LoaderSettings
-from lightning_feed.callbacks.loader_place import place_of
-from lightning_feed.callbacks.starvation_run import facts_of
+from lightning_feed.callbacks.starvation_facts import facts_of
 from lightning_feed.load.streams import divides_among_workers
-from lightning_feed.measure.facts import with_loaders
+from lightning_feed.measure.facts import training_loader_facts
 from lightning_feed.measure.guard import Guard
-from lightning_feed.measure.measurements import HookPlace, LoopFacts, Place
+from lightning_feed.measure.loader_code import code_of
+from lightning_feed.measure.measurements import HookCode, LoaderCode, LoopFacts
 
 PROGRAM = """
 import torch
@@ -101,20 +101,20 @@ def _fit(**given: Any) -> LoopFacts:
     return look.facts
 
 
-def _place(**given: Any) -> Place:
-    place = _fit(**given).place
+def _place(**given: Any) -> LoaderCode:
+    place = _fit(**given).loader_code
     assert place is not None
     return place
 
 
 @pytest.mark.parametrize("name", ["Plain", "Heir"])
-def test_the_line_of_the_method(program: ModuleType, name: str) -> None:
+def test_loader_code_names_the_train_dataloader_method_and_its_line(program: ModuleType, name: str) -> None:
     place = _place(datamodule=getattr(program, name)())
     words = f"your training DataLoader ({name}.train_dataloader, mydata.py:10)"
     assert (place.words, place.form, place.datamodule) == (words, "arguments", name)
 
 
-def test_several_loaders_of_one_method() -> None:
+def test_several_loaders_of_one_method_are_named_together() -> None:
     class Pair(LightningDataModule):
         def train_dataloader(self) -> Any:
             return [DataLoader(Squares(), batch_size=2), DataLoader(Squares(), batch_size=2)]
@@ -122,10 +122,10 @@ def test_several_loaders_of_one_method() -> None:
     line = Pair.train_dataloader.__code__.co_firstlineno
     words = f"each of your 2 training DataLoaders (Pair.train_dataloader, {Path(__file__).name}:{line})"
     data = Pair()
-    assert place_of(data, Trainer(logger=False, accelerator="cpu"), data, data.train_dataloader()).words == words
+    assert code_of(data, data, data.train_dataloader(), config={}).words == words
 
 
-def test_a_package_that_makes_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loader_made_by_a_package_is_named_after_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "site-packages" / "forecasts"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text(PROGRAM)
@@ -134,7 +134,7 @@ def test_a_package_that_makes_the_loader(tmp_path: Path, monkeypatch: pytest.Mon
     place = _place(datamodule=package.Plain())
     assert (place.words, place.form) == ("your training DataLoader (made by forecasts)", "callback")
     of_datasets = LightningDataModule.from_datasets(Squares(), batch_size=2)
-    place = place_of(of_datasets, Trainer(logger=False, accelerator="cpu"), of_datasets, [DataLoader(Squares())])
+    place = code_of(of_datasets, of_datasets, [DataLoader(Squares())], config={})
     assert (place.words, place.form) == ("your training DataLoader (made by lightning)", "callback")
 
 
@@ -158,17 +158,19 @@ rows = [torch.zeros(8)]
         ("loader = (", "passed to trainer.fit"),
     ],
 )
-def test_a_loader_that_fit_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, place: str) -> None:
+def test_a_loader_passed_to_fit_is_named_by_its_line_if_that_is_clear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, place: str
+) -> None:
     main = tmp_path / "train.py"
     main.write_text(MAIN.format(lines=lines))
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(main), raising=False)
     assert _place(train_dataloaders=DataLoader(Squares())).words == f"your training DataLoader ({place})"
 
 
-def test_a_program_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loader_passed_to_fit_without_a_main_file_has_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     words = "your training DataLoader (passed to trainer.fit)"
-    assert place_of(None, Trainer(logger=False, accelerator="cpu"), None, [DataLoader(Squares())]).words == words
+    assert code_of(None, None, [DataLoader(Squares())], config={}).words == words
 
 
 class Squares(Dataset[torch.Tensor]):
@@ -184,12 +186,12 @@ class Ours(FastDataModule):
         return Squares() if split == "train" else None
 
 
-def test_a_fast_data_module_is_set_by_its_settings() -> None:
+def test_a_fast_data_module_is_changed_through_its_loader_settings() -> None:
     place = _place(datamodule=Ours(batch_size=2, loader=LoaderSettings(num_workers=0)))
     assert (place.words, place.form) == ("loader=LoaderSettings(...) of your Ours", "settings")
 
 
-def test_a_wrapped_data_module_is_set_where_it_is_wrapped(program: ModuleType) -> None:
+def test_a_wrapped_data_module_is_changed_where_it_is_wrapped(program: ModuleType) -> None:
     place = _place(datamodule=FastDataModule.wrap(program.Plain(), LoaderSettings(num_workers=0)))
     assert place.form == "settings"
     assert place.words == "the LoaderSettings(...) of FastDataModule.wrap(Plain(...), LoaderSettings(...))"
@@ -227,7 +229,7 @@ class Fed(Ours):
         (Fed, ["--data.loader.num_workers=0"], "--data.loader.num_workers"),
     ],
 )
-def test_lightning_cli_has_a_key(
+def test_loader_code_names_the_lightning_cli_key_of_num_workers(
     kind: Any, arguments: list[str], key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "fit", *arguments])
@@ -243,9 +245,9 @@ def test_lightning_cli_has_a_key(
         seed_everything_default=False,
     )  # fmt: skip
     assert look.facts is not None
-    assert look.facts.place is not None
-    assert look.facts.place.overrides[0] == ("num_workers", key)
-    assert look.facts.place.trainer_key == "--trainer."
+    assert look.facts.loader_code is not None
+    assert look.facts.loader_code.overrides[0] == ("num_workers", key)
+    assert look.facts.loader_code.trainer_key == "--trainer."
 
 
 # --- what workers may do ------------------------------------------------------------------------------------------
@@ -282,9 +284,9 @@ Mosaic = type("Mosaic", (Stream,), {"__module__": "streaming.base"})
         (Pipeline("split_by_node", "split_by_worker"), True),
     ],
 )
-def test_whether_a_stream_is_known_to_divide_itself(dataset: Any, divides: bool | None) -> None:
+def test_divides_among_workers_is_true_for_known_sharding_datasets(dataset: Any, divides: bool | None) -> None:
     assert divides_among_workers(DataLoader(dataset)) is divides
-    assert with_loaders(LoopFacts(), [DataLoader(dataset)], reloaded=False).shards_by_worker is divides
+    assert training_loader_facts([DataLoader(dataset)], reloaded=False).shards_by_worker is divides
 
 
 class Slow(Callback):
@@ -298,16 +300,14 @@ class Slow(Callback):
 
 
 @pytest.mark.parametrize(("steps", "interval"), [(1, "every_n_steps"), (2, ""), (True, "")])
-def test_the_users_hooks_around_steps(steps: int, interval: str) -> None:
+def test_hook_code_lists_only_user_hooks_with_line_and_interval(steps: int, interval: str) -> None:
     look, trainer = _looking()
     trainer.callbacks.append(Slow(steps))
     trainer.fit(Tiny(), DataLoader(Squares(), batch_size=2))
     assert look.facts is not None
-    (found,) = look.facts.hook_places  # and none of Lightning's
+    (found,) = look.facts.hook_code  # and none of Lightning's
     line = Slow.on_train_batch_end.__code__.co_firstlineno
-    expected = HookPlace(
-        name="[Callback]Slow.on_train_batch_end", at=f"{Path(__file__).name}:{line}", interval=interval
-    )
+    expected = HookCode(name="[Callback]Slow.on_train_batch_end", at=f"{Path(__file__).name}:{line}", interval=interval)
     assert found == expected
 
 
@@ -330,7 +330,7 @@ class Told(Dataset[int]):
         ([], False),
     ],
 )
-def test_whether_workers_may_live_on(datasets: list[Any], may: bool) -> None:
+def test_may_persist_is_true_only_for_datasets_fixed_between_epochs(datasets: list[Any], may: bool) -> None:
     loaders = [DataLoader(one) for one in datasets]
-    assert with_loaders(LoopFacts(), loaders, reloaded=False).may_persist is may
-    assert not with_loaders(LoopFacts(), loaders, reloaded=True).may_persist
+    assert training_loader_facts(loaders, reloaded=False).may_persist is may
+    assert not training_loader_facts(loaders, reloaded=True).may_persist

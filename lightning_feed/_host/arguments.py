@@ -1,0 +1,194 @@
+"""Arguments of the Trainer, its callbacks and plugins, and what follows from them."""
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning_feed._host.origin import defined_by_lightning, has_class
+from lightning_feed._host.types import AnyModule, AnyTrainer
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningDataModule
+    from lightning.pytorch.profilers import Profiler
+
+
+def bar_refresh_rate(trainer: AnyTrainer) -> int | None:
+    """Batches between two updates of the progress bar; None if there is no bar, or one of another kind."""
+    rate = getattr(trainer.progress_bar_callback, "refresh_rate", None)
+    return rate if type(rate) is int else None
+
+
+def bar_printer(trainer: AnyTrainer) -> Callable[[str], object] | None:
+    """A function to print a line above a live progress bar; None if a plain ``print`` works.
+
+    Lightning's TQDM bar drops the line if it is closed or disabled; other bars allow a plain ``print``. Checked against
+    Lightning 2.4.0 and 2.6.6 (``callbacks/progress/tqdm_progress.py: print``).
+    """
+    bar = trainer.progress_bar_callback
+    live = getattr(bar, "_train_progress_bar", None)
+    if bar is None or live is None or live.disable:
+        return None
+    return bar.print
+
+
+def cli_config(trainer: AnyTrainer) -> dict[str, Any]:
+    """The arguments of LightningCLI, by their dotted keys; empty without LightningCLI.
+
+    Checked against Lightning 2.4.0 and 2.6.6 (``cli.py: SaveConfigCallback``, where keys lack the subcommand's name).
+    """
+    for callback in callbacks_of(trainer):
+        if has_class(callback, "SaveConfigCallback"):
+            saver: Any = callback
+            return {str(key): value for key, value in saver.config.items()}
+    return {}
+
+
+def keep_plateaus(trainer: AnyTrainer) -> None:
+    """Freeze learning rates that follow a metric: without validation the metric may be missing.
+
+    Checked against Lightning 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py: _update_learning_rates``).
+    """
+    for config in trainer.strategy.lr_scheduler_configs:
+        if config.reduce_on_plateau:
+            config.frequency = sys.maxsize
+
+
+def needs_metrics_every(trainer: AnyTrainer) -> set[str]:
+    """The intervals (``"epoch"``, ``"step"``) at which the fit fails if a learning-rate scheduler gets no metric.
+
+    Checked against Lightning 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py: _update_learning_rates``).
+    """
+    configs = trainer.strategy.lr_scheduler_configs
+    return {config.interval for config in configs if config.reduce_on_plateau and config.strict}
+
+
+def takes_iterator(pl_module: AnyModule) -> bool:
+    """Check if ``training_step`` takes an iterator, and fetches its batches itself.
+
+    Checked against Lightning 2.4.0 and 2.6.6 (``loops/utilities.py``).
+    """
+    return "dataloader_iter" in inspect.signature(pl_module.training_step).parameters
+
+
+def shards_the_model(trainer: AnyTrainer) -> bool:
+    """Check if the strategy divides one model among devices.
+
+    Checked against Lightning 2.4.0 and 2.6.6 (``strategies``).
+    """
+    return has_class(trainer.strategy, "FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy", "XLAFSDPStrategy")
+
+
+def detects_anomalies(trainer: AnyTrainer) -> bool:
+    """Check for ``Trainer(detect_anomaly=True)``.
+
+    Checked against Lightning 2.4.0 and 2.6.6 (``trainer/trainer.py``).
+    """
+    return trainer._detect_anomaly
+
+
+def steps_between_checkpoints(callback: object) -> int:
+    """Steps between saves of a ModelCheckpoint; 0: by epochs.
+
+    Checked against Lightning 2.4.0 and 2.6.6 (``callbacks/model_checkpoint.py``).
+    """
+    return int(getattr(callback, "_every_n_train_steps", 0) or 0)
+
+
+def has_grad_scaler(trainer: AnyTrainer) -> bool:
+    """Check if the precision plugin scales gradients. Checked against Lightning 2.4.0 and 2.6.6
+    (``plugins/precision/amp.py``)."""
+    return getattr(trainer.precision_plugin, "scaler", None) is not None
+
+
+def optimizes_by_the_book(trainer: AnyTrainer) -> bool:
+    """True if none of the user's classes takes part in the backward pass and the optimizer step.
+
+    Strategy and precision plugin come from Lightning, optimizers and schedulers from torch. Checked against Lightning
+    2.4.0 and 2.6.6 (``strategies/strategy.py``).
+    """
+    schedulers = [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
+    of_torch = all(type(owner).__module__.startswith("torch.") for owner in [*trainer.optimizers, *schedulers])
+    return of_torch and all(
+        defined_by_lightning(type(plugin)) for plugin in (trainer.strategy, trainer.precision_plugin)
+    )
+
+
+def known_syncs(trainer: AnyTrainer) -> tuple[str, ...]:
+    """Names of ``measure.measurements.SYNCS`` that apply to a running fit.
+
+    - ``prog_bar``: a progress bar is on, and a metric on the device is logged with ``prog_bar=True``, which is seen
+      only after the first log: call this after some steps. ``ModelCheckpoint`` or the bar converts each metric with
+      ``Tensor.item`` in every step. Checked against Lightning 2.4.0 and 2.6.6 (``logger_connector/result.py: metrics``,
+      ``utilities/metrics: convert_tensors_to_scalars``).
+    - ``grad_scaler``: the precision plugin has a GradScaler.
+    - ``sigterm_broadcast``: several ranks, in a version whose loop broadcasts SIGTERM before each batch and reads the
+      answer with ``Tensor.item``: 2.6.6 does, 2.4.0 does not (``loops/training_epoch_loop.py: advance``).
+    - ``throughput_monitor``: the callback is present. It calls ``torch.cuda.synchronize``, on CUDA only. Checked
+      against Lightning 2.4.0 and 2.6.6 (``callbacks/throughput_monitor.py: _update``).
+    """
+    names = []
+    device_type = trainer.strategy.root_device.type
+    if device_type != "cpu" and _shows_device_metrics(trainer):
+        names.append("prog_bar")
+    if has_grad_scaler(trainer):
+        names.append("grad_scaler")
+    if trainer.world_size > 1 and hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
+        names.append("sigterm_broadcast")
+    if device_type == "cuda" and any(has_class(callback, "ThroughputMonitor") for callback in callbacks_of(trainer)):
+        names.append("throughput_monitor")
+    return tuple(names)
+
+
+def _shows_device_metrics(trainer: AnyTrainer) -> bool:
+    """Check if a live progress bar shows a metric whose value is on the device."""
+    bar = trainer.progress_bar_callback
+    if bar is None or not getattr(bar, "is_enabled", True):
+        return False
+    results = getattr(trainer.fit_loop.epoch_loop, "_results", {})
+    return any(_is_in_bar(metric) for metric in results.values())
+
+
+def _is_in_bar(metric: object) -> bool:
+    shown = getattr(getattr(metric, "meta", None), "prog_bar", False)
+    device = getattr(getattr(metric, "value", None), "device", None)
+    return bool(shown) and getattr(device, "type", "cpu") != "cpu"
+
+
+# --- attributes that a Trainer's connectors set, and its class does not declare -----------------------------------
+# Checked against Lightning 2.4.0 and 2.6.6 (``trainer/connectors``).
+
+
+def callbacks_of(trainer: AnyTrainer) -> "list[Callback]":
+    """The Trainer's own list of its callbacks."""
+    return trainer.callbacks  # type: ignore[attr-defined, no-any-return]
+
+
+def profiler_of(trainer: AnyTrainer) -> "Profiler":
+    """The profiler, to which the loops announce their actions."""
+    return trainer.profiler  # type: ignore[attr-defined, no-any-return]
+
+
+def datamodule_of(trainer: AnyTrainer) -> "LightningDataModule | None":
+    """The data module of the last run; None without one."""
+    return trainer.datamodule  # type: ignore[attr-defined, no-any-return]
+
+
+def log_interval(trainer: AnyTrainer) -> int:
+    """``Trainer(log_every_n_steps=...)``."""
+    return trainer.log_every_n_steps  # type: ignore[attr-defined, no-any-return]
+
+
+def reload_interval(trainer: AnyTrainer) -> int:
+    """``Trainer(reload_dataloaders_every_n_epochs=...)``; 0 if the loaders are made once."""
+    return trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined, no-any-return]
+
+
+def is_fast_dev_run(trainer: AnyTrainer) -> bool:
+    """Check for ``Trainer(fast_dev_run=...)``."""
+    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+
+
+def overfits(trainer: AnyTrainer) -> bool:
+    """Check for ``Trainer(overfit_batches=...)``."""
+    return bool(trainer.overfit_batches > 0)  # type: ignore[attr-defined]

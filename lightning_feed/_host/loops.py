@@ -1,0 +1,176 @@
+"""Lightning's loops: the stage that runs, its progress, and what it will do next."""
+
+from typing import Any
+
+from lightning_feed._host.arguments import reload_interval
+from lightning_feed._host.types import AnyTrainer, Stage
+
+
+def stage_now(trainer: AnyTrainer) -> Stage:
+    """The stage of the running loop: ``"fit"``, ``"validate"`` (also within a fit), ``"test"`` or ``"predict"``."""
+    if trainer.training:
+        return "fit"
+    if trainer.sanity_checking or trainer.validating:
+        return "validate"
+    if trainer.testing:
+        return "test"
+    return "predict"
+
+
+def loop_of(trainer: AnyTrainer, stage: Stage) -> Any:
+    """The loop of a stage, named as by :func:`stage_now`.
+
+    Checked against Lightning 2.4.0, 2.5.6 and 2.6.6 (``trainer/trainer.py``).
+    """
+    if stage == "validate" and trainer.state.fn == "fit":
+        return trainer.fit_loop.epoch_loop.val_loop
+    return getattr(trainer, f"{stage}_loop")
+
+
+def live_fetcher(trainer: AnyTrainer) -> Any:
+    """The fetcher of the loop that runs now, or None before it exists.
+
+    Checked against Lightning 2.4.0, 2.5.6 and 2.6.6.
+    """
+    if trainer.training:  # checked first, as this runs in each step
+        return trainer.fit_loop._data_fetcher
+    if trainer.sanity_checking or trainer.validating or trainer.testing or trainer.predicting:
+        return loop_of(trainer, stage_now(trainer))._data_fetcher
+    return None
+
+
+def train_fetcher(trainer: AnyTrainer) -> Any:
+    """The training loop's fetcher; None outside a fit. Checked against Lightning 2.4.0, 2.5.6 and 2.6.6."""
+    return trainer.fit_loop._data_fetcher
+
+
+def is_running(trainer: AnyTrainer) -> bool:
+    """Check if one of the Trainer's loops runs now.
+
+    Checked against Lightning 2.4.0 and 2.6.6 (``trainer/states.py``).
+    """
+    return trainer.state.status == "running"
+
+
+# --- progress -----------------------------------------------------------------------------------------------------
+
+
+def epochs_processed(trainer: AnyTrainer) -> int:
+    """Number of completed training epochs, which is the number of the present epoch.
+
+    Lightning passes it to ``sampler.set_epoch``. In a resumed run, ``trainer.current_epoch`` is behind it until the fit
+    loop starts. Checked against Lightning 2.4.0 and 2.6.6 (``loops/fit_loop.py: on_advance_start``).
+    """
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    return int(epochs.processed)
+
+
+def next_epoch(trainer: AnyTrainer, epoch: int) -> int | None:
+    """Number of the epoch after ``epoch``; None if the fit has none, or makes its loaders again."""
+    if trainer.state.fn != "fit" or trainer.sanity_checking or reload_interval(trainer):
+        return None
+    last = trainer.max_epochs
+    if last is not None and 0 <= last <= epoch + 1:
+        return None
+    return epoch + 1
+
+
+def batches_of(trainer: AnyTrainer, stage: Stage) -> int | None:
+    """Number of batches in an epoch of a stage, over all loaders; None for an endless one.
+
+    Checked against Lightning 2.4.0 and 2.6.6 (``loops/evaluation_loop.py: max_batches``).
+    """
+    batches = trainer.num_training_batches
+    if stage != "fit":
+        batches = sum(loop_of(trainer, stage).max_batches)
+    return None if batches == float("inf") else int(batches)
+
+
+def train_progress(trainer: AnyTrainer) -> Any:
+    """The training loop's count of its batches.
+
+    Checked against Lightning 2.4.0 and 2.6.6 (``loops/progress.py: _BatchProgress``).
+    """
+    return trainer.fit_loop.epoch_loop.batch_progress
+
+
+def read_already(trainer: AnyTrainer) -> bool:
+    """True if Lightning has drawn a batch that no step has received yet, as it does for loaders without a length."""
+    return bool(train_fetcher(trainer).batches)
+
+
+def train_batches_to_follow(trainer: AnyTrainer, *, at_most: int, step_pending: bool) -> int:
+    """The number of batches that the training loop will certainly take directly after this one, up to ``at_most``.
+
+    0 if the run ends here, or if validation comes first: validation must draw from the global random generators before
+    the next training batch is loaded.
+
+    Args:
+        at_most: largest result.
+        step_pending: True if the optimizer step of this batch has not run yet, so that the step count is one behind.
+
+    Checked against Lightning 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py``).
+    """
+    loop = trainer.fit_loop.epoch_loop
+    if trainer.should_stop or loop.batch_progress.is_last_batch:
+        return 0
+    if trainer.max_steps != -1:
+        at_most = min(at_most, trainer.max_steps - trainer.global_step - step_pending)
+    if at_most <= 0 or loop._should_check_val_fx(train_fetcher(trainer)):
+        return 0
+    return min(at_most, _batches_to_validation(trainer, at_most))
+
+
+def _batches_to_validation(trainer: AnyTrainer, otherwise: int) -> int:
+    """Training batches before the next validation within the epoch; ``otherwise`` if there is none."""
+    loop = trainer.fit_loop.epoch_loop
+    interval = trainer.val_check_batch
+    if interval is None or interval == float("inf") or not loop._should_check_val_epoch():
+        return otherwise
+    done = loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx
+    return int(interval - (done + 1) % interval)
+
+
+def epoch_cut_short(trainer: AnyTrainer) -> tuple[int, int] | None:
+    """(batches that came, batches promised) if the training loader ended before its length; None if it did not.
+
+    Lightning then runs no validation, and says nothing. Checked against Lightning 2.4.0 and 2.6.6
+    (``loops/training_epoch_loop.py``).
+    """
+    promised = trainer.num_training_batches
+    loop = trainer.fit_loop.epoch_loop
+    came = loop.batch_progress.current.ready
+    if promised == float("inf") or trainer.should_stop or trainer.global_step == loop.max_steps or came >= promised:
+        return None
+    return came, int(promised)
+
+
+def go_on_past_the_end(trainer: AnyTrainer) -> None:
+    """Let the training loop ignore ``max_epochs`` and ``max_steps`` from here on.
+
+    Values that optimizers and schedulers have already read are unchanged. Checked against Lightning 2.4.0 and 2.6.6
+    (``loops/fit_loop.py: done``, ``loops/training_epoch_loop.py: _is_training_done``).
+    """
+    trainer.fit_loop.max_epochs = -1
+    trainer.fit_loop.epoch_loop.max_steps = -1
+
+
+# --- logging and the progress bar ---------------------------------------------------------------------------------
+
+
+def step_to_log(trainer: AnyTrainer, every: int) -> int | None:
+    """The logged number of the last step, once in ``every`` steps; otherwise, or while accumulating, None.
+
+    Checked against Lightning 2.4.0 and 2.6.6
+    (``connectors/logger_connector: should_update_logs, update_train_step_metrics``).
+    """
+    loop = trainer.fit_loop.epoch_loop
+    step = loop._batches_that_stepped
+    if (step + 1) % every or loop._should_accumulate():
+        return None
+    return step
+
+
+def steps_logged(trainer: AnyTrainer) -> int:
+    """The step number under which loggers log the next step. Checked against Lightning 2.4.0 and 2.6.6, as above."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped

@@ -1,0 +1,19 @@
+"""Types of Lightning's objects, for annotations."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+
+    # The classes of pytorch_lightning are the same by shape. mypy checks our use of both packages against these.
+    AnyTrainer: TypeAlias = Trainer
+    AnyModule: TypeAlias = LightningModule
+    AnyDataModule: TypeAlias = LightningDataModule
+else:
+    # Importing Lightning takes seconds, and pytorch_lightning may be the only one of the two packages in use.
+    AnyTrainer = AnyModule = AnyDataModule = Any
+
+Original: TypeAlias = Callable[..., Any]
+"""The replaced method, of Lightning or the user, which a wrap calls."""
+Stage = Literal["fit", "validate", "test", "predict"]

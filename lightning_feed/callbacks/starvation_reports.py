@@ -1,0 +1,111 @@
+"""The reports of one run of a Trainer: when they come, their files, and what the console shows of them."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from lightning_feed import _host
+from lightning_feed._host import AnyTrainer
+from lightning_feed.callbacks.report_folder import folder_in_root, run_folder
+from lightning_feed.callbacks.starvation_loggers import LoggerOutput
+from lightning_feed.callbacks.starvation_run import StarvationRun
+from lightning_feed.measure.guard import Guard
+from lightning_feed.measure.loop import Schedule
+from lightning_feed.measure.stats import SOME_STEPS
+from lightning_feed.report.document import make_report
+from lightning_feed.report.files import Form, show_report, write_report
+from lightning_feed.report.next_step import ENOUGH_STEPS, next_step
+from lightning_feed.report.report import Report, RunIdentity, read_identity
+from lightning_feed.verdict.decide import diagnose
+from lightning_feed.verdict.diagnosis import Diagnosis
+
+_shown_fits: set[str] = set()
+"""Fits whose reports this process has shown: reports of later fits are one line."""
+
+
+class RunReports:
+    """Makes the reports of one run.
+
+    Args:
+        trainer: the Trainer that runs.
+        guard: the callback's guard, around each part of making a report.
+        folder: the folder that the user chose for the files.
+        loggers: gets the reports, too.
+
+    Attributes:
+        reported_steps: number of steps in the last report.
+    """
+
+    def __init__(self, trainer: AnyTrainer, guard: Guard, *, folder: Path | None, loggers: LoggerOutput) -> None:
+        self._trainer = trainer
+        self._guard = guard
+        self._folder = folder
+        self._loggers = loggers
+        self._schedule = Schedule()
+        self._identity = read_identity()
+        self._shown: Diagnosis | None = None
+        self.reported_steps = 0
+
+    def is_due(self, steps: int) -> bool:
+        """True if a report is due after this many steps."""
+        return self._schedule.due(steps)
+
+    def make(self, run: StarvationRun, *, ended: bool = False, to_loggers: bool = True) -> None:
+        """Write the report into the run's folder, show it, and pass it to the loggers."""
+        if run.finished == self.reported_steps and not ended:  # the end adds the run's validation and its wall time
+            return
+        self.reported_steps = run.finished
+        is_first = self._schedule.first
+        diagnosis = self._guard.attempt("make its report", lambda: diagnose(run.measurements()))
+        # Nobody expects a verdict from a fit with so few steps.
+        if diagnosis is None or (diagnosis.grade == "not measured" and run.finished < SOME_STEPS):
+            self._schedule.came(early=True)
+            return
+        self._schedule.came()
+        report = make_report(diagnosis, run=self._identity_with_folder())
+        files = self._guard.attempt("write its report", self._write, report, run.stage) or []
+        form = self._form(run, diagnosis, ended=ended, is_first=is_first)
+        if form is not None:
+            self._guard.attempt("print its report", self._show, report, form, files)
+            self._shown = diagnosis
+        if to_loggers:
+            self._loggers.give(report, ended=ended)
+
+    def _identity_with_folder(self) -> RunIdentity:
+        folder = run_folder(self._trainer, self._folder)
+        if folder is None or folder == folder_in_root(self._trainer):
+            return replace(self._identity, folder="")
+        return replace(self._identity, folder=folder.name)
+
+    def _write(self, report: Report, stage: _host.Stage) -> list[Path]:
+        folder = run_folder(self._trainer, self._folder)
+        if folder is None:
+            return []
+        return write_report(report, folder if stage == "fit" else folder / stage)
+
+    def _show(self, report: Report, form: Form, files: list[Path]) -> None:
+        show_report(report, _host.bar_printer(self._trainer), files, form=form, before=self._shown)
+
+    def _form(self, run: StarvationRun, diagnosis: Diagnosis, *, ended: bool, is_first: bool) -> Form | None:
+        """The form in which to show a report; None if it only goes to files and loggers."""
+        is_endless = self._trainer.num_training_batches == math.inf
+        if self._is_worth_a_line(run, ended=ended):
+            return "line" if ended or is_endless else None
+        if not (ended or is_first or is_endless):
+            return None
+        if run.stage == "fit":
+            _shown_fits.add(self._identity.id)
+        is_new = self._shown is None or _conclusion(self._shown) != _conclusion(diagnosis)
+        return "full" if is_new else "short"
+
+    def _is_worth_a_line(self, run: StarvationRun, *, ended: bool) -> bool:
+        """True for a fit that follows others in this process, and for one that ended after a few steps."""
+        if run.stage != "fit":
+            return False
+        follows_others = bool(_shown_fits - {self._identity.id})
+        return follows_others or (ended and run.finished < ENOUGH_STEPS)
+
+
+def _conclusion(diagnosis: Diagnosis) -> tuple[str, ...]:
+    """The verdict and the next step of a report; one with the same is shown in short."""
+    return diagnosis.bottleneck, diagnosis.cause, diagnosis.grade, next_step(diagnosis)

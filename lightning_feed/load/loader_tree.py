@@ -1,0 +1,116 @@
+"""Loaders in a structure: what ``train_dataloader`` returns, and Lightning keeps, may hold several of them.
+
+A structure is a loader, a dict, list or tuple of structures, or Lightning's CombinedLoader around one.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, TypeAlias
+
+from torch.utils._pytree import tree_flatten_with_path, tree_map
+from torch.utils.data import DataLoader
+
+from lightning_feed.load.kinds import AnyLoader
+
+LoaderPath: TypeAlias = tuple[Any, ...]
+"""The keys and positions that lead to a loader, from the outside in."""
+
+_HOLDERS = ("_dataloader", "base_dataloader", "dataloader", "loader")
+"""Attributes under which wrappers hold a loader: Fabric's, accelerate's, and those of users."""
+_DEEPEST = 8
+"""Wrappers around each other that are looked into."""
+
+
+def walk_loaders(
+    structure: object, is_loader: Callable[[Any], bool] = lambda _: False
+) -> list[tuple[LoaderPath, AnyLoader]]:
+    """List the loaders in a structure with their paths.
+
+    Args:
+        structure: the result of a hook for loaders.
+        is_loader: True for a dict, list or tuple that is itself a loader, and is not looked into.
+
+    Example:
+        >>> walk_loaders({"real": "first loader", "synthetic": ["second loader"]})
+        [(('real',), 'first loader'), (('synthetic', 0), 'second loader')]
+    """
+    loaders: list[tuple[LoaderPath, AnyLoader]] = []
+    leaves, _ = tree_flatten_with_path(structure, is_loader)
+    for keys, leaf in leaves:
+        path = tuple(map(_key_of, keys))
+        if _is_combined(leaf):
+            inner = walk_loaders(leaf.iterables, partial(_is_one_of, leaf.flattened))
+            loaders += [((*path, *rest), loader) for rest, loader in inner]
+        else:
+            loaders.append((path, leaf))
+    return loaders
+
+
+def rebuild_loaders(structure: object, loaders: Iterable[AnyLoader]) -> Any:
+    """Copy a structure, with other ``loaders`` in the order of :func:`walk_loaders`."""
+    remaining = iter(loaders)
+
+    def replacement(leaf: Any) -> Any:
+        if not _is_combined(leaf):
+            return next(remaining)
+        combined = copy.copy(leaf)
+        combined.flattened = [replacement(inner) for inner in leaf.flattened]
+        return combined
+
+    return tree_map(replacement, structure)
+
+
+def name_in_split(split: str, path: LoaderPath) -> str:
+    """The name of a loader in reports and errors: ``train``, ``train['real']``, ``train[0]``."""
+    return split + "".join(f"[{key!r}]" for key in path)
+
+
+def loaders_in(structure: object) -> list[AnyLoader]:
+    """The loaders that make the batches: those in a structure, and inside the wrappers of other packages."""
+    return list(_without_wrappers(structure, _DEEPEST))
+
+
+def _without_wrappers(structure: object, deeper: int) -> Iterator[AnyLoader]:
+    for _, loader in walk_loaders(structure, _is_list_of_batches):
+        inner = _wrapped(loader)
+        if inner is None or not deeper:
+            yield loader
+        else:
+            yield from _without_wrappers(inner, deeper - 1)
+
+
+def _key_of(entry: Any) -> Any:
+    """The key or position in an entry of a path of torch's trees."""
+    return entry.key if hasattr(entry, "key") else entry.idx
+
+
+def _is_combined(leaf: object) -> bool:
+    return hasattr(leaf, "flattened") and hasattr(leaf, "limits")
+
+
+def _is_one_of(loaders: list[AnyLoader], node: object) -> bool:
+    return any(node is loader for loader in loaders)
+
+
+def _is_list_of_batches(node: object) -> bool:
+    """True for a list or tuple that is itself a loader, since not all of its items can be iterated."""
+    return isinstance(node, (list, tuple)) and not (node and all(hasattr(part, "__iter__") for part in node))
+
+
+def _wrapped(loader: object) -> AnyLoader | None:
+    """The loader inside a WebLoader, or inside a wrapper of Fabric or accelerate; None for anything else."""
+    if isinstance(loader, DataLoader):
+        return None
+    stages = getattr(loader, "pipeline", None)  # a WebLoader: a DataLoader, then what is done with its batches
+    if isinstance(stages, list) and stages and isinstance(stages[0], DataLoader):
+        return stages[0]
+    for name in _HOLDERS:
+        held = getattr(loader, name, None)
+        if isinstance(held, DataLoader) or _is_wrapper(held):
+            return held
+    return None
+
+
+def _is_wrapper(value: object) -> bool:
+    return isinstance(getattr(value, "pipeline", None), list) or hasattr(value, "_dataloader")

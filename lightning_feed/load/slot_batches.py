@@ -1,0 +1,282 @@
+"""Batches in slots: written by a worker process, and read in place by the training process."""
+
+import io
+import mmap
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils import collate as torch_collate
+
+from lightning_feed.errors import LoaderError
+from lightning_feed.load.kinds import Batch, Sample
+from lightning_feed.load.slots import SlotMemory, memories
+
+_WAITS = 20
+_WAIT_S = 0.00005
+"""Seconds of each of the waits of a worker before it uses a slot for the first time that is not usually needed."""
+_ALIGNMENT = 64
+"""Bytes to which tensors are aligned, as in torch's allocator for the CPU."""
+_GROWTH = mmap.PAGESIZE * 64
+_SMALL_PART = 16
+_LARGE_BYTES = 2**20
+"""A tensor that is less than a 16th of its memory is sent as torch sends it, if that memory is larger than this."""
+
+# --- writing a batch, in a worker process -----------------------------------------------------------------------------
+
+
+class SlotCollate:
+    """The ``collate_fn`` of a worker whose batches are in slots.
+
+    Args:
+        collate: the loader's own.
+        memory: the slots.
+        usual: number of slots for the batches that are ready, and for one in training.
+    """
+
+    def __init__(self, collate: Callable[[Sample], Batch], memory: SlotMemory, usual: int) -> None:
+        self.collate = collate
+        self.memory = memory
+        self._usual = usual
+        self._touched: dict[int, int] = {}
+        """End of the memory that was taken for each slot."""
+
+    def __call__(self, samples: Sample) -> Any:
+        """Collate samples. Returns what is sent to the training process."""
+        if get_worker_info() is None:
+            return self.collate(samples)
+        slot = self._take()
+        if slot is None:
+            return _SentBatch(self.memory.number, None, 0, bytes(ForkingPickler.dumps(self.collate(samples))))
+        writer = _SlotWriter(self.memory, slot, self._touched.get(slot, 0))
+        try:
+            with _StackInto(writer):
+                batch = self.collate(samples)
+            content = writer.pickled(batch)
+        except BaseException:
+            self.memory.give_back(slot)
+            raise
+        self._touched[slot] = writer.touched
+        if not writer.used:
+            self.memory.give_back(slot)
+            return batch
+        return _SentBatch(self.memory.number, slot, writer.used, content)
+
+    def _take(self) -> int | None:
+        """Take a free slot. None if there is none.
+
+        A loop drops a batch just after it has taken the next one, for which a worker at once begins another. So before
+        a slot gets memory that may never be needed again, a moment is given for an earlier one to become free.
+        """
+        slot = self.memory.take()
+        if max(self._touched.values(), default=0) < _LARGE_BYTES:
+            return slot
+        for _ in range(_WAITS):
+            if slot is None or slot < self._usual or slot in self._touched:
+                break
+            time.sleep(_WAIT_S)
+            other = self.memory.take()
+            if other is not None:
+                self.memory.give_back(max(slot, other))
+                slot = min(slot, other)
+        return slot
+
+
+class _SlotWriter:
+    """A slot that a batch is written into, from its start to its end."""
+
+    def __init__(self, memory: SlotMemory, slot: int, touched: int) -> None:
+        self._memory = memory
+        self._start = memory.start_of(slot)
+        self._view = memory.view(slot)
+        self._allocating = threading.Lock()  # a collate function may stack in several threads
+        self.used = 0
+        self.touched = touched
+        self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        """Storages that are in the slot, with their offsets in it, by torch's address of them."""
+
+    def allocate(self, count: int) -> Tensor | None:
+        """A tensor of bytes in the slot. None if there is no memory for it."""
+        with self._allocating:
+            return self._allocate(count)
+
+    def _allocate(self, count: int) -> Tensor | None:
+        offset = -(-self.used // _ALIGNMENT) * _ALIGNMENT
+        end = offset + count
+        if end > self._memory.slot_bytes:
+            return None
+        if end > self.touched:
+            touched = min(self._memory.slot_bytes, -(-end // _GROWTH) * _GROWTH)
+            try:
+                self._memory.reserve(self._start + self.touched, self._start + touched)
+            except OSError:
+                return None
+            self.touched = touched
+        self.used = end
+        allocated = torch.frombuffer(self._view, dtype=torch.uint8, count=count, offset=offset)
+        self._note(allocated.untyped_storage(), allocated.untyped_storage(), offset)
+        return allocated
+
+    def _note(self, storage: torch.UntypedStorage, kept: torch.UntypedStorage, offset: int) -> None:
+        self._storages[storage._cdata] = (kept, offset)
+
+    def pickled(self, batch: Batch) -> bytes:
+        """Put the batch's tensors into the slot, and pickle the rest."""
+        file = io.BytesIO()
+        _Pickler(file, self._place).dump(batch)
+        return file.getvalue()
+
+    def _place(self, tensor: Tensor) -> tuple[Any, ...] | None:
+        """Put a tensor's storage into the slot, once. Returns the arguments of :meth:`_LeasedSlot.tensor`; None if the
+        tensor must be sent as torch sends it."""
+        if not is_plain(tensor):
+            return None
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            if storage.is_shared():
+                return None  # shared by the user: torch shares it with the training process, too
+            if storage.nbytes() > max(_LARGE_BYTES, _SMALL_PART * tensor.nbytes):
+                return None  # a few rows of a whole dataset, say, which torch shares once for all batches
+            copied = self.allocate(storage.nbytes())
+            if copied is None:
+                return None
+            copied.copy_(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
+            self._note(storage, storage, self._storages[copied.untyped_storage()._cdata][1])
+        offset = self._storages[storage._cdata][1]
+        return offset, storage.nbytes(), tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """True for a tensor that is described by its bytes, type, shape and strides."""
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.numel() > 0
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+class _Pickler(ForkingPickler):
+    """Pickles a batch, except for the tensors that ``place`` puts into a slot."""
+
+    def __init__(self, file: io.BytesIO, place: Callable[[Tensor], tuple[Any, ...] | None]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._place = place
+
+    def reducer_override(self, thing: Any) -> Any:
+        if type(thing) is Tensor:
+            placed = self._place(thing)
+            if placed is not None:
+                return _tensor, placed
+        return NotImplemented
+
+
+class _StackInto:
+    """Makes torch's ``default_collate`` stack tensors into a slot, also where a user's collate function calls it.
+
+    Uses torch's table of collate functions, ``default_collate_fn_map``, in the worker process.
+    """
+
+    def __init__(self, slot: _SlotWriter) -> None:
+        self._slot = slot
+
+    def __enter__(self) -> None:
+        self._before = torch_collate.default_collate_fn_map[Tensor]
+        if self._before is torch_collate.collate_tensor_fn:  # not a function of the user's
+            torch_collate.default_collate_fn_map[Tensor] = partial(_stack_into, self._slot)
+
+    def __exit__(self, *_: object) -> None:
+        torch_collate.default_collate_fn_map[Tensor] = self._before
+
+
+def _stack_into(slot: _SlotWriter, batch: list[Tensor], *, collate_fn_map: Any = None) -> Tensor:
+    """Stack tensors, as torch's ``collate_tensor_fn`` does in a worker, but into a slot."""
+    first = batch[0]
+    if is_plain(first):
+        memory = slot.allocate(len(batch) * first.nbytes)
+        if memory is not None:
+            return torch.stack(batch, 0, out=memory.view(first.dtype).view(len(batch), *first.shape))
+    stacked: Tensor = torch_collate.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
+    return stacked
+
+
+# --- reading a batch, in the training process -------------------------------------------------------------------------
+
+
+class _SentBatch:
+    """A batch on its way to the training process, where it becomes the batch itself."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._arguments = arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open, self._arguments
+
+
+def _open(number: int, slot: int | None, used: int, content: bytes) -> Batch:
+    """Look at a batch in its slot. Nothing is copied.
+
+    Args:
+        number: number of the memory.
+        slot: None for a batch for which there was no free slot.
+        used: bytes in the slot.
+        content: the pickled batch.
+    """
+    memory = memories.get(number)
+    if memory is None:
+        raise LoaderError("A batch came from workers that have ended. Begin a new pass with iter(loader).")
+    memory.poll()
+    if slot is None:
+        return pickle.loads(content)
+    return _Unpickler(io.BytesIO(content), _LeasedSlot(memory.lease(slot, used))).load()
+
+
+class _LeasedSlot:
+    """The tensors of a batch in a slot."""
+
+    def __init__(self, leased: memoryview) -> None:
+        self._leased = leased
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def tensor(
+        self,
+        start: int,
+        count: int,
+        dtype: torch.dtype,
+        offset: int,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+    ) -> Tensor:
+        """A tensor over ``count`` bytes from ``start`` on.
+
+        Each storage is one of its own, as in torch's batches: saving one tensor must not save the others.
+        """
+        storage = self._storages.get(start)
+        if storage is None:
+            whole = torch.frombuffer(self._leased, dtype=torch.uint8, count=count, offset=start)
+            storage = self._storages[start] = whole.untyped_storage()
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, stride)
+
+
+def _tensor(*_: object) -> Tensor:
+    """Stands for :meth:`_LeasedSlot.tensor` in a pickled batch."""
+    raise LoaderError("This batch can only be opened by the loader that it was made for.")
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, lease: _LeasedSlot) -> None:
+        super().__init__(file)
+        self._lease = lease
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == __name__ and name == _tensor.__name__:
+            return self._lease.tensor
+        return super().find_class(module, name)

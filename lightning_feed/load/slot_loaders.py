@@ -1,0 +1,101 @@
+"""Loaders whose worker processes leave their batches in slots: ours, and those of torch's DataLoader."""
+
+import functools
+import logging
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_feed.load.kinds import Batch
+from lightning_feed.load.machine import HAS_SLOTS
+from lightning_feed.load.slot_batches import SlotCollate
+from lightning_feed.load.slots import SlotMemory, can_register
+
+logger = logging.getLogger(__name__)
+
+_SPARE_SLOTS = 2
+"""Slots for each worker beyond those for its ``prefetch_factor`` batches, for batches that the training loop keeps a
+while."""
+
+
+def use_slots(loader: DataLoader[Batch], *, held: int = 0) -> None:
+    """Let the next worker processes of a loader leave their batches in slots.
+
+    Changes ``collate_fn``, and ``pin_memory`` where slots replace the thread that pins.
+
+    Args:
+        loader: the loader.
+        held: batches that later stages keep ready.
+    """
+    fence = None
+    if loader.pin_memory and can_register():
+        from lightning_feed.load.copy_fence import CopyFence
+
+        fence = CopyFence()
+    ahead = loader.num_workers * (loader.prefetch_factor or 1) + held
+    count = ahead + loader.num_workers * _SPARE_SLOTS
+    try:
+        memory = SlotMemory(count, fence)
+    except (OSError, OverflowError, ValueError) as error:
+        _say_once(f"Batches are handed over as torch does it: {error}.")
+        return
+    collate: Any = loader.collate_fn
+    loader.collate_fn = SlotCollate(collate, memory, usual=ahead + 1)
+    loader.pin_memory = loader.pin_memory and not memory.registers
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logger.info(message)
+
+
+@functools.cache
+def in_slots(kind: Any) -> type[DataLoader[Batch]]:
+    """A subclass of a DataLoader's class whose worker processes leave their batches in slots.
+
+    For the ``__class__`` of a live loader: the loader keeps all that its own constructor has made.
+    """
+
+    class InSlots(kind):  # type: ignore[misc]  # the base class is only known here
+        def _get_iterator(self) -> Any:
+            own: Any = vars(self)
+            collate = own["collate_fn"]
+            pin = own["pin_memory"]
+            if self.num_workers:
+                use_slots(self)
+            try:
+                return super()._get_iterator()
+            finally:
+                self.collate_fn = collate
+                self.pin_memory = pin
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return object.__new__, (kind,), vars(self)
+
+    InSlots.plain_kind = kind
+    InSlots.__name__ = kind.__name__
+    InSlots.__qualname__ = kind.__qualname__
+    InSlots.__module__ = kind.__module__
+    return InSlots
+
+
+def put_in_slots(loader: DataLoader[Batch]) -> None:
+    """Let the worker processes of a DataLoader of torch's, or of a derived class, leave their batches in slots.
+
+    Not if the class makes its iterators in its own way, or if the user wants torch's way (:attr:`hand_over`).
+    """
+    kind: Any = type(loader)
+    if kind._get_iterator is DataLoader._get_iterator and getattr(loader, "hand_over", "slots") == "slots":
+        loader.__class__ = in_slots(kind)
+
+
+def uses_slots(loader: DataLoader[Batch]) -> bool:
+    """True if the worker processes of a loader leave their batches in slots."""
+    ours = getattr(loader, "hand_over", None) == "slots" and getattr(loader, "workers", None) == "process"
+    return HAS_SLOTS and (ours or hasattr(loader, "plain_kind"))
+
+
+def plain_kind_of(loader: DataLoader[Batch]) -> type[DataLoader[Batch]]:
+    """The class of a loader before :func:`in_slots`."""
+    kind: type[DataLoader[Batch]] = getattr(loader, "plain_kind", type(loader))
+    return kind

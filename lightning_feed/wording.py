@@ -1,0 +1,65 @@
+"""Words of messages: printable text, lines of code, counts and rates."""
+
+import sys
+import unicodedata
+from pathlib import Path
+
+
+def printable(text: str) -> str:
+    """Text from outside, such as a file name, with control characters and invalid bytes escaped."""
+    if text.isprintable():
+        return text
+    return "".join(map(_printable_character, text))
+
+
+def printable_lines(text: str) -> str:
+    """Printable text of a message, with its line ends."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def _printable_character(character: str) -> str:
+    if "\udc80" <= character <= "\udcff":  # Python's stand-in for a byte of a file name that is not UTF-8
+        return f"\\x{ord(character) - 0xDC00:02x}"
+    category = unicodedata.category(character)
+    is_control = category.startswith("C") or category in ("Zl", "Zp")
+    if is_control and character != "\t":
+        return character.encode("unicode_escape").decode()
+    return character
+
+
+def source_line(file: str, line: int) -> str:
+    """Name of a line of code for users: ``train.py:41``, or in a notebook ``Cell In[4], line 2``."""
+    if "IPython" in sys.modules:
+        shell = sys.modules["IPython"].get_ipython()
+        if shell is not None:
+            cell = shell.compile.format_code_name(file)
+            if cell:
+                return f"{' '.join(cell)}, line {line}"
+    return f"{Path(file).name}:{line}"
+
+
+def plural(count: int, thing: str, things: str = "") -> str:
+    """A count with its noun: ``1 worker``, ``2 workers``, ``3 batches``."""
+    if count == 1:
+        return f"1 {thing}"
+    return f"{count} {things or thing + 's'}"
+
+
+def throughput(batches_per_s: float, batch_size: int | None) -> str:
+    """A rate in samples per second; in batches per second if the batch size is unknown."""
+    return f"{in_rate(batches_per_s * (batch_size or 1))} {rate_unit(batch_size)}"
+
+
+def rate_unit(batch_size: int | None) -> str:
+    """The unit of :func:`throughput`."""
+    return "samples/s" if batch_size else "batches/s"
+
+
+def in_rate(per_s: float) -> str:
+    """A rate with at least three digits, and thousands separated."""
+    digits = 2
+    if per_s >= 100:
+        digits = 0
+    elif per_s >= 10:
+        digits = 1
+    return f"{per_s:,.{digits}f}".replace(",", " ")
