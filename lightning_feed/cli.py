@@ -273,9 +273,9 @@ def _tune(arguments: argparse.Namespace) -> None:
         require("matplotlib", extra="plot", why="--plot")  # before a minute is spent on trials
 
     def run(fit: "Fit") -> None:
-        tuned, sweep, place = run_tune(fit, fresh=arguments.fresh, grid=arguments.sweep, loader=arguments.loader)
-        document = tuned_document(tuned, place)
-        text = tuned_text(tuned, place)
+        tuned, sweep, loader_code = run_tune(fit, fresh=arguments.fresh, grid=arguments.sweep, loader=arguments.loader)
+        document = tuned_document(tuned, loader_code)
+        text = tuned_text(tuned, loader_code)
         if sweep is not None:
             document["sweep"] = sweep.to_dict()
             text += f"\n\n{sweep.text()}"

@@ -42,7 +42,7 @@ from lightning_feed.report.document import make_report
 from lightning_feed.report.files import as_text, check_writable, mark_colour, page_template, write_report, write_whole
 from lightning_feed.report.report import Report
 from lightning_feed.report.sections import advice_sections, step_sections
-from lightning_feed.verdict.decide import diagnose
+from lightning_feed.verdict.decide import decide
 from lightning_feed.verdict.diagnosis import Remedy
 from lightning_feed.wording import plural
 
@@ -328,7 +328,7 @@ def _train(name: str, data: Any, images: ImageFolder, epochs: int, logs: Path) -
         # The trials, as `lightning-feed diagnose` makes them.
         session = Session(train_loaders=data, measured=diagnosis.measurements)
         measure_loaders(session, budget_s=TRIAL_S, only=TRIALS)
-        diagnosis = diagnose(replace(diagnosis.measurements, experiments=session.results, diagnosed=True))
+        diagnosis = decide(replace(diagnosis.measurements, experiments=session.results, diagnosed=True))
     report = make_report(diagnosis)
     written = write_report(report, Path(trainer.log_dir or logs))
     page = next(path for path in written if path.suffix == ".html")

@@ -12,8 +12,7 @@ from lightning_feed.extras import installed_version
 from lightning_feed.load.machine import read_machine
 from lightning_feed.measure.cpu_time import others_pct_now
 from lightning_feed.measure.measurements import OTHERS_PCT
-from lightning_feed.storage.system import size_text
-from lightning_feed.wording import plural
+from lightning_feed.wording import plural, size_text
 
 SCHEMA = "lightning_feed.doctor/1"
 WIDTH = 110

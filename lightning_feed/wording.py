@@ -63,3 +63,14 @@ def in_rate(per_s: float) -> str:
     elif per_s >= 10:
         digits = 1
     return f"{per_s:,.{digits}f}".replace(",", " ")
+
+
+def size_text(size: float) -> str:
+    """Format bytes for people: ``"12.3 GiB"``."""
+    if size < 1024:
+        return f"{size:.0f} bytes"
+    for unit in ("KiB", "MiB"):
+        size /= 1024
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:.1f} GiB"

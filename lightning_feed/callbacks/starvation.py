@@ -21,7 +21,7 @@ from lightning_feed.measure.measurements import Measurements
 from lightning_feed.measure.nvml import NvmlSampler
 from lightning_feed.measure.stats import StarvationStats, Which
 from lightning_feed.measure.wall import WallClock
-from lightning_feed.verdict.decide import diagnose
+from lightning_feed.verdict.decide import decide
 from lightning_feed.verdict.diagnosis import Diagnosis
 
 logger = logging.getLogger(__name__)
@@ -121,8 +121,8 @@ class GPUStarvationCallback(Callback):
             stage: ``"validate"``, ``"test"`` or ``"predict"`` for the last run of that method of the Trainer.
         """
         if self._run is not None and self._run.stage == stage:
-            return diagnose(self._run.measurements())
-        return diagnose(self._measured.get(stage, _NOTHING))
+            return decide(self._run.measurements())
+        return decide(self._measured.get(stage, _NOTHING))
 
     @property
     def measured_fit(self) -> StarvationRun | None:

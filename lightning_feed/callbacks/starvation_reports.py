@@ -16,7 +16,7 @@ from lightning_feed.report.document import make_report
 from lightning_feed.report.files import Form, show_report, write_report
 from lightning_feed.report.next_step import ENOUGH_STEPS, next_step
 from lightning_feed.report.report import Report, RunIdentity, read_identity
-from lightning_feed.verdict.decide import diagnose
+from lightning_feed.verdict.decide import decide
 from lightning_feed.verdict.diagnosis import Diagnosis
 
 _shown_fits: set[str] = set()
@@ -56,7 +56,7 @@ class RunReports:
             return
         self.reported_steps = run.finished
         is_first = self._schedule.first
-        diagnosis = self._guard.attempt("make its report", lambda: diagnose(run.measurements()))
+        diagnosis = self._guard.attempt("make its report", lambda: decide(run.measurements()))
         # Nobody expects a verdict from a fit with so few steps.
         if diagnosis is None or (diagnosis.grade == "not measured" and run.finished < SOME_STEPS):
             self._schedule.came(early=True)

@@ -139,9 +139,9 @@ class WatchedLoader(Generic[T]):
 
     def report(self) -> "Diagnosis":
         """The verdict on what limits training, from all steps so far, and what to change."""
-        from lightning_feed.verdict.decide import diagnose  # here: a loop that is only measured needs no verdict
+        from lightning_feed.verdict.decide import decide  # here: a loop that is only measured needs no verdict
 
-        return diagnose(self._run.measurements())
+        return decide(self._run.measurements())
 
     def close(self) -> None:
         """Stop measuring, and report the steps since the last report. The loader can still be iterated."""
@@ -295,11 +295,11 @@ class PlainRun:
         from lightning_feed.report.document import make_report
         from lightning_feed.report.files import show_report, write_report
         from lightning_feed.report.report import read_identity
-        from lightning_feed.verdict.decide import diagnose
+        from lightning_feed.verdict.decide import decide
 
         if self._identity is None:
             self._identity = read_identity("" if self.folder is None else self.folder.name)
-        report = make_report(diagnose(self.measurements()), run=self._identity)
+        report = make_report(decide(self.measurements()), run=self._identity)
         files = []
         if self.folder is not None:
             files = self.guard.attempt("write its report", write_report, report, self.folder) or []

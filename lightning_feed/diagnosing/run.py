@@ -35,7 +35,7 @@ from lightning_feed.measure.stats import StarvationStats
 from lightning_feed.report.document import make_report
 from lightning_feed.report.files import check_writable, write_report
 from lightning_feed.trials.tune_loader import Tuned
-from lightning_feed.verdict import decide as tree
+from lightning_feed.verdict.decide import decide
 from lightning_feed.verdict.diagnosis import Diagnosis
 
 MODEL = "model"
@@ -121,7 +121,7 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
         check_writable(Path(out))  # do not lose a minute of experiments at the end
     session = _open(trainer, model, datamodule, train_dataloaders)
     stopped = _run(session, _Plan(only, budget_s, quick=quick))
-    diagnosis = tree.diagnose(measurements_of(session))
+    diagnosis = decide(measurements_of(session))
     written, problem = _write(diagnosis, out)
     if isinstance(stopped, FeedError):
         raise DiagnosisFailed(str(stopped), diagnosis, written) from (stopped.__cause__ or stopped)

@@ -154,8 +154,8 @@ class Session:
         if self.datamodule is not None and _host.is_overridden(self.datamodule, "teardown"):
             self.datamodule.teardown("fit")
 
-    def place(self) -> LoaderCode | None:
-        """The place in the user's code that sets up the training loader, or None if it cannot be found.
+    def loader_code(self) -> LoaderCode | None:
+        """The user's code that sets up the training loader, or None if it cannot be found.
 
         Looks at the user's own Trainer, which knows the keys of the command line.
         """
@@ -280,7 +280,7 @@ def open_session(trainer: Any, model: object, datamodule: Any = None, loaders: o
         SettingsError: the objects come from both packages or from neither, the Trainer is training now, this process is
             one of several ranks, or the model is sharded.
     """
-    if isinstance(datamodule, DataLoader) and loaders is None:  # trainer.fit takes loaders in this place, too
+    if isinstance(datamodule, DataLoader) and loaders is None:  # trainer.fit takes loaders as this argument, too
         loaders = datamodule
         datamodule = None
     plain = getattr(model, "_orig_mod", model)

@@ -156,7 +156,7 @@ def run_as_it_is(session: Session, limits: Limits) -> None:
     finally:
         measured = meter.report().measurements
         hooks = tuple(hook for hook in measured.hooks if not hook.name.startswith(OWN_HOOKS))
-        facts = replace(measured.facts, loader_code=session.place() or measured.facts.loader_code)
+        facts = replace(measured.facts, loader_code=session.loader_code() or measured.facts.loader_code)
         # The wall time is this short fit's, which is of no interest.
         session.measured = replace(measured, hooks=hooks, facts=facts, wall=None)
 

@@ -137,7 +137,7 @@ def find_hazards(dataset: object) -> list[Hazard]:
 
 
 def plain_values(dataset: object) -> dict[str, object]:
-    """The numbers and strings in a dataset by their place, to see if the program has changed them.
+    """The numbers and strings in a dataset by their path, to see if the program has changed them.
 
     Those of its class count too: ``level = 0`` in the class becomes ``dataset.level`` when it is set.
     """
@@ -192,9 +192,9 @@ def may_change(dataset: object) -> bool:
 
 
 def kept_items(dataset: object) -> dict[str, int]:
-    """The containers in a dataset that hold more than numbers, with their lengths, by their place.
+    """The containers in a dataset that hold more than numbers, with their lengths, by their path.
 
-    Empty places of a list (``None``) do not count.
+    Empty items of a list (``None``) do not count.
     """
     lengths = {
         held.path: _length(held.value)
@@ -205,7 +205,7 @@ def kept_items(dataset: object) -> dict[str, int]:
 
 
 def growing(before: dict[str, int], dataset: object) -> str:
-    """The place of the container in which a dataset keeps what it has read; empty if there is none.
+    """The path of the container in which a dataset keeps what it has read; empty if there is none.
 
     Args:
         before: result of :func:`kept_items` before samples were read.

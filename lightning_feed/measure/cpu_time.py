@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightning_feed.measure.measurements import HostTimes
-from lightning_feed.storage.system import read_text
+from lightning_feed.storage.memory_limits import read_text
 
 # --- other programs ---------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The place in the user's code where the training loader is made, and the command-line key that changes it.
+"""The lines of the user's code that make the training loader, and the command-line key that changes it.
 
 Nothing of the user's is changed for this: it reads the code of ``train_dataloader``, or the main file of the program.
 """

@@ -29,7 +29,7 @@ from lightning_feed.report.report import (
     trust,
 )
 from lightning_feed.report.sections import Section
-from lightning_feed.storage.system import atomic_write
+from lightning_feed.storage.private_files import atomic_write
 from lightning_feed.verdict.diagnosis import Diagnosis, Grade
 from lightning_feed.verdict.shares import in_ms, toy_sentence
 from lightning_feed.wording import in_rate, plural, printable, printable_lines

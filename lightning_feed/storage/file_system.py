@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_feed.errors import ArchiveError
-from lightning_feed.storage.system import MemoryLimit, cgroup_memory_limits, memory_limits, read_text, size_text
-from lightning_feed.wording import printable
+from lightning_feed.storage.memory_limits import MemoryLimit, cgroup_memory_limits, memory_limits, read_text
+from lightning_feed.wording import printable, size_text
 
 RAM_SHARE = 0.9
 """Share of the free memory, and of the free space of a memory file system, that a copy may take. Workers pass their

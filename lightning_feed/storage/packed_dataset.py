@@ -7,6 +7,7 @@ import io
 import json
 import mmap
 import os
+import threading
 import zlib
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -19,7 +20,6 @@ from torch.utils.data import Dataset
 
 from lightning_feed.errors import ArchiveError, DatasetError, FeedError, SettingsError
 from lightning_feed.extras import require
-from lightning_feed.storage import system
 from lightning_feed.storage.folder import MANIFEST, Encoded, is_pack
 
 ALL = "all"
@@ -31,6 +31,16 @@ _VERSION = 1
 _PARTS = {ALL, "train", "val", "test"}
 _SHAPE_BYTES = 8
 """Size of the prefix of decoded pixels: height and width, 4 bytes each, little endian."""
+_process_lock = threading.RLock()
+"""Lock that excludes other threads of this process. A forked child replaces it."""
+
+
+def _renew_lock() -> None:
+    global _process_lock  # another thread of the parent may have held the old lock
+    _process_lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 class DamagedSampleError(ArchiveError, DatasetError):
@@ -212,7 +222,7 @@ def _open_environment(folder: Path) -> Any:
         OSError: if it does not exist.
     """
     lmdb = require("lmdb", extra="pack", why="A pack of the format lmdb")
-    with system.process_lock:
+    with _process_lock:
         status = (folder / DATA_FILES["lmdb"]).stat()
         identity = (os.getpid(), status.st_dev, status.st_ino)
         for known, environment in list(_environments.items()):

@@ -31,8 +31,8 @@ from lightning_feed.storage.packed_dataset import (
     read_manifest,
     with_shape,
 )
+from lightning_feed.storage.progress import progress_bar
 from lightning_feed.storage.splits import SPLITS, folder_of_split, has_splits
-from lightning_feed.storage.system import progress_bar
 from lightning_feed.storage.whole import Workshop
 
 _LOOKED_AT = 64

@@ -1,4 +1,4 @@
-"""Clones of a user's loader for trials and experiments, and the place in it where loading failed."""
+"""Clones of a user's loader for trials and experiments, and the sample at which loading failed."""
 
 import re
 from collections.abc import Iterator, Sequence

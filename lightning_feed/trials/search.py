@@ -53,7 +53,7 @@ class Trial:
     memory_bytes: int | None = None
     """Memory of the workers."""
     keeps: str = ""
-    """The place in which the dataset keeps what it reads, without workers: ``dataset.kept``."""
+    """The attribute in which the dataset keeps what it reads, without workers: ``dataset.kept``."""
     infeasible: str | None = None
     """The reason why the setting could not run."""
 

@@ -27,7 +27,8 @@ from lightning_feed.load.order import size_of
 from lightning_feed.load.settings import PINNING_DEVICES, Setting
 from lightning_feed.load.slot_loaders import put_in_slots
 from lightning_feed.load.worker import why_not_sent
-from lightning_feed.storage.system import cache_folder, read_json, read_text, write_json
+from lightning_feed.storage.memory_limits import read_text
+from lightning_feed.storage.private_files import cache_folder, read_json, write_json
 from lightning_feed.trials.cloning import background_of, twin_of
 from lightning_feed.trials.search import Choice, OutOfTime, Space, Trial, find_setting
 from lightning_feed.trials.training_work import TrainingWork

@@ -29,7 +29,7 @@ from lightning_feed.load.processes import end_pass
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import MOST, Setting
 from lightning_feed.measure.measurements import LoaderCode
-from lightning_feed.storage.system import atomic_write
+from lightning_feed.storage.private_files import atomic_write
 from lightning_feed.trials.cloning import Changes, clone_loader
 from lightning_feed.trials.in_fit import name_of_model, why_fixed
 from lightning_feed.trials.search import Trial
@@ -55,19 +55,19 @@ class Paste:
     """One way to apply the found settings to a loader."""
 
     where: str
-    """Description of the place, such as ``in your training DataLoader (Data.train_dataloader, data.py:41)``."""
+    """Description of the code to change, such as ``in your training DataLoader (Data.train_dataloader, data.py:41)``."""
     form: Literal["arguments", "settings", "override", "yaml", "callback"]
     """Kind of ``code``: arguments of the call that makes the loader, arguments of ``LoaderSettings``, command line
     options, lines of a YAML file, or a Trainer callback, if a package makes the loader and takes no settings."""
     code: str
 
 
-def tuned_text(tuned: Tuned, place: LoaderCode | None = None) -> str:
+def tuned_text(tuned: Tuned, loader_code: LoaderCode | None = None) -> str:
     """Format the result as text: a table of the trials, the choice with its reason, and code to paste.
 
     Args:
         tuned: result of tuning.
-        place: the code that sets up the loader. None: unknown.
+        loader_code: the code that sets up the loader. None: unknown.
     """
     lines = ["workers  ahead  measured"]
     lines += [_row(trial, tuned) for trial in tuned.trials]
@@ -75,7 +75,7 @@ def tuned_text(tuned: Tuned, place: LoaderCode | None = None) -> str:
     lines += ["", f"{_short(tuned.setting)}: {tuned.reason}", f"{how}, {tuned.seconds:.0f} s"]
     if tuned.setting == tuned.own:
         return "\n".join([*lines, "Your loader has this setting already."])
-    for paste in pastes(tuned, place):
+    for paste in pastes(tuned, loader_code):
         lines += ["", f"{paste.where}:", *(f"    {line}" for line in paste.code.splitlines())]
     return "\n".join(lines)
 
@@ -100,24 +100,24 @@ def _short(setting: Setting) -> str:
     return text
 
 
-def tuned_document(tuned: Tuned, place: LoaderCode | None = None) -> dict[str, Any]:
+def tuned_document(tuned: Tuned, loader_code: LoaderCode | None = None) -> dict[str, Any]:
     """Convert the result for JSON, with a schema name. Times are in seconds."""
     return {
         "schema": SCHEMA,
         **asdict(tuned),
         "step_s": tuned.step_s,
         "code": paste_line(tuned),
-        "paste": [asdict(paste) for paste in pastes(tuned, place)],
+        "paste": [asdict(paste) for paste in pastes(tuned, loader_code)],
     }
 
 
 # --- what to paste ----------------------------------------------------------------------------------------------------
 
 
-def pastes(tuned: Tuned, place: LoaderCode | None) -> list[Paste]:
-    """Return code to paste, in the forms that fit the place, the best form first.
+def pastes(tuned: Tuned, loader_code: LoaderCode | None) -> list[Paste]:
+    """Return code to paste, in the forms that fit the code, the best form first.
 
-    If the place is unknown, one form for a DataLoader and one for a FastDataModule.
+    If the code is unknown, one form for a DataLoader and one for a FastDataModule.
     """
     settings = Paste("in the call that makes your FastDataModule", "settings", paste_line(tuned))
     values = _values(tuned)
@@ -125,18 +125,18 @@ def pastes(tuned: Tuned, place: LoaderCode | None) -> list[Paste]:
         return [settings]
     if not tuned.setting.num_workers:  # torch refuses 0 workers with options that need workers
         values |= {"prefetch_factor": None, "persistent_workers": False}
-    if place is None:
+    if loader_code is None:
         return [Paste("in the call that makes your training DataLoader", "arguments", _arguments(values)), settings]
-    if place.form == "settings":
-        return [Paste(f"in {place.words}", "settings", paste_line(tuned))]
-    if place.form == "callback":
-        return [Paste(f"in callbacks=[...] of the Trainer: {place.words}", "callback", "AutotuneCallback()")]
-    keys = dict(place.overrides)
+    if loader_code.form == "settings":
+        return [Paste(f"in {loader_code.words}", "settings", paste_line(tuned))]
+    if loader_code.form == "callback":
+        return [Paste(f"in callbacks=[...] of the Trainer: {loader_code.words}", "callback", "AutotuneCallback()")]
+    keys = dict(loader_code.overrides)
     forms = _overrides(keys, {name: value for name, value in values.items() if name in keys})
     rest = {name: value for name, value in values.items() if name not in keys}
     if rest:
         also = "and " if forms else ""
-        forms.append(Paste(f"{also}in {place.words}", "arguments", _arguments(rest)))
+        forms.append(Paste(f"{also}in {loader_code.words}", "arguments", _arguments(rest)))
     return forms
 
 
@@ -360,7 +360,7 @@ def batch_size_of(loader: DataLoader[Batch]) -> int | None:
 def run_tune(
     fit: Fit, *, fresh: bool = False, grid: Sequence[int] = (), loader: str | None = None
 ) -> tuple[Tuned, Sweep | None, LoaderCode | None]:
-    """Tune, and sweep if requested. The sweep marks the tuner's choice. Also returns the loader's place, if known.
+    """Tune, and sweep if requested. The sweep marks the tuner's choice. Also returns the code of the loader, if known.
 
     Args:
         fit: the module and the data.
@@ -381,12 +381,12 @@ def run_tune(
         target = fit.train_dataloaders
     with open_target_session(target, fit.model, fit.trainer, loader) as (session, training_loader):
         tuned = tune_in_session(session, training_loader, Goal(), fresh=fresh)
-        place = session.place()
+        loader_code = session.loader_code()
         if not grid:
-            return tuned, None, place
+            return tuned, None, loader_code
         with tqdm(total=len(grid), desc="sweep", disable=None, leave=False) as bar:
             sweep = sweep_loader(training_loader, grid, bar.update)
-    return tuned, replace(sweep, chosen=tuned.setting), place
+    return tuned, replace(sweep, chosen=tuned.setting), loader_code
 
 
 def sweep_loader(loader: DataLoader[Batch], grid: Iterable[int], on_trial: Callable[[], object]) -> Sweep:

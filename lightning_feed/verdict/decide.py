@@ -38,7 +38,7 @@ _FIND: dict[Bottleneck, Callable[[Measurements, Shares], Reason]] = {
 _LOWER: dict[Confidence, Confidence] = {"high": "medium", "medium": "low", "low": "low"}
 
 
-def diagnose(measured: Measurements) -> Diagnosis:
+def decide(measured: Measurements) -> Diagnosis:
     """Find the bottleneck of a run and its cause: in the training steps, or in validation and checkpoints."""
     steps = _of_steps(measured)
     limit = _limit_of(measured)
