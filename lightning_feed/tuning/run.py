@@ -55,7 +55,7 @@ class Paste:
     """One way to apply the found settings to a loader."""
 
     where: str
-    """Description of the code to change, such as ``in your training DataLoader (Data.train_dataloader, data.py:41)``."""
+    """Description of the code, such as ``in your training DataLoader (Data.train_dataloader, data.py:41)``."""
     form: Literal["arguments", "settings", "override", "yaml", "callback"]
     """Kind of ``code``: arguments of the call that makes the loader, arguments of ``LoaderSettings``, command line
     options, lines of a YAML file, or a Trainer callback, if a package makes the loader and takes no settings."""
