@@ -16,6 +16,7 @@ from torch.utils.data import default_collate, get_worker_info
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.load.counts import SharedCounts
 from lightning_feed.load.kinds import Batch, Sample
+from lightning_feed.wording import plural
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,8 @@ class BadSamples:
         logger.warning("%s on_error=%r: the run goes on. (%d so far)", error, self.on_error, failures)
         if failures > self.max_failures:
             raise DatasetError(
-                f"{failures} samples could not be read (max_failures={self.max_failures}). The last error: {error} "
+                f"{plural(failures, 'sample')} could not be read (max_failures={self.max_failures}). The last "
+                f"error: {error} "
                 "Fix the data, or raise max_failures."
             )
 

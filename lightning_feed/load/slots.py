@@ -240,7 +240,7 @@ def _check_addresses(size: int) -> None:
         return
     pages = int(read_text(Path("/proc/self/statm")).partition(" ")[0] or 0)
     if size > (limit - pages * mmap.PAGESIZE) // 2:
-        raise OSError(f"slots need {size >> 30} GiB of addresses, more than half of those that are left (ulimit -v)")
+        raise OSError(f"slots need {size >> 30} GiB of address space, more than half of what `ulimit -v` leaves")
 
 
 def _new_file(size: int) -> int:

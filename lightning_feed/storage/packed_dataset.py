@@ -142,7 +142,7 @@ class PartIndex:
             if np.any(np.diff(index.ends, prepend=0) < 0):
                 raise ValueError("its samples overlap")
             if not np.isin(index.labels, np.arange(classes)).all():
-                raise ValueError("its labels are not those of the manifest")
+                raise ValueError("it has labels that are not classes of the manifest")
         except Exception as error:
             raise damaged(path, error) from error
         return index

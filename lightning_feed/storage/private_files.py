@@ -81,7 +81,9 @@ def read_private(path: str | Path) -> bytes:
         status = os.fstat(file.fileno())
         others_may_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or others_may_write:
-            raise PermissionError(f"it is not a file that only user {os.getuid()} can write")
+            raise PermissionError(
+                f"it must be a regular file that belongs to user {os.getuid()} and that nobody else may write to"
+            )
         return file.read()
 
 

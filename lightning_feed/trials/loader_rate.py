@@ -16,6 +16,7 @@ from lightning_feed.errors import LoaderError
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.processes import end_pass, stop_workers
 from lightning_feed.load.worker import on_this_device
+from lightning_feed.wording import plural
 
 T = TypeVar("T")
 
@@ -161,7 +162,8 @@ class _Drain:
             elapsed_s = sum(one_pass.stamps[-1] - one_pass.stamps[0] for one_pass in self.passes)
         if elapsed_s <= 0:
             raise LoaderError(
-                f"The loader yielded {count} batches in {self._limits.max_s:g} s, too few to measure its rate. "
+                f"The loader yielded {plural(count, 'batch', 'batches')} in {self._limits.max_s:g} s, too few to "
+                "measure its rate. "
                 "Allow more time."
             )
         first = self.passes[0]

@@ -79,7 +79,7 @@ def test_text_report_of_a_starved_gpu_has_the_expected_lines() -> None:
         ("medium", {"map_style": False, "shards_by_worker": True}, True),
     ],
 )
-def test_num_workers_is_advised_as_a_try_unless_confidence_is_high(
+def test_num_workers_is_printed_as_try_not_fix_below_high_confidence(
     confidence: Confidence, changes: dict[str, Any], pasted: bool
 ) -> None:
     facts: dict[str, Any] = {"num_workers": 0, "batches_per_epoch": 300, **changes}
@@ -456,7 +456,7 @@ def test_hostile_names_cannot_break_markdown_tables() -> None:
         (["--config", "c.yaml", *(f"--data.{name}=1" for name in "abcdefgh")], "SAME ARGUMENTS"),
     ],
 )
-def test_long_arguments_are_shown_as_same_arguments(
+def test_long_arguments_become_the_placeholder_same_arguments(
     words: list[str], shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", *words])

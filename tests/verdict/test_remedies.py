@@ -606,7 +606,7 @@ def test_toy_steps_give_one_note_and_no_remedy() -> None:
     assert found.notes == ("Steps of 1.0 ms: Python overhead dominates; use larger batches.",)
 
 
-def test_a_progress_bar_already_refreshed_rarely_gives_only_a_note() -> None:
+def test_a_rarely_refreshed_progress_bar_gets_a_note_and_no_remedy() -> None:
     found = decide(measured(data=0.0, other=25.0, hooks=BAR, bar_refresh_rate=100))
     assert found.remedies == ()
     assert found.notes[0].endswith("takes 20.0 of 100.0 ms a step; Trainer(enable_progress_bar=False) saves it")
