@@ -446,7 +446,7 @@ class FeedDataModule:
         own = getattr(type(self), _TRANSFER)
         if trainer is None:
             raise LoaderError(
-                f"{_TRANSFER}() works only with a Trainer, which knows the split of the batch. Without a Trainer, move the "
+                f"{_TRANSFER}() works only with a Trainer, which knows the split of the batch. Without one, move the "
                 "batch to the device yourself, and call device_transform(batch, split)."
             )
         with traced("device_copy"):

@@ -163,7 +163,7 @@ class TurboJpeg:
         self._slow = ctypes.CDLL(path)
         if not hasattr(self._quick, "tj3Init"):
             raise MissingExtraError(
-                f"{path} is libjpeg-turbo 2 or older, which cannot decode a part of a JPEG. Version 3 is needed. {INSTALL}"
+                f"{path} is libjpeg-turbo 2 or older, which cannot decode a part of a JPEG. Version 3 can. {INSTALL}"
             )
         _declare(self._quick)
         _declare(self._slow)

@@ -283,7 +283,8 @@ def _read_object(kind: Any, value: object, where: str) -> Any:
             parts[name] = _read(hints[name], value[name], prefix + name)
         elif _is_required(part):
             raise ReportError(
-                f"{prefix}{name} is missing from the report. Create the report again with the installed version of lightning_feed."
+                f"{prefix}{name} is missing from the report. Create the report again with the installed version of "
+                "lightning_feed."
             )
     return kind(**parts)
 
