@@ -126,7 +126,7 @@ CONTRACTS = {
         step_ms=None,
         without={
             "they live on already": {"persistent_workers": True},
-            "the data set is told the epoch": {"may_persist": False},
+            "the dataset is told the epoch": {"may_persist": False},
             "nobody saw whether it is": {"may_persist": None},
             "there is one epoch": {"max_epochs": 1},
             "epochs are long": {"batches_per_epoch": 5000},
