@@ -273,7 +273,11 @@ class _LocalSource:
         bar = progress_bar(f"Staging {Path(self.name).name}", _total_bytes(listing))
 
         def copy(name: str) -> None:
-            self._copy_file(_below(self.name, name), _below(whole, name), bar)
+            try:
+                self._copy_file(_below(self.name, name), _below(whole, name), bar)
+            except BaseException:
+                self._stop.set()  # the other threads need not finish their files
+                raise
 
         with bar, ThreadPoolExecutor(_THREADS) as pool:  # waits for its threads at the end
             try:
