@@ -31,7 +31,7 @@ class SourceImage:
     data: Any
     """Encoded bytes, or pixels. Never modified."""
     decoder: Decoder | None = None
-    """None for pixels."""
+    """Decoder of ``data``. None if ``data`` holds pixels."""
 
     def size(self) -> tuple[int, int]:
         """(height, width) in pixels."""
@@ -83,7 +83,7 @@ def crop_image(image: SourceImage, crop: CropSpec, quality: Quality) -> torch.Te
 
 
 class Recipe(Protocol):
-    """Image transform, applied at each load. Random draws come from torch's generator."""
+    """Image transform, applied each time that an image is loaded. Random draws come from torch's generators."""
 
     @property
     def crops(self) -> bool:

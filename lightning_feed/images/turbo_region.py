@@ -71,11 +71,11 @@ def _open(data: Encoded) -> "tuple[TurboJpeg, JpegShape]":
     return library, shape
 
 
-# --- which box, at which scale ------------------------------------------------------------------------------------
+# --- the box to decode, and its scale -----------------------------------------------------------------------------
 
 
 def scale_for(region: Region, size: tuple[int, int], cover: tuple[int, int]) -> int:
-    """Return the smallest scale, in eighths, at which a region is at least ``cover`` (height, width) large."""
+    """Return the smallest scale, in eighths, that makes a region at least ``cover`` (height, width) large."""
     for eighths in sorted(SCALES):
         step = 8 // eighths
         if min(region.height, region.width) < step:

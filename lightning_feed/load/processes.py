@@ -120,7 +120,7 @@ def _open_tasks(iterator: AnyIterator, position: Pass) -> str:
 
 
 def torch_iterators(batches: AnyIterator) -> list[Any]:
-    """Return torch's iterators in ``batches``: torch's iterator itself, a LoaderPass, or a CombinedLoader's iterator."""
+    """Return torch's iterators in ``batches``: a torch iterator, a LoaderPass, or the iterator of a CombinedLoader."""
     side_by_side = getattr(batches, "iterators", None)
     if isinstance(side_by_side, list):
         return [inner for iterator in side_by_side for inner in torch_iterators(iterator)]
