@@ -78,7 +78,7 @@ def check_backend(backend: Backend, quality: str, only_torch: Iterable[str] = ()
         only_torch: requested features, as keys of ``_ONLY_TORCH``.
 
     Raises:
-        SettingsError: a setting or feature is not supported. The message says what to do instead.
+        SettingsError: a setting or feature is not supported. The message names the alternatives.
     """
     for name in only_torch:
         if backend != "torch":

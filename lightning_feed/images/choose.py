@@ -62,7 +62,7 @@ class Choice:
     decoder: Decoder
     """The decoder, with Pillow as fallback: see :class:`FallbackDecoder`."""
     name: str
-    """Name that selects the same decoder elsewhere."""
+    """Name that selects the same decoder in another process."""
     reason: str
     """One sentence, with the measured figures if there are any."""
     table: dict[str, Measured] = field(default_factory=dict)

@@ -20,7 +20,7 @@ from lightning_feed.load.trace import traced
 Quality: TypeAlias = Literal["exact", "near", "fast"]
 QUALITIES: tuple[Quality, ...] = ("exact", "near", "fast")
 """``"exact"``: the pixels of torchvision's antialiased uint8 resize. ``"near"``: decoded at a smaller scale, at least
-twice the target size each way, then resized like ``"exact"``. ``"fast"``: decoded at the smallest scale that is at
+twice the target height and width, then resized like ``"exact"``. ``"fast"``: decoded at the smallest scale that is at
 least the target size, then resized without antialiasing. Differences from ``"exact"``: docs/how-to/images.md."""
 
 

@@ -106,7 +106,7 @@ _OLDEST = 2  # oldest supported major version, as in the extra
 
 
 def require_dali(*, gpu: bool, why: str = "Decoding with DALI") -> Any:
-    """Import ``nvidia.dali``. If that fails, the error says how to install it.
+    """Import ``nvidia.dali``. If that fails, the error message contains the command to install it.
 
     Args:
         gpu: True to run on the GPU, which needs a DALI built for torch's CUDA version.

@@ -105,7 +105,7 @@ class ImagePipeline:
         return images.permute(0, 3, 1, 2)
 
     def drain(self) -> bool:
-        """Drop the batches in progress. Return False if one of them failed."""
+        """Drop the batches in progress. Return False if any of them failed."""
         try:
             while self._fed:
                 self.take()

@@ -178,7 +178,8 @@ class ImageDataset(Dataset[Any]):
         return EncodedSample(data, size, crop, int(self.source.labels[index]), index)
 
     def decoded(self, sample: "EncodedSample") -> tuple[Tensor, int] | Skipped:
-        """Decode as ``backend="torch"`` does: (uint8 of shape (3, H, W), label), or its ``on_error`` replacement.
+        """Decode as ``backend="torch"`` does: (uint8 of shape (3, H, W), label), or the sample's ``on_error``
+        replacement.
 
         Raises:
             DatasetError: if the image cannot be decoded, and ``on_error`` does not handle it; or if too many samples

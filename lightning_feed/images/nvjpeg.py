@@ -192,7 +192,8 @@ def decode_batch(batch: EncodedBatch, dataset: ImageDataset, decode: DecodeJpegs
 
     On a CUDA device all work goes to the current stream, and the host waits only for nvJPEG. Images that nvJPEG cannot
     decode are decoded by the CPU in this process, and counted in ``dataset.cpu_fallback``. ``quality="near"`` equals
-    ``"exact"``: nvJPEG cannot decode at smaller scales. On other devices the result is that of ``backend="torch"``.
+    ``"exact"``: nvJPEG cannot decode at smaller scales. On other devices the result is the same as with
+    ``backend="torch"``.
 
     Args:
         batch: the encoded images.

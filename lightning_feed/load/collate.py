@@ -256,8 +256,8 @@ def named_parts(value: Any) -> dict[Any, Any] | None:
 
 
 def rebuild(container: Any, change: Callable[[Any, Any], Any]) -> Any:
-    """Rebuild a container with ``change(name, part)`` in place of each part. If it returns ``GONE``, a mapping loses
-    the part.
+    """Rebuild a container with ``change(name, part)`` in place of each part. ``change`` may return ``GONE`` to remove
+    the part from a mapping.
 
     Returns the container itself if nothing changes. The user's objects are not changed.
     """

@@ -392,8 +392,8 @@ class FeedLoader(DataLoader[Batch]):
         return not may_change(self.dataset) and not shares_memory(self.dataset)
 
     def _take_pass_under_way(self) -> Pass | None:
-        """Return the new pass if the workers have begun it already. Returns None if they have begun none, or another
-        one than the program now needs."""
+        """Return the new pass if the workers have begun it already. Returns None if they have begun no pass, or a pass
+        that the program does not need now."""
         last = self._position
         following = self._index.following
         if not following or last is None or not last.is_over or getattr(self._iterator, "_shutdown", True):

@@ -91,7 +91,7 @@ class LoaderPass(Iterator[Batch]):
         return self._maker.head_of_line_ns if self._stages else None
 
     def where(self) -> str:
-        """Description of the work that this pass is waiting for. May be read from any thread."""
+        """Describe the work that this pass is waiting for. May be called from any thread."""
         return self._maker.where()
 
     def _ended(self, end: StopIteration) -> FeedError | None:

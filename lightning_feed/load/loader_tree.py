@@ -17,7 +17,7 @@ LoaderPath: TypeAlias = tuple[Any, ...]
 """The keys and positions that lead to a loader, from the outside in."""
 
 _HOLDERS = ("_dataloader", "base_dataloader", "dataloader", "loader")
-"""Attributes in which wrappers keep their loader: Fabric's wrapper, accelerate's, and those that users write."""
+"""Attributes in which wrappers of Fabric, of accelerate and of users keep their loader."""
 _DEEPEST = 8
 """Largest number of nested wrappers that are looked into."""
 

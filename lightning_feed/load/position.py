@@ -177,7 +177,7 @@ class Pass:
         self._drawn_ahead.append(checksum(index, before))
 
     def seed_for(self, stream: str) -> int | None:
-        """Derive a seed for one use of randomness in this pass. None without an order."""
+        """Derive a seed for one use of randomness in this pass. Returns None without an order."""
         if self.order is None or self.epoch is None:
             return None
         return mix_seed(self.order.seed, self.epoch, self.cycle, stream)

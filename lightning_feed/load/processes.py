@@ -189,7 +189,7 @@ def end_pass(batches: Iterator[Batch]) -> None:
     iterators = torch_iterators(batches)
     close = getattr(batches, "close", None)
     if close is not None:
-        with contextlib.suppress(ValueError):  # a generator still running in an abandoned thread
+        with contextlib.suppress(ValueError):  # raised by a generator that still runs in an abandoned thread
             close()
     for iterator in iterators:
         shut_down_workers(iterator)

@@ -232,7 +232,7 @@ class RayPass(OwnPass):
         self._ray = plan.ray
         self._ends: deque[Any] = deque([None] * loader.num_workers, maxlen=loader.num_workers)
         """References to the completion markers of the newest tasks."""
-        # No more ranks share a node than it has devices.
+        # A node has at most one rank per device, and these ranks share the node's object store.
         self._sharers = min(ranks_of_run(), torch.accelerator.device_count() or ranks_of_run())
         self._asked: deque[PendingBatch] = deque()
         self._largest = 0

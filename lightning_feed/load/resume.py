@@ -77,7 +77,7 @@ class LoaderState:
     sample_seed: int | None
     """The seed of the samples' random numbers in worker threads, if the run has no order of its own."""
     exact: bool
-    """False if the workers yield their batches in any order: the samples that are left do not follow from the count."""
+    """False if the workers yield their batches in any order: the remaining samples are then not known."""
 
     @property
     def begun(self) -> bool:

@@ -170,7 +170,7 @@ def workers_of(settings: LoaderSettings) -> Literal["process", "thread"] | RayCl
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The values of one loader, without any ``"auto"``: what is decided, tried, set and reported."""
+    """The values of one loader, without any ``"auto"``, as they are decided, tried, set and reported."""
 
     num_workers: int
     prefetch_factor: int | None = None

@@ -192,7 +192,7 @@ class _StackInto:
 
     def __enter__(self) -> None:
         self._before = torch_collate.default_collate_fn_map[Tensor]
-        if self._before is torch_collate.collate_tensor_fn:  # not a function of the user's
+        if self._before is torch_collate.collate_tensor_fn:  # not replaced by the user
             torch_collate.default_collate_fn_map[Tensor] = partial(_stack_into, self._slot)
 
     def __exit__(self, *_: object) -> None:

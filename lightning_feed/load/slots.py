@@ -1,4 +1,4 @@
-"""Slots: memory shared with worker processes, in which they leave their batches, again and again.
+"""Slots: memory shared with worker processes, into which they write batch after batch.
 
 Torch's workers put each tensor of a batch into new shared memory: the kernel clears its pages, a file descriptor is
 sent, the training process maps the pages, and a thread copies them into page-locked memory. Here, the workers share
@@ -89,7 +89,7 @@ class SlotMemory:
 
     def _map_file(self, file: int) -> None:
         self._file = file
-        # Costs no memory, also with vm.overcommit_memory=2: "For a file backed map: SHARED or READ-only - 0 cost (the
+        # Costs no memory, even with vm.overcommit_memory=2: "For a file backed map: SHARED or READ-only - 0 cost (the
         # file is the map not swap)", Documentation/mm/overcommit-accounting.rst. Pages cost memory once they are taken.
         self._map = mmap.mmap(file, self._size)
         if hasattr(mmap, "MADV_DONTDUMP"):
@@ -190,8 +190,8 @@ class SlotMemory:
             return
         wanted = used
         if before:
-            # A copy must not cross two registered ranges, so a range that grows is registered anew. A quarter more, so
-            # that batches of varying sizes do not register each time.
+            # A copy must not cross two registered ranges, so a range that grows is registered anew. A quarter more is
+            # registered than needed, so that batches of varying sizes do not cause a new registration each time.
             wanted += used // 4
             _unregister(self._address(slot))
             del self._registered[slot]

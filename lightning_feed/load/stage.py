@@ -63,7 +63,7 @@ class Maker(Stage):
         return self
 
     def where(self) -> str:
-        """Description of the work that a consumer is waiting for. May be read from any thread."""
+        """Describe the work that a consumer is waiting for. May be called from any thread."""
         raise NotImplementedError
 
 

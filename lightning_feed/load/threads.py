@@ -375,7 +375,7 @@ def _start(threads: list[threading.Thread], count: int, plan: _Plan) -> None:
             "limit of processes (`ulimit -u`; a container's `--pids-limit`)."
         ) from error
     finally:
-        # A thread's setting becomes the default of all later threads.
+        # set_num_threads(1) in a worker thread becomes the default of all later threads, so it is undone here.
         torch.set_num_threads(computing)
     for problem in filter(None, problems):
         raise problem

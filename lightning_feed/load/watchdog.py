@@ -23,7 +23,7 @@ class Watched(Protocol):
     """Interface of a pass over a loader."""
 
     def where(self) -> str:
-        """Description of the work that the consumer is waiting for."""
+        """Describe the work that the consumer is waiting for."""
 
 
 @dataclass(frozen=True)

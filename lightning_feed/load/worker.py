@@ -97,7 +97,7 @@ def why_not_picklable(thing: object) -> str | None:
 
 
 def why_not_sent(loader: DataLoader[Batch], start_method: str) -> str:
-    """Return the reason why a DataLoader cannot use worker processes with a start method. Empty if there is none."""
+    """Return the reason why a DataLoader cannot use worker processes with a start method. Empty if none is known."""
     if start_method == "fork":
         return ""
     for name in ("dataset", "collate_fn", "worker_init_fn"):
