@@ -154,8 +154,8 @@ def pip_line(option: str = "") -> str:
 def upsamples_like_libjpeg() -> bool:
     """Return True if the GPU decoder can interpolate the chroma of JPEGs as libjpeg does.
 
-    With nvJPEG before 13.2, nvImageCodec cannot interpolate so when it decodes only a region: it writes a warning for
-    every image, and leaves the image to another decoder.
+    With nvJPEG before 13.2, nvImageCodec cannot interpolate like libjpeg while decoding only a region: it writes a
+    warning for every image, and leaves the image to another decoder.
     """
     version = nvjpeg_version()
     return version is not None and version >= (13, 2)

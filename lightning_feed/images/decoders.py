@@ -34,7 +34,7 @@ class Region(NamedTuple):
         """Raise if the box is empty or not inside an image of that size.
 
         Raises:
-            ValueError: if so. The message contains the box and the image size.
+            ValueError: the message contains the box and the image size.
         """
         bottom = self.top + self.height
         right = self.left + self.width

@@ -50,7 +50,8 @@ WAIT_FOR_WORKER_S = 300.0
 REPORT_S = 10.0
 """Seconds between two reports of a busy worker."""
 GRACE_S = 5.0
-"""Seconds that a batch of a closed pass may take before its worker process is ended. Torch, too, ends such workers."""
+"""Seconds that a batch of a closed pass may take before its worker process is ended. Torch, too, ends workers that do
+not exit in time."""
 _HEAD_CHECK_S = 5.0
 _HEAD_PATIENCE_S = 20.0
 """Seconds between two checks of the head node, and the longest time without an answer. After 60 s without contact Ray
