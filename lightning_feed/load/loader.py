@@ -90,7 +90,7 @@ class FeedLoader(DataLoader[Batch]):
             :class:`RayCluster`. Threads and Ray load only map-style datasets, because ``get_worker_info()`` is None in
             these workers. They do not call ``worker_init_fn``.
         hand_over: method by which worker processes hand over their batches: ``"slots"`` (see
-            :mod:`lightning_feed.load.slots`), or ``"torch"`` for that of a DataLoader.
+            :mod:`lightning_feed.load.slots`), or ``"torch"``, the method of a DataLoader.
         watch: time after which to warn of a missing batch; None for no warning.
         decode: decodes whole batches that have left the workers, a few batches ahead; None if batches need no decoding.
         **options: other DataLoader arguments, under their usual names, because Lightning copies the loader by these
