@@ -144,7 +144,7 @@ _statistics = _ThreadStatistics()
 
 def run_queue_clock() -> int | None:
     """Nanoseconds this thread was ready to run but had no CPU; None if the kernel does not count them."""
-    numbers = _statistics.read().split()  # proc(5): on a CPU, ready for one, time slices
+    numbers = _statistics.read().split()  # proc(5): time on a CPU, time ready to run without a CPU, time slices
     return int(numbers[1]) if len(numbers) > 1 and numbers[0] != b"0" else None
 
 
@@ -203,7 +203,7 @@ class CpuTimes:
         self._at_epoch = steps, self._spent_ns, self._loaded_ns, self._load_queued_ns
 
     def leave_out_earlier_epochs(self) -> None:
-        """Start over at the start of the present epoch."""
+        """Leave out all steps before the present epoch."""
         steps, spent_ns, loaded_ns, queued_ns = self._at_epoch
         self._steps_before = steps
         self._spent_ns -= spent_ns

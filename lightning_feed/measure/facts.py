@@ -1,4 +1,4 @@
-"""Facts about a run besides its times, read from its loaders and batches."""
+"""Facts about a run, other than its times, read from its loaders and batches."""
 
 import sys
 from collections.abc import Sequence
@@ -130,7 +130,7 @@ def _decodes_whole(dataset: AnyDataset) -> bool:
         dataset = dataset.dataset
     if not is_instance(dataset, "torchvision.datasets", "ImageFolder"):
         return False
-    from lightning_feed.images.crop import cropping_step  # here, as it imports the decoders
+    from lightning_feed.images.crop import cropping_step  # here, because this module imports the decoders
 
     unchanged = type(dataset).__getitem__ is sys.modules["torchvision.datasets"].DatasetFolder.__getitem__
     return unchanged and cropping_step(dataset.transform) is not None

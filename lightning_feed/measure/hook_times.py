@@ -104,7 +104,7 @@ class HookTimes:
 
     def leave_out_step(self) -> None:
         """Do not count this step: it contains a validation or the start of an epoch."""
-        self._left_out |= self.timing  # if this step is not timed, the last timed one, still to be added, counts
+        self._left_out |= self.timing  # if this step is not timed, the last timed step, not added yet, still counts
         self._leaves_out_calls = True
 
     def stop(self) -> None:

@@ -93,7 +93,7 @@ class WorkerClock:
     """Reads the workers' counters, and returns their growth since the last reading.
 
     A worker's time is the wall time between two readings, however many threads it has. Its time on a CPU and in the run
-    queue is summed over its threads, so a thread that mostly sleeps does not hide the one that decodes. If several
+    queue is summed over its threads, so a thread that mostly sleeps does not hide a thread that decodes. If several
     threads work at once, the sums can exceed the wall time. They are then scaled down to the wall time, so that the
     rest, the blocked time, is never negative. A thread that ended between two readings is not seen.
 
@@ -169,7 +169,7 @@ def _times_of(folders: Iterable[str]) -> dict[str, tuple[int, int]]:
 
 
 def _schedstat(path: str) -> tuple[int, int] | None:
-    """The first two numbers of ``schedstat`` (proc(5)): nanoseconds on a CPU, and ready to run without one."""
+    """The first two numbers of ``schedstat`` (proc(5)): nanoseconds on a CPU, and ready to run without a CPU."""
     numbers = read_small(path).split()[:2]
     if len(numbers) < 2 or not all(map(bytes.isdigit, numbers)):
         return None

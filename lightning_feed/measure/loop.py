@@ -81,7 +81,7 @@ class MeasuredLoop:
         """Begin the loop again, at ``since`` by the host's clock, or now if None. Its loaders may have changed."""
         ran = self.meter.finished - self._began_at
         self._began_at = self.meter.finished
-        # A stream has no length: assume that an epoch is as long as the one before.
+        # An iterable dataset may have no length: assume that an epoch is as long as the epoch before.
         batches = facts.batches_per_epoch or ran or None
         self.facts = replace(facts, batch=self.facts.batch, syncs=self.facts.syncs, batches_per_epoch=batches)
         self._leave_out_earlier_epochs()

@@ -143,7 +143,7 @@ class TrainerFacts:
     package: Literal["lightning.pytorch", "pytorch_lightning"] = "lightning.pytorch"
     """Package of the Trainer and its callbacks."""
     lightning: str | None = None
-    """Version of this package."""
+    """Version of the package named in ``package``."""
     max_epochs: int | None = None
     """Epochs of the fit; None if unbounded."""
     breaks_off: bool | None = None
@@ -175,7 +175,7 @@ class LoopFacts:
     stage: Literal["fit", "validate", "test", "predict"] = "fit"
     """Stage that the loaders, batches and steps belong to."""
     device_type: str = "cpu"
-    """``cpu``, ``cuda``, ...: where the steps run."""
+    """Type of the device on which the steps run: ``cpu``, ``cuda``, ..."""
     world_size: int = 1
     """Number of ranks."""
     usable_cpus: int | None = None

@@ -21,7 +21,7 @@ class NvmlSampler:
     """Samples one GPU until :meth:`stop`. A failure ends the sampling and is logged once at INFO.
 
     Args:
-        uuid: the device's UUID from torch. Its index may differ because of ``CUDA_VISIBLE_DEVICES``.
+        uuid: the device's UUID from torch. Its index in NVML may be another one because of ``CUDA_VISIBLE_DEVICES``.
         period_s: seconds between two samples.
     """
 

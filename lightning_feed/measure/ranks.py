@@ -1,4 +1,4 @@
-"""Cross-rank starvation: the longest wait in each step, its rank, and what it costs all ranks."""
+"""Cross-rank starvation: the longest wait in each step, its rank, and its cost for all ranks."""
 
 import itertools
 import logging
@@ -53,12 +53,12 @@ class RankSums(Additive):
       others wait for its gradients, and they count that as ``compute``. So the longest wait of each step is the cost
       for all ranks. A mean over ranks would hide one starved rank among many.
     - ``amplification = sum_k max_r idle[k, r] / (1 / ranks * sum_r sum_k idle[k, r])``: the cost for all ranks, divided
-      by the mean wait of a rank. From 1 (all wait in the same steps, equally long) to the number of ranks (a single
-      rank waits in each step). Steps are equally long on ranks that exchange gradients, so this is also starved_pct
-      divided by the mean of the ranks' own starved_pct. None if no rank waits.
-    - ``slow_rank``: the rank with the longest mean wait, if that exceeds the median of the ranks' mean waits by 10 % of
-      the mean of ``max_r step[k, r]``. For an even number of ranks, the median is the lower of the two in the middle: a
-      mean of both would halve the difference between two ranks.
+      by the mean wait of a rank. It is between 1 (all wait in the same steps, equally long) and the number of ranks (a
+      single rank waits in each step). Steps are equally long on ranks that exchange gradients, so this is also
+      starved_pct divided by the mean of the ranks' own starved_pct. None if no rank waits.
+    - ``slow_rank``: the rank with the longest mean wait, if this wait exceeds the median of the ranks' mean waits by
+      10 % of the mean of ``max_r step[k, r]``. For an even number of ranks, the median is the lower of the two middle
+      values: the mean of both would halve the difference between two ranks.
     """
 
     steps: int
@@ -105,7 +105,7 @@ WINDOWS_MISSED = 3
 """Number of windows in a row without the steps of some rank, after which a line is logged."""
 _POLL_S = 0.005
 _LAST = "last"
-_HEADER = 3  # layout, window, rows: float64, as the rows are
+_HEADER = 3  # layout, window and number of rows, each as a float64, like the rows
 _LAYOUT = 1.0
 
 _sessions = itertools.count()
@@ -148,7 +148,7 @@ class RankExchange:
         self._fresh: list[float] = []
         self._sent: list[Tensor] = []
         self._unmatched = [torch.empty(0, 3, dtype=torch.float64, device="cpu")] * world_size
-        """For each rank, steps newer than the newest that all ranks measured."""
+        """For each rank, its steps that are newer than the newest step that all ranks measured."""
         self._warm_up = warm_up
         self._sums = self._settled = RankSums.of(torch.empty(3, world_size, 0, dtype=torch.float64, device="cpu"))
         self._works = True

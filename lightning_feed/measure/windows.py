@@ -114,7 +114,9 @@ def ratio_interval(above: list[float], below: list[float], length: int) -> tuple
 
 
 def _tail(blocks: int) -> float:
-    """Tail of the expanded percentile interval of n blocks, in place of 2.5 %: ``Phi(-sqrt(n / (n - 1)) * t(n - 1))``.
+    """Tail of the expanded percentile interval, to use instead of 2.5 %: ``Phi(-sqrt(n / (n - 1)) * t(n - 1))``.
+
+    ``n`` is the number of blocks: with few blocks, a tail of 2.5 % would give too short an interval.
 
     Student's t is computed from the normal quantile, by the first two terms of its expansion (Abramowitz and Stegun
     26.7.5).
@@ -251,9 +253,9 @@ class Ledger:
     """Sums the steps of one run: the whole run, its warm-up, and the current window.
 
     Args:
-        queue: batches that the loader may hold ready. A full queue hides a slow loader for this many steps.
+        queue: number of batches that the loader may hold ready. A full queue hides a slow loader for as many steps.
         trusted_clock: True if the times come from a clock that sees the device.
-        period: steps after which waits repeat: the workers of the loader.
+        period: steps after which waits repeat: the loader's number of workers.
     """
 
     queue: int = 0

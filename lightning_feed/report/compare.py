@@ -1,4 +1,4 @@
-"""Two reports side by side: what changed, and how many times as fast the later run was. And a gate for CI."""
+"""Comparison of two reports: the changes, and how many times as fast the later run was. Also a gate for CI."""
 
 import math
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two reports, the earlier first."""
+    """The comparison of an earlier report with a later report."""
 
     before: str
     """The file of the earlier report."""

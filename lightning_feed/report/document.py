@@ -51,7 +51,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """Step time, turned into rates."""
+    """Rates that follow from the step time."""
 
     batches_per_s: float | None
     """1000 / ``step.step_ms``."""

@@ -286,7 +286,7 @@ Diagnosis.page = lambda diagnosis: _framed(make_report(diagnosis))
 
 @cache
 def page_template(name: str) -> "Template":
-    """A template of this folder."""
+    """The Jinja template with this file name in this folder."""
     import jinja2  # here, because most programs that import this module write no page
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
@@ -351,7 +351,7 @@ def write_whole(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as file:
-            file.write(text.encode("utf-8", "backslashreplace"))  # names of users' hooks may hold what UTF-8 cannot
+            file.write(text.encode("utf-8", "backslashreplace"))  # names of hooks may hold characters UTF-8 lacks
     except OSError as error:
         raise ReportError(f"{path} could not be written: {error.strerror or error}.") from error
 

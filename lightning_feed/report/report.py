@@ -92,7 +92,7 @@ class Report:
         return f"<Report of {self.written_at}: {headline(self.diagnosis)}>"
 
     def _repr_html_(self) -> str | None:
-        """The page that a notebook shows."""
+        """The page for a notebook; None if the module ``report.files`` was not imported."""
         make_page = type(self).page
         return None if make_page is None else make_page(self)
 

@@ -49,7 +49,7 @@ class Bar(NamedTuple):
     name: str
     per_s: float
     kind: Kind
-    """``stage``: every sample passes it. ``part``: a part of the loader, which shares the workers with other parts.
+    """``stage``: every sample passes this stage. ``part``: a part of the loader that shares the workers with others.
     ``fit``: the fit as it ran. ``if``: the loader under other conditions."""
     note: str = ""
     """The way the figure was measured."""
@@ -250,7 +250,7 @@ class Section:
 
 
 def step_sections(diagnosis: Diagnosis) -> Iterator[Section]:
-    """The parts of a step."""
+    """The section on the parts of a step."""
     if diagnosis.stats.step_ms:
         copies = diagnosis.device_type != "cpu" or diagnosis.bottleneck == "copy"
         end = f"        {if_free(diagnosis)}"
@@ -293,7 +293,7 @@ _PARTS = ("part of the step", "ms", "%", "")
 
 
 def time_sections(measured: Measurements) -> Iterator[Section]:
-    """The parts of the run, and of its validation."""
+    """Sections on the parts of the run and of its validation."""
     wall = measured.wall
     validation = measured.validation
     by_loader = measured.by_loader
@@ -396,7 +396,7 @@ def _remedy_lines(diagnosis: Diagnosis) -> Iterator[str | CodeLine]:
 
 
 def pipeline_sections(diagnosis: Diagnosis) -> Iterator[Section]:
-    """The pipeline from disk to model."""
+    """The section on the pipeline from disk to model."""
     pipeline = read_pipeline(diagnosis)
     if pipeline is None:
         return

@@ -33,7 +33,7 @@ class SampleSource(Protocol):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Label names, sorted; ``labels`` are indices into it."""
+        """Label names, sorted; ``labels`` are indices into this tuple."""
 
     @property
     def labels(self) -> npt.NDArray[np.int64]:
@@ -210,7 +210,7 @@ def class_names(root: Path) -> tuple[str, ...]:
             folders = [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
     except OSError as error:
         raise _unreadable(error) from error
-    # A pack inside the folder it was made from is not a class.
+    # A pack may lie inside the folder that was packed; it is not a class.
     names = sorted(entry.name for entry in folders if not is_pack(entry.path))
     if not names:
         raise DatasetError(

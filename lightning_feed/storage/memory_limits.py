@@ -44,7 +44,7 @@ def _left_in_cgroup(root: Path, limit_file: Path, usage_name: str, prefix: str) 
     if not limit.isdigit() or not usage.isdigit() or int(limit) >= NO_LIMIT_BYTES:
         return
     # Usage includes the page cache, which the kernel frees under pressure (MemAvailable accounts for that). A job that
-    # reads files fills its limit with cache. If that counted as used, no memory would be left for a single worker.
+    # reads files fills its limit with cache. If the cache counted as used, no memory would be left for any worker.
     cache = 0
     for line in read_text(limit_file.parent / "memory.stat").splitlines():
         name, _, value = line.partition(" ")

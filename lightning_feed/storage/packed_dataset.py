@@ -77,7 +77,7 @@ def read_manifest(path: Path) -> Manifest:
     """Read the manifest of a pack.
 
     Raises:
-        ArchiveError: if it is missing, damaged, or was written by another version.
+        ArchiveError: if the manifest is missing or damaged, or was written by another version.
     """
     if not is_pack(path):
         raise ArchiveError(f"{path} is not a pack: it has no {MANIFEST}. To make one: lightning-feed pack SRC DEST")
@@ -127,7 +127,7 @@ class PartIndex:
 
         Args:
             path: the file.
-            classes: number of classes; no label may be larger.
+            classes: number of classes; every label must be smaller.
 
         Raises:
             ArchiveError: if it is missing or damaged.
@@ -237,7 +237,7 @@ def _open_environment(folder: Path) -> Any:
 
 
 def _open_reader(folder: Path, index: PartIndex, manifest: Manifest) -> Reader:
-    """Open the data of a part."""
+    """Open a reader for the data file of a part."""
     path = folder / DATA_FILES[manifest.format]
     if manifest.format == "lmdb":
         return _LmdbReader(folder)
@@ -254,7 +254,7 @@ def _open_reader(folder: Path, index: PartIndex, manifest: Manifest) -> Reader:
 
 
 class PackedDataset(Dataset[Any]):
-    """Map-style dataset over the result of :func:`~lightning_feed.storage.pack`. Pickling it sends only the path.
+    """Map-style dataset over the result of :func:`~lightning_feed.storage.pack`. A pickle has only its path and part.
 
     ``dataset[i]`` is (bytes of the file, label), or (uint8 pixels (H, W, 3), label) for a pack of pixels. Files are
     opened on the first read in each process, so fork, spawn, forkserver and threads are safe. Nothing is unpickled.
@@ -268,7 +268,7 @@ class PackedDataset(Dataset[Any]):
         labels: int64, shape (n,).
 
     Raises:
-        ArchiveError: if it is not a pack, is damaged, or was written by another version.
+        ArchiveError: if ``path`` is not a pack, is damaged, or was written by another version.
         SettingsError: if the part does not exist.
         MissingExtraError: on the first read, if the library of the format is not installed.
     """
@@ -302,7 +302,7 @@ class PackedDataset(Dataset[Any]):
         return self.read(number), int(self.labels[number])
 
     def read(self, index: int) -> Encoded:
-        """Return the bytes of file ``index``, or its pixels if the pack holds pixels.
+        """Return the bytes of sample ``index``, or its pixels if the pack holds pixels.
 
         Raises:
             ArchiveError: if the sample cannot be read.

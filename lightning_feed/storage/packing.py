@@ -82,7 +82,7 @@ class ImageChanges:
                 if not self.decoded and min(image.size) <= (self.short_side or 0):
                     return data  # small enough already: re-encoding would only lose quality
                 return self._stored(self._resized(image.convert("RGB")))
-        except UnidentifiedImageError as error:  # its message names only the in-memory file object
+        except UnidentifiedImageError as error:  # Pillow's message names only the in-memory file object
             raise DecodeError("Pillow does not know its format") from error
         except _CORRUPT as error:
             raise DecodeError(str(error)) from error
@@ -123,7 +123,7 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
 
     Args:
         source: a folder.
-        dest: path of the pack; must not exist.
+        dest: path of the pack; must not exist, unless ``force`` is True.
         format: ``"flat"``, ``"lmdb"`` or ``"hdf5"``.
         short_side: resize images whose shorter side is longer than this, in pixels.
         decoded: True to store pixels, uint8 (H, W, 3), instead of files.
@@ -174,7 +174,7 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
 
 
 def verify_pack(path: str | Path) -> int:
-    """Read every sample of a pack, and compare its checksum with the one recorded at packing.
+    """Read every sample of a pack, and compare its checksum with the checksum recorded at packing.
 
     Returns:
         The number of samples.
@@ -257,7 +257,7 @@ def _fill(writer: "PartWriter", name: str, source: FolderSource, changes: ImageC
 
 
 def _samples(source: FolderSource, changes: ImageChanges) -> Iterator[bytes | DatasetError]:
-    """Yield the bytes of each sample in order, or the error of one that cannot be read."""
+    """Yield the bytes of each sample in order, or the error if a sample cannot be read."""
     threads = _usable_cpus()
     at_once = 4 * threads  # so few, because decoded images take much memory
     with ThreadPoolExecutor(threads) as pool:

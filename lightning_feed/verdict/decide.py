@@ -224,7 +224,7 @@ def _beside(measured: Measurements, step_ms: float) -> list[str]:
 
 
 def _loading(measured: Measurements) -> list[str]:
-    """Evidence: the number of workers, and their shares of time on a CPU, waiting for one, and blocked."""
+    """Evidence: the number of workers, and the shares of their time on a CPU, waiting for a CPU, and blocked."""
     workers = measured.facts.loader.num_workers
     if workers is None:
         return []
@@ -277,7 +277,7 @@ def _of_step(ms: float | None, step_ms: float, pct: float) -> str:
 
 Limit = Literal["validation", "checkpoints"]
 LEAST_S = 2.0
-"""Validation and checkpoints get no verdict and no note if together they take fewer seconds."""
+"""Number of seconds that validation and checkpoints must take together to get a verdict or a note."""
 NOTED_SHARE = 0.15
 """Share of the wall time that validation and checkpoints must take together to get a note."""
 AT_MOST = 0.25
@@ -302,7 +302,7 @@ def _limit_of(measured: Measurements) -> Limit | None:
 
 
 def _beside_training(measured: Measurements) -> str:
-    """The note on validation and checkpoints; empty unless they take much of a fit."""
+    """The note on validation and checkpoints; empty unless they take much of the time of a fit."""
     wall = measured.wall
     if wall is None or measured.facts.stage != "fit":
         return ""
@@ -311,7 +311,10 @@ def _beside_training(measured: Measurements) -> str:
 
 
 def share_text(measured: Measurements) -> str:
-    """``validation takes 60 % of the run, and waits for data 80 % of its time``; with checkpoints if they take much."""
+    """Words such as ``validation takes 60 % of the run, and waits for data 80 % of its time``.
+
+    Checkpoints are added if they take much time.
+    """
     wall = measured.wall
     if wall is None or wall.wall_s <= 0:
         return ""  # an older report

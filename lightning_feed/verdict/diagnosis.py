@@ -36,11 +36,11 @@ Form = Literal["arguments", "settings", "datamodule", "replacement", "override",
 """The kind of text in a remedy's ``code``, so that programs can apply it, too.
 
 ``arguments``: keyword arguments for the call that makes the training loader. They replace present values.
-``settings``: arguments for LoaderSettings, which a FastDataModule takes as ``loader=`` and ``wrap`` as its second
-argument. ``datamodule``: arguments for the call that makes the data module. ``trainer``: arguments for the Trainer.
-``override``: text for the command line of LightningCLI. ``callback``: a callback to add to the Trainer's; if one of its
-class is present, that one gets these arguments. ``replacement``: a data module for ``trainer.fit`` in place of the
-training loader, with ``...`` for parts that the user has to fill in.
+``settings``: arguments for LoaderSettings, which a FastDataModule takes as ``loader=`` and ``FastDataModule.wrap`` as
+its second argument. ``datamodule``: arguments for the call that makes the data module. ``trainer``: arguments for the
+Trainer. ``override``: text for the command line of LightningCLI. ``callback``: a callback to add to the Trainer's
+callbacks; if a callback of its class is present, the present callback gets these arguments. ``replacement``: a data
+module for ``trainer.fit`` in place of the training loader, with ``...`` for parts that the user has to fill in.
 """
 
 
@@ -56,7 +56,7 @@ class Remedy:
     """The change and where to make it: ``num_workers: 0 -> 2 in your training DataLoader (Data.train_dataloader,
     data.py:41)``."""
     why: str
-    """The reason why it helps."""
+    """The reason why the change helps."""
     least_step_ms: float | None = None
     """Lower bound of the step time with this change; None if unknown, or if steps do not change."""
     most_gain_pct: float | None = None
@@ -94,13 +94,13 @@ class Diagnosis:
     """All that was measured."""
 
     page: ClassVar[Callable[["Diagnosis"], str] | None] = None
-    """Makes the page that a notebook shows; set when the report module is imported."""
+    """Function that makes the page for a notebook; set when the module ``report.files`` is imported."""
 
     def __repr__(self) -> str:
         return f"<Diagnosis: {self.bottleneck}, {self.cause}; {self.grade}>"
 
     def _repr_html_(self) -> str | None:
-        """The page that a notebook shows."""
+        """The page for a notebook; None if the module ``report.files`` was not imported."""
         make = type(self).page
         return None if make is None else make(self)
 
@@ -111,5 +111,5 @@ class Diagnosis:
 
     @property
     def device_type(self) -> str:
-        """``cpu``, ``cuda``, ...: where the steps ran."""
+        """Type of the device on which the steps ran: ``cpu``, ``cuda``, ..."""
         return self.measurements.facts.device_type

@@ -32,7 +32,7 @@ Notes = list[str]
 
 
 def notes_for(finding: Finding, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
-    """Further facts and things to try: first those that concern the longest part of a step."""
+    """Further facts and things to try: first the notes on the longest part of a step."""
     notes = cut_short(finding.facts)
     for part in finding.causes:
         notes += _notes_on(part, finding, remedies)
@@ -51,7 +51,7 @@ def _notes_on(part: Bottleneck, finding: Finding, remedies: tuple[Remedy, ...]) 
 
 
 def cut_short(facts: LoopFacts) -> Notes:
-    """Note on an epoch that ended too early, since Lightning says nothing about it."""
+    """Note on an epoch that ended too early, because Lightning does not report it."""
     if facts.cut_short is None:
         return []
     batches, length = facts.cut_short

@@ -30,21 +30,21 @@ class Finding:
     measured: Measurements
     shares: Shares
     causes: Mapping[Bottleneck, Cause]
-    """The cause of each part of a step that is over its limit, or of the step itself if none is."""
+    """Part of a step -> its cause, for each part over its limit, and for ``compute`` if computing is the headline."""
 
     @property
     def facts(self) -> LoopFacts:
-        """Facts of the run besides its times."""
+        """Facts about the run, other than its times."""
         return self.measured.facts
 
     @property
     def loader(self) -> LoaderFacts:
-        """Facts of the training loaders."""
+        """Facts about the training loaders."""
         return self.measured.facts.loader
 
     @property
     def data(self) -> Cause | None:
-        """The cause of waiting for data; None if that is below its limit."""
+        """The cause of waiting for data; None if the wait is below its limit."""
         return self.causes.get("data")
 
     @property
@@ -70,7 +70,7 @@ class Finding:
         return self.loader_code.form != "callback" or name in _TUNED
 
     def can_set_with_workers(self, name: str) -> bool:
-        """True if a setting can be given where num_workers is given. On the command line, it needs a key of its own."""
+        """True if a setting can be changed where num_workers is changed. A command line needs a key for the setting."""
         keys = dict(self.loader_code.overrides)
         if "num_workers" in keys:
             return name in keys
