@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 NO_LIMIT_BYTES = 1 << 60
-"""Upper bound of real limits: cgroup v1 writes "no limit" as 2**63 - 1 rounded down to a page."""
+"""Smallest value that means "no limit": cgroup v1 writes 2**63 - 1, rounded down to whole pages, for it."""
 
 
 class MemoryLimit(NamedTuple):
@@ -14,11 +14,11 @@ class MemoryLimit(NamedTuple):
     left_bytes: int
     """Bytes left without swapping. May be negative for a cgroup that is over its limit."""
     reason: str
-    """Source of the limit."""
+    """Words for the source of the limit, for messages."""
 
 
 def memory_limits(root: Path = Path("/")) -> Iterator[MemoryLimit]:
-    """Yield every memory limit of this process. A file that is missing or unreadable sets none.
+    """Yield every memory limit of this process. A file that is missing or unreadable sets no limit.
 
     Args:
         root: the file system to read ``proc`` and ``sys`` from.
@@ -44,7 +44,7 @@ def _left_in_cgroup(root: Path, limit_file: Path, usage_name: str, prefix: str) 
     if not limit.isdigit() or not usage.isdigit() or int(limit) >= NO_LIMIT_BYTES:
         return
     # Usage includes the page cache, which the kernel frees under pressure (MemAvailable accounts for that). A job that
-    # reads files fills its limit with cache. If that counted as used, no memory would be left for a single worker.
+    # reads files fills its limit with cache. If the cache counted as used, no memory would be left for any worker.
     cache = 0
     for line in read_text(limit_file.parent / "memory.stat").splitlines():
         name, _, value = line.partition(" ")

@@ -20,16 +20,16 @@ def atomic_write(path: Path, *, mode: int = 0o644) -> Iterator[BinaryIO]:
 
     Args:
         path: the file.
-        mode: permissions; readable by everybody by default.
+        mode: permissions of the file; by default, everybody can read it.
 
     Raises:
-        OSError: if it cannot be written. ``path`` is then unchanged.
+        OSError: if the file cannot be written. ``path`` is then unchanged.
     """
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
-            os.fchmod(handle, mode)  # mkstemp made it private; the name could be another file by now
+            os.fchmod(handle, mode)  # mkstemp made the file private; by now, its name could belong to another file
         Path(partial).replace(path)
     except BaseException:
         Path(partial).unlink(missing_ok=True)
@@ -54,7 +54,7 @@ def make_private(folder: Path) -> None:
     """Create a folder that only this user can access, or reuse one that only this user could have written to.
 
     Raises:
-        OSError: if it cannot be made, or is not such a folder.
+        OSError: if the folder cannot be made, or if others could have written to it.
     """
     try:
         folder.mkdir(mode=0o700)
@@ -74,7 +74,7 @@ def read_private(path: str | Path) -> bytes:
     """Return the content of a file that only this user can have written.
 
     Raises:
-        OSError: if it is missing (``FileNotFoundError``), or cannot be read or trusted.
+        OSError: if the file is missing (``FileNotFoundError``), cannot be read, or could be another user's.
     """
     # Opening must neither block on a FIFO without a writer, nor follow another user's link.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file:
@@ -91,7 +91,7 @@ def write_private(path: Path, content: bytes) -> None:
     """Atomically write a file that only this user can read. Missing folders are made so that only this user can enter.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the file cannot be written.
     """
     for folder in (path.parent.parent, path.parent):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the document written by :func:`write_json`; empty if missing or untrusted."""
+    """Read the document written by :func:`write_json`; empty if the file is missing, unreadable or untrusted."""
     try:
         document = json.loads(read_private(path))
         if isinstance(document, dict):
@@ -117,6 +117,6 @@ def write_json(path: Path, document: dict[str, object]) -> None:
     """Write a document as :func:`write_private` does.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the file cannot be written.
     """
     write_private(path, json.dumps(document, indent=1).encode())
