@@ -66,10 +66,9 @@ def run_in_children(work: Callable[[], Result], *, count: int, timeout_s: float)
 
 @contextmanager
 def _ctrl_c_waits() -> Iterator[None]:
-    """Context manager that delivers Ctrl-C at its end.
+    """Context manager that delays Ctrl-C until its end.
 
-    Python ignores errors in the functions that it calls after a fork, and with them the KeyboardInterrupt of that
-    moment.
+    Python ignores exceptions in the functions that it calls after a fork, so a KeyboardInterrupt there would be lost.
     """
     usual = signal.getsignal(signal.SIGINT)
     if usual is None or threading.current_thread() is not threading.main_thread():
@@ -89,7 +88,7 @@ class _Child(Generic[Result]):
     def __init__(self, work: Callable[[], Result]) -> None:
         self._receiver, sender = multiprocessing.Pipe(duplex=False)
         context = multiprocessing.get_context("fork")
-        # Not a daemon: those may not have worker processes.
+        # Not a daemon: daemons may not have worker processes.
         self._process = context.Process(target=_answer, args=(work, sender), daemon=False)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
@@ -120,7 +119,7 @@ class _Child(Generic[Result]):
 
 
 def _answer(work: Callable[[], Result], sender: Connection) -> None:
-    gc.freeze()  # garbage of the training process that holds CUDA events would end this one when collected
+    gc.freeze()  # garbage of the training process that holds CUDA events would end this process when collected
     os.setpgid(0, 0)  # so that its workers can be ended with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it, and ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
