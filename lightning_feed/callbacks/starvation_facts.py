@@ -26,7 +26,7 @@ _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_afte
 
 
 def facts_of(trainer: AnyTrainer, guard: Guard, stage: Stage = "fit", *, before: LoopFacts | None = None) -> LoopFacts:
-    """Collect the facts about a stage's loop. Copies the lines of the user's code from ``before``, its earlier facts."""
+    """Collect the facts about a stage's loop. Copies lines of the user's code from ``before``, its earlier facts."""
     machine = read_machine()
     loaders = inner_loaders(trainer, stage)
     datamodule = _host.datamodule_of(trainer)

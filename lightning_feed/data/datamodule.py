@@ -412,8 +412,7 @@ class FeedDataModule:
                 callbacks.append(AutotuneCallback())
 
     def _feed_run_seed(self) -> int:
-        """Return the seed of the training order: the user's, else ``seed_everything``'s, else a random one for all ranks.
-        """
+        """Return the seed of the training order: the user's, ``seed_everything``'s, or a random one for all ranks."""
         trainer = self.trainer
         if self._feed_seed is None:
             self._feed_seed = self._feed_given_seed

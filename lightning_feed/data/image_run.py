@@ -12,7 +12,7 @@ Chosen = TypeVar("Chosen")
 
 
 def device_of(trainer: Trainer | None) -> torch.device:
-    """Return the device for the batches: the Trainer's; without a Trainer, the GPU if CUDA is available, else the CPU."""
+    """Return the device for the batches: the Trainer's; without a Trainer, CUDA if it is available, else the CPU."""
     if trainer is not None:
         return trainer.strategy.root_device
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -62,7 +62,7 @@ def wrap(datamodule: Any, loader: LoaderSettings | None = None) -> Any:
 
 
 class _LoaderHook(_host.Wrap):
-    """The wrap of a loader hook. Unlike other wraps, it stays in copies, such as those that ddp_spawn makes for ranks."""
+    """The wrap of a loader hook. Unlike other wraps, it stays in copies, such as those that ddp_spawn makes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return object.__new__, (type(self),), vars(self)

@@ -60,7 +60,7 @@ class GivenOrder:
 
 
 def twin_of(loader: DataLoader[Batch], **values: object) -> DataLoader[Batch]:
-    """Copy a loader, with other ``values`` and no workers running. Class, dataset, samplers and functions stay the same.
+    """Copy a loader, with other ``values`` and no running workers. Class, dataset, samplers and functions stay.
 
     The constructor is not called: its arguments may differ from the attributes, and its side effects must not be
     repeated. Without workers, options that need workers are dropped.

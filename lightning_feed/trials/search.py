@@ -262,14 +262,14 @@ class _Search:
     # --- what to try next ---------------------------------------------------------------------------------------------
 
     def _enough_workers(self, alone_s: float) -> int:
-        """The number of workers that could feed the model, at most one per CPU, if one needs ``alone_s`` for a batch."""
+        """The number of workers that could feed the model if one needs ``alone_s`` for a batch; at most one per CPU."""
         enough = max(1, round(self._space.cpus))
         if alone_s < enough * self._space.model_s:
             enough = math.ceil(alone_s / self._space.model_s)
         return max(1, min(enough, self._most))
 
     def _growing_numbers(self, first: int) -> Iterator[int]:
-        """Numbers of workers that double from ``first`` up to the largest allowed, and in between the number of CPUs."""
+        """Numbers of workers that double from ``first`` to the largest allowed, with the number of CPUs in between."""
         cpus = max(1, round(self._space.cpus))
         number = first
         while number <= self._most:

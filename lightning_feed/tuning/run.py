@@ -275,8 +275,8 @@ def tune(  # all but the target are by name, and have a default
     """Find loader settings for a data module or a DataLoader, without changing either.
 
     With a model, finds the setting with which its training steps are shortest; without a model, the setting with which
-    the loader is fastest. Your own setting stays unless another makes steps more than 3 % shorter, and is faster in each
-    of up to three turns. The result is stored for the machine, model, dataset, batch size and package versions.
+    the loader is fastest. Your own setting stays unless another makes steps more than 3 % shorter, and is faster in
+    each of up to three turns. The result is stored for the machine, model, dataset, batch size and package versions.
 
     Args:
         target: a LightningDataModule, which is prepared and set up for "fit", or torch DataLoaders.
@@ -362,7 +362,7 @@ def batch_size_of(loader: DataLoader[Batch]) -> int | None:
 def run_tune(
     fit: Fit, *, fresh: bool = False, grid: Sequence[int] = (), loader: str | None = None
 ) -> tuple[Tuned, Sweep | None, LoaderCode | None]:
-    """Tune a loader, and sweep numbers of workers if requested. Also returns the code that sets up the loader, if known.
+    """Tune a loader, and sweep numbers of workers if requested. Also returns the code that makes the loader, if known.
 
     Args:
         fit: the module and the data.
