@@ -98,8 +98,10 @@ def steps_between_checkpoints(callback: object) -> int:
 
 
 def has_grad_scaler(trainer: AnyTrainer) -> bool:
-    """Check if the precision plugin scales gradients. Checked against Lightning 2.4.0 and 2.6.6
-    (``plugins/precision/amp.py``)."""
+    """Check if the precision plugin scales gradients.
+
+    Checked against Lightning 2.4.0 and 2.6.6 (``plugins/precision/amp.py``).
+    """
     return getattr(trainer.precision_plugin, "scaler", None) is not None
 
 
@@ -124,8 +126,8 @@ def known_syncs(trainer: AnyTrainer) -> tuple[str, ...]:
       metric with ``Tensor.item`` in every step. Checked against Lightning 2.4.0 and 2.6.6
       (``logger_connector/result.py: metrics``, ``utilities/metrics: convert_tensors_to_scalars``).
     - ``grad_scaler``: the precision plugin has a GradScaler.
-    - ``sigterm_broadcast``: there are several ranks, and Lightning's loop broadcasts before each batch if a SIGTERM
-      came, and reads the result with ``Tensor.item``. 2.6.6 does, 2.4.0 does not
+    - ``sigterm_broadcast``: there are several ranks, and Lightning's loop broadcasts before each batch whether a
+      SIGTERM came, and reads the result with ``Tensor.item``. 2.6.6 does so, 2.4.0 does not
       (``loops/training_epoch_loop.py: advance``).
     - ``throughput_monitor``: there is a ThroughputMonitor, which calls ``torch.cuda.synchronize``, on CUDA only.
       Checked against Lightning 2.4.0 and 2.6.6 (``callbacks/throughput_monitor.py: _update``).

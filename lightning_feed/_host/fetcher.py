@@ -206,7 +206,7 @@ def checkpoint_loader_states(checkpoint: dict[str, Any]) -> list[dict[str, Any]]
 
 
 def write_loader_states(checkpoint: dict[str, Any], states: list[dict[str, Any]]) -> None:
-    """Replace the loader states that Lightning saved in a checkpoint by ``states``; remove them if it is empty."""
+    """Replace the loader states in a checkpoint by ``states``, or remove them if ``states`` is empty."""
     fit_loop = checkpoint["loops"]["fit_loop"]["state_dict"]
     if states:
         fit_loop["combined_loader"] = states

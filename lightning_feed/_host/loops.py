@@ -102,8 +102,8 @@ def read_already(trainer: AnyTrainer) -> bool:
 def train_batches_to_follow(trainer: AnyTrainer, *, at_most: int, step_pending: bool) -> int:
     """The number of batches that the training loop will certainly take directly after this one, up to ``at_most``.
 
-    0 if the run ends here, or if validation comes first: validation must draw from the global random generators before
-    the next training batch is loaded.
+    Returns 0 if the run ends here, or if validation comes first, because validation must draw from the global random
+    generators before the next training batch is loaded.
 
     Args:
         at_most: upper limit of the result.

@@ -60,7 +60,7 @@ def _actions_of_fit(trainer: AnyTrainer) -> dict[str, str]:
 
 
 def profiler_does_nothing(trainer: AnyTrainer) -> bool:
-    """Check if the profiler is Lightning's empty one.
+    """Check if the profiler is Lightning's PassThroughProfiler, which does nothing.
 
     Checked against Lightning 2.4.0 and 2.6.6 (``profilers/base.py``).
     """

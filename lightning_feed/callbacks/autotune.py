@@ -241,7 +241,7 @@ class AutotuneCallback(Callback):
         return self._loader.prepare(loader)
 
     def _begin_tuning(self, trainer: AnyTrainer, loader: AnyLoader) -> TunedLoader | None:
-        """Begin with the result of an earlier run, or with the user's setting. None if nothing may be changed."""
+        """Begin with the result of an earlier run, or with the user's setting. Returns None if nothing may change."""
         why_not = next(filter(None, gather(trainer, self._why_not(loader))), "")  # so that all ranks try, or none
         if why_not:
             self._do_nothing(trainer, why_not)

@@ -46,7 +46,7 @@ class FreshWorkers(Callback):
         watching = [callback for callback in callbacks if isinstance(callback, FreshWorkers)]
         if not watching:
             watching = [FreshWorkers()]
-            callbacks.insert(0, watching[0])  # first, so that it undoes its wraps before those that they are around
+            callbacks.insert(0, watching[0])  # first: its wraps are around those of others, so they must be undone first
         watching[0]._begin(trainer, stage, loaders)
 
     def _begin(self, trainer: AnyTrainer, stage: Stage, loaders: list[Any]) -> None:

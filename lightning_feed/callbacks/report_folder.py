@@ -33,9 +33,9 @@ def run_folder(trainer: AnyTrainer, chosen: Path | None = None) -> Path | None:
     """Folder for this run's reports; None in a ``fast_dev_run``, and if no folder is on this machine.
 
     This is the chosen folder, else the first logger's folder on this machine, else the folder of the checkpoints if
-    there are loggers, else ``feed_reports`` in ``default_root_dir``. A logger without ``log_dir``, or with an empty
-    one, which does not mean the current folder, has its folder in ``save_dir``. ``trainer.log_dir`` is not used: it
-    broadcasts, so that all ranks would have to call it.
+    there are loggers, else ``feed_reports`` in ``default_root_dir``. If a logger's ``log_dir`` is empty, which does not
+    mean the current folder, the folder is in its ``save_dir``. ``trainer.log_dir`` is not used, because it broadcasts,
+    so that all ranks would have to call it.
     """
     if _host.is_fast_dev_run(trainer):
         return None

@@ -49,10 +49,10 @@ class GPUStarvationCallback(Callback):
             after Ctrl-C, SIGTERM or an error.
         tags: ``"core"`` logs the speed of training and what it waits for; ``"all"`` adds figures that help to find the
             cause.
-        folder: folder for these files. By default the first of these that there is: the folder that the environment
-            variable ``LIGHTNING_FEED_DIR`` names, the first logger's folder on this machine, the folder of the
-            checkpoints, ``feed_reports`` in the Trainer's ``default_root_dir``. Reports of other runs are kept: the
-            next report is ``feed_report-2.html``.
+        folder: folder for these files. By default the folder that the environment variable ``LIGHTNING_FEED_DIR``
+            names, else the first logger's folder on this machine, else the folder of the checkpoints, else
+            ``feed_reports`` in the Trainer's ``default_root_dir``. Reports of other runs are kept: the next report is
+            ``feed_report-2.html``.
 
     Raises:
         SettingsError: when ``every_n_steps`` is not a positive integer, ``tags`` is unknown, or the folder is on

@@ -20,7 +20,7 @@ from lightning_feed.verdict.decide import decide
 from lightning_feed.verdict.diagnosis import Diagnosis
 
 _shown_fits: set[str] = set()
-"""Fits whose reports this process has shown: reports of later fits are one line."""
+"""Fits whose reports this process has printed. The reports of later fits take one line."""
 
 
 class RunReports:

@@ -36,7 +36,7 @@ class StarvationRun:
         trainer: the Trainer that fits, validates, tests or predicts.
         window_steps: steps in a window, over which figures are logged; 0 for no windows.
         guard: the callback's guard, around the functions that the loop calls.
-        wall: the clock of the whole run, which may have started earlier.
+        wall: the clock of the whole run, which may have started earlier; None for a new clock.
         stage: the stage whose loop is measured. A fit also measures its validation's loop.
 
     Attributes:
@@ -70,7 +70,7 @@ class StarvationRun:
         """The loop that runs now: the main loop, or a fit's validation."""
         self._validation: MeasuredLoop | None = None
         self._validation_since: int | None = None
-        """The host's clock when the present validation began; None outside a validation."""
+        """The host's clock when the current validation began; None outside a validation."""
         self._hooks = HookTimes(lambda: self._current.meter.between_steps, own_clock, measure=guard.measure)
         self._ranks: RankExchange | None = None
         self._rank_total: RankStats | None = None
@@ -227,7 +227,7 @@ class StarvationRun:
             self._fold(loop)
 
     def _fold(self, loop: MeasuredLoop) -> None:
-        """Replace the records of single steps by sums. Training steps are first kept for the exchange with ranks."""
+        """Replace the records of single steps by sums, after giving training steps to the exchange between ranks."""
         loop.meter.catch_up()
         if self._ranks is not None and loop is self.main:
             self._ranks.add(loop.ledger.fresh)

@@ -46,8 +46,8 @@ def watch_loader(
 
     The batches and their order stay the same. Waiting for data is the time inside ``next(loader)``; on a GPU, only the
     part in which the GPU had nothing to do. This part is read from events on the compute stream, without synchronising.
-    All else is computing. A report is printed after 200 steps or a minute, every 10 minutes, and when the program ends
-    or :meth:`WatchedLoader.close` is called. With several ranks, each measures itself, and rank 0 reports.
+    All other time counts as computing. A report is printed after 200 steps or a minute, every 10 minutes, and when the
+    program ends or :meth:`WatchedLoader.close` is called. With several ranks, each measures itself, and rank 0 reports.
 
     A second call with the same loader continues the measurement with the new options. Pass the loader that the loop
     iterates over, after ``fabric.setup_dataloaders`` or ``accelerator.prepare``. Wrap the validation loader, too: the

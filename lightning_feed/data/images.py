@@ -129,7 +129,7 @@ class FeedImageFolder(FeedDataModule):
         )
 
     def collate(self, samples: list[Any], split: str) -> Any:
-        """Make a batch (images, labels) in a worker. uint8 images become channels last; encoded images stay encoded."""
+        """Make a batch (images, labels) in a worker. Images stay uint8 and channels last, encoded images encoded."""
         return collate_images(samples) if self._images_settle() == "torch" else collate_encoded(samples)
 
     def device_transform(self, batch: Batch, split: str) -> Any:
@@ -137,7 +137,7 @@ class FeedImageFolder(FeedDataModule):
         batch = self._feed_on_device(batch, split)  # if called by hand, the batch may still be encoded
         images, labels, *aspects = batch
         backend = None if self._images_backend is None else self._images_backend.name
-        if backend == "dali-gpu" and images.is_floating_point():  # without a GPU, as after the fit, they are uint8
+        if backend == "dali-gpu" and images.is_floating_point():  # on the CPU, as after a fit on a GPU, they are uint8
             return images.to(self.dtype), labels  # normalised already; DALI knows no bfloat16
         if not isinstance(images, torch.Tensor) or images.dtype != torch.uint8:
             return batch

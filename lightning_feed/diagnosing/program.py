@@ -164,7 +164,7 @@ def _flush_files() -> None:
 
 
 def _drop_signal_handlers() -> None:
-    """Remove the program's signal handlers, so that Ctrl-C and SIGTERM end the command, and its others do nothing."""
+    """Remove the program's signal handlers. Ctrl-C and SIGTERM then end the command; its other signals are ignored."""
     defaults: dict[int, Any] = {
         signal.SIGTERM: signal.SIG_DFL,
         signal.SIGCHLD: signal.SIG_DFL,

@@ -276,10 +276,10 @@ def short_trainer(
 ) -> AnyTrainer:
     """A new Trainer on one device, with the settings of ``like`` that change what a step does.
 
-    It keeps accelerator, the first of the devices, precision, gradient accumulation and clipping, ``max_epochs`` and
-    ``max_steps`` (which schedulers read), ``limit_train_batches``, ``log_every_n_steps``, anomaly detection, and with
-    ``prefetch`` the PrefetchCallback. In place of loggers it has one that drops everything. Checkpoints, validation,
-    progress bar, profiler and all other callbacks are left out.
+    These settings are accelerator, the first of the devices, precision, gradient accumulation and clipping,
+    ``max_epochs`` and ``max_steps`` (which schedulers read), ``limit_train_batches``, ``log_every_n_steps``, anomaly
+    detection, and with ``prefetch`` the PrefetchCallback. In place of loggers, one logger drops everything.
+    Checkpoints, validation, progress bar, profiler and all other callbacks are left out.
     """
     kept = [callback for callback in _host.callbacks_of(like) if prefetch and isinstance(callback, PrefetchCallback)]
     wanted = [*copy.deepcopy(kept), *callbacks]

@@ -28,15 +28,16 @@ class _Answer(Generic[Result]):
 
     result: Result | None = None
     kind: type[FeedError] | None = None
-    """Class of the error, if it is one of ours."""
+    """Class of the error if it is a FeedError; else None."""
     text: str = ""
 
 
 def run_in_children(work: Callable[[], Result], *, count: int, timeout_s: float) -> list[Result]:
     """Run ``work`` in forked children at the same time, and return their results.
 
-    The children hold copies of all objects, so the work may iterate the user's loaders. It must not use the device: a
-    forked process cannot. A child computes with one torch thread, because OpenMP's threads do not survive a fork.
+    The children hold copies of all objects, so the work may iterate the user's loaders. The work must not use the
+    device, because a forked process cannot. A child computes with one torch thread, because OpenMP's threads do not
+    survive a fork.
 
     Args:
         work: called in each child. Its result is pickled.

@@ -220,7 +220,7 @@ def _failing_sample(loader: DataLoader[Batch], kind: str, received: int) -> Any:
 
 
 def _indices_of_batch(loader: DataLoader[Batch], number: int) -> list[Index]:
-    """Draw the sample indices of a batch. Returns none if there is no such batch, or drawing uses up the sampler."""
+    """Draw the sample indices of a batch; empty if there is no such batch, or if drawing would use up the sampler."""
     is_batched = loader.batch_sampler is not None
     source: Any = loader.batch_sampler if is_batched else loader.sampler
     with drawing_device(loader.generator):

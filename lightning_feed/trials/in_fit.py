@@ -150,7 +150,7 @@ def _once_per_node(tune: Callable[[], Tuned], trainer: Any) -> Tuned:
 
 
 def with_setting(loader: DataLoader[Batch], setting: Setting) -> DataLoader[Batch]:
-    """A copy of a loader with other workers and the same order of samples. Its worker processes use slots.
+    """A copy of a loader with other workers and the same order of samples. The copy's worker processes use slots.
 
     A separate generator seeds the copy's workers. The seed that the given loader would draw for its workers is still
     drawn, so that samplers and model draw the same numbers afterwards.
@@ -288,7 +288,7 @@ class SameDraws(_Draws):
     Args:
         source: the sampler.
         loader: the original loader.
-        ahead: as for its base class.
+        ahead: the largest number of indices drawn for batches that the workers have not handed over yet.
     """
 
     def __init__(self, source: Any, loader: DataLoader[Batch], *, ahead: int) -> None:

@@ -97,7 +97,7 @@ Run = Callable[[Setting], Trial]
 
 
 def find_setting(space: Space, run: Run) -> Choice | None:
-    """Search until the best setting is found, or the time is over. None if no setting could run."""
+    """Search until the best setting is found, or the time is over. Returns None if no setting could run."""
     search = _Search(space, run)
     finished = True
     try:
@@ -213,7 +213,7 @@ class _Search:
     # --- trials so far ------------------------------------------------------------------------------------------------
 
     def _try(self, setting: Setting) -> float:
-        """Run a trial, add it to those of the same setting, and return its step time."""
+        """Run a trial, add its step time to earlier trials of the same setting, and return its step time."""
         trial = self._run(setting)
         before = self._trials.get(setting)
         if before is not None:

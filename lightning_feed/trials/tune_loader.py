@@ -38,9 +38,10 @@ from lightning_feed.wording import throughput
 logger = logging.getLogger(__name__)
 
 MOST_WORKERS = 16
-"""Workers to try on a machine with few CPUs: loaders that wait for storage use more workers than CPUs."""
+"""Largest number of workers to try on a machine with few CPUs: loaders that wait for storage use more workers than
+CPUs."""
 _WORKERS_PER_CPU = 2
-"""Workers to try for each CPU, if these are more than ``MOST_WORKERS``."""
+"""Largest number of workers to try for each CPU, if that is more than ``MOST_WORKERS`` in all."""
 _PATIENCE = 20
 """A loader is taken to hang if a batch takes longer than this many times the longest step so far."""
 _LEAST_PATIENCE_S = 5.0
@@ -229,7 +230,7 @@ class _Run:
         )
 
     def _completed(self, chosen: Setting, own: Setting) -> Setting:
-        """The chosen setting with the values that no trial changes: ``pin_memory`` and ``persistent_workers``."""
+        """The chosen setting, with ``pin_memory`` and ``persistent_workers``, which no trial changes, set as well."""
         if chosen == own:
             return chosen
         may_persist = self.goal.may_persist and not may_change(self.loader.dataset)

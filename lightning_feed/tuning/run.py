@@ -180,7 +180,7 @@ class Sweep:
     """The rates of a loader, without training, for each number of workers in a grid."""
 
     trials: tuple[Trial, ...]
-    """Trials, ordered by number of workers. Settings that could not run, or would break a limit, have the reason."""
+    """Trials, ordered by number of workers. If a setting could not run, or would break a limit, its trial says why."""
     batch_size: int | None = None
     """Samples per batch; None if unknown, and then rates are in batches."""
     chosen: Setting | None = None
@@ -396,7 +396,7 @@ def sweep_loader(loader: DataLoader[Batch], grid: Iterable[int], on_trial: Calla
 
     Args:
         loader: any DataLoader.
-        grid: numbers of workers, in any order. Any that would break a limit of this machine is listed, but not tried.
+        grid: numbers of workers, in any order. Numbers that would break a limit of this machine are listed, not tried.
         on_trial: called after each trial.
 
     Raises:
