@@ -303,7 +303,7 @@ class Run(NamedTuple):
 def _train(name: str, data: Any, images: ImageFolder, epochs: int, logs: Path) -> Run:
     seed_everything(0, workers=True, verbose=False)
     course = Course(name)
-    starvation = GPUStarvationCallback(report=False)  # the demo shows all results at its end
+    starvation = GPUStarvationCallback(report=False)  # the demo prints all results at its end
     callbacks = [starvation, course]
     if name == "fed":
         callbacks.insert(0, PrefetchCallback())

@@ -8,7 +8,7 @@ from lightning_feed.errors import MissingExtraError
 
 
 def require(module: str, *, extra: str, why: str) -> ModuleType:
-    """Import an optional module, or say how to install it.
+    """Import an optional module. If it is missing, the error names the command to install it.
 
     Args:
         module: the module to import, for example ``"skimage.data"``.

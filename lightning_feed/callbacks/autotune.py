@@ -154,7 +154,7 @@ class AutotuneCallback(Callback):
 
     @guarded
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin an epoch of this callback's own measurement. Trials that waited for it come after some of its steps."""
+        """Begin an epoch of this callback's own measurement. Trials that waited for this epoch run after some steps."""
         if self._run is not None:
             self._run.epoch_began()
         run = self._measuring_run(trainer)

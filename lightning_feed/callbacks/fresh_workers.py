@@ -27,7 +27,7 @@ class FreshWorkers(Callback):
         """Numbers and strings of the datasets when their workers started, by stage, in the order of the loaders."""
         self._wraps: list[_host.Wrap] = []
         self._is_first = True
-        """True until a fit's first epoch begins. Lightning makes that epoch's iterators before its hooks run."""
+        """True until a fit's first epoch begins. Lightning makes the first epoch's iterators before its hooks."""
         self._guard = Guard("wrap", self._let_go)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class FreshWorkers(Callback):
         watching = [callback for callback in callbacks if isinstance(callback, FreshWorkers)]
         if not watching:
             watching = [FreshWorkers()]
-            callbacks.insert(0, watching[0])  # first: its wraps are around those of others, so they must be undone first
+            callbacks.insert(0, watching[0])  # first: its wraps are outside other callbacks', so they are undone first
         watching[0]._begin(trainer, stage, loaders)
 
     def _begin(self, trainer: AnyTrainer, stage: Stage, loaders: list[Any]) -> None:

@@ -195,8 +195,8 @@ def achieved(diagnosis: Diagnosis) -> dict[str, float]:
 def log_hparams(logger: Any, params: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
     """Pass the loader's settings to a logger as hyperparameters, with the results. Call on rank 0, once, after a fit.
 
-    Skips TensorBoard, which accepts hyperparameters only once per run, and those are the user's. Its users find the
-    settings in the report.
+    Skips TensorBoard, which accepts hyperparameters only once per run: that one time is left to the user. There, the
+    settings are in the report.
     """
     if not hasattr(logger.experiment, "add_hparams"):
         logger.log_hyperparams(dict(params))

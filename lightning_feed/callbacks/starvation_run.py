@@ -157,7 +157,7 @@ class StarvationRun:
         return next(filter(None, map(growing, self._kept, self._datasets())), "")
 
     def _watch_for_repeats(self) -> None:
-        """Compare a stream's first batches before they are sent to the device: several workers may yield the same."""
+        """Compare a stream's first batches before their transfer: all workers may yield the same samples."""
         loader = self.main.facts.loader
         workers = loader.num_workers or 0
         undivided = loader.map_style is False and not loader.shards_by_worker and loader.count == 1

@@ -130,7 +130,7 @@ class KeptBatches:
     """Copies of a run's batches, to replay: spread evenly over the run if their shapes differ, else only the first.
 
     Args:
-        skip: number of batches at the start of the run that are not kept, because they are not measured either.
+        skip: number of batches at the start of the run, before the measured ones, that are not kept.
     """
 
     def __init__(self, skip: int = 0) -> None:

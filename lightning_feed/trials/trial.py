@@ -34,7 +34,7 @@ except ImportError:  # Windows has no such limits
 
 WORKER_FILES = 4
 """Open files in this process per worker process: both ends of its index queue, its sentinel, and one spare. With torch
-2.15, /proc/self/fd shows 3."""
+2.15, /proc/self/fd lists 3 of them."""
 OTHER_FILES = 256
 """Open files reserved for the program: libraries, checkpoints, logs, connections."""
 
@@ -278,7 +278,7 @@ _DEEPEST = 8
 _SLOW_PERCENTILE = 90
 """Percentile of the longest waits of all rounds that counts as a slow batch."""
 _END = object()
-"""Stands for the end of a pass."""
+"""Marks the end of a pass."""
 
 
 def worker_memory(pids: Iterable[int], root: Path = Path("/")) -> int | None:

@@ -180,7 +180,7 @@ class Sweep:
     """The rates of a loader, without training, for each number of workers in a grid."""
 
     trials: tuple[Trial, ...]
-    """Trials, ordered by number of workers. If a setting could not run, or would break a limit, its trial says why."""
+    """Trials, ordered by number of workers. A setting that could not run, or would break a limit, has the reason."""
     batch_size: int | None = None
     """Samples per batch; None if unknown, and then rates are in batches."""
     chosen: Setting | None = None
