@@ -1,4 +1,4 @@
-"""``tune`` and its command: find loader settings by trials, without side effects."""
+"""``tune`` and its command, which find loader settings by trials, without side effects."""
 
 import json
 import time
@@ -58,7 +58,7 @@ class Paste:
     """Description of the code, such as ``in your training DataLoader (Data.train_dataloader, data.py:41)``."""
     form: Literal["arguments", "settings", "override", "yaml", "callback"]
     """Kind of ``code``: arguments of the call that makes the loader, arguments of ``LoaderSettings``, command line
-    options, lines of a YAML file, or a Trainer callback, if a package makes the loader and takes no settings."""
+    options, lines of a YAML file, or a callback for the Trainer if a package makes the loader and takes no settings."""
     code: str
 
 
@@ -67,7 +67,7 @@ def tuned_text(tuned: Tuned, loader_code: LoaderCode | None = None) -> str:
 
     Args:
         tuned: result of tuning.
-        loader_code: the code that sets up the loader. None: unknown.
+        loader_code: the code that sets up the loader; None if unknown.
     """
     lines = ["workers  ahead  measured"]
     lines += [_row(trial, tuned) for trial in tuned.trials]
@@ -115,9 +115,9 @@ def tuned_document(tuned: Tuned, loader_code: LoaderCode | None = None) -> dict[
 
 
 def pastes(tuned: Tuned, loader_code: LoaderCode | None) -> list[Paste]:
-    """Return code to paste, in the forms that fit the code, the best form first.
+    """Return code to paste, in the forms that fit the code that sets up the loader, the best form first.
 
-    If the code is unknown, one form for a DataLoader and one for a FastDataModule.
+    If that code is unknown, returns one form for a DataLoader and one for a FastDataModule.
     """
     settings = Paste("in the call that makes your FastDataModule", "settings", paste_line(tuned))
     values = _values(tuned)
@@ -141,7 +141,7 @@ def pastes(tuned: Tuned, loader_code: LoaderCode | None) -> list[Paste]:
 
 
 def _overrides(keys: dict[str, str], values: dict[str, Any]) -> list[Paste]:
-    """Format values for their keys on the command line, or in YAML."""
+    """Format values under their keys for the command line, and for a YAML file."""
     if not values:
         return []
     line = " ".join(f"{keys[name]}={json.dumps(value)}" for name, value in values.items())
@@ -177,20 +177,22 @@ def _arguments(values: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """The rates of a loader alone for each number of workers in a grid."""
+    """The rates of a loader, without training, for each number of workers in a grid."""
 
     trials: tuple[Trial, ...]
-    """Trials by number of workers. Includes trials that could not run or would break a limit, with the reason."""
+    """Trials, ordered by number of workers. A setting that could not run, or would break a limit, has the reason."""
     batch_size: int | None = None
-    """Samples per batch. None: rates are in batches."""
+    """Samples per batch; None if unknown, and then rates are in batches."""
     chosen: Setting | None = None
-    """The tuner's choice, which may be outside the grid."""
+    """The tuner's choice, which may be outside the grid; None if nothing was tuned."""
     seconds: float = 0.0
     """Seconds that the sweep took."""
 
     def rate(self, trial: Trial) -> float | None:
-        """Return a trial's samples per second, or batches per second if the batch size is unknown. None if the trial
-        could not run."""
+        """Return a trial's samples per second, or batches per second if the batch size is unknown.
+
+        Returns None if the trial could not run.
+        """
         if not trial.steps_s:
             return None
         return (self.batch_size or 1) / trial.step_s
@@ -272,21 +274,21 @@ def tune(  # all but the target are by name, and have a default
 ) -> Tuned:
     """Find loader settings for a data module or a DataLoader, without changing either.
 
-    With a model, finds the setting with which its training steps are shortest; without, that of the fastest loader.
-    Your own setting stays unless another is faster by more than 3 % in each of three turns. The result is stored for
-    the machine, dataset, batch size and package versions.
+    With a model, finds the setting with which its training steps are shortest; without a model, the setting with which
+    the loader is fastest. Your own setting stays unless another makes steps more than 3 % shorter, and is faster in
+    each of up to three turns. The result is stored for the machine, model, dataset, batch size and package versions.
 
     Args:
         target: a LightningDataModule, which is prepared and set up for "fit", or torch DataLoaders.
         model: the LightningModule. Its training step is measured on one batch for some seconds.
         trainer: the Trainer for the settings of the run. Loaders for all its local ranks are tried at once.
-        budget_s: seconds for the trials. No trial starts later.
-        fresh: ignore remembered results.
-        loader: key or number of the loader to tune, if there are several, such as ``"cls"``.
+        budget_s: seconds for the trials. After that time no trial starts.
+        fresh: True to ignore remembered results.
+        loader: key or number of the loader to tune, such as ``"cls"``, if there are several.
 
     Raises:
         SettingsError: the target cannot be tuned, or more workers would change what is trained.
-        DatasetError: the dataset raises.
+        DatasetError: the dataset raises an error.
         LoaderError: the loader is empty, or hangs.
 
     Returns:
@@ -310,7 +312,7 @@ def tune_in_session(session: Session, loader: DataLoader[Batch], goal: Goal, *, 
     """Find the settings for a loader, with a progress bar on stderr.
 
     Args:
-        session: training session. The work of its module is measured.
+        session: training session. If it has a model, the work of the model's training step is measured.
         loader: the training loader.
         goal: the limits. Device and persistent workers follow from the Trainer.
         fresh: as for :func:`tune`.
@@ -338,7 +340,7 @@ def tune_in_session(session: Session, loader: DataLoader[Batch], goal: Goal, *, 
 
 def _prove(session: Session, loader: DataLoader[Batch], goal: Goal, tuned: Tuned) -> Tuned:
     """Train with the result, and replace it in the store by the user's own setting if steps are no shorter."""
-    if not isinstance(session.train_loaders, DataLoader):  # the model trains on several
+    if not isinstance(session.train_loaders, DataLoader):  # the model trains on several loaders
         return tuned
     with user_errors("training with the result failed"):
         proof = prove(session, tuned, seconds=PROOF_S)
@@ -350,7 +352,7 @@ def _prove(session: Session, loader: DataLoader[Batch], goal: Goal, tuned: Tuned
 
 
 def batch_size_of(loader: DataLoader[Batch]) -> int | None:
-    """Return the samples per batch. None if unknown."""
+    """Return the samples per batch; None if unknown."""
     return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
 
 
@@ -360,16 +362,16 @@ def batch_size_of(loader: DataLoader[Batch]) -> int | None:
 def run_tune(
     fit: Fit, *, fresh: bool = False, grid: Sequence[int] = (), loader: str | None = None
 ) -> tuple[Tuned, Sweep | None, LoaderCode | None]:
-    """Tune, and sweep if requested. The sweep marks the tuner's choice. Also returns the code of the loader, if known.
+    """Tune a loader, and sweep numbers of workers if requested. Also returns the code that makes the loader, if known.
 
     Args:
         fit: the module and the data.
         fresh: as for :func:`tune`.
-        grid: numbers of workers to sweep; empty: no sweep.
+        grid: numbers of workers to sweep; empty for no sweep.
         loader: key or number of the loader, if there are several.
 
     Raises:
-        FeedError: as for ``tune``, or the grid has a number that is not one of workers.
+        FeedError: as for ``tune``, or the grid contains an impossible number of workers.
     """
     wrong = [workers for workers in grid if not 0 <= workers <= MOST]
     if wrong:  # before seconds are spent on trials
@@ -390,11 +392,11 @@ def run_tune(
 
 
 def sweep_loader(loader: DataLoader[Batch], grid: Iterable[int], on_trial: Callable[[], object]) -> Sweep:
-    """Try a loader alone with each number of workers in a grid. Leaves the loader unchanged.
+    """Measure a loader, without training, with each number of workers in a grid. Leaves the loader unchanged.
 
     Args:
         loader: any DataLoader.
-        grid: numbers of workers, in any order. Any that would break a limit of this machine is listed, but not tried.
+        grid: numbers of workers, in any order. Numbers that would break a limit of this machine are listed, not tried.
         on_trial: called after each trial.
 
     Raises:
@@ -432,8 +434,8 @@ def open_target_session(
     Args:
         target: a data module, which is prepared and set up; loaders; or ``model``, if it has ``train_dataloader``.
         model: the module, or None.
-        trainer: the user's Trainer. None: a new one, on Lightning's choice of device.
-        name: key of the loader among several, as in messages.
+        trainer: the user's Trainer; None for a new Trainer, on the device that Lightning chooses.
+        name: key of the loader if there are several, as in messages.
 
     Raises:
         SettingsError: the target is of another kind, has several training loaders or no DataLoader, or the Trainer
@@ -456,8 +458,8 @@ def open_target_session(
 def measure_work(session: Session) -> TrainingWork:
     """Measure the work of a training step, by a fit that repeats one batch, including its transfer to the device.
 
-    The batch is loaded before, and kept on the host. With PrefetchCallback its copy to the device overlaps with
-    computing; without, the copy is part of the step.
+    The batch is loaded before the fit, and kept on the host. With PrefetchCallback its copy to the device overlaps with
+    computing; without PrefetchCallback the copy is part of the step.
 
     Raises:
         FeedError: the fit fails, or is too slow to be measured.
@@ -488,7 +490,7 @@ def measure_work(session: Session) -> TrainingWork:
 
 
 def _first_batch(session: Session) -> Any:
-    """Load the loop's first batch in this process; one batch of each loader, if several. None if there is no batch."""
+    """Load the loop's first batch, with a part from each loader, without workers. Returns None if there is no batch."""
     loaders = own_loaders(session.train_loaders, _without_workers)
     if isinstance(loaders, DataLoader):
         batches = iter(loaders)
