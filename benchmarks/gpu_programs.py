@@ -155,7 +155,7 @@ def add_row(report: Report, name: str, reported: dict[str, Any], step_ms: float)
     """A row of the table."""
     report.row(
         program=name,
-        workers=reported["run"]["num_workers"],
+        workers=reported["run"]["loader"]["num_workers"],
         step_ms=step_ms,
         starved_pct=reported["step"]["starved_pct"],
         verdict=f"{reported['verdict']['bottleneck']}: {reported['verdict']['cause']}",

@@ -43,7 +43,7 @@ from lightning_feed.report.compare import compare, comparison_text
 from lightning_feed.report.document import read_document
 from lightning_feed.report.files import as_html, as_text
 from lightning_feed.report.report import Report
-from lightning_feed.verdict.decide import diagnose
+from lightning_feed.verdict.decide import decide
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -170,7 +170,7 @@ def wait_for(address: str) -> None:
 def kept_report(name: str, run: str = "") -> Report:
     """A report that was kept, with the verdict and the words of today's code."""
     found = read_document(KEPT / f"{name}.json")
-    return replace(found, diagnosis=diagnose(found.diagnosis.measurements), path=Path(run, "feed_report.json"))
+    return replace(found, diagnosis=decide(found.diagnosis.measurements), path=Path(run, "feed_report.json"))
 
 
 def kept_demo() -> tuple[dict[str, Any], dict[str, Report]]:

@@ -40,7 +40,7 @@ __all__ = list(_HOMES)
 
 
 class _ConsoleHandler(logging.Handler):
-    """Writes our log lines to ``stderr``, unless the root logger has a handler, which then shows them."""
+    """Writes our log lines to ``stderr``, unless the root logger has a handler, which then prints them."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers:

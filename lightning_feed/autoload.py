@@ -8,14 +8,14 @@ from lightning_feed.errors import SettingsError
 
 VARIABLE = "LIGHTNING_FEED"
 PROGRAM = "LIGHTNING_FEED_PROGRAM"
-"""Environment variable that is set while a program is diagnosed or tuned, to its process ID and its name."""
+"""Environment variable that holds process ID and name of the program while it is being diagnosed or tuned."""
 
 
 def callbacks() -> list[Any]:
     """Return the callbacks to add to a ``lightning.pytorch.Trainer`` that is being built.
 
-    Registered in the group ``lightning.pytorch.callbacks_factory``, so it also runs in programs that do not use this
-    package. It imports nothing unless the variable is set.
+    Registered as an entry point in the group ``lightning.pytorch.callbacks_factory``, so this function also runs in
+    programs that do not use this package. The function imports nothing unless ``LIGHTNING_FEED`` is set.
 
     Returns:
         ``[PrefetchCallback(), GPUStarvationCallback()]`` with ``LIGHTNING_FEED=1``, an ``AutotuneCallback()`` before
@@ -30,7 +30,7 @@ def callbacks() -> list[Any]:
 
 
 def pl_callbacks() -> list[Any]:
-    """Return the callbacks for Trainers of ``pytorch_lightning``, which in 2.4 refuse the other package's callbacks."""
+    """Return the callbacks for a Trainer of ``pytorch_lightning``, which in 2.4 refuses those of ``lightning``."""
     return _callbacks_from("lightning_feed.pl")
 
 
@@ -48,7 +48,7 @@ def _callbacks_from(module: str) -> list[Any]:
         )
     feed = import_module(module)
     starvation = feed.GPUStarvationCallback()
-    starvation.any_logger = False  # some packages show users the figures of a logger of their own
+    starvation.any_logger = False  # some packages have a logger of their own, and show its figures to users
     added = [feed.PrefetchCallback(), starvation]
     if value == "tune":
         added.insert(0, feed.AutotuneCallback())
@@ -56,7 +56,7 @@ def _callbacks_from(module: str) -> list[Any]:
 
 
 def _end_process(program: str) -> NoReturn:
-    """End a child process of a program that is diagnosed or tuned: it must not train."""
+    """End a child process of a program that is being diagnosed or tuned, because the child must not train."""
     message = (
         f"lightning-feed: {program} makes a Trainer in another process, which cannot be examined. "
         "Nothing was trained there. Name the program that runs in that process.\n"

@@ -1,7 +1,7 @@
 """The ``lightning-feed`` command: arguments, exit codes and printing.
 
-Exit codes: 0 done; 1 a FeedError (its message is on stderr); 2 wrong usage or a SettingsError; 128 plus a signal's
-number if one stopped it: 130 Ctrl-C, 141 a closed pipe. If a user's program ends early, its own exit code.
+Exit codes: 0 done; 1 a FeedError (its message is on stderr); 2 wrong usage or a SettingsError; 130 Ctrl-C and 141 a
+closed pipe, which are 128 plus the signal's number. If a user's program ends early, the program's own exit code.
 """
 
 import argparse
@@ -30,11 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     Args:
-        argv: the arguments without the program's name; None: those of the process.
+        argv: the arguments without the program's name; None for those of the process.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     program_arguments: list[str] = []
-    if words[:1] in (["diagnose"], ["tune"]) and "--" in words:  # what follows is the program's, whatever it is
+    if words[:1] in (["diagnose"], ["tune"]) and "--" in words:  # all that follows are the program's own arguments
         dashes = words.index("--")
         program_arguments = words[dashes + 1 :]
         words = words[:dashes]
@@ -273,9 +273,9 @@ def _tune(arguments: argparse.Namespace) -> None:
         require("matplotlib", extra="plot", why="--plot")  # before a minute is spent on trials
 
     def run(fit: "Fit") -> None:
-        tuned, sweep, place = run_tune(fit, fresh=arguments.fresh, grid=arguments.sweep, loader=arguments.loader)
-        document = tuned_document(tuned, place)
-        text = tuned_text(tuned, place)
+        tuned, sweep, loader_code = run_tune(fit, fresh=arguments.fresh, grid=arguments.sweep, loader=arguments.loader)
+        document = tuned_document(tuned, loader_code)
+        text = tuned_text(tuned, loader_code)
         if sweep is not None:
             document["sweep"] = sweep.to_dict()
             text += f"\n\n{sweep.text()}"
@@ -366,7 +366,7 @@ def _command(
     *,
     program: bool = False,
 ) -> argparse.ArgumentParser:
-    """Add a command, named and described by the function that runs it.
+    """Add a command. Name and description come from the function that runs it, and from its docstring.
 
     Args:
         commands: the commands of the parser.

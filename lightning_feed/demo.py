@@ -1,4 +1,4 @@
-"""The demo: one model trained three times on the same images: the usual way, fed, and as the first report advises."""
+"""The demo trains one model three times on the same images: the usual way, fed, and as the first report advises."""
 
 import copy
 import io
@@ -42,17 +42,17 @@ from lightning_feed.report.document import make_report
 from lightning_feed.report.files import as_text, check_writable, mark_colour, page_template, write_report, write_whole
 from lightning_feed.report.report import Report
 from lightning_feed.report.sections import advice_sections, step_sections
-from lightning_feed.verdict.decide import diagnose
+from lightning_feed.verdict.decide import decide
 from lightning_feed.verdict.diagnosis import Remedy
 from lightning_feed.wording import plural
 
 PIXELS = 64
 """Side of the model's input: small, so that the demo ends soon on two CPU cores."""
 BATCH_SIZE = 16
-"""Small, so that a few hundred images are enough steps for a verdict."""
+"""Batch size: small, so that a few hundred images are enough steps for a verdict."""
 SIDES = (768, 1024)
-"""Smallest and largest side of the images that are made, in pixels. Photos of today are larger still. With thumbnails
-of 300 pixels there would be little decoding to save."""
+"""Smallest and largest side of the images that are made, in pixels. Today's photos are even larger. With thumbnails of
+300 pixels, little decoding could be saved."""
 IMAGES = 512
 EPOCHS = 3
 MOST_IMAGES = 100_000
@@ -84,8 +84,8 @@ def make_images(out: Path, count: int) -> Path:
 
     Raises:
         SettingsError: when ``count`` is out of range.
-        DatasetError: when they cannot be written.
-        MissingExtraError: without scikit-image.
+        DatasetError: when the images cannot be written.
+        MissingExtraError: when scikit-image is not installed.
     """
     if not 1 <= count <= MOST_IMAGES:
         raise SettingsError(f"images={count}: the demo needs between 1 and {MOST_IMAGES:,} images.")
@@ -106,7 +106,7 @@ def make_images(out: Path, count: int) -> Path:
             unfinished.chmod(0o755)  # only the owner can open a folder of mkdtemp
             unfinished.rename(target)
         finally:
-            shutil.rmtree(unfinished, ignore_errors=True)  # gone already when the rename went through
+            shutil.rmtree(unfinished, ignore_errors=True)  # no longer there if it was renamed
     except OSError as error:
         raise DatasetError(
             f"the images could not be written to {out}: {error}. Choose another folder with --out."
@@ -117,8 +117,8 @@ def make_images(out: Path, count: int) -> Path:
 def _varied_jpeg(photograph: Image.Image, seed: int) -> bytes:
     """A random crop, perhaps mirrored, lighter or darker, as a JPEG of random quality: no two files are alike.
 
-    Smaller photographs are padded with their mirror image. Enlarging would blur them, so that their JPEGs would be
-    smaller, and faster to decode, than real ones of that size.
+    Photographs smaller than the crop are padded with their mirror image. Enlarging them would blur them, so that their
+    JPEGs would be smaller, and faster to decode, than real JPEGs of that size.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -132,7 +132,7 @@ def _varied_jpeg(photograph: Image.Image, seed: int) -> bytes:
 
 
 def find_images(root: Path, most: int) -> ImageFolder:
-    """The images of a folder of class folders, at most ``most`` of them, taken evenly over the whole list.
+    """The images of a folder of class folders. If there are more than ``most``, takes that number evenly from all.
 
     Raises:
         SettingsError: when ``most`` is below 1.
@@ -210,7 +210,7 @@ def plain_transform() -> v2.Compose:
 
 
 def plain_loader(images: ImageFolder) -> DataLoader[Any]:
-    """The DataLoader as most people write it first: normalised float32 images, no workers."""
+    """A DataLoader as most people first write it: normalised float32 images, no workers."""
     return DataLoader(_transformed(images, plain_transform()), batch_size=BATCH_SIZE, shuffle=True)
 
 
@@ -269,7 +269,7 @@ class Course(Callback):
         self.epochs_s = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the time of the set-up, which is shown by itself."""
+        """Note the time of the set-up, which has a row of its own in the table."""
         self._began = time.perf_counter()
         self.setup_s = self._began - self._made
         steps = int(trainer.num_training_batches) * (trainer.max_epochs or 1)
@@ -288,7 +288,7 @@ class Course(Callback):
 
 
 Figures = dict[str, float | str | None]
-"""Measurements of a run, by name with unit; None: the run was too short for it."""
+"""Measurements of a run, by name with unit; None if the run was too short to measure one."""
 
 
 class Run(NamedTuple):
@@ -303,7 +303,7 @@ class Run(NamedTuple):
 def _train(name: str, data: Any, images: ImageFolder, epochs: int, logs: Path) -> Run:
     seed_everything(0, workers=True, verbose=False)
     course = Course(name)
-    starvation = GPUStarvationCallback(report=False)  # the demo shows all results at its end
+    starvation = GPUStarvationCallback(report=False)  # the demo prints all results at its end
     callbacks = [starvation, course]
     if name == "fed":
         callbacks.insert(0, PrefetchCallback())
@@ -328,7 +328,7 @@ def _train(name: str, data: Any, images: ImageFolder, epochs: int, logs: Path) -
         # The trials, as `lightning-feed diagnose` makes them.
         session = Session(train_loaders=data, measured=diagnosis.measurements)
         measure_loaders(session, budget_s=TRIAL_S, only=TRIALS)
-        diagnosis = diagnose(replace(diagnosis.measurements, experiments=session.results, diagnosed=True))
+        diagnosis = decide(replace(diagnosis.measurements, experiments=session.results, diagnosed=True))
     report = make_report(diagnosis)
     written = write_report(report, Path(trainer.log_dir or logs))
     page = next(path for path in written if path.suffix == ".html")
@@ -383,7 +383,7 @@ ROWS = {
     "samples_per_s": ("samples/s", ".0f"),
     "verdict": ("verdict", ""),
 }
-"""Figure -> what it is called in the table, and its format."""
+"""For each figure, its name in the table and its format."""
 
 
 def demo_text(outcome: Outcome) -> str:
@@ -463,11 +463,11 @@ def run_demo(*, data: Path | None, out: Path, images: int = IMAGES, epochs: int 
         SettingsError: when ``images`` or ``epochs`` is out of range.
         DatasetError: when ``data`` holds no readable images, or a file cannot be read.
         ReportError: when nothing can be written into ``out``.
-        MissingExtraError: without the extra ``demo``.
+        MissingExtraError: when the extra ``demo`` is not installed.
         KeyboardInterrupt: on Ctrl-C, also where Lightning turns it into an exit.
 
     Returns:
-        The figures of all runs, what they ran on, and the paths of their reports.
+        The figures of all runs, the images, settings and device that they used, and the paths of their reports.
     """
     if epochs < 1:
         raise SettingsError(f"epochs={epochs}: at least 1 is needed.")
@@ -511,7 +511,7 @@ def _images_of(data: Path | None, out: Path, images: int) -> ImageFolder:
 
 
 def demo_page(outcome: Outcome, reports: Mapping[str, Report]) -> str:
-    """The steps of all runs as bars, the gain, what the first report advises, and the table."""
+    """The HTML page of the demo: the steps of all runs as bars, the gain, the first report's advice, and the table."""
     advice = [section for section in advice_sections(reports["plain"].diagnosis, ()) if section.form == "remedies"]
     return page_template("demo.html").render(
         title=f"{outcome['ratio']:.2f} times as fast with the fix of the first report",
@@ -526,7 +526,7 @@ def demo_page(outcome: Outcome, reports: Mapping[str, Report]) -> str:
 
 
 def _bars(outcome: Outcome, reports: Mapping[str, Report]) -> list[dict[str, Any]]:
-    """A bar for the step of each run, as the page draws it."""
+    """The values from which the page draws a bar for the step of each run."""
     times = {name: float(outcome[name]["step_ms"] or 0.0) for name in RUNS}
     return [
         {
@@ -542,7 +542,7 @@ def _bars(outcome: Outcome, reports: Mapping[str, Report]) -> list[dict[str, Any
 
 
 def _say_if_busy() -> None:
-    """Warn on stderr if other programs keep the CPUs busy, because the runs then also differ for that reason."""
+    """Warn on stderr if other programs keep the CPUs busy, because that changes the figures of the runs."""
     taken_pct = others_pct_now(read_machine().usable_cpus) or 0.0
     if taken_pct >= OTHERS_PCT:
         tqdm.write(
@@ -565,8 +565,8 @@ def _half_the_cpus() -> Iterator[None]:
     """Context manager to give training on the CPU only half of torch's threads, as a stand-in for a separate device.
 
     With all threads, training would compete with the workers for the same cores. OpenMP's threads wait for each other
-    in every layer, so a core that is taken away for a moment delays all of them: the same step was seen to take several
-    times as long.
+    in every layer, so if one core is taken away for a moment, all threads are delayed: the same step was seen to take
+    several times as long.
     """
     threads = torch.get_num_threads()
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""The doctor: versions and limits of this machine, for a report of a bug, and what is wrong with them."""
+"""The doctor: versions and limits of this machine, with advice where one is a problem, also for bug reports."""
 
 import importlib
 import platform
@@ -12,8 +12,7 @@ from lightning_feed.extras import installed_version
 from lightning_feed.load.machine import read_machine
 from lightning_feed.measure.cpu_time import others_pct_now
 from lightning_feed.measure.measurements import OTHERS_PCT
-from lightning_feed.storage.system import size_text
-from lightning_feed.wording import plural
+from lightning_feed.wording import plural, size_text
 
 SCHEMA = "lightning_feed.doctor/1"
 WIDTH = 110
@@ -25,7 +24,7 @@ DECODERS = (
 )
 """Packages that decode images."""
 BATCH_BYTES = 64 * 3 * 224 * 224 * 4
-"""64 images of 224 x 224 in float32, 38.5 MB: the batch size for checking /dev/shm."""
+"""Bytes of the batch for which /dev/shm is checked: 64 images of 224 x 224 in float32, 38.5 MB."""
 BATCHES_PER_WORKER = 2
 """DataLoader's default prefetch_factor."""
 LITTLE_MEMORY_BYTES = 2 << 30
@@ -41,7 +40,7 @@ class Finding:
     value: str
     """The value, with its unit; ``"not known"`` if it could not be read."""
     advice: str = ""
-    """The fault, and the thing to do about it; empty if nothing is wrong."""
+    """The problem, and its fix; empty if nothing is wrong."""
 
 
 def versions(_: Path) -> Iterator[Finding]:
@@ -54,7 +53,7 @@ def versions(_: Path) -> Iterator[Finding]:
 
 
 def cpus(root: Path) -> Iterator[Finding]:
-    """The number of CPUs that workers can keep busy, torch's threads, and what other programs take."""
+    """The number of usable CPUs, the start method of workers, torch's threads, and the CPU use of other programs."""
     machine = read_machine(root)
     usable = machine.usable_cpus
     advice = ""
@@ -102,7 +101,7 @@ def memory(root: Path) -> Iterator[Finding]:
 
 
 def hand_over(_: Path) -> Iterator[Finding]:
-    """The way in which worker processes hand over their batches, and whether the driver locks that memory."""
+    """The way in which worker processes hand over batches, and if the GPU can copy directly from that memory."""
     torch = importlib.import_module("torch")
     slots = importlib.import_module("lightning_feed.load.slots")
     try:
@@ -145,7 +144,7 @@ def open_files(_: Path) -> Iterator[Finding]:
 
 
 def gpus(_: Path) -> Iterator[Finding]:
-    """The driver and the boards, from NVML."""
+    """The driver and the GPUs, from NVML."""
     nvml = importlib.import_module("pynvml")
     nvml.nvmlInit()
     try:
@@ -198,7 +197,7 @@ def examine(root: Path = Path("/")) -> list[Finding]:
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """Findings as text: all values, each with what is wrong below it."""
+    """Findings as text: each value, with the advice below it if something is wrong."""
     width = max(len(finding.topic) for finding in findings) + 2
     lines: list[str] = []
     for finding in findings:

@@ -4,9 +4,9 @@ from lightning_feed.wording import printable_lines
 
 
 class FeedError(Exception):
-    """Root of every error that lightning_feed raises on purpose.
+    """Base class of every error that lightning_feed raises on purpose.
 
-    Its text is printable, even if it quotes names of files or classes with special characters.
+    The text of an error is printable, even if it quotes names of files or classes with special characters.
     """
 
     exit_code = 1
@@ -39,7 +39,7 @@ class MissingExtraError(FeedError, ImportError):
 
 
 class DecodeError(DatasetError):
-    """Bytes that are not an image, are cut short, or are not supported by the decoder."""
+    """Bytes that are not an image, are cut short, or have a format that the decoder does not support."""
 
 
 class ArchiveError(FeedError, OSError):
@@ -47,4 +47,4 @@ class ArchiveError(FeedError, OSError):
 
 
 class ReportError(FeedError, ValueError):
-    """A report that cannot be written, read or understood, or a run that is starved beyond the given limit."""
+    """A report that cannot be written, read or understood, or a run that waits for data more than the given limit."""

@@ -8,7 +8,7 @@ from lightning_feed.errors import MissingExtraError
 
 
 def require(module: str, *, extra: str, why: str) -> ModuleType:
-    """Import an optional module, or say how to install it.
+    """Import an optional module. If it is missing, the error names the command to install it.
 
     Args:
         module: the module to import, for example ``"skimage.data"``.
@@ -33,7 +33,7 @@ def require(module: str, *, extra: str, why: str) -> ModuleType:
 
 
 def installed_version(package: str) -> str | None:
-    """The version of an installed package, without importing it. None if it is not installed."""
+    """The version of an installed package, without importing it; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -21,7 +21,7 @@ class ImageFolderDataModule(FeedImageFolder, LightningDataModule):  # type: igno
     """``lightning_feed.ImageFolderDataModule``, on the base class of the ``pytorch_lightning`` package."""
 
 
-# pytorch_lightning 2.4 refuses callbacks from outside its own class tree; in 2.6 its LightningCLI still does.
+# pytorch_lightning 2.4 refuses callbacks that are not of its own Callback class; in 2.6 its LightningCLI still does.
 class PrefetchCallback(_PrefetchCallback, Callback):  # type: ignore[misc]  # the trees differ in the type of Trainer
     """``lightning_feed.PrefetchCallback`` that is also a callback of the ``pytorch_lightning`` package."""
 

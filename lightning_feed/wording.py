@@ -1,4 +1,4 @@
-"""Words of messages: printable text, lines of code, counts and rates."""
+"""Text for messages: printable text, names of code lines, counts, rates and sizes."""
 
 import sys
 import unicodedata
@@ -6,14 +6,14 @@ from pathlib import Path
 
 
 def printable(text: str) -> str:
-    """Text from outside, such as a file name, with control characters and invalid bytes escaped."""
+    """Escape control characters and invalid bytes in text from outside, such as a file name."""
     if text.isprintable():
         return text
     return "".join(map(_printable_character, text))
 
 
 def printable_lines(text: str) -> str:
-    """Printable text of a message, with its line ends."""
+    """Escape the lines of a message like :func:`printable`, and keep the line ends."""
     return "\n".join(map(printable, text.split("\n")))
 
 
@@ -28,7 +28,7 @@ def _printable_character(character: str) -> str:
 
 
 def source_line(file: str, line: int) -> str:
-    """Name of a line of code for users: ``train.py:41``, or in a notebook ``Cell In[4], line 2``."""
+    """Name a line of code for users: ``train.py:41``, or in a notebook ``Cell In[4], line 2``."""
     if "IPython" in sys.modules:
         shell = sys.modules["IPython"].get_ipython()
         if shell is not None:
@@ -56,10 +56,21 @@ def rate_unit(batch_size: int | None) -> str:
 
 
 def in_rate(per_s: float) -> str:
-    """A rate with at least three digits, and thousands separated."""
+    """A rate with at least three digits, and spaces between thousands."""
     digits = 2
     if per_s >= 100:
         digits = 0
     elif per_s >= 10:
         digits = 1
     return f"{per_s:,.{digits}f}".replace(",", " ")
+
+
+def size_text(size: float) -> str:
+    """Format bytes for people: ``"12.3 GiB"``."""
+    if size < 1024:
+        return f"{size:.0f} bytes"
+    for unit in ("KiB", "MiB"):
+        size /= 1024
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:.1f} GiB"

@@ -1,4 +1,4 @@
-"""What docs/recipes.md says of other people's data sets and loaders: each cell of its table is tried here."""
+"""What docs/recipes.md says of other people's datasets and loaders: each cell of its table is tried here."""
 
 import importlib.util
 import json
@@ -36,7 +36,7 @@ class Kind(NamedTuple):
     loader: Callable[[Path], Any]
     """What is trained from without us, in batches."""
     dataset: Callable[[Path], Any] | None = None
-    """What make_dataset() can return; None: the library has no data set of torch's."""
+    """What make_dataset() can return; None: the library has no dataset of torch's."""
     collate: Callable[[list[Any]], Any] | None = None
 
 
@@ -158,7 +158,7 @@ def graphs(_: Path) -> Any:
 
 
 class Graphs(Dataset[Any]):
-    """A plain list would be several data sets to make_dataset()."""
+    """A plain list would be several datasets to make_dataset()."""
 
     def __init__(self, graphs: list[Any]) -> None:
         self.graphs = graphs

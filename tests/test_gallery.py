@@ -46,7 +46,7 @@ def test_terminal_pictures_show_the_current_output(name: str, gallery: ModuleTyp
 
 
 @pytest.mark.parametrize("name", ["report", "report-dark", "demo"])
-def test_page_pictures_show_the_current_words(name: str, gallery: ModuleType) -> None:
+def test_screenshots_of_pages_show_their_current_text(name: str, gallery: ModuleType) -> None:
     with Image.open(IMAGES / f"{name}.png") as picture:
         assert picture.info["words"] == gallery.words_of(gallery.pages()[name]), AGAIN
 

@@ -1,4 +1,4 @@
-"""Arguments of the Trainer, its callbacks and plugins, and what follows from them."""
+"""Arguments of the Trainer, its callbacks and plugins, and properties of a run that follow from them."""
 
 import inspect
 import sys
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 def bar_refresh_rate(trainer: AnyTrainer) -> int | None:
-    """Batches between two updates of the progress bar; None if there is no bar, or one of another kind."""
+    """Batches between two updates of the progress bar; None without a bar, or if the bar has no ``refresh_rate``."""
     rate = getattr(trainer.progress_bar_callback, "refresh_rate", None)
     return rate if type(rate) is int else None
 
 
 def bar_printer(trainer: AnyTrainer) -> Callable[[str], object] | None:
-    """A function to print a line above a live progress bar; None if a plain ``print`` works.
+    """The function that prints a line above a live TQDM progress bar; None if plain ``print`` is to be used.
 
-    Lightning's TQDM bar drops the line if it is closed or disabled; other bars allow a plain ``print``. Checked against
-    Lightning 2.4.0 and 2.6.6 (``callbacks/progress/tqdm_progress.py: print``).
+    The bar's own function drops the line if the bar is closed or disabled. Other bars do not disturb a plain ``print``.
+    Checked against Lightning 2.4.0 and 2.6.6 (``callbacks/progress/tqdm_progress.py: print``).
     """
     bar = trainer.progress_bar_callback
     live = getattr(bar, "_train_progress_bar", None)
@@ -35,7 +35,7 @@ def bar_printer(trainer: AnyTrainer) -> Callable[[str], object] | None:
 def cli_config(trainer: AnyTrainer) -> dict[str, Any]:
     """The arguments of LightningCLI, by their dotted keys; empty without LightningCLI.
 
-    Checked against Lightning 2.4.0 and 2.6.6 (``cli.py: SaveConfigCallback``, where keys lack the subcommand's name).
+    The keys do not contain the subcommand. Checked against Lightning 2.4.0 and 2.6.6 (``cli.py: SaveConfigCallback``).
     """
     for callback in callbacks_of(trainer):
         if has_class(callback, "SaveConfigCallback"):
@@ -45,7 +45,7 @@ def cli_config(trainer: AnyTrainer) -> dict[str, Any]:
 
 
 def keep_plateaus(trainer: AnyTrainer) -> None:
-    """Freeze learning rates that follow a metric: without validation the metric may be missing.
+    """Keep ReduceLROnPlateau schedulers from stepping: without validation, their metric may be missing.
 
     Checked against Lightning 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py: _update_learning_rates``).
     """
@@ -55,7 +55,9 @@ def keep_plateaus(trainer: AnyTrainer) -> None:
 
 
 def needs_metrics_every(trainer: AnyTrainer) -> set[str]:
-    """The intervals (``"epoch"``, ``"step"``) at which the fit fails if a learning-rate scheduler gets no metric.
+    """The intervals (``"epoch"``, ``"step"``) of strict ReduceLROnPlateau schedulers.
+
+    If the metric of such a scheduler is missing when it steps, the fit fails.
 
     Checked against Lightning 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py: _update_learning_rates``).
     """
@@ -64,7 +66,7 @@ def needs_metrics_every(trainer: AnyTrainer) -> set[str]:
 
 
 def takes_iterator(pl_module: AnyModule) -> bool:
-    """Check if ``training_step`` takes an iterator, and fetches its batches itself.
+    """Check if ``training_step`` takes ``dataloader_iter``, and so fetches its batches itself.
 
     Checked against Lightning 2.4.0 and 2.6.6 (``loops/utilities.py``).
     """
@@ -72,7 +74,7 @@ def takes_iterator(pl_module: AnyModule) -> bool:
 
 
 def shards_the_model(trainer: AnyTrainer) -> bool:
-    """Check if the strategy divides one model among devices.
+    """Check if the strategy shards one model across devices, as FSDP and DeepSpeed do.
 
     Checked against Lightning 2.4.0 and 2.6.6 (``strategies``).
     """
@@ -88,7 +90,7 @@ def detects_anomalies(trainer: AnyTrainer) -> bool:
 
 
 def steps_between_checkpoints(callback: object) -> int:
-    """Steps between saves of a ModelCheckpoint; 0: by epochs.
+    """``every_n_train_steps`` of a ModelCheckpoint; 0 if it does not save by steps.
 
     Checked against Lightning 2.4.0 and 2.6.6 (``callbacks/model_checkpoint.py``).
     """
@@ -96,16 +98,18 @@ def steps_between_checkpoints(callback: object) -> int:
 
 
 def has_grad_scaler(trainer: AnyTrainer) -> bool:
-    """Check if the precision plugin scales gradients. Checked against Lightning 2.4.0 and 2.6.6
-    (``plugins/precision/amp.py``)."""
+    """Check if the precision plugin scales gradients.
+
+    Checked against Lightning 2.4.0 and 2.6.6 (``plugins/precision/amp.py``).
+    """
     return getattr(trainer.precision_plugin, "scaler", None) is not None
 
 
 def optimizes_by_the_book(trainer: AnyTrainer) -> bool:
     """True if none of the user's classes takes part in the backward pass and the optimizer step.
 
-    Strategy and precision plugin come from Lightning, optimizers and schedulers from torch. Checked against Lightning
-    2.4.0 and 2.6.6 (``strategies/strategy.py``).
+    Then strategy and precision plugin are Lightning's classes, and optimizers and schedulers are torch's. Checked
+    against Lightning 2.4.0 and 2.6.6 (``strategies/strategy.py``).
     """
     schedulers = [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
     of_torch = all(type(owner).__module__.startswith("torch.") for owner in [*trainer.optimizers, *schedulers])
@@ -115,17 +119,18 @@ def optimizes_by_the_book(trainer: AnyTrainer) -> bool:
 
 
 def known_syncs(trainer: AnyTrainer) -> tuple[str, ...]:
-    """Names of ``measure.measurements.SYNCS`` that apply to a running fit.
+    """Names of the synchronisations in a running fit that Lightning causes, from ``measure.measurements.SYNCS``.
 
-    - ``prog_bar``: a progress bar is on, and a metric on the device is logged with ``prog_bar=True``, which is seen
-      only after the first log: call this after some steps. ``ModelCheckpoint`` or the bar converts each metric with
-      ``Tensor.item`` in every step. Checked against Lightning 2.4.0 and 2.6.6 (``logger_connector/result.py: metrics``,
-      ``utilities/metrics: convert_tensors_to_scalars``).
+    - ``prog_bar``: a progress bar is on, and a metric on the device is logged with ``prog_bar=True``. Such a metric is
+      known only after it was first logged, so call this after some steps. ``ModelCheckpoint`` or the bar converts each
+      metric with ``Tensor.item`` in every step. Checked against Lightning 2.4.0 and 2.6.6
+      (``logger_connector/result.py: metrics``, ``utilities/metrics: convert_tensors_to_scalars``).
     - ``grad_scaler``: the precision plugin has a GradScaler.
-    - ``sigterm_broadcast``: several ranks, in a version whose loop broadcasts SIGTERM before each batch and reads the
-      answer with ``Tensor.item``: 2.6.6 does, 2.4.0 does not (``loops/training_epoch_loop.py: advance``).
-    - ``throughput_monitor``: the callback is present. It calls ``torch.cuda.synchronize``, on CUDA only. Checked
-      against Lightning 2.4.0 and 2.6.6 (``callbacks/throughput_monitor.py: _update``).
+    - ``sigterm_broadcast``: there are several ranks, and Lightning's loop broadcasts before each batch whether a
+      SIGTERM came, and reads the result with ``Tensor.item``. 2.6.6 does so, 2.4.0 does not
+      (``loops/training_epoch_loop.py: advance``).
+    - ``throughput_monitor``: there is a ThroughputMonitor, which calls ``torch.cuda.synchronize``, on CUDA only.
+      Checked against Lightning 2.4.0 and 2.6.6 (``callbacks/throughput_monitor.py: _update``).
     """
     names = []
     device_type = trainer.strategy.root_device.type
@@ -160,7 +165,7 @@ def _is_in_bar(metric: object) -> bool:
 
 
 def callbacks_of(trainer: AnyTrainer) -> "list[Callback]":
-    """The Trainer's own list of its callbacks."""
+    """The Trainer's own list of callbacks, not a copy."""
     return trainer.callbacks  # type: ignore[attr-defined, no-any-return]
 
 
@@ -170,7 +175,7 @@ def profiler_of(trainer: AnyTrainer) -> "Profiler":
 
 
 def datamodule_of(trainer: AnyTrainer) -> "LightningDataModule | None":
-    """The data module of the last run; None without one."""
+    """The data module of the current or last run; None if the run has no data module."""
     return trainer.datamodule  # type: ignore[attr-defined, no-any-return]
 
 

@@ -19,11 +19,11 @@ class Fetched:
     fetched: int = 0
     done: bool = False
     states: list[dict[str, Any]] | None = None
-    """States of the stateful loaders for a run resumed after this batch was trained. None: the present ones."""
+    """The stateful loaders' states to save once this batch is trained; None if their current states are to be saved."""
     ahead: bool = False
-    """True if it was drawn before the loop asked for it."""
+    """True if the batch was drawn before the loop asked for it."""
     staged: Any = None
-    """The batch, as staged by the prefetcher."""
+    """The batch as the prefetcher staged it; None if it was not staged."""
 
 
 class FetcherTap:
@@ -36,22 +36,22 @@ class FetcherTap:
         self.owner: Any = None
         """The prefetcher that draws ahead, if there is one."""
         self.checked: set[int] = set()
-        """The loaders, by ``dataloader_idx``, whose first batch the prefetcher has checked."""
+        """The ``dataloader_idx`` of each loader whose first batch the prefetcher has checked."""
         self.closed = False
         """True once the prefetcher no longer uses this fetcher."""
         self.epoch_over = False
-        """True if the epoch is fully trained: a resumed run draws no batch before its next ``iter()``."""
+        """True if a run was resumed from the end of an epoch: it draws no batch before the next ``iter()``."""
         self.on_hand_out: Callable[[Fetched], None] | None = None
         self.track_states = any(is_stateful(loader) for loader in fetcher.combined_loader.flattened)
         self.trained_states: list[dict[str, Any]] | None = None
-        """Loader states after the last batch that the loop received, if they differ from the present ones."""
+        """Loader states after the last batch that the loop received; None if those are the loaders' current states."""
         self.progress: Any = None
-        """The training loop's count of its batches; None in other loops."""
+        """The training loop's counters of batches (``batch_progress``); None in other loops."""
         self._before: list[dict[str, Any]] | None = None
         self._processed_before = -1
 
     def hand_out(self, item: Fetched, before: list[dict[str, Any]] | None) -> None:
-        """Note that the loop takes a batch. ``before``: the loader states before it was drawn."""
+        """Note that the loop takes a batch. ``before`` holds the loader states before that batch was drawn."""
         self._before = before
         self.trained_states = item.states
         if self.progress is not None:
@@ -60,24 +60,24 @@ class FetcherTap:
             self.on_hand_out(item)
 
     def states_to_save(self) -> list[dict[str, Any]] | None:
-        """The loader states for a checkpoint saved now; None: the present ones.
+        """The loader states for a checkpoint saved now; None if the loaders' current states are to be saved.
 
-        If a signal or an error interrupted a batch's step, the batch is trained again. Lightning does not count it,
-        either.
+        If a signal or an error interrupted a step, these are the states before its batch, so that a resumed run trains
+        the batch again. Lightning does not count that batch as processed, either.
         """
         is_in_hand = self.progress is not None and self.progress.total.processed == self._processed_before
         return self._before if is_in_hand else self.trained_states
 
     def present_states(self) -> list[dict[str, Any]] | None:
-        """The present states of the stateful loaders; None if there is no such loader."""
+        """The current states of the stateful loaders; None if there is no such loader."""
         if not self.track_states:
             return None
         return [loader.state_dict() for loader in self._fetcher.combined_loader.flattened if is_stateful(loader)]
 
     def look_ahead(self) -> Fetched:
-        """Draw one more batch and keep it for the loop, which does not notice.
+        """Draw one more batch and keep it until the loop asks for it. The loop sees the fetcher as before.
 
-        An ``Exception`` is kept, too, and raised when the loop would have met it.
+        If drawing raises an ``Exception``, it takes the batch's place, and is raised when the loop asks for it.
         """
         fetcher = self._fetcher
         fetched = fetcher.fetched  # what the loop sees
@@ -143,14 +143,14 @@ def _adopted(kind: type[Any]) -> type[Any]:
 
         def _feed_draw(self) -> Fetched:
             """Call the fetcher's own ``__next__``, and add the loader states that match its batch."""
-            # Lightning reads a loader without a length one batch ahead, so the states before the draw are those after
-            # the batch returned now. For a loader with a length, the states after the draw are.
+            # Lightning reads a loader without a length one batch ahead: this draw reads a batch, and returns the one
+            # read before. The states that match the returned batch are then those before the draw, else those after.
             states = self._feed_tap.present_states() if self.length is None else None
             item = Fetched(states=states)
             try:
                 item.value = super().__next__()
             except Exception as error:  # noqa: BLE001  # raised by the caller, in the step that the batch belongs to
-                # The traceback of an end holds frames that hold the fetcher, and with it the loader's workers.
+                # A StopIteration's traceback holds frames that hold the fetcher, and with it the loader's workers.
                 item.error = error.with_traceback(None) if isinstance(error, StopIteration) else error
             item.fetched = self.fetched
             item.done = self.done
@@ -163,9 +163,8 @@ def adopt_fetcher(fetcher: Any) -> FetcherTap | None:
     """Prepare ``fetcher`` for drawing batches ahead of its loop, and for tracking the states of its loaders.
 
     Changes the class of the live object to a subclass of its own class, so all references stay valid. Returns the same
-    tap if called again, and None for a fetcher that passes its iterator to ``training_step``. Relies on internals of
-    ``loops/fetchers.py``, checked against Lightning 2.4.0, 2.5.6 and 2.6.6; a public look-ahead in the fetcher would
-    replace it.
+    tap if called again, and None if the step takes ``dataloader_iter``. Relies on internals of ``loops/fetchers.py``,
+    checked against Lightning 2.4.0, 2.5.6 and 2.6.6; a public look-ahead in the fetcher would replace this function.
     """
     if not hasattr(fetcher, "prefetch_batches"):
         return None
@@ -177,18 +176,18 @@ def adopt_fetcher(fetcher: Any) -> FetcherTap | None:
 
 
 def tap_of(fetcher: object) -> FetcherTap | None:
-    """The tap of a fetcher, if it was adopted."""
+    """The tap of a fetcher; None if the fetcher was not adopted."""
     tap: FetcherTap | None = getattr(fetcher, "_feed_tap", None)
     return tap
 
 
 def is_stateful(loader: object) -> bool:
-    """True if a loader has the two methods with which Lightning keeps its state in checkpoints."""
+    """True if a loader has ``state_dict`` and ``load_state_dict``, so that Lightning saves its state in checkpoints."""
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 def more_to_draw(fetcher: Any) -> bool:
-    """Check if the fetcher has another batch after those drawn ahead of it."""
+    """Check if the fetcher has another batch after those already drawn ahead."""
     ahead = fetcher._feed_tap.ahead
     last = ahead[-1] if ahead else fetcher
     return not last.done and not (ahead and ahead[-1].error is not None)
@@ -198,7 +197,7 @@ def more_to_draw(fetcher: Any) -> bool:
 
 
 def checkpoint_loader_states(checkpoint: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """The training loaders' states in a checkpoint.
+    """The training loaders' states in a checkpoint; None if the checkpoint has none.
 
     Checked against Lightning 2.4.0 and 2.6.6 (``loops/fit_loop.py: on_save_checkpoint``).
     """
@@ -207,7 +206,7 @@ def checkpoint_loader_states(checkpoint: dict[str, Any]) -> list[dict[str, Any]]
 
 
 def write_loader_states(checkpoint: dict[str, Any], states: list[dict[str, Any]]) -> None:
-    """Replace Lightning's loader states by ``states``; remove them if nothing was trained yet."""
+    """Replace the loader states in a checkpoint by ``states``, or remove them if ``states`` is empty."""
     fit_loop = checkpoint["loops"]["fit_loop"]["state_dict"]
     if states:
         fit_loop["combined_loader"] = states
@@ -230,7 +229,7 @@ def epoch_is_trained(checkpoint: dict[str, Any]) -> bool:
 
 
 def batches_to_skip(checkpoint: dict[str, Any]) -> int:
-    """Number of trained batches in an unfinished epoch."""
+    """Number of batches already trained in a checkpoint's unfinished epoch; 0 if the epoch is finished."""
     fit_loop = checkpoint["loops"]["fit_loop"]
     epochs = fit_loop["epoch_progress"]["current"]
     batches = fit_loop["epoch_loop.batch_progress"]["current"]
@@ -245,7 +244,7 @@ def end_epoch(checkpoint: dict[str, Any]) -> bool:
     ``on_train_epoch_end`` has yet to run is left unchanged.
 
     Returns:
-        True if the epoch is over.
+        True if the epoch is finished; False if it was left unchanged.
     """
     fit_loop = checkpoint["loops"]["fit_loop"]
     epochs = fit_loop["epoch_progress"]
@@ -296,8 +295,9 @@ def count_the_batch_in_hand(trainer: AnyTrainer, checkpoint: dict[str, Any]) -> 
 
 
 def load_states_once(trainer: AnyTrainer, states: list[dict[str, Any]]) -> None:
-    """Restore the ``states`` of the training loaders once they exist. Lightning does so only in the middle of an epoch.
+    """Restore the training loaders' ``states`` when the loaders are made, once.
 
+    Lightning itself restores them only in the middle of an epoch.
     Checked against Lightning 2.4.0 and 2.6.6 (``loops/fit_loop.py: _load_combined_loader_states``).
     """
 
@@ -316,8 +316,8 @@ def forget_states(trainer: AnyTrainer) -> None:
 
 
 def begin_epoch(trainer: AnyTrainer) -> None:
-    """Let a resumed run begin a new epoch, even if Lightning counts only steps and assumes that the epoch has begun.
+    """Let a resumed run begin a new epoch, even where Lightning, which counts only steps, assumes that it has begun.
 
-    Call it in ``on_train_start``. Checked against Lightning 2.4.0 and 2.6.6 (``loops/fit_loop.py: restarting``).
+    Call this in ``on_train_start``. Checked against Lightning 2.4.0 and 2.6.6 (``loops/fit_loop.py: restarting``).
     """
     trainer.fit_loop.epoch_loop.restarting = False

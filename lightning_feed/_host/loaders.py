@@ -1,4 +1,4 @@
-"""The loaders and iterators of Lightning's loops: where they come from, and how others take their place."""
+"""The loaders and iterators of Lightning's loops: finding them, their source, and replacing them."""
 
 import inspect
 from typing import Any
@@ -19,8 +19,9 @@ def train_loaders(trainer: AnyTrainer) -> list[Any]:
 
 
 def loader_names(trainer: AnyTrainer, stage: Stage) -> list[str]:
-    """The names of the loaders of a stage: keys of a dict, else as Lightning names them in metrics.
+    """The names of a stage's loaders: their keys if they are in a dict, else Lightning's names in metrics.
 
+    Lightning's names are ``dataloader_idx_0``, ``dataloader_idx_1`` and so on.
     Checked against Lightning 2.4.0 and 2.6.6 (``utilities/combined_loader.py``).
     """
     loaders = loop_loaders(trainer, stage)
@@ -33,10 +34,10 @@ def loader_names(trainer: AnyTrainer, stage: Stage) -> list[str]:
 def loop_iterators(trainer: AnyTrainer, stage: Stage) -> list[Any]:
     """The iterators that a stage's batches come from at this moment; empty outside the stage.
 
-    One for each loader, but only the current loader's in the mode ``sequential``, which goes on to the next loader
-    within an epoch. ``max_size_cycle`` makes a new iterator at the end of a loader. The fetcher may have any class, and
-    may be adopted by PrefetchCallback. Checked against Lightning 2.4.0 and 2.6.6 (``loops/fetchers.py: _DataFetcher``,
-    ``utilities/combined_loader.py: _ModeIterator``).
+    There is one iterator for each loader. But if CombinedLoader is in ``sequential`` mode, which takes the loaders one
+    after the other within an epoch, there is only the current loader's. In ``max_size_cycle`` mode, a loader that ends
+    early gets a new iterator. The fetcher may have any class, and PrefetchCallback may have adopted it. Checked against
+    Lightning 2.4.0 and 2.6.6 (``loops/fetchers.py: _DataFetcher``, ``utilities/combined_loader.py: _ModeIterator``).
     """
     fetcher = loop_of(trainer, stage)._data_fetcher
     if fetcher is None or fetcher._combined_loader is None or fetcher._combined_loader._iterator is None:
@@ -54,7 +55,7 @@ def ranks_that_share_samples(trainer: AnyTrainer) -> int:
 
 
 def train_loader_source(trainer: AnyTrainer) -> Any:
-    """The module or data module whose ``train_dataloader`` returns the loaders; None if ``trainer.fit`` got them.
+    """The module or data module whose ``train_dataloader`` makes the loaders; None if they were passed to ``fit``.
 
     Checked against Lightning 2.4.0 and 2.6.6 (``connectors/data_connector.py: _DataLoaderSource``).
     """
@@ -63,10 +64,10 @@ def train_loader_source(trainer: AnyTrainer) -> Any:
 
 
 def replace_train_loader(trainer: AnyTrainer, loader: object) -> None:
-    """Switch training to another loader, from the epoch that begins.
+    """Let training take its batches from another loader, from the next iterator that Lightning makes.
 
-    Call from ``on_train_epoch_start``, except in a fit's first epoch, whose iterator already exists. Checked against
-    Lightning 2.4.0 and 2.6.6 (``utilities/combined_loader.py``).
+    Lightning makes an epoch's iterator after ``on_train_epoch_start``, except in a fit's first epoch, whose iterator
+    already exists then. Checked against Lightning 2.4.0 and 2.6.6 (``utilities/combined_loader.py``).
     """
     combined = trainer.fit_loop._combined_loader
     assert combined is not None
@@ -74,7 +75,7 @@ def replace_train_loader(trainer: AnyTrainer, loader: object) -> None:
 
 
 def replace_train_iterator(trainer: AnyTrainer, iterator: Any) -> None:
-    """Take the rest of the present epoch's batches from another iterator. For a single training loader.
+    """Take the rest of the current epoch's batches from another iterator. Works with a single training loader only.
 
     Checked against Lightning 2.4.0 and 2.6.6 (``utilities/combined_loader.py: _ModeIterator``).
     """
@@ -87,9 +88,9 @@ def replace_train_iterator(trainer: AnyTrainer, iterator: Any) -> None:
 def change_saved_arguments(loader: object, changed: dict[str, Any], *, always: tuple[str, ...]) -> None:
     """Change the arguments that Lightning recorded when a loader was made in a hook.
 
-    Lightning uses them to rebuild the loader if it needs another sampler. Arguments in ``always`` are added even if
-    they were not passed, if the constructor accepts them. Checked against Lightning 2.4.0 and 2.6.6
-    (``fabric/utilities/data.py: _wrap_dataloader_init``).
+    Lightning uses these arguments to rebuild the loader with another sampler. Arguments that were not passed to the
+    constructor are added only if ``always`` contains their names and the constructor accepts them. Checked against
+    Lightning 2.4.0 and 2.6.6 (``fabric/utilities/data.py: _wrap_dataloader_init``).
     """
     attributes = vars(loader)
     if "__pl_saved_kwargs" not in attributes:

@@ -1,4 +1,4 @@
-"""Lightning's loops: the stage that runs, its progress, and what it will do next."""
+"""Lightning's loops: the running stage, its progress, and its next batches and epochs."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def loop_of(trainer: AnyTrainer, stage: Stage) -> Any:
 
 
 def live_fetcher(trainer: AnyTrainer) -> Any:
-    """The fetcher of the loop that runs now, or None before it exists.
+    """The running loop's data fetcher; None if no loop runs, or before the fetcher exists.
 
     Checked against Lightning 2.4.0, 2.5.6 and 2.6.6.
     """
@@ -40,7 +40,7 @@ def live_fetcher(trainer: AnyTrainer) -> Any:
 
 
 def train_fetcher(trainer: AnyTrainer) -> Any:
-    """The training loop's fetcher; None outside a fit. Checked against Lightning 2.4.0, 2.5.6 and 2.6.6."""
+    """The training loop's data fetcher; None outside a fit. Checked against Lightning 2.4.0, 2.5.6 and 2.6.6."""
     return trainer.fit_loop._data_fetcher
 
 
@@ -56,17 +56,17 @@ def is_running(trainer: AnyTrainer) -> bool:
 
 
 def epochs_processed(trainer: AnyTrainer) -> int:
-    """Number of completed training epochs, which is the number of the present epoch.
+    """Number of training epochs processed so far, which is also the index of the current epoch.
 
-    Lightning passes it to ``sampler.set_epoch``. In a resumed run, ``trainer.current_epoch`` is behind it until the fit
-    loop starts. Checked against Lightning 2.4.0 and 2.6.6 (``loops/fit_loop.py: on_advance_start``).
+    Lightning passes this number to ``sampler.set_epoch``. In a resumed run, ``trainer.current_epoch`` lags behind it
+    until the fit loop starts. Checked against Lightning 2.4.0 and 2.6.6 (``loops/fit_loop.py: on_advance_start``).
     """
     epochs: Any = trainer.fit_loop.epoch_progress.current
     return int(epochs.processed)
 
 
 def next_epoch(trainer: AnyTrainer, epoch: int) -> int | None:
-    """Number of the epoch after ``epoch``; None if the fit has none, or makes its loaders again."""
+    """Index of the epoch after ``epoch``; None outside a fit, after its last epoch, and if it reloads its loaders."""
     if trainer.state.fn != "fit" or trainer.sanity_checking or reload_interval(trainer):
         return None
     last = trainer.max_epochs
@@ -76,7 +76,7 @@ def next_epoch(trainer: AnyTrainer, epoch: int) -> int | None:
 
 
 def batches_of(trainer: AnyTrainer, stage: Stage) -> int | None:
-    """Number of batches in an epoch of a stage, over all loaders; None for an endless one.
+    """Number of batches in an epoch of a stage, in evaluation summed over all loaders; None if there is no length.
 
     Checked against Lightning 2.4.0 and 2.6.6 (``loops/evaluation_loop.py: max_batches``).
     """
@@ -87,7 +87,7 @@ def batches_of(trainer: AnyTrainer, stage: Stage) -> int | None:
 
 
 def train_progress(trainer: AnyTrainer) -> Any:
-    """The training loop's count of its batches.
+    """The training loop's counters of batches (``batch_progress``).
 
     Checked against Lightning 2.4.0 and 2.6.6 (``loops/progress.py: _BatchProgress``).
     """
@@ -102,12 +102,12 @@ def read_already(trainer: AnyTrainer) -> bool:
 def train_batches_to_follow(trainer: AnyTrainer, *, at_most: int, step_pending: bool) -> int:
     """The number of batches that the training loop will certainly take directly after this one, up to ``at_most``.
 
-    0 if the run ends here, or if validation comes first: validation must draw from the global random generators before
-    the next training batch is loaded.
+    Returns 0 if the run ends here, or if validation comes first, because validation must draw from the global random
+    generators before the next training batch is loaded.
 
     Args:
-        at_most: largest result.
-        step_pending: True if the optimizer step of this batch has not run yet, so that the step count is one behind.
+        at_most: upper limit of the result.
+        step_pending: True if this batch's optimizer step has not run yet, so that ``global_step`` does not count it.
 
     Checked against Lightning 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py``).
     """
@@ -132,9 +132,9 @@ def _batches_to_validation(trainer: AnyTrainer, otherwise: int) -> int:
 
 
 def epoch_cut_short(trainer: AnyTrainer) -> tuple[int, int] | None:
-    """(batches that came, batches promised) if the training loader ended before its length; None if it did not.
+    """Return (batches received, batches expected) if the training loader ended before its length, else None.
 
-    Lightning then runs no validation, and says nothing. Checked against Lightning 2.4.0 and 2.6.6
+    Lightning skips the validation of such an epoch, without a message. Checked against Lightning 2.4.0 and 2.6.6
     (``loops/training_epoch_loop.py``).
     """
     promised = trainer.num_training_batches
@@ -159,7 +159,9 @@ def go_on_past_the_end(trainer: AnyTrainer) -> None:
 
 
 def step_to_log(trainer: AnyTrainer, every: int) -> int | None:
-    """The logged number of the last step, once in ``every`` steps; otherwise, or while accumulating, None.
+    """The number under which to log the current step, once in ``every`` steps; else None.
+
+    Also None in the middle of a gradient accumulation.
 
     Checked against Lightning 2.4.0 and 2.6.6
     (``connectors/logger_connector: should_update_logs, update_train_step_metrics``).
@@ -172,5 +174,5 @@ def step_to_log(trainer: AnyTrainer, every: int) -> int | None:
 
 
 def steps_logged(trainer: AnyTrainer) -> int:
-    """The step number under which loggers log the next step. Checked against Lightning 2.4.0 and 2.6.6, as above."""
+    """The number under which loggers log the next step. Checked against Lightning 2.4.0 and 2.6.6, as above."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped

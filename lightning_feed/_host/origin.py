@@ -6,14 +6,15 @@ from types import ModuleType
 from lightning_feed.errors import SettingsError
 
 PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
-"""The module with the public names of each of Lightning's packages, by the package's name."""
+"""The public module of each of Lightning's packages, by the package's name."""
 
 
 def package_of(first: object, *others: object) -> ModuleType:
     """The package that a Trainer, a module or a data module comes from: ``lightning.pytorch`` or ``pytorch_lightning``.
 
     Raises:
-        SettingsError: it comes from neither, or ``others`` come from the other package, whose objects do not fit.
+        SettingsError: an object is a class or comes from neither package, or ``others`` come from another package than
+            ``first``: the packages do not accept each other's objects.
     """
     if isinstance(first, type):
         raise SettingsError(f"{first.__name__} is a class. Pass an object of it: {first.__name__}(...).")
@@ -34,7 +35,7 @@ def package_of(first: object, *others: object) -> ModuleType:
 
 
 def package_of_class(kind: type) -> str | None:
-    """The first key of ``PACKAGES`` that a class or one of its bases comes from; None if none of them does."""
+    """The key of ``PACKAGES`` that a class or one of its bases comes from; None if they come from neither package."""
     packages = (base.__module__.partition(".")[0] for base in kind.__mro__)
     return next((package for package in packages if package in PACKAGES), None)
 
@@ -52,5 +53,5 @@ def is_overridden(owner: object, hook: str) -> bool:
 
 
 def has_class(thing: object, *names: str) -> bool:
-    """``isinstance`` by the names of classes, which both of Lightning's packages share."""
+    """Check like ``isinstance``, but by class names, which are the same in both of Lightning's packages."""
     return any(kind.__name__ in names for kind in type(thing).__mro__)

@@ -9,20 +9,21 @@ _EVALUATIONS: dict[Stage, tuple[str, str]] = {
     "test": ("[_EvaluationLoop].test_next", "test"),
     "predict": ("[_PredictionLoop].predict_next", "predict"),
 }
-"""The action in which each loop fetches a batch, and the word in the names of its hooks."""
+"""For each stage, the profiler action that fetches a batch, and the word in the names of the stage's hooks."""
 _BASES = ("Callback", "ModelHooks", "DataHooks", "LightningModule", "Strategy")
 """Lightning's classes whose hooks do nothing."""
 
 
 def actions(trainer: AnyTrainer, stage: Stage) -> dict[str, str]:
-    """The profiler's names for the parts of a stage's loop: ``fetch``, ``to_device``, ``step``.
+    """Map the parts of a stage's loop (``fetch``, ``to_device``, ``step``) to the profiler's names for them.
 
-    For validations, tests and predictions also ``epoch_end``, which starts after their last step. For a fit also:
+    Validations, tests and predictions also have ``epoch_end``, which starts after their last step. A fit also has:
 
-    - ``forward``, ``backward`` and ``optimizer``, but not with manual optimisation: it does not announce the backward
-      pass, and its CUDA graphs must not contain our events.
-    - ``validation``, which starts before the validation's loaders are iterated. Absent while gradients are accumulated.
-    - ``validation_end``, which stops when the validation has only to print.
+    - ``forward``, ``backward`` and ``optimizer``, but not with manual optimisation, which does not announce the
+      backward pass to the profiler, and whose CUDA graphs must not contain our events.
+    - ``validation``, which starts before the validation loaders are iterated. Lightning does not announce it in the
+      middle of a gradient accumulation.
+    - ``validation_end``, which stops when nothing of the validation remains but printing its results.
     - ``epoch``.
 
     Checked against Lightning 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py``, ``loops/evaluation_loop.py``,
@@ -59,7 +60,7 @@ def _actions_of_fit(trainer: AnyTrainer) -> dict[str, str]:
 
 
 def profiler_does_nothing(trainer: AnyTrainer) -> bool:
-    """Check if the profiler is Lightning's empty one.
+    """Check if the profiler is Lightning's PassThroughProfiler, which does nothing.
 
     Checked against Lightning 2.4.0 and 2.6.6 (``profilers/base.py``).
     """

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
-    # The classes of pytorch_lightning are the same by shape. mypy checks our use of both packages against these.
+    # pytorch_lightning's classes have the same interface, so mypy checks our use of both packages against these.
     AnyTrainer: TypeAlias = Trainer
     AnyModule: TypeAlias = LightningModule
     AnyDataModule: TypeAlias = LightningDataModule
@@ -15,5 +15,5 @@ else:
     AnyTrainer = AnyModule = AnyDataModule = Any
 
 Original: TypeAlias = Callable[..., Any]
-"""The replaced method, of Lightning or the user, which a wrap calls."""
+"""The method of Lightning or the user that a :class:`Wrap` replaces, and calls."""
 Stage = Literal["fit", "validate", "test", "predict"]

@@ -1,4 +1,4 @@
-"""Replaced methods of Lightning and the user, and how they are put back."""
+"""Temporary replacements for methods of Lightning and the user."""
 
 import functools
 import inspect
@@ -11,8 +11,8 @@ from lightning_feed._host.types import AnyTrainer
 class Wrap:
     """Calls ``around(original, *args)`` in place of ``owner.name(*args)``, on this one instance, until :meth:`undo`.
 
-    A wrap that another tool has wrapped cannot be removed; it then only passes calls through. It pickles and
-    deep-copies as the plain method, so a module copied or saved during a fit stays usable.
+    A wrap that another tool has wrapped cannot be removed: :meth:`undo` then makes it pass calls through. Wraps pickle
+    and deep-copy as the plain method, so a module copied or saved during a fit stays usable.
     """
 
     def __init__(self, owner: object, name: str, around: Callable[..., Any]) -> None:
@@ -41,7 +41,7 @@ class Wrap:
             setattr(self._owner, self._name, self._shadowed)
             return
         delattr(self._owner, self._name)
-        if not hasattr(self._owner, self._name):  # as of a unittest.mock.Mock, for which it is gone for good
+        if not hasattr(self._owner, self._name):  # a unittest.mock.Mock never has a deleted attribute again
             setattr(self._owner, self._name, self._original)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -52,8 +52,8 @@ class RunBegins:
     """Descriptor that detects the start of a run, when Lightning sets the callback's ``log``.
 
     It then calls a method of the callback, before ``prepare_data`` and ``setup``. Checked against Lightning 2.4.0 and
-    2.6.6 (``connectors/callback_connector.py: _attach_model_logging_functions``); a hook at the beginning of
-    ``Trainer.fit`` would replace it.
+    2.6.6 (``connectors/callback_connector.py: _attach_model_logging_functions``); a public hook at the beginning of
+    ``Trainer.fit`` would replace this class.
 
     Args:
         method: name of the callback's method to call.
@@ -78,7 +78,7 @@ class RunBegins:
 def replace_in_class(owner: object, name: str, around: Callable[..., Any]) -> Callable[[], None]:
     """Call ``around(original, self, *args)`` in place of a method, for all objects of a class and its subclasses.
 
-    Keeps the signature, from which LightningCLI makes arguments. Returns a function that restores the method.
+    Keeps the signature, because LightningCLI makes its arguments from it. Returns a function that restores the method.
     """
     original = vars(owner)[name]
 
@@ -91,7 +91,7 @@ def replace_in_class(owner: object, name: str, around: Callable[..., Any]) -> Ca
 
 
 def arguments_of(method: Callable[..., Any], owner: object, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call of a method, by name.
+    """The arguments of one call of a method, by the names of its parameters.
 
     Raises:
         TypeError: the method does not accept these arguments.
@@ -100,7 +100,7 @@ def arguments_of(method: Callable[..., Any], owner: object, args: Any, kwargs: A
 
 
 def wrap_train_source(trainer: AnyTrainer, around: Callable[..., Any]) -> Wrap:
-    """Call ``around(original)`` in place of the function that makes a fit's training loaders, each time.
+    """Call ``around(original)`` in place of the function that makes a fit's training loaders, whenever it is called.
 
     Checked against Lightning 2.4.0 and 2.6.6 (``connectors/data_connector.py: _DataLoaderSource.dataloader``).
     """
@@ -110,7 +110,7 @@ def wrap_train_source(trainer: AnyTrainer, around: Callable[..., Any]) -> Wrap:
 def wrap_epoch_start(trainer: AnyTrainer, around: Callable[..., Any]) -> Wrap:
     """Call ``around(original, fetcher)`` in place of the function that makes the iterators of an epoch after the first.
 
-    It runs after all ``on_train_epoch_start``. Checked against Lightning 2.4.0 and 2.6.6
+    That function runs after all ``on_train_epoch_start`` hooks. Checked against Lightning 2.4.0 and 2.6.6
     (``loops/training_epoch_loop.py: _TrainingEpochLoop.on_run_start``).
     """
     return Wrap(trainer.fit_loop.epoch_loop, "on_run_start", around)
@@ -133,7 +133,8 @@ def wrap_transfer(trainer: AnyTrainer, convert_input: Callable[..., Any], batch_
     ``convert_input(original, batch)`` replaces the precision plugin's ``convert_input``, and
     ``batch_hook(original, name, batch, *args)`` the module's calls of ``on_before_batch_transfer``,
     ``transfer_batch_to_device`` and ``on_after_batch_transfer``. Checked against Lightning 2.4.0, 2.5.6 and 2.6.6
-    (``core/module.py: _call_batch_hook``); a public hook that gives a callback the next batch would replace it.
+    (``core/module.py: _call_batch_hook``); a public hook that gives a callback the next batch would replace these
+    wraps.
     """
     return [
         Wrap(trainer.precision_plugin, "convert_input", convert_input),
@@ -160,4 +161,4 @@ def transfer_early(trainer: AnyTrainer, stage: Callable[..., Any], batch: object
     try:
         return stage(batch, prepare=prepare, copy=copy)
     finally:
-        module._current_fx_name = hook_in_progress  # a hook that raises leaves its own name
+        module._current_fx_name = hook_in_progress  # a hook that raises leaves its own name there

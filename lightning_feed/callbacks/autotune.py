@@ -1,4 +1,4 @@
-"""AutotuneCallback: finds the workers with which training is fastest, and sets them."""
+"""AutotuneCallback: finds the number of workers with which training is fastest, and sets it."""
 
 import logging
 import math
@@ -46,7 +46,7 @@ class Move:
     """A change of the training loader."""
 
     epoch: int
-    """Epoch of the change, as the Trainer counts."""
+    """Epoch of the change (``trainer.current_epoch``)."""
     setting: Setting
     reason: str
 
@@ -54,21 +54,22 @@ class Move:
 class AutotuneCallback(Callback):
     """Finds the number of workers with which training is fastest, and sets it.
 
-    It measures the first training steps, then tries your setting and others in forked processes that imitate these
-    steps, and goes on in the same epoch with the fastest. Nothing changes if no other setting makes steps at least 3 %
-    shorter in each of three turns. If steps of training itself then take longer than before, it goes back to your
-    setting. The result is remembered for this machine, model and data, and the next run begins with it.
+    The callback measures the first training steps, then tries your setting and others in forked processes that imitate
+    these steps, and continues the same epoch with the fastest setting. Nothing changes unless a setting makes steps
+    more than 3 % shorter, and is faster than yours in each of up to three turns. If steps of training itself then take
+    longer than before, the callback returns to your setting. The result is remembered for this machine, model and data,
+    and the next run begins with it.
 
     Samples come in the same order as without the callback. Random numbers drawn inside workers (augmentation) differ
     with the number of workers, as they do if you set it by hand.
 
-    It serves one training loader with a map-style dataset. With streams, several loaders, loaders that iterate in their
-    own way (StatefulDataLoader), or data on the device it does nothing, and says so. After a failed trial the loader
-    stays as it is.
+    The callback works with one training loader with a map-style dataset. With streams, several loaders, loaders that
+    iterate in their own way (StatefulDataLoader), or data on the device it does nothing, and one INFO line says so.
+    After a failed trial the loader stays as it is.
 
     Args:
-        max_workers: largest number of workers to try; None: as many as CPUs, memory and /dev/shm allow.
-        budget_s: seconds for the trials. No trial starts later.
+        max_workers: largest number of workers to try. None for as many as CPUs, memory and /dev/shm allow.
+        budget_s: seconds for the trials. After that time no trial starts.
 
     Raises:
         SettingsError: when ``max_workers`` is not a positive integer, or ``budget_s`` not a positive number.
@@ -109,14 +110,14 @@ class AutotuneCallback(Callback):
         self._waits_for_steps = False
         """True until the trials have run."""
         self._waits_until = 0.0
-        """Step before which no trial runs; infinite: none in this epoch."""
+        """Number of finished steps before which no trial runs; infinite if none may run in this epoch."""
         self._before_ms: float | None = None
-        """Mean step before the trials."""
+        """Mean time of a step before the trials, in milliseconds."""
         self._unproven: Tuned | None = None
-        """The result in use, until steps of training have shown that it is no worse than the user's setting."""
+        """The result in use, until training steps were measured with it and compared with the user's setting."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # Trainers are pickled for `ddp_spawn`, and callbacks are deep-copied by tuners. A running fit can be neither.
+        # Trainers are pickled for `ddp_spawn`, and callbacks are deep-copied by tuners, but a running fit cannot be.
         return {**self.__dict__, "_run": None, "_wraps": [], "_loader": None}
 
     @property
@@ -148,12 +149,12 @@ class AutotuneCallback(Callback):
             ]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start measuring, if there are trials to come."""
+        """Start measuring if trials are to come and no GPUStarvationCallback measures."""
         self._guard.measure(self._start_measuring, trainer)
 
     @guarded
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin an epoch, if this callback does its own measuring."""
+        """Begin an epoch of this callback's own measurement. Trials that waited for this epoch run after some steps."""
         if self._run is not None:
             self._run.epoch_began()
         run = self._measuring_run(trainer)
@@ -162,12 +163,12 @@ class AutotuneCallback(Callback):
 
     @guarded
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        """Note the batch, if this callback does its own measuring."""
+        """Note the batch if this callback does its own measuring."""
         if self._run is not None:
             self._run.batch_came(batch)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
-        """Count the step, and run the trials once enough steps were measured."""
+        """Count the step. Once enough steps are measured, run the trials, or check their result."""
         if not self._waits_for_steps and self._unproven is None:
             return
         if self._run is not None:
@@ -185,7 +186,7 @@ class AutotuneCallback(Callback):
             self._stop_measuring()
 
     def _steps_to_measure(self, run: StarvationRun) -> float:
-        """The number of steps after which the trials come, or the result is proven."""
+        """The number of steps after which the trials run, or their result is checked."""
         steps = MEASURED_STEPS if self._waits_for_steps else PROVING_STEPS
         return max(run.main.warm_up + steps, self._waits_until)
 
@@ -203,7 +204,7 @@ class AutotuneCallback(Callback):
             self._run.validation_began()
 
     def on_train_end(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
-        """Remove everything from the Trainer. Lightning does not call ``teardown`` after an exception."""
+        """Remove everything from the Trainer. Also ``on_exception``, after which Lightning calls no ``teardown``."""
         check_instance(self, AutotuneCallback)
         self._guard.attempt("take out what it had put in", self._let_go)
 
@@ -240,13 +241,13 @@ class AutotuneCallback(Callback):
         return self._loader.prepare(loader)
 
     def _begin_tuning(self, trainer: AnyTrainer, loader: AnyLoader) -> TunedLoader | None:
-        """Begin with the result of an earlier run, or with the user's setting. None if nothing may be changed."""
+        """Begin with the result of an earlier run, or with the user's setting. Returns None if nothing may change."""
         why_not = next(filter(None, gather(trainer, self._why_not(loader))), "")  # so that all ranks try, or none
         if why_not:
             self._do_nothing(trainer, why_not)
             return None
         tuned_loader = TunedLoader(trainer, loader)
-        goal = self._goal(trainer, TrainingWork(step_s=1.0))  # any work: only that there is work is in the key
+        goal = self._goal(trainer, TrainingWork(step_s=1.0))  # any work will do: the key has only whether there is work
         earlier: Tuned | None = None
         if trainer.local_rank == 0:
             earlier = Store().load(key_of(loader, goal, read_machine()))
@@ -292,7 +293,7 @@ class AutotuneCallback(Callback):
             run.close()
 
     def _measuring_run(self, trainer: AnyTrainer) -> StarvationRun | None:
-        """The run that measures the steps: this callback's own, or that of a GPUStarvationCallback."""
+        """The run that measures the steps, of this callback or of a GPUStarvationCallback; None if there is none."""
         if self._run is not None:
             return self._run
         for callback in _host.callbacks_of(trainer):
@@ -301,7 +302,7 @@ class AutotuneCallback(Callback):
         return None
 
     def _must_wait(self, trainer: AnyTrainer, run: StarvationRun) -> bool:
-        """True if the trials wait for the next epoch, since the dataset still keeps what it reads."""
+        """True if the trials must wait for the next epoch, because the dataset stores what it reads in this one."""
         keeps = next(filter(None, gather(trainer, run.growing())), "")
         if not keeps:
             return False
@@ -317,7 +318,7 @@ class AutotuneCallback(Callback):
         return tune_for_fit(self._loader.original, trainer, self._goal(trainer, slowest_work(works)))
 
     def _apply(self, trainer: AnyTrainer, tuned: Tuned) -> None:
-        """Use the result, and see from then on if it is as good in training itself."""
+        """Use the result, and measure from then on if training itself is as fast with it."""
         assert self._loader is not None
         self._announce(trainer, tuned)
         if tuned.setting != self._loader.setting and self._loader.switch(tuned.setting):
@@ -367,7 +368,7 @@ class AutotuneCallback(Callback):
         self._log(trainer, setting)
 
     def _leave_out_trials(self, run: StarvationRun) -> None:
-        """Measure afresh: the present step contains the trials, and later ones have another loader."""
+        """Leave out the current step, which contains the trials. Measure afresh if later steps have another loader."""
         if self._moves:
             run.restart()
         run.leave_out_step()

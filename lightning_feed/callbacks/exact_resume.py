@@ -90,7 +90,7 @@ class ExactResume(Callback):
 
     @staticmethod
     def _check(checkpoint: dict[str, object], states: list[dict[str, object]]) -> None:
-        """Check the states here, since an error in a later hook would be hidden by one of Lightning's teardown."""
+        """Check the states here, since an error in a later hook would be hidden by an error in Lightning's teardown."""
         batches = [LoaderState.from_dict(state).batches for state in states]
         # With several loaders, the shorter ones may have started again.
         if len(states) == 1 and batches[0] < batches_to_skip(checkpoint):
@@ -147,7 +147,7 @@ class ExactResume(Callback):
 
     @staticmethod
     def _adopt(trainer: Trainer, before: list[dict[str, object]]) -> FetcherTap | None:
-        """Follow the fetcher. ``before``: the states to save until its first batch is trained."""
+        """Follow the training fetcher. ``before`` holds the states to save until its first batch is trained."""
         fetcher = _host.train_fetcher(trainer)
         if fetcher is None:
             return None
@@ -161,22 +161,22 @@ class ExactResume(Callback):
 
 
 def _state_at_end(loader: object, state: dict[str, object]) -> dict[str, object]:
-    """Return the state of a loader whose epoch is trained. Only ours can begin the next epoch."""
+    """Return the state of a loader whose epoch is trained. Only a FeedLoader's state can begin the next epoch."""
     if isinstance(loader, FeedLoader):
         return loader.state_at_end(state)
     return state
 
 
 def check_equal_ranks(trainer: AnyTrainer) -> bool:
-    """Compare the number of batches per epoch on all ranks, if known. All ranks must call it.
+    """Compare the number of batches per epoch on all ranks, if known. All ranks must call this function.
 
-    Ranks wait for each other in each step. A rank without a batch ends its epoch, and the others would hang for ever.
+    Ranks wait for each other in each step. If one rank has no more batches, it ends its epoch, and the others hang.
 
     Returns:
         True if all ranks have the same number, or no rank knows its number.
 
     Raises:
-        LoaderError: the numbers differ, and nothing ends the run before the shorter epoch ends.
+        LoaderError: the numbers differ, and neither ``max_steps`` nor ``max_time`` limits the run.
     """
     if trainer.world_size < 2 or not dist.is_initialized():
         return True

@@ -1,4 +1,4 @@
-"""FreshWorkers: starts persistent workers anew when the program has changed the dataset that they have a copy of."""
+"""FreshWorkers: restarts persistent workers, which hold a copy of the dataset, when the program has changed it."""
 
 import logging
 from functools import partial
@@ -16,9 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 class FreshWorkers(Callback):
-    """Compares the numbers and strings of the datasets before each epoch and each validation of a fit.
+    """Restarts persistent workers before an epoch or validation if numbers or strings of their dataset have changed.
 
-    ``wrap`` adds it: the program may have been written for loaders without workers.
+    ``wrap`` adds this callback, because the program may have been written for loaders without workers, which see every
+    change of the dataset.
     """
 
     def __init__(self) -> None:
@@ -26,18 +27,18 @@ class FreshWorkers(Callback):
         """Numbers and strings of the datasets when their workers started, by stage, in the order of the loaders."""
         self._wraps: list[_host.Wrap] = []
         self._is_first = True
-        """True until the first epoch of a fit begins, whose iterators Lightning makes before the hooks of the epoch."""
+        """True until a fit's first epoch begins. Lightning makes the first epoch's iterators before its hooks."""
         self._guard = Guard("wrap", self._let_go)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_wraps": []}  # of a running fit, which is neither sent nor copied
+        return {**self.__dict__, "_wraps": []}  # wraps belong to a running fit, which is neither sent nor copied
 
     @staticmethod
     def watch(trainer: AnyTrainer, stage: Stage, loaders: list[Any]) -> None:
-        """Watch loaders, of which Lightning is about to make iterators.
+        """Watch the datasets of loaders, just before Lightning makes the loaders' iterators.
 
         Args:
-            trainer: its fit is watched.
+            trainer: the Trainer of the fit.
             stage: ``"fit"`` or ``"validate"``.
             loaders: all loaders of the stage.
         """
@@ -45,7 +46,7 @@ class FreshWorkers(Callback):
         watching = [callback for callback in callbacks if isinstance(callback, FreshWorkers)]
         if not watching:
             watching = [FreshWorkers()]
-            callbacks.insert(0, watching[0])  # so that it lets go before those whose wraps are inside its own
+            callbacks.insert(0, watching[0])  # first: its wraps are outside other callbacks', so they are undone first
         watching[0]._begin(trainer, stage, loaders)
 
     def _begin(self, trainer: AnyTrainer, stage: Stage, loaders: list[Any]) -> None:
@@ -58,7 +59,7 @@ class FreshWorkers(Callback):
             ]
 
     def on_train_end(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
-        """Remove everything from the Trainer. Lightning does not call ``teardown`` after an exception."""
+        """Remove everything from the Trainer. Also ``on_exception``, after which Lightning calls no ``teardown``."""
         self._let_go()
 
     on_exception = teardown = on_train_end
@@ -82,7 +83,7 @@ class FreshWorkers(Callback):
         if stage == "fit" and self._is_first:
             self._is_first = False
             self._warn_of_late_changes(changed)
-            return  # the next epoch begins with the present values
+            return  # `_sent` stays, so workers that have missed the change are restarted before the next epoch
         for loader in changed:
             if getattr(loader, "persistent_workers", False) and getattr(loader, "_iterator", None) is not None:
                 end_workers(loader)

@@ -40,32 +40,33 @@ _AFTER_BACKWARD_BEGAN = (
 LOOK_AHEAD = "[PrefetchCallback].look_ahead"
 """The profiler action around fetching and staging the next batch."""
 HAND_OUT = "[PrefetchCallback].hand_out"
-"""The profiler action in which the loop takes a batch fetched ahead. Its fetch was announced when it was drawn."""
+"""The profiler action in which the loop takes a batch fetched ahead. The fetch was announced when it happened."""
 _TRANSFER = "transfer_batch_to_device"
 
 
 class PrefetchCallback(ExactResume):
-    """Copies the next batch to the device on a stream of its own while the present step computes.
+    """Copies the next batch to the device on a stream of its own while the current step computes.
 
     Training is not changed: the same batches arrive in the same order, and every hook runs once per batch.
     ``transfer_batch_to_device`` and ``FastDataModule.device_transform`` run on the prefetch stream,
     ``on_after_batch_transfer`` on the compute stream. The copy overlaps with computing only from pinned host memory
     (``pin_memory=True``). Checkpoints do not count batches that were only fetched.
 
-    The device holds at most ``depth + 3`` batches, or 64 MiB of smaller ones: those that are ready, the one in use, and
-    earlier ones that the device has not finished. A host that is further ahead waits before it copies the next.
+    The device holds at most ``depth + 3`` batches, or more if they are small, up to 64 MiB: those that are ready, the
+    one in use, and earlier ones that the device has not finished. If the host is further ahead, it waits before it
+    copies the next batch.
 
-    Your own transfer may read only the batch, and state that nothing else uses: the step may be changing anything else
-    at that time (see docs/how-to/copy-less.md).
+    If you override ``transfer_batch_to_device``, it may read only the batch, and objects that nothing else uses: the
+    step may be changing all other objects at that time (see docs/how-to/copy-less.md).
 
     Nothing is prefetched, and one INFO line says so, on devices other than CUDA and XPU, with loaders that yield device
     tensors, and in loops whose ``training_step`` takes ``dataloader_iter``.
 
     Args:
         depth: batches kept ready on the device, 1 or more. If the step itself waits for the device (``.item()``,
-            manual optimisation with a gradient scaler), 2 are needed to hide the copy. From 2, batches are loaded
-            before earlier steps have run: with ``num_workers=0`` the dataset then draws its random numbers in another
-            order.
+            manual optimisation with a gradient scaler), 2 are needed to hide the copy. With 2 or more, batches are
+            loaded before earlier steps have run: with ``num_workers=0``, dataset and model then draw from the global
+            random generators in another order.
         host_keys: keys of dict batches, at any depth of nesting, whose values stay on the host.
         drop_keys: keys that are left out before the transfer, since the step does not read them. Mappings lose the key;
             named tuples and dataclasses have None there. ``on_before_batch_transfer`` still sees the values.
@@ -96,7 +97,7 @@ class PrefetchCallback(ExactResume):
         self.drop_keys = check_drop_keys(drop_keys, "PrefetchCallback")
         self._active = False
         self._was_active = False
-        """``active`` of the training loop around a validation."""
+        """Value of ``active`` in the training loop, to return to after a validation."""
         self._stream: SideStream | None = None
         self._device: torch.device | None = None
         self._lean: LeanTransfer | None = None
@@ -107,11 +108,11 @@ class PrefetchCallback(ExactResume):
         """The staged batch that the loop has taken, until it asks for its transfer."""
         self._wraps: list[_host.Wrap] = []
         self._triggers: dict[str, bool] = {}
-        """True for each hook in which the next batch is drawn."""
+        """For each hook, True if the next batch is drawn in it."""
         self._once = Once(logger)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Trainers are pickled for `ddp_spawn`, and callbacks are deep-copied by tuners. A stream can be neither.
+        # Trainers are pickled for `ddp_spawn`, and callbacks are deep-copied by tuners, but a stream cannot be.
         running = dict.fromkeys(("_stream", "_device", "_prefetcher", "_lean", "_in_hand"))
         return {**self.__dict__, **running, "_wraps": [], "_triggers": {}}
 
@@ -121,7 +122,7 @@ class PrefetchCallback(ExactResume):
         return self._active
 
     def open_stream(self, device: torch.device) -> SideStream | None:
-        """The stream to copy on, or None to stand aside. Override it for a device that torch has no streams for."""
+        """Open the stream to copy on; None lets the callback do nothing. Override for a device unknown to torch."""
         return open_stream(device)
 
     # --- begin and end ------------------------------------------------------------------------------------------------
@@ -148,7 +149,7 @@ class PrefetchCallback(ExactResume):
             self._active = self._was_active
 
     def teardown(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
-        """Remove everything from the Trainer. Lightning does not call ``teardown`` after an error."""
+        """Remove everything from the Trainer. Also ``on_exception``, after which Lightning calls no ``teardown``."""
         check_instance(self, PrefetchCallback)
         self._let_go()
 
@@ -186,7 +187,7 @@ class PrefetchCallback(ExactResume):
             self._stand_aside(trainer, f"the step takes `dataloader_iter` and fetches for itself{keys}")
         elif tap.owner not in (None, self):
             logger.debug("Another PrefetchCallback of this Trainer is at work, so this one does nothing.")
-        elif not tap.closed:  # else its loader yields device tensors, which was said
+        elif not tap.closed:  # else its loader yields device tensors, and an INFO line has said so
             return tap
         return None
 
@@ -201,10 +202,10 @@ class PrefetchCallback(ExactResume):
         self._wraps += _host.wrap_transfer(trainer, self._convert_input, partial(self._batch_hook, trainer))
 
     def _set_trigger(self, trainer: AnyTrainer, batch_end: str) -> None:
-        """Choose when to look ahead: as early as possible without other code noticing.
+        """Choose the hook in which to look ahead: the earliest possible one, but after the user's code in the step.
 
-        Our own hook is best, as it runs before the progress bar reads metrics off the device. But user code that runs
-        after it may change the next batch, or draw random numbers; then that code must run first.
+        This callback's own hook is best, as it runs before the progress bar reads metrics off the device. But code of
+        the user that runs later may change the next batch, or draw random numbers; then that code must run first.
         """
         callbacks = _host.callbacks_of(trainer)
         later = callbacks[callbacks.index(self) + 1 :]
@@ -245,10 +246,10 @@ class PrefetchCallback(ExactResume):
     # --- looking ahead ------------------------------------------------------------------------------------------------
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        """With a gradient scaler, look ahead before it makes the host wait for the device in the optimizer step.
+        """Look ahead before a gradient scaler makes the host wait for the device in the optimizer step.
 
-        Not with manual optimisation: ``manual_backward`` calls this hook within ``training_step``, under autocast, and
-        before the rest of the step has drawn its random numbers.
+        Does nothing with manual optimisation: ``manual_backward`` calls this hook within ``training_step``, under
+        autocast, and before the rest of the step has drawn its random numbers.
         """
         if pl_module.automatic_optimization and self._triggers.get("on_before_backward"):
             self._look_ahead(trainer, step_pending=True)
@@ -294,10 +295,10 @@ class PrefetchCallback(ExactResume):
             profiler.stop(LOOK_AHEAD)
 
     def _may_issue(self, *, step_pending: bool) -> bool:
-        """True if there is a stream to copy on, and no graph is captured at this moment."""
+        """True if there is a stream to copy on, and no CUDA graph is being captured at this moment."""
         if self._stream is None:
             return False
-        # After a step no graph is captured: code that ends a capture in a later hook makes the look-ahead wait for it.
+        # After a step no graph is being captured: where code of the user ends a capture in a hook, we run after it.
         return not (step_pending and self._stream.is_capturing())
 
     def _draw(self, trainer: AnyTrainer, tap: FetcherTap) -> bool:

@@ -10,7 +10,7 @@ from lightning_feed.errors import SettingsError
 
 FOLDER_VARIABLE = "LIGHTNING_FEED_DIR"
 IN_ROOT = "feed_reports"
-"""The folder of reports in the Trainer's ``default_root_dir``."""
+"""Name of the folder for reports in the Trainer's ``default_root_dir``."""
 
 
 def chosen_folder(folder: str | Path | None) -> Path | None:
@@ -30,11 +30,12 @@ def chosen_folder(folder: str | Path | None) -> Path | None:
 
 
 def run_folder(trainer: AnyTrainer, chosen: Path | None = None) -> Path | None:
-    """Folder for this run's reports; None if there is none, as in a ``fast_dev_run``.
+    """Folder for this run's reports; None in a ``fast_dev_run``, and if no folder is on this machine.
 
-    The chosen folder, else the first logger's folder on this machine, else the folder of the checkpoints, else one in
-    ``default_root_dir``. Not ``trainer.log_dir``, which broadcasts, so that all ranks would have to call it. For a
-    logger with an empty ``log_dir``, the folder is in its ``save_dir``; empty does not mean the current folder.
+    This is the chosen folder, else the first logger's folder on this machine, else the folder of the checkpoints if
+    there are loggers, else ``feed_reports`` in ``default_root_dir``. If a logger's ``log_dir`` is empty, which does not
+    mean the current folder, the folder is in its ``save_dir``. ``trainer.log_dir`` is not used, because it broadcasts,
+    so that all ranks would have to call it.
     """
     if _host.is_fast_dev_run(trainer):
         return None
@@ -52,7 +53,7 @@ def run_folder(trainer: AnyTrainer, chosen: Path | None = None) -> Path | None:
 
 
 def folder_in_root(trainer: AnyTrainer) -> Path | None:
-    """The folder for reports of runs that have no folder of their own; None if the root is on another machine."""
+    """The folder for reports of runs without a folder of their own; None if the root is on another machine."""
     root = _local_path(trainer.default_root_dir)
     return None if root is None else root / IN_ROOT
 

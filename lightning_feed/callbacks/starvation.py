@@ -21,7 +21,7 @@ from lightning_feed.measure.measurements import Measurements
 from lightning_feed.measure.nvml import NvmlSampler
 from lightning_feed.measure.stats import StarvationStats, Which
 from lightning_feed.measure.wall import WallClock
-from lightning_feed.verdict.decide import diagnose
+from lightning_feed.verdict.decide import decide
 from lightning_feed.verdict.diagnosis import Diagnosis
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,8 @@ class GPUStarvationCallback(Callback):
     so, and training goes on.
 
     Args:
-        every_n_steps: steps between two logs, each over these steps; None: the Trainer's ``log_every_n_steps``.
+        every_n_steps: steps between two logs; each log covers the steps since the last one. None for the Trainer's
+            ``log_every_n_steps``.
         report: print the report after 200 steps or a minute, at the end of the fit, and when Ctrl-C, SIGTERM or an
             error ends it; in endless streams every 10 minutes. Later reports print only the verdict and the next step
             if these are unchanged. Fits of fewer than 30 steps, and every fit after the first of a process, print one
@@ -48,9 +49,10 @@ class GPUStarvationCallback(Callback):
             after Ctrl-C, SIGTERM or an error.
         tags: ``"core"`` logs the speed of training and what it waits for; ``"all"`` adds figures that help to find the
             cause.
-        folder: folder for these files. None: the folder named by the environment variable ``LIGHTNING_FEED_DIR``, the
-            first logger's folder on this machine, or the folder of the checkpoints; else ``feed_reports`` in the
-            Trainer's ``default_root_dir``. Reports of other runs are kept: the next one is ``feed_report-2.html``.
+        folder: folder for these files. By default the folder that the environment variable ``LIGHTNING_FEED_DIR``
+            names, else the first logger's folder on this machine, else the folder of the checkpoints, else
+            ``feed_reports`` in the Trainer's ``default_root_dir``. Reports of other runs are kept: the next report is
+            ``feed_report-2.html``.
 
     Raises:
         SettingsError: when ``every_n_steps`` is not a positive integer, ``tags`` is unknown, or the folder is on
@@ -100,7 +102,7 @@ class GPUStarvationCallback(Callback):
         self._guard = self._new_guard()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Trainers are pickled for `ddp_spawn`, and callbacks are deep-copied by tuners. A running fit can be neither.
+        # Trainers are pickled for `ddp_spawn`, and callbacks are deep-copied by tuners, but a running fit cannot be.
         measured = dict(self._measured)
         if self._run is not None:
             measurements = self._guard.attempt("sum up its figures", self._run.measurements)
@@ -110,23 +112,24 @@ class GPUStarvationCallback(Callback):
         return {**self.__dict__, **running, "_measured": measured, "_last": self.summary()}
 
     def summary(self) -> StarvationStats | None:
-        """The figures logged last, in this fit or the one before; None before the first log."""
+        """The figures logged last, in the current or last fit; None before its first log."""
         fit = self.measured_fit
         return self._last if fit is None else fit.last
 
     def report(self, stage: Stage = "fit") -> Diagnosis:
-        """The verdict on what limits training, from all steps measured in this fit or the last one.
+        """The verdict on what limits training, from all steps measured in the current or last fit.
 
         Args:
-            stage: ``"validate"``, ``"test"`` or ``"predict"`` for the last run of that method of the Trainer.
+            stage: ``"validate"``, ``"test"`` or ``"predict"`` for the last ``trainer.validate``, ``trainer.test`` or
+                ``trainer.predict`` instead.
         """
         if self._run is not None and self._run.stage == stage:
-            return diagnose(self._run.measurements())
-        return diagnose(self._measured.get(stage, _NOTHING))
+            return decide(self._run.measurements())
+        return decide(self._measured.get(stage, _NOTHING))
 
     @property
     def measured_fit(self) -> StarvationRun | None:
-        """The fit being measured."""
+        """The fit being measured; None if there is none."""
         return self._run if self._run is not None and self._run.stage == "fit" else None
 
     # --- begin and end ------------------------------------------------------------------------------------------------
@@ -240,7 +243,7 @@ class GPUStarvationCallback(Callback):
 
     @guarded
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read the times of the last steps from the device, and report."""
+        """Read the device timings that are still outstanding, and report."""
         run = self._run
         if run is None:
             return
@@ -287,7 +290,7 @@ class GPUStarvationCallback(Callback):
 
     @guarded
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        """Note the parts of the first batch."""
+        """Record number and size of the first batch's tensors."""
         if self._run is not None:
             self._run.batch_came(batch)
 
@@ -295,7 +298,7 @@ class GPUStarvationCallback(Callback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Note the loader of each batch, and the parts of the first batch."""
+        """Note which loader each batch comes from, and record number and size of the first batch's tensors."""
         if self._run is not None:
             self._run.batch_came(batch, dataloader_idx)
             self._run.step_ended()
@@ -304,7 +307,7 @@ class GPUStarvationCallback(Callback):
 
     @guarded
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
-        """Close a window and log it at the steps at which the Trainer logs."""
+        """Log the figures of a window every ``every_n_steps`` steps, and make a report when it is due."""
         run = self._run
         if run is None:
             return

@@ -1,4 +1,4 @@
-"""Facts about a run of a Trainer besides its times."""
+"""Facts about a Trainer's run other than its measured times."""
 
 import inspect
 import sys
@@ -26,7 +26,7 @@ _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_afte
 
 
 def facts_of(trainer: AnyTrainer, guard: Guard, stage: Stage = "fit", *, before: LoopFacts | None = None) -> LoopFacts:
-    """The facts about a stage's loop. Takes lines of the user's code from ``before``, the loop's earlier facts."""
+    """Collect the facts about a stage's loop. Copies lines of the user's code from ``before``, its earlier facts."""
     machine = read_machine()
     loaders = inner_loaders(trainer, stage)
     datamodule = _host.datamodule_of(trainer)
@@ -49,7 +49,7 @@ def facts_of(trainer: AnyTrainer, guard: Guard, stage: Stage = "fit", *, before:
     if stage != "fit":
         return replace(facts, loader=loader_facts(loaders))
     code = before.loader_code if before is not None else None
-    # This reads the user's source, objects and settings, which may be anything.
+    # This reads the user's source, objects and settings, which may be anything, so it may fail.
     code = code or guard.attempt("find where the training loader is made", loader_location, trainer, loaders)
     hooks = before.hook_code if before is not None else guard.attempt("find the hooks", _hook_code, trainer)
     return replace(
@@ -88,7 +88,7 @@ def _hook_code(trainer: AnyTrainer) -> tuple[HookCode, ...]:
 
 
 def _interval_of_one(callback: object) -> str:
-    """The constructor parameter by which a callback works in every step, as it is 1; empty if there is none."""
+    """Name of the interval parameter that is 1, so that the callback works in every step; empty if there is none."""
     parameters = inspect.signature(type(callback)).parameters
     for name in _INTERVALS:
         steps = getattr(callback, name, None)
@@ -125,11 +125,11 @@ def _trainer_facts(trainer: AnyTrainer, stage: Stage) -> TrainerFacts:
 
 
 def _validation_schedule(trainer: AnyTrainer) -> tuple[int | None, int | None]:
-    """Epochs, and batches, between two validations. Both are None if they must not grow, or go by time."""
+    """Return (epochs, batches) between two validations. Both are None if these must not grow, or if time decides."""
     every = trainer.check_val_every_n_epoch
     between = trainer.val_check_batch
     if between is None:
-        every = None  # validation goes by time
+        every = None  # time decides when to validate
     elif every is not None and between in (float("inf"), trainer.num_training_batches):
         between = None  # at the end of an epoch
     needed = _host.needs_metrics_every(trainer)
@@ -139,11 +139,11 @@ def _validation_schedule(trainer: AnyTrainer) -> tuple[int | None, int | None]:
 
 
 def inner_loaders(trainer: AnyTrainer, stage: Stage) -> list[Any]:
-    """The loaders of a stage, without their wrappers."""
+    """The loaders of a stage, each without the wrappers around it."""
     return [inner for loader in _host.loop_loaders(trainer, stage) for inner in loaders_in(loader)]
 
 
 def prefetch_active(trainer: AnyTrainer) -> bool | None:
-    """True if a PrefetchCallback of this Trainer is active; None without one."""
+    """True if a PrefetchCallback of this Trainer is active; None if the Trainer has no PrefetchCallback."""
     prefetchers = [callback for callback in _host.callbacks_of(trainer) if isinstance(callback, PrefetchCallback)]
     return any(prefetcher.active for prefetcher in prefetchers) if prefetchers else None

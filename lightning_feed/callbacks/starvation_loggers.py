@@ -25,7 +25,7 @@ TEXT_TAG = "feed/report"
 SLOW_S = 1e-3
 """Seconds above which a logger's call is slow."""
 _laid_out: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""TensorBoard's writers that know how to draw the tags."""
+"""TensorBoard's SummaryWriters that have already received the layout of the tags' charts."""
 
 
 class LoggerOutput:
@@ -34,8 +34,8 @@ class LoggerOutput:
     Args:
         trainer: the Trainer that runs.
         guard: the callback's guard, around each call of a logger.
-        which: the tags to log.
-        any_logger: True to pass them to loggers from other packages than Lightning, too.
+        which: the tags to log, ``"core"`` or ``"all"``.
+        any_logger: True to pass figures and reports to loggers from other packages than Lightning, too.
     """
 
     def __init__(self, trainer: AnyTrainer, guard: Guard, *, which: Which = "core", any_logger: bool = True) -> None:
@@ -58,7 +58,7 @@ class LoggerOutput:
                 self._guard.attempt(f"{task} {name}", call, logger)
 
     def lay_out(self) -> None:
-        """Tell TensorBoard how to draw the tags, once for each of its writers."""
+        """Give each of TensorBoard's SummaryWriters the layout of the tags' charts, once."""
         self.for_each("lay its figures out in", self._lay_out)
 
     def _lay_out(self, logger: Logger) -> None:
@@ -68,7 +68,7 @@ class LoggerOutput:
             experiment.add_custom_scalars(custom_scalar_layout(self._which))
 
     def log(self, figures: dict[str, float], step: int) -> None:
-        """Log the chosen ones of the figures, by tag."""
+        """Log those figures, by tag, that ``which`` chooses."""
         chosen = choose_tags(figures, self._which)
         self.for_each("log its figures to", lambda logger: self._pace_of(logger).log(logger, chosen, step))
 
@@ -86,7 +86,7 @@ class LoggerOutput:
 
 
 class Pace:
-    """Passes figures to one logger; to a slow logger so rarely that it costs 1 % of the time."""
+    """Passes figures to one logger. Skips windows of a slow logger, so that its calls take 1 % of the time."""
 
     def __init__(self) -> None:
         self._took_s: deque[float] = deque(maxlen=3)
@@ -111,15 +111,15 @@ def _is_of_lightning(logger: Logger) -> bool:
 
 
 def _experiment_of(logger: Logger) -> Any:
-    """The object of the logger's own library; None if it has none."""
+    """The logger's ``experiment`` (the W&B run, the SummaryWriter, ...); None if it has none."""
     return getattr(logger, "experiment", None)
 
 
 def give_report(logger: Logger, report: Report, step: int) -> None:
-    """Pass a report to a logger in the form it shows best, or nothing if it accepts neither pages nor text.
+    """Pass a report to a logger in the best form for it. Loggers that accept neither pages nor text get nothing.
 
-    Weights & Biases gets the page, and the verdict and the whole run's figures in its summary. TensorBoard and Comet
-    get Markdown. MLflow gets ``feed_report.md`` and ``feed_report.json`` as artifacts.
+    Weights & Biases gets the HTML page, and in the run's summary the verdict and the figures of the whole run.
+    TensorBoard and Comet get Markdown. MLflow gets ``feed_report.md`` and ``feed_report.json`` as artifacts.
     """
     experiment = _experiment_of(logger)
     if _host.has_class(logger, "WandbLogger"):
@@ -154,8 +154,8 @@ def tuned_hparams(datamodule: object) -> dict[str, Any]:
         datamodule: a FastDataModule or a wrapped data module whose training loader was made.
 
     Returns:
-        ``feed/num_workers`` and so on, with the loaders' names if there are several. Empty for other data modules, and
-        before the loader is made.
+        ``feed/num_workers`` and so on; with several training loaders, ``feed/<loader>/num_workers``. Empty for other
+        data modules, and before the loader is made.
     """
     recommendations = getattr(datamodule, "recommendations", None)
     if not isinstance(recommendations, Mapping):
@@ -181,7 +181,7 @@ def tuned_hparams(datamodule: object) -> dict[str, Any]:
 
 
 def achieved(diagnosis: Diagnosis) -> dict[str, float]:
-    """Measured results of a run, to compare settings in a table of runs."""
+    """Measured results of a run, by which to compare settings in a table of runs."""
     results = {}
     stats = diagnosis.stats
     if stats.starved_pct is not None:
@@ -193,9 +193,9 @@ def achieved(diagnosis: Diagnosis) -> dict[str, float]:
 
 
 def log_hparams(logger: Any, params: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-    """Pass the loader's settings to a logger as hyperparameters, with the results. For rank 0, once, after a fit.
+    """Pass the loader's settings to a logger as hyperparameters, with the results. Call on rank 0, once, after a fit.
 
-    Skips TensorBoard, which accepts hyperparameters only once per run: the user's. Ours would need a second run. The
+    Skips TensorBoard, which accepts hyperparameters only once per run: that one time is left to the user. There, the
     settings are in the report.
     """
     if not hasattr(logger.experiment, "add_hparams"):

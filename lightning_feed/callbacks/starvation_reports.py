@@ -1,4 +1,4 @@
-"""The reports of one run of a Trainer: when they come, their files, and what the console shows of them."""
+"""The reports of one run of a Trainer: their times, their files, and their form on the console."""
 
 import math
 from dataclasses import replace
@@ -16,11 +16,11 @@ from lightning_feed.report.document import make_report
 from lightning_feed.report.files import Form, show_report, write_report
 from lightning_feed.report.next_step import ENOUGH_STEPS, next_step
 from lightning_feed.report.report import Report, RunIdentity, read_identity
-from lightning_feed.verdict.decide import diagnose
+from lightning_feed.verdict.decide import decide
 from lightning_feed.verdict.diagnosis import Diagnosis
 
 _shown_fits: set[str] = set()
-"""Fits whose reports this process has shown: reports of later fits are one line."""
+"""Fits whose reports this process has printed. The reports of later fits take one line."""
 
 
 class RunReports:
@@ -30,10 +30,10 @@ class RunReports:
         trainer: the Trainer that runs.
         guard: the callback's guard, around each part of making a report.
         folder: the folder that the user chose for the files.
-        loggers: gets the reports, too.
+        loggers: the output to loggers, which gets the reports, too.
 
     Attributes:
-        reported_steps: number of steps in the last report.
+        reported_steps: number of finished steps at the last report.
     """
 
     def __init__(self, trainer: AnyTrainer, guard: Guard, *, folder: Path | None, loggers: LoggerOutput) -> None:
@@ -51,12 +51,12 @@ class RunReports:
         return self._schedule.due(steps)
 
     def make(self, run: StarvationRun, *, ended: bool = False, to_loggers: bool = True) -> None:
-        """Write the report into the run's folder, show it, and pass it to the loggers."""
+        """Write the report into the run's folder, print it if due, and pass it to the loggers."""
         if run.finished == self.reported_steps and not ended:  # the end adds the run's validation and its wall time
             return
         self.reported_steps = run.finished
         is_first = self._schedule.first
-        diagnosis = self._guard.attempt("make its report", lambda: diagnose(run.measurements()))
+        diagnosis = self._guard.attempt("make its report", lambda: decide(run.measurements()))
         # Nobody expects a verdict from a fit with so few steps.
         if diagnosis is None or (diagnosis.grade == "not measured" and run.finished < SOME_STEPS):
             self._schedule.came(early=True)
@@ -87,7 +87,7 @@ class RunReports:
         show_report(report, _host.bar_printer(self._trainer), files, form=form, before=self._shown)
 
     def _form(self, run: StarvationRun, diagnosis: Diagnosis, *, ended: bool, is_first: bool) -> Form | None:
-        """The form in which to show a report; None if it only goes to files and loggers."""
+        """The form in which to print a report; None if the report goes only to files and loggers."""
         is_endless = self._trainer.num_training_batches == math.inf
         if self._is_worth_a_line(run, ended=ended):
             return "line" if ended or is_endless else None
@@ -99,7 +99,7 @@ class RunReports:
         return "full" if is_new else "short"
 
     def _is_worth_a_line(self, run: StarvationRun, *, ended: bool) -> bool:
-        """True for a fit that follows others in this process, and for one that ended after a few steps."""
+        """True if at most one line is to be printed: for a fit after another in this process, or one of few steps."""
         if run.stage != "fit":
             return False
         follows_others = bool(_shown_fits - {self._identity.id})
@@ -107,5 +107,5 @@ class RunReports:
 
 
 def _conclusion(diagnosis: Diagnosis) -> tuple[str, ...]:
-    """The verdict and the next step of a report; one with the same is shown in short."""
+    """The verdict and the next step of a report. A report with the same ones as the last is printed in short form."""
     return diagnosis.bottleneck, diagnosis.cause, diagnosis.grade, next_step(diagnosis)

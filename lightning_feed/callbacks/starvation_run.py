@@ -30,20 +30,20 @@ _PART: dict[Stage, Part] = {"fit": "epoch starts", "validate": "validation", "te
 
 
 class StarvationRun:
-    """The clocks and taps of one run, and its measurements so far. :meth:`start` puts them into the Trainer.
+    """The clocks and taps of one run, and its measurements so far. :meth:`start` installs the taps in the Trainer.
 
     Args:
         trainer: the Trainer that fits, validates, tests or predicts.
-        window_steps: steps between two windows; 0 for no windows.
+        window_steps: steps in a window, over which figures are logged; 0 for no windows.
         guard: the callback's guard, around the functions that the loop calls.
-        wall: the clock of the whole run, which may have started earlier.
+        wall: the clock of the whole run, which may have started earlier; None for a new clock.
         stage: the stage whose loop is measured. A fit also measures its validation's loop.
 
     Attributes:
-        last: the last window that was closed.
+        last: the figures of the last closed window; None before one was closed.
         logged_step: the number of the step at which that window was closed.
-        nvml: reads the GPU's figures until the run ends; None for no GPU figures.
-        main: the loop of the stage.
+        nvml: reads the GPU's figures until the run ends; None if they are not read.
+        main: the measured loop of ``stage``.
     """
 
     def __init__(
@@ -63,21 +63,21 @@ class StarvationRun:
         self.logged_step = -1
         self.nvml: NvmlSampler | None = None
         self._wall = wall or WallClock()
-        self._undo = ExitStack()  # calls all of them, even if one fails
+        self._undo = ExitStack()  # calls all its callbacks, even if one fails
         self.also_undo = self._undo.callback
         self.main = self._make_loop(stage)
         self._current = self.main
-        """The loop that runs: the main one, or a fit's validation."""
+        """The loop that runs now: the main loop, or a fit's validation."""
         self._validation: MeasuredLoop | None = None
         self._validation_since: int | None = None
-        """The host's clock when the present validation began; None outside a validation."""
+        """The host's clock when the current validation began; None outside a validation."""
         self._hooks = HookTimes(lambda: self._current.meter.between_steps, own_clock, measure=guard.measure)
         self._ranks: RankExchange | None = None
         self._rank_total: RankStats | None = None
         self._cpus = CpuShare() if trainer.world_size == 1 else None
         self._final: Measurements | None = None
         self._cut_short: tuple[int, int] | None = None
-        """Batches of an epoch that ended before its length, and that length."""
+        """(batches received, batches expected) of an epoch that ended before its length; None if none did."""
         self._repeats: RepeatedBatches | None = None
         self._values: list[dict[str, object]] | None = None
         """Numbers and strings of the datasets when the epoch began."""
@@ -137,7 +137,7 @@ class StarvationRun:
         self._guard.attempt("compare its dataset with that of the last epoch", self._note_changes)
 
     def _note_changes(self) -> None:
-        """See if the program changes its dataset between epochs, which workers that live on would miss."""
+        """Note if the program changes its datasets between epochs: persistent workers would miss the changes."""
         values = [plain_values(dataset) for dataset in self._datasets()]
         if self._values is not None and self._values != values:
             self._has_changed_datasets = True
@@ -148,13 +148,16 @@ class StarvationRun:
         return [getattr(loader, "dataset", None) for loader in inner_loaders(self._trainer, self.stage)]
 
     def growing(self) -> str:
-        """The attribute in which a dataset without workers keeps what it reads, if it grew in this epoch; or empty."""
+        """Name of the attribute in which a dataset stores what it reads, if it grew in this epoch; else empty.
+
+        Always empty for loaders with workers, whose copies of the dataset are not seen here.
+        """
         if self.main.facts.loader.num_workers != 0:
             return ""
         return next(filter(None, map(growing, self._kept, self._datasets())), "")
 
     def _watch_for_repeats(self) -> None:
-        """Look at the first batches of a stream with several workers, before they are sent to the device."""
+        """Compare a stream's first batches before their transfer: all workers may yield the same samples."""
         loader = self.main.facts.loader
         workers = loader.num_workers or 0
         undivided = loader.map_style is False and not loader.shards_by_worker and loader.count == 1
@@ -183,7 +186,7 @@ class StarvationRun:
         self._hooks.restart()
 
     def _validation_comes(self) -> None:
-        """Note that the validation's loaders are iterated next."""
+        """Note that Lightning iterates the validation loaders next."""
         if self._current is self.main:
             self.main.meter.close_step()
             self._wall.enter("validation")
@@ -201,7 +204,7 @@ class StarvationRun:
         self._begin(self._current, "validate", self._validation_since)
 
     def _validation_ended(self) -> None:
-        """End a validation. One without batches never began."""
+        """End a validation. Does nothing after a validation without batches, which never began."""
         if self._validation_since is not None:
             self._wall.leave()
             self.main.cpu.go_on()
@@ -209,7 +212,7 @@ class StarvationRun:
             self._validation_since = None
 
     def batch_came(self, batch: object, dataloader_idx: int = 0) -> None:
-        """Note the loader of a batch, and the parts of the first one."""
+        """Note which loader a batch comes from, and record number and size of the first batch's tensors."""
         loop = self._current
         loop.meter.source = dataloader_idx
         if not loop.batch_seen:
@@ -224,7 +227,7 @@ class StarvationRun:
             self._fold(loop)
 
     def _fold(self, loop: MeasuredLoop) -> None:
-        """Replace single steps by their sums, after keeping training steps for the other ranks."""
+        """Replace the records of single steps by sums, after giving training steps to the exchange between ranks."""
         loop.meter.catch_up()
         if self._ranks is not None and loop is self.main:
             self._ranks.add(loop.ledger.fresh)
@@ -240,7 +243,7 @@ class StarvationRun:
     # --- what the loop announces --------------------------------------------------------------------------------------
 
     def _tap(self) -> Callable[[], None]:
-        """Hook into the actions of :func:`_host.actions`, and into those that a PrefetchCallback announces."""
+        """Follow the profiler actions of :func:`_host.actions` and PrefetchCallback. Returns a function to undo it."""
         tap = self._guard.tap
         begins: Calls = {
             "fetch": self._fetch_began,
@@ -298,7 +301,7 @@ class StarvationRun:
     # --- figures ------------------------------------------------------------------------------------------------------
 
     def close_window(self) -> dict[str, float]:
-        """Return the figures since the last window, by tag, and begin a new window. All ranks do so together."""
+        """Return the figures since the last window, by tag, and begin a new window. Call this on all ranks together."""
         loop = self.main
         loop.meter.catch_up()  # also ends the step: logging, which follows, belongs to the next one
         ranks = None
@@ -313,7 +316,7 @@ class StarvationRun:
         return to_tags(self.last, gpu, loop.loaders.take(), ranks)
 
     def loop_tags(self) -> dict[str, float]:
-        """Figures of the validation, test or prediction so far, by tag."""
+        """Figures of the validation, test or prediction so far, by tag. For a fit, those of its validation."""
         if self.stage != "fit":
             return _tags_of(self.main, self.stage)
         if self._validation is None:
@@ -321,7 +324,7 @@ class StarvationRun:
         return _tags_of(self._validation, "validate")
 
     def measurements(self) -> Measurements:
-        """All measurements so far, without the warm-up; fixed once the run is over."""
+        """All measurements so far, without the warm-up. They no longer change once the run is over."""
         if self._final is not None:
             return self._final
         validation = self._validation
@@ -341,7 +344,7 @@ class StarvationRun:
         )
 
     def _with_facts_of_the_run(self, facts: LoopFacts) -> LoopFacts:
-        """Add the facts that show only while the loop runs."""
+        """Add the facts that become known only while the loop runs."""
         loader = replace(
             facts.loader,
             repeated=None if self._repeats is None else self._repeats.repeated,
@@ -366,14 +369,16 @@ class StarvationRun:
         return tuple(hook for hook in self._hooks.result() if not _host.is_empty_hook(self._trainer, hook.name))
 
     def _syncs(self, facts: LoopFacts) -> tuple[str, ...]:
-        """All synchronisations found so far. Those caused by a metric appear only after the metric was first logged to
-        the progress bar."""
+        """Names of all synchronisations found so far.
+
+        A synchronisation by a metric is found only after the metric was first logged to the progress bar.
+        """
         return tuple(sorted({*facts.syncs, *_host.known_syncs(self._trainer)}))
 
     # --- its end ------------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Read the last times of the device and of the other ranks."""
+        """Stop measuring: read the device timings that are still outstanding, and the last figures of other ranks."""
         self.main.meter.end()
         if self._validation is not None:
             self._validation.meter.end()
@@ -385,7 +390,7 @@ class StarvationRun:
         self._final = self.measurements()
 
     def time_logger(self, logger: object) -> None:
-        """Time the calls of a logger between the steps, by name."""
+        """Time the calls of a logger's methods between the steps, under the logger's name."""
         for name in ("log_metrics", "save"):
             if callable(getattr(logger, name, None)):
                 around = partial(self._hooks.call, f"logger {type(logger).__name__}.{name}")

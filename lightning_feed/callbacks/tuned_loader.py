@@ -1,4 +1,4 @@
-"""The training loader of a fit, whose workers AutotuneCallback changes while it is iterated."""
+"""The training loader of a fit in which AutotuneCallback changes the workers, also in the middle of an epoch."""
 
 import warnings
 
@@ -13,7 +13,7 @@ from lightning_feed.trials.in_fit import RestOfEpoch, end_workers, rest_of_epoch
 
 
 class TunedLoader:
-    """Puts copies with other settings in the place of the user's loader, which stays as it is.
+    """Replaces the user's loader by copies with other settings. The user's loader itself stays unchanged.
 
     Args:
         trainer: the Trainer of the fit.
@@ -33,22 +33,22 @@ class TunedLoader:
         self._is_under_way = False
         """True from when Lightning makes the loader and its iterator until the epoch begins."""
         self._iterated: DataLoader[Batch] | None = None
-        """The loader that makes the rest of this epoch; None if it is the Trainer's own."""
+        """The loader that yields the rest of this epoch; None if that is the Trainer's own loader."""
 
     def prepare(self, loader: DataLoader[Batch]) -> DataLoader[Batch]:
         """Return a copy, with the setting in use, of the loader that the user's hook has made."""
         self._sent_values = plain_values(loader.dataset)
         self._is_under_way = True
-        # If trials found more workers than CPUs to be fastest, the workers wait for something else.
+        # Trials may find more workers than CPUs to be fastest: such workers wait for something other than CPUs.
         warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
         return with_setting(loader, self.setting)
 
     def epoch_begins(self) -> None:
-        """Note that the Trainer's own loader makes the epoch that begins."""
+        """Note that the Trainer's own loader yields the epoch that begins."""
         self._iterated = None
 
     def tell_workers(self) -> None:
-        """Start workers anew if the program has changed the dataset, whose copy they have."""
+        """Restart the workers, which hold a copy of the dataset, if the program has changed the dataset."""
         values = plain_values(self.original.dataset)
         is_under_way = self._is_under_way
         self._is_under_way = False
@@ -57,7 +57,7 @@ class TunedLoader:
         (loader,) = _host.train_loaders(self._trainer)
         if is_under_way:
             if self.original.num_workers or not loader.num_workers:
-                return  # the user's own workers would not know of it either; later epochs begin with it
+                return  # the user's own workers would miss the change, too; the workers of later epochs have it
             rest = self._rest(loader, Setting.of(loader))
             if rest is None:
                 return
@@ -70,7 +70,7 @@ class TunedLoader:
         """Give the loader another setting for all later epochs, and for the rest of this one if possible.
 
         Returns:
-            True if the rest of this epoch has it, too: the order of batches allows it.
+            True if the rest of this epoch has the setting, too. False if the order of batches does not allow it.
         """
         self.setting = setting
         (loader,) = _host.train_loaders(self._trainer)
@@ -83,7 +83,7 @@ class TunedLoader:
         return True
 
     def _rest(self, iterated: DataLoader[Batch], setting: Setting) -> RestOfEpoch | None:
-        """The rest of the present epoch, made by new workers; None if the order of batches does not allow it."""
+        """The rest of the current epoch, loaded by new workers; None if the order of batches does not allow it."""
         iterators = _host.loop_iterators(self._trainer, "fit")
         if not iterators:
             return None

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _runs: "weakref.WeakKeyDictionary[Any, PlainRun]" = weakref.WeakKeyDictionary()
-"""Runs by live loader: each epoch may call watch_loader again."""
+"""The run of each live loader, since a program may call watch_loader again in each epoch."""
 _open: "dict[PlainRun, int]" = {}
-"""Runs in the middle of an epoch, and the threads of their loops."""
+"""Runs in the middle of an epoch, each with the thread of its loop."""
 
 
 def watch_loader(
@@ -46,8 +46,8 @@ def watch_loader(
 
     The batches and their order stay the same. Waiting for data is the time inside ``next(loader)``; on a GPU, only the
     part in which the GPU had nothing to do. This part is read from events on the compute stream, without synchronising.
-    All else is computing. A report is printed after 200 steps or a minute, every 10 minutes, and when the program ends
-    or :meth:`WatchedLoader.close` is called. With several ranks, each measures itself, and rank 0 reports.
+    All other time counts as computing. A report is printed after 200 steps or a minute, every 10 minutes, and when the
+    program ends or :meth:`WatchedLoader.close` is called. With several ranks, each measures itself, and rank 0 reports.
 
     A second call with the same loader continues the measurement with the new options. Pass the loader that the loop
     iterates over, after ``fabric.setup_dataloaders`` or ``accelerator.prepare``. Wrap the validation loader, too: the
@@ -55,9 +55,9 @@ def watch_loader(
 
     Args:
         loader: a DataLoader, or anything else that can be iterated.
-        device: the model's device; None: the loader's device, else the GPU if one is in use, else the CPU.
-        folder: folder for ``feed_report.json``, ``.md`` and ``.html``, written with each report; None: not written.
-        report: print reports.
+        device: the model's device. By default the loader's device, else the GPU if one is in use, else the CPU.
+        folder: folder for ``feed_report.json``, ``.md`` and ``.html``, written with each report; None for no files.
+        report: True to print reports.
 
     Example:
         >>> from lightning_feed import watch_loader
@@ -139,9 +139,9 @@ class WatchedLoader(Generic[T]):
 
     def report(self) -> "Diagnosis":
         """The verdict on what limits training, from all steps so far, and what to change."""
-        from lightning_feed.verdict.decide import diagnose  # here: a loop that is only measured needs no verdict
+        from lightning_feed.verdict.decide import decide  # here: a loop that is only measured needs no verdict
 
-        return diagnose(self._run.measurements())
+        return decide(self._run.measurements())
 
     def close(self) -> None:
         """Stop measuring, and report the steps since the last report. The loader can still be iterated."""
@@ -154,12 +154,12 @@ class PlainRun:
     """The clocks of one loop, over all its epochs. They do not keep the loader alive.
 
     Attributes:
-        device: the model's device, if the user gives it. None: found from the loader when an epoch begins.
+        device: the model's device that the user gave; None to find it from the loader when an epoch begins.
         folder: the folder for report files, or None.
         shows: True to print reports without being asked.
-        live: the iterator that the loop goes through now, if any.
+        live: the iterator that the loop goes through now, in a list; empty between epochs.
         clock: the host's clock, in nanoseconds.
-        guard: calls the methods that the loop needs, so that none of their failures ends it.
+        guard: calls this run's methods within the user's loop, so that their failures do not end the loop.
         closed: True once measuring has ended.
     """
 
@@ -174,13 +174,13 @@ class PlainRun:
         self._process = os.getpid()
         self._identity: RunIdentity | None = None
         self._loop: MeasuredLoop | None = None
-        """The loop's clocks, from the first epoch on."""
+        """The loop's clocks; None before the first epoch."""
         self._cpus: CpuShare | None = None
-        """Use of the CPUs by other programs, from the first epoch on; None with several ranks."""
+        """Use of the CPUs by other programs; None before the first epoch, and with several ranks."""
         self._schedule = Schedule(self._seconds)
         self._reported_steps = 0
         self._next_read_ns = 0
-        """Time by the clock from which the counters of the workers are read again."""
+        """Time on ``clock`` from which the workers' counters are read again."""
 
     def _seconds(self) -> float:
         return self.clock() * 1e-9
@@ -223,7 +223,7 @@ class PlainRun:
         self.loop.meter.arrived()  # the user copies the batch to the device, which is not seen here
 
     def batch_came(self, batch: object) -> None:
-        """Record the parts of each epoch's first batch."""
+        """Record number and size of the tensors in each epoch's first batch."""
         if not self.loop.batch_seen:
             self.loop.look_at(batch)
 
@@ -243,7 +243,7 @@ class PlainRun:
             self._report(steps)
 
     def epoch_ended(self) -> None:
-        """End an epoch, or leave it early."""
+        """End an epoch, which may have been left early."""
         _open.pop(self, None)
         self.loop.meter.close_step()
         self.loop.cpu.pause()
@@ -269,10 +269,10 @@ class PlainRun:
     # --- reports ------------------------------------------------------------------------------------------------------
 
     def close(self, *, wait: bool = True) -> None:
-        """Read the last times of the device, report them, and stop measuring.
+        """Stop measuring: read the device timings that are still outstanding, and report steps not yet reported.
 
         Args:
-            wait: wait for steps that the device still works on; otherwise leave them out.
+            wait: True to wait for steps that the device still works on; False to leave them out.
         """
         if self.closed or self._process != os.getpid():  # a forked process does not train
             return
@@ -295,11 +295,11 @@ class PlainRun:
         from lightning_feed.report.document import make_report
         from lightning_feed.report.files import show_report, write_report
         from lightning_feed.report.report import read_identity
-        from lightning_feed.verdict.decide import diagnose
+        from lightning_feed.verdict.decide import decide
 
         if self._identity is None:
             self._identity = read_identity("" if self.folder is None else self.folder.name)
-        report = make_report(diagnose(self.measurements()), run=self._identity)
+        report = make_report(decide(self.measurements()), run=self._identity)
         files = []
         if self.folder is not None:
             files = self.guard.attempt("write its report", write_report, report, self.folder) or []
@@ -343,9 +343,9 @@ def _device_of(loader: object) -> torch.device:
 
 
 def _number(variable: str, otherwise: int) -> int:
-    """The rank, or the number of ranks of the run or of this machine.
+    """The rank (``RANK``), or the number of ranks of the run (``WORLD_SIZE``) or of this machine.
 
-    From torch.distributed, or else from the launcher's environment variable; ``otherwise`` if neither has it.
+    Read from torch.distributed, or else from the launcher's environment variable; ``otherwise`` if neither has it.
     """
     distributed: Any = torch.distributed
     if variable != "LOCAL_WORLD_SIZE" and distributed.is_available() and distributed.is_initialized():

@@ -51,7 +51,7 @@ class ChosenSettings:
     def announce(self, trainer: AnyTrainer | None, split: str, name: str, recommendation: Recommendation) -> None:
         """Log the settings of a loader on one rank if they are new, and suppress Lightning's advice on them."""
         if self.chosen.get(name) != recommendation and (trainer is None or trainer.is_global_zero):
-            with suppress(Exception):  # a user's handler may raise, as Python's do after stderr is closed
+            with suppress(Exception):  # a logging handler may raise, as Python's own do after stderr is closed
                 _log_settings(name, recommendation)
         self.chosen[name] = recommendation
         setting = recommendation.setting
@@ -83,7 +83,7 @@ class Loaders(ChosenSettings):
     """Builds the loaders of one data module."""
 
     drop_keys: tuple[str, ...] = ()
-    """Parts of batches dropped in the workers."""
+    """Keys of batches that are dropped in the workers."""
     on_device: bool = False
     """True to keep whole datasets on the device."""
     resident: "dict[str, tuple[object, ResidentData]]" = field(default_factory=dict)
@@ -95,9 +95,9 @@ class Loaders(ChosenSettings):
         Args:
             trainer: the Trainer of the run, if there is one.
             dataset: the dataset to load.
-            part: the loader to build. In evaluation, its batch size is the largest one allowed.
-            job: the run, with its number of ranks.
-            even: True to evaluate with the batch size that leaves the fewest samples for a last batch.
+            part: the loader to build. In evaluation, its batch size is the largest allowed.
+            job: the run's properties, such as its number of ranks.
+            even: True to evaluate with the batch size that leaves the fewest samples for a smaller last batch.
         """
         if part.split != "train":
             part = replace(part, batch_size=self._eval_size(part, dataset, job, even=even))
@@ -109,7 +109,7 @@ class Loaders(ChosenSettings):
         return loader
 
     def _eval_size(self, part: Part, dataset: AnyDataset, job: Job, *, even: bool) -> int:
-        """Choose the evaluation batch size, and note the even one for the report."""
+        """Choose the evaluation batch size, and note for the report which size would divide the samples best."""
         size = part.batch_size
         samples = None if isinstance(dataset, IterableDataset) else size_of(dataset)
         if samples is None:
@@ -145,7 +145,7 @@ class Loaders(ChosenSettings):
         return loader, Recommendation(setting=Setting(num_workers=0), reasons=dict.fromkeys(names, reason))
 
     def _resident_data(self, dataset: AnyDataset, part: Part, job: Job, device: torch.device) -> "ResidentData":
-        """Return the dataset's data on the device, which is loaded at the first call."""
+        """Return the dataset's data on the device. The first call loads the data there."""
         if part.name in self.resident:
             held, data = self.resident[part.name]
             if held is dataset and data.device == device:
@@ -175,7 +175,7 @@ class Loaders(ChosenSettings):
 
 
 def job_of(trainer: AnyTrainer | None) -> Job:
-    """Return the properties of the Trainer's run that loaders need; without a Trainer, those of a loader by itself."""
+    """Return the properties of the Trainer's run that loaders need; without a Trainer, the defaults of a Job."""
     if trainer is None:
         return Job()
     seeding = int(os.environ.get("PL_SEED_WORKERS", "0"))

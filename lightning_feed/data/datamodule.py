@@ -37,10 +37,10 @@ _SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("tes
 
 
 def check_whole(name: str, value: object, unit: str) -> None:
-    """Check for a whole number of 1 or more.
+    """Check that the argument ``name`` is a whole number of 1 or more.
 
     Raises:
-        SettingsError: names the argument.
+        SettingsError: the argument is anything else.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise SettingsError(f"{name}={value!r} is not possible. Give {unit}, 1 or more.")
@@ -54,7 +54,7 @@ class _State:
     data_dir: str | Path | None
     stage_to: str | Path | None
     folder: Path | None = None
-    """The staged copy. None until first used."""
+    """The folder of the staged copy; None until it is first used."""
     datasets: "dict[str, SplitDatasets]" = field(default_factory=dict)
     """The datasets of each split for which ``make_dataset`` was called."""
     built: set[str] = field(default_factory=set)
@@ -70,7 +70,7 @@ class SplitDatasets:
     """The datasets that ``make_dataset`` returned for one split, checked."""
 
     structure: object
-    """A dataset, or a dict or list of datasets. None if there is no such split."""
+    """A dataset, or a dict or list of datasets; None if there is no such split."""
     named: list[tuple[str, AnyDataset]]
     """The datasets in the structure, with the names that reports and errors use."""
 
@@ -98,7 +98,7 @@ class FeedDataModule:
 
     trainer: AnyTrainer | None
     _feed_seed: int | None = None
-    """Seed of the run's training order. None until first used or loaded from a checkpoint."""
+    """Seed of the run's training order; None until it is first used, or loaded from a checkpoint."""
 
     def __init__(  # noqa: PLR0913 - all but the batch size are by name, and have a default
         self,
@@ -162,7 +162,7 @@ class FeedDataModule:
         return default_collate(samples)
 
     def sampler(self, dataset: AnyDataset, split: str) -> Any:
-        """Return a sampler for a map-style dataset. None for the default: training shuffled, other splits in order."""
+        """Return a sampler for a map-style dataset; None to shuffle training, and read other splits in order."""
         return None
 
     def device_transform(self, batch: Batch, split: str) -> Any:
@@ -175,6 +175,7 @@ class FeedDataModule:
         """Make the datasets of the splits that ``stage`` needs.
 
         Raises:
+            SettingsError: there is no such stage.
             DatasetError: there is no training data, or a split is empty or not a dataset.
         """
         if stage not in _SPLITS_OF_STAGE:
@@ -216,7 +217,7 @@ class FeedDataModule:
         return {} if self._feed_seed is None else {"seed": self._feed_seed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Use the checkpoint's seed."""
+        """Use the checkpoint's seed of the training order."""
         saved = state_dict.get("seed")
         if saved is None:
             return
@@ -280,7 +281,7 @@ class FeedDataModule:
 
     @property
     def recommendations(self) -> Mapping[str, Recommendation]:
-        """The settings chosen for each loader: ``"train"``, or ``"train['key']"`` of a dict of datasets."""
+        """The settings chosen for each loader, by name: ``"train"``, or ``"train['key']"`` for a dict of datasets."""
         return MappingProxyType(self._feed.loaders.chosen)
 
     def loader_report(self) -> str:
@@ -366,10 +367,10 @@ class FeedDataModule:
             batch_size = self.eval_batch_size
         seed = self._feed_run_seed()
         if index:
-            # With a common seed, datasets of equal size would have the same order: samples would be paired alike.
+            # With a common seed, datasets of equal size would have the same order: the same samples would always meet.
             seed = mix_seed(seed, index, 0, "loader")
         order = EpochOrder(seed=seed, epoch=self._feed_epoch)
-        if together == 1:  # of several, the shorter ones may begin again within an epoch
+        if together == 1:  # if there are several loaders, the shorter ones may begin again within an epoch
             order.next_epoch = self._feed_next_epoch
         has_own_collate = type(self).collate is not FeedDataModule.collate
         collate = Collate(self, split) if has_own_collate else None
@@ -398,7 +399,7 @@ class FeedDataModule:
     # --- details ------------------------------------------------------------------------------------------------------
 
     def _feed_attach(self) -> None:
-        """Add the callbacks that the loaders need. Not only called in ``setup``, which a subclass may override."""
+        """Add the callbacks that the loaders need. Called outside ``setup``, too, which a subclass may override."""
         if self.trainer is None:
             return
         callbacks = _host.callbacks_of(self.trainer)
@@ -411,7 +412,7 @@ class FeedDataModule:
                 callbacks.append(AutotuneCallback())
 
     def _feed_run_seed(self) -> int:
-        """Return the seed of the training order: the user's, ``seed_everything``'s, or one drawn for all ranks."""
+        """Return the seed of the training order: the user's, ``seed_everything``'s, or a random one for all ranks."""
         trainer = self.trainer
         if self._feed_seed is None:
             self._feed_seed = self._feed_given_seed
@@ -445,7 +446,10 @@ class FeedDataModule:
         trainer = self.trainer
         own = getattr(type(self), _TRANSFER)
         if trainer is None:
-            raise LoaderError(f"{_TRANSFER} needs the split, which only a Trainer knows. Call device_transform.")
+            raise LoaderError(
+                f"{_TRANSFER}() works only with a Trainer, which knows the split of the batch. Without one, move the "
+                "batch to the device yourself, and call device_transform(batch, split)."
+            )
         with traced("device_copy"):
             if _host.defined_by_lightning(own) and _host.is_overridden(trainer.lightning_module, _TRANSFER):
                 moved = getattr(trainer.lightning_module, _TRANSFER)(batch, device, dataloader_idx)
@@ -469,13 +473,14 @@ class FastDataModule(FeedDataModule, LightningDataModule):
 
     Args:
         batch_size: samples in a training batch, on each rank.
-        eval_batch_size: samples in a batch of validation, test and prediction. None: ``batch_size``. ``"even"``: the
-            size, from half of ``batch_size`` to all of it, that leaves the fewest samples for a last batch.
+        eval_batch_size: samples in a batch of validation, test and prediction. By default ``batch_size``. ``"even"``
+            chooses the size, from half of ``batch_size`` to all of it, that leaves the fewest samples for a smaller
+            last batch.
         loader: settings of the loaders.
-        drop_keys: parts of a batch that no step reads, dropped in the workers.
+        drop_keys: keys of a batch that no step reads, and that are dropped in the workers.
         data_dir: the folder or file of the data, or with ``stage_to`` its fsspec URL (``"s3://bucket/birds"``).
-            ``make_dataset`` gets it from ``staged_dir``.
-        stage_to: a folder in memory (``"/dev/shm/<user>"``) or on a local disk: the data is copied there once per node.
+            ``make_dataset`` reads from ``self.staged_dir``.
+        stage_to: a folder in memory (``"/dev/shm/<user>"``) or on a local disk, to copy the data to once per node.
         on_device: True to keep whole datasets on each device.
 
     Raises:

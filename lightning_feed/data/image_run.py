@@ -12,18 +12,18 @@ Chosen = TypeVar("Chosen")
 
 
 def device_of(trainer: Trainer | None) -> torch.device:
-    """Return the device for the batches: the Trainer's, or the first that a new Trainer would use."""
+    """Return the device for the batches: the Trainer's; without a Trainer, CUDA if it is available, else the CPU."""
     if trainer is not None:
         return trainer.strategy.root_device
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def once_for_all_ranks(trainer: Trainer | None, decide: Callable[[], Chosen]) -> Chosen:
-    """Use rank 0's decision on all ranks: nodes may have different packages, but all must do the same.
+    """Call ``decide`` on rank 0, and return its result on all ranks: all must do the same, but packages may differ.
 
     Raises:
-        FeedError: on the other ranks, if ``decide`` raises on rank 0: the class of rank 0's error if that is a
-            FeedError, else LoaderError.
+        FeedError: on the other ranks, if ``decide`` raises on rank 0. Its class is that of rank 0's error if that is a
+            FeedError, else LoaderError. Rank 0 raises the original error.
     """
     if trainer is None or trainer.world_size == 1:
         return decide()

@@ -129,7 +129,7 @@ class FeedImageFolder(FeedDataModule):
         )
 
     def collate(self, samples: list[Any], split: str) -> Any:
-        """Make a batch (images, labels) in a worker. uint8 images stay uint8, channels last; encoded ones encoded."""
+        """Make a batch (images, labels) in a worker. Images stay uint8 and channels last, encoded images encoded."""
         return collate_images(samples) if self._images_settle() == "torch" else collate_encoded(samples)
 
     def device_transform(self, batch: Batch, split: str) -> Any:
@@ -137,7 +137,7 @@ class FeedImageFolder(FeedDataModule):
         batch = self._feed_on_device(batch, split)  # if called by hand, the batch may still be encoded
         images, labels, *aspects = batch
         backend = None if self._images_backend is None else self._images_backend.name
-        if backend == "dali-gpu" and images.is_floating_point():  # uint8 on the CPU, as after training on a GPU
+        if backend == "dali-gpu" and images.is_floating_point():  # on the CPU, as after a fit on a GPU, they are uint8
             return images.to(self.dtype), labels  # normalised already; DALI knows no bfloat16
         if not isinstance(images, torch.Tensor) or images.dtype != torch.uint8:
             return batch
@@ -321,7 +321,7 @@ class FeedImageFolder(FeedDataModule):
         return tuple(name for name, there in asked.items() if there)
 
     def _images_generator(self, device: torch.device) -> torch.Generator:
-        """Return a generator of our own for random numbers on the device, seeded by run and epoch."""
+        """Return a generator of our own for random numbers on the device, seeded by run, epoch and rank."""
         epoch = self._feed_epoch()
         held = self._images_generators.get(device)
         if held is None or held[0] != epoch:
@@ -375,7 +375,7 @@ class ImageFolderDataModule(FeedImageFolder, LightningDataModule):
     """A data module for images in class folders, or for a pack of them.
 
     ``root`` is a folder of ``train`` and ``val`` (and ``test``) folders with class folders in them; or a folder of
-    class folders, of whose images ``val_fraction`` is set aside for validation; or a pack of either
+    class folders, where ``val_fraction`` of the images is set aside for validation; or a pack of either
     (``lightning-feed pack``). Batches are (images, labels). Images leave the workers as uint8 of shape (B, 3, H, W),
     channels last, which is a quarter of the bytes of float32. ``device_transform`` normalises them to ``dtype`` on the
     device.
@@ -383,7 +383,8 @@ class ImageFolderDataModule(FeedImageFolder, LightningDataModule):
     Args:
         root: the folder or the pack. With ``stage_to`` it may be an fsspec URL, such as ``"s3://bucket/birds"``.
         batch_size: samples in a training batch, on each rank.
-        eval_batch_size: samples in a batch of validation and test. None: ``batch_size``.
+        eval_batch_size: samples in a batch of validation and test, or ``"even"``, as for FastDataModule. By default
+            ``batch_size``.
         image_size: height and width of the images, in pixels.
         quality: ``"exact"`` yields the pixels of torchvision's uint8 recipe. ``"near"`` decodes at a smaller scale if a
             crop is shrunk to a quarter or less. ``"fast"`` decodes at the smallest sufficient scale, and resizes
@@ -395,7 +396,7 @@ class ImageFolderDataModule(FeedImageFolder, LightningDataModule):
         normalize: (mean, standard deviation) of the channels, for values in [0, 1]; three numbers each.
         dtype: type of the normalised images.
         on_error: for unreadable images, ``"raise"``, ``"skip"`` (repeats another image of the batch) or
-            ``"substitute"`` (takes another image of the split). The last two count and log them.
+            ``"substitute"`` (takes another image of the split). The last two count and log the unreadable images.
         max_failures: limit of unreadable images, for ``"skip"`` and ``"substitute"``.
         backend: how to decode: ``"torch"`` in the workers, ``"nvjpeg"`` or ``"dali-gpu"`` on the GPU, or
             ``"dali-cpu"``; or ``DaliOptions(device="gpu", ...)``.

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _CHANGED = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
 _OF_DALI = "DALI loads in threads of its own: set num_threads and prefetch_queue_depth of its Pipeline."
 _STAGES: dict[str, Stage] = {"train": "fit", "val": "validate"}
-"""Stages within a fit, by the splits whose workers live through it."""
+"""The stage within a fit of each split whose workers may stay alive throughout the fit."""
 _ACCEPTED = (*_CHANGED, "hand_over")
 """Settings that the user may pass."""
 
@@ -62,7 +62,7 @@ def wrap(datamodule: Any, loader: LoaderSettings | None = None) -> Any:
 
 
 class _LoaderHook(_host.Wrap):
-    """The wrap of a loader hook. Unlike others it stays in copies, as those that ddp_spawn sends to its ranks."""
+    """The wrap of a loader hook. Unlike other wraps, it stays in copies, such as those that ddp_spawn makes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return object.__new__, (type(self),), vars(self)
@@ -80,7 +80,7 @@ class WrappedLoaders(ChosenSettings):
     """
 
     left_alone: set[str] = field(default_factory=set)
-    """Names of loaders of other classes, of which the user was told."""
+    """Names of loaders that are not DataLoaders, and about which the user was warned."""
 
     def __post_init__(self) -> None:
         defaults = vars(LoaderSettings())
@@ -92,7 +92,7 @@ class WrappedLoaders(ChosenSettings):
                 )
 
     def make(self, datamodule: AnyDataModule, split: str, original: Original) -> Any:
-        """Make the loaders of a split by the user's hook, and change them."""
+        """Make the loaders of a split with the user's hook, and give them other workers."""
         return self.change(datamodule.trainer, split, original())
 
     def change(self, trainer: AnyTrainer | None, split: str, structure: object) -> Any:
@@ -133,7 +133,7 @@ class WrappedLoaders(ChosenSettings):
 
 
 def _rebuilt(loader: DataLoader[object], setting: Setting, settings: LoaderSettings) -> DataLoader[object]:
-    """Copy a loader with other workers, which leave their batches in slots if torch starts them.
+    """Copy a loader with other workers. Processes that torch starts as workers leave their batches in slots.
 
     A StatefulDataLoader keeps its resume position.
     """
@@ -143,7 +143,7 @@ def _rebuilt(loader: DataLoader[object], setting: Setting, settings: LoaderSetti
     if not setting.num_workers:
         changed |= {"multiprocessing_context": None, "timeout": 0}
     _host.change_saved_arguments(twin, changed, always=_CHANGED)
-    vars(twin)["hand_over"] = settings.hand_over  # a tuner's copy of this loader follows it, too
+    vars(twin)["hand_over"] = settings.hand_over  # a tuner's copy of this loader follows this setting, too
     put_in_slots(twin)
     return twin
 
@@ -178,7 +178,7 @@ def _recommended(
 
 
 def _as_it_is(loader: DataLoader[object], settings: LoaderSettings) -> LoaderSettings:
-    """The settings with the loader's own number of workers."""
+    """The settings with the loader's own number of workers; without workers, settings that need workers are unset."""
     if loader.num_workers:
         return replace(settings, num_workers=loader.num_workers)
     defaults = vars(LoaderSettings())

@@ -27,9 +27,9 @@ WINDOWS = 5
 FEWEST_CYCLES = 3
 """Fewest optimizer steps after the warm-up for a rate."""
 FEWEST_PASSES = 2
-"""Fewest times that each of several batches must have come after the warm-up."""
+"""Fewest times that each of several batches must have been repeated after the warm-up."""
 STEPS_AHEAD = 8
-"""Largest number of steps that the device may be behind the host: enough that it never runs out of work."""
+"""Largest number of steps that the device may be behind the host: enough to keep the device always busy."""
 _Shapes = tuple[tuple[int, ...], ...]
 _Make = Callable[[DataLoader[Batch]], Any]
 
@@ -51,7 +51,7 @@ def _copy_of_leaf(leaf: object) -> Any:
 
 
 def _with_new_containers(batch: object) -> Batch:
-    """The same tensors in new containers. Other objects get a shallow copy."""
+    """A batch with the same tensors in new containers, and shallow copies of all other objects."""
     return tree_map(lambda leaf: leaf if isinstance(leaf, Tensor) else copy.copy(leaf), batch)
 
 
@@ -63,17 +63,17 @@ def idle_copy(loader: DataLoader[Batch]) -> DataLoader[Batch]:
 
 
 def own_loaders(loaders: object, make: _Make = idle_copy) -> Any:
-    """``loaders`` with a copy of every DataLoader, without running workers.
+    """Return ``loaders`` with a copy, without running workers, in place of each DataLoader.
 
     Dicts, lists and tuples of loaders, and ``CombinedLoader``, are rebuilt around the copies; datasets, samplers and
     other iterables are not copied.
 
     Args:
-        loaders: the data module's loaders.
+        loaders: the result of ``train_dataloader``, or loaders passed to ``Trainer.fit``.
         make: makes a copy of a DataLoader.
 
     Raises:
-        SettingsError: for an iterator, which can be read only once.
+        SettingsError: a loader is an iterator, which can be read only once.
     """
 
     own: list[Any] = []
@@ -91,13 +91,13 @@ def own_loaders(loaders: object, make: _Make = idle_copy) -> Any:
 
 
 class Replay:
-    """A loader that yields the same batches again and again, ``length`` in all.
+    """A loader that yields the same batches again and again, ``length`` batches in all.
 
-    The containers are new each time, because a step may take parts out of its batch. The tensors are the same, unless
-    the first step wrote into them: then each step gets copies.
+    Each step gets new containers, because it may take parts out of its batch. The tensors in them are the same, unless
+    the first step wrote into its tensors: then each step gets copies.
 
     Args:
-        batches: the batches for the loop, in this order. They stay unchanged.
+        batches: the batches to repeat, in this order. They stay unchanged.
         length: batches per epoch.
     """
 
@@ -127,10 +127,10 @@ def _version(tensor: Tensor) -> int:
 
 
 class KeptBatches:
-    """Batches of a run to replay: spread evenly over the run if their shapes differ, else only the first.
+    """Copies of a run's batches, to replay: spread evenly over the run if their shapes differ, else only the first.
 
     Args:
-        skip: number of batches before the measured ones. They are not kept.
+        skip: number of batches at the start of the run, before the measured ones, that are not kept.
     """
 
     def __init__(self, skip: int = 0) -> None:
@@ -140,7 +140,7 @@ class KeptBatches:
         self._seen = -skip
         """Batches of the run so far, without the skipped ones."""
         self._every = 1
-        """Distance between two kept batches of the run."""
+        """Number of batches from one kept batch to the next."""
 
     def offer(self, batch: object) -> None:
         """Keep a copy of a batch of the run, if it is one of those to keep."""
@@ -150,10 +150,10 @@ class KeptBatches:
             return
         try:
             shapes = tuple(tuple(tensor.shape) for tensor in tensors(batch))
-            if self._shapes == [shapes]:  # as the only one so far
+            if self._shapes == [shapes]:  # the same shapes as the only kept batch
                 return
             self.batches.append(copy_of(batch))
-        except Exception:  # noqa: BLE001  # a class of the user's that cannot be looked into: it is not replayed
+        except Exception:  # noqa: BLE001  # a batch of the user's own class that cannot be copied is not replayed
             return
         self._shapes.append(shapes)
         while len(self.batches) > MOST_KEPT or (len(self.batches) > 1 and self._bytes() > MOST_BYTES):
@@ -166,7 +166,7 @@ class KeptBatches:
 
 
 class Pace:
-    """The times at which steps end; with a device, the times at which it has finished them."""
+    """Records when steps end: with a device, when the device has finished them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -175,10 +175,10 @@ class Pace:
         self._stamps: list[float] = []
 
     def stamp(self) -> None:
-        """Note that a step has ended on the host, and wait for an earlier step on the device.
+        """Record that a step has ended on the host, and wait until the device has finished an earlier step.
 
-        Without waiting (CUDA graphs), the host could queue far more steps in the experiment's time than the device can
-        run.
+        Without this wait, the host could queue far more steps in the experiment's time than the device can run, as with
+        CUDA graphs.
         """
         if self._make_event is None:
             self._wait()
@@ -194,9 +194,10 @@ class Pace:
     def per_s(self, accumulate: int, batches: int = 1) -> float | None:
         """Batches per second over whole optimizer steps of ``accumulate`` batches, without the first quarter.
 
-        The result is the median rate of several windows. Each window is long enough to include work that comes only
-        every few steps, while a program that takes the CPUs for a while affects only a few windows. If several
-        ``batches`` are repeated in turn, each window includes every batch equally often.
+        The result is the median rate of several windows. A window is long enough to include work that is done only
+        every few steps, and short enough that a program that takes the CPUs for a while affects only a few windows. If
+        several ``batches`` are repeated in turn, each window includes every batch equally often. Returns None after too
+        few steps.
         """
         self._wait()
         period = math.lcm(accumulate, batches)

@@ -1,4 +1,4 @@
-"""Failures of a diagnosis, with the results so far, and failures of the user's code, summarized in a line."""
+"""Exceptions that end a diagnosis early and carry its results so far, and one-line summaries of the user's errors."""
 
 import re
 import traceback
@@ -15,18 +15,18 @@ _OF_A_WORKER = re.compile(r'^ *File "(.+?)", line (\d+)', re.MULTILINE)
 
 
 class _EndedEarly(BaseException):
-    """Base of errors that carry the results so far."""
+    """Base class of exceptions that end a diagnosis and carry its results so far."""
 
     def __init__(self, message: str, diagnosis: Diagnosis, written: list[Path]) -> None:
         super().__init__(message)
         self.diagnosis = diagnosis
         """The verdict on the results so far."""
         self.written = written
-        """The report's files."""
+        """The report's files; empty if none were written."""
 
 
 class DiagnosisInterrupted(_EndedEarly, KeyboardInterrupt):
-    """Ctrl-C while experiments ran, with the results so far."""
+    """Ctrl-C interrupted the experiments."""
 
 
 class DiagnosisFailed(_EndedEarly, FeedError):
@@ -48,7 +48,7 @@ class ProgramEnded(FeedError):
 
 @contextmanager
 def user_errors(doing: str) -> Iterator[None]:
-    """Convert errors of the user's code to a FeedError with one line, which begins with ``doing``."""
+    """Context manager to convert errors of the user's code to a FeedError of one line, which begins with ``doing``."""
     try:
         yield
     except FeedError:
@@ -76,7 +76,7 @@ def in_a_line(error: BaseException) -> str:
 def _location(error: BaseException) -> str:
     """File and line of the user's code that raised an error: ``train.py:12``; empty if the traceback has none."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    # For an error in a worker, these are in the message.
+    # For an error in a worker, file and line are in the message.
     frames += [(name, int(line)) for name, line in _OF_A_WORKER.findall(str(error))]
     users_lines = [f"{Path(name).name}:{line}" for name, line in frames if is_users(name)]
     return users_lines[-1] if users_lines else ""

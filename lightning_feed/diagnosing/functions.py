@@ -1,4 +1,4 @@
-"""The user's functions that take the time of a batch, from samples of the stack."""
+"""The user's functions that take most time to make a batch, found by sampling the stack."""
 
 import sys
 import threading
@@ -25,20 +25,20 @@ from lightning_feed.trials.loader_rate import Heartbeat
 _SAMPLING_S = 0.001
 """Time between two samples of the stack."""
 _SWITCH_S = 0.0001
-"""Longest wait of the sampling thread for the interpreter lock. After a longer wait, it would see later code."""
+"""Longest wait of the sampling thread for the GIL. After a longer wait, it would see code that ran later."""
 _MOST_FUNCTIONS = 6
 _LEAST_SHARE = 0.05
 """Smallest share of a batch's time for a function to be reported."""
 _CLASS_CALLS = {"__call__", "__init__", "forward", "_call_impl", "_wrapped_call_impl"}
-"""Methods that are reported as their class."""
+"""Methods that are reported under the name of their class."""
 
 Stage = Literal["samples", "collate"]
 
 
 class StackTally:
-    """Times of the stages that make batches, and of the user's functions in them, from samples of the stack.
+    """Times of the stages that make batches, and of the user's functions in these stages, from samples of the stack.
 
-    Time counts for the user's innermost function, with the name of the call into a library.
+    The time of a stack counts for the user's innermost function, together with the name of the library call in it.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class StackTally:
         self._seen: dict[Stage, float] = {"samples": 0.0, "collate": 0.0}
         """Time up to the last sample of the stack in each stage."""
         self._spent: dict[tuple[Stage, CodeType, str, str | None], dict[int, float]] = {}
-        """By stage, function, its name, and what it calls: time by line."""
+        """Time by line, for each (stage, function, name of the function, name of the call in it)."""
 
     def enter(self, stage: Stage, now_s: float) -> None:
         """Begin a stage, and end the previous one."""
@@ -77,7 +77,7 @@ class StackTally:
             lines[frame.f_lineno] += elapsed
 
     def result(self, batches: int) -> tuple[dict[Stage, float], list[FunctionCost]]:
-        """Milliseconds per batch by stage, and the functions that take much of them."""
+        """Milliseconds per batch by stage, and the functions that take at least 5 % of the time of a batch."""
         stage_ms = {stage: 1e3 * total / batches for stage, total in self._total.items()}
         costs = [
             FunctionCost(
@@ -95,7 +95,7 @@ class StackTally:
 
 
 def measure_functions(session: Session) -> None:
-    """Measure the time for making and collating samples, over all loaders, and the user's functions that take it."""
+    """Measure the time for making and for collating samples, over all loaders, and the user's slowest functions."""
     samples_ms = 0.0
     collate_ms = 0.0
     functions: list[FunctionCost] = []
@@ -109,7 +109,7 @@ def measure_functions(session: Session) -> None:
 
 
 def time_batches(part: LoaderPart, max_s: float) -> tuple[dict[Stage, float], list[FunctionCost]]:
-    """Time batches made in this process, with as many threads as a worker would have. The first does not count.
+    """Time batches made in this process, with as many threads as a worker would have. The first batch does not count.
 
     Args:
         part: a loader with a map-style or an iterable dataset.
@@ -119,7 +119,7 @@ def time_batches(part: LoaderPart, max_s: float) -> tuple[dict[Stage, float], li
         Milliseconds per batch by stage, and the user's functions.
 
     Raises:
-        LoaderError: no batch can be made in this process, or one takes very long.
+        LoaderError: no batch can be made in this process, or a batch takes very long.
     """
     tally = StackTally()
 
@@ -155,7 +155,7 @@ def time_batches(part: LoaderPart, max_s: float) -> tuple[dict[Stage, float], li
 
 
 def _in_this_process(part: LoaderPart, collate: Callable[[Any], object]) -> DataLoader[Batch]:
-    """A plain loader of the same samples without workers."""
+    """A plain DataLoader of the same samples without workers."""
     loader = part.loader
     order: dict[str, Any] = {"batch_sampler": loader.batch_sampler}
     if part.stream:
@@ -200,7 +200,7 @@ def _name_of(frame: FrameType) -> str:
 
 
 def _name_of_call(frame: FrameType) -> str:
-    """The name of a call: the class if an object is called, else ``Image.convert``, or the function."""
+    """The name of a call: of the class if an object is called, else of the method (``Image.convert``) or function."""
     name = frame.f_code.co_name
     if "self" not in frame.f_locals:
         return name

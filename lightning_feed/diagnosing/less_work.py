@@ -1,4 +1,4 @@
-"""The loader with less work: constant transforms, and only the crops decoded."""
+"""Experiments that give the loader less work: constant transforms, and decoding only the crops."""
 
 import time
 from pathlib import Path
@@ -28,8 +28,8 @@ class Constant:
 
     Args:
         result: the result.
-        decodes: True for the recipe of an ImageDataset: the whole image is still decoded, as that is not a transform's
-            work.
+        decodes: True for the recipe of an ImageDataset, which still has to decode the whole image, because decoding is
+            not the work of a transform.
     """
 
     crops = False
@@ -63,7 +63,7 @@ class _Noting:
 def measure_without_transforms(session: Session) -> None:
     """Measure the rate of the loaders with a constant result in place of each transform.
 
-    Reading, decoding, collating and handing over are unchanged, with the same shapes. Does nothing if there is no
+    Reading, decoding, collating and handing over stay the same, and so do all shapes. Does nothing if there is no
     transform.
     """
     session.check_memory()
@@ -103,7 +103,7 @@ class _Files:
 
 
 def measure_crops(session: Session) -> None:
-    """Measure the cost of an image folder's sample, as it is, and with only the crop decoded.
+    """Measure the cost of an image folder's sample with the whole image decoded, and with only the crop decoded.
 
     Each sample is made both ways in turn, with the same random numbers and the user's transform, so that other programs
     slow both down alike. Does nothing for loaders that ImageFolderDataModule cannot replace: see
@@ -160,8 +160,8 @@ def measure_crops(session: Session) -> None:
 def folder_to_crop(loader: DataLoader[Batch]) -> ImageFolder | None:
     """The image folder of a loader that ImageFolderDataModule can replace; None for any other loader.
 
-    Such a loader has a transform that begins with a RandomResizedCrop, RGB images, unchanged labels, each sample once
-    in random order, and torch's collate.
+    Such a loader has a transform that begins with a RandomResizedCrop, RGB images, no ``target_transform``, a
+    RandomSampler without replacement, and torch's ``default_collate``.
     """
     if not loader_facts([loader]).decodes_whole or loader.collate_fn is not default_collate:
         return None
@@ -186,7 +186,7 @@ def _loads_rgb(folder: AnyDataset) -> bool:
 
 
 def _cropping(dataset: AnyDataset, folder: ImageFolder) -> AnyDataset:
-    """The same samples with only the crops decoded."""
+    """A dataset of the same samples that decodes only the crops."""
     if isinstance(dataset, Subset):
         return Subset(_cropping(dataset.dataset, folder), dataset.indices)
     files = _Files(folder)

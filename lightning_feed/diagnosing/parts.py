@@ -40,20 +40,20 @@ class NotMeasurable(Exception):
 
 @dataclass(frozen=True)
 class LoaderPart:
-    """One loader."""
+    """One of the user's training loaders."""
 
     name: str
-    """Its key or number among several loaders: ``real``, ``0``; empty for a single one."""
+    """The loader's key or number among several loaders (``real``, ``0``); empty for a single loader."""
     loader: DataLoader[Batch]
 
     @property
     def stream(self) -> bool:
-        """True for an iterable dataset, False for a map-style one."""
+        """True if the dataset is iterable, False if it is map-style."""
         return isinstance(self.loader.dataset, IterableDataset)
 
     @property
     def batch_size(self) -> int:
-        """Samples of a batch."""
+        """Samples per batch; of the first batch if the batch sampler decides."""
         if self.loader.batch_size is not None:
             return self.loader.batch_size
         if self.loader.batch_sampler is None or self.stream:
@@ -62,13 +62,13 @@ class LoaderPart:
         return len(first[0]) if first else 1
 
     def changes(self) -> Changes:
-        """The changes with which a loader can be measured: a sampler that begins again at its end."""
+        """The changes with which the loader can be measured for long: its sampler begins again at its end."""
         return Changes(endless=not self.stream)
 
     def first_batches(self, count: int) -> list[Batch]:
-        """The sampler's first batches of indices: lists, or indices if the loader does not batch.
+        """The sampler's first batches of indices: lists, or single indices if the loader does not batch.
 
-        Fewer if the pass is shorter.
+        Returns fewer than ``count`` if the pass is shorter.
         """
         source: Any = self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
         with preserve_state(self.loader):
@@ -87,10 +87,10 @@ class LoaderPart:
 
 
 def parts_of(loader: object) -> tuple[LoaderPart, ...]:
-    """The DataLoaders in the result of ``train_dataloader``: one, a dict or list of them, or a CombinedLoader.
+    """The DataLoaders in the result of ``train_dataloader``: a DataLoader, a dict or list of them, or a CombinedLoader.
 
     Raises:
-        LoaderError: it contains anything else.
+        LoaderError: the result contains no DataLoader, or anything else.
     """
     parts = []
     for path, part in walk_loaders(loader):
@@ -106,7 +106,7 @@ def parts_of(loader: object) -> tuple[LoaderPart, ...]:
 
 
 class Together(Iterator[list[Batch]]):
-    """Passes side by side: a batch from each loader counts as one. Keeps the first one, and counts them.
+    """Iterates over several loaders side by side: one batch from each of them counts as one batch.
 
     Attributes:
         iterators: the loaders' iterators.
@@ -160,12 +160,12 @@ def naming(dataset: object, index: object) -> Iterator[None]:
 
 
 def not_hanging(work: Callable[[Heartbeat], T], silent_s: float, what: str) -> T:
-    """The result of ``work``, unless it hangs.
+    """Call ``work`` and return its result, unless the call hangs.
 
     Args:
         work: calls ``beat()`` at least every ``silent_s`` seconds.
         silent_s: longest time between two beats.
-        what: subject of the message.
+        what: subject of the error message ("... took longer than 60 s").
 
     Raises:
         LoaderError: no beat for longer than ``silent_s``.
@@ -179,7 +179,7 @@ def not_hanging(work: Callable[[Heartbeat], T], silent_s: float, what: str) -> T
 
 @contextmanager
 def threads_of_a_worker(part: LoaderPart) -> Iterator[None]:
-    """Context manager to give torch as many threads as a worker has: one, if the loader has workers."""
+    """Context manager to give torch one thread, as in a worker, if the loader has workers."""
     threads = torch.get_num_threads()
     try:
         if part.loader.num_workers:
@@ -193,7 +193,7 @@ def make_sample(part: LoaderPart, max_s: float = 60.0) -> Sample:
     """The loader's first sample, made in this process as a worker would.
 
     Raises:
-        DatasetError: the sample cannot be made, or there is none.
+        DatasetError: the sample cannot be made, or the loader has no sample.
         LoaderError: the sample takes longer than ``max_s``.
     """
     dataset = part.loader.dataset
@@ -214,7 +214,7 @@ def make_sample(part: LoaderPart, max_s: float = 60.0) -> Sample:
 
 
 def fresh(sample: object) -> Sample:
-    """The sample with shallow copies of its dicts and lists: collate functions may remove entries."""
+    """A shallow copy of a sample that is a dict or list, because collate functions may remove entries from it."""
     if isinstance(sample, (Mapping, list)):
         return copy.copy(sample)
     return sample
@@ -224,14 +224,14 @@ def fresh(sample: object) -> Sample:
 
 
 def key_bytes(batch: object, name: str = "") -> dict[str, int]:
-    """The bytes of each leaf of a batch by its name, in order.
+    """The bytes of each leaf of a batch by the leaf's name, in order.
 
     Leaves are found inside mappings, lists, tuples, named tuples and dataclasses. Any other object is one leaf, with
     the tensors inside it. A list of plain values, such as paths, is one leaf, too.
 
     Args:
         batch: a loader's batch.
-        name: name of the batch itself, if it is part of another.
+        name: name of the batch itself, if it is a part of another batch.
 
     Returns:
         ``{"image": 602112, "meta.path": 1830}``, ``{"0": 602112, "1": 32}`` for a tuple, ``{"batch": 602112}`` for a

@@ -1,4 +1,4 @@
-"""The fit to diagnose or tune: the first one of the user's program."""
+"""The fit to diagnose or tune: the first ``Trainer.fit`` of the user's program."""
 
 import gc
 import importlib
@@ -34,10 +34,10 @@ CLEAN_UP_S = 5.0
 
 @dataclass(frozen=True)
 class Program:
-    """A program of the user's."""
+    """The user's program."""
 
     name: str
-    """``train.py``, or with ``is_module`` ``package.module``."""
+    """``train.py``; with ``is_module``, ``package.module``."""
     arguments: tuple[str, ...] = ()
     is_module: bool = False
 
@@ -54,25 +54,25 @@ class Fit:
     datamodule: Any = None
     train_dataloaders: AnyLoader = None
     ended: str = ""
-    """Sentences on the place where the program was ended, and on what it would do next."""
+    """Sentences that name the line at which the program was ended, and the training that it would do next."""
 
 
 def run_until_fit(program: Program, take: Callable[[Fit], int]) -> NoReturn:
     """Run a program, call ``take`` instead of its first ``Trainer.fit``, and end the process there.
 
     The program runs in this process as ``__main__``, with its own ``sys.argv`` and ``sys.path[0]``, and with the
-    ``fit`` of ``lightning.pytorch`` and ``pytorch_lightning`` replaced. From then on none of its code runs: its stack
-    is not unwound, so no ``finally``, ``except`` or ``with`` is reached, nor its handlers for signals and the end of
-    the process. Its open files are flushed first.
+    ``fit`` of ``lightning.pytorch`` and ``pytorch_lightning`` replaced. When ``take`` returns, the process ends without
+    unwinding the program's stack: its ``finally``, ``except`` and ``with`` blocks do not run, and neither do its
+    handlers for signals and for the end of the process. The program's open files are flushed before ``take``.
 
     Args:
         program: the program to run.
         take: called inside the program's call of ``fit``, with the standard streams from before the program. Returns
-            the exit code of the process. Its errors are printed with their traceback.
+            the exit code of the process. Errors in ``take`` are printed with their traceback.
 
     Raises:
         SettingsError: there is no such program, or this process is one of several ranks.
-        ProgramEnded: the program ended before it called ``fit``. The traceback of an error has been printed.
+        ProgramEnded: the program ended before it called ``fit``. If it failed, its traceback has been printed.
     """
     _refuse_ranks(program)
     path = _path_of(program)
@@ -87,7 +87,7 @@ def run_until_fit(program: Program, take: Callable[[Fit], int]) -> NoReturn:
         raise ProgramEnded(f"{program} ended by an exit with {code} before it called Trainer.fit.", code or 1) from end
     except Exception as error:
         programs_part = _part_of_program(error.__traceback__)
-        if program.is_module and isinstance(error, ImportError) and programs_part is None:  # no line of it was reached
+        if program.is_module and isinstance(error, ImportError) and programs_part is None:  # no line of it ran
             raise SettingsError(f"{program} cannot be run: {error}. Give SCRIPT.py, or -m package.module.") from error
         sys.excepthook(type(error), error.with_traceback(programs_part), error.__traceback__)
         raise ProgramEnded(f"{program} failed before it called Trainer.fit.", 1) from error
@@ -101,7 +101,7 @@ def run_until_fit(program: Program, take: Callable[[Fit], int]) -> NoReturn:
 
 
 class _Takeover:
-    """The replaced ``fit``, which does not return."""
+    """The replacement of ``fit``, which does not return."""
 
     def __init__(self, program: Program, take: Callable[[Fit], int], streams: tuple[TextIO, TextIO]) -> None:
         self._program = program
@@ -124,7 +124,7 @@ class _Takeover:
         in_main_thread = threading.current_thread() is threading.main_thread()
         if self._taking and in_main_thread:
             return original(trainer, *args, **kwargs)
-        arguments = _host.arguments_of(original, trainer, args, kwargs)  # raises in the program for wrong ones
+        arguments = _host.arguments_of(original, trainer, args, kwargs)  # raises in the program if they are wrong
         if os.getpid() != self._pid:
             self._refuse("a process that it had forked")
         if not in_main_thread:  # the main thread would go on, and only it receives Ctrl-C
@@ -156,7 +156,7 @@ class _Takeover:
 
 
 def _flush_files() -> None:
-    """Write what the program has written to open files so far, as Python would when it ends."""
+    """Flush the files that the program has open, as Python would when it ends."""
     for file in gc.get_objects():
         if type(file) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
             with suppress(OSError, ValueError):  # closed, detached, or a pipe without a reader
@@ -164,7 +164,7 @@ def _flush_files() -> None:
 
 
 def _drop_signal_handlers() -> None:
-    """Remove the program's signal handlers, so that Ctrl-C and SIGTERM end the command; other signals are ignored."""
+    """Remove the program's signal handlers. Ctrl-C and SIGTERM then end the command; its other signals are ignored."""
     defaults: dict[int, Any] = {
         signal.SIGTERM: signal.SIG_DFL,
         signal.SIGCHLD: signal.SIG_DFL,
@@ -180,7 +180,7 @@ def _drop_signal_handlers() -> None:
 def end_children() -> None:
     """End daemonic processes, managers and staging, and remove their temporary folders, as Python does at exit.
 
-    Other processes are left alone: Python would wait for them.
+    Other child processes are left running, where Python would wait for them.
     """
     daemons = [child for child in multiprocessing.active_children() if child.daemon]
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch raises for workers that end
@@ -202,7 +202,7 @@ def _fit_of(program: Program, trainer: AnyTrainer, arguments: dict[str, Any]) ->
 
 
 def _ended(program: Program, trainer: AnyTrainer, checkpoint: object) -> str:
-    """Sentences on the place where the program was ended, and on what it would do next."""
+    """Sentences that name the line at which the program was ended, and the training that it would do next."""
     line = ""
     for frame in inspect.stack(context=0):
         if is_users(frame.filename):
@@ -229,7 +229,7 @@ def _path_of(program: Program) -> Path | None:
 
 @contextmanager
 def _as_main(program: Program, path: Path | None) -> Iterator[tuple[TextIO, TextIO]]:
-    """Context manager to run the program as ``__main__``. Yields stdout and stderr, and restores both afterwards."""
+    """Context manager to run the program as ``__main__``. Yields copies of stdout and stderr, and restores both."""
     argv = sys.argv
     search = sys.path[:]
     folder = Path.cwd()

@@ -1,4 +1,4 @@
-"""The proof of a setting that trials have found: training itself, with it and without."""
+"""The proof of a setting that trials have found: training itself, with the new setting and with the user's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,27 +24,28 @@ FEWEST_STEPS = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """Step times of training itself, one after the other."""
+    """Step times of two fits, one after the other, with the same training but different loader settings."""
 
     own_ms: float
-    """With the user's setting."""
+    """Step time with the user's setting."""
     chosen_ms: float
-    """With the setting that the trials chose."""
+    """Step time with the setting that the trials chose."""
 
     @property
     def holds(self) -> bool:
-        """True if the chosen setting makes steps shorter, by more than trials differ."""
+        """True if the chosen setting makes steps shorter by more than repeated trials differ (``ALIKE``)."""
         return ALIKE * self.chosen_ms < self.own_ms
 
 
 def prove(session: Session, tuned: Tuned, *, seconds: float) -> Proof | None:
-    """Train with the chosen setting, and then with the user's. None: a fit had too few steps, or nothing was chosen.
+    """Train with the chosen setting, and then with the user's, to compare their step times.
 
-    Trials imitate the time of a step. They do not know how threads of torch that wait for each other suffer from
-    workers that take their CPUs.
+    Trials only imitate the time of a step: they miss how torch's threads, which wait for each other, are delayed when
+    workers take their CPUs. Returns None if a fit had too few steps, there is no model, or the user's setting was
+    chosen.
 
     Args:
-        session: the session, whose model was trained already. It has one training loader.
+        session: the session, whose model was trained already. The session has one training loader.
         tuned: the result of the trials.
         seconds: seconds for each of the two fits.
 
@@ -72,7 +73,7 @@ def _step_ms(session: Session, make: Callable[[Any], Any], setting: Setting, sec
 
 
 def proven(tuned: Tuned, proof: Proof) -> Tuned:
-    """The result with its proof: the user's own setting if the chosen one makes no step shorter."""
+    """The tuning result after its proof: with the user's own setting if the chosen one did not make steps shorter."""
     figures = f"training itself took {proof.own_ms:.3g} ms a step with {tuned.own}, {proof.chosen_ms:.3g} with"
     reason = f"{figures} {tuned.setting}"
     if proof.holds:

@@ -1,4 +1,4 @@
-"""Rates of the loader alone: as configured, with other numbers of workers, constant samples, and files in memory."""
+"""Rates of the loader alone: as configured, with other numbers of workers, constant samples, or files in memory."""
 
 import math
 from collections.abc import Iterator
@@ -18,14 +18,15 @@ from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.tune_loader import Goal, Tuned, tune_loader
 
 ROUNDS = 8
-"""Rounds of the workers whose batches are read from memory: two that do not count, and six that do."""
+"""Largest number of rounds to repeat from memory, after a first batch. A round has one batch from each worker."""
 
 
 def measure_loader(session: Session) -> None:
     """Measure the rate of the loaders side by side, as configured. Samplers begin again at their end.
 
     Raises:
-        LoaderError: the loader gives nothing, or hangs.
+        LoaderError: the loader yields no batch, or hangs, or is not iterable.
+        NotMeasurable: the loader can be iterated only once.
         DatasetError: a sample cannot be loaded.
     """
     kind = type(session.train_loaders).__name__
@@ -45,7 +46,7 @@ def measure_loader(session: Session) -> None:
 
 
 def measure_keys(session: Session) -> None:
-    """Note the bytes of each part of the first batch."""
+    """Record the bytes of each part of the first batch."""
     names = [part.name for part in session.parts] or [""]
     keys = [
         KeyBytes(name=name, bytes_per_batch=size)
@@ -96,11 +97,11 @@ def _tried(trial: Trial, tuned: Tuned) -> TriedSetting:
 
 
 class _Constant:
-    """Replaces a dataset, and gives one sample again and again.
+    """Replaces a dataset, and returns the same sample again and again.
 
     Args:
-        sample: the sample to give.
-        original: the dataset, asked for attributes that a ``worker_init_fn`` may want.
+        sample: the sample to return.
+        original: the replaced dataset, whose attributes a ``worker_init_fn`` may want.
     """
 
     def __init__(self, sample: object, original: AnyDataset) -> None:
@@ -108,15 +109,15 @@ class _Constant:
         self.original = original
 
     def __getattr__(self, name: str) -> Any:
-        # Not __getitems__: torch would load whole batches from the original. Not a stream's length or state: torch
-        # would use them. And nothing while unpickling.
+        # __getitems__ is left out, because torch would load whole batches from the original with it; so are a stream's
+        # length and state, which torch would use. While unpickling there is no original yet.
         if name in ("state_dict", "load_state_dict") or name.startswith("__") or "original" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.original, name)
 
 
 class NullDataset(_Constant, Dataset[Sample]):
-    """Gives the same sample for every index."""
+    """Map-style dataset that returns the same sample for every index."""
 
     def __len__(self) -> int:
         return len(self.original)
@@ -126,7 +127,7 @@ class NullDataset(_Constant, Dataset[Sample]):
 
 
 class NullStream(_Constant, IterableDataset[Sample]):
-    """Gives the same sample without end."""
+    """Iterable dataset that yields the same sample without end."""
 
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -137,7 +138,7 @@ def measure_ceiling(session: Session) -> None:
     """Measure the rate of the loaders with constant samples: the limit of handing over, collating and pinning.
 
     Raises:
-        NotMeasurable: for a loader of a class that needs a dataset of its own kind, such as LitData's.
+        NotMeasurable: the loader's class needs a dataset of its own kind, as LitData's does, or memory is short.
     """
     session.check_memory()
     samples = dict(zip(session.parts, session.samples, strict=True))
@@ -160,9 +161,9 @@ def measure_ceiling(session: Session) -> None:
 
 
 def measure_files_in_memory(session: Session) -> None:
-    """Measure the rate over the first batches of the samplers, repeated.
+    """Measure the rate of the loaders with the samplers' first batches, loaded again and again.
 
-    The first pass does not count: it reads the files from storage into the page cache.
+    The first pass over these batches does not count: it reads their files from storage into the page cache.
     """
     session.check_memory()
     if any(part.stream for part in session.parts):

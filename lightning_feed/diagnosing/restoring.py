@@ -1,4 +1,4 @@
-"""The state of a module, which a diagnosis restores, and silence meanwhile."""
+"""Saving and restoring the state of a module around a diagnosis, and silencing warnings meanwhile."""
 
 import copy
 import logging
@@ -19,11 +19,11 @@ from lightning_feed import _host
 class ModelState:
     """Saved state of a module, and of the optimizers and schedulers in its attributes.
 
-    Holds the ``state_dict`` of each of them, the mode (``train()`` or ``eval()``) of each submodule, and
+    Holds the ``state_dict`` of all these objects, the mode (``train()`` or ``eval()``) of each submodule, and
     ``requires_grad`` of each parameter. Tensors are kept in host memory.
 
     Args:
-        model: the module, or None.
+        model: the module; None if only loaders are measured.
     """
 
     def __init__(self, model: nn.Module | None) -> None:

@@ -35,11 +35,11 @@ from lightning_feed.measure.stats import StarvationStats
 from lightning_feed.report.document import make_report
 from lightning_feed.report.files import check_writable, write_report
 from lightning_feed.trials.tune_loader import Tuned
-from lightning_feed.verdict import decide as tree
+from lightning_feed.verdict.decide import decide
 from lightning_feed.verdict.diagnosis import Diagnosis
 
 MODEL = "model"
-"""The experiment that replays batches of the run on the device."""
+"""Name of the experiment that replays batches of the run on the device."""
 LOADER_EXPERIMENTS = {
     "loader": ("loader", "keys", "workers"),
     "cached-files": ("cached-files",),
@@ -53,8 +53,8 @@ QUICK_BUDGET_S = 30.0
 RUN_SHARE = 0.17
 REPLAY_SHARE = 0.08
 PROOF_SHARE = 0.15
-"""Shares of the budget for the unchanged run, for the replay, and for training with other workers. The loader's
-experiments get the rest."""
+"""Shares of the time budget for the unchanged run, for the replay, and for training with other workers. The experiments
+with the loader get the rest."""
 RUN_STEPS = 200
 REPLAY_STEPS = 300
 QUICK_RUN_STEPS = 80
@@ -62,9 +62,9 @@ QUICK_REPLAY_STEPS = 80
 FEWEST_STEPS = 8
 """Fewest optimizer steps of a replay of one batch."""
 PASSES = 5
-"""Fewest passes over the replayed batches: one is warm-up, and at least two have to follow."""
+"""Fewest passes over the replayed batches, of which the first are warm-up, and at least two must count."""
 FEWEST_RUN_STEPS = 12
-"""Fewest steps of the run: the first does not count, and a verdict needs ten."""
+"""Fewest steps of the run: the first step does not count, and a verdict needs ten."""
 CALLBACK_HOOKS = (
     *("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end"),
     *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
@@ -94,25 +94,25 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
     Afterwards these are restored: the ``state_dict`` of the module, and of optimizers and schedulers in its attributes;
     ``requires_grad``, ``train()`` and ``eval()``; the random states of torch, numpy and Python;
     your own loaders. Gradients are dropped. Other changes that your code makes in a training step or a dataset remain.
-    To avoid them, use the command ``lightning-feed diagnose``, which runs in a separate process.
+    To avoid such changes, use the command ``lightning-feed diagnose``, which runs in a separate process.
 
     Args:
-        trainer: the Trainer to copy settings from. None: a Trainer for the device that Lightning chooses.
-        model: the module. None: only the loader is measured.
-        datamodule: the data module, or a training DataLoader; neither if ``train_dataloaders`` or the module gives one.
+        trainer: the Trainer to copy settings from; None for a new Trainer, on the device that Lightning chooses.
+        model: the module; None to measure only the loader.
+        datamodule: the data module, or a training DataLoader; None if ``train_dataloaders`` or the module has the data.
         train_dataloaders: as for ``Trainer.fit``.
-        quick: a third of the time.
+        quick: True to take a third of the time.
         only: experiments to run, such as "model" and "loader". With a module, the unchanged run always comes first.
-        out: folder for ``feed_report.json``, ``.md`` and ``.html``; None: nothing is written.
-        budget_s: approximate total seconds; None: 90, or 30 with ``quick``.
+        out: folder for ``feed_report.json``, ``.md`` and ``.html``; None to write no files.
+        budget_s: approximate total seconds. By default 90, or 30 with ``quick``.
 
     Raises:
         SettingsError: when there is nothing to load from, or the Trainer cannot be used.
-        ReportError: when ``out`` cannot be written to; nothing was run.
-        FeedError: when the unchanged run fails; the cause is attached.
-        DiagnosisFailed: when your code fails later, with the results so far.
-        DiagnosisNotWritten: when the files cannot be written at the end, with the verdict.
-        DiagnosisInterrupted: on Ctrl-C, with the results so far.
+        ReportError: when ``out`` cannot be written to. Nothing was run then.
+        FeedError: when the unchanged run fails. The cause is attached.
+        DiagnosisFailed: when your code fails later. The exception has the results so far.
+        DiagnosisNotWritten: when the files cannot be written at the end. The exception has the verdict.
+        DiagnosisInterrupted: on Ctrl-C. The exception has the results so far.
     """
     if budget_s is None:
         budget_s = QUICK_BUDGET_S if quick else BUDGET_S
@@ -121,7 +121,7 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
         check_writable(Path(out))  # do not lose a minute of experiments at the end
     session = _open(trainer, model, datamodule, train_dataloaders)
     stopped = _run(session, _Plan(only, budget_s, quick=quick))
-    diagnosis = tree.diagnose(measurements_of(session))
+    diagnosis = decide(measurements_of(session))
     written, problem = _write(diagnosis, out)
     if isinstance(stopped, FeedError):
         raise DiagnosisFailed(str(stopped), diagnosis, written) from (stopped.__cause__ or stopped)
@@ -154,10 +154,10 @@ def _open(trainer: object, model: object, datamodule: Any, loaders: object) -> S
 
 
 def _run(session: Session, plan: "_Plan") -> FeedError | KeyboardInterrupt | None:
-    """Run the experiments, restore what they changed, and return what ended them early.
+    """Run the experiments, and restore what they changed. Returns the exception that ended them early, or None.
 
     Raises:
-        FeedError: a failure before anything was measured.
+        FeedError: the experiments failed before anything was measured.
     """
     try:
         bar = tqdm(total=100, desc="diagnose", disable=None, leave=False, bar_format=BAR)
@@ -183,7 +183,7 @@ def measurements_of(session: Session) -> Measurements:
     measured = session.measured
     if measured is None:
         loaders: list[AnyLoader] = []
-        with suppress(LoaderError):  # not a DataLoader: no facts are known
+        with suppress(LoaderError):  # without a DataLoader, no facts are known
             loaders = [part.loader for part in parts_of(session.train_loaders)]
         facts = LoopFacts(
             device_type=session.device.type,
@@ -196,7 +196,7 @@ def measurements_of(session: Session) -> Measurements:
 
 
 def _write(diagnosis: Diagnosis, out: str | Path | None) -> tuple[list[Path], ReportError | None]:
-    """Write the files; return them, or the error: a full disk must not cost the verdict."""
+    """Write the report's files. Returns (files, error): the error is not raised, so that the verdict is not lost."""
     if out is None:
         return [], None
     try:
@@ -218,7 +218,7 @@ class _Plan:
 
 
 class _Experiments:
-    """The experiments of one diagnosis. Their results are in the session, so that Ctrl-C leaves those so far."""
+    """The experiments of one diagnosis. They add results to the session one by one, so Ctrl-C loses none of them."""
 
     def __init__(self, session: Session, plan: _Plan, bar: Any) -> None:
         self.session = session
@@ -229,7 +229,7 @@ class _Experiments:
         """Run all experiments.
 
         Args:
-            state: the module's state at the beginning of the replay.
+            state: the module's state before the run, which is restored before each further fit.
 
         Raises:
             FeedError: when the unchanged run fails.
@@ -291,7 +291,7 @@ class _Experiments:
             session.leave_out(MODEL, "too few steps in the available time: allow more, or leave --quick out")
 
     def _batches_and_limits(self) -> tuple[list[Batch], Limits]:
-        """The batches of the run to replay, and the length of the fit. One batch if there is no time for more."""
+        """Choose the run's batches to replay, only one if there is no time for more, and the length of the fit."""
         session = self.session
         seconds = REPLAY_SHARE * self.plan.budget_s
         accumulate = session.trainer.accumulate_grad_batches
@@ -337,7 +337,7 @@ class _Experiments:
                     session.leave_out(name, str(error))
 
     def _prove(self, tuned: Tuned) -> None:
-        """Train with the workers that the trials chose. If that is no faster, the user's own count as chosen."""
+        """Train with the setting that the trials chose. If that is no faster, the user's setting counts as chosen."""
         session = self.session
         self._show("training with other workers", 1 - PROOF_SHARE)
         try:
@@ -352,7 +352,7 @@ class _Experiments:
             session.note(tried=tuple(replace(setting, chosen=setting.own) for setting in session.results.tried))
 
     def _show(self, description: str, share: float) -> None:
-        """Show the present experiment, and the share of time used, on the bar."""
+        """Show the current experiment, and the share of time used, on the progress bar."""
         self._bar.set_description_str(description)
         self._bar.update(100 * share - self._bar.n)
 
@@ -372,11 +372,11 @@ class Experiment:
     measure: Callable[[Session], None]
     """Function that adds figures to the session's results, or raises NotMeasurable."""
     weight: float
-    """Weight for its share of the time."""
+    """The experiment's share of the time, relative to the weights of the others."""
     needs_rate: bool = False
-    """True if it needs the result of ``loader``."""
+    """True if the experiment needs the result of the experiment ``loader``."""
     any_iterable: bool = False
-    """True if it does not need a DataLoader."""
+    """True if the experiment works with any iterable, not only with DataLoaders."""
 
 
 STEPS = {
@@ -400,20 +400,20 @@ def measure_loaders(
     only: Iterable[str] = tuple(STEPS),
     on_progress: Callable[[str, float], object] = lambda *_: None,
 ) -> None:
-    """Run the experiments on the training loaders of a session one after the other. The results are the session's.
+    """Run the experiments on a session's training loaders one after the other, and add their results to the session.
 
     The user's loaders are restored after each experiment, and so are all global random generators. Each experiment
-    builds its own loaders; the user's are never iterated.
+    builds its own loaders; the user's loaders are never iterated.
 
     Args:
-        session: the session. Its ``train_loaders`` is a DataLoader, a dict or list of them, or a CombinedLoader. Of any
-            other iterable that can be iterated again, only the rate is measured.
+        session: the session. Its ``train_loaders`` is a DataLoader, a dict or list of them, or a CombinedLoader. For
+            any other iterable that can be iterated again, only the rate is measured.
         budget_s: seconds for all experiments. They may take longer if a single batch does.
-        only: names of experiments. ``loader`` also runs if one of them needs its result.
+        only: names of experiments. ``loader`` also runs if another experiment needs its result.
         on_progress: called with the name of the next experiment and the share of work done, 0 to 1.
 
     Raises:
-        DatasetError: the loader as configured cannot load a sample; the message names sample and worker, if known.
+        DatasetError: the loader as configured cannot load a sample. The message names sample and worker, if known.
         LoaderError: the loader hangs or is empty.
     """
     wanted = set(only)
@@ -437,7 +437,7 @@ def measure_loaders(
 
 
 def _check_possible(session: Session, name: str, no_loader: str | None, *, late: bool) -> None:
-    """Raise NotMeasurable for an experiment that is impossible with this loader, or comes too late."""
+    """Raise NotMeasurable if an experiment is impossible with this loader, or if no time is left for it."""
     if no_loader is not None and not STEPS[name].any_iterable:
         raise NotMeasurable(no_loader)
     if late and name not in ("loader", "keys"):
@@ -450,7 +450,7 @@ def _check_possible(session: Session, name: str, no_loader: str | None, *, late:
 
 
 def _own_callbacks(trainer: AnyTrainer) -> list[Any]:
-    """The callbacks of the user's own classes that take part in training."""
+    """The callbacks of classes outside Lightning and this package that take part in training."""
     return [
         callback
         for callback in _host.callbacks_of(trainer)

@@ -1,4 +1,4 @@
-"""The cost of making a sample: of reading, decoding and each transform."""
+"""The cost of making a sample, divided into reading, decoding and each transform."""
 
 import copy
 import time
@@ -29,7 +29,7 @@ _NAMES = {
 }
 _PACKAGES = ("torchvision.transforms", "torchaudio.transforms", "albumentations", "kornia", "monai.transforms")
 _BY_CHANCE = ("RandomApply", "RandomChoice", "RandomOrder", "OneOf", "SomeOf", "OneOrOther")
-"""Containers that use only some of their steps in each call: timed as one step."""
+"""Containers that use only some of their steps in each call. They are timed as one step."""
 _DEEPEST = 6
 MOST_SAMPLES = 200
 """Largest number of samples that are timed."""
@@ -39,7 +39,7 @@ MOST_SAMPLES = 200
 
 
 def innermost(dataset: AnyDataset, index: Index) -> tuple[AnyDataset, Index]:
-    """The dataset inside subsets and concatenations, and the sample's index in it."""
+    """The dataset inside Subsets and ConcatDatasets, and the sample's index in that dataset."""
     while True:
         if isinstance(dataset, Subset):
             index = dataset.indices[index]
@@ -77,7 +77,7 @@ class Site:
 
 @contextmanager
 def replaced(transforms: Mapping[Site, Any]) -> Iterator[None]:
-    """Context manager to replace the transform at each site. The new one gets the same arguments."""
+    """Context manager to replace the transform at each site. The new transform gets the same arguments."""
     originals = {site: site.held for site in transforms}
     try:
         for site, transform in transforms.items():
@@ -111,7 +111,7 @@ def _datasets_in(dataset: object, depth: int = 0) -> Iterator[Any]:
 def _sites_of(dataset: object) -> list[Site]:
     """The transforms in the attributes of a dataset, without those of the datasets inside it."""
     if isinstance(dataset, ImageDataset):
-        # An encoded one only draws the recipe's numbers, and the recipe is applied elsewhere.
+        # A dataset of encoded images only draws the recipe's random numbers. The recipe is applied elsewhere.
         return [] if dataset.encoded else [Site(dataset, "recipe")]
     sites = []
     for name, value in list(getattr(dataset, "__dict__", {}).items()):
@@ -154,7 +154,7 @@ class StepTimer:
     wall: Callable[[], int] = time.perf_counter_ns
     steps: dict[str, Spent] = field(default_factory=dict)
     _inner: Spent = field(default_factory=Spent)
-    """Time of the steps inside the present one."""
+    """Time of the steps inside the step that is being called."""
 
     def step(self, name: str) -> str:
         """Add a step, and return its name, with a number if the name is taken."""
@@ -165,7 +165,7 @@ class StepTimer:
         return name
 
     def call(self, step: str, function: Callable[..., Any], *args: object, **named: Any) -> Any:
-        """Call the function, and add its time to the step, without that of the steps inside it."""
+        """Call the function, and add its time to the step, without the time of the steps inside the call."""
         if not self.on:
             return function(*args, **named)
         outer = self._inner
@@ -182,7 +182,7 @@ class StepTimer:
 
 
 class _Timed:
-    """Proxy that times a step. It has the step's attributes, and looks like the step to ``isinstance``."""
+    """Proxy that times a step. The proxy has the step's attributes, and the step's class for ``isinstance``."""
 
     def __init__(self, step: Any, name: str, timer: StepTimer) -> None:
         self._step = step
@@ -206,7 +206,7 @@ def timed(transform: Any, timer: StepTimer) -> Any:
     """A copy of a transform that times its steps. The transform itself is not changed.
 
     Steps inside ``nn.Sequential`` and containers like ``Compose``, with a list ``transforms`` (torchvision,
-    albumentations, MONAI), are timed one by one. A container's own time counts as its caller's.
+    albumentations, MONAI), are timed one by one. A container's own time counts for its caller.
     """
     steps = getattr(transform, "transforms", None)
     if isinstance(transform, nn.Sequential):
@@ -223,7 +223,7 @@ def timed(transform: Any, timer: StepTimer) -> Any:
 def _calls(transform: object, steps: Sequence[Any]) -> bool:
     """True for a container that calls these steps one after the other.
 
-    False if they are parts of a single step, as in albumentations' ColorJitter.
+    False if the list holds parts of a single step, as in albumentations' ColorJitter.
     """
     if not steps or type(transform).__name__ in _BY_CHANCE or not all(map(callable, steps)):
         return False
@@ -232,7 +232,7 @@ def _calls(transform: object, steps: Sequence[Any]) -> bool:
 
 
 def name_of(step: object) -> str:
-    """The user-facing name of a step: its class or function name."""
+    """The name of a step in reports: the name of its class or function."""
     name = getattr(step, "__name__", None) or type(step).__name__
     return str(name).replace("<lambda>", "lambda")
 
@@ -256,13 +256,13 @@ def sample_costs(
     """The cost of each step of making a sample in this process, with as many threads as a worker would have.
 
     Each sample is made twice and timed the second time, so that its files are in the page cache. For an iterable
-    dataset, every second sample is timed. Reading and decoding are separate costs if the dataset separates them (a
+    dataset, every second sample is timed. Reading and decoding are separate costs if the dataset separates them (an
     ImageDataset, torchvision's folders); else everything except transforms is ``load``.
 
     Args:
         part: a loader with a map-style or an iterable dataset.
         max_s: longest time in seconds.
-        timer: keeps the times; its clocks count nanoseconds.
+        timer: measures and keeps the times, with clocks in nanoseconds; None for a new StepTimer.
         samples: largest number of samples.
 
     Raises:
@@ -303,7 +303,7 @@ _END = object()
 
 
 def _maker(part: LoaderPart, indices: Iterable[Any], timer: StepTimer) -> Callable[[Any], Any]:
-    """A function that makes the sample of an index, and times its stages."""
+    """Return a function that makes the sample of an index, and times the stages of making it."""
     dataset: AnyDataset = part.loader.dataset
     if part.stream:
         stream = iter(dataset)
@@ -325,7 +325,10 @@ def _maker(part: LoaderPart, indices: Iterable[Any], timer: StepTimer) -> Callab
 
 
 def _make_of_folder(timer: StepTimer, dataset: AnyDataset, index: object) -> None:
-    """Make a sample of torchvision's folder, whose ``loader(path)`` reads and decodes. Reading is timed separately."""
+    """Make a sample of torchvision's folder, whose ``loader(path)`` reads and decodes. Reads the file once more first.
+
+    The time of that reading counts as reading, and is subtracted from the time of the rest.
+    """
     base, inner = innermost(dataset, index)
     read = timer.steps["read"]
     decode = timer.steps["decode"]
@@ -337,7 +340,7 @@ def _make_of_folder(timer: StepTimer, dataset: AnyDataset, index: object) -> Non
 
 
 def _make_in_steps(timer: StepTimer, dataset: object, index: object) -> None:
-    """Make a sample of an ImageDataset, whose recipe is the whole transform, and timed under its own name."""
+    """Make a sample of an ImageDataset. Its recipe is the whole transform, and is timed under its own name."""
     base, inner = innermost(dataset, index)
     decoded = timer.call("decode", base.decode, timer.call("read", base.read, inner), inner)
     if not decoded.flags.writeable:

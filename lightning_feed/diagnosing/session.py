@@ -32,35 +32,35 @@ from lightning_feed.trials.tune_loader import Tuned
 from lightning_feed.wording import plural
 
 START_S = 60.0
-"""Extra seconds for the loader as configured to start: all other experiments need its result, and spawned workers may
+"""Extra seconds for the user's loader to start, as configured: other experiments need its rate, and spawned workers may
 take long to import."""
 _LEAST_S = 2.0
-"""Shortest time for a loader, to which twice the start-up time of the user's loader is added."""
+"""Shortest time to measure a loader. Twice the start-up time of the user's loader is added."""
 
 
 @dataclass
 class Session:
-    """The user's objects, which fits and experiments never change for good, and the results so far.
+    """The user's objects, which are restored after fits and experiments, and the results so far.
 
     Attributes:
-        trainer: the user's Trainer, or None if only loaders are measured.
+        trainer: the user's Trainer, or a new one; None if only loaders are measured.
         model: the user's module, or None.
         datamodule: the user's data module, or None.
-        loaders: the user's training loaders; None if the data module or the module has them.
-        compiled: the user's module from ``torch.compile``, if ``model`` was compiled.
+        loaders: the user's training loaders; None if the data module or the module makes them.
+        compiled: the result of ``torch.compile`` for ``model``; None if the module was not compiled.
         package: ``lightning.pytorch`` or ``pytorch_lightning``.
-        train_loaders: the result of ``train_dataloader``. Fits and experiments get copies of it.
-        measured: measurements of the unchanged training.
-        device_batches: batches of that training, as passed to the step.
+        train_loaders: the result of ``train_dataloader``. Fits and experiments get copies of these loaders.
+        measured: measurements of the unchanged training; None before it has run.
+        device_batches: batches of the unchanged training, as passed to the step.
         results: the results of the experiments so far.
         clock: returns the time in seconds.
         machine: the limits of this machine.
-        parts: the DataLoaders in ``train_loaders``; empty if it is an iterable of another kind.
-        samples: a sample of each of them.
-        first_batch: the first batch of each of them.
-        alone: the rate of the loaders as configured.
-        share_s: seconds for the present experiment.
-        tuned: the result of trying numbers of workers; None: they were not tried.
+        parts: the DataLoaders in ``train_loaders``; empty if ``train_loaders`` is another kind of iterable.
+        samples: a sample from each of ``parts``.
+        first_batch: the first batch of each loader.
+        alone: the rate of the loaders as configured; None before it is measured.
+        share_s: seconds for the current experiment.
+        tuned: the result of trying numbers of workers; None if they were not tried.
     """
 
     trainer: Any = None
@@ -98,7 +98,7 @@ class Session:
 
     @property
     def loader_owner(self) -> Any:
-        """The object with ``train_dataloader``; None if the loaders were passed."""
+        """The data module or module whose ``train_dataloader`` is used; None if loaders were passed."""
         if self.loaders is not None:
             return None
         if self.datamodule is not None:
@@ -107,10 +107,7 @@ class Session:
 
     @contextmanager
     def restoring(self) -> Iterator[ModelState]:
-        """Context manager to restore the module and the random numbers at its end.
-
-        Yields the module's state.
-        """
+        """Context manager that restores the module and the random states at its end. Yields the module's state."""
         if self.device.type == "cuda":
             torch.cuda.init()  # so that its generators are restored, too
         with preserve_state():
@@ -124,10 +121,10 @@ class Session:
                     self.datamodule.trainer = trainer
 
     def set_up(self) -> None:
-        """Get the training loaders as Lightning would, without fitting.
+        """Make the training loaders as Lightning would, without a fit.
 
         Raises:
-            SettingsError: there are none.
+            SettingsError: ``train_dataloader`` returned None.
         """
         self.train_loaders = self.loaders
         owner = self.loader_owner
@@ -145,7 +142,7 @@ class Session:
             )
 
     def take_loaders(self, loaders: AnyLoader) -> AnyLoader:
-        """Keep the user's training loaders, and return copies of them, for a fit."""
+        """Keep the user's training loaders, and return copies of them for a fit."""
         self.train_loaders = loaders
         return own_loaders(loaders)
 
@@ -154,10 +151,10 @@ class Session:
         if self.datamodule is not None and _host.is_overridden(self.datamodule, "teardown"):
             self.datamodule.teardown("fit")
 
-    def place(self) -> LoaderCode | None:
-        """The place in the user's code that sets up the training loader, or None if it cannot be found.
+    def loader_code(self) -> LoaderCode | None:
+        """The user's code that sets up the training loader, or None if it cannot be found.
 
-        Looks at the user's own Trainer, which knows the keys of the command line.
+        Looks at the user's own Trainer, since its LightningCLI has the keys of the command line.
         """
         try:
             loaders = [part.loader for part in parts_of(self.train_loaders)]
@@ -172,16 +169,16 @@ class Session:
         self.results = replace(self.results, **figures)
 
     def leave_out(self, experiment: str, why: str) -> None:
-        """Note that an experiment was not run, with the reason."""
+        """Record that an experiment was not run, with the reason."""
         self.note(left_out=(*self.results.left_out, (experiment, why)))
 
     # --- the loaders under experiment -----------------------------------------------------------------------------
 
     def find_parts(self) -> str | None:
-        """Find the DataLoaders, and draw a sample of each.
+        """Find the DataLoaders, and make a sample of each.
 
         Returns:
-            The reason why they cannot be rebuilt with changes; None if they can.
+            The reason why the loaders cannot be rebuilt with changes; None if they can.
 
         Raises:
             DatasetError: a sample cannot be made.
@@ -200,11 +197,11 @@ class Session:
         return None
 
     def counted_s(self, share: float = 1.0) -> float:
-        """Seconds that are counted, of a share of the experiment's time; the rest is start-up and warm-up."""
+        """Seconds to measure in a share of the experiment's time. The rest of it is for start-up and warm-up."""
         return max(0.1, min(3.0, 0.4 * share * self.share_s))
 
     def rate(self, change: Callable[[LoaderPart], Changes] = LoaderPart.changes, **options: Any) -> float:
-        """Batches per second of the loaders with changes. Options as for :meth:`drain`."""
+        """Batches per second of the loaders with changes. The options are those of :meth:`drain`."""
         rate, _ = self.drain(change, **options)
         return rate.batches_per_s
 
@@ -215,15 +212,15 @@ class Session:
         share: float = 1.0,
         warm_rounds: int = 2,
     ) -> tuple[LoaderRate, list[Batch]]:
-        """Drain the loaders together, each with its changes. Returns (rate, first batch of each).
+        """Iterate the loaders together, each with its changes. Returns (rate, first batch of each loader).
 
         Args:
-            change: called with a loader, returns the changes to make to it.
+            change: returns the changes to make to the given loader.
             share: share of the experiment's time.
             warm_rounds: rounds at the start of each pass that are not counted.
 
         Raises:
-            DatasetError: loading fails; the message names worker and sample, if known.
+            DatasetError: loading fails. The message names worker and sample, if known.
             LoaderError: a loader hangs, is empty or cannot be rebuilt.
         """
         start_s = START_S if self.alone is None else 2 * self.alone.start_s
@@ -254,7 +251,7 @@ class Session:
         """Check that the loaders' queues fit into memory.
 
         Raises:
-            NotMeasurable: the queues would take too much.
+            NotMeasurable: the queues would take too much memory.
         """
         for part, sample in zip(self.parts, self.samples, strict=True):
             setting = Setting.of(part.loader)
@@ -280,7 +277,7 @@ def open_session(trainer: Any, model: object, datamodule: Any = None, loaders: o
         SettingsError: the objects come from both packages or from neither, the Trainer is training now, this process is
             one of several ranks, or the model is sharded.
     """
-    if isinstance(datamodule, DataLoader) and loaders is None:  # trainer.fit takes loaders in this place, too
+    if isinstance(datamodule, DataLoader) and loaders is None:  # trainer.fit takes loaders as this argument, too
         loaders = datamodule
         datamodule = None
     plain = getattr(model, "_orig_mod", model)

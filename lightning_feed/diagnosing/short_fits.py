@@ -1,4 +1,4 @@
-"""Short fits on the user's objects: the unchanged training, and replays of its batches."""
+"""Short fits on the user's objects: the unchanged training, fits with other loaders, and replays of batches."""
 
 import copy
 import gc
@@ -27,17 +27,17 @@ from lightning_feed.measure.windows import WARM_UP_STEPS
 OWN_HOOKS = ("[Callback]ShortFit.", "[Callback]GPUStarvationCallback.")
 """Hooks that a diagnosis adds to a fit. They are not reported."""
 ENDS = ("on_fit_end", "on_train_end", "teardown", "on_exception", "on_save_checkpoint")
-"""The user's hooks that are not called: they may upload the short fit as if it were the result of a training."""
+"""The user's hooks that are not called, because they may upload the short fit as the result of a training."""
 AS_IT_IS = "training as it is failed"
 LATEST = 3
-"""A fit ends after this many times its seconds, even with too few steps."""
+"""A fit ends after this many times ``Limits.seconds``, even with too few steps."""
 PRECISIONS_BY_NAME = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
 """Classes of the precision plugins that ``Trainer(precision=...)`` makes from a name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The length of a fit: it ends after ``max_steps``, or after ``seconds`` if it had ``min_steps`` by then."""
+    """The length of a fit, which ends after ``max_steps``, or after ``seconds`` and at least ``min_steps``."""
 
     min_steps: int
     max_steps: int
@@ -48,7 +48,7 @@ class Limits:
 
 
 class ShortFit:
-    """Ends a fit in time. Mixed into the Callback of either package, by which Lightning recognizes callbacks."""
+    """Ends a fit in time. Mixed into the ``Callback`` of the Trainer's package, as Lightning requires of callbacks."""
 
     def __init__(self, session: Session, limits: Limits) -> None:
         self.session = session
@@ -81,17 +81,17 @@ class ShortFit:
             self.wraps += [_host.Wrap(config.scheduler, "step", nothing) for config in trainer.lr_scheduler_configs]
 
     def on_exception(self, trainer: object, pl_module: object, exception: BaseException) -> None:
-        """Note a Ctrl-C, which Lightning turns into an exit."""
+        """Note a Ctrl-C, which Lightning turns into a SystemExit."""
         if isinstance(exception, KeyboardInterrupt):
             self.interrupted = True
-            sys.stdin = io.StringIO()  # Lightning 2.4 calls exit(), which closes it
+            sys.stdin = io.StringIO()  # Lightning 2.4 calls exit(), which closes stdin
 
 
 class UnchangedFit(ShortFit):
-    """The fit as it is, of which some batches are kept."""
+    """The unchanged fit. Keeps some of its batches for the replay."""
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: object) -> None:
-        """Train for longer if batches were made ahead: a full queue hides a slow loader for so many steps."""
+        """Train for more steps if the loader works ahead: its full queue hides a slow loader at first."""
         super().on_train_start(trainer, pl_module)
         warm_up = batches_ahead(_host.train_loaders(trainer)) + WARM_UP_STEPS
         self.limits = replace(self.limits, max_steps=self.limits.max_steps + warm_up)
@@ -105,7 +105,7 @@ class UnchangedFit(ShortFit):
 
 
 class ReplayFit(ShortFit):
-    """A fit whose steps get the same batches again and again."""
+    """A fit whose steps get the same batches again and again, to measure the model without loading."""
 
     def __init__(self, session: Session, limits: Limits, *, on_device: bool) -> None:
         super().__init__(session, limits)
@@ -113,7 +113,7 @@ class ReplayFit(ShortFit):
         self._on_device = on_device
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: object) -> None:
-        """Leave out the transfer to the device, with its hooks, if the batches are there already."""
+        """Leave out the transfer to the device, with its hooks, if the batches are on the device already."""
         super().on_train_start(trainer, pl_module)
         if self._on_device:
             self.wraps += _host.wrap_transfer(
@@ -121,7 +121,7 @@ class ReplayFit(ShortFit):
             )
 
     def on_train_batch_end(self, trainer: AnyTrainer, *args: object) -> None:
-        """Note the time of the step."""
+        """Note the time at which the step ended, and end the fit in time."""
         self.pace.stamp()
         super().on_train_batch_end(trainer, *args)
 
@@ -156,8 +156,8 @@ def run_as_it_is(session: Session, limits: Limits) -> None:
     finally:
         measured = meter.report().measurements
         hooks = tuple(hook for hook in measured.hooks if not hook.name.startswith(OWN_HOOKS))
-        facts = replace(measured.facts, loader_code=session.place() or measured.facts.loader_code)
-        # The wall time is this short fit's, which is of no interest.
+        facts = replace(measured.facts, loader_code=session.loader_code() or measured.facts.loader_code)
+        # The wall time is left out: it is that of this short fit, not of a training.
         session.measured = replace(measured, hooks=hooks, facts=facts, wall=None)
 
 
@@ -171,7 +171,7 @@ def _meter(session: Session) -> Any:
 
 
 def time_fit(session: Session, limits: Limits, loaders: AnyLoader) -> float | None:
-    """Milliseconds of a step of a fit with other loaders; None: too few steps.
+    """Milliseconds of a step, in a fit with other loaders; None if the fit had too few steps.
 
     Args:
         session: the session, whose data module is set up already.
@@ -197,13 +197,13 @@ def _instead_of_the_users(session: Session, loaders: AnyLoader) -> list[_host.Wr
 
 
 def replay(session: Session, batches: Sequence[Batch], limits: Limits, *, on_device: bool) -> float | None:
-    """Batches per second of a fit whose steps get ``batches`` repeatedly; None: too few steps.
+    """Batches per second of a fit whose steps get ``batches`` repeatedly; None if the fit had too few steps.
 
     Args:
         session: the session, whose data module is set up already.
-        batches: batches as passed to the step, if on the device, else from the loader.
+        batches: batches as passed to the step if ``on_device``, else as they come from the loader.
         limits: length of the fit.
-        on_device: leave out the transfer to the device, with its hooks.
+        on_device: True if the batches are on the device, to leave out the transfer with its hooks.
     """
     length = limits.max_steps + 1
     if session.measured is not None:
@@ -232,8 +232,8 @@ def _fit(
         short_fit: the callback that ends the fit.
         callbacks: all callbacks of the fit.
         loaders: the loaders, if neither the data module nor the module has them.
-        wraps: methods of the owner of the loaders that are replaced for this fit, and restored at its end.
-        prefetch: keep the user's PrefetchCallback.
+        wraps: the replacements of methods for this fit, to be undone at its end.
+        prefetch: True to keep the user's PrefetchCallback.
     """
     data = {"datamodule": session.datamodule} if session.loaders is None else {"train_dataloaders": loaders}
     stdin = sys.stdin
@@ -258,7 +258,7 @@ def _fit(
 
 
 def _run_fit(session: Session, trainer: AnyTrainer, short_fit: ShortFit, data: dict[str, Any]) -> None:
-    """Call ``trainer.fit``; raise KeyboardInterrupt for Ctrl-C, which Lightning turns into an exit."""
+    """Call ``trainer.fit``. Raises KeyboardInterrupt on Ctrl-C, which Lightning turns into a SystemExit."""
     model = session.model if session.compiled is None else session.compiled
     try:
         trainer.fit(model, **data)
@@ -276,10 +276,10 @@ def short_trainer(
 ) -> AnyTrainer:
     """A new Trainer on one device, with the settings of ``like`` that change what a step does.
 
-    Kept: accelerator, the first of the devices, precision, accumulation, clipping, ``max_epochs`` and ``max_steps``
-    (which schedulers read), ``limit_train_batches``, ``log_every_n_steps``, anomaly detection, and PrefetchCallback. If
-    there was a logger, there is one that drops everything.
-    Left out: loggers, checkpoints, validation, progress bar, profiler, all other callbacks.
+    These settings are accelerator, the first of the devices, precision, gradient accumulation and clipping,
+    ``max_epochs`` and ``max_steps`` (which schedulers read), ``limit_train_batches``, ``log_every_n_steps``, anomaly
+    detection, and with ``prefetch`` the PrefetchCallback. In place of loggers, one logger drops everything.
+    Checkpoints, validation, progress bar, profiler and all other callbacks are left out.
     """
     kept = [callback for callback in _host.callbacks_of(like) if prefetch and isinstance(callback, PrefetchCallback)]
     wanted = [*copy.deepcopy(kept), *callbacks]
@@ -310,7 +310,7 @@ def short_trainer(
 
 
 def _device(like: AnyTrainer) -> dict[str, Any]:
-    """The arguments of a Trainer on the first device of another one."""
+    """The Trainer arguments for one device: the first device of the Trainer ``like``."""
     device = like.strategy.root_device
     accelerator = device.type if device.type in ("cpu", "cuda", "mps") else like.accelerator
     devices = [device.index] if device.type == "cuda" and device.index is not None else 1
@@ -324,7 +324,7 @@ def _silent_logger(package: ModuleType) -> Any:
 
 
 def _precision(like: AnyTrainer) -> dict[str, Any]:
-    """Return the precision's name, or a copy of the user's own plugin, whose GradScaler is stateful."""
+    """The Trainer arguments for the precision: its name, or a copy of the user's plugin, whose GradScaler has state."""
     kind = type(like.precision_plugin)
     if kind.__name__ in PRECISIONS_BY_NAME and _host.defined_by_lightning(kind):
         return {"precision": like.precision}

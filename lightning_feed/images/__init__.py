@@ -1,1 +1,1 @@
-"""Images decoded by NVIDIA DALI, on the CPU or the GPU. DALI is imported on first use."""
+"""Images: datasets, crops, and decoders on the CPU and the GPU. NVIDIA DALI is imported on first use."""

@@ -1,4 +1,4 @@
-"""Image decoding backends: what each can do, and what is refused; the choice of a decoder."""
+"""Image decoding backends: check that a backend is available, and suits the other settings. Choose a decoder."""
 
 import io
 import logging
@@ -51,14 +51,14 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Check that a value is one of the choices.
 
     Raises:
-        SettingsError: lists the choices.
+        SettingsError: the value is none of the choices, which the message lists.
     """
     if value not in choices:
         raise SettingsError(f"{name}={value!r} is not a choice. Use one of {', '.join(map(repr, choices))}.")
 
 
 def name_of(backend: object) -> Backend:
-    """Return the name of a backend, which may be given by the options of DALI.
+    """Return the name of a backend, which may be given as :class:`DaliOptions`.
 
     Raises:
         SettingsError: there is no such backend.
@@ -70,7 +70,7 @@ def name_of(backend: object) -> Backend:
 
 
 def check_backend(backend: Backend, quality: str, only_torch: Iterable[str] = ()) -> None:
-    """Refuse what would have no effect with a backend.
+    """Refuse settings and features that a backend does not support.
 
     Args:
         backend: name of the backend.
@@ -78,7 +78,7 @@ def check_backend(backend: Backend, quality: str, only_torch: Iterable[str] = ()
         only_torch: requested features, as keys of ``_ONLY_TORCH``.
 
     Raises:
-        SettingsError: says what to do instead.
+        SettingsError: a setting or feature is not supported. The message names the alternatives.
     """
     for name in only_torch:
         if backend != "torch":
@@ -91,10 +91,11 @@ def check_backend(backend: Backend, quality: str, only_torch: Iterable[str] = ()
 
 
 def check_available(backend: str, device: torch.device) -> None:
-    """Refuse a backend that cannot decode here. nvJPEG is only tested when training begins.
+    """Refuse a backend that cannot decode on this machine. nvJPEG is tested later, when training begins.
 
     Raises:
-        SettingsError: a GPU backend without a GPU, or an unsuitable DALI.
+        SettingsError: a GPU backend was chosen without a CUDA device, or DALI is too old, or built for another CUDA
+            version than torch.
         MissingExtraError: DALI is not installed.
     """
     if backend in GPU_BACKENDS and device.type != "cuda":
@@ -126,7 +127,7 @@ def require_nvjpeg(device: torch.device) -> None:
 
 
 def choose_decoder(source: SampleSource, crops: bool) -> Choice:  # noqa: FBT001  # as a recipe has it
-    """Choose the decoder for "auto": the fastest on a few images, or the reference if none can be timed.
+    """Choose the decoder for "auto": the fastest on a few images, or Pillow if none can be timed.
 
     Args:
         source: source of the images.

@@ -40,7 +40,7 @@ or two even with large images."""
 MIN_SAMPLES: Final = 4
 ROUNDS: Final = 3
 TIE: Final = 1.05
-"""A decoder of regions is preferred within this factor of the fastest time."""
+"""A decoder of regions is preferred if it takes at most the fastest time multiplied by this factor."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Choice:
     decoder: Decoder
     """The decoder, with Pillow as fallback: see :class:`FallbackDecoder`."""
     name: str
-    """Name that selects the same decoder elsewhere."""
+    """Name that selects the same decoder in another process."""
     reason: str
     """One sentence, with the measured figures if there are any."""
     table: dict[str, Measured] = field(default_factory=dict)
@@ -171,7 +171,7 @@ def _decodable(samples: Sequence[Encoded]) -> list[_Sample]:
 
 
 def _decode(decoder: Decoder, sample: _Sample, *, regions: bool) -> Pixels | None:
-    """Decode a sample; None if the decoder refused it and Pillow decoded it instead."""
+    """Decode a sample. Returns None if the decoder refused the sample, and Pillow decoded it instead."""
     try:
         return decoder.decode_region(sample.data, sample.box) if regions else decoder.decode(sample.data)
     except DecodeError:
@@ -236,7 +236,8 @@ def psnr_db(image: Pixels, reference: Pixels) -> float:
 
 _CMYK: Final = "CMYK JPEG"
 REASONS: Final = (*KINDS, _CMYK)
-"""Kinds of image to count. CMYK JPEGs are separate; other JPEGs counted here are corrupt, but readable by Pillow."""
+"""Reasons by which images left to Pillow are counted: their kinds. CMYK JPEGs are counted separately; other JPEGs that
+are counted are corrupt, but readable by Pillow."""
 
 
 class FallbackDecoder(Decoder):

@@ -20,7 +20,7 @@ from lightning_feed.load.trace import traced
 Quality: TypeAlias = Literal["exact", "near", "fast"]
 QUALITIES: tuple[Quality, ...] = ("exact", "near", "fast")
 """``"exact"``: the pixels of torchvision's antialiased uint8 resize. ``"near"``: decoded at a smaller scale, at least
-twice the target size each way, then resized like ``"exact"``. ``"fast"``: decoded at the smallest scale that is at
+twice the target height and width, then resized like ``"exact"``. ``"fast"``: decoded at the smallest scale that is at
 least the target size, then resized without antialiasing. Differences from ``"exact"``: docs/how-to/images.md."""
 
 
@@ -31,7 +31,7 @@ class SourceImage:
     data: Any
     """Encoded bytes, or pixels. Never modified."""
     decoder: Decoder | None = None
-    """None for pixels."""
+    """Decoder of ``data``. None if ``data`` holds pixels."""
 
     def size(self) -> tuple[int, int]:
         """(height, width) in pixels."""
@@ -83,7 +83,7 @@ def crop_image(image: SourceImage, crop: CropSpec, quality: Quality) -> torch.Te
 
 
 class Recipe(Protocol):
-    """Image transform, applied at each load. Random draws come from torch's generator."""
+    """Image transform, applied each time that an image is loaded. Random draws come from torch's generators."""
 
     @property
     def crops(self) -> bool:

@@ -34,16 +34,16 @@ class DaliOptions:
     """CPU threads of each pipeline. ``"auto"``: one less than the CPUs of this rank; on the GPU at most 8,
     since each thread has its own buffers for the largest image."""
     prefetch: int = 2
-    """Batches decoded ahead. Each takes the memory of one batch. With ``num_workers=0``, the training process also
-    reads them ahead, and draws their crop boxes earlier than without DALI."""
+    """Number of batches decoded ahead; each stays in memory. With ``num_workers=0``, the training process also reads
+    these batches ahead, and draws their crop boxes earlier than without DALI."""
     keep_eval_pipelines: bool = False
     """True to keep the pipelines of validation, test and prediction between passes. The next pass then starts sooner,
     but they hold memory, including GPU memory, during training."""
     largest_image: tuple[int, int] | None = None
-    """(height, width) in pixels of the largest image, for the GPU: the initial size of the decoder buffers.
-    None: the size of the largest of some images. A larger image enlarges the buffers."""
+    """(height, width) in pixels of the largest image, for which the GPU decoder's buffers are allocated at the start.
+    None for the largest of some images of the dataset. A larger image enlarges the buffers."""
     hw_decoder_load: float | None = None
-    """Share of JPEGs for the GPU's hardware decoder, 0 to 1. None: DALI's default."""
+    """Share of JPEGs for the GPU's hardware decoder, 0 to 1. None for DALI's default."""
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "gpu"):
@@ -106,15 +106,15 @@ _OLDEST = 2  # oldest supported major version, as in the extra
 
 
 def require_dali(*, gpu: bool, why: str = "Decoding with DALI") -> Any:
-    """Import ``nvidia.dali``. If that fails, the error says how to install it.
+    """Import ``nvidia.dali``. If that fails, the error message contains the command to install it.
 
     Args:
         gpu: True to run on the GPU, which needs a DALI built for torch's CUDA version.
-        why: the feature that needs it, as the subject of a sentence.
+        why: the feature that needs DALI, as the subject of a sentence.
 
     Raises:
-        MissingExtraError: if it is not installed, or cannot be loaded.
-        SettingsError: if it is older than 2.0, or, for the GPU, built for another CUDA version than torch.
+        MissingExtraError: if DALI is not installed, or cannot be loaded.
+        SettingsError: if DALI is older than 2.0, or, for the GPU, built for another CUDA version than torch.
     """
     try:
         dali = importlib.import_module("nvidia.dali")
@@ -154,19 +154,19 @@ def pip_line(option: str = "") -> str:
 def upsamples_like_libjpeg() -> bool:
     """Return True if the GPU decoder can interpolate the chroma of JPEGs as libjpeg does.
 
-    With nvJPEG before 13.2, nvImageCodec does not combine this with decoding a region: it writes a warning for every
-    image, and leaves the image to another decoder.
+    With nvJPEG before 13.2, nvImageCodec cannot interpolate like libjpeg while decoding only a region: it writes a
+    warning for every image, and leaves the image to another decoder.
     """
     version = nvjpeg_version()
     return version is not None and version >= (13, 2)
 
 
 def nvjpeg_version() -> tuple[int, int] | None:
-    """Return (major, minor) of the nvJPEG that DALI decodes with; None if unknown.
+    """Return the version (major, minor) of the nvJPEG library that DALI decodes with. Returns None if unknown.
 
-    DALI opens nvJPEG by the name used here, and so gets the library of that name that is loaded already: usually
-    torchvision's copy, whatever the version of the package ``nvidia-nvjpeg`` (seen with DALI 2.4.0 and torchvision
-    0.29.1, which brings nvJPEG 13.0).
+    DALI opens nvJPEG by the file name used in this function, and so gets the library of that name that the process has
+    loaded already: usually torchvision's copy, whatever the version of the package ``nvidia-nvjpeg`` (seen with DALI
+    2.4.0 and torchvision 0.29.1, which brings nvJPEG 13.0).
     """
     cuda = str(torch.version.cuda).partition(".")[0]
     major = ctypes.c_int()

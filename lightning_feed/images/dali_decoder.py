@@ -1,4 +1,5 @@
-"""Decodes images with DALI after the loader, several batches ahead. The host decodes images that DALI cannot."""
+"""Decodes batches from the loader with DALI, several batches ahead. Images that DALI cannot decode are decoded on the
+host."""
 
 import os
 import sys
@@ -25,8 +26,9 @@ STAND_IN = b"P6\n1 1\n255\n\x00\x00\x00"
 """A one-pixel image (PNM) that stands in for an image not passed to DALI."""
 _DEVICE_BYTES_PER_PIXEL = 5.5
 _HOST_BYTES_PER_PIXEL = 3.7
-"""Size of the decoder's buffers. In DALI's ImageNet example (docs/examples/use_cases/pytorch/resnet50/main.py) the
-largest image has 5980 x 6430 pixels; its paddings are 211025920 and 140544512 bytes: 5.49 and 3.66 bytes a pixel."""
+"""Sizes of the decoder's buffers, in bytes per pixel of the largest image. In DALI's ImageNet example
+(docs/examples/use_cases/pytorch/resnet50/main.py) the largest image has 5980 x 6430 pixels; the paddings are 211025920
+and 140544512 bytes: 5.49 and 3.66 bytes per pixel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,14 +98,14 @@ class ImagePipeline:
         """Wait for the oldest batch.
 
         Raises:
-            RuntimeError: DALI's error. It does not say which batch or image is at fault.
+            RuntimeError: DALI's error, which does not name the batch or image at fault.
         """
         images = binding.take_output(self._pipeline, self.spec.device)
         self._fed.popleft()
         return images.permute(0, 3, 1, 2)
 
     def drain(self) -> bool:
-        """Drop the batches in progress. Return False if one of them failed."""
+        """Drop the batches in progress. Return False if any of them failed."""
         try:
             while self._fed:
                 self.take()
@@ -257,9 +259,9 @@ _Pass: TypeAlias = deque[_Waiting]
 class DaliImageDecoder:
     """Decodes the batches of one loader with a pipeline built at the first batch.
 
-    A DALI failure ends the pipeline. The failing image is then located and decoded on the host, which names it in an
-    error or replaces it as ``on_error`` says. The batches in progress go through a new pipeline, so none is lost or
-    duplicated.
+    A DALI failure ends the pipeline. The failing image is then located, and decoded on the host. If that fails too,
+    ``on_error`` decides if the image is replaced or an error names it. The batches in progress go through a new
+    pipeline, so no batch is lost or duplicated.
 
     Args:
         dataset: the dataset of the batches.
@@ -284,7 +286,7 @@ class DaliImageDecoder:
         """Decode one pass: yield [images, labels] for each batch, in order.
 
         Raises:
-            DatasetError: naming an image that cannot be decoded, unless ``on_error`` handles it.
+            DatasetError: if an image cannot be decoded, and ``on_error`` does not handle it. Names the image.
             LoaderError: if DALI fails and no image is at fault.
             torch.OutOfMemoryError: if the device is out of memory.
         """
@@ -344,10 +346,10 @@ class DaliImageDecoder:
                 self._locate_failure(now, error)
 
     def _locate_failure(self, now: _Pass, error: Exception) -> None:
-        """Find the images that DALI fails on. The host decodes them from now on.
+        """Find the images that make DALI fail. The host decodes these images from now on.
 
         Raises:
-            LoaderError: if there are none.
+            LoaderError: if DALI can decode each image separately.
         """
         for_dali = [
             image for waiting in now for position, image in enumerate(waiting.images) if position not in waiting.on_host
@@ -363,7 +365,7 @@ class DaliImageDecoder:
             waiting.on_host = self._reasons(waiting.images)
 
     def _fail_alone(self, images: list[EncodedSample]) -> dict[int, str]:
-        """Decode each image separately. Return the reason of each failure, by dataset index."""
+        """Decode each image separately. Return the reason for each failure, by dataset index."""
         failures: dict[int, str] = {}
         spec = replace(self.spec, batch_size=1)
         pipeline = self._build(spec)
@@ -382,7 +384,7 @@ class DaliImageDecoder:
     # --- images that DALI does not decode -----------------------------------------------------------------------------
 
     def _reasons(self, images: Sequence[EncodedSample]) -> dict[int, str]:
-        """Reasons for decoding images of a batch on the host, by their positions."""
+        """Return the reasons for decoding some images of a batch on the host, by the images' positions."""
         known = self.dataset.cpu_fallback.known
         reasons = [known.get(image.index) or why_on_host(image.data) for image in images]
         return {position: reason for position, reason in enumerate(reasons) if reason}
@@ -391,7 +393,7 @@ class DaliImageDecoder:
         """Fill in samples decoded on the host, or their ``on_error`` replacements. Return the batch and the labels.
 
         Raises:
-            DatasetError: naming an image that cannot be decoded, unless ``on_error`` handles it.
+            DatasetError: if an image cannot be decoded, and ``on_error`` does not handle it. Names the image.
         """
         for position, reason in done.on_host.items():
             index = done.images[position].index
@@ -445,7 +447,8 @@ class DaliImageDecoder:
 
 
 def largest_of_some(dataset: ImageDataset) -> tuple[int, int] | None:
-    """Return (height, width) of the largest of some images from all over the dataset; None if none can be read."""
+    """Return (height, width) of the largest of some images, evenly spaced over the dataset. Returns None if none of
+    them can be read."""
     sizes = []
     for index in range(0, len(dataset), max(1, len(dataset) // _HEADERS)):
         try:
@@ -456,7 +459,7 @@ def largest_of_some(dataset: ImageDataset) -> tuple[int, int] | None:
 
 
 def why_on_host(data: Encoded) -> str:
-    """Return the reason for decoding a file on the host; "" if DALI decodes it.
+    """Return the reason for decoding a file on the host. Returns "" if DALI decodes the file.
 
     DALI's pixels differ from Pillow's for 16 bits per channel, and for CMYK, which nvJPEG converts in its own way on
     the GPU. DALI does not support GIF, and may decode only a part of a truncated JPEG or TIFF.

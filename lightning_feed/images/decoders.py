@@ -34,7 +34,7 @@ class Region(NamedTuple):
         """Raise if the box is empty or not inside an image of that size.
 
         Raises:
-            ValueError: with the box and the image size.
+            ValueError: the message contains the box and the image size.
         """
         bottom = self.top + self.height
         right = self.left + self.width
@@ -82,10 +82,10 @@ class Decoder:
         Args:
             data: the encoded image.
             region: the box to decode, inside the image.
-            cover: None for exactly the pixels of :meth:`decode`, at full size. (height, width) allows the smallest
-                scale at which the result is at least that large. The edges of the box are then moved to whole pixels of
-                that scale, by less than one pixel, which makes a slightly different crop but does not shift the image
-                inside its box.
+            cover: None for exactly the pixels of :meth:`decode`, at full size. With (height, width), the decoder may
+                use the smallest scale that makes the result at least that large. The edges of the box are then moved to
+                whole pixels of that scale, by less than one pixel, which makes a slightly different crop but does not
+                shift the image inside its box.
 
         Returns:
             Pixels of the region. Without ``cover``, at full size. With ``cover``, no larger than at full size and, if
@@ -147,7 +147,7 @@ def refuse_bomb(height: int, width: int) -> None:
     """Refuse an image above Pillow's size limit, because a broken header could request all memory.
 
     Raises:
-        DecodeError: for more than twice ``PIL.Image.MAX_IMAGE_PIXELS`` pixels, unless that is None.
+        DecodeError: for more than twice ``PIL.Image.MAX_IMAGE_PIXELS`` pixels, unless this limit is None.
     """
     limit = Image.MAX_IMAGE_PIXELS
     if limit is not None and height * width > 2 * limit:
@@ -174,7 +174,7 @@ class _LibraryDecoder(Decoder):
         refuse_bomb(*self.size(data))
         try:
             pixels = self._read(data)
-        except (RuntimeError, ValueError) as error:  # no others: an image is not at fault if memory runs out
+        except (RuntimeError, ValueError) as error:  # no other errors: an image is not at fault if memory runs out
             reason = str(error).partition("\n")[0]
             raise DecodeError(f"{self.name} cannot decode this {kind} of {len(data)} bytes: {reason}") from error
         return np.ascontiguousarray(pixels)
@@ -265,9 +265,9 @@ def _torchvision_reader() -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 class TurboDecoder(Decoder):
-    """libjpeg-turbo through simplejpeg: the fastest decoder of whole JPEGs; no other kinds.
+    """libjpeg-turbo through simplejpeg: the fastest decoder of whole JPEGs.
 
-    A warning of libjpeg-turbo (truncated or corrupt data) raises an error.
+    Decodes no other kinds of image. A warning of libjpeg-turbo (truncated or corrupt data) raises an error.
     """
 
     name = "turbo"

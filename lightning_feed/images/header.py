@@ -92,7 +92,7 @@ def jpeg_header(data: Encoded) -> JpegHeader:
 def ends_like_jpeg(data: Encoded) -> bool:
     """True if a JPEG ends with the end-of-image marker, ignoring padding, as every whole JPEG does.
 
-    Also False for files with appended data: only a full decode shows that they are whole.
+    Also False for whole JPEGs with data appended: only a full decode could find out that they are whole.
     """
     return bytes(data[-16:]).rstrip(b"\x00\n\r").endswith(b"\xff\xd9")
 

@@ -64,7 +64,8 @@ class CpuFallback:
 
 
 class ImageDataset(Dataset[Any]):
-    """Labelled images: ``dataset[i]`` is (recipe's result for image i, label as int), or an `EncodedSample`.
+    """Labelled images: ``dataset[i]`` is (recipe's result for image i, label as int), or, with ``encoded``, an
+    :class:`EncodedSample`.
 
     Args:
         source: source of the encoded images, or of pixels.
@@ -177,10 +178,12 @@ class ImageDataset(Dataset[Any]):
         return EncodedSample(data, size, crop, int(self.source.labels[index]), index)
 
     def decoded(self, sample: "EncodedSample") -> tuple[Tensor, int] | Skipped:
-        """Decode as ``backend="torch"`` does: (uint8 of shape (3, H, W), label), or its ``on_error`` replacement.
+        """Decode as ``backend="torch"`` does: (uint8 of shape (3, H, W), label), or the sample's ``on_error``
+        replacement.
 
         Raises:
-            DatasetError: naming an image that cannot be decoded, or if too many cannot.
+            DatasetError: if the image cannot be decoded, and ``on_error`` does not handle it; or if too many samples
+                have failed. Names the image.
         """
         try:
             return self._decoded(sample)
@@ -343,7 +346,7 @@ def decode_on_cpu(batch: EncodedBatch, dataset: ImageDataset) -> Any:
     """Return [images, labels] as ``backend="torch"`` does: uint8, shape (B, 3, H, W), channels last; and int64 (B,).
 
     Raises:
-        DatasetError: naming an image that cannot be decoded, unless ``on_error`` handles it.
+        DatasetError: if an image cannot be decoded, and ``on_error`` does not handle it. Names the image.
     """
     return collate_images([dataset.decoded(image) for image in batch.images()])
 
@@ -371,7 +374,7 @@ def decode_rest(
         Labels of the batch: int64, shape (B,), on the host.
 
     Raises:
-        DatasetError: naming an image that cannot be decoded, unless ``on_error`` handles it.
+        DatasetError: if an image cannot be decoded, and ``on_error`` does not handle it. Names the image.
     """
     pin = batch.device.type != "cpu"
     labels: list[int] = [image.label for image in images]

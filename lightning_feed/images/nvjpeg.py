@@ -93,11 +93,11 @@ def nvjpeg(device: torch.device) -> NvJpeg:
 
 
 def not_for_nvjpeg(data: Encoded) -> str | None:
-    """Return the reason why nvJPEG cannot decode a file; None if it can.
+    """Return the reason why nvJPEG cannot decode a file. Returns None if nvJPEG can.
 
     nvJPEG decodes 8-bit baseline and progressive JPEGs, grey or colour, in the usual chroma subsamplings
-    (https://docs.nvidia.com/cuda/nvjpeg/). One unsupported file fails the call for the whole list, or decodes in wrong
-    colours; a truncated file may come out half grey, while other decoders refuse it.
+    (https://docs.nvidia.com/cuda/nvjpeg/). One unsupported file makes the call fail for the whole list, or is decoded
+    in wrong colours; a truncated file may come out half grey, while other decoders refuse it.
 
     Args:
         data: the encoded image.
@@ -128,7 +128,7 @@ def not_for_nvjpeg(data: Encoded) -> str | None:
 
 
 class _Frame(NamedTuple):
-    """The frame header of a JPEG, and the colours that an Adobe segment tells."""
+    """Values from the frame header of a JPEG, and the colour space, which an Adobe segment may declare."""
 
     marker: int
     """The kind of JPEG."""
@@ -141,8 +141,11 @@ class _Frame(NamedTuple):
 
 
 def _read_frame(data: memoryview) -> _Frame | None:
-    """Read the frame header: bits, height (2), width (2), components; per component: id, sampling factors, table (T.81,
-    B.2.2). None if there is no whole one."""
+    """Read the frame header. Returns None if it is missing or cut short.
+
+    Its bytes (T.81, B.2.2): bits, height (2 bytes), width (2 bytes), number of components; then for each component: id,
+    sampling factors, table.
+    """
     frame = 0
     header = data[:0]
     is_untransformed = False
@@ -174,7 +177,8 @@ def _without_nvjpeg() -> MissingExtraError:
 
 
 DecodeJpegs: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
-"""Decodes whole JPEGs (uint8, (bytes,), on the host) to uint8 (3, H, W) on the device; RuntimeError if any fails."""
+"""Decodes whole JPEGs (uint8, (bytes,), on the host) to uint8 (3, H, W) on the device. Raises a RuntimeError if any of
+them fails."""
 MOST_BYTES: Final = 256 * 2**20
 """Limit for decoded full-size pixels, and separately for the memory of resizing. Larger batches are split: otherwise a
 batch of 12-megapixel photographs would take 10 GB."""
@@ -188,15 +192,16 @@ def decode_batch(batch: EncodedBatch, dataset: ImageDataset, decode: DecodeJpegs
 
     On a CUDA device all work goes to the current stream, and the host waits only for nvJPEG. Images that nvJPEG cannot
     decode are decoded by the CPU in this process, and counted in ``dataset.cpu_fallback``. ``quality="near"`` equals
-    ``"exact"``: nvJPEG cannot decode at smaller scales. On other devices the result is that of ``backend="torch"``.
+    ``"exact"``: nvJPEG cannot decode at smaller scales. On other devices the result is the same as with
+    ``backend="torch"``.
 
     Args:
         batch: the encoded images.
         dataset: the dataset of the batch.
-        decode: replaces nvJPEG.
+        decode: function to use instead of nvJPEG; None for nvJPEG.
 
     Raises:
-        DatasetError: naming an image that cannot be decoded, unless ``on_error`` handles it.
+        DatasetError: if an image cannot be decoded, and ``on_error`` does not handle it. Names the image.
         MissingExtraError: if this torchvision was built without nvJPEG.
         LoaderError: if nvJPEG fails on every file.
     """
@@ -250,7 +255,8 @@ def _decode_part(
 
 
 def _decode_many(images: list[EncodedSample], dataset: ImageDataset, decode: DecodeJpegs) -> list[Tensor | None]:
-    """Decode the images. None for each that the device cannot decode, which is recorded in ``cpu_fallback.known``."""
+    """Decode the images. In the result, None stands for an image that the device cannot decode; such an image is
+    recorded in ``cpu_fallback.known``."""
     files = [torch.from_numpy(image.data) for image in images]
     with traced("decode"):
         wholes, error = _try(files, decode)
@@ -275,7 +281,7 @@ def _decode_many(images: list[EncodedSample], dataset: ImageDataset, decode: Dec
 
 
 def _try(files: list[Tensor], decode: DecodeJpegs) -> tuple[list[Tensor | None], RuntimeError | None]:
-    """Decode all files. If one of them may have caused an error, return None for each, and the error."""
+    """Decode all files. If any file may have caused an error, return None for each file, and the error."""
     try:
         return [*decode(files)], None
     except RuntimeError as error:
@@ -349,8 +355,8 @@ def _resize_group(
 
 
 def _groups(crops: Mapping[int, CropSpec], height: int, width: int) -> Iterator[tuple[list[int], int, int]]:
-    """Yield groups of boxes of similar size, within ``MOST_BYTES`` but at least one box: their positions in the batch,
-    and the height and width that hold each of them."""
+    """Yield groups of boxes of similar size: the boxes' positions in the batch, and a height and width that are large
+    enough for each box. Resizing a group takes at most ``MOST_BYTES``, unless the group is a single box."""
     group: list[int] = []
     high = wide = 0
     for position in sorted(crops, key=lambda position: crops[position].region[2:]):

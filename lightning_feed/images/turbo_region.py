@@ -34,7 +34,7 @@ class TurboRegionDecoder(Decoder):
     decodes_regions = True
 
     def __init__(self) -> None:
-        library_path()  # raise now if it is missing, not in a worker
+        library_path()  # raises an error now, not in a worker, if the library is missing
 
     def decode(self, data: Encoded) -> Pixels:
         """Decode the whole image, see :class:`~lightning_feed.images.decoders.Decoder`."""
@@ -71,11 +71,11 @@ def _open(data: Encoded) -> "tuple[TurboJpeg, JpegShape]":
     return library, shape
 
 
-# --- which box, at which scale ------------------------------------------------------------------------------------
+# --- the box to decode, and its scale -----------------------------------------------------------------------------
 
 
 def scale_for(region: Region, size: tuple[int, int], cover: tuple[int, int]) -> int:
-    """Return the smallest scale, in eighths, at which a region is at least ``cover`` (height, width) large."""
+    """Return the smallest scale, in eighths, that makes a region at least ``cover`` (height, width) large."""
     for eighths in sorted(SCALES):
         step = 8 // eighths
         if min(region.height, region.width) < step:
@@ -163,7 +163,7 @@ class TurboJpeg:
         self._slow = ctypes.CDLL(path)
         if not hasattr(self._quick, "tj3Init"):
             raise MissingExtraError(
-                f"{path} is a libjpeg-turbo older than 3, which cannot decode a region of a JPEG. {INSTALL}"
+                f"{path} is libjpeg-turbo 2 or older, which cannot decode a part of a JPEG. Version 3 can. {INSTALL}"
             )
         _declare(self._quick)
         _declare(self._slow)
@@ -224,7 +224,7 @@ class TurboJpeg:
     def _refusal(self, data: Encoded) -> DecodeError:
         words = self._quick.tj3GetErrorStr(self._handle).decode(errors="replace")
         # After a truncated header, version 3.0 beta (in the wheel) keeps its position and would read freed memory next.
-        # Use a new handle after any error.
+        # So a new handle is used after any error.
         self._destroy(self._handle)
         self._handle = self._new_handle()
         return DecodeError(f"libjpeg-turbo cannot decode these {len(data)} bytes: {words}")

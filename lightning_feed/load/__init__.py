@@ -1,1 +1,1 @@
-"""Loading: samples to host batches."""
+"""Loading: make batches on the host from the samples of a dataset."""

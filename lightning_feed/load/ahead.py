@@ -71,7 +71,7 @@ class BackgroundIterator(Stage):
             raise
         if outcome.error is None:
             self._permits.give()
-            # the thread keeps the outcome until the next one
+            # the thread keeps a reference to the outcome until it draws the next item
             value = outcome.value
             outcome.value = None
             return value
@@ -108,7 +108,10 @@ class BackgroundIterator(Stage):
 
 
 class _Permits:
-    """The consumer's permits to draw an item. Methods may be called from any thread, and from finalizers."""
+    """Permits to draw one item each, given to the thread by the consumer.
+
+    Methods may be called from any thread, and from finalizers.
+    """
 
     def __init__(self, items: int) -> None:
         self.refused = False
@@ -146,8 +149,8 @@ def _draw(source: Iterator[Batch], set_device: Callable[[], None]) -> Outcome:
         with traced("background_load"):
             return Outcome(next(source))
     except StopIteration as end:
-        # A new error: the old one's traceback keeps torch's iterator alive, and its parts would be collected in any
-        # order.
+        # A new error, because the traceback of the old one keeps torch's iterator alive. The parts of this iterator
+        # would then be collected in any order.
         return Outcome(error=StopIteration(*end.args))
     except BaseException as error:  # noqa: BLE001  # KeyboardInterrupt and SystemExit too: raised by the consumer
         return Outcome(error=error)

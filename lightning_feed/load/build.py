@@ -1,4 +1,4 @@
-"""Loaders built from datasets: names, checks, and the recommended settings."""
+"""Build loaders from datasets: name and check the datasets, and apply the recommended settings."""
 
 import math
 from collections.abc import Callable
@@ -27,7 +27,7 @@ _SAMPLES = (tuple, list, dict, str, bytes, torch.Tensor)
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One loader of a split."""
+    """Specification of one loader of a split."""
 
     name: str
     """Name in reports and errors."""
@@ -36,11 +36,11 @@ class Part:
     together: int
     """Number of loaders that run at the same time, including this one."""
     sampler: Callable[[AnyDataset], AnySampler]
-    """Makes the user's sampler for a map-style dataset, or returns None."""
+    """Returns the user's sampler for a map-style dataset, or None if the user has not set one."""
     collate_fn: Callable[[list[Sample]], Batch] | None
     order: EpochOrder
     decode: BatchDecoder | None = None
-    """Decodes the batches after the workers. None: no decoding."""
+    """Decodes batches once they have left the workers. None if batches need no decoding."""
 
 
 def build_loader(
@@ -49,8 +49,8 @@ def build_loader(
     """Build the loader for one dataset. Returns the loader and its settings, with reasons.
 
     Raises:
-        SettingsError: the settings leave no batch, keep workers of discarded loaders, or use threads for an iterable
-            dataset.
+        SettingsError: the settings leave no batch, would keep the workers of loaders that the Trainer replaces, or use
+            threads or Ray for an iterable dataset.
         LoaderError: the dataset or the collate function cannot be sent to the workers.
     """
     drop_last = part.split == "train" and settings.drop_last
@@ -85,7 +85,7 @@ def build_loader(
     )
     start_method = settings.start_method or machine.start_method
     if has_processes and start_method != "fork":
-        # Checked here, because Lightning masks an error at the start of a loader with its own.
+        # Checked here, because an error raised later, by iter(), is masked by an error from Lightning's teardown.
         refuse_unsendable(loader, part.name, start_method)
     return loader, recommendation
 
@@ -104,7 +104,7 @@ def _workload(dataset: AnyDataset, part: Part, settings: LoaderSettings, job: Jo
 
 
 def _sampler(dataset: AnyDataset, part: Part, job: Job) -> AnySampler:
-    """Return the user's sampler, or a shuffling one. None for a fixed order."""
+    """Return the user's sampler, or a RandomSampler for training. Returns None if the order is fixed."""
     if isinstance(dataset, IterableDataset):
         return None
     sampler = part.sampler(dataset)
@@ -114,7 +114,11 @@ def _sampler(dataset: AnyDataset, part: Part, job: Job) -> AnySampler:
 
 
 def _batches(dataset: AnyDataset, part: Part, job: Job, *, drop_last: bool) -> int | None:
-    """Count the batches of an epoch on one rank. None if the dataset has no length."""
+    """Count the batches of an epoch on one rank. Returns None if the dataset has no length.
+
+    Raises:
+        SettingsError: ``drop_last`` leaves no batch.
+    """
     samples = size_of(dataset)
     if samples is None:
         return None
@@ -162,7 +166,7 @@ def name_datasets(datasets: object, split: str) -> list[tuple[str, AnyDataset]]:
 
 
 def _datasets_in(datasets: object) -> list[tuple[LoaderPath, AnyDataset]]:
-    """The datasets with the keys or positions of their loaders. Unlike loaders, they are not nested."""
+    """List the datasets with the paths of their loaders: a key or a position. Datasets cannot be nested."""
     if isinstance(datasets, dict):
         return [((key,), dataset) for key, dataset in datasets.items()]
     if isinstance(datasets, list):
@@ -180,7 +184,7 @@ def like(datasets: object, values: list[Any]) -> Any:
 
 
 def even_batch_size(wished: int, samples: int, world_size: int = 1) -> tuple[int, str]:
-    """Choose the batch size, from half of ``wished`` to ``wished``, that leaves the fewest samples over.
+    """Choose the batch size, from half of ``wished`` to ``wished``, that leaves the fewest samples for a last batch.
 
     In a tie the larger size wins. Each rank has ``ceil(samples / world_size)`` samples, because a DistributedSampler
     repeats some to make the ranks equal.

@@ -16,13 +16,14 @@ from torch.utils.data import default_collate, get_worker_info
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.load.counts import SharedCounts
 from lightning_feed.load.kinds import Batch, Sample
+from lightning_feed.wording import plural
 
 logger = logging.getLogger(__name__)
 
 OnError: TypeAlias = Literal["raise", "skip", "substitute"]
 _STEP = 7919
-"""Distance to a substitute: neighbours of a broken file are often broken too. A prime, so that repeated steps reach all
-samples, unless the number of samples is a multiple of it."""
+"""Number of samples between an unreadable sample and its substitute: neighbours of a broken file are often broken too.
+A prime, so that repeated steps reach all samples, unless the number of samples is a multiple of this prime."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,12 @@ class BadSamples:
 
         Args:
             index: index of the failed sample.
-            error: its error.
-            size: samples in the dataset.
+            error: the error raised for this sample.
+            size: number of samples in the dataset.
             read: reads one sample, or raises a DatasetError.
 
         Raises:
-            DatasetError: ``error`` itself, or too many samples have failed.
+            DatasetError: ``error`` itself if there is no replacement, or another if too many samples have failed.
         """
         if self.on_error == "raise":
             raise error
@@ -96,7 +97,8 @@ class BadSamples:
         logger.warning("%s on_error=%r: the run goes on. (%d so far)", error, self.on_error, failures)
         if failures > self.max_failures:
             raise DatasetError(
-                f"{failures} samples could not be read (max_failures={self.max_failures}). The last error: {error} "
+                f"{plural(failures, 'sample')} could not be read (max_failures={self.max_failures}). The last "
+                f"error: {error} "
                 "Fix the data, or raise max_failures."
             )
 
@@ -108,7 +110,7 @@ _relay: list[tuple[str, str]] | None = None
 
 @contextlib.contextmanager
 def relayed() -> Iterator[list[tuple[str, str]]]:
-    """Collect unreadable samples, to be counted in the training process by :func:`count_relayed`."""
+    """Collect reports of unreadable samples. :func:`count_relayed` counts these reports in the training process."""
     global _relay
     reports: list[tuple[str, str]] = []
     _relay = reports
@@ -154,7 +156,7 @@ def check_drop_keys(keys: Any, owner: str) -> tuple[str, ...]:
     """Return ``keys`` as a tuple.
 
     Raises:
-        SettingsError: ``keys`` is a plain string, whose letters would be the keys.
+        SettingsError: ``keys`` is a plain string, each letter of which would be taken for a key.
     """
     if isinstance(keys, str):
         raise SettingsError(f"{owner}(drop_keys={keys!r}) would be taken letter by letter. Write ({keys!r},).")
@@ -184,7 +186,7 @@ def drop(batch: Batch, keys: frozenset[str]) -> Batch:
 
 
 def missing_keys(batch: Batch, keys: frozenset[str]) -> str | None:
-    """Return a warning about keys that the first batch lacks. None if it has all."""
+    """Return a warning about keys that the first batch lacks. Returns None if the batch has all of them."""
     there = dict.fromkeys(_keys(batch))
     absent = [key for key in sorted(keys) if key not in there]
     if not absent:
@@ -202,7 +204,7 @@ class DroppingCollate:
     gets whole samples. The first worker warns once about keys that the first batch lacks.
 
     Args:
-        collate: makes a batch from a list of samples. None: torch's default.
+        collate: makes a batch from a list of samples; None for torch's ``default_collate``.
         keys: see :func:`drop`.
     """
 
@@ -232,7 +234,7 @@ class DroppingCollate:
 
 
 GONE = object()
-"""Marks a part that is removed from a mapping."""
+"""Result of ``change`` in :func:`rebuild` that removes a part from a mapping."""
 
 
 def _is_dataclass(value: object) -> bool:
@@ -245,7 +247,7 @@ def _moves_itself(value: object) -> bool:
 
 
 def named_parts(value: Any) -> dict[Any, Any] | None:
-    """Return a container's parts with their keys, fields or positions. None if it is not a container."""
+    """Return the parts of a container by key, field or position. Returns None if ``value`` is not a container."""
     if isinstance(value, Mapping):
         return dict(value)
     if _is_dataclass(value):
@@ -256,7 +258,8 @@ def named_parts(value: Any) -> dict[Any, Any] | None:
 
 
 def rebuild(container: Any, change: Callable[[Any, Any], Any]) -> Any:
-    """Rebuild a container with ``change(name, part)`` for each part. ``GONE`` drops the part.
+    """Rebuild a container with ``change(name, part)`` in place of each part. ``change`` may return ``GONE`` to remove
+    the part from a mapping.
 
     Returns the container itself if nothing changes. The user's objects are not changed.
     """
@@ -274,7 +277,7 @@ def rebuild(container: Any, change: Callable[[Any, Any], Any]) -> Any:
         return kind(new_parts.values())
     twin = copy.copy(container)
     for name, part in changed.items():
-        object.__setattr__(twin, name, part)  # frozen dataclasses too: the copy is ours
+        object.__setattr__(twin, name, part)  # works for frozen dataclasses too; only our copy is changed
     return twin
 
 
@@ -291,7 +294,7 @@ def _rebuilt_mapping(mapping: Mapping[Any, Any], new_parts: Mapping[Any, Any]) -
 
 
 def _without(value: Any, keys: frozenset[str], *, fields: bool = True) -> Any:
-    """Remove ``keys`` from a value. ``fields``: also set named-tuple and dataclass fields to None."""
+    """Remove ``keys`` from a value. With ``fields``, also set named-tuple and dataclass fields to None."""
     is_mapping = isinstance(value, Mapping)
     if _moves_itself(value) or (not fields and _is_dataclass(value)):
         return value

@@ -1,4 +1,4 @@
-"""Events after a device's copies from memory that torch's allocator does not manage."""
+"""Device events that mark the end of copies from host memory that torch's allocator does not manage."""
 
 from typing import Any
 from weakref import WeakSet
@@ -6,14 +6,14 @@ from weakref import WeakSet
 import torch
 
 copy_streams: WeakSet[Any] = WeakSet()
-"""Streams on which batches are copied, besides the current one."""
+"""Streams on which batches are copied, besides the current stream."""
 
 
 class CopyFence:
-    """Events after all copies that were issued so far.
+    """Records events after all copies that were issued so far, and checks if the device has passed them.
 
-    Torch's allocator for page-locked memory records such events for its own memory. For ours, an event on the current
-    stream and on each of ``copy_streams`` does: wherever a batch is copied, that stream is current, or one of these.
+    Torch's allocator for page-locked memory records such events for its own memory. For our memory, events on the
+    current stream and on each of ``copy_streams`` are enough, because batches are copied only on these streams.
 
     Args:
         backend: module of the device, like ``torch.cuda``.
@@ -24,9 +24,9 @@ class CopyFence:
         self._device = backend.current_device()
 
     def events(self) -> list[Any]:
-        """Record the events. Called in the thread that drops a batch."""
+        """Record and return the events. Called in the thread that drops a batch."""
         if self._backend.is_current_stream_capturing():
-            return [None]  # an event would become a part of the graph
+            return [None]  # an event would become a part of the graph; passed() records the events later
         events = []
         for stream in {self._backend.current_stream(self._device), *copy_streams}:
             event = self._backend.Event()

@@ -24,7 +24,7 @@ class SharedCounts:
         self._counts.share_memory_()
 
     def add(self, name: str) -> bool:
-        """Add one to the count of a name. Return True if it was zero before, over all processes.
+        """Add one to the count of a name. Return True if the count, summed over all processes, was zero before.
 
         Rarely, two processes may both get True.
         """

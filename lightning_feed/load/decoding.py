@@ -13,7 +13,8 @@ class BatchDecoder(Protocol):
     def run(self, batches: Iterator[Batch]) -> Generator[Batch, None, None]:
         """Decode all batches of one pass, in order.
 
-        May read a few batches ahead. These are dropped if ``batches`` raises an error or the generator is closed early.
+        May read a few batches ahead. Batches read ahead are dropped if ``batches`` raises an error, or if the generator
+        is closed early.
 
         Raises:
             DecodeError: from ``next()``, if an image cannot be decoded. Names the image.

@@ -1,7 +1,7 @@
 """Finds the parts of a dataset that do not survive a fork into workers: generators, open files, threads, connections.
 
-Only attributes are looked at, and no code of the user is called: the dataset's own attributes, and those of the objects
-in them, such as the datasets inside it and its transforms.
+Searches the attributes of the dataset, and of the objects in these attributes, such as transforms and inner datasets.
+Calls no code of the user.
 """
 
 import asyncio
@@ -34,18 +34,20 @@ import numpy as np
 import torch
 
 Kind = Literal["generator", "file", "process"]
-"""``generator``: draws random numbers; ``file``: has a position; ``process``: belongs to the process that made it."""
+"""``generator``: a random generator, from which each worker would draw the same numbers. ``file``: an open file, whose
+position workers would share. ``process``: an object that works only in the process that made it."""
 
 _WORST_FIRST: tuple[Kind, ...] = ("process", "file", "generator")
 _DEEPEST = 4
-"""Levels of attributes looked at: a Subset, its dataset, a transform, and a transform inside it."""
+"""Levels of attributes looked at: a Subset, its dataset, a transform, and a transform inside that transform."""
 _MOST_OBJECTS = 2000
 _MOST_ITEMS = 50
-"""Items of one container that are looked at: samples may lie in long lists."""
+"""Largest number of items that are searched in one container: a list may hold all samples."""
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _FILES = (zipfile.ZipFile, tarfile.TarFile, sqlite3.Connection)
 _FILES_BY_NAME = ("h5py._hl.files.File", "builtins.Environment")
-"""Classes of libraries that may not be installed: h5py's, and lmdb's, which names no module."""
+"""Classes of open files, by name, because their libraries may not be installed: h5py's ``File``, and lmdb's
+``Environment``, whose module is given as ``builtins``."""
 _OF_A_PROCESS = (
     threading.Thread,
     concurrent.futures.Executor,
@@ -67,40 +69,40 @@ _SHARED = (
     Connection,
 )
 _PASSED_OVER = (logging.Logger, types.ModuleType, types.FunctionType, type)
-"""Objects whose attributes are not the dataset's."""
+"""Types of objects that are not searched, because their attributes do not belong to the dataset."""
 _PLAIN = (int, float, complex, str, bytes, type(None))
 _NUMBERS = (int, float, complex, type(None))
 _MOST_VALUES = 1000
-"""Values of a list that are looked at, evenly spaced."""
+"""Approximate number of values of a list that :func:`_length` looks at, evenly spaced."""
 _GROWN = 10
-"""Values by which a container has grown if it keeps what was read."""
+"""Smallest growth, in values, of a container that is taken to keep the samples that were read."""
 _OURS = "lightning_feed."
 """Prefix of the modules of our own datasets, which open their files in each process."""
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
 
 class _Held(NamedTuple):
-    """An object in a dataset, and what holds it."""
+    """An object in a dataset, and the object or container that holds it."""
 
     holder: object
-    """The object or container that holds it."""
+    """The object or container that holds ``value``."""
     key: Any
-    """Its attribute in ``holder``, or its key or position in a container."""
+    """Name of the attribute of ``holder`` that holds ``value``, or its key or position in a container."""
     value: object
     path: str
-    """Its location: ``dataset.transform.rng``."""
+    """Location of ``value``: ``dataset.transform.rng``."""
 
 
 @dataclass(frozen=True)
 class Hazard:
-    """An object in a dataset that workers would share, or copy, wrongly."""
+    """An object in a dataset that workers must not share or copy as it is."""
 
     kind: Kind
     held: _Held
 
     @property
     def path(self) -> str:
-        """Its location: ``dataset.transform.rng``."""
+        """Location of the object: ``dataset.transform.rng``."""
         return self.held.path
 
     @property
@@ -118,7 +120,7 @@ class Hazard:
         return f"{module}.{kind.__qualname__}"
 
     def replace(self, value: object) -> None:
-        """Put another object in its place."""
+        """Put another object in the place of this one."""
         holder = self.held.holder
         if isinstance(holder, (dict, list)):
             holder[self.held.key] = value
@@ -127,7 +129,7 @@ class Hazard:
 
 
 def find_hazards(dataset: object) -> list[Hazard]:
-    """The objects in a dataset that do not survive a fork, in the order of their depth."""
+    """Find the objects in a dataset that do not survive a fork, the least nested first."""
     hazards = []
     for held in _objects_in(dataset):
         kind = _kind_of(held.value)
@@ -137,9 +139,10 @@ def find_hazards(dataset: object) -> list[Hazard]:
 
 
 def plain_values(dataset: object) -> dict[str, object]:
-    """The numbers and strings in a dataset by their place, to see if the program has changed them.
+    """Return the numbers and strings in a dataset by path, to find out later if the program has changed them.
 
-    Those of its class count too: ``level = 0`` in the class becomes ``dataset.level`` when it is set.
+    Includes class attributes of the dataset and of the datasets inside it: with ``level = 0`` in the class, an instance
+    has no attribute ``level`` of its own until the program sets it.
     """
     values: dict[str, object] = {}
     inner = dataset
@@ -154,7 +157,7 @@ def plain_values(dataset: object) -> dict[str, object]:
 
 
 def why_no_workers(dataset: object) -> str:
-    """The reason why workers must not be given to a dataset that has none; empty if nothing was found."""
+    """Return the reason why a dataset that is loaded without workers must not be given any. Empty if none was found."""
     hazards = find_hazards(dataset)
     if not hazards:
         return ""
@@ -174,7 +177,7 @@ def why_no_workers(dataset: object) -> str:
 
 
 def why_not_renewed(dataset: object) -> str:
-    """The reason why :func:`renew` cannot make a dataset safe for workers; empty if it can."""
+    """Return the reason why :func:`renew` cannot make a dataset safe for workers. Empty if it can."""
     for hazard in find_hazards(dataset):
         is_lost = hazard.kind == "file" and not _can_reopen(hazard.value)
         if hazard.kind == "process" or is_lost:
@@ -183,7 +186,8 @@ def why_not_renewed(dataset: object) -> str:
 
 
 def may_change(dataset: object) -> bool:
-    """True if a program can tell a dataset its epoch, which must reach the workers: it has a ``set_epoch``."""
+    """True if a dataset, or a dataset inside it, has a ``set_epoch``: the program may change the epoch, and workers
+    must then receive it."""
     for _ in range(_DEEPEST):
         if dataset is None or hasattr(dataset, "set_epoch"):
             return dataset is not None
@@ -192,9 +196,10 @@ def may_change(dataset: object) -> bool:
 
 
 def kept_items(dataset: object) -> dict[str, int]:
-    """The containers in a dataset that hold more than numbers, with their lengths, by their place.
+    """Return the number of values in each container of a dataset, by the container's path.
 
-    Empty places of a list (``None``) do not count.
+    Numbers and ``None`` do not count as values, see :func:`_length`. Containers without values, or inside another
+    container, are left out.
     """
     lengths = {
         held.path: _length(held.value)
@@ -205,11 +210,11 @@ def kept_items(dataset: object) -> dict[str, int]:
 
 
 def growing(before: dict[str, int], dataset: object) -> str:
-    """The place of the container in which a dataset keeps what it has read; empty if there is none.
+    """Return the path of the container in which a dataset keeps the samples that it has read. Empty if there is none.
 
     Args:
         before: result of :func:`kept_items` before samples were read.
-        dataset: the dataset, from which samples were read in this process.
+        dataset: the dataset, after samples were read from it in this process.
     """
     growth = {path: length - before.get(path, 0) for path, length in kept_items(dataset).items()}
     fastest = max(growth, key=lambda path: growth[path], default="")
@@ -219,7 +224,8 @@ def growing(before: dict[str, int], dataset: object) -> str:
 
 
 def _length(container: Any) -> int:
-    """Number of values in a container, if they are more than numbers. About 1,000 of a list's are looked at."""
+    """Count the values in a container, except numbers and None. For a list, estimated from about 1,000 of its values.
+    For a dict, 0 if the newest value is a number or None; otherwise its length."""
     if isinstance(container, list):
         step = 1 + len(container) // _MOST_VALUES
         return step * sum(not isinstance(value, _NUMBERS) for value in container[::step])
@@ -230,8 +236,8 @@ def _length(container: Any) -> int:
 
 
 def shares_memory(dataset: object) -> bool:
-    """True if a dataset holds memory, or a connection, that it shares with other processes: a program may change it
-    there while workers load."""
+    """True if a dataset holds shared memory, or a connection to another process, through which the program may change
+    the data while workers load."""
     return any(
         isinstance(held.value, _SHARED) or (isinstance(held.value, torch.Tensor) and held.value.is_shared())
         for held in _objects_in(dataset)
@@ -239,7 +245,7 @@ def shares_memory(dataset: object) -> bool:
 
 
 def renew(dataset: object, seed: int) -> None:
-    """Give this worker's copy of a dataset generators and files of its own.
+    """Reseed the random generators, and reopen the files, in this worker's copy of a dataset.
 
     Args:
         dataset: the worker's dataset.
@@ -248,7 +254,7 @@ def renew(dataset: object, seed: int) -> None:
     renewed: dict[int, Any] = {}
     for hazard in find_hazards(dataset):
         key = id(hazard.value)
-        if hazard.kind == "generator" and key not in renewed:  # a transform and its parts may share one
+        if hazard.kind == "generator" and key not in renewed:  # a transform and its parts may share a generator
             renewed[key] = hazard.value
             _seed(hazard.value, np.random.SeedSequence([seed, len(renewed)]))
         elif hazard.kind == "file" and _can_reopen(hazard.value):
@@ -258,7 +264,7 @@ def renew(dataset: object, seed: int) -> None:
 
 
 def _objects_in(dataset: object) -> Iterator[_Held]:
-    """The objects in a dataset, in the order of their depth."""
+    """Yield the objects in a dataset, the least nested first."""
     waiting: deque[tuple[object, str, int]] = deque([(dataset, "dataset", 0)])
     seen = {id(dataset)}
     while waiting and len(seen) < _MOST_OBJECTS:
@@ -273,7 +279,7 @@ def _objects_in(dataset: object) -> Iterator[_Held]:
 
 
 def _parts(holder: object, path: str) -> Iterator[_Held]:
-    """The attributes or items of an object."""
+    """Yield the attributes or items of an object."""
     if isinstance(holder, dict):
         for key in list(holder)[:_MOST_ITEMS]:
             yield _Held(holder, key, holder[key], f"{path}[{key!r}]")
@@ -287,7 +293,7 @@ def _parts(holder: object, path: str) -> Iterator[_Held]:
 
 
 def _may_hold_more(value: object) -> bool:
-    """True if the attributes or items of an object are looked at."""
+    """True if the attributes or items of an object are to be searched."""
     if isinstance(value, _PASSED_OVER) or type(value).__module__.startswith(_OURS):
         return False
     return isinstance(value, (dict, list, tuple)) or hasattr(type(value), "__dict__")

@@ -11,14 +11,14 @@ Batch: TypeAlias = Any
 Index: TypeAlias = Any
 """An item of a sampler or batch sampler."""
 AnyDataset: TypeAlias = Any
-"""A dataset, map-style or iterable: torch's contract, but not always its class."""
+"""A dataset, map-style or iterable, with the methods that torch requires, but not always of torch's class."""
 AnyLoader: TypeAlias = Any
 """A loader: a DataLoader, or an iterable of another package."""
 AnyIterator: TypeAlias = Any
-"""An iterator over a loader: torch's with its private parts, ours, or of another package."""
+"""An iterator over a loader: torch's (with its private attributes), ours, or another package's."""
 AnySampler: TypeAlias = Any
-"""A sampler or batch sampler: torch's contract, but not always its class."""
+"""A sampler or batch sampler, with the methods that torch requires, but not always of torch's class."""
 Array: TypeAlias = npt.NDArray[Any]
 """A decoded sample."""
 State: TypeAlias = dict[str, Any]
-"""The state of a loader or of a part of it, as it is pickled into a checkpoint."""
+"""The state of a loader, or of a part of a loader, as it is pickled into a checkpoint."""

@@ -1,9 +1,9 @@
 """FeedLoader, a DataLoader that can resume in the middle of a pass.
 
-Each pass builds and iterates an inner DataLoader around the same dataset and samplers, with our counting in between. So
-``dataset``, ``sampler``, ``batch_sampler`` and ``collate_fn`` stay the user's, for Lightning to inspect and copy, and
-nothing private in torch is overridden. The only private attribute of DataLoader in use is ``_iterator``, in which torch
-keeps persistent workers, and Lightning looks for them (torch 2.6 to 2.15).
+Each pass builds and iterates an inner DataLoader around the same dataset, with an :class:`IndexSource` that counts
+indices from the samplers. So ``dataset``, ``sampler``, ``batch_sampler`` and ``collate_fn`` stay the user's, for
+Lightning to inspect and copy, and nothing private in torch is overridden. The only private attribute of DataLoader in
+use is ``_iterator``, where torch keeps persistent workers and Lightning looks for them (torch 2.6 to 2.15).
 """
 
 import inspect
@@ -59,9 +59,10 @@ _PASSED_ON = [name for name in inspect.signature(DataLoader.__init__).parameters
 
 
 def _as_default(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which ``device`` is the default device.
+    """Return a context in which ``device`` is the default device.
 
-    Entered only if it changes the default: it slows each call of torch, and forked workers inherit it.
+    Does nothing if ``device`` is the default already: a device context slows each call of torch, and forked workers
+    inherit it.
     """
     # Read from a tensor: torch 2.6's get_default_device() raises after set_default_device(None).
     if torch.empty(0).device == device:
@@ -72,26 +73,26 @@ def _as_default(device: torch.device) -> AbstractContextManager[object]:
 class FeedLoader(DataLoader[Batch]):
     """A DataLoader that can read ahead in a thread, and can resume in the middle of an epoch.
 
-    Without ``background``, ``order`` and a loaded state it yields the same batches as a DataLoader.
+    Without ``background``, ``order`` and a loaded state, a FeedLoader yields the same batches as a DataLoader.
     With an ``order``, random samplers that the user did not seed are seeded for each pass from (seed, epoch, cycle),
     where cycle counts the passes within an epoch (a CombinedLoader repeats its shorter loaders).
 
     Exact resume works for map-style datasets with torch's samplers, or with any sampler whose order depends only on its
-    ``generator``, ``set_epoch`` or ``state_dict``, in the configuration of the checkpoint. A sampler that draws from
-    torch's global generator cannot be resumed: its order is lost with the process. An iterable dataset resumes only at
-    the start of an epoch. The state counts yielded batches, not batches read ahead.
+    ``generator``, ``set_epoch`` or ``state_dict``, if the configuration is the same as in the checkpoint. A sampler
+    that draws from torch's global generator cannot be resumed: its order is lost with the process. An iterable dataset
+    resumes only at the start of an epoch. The state counts yielded batches, not batches read ahead.
 
     Args:
         dataset: map-style or iterable.
-        background: batches that a thread keeps ready. 0: no thread.
-        order: seeds the order of each epoch. None: uses torch's global generator, as in a DataLoader.
+        background: number of batches that a thread keeps ready; 0 for no thread.
+        order: seeds the order of each epoch; None to use torch's global generator, as a DataLoader does.
         workers: kind of workers: ``"process"``, ``"thread"`` (in the training process) or a
-            :class:`RayCluster`. Threads and Ray load only map-style datasets: ``get_worker_info()`` is None in them,
-            and ``worker_init_fn`` is not called.
-        hand_over: how worker processes hand over their batches: in ``"slots"``, see
-            :mod:`lightning_feed.load.slots`, or as ``"torch"`` does it.
-        watch: when to warn of a missing batch; None: never.
-        decode: decodes whole batches after the workers, a few batches ahead. None: no decoding.
+            :class:`RayCluster`. Threads and Ray load only map-style datasets, because ``get_worker_info()`` is None in
+            these workers. They do not call ``worker_init_fn``.
+        hand_over: method by which worker processes hand over their batches: ``"slots"`` (see
+            :mod:`lightning_feed.load.slots`), or ``"torch"``, the method of a DataLoader.
+        watch: time after which to warn of a missing batch; None for no warning.
+        decode: decodes whole batches that have left the workers, a few batches ahead; None if batches need no decoding.
         **options: other DataLoader arguments, under their usual names, because Lightning copies the loader by these
             names to replace its sampler.
 
@@ -130,7 +131,7 @@ class FeedLoader(DataLoader[Batch]):
         self.background = background
         self.order = order
         self.draws: DrawsOf | None = None
-        """Random draws of the loader that this one replaces. None: replaces no loader."""
+        """Random draws of the loader that this one replaces. None if this loader replaces no other."""
         self.forget()
 
     def forget(self) -> None:
@@ -146,7 +147,7 @@ class FeedLoader(DataLoader[Batch]):
         self._probed = False
         self._iterator = None
         self._sent_values: dict[str, object] = {}
-        """Numbers and strings of the dataset that persistent workers have."""
+        """Numbers and strings in the persistent workers' copies of the dataset: see :func:`plain_values`."""
         self._live: weakref.ref[LoaderPass] | None = None
         """The latest pass, if it is still in use."""
         self._position: Pass | None = None
@@ -190,7 +191,7 @@ class FeedLoader(DataLoader[Batch]):
             position = self._new_position(resume)
             self._give_out(position)
             maker = self._maker(position)
-            position.begin(self._index.samplers)  # if torch has not requested an index yet
+            position.begin(self._index.samplers)  # no effect if torch has requested an index already
         else:
             self._give_out(position)
             self._draw_seed()
@@ -214,12 +215,12 @@ class FeedLoader(DataLoader[Batch]):
         return LoaderPass(stages, maker, position, background, self.watch)
 
     def _give_out(self, position: Pass) -> None:
-        """Let the samplers give out the indices of a pass, in the present configuration."""
+        """Let the index source give out the indices of a pass, and record the present configuration."""
         self._configuration = self._state_before_any_pass()
         self._index.position = position
 
     def may_draw_again(self) -> bool:
-        """True if the order of the latest pass is known to be the same when it is drawn again."""
+        """True if the samplers are known to repeat the order of the latest pass when it is drawn again."""
         if self._position is None or not self._keeps_order():
             return False
         starts = self._position.samplers
@@ -271,7 +272,7 @@ class FeedLoader(DataLoader[Batch]):
         )
 
     def _batch_size(self) -> int | None:
-        """Return the batch size, which must not change within an epoch. None if it is not known."""
+        """Return the batch size, which must not change within an epoch. Returns None if it is not known."""
         batches: Any = self.batch_sampler
         if batches is None:
             return self.batch_size
@@ -298,11 +299,11 @@ class FeedLoader(DataLoader[Batch]):
             state: result of ``state_dict()``.
 
         Raises:
-            ResumeError: the state is damaged, or was saved in the middle of an epoch of a stream, or with another
-                number of ranks, batch size, dataset length or sampler.
+            ResumeError: the state is damaged, or was saved in the middle of an epoch and the dataset is a stream, or
+                the number of ranks, batch size, dataset length or sampler differs.
         """
         saved = LoaderState.from_dict(state)
-        # Here, not in iter(), whose errors are hidden by an error from Lightning's teardown.
+        # Checked here, not in iter(), whose errors are hidden by an error from Lightning's teardown.
         if saved.batches and not self._is_stale(saved):
             samplers = dict.fromkeys(self._index.samplers, SamplerState())
             refuse_changes(saved, replace(self._state_before_any_pass(), samplers=samplers))
@@ -312,7 +313,7 @@ class FeedLoader(DataLoader[Batch]):
                     "some samples of this epoch may be trained twice, or not at all."
                 )
         self.close()
-        self._iterator = None  # torch ends the workers when their iterator is garbage
+        self._iterator = None  # torch ends the workers when their iterator is garbage-collected
         self._live = None
         self._position = None
         if self.order is not None and saved.seed is not None:
@@ -337,7 +338,7 @@ class FeedLoader(DataLoader[Batch]):
         return self.order is not None and state.epoch is not None and self.order.epoch() > state.epoch
 
     def _take_pending(self) -> LoaderState | None:
-        """Return the state to resume from, and clear it. None: start from the beginning."""
+        """Return the state to resume from, and clear it. Returns None if the pass starts from the beginning."""
         state = self._pending
         self._pending = None
         if state is None:
@@ -347,7 +348,8 @@ class FeedLoader(DataLoader[Batch]):
         return state
 
     def _origin_of_unused_pass(self) -> LoaderState | None:
-        """Return the state from which the latest pass resumed, if it has yielded nothing. Else None.
+        """Return the state from which the latest pass resumed. Returns None if that pass has yielded a batch, or did
+        not resume.
 
         Lightning may ``iter()`` a loader twice before its first batch: the second pass resumes as well.
         """
@@ -379,9 +381,9 @@ class FeedLoader(DataLoader[Batch]):
         return epoch, last.cycle
 
     def _may_begin_next_epoch(self) -> bool:
-        """True if the workers make the first batches of the next epoch before it begins.
+        """True if the workers may make the first batches of the next epoch before it begins.
 
-        Only where nothing that they load from may change in between.
+        They may only if nothing that these batches depend on can change in between.
         """
         if self.order is None or not self.persistent_workers or self.workers != "process" or not self._keeps_order():
             return False
@@ -390,7 +392,8 @@ class FeedLoader(DataLoader[Batch]):
         return not may_change(self.dataset) and not shares_memory(self.dataset)
 
     def _take_pass_under_way(self) -> Pass | None:
-        """Return the new pass, if the workers have begun it already. None if they have not, or have begun another."""
+        """Return the new pass if the workers have begun it already. Returns None if they have begun no pass, or a pass
+        that the program does not need now."""
         last = self._position
         following = self._index.following
         if not following or last is None or not last.is_over or getattr(self._iterator, "_shutdown", True):
@@ -417,7 +420,7 @@ class FeedLoader(DataLoader[Batch]):
         return TorchBatches(self._torch_iterator(self._map_loader()), position)
 
     def _draw_seed(self) -> None:
-        """Draw the seed that the replaced loader, if any, would draw for its workers."""
+        """Draw the seed that the loader replaced by this one, if any, would draw for its workers."""
         if self.draws is not None:
             with drawing_device(self.draws.generator):
                 self.draws.draw_seed()
@@ -452,10 +455,10 @@ class FeedLoader(DataLoader[Batch]):
         """Make the inner loader's iterator, with this loader's persistent workers if they are alive."""
         if self.persistent_workers:
             values = plain_values(self.dataset)
-            if values != self._sent_values:  # the program has set its epoch, say, which these workers do not know
+            if values != self._sent_values:  # such as the dataset's epoch, which these workers do not know
                 shut_down_workers(self._iterator)
             self._sent_values = values
-        if not getattr(self._iterator, "_shutdown", False):  # else they have ended, with a failed pass or here
+        if not getattr(self._iterator, "_shutdown", False):  # if True, the workers ended in a failed pass, or just now
             inner._iterator = self._iterator
         if inner._iterator is None and inner.num_workers and self.hand_over == "slots":
             use_slots(inner, held=self.background)
@@ -466,7 +469,7 @@ class FeedLoader(DataLoader[Batch]):
             context: Any = inner.multiprocessing_context or torch.multiprocessing
             refuse_unsendable(self, "This loader", context.get_start_method())
             raise
-        # Kept only here, for Lightning to end the workers, and not in the inner loader too.
+        # Kept only in this loader, where Lightning looks for it to end the workers, and not in the inner loader too.
         self._iterator = inner._iterator
         inner._iterator = None
         return iterator
@@ -481,7 +484,8 @@ class FeedLoader(DataLoader[Batch]):
         generator = self.generator
         seed = position.seed_for("workers")
         if generator is None and seed is not None:
-            # Torch draws the workers' base seed from it: datasets that shuffle by it repeat the order of an epoch.
+            # Torch draws the workers' base seed from this generator, so a dataset that shuffles by the base seed
+            # repeats the order of an epoch.
             generator = PassGenerator().manual_seed(seed)
         options = self._passed_on() | {"collate_fn": self.collate_fn, "generator": generator}
         return DataLoader(self.dataset, batch_size=self.batch_size, drop_last=self.drop_last, **options)

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class LoaderPass(Iterator[Batch]):
-    """One pass over a FeedLoader. It ends when exhausted, closed or garbage-collected, or after an error.
+    """One pass over a FeedLoader. The pass ends when exhausted, closed or garbage-collected, or after an error.
 
     Args:
         stages: the stages, in order.
         maker: the first stage.
         position: counts the yielded batches.
         background: the stage that reads ahead in a thread, if any.
-        watch: when to warn of a missing batch; None: never.
+        watch: time after which to warn of a missing batch; None for no warning.
 
     Attributes:
         taken: number of yielded batches.
@@ -82,20 +82,20 @@ class LoaderPass(Iterator[Batch]):
 
     @property
     def source(self) -> Any:
-        """Torch's iterator or our workers, to measure their queues. None once the pass has ended."""
+        """Torch's iterator or our workers, whose queues are measured. None once the pass has ended."""
         return self._maker.source if self._stages else None
 
     @property
     def head_of_line_ns(self) -> float | None:
-        """Time waited while a later batch was ready: see :class:`Maker`. None once the pass has ended."""
+        """Nanoseconds waited while a later batch was ready: see :class:`Maker`. None once the pass has ended."""
         return self._maker.head_of_line_ns if self._stages else None
 
     def where(self) -> str:
-        """Description of the work that this pass is waiting for. May be read from any thread."""
+        """Describe the work that this pass is waiting for. May be called from any thread."""
         return self._maker.where()
 
     def _ended(self, end: StopIteration) -> FeedError | None:
-        """End the pass. Returns the error to raise if the data had not ended."""
+        """End the pass after a StopIteration. Returns the error to raise, or None if the data have ended."""
         position = self.position
         if position.refusal is not None or self.taken >= position.requested:
             self.close()
@@ -104,7 +104,7 @@ class LoaderPass(Iterator[Batch]):
         self._failed(end)
         self._end = "ended early, with StopIteration"
         batch = f"batch {position.batches} of the epoch"
-        if self.taken + 1 == position.requested:  # else a later index has been requested, too
+        if self.taken + 1 == position.requested:  # otherwise, later indices have been requested too
             batch += f", at {position.newest()!r:.200}"
         message = (
             f"The dataset, or collate_fn, raised StopIteration for {batch}. That would end the epoch early, without "

@@ -1,6 +1,6 @@
-"""Loaders in a structure: what ``train_dataloader`` returns, and Lightning keeps, may hold several of them.
+"""Find and replace the loaders in a structure, such as the result of ``train_dataloader``.
 
-A structure is a loader, a dict, list or tuple of structures, or Lightning's CombinedLoader around one.
+A structure is a loader, a dict, list or tuple of structures, or Lightning's CombinedLoader around a structure.
 """
 
 import copy
@@ -17,9 +17,9 @@ LoaderPath: TypeAlias = tuple[Any, ...]
 """The keys and positions that lead to a loader, from the outside in."""
 
 _HOLDERS = ("_dataloader", "base_dataloader", "dataloader", "loader")
-"""Attributes under which wrappers hold a loader: Fabric's, accelerate's, and those of users."""
+"""Attributes in which wrappers of Fabric, of accelerate and of users keep their loader."""
 _DEEPEST = 8
-"""Wrappers around each other that are looked into."""
+"""Largest number of nested wrappers that are looked into."""
 
 
 def walk_loaders(
@@ -28,8 +28,8 @@ def walk_loaders(
     """List the loaders in a structure with their paths.
 
     Args:
-        structure: the result of a hook for loaders.
-        is_loader: True for a dict, list or tuple that is itself a loader, and is not looked into.
+        structure: the result of a hook such as ``train_dataloader``.
+        is_loader: returns True for a dict, list or tuple that is itself a loader, and so is not searched for loaders.
 
     Example:
         >>> walk_loaders({"real": "first loader", "synthetic": ["second loader"]})
@@ -48,7 +48,7 @@ def walk_loaders(
 
 
 def rebuild_loaders(structure: object, loaders: Iterable[AnyLoader]) -> Any:
-    """Copy a structure, with other ``loaders`` in the order of :func:`walk_loaders`."""
+    """Copy a structure, with its loaders replaced by ``loaders``, in the order of :func:`walk_loaders`."""
     remaining = iter(loaders)
 
     def replacement(leaf: Any) -> Any:
@@ -62,12 +62,13 @@ def rebuild_loaders(structure: object, loaders: Iterable[AnyLoader]) -> Any:
 
 
 def name_in_split(split: str, path: LoaderPath) -> str:
-    """The name of a loader in reports and errors: ``train``, ``train['real']``, ``train[0]``."""
+    """Return the name of a loader in reports and errors: ``train``, ``train['real']``, ``train[0]``."""
     return split + "".join(f"[{key!r}]" for key in path)
 
 
 def loaders_in(structure: object) -> list[AnyLoader]:
-    """The loaders that make the batches: those in a structure, and inside the wrappers of other packages."""
+    """List the loaders that make the batches of a structure. If a loader is a wrapper of another package, lists the
+    loader inside the wrapper instead."""
     return list(_without_wrappers(structure, _DEEPEST))
 
 
@@ -81,7 +82,7 @@ def _without_wrappers(structure: object, deeper: int) -> Iterator[AnyLoader]:
 
 
 def _key_of(entry: Any) -> Any:
-    """The key or position in an entry of a path of torch's trees."""
+    """Return the key or position from one entry of a path of ``torch.utils._pytree``."""
     return entry.key if hasattr(entry, "key") else entry.idx
 
 
@@ -99,10 +100,10 @@ def _is_list_of_batches(node: object) -> bool:
 
 
 def _wrapped(loader: object) -> AnyLoader | None:
-    """The loader inside a WebLoader, or inside a wrapper of Fabric or accelerate; None for anything else."""
+    """Return the loader inside a WebLoader or another wrapper (``_HOLDERS``). Returns None for anything else."""
     if isinstance(loader, DataLoader):
         return None
-    stages = getattr(loader, "pipeline", None)  # a WebLoader: a DataLoader, then what is done with its batches
+    stages = getattr(loader, "pipeline", None)  # of a WebLoader: a DataLoader, then functions applied to its batches
     if isinstance(stages, list) and stages and isinstance(stages[0], DataLoader):
         return stages[0]
     for name in _HOLDERS:

@@ -1,4 +1,4 @@
-"""The limits of this process (CPUs, memory, shared memory, start method) and the share for workers."""
+"""The limits of this process (CPUs, memory, shared memory, start method), and the share of them for workers."""
 
 import math
 import multiprocessing
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightning_feed.storage.system import cgroup_folders, memory_limits, read_text
+from lightning_feed.storage.memory_limits import cgroup_folders, memory_limits, read_text
 from lightning_feed.wording import plural
 
 MIB = 2**20
@@ -19,7 +19,7 @@ THREAD_BYTES = 8 * MIB
 MEMORY_SHARE = 0.5
 """Largest share of free memory for workers and batches in flight. The model needs the rest."""
 SHM_SHARE = 0.8
-"""Largest share of free /dev/shm for batches in flight. A process that fills it dies of a bus error."""
+"""Largest share of free /dev/shm for batches in flight. A process that fills /dev/shm dies of a bus error."""
 STREAM_BACKENDS = ("cuda", "xpu")
 """Device types with the streams, events and allocator needed here (checked against torch 2.6 and 2.15).
 
@@ -37,13 +37,13 @@ class Machine:
     cpu_reason: str
     """Name of the limit that sets ``usable_cpus``."""
     available_memory_bytes: int | None
-    """Memory available without swapping and within the container's limit. None: unknown."""
+    """Memory available without swapping and within the container's limit. None if unknown."""
     free_shm_bytes: int | None
-    """Free space in /dev/shm, through which worker processes send batches. None: unknown."""
+    """Free space in /dev/shm, through which worker processes send batches. None if unknown."""
     start_method: str
     """Start method of ``multiprocessing``: ``"fork"``, ``"forkserver"`` or ``"spawn"``."""
     cpu_time: float | None = field(default=None, compare=False)
-    """``usable_cpus`` before rounding, such as 0.5 for a quota of half a CPU. None: same as ``usable_cpus``."""
+    """``usable_cpus`` before rounding, such as 0.5 for a quota of half a CPU. None if equal to ``usable_cpus``."""
 
 
 def read_machine(root: Path = Path("/")) -> Machine:
@@ -56,7 +56,7 @@ def read_machine(root: Path = Path("/")) -> Machine:
     memory_bytes = min((limit.left_bytes for limit in memory_limits(root)), default=None)
     if memory_bytes is not None:
         memory_bytes = max(0, memory_bytes)
-    # get_start_method() would fix the method for the whole process; the first of all methods is the default.
+    # get_start_method() without allow_none would fix the method for the whole process. The first method is the default.
     start_method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     return Machine(
         usable_cpus=max(1, int(cpus)),
@@ -69,7 +69,7 @@ def read_machine(root: Path = Path("/")) -> Machine:
 
 
 HAS_SLOTS = hasattr(os, "memfd_create")
-"""True if the system has memory for :mod:`lightning_feed.load.slots`."""
+"""True if the system has ``memfd_create``, which :mod:`lightning_feed.load.slots` needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +87,11 @@ class Footprint:
     in_shm: bool = True
     """True if the batches are in /dev/shm: torch's worker processes put them there."""
     sharers: int = 1
-    """Number of such loaders on the machine, including this one."""
+    """Number of loaders with this footprint on the machine, including this one."""
 
 
 def exceeded_limit(machine: Machine, taken: Footprint) -> str:
-    """Describe the limit that a loader would exceed. Empty if all limits hold."""
+    """Describe the limit that a loader would exceed. Empty if it would exceed none."""
     batches_bytes = taken.batches * taken.batch_bytes
     for_all = f" for each of {taken.sharers} loaders on this machine" if taken.sharers > 1 else ""
     shm: float = math.inf

@@ -1,4 +1,4 @@
-"""The order of an epoch: its seeds, and the random draws of a loader that another one replaces."""
+"""The order of an epoch: its seeds, and the random draws of a loader that is replaced by another one."""
 
 import hashlib
 from collections import deque
@@ -11,7 +11,7 @@ from lightning_feed.load.kinds import AnyDataset, AnyLoader, Index
 
 
 class PassGenerator(torch.Generator):
-    """Our generator in a sampler that the user did not seed."""
+    """A generator that we put into a sampler that the user did not seed."""
 
     def __reduce__(self) -> tuple[type["PassGenerator"], tuple[()]]:  # type: ignore[override]
         # Torch's own pickling would restore a plain Generator. The state is not needed: each pass makes a new
@@ -20,7 +20,7 @@ class PassGenerator(torch.Generator):
 
 
 def no_epoch(_: int) -> int | None:
-    """None: no epoch follows, or it is not known."""
+    """Return None: there is no next epoch, or it is not known."""
     return None
 
 
@@ -34,8 +34,9 @@ class EpochOrder:
         seed: any integer. Loading a state replaces it with the seed of the interrupted run.
         epoch: returns the number of the current epoch, from 0. Called once at the start of each pass, in the thread
             that begins the pass. Never sent to a worker, so it need not be picklable.
-        next_epoch: takes the number of an epoch, and returns that of the next one, if its batches may be made before it
-            begins; None: they may not, or there is none. Called when the last index of a pass was given out.
+        next_epoch: takes the number of an epoch, and returns the number of the next epoch. Returns None if there is no
+            next epoch, or if its batches must not be made before it begins. Called when all indices of a pass have been
+            given out.
 
     Example:
         >>> order = EpochOrder(seed=7, epoch=lambda: 3)
@@ -66,16 +67,19 @@ def mix_seed(seed: int, epoch: int, cycle: int, stream: str) -> int:
 
 
 def drawing_device(generator: object) -> torch.device:
-    """Return the device of a loader's generator, or the CPU if it has no generator. Used as a context, it overrides
-    ``torch.set_default_device``, under which torch's loaders and samplers fail with a CPU generator."""
+    """Return the device of a loader's generator, or the CPU if the loader has no generator.
+
+    Used as a context, this device overrides ``torch.set_default_device``, under which torch's loaders and samplers fail
+    with a CPU generator.
+    """
     return generator.device if isinstance(generator, torch.Generator) else torch.device("cpu")
 
 
 class DrawsOf:
-    """The random draws of a loader and its samplers, to be repeated by a clone with other workers.
+    """The random draws of a loader and its samplers, to be repeated by a clone with other worker settings.
 
-    torch draws a seed for the workers when a pass begins, unless they are alive already. With workers, indices are
-    drawn past the end of the sampler. At this end, torch's RandomSampler draws once more from the user's generator.
+    Torch draws a seed for the workers when a pass begins, unless they are alive already. With workers, torch asks the
+    sampler for indices until it ends, and at its end torch's RandomSampler draws once more from the user's generator.
     Without workers, a loop that knows the loader's length stops before this last draw (torch 2.6 to 2.15).
 
     Args:
@@ -98,7 +102,8 @@ class DrawsOf:
         return True
 
     def walk(self, indices: Iterator[Index], length: int | None) -> Iterator[Index]:
-        """Yield ``indices``, drawn as far ahead as the loader draws them. Without workers, stop at ``length``."""
+        """Yield ``indices``, drawn as far ahead as the loader draws them. If none are drawn ahead, stop at
+        ``length``."""
         if not self._ahead:
             yield from islice(indices, length)
             return
@@ -121,7 +126,7 @@ def rank_of_run() -> int:
 
 
 def size_of(dataset: AnyDataset) -> int | None:
-    """Return the number of samples in the dataset. None if it has no length."""
+    """Return the number of samples in the dataset. Returns None if the dataset has no length."""
     try:
         return len(dataset)
     except (TypeError, NotImplementedError):  # torch's own wrappers have __len__ and raise TypeError in it

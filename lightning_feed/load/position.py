@@ -1,4 +1,4 @@
-"""Pass: how far one pass over a loader has come. IndexSource: the indices that it has left."""
+"""Pass, the position of one pass over a loader; and IndexSource, the source of the pass's remaining indices."""
 
 import copy
 import zlib
@@ -72,8 +72,8 @@ def draws_again(sampler: AnySampler, start: SamplerState) -> bool:
 
 
 def is_ours(sampler: AnySampler) -> bool:
-    """True for a sampler of torch or Lightning whose order an :class:`EpochOrder` seeds."""
-    if isinstance(sampler, DistributedSampler):  # or Lightning's wrapper, which is one
+    """True for a sampler of torch or Lightning whose order depends only on an :class:`EpochOrder`."""
+    if isinstance(sampler, DistributedSampler):  # or Lightning's wrapper, a subclass
         return type(sampler).__module__.partition(".")[0] in ("torch", "lightning", "pytorch_lightning")
     generator = getattr(sampler, "generator", None)
     own = generator is None or isinstance(generator, PassGenerator)
@@ -92,7 +92,10 @@ def _has_state(sampler: AnySampler) -> bool:
 
 
 def checksum(index: Index, before: int | None) -> int | None:
-    """Update the CRC-32 of all sample numbers drawn so far. None if an index is neither a number nor a list."""
+    """Update ``before``, the CRC-32 of all sample numbers drawn so far, by those in ``index``.
+
+    Returns None if any index so far was neither a number nor a list of numbers.
+    """
     if before is None or isinstance(index, Tensor):
         return None
     numbers = index if isinstance(index, (list, tuple)) else (index,)
@@ -106,13 +109,13 @@ class Pass:
     """One pass over a loader: the number of its batches, and the seeds of its order.
 
     Args:
-        order: seeds the order. None: uses torch's global generator, as in DataLoader.
+        order: seeds the order; None to use torch's global generator, as a DataLoader does.
         epoch: epoch of this pass; None without an order.
         cycle: number of passes of the same epoch before this one.
-        resume: the state to resume from. None: start from the beginning.
+        resume: the state to resume from; None to start from the beginning.
         ahead: number of batches whose indices are kept for :meth:`index_of`.
-        checked: True to keep a checksum of the samples, which tells if a resumed pass repeats their order. False if
-            batches come in any order.
+        checked: True to keep a checksum of the sample numbers, by which a resumed pass checks that it repeats their
+            order. False if batches come in any order.
     """
 
     def __init__(
@@ -137,15 +140,16 @@ class Pass:
         self.samplers: dict[str, SamplerState] = {}
         """The states of the samplers at the start of the pass."""
         self.drawn: int | None = None
-        """The checksum of the samples yielded in this pass. None: not checked."""
+        """The checksum of the samples yielded in this pass. None if the samples are not checked."""
         self.requested = 0
-        """The number of indices that were requested in this process, one for each batch. 0 for a stream."""
+        """The number of indices of this pass that were requested in this process, one for each batch. 0 for a
+        stream."""
         self.before = 0
-        """The number of indices that torch's iterator had requested before those of this pass."""
+        """The number of indices of earlier passes that the same torch iterator had requested."""
         self.next_epoch: Callable[[int], int | None] = no_epoch
-        """Called when all indices of the pass were given out: see :attr:`EpochOrder.next_epoch`."""
+        """Called when all indices of the pass have been given out: see :class:`EpochOrder`."""
         self.followed = False
-        """True once the indices of the next pass follow those of this one."""
+        """True once :meth:`next_pass` has returned a pass, whose indices follow the indices of this pass."""
         self._drawn_ahead: deque[int | None] = deque()
         self._recent: deque[Index] = deque(maxlen=max(1, ahead))
         self._begun = False
@@ -173,21 +177,22 @@ class Pass:
         self._drawn_ahead.append(checksum(index, before))
 
     def seed_for(self, stream: str) -> int | None:
-        """Derive a seed for one use of randomness in this pass. None without an order."""
+        """Derive a seed for one use of randomness in this pass. Returns None without an order."""
         if self.order is None or self.epoch is None:
             return None
         return mix_seed(self.order.seed, self.epoch, self.cycle, stream)
 
     @property
     def is_over(self) -> bool:
-        """True if all batches were yielded. Lightning does not ask for more than the length of a loader."""
+        """True if all batches were yielded, even without a StopIteration: Lightning stops at the loader's length."""
         yielded = self.batches
         if self.origin is not None:
             yielded -= self.origin.batches
         return self.ended or (self.followed and yielded == self.requested)
 
     def next_pass(self) -> "Pass | None":
-        """The pass whose indices follow those of this one without a pause; None: none follow."""
+        """Return the pass whose indices follow directly after the indices of this pass. Returns None if no pass
+        follows."""
         if self.epoch is None or self.refusal is not None:
             return None
         epoch = self.next_epoch(self.epoch)
@@ -200,20 +205,21 @@ class Pass:
         return following
 
     def index_of(self, number: int) -> Index:
-        """Return the ``number``-th requested index, from 0. None if it is no longer known."""
+        """Return the ``number``-th requested index, from 0. Returns None if this index is no longer kept."""
         back = self.requested - number
         if 0 < back <= len(self._recent):
             return self._recent[-back]
         return None
 
     def newest(self) -> Index:
-        """Return the last requested index. None if there is none."""
+        """Return the last requested index. Returns None if no index was requested."""
         return self.index_of(self.requested - 1)
 
     def skip_trained(self, indices: Iterator[Index]) -> Iterator[Index]:
         """Return ``indices`` without those of the batches that were trained before the checkpoint.
 
-        If these are not the samples in the checkpoint, sets :attr:`refusal` and returns no indices.
+        If the checksum of the skipped samples is not the one in the checkpoint, sets :attr:`refusal` and returns no
+        indices.
         """
         if self.origin is None:
             return indices
@@ -222,7 +228,7 @@ class Pass:
             drawn = checksum(index, drawn)
         if self.drawn is None:
             return indices
-        # A checkpoint holds the state of the first rank.
+        # A checkpoint holds only the first rank's state, so the other ranks cannot compare their samples.
         if drawn is not None and drawn != self.drawn and rank_of_run() == 0:
             self.refusal = ResumeError(OTHER_ORDER)
             return iter(())
@@ -260,13 +266,15 @@ class Pass:
         if seed is None:
             seed = self._draw_seed(name, sampler)
         if seed is not None:
-            # A new generator, not the old one reseeded: an older pass may still be drawing from that.
+            # A new generator, not the old one reseeded, because an older pass may still be drawing from the old one.
             sampler.generator = PassGenerator().manual_seed(seed)
         return seed
 
     def _set_epoch(self, sampler: AnySampler, saved: SamplerState) -> int | None:
-        """Set the epoch of a sampler that has one. Lightning does so only after the first ``iter()``, too late for
-        indices already sent to workers."""
+        """Call ``set_epoch`` of a sampler that has this method. Returns the sampler's epoch, or None if not known.
+
+        Lightning calls ``set_epoch`` only after the first ``iter()``, too late for indices already sent to workers.
+        """
         if not callable(getattr(sampler, "set_epoch", None)):
             return None
         epoch = self.epoch
@@ -288,22 +296,24 @@ class Pass:
 
 
 class IndexSource:
-    """Source of indices for torch's iterator: the loader's samplers, without what a resumed pass has trained on.
+    """Source of indices for torch's iterator: draws from the loader's samplers, and skips indices of batches that were
+    trained before a resume.
 
-    A loader keeps one for its whole life, because the iterators of persistent workers call ``iter()`` on it for every
-    pass. Torch also begins and drops one iteration at each start of workers. That has no effect, since nothing happens
-    before the first index is drawn.
+    A loader keeps one IndexSource for its whole life, because the iterators of persistent workers call ``iter()`` on it
+    for every pass. Torch also begins and drops one iteration at each start of workers. That has no effect, since
+    nothing happens before the first index is drawn.
 
-    The indices of the next pass may follow those of a pass without a pause, so that workers begin it in time.
+    The indices of the next pass may follow directly after those of the current pass, so that workers begin the next
+    pass before the training loop asks for it.
 
     Args:
         inner: ``loader.batch_sampler``, or ``loader.sampler`` if there is no batch sampler.
         samplers: result of :func:`find_samplers`.
-        draws: random draws made by the loader being replaced. None: replaces no loader.
+        draws: random draws of the loader that is replaced; None if no loader is replaced.
 
     Attributes:
-        position: the pass whose indices are given out, or the last one.
-        following: later passes, of which indices were given out, too.
+        position: the pass that the loader began last.
+        following: later passes whose indices have already been given out, in part or all.
     """
 
     def __init__(

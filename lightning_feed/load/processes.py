@@ -1,4 +1,4 @@
-"""Torch's iterator as a stage: worker processes, or the training process itself."""
+"""Torch's iterator as a stage, which loads in worker processes or in the training process itself."""
 
 import contextlib
 import signal
@@ -39,7 +39,7 @@ class TorchBatches(Maker):
 
     def __next__(self) -> Batch:
         if self._position.followed and self._taken == self._position.requested:
-            raise StopIteration  # torch's iterator goes on with the next pass
+            raise StopIteration  # torch's iterator would go on with batches of the next pass
         self._thread = threading.get_ident()
         began = time.perf_counter_ns()
         batch = next(self._iterator)
@@ -55,9 +55,9 @@ class TorchBatches(Maker):
     def fail(self, error: BaseException) -> LoaderError | None:
         """See :meth:`Stage.fail`.
 
-        Ends the worker processes at once. Torch would end them only when the traceback is freed; its queues are gone by
-        then, so it waits 5 s for each worker (torch 2.6 and 2.15). Persistent workers stay alive, unless one of them is
-        dead, because no other pass can then use the rest.
+        Ends the worker processes at once. Torch would end them only when the traceback is freed. By then torch's queues
+        are gone, so it would wait 5 s for each worker (torch 2.6 and 2.15). Persistent workers stay alive, unless one
+        of them is dead: then no other pass can use the rest.
         """
         if isinstance(error, KeyboardInterrupt):
             stop_workers(self._iterator)
@@ -88,11 +88,11 @@ class TorchBatches(Maker):
 
 
 def _open_tasks(iterator: AnyIterator, position: Pass) -> str:
-    """Describe the worker with the earliest batch that is missing, from torch's open tasks.
+    """Describe the worker that makes the earliest missing batch, from torch's open tasks (``_task_info`` in torch 2.6
+    and 2.15).
 
-    Each worker processes its tasks in order (``_task_info`` in torch 2.6 and 2.15).
-
-    A thread in the worker sends finished batches, so the worker may be past its first missing task.
+    Each worker processes its tasks in order. A thread in the worker sends finished batches, so the worker may already
+    be past the task of its first missing batch.
     """
     unsent: dict[int, list[int]] = {}
     for number, info in sorted(dict(iterator._task_info).items()):
@@ -120,7 +120,7 @@ def _open_tasks(iterator: AnyIterator, position: Pass) -> str:
 
 
 def torch_iterators(batches: AnyIterator) -> list[Any]:
-    """Return torch's iterators in ``batches``: one of torch's itself, a LoaderPass, or a combined loader's iterator."""
+    """Return torch's iterators in ``batches``: a torch iterator, a LoaderPass, or the iterator of a CombinedLoader."""
     side_by_side = getattr(batches, "iterators", None)
     if isinstance(side_by_side, list):
         return [inner for iterator in side_by_side for inner in torch_iterators(iterator)]
@@ -144,13 +144,14 @@ def worker_processes(batches: AnyIterator) -> list[Any]:
 
 
 def ended_worker(batches: AnyIterator, error: BaseException) -> str | None:
-    """Describe the worker process whose early end made a pass fail. None if there is no such worker.
+    """Describe the worker process whose early end made a pass fail. Returns None if there is no such worker.
 
-    Torch reports it with a RuntimeError, unless a batch was being sent: then the connection to the worker breaks first.
+    Torch reports such an end with a RuntimeError, unless a batch was being sent: then the connection to the worker
+    breaks first.
 
     Args:
         batches: the iterator that failed.
-        error: its error.
+        error: the error that the iterator raised.
     """
     if not _may_be_of_an_ended_worker(error):
         return None
@@ -188,7 +189,7 @@ def end_pass(batches: Iterator[Batch]) -> None:
     iterators = torch_iterators(batches)
     close = getattr(batches, "close", None)
     if close is not None:
-        with contextlib.suppress(ValueError):  # a generator still running in an abandoned thread
+        with contextlib.suppress(ValueError):  # raised by a generator that still runs in an abandoned thread
             close()
     for iterator in iterators:
         shut_down_workers(iterator)
@@ -202,10 +203,10 @@ def shut_down_workers(iterator: AnyIterator) -> None:
 
 
 def stop_workers(batches: Iterator[Batch]) -> bool:
-    """Kill all worker processes of a pass, including persistent ones. Returns False if it has no workers.
+    """Kill all worker processes of a pass, including persistent ones. Returns False if the pass has no workers.
 
-    Workers that received Ctrl-C are about to end; torch would wait 5 s for each of the rest. A consumer that waits for
-    their batches gets torch's error within 5 s.
+    Workers that received Ctrl-C are about to end; torch would wait 5 s for each of the other workers. A consumer that
+    waits for a batch of the killed workers gets torch's error within 5 s.
     """
     processes = worker_processes(batches)
     _expect_their_end(batches)

@@ -1,8 +1,8 @@
-"""Random numbers: one generator per sample in worker threads; comparing and restoring random states.
+"""Random numbers in worker threads, and saving, comparing and restoring random states.
 
 Python, NumPy and torch each have one default generator per process, from which worker threads and training would draw
-in an unpredictable order. Our recipes draw from :func:`sample_generator` instead. If the first sample uses a default
-generator, a warning says so.
+in an unpredictable order. Our recipes draw from :func:`sample_generator` instead. If the first sample of a user's
+dataset draws from a default generator, a warning is logged.
 """
 
 import pickle
@@ -33,7 +33,7 @@ def _restore_torch(state: Any) -> None:
 
 
 class DefaultGenerators:
-    """The states of torch's, Python's and NumPy's default generators, to detect use and to restore them.
+    """Saved states of torch's, Python's and NumPy's default generators, to find out which were used, and restore them.
 
     Example:
         >>> before = DefaultGenerators()
@@ -82,7 +82,7 @@ _thread = _Local()
 
 
 def begin_sample(seed: int, batch: int, position: int) -> None:
-    """Set the current sample of this thread. Cheap until a number is drawn.
+    """Set the current sample of this thread. Its generator is made only when a number is drawn.
 
     Args:
         seed: seed of the pass.
@@ -94,7 +94,8 @@ def begin_sample(seed: int, batch: int, position: int) -> None:
 
 
 def sample_generator() -> torch.Generator | None:
-    """Return the generator for this worker thread's current sample. None (torch's default) in other threads.
+    """Return the generator for this worker thread's current sample. Returns None, which stands for torch's default
+    generator, in all other threads.
 
     Example:
         >>> flipped = torch.rand(1, generator=sample_generator()) < 0.5
@@ -109,7 +110,8 @@ def sample_generator() -> torch.Generator | None:
 
 @contextmanager
 def preserve_state(*owners: object) -> Iterator[None]:
-    """Restore the global random generators, and those of loaders and their samplers, at the end of a ``with`` block.
+    """Restore the states of the default generators, and of the generators of loaders and their samplers, at the end of
+    a ``with`` block.
 
     Args:
         owners: loaders, or lists and dicts of them.
@@ -129,12 +131,12 @@ def preserve_state(*owners: object) -> Iterator[None]:
         for generator, state in states:
             generator.set_state(state)
         for holder, generator in holders:
-            if holder.generator is not generator:  # a pass of ours put its own there
+            if holder.generator is not generator:  # replaced by a PassGenerator
                 holder.generator = generator
 
 
 def _holders_in(owners: Sequence[object]) -> Iterator[Any]:
-    """The loaders, and those of their samplers, that have an attribute ``generator``."""
+    """Yield the loaders, and those of their samplers that have an attribute ``generator``."""
     for _, loader in walk_loaders(owners):
         if isinstance(loader, DataLoader):
             yield loader

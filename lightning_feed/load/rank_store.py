@@ -17,7 +17,7 @@ _GRACE = timedelta(seconds=5)
 
 
 def default_store() -> Any:
-    """Return the ranks' default store. None without process groups, or with the MPI backend."""
+    """Return the ranks' default store. Returns None without process groups, or with the MPI backend."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
     from torch.distributed import distributed_c10d
@@ -37,10 +37,11 @@ def read_all(store: Any, keys: list[str]) -> list[bytes]:
 
 
 def gather(trainer: Any, mine: Any) -> list[Any]:
-    """Gather one value per rank, in rank order. All ranks must call it, and wait for each other.
+    """Gather one value per rank, in rank order. All ranks must call this function, and wait for each other.
 
-    Does not use NCCL, which keeps a CPU busy while a rank waits, and another rank's trials need that CPU. Does not use
-    a new gloo group, which can hang at its end up to torch 2.7 (https://github.com/pytorch/pytorch/pull/154976).
+    Does not use NCCL, because it keeps a CPU busy while a rank waits, and another rank's trials need that CPU. Does not
+    use a new gloo group, because its destruction can hang up to torch 2.7
+    (https://github.com/pytorch/pytorch/pull/154976).
 
     Args:
         trainer: the run's Trainer.
@@ -65,7 +66,7 @@ def gather(trainer: Any, mine: Any) -> list[Any]:
         store.set(read_by_all, b"yes")
     if rank == 0:
         # The store is often in this process: ending now would cause a network error in ranks that are still reading.
-        with suppress(RuntimeError):  # one of them is gone
+        with suppress(RuntimeError):  # another rank is gone
             store.wait([read_by_all], _GRACE)
         for key in (*keys, readers, read_by_all):
             store.delete_key(key)

@@ -1,4 +1,4 @@
-"""Ray worker: makes batches, serializes them, and reports slow ones."""
+"""Ray worker: makes batches, serializes them, and reports slow batches."""
 
 import functools
 import io
@@ -28,7 +28,7 @@ from lightning_feed.load.worker import disable_opencv_threads
 CHECK_S = 1.0
 """Seconds between a busy worker's checks that its pass is still open."""
 OPEN_S = 0.1
-"""Seconds for which the last check of an open pass is trusted. A check queries the head node."""
+"""Seconds for which the last check that a pass is open is trusted, because each check queries the head node."""
 
 
 class Job(NamedTuple):
@@ -59,7 +59,8 @@ class Plan:
     """True if an index is a batch of samples, not a single one."""
 
     def make(self, index: Index, begin: Callable[[int, str], None]) -> Sample:
-        """Make a batch. Calls ``begin`` with each sample's position (finally COLLATING) and a description."""
+        """Make a batch. Calls ``begin`` before each sample with the sample's position and a description (once, if all
+        samples are loaded at once), and before collating with COLLATING and a description."""
         if not self.batched or getattr(self.dataset, "__getitems__", None):
             begin(0, at_index(index))
             samples = self.dataset.__getitems__(index) if self.batched else self.dataset[index]
@@ -73,8 +74,8 @@ class Plan:
         return self.dataset[index]
 
     def explain_pickling(self, error: Exception, index: Index, begin: Callable[[int, str], None]) -> LoaderError:
-        """Return the error for a batch that cannot be pickled. Makes the samples again and calls ``begin`` for the
-        faulty one."""
+        """Return the error for a batch that cannot be pickled. Makes the samples again, calling ``begin`` for each, and
+        stops at the faulty one."""
         sample_error = self._error_of_a_sample(index, begin) if self.batched else None
         if sample_error is None:
             begin(COLLATING, f"sending the batch of index {shortened(index)}")
@@ -113,12 +114,13 @@ class _Worker:
         self._open: tuple[str, int] | None = None
         self._open_until_s = 0.0
         self._doing = ""
-        torch.set_num_threads(1)  # tasks are the parallelism
+        torch.set_num_threads(1)  # the tasks run in parallel already
         disable_opencv_threads()
         threading.Thread(target=self._watch, name="feed-watch", daemon=True).start()
 
     def make(self, plan: list[Any], job: Job) -> Any:
-        """Return a serialized batch, its bad samples, and this node; or the error. None if the pass is closed."""
+        """Return a serialized batch, the reports of its bad samples, and the id of this node. Returns the wrapped error
+        if the batch could not be made, and None if the pass is closed."""
         if not self._is_open(job):
             return None
         self._doing = "loading the dataset"
@@ -168,7 +170,7 @@ class _Worker:
         np.random.seed(seed % 2**32)
 
     def _watch(self) -> None:
-        """Report slow batches. End this process if its pass was closed; Ray replaces it."""
+        """Report slow batches. End this process if the pass of its batch was closed; Ray replaces the process."""
         reported_s = 0.0
         closed_s = 0.0
         while True:
@@ -223,7 +225,7 @@ def _pickler() -> Any:
 
 
 def _reduced(tensor: torch.Tensor) -> Any:
-    """Reduce a plain CPU tensor to its memory and layout. None if torch has to pickle it."""
+    """Reduce a plain CPU tensor to its memory and layout. Returns None for other tensors, which torch has to pickle."""
     if not is_plain(tensor):
         return None
     strides = tensor.stride()

@@ -4,9 +4,9 @@ Each batch is one task. It depends only on its number, its indices and the seed 
 the rest: it places tasks on free CPUs, reuses worker processes, and repeats a batch whose process or node died. Actors
 would each hold a CPU for their whole life, and a batch assigned to a busy actor would wait.
 
-A task starts after the end of the task ``num_workers`` before it. So no more than ``num_workers`` CPUs are used, and an
-autoscaling cluster adds no machines beyond that. This costs 1 ms of CPU per batch: Ray sends independent tasks to a
-worker without requesting a CPU for each.
+Each task starts after the end of the task requested ``num_workers`` before it. So no more than ``num_workers`` CPUs are
+used, and an autoscaling cluster adds no machines beyond that. These dependencies cost 1 ms of CPU per batch, because
+Ray requests a CPU for each such task; it would send independent tasks to a worker without such requests.
 """
 
 import contextlib
@@ -43,13 +43,15 @@ logger = logging.getLogger(__name__)
 STORE_SHARE = 0.5
 """Share of the cluster's smallest object store for batches of all training processes on one node."""
 TRIES = 5
-"""Number of worker processes that may die making one batch. Then the batch is the cause, and an error is raised."""
+"""Number of worker processes that may die while making the same batch. After that, the batch is taken for the cause,
+and an error is raised."""
 WAIT_FOR_WORKER_S = 300.0
 """Longest wait while no worker makes a batch of a pass. A cluster may have to start machines first."""
 REPORT_S = 10.0
 """Seconds between two reports of a busy worker."""
 GRACE_S = 5.0
-"""Seconds that a batch of a closed pass may take before its worker is ended, as torch ends workers."""
+"""Seconds that a batch of a closed pass may take before its worker process is ended. Torch, too, ends workers that do
+not exit in time."""
 _HEAD_CHECK_S = 5.0
 _HEAD_PATIENCE_S = 20.0
 """Seconds between two checks of the head node, and the longest time without an answer. After 60 s without contact Ray
@@ -69,7 +71,7 @@ def _ray() -> Any:
 
 
 def connect(address: str | None, num_workers: int) -> Any:
-    """Connect Ray to the requested cluster."""
+    """Connect this process to the requested Ray cluster. Returns the module ``ray``."""
     ray = _ray()
     if not ray.is_initialized():
         own: dict[str, Any] = {}
@@ -107,7 +109,7 @@ def connect(address: str | None, num_workers: int) -> Any:
 
 
 def _knock(address: str) -> None:
-    """Connect to the head node. Raises OSError if it does not answer, ValueError if the address is invalid."""
+    """Check that the head node answers. Raises OSError if it does not, ValueError if the address is invalid."""
     host, _, port = address.rpartition(":")
     socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
 
@@ -131,12 +133,15 @@ def _task(tries: int) -> Any:
 
 _owner = uuid.uuid4().hex
 _in_use: "weakref.WeakValueDictionary[str, RemotePlan]" = weakref.WeakValueDictionary()
-"""Plans that the workers keep, by key."""
+"""Plans of this process that workers must keep, by key."""
 
 
 class RemotePlan:
-    """One loader's dataset in the object store. Kept by a loader with persistent workers: each worker reads the dataset
-    once, and drops it when this object is gone."""
+    """One loader's dataset and collate function in Ray's object store.
+
+    Each worker reads them once, and drops them when this object is gone. A loader with persistent workers therefore
+    keeps this object between passes.
+    """
 
     def __init__(self, loader: DataLoader[Batch], cluster: RayCluster) -> None:
         ray = connect(cluster.address, loader.num_workers)
@@ -218,7 +223,7 @@ class PendingBatch:
 class RayPass(OwnPass):
     """Yields the same batches as a DataLoader, made by Ray tasks instead of processes.
 
-    Makes fewer than ``capacity`` batches ahead if they would take more of the object store than
+    Makes fewer than ``capacity`` batches ahead if ``capacity`` batches would take more of the object store than
     :data:`STORE_SHARE`.
     """
 
@@ -228,7 +233,7 @@ class RayPass(OwnPass):
         self._ray = plan.ray
         self._ends: deque[Any] = deque([None] * loader.num_workers, maxlen=loader.num_workers)
         """References to the completion markers of the newest tasks."""
-        # No more ranks share a node than it has devices.
+        # A node has at most one rank per device, and these ranks share the node's object store.
         self._sharers = min(ranks_of_run(), torch.accelerator.device_count() or ranks_of_run())
         self._asked: deque[PendingBatch] = deque()
         self._largest = 0
@@ -265,7 +270,7 @@ class RayPass(OwnPass):
 
     @property
     def ready(self) -> int:
-        """See :attr:`OwnPass.ready`. Starts the transfer of batches from other nodes."""
+        """See :attr:`OwnPass.ready`. The query also starts the transfer of batches from other nodes."""
         results = [pending.result for pending in list(self._asked)]
         if not results:
             return 0
@@ -315,7 +320,8 @@ class RayPass(OwnPass):
             return pending, result
 
     def _next(self) -> PendingBatch | None:
-        """Return the batch to wait for. None if any batch may be next and none is complete."""
+        """Return the batch to wait for. Returns None if batches may come in any order and none is complete, or if none
+        is requested."""
         if self._far:
             _ = self.ready  # starts the transfer from other nodes
         asked = list(self._asked)
@@ -377,7 +383,7 @@ class RayPass(OwnPass):
         except OSError as error:
             if now_s - self._head_seen_s < _HEAD_PATIENCE_S:
                 return
-            self._ending.detach()  # it would wait for the head node, too
+            self._ending.detach()  # closing the pass would wait for the head node, too
             if address in _connected:
                 self._ray.shutdown()  # else Ray ends this process soon, before a checkpoint is written
             raise LoaderError(

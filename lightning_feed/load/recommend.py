@@ -26,7 +26,7 @@ class Job:
     overfit: bool = False
     """True if the Trainer's ``overfit_batches`` repeats the same few batches in a fixed order."""
     worker_init: Callable[[int], None] | None = None
-    """Function that sets up each worker."""
+    """Function that sets up each worker process. None for :class:`~lightning_feed.load.worker.WorkerInit`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Workload(Job):
     iterable: bool = False
     """True if the dataset is a stream, from which workers cannot pick samples."""
     why_no_workers: str = ""
-    """The reason why the dataset must not be given worker processes. Empty: none is known."""
+    """The reason why the dataset must not be given worker processes. Empty if none is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ def recommend(machine: Machine, settings: LoaderSettings, workload: Workload) ->
     """Choose the ``"auto"`` settings. The user's values are kept, with a warning if they may hurt.
 
     Raises:
-        SettingsError: persistent workers, but the Trainer reloads the loaders every few epochs.
+        SettingsError: persistent workers are requested, but the Trainer reloads the loaders every few epochs.
     """
     limits = _Limits(machine, settings, workload)
     wanted_workers, why_workers = _wanted_workers(machine, settings, workload)
@@ -147,7 +147,7 @@ def _why_none(settings: LoaderSettings, workload: Workload) -> str:
 
 
 def _share_of_cpus(machine: Machine, workload: Workload) -> tuple[int, str]:
-    """Return the number of CPUs for the workers of one loader on one rank."""
+    """Return the number of CPUs for the workers of one loader on one rank, with the reason."""
     share = machine.usable_cpus // workload.local_ranks
     why = f"{machine.usable_cpus} {machine.cpu_reason}"
     if workload.local_ranks > 1:
@@ -168,7 +168,7 @@ def _wanted_prefetch(settings: LoaderSettings) -> tuple[int, str]:
 
 
 class _Limits:
-    """The memory of a machine, as a limit of the batches that workers load ahead."""
+    """The memory of a machine, as a limit on the number of workers and of batches that they load ahead."""
 
     def __init__(self, machine: Machine, settings: LoaderSettings, workload: Workload) -> None:
         self._machine = machine
@@ -176,7 +176,8 @@ class _Limits:
         self._workload = workload
 
     def largest_within(self, workers: int, prefetch: int) -> tuple[int, int]:
-        """Reduce batches ahead, then workers, until they are within the limits, or the user's values forbid less."""
+        """Reduce the batches ahead of each worker, then the workers, until both are within the limits, or as far as the
+        user's values allow. Returns the workers, and the batches ahead of each."""
         fewest_workers = 1 if self._settings.asking_for_workers() else 0
         while self.exceeded_by(workers, prefetch):
             if self._settings.prefetch_factor == "auto" and prefetch > 1:
@@ -188,7 +189,7 @@ class _Limits:
         return workers, prefetch
 
     def exceeded_by(self, workers: int, prefetch: int) -> str:
-        """Describe the limit that these workers would exceed. Empty if there is no such limit."""
+        """Describe the limit that these workers would exceed. Empty if they would exceed none."""
         settings = self._settings
         if workers == 0 or settings.workers == "ray":  # only the cluster limits Ray's workers
             return ""

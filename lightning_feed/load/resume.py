@@ -60,12 +60,12 @@ class LoaderState:
 
     kind: Literal["map", "iterable"]
     seed: int | None
-    """The seed of the run's order. None: torch's global generator decides it."""
+    """The seed of the run's order. None if torch's global generator decides the order."""
     epoch: int | None
     cycle: int
     """The number of passes of this epoch before this one."""
     batches: int
-    """The number of batches yielded in this pass. 0: the start of an epoch, where the configuration may change."""
+    """The number of batches yielded in this pass. 0 at the start of an epoch, where the configuration may change."""
     samplers: Mapping[str, SamplerState]
     """The loader's samplers by name, at the start of the pass. Empty before the first pass."""
     ranks: int
@@ -73,11 +73,11 @@ class LoaderState:
     samples: int | None
     """The length of the dataset. None if it has no length."""
     drawn: int | None
-    """The checksum of the samples yielded in this pass. None: their order is not known."""
+    """The checksum of the samples yielded in this pass. None if their order is not known."""
     sample_seed: int | None
     """The seed of the samples' random numbers in worker threads, if the run has no order of its own."""
     exact: bool
-    """False if the workers yield their batches in any order, so the count does not tell which samples are left."""
+    """False if the workers yield their batches in any order: the remaining samples are then not known."""
 
     @property
     def begun(self) -> bool:
@@ -85,7 +85,7 @@ class LoaderState:
         return bool(self.batches or self.samplers)
 
     def to_dict(self) -> State:
-        """Return the state as it stands in checkpoints."""
+        """Return the state as it is saved in checkpoints."""
         samplers = {name: dict(vars(sampler)) for name, sampler in self.samplers.items()}
         return {"version": VERSION, **vars(self), "samplers": samplers}
 
@@ -115,7 +115,7 @@ class LoaderState:
         return loaded
 
     def next_epoch(self, samplers: Mapping[str, SamplerState]) -> "LoaderState":
-        """Return the state at the start of the next epoch, in which ``samplers`` begin."""
+        """Return the state at the start of the next epoch, which begins with the sampler states ``samplers``."""
         epoch = None if self.epoch is None else self.epoch + 1
         return replace(self, epoch=epoch, cycle=0, batches=0, samplers=samplers, drawn=None, sample_seed=None)
 
@@ -151,7 +151,7 @@ def _is_generator_state(value: object) -> bool:
 
 
 def is_feed_state(state: object) -> bool:
-    """Check for the state of a ``FeedLoader``, sound or not."""
+    """True for the state of a ``FeedLoader``, even a damaged one."""
     return isinstance(state, Mapping) and type(state.get("version")) is int and "kind" in state
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 MOST = 1024
-"""Upper limit for workers and batches ahead. A larger number is a typing error."""
+"""Upper limit for workers and batches ahead. A larger number is taken for a typing error."""
 SEEDS = 2**32
 """Number of possible seeds, from 0 on, as in NumPy and Lightning."""
 TORCH_PREFETCH = 2
@@ -59,11 +59,12 @@ _ALLOWED = {
 
 @dataclass(frozen=True)
 class RayCluster:
-    """Value of a FeedLoader's ``workers``: its batches are made on a Ray cluster."""
+    """Value of a FeedLoader's ``workers`` that lets a Ray cluster make the batches."""
 
     address: str | None = None
-    """Address of the cluster: ``"auto"`` for that of this machine, or ``"host:port"`` of the head node. None: the Ray
-    already used by this process, or a new one. LoaderSettings take it from Ray's own variable, ``RAY_ADDRESS``."""
+    """Address of the cluster: ``"auto"`` for the cluster of this machine, or ``"host:port"`` of the head node. None for
+    the cluster that this process uses already, or else a new one. LoaderSettings take the address from Ray's own
+    environment variable, ``RAY_ADDRESS``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +81,8 @@ class LoaderSettings:
 
     num_workers: int | Literal["auto", "tune"] = "auto"
     """Workers of each loader; 0 loads in the training process. ``"auto"``: about one for each CPU of this rank, 1 for
-    an iterable dataset. ``"tune"`` tries a few numbers, and other settings that are left to ``"auto"``, when a fit
-    begins, and remembers the result."""
+    an iterable dataset. ``"tune"``: when a fit begins, tries a few numbers of workers, and a few values of other
+    settings that are left to ``"auto"``, and remembers the result."""
     workers: Literal["process", "thread", "ray"] = "process"
     """Kind of workers. Threads start at once and share memory with training, but only code that releases the GIL runs
     in parallel: decoders in C, reading files, torch. ``"ray"``: tasks on the machines of a Ray cluster. See
@@ -91,22 +92,24 @@ class LoaderSettings:
     pin_memory: bool | Literal["auto"] = "auto"
     """Put batches into page-locked memory, so that the copy to the device can overlap with computing."""
     persistent_workers: bool | Literal["auto"] = "auto"
-    """Keep the workers from epoch to epoch. They make the first batches of the next epoch before it begins."""
+    """Keep the workers from epoch to epoch. Such workers make the first batches of the next epoch before it begins,
+    unless the dataset may change in between."""
     hand_over: Literal["slots", "torch"] = "slots"
-    """Way in which worker processes hand over their batches. ``"slots"``: in memory that is used again and again.
-    ``"torch"``: as a DataLoader does it, each tensor in new shared memory. See docs/how-to/batches_in_place.md."""
+    """Way in which worker processes hand over their batches. ``"slots"``: in shared memory that is used again for later
+    batches. ``"torch"``: as in a DataLoader, each tensor in new shared memory. See
+    docs/how-to/batches_in_place.md."""
     background: int = 0
-    """Batches that a thread of the training process keeps ready. 0: no thread."""
+    """Batches that a thread of the training process keeps ready; 0 for no thread."""
     in_order: bool = True
     """Yield batches in sampler order. If False, a slow batch can be overtaken, so the order is not reproducible."""
     drop_last: bool = False
     """Drop an incomplete last training batch. Evaluation always sees every sample."""
     timeout_s: float = 0
-    """Seconds to wait for a batch from the workers before an error. 0: wait for ever."""
+    """Seconds to wait for a batch from the workers before an error is raised; 0 to wait for ever."""
     start_method: Literal["fork", "spawn", "forkserver"] | None = None
-    """Start method of worker processes. None: Python's default."""
+    """Start method of worker processes; None for Python's default."""
     seed: int | None = None
-    """Seed of the training order. None: the seed of ``seed_everything``, or a random one."""
+    """Seed of the training order; None for the seed of ``seed_everything``, or a random seed if that was not called."""
 
     def __post_init__(self) -> None:
         for name, allowed in _ALLOWED.items():
@@ -167,7 +170,7 @@ def workers_of(settings: LoaderSettings) -> Literal["process", "thread"] | RayCl
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The values of one loader, without any ``"auto"``: what is decided, tried, set and reported."""
+    """The values of one loader, without any ``"auto"``, as they are decided, tried, set and reported."""
 
     num_workers: int
     prefetch_factor: int | None = None
@@ -180,7 +183,7 @@ class Setting:
 
     @classmethod
     def of(cls, loader: "DataLoader[Any]") -> "Setting":
-        """The present setting of a loader."""
+        """Read the present values of a loader."""
         if not loader.num_workers:
             return cls(num_workers=0, pin_memory=loader.pin_memory)
         return cls(
@@ -194,7 +197,7 @@ class Setting:
 
     @property
     def batches_ahead(self) -> int:
-        """The most batches that the workers have begun, or keep ready."""
+        """Largest number of batches that the workers are making or keep ready."""
         return self.num_workers * (self.prefetch_factor or TORCH_PREFETCH)
 
     def __str__(self) -> str:
@@ -206,7 +209,7 @@ class Setting:
         return text
 
     def with_workers(self, number: int, *, persistent: bool = False) -> "Setting":
-        """The same values with another number of workers.
+        """Return the same values with another number of workers.
 
         Args:
             number: the number of workers.

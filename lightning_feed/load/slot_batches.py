@@ -1,4 +1,4 @@
-"""Batches in slots: written by a worker process, and read in place by the training process."""
+"""Batches in slots: a worker process writes them, and the training process reads them in place."""
 
 import io
 import mmap
@@ -21,24 +21,25 @@ from lightning_feed.load.slots import SlotMemory, memories
 
 _WAITS = 20
 _WAIT_S = 0.00005
-"""Seconds of each of the waits of a worker before it uses a slot for the first time that is not usually needed."""
+"""Seconds of each of a worker's ``_WAITS`` waits for another slot, before it uses a slot that is not usually needed."""
 _ALIGNMENT = 64
 """Bytes to which tensors are aligned, as in torch's allocator for the CPU."""
 _GROWTH = mmap.PAGESIZE * 64
 _SMALL_PART = 16
 _LARGE_BYTES = 2**20
-"""A tensor that is less than a 16th of its memory is sent as torch sends it, if that memory is larger than this."""
+"""Size of a large storage. A tensor that takes less than a 16th of its large storage is sent as torch sends it."""
 
 # --- writing a batch, in a worker process -----------------------------------------------------------------------------
 
 
 class SlotCollate:
-    """The ``collate_fn`` of a worker whose batches are in slots.
+    """A ``collate_fn`` that puts the batches of a worker into slots.
 
     Args:
-        collate: the loader's own.
+        collate: the loader's own ``collate_fn``.
         memory: the slots.
-        usual: number of slots for the batches that are ready, and for one in training.
+        usual: number of slots that are usually needed: one for each batch that is ready, and one for the batch in
+            training.
     """
 
     def __init__(self, collate: Callable[[Sample], Batch], memory: SlotMemory, usual: int) -> None:
@@ -46,10 +47,10 @@ class SlotCollate:
         self.memory = memory
         self._usual = usual
         self._touched: dict[int, int] = {}
-        """End of the memory that was taken for each slot."""
+        """Bytes of memory that this worker has taken, by slot."""
 
     def __call__(self, samples: Sample) -> Any:
-        """Collate samples. Returns what is sent to the training process."""
+        """Collate samples. Returns the object that is sent to the training process, where it becomes a batch."""
         if get_worker_info() is None:
             return self.collate(samples)
         slot = self._take()
@@ -70,10 +71,11 @@ class SlotCollate:
         return _SentBatch(self.memory.number, slot, writer.used, content)
 
     def _take(self) -> int | None:
-        """Take a free slot. None if there is none.
+        """Take a free slot. Returns None if there is none.
 
-        A loop drops a batch just after it has taken the next one, for which a worker at once begins another. So before
-        a slot gets memory that may never be needed again, a moment is given for an earlier one to become free.
+        When a training loop takes a batch, a worker begins another batch at once; only then does the loop drop the
+        batch before. So before the worker takes memory for a slot that may never be needed again, it waits a moment for
+        an earlier slot to become free.
         """
         slot = self.memory.take()
         if max(self._touched.values(), default=0) < _LARGE_BYTES:
@@ -90,7 +92,7 @@ class SlotCollate:
 
 
 class _SlotWriter:
-    """A slot that a batch is written into, from its start to its end."""
+    """Writes the tensors of one batch into a slot, one after the other."""
 
     def __init__(self, memory: SlotMemory, slot: int, touched: int) -> None:
         self._memory = memory
@@ -100,10 +102,10 @@ class _SlotWriter:
         self.used = 0
         self.touched = touched
         self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
-        """Storages that are in the slot, with their offsets in it, by torch's address of them."""
+        """Storages in the slot, with their offsets in the slot, by the address of torch's storage object."""
 
     def allocate(self, count: int) -> Tensor | None:
-        """A tensor of bytes in the slot. None if there is no memory for it."""
+        """Make a tensor of ``count`` bytes in the slot. Returns None if there is no memory for it."""
         with self._allocating:
             return self._allocate(count)
 
@@ -134,8 +136,8 @@ class _SlotWriter:
         return file.getvalue()
 
     def _place(self, tensor: Tensor) -> tuple[Any, ...] | None:
-        """Put a tensor's storage into the slot, once. Returns the arguments of :meth:`_LeasedSlot.tensor`; None if the
-        tensor must be sent as torch sends it."""
+        """Put a tensor's storage into the slot, unless it is there already. Returns the arguments of
+        :meth:`_LeasedSlot.tensor`, or None if the tensor must be sent as torch sends it."""
         if not is_plain(tensor):
             return None
         storage = tensor.untyped_storage()
@@ -154,7 +156,7 @@ class _SlotWriter:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """True for a tensor that is described by its bytes, type, shape and strides."""
+    """True for a CPU tensor that is fully described by its bytes, type, shape and strides."""
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
@@ -180,7 +182,7 @@ class _Pickler(ForkingPickler):
 
 
 class _StackInto:
-    """Makes torch's ``default_collate`` stack tensors into a slot, also where a user's collate function calls it.
+    """Makes torch's ``default_collate`` stack tensors into a slot, even if a user's collate function calls it.
 
     Uses torch's table of collate functions, ``default_collate_fn_map``, in the worker process.
     """
@@ -190,7 +192,7 @@ class _StackInto:
 
     def __enter__(self) -> None:
         self._before = torch_collate.default_collate_fn_map[Tensor]
-        if self._before is torch_collate.collate_tensor_fn:  # not a function of the user's
+        if self._before is torch_collate.collate_tensor_fn:  # not replaced by the user
             torch_collate.default_collate_fn_map[Tensor] = partial(_stack_into, self._slot)
 
     def __exit__(self, *_: object) -> None:
@@ -212,7 +214,7 @@ def _stack_into(slot: _SlotWriter, batch: list[Tensor], *, collate_fn_map: Any =
 
 
 class _SentBatch:
-    """A batch on its way to the training process, where it becomes the batch itself."""
+    """A batch on its way to the training process. Unpickling this object there makes the batch: see :func:`_open`."""
 
     def __init__(self, *arguments: Any) -> None:
         self._arguments = arguments
@@ -222,13 +224,16 @@ class _SentBatch:
 
 
 def _open(number: int, slot: int | None, used: int, content: bytes) -> Batch:
-    """Look at a batch in its slot. Nothing is copied.
+    """Make a batch whose tensors stay in its slot. Nothing is copied.
 
     Args:
-        number: number of the memory.
-        slot: None for a batch for which there was no free slot.
-        used: bytes in the slot.
-        content: the pickled batch.
+        number: number of the :class:`SlotMemory`.
+        slot: the batch's slot; None if no slot was free, so that the batch is sent as torch sends it.
+        used: number of bytes used in the slot.
+        content: the pickled batch, without the tensors in the slot.
+
+    Raises:
+        LoaderError: the workers of the batch have ended.
     """
     memory = memories.get(number)
     if memory is None:
@@ -240,7 +245,7 @@ def _open(number: int, slot: int | None, used: int, content: bytes) -> Batch:
 
 
 class _LeasedSlot:
-    """The tensors of a batch in a slot."""
+    """Makes the tensors of a batch in a slot."""
 
     def __init__(self, leased: memoryview) -> None:
         self._leased = leased
@@ -255,9 +260,9 @@ class _LeasedSlot:
         shape: tuple[int, ...],
         stride: tuple[int, ...],
     ) -> Tensor:
-        """A tensor over ``count`` bytes from ``start`` on.
+        """Make a tensor whose storage is the ``count`` bytes of the slot from ``start`` on.
 
-        Each storage is one of its own, as in torch's batches: saving one tensor must not save the others.
+        The slot holds several storages, not one, because saving one tensor must not save the others.
         """
         storage = self._storages.get(start)
         if storage is None:
@@ -267,7 +272,7 @@ class _LeasedSlot:
 
 
 def _tensor(*_: object) -> Tensor:
-    """Stands for :meth:`_LeasedSlot.tensor` in a pickled batch."""
+    """Placeholder for :meth:`_LeasedSlot.tensor` in a pickled batch."""
     raise LoaderError("This batch can only be opened by the loader that it was made for.")
 
 

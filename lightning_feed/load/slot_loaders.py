@@ -1,4 +1,4 @@
-"""Loaders whose worker processes leave their batches in slots: ours, and those of torch's DataLoader."""
+"""Loaders whose worker processes leave their batches in slots: our loaders, and torch's DataLoader."""
 
 import functools
 import logging
@@ -21,11 +21,12 @@ while."""
 def use_slots(loader: DataLoader[Batch], *, held: int = 0) -> None:
     """Let the next worker processes of a loader leave their batches in slots.
 
-    Changes ``collate_fn``, and ``pin_memory`` where slots replace the thread that pins.
+    Changes the loader's ``collate_fn``. Sets ``pin_memory`` to False if the slots themselves are page-locked, so that
+    no thread has to pin batches.
 
     Args:
         loader: the loader.
-        held: batches that later stages keep ready.
+        held: number of batches that later stages keep ready.
     """
     fence = None
     if loader.pin_memory and can_register():
@@ -51,9 +52,10 @@ def _say_once(message: str) -> None:
 
 @functools.cache
 def in_slots(kind: Any) -> type[DataLoader[Batch]]:
-    """A subclass of a DataLoader's class whose worker processes leave their batches in slots.
+    """Return a subclass of a DataLoader class, with worker processes that leave their batches in slots.
 
-    For the ``__class__`` of a live loader: the loader keeps all that its own constructor has made.
+    The subclass is assigned to the ``__class__`` of an existing loader, which thus keeps all attributes that its own
+    constructor has set.
     """
 
     class InSlots(kind):  # type: ignore[misc]  # the base class is only known here
@@ -80,9 +82,9 @@ def in_slots(kind: Any) -> type[DataLoader[Batch]]:
 
 
 def put_in_slots(loader: DataLoader[Batch]) -> None:
-    """Let the worker processes of a DataLoader of torch's, or of a derived class, leave their batches in slots.
+    """Let the worker processes of torch's DataLoader, or of a subclass of it, leave their batches in slots.
 
-    Not if the class makes its iterators in its own way, or if the user wants torch's way (:attr:`hand_over`).
+    Changes nothing if the subclass overrides ``_get_iterator``, or if the loader has ``hand_over="torch"``.
     """
     kind: Any = type(loader)
     if kind._get_iterator is DataLoader._get_iterator and getattr(loader, "hand_over", "slots") == "slots":
@@ -96,6 +98,6 @@ def uses_slots(loader: DataLoader[Batch]) -> bool:
 
 
 def plain_kind_of(loader: DataLoader[Batch]) -> type[DataLoader[Batch]]:
-    """The class of a loader before :func:`in_slots`."""
+    """Return the class that a loader had before :func:`put_in_slots`."""
     kind: type[DataLoader[Batch]] = getattr(loader, "plain_kind", type(loader))
     return kind

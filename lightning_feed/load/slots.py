@@ -1,19 +1,19 @@
-"""Slots: memory shared with worker processes, in which they leave their batches, again and again.
+"""Slots: memory shared with worker processes, into which they write batch after batch.
 
 Torch's workers put each tensor of a batch into new shared memory: the kernel clears its pages, a file descriptor is
 sent, the training process maps the pages, and a thread copies them into page-locked memory. Here, the workers share
 slots that exist before they start. A worker collates into a free slot and sends the slot's number; the training process
-looks at the slot in place. The slot is free again once nothing refers to the batch any more.
+reads the slot in place. The slot is free again once nothing refers to the batch any more.
 
 The memory is a file that exists only in memory (``memfd_create``), not in /dev/shm, so the size of /dev/shm does not
 limit it, and no descriptor is sent with a batch. The file has a fixed, large range of addresses for each slot; the
-kernel takes memory only for pages that were written. The first free slot is taken, so that only as many have memory as
-there are batches at a time.
+kernel takes memory only for pages that were written. Workers always take the first free slot, so that only as many
+slots have memory as there are batches at a time.
 
-What cannot be put into a slot, such as a sparse tensor, is sent as torch sends it. So is a whole batch if no slot
-is free, because the user has kept the batches: nothing waits for a slot.
+A tensor that cannot be put into a slot, such as a sparse tensor, is sent as torch sends it. A whole batch is sent that
+way if no slot is free because the user has kept earlier batches: no worker blocks until a slot is free.
 
-This file has the memory. :mod:`lightning_feed.load.slot_batches` writes and reads batches in it, and
+This module manages the memory. :mod:`lightning_feed.load.slot_batches` writes and reads batches in it, and
 :mod:`lightning_feed.load.slot_loaders` gives it to loaders.
 """
 
@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_feed.load.machine import HAS_SLOTS
-from lightning_feed.storage.system import read_text
+from lightning_feed.storage.memory_limits import read_text
 
 if TYPE_CHECKING:
     from lightning_feed.load.copy_fence import CopyFence
@@ -48,7 +48,8 @@ except ImportError:  # Windows, which has no memfd_create either
 logger = logging.getLogger(__name__)
 
 SLOT_BYTES = 4 * 2**30
-"""Addresses of a slot. Memory is taken only for what is written. A larger batch is sent as torch sends it."""
+"""Size of a slot's range of addresses, in bytes. Memory is taken only for pages that are written. Tensors for which a
+slot has no room are sent as torch sends them."""
 _FREE = 0
 _TAKEN = 1
 
@@ -57,22 +58,22 @@ class SlotMemory:
     """The slots of one set of worker processes.
 
     The file begins with a byte for each slot, which is set by the worker that takes the slot, and cleared by the
-    training process. A second byte for each is set as long as the worker refers to the batch: a collate function may
-    keep batches, and those of torch's DataLoader stay as they are.
+    training process. A second byte for each slot is set as long as the worker refers to the batch, because a collate
+    function may keep a batch, which must not change then.
 
     Args:
         count: number of slots.
-        fence: knows when the device has copied a batch. None: slots are not registered for copies to a device.
+        fence: finds out when the device has copied a batch; None if slots are not registered for copies to a device.
 
     Raises:
-        OSError: the system has no such memory, or too few addresses.
+        OSError: the system has no ``memfd_create``, or too few addresses.
     """
 
     def __init__(self, count: int, fence: "CopyFence | None" = None) -> None:
         self._registered: dict[int, int] = {}
-        """Bytes of each slot that are registered for copies to a device."""
+        """Number of bytes registered for copies to a device, by slot."""
         self._refused: int | None = None
-        """The least number of bytes that the driver has refused to register."""
+        """The smallest number of bytes that the driver has refused to register. None if it has refused none."""
         self.count = count
         self._pages_of_flags = -(-2 * count // mmap.PAGESIZE) * mmap.PAGESIZE
         self._size = self._pages_of_flags + count * SLOT_BYTES
@@ -80,15 +81,16 @@ class SlotMemory:
         self._owner = os.getpid()
         self._fence = fence
         self._copying: deque[tuple[int, list[Any]]] = deque()
-        """Slots without a batch that the device may still be copying, with the events after the copies."""
+        """Slots whose batch was dropped while the device may still be copying from them, with the events after these
+        copies."""
         self._polling = threading.Lock()
         self.number = next(_numbers)
         memories[self.number] = self
 
     def _map_file(self, file: int) -> None:
         self._file = file
-        # Costs no memory, also with vm.overcommit_memory=2: "For a file backed map: SHARED or READ-only - 0 cost (the
-        # file is the map not swap)", Documentation/mm/overcommit-accounting.rst. Pages count when they are taken.
+        # Costs no memory, even with vm.overcommit_memory=2: "For a file backed map: SHARED or READ-only - 0 cost (the
+        # file is the map not swap)", Documentation/mm/overcommit-accounting.rst. Pages cost memory once they are taken.
         self._map = mmap.mmap(file, self._size)
         if hasattr(mmap, "MADV_DONTDUMP"):
             self._map.madvise(mmap.MADV_DONTDUMP)  # a core dump would contain the unused addresses
@@ -120,7 +122,7 @@ class SlotMemory:
 
     @property
     def slot_bytes(self) -> int:
-        """Addresses of a slot."""
+        """Size of a slot's range of addresses, in bytes."""
         return SLOT_BYTES
 
     def start_of(self, slot: int) -> int:
@@ -133,7 +135,7 @@ class SlotMemory:
     # --- in a worker process ------------------------------------------------------------------------------------------
 
     def take(self) -> int | None:
-        """Take the first free slot, whose pages are in the caches. None if there is none."""
+        """Take the first free slot, whose pages are likely to be in the CPU's caches. Returns None if none is free."""
         fcntl.lockf(self._file, fcntl.LOCK_EX)  # the system releases it if this process dies
         try:
             slot = self._map.find(bytes([_FREE]), 0, self.count)
@@ -154,12 +156,12 @@ class SlotMemory:
         """Take memory for a range.
 
         Raises:
-            OSError: there is not enough memory. Without this call, writing there would end the process.
+            OSError: there is not enough memory. Without this call, writing to the range would then end the process.
         """
         os.posix_fallocate(self._file, start, end - start)
 
     def view(self, slot: int) -> memoryview:
-        """A slot's memory. The slot is not free while a worker refers to it, or to tensors in it."""
+        """Return a slot's memory. The slot is not free while the worker refers to this memory, or to tensors in it."""
         start = self.start_of(slot)
         view = memoryview(self._map)[start : start + SLOT_BYTES]
         self._map[self.count + slot] = _TAKEN
@@ -172,7 +174,8 @@ class SlotMemory:
     # --- in the training process --------------------------------------------------------------------------------------
 
     def lease(self, slot: int, used: int) -> memoryview:
-        """The used part of a slot. The slot is free again when nothing refers to it, nor to tensors in it, any more."""
+        """Return the used part of a slot. The slot is free again when nothing refers to this part, or to tensors in it,
+        any more, and the device has copied them."""
         if self._fence is not None:
             self._register(slot, used)
         start = self.start_of(slot)
@@ -187,8 +190,8 @@ class SlotMemory:
             return
         wanted = used
         if before:
-            # A copy must not cross two registered ranges, so a range that grows is registered anew. A quarter more, so
-            # that batches of varying sizes do not register each time.
+            # A copy must not cross two registered ranges, so a range that grows is registered anew. A quarter more is
+            # registered than needed, so that batches of varying sizes do not cause a new registration each time.
             wanted += used // 4
             _unregister(self._address(slot))
             del self._registered[slot]
@@ -213,7 +216,7 @@ class SlotMemory:
             self.give_back(slot)
 
     def poll(self) -> None:
-        """Make the slots free whose batches the device has copied."""
+        """Free the slots of dropped batches that the device has finished copying."""
         if not self._copying or self._fence is None or not self._polling.acquire(blocking=False):
             return
         try:
@@ -226,21 +229,21 @@ class SlotMemory:
 
 _numbers = itertools.count()
 memories: weakref.WeakValueDictionary[int, SlotMemory] = weakref.WeakValueDictionary()
-"""All memories of this process, by number: a batch names its memory by the number."""
+"""All SlotMemories of this process, by number. A batch sent by a worker refers to its memory by this number."""
 
 
 def _check_addresses(size: int) -> None:
-    """Leave addresses to the program, if their number is limited.
+    """Check that enough addresses are left for the program, if their number is limited (``ulimit -v``).
 
     Raises:
-        OSError: the memory would have more than half of those that are left.
+        OSError: the slots would take more than half of the addresses that are left.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return
     pages = int(read_text(Path("/proc/self/statm")).partition(" ")[0] or 0)
     if size > (limit - pages * mmap.PAGESIZE) // 2:
-        raise OSError(f"slots need {size >> 30} GiB of addresses, more than half of those that are left (ulimit -v)")
+        raise OSError(f"slots need {size >> 30} GiB of address space, more than half of what `ulimit -v` leaves")
 
 
 def _new_file(size: int) -> int:
@@ -257,7 +260,7 @@ def _new_file(size: int) -> int:
 
 
 def _register(address: int, size: int) -> bool:
-    """Register memory with the driver (``cudaHostRegister``). Returns False if it refuses."""
+    """Register memory with the driver (``cudaHostRegister``). Returns False if the driver refuses."""
     runtime: Any = torch.cuda.cudart()
     portable = 1  # page-locked for all devices
     if int(runtime.cudaHostRegister(address, size, portable)) == 0:
@@ -269,7 +272,7 @@ def _register(address: int, size: int) -> bool:
 def _clear_error() -> None:
     """Clear the error of a refused call, which this thread's next kernel would raise as its own.
 
-    Torch has no function for it (2.14), but clears the error when it raises it.
+    Torch has no function for this (2.14), but clears an error when it raises the error.
     """
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda")
@@ -281,7 +284,7 @@ def _unregister(address: int) -> None:
 
 
 def can_register() -> bool:
-    """True if the driver registers memory that is shared with other processes. Tries it with one page."""
+    """True if the driver can register memory that is shared with other processes. Tries to register one page."""
     if not torch.cuda.is_initialized():
         return False
     page = mmap.mmap(-1, mmap.PAGESIZE)

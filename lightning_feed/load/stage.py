@@ -25,12 +25,13 @@ from lightning_feed.load.worker import resend_ctrl_c
 logger = logging.getLogger(__name__)
 
 SOON_S = 0.5
-"""Longest wait of Ctrl-C for the current batch, in seconds."""
+"""Longest time, in seconds, that Ctrl-C waits for loading threads to end."""
 PATIENCE_S = 10.0
-"""Longest wait of a shutdown for samples in loading threads, in seconds. A thread cannot be stopped."""
+"""Longest time, in seconds, that any other shutdown waits for loading threads to end. A thread cannot be stopped while
+it loads a sample."""
 CLOSED = "This pass over the loader was closed. Begin a new pass with iter(loader)."
 COLLATING = -1
-"""Marks collating among the sample positions of a batch."""
+"""Value that stands for collating, where otherwise a sample's position in the batch is given."""
 
 
 class Stage(Iterator[Batch]):
@@ -62,7 +63,7 @@ class Maker(Stage):
         return self
 
     def where(self) -> str:
-        """Description of the work that a consumer is waiting for. May be read from any thread."""
+        """Describe the work that a consumer is waiting for. May be called from any thread."""
         raise NotImplementedError
 
 
@@ -73,9 +74,9 @@ class OwnPass(Maker):
     ``worker_init_fn`` is not called.
 
     Args:
-        loader: source of the arguments. Not kept.
-        indices: indices from its sampler or batch sampler.
-        first: number of the first batch in its epoch.
+        loader: the loader whose arguments are used; no reference to the loader is kept.
+        indices: indices from the loader's sampler or batch sampler.
+        first: number of the first batch of the pass in its epoch, from 0.
         seed: seed of the samples' random numbers, for :func:`~lightning_feed.load.random_state.sample_generator`.
 
     Attributes:
@@ -116,7 +117,7 @@ class OwnPass(Maker):
 
 
 def _pin_function() -> Callable[[Batch], Batch] | None:
-    """Return DataLoader's function to pin a batch. None if pinning is not possible."""
+    """Return DataLoader's function to pin a batch. Returns None if pinning is not possible."""
     if not torch.accelerator.is_available():
         return None
     device = torch.accelerator.current_accelerator()
@@ -143,7 +144,7 @@ def _stack_pinned(batch: list[torch.Tensor], *, collate_fn_map: Any = None) -> t
 class ThreadShutdown:
     """Shuts down an object's threads when the object is closed or garbage-collected.
 
-    It holds no reference to the object, so an abandoned object is collected and its threads end.
+    Holds no reference to the object, so an abandoned object is garbage-collected, and its threads end.
 
     Args:
         owner: the object.

@@ -1,4 +1,4 @@
-"""Streams that are known to divide their samples among worker processes."""
+"""Streams (iterable datasets) that are known to divide their samples among worker processes."""
 
 from typing import Any
 
@@ -11,9 +11,11 @@ _DIVIDING_PACKAGES = ("litdata", "streaming")
 
 
 def divides_among_workers(loader: AnyLoader) -> bool | None:
-    """Check that a loader's stream is known to divide itself among workers. None if the dataset is not a stream.
+    """Return True if a loader's stream is known to divide its samples among workers, and False if it is not known to.
+    Returns None if the dataset is not a stream.
 
-    Each worker of any other stream may give all samples, which nobody can know without running the user's code.
+    With a stream that is not known to do so, each worker may yield all samples. Only running the user's code could
+    answer this.
     """
     dataset = getattr(loader, "dataset", None)
     if not isinstance(dataset, IterableDataset):

@@ -64,9 +64,9 @@ class _Plan:
     seed: int
     """Seed of the samples' random numbers."""
     done: "SimpleQueue[int | None]" = field(default_factory=SimpleQueue)
-    """Queue of the numbers of complete batches. None: the pass was closed."""
+    """Queue of the numbers of complete batches. A None in it means that the pass was closed."""
     tasks: "SimpleQueue[_Task | None]" = field(default_factory=SimpleQueue)
-    """Queue of the threads' tasks. None: end."""
+    """Queue of the threads' tasks. A None in it ends the thread that takes it."""
     cancelled: bool = False
 
     def __post_init__(self) -> None:
@@ -108,7 +108,7 @@ class _Job:
         self.positions = range(max(1, len(self.parts)))  # an empty batch needs a task too: collating
         self.open_tasks = len(self.positions)
         self.at: dict[int, int] = {}
-        """The sample's position in the batch that each thread works on, or COLLATING."""
+        """The position of the sample that each thread is working on, or COLLATING, by number of the thread."""
         self._loaded: list[Any] = [None] * len(self.parts)
         self._lock = threading.Lock()
         self._failure: _Failure | None = None
@@ -197,7 +197,8 @@ class ThreadPass(OwnPass):
     Args:
         loader: see :class:`OwnPass`.
         indices: see :class:`OwnPass`.
-        probe: detect the random generators used by the first sample, which is then loaded before all others.
+        probe: True to detect the default random generators that the first sample uses. This sample is then loaded
+            before all others.
         **begun: see :class:`OwnPass`.
 
     Attributes:
@@ -358,7 +359,7 @@ class ThreadPass(OwnPass):
 
 
 def _start(threads: list[threading.Thread], count: int, plan: _Plan) -> None:
-    disable_opencv_threads()  # the process has one pool, and these threads would only wait for it
+    disable_opencv_threads()  # OpenCV has one pool per process, and these threads would only wait for it
     computing = torch.get_num_threads()
     started: SimpleQueue[BaseException | None] = SimpleQueue()
     try:
@@ -374,7 +375,7 @@ def _start(threads: list[threading.Thread], count: int, plan: _Plan) -> None:
             "limit of processes (`ulimit -u`; a container's `--pids-limit`)."
         ) from error
     finally:
-        # A thread's setting becomes the default of all later threads.
+        # set_num_threads(1) in a worker thread becomes the default of all later threads, so it is undone here.
         torch.set_num_threads(computing)
     for problem in filter(None, problems):
         raise problem

@@ -1,12 +1,12 @@
-"""The tasks that torch's iterator over worker processes has given out: finished, or open."""
+"""The tasks, finished or open, that torch's iterator has given to its worker processes."""
 
 from lightning_feed.load.kinds import AnyIterator
 
 
 def kept_batches(iterator: AnyIterator) -> int:
-    """Count the batches that torch's iterator keeps because an earlier one is missing.
+    """Count the batches that torch's iterator keeps because an earlier batch is missing.
 
-    A task is ``(worker,)``, or ``(worker, batch)`` if kept (``_task_info`` in torch 2.6 and 2.15).
+    A task is ``(worker,)``, or ``(worker, batch)`` if its batch is kept (``_task_info`` in torch 2.6 and 2.15).
     """
     tasks = iterator._task_info
     return sum(map(len, tasks.values())) - len(tasks)
@@ -15,8 +15,9 @@ def kept_batches(iterator: AnyIterator) -> int:
 def idle_share(iterator: AnyIterator) -> float:
     """Return the share of the workers that had no task while torch waited for the batch that it has just returned.
 
-    They had finished later batches, which torch keeps. Then it gave one of them the newest task. At the end of the data
-    workers are idle in any case, so nothing counts then, nor where torch's parts are unknown.
+    These workers had finished later batches, which torch keeps. The newest task does not count, because torch gave it
+    to a worker only after the wait. Returns 0 at the end of the data, where workers are idle in any case, and if
+    torch's private attributes have changed.
     """
     try:
         tasks = iterator._task_info

@@ -33,10 +33,10 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 def traced(name: Traced) -> AbstractContextManager[Any]:
     """Return a context that appears as ``lightning_feed.<name>`` in an active profiler's trace.
 
-    Reads torch's ``_is_profiler_enabled`` (torch 2.6 to 2.15; without it, nothing is named). Unlike
-    ``torch.autograd._profiler_enabled()`` it is set for all threads of the process, not only for the thread that
-    started the profiler, so a profiler with ``profile_all_threads`` sees ours. Without a profiler, a stage costs about
-    0.3 us.
+    Reads torch's ``_is_profiler_enabled`` (torch 2.6 to 2.15; without this attribute, no stage is named). Unlike
+    ``torch.autograd._profiler_enabled()``, it is set for all threads of the process, not only for the thread that
+    started the profiler, so a profiler with ``profile_all_threads`` records our threads. Without a profiler, a stage
+    costs about 0.3 us.
 
     Example:
         >>> with traced("decode"):

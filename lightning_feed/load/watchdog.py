@@ -23,7 +23,7 @@ class Watched(Protocol):
     """Interface of a pass over a loader."""
 
     def where(self) -> str:
-        """Description of the work that the consumer is waiting for."""
+        """Describe the work that the consumer is waiting for."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Watch:
 
 
 class LateBatch:
-    """Warns when a batch does not come.
+    """Warns when a batch is late.
 
     Runs one thread per pass, which sleeps nearly all the time. The training loop sets a time stamp before it waits for
     a batch and clears it afterwards, so there is no cost per sample. The thread ends with the pass.
 
     Args:
-        batches: the pass. Not kept alive.
+        batches: the pass; only a weak reference to it is kept.
         watch: waiting time and name of the loader.
         clock: returns the time in seconds.
     """

@@ -28,7 +28,8 @@ from lightning_feed.load.fork_safety import renew
 from lightning_feed.load.kinds import Batch
 
 ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
-"""Environment variables that libraries read when loaded, so they affect the dataset's later imports."""
+"""Environment variables that set the threads of libraries. A library reads its variable when loaded, so they affect
+only libraries that the dataset imports later."""
 _STACK_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7
 _STACK_FILE = "lightning_feed_stack"
 _POLL_S = 0.02
@@ -40,17 +41,17 @@ _RESEND_S = 0.05
 class WorkerInit:
     """The ``worker_init_fn`` of our loaders. It can be pickled, so it works in spawned workers too.
 
-    The workers run in parallel, so a thread pool in one would only take CPUs from the others.
+    The workers run in parallel, so a thread pool in one worker would only take CPUs from the other workers.
     """
 
     rank: int = 0
     """Rank of the training process. Ranks must not draw the same random numbers."""
     seed_worker: Callable[[int, int], None] | None = None
-    """Called with ``(worker_id, rank)`` to seed all generators, after ``seed_everything(workers=True)``."""
+    """Called with ``(worker_id, rank)`` to seed all generators, if ``seed_everything(workers=True)`` was called."""
 
     def __call__(self, worker_id: int) -> None:
         """Prepare the current worker process."""
-        gc.freeze()  # garbage of the training process that holds CUDA events would end this one when collected
+        gc.freeze()  # collecting garbage of the training process that holds CUDA events would end this process
         _answer_for_stacks()
         torch.set_num_threads(1)
         for variable in ONE_THREAD:
@@ -82,9 +83,9 @@ def on_this_device() -> Callable[[], None]:
 
 
 def why_not_picklable(thing: object) -> str | None:
-    """Return the error of pickling ``thing`` for a worker process. None if pickling works.
+    """Return the error raised by pickling ``thing`` for a worker process. Returns None if pickling works.
 
-    Takes the time of pickling but no memory: nothing is written, and tensors and arrays are skipped.
+    Takes as long as pickling, but no memory: nothing is written, and tensors and arrays are skipped.
     """
     try:
         _DryPickler(_Nowhere(), pickle.HIGHEST_PROTOCOL).dump(thing)
@@ -118,8 +119,8 @@ def refuse_unsendable(loader: DataLoader[Batch], name: str, start_method: str) -
 
 
 def _main_can_be_imported() -> bool:
-    """True if a new process can run this program's file or module again, as multiprocessing does. Not from stdin, with
-    ``python -c`` or in a notebook."""
+    """True if a new process can run this program's file or module again, as multiprocessing does. False for a program
+    from stdin, from ``python -c``, or in a notebook."""
     main = sys.modules["__main__"]
     return getattr(main, "__spec__", None) is not None or Path(getattr(main, "__file__", None) or "").is_file()
 
@@ -130,7 +131,8 @@ class _Nowhere(io.RawIOBase):
 
 
 class _DryPickler(ForkingPickler):
-    """multiprocessing's pickler, without opening handles for shared objects."""
+    """The pickler of multiprocessing, except that it skips tensors and arrays, and opens no handles for shared
+    objects."""
 
     def reducer_override(self, thing: Any) -> Any:
         if isinstance(thing, (type, FunctionType)) and thing.__module__ == "__main__" and not _main_can_be_imported():
@@ -186,7 +188,7 @@ def stack_of(pid: int) -> str:
 
 
 def _requested_stacks(pid: int, file: Path) -> str:
-    """Request the stacks of a worker, which writes them into its file. Empty if it does not answer."""
+    """Request the stacks of a worker, which writes them into its file. Empty if the worker does not answer."""
     before = len(file.read_bytes())
     written = b""
     os.kill(pid, _STACK_SIGNAL)

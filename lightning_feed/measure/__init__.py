@@ -1,1 +1,1 @@
-"""Measuring: is the GPU waiting, and for what?"""
+"""Measuring whether the GPU waits, and for what."""

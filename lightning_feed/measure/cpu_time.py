@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightning_feed.measure.measurements import HostTimes
-from lightning_feed.storage.system import read_text
+from lightning_feed.storage.memory_limits import read_text
 
 # --- other programs ---------------------------------------------------------------------------------------------------
 
@@ -16,21 +16,22 @@ _USER = 0
 _NICE = 1
 _SYSTEM = 2
 _STEAL = 7
-"""Columns of ``/proc/stat`` (proc(5))."""
+"""Columns of a CPU's line in ``/proc/stat`` (proc(5)), counted after the CPU's name."""
 _FIRST = 11
 _LAST = 14
-"""Columns ``utime`` and ``cstime`` of ``/proc/PID/stat``, counted after the program's name."""
+"""First and last of the columns ``utime`` to ``cstime`` of ``/proc/PID/stat``, counted after the program's name."""
 NOW_S = 0.5
 """Seconds over which :func:`others_pct_now` measures."""
 
 
 class CpuTicks(NamedTuple):
-    """Ticks since the machine started, over the CPUs that this process may use."""
+    """Clock ticks since the machine started, summed over the CPUs that this process may use."""
 
     cpus: int
     whole: int
+    """Ticks in all, idle time included."""
     busy: int
-    """Ticks spent running programs."""
+    """Ticks spent running programs, or taken by other guests of a virtual machine's host."""
     own: int
     """Ticks of this process and its descendants."""
 
@@ -121,7 +122,7 @@ process_clock = time.process_time_ns
 class _ThreadStatistics(threading.local):
     """The kernel's scheduling statistics of the calling thread.
 
-    The file stays open: a reading takes 0.7 us, but 3 if the file is opened each time.
+    The file stays open: a reading then takes 0.7 us, and 3 us if the file is opened each time.
     """
 
     thread = 0
@@ -143,7 +144,7 @@ _statistics = _ThreadStatistics()
 
 def run_queue_clock() -> int | None:
     """Nanoseconds this thread was ready to run but had no CPU; None if the kernel does not count them."""
-    numbers = _statistics.read().split()  # proc(5): on a CPU, ready for one, time slices
+    numbers = _statistics.read().split()  # proc(5): time on a CPU, time ready to run without a CPU, time slices
     return int(numbers[1]) if len(numbers) > 1 and numbers[0] != b"0" else None
 
 
@@ -156,11 +157,11 @@ class CpuTimes:
     """CPU time since the first batch, or since the warm-up ended, without the time from :meth:`pause` to :meth:`go_on`.
 
     Args:
-        loads_here: True if the process itself makes the batches. None: unknown; they may come from a generator, which
-            runs in this thread.
-        thread: the CPU time of this thread in nanoseconds.
-        process: the CPU time of all threads of the process.
-        run_queue: the time this thread waited for a CPU, in nanoseconds; None: unknown.
+        loads_here: True if the training process itself makes the batches, False if workers do. None if unknown: the
+            batches may come from a generator, which runs in the training thread.
+        thread: returns the CPU time of this thread, in nanoseconds.
+        process: returns the CPU time of all threads of the process, in nanoseconds.
+        run_queue: returns the time that this thread waited for a CPU, in nanoseconds, or None if unknown.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class CpuTimes:
         self._counting = False
         self._fetch_began: tuple[int, int | None] | None = None
         self._at_epoch = 0, 0, 0, 0
-        """Steps, CPU time, CPU time of loading, and waiting for a CPU while loading, when the epoch began."""
+        """Values at the start of the epoch: steps, CPU time, CPU time of loading, and the wait for a CPU in loading."""
         self._restart()
 
     def _restart(self) -> None:
@@ -190,7 +191,7 @@ class CpuTimes:
         self._began_ns = self._thread()
 
     def settle(self, steps: int) -> None:
-        """Start over after ``steps`` steps."""
+        """Start over: leave out the first ``steps`` steps."""
         self._steps_before = steps
         self._counting = True
         self._restart()
@@ -202,7 +203,7 @@ class CpuTimes:
         self._at_epoch = steps, self._spent_ns, self._loaded_ns, self._load_queued_ns
 
     def leave_out_earlier_epochs(self) -> None:
-        """Start over at the start of the present epoch."""
+        """Leave out all steps before the present epoch."""
         steps, spent_ns, loaded_ns, queued_ns = self._at_epoch
         self._steps_before = steps
         self._spent_ns -= spent_ns
@@ -211,13 +212,13 @@ class CpuTimes:
         self._at_epoch = steps, 0, 0, 0
 
     def pause(self) -> None:
-        """Pause: training stops for a while."""
+        """Stop counting, because training stops for a while."""
         if not self._paused:
             self._add()
             self._paused = True
 
     def go_on(self) -> None:
-        """Resume: training continues."""
+        """Count again, because training continues."""
         if self._paused:
             self._paused = False
             self._began_ns = self._thread()
@@ -244,7 +245,7 @@ class CpuTimes:
             self._load_queued_ns += queued_now_ns - queued_ns
 
     def per_step(self, steps: int) -> HostTimes:
-        """Mean milliseconds per finished step; unknown before the first step ends."""
+        """Mean milliseconds per finished step; all figures are None before the first counted step ends."""
         counted = steps - self._steps_before
         if counted <= 0:
             return HostTimes()

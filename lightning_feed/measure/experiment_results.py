@@ -1,7 +1,7 @@
-"""The results of experiments as frozen values; None: not run, or not measurable.
+"""The results of experiments as frozen values. A result is None if its experiment was not run, or could not measure it.
 
-The folder ``diagnosing`` makes them. They are defined here because the verdict, the reports and the measurements that
-hold them may not import from there.
+The package ``diagnosing`` runs the experiments. Their results are defined here because the verdict, the reports and the
+measurements, which hold them, may not import from that package.
 """
 
 from dataclasses import dataclass
@@ -27,11 +27,12 @@ class FunctionCost:
     name: str
     """``Birds.__getitem__``."""
     file: str
-    """Its file."""
+    """File that defines the function."""
     line: int
     """The line that takes most of the time."""
     calls: str | None
-    """The library class or function called on that line, such as ``ColorJitter``; None: the function's own work."""
+    """The library class or function called on that line, such as ``ColorJitter``; None if the function's own code takes
+    the time."""
     stage: Literal["samples", "collate"]
     """The kind of work: making samples, or collating them."""
     ms_per_batch: float
@@ -40,27 +41,27 @@ class FunctionCost:
 
 @dataclass(frozen=True, kw_only=True)
 class KeyBytes:
-    """One part of the batch."""
+    """The size of one part of a batch."""
 
     name: str
-    """Its path in the batch: ``image``, ``0``, ``meta.path``."""
+    """Path of the part in the batch: ``image``, ``0``, ``meta.path``."""
     bytes_per_batch: int
     """Bytes sent to the training process, and from there to the device."""
 
 
 NOT_TRANSFORMS = ("read", "decode", "load")
-"""Names of the costs of a sample other than its transforms, as experiments give them: see :func:`step_of`."""
+"""Names of a sample's costs that are not transforms, as :func:`step_of` returns them."""
 REST_OF_THE_FIT = "the rest of the fit"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CropTrial:
-    """Samples of an image folder, made alternately by decoding whole images and only their crops."""
+    """CPU time of samples of an image folder, made alternately by decoding whole images and by decoding only crops."""
 
     folder: str
     """The folder to pass to an ImageFolderDataModule."""
     val_fraction: float | None = None
-    """Share of the images set aside for validation. None: the folder has its own splits."""
+    """Share of the images set aside for validation; None if the folder has split folders, such as ``train``."""
     whole_ms: float
     """CPU time per sample as configured."""
     crop_ms: float
@@ -69,18 +70,21 @@ class CropTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class TriedSetting:
-    """A setting of the loader that was tried with a consumer that works as long as a training step."""
+    """A setting of the loader that was tried, with a consumer that works as long on a batch as a training step does.
+
+    The settings run in turns, so that other programs disturb all of them alike.
+    """
 
     num_workers: int
     """Workers of the loader."""
     prefetch_factor: int | None = None
     """Batches that each worker loads ahead; None without workers."""
     step_ms: float
-    """Time of a step, the median of its turns."""
+    """Step time with this setting: the median over its turns."""
     shortest_ms: float
-    """Time of a step in its fastest turn."""
+    """Step time in the fastest turn of this setting."""
     longest_ms: float
-    """Time of a step in its slowest turn."""
+    """Step time in the slowest turn of this setting."""
     own: bool = False
     """True for the user's own setting."""
     chosen: bool = False
@@ -89,7 +93,10 @@ class TriedSetting:
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentResults:
-    """Results of all experiments. Rates are in batches per second, each over whole rounds after the warm-up."""
+    """Results of all experiments. Rates are in batches per second.
+
+    Rates are measured after a warm-up, over whole rounds: workers finish their batches together, one round at a time.
+    """
 
     batch_size: int | None = None
     """Samples of a batch in the experiments."""
@@ -98,9 +105,9 @@ class ExperimentResults:
     loader_per_s: float | None = None
     """Rate of the loader without training, as configured."""
     loader_start_s: float | None = None
-    """From ``iter(loader)`` to its first batch."""
+    """Seconds from ``iter(loader)`` to the first batch."""
     taking_ms: float | None = None
-    """CPU time that the training process needs to take one batch from its workers; null without workers."""
+    """CPU time that the training process needs to take one batch from its workers; None without workers."""
     cached_bytes_per_s: float | None = None
     """Rate of the loader when all files that it reads are already in the page cache."""
     no_transform_per_s: float | None = None
@@ -109,7 +116,7 @@ class ExperimentResults:
     """Comparison of decoding an image folder's images whole and decoding only their crops. None if the loader does not
     decode images whole and then crop them."""
     costs: tuple[NamedCost, ...] = ()
-    """Per sample: reading, decoding, and every transform by name."""
+    """Costs per sample: of reading, of decoding, and of every transform by name."""
     samples_ms: float | None = None
     """Wall time to make the samples of one batch sequentially in one process."""
     collate_ms: float | None = None
@@ -120,32 +127,35 @@ class ExperimentResults:
     """Rate of the loader with constant samples of the same shapes and the same workers: the limit of IPC, collating and
     pinning."""
     tried: tuple[TriedSetting, ...] = ()
-    """Settings of the loader that were tried, by number of workers."""
+    """Settings of the loader that were tried, in the order of their numbers of workers."""
     why_chosen: str = ""
     """The reason for the setting that was chosen of those tried, in one sentence."""
     own_fit_ms: float | None = None
-    """Step of training itself with the user's own setting, beside ``chosen_fit_ms``."""
+    """Step time of training itself with the user's own setting, to compare with ``chosen_fit_ms``."""
     chosen_fit_ms: float | None = None
-    """Step of training itself with the setting that the trials chose. If it is no shorter, the own setting counts as
-    chosen."""
+    """Step time of training itself with the setting that the trials chose. If training is no faster with it, the user's
+    own setting counts as chosen."""
     keys: tuple[KeyBytes, ...] = ()
+    """Parts of a batch with their sizes."""
     left_out: tuple[tuple[str, str], ...] = ()
-    """(experiment, why it was not run); under :data:`REST_OF_THE_FIT` the parts of the fit that were not run."""
+    """(experiment, reason why it was not run). The entry ``the rest of the fit`` names the parts of the fit that were
+    not run, such as validation."""
 
     @property
     def stripped(self) -> str:
-        """The parts of the user's fit that a diagnosis did not run: ``validation, ModelCheckpoint``. Empty: none."""
+        """The parts of the user's fit that a diagnosis did not run, such as ``validation, ModelCheckpoint``; empty if
+        it ran all of them."""
         return dict(self.left_out).get(REST_OF_THE_FIT, "").partition(":")[0]
 
     def tried_as(self, role: Literal["own", "chosen"]) -> TriedSetting | None:
-        """The user's own setting, or the chosen one, as it was tried; None: it was not."""
+        """The trial of the user's own setting, or of the chosen setting; None if it was not tried."""
         return next((setting for setting in self.tried if vars(setting)[role]), None)
 
     @property
     def noise_pct(self) -> float | None:
-        """Largest spread between step times of the same setting, in % of their median; None: nothing was tried.
+        """Largest spread between step times of the same setting, in % of their median; None if nothing was tried.
 
-        The spread is the longest less the shortest. Smaller differences between settings mean nothing.
+        The spread is the longest step time minus the shortest. Smaller differences between settings mean nothing.
         """
         spreads = [100 * (setting.longest_ms - setting.shortest_ms) / setting.step_ms for setting in self.tried]
         return max(spreads, default=None)

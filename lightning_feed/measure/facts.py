@@ -1,4 +1,4 @@
-"""Facts about a run besides its times, read from its loaders and batches."""
+"""Facts about a run, other than its times, read from its loaders and batches."""
 
 import sys
 from collections.abc import Sequence
@@ -18,9 +18,10 @@ _DEEPEST = 4
 
 
 def loader_facts(loaders: Sequence[AnyLoader]) -> LoaderFacts:
-    """Facts about the loaders of a stage; if there are several, about the one with the fewest workers.
+    """Facts about the loaders of a stage; with several loaders, about the loader with the fewest workers.
 
-    If any loader has no ``num_workers``, training may be waiting for that loader, so all settings are left out.
+    If any loader has no ``num_workers``, training may be waiting for that loader, so ``num_workers`` and the settings
+    that depend on workers or pinning are left out.
 
     Args:
         loaders: all loaders of a stage, without their wrappers.
@@ -53,11 +54,11 @@ def loader_facts(loaders: Sequence[AnyLoader]) -> LoaderFacts:
 
 
 def training_loader_facts(loaders: Sequence[AnyLoader], *, reloaded: bool) -> LoaderFacts:
-    """:func:`loader_facts`, and what only remedies for the training loaders need.
+    """The facts of :func:`loader_facts`, and further facts that only remedies for the training loaders need.
 
     Args:
         loaders: all training loaders, without their wrappers.
-        reloaded: True if new loaders are made every few epochs.
+        reloaded: True if new loaders are made every few epochs (``reload_dataloaders_every_n_epochs``).
     """
     datasets = _datasets(loaders)
     numbers = tuple(loader.num_workers for loader in loaders if hasattr(loader, "num_workers"))
@@ -94,7 +95,7 @@ def batches_ahead(loaders: Sequence[AnyLoader]) -> int:
 
 
 def is_instance(value: object, module: str, name: str) -> bool:
-    """``isinstance`` without importing the class: a class that was never imported has no objects."""
+    """``isinstance`` without importing the class: a class that was never imported has no instances."""
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(value, kind)
 
@@ -113,7 +114,7 @@ def _name_of(loader: AnyLoader) -> str:
 
 
 def _datasets(loaders: Sequence[AnyLoader]) -> list[AnyDataset]:
-    """The dataset of each loader. Loaders other than torch's may have none."""
+    """The dataset of each loader; None for a loader without a ``dataset``, which need not be torch's."""
     return [getattr(loader, "dataset", None) for loader in loaders]
 
 
@@ -129,14 +130,15 @@ def _decodes_whole(dataset: AnyDataset) -> bool:
         dataset = dataset.dataset
     if not is_instance(dataset, "torchvision.datasets", "ImageFolder"):
         return False
-    from lightning_feed.images.crop import cropping_step  # here, as it imports the decoders
+    from lightning_feed.images.crop import cropping_step  # here, because this module imports the decoders
 
     unchanged = type(dataset).__getitem__ is sys.modules["torchvision.datasets"].DatasetFolder.__getitem__
     return unchanged and cropping_step(dataset.transform) is not None
 
 
 def _needs_each_epoch(dataset: AnyDataset) -> bool:
-    """True if workers must be notified of each epoch: a stream or a ``set_epoch``, in the dataset or inside it."""
+    """True if workers must be notified of each epoch: the dataset, or a dataset inside it, is an IterableDataset or has
+    ``set_epoch``. Also True if datasets are nested too deep to look at."""
     for _ in range(_DEEPEST):
         if dataset is None or isinstance(dataset, IterableDataset) or hasattr(dataset, "set_epoch"):
             return True

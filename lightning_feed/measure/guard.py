@@ -37,12 +37,12 @@ class Guard:
         self._quiet = False
 
     def measure(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """Return the result of ``call``; None once it has failed, which ends all measuring."""
+        """Return the result of ``call``. If it fails, end all measuring, and return None from then on."""
         if not self.measures:
             return None
         try:
             return call(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001  # the one place for it: nothing of ours may end the user's run
+        except Exception as error:  # noqa: BLE001  # here only: nothing in this package may end the user's run
             self.measuring_failed(error)
             return None
 
@@ -78,7 +78,7 @@ class Guard:
         if self.measures:
             self.measures = False
             self._log("stopped measuring", error, "Training goes on; log at level DEBUG to see where it failed.")
-            self._quiet = True  # a failure to remove the hooks would have the reason that was just logged
+            self._quiet = True  # if removing the hooks fails, too, the reason is the one that was just logged
             self.attempt("remove its hooks from the Trainer", self._stop)
             self._quiet = False
 
@@ -99,7 +99,7 @@ Owner = TypeVar("Owner", bound=_Guarded)
 
 
 def guarded(hook: Callable[Concatenate[Owner, P], None]) -> Callable[Concatenate[Owner, P], None]:
-    """Wrap a callback's hook as :meth:`Guard.measure` does, but cheaper, because several hooks run per step."""
+    """Wrap a callback's hook to do what :meth:`Guard.measure` does, but at less cost: several hooks run per step."""
 
     @functools.wraps(hook)
     def run(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -144,7 +144,7 @@ class Once:
         self._logged: set[str] = set()
 
     def say(self, trainer: Any, level: int, what: str, *, of: str = "") -> None:
-        """Log a line, unless it, or another one with the same ``of``, was already logged."""
+        """Log a line, unless the same line, or another line with the same ``of``, was logged before."""
         key = of or what
         if key not in self._logged and trainer.is_global_zero:
             say(self._to, level, what)

@@ -15,21 +15,22 @@ T = TypeVar("T")
 
 FIRST_TIMED = 3
 FIRST_COUNT = 5
-"""Steps that end before the first timed one, and timed steps in a row from there on, so that short runs have some."""
+"""Number of steps before the first timed step, and number of steps that are then timed in a row, so that short runs
+have timed steps, too."""
 EVERY = 47
-"""Steps from one later timed step to the next: a prime, so that work done every 10 or 50 steps is sampled in
-proportion."""
+"""Number of steps from one timed step to the next after those: a prime, so that work done every 10 or 50 steps is
+sampled in proportion."""
 LEAST_MS = 0.05
-"""Shorter hooks are not reported: most do nothing."""
+"""Hooks that take less time per step are not reported: most of them do nothing."""
 OWN = "]GPUStarvationCallback."
 """Substring of the names of our own hooks, which are not reported."""
 
 
 class HookTimes:
-    """Sums the time of each action that begins between the steps, without the actions inside it.
+    """Sums the time of each profiler action that begins between the steps, without the actions nested in it.
 
     Loggers are called only in some steps, such as every 50th, and may be slow then: each of their calls is timed, with
-    :meth:`call`. All other actions are timed in a step now and then, while :attr:`timing`.
+    :meth:`call`. All other actions are timed only in some steps, while :attr:`timing` is True.
 
     Args:
         between: returns True while the loop is between two steps: it neither fetches, nor copies, nor runs a step.
@@ -62,15 +63,15 @@ class HookTimes:
         self._begun = 0
         """Number of timed steps that began."""
         self._left_out = False
-        """True if the last timed step is left out."""
+        """True if the last timed step does not count."""
         self._leaves_out_calls = False
-        """True if the calls in the current step are left out."""
+        """True if calls of :meth:`call` in the current step do not count."""
         self._sums: Counter[str] = Counter()
         self._fresh: Counter[str] = Counter()
         """Times of the last timed step, which may still be discarded."""
         self._calls: Counter[str] = Counter()
         self._fresh_calls: Counter[str] = Counter()
-        """Times of calls in the current step, which may still be discarded."""
+        """Times of :meth:`call` in the current step, which may still be discarded."""
         for outer in self._stack:
             outer.name = None
 
@@ -83,7 +84,7 @@ class HookTimes:
             self.measure(self.leave)
 
     def step_ended(self, finished: int) -> None:
-        """End a step, the ``finished``-th, and start or stop timing."""
+        """End a step, and start or stop timing. ``finished``: number of steps that have ended, with this one."""
         if not self._leaves_out_calls:
             self._steps += 1
             self._calls.update(self._fresh_calls)
@@ -103,7 +104,7 @@ class HookTimes:
 
     def leave_out_step(self) -> None:
         """Do not count this step: it contains a validation or the start of an epoch."""
-        self._left_out |= self.timing  # if this step is not timed, the last timed one, still to be added, counts
+        self._left_out |= self.timing  # if this step is not timed, the last timed step, not added yet, still counts
         self._leaves_out_calls = True
 
     def stop(self) -> None:
@@ -111,7 +112,7 @@ class HookTimes:
         if self.timing:
             self.timing = False
             self._timed_steps += not self._left_out
-            for outer in self._stack[:-1]:  # these go on into the next step, like an epoch that began in this one
+            for outer in self._stack[:-1]:  # these actions go on into the next step, such as an epoch that just began
                 outer.name = None
 
     def result(self) -> tuple[HookTime, ...]:
@@ -150,7 +151,7 @@ class HookTimes:
             action.sums[action.name] += took - action.inside
 
     def _fold(self) -> None:
-        """Add the last timed step, or drop it."""
+        """Add the times of the last timed step to the sums, or drop them if the step is left out."""
         if not self._left_out:
             self._sums.update(self._fresh)
         self._fresh.clear()
@@ -159,12 +160,13 @@ class HookTimes:
 
 @dataclass(slots=True)
 class _Open:
-    """A running action."""
+    """An action that has begun and not ended."""
 
     name: str | None
-    """None if it is not counted."""
+    """None if the action is not counted."""
     began: int
     sums: Counter[str]
+    """Sums to which the action's time is added."""
     inside: int = 0
     """Nanoseconds of nested actions."""
 
@@ -194,7 +196,7 @@ class _Announced(AbstractContextManager[str]):
 
 
 class _Actions(dict[str, AbstractContextManager[Any]]):
-    """One context per name. A new name gets an empty context, which is kept, because a step asks for about thirty."""
+    """Context managers by action name. A new name gets an empty context, which is kept: a step asks for some thirty."""
 
     def __missing__(self, name: str) -> AbstractContextManager[Any]:
         self[name] = nullcontext(name)
@@ -206,15 +208,15 @@ def tap_profiler(
 ) -> Callable[[], None]:
     """Call functions when this one instance of a profiler starts or stops an action with one of the given names.
 
-    The profiler's own time is not part of the action. Other names cost only one look-up in a dict, because a step
-    announces thirty to fifty actions.
+    The profiler's own time is not part of the action. An action with another name costs only one look-up in a dict,
+    because a step announces thirty to fifty actions.
 
     Args:
         profiler: has ``start(action_name)``, ``stop(action_name)``, and the context manager ``profile(action_name)``.
-        on_start: called after the profiler has started the action.
-        on_stop: called before the profiler stops the action.
-        does_nothing: ``start`` and ``stop`` of this profiler are empty. ``profile`` then skips them, unless another
-            tool has wrapped them. That saves more than the tap costs.
+        on_start: functions to call after the profiler has started the action, by the action's name.
+        on_stop: functions to call before the profiler stops the action, by the action's name.
+        does_nothing: True if ``start`` and ``stop`` of this profiler are empty. ``profile`` then skips them, unless
+            another tool has wrapped them. Skipping them saves more than the tap costs.
         hooks: times every action while it is :attr:`~HookTimes.timing`.
 
     Returns:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightning_feed.measure.stats import Additive
-from lightning_feed.storage.system import cgroup_folders, read_text
+from lightning_feed.storage.memory_limits import cgroup_folders, read_text
 
 MOST_THREADS = 16
-"""Largest number of threads read per worker, the oldest first. Each costs a file; torch's workers have two."""
+"""Largest number of threads read per worker, the oldest first. Each needs reading a file; torch's workers have two."""
 SLACK_PER_READ = 4096
 """Largest number of bytes that a disk returns beyond those requested by one read(), because it returns whole pages."""
 
@@ -36,7 +36,7 @@ class WorkerReading(NamedTuple):
     threads: dict[str, tuple[int, int]]
     """By thread folder: nanoseconds on a CPU, and nanoseconds ready to run without a CPU."""
     io: tuple[int, int, int] | None
-    """``asked``, ``calls`` and ``from_disk`` of :class:`WorkerTime` since its start; None if unknown."""
+    """``asked``, ``calls`` and ``from_disk`` of :class:`WorkerTime` since the worker's start; None if unknown."""
 
 
 @dataclass
@@ -44,9 +44,10 @@ class WorkerTime(Additive):
     """Sums over workers and intervals, in nanoseconds and bytes."""
 
     wall_ns: float = 0.0
-    """Total time available to all workers."""
+    """Wall time between two readings, summed over workers."""
     on_cpu_ns: float = 0.0
     run_queue_ns: float = 0.0
+    """Time ready to run without a CPU."""
     span_ns: float = 0.0
     """Length of the intervals in which bytes are known for at least one worker."""
     asked: int = 0
@@ -79,7 +80,8 @@ class WorkerTime(Additive):
         """Share of the requested bytes that did not come from storage, 0 to 100; None if nothing was read.
 
         Storage returns whole pages, so it may return slightly more than requested; that counts as 0. If it returned
-        even more, files are mapped. Then the result is None, because nobody counts the page cache's share for those.
+        even more, files are mapped. Then the result is None, because reads of mapped files from the page cache are not
+        counted.
         """
         if not self.asked or self.from_disk > self.asked + SLACK_PER_READ * self.calls:
             return None
@@ -91,9 +93,9 @@ class WorkerClock:
     """Reads the workers' counters, and returns their growth since the last reading.
 
     A worker's time is the wall time between two readings, however many threads it has. Its time on a CPU and in the run
-    queue is summed over its threads, so a thread that mostly sleeps does not hide the one that decodes. If several
-    threads work at once, the sums can exceed the wall time; they are then scaled down to it, so that blocked, the rest,
-    is never negative. A thread that ended between two readings is not seen.
+    queue is summed over its threads, so a thread that mostly sleeps does not hide a thread that decodes. If several
+    threads work at once, the sums can exceed the wall time. They are then scaled down to the wall time, so that the
+    rest, the blocked time, is never negative. A thread that ended between two readings is not seen.
 
     Attributes:
         root: the file system to read ``proc`` from.
@@ -130,14 +132,14 @@ class WorkerClock:
 
 
 def _between(before: WorkerReading, after: WorkerReading) -> WorkerTime:
-    """The difference of two readings of one worker; empty if a counter went backwards: a new worker."""
+    """The difference of two readings of one worker; empty if a counter went backwards, because the worker is new."""
     wall = after.at_ns - before.at_ns
     # A new thread began at zero.
     passed = []
     for thread, (on_cpu_after, queue_after) in after.threads.items():
         on_cpu_before, queue_before = before.threads.get(thread, (0, 0))
         passed.append((on_cpu_after - on_cpu_before, queue_after - queue_before))
-    # A kernel without these statistics writes zeros: then times are unknown, not all blocked.
+    # A kernel without these statistics writes zeros: the times are then unknown, and do not count as blocked.
     if wall <= 0 or min(map(min, passed)) < 0 or not any(map(any, after.threads.values())):
         return WorkerTime()
     on_cpu, run_queue = map(sum, zip(*passed, strict=True))
@@ -167,7 +169,7 @@ def _times_of(folders: Iterable[str]) -> dict[str, tuple[int, int]]:
 
 
 def _schedstat(path: str) -> tuple[int, int] | None:
-    """The first two numbers of ``schedstat`` (proc(5)): nanoseconds on a CPU, and ready to run without one."""
+    """The first two numbers of ``schedstat`` (proc(5)): nanoseconds on a CPU, and ready to run without a CPU."""
     numbers = read_small(path).split()[:2]
     if len(numbers) < 2 or not all(map(bytes.isdigit, numbers)):
         return None
@@ -188,7 +190,7 @@ def _numbers(text: str, separator: str) -> dict[str, int]:
 
 
 def read_small(path: str) -> bytes:
-    """Content of a ``proc`` file, or nothing. Unbuffered: this runs during training, some dozen times per log."""
+    """Content of a ``proc`` file, or nothing. Unbuffered, because some dozen files are read per log during training."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError:
@@ -208,11 +210,12 @@ RESOURCES = ("cpu", "io", "memory")
 
 @dataclass
 class PressureTime(Additive):
-    """Sums over intervals: nanoseconds by resource, and scheduler periods by cgroup, if it may have a CPU quota."""
+    """Sums over intervals: nanoseconds by resource, and scheduler periods by cgroup that may have a CPU quota."""
 
     part: Counter[str] = field(default_factory=Counter)
     """Time or periods in which some task waited for the resource (PSI "some"), or the quota was used up."""
     whole: Counter[str] = field(default_factory=Counter)
+    """All time or periods."""
 
     def pressure_pct(self, resource: str) -> float | None:
         """Percentage of time in which some task waited for ``"cpu"``, ``"io"`` or ``"memory"``, 0 to 100."""
@@ -227,7 +230,7 @@ class PressureTime(Additive):
 
 
 class PressureClock:
-    """Reads the kernel's totals, and returns the differences.
+    """Reads the kernel's totals of pressure and throttling, and returns their growth since the last reading.
 
     Sources: Documentation/accounting/psi.rst and admin-guide/cgroup-v2.rst of Linux. The constructor looks for the
     files once.
@@ -240,7 +243,7 @@ class PressureClock:
         own = list(cgroup_folders(root, ""))
         self._pressure: dict[str, Path] = {}
         for resource in RESOURCES:
-            # The nearest file counts: that of the process's cgroup or of one around it, else the whole machine's.
+            # The nearest file counts: of the process's own cgroup, else of a parent cgroup, else of the whole machine.
             files = [*(folder / f"{resource}.pressure" for folder in own), root / "proc/pressure" / resource]
             nearest = next((path for path in files if _waited_ns(path) is not None), None)
             if nearest is not None:
@@ -267,7 +270,7 @@ class PressureClock:
 
 
 def _waited_ns(path: Path) -> int | None:
-    """The total in ``some avg10=0.00 avg60=0.00 avg300=0.00 total=123``, which is in microseconds."""
+    """Nanoseconds, from the microseconds of ``total`` in ``some avg10=0.00 avg60=0.00 avg300=0.00 total=123``."""
     total_us = re.search(r"^some .*total=(\d+)$", read_text(path), re.MULTILINE)
     return 1000 * int(total_us[1]) if total_us else None
 

@@ -1,6 +1,6 @@
-"""The place in the user's code where the training loader is made, and the command-line key that changes it.
+"""The lines of the user's code that make the training loader, and the command-line key that changes it.
 
-Nothing of the user's is changed for this: it reads the code of ``train_dataloader``, or the main file of the program.
+The user's code is only read, never changed: the code of ``train_dataloader``, or the main file of the program.
 """
 
 import ast
@@ -47,7 +47,7 @@ def code_of(owner: object, data: object, loaders: Sequence[AnyLoader], *, config
 
 
 def users_line(function: object) -> str:
-    """Return ``train.py:12`` of a user function; empty for a library function or None."""
+    """Return the file and line of a user's function, such as ``train.py:12``; empty for a library function or None."""
     code = _code_of(function)
     if code is None or not is_users(code.co_filename):
         return ""
@@ -55,7 +55,7 @@ def users_line(function: object) -> str:
 
 
 def _code_of(function: object) -> Any:
-    """Return the code of a function or method, below its decorators. None for anything else."""
+    """Return the code object of a function or method, without its decorators; None for anything else."""
     function = getattr(function, "__func__", function)
     if not callable(function):
         return None
@@ -63,7 +63,7 @@ def _code_of(function: object) -> Any:
 
 
 def _package_of(owner: object) -> str:
-    """Return the package whose code makes the loader. Empty if that is the user's own code, or unknown."""
+    """Return the package whose code makes the loader; empty if the user's own code does, or if unknown."""
     method = getattr(owner, "train_dataloader", None)
     code = _code_of(method)
     if code is None or is_users(code.co_filename) or code.co_filename.startswith("<"):
@@ -111,7 +111,10 @@ def _keys_of_settings(config: Mapping[str, object]) -> tuple[tuple[str, str], ..
 
 
 def _keys_of_loaders(config: Mapping[str, object], loaders: Sequence[AnyLoader]) -> tuple[tuple[str, str], ...]:
-    """Return (setting, key) for each setting whose value one key of LightningCLI holds; empty without num_workers."""
+    """Return (setting, key) for each setting that has exactly one key with its value in LightningCLI's arguments.
+
+    Returns nothing if num_workers has no such key.
+    """
     numbers = {key: value for key, value in config.items() if type(value) in (int, bool)}
     overrides = []
     for setting in SETTINGS:

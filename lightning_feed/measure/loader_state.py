@@ -1,8 +1,8 @@
 """The state of a live iterator over a loader: batches ready, batches that wait to be pinned, and its workers.
 
 Known iterators: torch's with worker processes, and torchdata's, which has the same private parts (checked against torch
-2.6, torch 2.15 and torchdata 0.11); torch's without workers; and our own. The state of any other iterator is unknown.
-If a private part is missing or has changed, the figure is unknown; training never fails.
+2.6, torch 2.15 and torchdata 0.11); torch's without workers; and this package's ``LoaderPass``. The state of any other
+iterator is unknown. If a private part is missing or has changed, the figure is unknown; training never fails.
 """
 
 import weakref
@@ -26,8 +26,8 @@ def _is_ours(iterator: object) -> bool:
     return is_instance(iterator, "lightning_feed.load.loader_pass", "LoaderPass")
 
 
-# Reading a private part can fail: it is missing, of another type, closed, without a length (queues on macOS), or
-# changed meanwhile by another thread.
+# Reading a private part can fail, if the part is missing, of another type, closed, without a length (queues on macOS),
+# or changed by another thread meanwhile.
 _UNREADABLE = (AttributeError, TypeError, ValueError, OSError, NotImplementedError, RuntimeError, LookupError)
 
 
@@ -46,7 +46,7 @@ class Probe:
     """Reads the state of one iterator without keeping it alive. This base class reads torch's iterator without workers.
 
     Args:
-        iterator: an iterator of a known kind, or our own workers (``OwnPass``) inside our own pass.
+        iterator: an iterator of a known kind, or this package's own workers (``OwnPass``) inside a ``LoaderPass``.
     """
 
     def __init__(self, iterator: AnyIterator) -> None:
@@ -72,10 +72,13 @@ class Probe:
         return self._ask(self._workers, Workers())
 
     def waited(self, wait_ns: int) -> None:
-        """Note that the loop has waited for the batch that it just got."""
+        """Note that the loop has waited this long for the batch that it just got."""
 
     def head_of_line_ns(self) -> float | None:
-        """Nanoseconds waited so far for a batch while workers were idle, times their share."""
+        """Nanoseconds waited so far while a later batch was ready, times the share of workers that were idle then.
+
+        None if unknown.
+        """
         return 0.0
 
     def _ask(self, question: Callable[[Any], T], unknown: T) -> T:
@@ -108,7 +111,7 @@ def probe_loader(iterator: AnyIterator) -> Probe | None:
 class TorchProbe(Probe):
     """Reads torch's ``_MultiProcessingDataLoaderIter``, or an iterator with the same parts.
 
-    Torch keeps batches that arrive out of order in ``_task_info``, as tuples of two.
+    Torch keeps batches that arrive out of order in ``_task_info``, as tuples (worker, batch).
     """
 
     def __init__(self, iterator: AnyIterator) -> None:
@@ -117,11 +120,11 @@ class TorchProbe(Probe):
         self._head_of_line_ns = 0.0
 
     def waited(self, wait_ns: int) -> None:
-        """Count a wait at whose end workers were idle, times their share."""
+        """Add a wait, times the share of workers that were idle at its end because an earlier batch was missing."""
         self._head_of_line_ns += wait_ns * self._ask(idle_share, 0.0)
 
     def head_of_line_ns(self) -> float | None:
-        """The sum of the waits counted by :meth:`waited`."""
+        """The sum made by :meth:`waited`."""
         return self._head_of_line_ns
 
     def _state(self, it: AnyIterator) -> QueueState:
@@ -136,7 +139,7 @@ class TorchProbe(Probe):
 
 
 class OwnProbe(Probe):
-    """Reads our own workers in our own pass."""
+    """Reads this package's own workers (``OwnPass``) inside a ``LoaderPass``."""
 
     def _state(self, it: "OwnPass") -> QueueState:
         return QueueState(it.ready, None, 0)
@@ -149,7 +152,7 @@ class OwnProbe(Probe):
 
 
 class PassProbe(Probe):
-    """Reads our own pass: worker processes, worker threads or neither, and the thread that reads ahead.
+    """Reads this package's iterator, ``LoaderPass``: its worker processes or threads, and the thread that reads ahead.
 
     With ``background``, batches that the thread reading ahead has not fetched yet also count as ready. A batch that the
     thread holds while its queue is full is not seen. Without workers, the thread counts as the worker. If another
@@ -163,7 +166,7 @@ class PassProbe(Probe):
         self._source = OwnProbe(source) if own else probe_loader(source)
 
     def head_of_line_ns(self) -> float | None:
-        """The nanoseconds counted by the pass's own first stage."""
+        """Nanoseconds that the pass itself has counted; None once it has ended."""
         return self._ask(lambda it: float(it.head_of_line_ns), None)
 
     def _inner(self, it: "LoaderPass") -> Probe:

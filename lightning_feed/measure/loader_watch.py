@@ -28,11 +28,11 @@ class LoaderSums(Additive):
     ready: int = 0
     """Sum of the batches ready at the start of each fetch."""
     capacity: int = 0
-    """Sum of the batches that could have been ready."""
+    """Sum of the batches that could have been ready at the start of each fetch."""
     sized_fetches: int = 0
     """Fetches with a known capacity."""
     ordered_wait_ns: int = 0
-    """Waiting time for which we know whether a later batch was ready."""
+    """Waiting time for which it is known whether a later batch was ready."""
     head_of_line_ns: float = 0.0
     handover_ns: float = 0.0
     """Waiting that began with batches ready in each loader, without head-of-line time."""
@@ -47,15 +47,15 @@ class LoaderSums(Additive):
     draws: int = 0
     """Fetches that drew these batches."""
     stocked: int = 0
-    """Growth of the stock of ready batches."""
+    """Growth of the number of batches that are made but not yet drawn."""
     span_ns: int = 0
-    """Time between fetches of one epoch: the time of production."""
+    """Time from fetch to fetch within epochs, in which the loaders made batches."""
 
     @property
     def produced_per_s(self) -> float | None:
-        """Batches per second made by the loaders: those returned, plus the growth in ready ones.
+        """Batches per second made by the loaders: the batches drawn, plus the growth of the stock of ready batches.
 
-        Batches that the loop takes together from several loaders count as one.
+        Batches that the loop takes together from several loaders count as one batch.
         """
         if not self.draws or not self.span_ns or not self.drawn:
             return None
@@ -106,11 +106,11 @@ class _Fetch:
     drawn: int = 0
     """Batches drawn since the last fetch."""
     scarce: tuple[int, int] | None = None
-    """Batches ready, and the capacity, of the loader with the smallest share ready: the loop waits for that one."""
+    """Batches ready, and the capacity, of the loader with the smallest share ready: the loop waits for this loader."""
     wait_ns: int = 0
     """Duration of the fetch."""
     late_ns: float | None = None
-    """Time in the fetch while a later batch was ready. Until the fetch ends: the loaders' total at its start."""
+    """Time in the fetch while a later batch was ready. Until the fetch ends: the loaders' total when it began."""
 
     def see(self, probe: Probe) -> None:
         """Add the state of one loader."""
@@ -133,17 +133,17 @@ class _Fetch:
 class LoaderWatch:
     """Measures the training loaders while the loop draws from them.
 
-    Call :meth:`fetch_began` and :meth:`fetch_ended` around each fetch of the loop, even if it only returns a batch
-    fetched before. The first fetch of each epoch does not count: it waits for workers to start.
+    Call :meth:`fetch_began` and :meth:`fetch_ended` around each fetch of the loop, even if the fetch only returns a
+    batch that was drawn before. The first fetch of each epoch does not count: it waits for workers to start.
 
-    Several loaders are taken together: batches ready, and capacity, are those of the loader with the smallest share
-    ready, because the loop waits for that one. Head-of-line time is counted for each loader by itself: the loop waits
-    for one after the other. If one loader is of an unknown kind, the loop may be waiting for that one: waiting and
-    workers are then unknown, and only the batches of the others count.
+    With several loaders, as in a CombinedLoader, the number of ready batches and the capacity are taken from the loader
+    with the smallest share of batches ready, because the loop waits for this loader. Head-of-line time is added up over
+    the loaders, because the loop waits for one after the other. If one loader is of an unknown kind, the loop may be
+    waiting for it: waiting and workers are then unknown, and only the batches made by the other loaders are counted.
 
     ``head_of_line_pct`` is the time waited while a later batch was ready, times the share of workers idle meanwhile,
-    over all time in fetches. With ``background=``, worker processes and the thread that reads ahead are watched as one:
-    the thread's waits count while the loop waits. For the other figures see ``stats`` and ``kernel``.
+    divided by all time in fetches. With ``background=``, the workers and the thread that reads ahead are watched as one
+    loader: the thread's waits count while the loop waits, too. For the other figures see ``stats`` and ``kernel``.
 
     Args:
         find: returns the live iterators of the training loaders. Called at each fetch.
@@ -176,7 +176,7 @@ class LoaderWatch:
         self._settled = LoaderSums()
         self._at_epoch = LoaderSums()
         self._before = LoaderSums()
-        """Sums of the whole run, at the end of its warm-up, and at the start of the epoch and of the window."""
+        """The four sums: now, at the end of the warm-up, at the start of the epoch, and at the start of the window."""
         self._first = True
         """True until a fetch of this epoch has ended."""
         self._last: _Fetch | None = None
@@ -197,7 +197,7 @@ class LoaderWatch:
         now = self._clock()
         last = self._last
         if self._follow():
-            last = None  # it belongs to other iterators
+            last = None  # the last fetch was from other iterators
         fetch = self._last = _Fetch(now, counts=not self._first, all_known=None not in self._probes)
         for probe in self._live:
             fetch.see(probe)
@@ -209,7 +209,7 @@ class LoaderWatch:
         """Note that the batch has arrived."""
         fetch = self._last
         if fetch is None:
-            return  # this fetch began before the watch
+            return  # the fetch began before this object was made
         now = self._clock()
         fetch.wait_ns = now - fetch.at
         for probe in self._live:
@@ -255,11 +255,11 @@ class LoaderWatch:
         self._last = None
 
     def _count(self, last: _Fetch, fetch: _Fetch) -> None:
-        """Count the last fetch, and the time from its start to the start of the current fetch."""
+        """Count the last fetch, and the time from its start to the start of the current fetch, ``fetch``."""
         sums = self._sums
         sums.span_ns += fetch.at - last.at
         sums.stocked += fetch.ready + fetch.unpinned - last.ready - last.unpinned
-        if fetch.drawn:  # else it only returned a batch fetched before
+        if fetch.drawn:  # else the last fetch only returned a batch that was drawn before
             sums.drawn += fetch.drawn
             sums.draws += 1
             if last.all_known:  # else the loop may have waited for the unknown loader
@@ -285,7 +285,7 @@ class LoaderWatch:
                 sums.pin_wait_ns += last.wait_ns
 
     def _follow(self) -> bool:
-        """Find the live iterators. Returns True if they differ from the last time."""
+        """Find the live iterators. Returns True if they are not those of the last call."""
         iterators = self._find()
         probes = self._probes
         if self._unchanged(iterators):
@@ -305,7 +305,7 @@ class LoaderWatch:
 
     def _all_workers(self) -> Workers:
         if None in self._probes:
-            # Their times would explain a wait that may be for another loader.
+            # The known workers' times would seem to explain a wait that may be for the unknown loader.
             return Workers()
         pids: dict[int, None] = {}
         thread_ids: dict[int, None] = {}

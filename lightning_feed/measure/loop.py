@@ -40,7 +40,8 @@ class MeasuredLoop:
         facts: facts about the loop before its first batch.
         find: returns the live iterators of its loaders.
         queue: largest number of batches that the loaders hold ready.
-        ring: device events that time the steps. None: the host's clock, which is trusted only for a model on the CPU.
+        ring: device events that time the steps; None for the host's clock, which is trusted only for a model on the
+            CPU.
         names: names of the loaders, if there are several that are read one after the other.
         clock: the host's clock.
     """
@@ -77,10 +78,10 @@ class MeasuredLoop:
     # --- what the loop does -------------------------------------------------------------------------------------------
 
     def begins(self, facts: LoopFacts, since: int | None = None) -> None:
-        """Begin the loop again, at ``since`` by the host's clock. Its loaders may have changed."""
+        """Begin the loop again, at ``since`` by the host's clock, or now if None. Its loaders may have changed."""
         ran = self.meter.finished - self._began_at
         self._began_at = self.meter.finished
-        # A stream has no length: assume that an epoch is as long as the one before.
+        # An iterable dataset may have no length: assume that an epoch is as long as the epoch before.
         batches = facts.batches_per_epoch or ran or None
         self.facts = replace(facts, batch=self.facts.batch, syncs=self.facts.syncs, batches_per_epoch=batches)
         self._leave_out_earlier_epochs()
@@ -92,7 +93,7 @@ class MeasuredLoop:
     def _leave_out_earlier_epochs(self) -> None:
         """Leave out what was measured before the present epoch, if the wait for data has changed since.
 
-        With several ranks, each of them would decide by itself.
+        With several ranks nothing is left out, because each rank would decide by itself.
         """
         if not self._settled or self.facts.world_size > 1:
             return
@@ -109,7 +110,7 @@ class MeasuredLoop:
         self.facts = replace(self.facts, batch=batch_facts(batch))
 
     def step_ended(self) -> bool:
-        """Detect the end of the warm-up. Returns True if enough steps have accumulated to be summed up."""
+        """Detect the end of the warm-up. Returns True if so many steps are kept that they have to be summed up."""
         if not self._settled and self.meter.finished >= self.warm_up:
             self._settled = True
             self.cpu.settle(self.meter.finished)
@@ -155,7 +156,7 @@ class MeasuredLoop:
         return tuple(loaders)
 
     def measurements(self, *, prefetch_active: bool | None) -> LoopMeasurements:
-        """All measurements so far, without the warm-up, and without epochs in which loading was another."""
+        """All measurements so far, without the warm-up, and without earlier epochs if the wait for data has changed."""
         self.ledger.fold()
         self._leave_out_earlier_epochs()
         return LoopMeasurements(
@@ -175,7 +176,7 @@ class Schedule:
     """Due times of reports.
 
     Args:
-        seconds: the seconds of a clock.
+        seconds: returns the time of a clock in seconds.
     """
 
     def __init__(self, seconds: Callable[[], float] = _seconds) -> None:
@@ -190,7 +191,7 @@ class Schedule:
         return steps >= self._next_step or self._seconds() >= self._next_s
 
     def came(self, *, early: bool = False) -> None:
-        """Note a report. With ``early`` it had no verdict yet, so the next one is due soon."""
+        """Note that a report was made. If it was ``early``, it had no verdict yet, so the next report is due soon."""
         self._next_step = math.inf
         self._next_s = self._seconds() + (FIRST_S if early else EVERY_S)
         self.first &= early

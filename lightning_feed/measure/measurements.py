@@ -1,4 +1,4 @@
-"""Measurements of a run and facts about it, from which the verdict is made. None: unknown."""
+"""Measurements of a run and facts about it, from which the verdict is made. Unknown values are None."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -15,12 +15,13 @@ class LoaderCode:
     words: str
     """Description of the call to change: ``your training DataLoader (Data.train_dataloader, data.py:41)``."""
     form: Literal["arguments", "settings", "callback"] = "arguments"
-    """``arguments``: the call takes a DataLoader's arguments. ``settings``: it takes those of LoaderSettings.
-    ``callback``: a package makes the loader, so AutotuneCallback sets them."""
+    """``arguments``: the call takes a DataLoader's arguments. ``settings``: the call takes the arguments of
+    LoaderSettings. ``callback``: a package makes the loader, so AutotuneCallback has to change the settings."""
     inner: str = ""
-    """Description of a wrapped data module's inner loader, which takes the settings that ``wrap`` does not change."""
+    """Description of a wrapped data module's own loader, which takes the settings that ``FastDataModule.wrap`` does not
+    change."""
     overrides: tuple[tuple[str, str], ...] = ()
-    """(setting, its command-line key), if LightningCLI sets the value."""
+    """(setting, command-line key of the setting), for settings whose value comes from LightningCLI."""
     datamodule: str = ""
     """Class of the data module; empty without one."""
     trainer_key: str = ""
@@ -34,27 +35,31 @@ class HookCode:
     name: str
     """The name that Lightning's profiler uses for this hook, without the callback's settings."""
     at: str
-    """Its file and line, such as ``train.py:12``."""
+    """File and line of the hook, such as ``train.py:12``."""
     interval: str = ""
-    """The callback's constructor argument that seems to set the number of steps between two actions, if it is 1."""
+    """The callback's constructor argument that seems to set the number of steps between two actions, if its value is 1;
+    else empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderFacts:
-    """The training loaders and their datasets. Of several loaders, the settings of the one with the fewest workers."""
+    """Facts about the training loaders and their datasets.
+
+    With several loaders, the settings are those of the loader with the fewest workers.
+    """
 
     num_workers: int | None = None
-    """Workers of the training loader; the fewest of several loaders."""
+    """Workers of the training loader; with several loaders, the smallest number."""
     every_num_workers: tuple[int, ...] = ()
     """Workers of each training loader; empty if unknown."""
     prefetch_factor: int | None = None
     """Batches that each worker loads ahead."""
     pin_memory: bool | None = None
-    """Batches are put into pinned memory."""
+    """True if batches are put into pinned memory."""
     persistent_workers: bool | None = None
-    """Workers stay alive between epochs."""
+    """True if workers stay alive between epochs."""
     in_order: bool | None = None
-    """Batches come in the order of the sampler."""
+    """True if batches come in the order of the sampler."""
     workers: Literal["process", "thread"] | None = None
     """Kind of workers."""
     batch_size: int | None = None
@@ -67,16 +72,17 @@ class LoaderFacts:
     ours: bool | None = None
     """True if a FastDataModule made the training loaders."""
     generator: str = ""
-    """The loader, if it is not a DataLoader: ``generator batches (train.py:12)``."""
+    """Name and line of the loader, if it is not a DataLoader: ``batches (train.py:12)``; else empty."""
     why_no_workers: str = ""
-    """The reason why a dataset without workers does not survive a fork into workers; empty: none was found."""
+    """The reason why the dataset of a loader without workers would not survive a fork into workers; empty if none was
+    found."""
     keeps: str = ""
-    """The attribute of a dataset without workers in which it keeps what it reads, if it grows in the present epoch:
-    ``dataset.kept``. Empty: none."""
+    """The attribute in which the dataset of a loader without workers keeps what it reads, such as ``dataset.kept``, if
+    this attribute grew in the present epoch; else empty."""
     shards_by_worker: bool | None = None
     """True if the iterable datasets come from packages known to divide their samples among workers."""
     repeated: bool | None = None
-    """True if the workers of a stream were seen to give the same batches. None: not looked at."""
+    """True if the workers of an iterable dataset were seen to give the same batches; None if this was not checked."""
     may_persist: bool | None = None
     """True if workers may persist between epochs: the loaders are not replaced, and nothing new, such as a call of
     ``set_epoch``, has to reach the workers."""
@@ -116,9 +122,9 @@ class DataModuleFacts:
     """Settings of a FastDataModule; all of them None for any other source of loaders."""
 
     staged: bool | None = None
-    """True if a FastDataModule reads from a staged copy."""
+    """True if the FastDataModule reads from a staged copy."""
     device_transform: bool | None = None
-    """True if a FastDataModule transforms batches on the device."""
+    """True if the FastDataModule transforms batches on the device."""
     decoder: str | None = None
     """``decoder`` of an ImageFolderDataModule."""
     quality: str | None = None
@@ -137,7 +143,7 @@ class TrainerFacts:
     package: Literal["lightning.pytorch", "pytorch_lightning"] = "lightning.pytorch"
     """Package of the Trainer and its callbacks."""
     lightning: str | None = None
-    """Version of this package."""
+    """Version of the package named in ``package``."""
     max_epochs: int | None = None
     """Epochs of the fit; None if unbounded."""
     breaks_off: bool | None = None
@@ -145,11 +151,11 @@ class TrainerFacts:
     log_every_n_steps: int | None = None
     """The Trainer's ``log_every_n_steps``."""
     check_val_every_n_epoch: int | None = None
-    """The Trainer's ``check_val_every_n_epoch``. None: validation goes by steps, not by epochs."""
+    """The Trainer's ``check_val_every_n_epoch``; None if validation is scheduled by steps instead of epochs."""
     val_check_batches: int | None = None
-    """Training batches between two validations, if an epoch has several validations, or if they go by steps."""
+    """Training batches between two validations, if an epoch has several, or if validation is scheduled by steps."""
     checkpoint_steps: int | None = None
-    """Training steps between checkpoints. None unless exactly one ModelCheckpoint saves by steps."""
+    """Training steps between checkpoints; None unless exactly one ModelCheckpoint saves by steps."""
     bar_refresh_rate: int | None = None
     """Batches between updates of the progress bar; 0 if it is off."""
     tuned: bool | None = None
@@ -157,19 +163,19 @@ class TrainerFacts:
 
 
 OTHERS_PCT = 20.0
-"""CPU use of other programs, in %, above which it affects the figures."""
+"""Smallest CPU use of other programs, in %, that affects the figures."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopFacts:
-    """Facts of the run besides its times. None: unknown."""
+    """Facts about the run, other than its times. Unknown facts are None."""
 
     loop: Literal["trainer", "plain"] = "trainer"
     """Lightning's Trainer, or a plain loop of the user, which has no callbacks, hooks or data modules."""
     stage: Literal["fit", "validate", "test", "predict"] = "fit"
     """Stage that the loaders, batches and steps belong to."""
     device_type: str = "cpu"
-    """``cpu``, ``cuda``, ...: where the steps run."""
+    """Type of the device on which the steps run: ``cpu``, ``cuda``, ..."""
     world_size: int = 1
     """Number of ranks."""
     usable_cpus: int | None = None
@@ -179,19 +185,19 @@ class LoopFacts:
     free_shm_bytes: int | None = None
     """Free space of /dev/shm before training; None without a limit."""
     others_cpu_pct: float | None = None
-    """Share of this run's CPUs that other programs used, 0 to 100. Above 20 they affect the figures. Only on Linux,
-    with a single training process; else None."""
+    """Share of this run's CPUs that other programs used, 0 to 100. From 20, they affect the figures. Known only on
+    Linux, with a single training process; else None."""
     batches_per_epoch: int | None = None
     """Batches of the training loader in an epoch, on one rank."""
     cut_short: tuple[int, int] | None = None
-    """Batches of an epoch that ended before the length of its loader, and that length; None if no epoch did."""
+    """Number of batches in an epoch that ended too early, and the length of its loader; None if no epoch did."""
     waited_ms: tuple[float, float] | None = None
-    """Mean wait for data in a step, in earlier epochs and since. The figures leave these epochs out, because the wait
-    has changed. None: it has not."""
+    """Mean wait for data in a step, in earlier epochs and since then, if the wait has changed: the figures then leave
+    the earlier epochs out. None if it has not changed."""
     batch_hooks: bool | None = None
     """True if a hook of the user other than ``device_transform`` can change a batch during its transfer."""
     syncs: tuple[str, ...] = ()
-    """Reasons that the host waits for the device in each step: keys of :data:`SYNCS`."""
+    """Reasons why the host waits for the device in each step: keys of :data:`SYNCS`."""
     loader: LoaderFacts = field(default_factory=LoaderFacts)
     batch: BatchFacts = field(default_factory=BatchFacts)
     host: HostTimes = field(default_factory=HostTimes)
@@ -225,9 +231,9 @@ class HookTime:
     """The time of one hook in a step."""
 
     name: str
-    """Lightning's name for it in its profiler, for example ``[Callback]ModelCheckpoint.on_train_batch_end``."""
+    """The hook's name in Lightning's profiler, for example ``[Callback]ModelCheckpoint.on_train_batch_end``."""
     ms_per_step: float
-    """Mean over the steps in which hooks were timed."""
+    """Mean time per step, over the steps in which the hook was timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,12 +241,12 @@ class LoopMeasurements:
     """Measurements of the validation within a fit."""
 
     stats: StarvationStats
-    """The parts of its steps."""
+    """The parts of the validation steps."""
     facts: LoopFacts
-    """Facts of its loaders."""
+    """Facts about the validation and its loaders."""
     loaders: LoaderStats = field(default_factory=LoaderStats)
     by_loader: tuple[LoaderSteps, ...] = ()
-    """Steps of each of several loaders; empty for a single loader."""
+    """Steps of each loader, if there are several; empty for a single loader."""
     waited_s: float
     """Seconds of waiting for data, including the first batch of each validation."""
 
@@ -257,7 +263,7 @@ class Measurements:
     hooks: tuple[HookTime, ...] = ()
     """Hooks between the steps, the slowest first."""
     by_loader: tuple[LoaderSteps, ...] = ()
-    """For a validation, test or prediction: figures of each of several loaders."""
+    """Figures of each loader, for a validation, test or prediction with several loaders; else empty."""
     wall: WallStats | None = None
     """Wall-time parts of the whole run; None if not measured."""
     validation: LoopMeasurements | None = None

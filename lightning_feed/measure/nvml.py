@@ -21,7 +21,7 @@ class NvmlSampler:
     """Samples one GPU until :meth:`stop`. A failure ends the sampling and is logged once at INFO.
 
     Args:
-        uuid: the device's UUID from torch. Its index may differ because of ``CUDA_VISIBLE_DEVICES``.
+        uuid: the device's UUID from torch. Its index in NVML may be another one because of ``CUDA_VISIBLE_DEVICES``.
         period_s: seconds between two samples.
     """
 
@@ -64,7 +64,7 @@ class NvmlSampler:
                         logger.info("No GPU figures from NVML: it has none for the GPU %s", self._uuid)
             finally:
                 pynvml.nvmlShutdown()
-        except Exception as error:  # noqa: BLE001  # a meter beside the training must not end it; said, not swallowed
+        except Exception as error:  # noqa: BLE001  # a failure to measure must not end training, but is logged
             logger.info("No GPU figures from NVML: %s: %s", type(error).__name__, error)
 
     def _sample(self, readings: dict[str, Callable[[], float]], pynvml: Any) -> None:
@@ -73,10 +73,10 @@ class NvmlSampler:
                 value = read()
             except pynvml.NVMLError as error:
                 logger.debug("NVML does not give %s: %s", name, error)
-                if isinstance(error, pynvml.NVMLError_NotSupported):  # this board never will
+                if isinstance(error, pynvml.NVMLError_NotSupported):  # this GPU will never report this figure
                     del readings[name]
                 continue
-            if not math.isfinite(value):  # no error, but no figure: the next sample may have one
+            if not math.isfinite(value):  # no error, but no figure, either: the next sample may have a figure
                 continue
             with self._lock:
                 total, count = self._sums.get(name, (0.0, 0))
@@ -87,8 +87,8 @@ def find_handle(pynvml: Any, uuid: str) -> Any:
     """NVML's handle of the GPU, or of the MIG instance, with this UUID.
 
     Args:
-        pynvml: the module.
-        uuid: with or without NVML's prefix ``GPU-`` or ``MIG-``; torch gives it without.
+        pynvml: the module ``pynvml``.
+        uuid: the UUID, with or without NVML's prefix ``GPU-`` or ``MIG-``; torch returns it without.
     """
     bare = uuid.removeprefix("GPU-").removeprefix("MIG-")
     try:
@@ -99,7 +99,7 @@ def find_handle(pynvml: Any, uuid: str) -> Any:
 
 @contextmanager
 def _readings(pynvml: Any, handle: Any) -> Iterator[dict[str, Callable[[], float]]]:
-    """Field of :class:`GpuStats` -> function that reads it."""
+    """Yield a dict from fields of :class:`GpuStats` to the functions that read them."""
     readings: dict[str, Callable[[], float]] = {
         "util_pct": lambda: float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu),
         "mem_used_mib": lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used / MIB,
@@ -130,7 +130,7 @@ class _SmActivity:
         pynvml.nvmlGpmSampleGet(handle, self._samples[0])
 
     def read(self) -> float:
-        """Percent since the last call."""
+        """Percentage of multiprocessors that were busy since the last call."""
         pynvml = self._pynvml
         earlier, later = self._samples
         pynvml.nvmlGpmSampleGet(self._handle, later)

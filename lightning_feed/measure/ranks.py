@@ -1,4 +1,4 @@
-"""Cross-rank starvation: the longest wait in each step, its rank, and what it costs all ranks."""
+"""Cross-rank starvation: the longest wait in each step, its rank, and its cost for all ranks."""
 
 import itertools
 import logging
@@ -17,9 +17,9 @@ from lightning_feed.measure.step_meter import StepTimes
 from lightning_feed.measure.windows import FEW_STEPS
 
 SLOW_SHARE = 0.1
-"""A rank is slow if it waits longer than the median by this share of a step."""
+"""A rank is slow if its mean wait exceeds the median of all ranks' mean waits by at least this share of a step."""
 NUMBER, DATA_IDLE, STEP = range(3)
-"""Columns of a rank's measurements: number of the step, nanoseconds of waiting for data, nanoseconds in all."""
+"""Columns of a rank's measurements: number of the step, nanoseconds of waiting for data, nanoseconds of the step."""
 
 
 def step_rows(steps: Iterable[StepTimes]) -> list[float]:
@@ -28,7 +28,7 @@ def step_rows(steps: Iterable[StepTimes]) -> list[float]:
 
 
 def align(ranks: Sequence[Tensor]) -> Tensor:
-    """The steps that all ranks measured. A rank may lack steps that its device clock lost, or has not reached yet.
+    """The steps that all ranks measured. A rank may lack steps that its device clock has lost, or not yet measured.
 
     Args:
         ranks: each rank's steps as (steps, 3) float64, columns as in :func:`step_rows`.
@@ -53,12 +53,12 @@ class RankSums(Additive):
       others wait for its gradients, and they count that as ``compute``. So the longest wait of each step is the cost
       for all ranks. A mean over ranks would hide one starved rank among many.
     - ``amplification = sum_k max_r idle[k, r] / (1 / ranks * sum_r sum_k idle[k, r])``: the cost for all ranks, divided
-      by the mean wait of a rank. From 1 (all wait in the same steps, equally long) to the number of ranks (a single
-      rank waits in each step). Steps are equally long on ranks that exchange gradients, so this is also starved_pct
-      divided by the mean of the ranks' own starved_pct. None if no rank waits.
-    - ``slow_rank``: the rank with the longest mean wait, if that exceeds the median of the ranks' mean waits by 10 % of
-      the mean of ``max_r step[k, r]``. For an even number of ranks, the median is the lower of the two in the middle: a
-      mean of both would halve the difference between two ranks.
+      by the mean wait of a rank. It is between 1 (all wait in the same steps, equally long) and the number of ranks (a
+      single rank waits in each step). Steps are equally long on ranks that exchange gradients, so this is also
+      starved_pct divided by the mean of the ranks' own starved_pct. None if no rank waits.
+    - ``slow_rank``: the rank with the longest mean wait, if this wait exceeds the median of the ranks' mean waits by
+      10 % of the mean of ``max_r step[k, r]``. For an even number of ranks, the median is the lower of the two middle
+      values: the mean of both would halve the difference between two ranks.
     """
 
     steps: int
@@ -74,7 +74,7 @@ class RankSums(Additive):
         return cls(common.shape[2], longest_idle, longest_step, common[DATA_IDLE].sum(dim=1))
 
     def stats(self) -> RankStats:
-        """Figures from the sums."""
+        """Figures computed from the sums."""
         idle_ns = self.idle_ns.tolist()
         world_size = len(idle_ns)
         if not self.steps:
@@ -98,14 +98,14 @@ class RankSums(Additive):
 logger = logging.getLogger(__name__)
 
 MOST_STEPS = 4096
-"""Largest number of steps sent per window, the newest ones: 98 kB."""
+"""Largest number of steps sent per window, 98 kB in all; if there are more, only the newest steps are sent."""
 PATIENCE_S = 5.0
 """Seconds that rank 0 waits for the other ranks' last steps after training."""
 WINDOWS_MISSED = 3
 """Number of windows in a row without the steps of some rank, after which a line is logged."""
 _POLL_S = 0.005
 _LAST = "last"
-_HEADER = 3  # layout, window, rows: float64, as the rows are
+_HEADER = 3  # layout, window and number of rows, each as a float64, like the rows
 _LAYOUT = 1.0
 
 _sessions = itertools.count()
@@ -115,8 +115,8 @@ class RankExchange:
     """One rank's side of the exchange. All ranks send at the same steps; only rank 0 reads.
 
     A window's keys are used again two windows later, so that the store does not grow. A value counts only if it names
-    the requested window, and steps are matched by their numbers. So ranks that are out of step give fewer figures,
-    never wrong ones.
+    the requested window, and steps are matched by their numbers. So if ranks are out of step, figures may be missing,
+    but are never wrong.
 
     Args:
         store: torch's ``Store``, the same for all ranks.
@@ -148,13 +148,13 @@ class RankExchange:
         self._fresh: list[float] = []
         self._sent: list[Tensor] = []
         self._unmatched = [torch.empty(0, 3, dtype=torch.float64, device="cpu")] * world_size
-        """For each rank, steps newer than the newest that all ranks measured."""
+        """For each rank, its steps that are newer than the newest step that all ranks measured."""
         self._warm_up = warm_up
         self._sums = self._settled = RankSums.of(torch.empty(3, world_size, 0, dtype=torch.float64, device="cpu"))
         self._works = True
 
     def add(self, steps: Iterable[StepTimes]) -> None:
-        """Keep ``steps`` for the next :meth:`send`. Needed only if the caller drops them earlier."""
+        """Keep ``steps`` for the next :meth:`send`. Needed only if the caller drops these steps before that."""
         self._fresh += step_rows(steps)
         del self._fresh[: -3 * MOST_STEPS]
 
@@ -176,15 +176,15 @@ class RankExchange:
         return self._gather(window, str(window % 2), self._sent[0])
 
     def total(self) -> RankStats | None:
-        """The figures of all windows so far, on rank 0; None before the first, and on other ranks.
+        """The figures of all windows so far, on rank 0; None on other ranks, and before the first window is read.
 
-        They leave out the warm-up, unless too few steps would remain.
+        The warm-up is left out, unless too few steps would remain.
         """
         sums = self._settled if self._settled.steps >= FEW_STEPS else self._sums
         return sums.stats() if sums.steps else None
 
     def finish(self, steps: Iterable[StepTimes] = ()) -> RankStats | None:
-        """End the exchange after training: send the last steps; on rank 0, also read those of all ranks.
+        """End the exchange after training: send the last steps; on rank 0, also read the last steps of all ranks.
 
         Rank 0 waits at most 5 s for ranks that have sent windows before. The exchange cannot be used afterwards.
 
@@ -246,7 +246,7 @@ class RankExchange:
         return window_sums.stats()
 
     def _read(self, keys: list[str]) -> list[bytes] | None:
-        """The values of all ``keys``; None if one is missing, since getting a missing key blocks."""
+        """The values of all ``keys``; None if a key is missing, because getting a missing key would block."""
         return read_all(self._store, keys) if self._store.check(keys) else None
 
     def _miss(self) -> None:
@@ -280,7 +280,7 @@ class RankExchange:
 def open_rank_exchange(*, warm_up: int = 0) -> RankExchange | None:
     """The exchange of this process; None with a single rank, or if ``torch.distributed`` has no store.
 
-    Every rank must call it equally often: the n-th exchanges of all ranks belong together.
+    Every rank must call this function equally often: the n-th calls of all ranks open one common exchange.
 
     Args:
         warm_up: passed to :class:`RankExchange`.
@@ -294,7 +294,7 @@ def open_rank_exchange(*, warm_up: int = 0) -> RankExchange | None:
 
 
 def _unpack(value: bytes, window: int) -> Tensor | None:
-    """The rows that a rank sent for ``window``; None for anything else."""
+    """The rows that a rank sent for ``window``; None if ``value`` belongs to another window, or is no such message."""
     if len(value) % 8 or len(value) < 8 * _HEADER:
         return None
     numbers = torch.frombuffer(bytearray(value), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Detects a stream that its workers do not divide: each of them gives every sample."""
+"""Detects an iterable dataset that does not divide its samples among workers, so that each worker gives all samples."""
 
 from collections.abc import Sequence
 
@@ -10,18 +10,18 @@ from lightning_feed.load.kinds import Batch
 
 _TENSORS = 8
 _NUMBERS = 1024
-"""Tensors of a batch, and numbers of each, that are compared."""
+"""Largest number of tensors of a batch that are compared, and of elements of each tensor."""
 
 
 class RepeatedBatches:
-    """Compares the first batches of a loader, one from each worker, and the one after them.
+    """Compares the first batches of a loader, one from each worker, and the batch after those.
 
     Args:
         workers: number of workers, which give batches in turn.
 
     Attributes:
-        repeated: True if the first batches of all workers are equal, and the next batch is another one, because
-            constant samples prove nothing. None: not known yet.
+        repeated: True if the first batches of all workers are equal, and the next batch differs from them. (If it did
+            not differ, all samples might be equal, which proves nothing.) None as long as this is not known.
     """
 
     def __init__(self, workers: int) -> None:
@@ -31,7 +31,7 @@ class RepeatedBatches:
         self._first: Sequence[Tensor] = ()
 
     def see(self, batch: Batch) -> None:
-        """Take the next batch, before a step can change it."""
+        """Compare the next batch of the loader. Call this before a step can change the batch."""
         if self.repeated is not None:
             return
         parts = _parts(batch)
@@ -46,7 +46,7 @@ class RepeatedBatches:
 
 
 def _parts(batch: Batch) -> list[Tensor]:
-    """Copies of the first numbers of the first tensors of a batch."""
+    """Copies of the first elements of the first tensors of a batch."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
     return [tensor.detach().reshape(-1)[:_NUMBERS].clone() for tensor in tensors[:_TENSORS]]
 

@@ -1,4 +1,4 @@
-"""Figures over some steps, as frozen values with units in their names. None: not measured."""
+"""Figures over some steps, as frozen values with units in their names. Figures that were not measured are None."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -10,7 +10,7 @@ MIN_STEPS = 10
 """Fewest steps for a verdict."""
 MANY_STEPS = 200
 SOME_STEPS = 50
-"""Fewest steps for high confidence, and for medium confidence."""
+"""Fewest steps for high confidence (``MANY_STEPS``) and for medium confidence (``SOME_STEPS``)."""
 LOST_SHARE = 0.1
 """Figures are not trusted if more than this share of steps has no device measurement."""
 
@@ -31,7 +31,7 @@ class Additive:
 
 
 def tagged(tag: str) -> Any:
-    """A field that is logged under ``tag``. The tables of tags are built from these fields."""
+    """A dataclass field whose figure is logged under ``tag``. The tables of tags are built from these fields."""
     return field(default=None, metadata={"tag": tag})
 
 
@@ -39,24 +39,28 @@ def tagged(tag: str) -> Any:
 class LoaderStats:
     """Figures of the loaders, observed from outside or counted by the loaders.
 
-    Figures of workers and of pressure are known only on Linux; else None.
+    Figures of workers and of pressure are known only on Linux; elsewhere they are None.
     """
 
     workers_on_cpu_pct: float | None = tagged("feed_workers/on_cpu_pct")
-    """Share of the workers' time on a CPU, 0 to 100, mean over workers. High while starved: decoding, augmenting."""
+    """Share of the workers' time on a CPU, 0 to 100, mean over workers. High while training waits for data: workers
+    decode or augment."""
     workers_run_queue_pct: float | None = tagged("feed_workers/run_queue_pct")
-    """Share of the workers' time ready to run without a CPU. High: more workers or threads than CPUs."""
+    """Share of the workers' time ready to run, but without a CPU. High: there are more workers or threads than CPUs."""
     workers_blocked_pct: float | None = tagged("feed_workers/blocked_pct")
-    """The rest of the workers' time. High while starved: disk, network, locks. High while fed: idle workers."""
+    """Share of the workers' time neither on a CPU nor ready to run. High while training waits for data: workers wait
+    for a disk, a network or locks. High while it does not wait: workers are idle."""
     read_mb_per_s: float | None = tagged("feed_workers/read_mb_per_s")
     """Megabytes per second that all workers read, from storage or from the page cache."""
     disk_mb_per_s: float | None = tagged("feed_workers/disk_mb_per_s")
-    """Megabytes per second that all workers read from storage. Near read_mb_per_s: the page cache gave nothing."""
+    """Megabytes per second that all workers read from storage. Near read_mb_per_s: nothing came from the page cache."""
     page_cache_pct: float | None = tagged("feed_workers/page_cache_pct")
-    """Share of the bytes read that came from the page cache, 0 to 100. Low while blocked: stage or pack."""
+    """Share of the bytes read that came from the page cache, 0 to 100. Low while workers are blocked: stage or pack the
+    files."""
 
     queue_ready: float | None = tagged("feed_queue/ready")
-    """Mean number of batches ready when the loop asked for one. Near 0: starved. Near the capacity: well fed."""
+    """Mean number of batches ready when the loop asked for a batch. Near 0: training waits for data. Near the capacity:
+    training is well fed."""
     queue_capacity: float | None = tagged("feed_queue/capacity")
     """Batches that the loader may hold ready."""
     head_of_line_pct: float | None = tagged("feed_queue/head_of_line_pct")
@@ -66,7 +70,7 @@ class LoaderStats:
     """Share of the waiting that began with batches ready and was not lost to their order, 0 to 100. From 80: handing
     batches over to the training process takes the time, so send fewer and smaller tensors, or use threads."""
     pin_lag_ms: float | None = None
-    """Mean time waited for a batch while batches had been made, but none was pinned. High: pinning limits."""
+    """Mean time waited for a batch while batches had been made, but none was pinned. High: pinning is the limit."""
     produced_per_s: float | None = tagged("feed_queue/produced_per_s")
     """Batches per second that the loader made. Batches taken from a full queue do not count."""
 
@@ -77,23 +81,25 @@ class LoaderStats:
     memory_pressure_pct: float | None = tagged("feed_pressure/memory_pct")
     """Share of time in which some task waited for memory (PSI "some")."""
     throttled_pct: float | None = tagged("feed_pressure/throttled_pct")
-    """Share of scheduler periods in which the cgroup used up its CPU quota. High: use fewer workers, or raise it."""
+    """Share of scheduler periods in which the cgroup used up its CPU quota. High: use fewer workers, or a higher
+    quota."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuStats:
-    """Means over the samples of a window. None: this GPU or driver does not report it."""
+    """Means over the samples of a window. Figures that this GPU or driver does not report are None."""
 
     util_pct: float | None = tagged("feed_gpu/util_pct")
     """Share of time in which some kernel ran, 0 to 100. A rank that spins waiting for its peers reads 100."""
     sm_pct: float | None = tagged("feed_gpu/sm_pct")
-    """Share of the multiprocessors that were busy, 0 to 100; from Hopper on. Low beside a high util_pct: small work."""
+    """Share of the multiprocessors that were busy, 0 to 100; from Hopper on. Low beside a high util_pct: kernels are
+    too small to fill the GPU."""
     mem_used_mib: float | None = tagged("feed_gpu/mem_used_mib")
     """Device memory in use by all processes, MiB."""
     power_w: float | None = tagged("feed_gpu/power_w")
     """Power drawn, watts. Far below the board's limit: the GPU has little to do."""
     pcie_rx_mb_per_s: float | None = tagged("feed_gpu/pcie_rx_mb_per_s")
-    """Data received over PCIe, MB/s. Near the speed of the link: send less."""
+    """Data that the GPU received over PCIe, MB/s. Near the speed of the link: send fewer bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,14 +114,17 @@ class RankStats:
     steps: int
     """Steps that all ranks measured."""
     max_data_idle_ms: float | None = tagged("feed_dist/max_data_idle_ms")
-    """Longest wait of any rank, mean over the steps. High with a low starved_pct: another rank is starved."""
+    """Longest wait of any rank, mean over the steps. High while this rank's starved_pct is low: another rank waits for
+    data."""
     slow_rank: int | None = tagged("feed_dist/slow_rank")
-    """The rank with the longest mean wait, if that is 10 % of a step above the median. Absent: balanced."""
+    """The rank with the longest mean wait, if this wait is 10 % of a step above the median; None if ranks are
+    balanced."""
     starved_pct: float | None = tagged("feed_dist/starved_pct")
-    """Sum of the longest waits over sum of the longest steps, 0 to 100: the cost of waiting for all ranks together."""
+    """Sum of the longest waits divided by the sum of the longest steps, 0 to 100: the share of time that all ranks
+    together lose by waiting for data."""
     amplification: float | None = None
-    """Sum of the longest waits over the sum of the mean waits, 1 to world_size. High: ranks wait in turn, or all wait
-    for one. Absent: no rank waits."""
+    """Sum of the longest waits divided by the sum of the mean waits, 1 to world_size. High: ranks wait in turn, or all
+    wait for one rank. None if no rank waits."""
     data_idle_ms_by_rank: tuple[float, ...] = ()
     """Mean wait of each rank."""
 
@@ -124,9 +133,10 @@ class RankStats:
 class StarvationStats:
     """The parts of the steps of a window. Shares are sums divided by sums, never means of ratios.
 
-    A step is ``other + data_idle + h2d + compute``, exactly. On a device these are times between events on its compute
-    stream, so work queued ahead hides waiting; on the CPU they are the host's. A device's steps and their waits for
-    data are all measured; ``other``, ``h2d`` and ``compute`` with its parts come from one step in eight.
+    A step is ``other + data_idle + h2d + compute``, exactly. On a device, these are times between events on its compute
+    stream, so work queued ahead hides waiting; on the CPU, they are times of the host's clock. On a device, step times
+    and waits for data are measured in every step; ``other``, ``h2d`` and ``compute`` with its parts are measured in one
+    step of eight.
     """
 
     steps: int
@@ -135,47 +145,53 @@ class StarvationStats:
     """Steps that were not measured: the host was too far ahead of the device, two events could not be compared, or the
     device failed."""
     confidence: Confidence
-    """Trust in the figures: by the number of steps, the clock, and whether the warm-up is among them."""
+    """Confidence in the figures: it depends on the number of steps, on the clock, and on whether the steps include the
+    warm-up."""
 
     starved_pct: float | None = tagged("feed/starved_pct")
-    """Share of step time in which the device waited for data, 0 to 100. Near 0: fed. From 20: the loader limits."""
+    """Share of step time in which the device waited for data, 0 to 100. Near 0: training is fed. From 20: the loader is
+    the limit."""
     starved_low_pct: float | None = None
     """Lower end of the 95 % interval of starved_pct, by a block bootstrap."""
     starved_high_pct: float | None = None
     """Upper end of that interval."""
     input_pct: float | None = None
-    """Share of step time spent on data and exposed copying, 0 to 100. High beside a low starved_pct: slow copies."""
+    """Share of step time spent waiting for data and for copies that computing does not hide, 0 to 100. High with a low
+    starved_pct: copies are slow."""
     speedup_if_free: float | None = tagged("feed/speedup_if_free")
-    """Step time over step time without waiting for data, 1 or more. An estimate: something else may limit next."""
+    """Step time divided by step time without waiting for data, 1 or more. An estimate, because another part may become
+    the limit."""
     prefetch_active: bool | None = tagged("feed/prefetch_active")
-    """True if PrefetchCallback copies ahead (logged as 1 or 0). None: there is no such callback."""
+    """True if PrefetchCallback copies ahead (logged as 1 or 0); None if there is no such callback."""
 
     step_ms: float | None = tagged("feed_step/step_ms")
-    """Mean step, from the end of one to the end of the next, or on a device from fetch to fetch. Low is fast."""
+    """Mean time of a step: from the end of one step to the end of the next, or on a device from fetch to fetch."""
     step_low_ms: float | None = None
-    """Lower end of the 95 % interval of step_ms, by the same bootstrap."""
+    """Lower end of the 95 % interval of step_ms, by a block bootstrap."""
     step_high_ms: float | None = None
     """Upper end of that interval."""
     compute_ms: float | None = tagged("feed_step/compute_ms")
-    """Mean time from the batch being on the device to the end of the step. Near step_ms: compute-bound."""
+    """Mean time from the arrival of the batch on the device to the end of the step. Near step_ms: training is
+    compute-bound."""
     forward_ms: float | None = tagged("feed_step/forward_ms")
-    """Part of compute_ms: ``training_step``, on a device with all that precedes the backward pass. Absent: unknown, as
+    """Part of compute_ms: ``training_step``, on a device with all that precedes the backward pass. None if unknown, as
     with manual optimisation."""
     backward_ms: float | None = tagged("feed_step/backward_ms")
     """Part of compute_ms: the backward pass, with the exchange of gradients between ranks."""
     optimizer_ms: float | None = tagged("feed_step/optimizer_ms")
     """Part of compute_ms: clipping gradients and the optimizer's step; on the CPU also setting gradients to zero."""
     h2d_ms: float | None = tagged("feed_step/h2d_ms")
-    """Mean time of the transfer to the device, with its hooks, as far as computing does not hide it. High: pin,
-    prefetch, shrink. With ``backend="nvjpeg"`` it is mostly decoding."""
+    """Mean time of the transfer to the device, with its hooks, as far as computing does not hide it. High: pin batches,
+    prefetch them, or make them smaller. With ``backend="nvjpeg"``, most of this time is decoding."""
     data_idle_ms: float | None = tagged("feed_step/data_idle_ms")
     """Mean time the device had nothing to do because the host was blocked in the loader. High: load faster. If DALI
-    decodes on the GPU, that is included."""
+    decodes on the GPU, this time includes the decoding."""
     other_ms: float | None = tagged("feed_step/other_ms")
     """Mean time between steps: callbacks, logging, checkpoints. High: check these, not the loader."""
 
     next_wait_ms: float | None = tagged("feed_host/next_wait_ms")
-    """Mean time the host was blocked in ``next(loader)``. High with a low data_idle_ms: slack, not starvation."""
+    """Mean time the host was blocked in ``next(loader)``. High with a low data_idle_ms: the wait costs nothing, because
+    the device still has work."""
     hidden_wait_ms: float | None = tagged("feed_host/hidden_wait_ms")
     """The part of next_wait_ms during which the device still had work. 0 on the CPU, where nothing is queued ahead."""
     epoch_start_s: float | None = tagged("feed_epoch/start_s")
@@ -183,7 +199,7 @@ class StarvationStats:
 
     @property
     def interval_pct(self) -> tuple[float, float] | None:
-        """The 95 % interval of starved_pct; None: not known."""
+        """The 95 % interval of starved_pct; None if not known."""
         low = self.starved_low_pct
         high = self.starved_high_pct
         if low is None or high is None:
@@ -193,24 +209,24 @@ class StarvationStats:
 
 @dataclass(frozen=True)
 class LoaderSteps:
-    """The steps on the batches of one of several loaders that are drawn from one after the other."""
+    """The steps on one loader's batches, if several loaders are read one after the other."""
 
     name: str
     """The loader's key in a dict of loaders, else ``dataloader_idx_0`` and so on, as in Lightning's metric names."""
     steps: int
-    """Steps on its batches."""
+    """Number of steps on this loader's batches."""
     step_ms: float
-    """Mean step."""
+    """Mean time of a step."""
     data_idle_ms: float
     """Mean time the device had nothing to do because the host was blocked in this loader."""
 
 
 def grade_confidence(*, steps: int, lost: int, settled: bool, trusted_clock: bool) -> Confidence:
-    """The trust in figures.
+    """The confidence in figures.
 
     Args:
-        steps: steps measured.
-        lost: steps that should have been measured, but were not.
+        steps: number of steps measured.
+        lost: number of steps that should have been measured, but were not.
         settled: True if the steps do not include the warm-up, in which a full queue hides a slow loader.
         trusted_clock: True for device events, or for the host's clock if the host computes.
     """
@@ -220,7 +236,7 @@ def grade_confidence(*, steps: int, lost: int, settled: bool, trusted_clock: boo
 
 
 Which = Literal["core", "all"]
-"""``core``: the speed of training and its waits. ``all``: also possible reasons."""
+"""The figures to log. ``core``: the speed of training and its waits. ``all``: also figures that explain the waits."""
 
 _CORE = (
     *("starved_pct", "prefetch_active", "step_ms", "compute_ms", "h2d_ms", "data_idle_ms", "other_ms", "start_s"),
@@ -259,7 +275,7 @@ def _measured(tags: dict[str, float | None]) -> dict[str, float]:
 
 
 def choose_tags(tags: dict[str, T], which: Which) -> dict[str, T]:
-    """The tags that are logged."""
+    """The tags that are logged, from all tags."""
     return {tag: value for tag, value in tags.items() if which == "all" or tag.rpartition("/")[2] in _CORE}
 
 

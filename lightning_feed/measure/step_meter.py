@@ -26,7 +26,10 @@ PROBE_SPINS = 10_000
 
 
 class DeviceEvent(Protocol):
-    """The used part of ``torch.cuda.Event(enable_timing=True)`` and its like. Never ``synchronize`` while steps run."""
+    """The methods used here of ``torch.cuda.Event(enable_timing=True)``, or of another device's event.
+
+    ``synchronize`` is never called while steps run.
+    """
 
     def record(self) -> Any:
         """Record the event after all work queued on the current stream."""
@@ -42,7 +45,7 @@ class DeviceEvent(Protocol):
 
 
 class Note(NamedTuple):
-    """Figures of a step that its events do not contain, as in :class:`StepTimes`."""
+    """Fields of :class:`StepTimes` that a step's events do not contain."""
 
     host_wait_ns: int
     counted: bool
@@ -64,8 +67,8 @@ class EventRing:
     Marks are numbered; mark ``n`` uses event ``n % size``. Neighbouring steps share the mark between them, so that the
     intervals leave no gap. If the host is so far ahead that the ring is full, the step is counted in :attr:`lost`.
 
-    A device error can show up in any later call. Here it stops the ring for good, but is not raised: the training's
-    next call meets it, so that the traceback names the step, not the meter.
+    A device error can appear in any later call. If it appears here, it stops the ring for good, but is not raised:
+    training's next call raises it, so that the traceback names the training step, and not this class.
 
     Args:
         make_event: makes one timing event.
@@ -79,11 +82,12 @@ class EventRing:
         self._start: int | None = None
         self._open: list[int] = []
         self._pending: deque[tuple[Note, int, list[int]]] = deque()
-        """Steps that ended and were not read, each with its note, first mark and categories."""
+        """Steps that have ended and were not read yet, each with its note, first mark and categories."""
         self.passed = 0
-        """Steps that the device is known to have finished, and that :meth:`read` returns without asking it."""
+        """Number of unread steps that the device is known to have finished: :meth:`read` returns them without asking
+        the device."""
         self._behind = 0
-        """Steps that the device had not finished when it was asked last."""
+        """Number of steps that the device had not finished when it was last asked."""
         self.lost = 0
         """Steps not measured: no event was free, their events could not be compared, or the device failed."""
         self._stopped = False
@@ -131,10 +135,10 @@ class EventRing:
         return EventStep(note, intervals)
 
     def catch_up(self) -> None:
-        """Find the newest step that the device has finished, and with it all steps before it. The host does not wait.
+        """Find the newest step that the device has finished, and so all finished steps. The host does not wait.
 
-        The search begins where the device was the last time, and misses some finished steps if many others are not:
-        each question is a call.
+        Each question to the device costs a call. So the search begins as many steps behind the host as the device was
+        the last time, and it may miss some finished steps while many others are unfinished.
         """
         lower = self.passed
         upper = len(self._pending)
@@ -153,7 +157,7 @@ class EventRing:
 
     @property
     def is_half_full(self) -> bool:
-        """True if half of the events belong to steps that were not read."""
+        """True if half of the events belong to steps that were not read yet."""
         return bool(self._pending) and self._next - self._pending[0][1] > self._size // 2
 
     def _has_passed(self, steps: int) -> bool:
@@ -166,7 +170,7 @@ class EventRing:
             return False
 
     def wait(self) -> None:
-        """Wait for the last finished step. Called once, after training."""
+        """Wait until the device has finished the last ended step. Called once, after training."""
         if not self._pending:
             return
         _, start, categories = self._pending[-1]
@@ -221,8 +225,8 @@ def open_ring(device: torch.device, size: int = RING_SIZE) -> EventRing | None:
 def event_maker(device: torch.device) -> Callable[[], DeviceEvent] | None:
     """The maker of timing events for ``device``, or None if its events do not work.
 
-    They are tested first, without waiting for the device. MPS events are not used: their ``elapsed_time`` waits for all
-    queued work, and ``record`` ends the command buffer (torch, ``aten/src/ATen/mps/MPSEvent.mm``).
+    The events are tested first, without waiting for the device. MPS events are not used: their ``elapsed_time`` waits
+    for all queued work, and ``record`` ends the command buffer (torch, ``aten/src/ATen/mps/MPSEvent.mm``).
     """
     if device.type not in STREAM_BACKENDS:
         return None
@@ -254,35 +258,38 @@ def events_work(make_event: Callable[[], DeviceEvent]) -> bool:
 
 OTHER, DATA, H2D, COMPUTE, FORWARD, BACKWARD, OPTIMIZER, UNDIVIDED = range(8)
 """Categories of time. ``FORWARD``, ``BACKWARD`` and ``OPTIMIZER`` are parts of ``COMPUTE``, and have no time unless
-they are marked. ``UNDIVIDED`` is all time but ``DATA``, in steps whose parts are not marked on the device."""
+they are marked. ``UNDIVIDED`` is all time except ``DATA`` in steps whose parts are not marked on the device."""
 READS_PER_STEP = 4
 """Largest number of finished steps read from the device at the end of one step: enough to catch up, at little cost."""
 ASK_EVERY = 64
-"""Steps after which the device is asked how far it is, unless it was asked at the end of a window."""
+"""Number of steps after which the device is asked how far it is, unless the end of a window came first."""
 DIVIDE_EVERY = 8
-"""One of this many steps is divided into all parts on the device, on average."""
+"""On average, one step of this many is divided into all its parts on the device."""
 FIRST_DIVIDED = 16
-"""Steps at the beginning that are all divided, so that the first windows have parts."""
+"""Number of steps at the beginning that are all divided into their parts, so that the first windows have parts."""
 _GOLDEN = 2654435769
 """2**32 divided by the golden ratio."""
 
 
 def is_divided(number: int) -> bool:
-    """True if all parts of the step with this number are marked on the device, else only its wait for data.
+    """True if all parts of the step with this number are marked on the device; False if only its wait for data is.
 
-    The multiples of the golden ratio are spread evenly, and so are those of every n-th step, whatever n is: work that
-    is done on every n-th step (an optimizer's step after accumulating gradients, logging) is seen as often as it
-    occurs. Choosing every 8th step would see it always or never. The number decides, so that all ranks agree.
+    The fractional parts of the golden ratio's multiples are spread evenly, and so are those of every n-th step, for any
+    n. So work that is done in every n-th step (the optimizer's step with gradient accumulation, logging) is measured as
+    often as it occurs. If every 8th step were chosen, such work might be measured always or never. The choice depends
+    only on the number, so that all ranks make the same.
     """
     return number <= FIRST_DIVIDED or number * _GOLDEN % 2**32 < 2**32 // DIVIDE_EVERY
 
 
 class StepTimes(NamedTuple):
-    """Times of one training step. The four parts, or the wait for data and ``undivided_ns``, add up to it.
+    """Times of one training step, in nanoseconds. The four parts, or the wait for data and ``undivided_ns``, add up to
+    the step.
 
-    In nanoseconds: by device events if there are any, else by the host's clock. The host's steps last from the end of
-    the step before to their own end. On a device a step lasts from the beginning of its fetch to that of the next, so
-    that one mark serves both; it ends earlier if work other than training follows.
+    The times are measured by device events if there are any, else by the host's clock. By the host's clock, a step
+    lasts from the end of the step before to its own end. On a device, a step lasts from the beginning of its fetch to
+    the beginning of the next fetch, so that one mark serves both steps; it ends earlier if work other than training
+    follows.
     """
 
     other_ns: float
@@ -292,17 +299,18 @@ class StepTimes(NamedTuple):
     host_wait_ns: int
     """Time the host was blocked in the loader."""
     counted: bool
-    """True if windows count the step: not the first of an epoch or after a validation."""
+    """True if windows count the step. The first step of an epoch, or after a validation, does not count."""
     number: int = 0
-    """Number of the step in its fit, from 1. Steps of several ranks are matched by it, as some may not be measured."""
+    """Number of the step in its fit, from 1. Steps of several ranks are matched by it, because some steps may not be
+    measured on every rank."""
     source: int = 0
     """Index of the loader that the batch came from, if several are read one after the other."""
     forward_ns: float = 0.0
-    """Part of ``compute_ns``: ``training_step``. All three parts are 0 if not marked."""
+    """Part of ``compute_ns``: ``training_step``. Forward, backward and optimizer are 0 if they are not marked."""
     backward_ns: float = 0.0
     optimizer_ns: float = 0.0
     undivided_ns: float = 0.0
-    """Time other than ``data_ns`` of a step that was not divided any further; then the other parts are 0."""
+    """All time except ``data_ns``, for a step that was not divided into its parts, which are then 0."""
 
     @property
     def step_ns(self) -> float:
@@ -311,23 +319,24 @@ class StepTimes(NamedTuple):
 
 
 class StepMeter:
-    """Switches between categories at each mark, so that all time is counted once.
+    """Divides time into categories: each mark begins a category, so that all time is counted once.
 
     A step is ``other`` until its fetch, ``data`` during the fetch, ``h2d`` until the batch is on the device, and
     ``compute`` until it ends, with ``forward``, ``backward`` and ``optimizer`` inside it. After a nested category (a
     look-ahead, or a ``training_step`` that fetches for itself) the outer one continues.
 
-    With a device, each mark costs a call when it is set and another when it is read. So all categories are marked only
-    in the steps that :func:`is_divided` chooses, and ``data`` in every step; what follows a mark at once is not marked:
+    With a device, each mark costs a call when it is set and another call when it is read. So only ``data`` is marked in
+    every step, and all categories only in the steps that :func:`is_divided` chooses. Nothing is marked if another mark
+    is set at nearly the same time:
 
     - The end of a step is the beginning of the next fetch, unless :meth:`close_step` is called before.
     - A look-ahead begins with its fetch.
-    - ``forward`` lasts until ``backward`` begins, and ``optimizer`` from the end of ``backward`` to that of the step.
+    - ``forward`` lasts until ``backward`` begins, and ``optimizer`` from the end of ``backward`` to the step's end.
 
     Args:
-        keep: takes each measured step, in order; with a device, some steps later.
+        keep: called with each measured step, in order; with a device, some steps later.
         clock: the host's clock.
-        ring: events of the device; None: use the host's clock.
+        ring: events of the device; None to use the host's clock.
     """
 
     def __init__(
@@ -343,9 +352,9 @@ class StepMeter:
         self._divides = False
         """True if all parts of the current step are marked on the device."""
         self._asked_at = 0
-        """Steps that had ended when the device was last asked how far it is."""
+        """Number of steps that had ended when the device was last asked how far it is."""
         self._ended: Note | None = None
-        """The step that ended, until the mark that ends it on the device is set."""
+        """The step that has ended on the host, until the mark of its end is set on the device."""
         self._last = clock()
         self._stack: list[int] = []
         """Categories to return to, outermost first."""
@@ -354,7 +363,7 @@ class StepMeter:
         self._counted = False
         self._epoch_began: int | None = None
         self.finished = 0
-        """Steps that ended, whether or not they are measured yet."""
+        """Number of steps that have ended, whether or not they are measured yet."""
         self.source = 0
         """As in :class:`StepTimes`, for the current batch. Set it before the step ends."""
         self.on_epoch_start: Callable[[float], object] | None = None
@@ -376,8 +385,8 @@ class StepMeter:
         """Start over at the beginning of an epoch, or of training (``epoch=False``). Drops an unfinished step.
 
         Args:
-            epoch: report the time to the first batch.
-            since: start of the epoch by the host's clock; None: now.
+            epoch: True to report the time to the first batch.
+            since: start of the epoch by the host's clock; None for now.
         """
         self.close_step()
         self._last = self._clock()
@@ -432,7 +441,7 @@ class StepMeter:
     def fetch_ended(self) -> None:
         """Note that the batch has arrived. Outside a look-ahead, the transfer to the device follows."""
         if not self._stack:
-            return  # this fetch began before the meter
+            return  # the fetch began before this object was made
         interrupted = self._stack.pop()
         self._switch(interrupted if self._looking_ahead or self._running else H2D)
         self._first_batch_came()
@@ -449,18 +458,18 @@ class StepMeter:
         self._epoch_began = None
 
     def arrived(self) -> None:
-        """Note that the batch is on the device. Also called for validation batches, during another category."""
+        """Note that the batch is on the device. Does nothing in a look-ahead, or outside ``h2d``, as in validation."""
         if self._category == H2D and not self._looking_ahead:
             self._switch(COMPUTE)
 
     def step_began(self) -> None:
-        """Note that the step runs. Compute begins here if no batch was seen to arrive, as with ``dataloader_iter``."""
+        """Note that the step runs. ``compute`` begins here if no arrival was noted, as with ``dataloader_iter``."""
         self._running = True
         if self._category != COMPUTE:
             self._switch(COMPUTE)
 
     def part_began(self, category: int) -> None:
-        """Begin ``FORWARD``, ``BACKWARD`` or ``OPTIMIZER``, inside the step or nested."""
+        """Begin ``FORWARD``, ``BACKWARD`` or ``OPTIMIZER``, inside the step or inside another such part."""
         if self._running:
             self._stack.append(self._category)
             self._switch(category, marks=category != OPTIMIZER)
@@ -472,7 +481,7 @@ class StepMeter:
 
     def step_ended(self) -> None:
         """End the step."""
-        self.close_step()  # of a step without a fetch
+        self.close_step()  # still open if this step fetched nothing
         self._switch(OTHER)
         self._running = False
         spent = self._spent
@@ -503,7 +512,7 @@ class StepMeter:
             self._switch(self._stack.pop())
 
     def _switch(self, category: int, *, marks: bool = True) -> None:
-        """Begin a category. ``marks=False``: the device is not asked to tell it from the one before."""
+        """Begin a category. With ``marks=False`` no mark is set: on the device, the category before goes on."""
         now = self._clock()
         self._spent[self._category] += now - self._last
         self._last = now
@@ -512,7 +521,7 @@ class StepMeter:
         self._category = category
 
     def _mark(self, ring: EventRing, category: int) -> None:
-        """Set a mark on the device, if this step needs it to tell ``category`` from what was before."""
+        """Set a mark on the device, if this step needs one between ``category`` and the category before."""
         if self._ended is not None:
             if category != OTHER:  # a look-ahead that ended without a fetch is not the next step
                 self.close_step()
@@ -532,7 +541,7 @@ class StepMeter:
         return category if self._divides or category == DATA else UNDIVIDED
 
     def _read(self, ring: EventRing, steps: int) -> None:
-        """Read this number of steps, which the device has finished."""
+        """Read this many steps, which the device has finished, and pass on those that were measured."""
         for _ in range(steps):
             step = ring.read()
             if step is None:

@@ -14,8 +14,8 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 train: from the first batch of each epoch to the end of its last step, with hooks and loggers between the steps.
 validation, test, predict: the whole loop, including the start of its workers. checkpoints: saving them at any time.
-epoch starts: until the first batch of each training epoch arrives. set-up: from the call of ``trainer.fit`` (or its
-like) to the loop, without the sanity check. rest: between and after the epochs.
+epoch starts: until the first batch of each training epoch arrives. set-up: from the call of ``trainer.fit`` (or
+``trainer.validate``, and so on) to the loop, without the sanity check. rest: between and after the epochs.
 """
 
 
@@ -71,7 +71,7 @@ class WallClock:
         return self._part
 
     def go_on(self, part: Part) -> None:
-        """Switch to ``part``, with no part around it."""
+        """Switch to ``part``, and forget the parts to return to."""
         self._outer.clear()
         self._times[part] += part != self._part
         self._switch(part)
@@ -83,7 +83,7 @@ class WallClock:
         self._switch(part)
 
     def leave(self) -> None:
-        """Return to the part around the one entered last. Does nothing without one."""
+        """Return to the part that was active before the last :meth:`enter`. Does nothing if no part was entered."""
         if self._outer:
             self._switch(self._outer.pop())
 

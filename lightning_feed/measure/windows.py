@@ -12,9 +12,9 @@ REPLICATES = 500
 Z = 1.959964
 """Quantile of the normal distribution for 95 %."""
 MOST_CHUNKS = 1024
-"""Largest number of pairs of sums kept; beyond this, neighbours are merged."""
+"""Number of pairs of sums at which neighbouring pairs are merged, which halves the number."""
 FEWEST_BLOCKS = 8
-"""Fewest blocks for which the spread between them is meaningful."""
+"""Fewest blocks for an interval: the spread between fewer blocks means little."""
 _SEED = 1
 
 
@@ -30,10 +30,10 @@ class PairSums:
     data: list[float] = field(default_factory=list)
     step: list[float] = field(default_factory=list)
     _open: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    """Steps, waiting time and step time of the chunk that is not full yet."""
+    """Number of steps, waiting time and step time of the chunk that is not full yet."""
 
     def add(self, data_ns: float, step_ns: float) -> None:
-        """Add one step."""
+        """Add the wait and the time of one step."""
         steps, data, step = self._open
         self._open = [steps + 1, data + data_ns, step + step_ns]
         if steps + 1 < self.chunk:
@@ -83,8 +83,8 @@ class PairSums:
 def block_length(count: int, chunk: int, period: int) -> int:
     """Chunks in a block: about the cube root of the number of chunks (Kuensch's order), as whole periods.
 
-    At least two periods, unless one fits into a chunk. A block may begin anywhere in a period, so a block of one period
-    would consist of parts of two periods, and such blocks vary less.
+    A block has at least two periods, unless a period fits into a chunk. A block may begin anywhere in a period, so a
+    block as long as one period would consist of parts of two periods, and such blocks vary too little.
 
     Args:
         count: chunks in all.
@@ -114,7 +114,9 @@ def ratio_interval(above: list[float], below: list[float], length: int) -> tuple
 
 
 def _tail(blocks: int) -> float:
-    """Tail of the expanded percentile interval of n blocks, in place of 2.5 %: ``Phi(-sqrt(n / (n - 1)) * t(n - 1))``.
+    """Tail of the expanded percentile interval, to use instead of 2.5 %: ``Phi(-sqrt(n / (n - 1)) * t(n - 1))``.
+
+    ``n`` is the number of blocks: with few blocks, a tail of 2.5 % would give too short an interval.
 
     Student's t is computed from the normal quantile, by the first two terms of its expansion (Abramowitz and Stegun
     26.7.5).
@@ -129,10 +131,10 @@ WARM_UP_STEPS = 20
 FEW_STEPS = 20
 """With fewer steps after the warm-up, a report includes the warm-up and has low confidence."""
 CHANGED = 2.0
-"""Factor between the waits of two epochs from which they are not averaged: a dataset, or the system, keeps what was
-read, or a disk became slow."""
+"""Factor between the waits of two epochs from which these epochs are not averaged: the dataset, or the page cache, may
+keep what was read, or a disk may have become slow."""
 CHANGED_SHARE = 0.1
-"""Share of a step by which these waits differ at least."""
+"""Smallest difference between these waits, as a share of a step, from which the epochs are not averaged."""
 UNFOLDED_STEPS = 1024
 """Largest number of steps kept individually if no window is ever closed."""
 
@@ -141,8 +143,8 @@ UNFOLDED_STEPS = 1024
 class Sums(Additive):
     """Sums over steps.
 
-    On a device only some steps are divided into all their parts. The means of the parts come from these steps, scaled
-    so that with the wait for data, which is known of every step, they add up to the mean step.
+    On a device, only some steps are divided into all their parts. The means of the parts come from these steps. They
+    are scaled so that, with the wait for data, which is known for every step, they add up to the mean step.
     """
 
     steps: int = 0
@@ -193,7 +195,7 @@ class Sums(Additive):
             settled: True if the warm-up is not among the steps.
             trusted_clock: True if the times come from a clock that sees the device.
             prefetch_active: True if batches are copied ahead; None: there is no PrefetchCallback.
-            whole: sums of the whole run, whose parts are taken if no step of these is divided.
+            whole: sums of the whole run: its parts are used if none of these steps is divided.
         """
         stats = StarvationStats(
             steps=self.steps,
@@ -226,7 +228,8 @@ class Sums(Additive):
         return stats
 
     def with_parts(self, stats: StarvationStats, rest_ms: float) -> StarvationStats:
-        """Add the parts of ``rest_ms``, the mean time other than waiting, in the ratio of these steps."""
+        """Divide ``rest_ms``, the mean time other than waiting, in the ratio of the parts in these steps, and add these
+        parts to ``stats``."""
         if not self.divided_ns:
             return stats if rest_ms else replace(stats, other_ms=0.0, h2d_ms=0.0, compute_ms=0.0)
         stats = replace(
@@ -250,9 +253,9 @@ class Ledger:
     """Sums the steps of one run: the whole run, its warm-up, and the current window.
 
     Args:
-        queue: batches that the loader may hold ready. A full queue hides a slow loader for this many steps.
+        queue: number of batches that the loader may hold ready. A full queue hides a slow loader for as many steps.
         trusted_clock: True if the times come from a clock that sees the device.
-        period: steps after which waits repeat: the workers of the loader.
+        period: steps after which waits repeat: the loader's number of workers.
     """
 
     queue: int = 0
@@ -301,9 +304,9 @@ class Ledger:
         self._pairs_of_epoch = PairSums()
 
     def changed_wait_ms(self) -> tuple[float, float] | None:
-        """Mean wait in a step before the present epoch and in it; None if they are alike, or rest on few steps.
+        """Mean waits in a step, before the present epoch and in it; None if both are alike, or if there are few steps.
 
-        They differ if one is twice as long as the other, and the difference is a tenth of a step or more.
+        The waits differ if one is at least twice as long as the other, and the difference is a tenth of a step or more.
         """
         earlier = self._at_epoch - self._warm_up
         present = self._sums - self._at_epoch
@@ -318,7 +321,7 @@ class Ledger:
         return before_ns * 1e-6, since_ns * 1e-6
 
     def leave_out_earlier_epochs(self) -> None:
-        """Count them as warm-up."""
+        """Count the steps before the present epoch as warm-up."""
         self._warm_up = replace(self._at_epoch)
         self._pairs = self._pairs_of_epoch
 

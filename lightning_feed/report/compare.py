@@ -1,4 +1,4 @@
-"""Two reports side by side: what changed, and how many times as fast the later run was. And a gate for CI."""
+"""Comparison of two reports: the changes, and how many times as fast the later run was. Also a gate for CI."""
 
 import math
 from collections.abc import Iterator
@@ -21,14 +21,14 @@ FIGURES = (
 )  # fmt: skip
 """Fields of StarvationStats that are compared, after ``samples_per_s``."""
 MACHINE = ("platform", "cpu", "device", "usable_cpus")
-"""Fields of Environment that tell one machine from another."""
+"""Fields of Environment by which machines are distinguished."""
 _PASSING = ("available_memory_bytes", "free_shm_bytes", "cpu_reason")
-"""Fields of Environment that say nothing about why a run is faster."""
+"""Fields of Environment that are not compared, because they do not explain why a run is faster."""
 _WORDS = {
     "breaks_off": "limit of batches", "decodes_whole": "images decoded whole", "map_style": "map-style dataset",
     "ours": "FastDataModule", "own_transforms": "transforms in workers",
 }  # fmt: skip
-"""Settings whose name in the report's file says little."""
+"""Setting -> words for it, for settings whose names in the report's file are hard to understand."""
 _NONE_IS_OFF = ("prefetch_callback",)
 """Settings for which None means absent, not unknown."""
 
@@ -44,32 +44,33 @@ class Changed:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A figure in both reports. Its name holds the unit."""
+    """A figure in both reports. Its name ends with the unit."""
 
     name: str
     before: float | None
     after: float | None
     change_pct: float | None
-    """100 * (after - before) / before. None: one was not measured, or the first is 0."""
+    """100 * (after - before) / before; None if either was not measured, or if ``before`` is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two reports, the earlier first."""
+    """The comparison of an earlier report with a later report."""
 
     before: str
     """The file of the earlier report."""
     after: str
+    """The file of the later report."""
     settings: tuple[Changed, ...]
     """Changed settings of the run. Settings unknown in either report are left out."""
     versions: tuple[Changed, ...]
     """Changed versions of packages, and changes of the machine."""
     figures: tuple[Figure, ...]
     times_as_fast: float | None
-    """Samples per second of the later run, divided by those of the earlier; steps per second if a batch size is
-    unknown. None: a step time is unknown, too."""
+    """Samples per second of the later run, divided by samples per second of the earlier run. If a batch size is
+    unknown: the same ratio of steps per second. None if a step time is unknown, too."""
     times_low: float | None
-    """Lower end of the 95 % interval of ``times_as_fast``. None: a report has no interval of its step time."""
+    """Lower end of the 95 % interval of ``times_as_fast``; None if a report has no interval of its step time."""
     times_high: float | None
     """Upper end of that interval. If 1 lies inside, the runs differ by no more than noise."""
     verdict_before: str
@@ -100,7 +101,7 @@ def compare(before: Report, after: Report) -> Comparison:
 
 
 def _settings(report: Report) -> dict[str, Setting]:
-    """Settings chosen by the user, by name. Each known synchronisation is an entry of its own: True if configured."""
+    """Settings chosen by the user, by name. Each known synchronisation has an entry of its own, True if it occurs."""
     facts = report.diagnosis.measurements.facts
     loader = facts.loader
     datamodule = facts.datamodule
@@ -172,7 +173,7 @@ def _values(report: Report) -> dict[str, float | None]:
 
 
 def _known(figures: tuple[Figure, ...], name: str) -> tuple[float, float] | None:
-    """A figure of both reports, if both are known and more than 0."""
+    """The values of one figure in both reports; None unless both are known and not 0."""
     for figure in figures:
         if figure.name == name and figure.before and figure.after:
             return figure.before, figure.after
@@ -180,7 +181,7 @@ def _known(figures: tuple[Figure, ...], name: str) -> tuple[float, float] | None
 
 
 def _times_as_fast(figures: tuple[Figure, ...]) -> float | None:
-    """The quotient of two rates: by samples a second where they are known, since batch sizes may differ."""
+    """The later rate divided by the earlier: in samples per second if known, since batch sizes may differ."""
     rates = _known(figures, "samples_per_s")
     steps = _known(figures, "step_ms")
     times = math.nan
@@ -192,7 +193,7 @@ def _times_as_fast(figures: tuple[Figure, ...]) -> float | None:
 
 
 def _interval(times: float, before: StarvationStats, after: StarvationStats) -> tuple[float, float] | None:
-    """The 95 % interval of ``times`` as fast; None if the interval of a step time is not known.
+    """The 95 % interval of ``times``, the ratio of the rates; None if the interval of a step time is unknown.
 
     Method of variance estimates recovery, MOVER (Zou and Donner 2008, "Construction of confidence limits about effect
     measures: a general approach", Statistics in Medicine 27), on logarithms. The intervals only cover variation of the
@@ -208,7 +209,7 @@ def _interval(times: float, before: StarvationStats, after: StarvationStats) -> 
 
 
 def _spread(stats: StarvationStats) -> tuple[float, float] | None:
-    """Logarithms of two ratios: the mean step / the lower end of its interval, and the upper end / the mean step."""
+    """Logarithms of two ratios: of the mean step to the lower end of its interval, and of the upper end to the mean."""
     mean = stats.step_ms
     low = stats.step_low_ms
     high = stats.step_high_ms
@@ -314,21 +315,21 @@ def _row(figure: Figure) -> str:
 
 
 def check_starved(report: Report, *, above_pct: float) -> str:
-    """Check that a run is within the limit.
+    """Check that a run does not wait for data longer than the limit.
 
-    The checked figure is the one behind the verdict's grade, the largest of three shares: ``starved_pct``; with several
-    ranks, the loss of all ranks together (``ranks.starved_pct``), because the rank that wrote the report may itself be
-    fed while it waits for another rank; and the share of an epoch before its first batch, which belongs to no step. A
-    run also passes if the model alone takes as long as a step, because nothing is lost then, as the verdict says.
+    The checked figure is the figure that gives the verdict's grade, the largest of three shares: ``starved_pct``; with
+    several ranks, the loss of all ranks together (``ranks.starved_pct``), because the rank that wrote the report may
+    itself be fed while it waits for another rank; and the share of an epoch before its first batch, which belongs to no
+    step. A run also passes if the model alone takes as long as a step, because nothing is lost then, as in the verdict.
 
-    Time that the training thread waited for a CPU that other programs had does not count.
+    Waiting counts even if other programs had the CPUs that loading needed.
 
     Args:
         report: the run's report.
         above_pct: the largest share of step time that may be spent waiting for data, 0 to 100.
 
     Returns:
-        The result in a line.
+        The result, in one line.
 
     Raises:
         ReportError: when the share is above the limit, or was not measured.
@@ -355,14 +356,14 @@ def check_starved(report: Report, *, above_pct: float) -> str:
 
 
 class _Wait(NamedTuple):
-    """A share of time that waits for data, and the time that it is a share of."""
+    """A share of time spent waiting for data, and words for the time that it is a share of."""
 
     pct: float
     of: str
 
 
 def _longest_wait(measured: Measurements, shares: Shares | None, starved_pct: float) -> _Wait:
-    """The largest of the shares that are known."""
+    """The largest of the known shares of waiting."""
     waits = [_Wait(starved_pct, "of step time (starved_pct)")]
     if measured.ranks is not None and measured.ranks.starved_pct is not None:
         waits.append(_Wait(measured.ranks.starved_pct, "of all ranks' step time (ranks.starved_pct)"))

@@ -51,12 +51,12 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """Step time, turned into rates."""
+    """Rates that follow from the step time."""
 
     batches_per_s: float | None
     """1000 / ``step.step_ms``."""
     samples_per_s: float | None
-    """None: the batch size is not known."""
+    """``batches_per_s`` times the batch size; None if the batch size is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ def make_report(diagnosis: Diagnosis, *, run: RunIdentity | None = None) -> Repo
 
     Args:
         diagnosis: the verdict.
-        run: the run that the verdict is about. None: a run without any other report.
+        run: the run that the verdict is about; None for a run without other reports.
     """
     return Report(
         diagnosis=diagnosis,
@@ -150,7 +150,7 @@ def make_report(diagnosis: Diagnosis, *, run: RunIdentity | None = None) -> Repo
 
 
 def as_document(report: Report) -> dict[str, Any]:
-    """A report as a JSON object; its keys are in the reference. Figures that are not finite are None."""
+    """A report as a JSON object. The documentation's reference lists its keys. Figures that are not finite are None."""
     return {"schema": SCHEMA, "written_at": report.written_at, **to_plain(_parts_of(report))}
 
 
@@ -163,10 +163,12 @@ def read_document(path: str | Path) -> Report:
     """Read a report and check it.
 
     Args:
-        path: the file; or a folder, of which the newest report is read, or, if it holds none, the newest below it.
+        path: the file, or a folder. The newest report in the folder is read; if it has none, the newest in its
+            subfolders.
 
     Raises:
-        ReportError: when there is no report, or it cannot be read, is not JSON, not of this version, or lacks a part.
+        ReportError: when there is no report, or when the file cannot be read, is not JSON, is of another version, or
+            lacks a part.
     """
     try:
         file = _find_report(Path(path))
@@ -205,10 +207,10 @@ def from_document(document: object, *, path: Path | None = None) -> Report:
 
     Args:
         document: the result of ``json.loads``.
-        path: the file that it was read from.
+        path: the file that the object was read from.
 
     Raises:
-        ReportError: when it is not a report of this version, or lacks a part.
+        ReportError: when the object is not a report of this version, or lacks a part.
     """
     if not isinstance(document, dict) or not isinstance(document.get("schema"), str):
         raise ReportError("this is no report of lightning_feed: it has no schema. Give a feed_report.json.")
@@ -238,7 +240,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def to_plain(value: object) -> Any:
-    """A value as ``json.dumps(..., allow_nan=False)`` takes it. Numbers that are not finite become None.
+    """Convert a value for ``json.dumps(..., allow_nan=False)``. Numbers that are not finite become None.
 
     Raises:
         TypeError: for a value that is neither a dataclass, a sequence, text, a number nor None.
@@ -271,7 +273,7 @@ def _read(hint: Any, value: object, where: str) -> Any:
 
 
 def _read_object(kind: Any, value: object, where: str) -> Any:
-    """A dataclass from a JSON object. Keys that it has no field for are left out."""
+    """Make a dataclass from a JSON object. Keys for which the dataclass has no field are ignored."""
     if not isinstance(value, dict):
         return _refuse(where, value, "an object")
     prefix = f"{where}." if where else ""
@@ -283,7 +285,8 @@ def _read_object(kind: Any, value: object, where: str) -> Any:
             parts[name] = _read(hints[name], value[name], prefix + name)
         elif _is_required(part):
             raise ReportError(
-                f"{prefix}{name} is missing. Write the report again with the lightning_feed that is installed."
+                f"{prefix}{name} is missing from the report. Create the report again with the installed version of "
+                "lightning_feed."
             )
     return kind(**parts)
 

@@ -29,7 +29,7 @@ from lightning_feed.report.report import (
     trust,
 )
 from lightning_feed.report.sections import Section
-from lightning_feed.storage.system import atomic_write
+from lightning_feed.storage.private_files import atomic_write
 from lightning_feed.verdict.diagnosis import Diagnosis, Grade
 from lightning_feed.verdict.shares import in_ms, toy_sentence
 from lightning_feed.wording import in_rate, plural, printable, printable_lines
@@ -59,15 +59,16 @@ def as_text(
 ) -> str:
     """The verdict, the parts of a step, the reasons, the changes to make, the pipeline if measured, and the next step.
 
-    If steps are so short that Python takes most of their time: one sentence, and the results of experiments.
+    If steps are so short that Python takes most of their time, the text is one sentence, with the results of
+    experiments and the next step.
 
     Args:
         diagnosis: the verdict.
-        run: the run that the verdict is about; None: not known.
+        run: the run that the verdict is about; None if unknown.
         beside: lines to print before the last line, without line breaks in them.
-        width: characters of a line; None: the terminal's width.
+        width: characters per line; None for the terminal's width.
         arguments: the program's arguments as typed in a shell, for commands that measure more.
-        before: the verdict that the same run showed before; None: there was none.
+        before: the last verdict that was shown for the same run; None if there was none.
     """
     measured = diagnosis.measurements
     shown: list[Section] = []
@@ -89,7 +90,7 @@ def as_short_text(
     width: int | None = None,
     arguments: str = ARGUMENTS,
 ) -> str:
-    """The verdict and the next step, for a report whose rest was shown before."""
+    """The verdict and the next step, for a report of which all else was shown before."""
     step = next_step(report.diagnosis, report.run, arguments=arguments)
     return _in_lines(_first_line(report.diagnosis), step, (), beside, width)
 
@@ -106,7 +107,7 @@ def as_line(report: Report, written: Sequence[Path] = ()) -> str:
 
 
 def _judged(diagnosis: Diagnosis) -> bool:
-    """True where there is a verdict with advice."""
+    """True if there is a verdict, and steps are not so short that there is no advice to give."""
     return diagnosis.bottleneck != "unknown" and diagnosis.stats.step_ms is not None and not is_toy(diagnosis)
 
 
@@ -119,7 +120,7 @@ def _first_line(diagnosis: Diagnosis, before: Diagnosis | None = None) -> str:
 
 
 def _retracted(diagnosis: Diagnosis, before: Diagnosis | None) -> str:
-    """The verdict of an earlier report of the same run, if it does not hold any more. Empty: it does."""
+    """The sentence that withdraws the verdict of an earlier report of the same run; empty if it still holds."""
     if before is None or before.bottleneck == "unknown" or _essence(before) == _essence(diagnosis):
         return ""
     verdict, _ = headline_parts(before)
@@ -203,7 +204,7 @@ def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def _text(words: str) -> str:
-    """Text that stays text in Markdown, also in the cell of a table."""
+    """Escape text so that Markdown does not read it as markup, also in the cell of a table."""
     flat = printable(re.sub(r"\s+", " ", words)).replace("&", "&amp;").replace("<", "&lt;")
     return re.sub(r"([\\`*_\[\]|])", r"\\\1", flat)
 
@@ -214,14 +215,14 @@ def _with_code(words: str) -> str:
 
 
 def _code(words: str) -> str:
-    """Code that stays one line of code in the cell of a table."""
+    """Code between backquotes, on one line, so that it may stand in the cell of a table."""
     flat = printable(re.sub(r"\s+", " ", words)).replace("|", "\\|")
     fence = _fence(flat)
     return f"{fence} {flat} {fence}" if len(fence) > 1 else f"`{flat}`"
 
 
 def _fence(text: str, least: int = 1) -> str:
-    """A fence for a text: ``least`` backquotes, or more than any run of backquotes in the text has."""
+    """Backquotes to enclose a text: ``least`` of them, or one more than the longest run of backquotes in the text."""
     return "`" * max(least, 1 + max(map(len, re.findall("`+", text)), default=0))
 
 
@@ -249,7 +250,7 @@ def mark_colour(diagnosis: Diagnosis) -> str:
 def as_html(report: Report) -> str:
     """A page with the verdict, the step as a stacked bar, the remedies, the pipeline, and all other findings.
 
-    It loads nothing, runs no script, and is readable in light and dark, on a phone and on paper.
+    The page loads nothing, runs no script, and is readable in light and dark mode, on a phone and on paper.
     """
     diagnosis = report.diagnosis
     verdict, waits = headline_parts(diagnosis)
@@ -265,7 +266,7 @@ def as_html(report: Report) -> str:
 
 
 def in_backquotes(words: str) -> list[tuple[str, str]]:
-    """The parts of a sentence, as (text, "") or ("", code), by its backquotes."""
+    """The parts of a sentence: (text, "") for text, and ("", code) for code between backquotes."""
     parts = enumerate(re.split("`([^`]+)`", words))
     return [("", part) if index % 2 else (part, "") for index, part in parts if part]
 
@@ -285,8 +286,8 @@ Diagnosis.page = lambda diagnosis: _framed(make_report(diagnosis))
 
 @cache
 def page_template(name: str) -> "Template":
-    """A template of this folder."""
-    import jinja2  # here, since most of what imports this module writes no page
+    """The Jinja template with this file name in this folder."""
+    import jinja2  # here, because most programs that import this module write no page
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
@@ -294,7 +295,7 @@ def page_template(name: str) -> "Template":
 
 
 def _tiles(report: Report) -> list[tuple[str, str, str]]:
-    """(figure, unit, words) for each known figure at the top of the page."""
+    """(figure, unit, description) for each figure at the top of the page, if known."""
     stats = report.diagnosis.stats
     facts = report.diagnosis.measurements.facts
     per_s = rate(stats.step_ms, facts.loader.batch_size)
@@ -331,7 +332,7 @@ def write_report(report: Report, folder: str | Path) -> list[Path]:
 
 
 def _is_free(path: Path, run_id: str) -> bool:
-    """True if a report of this run may be written to ``path``: no file is there, or one of the same run."""
+    """True if a report of this run may be written to ``path``: there is no file, or a report of the same run."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, NotADirectoryError):
@@ -345,12 +346,12 @@ def write_whole(path: Path, text: str) -> None:
     """Write a text file, and make its folder if needed. An existing file is replaced once the new one is complete.
 
     Raises:
-        ReportError: when the file cannot be written. An existing one is then unchanged.
+        ReportError: when the file cannot be written. An existing file is then unchanged.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as file:
-            file.write(text.encode("utf-8", "backslashreplace"))  # names of users' hooks may hold what UTF-8 cannot
+            file.write(text.encode("utf-8", "backslashreplace"))  # names of hooks may hold characters UTF-8 lacks
     except OSError as error:
         raise ReportError(f"{path} could not be written: {error.strerror or error}.") from error
 
@@ -359,7 +360,7 @@ def check_writable(folder: Path) -> None:
     """Check that files can be written into a folder, or into the nearest parent that exists. Leaves no file behind.
 
     Raises:
-        ReportError: when they cannot.
+        ReportError: when files cannot be written there.
     """
     try:
         existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
@@ -376,7 +377,7 @@ def check_writable(folder: Path) -> None:
 
 
 Form = Literal["full", "short", "line"]
-"""The part of a report that the console shows: all of it, the verdict with the next step, or a line."""
+"""The part of a report that the console shows: the full report, the verdict with the next step, or one line."""
 
 
 def show_report(
@@ -390,11 +391,12 @@ def show_report(
     """Show a report of this process and where its files are: in a notebook as a page, else as text.
 
     Args:
-        report: what to show.
-        printer: prints above a live progress bar, which would otherwise be drawn over the text; None: there is no bar.
+        report: the report to show.
+        printer: prints above a live progress bar, which would otherwise be drawn over the text; None if there is no
+            such bar.
         written: the report's files, which differ only in their suffixes.
         form: the part of the report that the console shows.
-        before: the verdict that the same run showed before; None: there was none.
+        before: the last verdict that was shown for the same run; None if there was none.
     """
     files = _files_line(written)
     arguments = arguments_now()
@@ -418,19 +420,20 @@ def _files_line(written: Sequence[Path]) -> list[str]:
 def print_text(text: str, printer: Printer | None = None) -> None:
     """Print lines, through ``printer`` if it is given.
 
-    All lines are written in one call, which ends with a line end. Rich replaces ``sys.stdout`` while it draws a bar,
-    and holds an unfinished line back: a bar drawn at that time would stand between our lines, and in a notebook would
-    draw itself without end.
+    All lines are written in one call, with a line break at the end. Rich replaces ``sys.stdout`` while it draws a bar,
+    and holds an unfinished line back: a bar drawn at that time would appear between our lines, and in a notebook would
+    be drawn again without end.
 
     Characters that the output cannot encode are escaped. If writing fails, as on a full disk or into a closed pipe, no
-    text stays in a buffer: Python would fail to write it once more at exit, and end a good run with exit code 120.
+    text stays in a buffer. Otherwise Python would try to write the text again at exit, fail, and end a good run with
+    exit code 120.
     """
     out = sys.stdout
     encoding = getattr(out, "encoding", None) or "utf-8"
     text = text.encode(encoding, "backslashreplace").decode(encoding)
     if printer is not None:
         printer(text)
-    elif out is sys.__stdout__ and out is not None and "write" not in vars(out):  # nobody has replaced or patched it
+    elif out is sys.__stdout__ and out is not None and "write" not in vars(out):  # stdout is not replaced or patched
         out.flush()
         with open(out.fileno(), "w", encoding=encoding, closefd=False) as own:
             own.write(f"{text}\n")
@@ -440,7 +443,7 @@ def print_text(text: str, printer: Printer | None = None) -> None:
 
 
 def _notebook_display() -> Callable[..., Any] | None:
-    """IPython's ``display`` where this process is the kernel of a notebook; None elsewhere."""
+    """IPython's ``display`` if this process is the kernel of a notebook; else None."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     session = getattr(getattr(shell, "kernel", None), "session", None)

@@ -1,4 +1,4 @@
-"""The last line of a report: the one step to take next, or the statement that nothing is to be gained."""
+"""The last line of a report: the one step to take next, or the statement that there is nothing to gain."""
 
 import shlex
 from dataclasses import dataclass
@@ -15,29 +15,32 @@ from lightning_feed.wording import source_line
 ENOUGH_STEPS = 30
 """Number of steps that are enough for a verdict, including the warm-up."""
 ARGUMENTS = "ARGUMENTS"
-"""Stands for arguments that are not known."""
+"""Placeholder for arguments that are not known."""
 _DIAGNOSE = "lightning-feed diagnose your_script.py -- ARGUMENTS"
-"""The command as notes contain it, because they are made without knowing the program."""
+"""The command in the words of the notes, which are made without knowing the program."""
 _MEASURE_THE_REST = "Train with LIGHTNING_FEED=1"
-"""Words that identify the note of a diagnosis without fixes, where the parts that it did not run may be to blame."""
+"""Words by which to find the note on the parts of the fit that a diagnosis did not run, and that may be to blame."""
 _TUNE = "train with LIGHTNING_FEED=tune, or with `AutotuneCallback()`"
 _IN_YOUR_CODE: tuple[Cause, ...] = ("no workers", "cpu", "oversubscribed", "waiting", "unknown")
 """Causes for which an experiment can find the responsible lines in the user's code."""
 
 
 def next_step(diagnosis: Diagnosis, run: RunIdentity | None = None, *, arguments: str = ARGUMENTS) -> str:
-    """The best fix and where to make it; else the command that tells more; else that nothing is to be gained.
+    """The best fix and where to make it, or else a command that measures more, or else that there is nothing to gain.
 
     Args:
         diagnosis: the verdict.
-        run: the run that the verdict is about; None: not known.
-        arguments: the program's arguments as typed in a shell. Not used if the program was given none.
+        run: the run that the verdict is about; None if unknown.
+        arguments: the program's arguments as typed in a shell. Not used if the program was started without arguments.
     """
     return _adviser(diagnosis, run, arguments).step()
 
 
 def other_notes(diagnosis: Diagnosis, run: RunIdentity | None = None, *, arguments: str = ARGUMENTS) -> list[str]:
-    """The notes that :func:`next_step` does not repeat, with the program's name in commands. Arguments as for it."""
+    """The notes that :func:`next_step` does not repeat, with the program's name in commands.
+
+    The arguments are those of :func:`next_step`.
+    """
     adviser = _adviser(diagnosis, run, arguments)
     step = adviser.step()
     notes = map(adviser.with_command, diagnosis.notes)
@@ -50,7 +53,7 @@ _WITHOUT_NOTE: dict[str, str] = {
     "validation": "validate less often: `Trainer(check_val_every_n_epoch=...)`, or on less: `limit_val_batches=...`",
     "checkpoints": "save less often: `ModelCheckpoint(every_n_train_steps=...)`",
 }
-"""Bottleneck -> the next step if the verdict has no note on it."""
+"""Bottleneck -> the next step if the verdict has no note on this bottleneck."""
 
 
 def _adviser(diagnosis: Diagnosis, run: RunIdentity | None, arguments: str) -> "_Adviser":
@@ -63,9 +66,9 @@ class _Program:
     """The program that trained, for commands that run it again."""
 
     name: str
-    """As in :class:`RunIdentity`; empty if not known."""
+    """The program, as in :attr:`RunIdentity.program`; empty if not known."""
     arguments: str
-    """Its arguments as typed in a shell."""
+    """The program's arguments as typed in a shell."""
 
     @property
     def is_notebook(self) -> bool:
@@ -125,11 +128,11 @@ class _Adviser:
         return self._first_note(_WITHOUT_NOTE[diagnosis.bottleneck])
 
     def with_command(self, note: str) -> str:
-        """A note with the command for this program in place of the general one."""
+        """A note in which the general command is replaced by the command for this program."""
         return note.replace(_DIAGNOSE, self._command())
 
     def _notes(self) -> list[str]:
-        """The notes that say what to do: all except the one on the time that validation and checkpoints take."""
+        """The notes with advice: all except the note on the time that validation and checkpoints take."""
         share = share_text(self.measured)
         return [self.with_command(note) for note in self.diagnosis.notes if note != share]
 
@@ -137,7 +140,7 @@ class _Adviser:
         return next(iter(self._notes()), otherwise)
 
     def _rest_may_limit(self) -> bool:
-        """True for a diagnosis that hardly waited, and left out parts of the fit, which may be to blame."""
+        """True for a diagnosis that hardly waited for data, and did not run parts of the fit, which may be to blame."""
         left_out = self.measured.experiments.stripped
         return bool(left_out) and any(_MEASURE_THE_REST in note for note in self.diagnosis.notes)
 
@@ -146,7 +149,7 @@ class _Adviser:
         return f"{self.program.train_measured} to measure what was left out here ({left_out})"
 
     def _try_workers(self) -> str:
-        """The command that tries numbers of workers, if the first fix is a number that was not tried; else empty."""
+        """The command that tries numbers of workers, if the first fix is a number not yet tried; else empty."""
         names_workers = self.diagnosis.remedies[0].changes.startswith("num_workers=")
         if not names_workers or self.measured.diagnosed or not may_be_tuned(self.facts):
             return ""
@@ -249,23 +252,23 @@ class _Adviser:
         return f"`{self._command()}`{how} {what}"
 
     def _command(self) -> str:
-        """The command, or the call, that diagnoses the same training."""
+        """The command, or in a notebook the call, that diagnoses the same training."""
         if self.program.is_notebook:
             return "lightning_feed.diagnose(trainer, model)"
         command = f"{self._few_threads()}lightning-feed diagnose {self.program.quoted}"
         return f"{command} -- {self.program.arguments}" if self.program.arguments else command
 
     def _few_threads(self) -> str:
-        """The variable that keeps torch's threads as few as in this run, if other programs compute beside it."""
+        """The environment variable that keeps torch's threads as few as in this run, if other programs use the CPUs."""
         threads = self.facts.torch_threads
         if threads is None or not self._shares_cpus() or threads >= (self.facts.usable_cpus or 1):
             return ""
         return f"OMP_NUM_THREADS={threads} "
 
     def _fewer_threads(self) -> str:
-        """The step if torch uses more threads than other programs leave CPUs; empty if it does not.
+        """The advice to use fewer threads, if torch uses more threads than other programs leave CPUs free; else empty.
 
-        On a CPU, torch's threads wait for each other at each operation, and all of them for the one that lacks a CPU
+        On a CPU, torch's threads wait for each other at each operation, so all wait for the thread that lacks a CPU
         (``benchmarks/threads.py``).
         """
         if not self._shares_cpus():

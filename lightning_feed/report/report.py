@@ -21,7 +21,7 @@ from lightning_feed.wording import plural
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Versions and machine of a run, to compare two runs by. None: not installed, or not known."""
+    """Versions and machine of a run, by which runs are compared. Fields are None if not installed, or not known."""
 
     lightning_feed: str | None = None
     """Version of lightning_feed."""
@@ -44,9 +44,9 @@ class Environment:
     usable_cpus: int | None = None
     """CPUs that the process may keep busy."""
     cpu_reason: str | None = None
-    """The limit that gave ``usable_cpus``."""
+    """Name of the limit from which ``usable_cpus`` follows."""
     available_memory_bytes: int | None = None
-    """Memory that could be taken when the report was written."""
+    """Memory that was available to the process when the report was written."""
     free_shm_bytes: int | None = None
     """Free space of /dev/shm when the report was written."""
     start_method: str | None = None
@@ -55,44 +55,44 @@ class Environment:
 
 @dataclass(frozen=True, kw_only=True)
 class RunIdentity:
-    """The run that a report is about. Empty fields: not known, as in reports of earlier versions."""
+    """The run that a report is about. Fields are empty if not known, as in reports of earlier versions."""
 
     program: str = ""
     """The program as passed to Python: ``train.py``, ``-m package.train``; in a notebook: ``notebook``."""
     has_arguments: bool = False
     """True if the program was given arguments. A report does not keep them, because they may hold passwords."""
     folder: str = ""
-    """Name of the folder of the run: ``version_3``."""
+    """Name of the run's folder, such as ``version_3``."""
     id: str = ""
     """Random name, different for each run."""
 
     @property
     def name(self) -> str:
-        """The run as a title names it: ``train.py, version_3``."""
+        """The name of the run in titles: ``train.py, version_3``."""
         program = self.program.removeprefix("-m ")
         return ", ".join(filter(None, (Path(program).name, self.folder)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A verdict, and all that is needed to compare it with another."""
+    """A verdict, and all that is needed to compare it with another verdict."""
 
     diagnosis: Diagnosis
     environment: Environment
     written_at: str
-    """ISO 8601, UTC."""
+    """Time at which the report was made: ISO 8601, UTC."""
     run: RunIdentity = field(default_factory=RunIdentity)
     """The run that the report is about."""
     path: Path | None = None
-    """The file that it was read from."""
+    """The file that the report was read from; None if it was made in this process."""
     page: ClassVar[Callable[["Report"], str] | None] = None
-    """Makes the page that a notebook shows; set where pages are made."""
+    """Function that makes the page for a notebook; set when the module ``report.files`` is imported."""
 
     def __repr__(self) -> str:
         return f"<Report of {self.written_at}: {headline(self.diagnosis)}>"
 
     def _repr_html_(self) -> str | None:
-        """The page that a notebook shows."""
+        """The page for a notebook; None if the module ``report.files`` was not imported."""
         make_page = type(self).page
         return None if make_page is None else make_page(self)
 
@@ -100,13 +100,13 @@ class Report:
 def read_environment(root: Path = Path("/")) -> Environment:
     """Versions of the installed packages, and the limits of this process.
 
-    The GPU is named only where CUDA is in use already: asking would start it.
+    The GPU is named only if CUDA is initialized already, because asking for its name would initialize CUDA.
 
     Args:
         root: the file system to read ``proc``, ``sys`` and ``dev/shm`` from.
     """
     machine = read_machine(root)
-    torch = sys.modules.get("torch")  # importing it takes a second, and without it nothing runs on a device
+    torch = sys.modules.get("torch")  # not imported, which takes a second: without torch, nothing runs on a device
     device = None
     if torch is not None and torch.cuda.is_initialized():
         device = str(torch.cuda.get_device_name())
@@ -136,7 +136,7 @@ def read_identity(folder: str = "") -> RunIdentity:
     """The identity of a run that begins in this process.
 
     Args:
-        folder: name of its folder.
+        folder: name of the run's folder.
     """
     program = read_program()
     has_arguments = bool(program) and program != "notebook" and len(sys.argv) > 1
@@ -185,7 +185,7 @@ _OF_THE_STEP = {
     "compute": "limited by the model",
     "launch": "limited by Python, which hardly issues the GPU's work as fast as it is done",
 }
-"""Cause -> verdict in words, for the bottleneck ``compute``."""
+"""Cause -> words for the verdict, for the bottleneck ``compute``."""
 _OF_THE_RUN = ("validation", "checkpoints")
 """Bottlenecks that lie outside the training steps."""
 
@@ -199,7 +199,7 @@ def headline(diagnosis: Diagnosis) -> str:
 
 
 def headline_parts(diagnosis: Diagnosis) -> tuple[str, str]:
-    """The verdict, and the share of time that it rests on, which may be empty."""
+    """The verdict, and words for the share of time that it rests on, which may be empty."""
     stats = diagnosis.stats
     facts = diagnosis.measurements.facts
     if facts.loader.repeated:
@@ -247,12 +247,12 @@ def is_toy(diagnosis: Diagnosis) -> bool:
     """True for steps so short that Python takes most of them: there is no advice to give."""
     facts = diagnosis.measurements.facts
     judged = diagnosis.bottleneck not in (*_OF_THE_RUN, "unknown")
-    is_faulty = facts.loader.repeated or facts.cut_short is not None  # which is more than slow
+    is_faulty = facts.loader.repeated or facts.cut_short is not None  # a fault matters more than short steps
     return judged and not is_faulty and toy_sentence(diagnosis.stats.step_ms) is not None
 
 
 def may_be_tuned(facts: LoopFacts) -> bool:
-    """True for a loader that an AutotuneCallback can tune, and has not tuned."""
+    """True for a loader of a fit that AutotuneCallback can tune, if it was not among the fit's callbacks."""
     loader = facts.loader
     in_fit = facts.loop == "trainer" and facts.stage == "fit" and not facts.trainer.tuned
     is_safe = not loader.why_no_workers and not loader.keeps
@@ -260,24 +260,25 @@ def may_be_tuned(facts: LoopFacts) -> bool:
 
 
 def needs_trial(diagnosis: Diagnosis, remedy: Remedy) -> bool:
-    """True for a number of workers that was not tried and rests on few steps, where the next step is to try it.
+    """True for a remedy whose number of workers was not tried, if confidence is not high: it should be tried first.
 
-    Its bound follows from the run, but not its gain, which may be negative: workers take CPUs from training.
+    An upper bound of its gain follows from the run, but not the gain, which may be negative: workers take CPUs from
+    training.
     """
     untried = remedy.changes.startswith("num_workers=") and not diagnosis.measurements.diagnosed
     return untried and diagnosis.confidence != "high" and may_be_tuned(diagnosis.measurements.facts)
 
 
 def takes_turns(diagnosis: Diagnosis) -> bool:
-    """True if the training process loads, and workers are no remedy. Loading and training then wait for each other,
-    and neither is the bottleneck."""
+    """True if the training process itself loads, and workers are no remedy. Loading and training then take turns, and
+    neither is the bottleneck."""
     loads_itself = diagnosis.measurements.facts.loader.num_workers == 0
     workers_help = any(remedy.changes.startswith("num_workers=") for remedy in diagnosis.remedies)
     return diagnosis.bottleneck == "data" and loads_itself and not workers_help
 
 
 def trust(diagnosis: Diagnosis) -> str:
-    """The trust in the verdict: ``95 % CI 32-36, confidence high, 412 steps``.
+    """The confidence in the verdict, in words: ``95 % CI 32-36, confidence high, 412 steps``.
 
     The interval describes the waiting in this rank's steps. It is left out if the headline is about anything else: all
     ranks, the first batch of an epoch, validation, or checkpoints. It is also left out if it has no width.
@@ -326,7 +327,7 @@ def _waits_of_ranks(ranks: RankStats) -> str:
 
 
 def _basis(diagnosis: Diagnosis) -> Literal["steps", "ranks", "epochs"]:
-    """The base of the grade: waiting in this rank's steps, in those of all ranks, or for an epoch's first batch."""
+    """The waiting that the grade rests on: in this rank's steps, in all ranks' steps, or for epochs' first batches."""
     ranks = diagnosis.measurements.ranks
     if diagnosis.cause == "one rank" and ranks is not None and ranks.starved_pct is not None:
         return "ranks"
@@ -345,7 +346,7 @@ def _basis(diagnosis: Diagnosis) -> Literal["steps", "ranks", "epochs"]:
 
 
 def if_free(diagnosis: Diagnosis) -> str:
-    """The speed-up if data were free. Empty: not known."""
+    """The speed-up if training never waited for data, in words; empty if not known."""
     factor = speedup(diagnosis)
     if factor is None:
         return ""
@@ -354,7 +355,7 @@ def if_free(diagnosis: Diagnosis) -> str:
 
 
 def speedup(diagnosis: Diagnosis) -> float | None:
-    """Times as fast if data were free, by the share that the headline names; None: not known."""
+    """The speed-up factor if training never waited for data, by the share in the headline; None if not known."""
     measured = diagnosis.measurements
     stats = measured.stats
     basis = _basis(diagnosis)
@@ -373,5 +374,5 @@ def speedup(diagnosis: Diagnosis) -> float | None:
 
 
 def cause_text(diagnosis: Diagnosis) -> str:
-    """The cause in a word or two. Empty: it is not known, or the bottleneck says it all."""
+    """The cause in a word or two; empty if not known, or if it is the same word as the bottleneck."""
     return "" if diagnosis.cause in ("unknown", diagnosis.bottleneck) else diagnosis.cause

@@ -1,4 +1,4 @@
-"""The sections of a report, described once: rows for Markdown and HTML, and lines for the console."""
+"""The sections of a report, each described once for all forms: rows for Markdown and HTML, lines for the console."""
 
 import math
 import re
@@ -32,11 +32,12 @@ _FEWEST_CHARACTERS = 8
 """Length of the longest bar in characters, in a wide and in a narrow terminal."""
 _RATE = 13
 _REMARK = 17
-"""Characters of a rate in front of a bar, and of the longest remark behind it."""
+"""Number of characters of a rate in front of a bar, and of the longest remark behind the bar."""
 WIDE = 120
 """Characters of a line: enough for every line of the pipeline."""
 _CUT = 3
-"""The longest bar shows this many times the lowest rate; longer bars are cut. A copy may be 100 times as fast."""
+"""The longest bar stands for this many times the lowest rate, and longer bars are cut, because the fastest part may be
+100 times as fast."""
 Kind = Literal["stage", "part", "fit", "if"]
 _Row = tuple[Kind, str, float | None, str]
 """Kind and name of a bar, its rate in batches per second, and the way the rate was measured."""
@@ -48,26 +49,26 @@ class Bar(NamedTuple):
     name: str
     per_s: float
     kind: Kind
-    """``stage``: every sample passes it. ``part``: a part of the loader, which shares the workers with other parts.
+    """``stage``: every sample passes this stage. ``part``: a part of the loader that shares the workers with others.
     ``fit``: the fit as it ran. ``if``: the loader under other conditions."""
     note: str = ""
     """The way the figure was measured."""
     narrowest: bool = False
-    """The stage that limits the whole, or the part that limits the loader."""
+    """True for the stage that limits the pipeline, or for the part that limits the loader."""
 
 
 class Pipeline(NamedTuple):
     """The measured rates of the pipeline, in the order in which a sample passes its stages."""
 
     unit: str
-    """``samples/s``, or ``batches/s`` where the batch size is not known."""
+    """``samples/s``, or ``batches/s`` if the batch size is not known."""
     bars: Sequence[Bar]
     full_per_s: float
     """The rate of the longest bar."""
 
 
 def read_pipeline(diagnosis: Diagnosis) -> Pipeline | None:
-    """The pipeline as far as experiments measured it. None: no stage was measured."""
+    """The pipeline, as far as experiments have measured it; None if no stage or part was measured."""
     measured = diagnosis.measurements
     results = measured.experiments
     sizes = (results.batch_size, measured.facts.loader.batch_size)
@@ -128,9 +129,9 @@ _SAMPLE_PARTS = (*NOT_TRANSFORMS, "transforms")
 
 
 def _sample_parts(costs: tuple[NamedCost, ...], facts: LoopFacts, batch_size: int | None) -> list[_Row]:
-    """Bars for reading, decoding and the transforms: the rate of the workers if they did only that.
+    """Bars for reading, decoding and the transforms: the rate of the workers if they did only this part of the work.
 
-    Assumes that a worker runs at full speed as long as there is a CPU for it.
+    Assumes that each worker runs at full speed as long as there is a CPU for it.
     """
     workers = facts.loader.num_workers
     if workers is None or batch_size is None:
@@ -153,7 +154,7 @@ def _sample_parts(costs: tuple[NamedCost, ...], facts: LoopFacts, batch_size: in
 
 
 _STAGE_NAMED: dict[Bottleneck, str] = {"data": "loader", "copy": "copy", "compute": "model"}
-"""Bottleneck -> the stage of the pipeline that it means in the headline."""
+"""Bottleneck in the headline -> name of the pipeline's stage that it stands for."""
 
 
 def _mark(bars: list[Bar], diagnosis: Diagnosis) -> list[Bar]:
@@ -172,7 +173,7 @@ def _mark(bars: list[Bar], diagnosis: Diagnosis) -> list[Bar]:
 
 
 def _slowest_of(bars: list[Bar], kind: Kind) -> Bar | None:
-    """The bar with the lowest rate of its kind; None if there is no other to compare it with."""
+    """The bar with the lowest rate among bars of this kind; None if there are fewer than two."""
     of_kind = [bar for bar in bars if bar.kind == kind]
     if len(of_kind) < 2:
         return None
@@ -182,22 +183,22 @@ def _slowest_of(bars: list[Bar], kind: Kind) -> Bar | None:
 # --- sections -----------------------------------------------------------------------------------------------------
 
 VALIDATION_PCT = 10.0
-"""Share of the run from which the console shows the parts of validation."""
+"""Smallest share of the run, in percent, that validation must take for the console to show its parts."""
 ROWS_NAMED = 6
-"""Largest number of a section's rows that its line on the console lists."""
+"""Largest number of a section's rows that are listed in its line on the console."""
 
 Row = tuple[str, ...]
 
 
 class CodeLine(NamedTuple):
-    """Code to paste, as lines of the console that are never broken, and a comment behind the last of them."""
+    """Code to paste, as lines of the console that are never broken, and a comment behind the last line."""
 
     lines: Sequence[str]
     comment: str
 
 
 def folded(line: str, width: int, indent: str = "      ") -> str:
-    """A line of prose, broken to fit the width. Code in backquotes, shares and words stay whole."""
+    """A line of prose, broken to fit the width, but never inside a word, code in backquotes, or a figure in %."""
     kept = re.sub(r"`[^`]*`|\d %", lambda code: code[0].replace(" ", "\0"), line)
     broken = textwrap.fill(kept, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return broken.replace("\0", " ")
@@ -216,22 +217,23 @@ def _folded_code(code: CodeLine, width: int) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Section:
-    """One topic of a report, for pages as rows, and for the console as lines."""
+    """One topic of a report: its rows for pages, and its lines for the console."""
 
     title: str
     rows: Sequence[Row]
     """Cells as text. The first column holds names; in a table, the other columns hold figures."""
     header: Row = ()
     form: Literal["table", "list", "step", "remedies", "pipeline", "pairs"] = "table"
-    """Its form on a page: a ``table``, a ``list`` (a single column), or one of its own."""
+    """Form of the section on a page: a ``table``, a ``list`` (a single column), or a form for this topic only."""
     console: Sequence[str | CodeLine] | str = ()
-    """Lines, or the first word of a line that lists the rows. Empty: the console does not show the section."""
+    """Lines for the console, or the first word of a line that lists the rows. If empty, the console does not show the
+    section."""
     note: str = ""
-    """A sentence below."""
+    """A sentence below the rows."""
     pipeline: Pipeline | None = None
 
     def console_lines(self, width: int) -> Iterator[str]:
-        """The lines on the console, broken at the width."""
+        """The lines for the console, broken to fit the width."""
         if self.pipeline is not None:
             yield from ("", *pipeline_text(self.pipeline, width))
         elif isinstance(self.console, str):
@@ -248,7 +250,7 @@ class Section:
 
 
 def step_sections(diagnosis: Diagnosis) -> Iterator[Section]:
-    """The parts of a step."""
+    """The section on the parts of a step."""
     if diagnosis.stats.step_ms:
         copies = diagnosis.device_type != "cpu" or diagnosis.bottleneck == "copy"
         end = f"        {if_free(diagnosis)}"
@@ -291,7 +293,7 @@ _PARTS = ("part of the step", "ms", "%", "")
 
 
 def time_sections(measured: Measurements) -> Iterator[Section]:
-    """The parts of the run, and of its validation."""
+    """Sections on the parts of the run and of its validation."""
     wall = measured.wall
     validation = measured.validation
     by_loader = measured.by_loader
@@ -334,7 +336,7 @@ def _validation_sections(validation: LoopMeasurements, *, shown: bool) -> Iterat
 
 
 def advice_sections(diagnosis: Diagnosis, notes: Sequence[str]) -> Iterator[Section]:
-    """Causes, remedies, and the notes that the next step does not repeat."""
+    """Sections for the causes, the remedies, and the notes that the next step does not repeat."""
     cause = cause_text(diagnosis)
     reasons = list(diagnosis.evidence)
     console = []
@@ -364,7 +366,7 @@ def _remedy_row(remedy: Remedy, diagnosis: Diagnosis) -> Row:
 
 
 def _at_most(remedy: Remedy, diagnosis: Diagnosis) -> str:
-    """The largest possible gain of a remedy, or that of its trial, in words. Empty: unknown."""
+    """The largest possible gain of a remedy, or its step times in trials, in words; empty if unknown."""
     if remedy.tried:
         return f"tried: {remedy.tried}"
     step_ms = diagnosis.stats.step_ms
@@ -394,7 +396,7 @@ def _remedy_lines(diagnosis: Diagnosis) -> Iterator[str | CodeLine]:
 
 
 def pipeline_sections(diagnosis: Diagnosis) -> Iterator[Section]:
-    """The pipeline from disk to model."""
+    """The section on the pipeline from disk to model."""
     pipeline = read_pipeline(diagnosis)
     if pipeline is None:
         return
@@ -406,7 +408,7 @@ def pipeline_sections(diagnosis: Diagnosis) -> Iterator[Section]:
 
 
 def measured_sections(measured: Measurements) -> Iterator[Section]:
-    """Hooks, ranks, workers and what experiments found; none for what was not measured."""
+    """Sections for hooks, ranks, workers and the results of experiments, as far as they were measured."""
     hooks = [(hook.name, f"{hook.ms_per_step:.2f}") for hook in measured.hooks]
     yield from _table("Slowest hooks", hooks, ("hook or logger", "ms a step"))
     if measured.ranks is not None:
@@ -429,7 +431,7 @@ def _table(title: str, rows: Sequence[Row], header: Row = (), console: str = "")
 
 
 def _figures(*rows: tuple[str, float | None, str]) -> list[Row]:
-    """Rows (name, figure as text) for all given (name, figure, format) whose figure is known."""
+    """Rows (name, figure as text) from tuples (name, figure, format), without unknown figures."""
     return [(name, form.format(value)) for name, value, form in rows if value is not None]
 
 
@@ -488,7 +490,7 @@ def _function_text(cost: FunctionCost) -> str:
 def _key_rows(keys: tuple[KeyBytes, ...]) -> list[Row]:
     """(path, size) of each part of a batch; the parts in a list share one row.
 
-    Paths are as Python writes them: ``batch[1]``, ``targets[*].boxes``.
+    Paths are written as in Python: ``batch[1]``, ``targets[*].boxes``.
     """
     sizes: Counter[str] = Counter()
     for key in keys:
@@ -513,7 +515,7 @@ def other_sections(report: Report) -> Iterator[Section]:
 
 
 def _run_rows(report: Report) -> list[Row]:
-    """(name, value) of the run and its machine, as far as they are known."""
+    """(name, value) for the known settings of the run and of its machine."""
     facts = report.diagnosis.measurements.facts
     loader = facts.loader
     machine = report.environment

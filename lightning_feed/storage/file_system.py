@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_feed.errors import ArchiveError
-from lightning_feed.storage.system import MemoryLimit, cgroup_memory_limits, memory_limits, read_text, size_text
-from lightning_feed.wording import printable
+from lightning_feed.storage.memory_limits import MemoryLimit, cgroup_memory_limits, memory_limits, read_text
+from lightning_feed.wording import printable, size_text
 
 RAM_SHARE = 0.9
 """Share of the free memory, and of the free space of a memory file system, that a copy may take. Workers pass their
-batches through /dev/shm and are killed when it is full; any process can be killed when memory is full."""
+batches through /dev/shm and are killed when /dev/shm is full; any process can be killed when memory is full."""
 _KINDS = {
     "memory": {"tmpfs", "ramfs", "hugetlbfs", "devtmpfs"},
     "overlay": {"overlay", "overlayfs", "aufs", "fuse.fuse-overlayfs"},
@@ -138,11 +138,11 @@ def check_room(new_bytes: int, new_files: int, folder: str, root: Path = Path("/
     Args:
         new_bytes: bytes to add, each file rounded up to whole blocks of the file system.
         new_files: number of files and folders to add.
-        folder: where to; must exist.
+        folder: folder to which they are added; must exist.
         root: the file system to read ``proc`` and ``sys`` from.
 
     Raises:
-        ArchiveError: if it does not fit. The message has the needed and the free space, and advice.
+        ArchiveError: if the data does not fit. The message has the needed and the free space, and advice.
     """
     mount = find_mount(folder, root)
     least = find_room(folder, root)
@@ -168,7 +168,7 @@ def find_caveats(folder: str, root: Path = Path("/")) -> tuple[str, ...]:
     """Return warnings about copies in ``folder``, one sentence each.
 
     Args:
-        folder: target of the copies; must exist.
+        folder: folder for the copies; must exist.
         root: as in :func:`check_room`.
     """
     mount = find_mount(folder, root)

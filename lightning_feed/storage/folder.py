@@ -33,7 +33,7 @@ class SampleSource(Protocol):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Label names, sorted; ``labels`` are indices into it."""
+        """Label names, sorted; ``labels`` are indices into this tuple."""
 
     @property
     def labels(self) -> npt.NDArray[np.int64]:
@@ -43,10 +43,10 @@ class SampleSource(Protocol):
         """Number of samples."""
 
     def read(self, index: int) -> Encoded:
-        """Return the bytes of sample ``index``.
+        """Return the data of sample ``index``.
 
         Raises:
-            DatasetError: if they cannot be read, with the name of the sample and the reason.
+            DatasetError: if the sample cannot be read. The message has the name of the sample and the reason.
         """
 
     def name(self, index: int) -> str:
@@ -166,11 +166,12 @@ def scan_classes(root: Path, classes: tuple[str, ...] | None = None) -> FolderIn
 
     Args:
         root: the folder of class folders.
-        classes: the allowed classes; None for the folder names.
+        classes: the allowed classes, to which labels refer; None for the names of the class folders.
 
     Raises:
-        DatasetError: if ``root`` is not a folder, cannot be read or has no class folders; if a class has no images; if
-            there are classes that are not in ``classes``; or if symbolic links form a cycle.
+        DatasetError: if ``root`` is not a folder, cannot be read or has no class folders; if a class has no images
+            (with ``classes``: if no class has any); if a class folder is not in ``classes``; or if symbolic links form
+            a cycle.
     """
     names = class_names(root)
     unknown = set(names).difference(classes or names)
@@ -183,7 +184,7 @@ def scan_classes(root: Path, classes: tuple[str, ...] | None = None) -> FolderIn
     except OSError as error:
         raise _unreadable(error) from error
     empty = [name for name in names if not paths[name]]
-    # Another split than training may lack images of some classes, but not of all.
+    # A validation or test folder may lack images of some classes, but not of all.
     if empty and (classes is None or len(empty) == len(names)):
         raise DatasetError(f"No images in {_first_of(empty)} of {root}: add some ({', '.join(IMAGE_SUFFIXES)}).")
     return _index(classes or names, paths)
@@ -209,7 +210,7 @@ def class_names(root: Path) -> tuple[str, ...]:
             folders = [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
     except OSError as error:
         raise _unreadable(error) from error
-    # A pack inside the folder it was made from is not a class.
+    # A pack may lie inside the folder that was packed; it is not a class.
     names = sorted(entry.name for entry in folders if not is_pack(entry.path))
     if not names:
         raise DatasetError(
@@ -234,7 +235,7 @@ def _images_below(root: Path, name: str) -> list[bytes]:
 
 
 def _is_file(entry: "os.DirEntry[str]") -> bool:
-    """True for a file or a broken link; reading the link will raise an error with its name."""
+    """True for a file, or for a broken link: reading such a link raises an error with its name."""
     if entry.is_file() or not os.path.exists(entry.path):  # noqa: PTH110
         return True
     logger.warning("%s is neither a file nor a folder, so it is not a sample. Move it away.", printable(entry.path))

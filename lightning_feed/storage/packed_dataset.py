@@ -7,6 +7,7 @@ import io
 import json
 import mmap
 import os
+import threading
 import zlib
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -19,7 +20,6 @@ from torch.utils.data import Dataset
 
 from lightning_feed.errors import ArchiveError, DatasetError, FeedError, SettingsError
 from lightning_feed.extras import require
-from lightning_feed.storage import system
 from lightning_feed.storage.folder import MANIFEST, Encoded, is_pack
 
 ALL = "all"
@@ -30,7 +30,17 @@ DATA_FILES: dict[Format, str] = {"flat": "data.bin", "lmdb": "data.mdb", "hdf5":
 _VERSION = 1
 _PARTS = {ALL, "train", "val", "test"}
 _SHAPE_BYTES = 8
-"""Size of the prefix of decoded pixels: height and width, 4 bytes each, little endian."""
+"""Bytes in front of the pixels of a decoded sample: height and width, 4 bytes each, little endian."""
+_process_lock = threading.RLock()
+"""Lock that excludes other threads of this process. A forked child replaces it."""
+
+
+def _renew_lock() -> None:
+    global _process_lock  # another thread of the parent may have held the old lock
+    _process_lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 class DamagedSampleError(ArchiveError, DatasetError):
@@ -38,7 +48,7 @@ class DamagedSampleError(ArchiveError, DatasetError):
 
 
 def damaged(path: Path, error: Exception) -> ArchiveError:
-    """Return the error for any exception of a library. A flipped bit can raise nearly anything."""
+    """Return the ArchiveError for an exception of a library. A flipped bit can cause nearly any exception."""
     return ArchiveError(f"{path} cannot be read: {error}. Copy it again, or pack the source again.")
 
 
@@ -67,7 +77,7 @@ def read_manifest(path: Path) -> Manifest:
     """Read the manifest of a pack.
 
     Raises:
-        ArchiveError: if it is missing, damaged, or was written by another version.
+        ArchiveError: if the manifest is missing or damaged, or was written by another version.
     """
     if not is_pack(path):
         raise ArchiveError(f"{path} is not a pack: it has no {MANIFEST}. To make one: lightning-feed pack SRC DEST")
@@ -101,7 +111,7 @@ class PartIndex:
 
     labels: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
-    """End of each sample when all are laid one after the other; of equal samples in every format."""
+    """Offset of the end of each sample, in bytes, when all samples lie one after the other. Equal in every format."""
     checksums: npt.NDArray[np.uint32]
     """CRC-32 of each sample."""
     names: npt.NDArray[np.bytes_]
@@ -117,7 +127,7 @@ class PartIndex:
 
         Args:
             path: the file.
-            classes: number of classes; no label may be larger.
+            classes: number of classes; every label must be smaller.
 
         Raises:
             ArchiveError: if it is missing or damaged.
@@ -132,7 +142,7 @@ class PartIndex:
             if np.any(np.diff(index.ends, prepend=0) < 0):
                 raise ValueError("its samples overlap")
             if not np.isin(index.labels, np.arange(classes)).all():
-                raise ValueError("its labels are not those of the manifest")
+                raise ValueError("it has labels that are not classes of the manifest")
         except Exception as error:
             raise damaged(path, error) from error
         return index
@@ -142,7 +152,7 @@ class PartIndex:
 
 
 class Reader(Protocol):
-    """Reads samples in the process that made it, from any thread; may raise any exception."""
+    """Reads samples in the process that made the reader, from any thread. May raise any exception."""
 
     def read(self, number: int) -> bytes | memoryview:
         """Return the bytes of a sample."""
@@ -154,9 +164,9 @@ class _FileReader:
     Args:
         path: the file.
         start: offset of the first sample.
-        ends: their ends, from ``start`` on.
-        mapped: True to return views of a memory map in place of copies. That saves a third of the time for pixels,
-            which are large, but reads small samples from a disk page by page.
+        ends: offset of the end of each sample, counted from ``start``.
+        mapped: True to return views of a memory map instead of copies. That saves a third of the time for pixels,
+            which are large; small samples would be read from a disk page by page.
     """
 
     def __init__(self, path: Path, start: int, ends: npt.NDArray[np.int64], *, mapped: bool) -> None:
@@ -188,7 +198,7 @@ class _LmdbReader:
         self._environment = _open_environment(folder)
 
     def read(self, number: int) -> bytes:
-        with self._environment.begin() as transaction:  # the map is valid until its end
+        with self._environment.begin() as transaction:  # the data may be read until the transaction ends
             sample: bytes | None = transaction.get(lmdb_key(number))
         if sample is None:
             raise LookupError("it is missing")
@@ -212,31 +222,31 @@ def _open_environment(folder: Path) -> Any:
         OSError: if it does not exist.
     """
     lmdb = require("lmdb", extra="pack", why="A pack of the format lmdb")
-    with system.process_lock:
+    with _process_lock:
         status = (folder / DATA_FILES["lmdb"]).stat()
         identity = (os.getpid(), status.st_dev, status.st_ino)
         for known, environment in list(_environments.items()):
             if known[0] != identity[0]:
-                environment.close()  # inherited by a fork, and closed in this process only
+                environment.close()  # this process inherited it by a fork; the parent's stays open
                 del _environments[known]
         if identity not in _environments:
-            # No lock: nobody writes. No readahead: training reads at random. Extra readers are for threads.
+            # No lock: no process writes. No readahead: training reads in random order. Many readers: one per thread.
             environment = lmdb.open(str(folder.resolve()), readonly=True, lock=False, readahead=False, max_readers=512)
             _environments[identity] = environment
         return _environments[identity]
 
 
 def _open_reader(folder: Path, index: PartIndex, manifest: Manifest) -> Reader:
-    """Open the data of a part."""
+    """Open a reader for the data file of a part."""
     path = folder / DATA_FILES[manifest.format]
     if manifest.format == "lmdb":
         return _LmdbReader(folder)
     start = 0
     if manifest.format == "hdf5":
-        # HDF5 locks, and is not fork-safe. It is only asked where the bytes begin.
+        # HDF5 locks files, and is not fork-safe, so it is used only to find where the bytes begin.
         h5py = require("h5py", extra="hdf5", why="A pack of the format hdf5")
         with h5py.File(path, "r", locking=False) as opened:
-            start = opened["bytes"].id.get_offset() or 0  # None when all files are empty
+            start = opened["bytes"].id.get_offset() or 0  # the offset is None if all samples are empty
     return _FileReader(path, start, index.ends, mapped=manifest.decoded)
 
 
@@ -244,7 +254,7 @@ def _open_reader(folder: Path, index: PartIndex, manifest: Manifest) -> Reader:
 
 
 class PackedDataset(Dataset[Any]):
-    """Map-style dataset over the result of :func:`~lightning_feed.storage.pack`. Pickling it sends only the path.
+    """Map-style dataset over the result of :func:`~lightning_feed.storage.pack`. A pickle has only its path and part.
 
     ``dataset[i]`` is (bytes of the file, label), or (uint8 pixels (H, W, 3), label) for a pack of pixels. Files are
     opened on the first read in each process, so fork, spawn, forkserver and threads are safe. Nothing is unpickled.
@@ -258,7 +268,7 @@ class PackedDataset(Dataset[Any]):
         labels: int64, shape (n,).
 
     Raises:
-        ArchiveError: if it is not a pack, is damaged, or was written by another version.
+        ArchiveError: if ``path`` is not a pack, is damaged, or was written by another version.
         SettingsError: if the part does not exist.
         MissingExtraError: on the first read, if the library of the format is not installed.
     """
@@ -277,7 +287,7 @@ class PackedDataset(Dataset[Any]):
         self._index = PartIndex.load(self._folder / "index.npz", len(self.classes))
         self.labels: npt.NDArray[np.int64] = self._index.labels
         data = self._folder / DATA_FILES[self.manifest.format]
-        if not data.is_file() or data.stat().st_size != parts[part]:  # reading a map further would end the process
+        if not data.is_file() or data.stat().st_size != parts[part]:  # reading a map beyond its file kills the process
             raise ArchiveError(f"{data} is missing, cut short or damaged. Copy or pack it again.")
         self._reader: Reader | None = None
         self._reader_of = 0
@@ -292,10 +302,10 @@ class PackedDataset(Dataset[Any]):
         return self.read(number), int(self.labels[number])
 
     def read(self, index: int) -> Encoded:
-        """Return the bytes of file ``index``, or its pixels if the pack holds pixels.
+        """Return the bytes of sample ``index``, or its pixels if the pack holds pixels.
 
         Raises:
-            ArchiveError: if they cannot be read.
+            ArchiveError: if the sample cannot be read.
         """
         try:
             sample = self._open().read(index)
@@ -312,10 +322,10 @@ class PackedDataset(Dataset[Any]):
             ) from error
 
     def verify(self, index: int) -> None:
-        """Compare a sample and its label with the packed ones.
+        """Compare the checksum and the label of a sample with those recorded at packing.
 
         Raises:
-            ArchiveError: if they differ, or cannot be read.
+            ArchiveError: if they differ, or if the sample cannot be read.
         """
         folder = f"{self.classes[self.labels[index]]}/"
         try:
@@ -333,14 +343,14 @@ class PackedDataset(Dataset[Any]):
         return int(self._index.ends[-1:].sum())
 
     def name(self, index: int) -> str:
-        """Return the name of sample ``index``, prefixed with the pack."""
+        """Return the name of sample ``index``: the path of the pack, then the sample's path inside the pack."""
         name = os.fsdecode(self._index.names[index])
         if self.part == ALL:
             return f"{self.path}/:{name}"
         return f"{self.path}/{self.part}:{name}"
 
     def _open(self) -> Reader:
-        # Of two threads that open at once, both readers are good.
+        # If two threads open a reader at once, each may use its own: both work.
         if self._reader is None or self._reader_of != os.getpid():
             self._reader = _open_reader(self._folder, self._index, self.manifest)
             self._reader_of = os.getpid()

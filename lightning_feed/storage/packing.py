@@ -31,8 +31,8 @@ from lightning_feed.storage.packed_dataset import (
     read_manifest,
     with_shape,
 )
+from lightning_feed.storage.progress import progress_bar
 from lightning_feed.storage.splits import SPLITS, folder_of_split, has_splits
-from lightning_feed.storage.system import progress_bar
 from lightning_feed.storage.whole import Workshop
 
 _LOOKED_AT = 64
@@ -42,7 +42,7 @@ _LMDB_MAP_BYTES = 1 << 42
 """Largest size of an LMDB pack. Only address space: the file grows with its content."""
 _COMMITTED_BYTES = 64 << 20
 """Bytes of samples in one transaction of LMDB."""
-# Exceptions of Pillow's readers on corrupt files; as in images/decoders.py.
+# Exceptions that Pillow raises for corrupt files; the same as in images/decoders.py.
 _CORRUPT = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, Image.DecompressionBombError)
 
 
@@ -72,7 +72,7 @@ class ImageChanges:
         """Return the bytes to store for a file.
 
         Raises:
-            DecodeError: if it must be decoded, and cannot be.
+            DecodeError: if the file must be decoded for the change, but cannot be.
         """
         if self.short_side is None and not self.decoded:
             return data
@@ -82,7 +82,7 @@ class ImageChanges:
                 if not self.decoded and min(image.size) <= (self.short_side or 0):
                     return data  # small enough already: re-encoding would only lose quality
                 return self._stored(self._resized(image.convert("RGB")))
-        except UnidentifiedImageError as error:  # its message names only the in-memory file object
+        except UnidentifiedImageError as error:  # Pillow's message names only the in-memory file object
             raise DecodeError("Pillow does not know its format") from error
         except _CORRUPT as error:
             raise DecodeError(str(error)) from error
@@ -100,7 +100,7 @@ class ImageChanges:
         if self.decoded:
             return with_shape(np.asarray(image))
         file = io.BytesIO()
-        # Chroma at full resolution: it was halved once already, and halving it again would lose more.
+        # Full resolution of the colours: most files have it halved already, and halving it again would lose more.
         image.save(file, "JPEG", quality=_JPEG_QUALITY, subsampling=0)
         return file.getvalue()
 
@@ -118,16 +118,16 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
 ) -> PackReport:
     """Pack a folder of class folders, optionally inside ``train``, ``val`` and ``test`` folders.
 
-    The pack is made in a hidden folder beside ``dest`` and renamed at the end. If interrupted, call it again: packing
-    restarts. HDF5 packs need space for twice the data until they are done.
+    The pack is made in a hidden folder beside ``dest`` and renamed at the end. After an interruption, call the function
+    again: packing starts from the beginning. HDF5 packs need space for twice the data until they are complete.
 
     Args:
         source: a folder.
-        dest: path of the pack; must not exist.
+        dest: path of the pack; must not exist, unless ``force`` is True.
         format: ``"flat"``, ``"lmdb"`` or ``"hdf5"``.
         short_side: resize images whose shorter side is longer than this, in pixels.
         decoded: True to store pixels, uint8 (H, W, 3), instead of files.
-        on_error: for images that cannot be read: ``"raise"``, or ``"skip"`` to leave them out and report them.
+        on_error: ``"raise"``, or ``"skip"`` to leave out images that cannot be read, and report them.
         force: True to replace an existing pack.
         verify: True to read everything back and compare checksums.
 
@@ -174,7 +174,7 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
 
 
 def verify_pack(path: str | Path) -> int:
-    """Read every sample of a pack, and compare its checksum with the one recorded at packing.
+    """Read every sample of a pack, and compare its checksum with the checksum recorded at packing.
 
     Returns:
         The number of samples.
@@ -225,7 +225,7 @@ def _sources_in(root: Path) -> dict[str, FolderSource]:
 
 
 def _check_room(folder: Path, sources: dict[str, FolderSource], changes: ImageChanges, format: Format) -> None:
-    """Refuse a pack that does not fit, by the sizes of some samples."""
+    """Refuse a pack that does not fit, estimating its size from the sizes of some samples."""
     needed = 0
     for source in sources.values():
         numbers = range(0, len(source), max(1, len(source) // _LOOKED_AT))
@@ -242,7 +242,7 @@ def _check_room(folder: Path, sources: dict[str, FolderSource], changes: ImageCh
 
 
 def _fill(writer: "PartWriter", name: str, source: FolderSource, changes: ImageChanges, on_error: str) -> list[str]:
-    """Read and write all samples of a part. Return the reasons of those left out."""
+    """Read and write all samples of a part. Return a sentence for each sample that was left out, with the reason."""
     skipped = []
     with progress_bar(f"Packing {name}", len(source), " samples") as bar:
         for number, sample in enumerate(_samples(source, changes)):
@@ -257,9 +257,9 @@ def _fill(writer: "PartWriter", name: str, source: FolderSource, changes: ImageC
 
 
 def _samples(source: FolderSource, changes: ImageChanges) -> Iterator[bytes | DatasetError]:
-    """Yield the bytes of each sample in order, or the error of one that cannot be read."""
+    """Yield the bytes of each sample in order, or the error if a sample cannot be read."""
     threads = _usable_cpus()
-    at_once = 4 * threads  # few enough for the memory that decoded images take
+    at_once = 4 * threads  # so few, because decoded images take much memory
     with ThreadPoolExecutor(threads) as pool:
         for start in range(0, len(source), at_once):
             numbers = range(start, min(start + at_once, len(source)))
@@ -336,7 +336,7 @@ class _Writer(Protocol):
 
 
 class _FlatWriter:
-    """Writer of the samples one after the other."""
+    """Writer of a file in which the samples lie one after the other."""
 
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO = path.open("wb")
@@ -356,7 +356,7 @@ class _LmdbWriter:
 
     def __init__(self, path: Path) -> None:
         lmdb: Any = require("lmdb", extra="pack", why="Packing into lmdb")
-        # No lock, and no flush for each transaction: nobody reads it yet.
+        # No lock, and no flush for each transaction: no other process uses the environment yet.
         self._environment = lmdb.open(
             str(path.parent), lock=False, sync=False, readahead=False, map_size=_LMDB_MAP_BYTES
         )
@@ -368,7 +368,7 @@ class _LmdbWriter:
         self._transaction.put(lmdb_key(self._count), sample, append=True)
         self._count += 1
         self._uncommitted_bytes += len(sample)
-        if self._uncommitted_bytes >= _COMMITTED_BYTES:  # they are in memory until the commit
+        if self._uncommitted_bytes >= _COMMITTED_BYTES:  # uncommitted samples stay in memory
             self._transaction.commit()
             self._transaction = self._environment.begin(write=True)
             self._uncommitted_bytes = 0

@@ -16,7 +16,7 @@ SPLITS = tuple(_FOLDERS)
 
 
 def has_splits(root: Path) -> bool:
-    """True if the folder has split folders, and not class folders."""
+    """True if the folder has split folders, of which ``train`` is required, instead of class folders."""
     return (root / "train").is_dir()
 
 
@@ -24,7 +24,7 @@ def folder_of_split(root: Path, split: str) -> FolderSource | None:
     """Return the images in the folder of a split; None if there is no such folder.
 
     Raises:
-        DatasetError: if there are no images, or several folders mean the same split.
+        DatasetError: if there are no images, or if several folders (``val``, ``valid``) are for the same split.
     """
     names = [name for name in _FOLDERS[split] if (root / name).is_dir()]
     if not names:
@@ -39,10 +39,10 @@ def folder_of_split(root: Path, split: str) -> FolderSource | None:
 
 @dataclass(frozen=True)
 class Splits:
-    """Splits of a root: its ``train``, ``val`` and ``test`` folders, or else a random share of its images for ``val``.
+    """Splits of a folder or a pack: its ``train``, ``val`` and ``test`` parts, or else a random share for ``val``.
 
     Args:
-        val_fraction: share of the samples for ``"val"`` if there are no split folders; 0 for none.
+        val_fraction: share of the samples for ``"val"`` if there are no split folders; 0 for no validation.
         seed: seed of the random choice.
 
     Raises:
@@ -103,7 +103,7 @@ class Splits:
 
 
 class Chosen:
-    """Some samples of a source, chosen by number."""
+    """Some samples of a source, chosen by their indices."""
 
     def __init__(self, source: SampleSource, chosen: npt.NDArray[np.int64]) -> None:
         self.source = source

@@ -21,7 +21,8 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning_feed.errors import ArchiveError
 from lightning_feed.storage.file_system import check_room, find_caveats, find_mount
 from lightning_feed.storage.folder import open_file, walk
-from lightning_feed.storage.system import progress_bar, read_json, write_json
+from lightning_feed.storage.private_files import read_json, write_json
+from lightning_feed.storage.progress import progress_bar
 from lightning_feed.storage.whole import Workshop
 
 logger = logging.getLogger(__name__)
@@ -40,15 +41,15 @@ _VERSION_KEYS = (
     "updated",
     "created",
 )
-"""Keys under which file systems of fsspec report what changes with a file."""
+"""Keys under which fsspec's file systems report the version or the modification time of a file."""
 
 
 class FileStamp(NamedTuple):
-    """Size of a file, and what changes with it."""
+    """Size and version of a file, to detect that the file has changed."""
 
     size: int
     version: str
-    """Its modification time, or an object store's tag."""
+    """Modification time of the file, or an object store's tag."""
 
 
 Listing: TypeAlias = dict[str, FileStamp]
@@ -66,7 +67,7 @@ class Staged:
     files: int
     total_bytes: int
     copied: bool
-    """False if the copy was up to date, or another process made it meanwhile."""
+    """True if this call made the copy; False if it was up to date, or if another process made it meanwhile."""
     took_s: float
     in_memory: bool
     """True if the copy is in memory: a tmpfs or a RAM disk."""
@@ -82,18 +83,19 @@ def is_url(source: str | os.PathLike[str]) -> bool:
 def stage(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> Staged:
     """Copy ``source`` to ``dest/<name of source>``, unless the copy there is up to date.
 
-    Every process of a node may call it: one copies, the others wait and use the same copy. The copy is made in a hidden
-    folder beside it and renamed at the end, so that it is whole or not there. When files of the source were added,
-    removed or changed, by size and modification time, a new copy replaces the old one.
+    Every process of a node may call this function: one process copies, the others wait and use the same copy. The copy
+    is made in a hidden folder beside its final path and renamed at the end, so that it is never incomplete. If files of
+    the source were added, removed or changed, by size and modification time, a new copy replaces the old one.
 
     Args:
-        source: a folder or a file, whose symbolic links are followed; or its URL, for fsspec.
+        source: a folder or a file (symbolic links are followed), or a URL for fsspec.
         dest: a folder in memory or on a local disk, for example ``/dev/shm/<user>``; made if its parent exists. Only
             this user can open the copy.
 
     Raises:
-        ArchiveError: if there is no space (before a byte is written), if one of the two is inside the other, if
-            something else is at the place of the copy, or if a file cannot be read or written or changes meanwhile.
+        ArchiveError: if there is no space (before a byte is written), if the source is inside the copy or the copy in
+            the source, if something else is at the path of the copy, or if a file cannot be read or written, or changes
+            meanwhile.
 
     Example:
         >>> staged = stage("/data/birds", "/dev/shm/me")  # doctest: +SKIP
@@ -145,13 +147,14 @@ class _Record:
     fingerprint: str
     """Digest of the source's listing."""
     inode: int
-    """Inode of the copy: something else at its path is not replaced."""
+    """Inode of the copy. A file or folder with another inode at the copy's path is not replaced."""
     replaced_inode: int | None
-    """Inode of the copy that this one replaces, which is still in place if the process was killed just then."""
+    """Inode of the earlier copy that this copy replaces. The earlier copy is still in place if the process was killed
+    just before replacing it."""
 
 
 def _update(workshop: Workshop, origin: "_Source", listing: Listing) -> bool:
-    """Make the copy equal to its source. Return False if it is up to date."""
+    """Copy the source, unless the copy is up to date: then return False."""
     target = workshop.target
     record_path = workshop.folder / "record.json"
     known = read_json(record_path)
@@ -201,10 +204,10 @@ def _total_bytes(listing: Listing) -> int:
 
 
 def _list_folder(root: str) -> Listing:
-    """Return the files of a folder, or one file, following links.
+    """Return the stamps of all files in a folder, or of a single file, following links.
 
     Raises:
-        OSError: if one cannot be read, if a link leads nowhere, or if links form a cycle.
+        OSError: if a file or folder cannot be read, if a link leads nowhere, or if links form a cycle.
     """
     if not os.path.isdir(root):  # noqa: PTH112
         return {"": _stamp(os.stat(root))}  # noqa: PTH116
@@ -250,7 +253,7 @@ class _LocalSource:
         self._stop = threading.Event()
 
     def check_apart(self, target: Path) -> None:
-        """Refuse a copy that would be written into its source, or that would replace it."""
+        """Refuse a copy that would be written into its source, or that would replace its source."""
         real = Path(self.name).resolve()
         if real.is_relative_to(target) or target.is_relative_to(real):
             raise ArchiveError(
@@ -272,9 +275,13 @@ class _LocalSource:
         bar = progress_bar(f"Staging {Path(self.name).name}", _total_bytes(listing))
 
         def copy(name: str) -> None:
-            self._copy_file(_below(self.name, name), _below(whole, name), bar)
+            try:
+                self._copy_file(_below(self.name, name), _below(whole, name), bar)
+            except BaseException:
+                self._stop.set()  # the other threads need not finish their files
+                raise
 
-        with bar, ThreadPoolExecutor(_THREADS) as pool:  # waits for its threads at the end
+        with bar, ThreadPoolExecutor(_THREADS) as pool:  # the pool waits for its threads at the end
             try:
                 for start in range(0, len(names), _FILES_AT_ONCE):
                     list(pool.map(copy, names[start : start + _FILES_AT_ONCE]))
@@ -312,7 +319,7 @@ class _UrlSource:
         except Exception as error:  # each file system has its own
             raise ArchiveError(f"{self.name} cannot be listed: {self._describe(error)}.") from error
         listing = {path[len(self._root) :].lstrip("/"): info for path, info in found.items()}
-        # Some stores list a folder as an object of its name and no bytes.
+        # Some object stores list a folder as an object with the folder's name and no bytes.
         listing = {name: info for name, info in listing.items() if name and not name.endswith("/")}
         if not listing:
             raise ArchiveError(f"There are no files at {self.name}. Choose the folder that has them.")
@@ -351,7 +358,7 @@ def _make_folders(listing: Listing, whole: Path) -> None:
 
 
 def _below(root: str | Path, name: str) -> str:
-    """Return the path of a file of a listing, whose name is empty if the source is one file."""
+    """Return the path of a file of a listing. Its ``name`` is empty if the source is a single file."""
     if not name:
         return str(root)
     return f"{root}/{name}"

@@ -1,4 +1,4 @@
-"""Makes a file or a folder whole or not at all: in a private folder beside it, and renamed at the end."""
+"""Makes a file or a folder completely or not at all: in a private folder beside its path, and renamed at the end."""
 
 import errno
 import logging
@@ -11,7 +11,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from lightning_feed.errors import ArchiveError
-from lightning_feed.storage.system import make_private
+from lightning_feed.storage.private_files import make_private
 
 logger = logging.getLogger(__name__)
 
@@ -20,15 +20,15 @@ _SAY_AFTER_S = 1.0
 
 
 class Workshop:
-    """The private folder ``.NAME.SUFFIX`` beside a target, where one process at a time makes it.
+    """The private folder ``.NAME.SUFFIX`` beside a target, in which one process at a time makes the target.
 
     Args:
         target: the file or folder to make.
-        suffix: what it is made by: ``packing``, ``staging``.
+        suffix: name of the operation that makes the target: ``packing``, ``staging``.
 
     Attributes:
-        folder: only this user can enter it.
-        whole: the path to make the target at.
+        folder: the private folder, which only this user can enter.
+        whole: path inside this folder at which the target is made.
     """
 
     def __init__(self, target: Path, suffix: str) -> None:
@@ -39,12 +39,13 @@ class Workshop:
 
     @contextmanager
     def claimed(self, *, wait: bool) -> Iterator[None]:
-        """Exclude other processes until the block ends. What a killed process left there is removed first.
+        """Exclude other processes until the block ends. Remains of a killed process are removed first.
 
-        The kernel drops the lock when its process ends in any way.
+        The kernel drops the lock when the process that holds it ends in any way.
 
         Args:
-            wait: True to wait for another process that makes the same target. The folder then stays afterwards.
+            wait: True to wait for another process that makes the same target. In this case the folder is kept
+                afterwards.
 
         Raises:
             ArchiveError: if the folder cannot be made, belongs to another user, or, without ``wait``, is in use; and if
@@ -69,12 +70,12 @@ class Workshop:
             raise ArchiveError(f"{self.target.parent} is full. Make room there, and start again.") from error
         finally:
             self._clear()
-            if not wait:  # no other process waits for the lock in it
+            if not wait:  # no other process waits for the lock in this folder
                 remove(self.folder)
             lock.release()
 
     def put_in_place(self) -> None:
-        """Move the whole target to its path; what was there is removed."""
+        """Move the complete target to its path. An earlier file or folder at this path is removed."""
         if os.path.lexists(self.target):
             self.target.rename(self._replaced)
         self.whole.rename(self.target)
@@ -106,7 +107,7 @@ def _is_full_disk(error: Exception) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder with all that is in it; nothing if there is none."""
+    """Remove a file, or a folder with all that is in it. Does nothing if it does not exist."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,1 +1,1 @@
-"""Transfer: host batches to device batches."""
+"""Transfer: copy batches from the host to the device ahead of time, or keep a dataset on the device."""

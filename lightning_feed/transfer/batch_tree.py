@@ -33,9 +33,9 @@ def record_stream(batch: object, stream: Any) -> None:
     """Mark every device tensor of ``batch`` as used by ``stream`` in the caching allocator.
 
     Otherwise the allocator may reuse a tensor's memory for the next copy while ``stream`` still reads it
-    (https://pytorch.org/docs/stable/generated/torch.Tensor.record_stream.html). An object with its own
-    ``record_stream`` (PyTorch Geometric's batches) is called as well, unless all its tensors are on the host: it may
-    hold memory that this walk cannot find.
+    (https://pytorch.org/docs/stable/generated/torch.Tensor.record_stream.html). If an object has a method
+    ``record_stream`` (PyTorch Geometric's batches), this method is called as well, because the object may hold memory
+    that this walk cannot find. The method is not called if all tensors of the object are on the host.
     """
     for leaf in _leaves(batch, to_record=True):
         if isinstance(leaf, Tensor):
@@ -142,7 +142,7 @@ def _slots_of(kind: type) -> Iterator[str]:
 
 
 def _strided(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the strided tensors that own the memory: ``Tensor.record_stream`` supports no other layouts."""
+    """Yield the strided tensors that own a tensor's memory: ``Tensor.record_stream`` supports no other layouts."""
     if tensor.is_nested:
         ragged: Any = tensor  # its methods are not in torch's stubs
         yield ragged.values()  # one buffer for all of its rows

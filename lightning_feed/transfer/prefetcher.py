@@ -33,7 +33,8 @@ _OF_EARLIER_WORK: Final = (
 
 
 class Reached(NamedTuple):
-    """An event before the step of the last of some batches. Small batches share an event, to save calls."""
+    """An event that the device reaches just before its step on a batch. Small batches share the event of the last one,
+    to save calls."""
 
     event: Any
     batches: int
@@ -47,14 +48,14 @@ class SideStream:
     """
 
     def issue(self) -> AbstractContextManager[object]:
-        """Context manager that sends work to the side stream."""
+        """Return a context manager that sends work to the side stream."""
         return nullcontext()
 
     def mark(self) -> Any:
         """Return an event after all work issued so far."""
 
     def hand_over(self, batch: object, mark: object) -> None:
-        """Make the compute stream wait for ``mark`` and own ``batch``. The host does not wait."""
+        """Make the compute stream wait for ``mark``, so that it may use ``batch``. The host does not wait."""
 
     def follow_compute(self, batch: object = None) -> None:
         """Make later work on this stream wait for all work queued on the compute stream so far. ``batch`` may then be
@@ -81,16 +82,16 @@ class DeviceStream(SideStream):
         self._stream = self._backend.Stream(device=device)
         copy_streams.add(self._stream)
         self._handed_over: deque[Reached] = deque()
-        """Batches that the device was not known to have reached when the host last waited for it."""
+        """Events of batches that the device is not known to have reached, oldest first."""
         self._batches = 0
-        """Batches handed over since the last such event."""
+        """Number of batches handed over since the last of these events."""
         self._nbytes = 0
-        """Bytes of these batches."""
+        """Bytes on the device of the batches counted in ``_batches``."""
         self._spare_marks: list[Any] = []
-        """Events of :meth:`mark` that were waited for, to be recorded again: making one costs more than that."""
+        """Used events for :meth:`mark` to record again, which costs less than making new events."""
 
     def issue(self) -> AbstractContextManager[object]:
-        """Context manager that sends work to the side stream."""
+        """Return a context manager that sends work to the side stream."""
         context: AbstractContextManager[object] = self._backend.stream(self._stream)
         return context
 
@@ -101,7 +102,7 @@ class DeviceStream(SideStream):
         return event
 
     def hand_over(self, batch: object, mark: object) -> None:
-        """Make the compute stream wait for ``mark`` and own ``batch``. The host does not wait."""
+        """Make the compute stream wait for ``mark``, so that it may use ``batch``. The host does not wait."""
         compute = self._backend.current_stream(self._device)
         # 1. The compute stream waits for the copy. 2. Only then may a kernel of the step read the batch.
         # 3. The allocator learns that the compute stream uses memory from the side stream's pool.
@@ -114,7 +115,8 @@ class DeviceStream(SideStream):
             self._mark_reached(compute)
 
     def _mark_reached(self, compute: Any) -> None:
-        # This event lets the host sleep. Torch's default would keep busy a CPU that the loader's workers need.
+        # With blocking=True, the host sleeps while it waits for the event. By default, the wait would keep a CPU busy
+        # that the loader's workers need.
         reached = self._backend.Event(blocking=True) if self._device.type == "cuda" else self._backend.Event()
         reached.record(compute)
         self._handed_over.append(Reached(reached, self._batches, self._nbytes))

@@ -106,13 +106,13 @@ def load_resident(
 ) -> ResidentData:
     """Read a dataset once and keep it on the device.
 
-    Stores what ``sample_to_keep(index)`` returns, of a dataset that has this method (also inside ``Subset`` and
-    ``ConcatDataset``). For any other dataset, stores the samples of this one pass.
+    Stores the results of ``sample_to_keep(index)`` if the dataset, or a dataset inside a ``Subset`` or
+    ``ConcatDataset``, has this method. For any other dataset, stores the samples of this one pass.
 
     Args:
-        dataset: map-style; all samples of one shape.
-        device: the device to keep it on.
-        collate_fn: makes a batch of samples, each row from one sample only; None for torch's default.
+        dataset: map-style, with samples of one shape.
+        device: the device to keep the dataset on.
+        collate_fn: makes a batch of samples, each row from one sample only; None for torch's ``default_collate``.
         reading: :class:`FeedLoader` options for the loading pass: ``num_workers``, ``workers`` and the like.
 
     Raises:
@@ -132,7 +132,7 @@ def load_resident(
     _refuse_if_too_large(sample_bytes, size, device)
     leaves = [_allocate(tensor, size, device) for tensor in tensors]
     chunk = max(1, min(_MOST_IN_CHUNK, _CHUNK_BYTES // max(1, sample_bytes)))
-    # Its own generator: drawing from the default one would change the training's random numbers.
+    # A separate generator, because drawing from the default generator would change the training's random numbers.
     options = {**(reading or {}), "batch_size": chunk, "collate_fn": collate, "generator": torch.Generator()}
     with tqdm(total=size, desc=f"Loading onto {device}", unit=" samples", disable=None, leave=False) as bar:
         start = 0
@@ -151,7 +151,7 @@ def _fill(leaves: list[_Leaf], batch: object, start: int, count: int) -> None:
 
 
 def free_device_bytes(device: torch.device) -> int | None:
-    """Return the bytes on the device that are still available to tensors; None if unknown."""
+    """Return the number of bytes on the device that are still available to tensors. Returns None if unknown."""
     if device.type == "cpu":
         return read_machine().available_memory_bytes
     if device.type != "cuda":
@@ -201,7 +201,7 @@ def _shapes_of(sample: object, index: int) -> dict[str, str]:
 
 
 def _sample_to_keep(dataset: AnyDataset, index: int) -> Any:
-    """Return the sample without augmentation if the dataset defines that; otherwise the usual sample."""
+    """Return the result of the dataset's ``sample_to_keep``, which does not augment; without it, the usual sample."""
     if isinstance(dataset, Subset):
         return _sample_to_keep(dataset.dataset, dataset.indices[index])
     if isinstance(dataset, ConcatDataset):
@@ -307,7 +307,7 @@ class _Batches:
             yield order[start : start + size]
 
     def _order(self) -> Tensor | None:
-        """Return the rows of an epoch; None if the sampler has no length and may be endless."""
+        """Return the row numbers of an epoch. Returns None if the sampler has no length, and so may be endless."""
         if not hasattr(self.sampler, "__len__"):
             return None
         order = torch.tensor(list(self.sampler), dtype=torch.int64, device="cpu")

@@ -28,15 +28,16 @@ class _Answer(Generic[Result]):
 
     result: Result | None = None
     kind: type[FeedError] | None = None
-    """Class of the error, if it is one of ours."""
+    """Class of the error if it is a FeedError; else None."""
     text: str = ""
 
 
 def run_in_children(work: Callable[[], Result], *, count: int, timeout_s: float) -> list[Result]:
     """Run ``work`` in forked children at the same time, and return their results.
 
-    The children hold copies of all objects, so the work may iterate the user's loaders. It must not use the device: a
-    forked process cannot. A child computes with one torch thread, because OpenMP's threads do not survive a fork.
+    The children hold copies of all objects, so the work may iterate the user's loaders. The work must not use the
+    device, because a forked process cannot. A child computes with one torch thread, because OpenMP's threads do not
+    survive a fork.
 
     Args:
         work: called in each child. Its result is pickled.
@@ -66,10 +67,9 @@ def run_in_children(work: Callable[[], Result], *, count: int, timeout_s: float)
 
 @contextmanager
 def _ctrl_c_waits() -> Iterator[None]:
-    """Context manager that delivers Ctrl-C at its end.
+    """Context manager that delays Ctrl-C until its end.
 
-    Python ignores errors in the functions that it calls after a fork, and with them the KeyboardInterrupt of that
-    moment.
+    Python ignores exceptions in the functions that it calls after a fork, so a KeyboardInterrupt there would be lost.
     """
     usual = signal.getsignal(signal.SIGINT)
     if usual is None or threading.current_thread() is not threading.main_thread():
@@ -89,7 +89,7 @@ class _Child(Generic[Result]):
     def __init__(self, work: Callable[[], Result]) -> None:
         self._receiver, sender = multiprocessing.Pipe(duplex=False)
         context = multiprocessing.get_context("fork")
-        # Not a daemon: those may not have worker processes.
+        # Not a daemon: daemons may not have worker processes.
         self._process = context.Process(target=_answer, args=(work, sender), daemon=False)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
@@ -120,7 +120,7 @@ class _Child(Generic[Result]):
 
 
 def _answer(work: Callable[[], Result], sender: Connection) -> None:
-    gc.freeze()  # garbage of the training process that holds CUDA events would end this one when collected
+    gc.freeze()  # garbage of the training process that holds CUDA events would end this process when collected
     os.setpgid(0, 0)  # so that its workers can be ended with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it, and ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

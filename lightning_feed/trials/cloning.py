@@ -1,4 +1,4 @@
-"""Clones of a user's loader for trials and experiments, and the place in it where loading failed."""
+"""Clones of a user's loader for trials and experiments, and the search for the sample that failed to load."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -22,12 +22,12 @@ _WORKER = re.compile(r"in DataLoader worker process (\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """Changes to a loader. None leaves what the loader has."""
+    """Changes to a loader. A field that is None changes nothing."""
 
     dataset: AnyDataset = None
-    """Replaces the dataset. Of the same kind and length."""
+    """The new dataset, of the same kind and length."""
     setting: Setting | None = None
-    """The workers, and what belongs to them. Only a FeedLoader has the choice of their kind."""
+    """The number of workers and their options. The kind of workers changes only in a FeedLoader."""
     batches: Sequence[Any] | None = None
     """Items for the sampler to yield: a list of indices per batch, or indices if the loader does not batch."""
     endless: bool = False
@@ -60,13 +60,13 @@ class GivenOrder:
 
 
 def twin_of(loader: DataLoader[Batch], **values: object) -> DataLoader[Batch]:
-    """Copy a loader, with other ``values`` and without running workers. Class, dataset, samplers and functions stay.
+    """Copy a loader, with other ``values`` and no running workers. Class, dataset, samplers and functions stay.
 
     The constructor is not called: its arguments may differ from the attributes, and its side effects must not be
     repeated. Without workers, options that need workers are dropped.
 
     Args:
-        loader: a DataLoader, of a derived class, or ours. It stays as it is.
+        loader: a DataLoader, which may be of a derived class, such as FeedLoader. It stays unchanged.
         **values: attributes of the copy. ``prefetch_factor=None`` with workers means torch's default.
     """
     context = loader.multiprocessing_context
@@ -84,14 +84,15 @@ def twin_of(loader: DataLoader[Batch], **values: object) -> DataLoader[Batch]:
 
 
 def clone_loader(loader: DataLoader[Batch], changes: Changes | None = None) -> DataLoader[Batch]:
-    """Clone a loader for trials, with changes. Class, dataset, samplers, collate function and other settings stay.
+    """Clone a loader for trials, with changes. Everything else stays the same: class, samplers, collate function etc.
 
-    The clone shares the loader's dataset, samplers and generator, so it draws the same order. Iterate it within
-    :func:`preserve_state`, which restores their state. A FeedLoader's clone has no order of its own.
+    The clone shares the loader's dataset, samplers and generator, so it draws the same order. Iterate the clone within
+    :func:`preserve_state`, which restores their state. A FeedLoader's clone has no ``order``.
 
     Args:
-        loader: a DataLoader, of a derived class, or ours. It is not iterated, and its workers are left alone.
-        changes: the differences.
+        loader: a DataLoader, which may be of a derived class, such as FeedLoader. It is not iterated, and its workers
+            are left alone.
+        changes: the changes in the clone; None for none.
 
     Raises:
         LoaderError: the loader cannot be cloned, because its sampler can be iterated only once, or it keeps its own
@@ -116,7 +117,7 @@ def clone_loader(loader: DataLoader[Batch], changes: Changes | None = None) -> D
 def burst_of(loader: DataLoader[Batch]) -> int:
     """Return the number of batches that arrive together: one per worker process.
 
-    1 without workers, and with threads, which share a batch.
+    Returns 1 without workers, and with threads, which make one batch together.
     """
     return 1 if has_threads(loader) else max(1, loader.num_workers)
 
@@ -127,7 +128,7 @@ def has_threads(loader: object) -> bool:
 
 
 def background_of(loader: object) -> int:
-    """Return the number of batches that the loader's own thread keeps ready."""
+    """Return the number of batches that the loader's background thread keeps ready; 0 if it has no such thread."""
     return loader.background if isinstance(loader, FeedLoader) else 0
 
 
@@ -187,7 +188,7 @@ def locate_failure(parts: Sequence[Any], error: BaseException, received: int | N
     Args:
         parts: the loaders, in their state before the pass.
         error: the loader's error.
-        received: batches received before the error, in the first pass. None: unknown.
+        received: batches received before the error, in the first pass; None if unknown.
     """
     kind, text = original_error(error)
     where = []
@@ -207,7 +208,7 @@ def locate_failure(parts: Sequence[Any], error: BaseException, received: int | N
 
 
 def _failing_sample(loader: DataLoader[Batch], kind: str, received: int) -> Any:
-    """Find the failed sample. None if it is not found."""
+    """Find the index of the failed sample; None if it is not found."""
     with preserve_state(loader):
         for index in _indices_of_batch(loader, received):
             try:
@@ -219,7 +220,7 @@ def _failing_sample(loader: DataLoader[Batch], kind: str, received: int) -> Any:
 
 
 def _indices_of_batch(loader: DataLoader[Batch], number: int) -> list[Index]:
-    """Draw the sample indices of a batch. Empty if there is no such batch, or drawing would use up the sampler."""
+    """Draw the sample indices of a batch; empty if there is no such batch, or if drawing would use up the sampler."""
     is_batched = loader.batch_sampler is not None
     source: Any = loader.batch_sampler if is_batched else loader.sampler
     with drawing_device(loader.generator):

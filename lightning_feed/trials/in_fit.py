@@ -45,7 +45,7 @@ def why_fixed(loader: DataLoader[Batch]) -> str:
 
 
 def goal_of(trainer: Any, *, work: TrainingWork, most_workers: int | None, budget_s: float) -> Goal:
-    """The goal of tuning for a run: all ranks of a node at once."""
+    """The goal of tuning the loader of a run, for all ranks of a node at once."""
     return Goal(
         work=work,
         model=name_of_model(trainer.lightning_module),
@@ -59,7 +59,7 @@ def goal_of(trainer: Any, *, work: TrainingWork, most_workers: int | None, budge
 
 
 def name_of_model(module: torch.nn.Module) -> str:
-    """Class and number of parameters of a model, to tell models with steps of different length apart."""
+    """Class and number of parameters of a model, to distinguish models whose steps take different times."""
     kind = type(module)
     numbers = sum(parameter.numel() for parameter in module.parameters() if not is_lazy(parameter))
     return f"{kind.__module__}.{kind.__qualname__}, {numbers} parameters"
@@ -85,7 +85,7 @@ def work_of(measured: LoopMeasurements | Measurements) -> TrainingWork | None:
 
 
 def slowest_work(works: list[TrainingWork | None]) -> TrainingWork:
-    """The work of the slowest rank, which all ranks wait for. No work if a rank could not measure its own."""
+    """The work of the slowest rank, which all ranks wait for; no work if any rank could not measure its own."""
     measured = [work for work in works if work is not None]
     if len(measured) < len(works):
         return TrainingWork()
@@ -95,7 +95,7 @@ def slowest_work(works: list[TrainingWork | None]) -> TrainingWork:
 def tune_for_fit(loader: DataLoader[Batch], trainer: Any, goal: Goal) -> Tuned | None:
     """Tune the training loader of a run. The loader itself is not iterated.
 
-    With several ranks, one rank of each node runs the trials, for all its ranks at once; the others wait for it.
+    With several ranks, one rank of each node runs the trials for all ranks of the node; the other ranks wait.
 
     Args:
         loader: the loader to tune.
@@ -103,10 +103,10 @@ def tune_for_fit(loader: DataLoader[Batch], trainer: Any, goal: Goal) -> Tuned |
         goal: result of :func:`goal_of`.
 
     Returns:
-        The result; None, on all ranks, if torch.distributed does not connect them.
+        The result; on all ranks None if torch.distributed does not connect them.
 
     Raises:
-        FeedError: the loader cannot be tuned: its dataset raises, hangs, or gives nothing.
+        FeedError: the loader cannot be tuned: its dataset raises or hangs, or the loader is empty.
     """
 
     def tune() -> Tuned:
@@ -122,7 +122,7 @@ def tune_for_fit(loader: DataLoader[Batch], trainer: Any, goal: Goal) -> Tuned |
 
 
 def _once_per_node(tune: Callable[[], Tuned], trainer: Any) -> Tuned:
-    """The result of local rank 0, on all ranks of its node.
+    """Call ``tune`` on local rank 0, and return its result on all ranks of its node.
 
     Raises:
         LoaderError: ``tune`` failed on another rank, of any node.
@@ -150,9 +150,9 @@ def _once_per_node(tune: Callable[[], Tuned], trainer: Any) -> Tuned:
 
 
 def with_setting(loader: DataLoader[Batch], setting: Setting) -> DataLoader[Batch]:
-    """A copy of a loader with other workers, in the same order of samples. Its worker processes use slots.
+    """A copy of a loader with other workers and the same order of samples. The copy's worker processes use slots.
 
-    Its workers are seeded by a separate generator. The seed that the given loader would draw for its workers is still
+    A separate generator seeds the copy's workers. The seed that the given loader would draw for its workers is still
     drawn, so that samplers and model draw the same numbers afterwards.
 
     Args:
@@ -188,20 +188,20 @@ def with_setting(loader: DataLoader[Batch], setting: Setting) -> DataLoader[Batc
 
 @dataclass(frozen=True)
 class RestOfEpoch:
-    """The rest of an epoch, made by other workers."""
+    """The rest of an epoch, loaded by other workers."""
 
     loader: DataLoader[Batch]
-    """The loader that makes it."""
+    """The loader that yields the rest."""
     batches: Iterator[Batch]
-    """Its iterator."""
+    """The loader's iterator."""
 
 
 def rest_of_epoch(loader: DataLoader[Batch], iterator: AnyIterator, setting: Setting) -> RestOfEpoch | None:
-    """The rest of the present epoch, made by other workers; None if the order of batches does not allow it.
+    """The rest of the current epoch, loaded by other workers; None if the order of batches does not allow it.
 
     Args:
         loader: the loader in use, a result of :func:`with_setting` or of this function, or a FeedLoader.
-        iterator: its iterator, from which the last batches came.
+        iterator: the loader's iterator, from which the last batches came.
         setting: the values for the rest of the epoch.
     """
     if not getattr(loader, "in_order", True):
@@ -226,7 +226,7 @@ def rest_of_epoch(loader: DataLoader[Batch], iterator: AnyIterator, setting: Set
 
 
 def end_workers(loader: DataLoader[Batch], iterator: AnyIterator | None = None) -> None:
-    """End the workers of a loader: those that it keeps from pass to pass, and those of its present iterator."""
+    """End the workers of a loader: persistent ones that it keeps, and those of its current ``iterator``."""
     if isinstance(loader, FeedLoader):
         loader.close()  # else a thread that reads ahead would go on
     kept = loader._iterator
@@ -247,10 +247,10 @@ def _seeds_for(loader: DataLoader[Batch]) -> torch.Generator:
 
 
 class _Draws:
-    """Iterates over indices, and keeps the latest, so that other workers can make the rest of a pass.
+    """Iterates over a sampler's indices, and keeps the latest, so that other workers can load the rest of a pass.
 
     Args:
-        ahead: the most indices drawn for batches that the workers have not handed over.
+        ahead: the largest number of indices drawn for batches that the workers have not handed over yet.
     """
 
     def __init__(self, ahead: int) -> None:
@@ -268,18 +268,18 @@ class _Draws:
             yield index
 
     def keep(self, ahead: int) -> None:
-        """Keep as many indices as another number of workers needs."""
+        """Keep enough indices for workers that load ``ahead`` batches ahead."""
         self._recent = deque(self._recent, maxlen=ahead + 1)
 
     def rest(self, yielded: int) -> Iterator[Index]:
-        """The indices of the present pass after the first ``yielded`` batches, which the loader has yielded."""
+        """The indices of the current pass after the first ``yielded`` batches, which the loader has yielded."""
         drawn_ahead = self._count - yielded
         recent = list(self._recent)
         return chain(recent[len(recent) - drawn_ahead :], self._walk)
 
 
 class SameDraws(_Draws):
-    """A sampler that draws the samples of the original loader, whatever the number of workers is.
+    """A sampler that draws the same samples as the original loader, with any number of workers.
 
     At the beginning of a pass, torch begins an iteration of the sampler, draws a seed for the workers, and begins
     another iteration if it has started worker processes (torch 2.6 to 2.15, ``_BaseDataLoaderIter.__init__`` and
@@ -288,7 +288,7 @@ class SameDraws(_Draws):
     Args:
         source: the sampler.
         loader: the original loader.
-        ahead: as for its base class.
+        ahead: the largest number of indices drawn for batches that the workers have not handed over yet.
     """
 
     def __init__(self, source: Any, loader: DataLoader[Batch], *, ahead: int) -> None:
@@ -312,7 +312,7 @@ class SameDraws(_Draws):
 
 
 class Rest(_Draws):
-    """A sampler that can be iterated once."""
+    """A sampler that yields the rest of an epoch, and can be iterated once."""
 
     def __init__(self, indices: Iterator[Index], ahead: int) -> None:
         super().__init__(ahead)

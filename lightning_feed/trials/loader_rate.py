@@ -16,6 +16,7 @@ from lightning_feed.errors import LoaderError
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.processes import end_pass, stop_workers
 from lightning_feed.load.worker import on_this_device
+from lightning_feed.wording import plural
 
 T = TypeVar("T")
 
@@ -42,7 +43,7 @@ class RoundLimits:
     max_s: float = 30.0
     """End after this time, with the measurements so far."""
     silent_s: float | None = None
-    """A loader without a batch for this time is considered hanging. None: ``max_s``."""
+    """A loader that yields no batch for this time is considered hanging; None for ``max_s``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +67,8 @@ def time_loader(
 ) -> LoaderRate:
     """Measure a loader's rate by iterating it.
 
-    If a pass ends too early, a new pass follows. Not counted are the incomplete round at the end of the old pass, the
-    start-up, and the first batch and the warm-up rounds of the new pass. If passes are too short for that, fewer rounds
+    If a pass ends too early, a new pass follows. The incomplete round at the end of the old pass does not count, nor do
+    the start-up, the first batch and the warm-up rounds of the new pass. If passes are too short for that, fewer rounds
     are discarded, and finally whole passes are measured.
 
     Args:
@@ -161,7 +162,8 @@ class _Drain:
             elapsed_s = sum(one_pass.stamps[-1] - one_pass.stamps[0] for one_pass in self.passes)
         if elapsed_s <= 0:
             raise LoaderError(
-                f"The loader yielded {count} batches in {self._limits.max_s:g} s, too few to measure its rate. "
+                f"The loader yielded {plural(count, 'batch', 'batches')} in {self._limits.max_s:g} s, too few to "
+                "measure its rate. "
                 "Allow more time."
             )
         first = self.passes[0]
@@ -175,8 +177,10 @@ class _Drain:
         return sum(len(one_pass.stamps) for one_pass in self.passes)
 
     def _best(self, fewest_warm: int) -> tuple[int, float]:
-        """Return (batches, seconds) after the requested number of warm-up rounds. If nothing remains, discards fewer
-        rounds, down to ``fewest_warm``."""
+        """Return (batches, seconds) after the requested number of warm-up rounds.
+
+        If nothing remains, fewer rounds are discarded, down to ``fewest_warm``.
+        """
         for warm in range(self._limits.warm_rounds, fewest_warm - 1, -1):
             batches, elapsed_s = self._whole_passes() if warm == _WHOLE_PASSES else self._whole_rounds(warm)
             if elapsed_s:
@@ -230,7 +234,7 @@ def watchdog(
         work: must call ``beat()`` at least every ``silent_s`` seconds.
         silent_s: longest time between two beats.
         unblock: called to unblock the work. Returns True if there was anything to unblock.
-        what: makes the error message, given the number of seconds without a beat (``silent_s``).
+        what: makes the error message from the number of seconds without a beat (``silent_s``).
 
     Raises:
         LoaderError: no beat for longer than ``silent_s``.

@@ -1,9 +1,9 @@
-"""The search for the setting of a loader with which training is fastest. It has no clock and no loader of its own.
+"""The search for the setting of a loader with which training is fastest. The search itself uses no clock and no loader.
 
-A trial takes a setting and gives the time of a training step with it. Short trials explore numbers of workers: the
-user's own, none, one, as many as could feed the model, more as long as steps become shorter, then numbers between
-those. The best of them compete in further turns, one after the other, so that other programs on the machine disturb all
-of them alike. Even if the time ends the search early, the most promising numbers were tried.
+A trial measures the time of a training step with a setting. Short trials explore numbers of workers: the user's own, 0,
+1, as many as could feed the model, more for as long as steps get shorter, then numbers in between. The best settings
+compete in further turns, one after the other in each turn, so that other programs on the machine disturb all of them
+alike. If the time is over before the search is, the most promising numbers have been tried.
 """
 
 import math
@@ -18,26 +18,26 @@ ALIKE = 1.03
 CLOSE = 1.15
 """Settings whose first trial is slower than the fastest by more than this factor do not compete in further turns."""
 HOPELESS = 2.0
-"""Factor by which the user's setting must be slower than the fastest for its first trial to be enough."""
+"""The user's setting does not compete in further turns if it is slower than the fastest by more than this factor."""
 TURNS = 3
 """Trials of each setting that competes."""
 FINALISTS = 4
 """Largest number of settings that compete."""
 GAP = 1.15
-"""Numbers of workers closer to each other than this factor are not told apart."""
+"""No number of workers is tried between two numbers that differ by less than this factor."""
 REFINEMENTS = 8
 """Largest number of trials around the fastest number of workers."""
 UNEVEN = 2.0
-"""Longest wait for a batch, as a multiple of the mean, above which more batches ahead are tried."""
+"""Longest wait for a batch, as a multiple of the mean, from which higher prefetch factors are tried."""
 OUT_OF_TIME = "; the time ended the search"
-"""End of the reason for a setting if more would have been tried."""
+"""End of the reason for a setting if the search had more to try."""
 DEPTHS = (4, 8)
-"""Batches ahead for each worker to try if batches take unequal times; torch's default is 2."""
+"""Prefetch factors to try if batches take unequal times. Torch's default is 2."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A setting, and what was measured with it. None means unknown."""
+    """A setting and its measurements. Fields that are None are unknown."""
 
     setting: Setting
     steps_s: tuple[float, ...] = ()
@@ -51,11 +51,11 @@ class Trial:
     batch_tensors: int | None = None
     """Number of tensors and arrays in a batch."""
     memory_bytes: int | None = None
-    """Memory of the workers."""
+    """Memory of all workers together."""
     keeps: str = ""
-    """The place in which the dataset keeps what it reads, without workers: ``dataset.kept``."""
+    """The attribute in which the dataset stores what it reads (``dataset.kept``), if a trial without workers saw it."""
     infeasible: str | None = None
-    """The reason why the setting could not run."""
+    """The reason why the setting could not run; None if it could."""
 
     @property
     def step_s(self) -> float:
@@ -89,7 +89,7 @@ class Choice:
 
 
 class OutOfTime(Exception):
-    """Raised by a trial that may not begin any more."""
+    """Raised in place of a trial for which no time is left."""
 
 
 Run = Callable[[Setting], Trial]
@@ -97,7 +97,7 @@ Run = Callable[[Setting], Trial]
 
 
 def find_setting(space: Space, run: Run) -> Choice | None:
-    """Search until the best setting is found, or the time is over. None if no setting could run."""
+    """Search until the best setting is found, or the time is over. Returns None if no setting could run."""
     search = _Search(space, run)
     finished = True
     try:
@@ -118,10 +118,10 @@ class _Search:
         self._most = max(space.most_workers, space.own.num_workers)
 
     def explore(self) -> None:
-        """Try the user's setting, none, one worker, enough workers, and more while they make steps shorter.
+        """Try the user's setting, then 0 workers, 1 worker, enough workers, and more for as long as steps get shorter.
 
-        Enough are as many as could feed the model if each were as fast as one alone, at most one for each CPU. If they
-        are no faster than one, smaller numbers follow.
+        'Enough' is how many could feed the model if each were as fast as one worker alone, at most one per CPU. If they
+        are no faster than 1 worker, the numbers that follow grow from 2.
         """
         self._try(self._space.own)
         self._try_workers(0)
@@ -140,7 +140,7 @@ class _Search:
         self._grow(first, min(alone_s, enough_s))
 
     def _grow(self, first: int, fastest_s: float) -> None:
-        """Try growing numbers of workers while they make steps shorter."""
+        """Try growing numbers of workers for as long as steps get shorter."""
         in_vain = 0
         for number in self._growing_numbers(first):
             step_s = self._try_workers(number)
@@ -161,7 +161,7 @@ class _Search:
             self._try_workers(smaller)
 
     def try_depths(self) -> None:
-        """Try more batches ahead if some batches take much longer than others, and training waits for them."""
+        """Try higher prefetch factors if some batches take much longer than others, and training waits for them."""
         best = self._smallest_of_the_fastest()
         if best is None or not best.setting.num_workers or self._is_fed(best.step_s):
             return
@@ -172,7 +172,7 @@ class _Search:
                 self._try(replace(best.setting, prefetch_factor=depth))
 
     def compete(self) -> None:
-        """Run the best settings in turns."""
+        """Run further trials of the best settings, in turns."""
         finalists = self._finalists()
         if len(finalists) < 2:
             return
@@ -181,7 +181,10 @@ class _Search:
                 self._try(setting)
 
     def choose(self, *, finished: bool) -> Choice | None:
-        """The user's setting if it is as fast as the fastest, else the smallest that is."""
+        """Choose the user's setting if it is as fast as the fastest, else the smallest setting that is.
+
+        The user's setting also stays if the smallest was not faster in each turn. Returns None if no setting could run.
+        """
         best = self._smallest_of_the_fastest()
         if best is None:
             return None
@@ -210,7 +213,7 @@ class _Search:
     # --- trials so far ------------------------------------------------------------------------------------------------
 
     def _try(self, setting: Setting) -> float:
-        """Run a trial, add it to those of the same setting, and return its step time."""
+        """Run a trial, add its step time to earlier trials of the same setting, and return its step time."""
         trial = self._run(setting)
         before = self._trials.get(setting)
         if before is not None:
@@ -221,7 +224,7 @@ class _Search:
         return trial.step_s
 
     def _try_workers(self, number: int) -> float:
-        """The step time with a number of workers, from an earlier trial if there was one."""
+        """Return the step time with a number of workers, from an earlier trial if there was one."""
         trial = self._by_number().get(number)
         if trial is not None:
             return trial.step_s
@@ -233,7 +236,7 @@ class _Search:
         return {trial.setting.num_workers: trial for trial in trials if trial.steps_s}
 
     def _is_fed(self, step_s: float) -> bool:
-        """True if training never waits with this step time."""
+        """True if training with this step time never waits for data."""
         return step_s <= ALIKE * self._space.model_s
 
     def _smallest_of_the_fastest(self) -> Trial | None:
@@ -244,7 +247,7 @@ class _Search:
         return min((trial for trial in trials if trial.step_s <= limit_s), key=lambda trial: _size(trial.setting))
 
     def _finalists(self) -> list[Setting]:
-        """The user's setting, and those close to the fastest, the fastest first."""
+        """The settings that compete: the user's unless it is hopeless, the smallest of the fastest, and close ones."""
         smallest = self._smallest_of_the_fastest()
         if smallest is None:
             return []
@@ -259,14 +262,14 @@ class _Search:
     # --- what to try next ---------------------------------------------------------------------------------------------
 
     def _enough_workers(self, alone_s: float) -> int:
-        """The number of workers that could feed the model, if one needs ``alone_s`` for a batch."""
+        """The number of workers that could feed the model if one needs ``alone_s`` for a batch; at most one per CPU."""
         enough = max(1, round(self._space.cpus))
         if alone_s < enough * self._space.model_s:
             enough = math.ceil(alone_s / self._space.model_s)
         return max(1, min(enough, self._most))
 
     def _growing_numbers(self, first: int) -> Iterator[int]:
-        """Each twice the one before, and the number of CPUs, up to the largest number allowed."""
+        """Numbers of workers that double from ``first`` to the largest allowed, with the number of CPUs in between."""
         cpus = max(1, round(self._space.cpus))
         number = first
         while number <= self._most:
@@ -277,7 +280,7 @@ class _Search:
             yield self._most
 
     def _around_the_fastest(self) -> Iterator[int]:
-        """Numbers in the middle between the fastest and its neighbours, until these are close."""
+        """Numbers of workers in the middle between the fastest number and its neighbours, until these are close."""
         for _ in range(REFINEMENTS):
             trials = self._by_number()
             numbers = sorted(number for number in trials if number)
@@ -293,7 +296,10 @@ class _Search:
             yield untried[0]
 
     def _below_the_smallest(self) -> int | None:
-        """A number between the smallest that is as fast as the fastest, and the largest below that is not."""
+        """A number between the smallest number of workers that is as fast as the fastest, and the next smaller tried.
+
+        Returns None if there is nothing to try between the two.
+        """
         best = self._smallest_of_the_fastest()
         if best is None or best.setting.num_workers < 2:
             return None
@@ -325,5 +331,5 @@ def _in_ms(trial: Trial) -> str:
 
 
 def _size(setting: Setting) -> tuple[int, int]:
-    """The key by which settings are sorted: workers, then batches ahead."""
+    """The sort key of a setting: number of workers, then prefetch factor."""
     return setting.num_workers, setting.prefetch_factor or 0

@@ -32,7 +32,7 @@ class ImitatedTraining:
 
     Args:
         work: the work of a step.
-        clock: seconds.
+        clock: returns the time in seconds.
         sleep: waits for a number of seconds.
     """
 

@@ -1,4 +1,4 @@
-"""One trial of a loader: the time of a training step with a setting; and limits of the machine."""
+"""One trial of a loader, which measures the time of a training step with a setting; and limits of the machine."""
 
 import math
 import time
@@ -34,7 +34,7 @@ except ImportError:  # Windows has no such limits
 
 WORKER_FILES = 4
 """Open files in this process per worker process: both ends of its index queue, its sentinel, and one spare. With torch
-2.15, /proc/self/fd shows 3."""
+2.15, /proc/self/fd lists 3 of them."""
 OTHER_FILES = 256
 """Open files reserved for the program: libraries, checkpoints, logs, connections."""
 
@@ -56,19 +56,18 @@ class Feasible:
     """Limit of open files of this process."""
     local_ranks: int = 1
     background: int = 0
-    """Batches that the loader's own thread keeps ready."""
+    """Batches that the loader's background thread keeps ready."""
     start_method: str = "fork"
     """Start method of the loader's workers."""
     in_slots: bool = False
-    """True if its worker processes leave their batches in slots, and not in /dev/shm, a file for each tensor."""
+    """True if the loader's worker processes leave batches in slots; False if in /dev/shm, with a file per tensor."""
 
     def broken(self, setting: Setting, trials: Sequence[Trial] = ()) -> str:
         """Describe the limit that a setting would break. Empty if all limits hold.
 
         Args:
             setting: the setting to check.
-            trials: the trials so far. The first has the batch size in bytes; trials with workers have the memory per
-                worker.
+            trials: the trials so far, from which the bytes of a batch and the memory of a worker are taken.
         """
         workers = setting.num_workers
         if workers == 0:
@@ -136,11 +135,11 @@ class TrialLimits:
     min_s: float = 0.5
     """Measure at least this long."""
     min_rounds: int = 2
-    """Measure at least this many rounds, of one batch for each worker."""
+    """Measure at least this many rounds. A round has one batch from each worker."""
     max_s: float = 10.0
-    """End after this time, with what was measured until then."""
+    """End after this time, with the measurements so far."""
     patience_s: float = 60.0
-    """Seconds without a result after ``max_s`` until the trial is given up: the loader hangs, or is far too slow."""
+    """Seconds to wait for a result beyond ``max_s``. Then the loader hangs or is far too slow, and the trial ends."""
 
 
 def run_trial(
@@ -148,14 +147,14 @@ def run_trial(
 ) -> Trial:
     """Measure the time of a training step with a setting, in a forked child for each rank.
 
-    A setting with workers that cannot run gives a trial with the reason.
+    If a setting with workers cannot run, the returned Trial has the reason.
 
     Args:
-        loader: any DataLoader. It stays as it is; the children iterate copies, from the beginning of the dataset.
+        loader: any DataLoader. It stays unchanged: the children iterate copies, from the beginning of the dataset.
         setting: the setting to try. Nothing is pinned, since a forked child must not touch the device.
         work: the work of training for each batch.
-        limits: how long to measure.
-        ranks: number of loaders to run at once, as the local ranks do.
+        limits: the length of the trial.
+        ranks: number of loaders to run at the same time, as the local ranks do.
 
     Raises:
         DatasetError: the dataset raised an error without workers.
@@ -201,9 +200,9 @@ def _measure(loader: DataLoader[Batch], setting: Setting, work: TrainingWork, li
 class _Steps:
     """The steps of one trial.
 
-    The queue is empty at the first batch. From then on, it stays empty if the loader is slower than training, and each
-    step takes as long as the loader needs for a batch; else it fills up, and a step takes as long as training. Batches
-    come in rounds of one for each worker, so whole rounds are measured, after a first one.
+    The queue is empty at the first batch. If the loader is slower than training, the queue stays empty, and each step
+    takes as long as the loader needs for a batch; else the queue fills up, and a step takes as long as training.
+    Batches arrive in rounds of one batch from each worker, so whole rounds are measured, and the first is left out.
     """
 
     def __init__(self, setting: Setting, iterator: Any, burst: int, began_s: float) -> None:
@@ -279,12 +278,14 @@ _DEEPEST = 8
 _SLOW_PERCENTILE = 90
 """Percentile of the longest waits of all rounds that counts as a slow batch."""
 _END = object()
-"""Stands for the end of a pass."""
+"""Marks the end of a pass."""
 
 
 def worker_memory(pids: Iterable[int], root: Path = Path("/")) -> int | None:
-    """Return the workers' memory in bytes, without /dev/shm. Shared memory counts proportionally (PSS).
-    None if unreadable."""
+    """Return the workers' memory in bytes, without /dev/shm; None if it cannot be read.
+
+    Memory that processes share counts proportionally (PSS).
+    """
     total = 0
     for pid in pids:
         try:

@@ -27,7 +27,8 @@ from lightning_feed.load.order import size_of
 from lightning_feed.load.settings import PINNING_DEVICES, Setting
 from lightning_feed.load.slot_loaders import put_in_slots
 from lightning_feed.load.worker import why_not_sent
-from lightning_feed.storage.system import cache_folder, read_json, read_text, write_json
+from lightning_feed.storage.memory_limits import read_text
+from lightning_feed.storage.private_files import cache_folder, read_json, write_json
 from lightning_feed.trials.cloning import background_of, twin_of
 from lightning_feed.trials.search import Choice, OutOfTime, Space, Trial, find_setting
 from lightning_feed.trials.training_work import TrainingWork
@@ -37,11 +38,12 @@ from lightning_feed.wording import throughput
 logger = logging.getLogger(__name__)
 
 MOST_WORKERS = 16
-"""Smallest limit of the number of workers to try: loaders that wait for storage use more workers than CPUs."""
+"""Largest number of workers to try on a machine with few CPUs: loaders that wait for storage use more workers than
+CPUs."""
 _WORKERS_PER_CPU = 2
-"""Limit of the number of workers to try, for each CPU."""
+"""Largest number of workers to try for each CPU, if that is more than ``MOST_WORKERS`` in all."""
 _PATIENCE = 20
-"""A loader hangs if a batch takes longer than this many times the longest step so far."""
+"""A loader is taken to hang if a batch takes longer than this many times the longest step so far."""
 _LEAST_PATIENCE_S = 5.0
 _FIRST_PATIENCE_S = 60.0
 """Seconds to wait for the first trial: spawned workers may take long to import."""
@@ -54,19 +56,19 @@ class Goal:
     work: TrainingWork = field(default_factory=TrainingWork)
     """The work of a training step. The default finds the fastest loader."""
     model: str = ""
-    """Class and size of the model: results hold for it alone."""
+    """Class and size of the model. Results are valid for this model only."""
     device_type: str = "cpu"
     """Type of the training device."""
     local_ranks: int = 1
     """Training processes on this machine, all of which load at the same time."""
     most_workers: int | None = None
-    """Largest number of workers to try; None: as many as CPUs, memory and /dev/shm allow."""
+    """Largest number of workers to try; None for as many as CPUs, memory and /dev/shm allow."""
     may_persist: bool = True
     """True if workers may stay alive between epochs. False if the Trainer reloads the loaders."""
     in_slots: bool = False
-    """True if the result will run with slots, also where the loader is torch's own."""
+    """True if worker processes will leave their batches in slots in training, even those of torch's own DataLoader."""
     budget_s: float = 30.0
-    """Seconds for the trials. No trial starts later."""
+    """Seconds for the trials. After that time no trial starts."""
 
     def __post_init__(self) -> None:
         if not _is_positive(self.budget_s):
@@ -79,7 +81,7 @@ def _is_positive(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
-    """The setting of a loader with which training is fastest, and the trials that show it."""
+    """The setting of a loader with which training is fastest, and the trials by which it was chosen."""
 
     setting: Setting
     """The setting to use."""
@@ -90,7 +92,7 @@ class Tuned:
     trials: tuple[Trial, ...]
     """All trials, in the order in which their settings were first tried."""
     work: TrainingWork = field(default_factory=TrainingWork)
-    """The imitated work of a training step. Without it, steps are those of the loader alone."""
+    """The imitated work of a training step. Without work, a step is the loading of a batch."""
     batch_size: int | None = None
     remembered: bool = False
     """True if an earlier run of the same program found the setting."""
@@ -98,7 +100,7 @@ class Tuned:
     """Seconds of tuning."""
 
     def trial_of(self, setting: Setting) -> Trial | None:
-        """The trial of the workers of a setting; None if they were not tried, or could not run."""
+        """The trial with the workers of a setting; None if these were not tried, or could not run."""
         wanted = _what_is_tried(setting)
         return next((trial for trial in self.trials if _what_is_tried(trial.setting) == wanted and trial.steps_s), None)
 
@@ -122,7 +124,7 @@ class Tuned:
         return f"<Tuned: {self.setting}; {self.reason}>"
 
     def _repr_html_(self) -> str:
-        """The result for a notebook."""
+        """The result as HTML, for a notebook."""
         rows = [
             f"<tr><td>{escape(str(trial.setting))}</td><td>{escape(self.in_words(trial))}</td></tr>"
             for trial in self.trials
@@ -149,15 +151,15 @@ def tune_loader(  # noqa: PLR0913  # all but the loader and its goal are by name
 
     Args:
         loader: a DataLoader or a FeedLoader with a map-style dataset: see :func:`in_fit.why_fixed`.
-        goal: the work of training, and limits.
-        store: the store of results. None: store nothing.
-        fresh: ignore stored results.
+        goal: the work of training, and limits; None for a Goal with its defaults.
+        store: the store of results; None to load and store nothing.
+        fresh: True to ignore stored results.
         on_trial: called with each finished trial.
-        machine: limits of this machine. None: read now.
-        clock: seconds.
+        machine: limits of this machine; None to read them now.
+        clock: returns the time in seconds.
 
     Raises:
-        LoaderError: the loader is empty, or hangs without workers.
+        LoaderError: the loader is empty, or hangs without workers, or no setting could run.
         DatasetError: the dataset raises an error.
     """
     run = _Run(loader, goal or Goal(), machine or read_machine(), on_trial, clock)
@@ -228,7 +230,7 @@ class _Run:
         )
 
     def _completed(self, chosen: Setting, own: Setting) -> Setting:
-        """The chosen setting with what is not tried: pinned memory on a device, and workers that stay alive."""
+        """The chosen setting, with ``pin_memory`` and ``persistent_workers``, which no trial changes, set as well."""
         if chosen == own:
             return chosen
         may_persist = self.goal.may_persist and not may_change(self.loader.dataset)
@@ -260,7 +262,7 @@ class _Run:
 
 
 def _unless_dataset_keeps(choice: Choice, own: Setting) -> tuple[Setting, str]:
-    """The chosen setting, with its reason; the user's own if the dataset keeps what was read."""
+    """The chosen setting, with its reason; the user's own setting if the dataset stores what it reads."""
     keeps = next((trial.keeps for trial in choice.trials if trial.keeps), "")
     if not keeps or choice.setting == own:
         return choice.setting, choice.reason
@@ -270,7 +272,7 @@ def _unless_dataset_keeps(choice: Choice, own: Setting) -> tuple[Setting, str]:
 # --- remembered between runs ------------------------------------------------------------------------------------------
 
 Key: TypeAlias = dict[str, Any]
-"""The conditions under which a result is valid, by name, as they stand in its file."""
+"""The conditions under which a result is valid, by name, in the form written to the result's file."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _NESTED = 6
 _MEMORY_STEP = 4.0
@@ -278,10 +280,10 @@ _MEMORY_STEP = 4.0
 
 
 class Store:
-    """A folder of results. If it cannot be read or written, it counts as empty, without an error.
+    """A folder of results. If the folder cannot be read or written, it counts as empty, without an error.
 
     Args:
-        folder: the folder. None: ``tuning`` in the user's cache folder.
+        folder: the folder; None for ``tuning`` in the user's cache folder.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -315,7 +317,7 @@ class Store:
 def key_of(loader: DataLoader[Batch], goal: Goal, machine: Machine) -> Key:
     """Return the conditions under which a result is valid: machine, dataset, batch size, model, versions and goal.
 
-    The time of a step is not among them: it is known only after some steps.
+    The time of a step is not one of these conditions, because it is known only after some steps.
     """
     return {
         "machine": {
@@ -387,7 +389,7 @@ def _described(thing: object) -> str:
 
 
 def _class_of(size: float | None, step: float) -> int | None:
-    """Return a class number that is stable under small changes of ``size``."""
+    """Return a class number that is stable under small changes of ``size``; None if the size is unknown or 0."""
     if size is None or size <= 0:
         return None
     return math.floor(math.log(size, step))

@@ -1,1 +1,1 @@
-"""``tune()`` and the command; ``num_workers="tune"`` is in ``trials/in_fit``."""
+"""``tune()`` and the command ``lightning-feed tune``; ``num_workers="tune"`` is in ``trials/in_fit``."""

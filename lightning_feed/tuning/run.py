@@ -1,4 +1,4 @@
-"""``tune`` and its command: find loader settings by trials, without side effects."""
+"""``tune`` and its command, which find loader settings by trials, without side effects."""
 
 import json
 import time
@@ -29,7 +29,7 @@ from lightning_feed.load.processes import end_pass
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import MOST, Setting
 from lightning_feed.measure.measurements import LoaderCode
-from lightning_feed.storage.system import atomic_write
+from lightning_feed.storage.private_files import atomic_write
 from lightning_feed.trials.cloning import Changes, clone_loader
 from lightning_feed.trials.in_fit import name_of_model, why_fixed
 from lightning_feed.trials.search import Trial
@@ -55,19 +55,19 @@ class Paste:
     """One way to apply the found settings to a loader."""
 
     where: str
-    """Description of the place, such as ``in your training DataLoader (Data.train_dataloader, data.py:41)``."""
+    """Description of the code, such as ``in your training DataLoader (Data.train_dataloader, data.py:41)``."""
     form: Literal["arguments", "settings", "override", "yaml", "callback"]
     """Kind of ``code``: arguments of the call that makes the loader, arguments of ``LoaderSettings``, command line
-    options, lines of a YAML file, or a Trainer callback, if a package makes the loader and takes no settings."""
+    options, lines of a YAML file, or a callback for the Trainer if a package makes the loader and takes no settings."""
     code: str
 
 
-def tuned_text(tuned: Tuned, place: LoaderCode | None = None) -> str:
+def tuned_text(tuned: Tuned, loader_code: LoaderCode | None = None) -> str:
     """Format the result as text: a table of the trials, the choice with its reason, and code to paste.
 
     Args:
         tuned: result of tuning.
-        place: the code that sets up the loader. None: unknown.
+        loader_code: the code that sets up the loader; None if unknown.
     """
     lines = ["workers  ahead  measured"]
     lines += [_row(trial, tuned) for trial in tuned.trials]
@@ -75,7 +75,7 @@ def tuned_text(tuned: Tuned, place: LoaderCode | None = None) -> str:
     lines += ["", f"{_short(tuned.setting)}: {tuned.reason}", f"{how}, {tuned.seconds:.0f} s"]
     if tuned.setting == tuned.own:
         return "\n".join([*lines, "Your loader has this setting already."])
-    for paste in pastes(tuned, place):
+    for paste in pastes(tuned, loader_code):
         lines += ["", f"{paste.where}:", *(f"    {line}" for line in paste.code.splitlines())]
     return "\n".join(lines)
 
@@ -100,24 +100,24 @@ def _short(setting: Setting) -> str:
     return text
 
 
-def tuned_document(tuned: Tuned, place: LoaderCode | None = None) -> dict[str, Any]:
+def tuned_document(tuned: Tuned, loader_code: LoaderCode | None = None) -> dict[str, Any]:
     """Convert the result for JSON, with a schema name. Times are in seconds."""
     return {
         "schema": SCHEMA,
         **asdict(tuned),
         "step_s": tuned.step_s,
         "code": paste_line(tuned),
-        "paste": [asdict(paste) for paste in pastes(tuned, place)],
+        "paste": [asdict(paste) for paste in pastes(tuned, loader_code)],
     }
 
 
 # --- what to paste ----------------------------------------------------------------------------------------------------
 
 
-def pastes(tuned: Tuned, place: LoaderCode | None) -> list[Paste]:
-    """Return code to paste, in the forms that fit the place, the best form first.
+def pastes(tuned: Tuned, loader_code: LoaderCode | None) -> list[Paste]:
+    """Return code to paste, in the forms that fit the code that sets up the loader, the best form first.
 
-    If the place is unknown, one form for a DataLoader and one for a FastDataModule.
+    If that code is unknown, returns one form for a DataLoader and one for a FastDataModule.
     """
     settings = Paste("in the call that makes your FastDataModule", "settings", paste_line(tuned))
     values = _values(tuned)
@@ -125,23 +125,23 @@ def pastes(tuned: Tuned, place: LoaderCode | None) -> list[Paste]:
         return [settings]
     if not tuned.setting.num_workers:  # torch refuses 0 workers with options that need workers
         values |= {"prefetch_factor": None, "persistent_workers": False}
-    if place is None:
+    if loader_code is None:
         return [Paste("in the call that makes your training DataLoader", "arguments", _arguments(values)), settings]
-    if place.form == "settings":
-        return [Paste(f"in {place.words}", "settings", paste_line(tuned))]
-    if place.form == "callback":
-        return [Paste(f"in callbacks=[...] of the Trainer: {place.words}", "callback", "AutotuneCallback()")]
-    keys = dict(place.overrides)
+    if loader_code.form == "settings":
+        return [Paste(f"in {loader_code.words}", "settings", paste_line(tuned))]
+    if loader_code.form == "callback":
+        return [Paste(f"in callbacks=[...] of the Trainer: {loader_code.words}", "callback", "AutotuneCallback()")]
+    keys = dict(loader_code.overrides)
     forms = _overrides(keys, {name: value for name, value in values.items() if name in keys})
     rest = {name: value for name, value in values.items() if name not in keys}
     if rest:
         also = "and " if forms else ""
-        forms.append(Paste(f"{also}in {place.words}", "arguments", _arguments(rest)))
+        forms.append(Paste(f"{also}in {loader_code.words}", "arguments", _arguments(rest)))
     return forms
 
 
 def _overrides(keys: dict[str, str], values: dict[str, Any]) -> list[Paste]:
-    """Format values for their keys on the command line, or in YAML."""
+    """Format values under their keys for the command line, and for a YAML file."""
     if not values:
         return []
     line = " ".join(f"{keys[name]}={json.dumps(value)}" for name, value in values.items())
@@ -177,20 +177,22 @@ def _arguments(values: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """The rates of a loader alone for each number of workers in a grid."""
+    """The rates of a loader, without training, for each number of workers in a grid."""
 
     trials: tuple[Trial, ...]
-    """Trials by number of workers. Includes trials that could not run or would break a limit, with the reason."""
+    """Trials, ordered by number of workers. A setting that could not run, or would break a limit, has the reason."""
     batch_size: int | None = None
-    """Samples per batch. None: rates are in batches."""
+    """Samples per batch; None if unknown, and then rates are in batches."""
     chosen: Setting | None = None
-    """The tuner's choice, which may be outside the grid."""
+    """The tuner's choice, which may be outside the grid; None if nothing was tuned."""
     seconds: float = 0.0
     """Seconds that the sweep took."""
 
     def rate(self, trial: Trial) -> float | None:
-        """Return a trial's samples per second, or batches per second if the batch size is unknown. None if the trial
-        could not run."""
+        """Return a trial's samples per second, or batches per second if the batch size is unknown.
+
+        Returns None if the trial could not run.
+        """
         if not trial.steps_s:
             return None
         return (self.batch_size or 1) / trial.step_s
@@ -272,21 +274,21 @@ def tune(  # all but the target are by name, and have a default
 ) -> Tuned:
     """Find loader settings for a data module or a DataLoader, without changing either.
 
-    With a model, finds the setting with which its training steps are shortest; without, that of the fastest loader.
-    Your own setting stays unless another is faster by more than 3 % in each of three turns. The result is stored for
-    the machine, dataset, batch size and package versions.
+    With a model, finds the setting with which its training steps are shortest; without a model, the setting with which
+    the loader is fastest. Your own setting stays unless another makes steps more than 3 % shorter, and is faster in
+    each of up to three turns. The result is stored for the machine, model, dataset, batch size and package versions.
 
     Args:
         target: a LightningDataModule, which is prepared and set up for "fit", or torch DataLoaders.
         model: the LightningModule. Its training step is measured on one batch for some seconds.
         trainer: the Trainer for the settings of the run. Loaders for all its local ranks are tried at once.
-        budget_s: seconds for the trials. No trial starts later.
-        fresh: ignore remembered results.
-        loader: key or number of the loader to tune, if there are several, such as ``"cls"``.
+        budget_s: seconds for the trials. After that time no trial starts.
+        fresh: True to ignore remembered results.
+        loader: key or number of the loader to tune, such as ``"cls"``, if there are several.
 
     Raises:
         SettingsError: the target cannot be tuned, or more workers would change what is trained.
-        DatasetError: the dataset raises.
+        DatasetError: the dataset raises an error.
         LoaderError: the loader is empty, or hangs.
 
     Returns:
@@ -310,7 +312,7 @@ def tune_in_session(session: Session, loader: DataLoader[Batch], goal: Goal, *, 
     """Find the settings for a loader, with a progress bar on stderr.
 
     Args:
-        session: training session. The work of its module is measured.
+        session: training session. If it has a model, the work of the model's training step is measured.
         loader: the training loader.
         goal: the limits. Device and persistent workers follow from the Trainer.
         fresh: as for :func:`tune`.
@@ -338,7 +340,7 @@ def tune_in_session(session: Session, loader: DataLoader[Batch], goal: Goal, *, 
 
 def _prove(session: Session, loader: DataLoader[Batch], goal: Goal, tuned: Tuned) -> Tuned:
     """Train with the result, and replace it in the store by the user's own setting if steps are no shorter."""
-    if not isinstance(session.train_loaders, DataLoader):  # the model trains on several
+    if not isinstance(session.train_loaders, DataLoader):  # the model trains on several loaders
         return tuned
     with user_errors("training with the result failed"):
         proof = prove(session, tuned, seconds=PROOF_S)
@@ -350,7 +352,7 @@ def _prove(session: Session, loader: DataLoader[Batch], goal: Goal, tuned: Tuned
 
 
 def batch_size_of(loader: DataLoader[Batch]) -> int | None:
-    """Return the samples per batch. None if unknown."""
+    """Return the samples per batch; None if unknown."""
     return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
 
 
@@ -360,16 +362,16 @@ def batch_size_of(loader: DataLoader[Batch]) -> int | None:
 def run_tune(
     fit: Fit, *, fresh: bool = False, grid: Sequence[int] = (), loader: str | None = None
 ) -> tuple[Tuned, Sweep | None, LoaderCode | None]:
-    """Tune, and sweep if requested. The sweep marks the tuner's choice. Also returns the loader's place, if known.
+    """Tune a loader, and sweep numbers of workers if requested. Also returns the code that makes the loader, if known.
 
     Args:
         fit: the module and the data.
         fresh: as for :func:`tune`.
-        grid: numbers of workers to sweep; empty: no sweep.
+        grid: numbers of workers to sweep; empty for no sweep.
         loader: key or number of the loader, if there are several.
 
     Raises:
-        FeedError: as for ``tune``, or the grid has a number that is not one of workers.
+        FeedError: as for ``tune``, or the grid contains an impossible number of workers.
     """
     wrong = [workers for workers in grid if not 0 <= workers <= MOST]
     if wrong:  # before seconds are spent on trials
@@ -381,20 +383,20 @@ def run_tune(
         target = fit.train_dataloaders
     with open_target_session(target, fit.model, fit.trainer, loader) as (session, training_loader):
         tuned = tune_in_session(session, training_loader, Goal(), fresh=fresh)
-        place = session.place()
+        loader_code = session.loader_code()
         if not grid:
-            return tuned, None, place
+            return tuned, None, loader_code
         with tqdm(total=len(grid), desc="sweep", disable=None, leave=False) as bar:
             sweep = sweep_loader(training_loader, grid, bar.update)
-    return tuned, replace(sweep, chosen=tuned.setting), place
+    return tuned, replace(sweep, chosen=tuned.setting), loader_code
 
 
 def sweep_loader(loader: DataLoader[Batch], grid: Iterable[int], on_trial: Callable[[], object]) -> Sweep:
-    """Try a loader alone with each number of workers in a grid. Leaves the loader unchanged.
+    """Measure a loader, without training, with each number of workers in a grid. Leaves the loader unchanged.
 
     Args:
         loader: any DataLoader.
-        grid: numbers of workers, in any order. Any that would break a limit of this machine is listed, but not tried.
+        grid: numbers of workers, in any order. Numbers that would break a limit of this machine are listed, not tried.
         on_trial: called after each trial.
 
     Raises:
@@ -432,8 +434,8 @@ def open_target_session(
     Args:
         target: a data module, which is prepared and set up; loaders; or ``model``, if it has ``train_dataloader``.
         model: the module, or None.
-        trainer: the user's Trainer. None: a new one, on Lightning's choice of device.
-        name: key of the loader among several, as in messages.
+        trainer: the user's Trainer; None for a new Trainer, on the device that Lightning chooses.
+        name: key of the loader if there are several, as in messages.
 
     Raises:
         SettingsError: the target is of another kind, has several training loaders or no DataLoader, or the Trainer
@@ -456,8 +458,8 @@ def open_target_session(
 def measure_work(session: Session) -> TrainingWork:
     """Measure the work of a training step, by a fit that repeats one batch, including its transfer to the device.
 
-    The batch is loaded before, and kept on the host. With PrefetchCallback its copy to the device overlaps with
-    computing; without, the copy is part of the step.
+    The batch is loaded before the fit, and kept on the host. With PrefetchCallback its copy to the device overlaps with
+    computing; without PrefetchCallback the copy is part of the step.
 
     Raises:
         FeedError: the fit fails, or is too slow to be measured.
@@ -488,7 +490,7 @@ def measure_work(session: Session) -> TrainingWork:
 
 
 def _first_batch(session: Session) -> Any:
-    """Load the loop's first batch in this process; one batch of each loader, if several. None if there is no batch."""
+    """Load the loop's first batch, with a part from each loader, without workers. Returns None if there is no batch."""
     loaders = own_loaders(session.train_loaders, _without_workers)
     if isinstance(loaders, DataLoader):
         batches = iter(loaders)

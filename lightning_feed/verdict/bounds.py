@@ -1,7 +1,7 @@
-"""Bounds of a step's time after a change, from what the run itself measured.
+"""Lower bounds of the step time after a change, computed from the run's own measurements.
 
-A step takes at least as long as its work other than loading, and at least as long as the loader needs for a batch. How
-close to its bound a change comes, only a trial can tell: more workers share CPUs, memory and storage.
+A step takes at least as long as its work other than loading, and at least as long as the loader needs for a batch. Only
+a trial can measure how close to its bound a change comes, because more workers share CPUs, memory and storage.
 """
 
 from lightning_feed.measure.measurements import LoopFacts, Measurements
@@ -9,7 +9,7 @@ from lightning_feed.verdict.shares import Shares, model_alone_ms
 
 
 def without(shares: Shares, part_ms: float) -> float:
-    """Step time without a part of ``part_ms``."""
+    """Step time if a part that takes ``part_ms`` is saved."""
     return max(0.0, shares.step_ms - max(0.0, part_ms))
 
 
@@ -19,14 +19,15 @@ def loads_in_turn(facts: LoopFacts) -> bool:
 
 
 def data_free_ms(measured: Measurements, shares: Shares) -> float:
-    """Step time if data were free: the rest of the step, or the model alone if that takes longer."""
+    """Step time if training never waited for data: the rest of the step, or the model alone if that takes longer."""
     return min(shares.step_ms, max(shares.floor_ms, model_alone_ms(measured) or 0.0))
 
 
 def with_loading_time(measured: Measurements, shares: Shares, factor: float) -> float | None:
     """Lower bound of the step time if the same loader needs ``factor`` times its present time for a batch.
 
-    None if that time is unknown. With workers, a loader for which training waits needs one step for a batch.
+    Returns None if the present time is unknown. A loader with workers, for which training waits, is assumed to need one
+    step for a batch.
     """
     wait_ms = measured.stats.next_wait_ms
     if not loads_in_turn(measured.facts):
@@ -37,9 +38,10 @@ def with_loading_time(measured: Measurements, shares: Shares, factor: float) -> 
 
 
 def with_workers(measured: Measurements, shares: Shares, number: int) -> float | None:
-    """Lower bound of the step time with ``number`` workers: the rest of the step, or the loading time over the workers.
+    """Lower bound of the step time with ``number`` workers.
 
-    None if the loading time is unknown.
+    The bound is the longer of two times: the step without waiting for data, and the loading time of one process divided
+    by ``number``. It is never longer than the present step. Returns None if the loading time is unknown.
     """
     loading_ms = loading_time_ms(measured, shares)
     if loading_ms is None:
@@ -50,7 +52,8 @@ def with_workers(measured: Measurements, shares: Shares, number: int) -> float |
 def loading_time_ms(measured: Measurements, shares: Shares) -> float | None:
     """Time that one process needs to make a batch; None if unknown.
 
-    Without workers it is the time in ``next(loader)``. Workers for which training waits make one batch in each step.
+    Without workers, this is the time in ``next(loader)``. If training waits for workers, together they finish one batch
+    in each step, so each worker needs ``num_workers`` steps for a batch.
     """
     workers = measured.facts.loader.num_workers
     if workers is None:
@@ -61,7 +64,7 @@ def loading_time_ms(measured: Measurements, shares: Shares) -> float | None:
 
 
 def with_crops(measured: Measurements, shares: Shares) -> float | None:
-    """Lower bound of the step time if only the crops of images are decoded; None if that was not timed."""
+    """Lower bound of the step time if only the crops of images are decoded; None if decoding crops was not timed."""
     trial = measured.experiments.crops
     if trial is None or not trial.whole_ms:
         return None
@@ -69,7 +72,8 @@ def with_crops(measured: Measurements, shares: Shares) -> float | None:
 
 
 def _share_of_batch(measured: Measurements, share_of_samples: float) -> float:
-    """Share of a batch's time that remains if its samples take this share of theirs; collating stays."""
+    """The share of a batch's loading time that remains if loading its samples takes ``share_of_samples`` of the time
+    it took. Collating takes as long as before."""
     samples_ms = measured.experiments.samples_ms
     collate_ms = measured.experiments.collate_ms
     if not samples_ms or not collate_ms:
@@ -78,7 +82,10 @@ def _share_of_batch(measured: Measurements, share_of_samples: float) -> float:
 
 
 def with_rate(measured: Measurements, shares: Shares, per_s: float | None) -> float | None:
-    """Lower bound of the step time if the loader alone reaches ``per_s`` batches per second; None if not tried."""
+    """Lower bound of the step time if the loader alone reaches ``per_s`` batches per second.
+
+    Returns None if this rate, or the loader's rate as configured, was not measured.
+    """
     configured = measured.experiments.loader_per_s
     if not per_s or not configured:
         return None

@@ -1,7 +1,8 @@
-"""Causes: the reasons for each part of a step that is over its limit.
+"""Causes of each part of a step that is over its limit.
 
-The first rule that matches gives the cause of waiting. Idle workers look blocked, too. So the rules that recognise idle
-workers (one slow batch in front, a queue that is mostly full) come before those that read the workers' times.
+For waiting for data, the first rule that matches gives the cause. Idle workers look like blocked workers. So the rules
+that recognise idle workers (one slow batch in front, a queue that is mostly full) come before the rules that read the
+workers' times.
 """
 
 import math
@@ -20,32 +21,35 @@ from lightning_feed.verdict.shares import (
 )
 
 HEAD_OF_LINE_PCT = 25.0
-"""Limit of the share of waiting during which a later batch was ready."""
+"""Smallest ``head_of_line_pct`` for the cause ``head of line``."""
 PIN_SHARE = 0.5
-"""Limit of the mean wait for the pin thread, as a share of the mean wait."""
+"""Smallest mean wait for the pin thread, as a share of the mean wait for a batch, for the cause ``pin thread``."""
 THROTTLED_PCT = 20.0
 CPU_PRESSURE_PCT = 30.0
 BUSY_PCT = 70.0
 BLOCKED_PCT = 50.0
-"""Limits of the workers' busy time (on a CPU, or ready for one) and of their blocked time."""
+"""Smallest shares of the workers' time, in percent, from which workers count as busy (on a CPU, or ready to run) and as
+blocked."""
 READY_SHARE = 0.5
-"""Limit of the mean fill of the queue. Workers in lockstep deliver batches in bursts, and leave it less than half full:
-(workers - 1) / 2 of at least ``workers`` batches."""
+"""Smallest share of the queue that is ready on average, for the cause ``jitter``. Workers in lockstep deliver batches
+in bursts, and then the queue is less than half full: (workers - 1) / 2 of at least ``workers`` batches are ready. Also
+the smallest share of waiting in which the training thread lacked a CPU, for the cause ``oversubscribed``."""
 HANDOVER_PCT = 80.0
-"""Limit of the share of waiting that began with batches ready. It is high, because taking a ready batch also needs a
-millisecond: even if the queue is sometimes empty, much of the waiting is spent on that."""
+"""Smallest ``handover_pct`` for the cause ``hand-over``. It is high, because even taking a ready batch needs a
+millisecond: if the queue is empty only sometimes, much of the waiting still begins with batches ready."""
 QUEUE_SHARE = 0.1
-"""Smallest share of loading spent waiting for a CPU that the evidence mentions."""
+"""Smallest time spent waiting for a CPU that the evidence mentions, as a share of the loading time."""
 WARM_PCT = 80.0
-"""Share of bytes from the page cache above which the disk is not the reason."""
+"""Smallest share of bytes read from the page cache, in percent, from which the disk is not the cause."""
 DISK_MB_PER_S = 0.05
-"""Rate of reading from storage below which workers do not wait for it: even 100 random reads of 4 kB a second, as from
-a slow disk, give more."""
+"""Rate of reading from storage below which workers do not wait for storage: even a slow disk with 100 random reads of
+4 kB a second delivers more."""
 IO_PRESSURE_PCT = 20.0
 DALI_DECODES = "DALI decodes on the GPU, so this time includes its decoding"
 FASTER = 1.25
 NO_FASTER = 1.1
-"""Speed-up of the loader without a stage: above the first, the stage is the cause; below the second, it is not."""
+"""Speed-up of the loader when the work of a stage is left out: from ``FASTER``, the stage is the cause; below
+``NO_FASTER``, it is not."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,7 @@ def _oversubscribed(measured: Measurements, _: Shares) -> Reason | None:
 
 def _more_workers_than_cpus(measured: Measurements, _: Shares) -> Reason | None:
     loaders = measured.loaders
-    # Workers with a full queue rest. Then the training process waits for a CPU, to take a ready batch.
+    # Workers rest while the queue is full. Then it is the training process that waits for a CPU, to take a ready batch.
     workers_rest = _reaches(loaders.handover_pct, HANDOVER_PCT)
     if loaders.workers_run_queue_pct is not None and not workers_rest:
         return None
@@ -175,7 +179,7 @@ def _ready_without_cpu(measured: Measurements, shares: Shares) -> Reason | None:
 
 
 def _idle_workers(measured: Measurements, _: Shares) -> Reason | None:
-    """Reasons for idle workers."""
+    """The cause, if workers are idle although training waits; None if they are busy, or no rule matches."""
     loaders = measured.loaders
     wait_ms = measured.stats.next_wait_ms or 0.0
     if _never_idle(measured):
@@ -197,7 +201,10 @@ def _idle_workers(measured: Measurements, _: Shares) -> Reason | None:
 
 
 def _workers(measured: Measurements, _: Shares) -> Reason | None:
-    """Busy or blocked workers. The evidence shows their shares of time for any cause."""
+    """The cause, if workers are busy or blocked; None if their times are unknown.
+
+    Their shares of time are not added here: the evidence lists them for every cause of waiting.
+    """
     busy_pct = _busy_pct(measured)
     if busy_pct is None:
         return None
@@ -207,7 +214,7 @@ def _workers(measured: Measurements, _: Shares) -> Reason | None:
 
 
 def _busy_pct(measured: Measurements) -> float | None:
-    """Share of the workers' time on a CPU or ready for one."""
+    """Share of the workers' time on a CPU or ready to run, in percent; None if unknown."""
     loaders = measured.loaders
     if loaders.workers_blocked_pct is not None:
         return max(0.0, 100.0 - loaders.workers_blocked_pct)
@@ -217,12 +224,12 @@ def _busy_pct(measured: Measurements) -> float | None:
 
 
 def _never_idle(measured: Measurements) -> bool:
-    """True if the workers are always busy. Then they are too slow on average, in any order of batches."""
+    """True if the workers are busy most of the time. Then they are too slow on average, in any order of batches."""
     return _reaches(_busy_pct(measured), BUSY_PCT)
 
 
 def _blocked(measured: Measurements) -> Reason:
-    """Blocked workers: they wait for storage, or for something else."""
+    """The cause, if workers are blocked: they wait for storage, or for something else."""
     gain = _gain(measured, measured.experiments.cached_bytes_per_s)
     if _reaches(gain, FASTER):
         return Reason("cold reads", [f"with its files in memory, the loader is {gain:.1f} x as fast"])
@@ -259,7 +266,7 @@ def _waiting(measured: Measurements) -> Reason:
 
 
 def _experiments(measured: Measurements, _: Shares) -> Reason | None:
-    """Reasons from experiments, if the workers' times are unknown."""
+    """The cause by the results of experiments, if the workers' times are unknown; None if they do not decide it."""
     results = measured.experiments
     cached = _gain(measured, results.cached_bytes_per_s)
     ceiling = _gain(measured, results.ceiling_per_s)
@@ -298,19 +305,21 @@ DATA_RULES: tuple[Callable[[Measurements, Shares], Reason | None], ...] = (
 # --- the other parts of a step ------------------------------------------------------------------------------------
 
 NAMED_SHARE = 0.5
-"""Share of the time between steps from which hooks are its cause, even if the host is known to wait for the device."""
+"""Smallest share of the time between steps spent in hooks for which hooks are the cause, even if the host is known to
+wait for the device in each step."""
 HOOKS_NAMED = 3
 SMALL_BYTES = 64 * 1024
 MANY_TENSORS = 8
-"""Largest mean size in bytes, and fewest tensors, of a batch of many small tensors."""
+"""A batch counts as many small tensors if it has at least ``MANY_TENSORS``, of at most ``SMALL_BYTES`` on average."""
 LAUNCH_SHARE = 0.9
-"""CPU time of the training thread, as a share of the device's time without the backward pass, from which launching is
-the cause."""
+"""Smallest CPU time of the training thread for the cause ``launch``, as a share of the time that the device computes
+outside the backward pass."""
 FAR = 1.5
-"""Ratio of the step to the model alone from which the model is not the cause. A smaller one may come from workers that
-share the model's CPUs."""
+"""Smallest ratio of ``compute_ms`` to the step time of the model alone for which the model is not the cause. A smaller
+ratio may come from workers that run on the model's CPUs."""
 WAITING_HOOKS = ("ProgressBar", "ThroughputMonitor")
-"""Callbacks of Lightning that wait for the device to read a metric or to measure: their time counts as that wait."""
+"""Callbacks of Lightning that wait for the device, to read a metric or to measure: their time counts as waiting for the
+device, not as work of a hook."""
 
 
 def framework_cause(measured: Measurements, shares: Shares) -> Reason:
@@ -336,7 +345,7 @@ def copy_cause(measured: Measurements, _: Shares) -> Reason:
 
 
 def _beside_the_copy(measured: Measurements) -> Reason | None:
-    """The cause, if it lies in the transfer, but is not the copy itself."""
+    """The cause, if the transfer takes its time for work other than copying; None otherwise."""
     datamodule = measured.facts.datamodule
     if measured.facts.device_type == "cpu":
         takes = "device_transform takes" if datamodule.device_transform else "transfer hooks take"
@@ -371,7 +380,7 @@ def _link(measured: Measurements) -> Reason:
 
 
 def compute_cause(measured: Measurements, shares: Shares) -> Reason:
-    """The cause of a long step itself: work on the device, or on the host to launch it."""
+    """The cause, if computing takes most of a step: work on the device, or the host's work to launch it."""
     step_ms = shares.step_ms
     alone_ms = model_alone_ms(measured)
     if alone_ms is not None and (measured.stats.compute_ms or 0.0) >= FAR * alone_ms:
@@ -390,11 +399,12 @@ def compute_cause(measured: Measurements, shares: Shares) -> Reason:
 
 
 def _launching_ms(measured: Measurements) -> float | None:
-    """CPU time of the training thread in a step, if that takes as long as the device's work; else None.
+    """CPU time of the training thread in a step, if it is about as long as the device's work; else None.
 
-    The thread launches the forward pass and the optimizer. The backward pass has a thread of its own, for which it
-    waits (https://docs.pytorch.org/docs/stable/notes/autograd.html#multithreaded-autograd). A thread that waits for
-    the device spins, so it looks busy: nothing follows if a synchronisation is known.
+    The training thread launches the forward pass and the optimizer, and waits for the backward pass, which has a thread
+    of its own (https://docs.pytorch.org/docs/stable/notes/autograd.html#multithreaded-autograd). So the time of the
+    backward pass is left out. A thread that waits for the device spins, so it looks busy: if a synchronisation is
+    known, its CPU time proves nothing, and the result is None.
     """
     facts = measured.facts
     cpu_ms = facts.host.cpu_ms
@@ -406,7 +416,7 @@ def _launching_ms(measured: Measurements) -> float | None:
 
 
 def _not_the_model(measured: Measurements, step_ms: float, alone_ms: float) -> Reason:
-    """The cause of a step that takes much longer than its model: something else uses the CPUs."""
+    """The cause of a step that computes much longer than the model alone: other tasks use the CPUs, or unknown."""
     pressure_pct = measured.loaders.cpu_pressure_pct
     evidence = (
         f"the model alone takes {in_ms(alone_ms, step_ms)} of the {in_ms(measured.stats.compute_ms, step_ms)} ms of "

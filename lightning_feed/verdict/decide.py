@@ -38,7 +38,7 @@ _FIND: dict[Bottleneck, Callable[[Measurements, Shares], Reason]] = {
 _LOWER: dict[Confidence, Confidence] = {"high": "medium", "medium": "low", "low": "low"}
 
 
-def diagnose(measured: Measurements) -> Diagnosis:
+def decide(measured: Measurements) -> Diagnosis:
     """Find the bottleneck of a run and its cause: in the training steps, or in validation and checkpoints."""
     steps = _of_steps(measured)
     limit = _limit_of(measured)
@@ -58,13 +58,14 @@ def diagnose(measured: Measurements) -> Diagnosis:
 
 
 def _of_steps(measured: Measurements) -> Diagnosis:
-    """Find what limits the steps, and why.
+    """Find the bottleneck of the steps and its cause.
 
-    The parts of a step are compared with their limits in the order framework (10 %), copy (5 %), data (5 %). The
-    largest part over its limit is the bottleneck, the earlier one on a tie; others over their limits are named and
-    treated too. If there is none, computing limits training. Waiting for data is the longest over the ranks, if known.
-    It does not count if the model alone, fed the same batch repeatedly, takes as long as a step. If the model alone
-    took even longer, that experiment was disturbed: the verdict ignores it, with lower confidence.
+    The parts of a step are compared with their limits: framework (10 %), copy (5 %), data (5 %). The largest part over
+    its limit is the bottleneck; on a tie, the part that comes first in this order. The causes and remedies of other
+    parts over their limits are reported, too. Computing is the bottleneck if no part is over its limit, or if the
+    largest such part is below 10 % and computing takes more. With several ranks, the longest wait of each step counts,
+    if known. Waiting does not count if the model alone, fed the same batch repeatedly, takes as long as a step. If the
+    model alone took even longer, that experiment was disturbed: the verdict ignores it, with lower confidence.
     """
     if model_disturbed(measured):
         return _without_model(measured)
@@ -93,7 +94,7 @@ def _of_steps(measured: Measurements) -> Diagnosis:
 def _with_advice(diagnosis: Diagnosis, finding: Finding) -> Diagnosis:
     stripped = _stripped(finding)
     remedies: tuple[Remedy, ...] = ()
-    if not stripped and not finding.loader.repeated:  # what repeats samples has to be mended first
+    if not stripped and not finding.loader.repeated:  # a stream that repeats samples has to be mended first
         remedies = remedies_for(finding)
     reasons = why_not(finding, remedies)
     notes = [note for note in notes_for(finding, remedies) if not (reasons and note == SHARD)]
@@ -103,7 +104,8 @@ def _with_advice(diagnosis: Diagnosis, finding: Finding) -> Diagnosis:
 def _stripped(finding: Finding) -> tuple[str, ...]:
     """The note on a diagnosis whose fit ran without callbacks, loggers or validation, and hardly waited for data.
 
-    Its steps are shorter than in the user's fit, so small waits, such as taking a ready batch, are a larger share.
+    Steps of such a fit are shorter than in the user's fit, so small waits, such as taking a ready batch, are a larger
+    share of them.
     """
     left_out = finding.measured.experiments.stripped
     limit_pct = HIGH_PCT if finding.data == "hand-over" else MODERATE_PCT
@@ -127,7 +129,7 @@ def _not_measured(measured: Measurements) -> Diagnosis:
 
 
 def _cannot_tell(measured: Measurements, shares: Shares) -> Diagnosis:
-    """No verdict on loading from threads that had no CPU."""
+    """Report that there is no verdict, because the loading threads waited for CPUs that other programs used."""
     waits = f"training waits {shares.data_pct:.0f} % of each step for data, and loading for a CPU"
     return Diagnosis(
         bottleneck="unknown",
@@ -139,12 +141,12 @@ def _cannot_tell(measured: Measurements, shares: Shares) -> Diagnosis:
 
 
 def _others(measured: Measurements) -> str:
-    """The one line about other programs."""
+    """The sentence about the CPU use of other programs."""
     return f"other programs take {measured.facts.others_cpu_pct:.0f} % of the CPUs: figures are of this moment"
 
 
 def _without_model(measured: Measurements) -> Diagnosis:
-    """The verdict that ignores an impossible figure of the model alone."""
+    """The verdict without the measured time of the model alone, which is impossible: it is longer than a step."""
     alone_ms = model_alone_ms(measured) or 0.0
     step_ms = measured.stats.step_ms or 0.0
     diagnosis = _of_steps(replace(measured, experiments=replace(measured.experiments, model_per_s=None)))
@@ -161,7 +163,9 @@ def _without_model(measured: Measurements) -> Diagnosis:
 
 
 def _confidence(measured: Measurements, shares: Shares, reason: Reason) -> Confidence:
-    """Confidence of the figures; lower if a share is close to a limit, or figures of the cause are missing."""
+    """Confidence in the verdict: the confidence of the figures, but lower if a share is close to a limit, or if figures
+    that could change the cause are missing. Low if an experiment contradicts the cause, or if other programs take many
+    CPUs."""
     if reason.contradicted or measured.facts.crowded:
         return "low"
     confidence = measured.stats.confidence
@@ -175,9 +179,9 @@ def _confidence(measured: Measurements, shares: Shares, reason: Reason) -> Confi
 
 
 SLOW_START_S = 1.0
-"""Time to the first batch of an epoch above which the evidence mentions it."""
+"""Smallest time to the first batch of an epoch that the evidence mentions, in seconds."""
 SLACK_SHARE = 0.01
-"""Share of a step above which the evidence mentions a hidden wait."""
+"""Smallest hidden wait that the evidence mentions, as a share of a step."""
 
 
 def _evidence(measured: Measurements, shares: Shares, reasons: Sequence[Reason]) -> tuple[str, ...]:
@@ -197,7 +201,7 @@ def _evidence(measured: Measurements, shares: Shares, reasons: Sequence[Reason])
 
 
 def _beside(measured: Measurements, step_ms: float) -> list[str]:
-    """Evidence beside the parts of a step: hidden waits, earlier epochs, starts of epochs, other programs."""
+    """Further evidence: hidden waits, earlier epochs, starts of epochs, other programs, and steps not measured."""
     stats = measured.stats
     facts = measured.facts
     evidence = []
@@ -220,7 +224,7 @@ def _beside(measured: Measurements, step_ms: float) -> list[str]:
 
 
 def _loading(measured: Measurements) -> list[str]:
-    """Evidence: the number of workers, and their shares of time on a CPU, waiting for one, and blocked."""
+    """Evidence: the number of workers, and the shares of their time on a CPU, waiting for a CPU, and blocked."""
     workers = measured.facts.loader.num_workers
     if workers is None:
         return []
@@ -260,7 +264,7 @@ def _part(measured: Measurements, shares: Shares, part: StepPart) -> str:
         return f"{_of_step(measured.stats.other_ms, step_ms, shares.framework_pct)} between the steps"
     if part == "copy":
         return f"{_of_step(measured.stats.h2d_ms, step_ms, shares.copy_pct)} in the transfer to the device"
-    # Not ``data_pct``: the first batches of epochs do not belong to a step.
+    # Not ``data_pct``, which may be the share of epochs' first batches: these belong to no step.
     waiting = f"{_of_step(shares.data_ms, step_ms, 100 * shares.data_ms / step_ms)} waiting for data"
     return f"{waiting}, the slowest rank of each step" if shares.by_ranks else waiting
 
@@ -273,11 +277,11 @@ def _of_step(ms: float | None, step_ms: float, pct: float) -> str:
 
 Limit = Literal["validation", "checkpoints"]
 LEAST_S = 2.0
-"""Seconds of validation and checkpoints above which they get a verdict or a note."""
+"""Number of seconds that validation and checkpoints must take together to get a verdict or a note."""
 NOTED_SHARE = 0.15
-"""Share of the wall time above which validation and checkpoints get a note."""
+"""Share of the wall time that validation and checkpoints must take together to get a note."""
 AT_MOST = 0.25
-"""Goal for validation or checkpoints, as a share of the training time."""
+"""Share of the training time that validation or checkpoints should take at most after the advised change."""
 FACTORS = (2, 5, 10)
 """Factors by which validation may run less often."""
 
@@ -298,7 +302,7 @@ def _limit_of(measured: Measurements) -> Limit | None:
 
 
 def _beside_training(measured: Measurements) -> str:
-    """The note on validation and checkpoints; empty unless they take much of a fit."""
+    """The note on validation and checkpoints; empty unless they take much of the time of a fit."""
     wall = measured.wall
     if wall is None or measured.facts.stage != "fit":
         return ""
@@ -307,7 +311,10 @@ def _beside_training(measured: Measurements) -> str:
 
 
 def share_text(measured: Measurements) -> str:
-    """``validation takes 60 % of the run, and waits for data 80 % of its time``; with checkpoints if they take much."""
+    """Words such as ``validation takes 60 % of the run, and waits for data 80 % of its time``.
+
+    Checkpoints are added if they take much time.
+    """
     wall = measured.wall
     if wall is None or wall.wall_s <= 0:
         return ""  # an older report
@@ -385,7 +392,11 @@ def rarer_validation(measured: Measurements, wall: WallStats) -> Remedy | None:
 
 
 def _rarer_factor(wall: WallStats) -> int | None:
-    """The smallest factor by which validation takes little beside training, and of which one validation remains."""
+    """The smallest of :data:`FACTORS` with which validation takes little time beside training.
+
+    At least one validation remains. If no such factor makes validation short enough, the largest one is returned; None
+    if there was only one validation.
+    """
     factors = [factor for factor in FACTORS if factor <= wall.times("validation")]
     training_s = wall.seconds("train", "epoch starts")
     for factor in factors:
@@ -401,7 +412,7 @@ class _ValidationChange(NamedTuple):
     before: int
     after: int | float
     factor: float
-    """Times less often."""
+    """Number of times less often that validation runs."""
 
 
 def _validation_change(facts: LoopFacts, factor: int) -> _ValidationChange | None:

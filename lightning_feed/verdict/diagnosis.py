@@ -19,12 +19,14 @@ Cause = Literal[
 """The cause within a bottleneck.
 
 framework: ``hooks`` (callbacks, logging, checkpoints), ``synchronisation`` (the host waits for the device).
-copy: ``unpinned``, ``not overlapped`` (pinned, on the compute stream), ``link`` (near its speed), ``small tensors``,
-``transfer hooks`` (the user's, or no copy at all), ``decoding on the GPU`` (nvJPEG, for which the host waits).
-data: ``epoch start`` (workers are started again), ``no workers``, ``head of line`` (a slow batch delays finished ones),
-``pin thread``, ``oversubscribed`` (more runnable threads than CPUs, or a quota), ``cpu`` (decoding, augmenting),
-``cold reads`` (from a local or network disk), ``waiting`` (reads are cached: locks, sleeping), ``hand-over`` (batches
-are ready; handing them over takes the time), ``jitter`` (fast enough on average, not always), ``one rank``.
+copy: ``unpinned``, ``not overlapped`` (pinned, but copied on the compute stream), ``link`` (the speed of the link is
+the limit), ``small tensors``, ``transfer hooks`` (on the CPU, where nothing is copied: the user's hooks or
+``device_transform``), ``decoding on the GPU`` (nvJPEG, for which the host waits).
+data: ``epoch start`` (workers are started again), ``no workers``, ``head of line`` (a slow batch delays finished
+batches), ``pin thread``, ``oversubscribed`` (more runnable threads than CPUs, or a CPU quota), ``cpu`` (decoding,
+augmenting), ``cold reads`` (from a local or network disk), ``waiting`` (not for storage: locks, sleeping),
+``hand-over`` (batches are ready, and handing them over takes the time), ``jitter`` (loading is fast enough on average,
+but not always), ``one rank`` (the other ranks wait for it).
 compute: ``compute``, or ``launch`` (the host issues work hardly faster than the device does it). If the model alone is
 much faster than the step: ``oversubscribed`` (tasks wait for a CPU), or ``unknown``.
 """
@@ -34,11 +36,11 @@ Form = Literal["arguments", "settings", "datamodule", "replacement", "override",
 """The kind of text in a remedy's ``code``, so that programs can apply it, too.
 
 ``arguments``: keyword arguments for the call that makes the training loader. They replace present values.
-``settings``: arguments for LoaderSettings, which a FastDataModule takes as ``loader=`` and ``wrap`` as its second
-argument. ``datamodule``: arguments for the call that makes the data module. ``trainer``: arguments for the Trainer.
-``override``: text for the command line of LightningCLI. ``callback``: a callback to add to the Trainer's; if one of its
-class is present, that one gets these arguments. ``replacement``: a data module for ``trainer.fit`` in place of the
-training loader, with ``...`` for parts that the user has to fill in.
+``settings``: arguments for LoaderSettings, which a FastDataModule takes as ``loader=`` and ``FastDataModule.wrap`` as
+its second argument. ``datamodule``: arguments for the call that makes the data module. ``trainer``: arguments for the
+Trainer. ``override``: text for the command line of LightningCLI. ``callback``: a callback to add to the Trainer's
+callbacks; if a callback of its class is present, the present callback gets these arguments. ``replacement``: a data
+module for ``trainer.fit`` in place of the training loader, with ``...`` for parts that the user has to fill in.
 """
 
 
@@ -49,19 +51,19 @@ class Remedy:
     code: str
     """The text to paste: see :data:`Form`."""
     form: Form | None = None
-    """The kind of text in ``code``. None: unknown."""
+    """The kind of text in ``code``; None if unknown."""
     where: str = ""
     """The change and where to make it: ``num_workers: 0 -> 2 in your training DataLoader (Data.train_dataloader,
     data.py:41)``."""
     why: str
-    """The reason why it helps."""
+    """The reason why the change helps."""
     least_step_ms: float | None = None
-    """Lower bound of the step time with this change. None: unknown, or steps do not change."""
+    """Lower bound of the step time with this change; None if unknown, or if steps do not change."""
     most_gain_pct: float | None = None
     """Upper bound of the saving in % of an epoch, including the time to its first batch; in % of the run if validation
-    or checkpoints limit the run. Remedies are sorted by it."""
+    or checkpoints limit the run. Remedies are sorted by this figure."""
     tried: str = ""
-    """Step times of the trials in which the present setting and the new one ran. Empty: it was not tried."""
+    """Step times in trials, with the present setting and with the new setting; empty if the change was not tried."""
     changes: str = ""
     """The change in a fixed form: ``num_workers=8``."""
 
@@ -76,7 +78,8 @@ class Diagnosis:
     cause: Cause = "unknown"
     """The cause, if known: see :data:`Cause`."""
     grade: Grade
-    """Degree of starvation, for any bottleneck: OK below 5 %, slightly below 10 %, moderately below 20 %."""
+    """Degree of starvation, by the share of time spent waiting for data, for any bottleneck: OK below 5 %, slightly
+    below 10 %, moderately below 20 %, else highly data-bound."""
     confidence: Confidence
     """Confidence in the verdict."""
     evidence: tuple[str, ...]
@@ -91,13 +94,13 @@ class Diagnosis:
     """All that was measured."""
 
     page: ClassVar[Callable[["Diagnosis"], str] | None] = None
-    """Makes the page that a notebook shows; set when the report module is imported."""
+    """Function that makes the page for a notebook; set when the module ``report.files`` is imported."""
 
     def __repr__(self) -> str:
         return f"<Diagnosis: {self.bottleneck}, {self.cause}; {self.grade}>"
 
     def _repr_html_(self) -> str | None:
-        """The page that a notebook shows."""
+        """The page for a notebook; None if the module ``report.files`` was not imported."""
         make = type(self).page
         return None if make is None else make(self)
 
@@ -108,5 +111,5 @@ class Diagnosis:
 
     @property
     def device_type(self) -> str:
-        """``cpu``, ``cuda``, ...: where the steps ran."""
+        """Type of the device on which the steps ran: ``cpu``, ``cuda``, ..."""
         return self.measurements.facts.device_type

@@ -32,7 +32,7 @@ Notes = list[str]
 
 
 def notes_for(finding: Finding, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
-    """Further facts and things to try: first those that concern the longest part of a step."""
+    """Further facts and things to try: first the notes on the longest part of a step."""
     notes = cut_short(finding.facts)
     for part in finding.causes:
         notes += _notes_on(part, finding, remedies)
@@ -51,7 +51,7 @@ def _notes_on(part: Bottleneck, finding: Finding, remedies: tuple[Remedy, ...]) 
 
 
 def cut_short(facts: LoopFacts) -> Notes:
-    """Note on an epoch that ended too early, since Lightning says nothing about it."""
+    """Note on an epoch that ended too early, because Lightning does not report it."""
     if facts.cut_short is None:
         return []
     batches, length = facts.cut_short
@@ -72,7 +72,7 @@ def why_not(finding: Finding, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
 
 
 def _taken_back(finding: Finding) -> str:
-    """The setting that was faster in the trials, but not in training itself. Empty: there is none."""
+    """The sentence on a setting that was faster in the trials, but not in training itself; empty if there is none."""
     results = finding.measured.experiments
     own = results.tried_as("own")
     if results.chosen_fit_ms is None or own is None or not own.chosen:
@@ -81,7 +81,7 @@ def _taken_back(finding: Finding) -> str:
 
 
 def _workers_in_vain(finding: Finding) -> str:
-    """The reason why the trials chose no more workers. Empty: they did, or there were none."""
+    """The sentence on trials of more workers that were no faster; empty if more workers were chosen, or not tried."""
     results = finding.measured.experiments
     own = results.tried_as("own")
     chosen = results.tried_as("chosen")
@@ -129,7 +129,8 @@ def _data(finding: Finding, remedies: tuple[Remedy, ...]) -> Notes:
 
 
 def _undivided(finding: Finding, cause: Cause) -> Notes:
-    """Note on data that workers would repeat or break, unless its batches are ready and workers are no remedy."""
+    """Note on a dataset that does not survive a fork, that keeps what it reads, or whose samples several workers would
+    repeat. There is no note on repeated samples if batches are ready when training asks for them."""
     loader = finding.loader
     if loader.why_no_workers:
         return [f"no workers, though they would load while the model trains: {loader.why_no_workers}"]
@@ -141,10 +142,10 @@ def _undivided(finding: Finding, cause: Cause) -> Notes:
 
 
 def second_epoch(keeps: str) -> str:
-    """Note on a dataset that keeps what it reads, in the epoch in which it does.
+    """Note on a dataset that keeps what it reads, for the epoch in which it reads everything for the first time.
 
     Args:
-        keeps: the attribute in which it does, as in ``LoaderFacts``.
+        keeps: the attribute in which the dataset keeps it, as in ``LoaderFacts.keeps``.
     """
     return (
         f"train for a second epoch before you change workers: {keeps} keeps what was read, and each worker would "
@@ -153,12 +154,12 @@ def second_epoch(keeps: str) -> str:
 
 
 def _may_diagnose(finding: Finding) -> bool:
-    """True for the report of a fit, which diagnose can measure further."""
+    """True for the report of a fit that ``diagnose`` can measure further."""
     return not finding.measured.diagnosed and finding.facts.loop == "trainer" and finding.facts.stage == "fit"
 
 
 def _is_worth_it(step_ms: float | None, finding: Finding) -> TypeGuard[float]:
-    """True for a known step time that saves as much as a remedy must save."""
+    """True if a step time is known and saves at least as much as a printed remedy has to save."""
     if step_ms is None:
         return False
     return 100 * (finding.shares.step_ms - step_ms) / finding.step_with_start_ms >= least_gain_pct(finding)
@@ -182,7 +183,8 @@ def _hints(finding: Finding, cause: Cause) -> Notes:
 
 
 def _in_place(finding: Finding) -> Notes:
-    """Note on loaders whose workers hand batches over without copying them, if a data module can have them."""
+    """Note on ``FastDataModule.wrap``, whose workers hand batches over without copying, if the user's loader has worker
+    processes and comes from a data module that can be wrapped."""
     code = finding.loader_code
     is_theirs = code.datamodule and code.form != "settings" and finding.loader.workers == "process"
     if not is_theirs or finding.shares.data_pct < MODERATE_PCT:
@@ -216,7 +218,7 @@ def _oversubscribed(finding: Finding) -> Notes:
 
 
 def _cold_reads(finding: Finding) -> Notes:
-    """Note on the trial with all files in memory."""
+    """Note on the loader's rate with all files in memory, or on the command that measures it."""
     results = finding.measured.experiments
     if _may_diagnose(finding):
         return [f"files are read from storage: {_DIAGNOSE} times the loader with its files in memory"]
@@ -227,7 +229,7 @@ def _cold_reads(finding: Finding) -> Notes:
 
 
 def _rates(finding: Finding, changed_per_s: float | None) -> str:
-    """Two rates of the loader alone: with one change, and as it is."""
+    """Two rates of the loader alone, as text: with one change, and as configured."""
     size = finding.measured.experiments.batch_size
     own = in_rate((finding.measured.experiments.loader_per_s or 0.0) * (size or 1))
     changed = in_rate((changed_per_s or 0.0) * (size or 1))
@@ -241,7 +243,7 @@ def _whole_images(finding: Finding, cause: Cause) -> Notes:
 
 
 def _transforms(finding: Finding) -> Notes:
-    """Note on the slowest transforms, and the loader's rate without transforms: the limit for faster ones."""
+    """Note on the slowest transforms, and on the loader's rate without them: faster transforms cannot exceed it."""
     results = finding.measured.experiments
     costs = [cost for cost in results.costs if step_of(cost.name) not in NOT_TRANSFORMS]
     without_ms = bounds.with_rate(finding.measured, finding.shares, results.no_transform_per_s)
@@ -274,7 +276,7 @@ def _is_treated(hook: HookTime, remedies: tuple[Remedy, ...]) -> bool:
 
 
 def _slow_hook(finding: Finding, hook: HookTime) -> str:
-    """The note on a slow hook. It is not a remedy, since the hook may be needed."""
+    """The note on a slow hook: a note, not a remedy, because the hook may be needed."""
     name = re.sub(r"\{.*\}", "", hook.name)  # Lightning adds the callback's settings to the name
     code = next((code for code in finding.facts.hook_code if code.name == name), None)
     step_ms = finding.shares.step_ms
@@ -314,7 +316,7 @@ def _launch(finding: Finding) -> Notes:
 
 
 def _short_steps(finding: Finding) -> Notes:
-    """Note on steps hardly longer than those for which nothing but larger batches is advised."""
+    """Note on short steps, below 2 x :data:`TOY_STEP_MS`. (Below that constant, only larger batches are advised.)"""
     step_ms = finding.shares.step_ms
     if step_ms >= 2 * TOY_STEP_MS:
         return []

@@ -1,4 +1,4 @@
-"""Remedies: the rules, the text to paste, and the choice of those to print."""
+"""Remedies: the rules that find them, the text to paste, and the choice of the remedies to print."""
 
 import json
 import math
@@ -16,9 +16,9 @@ from lightning_feed.verdict.shares import DATA_PCT, LOOP_WORDS, Shares, in_ms
 
 DATALOADER = LoaderCode(words="your training DataLoader")
 OUR_SETTINGS = LoaderCode(words="loader=LoaderSettings(...) of your data module", form="settings")
-"""The code of loaders about which nothing more is known."""
+"""Words for a loader if nothing more is known of the user's code: for a DataLoader, and for a FastDataModule."""
 _WRAPPED = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
-"""Settings that ``wrap`` changes; others are set in the inner loader."""
+"""Settings that ``FastDataModule.wrap`` changes; others are set in the wrapped data module's own loader."""
 _TUNED = ("num_workers", "prefetch_factor", "persistent_workers")
 """Settings that AutotuneCallback changes."""
 
@@ -30,26 +30,26 @@ class Finding:
     measured: Measurements
     shares: Shares
     causes: Mapping[Bottleneck, Cause]
-    """The cause of each part of a step that is over its limit, or of the step itself if none is."""
+    """Part of a step -> its cause, for each part over its limit, and for ``compute`` if computing is the headline."""
 
     @property
     def facts(self) -> LoopFacts:
-        """Facts of the run besides its times."""
+        """Facts about the run, other than its times."""
         return self.measured.facts
 
     @property
     def loader(self) -> LoaderFacts:
-        """Facts of the training loaders."""
+        """Facts about the training loaders."""
         return self.measured.facts.loader
 
     @property
     def data(self) -> Cause | None:
-        """The cause of waiting for data; None if that is below its limit."""
+        """The cause of waiting for data; None if the wait is below its limit."""
         return self.causes.get("data")
 
     @property
     def step_with_start_ms(self) -> float:
-        """Time of an epoch per step, with the time to its first batch if known."""
+        """Mean time of a step, plus its share of the time to an epoch's first batch, if known."""
         batches = self.facts.batches_per_epoch
         start_s = self.measured.stats.epoch_start_s
         if not batches or start_s is None:
@@ -66,11 +66,11 @@ class Finding:
         return replace(DATALOADER, words=f"your {LOOP_WORDS[self.facts.stage]} DataLoader")
 
     def can_set(self, name: str) -> bool:
-        """True if a setting can be given in :attr:`loader_code`."""
+        """True if the code described by :attr:`loader_code` takes this setting."""
         return self.loader_code.form != "callback" or name in _TUNED
 
     def can_set_with_workers(self, name: str) -> bool:
-        """True if a setting can be given where num_workers is given. On the command line, it needs a key of its own."""
+        """True if a setting can be changed where num_workers is changed. A command line needs a key for the setting."""
         keys = dict(self.loader_code.overrides)
         if "num_workers" in keys:
             return name in keys
@@ -85,7 +85,7 @@ Settings = dict[str, object]
 
 
 def loader_remedy(finding: Finding, settings: Settings, why: str, step_ms: float | None = None) -> Remedy:
-    """A remedy that changes settings of the training loader. It is named after the first setting."""
+    """A remedy that changes settings of the training loader. Its words name the first setting."""
     name = next(iter(settings))
     value = settings[name]
     paste = _paste_settings(finding.loader_code, name, settings)
@@ -125,7 +125,10 @@ def _paste_settings(loader_code: LoaderCode, name: str, settings: Settings) -> _
 
 
 def trainer_remedy(loader_code: LoaderCode, name: str, before: object, after: object, why: str) -> Remedy:
-    """A remedy, without a bound, that changes an argument of the Trainer; on the command line with LightningCLI."""
+    """A remedy that changes an argument of the Trainer, or its command-line key with LightningCLI.
+
+    The caller adds the bound of the step time or of the saving.
+    """
     trainer_key = loader_code.trainer_key
     where = "on the command line" if trainer_key else "in your Trainer"
     return Remedy(
@@ -140,15 +143,17 @@ def trainer_remedy(loader_code: LoaderCode, name: str, before: object, after: ob
 def _callback_remedy(
     finding: Finding, module: str, name: str, why: str, *, argument: str = "", change: str = ""
 ) -> Remedy:
-    """A remedy, without a bound, that adds a callback to the Trainer; on the command line with LightningCLI.
+    """A remedy that adds a callback to the Trainer, or on the command line with LightningCLI.
+
+    The caller adds the bound of the step time.
 
     Args:
         finding: the run.
         module: module to import the callback's class from.
         name: name of the class.
         why: the reason why it helps.
-        argument: the class's argument: ``refresh_rate=50``.
-        change: that change in words, with a space behind it: ``"refresh_rate: 1 -> 50 "``.
+        argument: an argument for the class, such as ``refresh_rate=50``.
+        change: the change of this argument in words, with a space behind it: ``"refresh_rate: 1 -> 50 "``.
     """
     trainer_key = finding.loader_code.trainer_key
     if not trainer_key:
@@ -169,9 +174,10 @@ MADE_ON_CPU: tuple[Cause, ...] = ("cpu", "no workers", "oversubscribed")
 def more_workers(finding: Finding) -> Remedy | None:
     """Remedy: more workers, if training waits for batches that take time to make.
 
-    Names the number that the trials chose. Without trials, names the smallest with which loading could keep up, at most
-    one worker for each CPU. None for a stream that its workers do not divide among themselves, for a dataset that does
-    not survive a fork, and if /dev/shm has no room for the batches.
+    The remedy names the number of workers that the trials chose; without trials, the smallest number with which loading
+    could keep up, at most one worker for each CPU. Returns None for an iterable dataset that does not divide its
+    samples among workers, for a dataset that does not survive a fork or keeps what it reads, and if /dev/shm has no
+    room for the batches.
     """
     number = workers_to_name(finding)
     if number is None:
@@ -195,7 +201,7 @@ def workers_to_name(finding: Finding) -> int | None:
     chosen = finding.measured.experiments.tried_as("chosen")
     if chosen is not None:
         number: int | None = chosen.num_workers
-    elif finding.facts.trainer.tuned:  # by trials, which know more than this run
+    elif finding.facts.trainer.tuned:  # AutotuneCallback chose by trials, which measure more than this run
         return None
     else:
         number = _enough_workers(finding)
@@ -231,7 +237,7 @@ def _tried_remedy(finding: Finding, why: str, settings: Settings) -> Remedy | No
 
 
 def _enough_workers(finding: Finding) -> int | None:
-    """The smallest number with which loading could keep up, at most one worker for each CPU; None if unknown."""
+    """The smallest number of workers with which loading could keep up, at most one for each CPU; None if unknown."""
     if finding.loader.num_workers and finding.measured.loaders.workers_on_cpu_pct is None:
         return None  # the workers were not observed
     loading_ms = bounds.loading_time_ms(finding.measured, finding.shares)
@@ -243,7 +249,11 @@ def _enough_workers(finding: Finding) -> int | None:
 
 
 def may_have_workers(finding: Finding) -> bool:
-    """True if several workers yield the same samples as one. A stream must divide them, and a fork must be safe."""
+    """True if several workers yield the same samples as one worker, and the dataset is safe in them.
+
+    An iterable dataset must divide its samples among workers. The dataset must survive a fork, and not keep what it
+    reads.
+    """
     loader = finding.loader
     if loader.why_no_workers or loader.keeps:
         return False
@@ -251,12 +261,12 @@ def may_have_workers(finding: Finding) -> bool:
 
 
 def _can_change_workers(finding: Finding) -> bool:
-    """True if all training loaders can get the same number of workers."""
+    """True if num_workers can be set, and all training loaders have the same number of workers."""
     return finding.can_set("num_workers") and len(set(finding.loader.every_num_workers)) <= 1
 
 
 def _kept_workers(finding: Finding) -> Settings:
-    """The setting to add so that first workers persist between epochs, if they can."""
+    """``persistent_workers=True``, for a loader that gets its first workers, if they can persist; else no setting."""
     if finding.loader_code.form == "settings":  # LoaderSettings keep them by default
         return {}
     if finding.loader.persistent_workers is True or not finding.loader.may_persist:
@@ -265,7 +275,7 @@ def _kept_workers(finding: Finding) -> Settings:
 
 
 def _pinned_with_workers(finding: Finding) -> Settings:
-    """The setting to add so that the batches of more workers are copied to a device without waiting."""
+    """``pin_memory=True``, if the device copies from pinned memory and the loader does not pin; else no setting."""
     if finding.facts.device_type not in PINNING_DEVICES or finding.loader_code.form == "settings":
         return {}
     if finding.loader.pin_memory is not False or not finding.can_set_with_workers("pin_memory"):
@@ -286,7 +296,7 @@ def _fits(finding: Finding, workers: int) -> bool:
 
 
 def fewer_workers(finding: Finding) -> Remedy | None:
-    """Remedy: fewer workers, or none, if training waits for data and fewer were faster in a trial."""
+    """Remedy: fewer workers, or none, if training waits for data and a trial with fewer workers was faster."""
     if finding.data in (None, "epoch start", "one rank") or not _can_change_workers(finding):
         return None
     chosen = finding.measured.experiments.tried_as("chosen")
@@ -301,9 +311,9 @@ def fewer_workers(finding: Finding) -> Remedy | None:
 
 
 def _without_workers(finding: Finding) -> Settings | None:
-    """New values for settings that torch, and LoaderSettings, refuse without workers.
+    """New values for settings that torch, and LoaderSettings, refuse with num_workers=0.
 
-    None if one of them is set in code that this remedy cannot change.
+    Returns None if the user has set one of them where this remedy cannot change it.
     """
     is_ours = finding.loader_code.form == "settings"
     settings: Settings = {}
@@ -323,8 +333,8 @@ def _without_workers(finding: Finding) -> Settings | None:
 def persistent_workers(finding: Finding) -> Remedy | None:
     """Remedy: persistent workers, if training waits in each epoch for workers to start and make the first batch.
 
-    None if anything new, such as a call of ``set_epoch``, has to reach the workers in each epoch. Saves the time to the
-    first batch of an epoch, less the time to make one batch.
+    Returns None if anything new, such as a call of ``set_epoch``, has to reach the workers in each epoch. The saving is
+    the time to the first batch of an epoch, less the time to make one batch.
     """
     epoch_pct = finding.shares.epoch_pct
     if finding.data is None or epoch_pct is None or epoch_pct < DATA_PCT or not _may_persist(finding):
@@ -347,9 +357,9 @@ def _may_persist(finding: Finding) -> bool:
 
 
 def any_order(finding: Finding) -> Remedy | None:
-    """Remedy: any order, if finished batches wait for a slow one while workers are idle.
+    """Remedy: batches in any order (``in_order=False``), if finished batches wait for a slow one and workers are idle.
 
-    Not for ``trainer.predict``, whose results are identified only by their order.
+    Returns None for ``trainer.predict``, whose results are identified only by their order.
     """
     if finding.data != "head of line" or finding.loader.in_order is False or (finding.loader.num_workers or 0) < 2:
         return None
@@ -379,7 +389,7 @@ def files_in_memory(finding: Finding) -> Remedy | None:
 
 
 def crops_only(finding: Finding) -> Remedy | None:
-    """Remedy: decode only the crops of an image folder, if that was timed, instead of decoding whole images."""
+    """Remedy: decode only the crops of an image folder's images instead of whole images, if both were timed."""
     trial = finding.measured.experiments.crops
     workers = finding.loader.num_workers
     if trial is None or finding.data not in MADE_ON_CPU or finding.facts.stage != "fit" or workers is None:
@@ -402,7 +412,7 @@ def crops_only(finding: Finding) -> Remedy | None:
 
 
 def _our_package(finding: Finding) -> str:
-    """The module of ours whose classes fit the user's Trainer."""
+    """The module of this package whose classes fit the package of the user's Trainer."""
     return "lightning_feed" if finding.facts.trainer.package == "lightning.pytorch" else "lightning_feed.pl"
 
 
@@ -482,7 +492,7 @@ def _sum_ms(hooks: list[HookTime]) -> float:
 
 
 def _rarer_ms(finding: Finding, takes_ms: float, interval: int) -> float:
-    """Step time if something done every ``interval`` steps is done every 50 steps."""
+    """Step time if something that is done every ``interval`` steps is done only every 50 steps."""
     between_ms = finding.measured.stats.other_ms or 0.0
     return bounds.without(finding.shares, min(takes_ms, between_ms) * (1 - interval / RARELY))
 
@@ -491,17 +501,17 @@ def _rarer_ms(finding: Finding, takes_ms: float, interval: int) -> float:
 
 LEAST_PCT = 5.0
 LEAST_UNSURE_PCT = 10.0
-"""Smallest saving of a remedy, as a share of an epoch; the second for low confidence."""
+"""Smallest saving of a printed remedy, in % of an epoch; ``LEAST_UNSURE_PCT`` applies if confidence is low."""
 MOST = 3
 RULES = (
     more_workers, fewer_workers, persistent_workers, any_order, files_in_memory, crops_only, pinned_memory,
     prefetch_callback, rare_progress_bar, log_rarely,
 )  # fmt: skip
-"""Rules: each returns its remedy with a bound, or None. If two save the same, the earlier one is printed first."""
+"""Rules: each returns a remedy with a bound, or None. If two remedies save the same, the earlier rule's comes first."""
 
 
 def remedies_for(finding: Finding) -> tuple[Remedy, ...]:
-    """The remedies to print, the largest saving first. If two change the same setting, only the better one."""
+    """The remedies to print, the largest saving first. If several change the same setting, only the best is printed."""
     remedies = []
     for rule in RULES:
         remedy = rule(finding)
@@ -511,7 +521,7 @@ def remedies_for(finding: Finding) -> tuple[Remedy, ...]:
 
 
 def largest(remedies: list[Remedy], least_pct: float) -> tuple[Remedy, ...]:
-    """The best three remedies, of those that save at least ``least_pct``. For each setting, only the best counts."""
+    """The three largest savings of the remedies that save ``least_pct`` or more; for each setting, only the best."""
     gains = [remedy for remedy in remedies if (remedy.most_gain_pct or 0.0) >= least_pct]
     gains.sort(key=lambda remedy: -(remedy.most_gain_pct or 0.0))
     best: dict[str, Remedy] = {}
@@ -521,14 +531,14 @@ def largest(remedies: list[Remedy], least_pct: float) -> tuple[Remedy, ...]:
 
 
 def _gain_pct(finding: Finding, remedy: Remedy) -> float | None:
-    """Share of an epoch, with its first batch, that a remedy saves at most."""
+    """Upper bound of a remedy's saving, in % of an epoch including its first batch; None if unknown."""
     if remedy.most_gain_pct is not None or remedy.least_step_ms is None:
         return remedy.most_gain_pct
     return 100 * (finding.shares.step_ms - remedy.least_step_ms) / finding.step_with_start_ms
 
 
 def least_gain_pct(finding: Finding) -> float:
-    """Smallest gain of a printed remedy: 5 %, or more if noise is larger."""
+    """Smallest saving of a printed remedy: 5 %, or 10 % if confidence is low, or more if the noise is larger."""
     low, high = finding.measured.stats.interval_pct or (0.0, 0.0)
     is_unsure = finding.measured.stats.confidence == "low" or finding.facts.crowded
     least_pct = LEAST_UNSURE_PCT if is_unsure else LEAST_PCT

@@ -14,19 +14,19 @@ COPY_PCT = 5.0
 DATA_PCT = 5.0
 """Limits of the parts of a step, in percent: a part at its limit or above is a bottleneck."""
 CLOSE_TO_LIMIT = 0.1
-"""Distance from a limit, as a share of it, below which confidence is lower."""
+"""Distance from a limit, as a share of the limit, below which confidence is lower."""
 SMALL_PCT = 10.0
-"""A smaller part is no headline if the step itself takes more."""
+"""Share of a step, in percent: a smaller part is not the headline if computing takes more."""
 MODERATE_PCT = 10.0
 HIGH_PCT = 20.0
 """Further limits of the grade; 5 and 20 are the limits in TensorFlow's input-pipeline analyzer."""
 MODEL_SHARE = 0.95
 MODEL_MOST = 1.1
-"""If the model alone takes the first share of a step, a faster loader gains nothing. A share above the second is
-impossible: something disturbed the experiment."""
+"""If the model alone takes ``MODEL_SHARE`` of a step or more, a faster loader gains nothing. More than ``MODEL_MOST``
+of a step is impossible: something disturbed that experiment."""
 
 RUN_QUEUE_PCT = 30.0
-"""Smallest share of a thread's or worker's time spent waiting for a CPU that counts."""
+"""Smallest share of a thread's or worker's time, in percent, spent waiting for a CPU that counts as a lack of CPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Shares:
     """Waiting for data: the largest of three shares: this rank's own, the cost of each step's slowest rank for all
     ranks, and the cost of an epoch's first batch."""
     data_ms: float
-    """Waiting per step that a perfect loader would save."""
+    """Mean waiting for data in a step, in milliseconds, which a perfect loader would save."""
     epoch_pct: float | None
     """Share of an epoch by which its first batch takes longer than other batches; None if unknown."""
     by_ranks: bool
@@ -52,7 +52,8 @@ class Shares:
 
     @property
     def headline_parts(self) -> tuple[StepPart | Literal["compute"], ...]:
-        """The parts over their limits, the headline first: the step itself, if it takes more than small parts."""
+        """The parts over their limits, the headline first. ``compute`` is the headline if there is no such part, or if
+        even the largest is small and computing takes more."""
         if not self.over:
             return ("compute",)
         pcts: dict[StepPart, float] = {"framework": self.framework_pct, "copy": self.copy_pct, "data": self.data_pct}
@@ -63,7 +64,7 @@ class Shares:
 
     @property
     def close_to_limit(self) -> bool:
-        """True if the copy or the time between steps is so close to its limit that another run may say otherwise."""
+        """True if the copy or the time between steps is so close to its limit that another run may cross the limit."""
         return _is_close(self.copy_pct, COPY_PCT) or _is_close(self.framework_pct, FRAMEWORK_PCT)
 
     @property

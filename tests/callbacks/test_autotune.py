@@ -32,7 +32,7 @@ from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.order import EpochOrder
 from lightning_feed.load.slot_loaders import uses_slots
-from lightning_feed.storage.system import cache_folder
+from lightning_feed.storage.private_files import cache_folder
 from lightning_feed.trials import tune_loader
 
 pytestmark = [

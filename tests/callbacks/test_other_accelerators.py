@@ -19,7 +19,7 @@ EPOCHS = 2
 
 
 def fit(kind: str, callbacks: list[Callback]) -> tuple[dict[str, torch.Tensor], Memory]:
-    """Weights, and what was logged. The data set draws random numbers, the module drops out."""
+    """Weights, and what was logged. The dataset draws random numbers, the module drops out."""
     seed_everything(1)
     logger = Memory()
     model = Recording()

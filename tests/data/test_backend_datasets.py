@@ -73,7 +73,7 @@ WRAPPED: dict[str, Any] = {
 
 
 def birds(root: Path, wrap: Any, *splits: str, backend: Any = "torch", **options: Any) -> ImageFolderDataModule:
-    """With ``wrap`` around the data sets of these splits."""
+    """With ``wrap`` around the datasets of these splits."""
 
     class Wrapping(ImageFolderDataModule):
         def make_dataset(self, split: str) -> Any:

@@ -344,7 +344,7 @@ def test_programs_are_diagnosed_without_running_their_training(
         f"lightning-feed: {end} {END}",
     ]
     report = json.loads((project / "feed_diagnosis" / "feed_report.json").read_text())
-    assert report["run"]["batch_size"] == batch_size
+    assert report["run"]["loader"]["batch_size"] == batch_size
     new = {str(one.relative_to(project)) for one in project.rglob("*") if str(one) not in before}
     of_hydra = {"out", "out/.hydra", "out/with_hydra.log"}
     assert {name for name in new if "__pycache__" not in name and not name.startswith("out/.hydra/")} - of_hydra == {

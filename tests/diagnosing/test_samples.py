@@ -120,7 +120,7 @@ def augment(image: Any) -> Any:
     return image
 
 
-def test_image_folder_costs_separate_reading_from_decoding(class_folders: Path) -> None:
+def test_costs_of_an_image_folder_list_reading_and_decoding_separately(class_folders: Path) -> None:
     dataset = ImageFolder(class_folders, transform=v1.Compose([v1.RandomResizedCrop(16), Slow(SLOW_S)]))
     dataset.transform.transforms.insert(1, v1.ToTensor())
     assert list(_costs(dataset)) == ["read", "decode", "RandomResizedCrop", "ToTensor", "Slow"]

@@ -1,4 +1,4 @@
-"""StopIteration out of a data set is an error, not the end of the epoch."""
+"""StopIteration out of a dataset is an error, not the end of the epoch."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from lightning_feed.load.loader import FeedLoader
 
 
 class Ends(Dataset[int]):
-    """A data set that calls ``next()`` on something that is used up at sample 11."""
+    """A dataset that calls ``next()`` on something that is used up at sample 11."""
 
     def __len__(self) -> int:
         return 40

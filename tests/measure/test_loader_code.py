@@ -114,7 +114,7 @@ def test_loader_code_names_the_train_dataloader_method_and_its_line(program: Mod
     assert (place.words, place.form, place.datamodule) == (words, "arguments", name)
 
 
-def test_several_loaders_of_one_method_are_named_together() -> None:
+def test_loaders_from_one_train_dataloader_share_one_description() -> None:
     class Pair(LightningDataModule):
         def train_dataloader(self) -> Any:
             return [DataLoader(Squares(), batch_size=2), DataLoader(Squares(), batch_size=2)]

@@ -21,7 +21,7 @@ from lightning_feed.measure.measurements import Measurements
 from lightning_feed.report.compare import check_starved
 from lightning_feed.report.document import json_schema
 from lightning_feed.report.files import as_text, write_report
-from lightning_feed.verdict.decide import diagnose
+from lightning_feed.verdict.decide import decide
 from lightning_feed.verdict.diagnosis import Diagnosis
 
 
@@ -91,7 +91,7 @@ def _slow_start(**changes: Any) -> Diagnosis:
         step_ms=50.0, compute_ms=47.0, data_idle_ms=3.0, starved_pct=6.0, input_pct=6.0, epoch_start_s=2.0
     )
     facts = loop_facts(device_type="cuda", num_workers=2, usable_cpus=2, batches_per_epoch=20)
-    return diagnose(replace(Measurements(stats=stats, facts=facts), **changes))
+    return decide(replace(Measurements(stats=stats, facts=facts), **changes))
 
 
 def test_fail_above_counts_the_wait_for_the_first_batch_of_an_epoch() -> None:

@@ -37,7 +37,7 @@ from lightning_feed.report.files import (
 )
 from lightning_feed.report.report import Report, RunIdentity, arguments_now, headline, read_identity
 from lightning_feed.report.sections import Pipeline, pipeline_text, read_pipeline
-from lightning_feed.verdict.decide import diagnose
+from lightning_feed.verdict.decide import decide
 from lightning_feed.verdict.diagnosis import Bottleneck, Diagnosis, Remedy
 
 ANY = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -79,11 +79,11 @@ def test_text_report_of_a_starved_gpu_has_the_expected_lines() -> None:
         ("medium", {"map_style": False, "shards_by_worker": True}, True),
     ],
 )
-def test_num_workers_is_advised_as_a_try_unless_confidence_is_high(
+def test_num_workers_is_printed_as_try_not_fix_below_high_confidence(
     confidence: Confidence, changes: dict[str, Any], pasted: bool
 ) -> None:
     facts: dict[str, Any] = {"num_workers": 0, "batches_per_epoch": 300, **changes}
-    found = diagnose(measured(data=60.0, stats={"confidence": confidence}, **facts))
+    found = decide(measured(data=60.0, stats={"confidence": confidence}, **facts))
     assert found.remedies[0].changes == "num_workers=2"
     text = as_text(found, RunIdentity(program="train.py"))
     assert ("  num_workers=2    # batches are made" in text) == pasted
@@ -95,7 +95,7 @@ def test_num_workers_is_advised_as_a_try_unless_confidence_is_high(
 
 def test_every_report_form_mentions_an_epoch_that_ended_early() -> None:
     for step in (1.0, 100.0):  # also where steps are so short that there is no other advice
-        found = diagnose(measured(data=0.0, step=step, cut_short=(40, 80)))
+        found = decide(measured(data=0.0, step=step, cut_short=(40, 80)))
         assert "note  the loader ended after 40 of 80 batches" in as_text(found)
         assert "the loader ended after 40 of 80 batches" in as_line(sample_report(found))
 
@@ -110,8 +110,8 @@ def test_every_report_form_mentions_an_epoch_that_ended_early() -> None:
     ],
 )
 def test_a_report_that_contradicts_the_previous_one_says_so_first(later: Measurements, retracted: str) -> None:
-    before = diagnose(measured(data=60.0, num_workers=0, stats={"confidence": "medium", "steps": 180}))
-    first_line = as_text(diagnose(later), before=before, width=300).splitlines()[0]
+    before = decide(measured(data=60.0, num_workers=0, stats={"confidence": "medium", "steps": 180}))
+    first_line = as_text(decide(later), before=before, width=300).splitlines()[0]
     assert (retracted in first_line) if retracted else ("No longer" not in first_line)
 
 
@@ -299,7 +299,7 @@ def _slow_start(*, device: str = "cpu", start_s: float = 2.0) -> Diagnosis:
         starved_low_pct=5.0, starved_high_pct=7.0, speedup_if_free=1.06, epoch_start_s=start_s,
     )  # fmt: skip
     facts = loop_facts(device_type=device, num_workers=2, usable_cpus=2, batches_per_epoch=20)
-    return diagnose(Measurements(stats=stats, facts=facts))
+    return decide(Measurements(stats=stats, facts=facts))
 
 
 def test_headline_of_a_slow_epoch_start_gives_the_share_of_each_epoch() -> None:
@@ -321,7 +321,7 @@ def test_headline_of_a_slow_epoch_start_gives_the_share_of_each_epoch() -> None:
 def test_the_headline_says_why_waiting_does_not_count() -> None:
     found = _slow_start(start_s=0.0, device="cuda")
     alone = replace(found.measurements, experiments=ExperimentResults(model_per_s=20.0), diagnosed=True)
-    assert headline(diagnose(alone)) == (
+    assert headline(decide(alone)) == (
         "OK: limited by the model. 6 % of time waiting for data, which faster loading would not change: "
         "the model alone takes as long as a step."
     )
@@ -456,7 +456,7 @@ def test_hostile_names_cannot_break_markdown_tables() -> None:
         (["--config", "c.yaml", *(f"--data.{name}=1" for name in "abcdefgh")], "SAME ARGUMENTS"),
     ],
 )
-def test_long_arguments_are_shown_as_same_arguments(
+def test_long_arguments_become_the_placeholder_same_arguments(
     words: list[str], shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", *words])

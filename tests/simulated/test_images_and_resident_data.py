@@ -1,4 +1,4 @@
-"""Images decoded by the device, and data sets that stay there: through a Trainer on the simulated device."""
+"""Images decoded by the device, and datasets that stay there: through a Trainer on the simulated device."""
 
 import struct
 from collections.abc import Iterator

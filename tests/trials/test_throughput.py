@@ -89,7 +89,7 @@ def test_empty_loader_or_single_slow_batch_raises_a_loader_error() -> None:
     with pytest.raises(LoaderError, match="no batch at all"):
         time_loader(lambda: iter(()), burst=1)
     clock = Clock()
-    with pytest.raises(LoaderError, match=r"yielded 1 batches in 5 s"):
+    with pytest.raises(LoaderError, match=r"yielded 1 batch in 5 s"):
         time_loader(bursts(clock, 1, start_s=9, round_s=1), burst=1, limits=RoundLimits(max_s=5), clock=clock)
 
 

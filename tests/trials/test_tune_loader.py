@@ -15,7 +15,7 @@ from trials.machines import FakeMachine, workers
 from lightning_feed.errors import LoaderError, SettingsError
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.settings import Setting
-from lightning_feed.storage import system
+from lightning_feed.storage import private_files
 from lightning_feed.trials import tune_loader as door
 from lightning_feed.trials.in_fit import name_of_model
 from lightning_feed.trials.search import Trial
@@ -245,7 +245,7 @@ def test_unwritable_result_folder_is_logged_once(
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise OSError(code, "refused")
 
-    monkeypatch.setattr(system.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(private_files.tempfile, "mkstemp", refuse)
     with caplog.at_level(logging.INFO, "lightning_feed"):
         Store(tmp_path).save(KEY, TUNED)
     assert [record.levelname for record in caplog.records] == ["INFO"]

@@ -18,7 +18,7 @@ from lightning_feed.measure.experiment_results import (
 )
 from lightning_feed.measure.measurements import SYNCS, HookTime, Measurements
 from lightning_feed.measure.stats import LoaderStats, RankStats, StarvationStats
-from lightning_feed.verdict.decide import diagnose
+from lightning_feed.verdict.decide import decide
 from lightning_feed.verdict.diagnosis import Diagnosis
 from lightning_feed.verdict.remedies import LEAST_PCT
 
@@ -72,7 +72,7 @@ def _of(on_cpu: float, run_queue: float, **more: Any) -> dict[str, Any]:
 
 
 def _cause(*args: Any, **more: Any) -> tuple[str, str]:
-    found = diagnose(_measured(*args, **more))
+    found = decide(_measured(*args, **more))
     return found.bottleneck, found.cause
 
 
@@ -171,7 +171,7 @@ def test_slow_epoch_starts_make_a_run_data_bound(
 
 def test_a_slow_rank_makes_the_run_data_bound_for_all_ranks() -> None:
     """This rank waits for no data, but for the gradients of the one that does."""
-    found = diagnose(_measured(FED, TWO, ranks=RANKS))
+    found = decide(_measured(FED, TWO, ranks=RANKS))
     assert (found.bottleneck, found.cause, found.grade) == ("data", "one rank", "highly data-bound")
     assert "rank 2 of 3 waits longest" in " ".join(found.evidence)
     assert "30.0 of 100.0 ms (30 %) waiting for data, the slowest rank of each step" in found.evidence
@@ -217,12 +217,12 @@ def test_experiments_decide_causes_that_running_figures_cannot(
 
 def test_a_run_is_not_data_bound_if_the_model_alone_takes_the_whole_step() -> None:
     gpu = TWO | CUDA
-    found = diagnose(_measured(DATA, gpu, _of(90, 5), {"model_per_s": 1000 / 95}))
+    found = decide(_measured(DATA, gpu, _of(90, 5), {"model_per_s": 1000 / 95}))
     assert (found.bottleneck, found.cause, found.grade) == ("compute", "compute", "OK")
     assert "faster loading would not help here" in " ".join(found.evidence)
     assert _cause(DATA, gpu, _of(90, 5), {"model_per_s": 1000 / 94.9}) == ("data", "cpu")
     assert _cause(DATA, gpu, _of(90, 5), {"model_per_s": 0.0}) == ("data", "cpu")
-    several = diagnose(_measured({"data": 40, "other": 20, "compute": 40}, gpu, {}, {"model_per_s": 10.0}))
+    several = decide(_measured({"data": 40, "other": 20, "compute": 40}, gpu, {}, {"model_per_s": 10.0}))
     assert (several.bottleneck, several.grade) == ("framework", "OK")
     assert "faster loading would not help here" in " ".join(several.evidence)
 
@@ -237,14 +237,14 @@ def test_a_run_on_a_cpu_stays_data_bound_whatever_the_model_alone_takes() -> Non
 def test_a_run_stays_data_bound_if_the_model_alone_is_slower_than_its_steps(alone_ms: float, acquits: bool) -> None:
     gpu = TWO | CUDA
     measured = _measured(DATA, gpu, _of(90, 5), {"model_per_s": 1000 / alone_ms, "loader_per_s": 10.0})
-    found = diagnose(measured)
+    found = decide(measured)
     assert found.bottleneck == ("compute" if acquits else "data")
     assert found.measurements == measured
     if acquits:
         return
     assert (found.cause, found.grade, found.confidence) == ("cpu", "highly data-bound", "medium")
     assert f"the model alone took {alone_ms:.1f} ms, more than the 100.0 ms of a step" in found.evidence[-1]
-    without = diagnose(_measured(DATA, gpu, _of(90, 5), {"loader_per_s": 10.0}))
+    without = decide(_measured(DATA, gpu, _of(90, 5), {"loader_per_s": 10.0}))
     assert found.remedies == without.remedies
 
 
@@ -262,7 +262,7 @@ def test_a_run_stays_data_bound_if_the_model_alone_is_slower_than_its_steps(alon
 def test_compute_has_low_confidence_if_steps_far_exceed_the_model_alone(
     compute: float, loaders: dict[str, Any], cause: str, confidence: str
 ) -> None:
-    found = diagnose(_measured({"compute": compute}, TWO, loaders, {"model_per_s": 10.0}))
+    found = decide(_measured({"compute": compute}, TWO, loaders, {"model_per_s": 10.0}))
     assert (found.bottleneck, found.cause, found.confidence) == ("compute", cause, confidence)
     said = " ".join(found.evidence)
     assert ("the model alone takes 100.0 of the 150.0 ms of the step itself" in said) == (confidence == "low")
@@ -316,17 +316,17 @@ def test_cause_of_time_between_steps_follows_from_facts_and_hooks(
 
 
 def test_device_syncs_are_named_with_advice_if_framework_bound() -> None:
-    found = diagnose(_measured(OTHER, CUDA | {"syncs": tuple(SYNCS)}))
+    found = decide(_measured(OTHER, CUDA | {"syncs": tuple(SYNCS)}))
     assert all(any(what in line for line in found.evidence) for what in SYNCS.values())
     assert found.remedies == ()
     assert "precision" in " ".join(found.notes)
-    fed = diagnose(_measured(FED, CUDA | {"syncs": tuple(SYNCS)}))
+    fed = decide(_measured(FED, CUDA | {"syncs": tuple(SYNCS)}))
     assert not any(what in line for line in fed.evidence for what in SYNCS.values())
 
 
 def test_evidence_names_the_most_expensive_hooks() -> None:
     hooks = _hooks(20.0, 8.0, 4.0, 1.0)
-    found = diagnose(_measured(OTHER, hooks=hooks))
+    found = decide(_measured(OTHER, hooks=hooks))
     assert "[Callback]Slow.on_train_batch_end takes 20.0 ms a step" in found.evidence
     assert not any("takes 1.0 ms" in line for line in found.evidence)
     assert found.notes[0].startswith("[Callback]Slow.on_train_batch_end takes 20.0 of 100.0 ms a step")
@@ -348,8 +348,8 @@ def test_a_fed_device_is_limited_by_launches_or_by_compute(facts: dict[str, Any]
 
 def test_launch_bound_check_adds_backward_time_to_cpu_time() -> None:
     measured = _measured(FED, CUDA | {"cpu_ms": 50.0})
-    assert diagnose(measured).cause == "compute"
-    assert diagnose(replace(measured, stats=replace(measured.stats, backward_ms=45.0))).cause == "launch"
+    assert decide(measured).cause == "compute"
+    assert decide(replace(measured, stats=replace(measured.stats, backward_ms=45.0))).cause == "launch"
 
 
 # --- confidence ---------------------------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ def test_launch_bound_check_adds_backward_time_to_cpu_time() -> None:
 )
 def test_an_interval_that_crosses_a_limit_lowers_confidence(low: float | None, high: float, confidence: str) -> None:
     parts = DATA | {"starved_low_pct": low, "starved_high_pct": high}
-    assert diagnose(_measured(parts, TWO, _of(90, 5))).confidence == confidence
+    assert decide(_measured(parts, TWO, _of(90, 5))).confidence == confidence
 
 
 @pytest.mark.parametrize(
@@ -376,7 +376,7 @@ def test_an_interval_that_crosses_a_limit_lowers_confidence(low: float | None, h
     [(_of(65, 5), "high"), (_of(64, 5), "medium"), ({}, "medium"), (_of(3, 1), "medium")],
 )
 def test_missing_or_unclear_loader_figures_lower_confidence(loaders: dict[str, Any], confidence: str) -> None:
-    assert diagnose(_measured(DATA, TWO, loaders)).confidence == confidence
+    assert decide(_measured(DATA, TWO, loaders)).confidence == confidence
 
 
 # --- anything at all ----------------------------------------------------------------------------------------------
@@ -492,9 +492,9 @@ def _anything(draw: Any) -> Measurements:
 @settings(max_examples=150, deadline=None)
 @given(_anything())
 def test_diagnose_gives_a_sound_verdict_for_any_measurements(measured: Measurements) -> None:
-    found = diagnose(measured)
+    found = decide(measured)
     assert found.evidence
-    assert diagnose(measured) == found
+    assert decide(measured) == found
     if found.bottleneck == "unknown":
         assert (found.remedies, found.confidence) == ((), "low")
         return
@@ -514,10 +514,10 @@ def test_evidence_names_what_takes_most_of_a_batch(samples: float, collate: floa
         FunctionCost(name="pad", file="/x/text.py", line=7, calls=None, stage="collate", ms_per_batch=2.0),
     )
     found = {"samples_ms": samples, "collate_ms": collate}
-    assert said in diagnose(_measured(DATA, TWO, _of(90, 5), found | {"functions": functions})).evidence
-    unnamed = diagnose(_measured(DATA, TWO, _of(90, 5), found)).evidence
+    assert said in decide(_measured(DATA, TWO, _of(90, 5), found | {"functions": functions})).evidence
+    unnamed = decide(_measured(DATA, TWO, _of(90, 5), found)).evidence
     assert said.partition(", most")[0] in unnamed
-    assert not any("one process" in line for line in diagnose(_measured(FED, TWO, {}, found)).evidence)
+    assert not any("one process" in line for line in decide(_measured(FED, TWO, {}, found)).evidence)
 
 
 @pytest.mark.parametrize(
@@ -536,7 +536,7 @@ def test_evidence_names_what_takes_most_of_a_batch(samples: float, collate: floa
 def test_evidence_describes_the_workers_of_the_loader(
     facts: dict[str, Any], loaders: dict[str, Any], said: str
 ) -> None:
-    assert diagnose(_measured(DATA, facts, loaders)).evidence[-1].endswith(said)
+    assert decide(_measured(DATA, facts, loaders)).evidence[-1].endswith(said)
 
 
 def _is_sound(found: Diagnosis) -> None:

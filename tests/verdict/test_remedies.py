@@ -16,7 +16,7 @@ from lightning_feed.measure.experiment_results import CropTrial, TriedSetting
 from lightning_feed.measure.measurements import HookCode, HookTime, LoaderCode
 from lightning_feed.measure.wall import WallPart, WallStats
 from lightning_feed.report.next_step import next_step
-from lightning_feed.verdict.decide import RUN_RULES, diagnose
+from lightning_feed.verdict.decide import RUN_RULES, decide
 from lightning_feed.verdict.diagnosis import Form, Remedy
 from lightning_feed.verdict.remedies import LEAST_PCT, RULES
 
@@ -126,7 +126,7 @@ CONTRACTS = {
         step_ms=None,
         without={
             "they live on already": {"persistent_workers": True},
-            "the data set is told the epoch": {"may_persist": False},
+            "the dataset is told the epoch": {"may_persist": False},
             "nobody saw whether it is": {"may_persist": None},
             "there is one epoch": {"max_epochs": 1},
             "epochs are long": {"batches_per_epoch": 5000},
@@ -256,13 +256,13 @@ def test_every_rule_has_a_contract() -> None:
 
 
 def _changes(run: dict[str, Any]) -> list[str]:
-    return [remedy.changes for remedy in diagnose(measured(**run)).remedies]
+    return [remedy.changes for remedy in decide(measured(**run)).remedies]
 
 
 @pytest.mark.parametrize("name", CONTRACTS)
 def test_each_remedy_is_given_when_its_conditions_hold(name: str) -> None:
     contract = CONTRACTS[name]
-    found = diagnose(measured(**contract.run))
+    found = decide(measured(**contract.run))
     remedy = next(one for one in found.remedies if one.changes == contract.changes)
     assert remedy.code == contract.code
     assert remedy.least_step_ms == (contract.step_ms if contract.step_ms is None else pytest.approx(contract.step_ms))
@@ -293,7 +293,7 @@ def test_each_remedy_is_not_given_when_one_condition_fails(name: str, different:
 @pytest.mark.parametrize("name", CONTRACTS)
 def test_code_of_each_remedy_can_be_pasted(name: str) -> None:
     (remedy,) = [
-        one for one in diagnose(measured(**CONTRACTS[name].run)).remedies if one.changes == CONTRACTS[name].changes
+        one for one in decide(measured(**CONTRACTS[name].run)).remedies if one.changes == CONTRACTS[name].changes
     ]
     _paste(remedy)
 
@@ -343,7 +343,7 @@ def test_remedies_are_sorted_by_gain_and_at_most_three() -> None:
         "h2d": 10.0,
         **CUDA,
     }
-    found = diagnose(measured(**run))
+    found = decide(measured(**run))
     gains = [one.most_gain_pct or 0.0 for one in found.remedies]
     assert [one.changes for one in found.remedies] == [
         "in_order=False",
@@ -351,7 +351,7 @@ def test_remedies_are_sorted_by_gain_and_at_most_three() -> None:
         "prefetch_callback=True",
     ]
     assert gains == sorted(gains, reverse=True)
-    more = diagnose(measured(**run, log_every_n_steps=1))
+    more = decide(measured(**run, log_every_n_steps=1))
     assert len(more.remedies) == 3
 
 
@@ -362,20 +362,20 @@ def test_remedies_are_sorted_by_gain_and_at_most_three() -> None:
 def test_a_gain_within_noise_gives_no_remedy(low: Any, high: Any, confidence: str, printed: bool) -> None:
     stats = {"starved_low_pct": low, "starved_high_pct": high, "confidence": confidence}
     late = measured(loaders=ASLEEP | {"head_of_line_pct": 25.0}, step=100, data=9.0, stats=stats)  # it saves 9 %
-    assert bool(diagnose(late).remedies) is printed
+    assert bool(decide(late).remedies) is printed
 
 
 def test_a_small_gain_gives_no_remedy_if_other_programs_use_the_cpus() -> None:
     late = {"loaders": ASLEEP | {"head_of_line_pct": 25.0}, "data": 9.0}
-    assert diagnose(measured(**late, others_cpu_pct=19.0)).remedies
-    assert diagnose(measured(**late, others_cpu_pct=21.0)).remedies == ()
+    assert decide(measured(**late, others_cpu_pct=19.0)).remedies
+    assert decide(measured(**late, others_cpu_pct=21.0)).remedies == ()
 
 
 def test_trials_with_a_wide_spread_give_no_remedy() -> None:
     noisy = tried((2, 100.0), (4, 85.0), spread=0.4)
-    assert diagnose(measured(found={"tried": noisy}, loaders=BUSY)).remedies == ()
+    assert decide(measured(found={"tried": noisy}, loaders=BUSY)).remedies == ()
     calm = tried((2, 100.0), (4, 85.0), spread=0.02)
-    (remedy,) = diagnose(measured(found={"tried": calm}, loaders=BUSY)).remedies
+    (remedy,) = decide(measured(found={"tried": calm}, loaders=BUSY)).remedies
     assert (remedy.changes, remedy.tried) == ("num_workers=4", "100.0 -> 85.0 ms a step")
     assert remedy.most_gain_pct == pytest.approx(15.0)
 
@@ -417,7 +417,7 @@ def test_trials_with_a_wide_spread_give_no_remedy() -> None:
 def test_remedy_text_follows_from_where_the_loader_is_made(
     loader_code: LoaderCode | None, form: str, code: str, where: str
 ) -> None:
-    (remedy,) = diagnose(measured(loaders=BUSY, loader_code=loader_code)).remedies
+    (remedy,) = decide(measured(loaders=BUSY, loader_code=loader_code)).remedies
     assert (remedy.form, remedy.code, remedy.where) == (form, code, where)
 
 
@@ -425,7 +425,7 @@ def test_settings_that_wrap_ignores_are_set_on_the_inner_loader() -> None:
     loader_code = LoaderCode(
         words="wrap(data, LoaderSettings(...))", form="settings", inner="your DataLoader (data.py:3)"
     )
-    (remedy,) = diagnose(measured(loaders=ASLEEP | {"head_of_line_pct": 50.0}, loader_code=loader_code)).remedies
+    (remedy,) = decide(measured(loaders=ASLEEP | {"head_of_line_pct": 50.0}, loader_code=loader_code)).remedies
     assert (remedy.form, remedy.code, remedy.where) == (
         "arguments",
         "in_order=False",
@@ -435,18 +435,18 @@ def test_settings_that_wrap_ignores_are_set_on_the_inner_loader() -> None:
 
 def test_settings_without_a_command_line_key_are_set_in_the_program() -> None:
     loader_code = LoaderCode(words="your DataLoader (data.py:3)", overrides=(("num_workers", "data.num_workers"),))
-    (remedy,) = diagnose(measured(loaders=ASLEEP | {"head_of_line_pct": 50.0}, loader_code=loader_code)).remedies
+    (remedy,) = decide(measured(loaders=ASLEEP | {"head_of_line_pct": 50.0}, loader_code=loader_code)).remedies
     assert (remedy.form, remedy.code) == ("arguments", "in_order=False")
 
 
 def test_settings_that_autotune_does_not_set_give_no_remedy() -> None:
     loader_code = LoaderCode(words="your training DataLoader (made by timm)", form="callback")
-    assert diagnose(measured(loaders=ASLEEP | {"head_of_line_pct": 50.0}, loader_code=loader_code)).remedies == ()
+    assert decide(measured(loaders=ASLEEP | {"head_of_line_pct": 50.0}, loader_code=loader_code)).remedies == ()
 
 
 def test_new_workers_are_persistent_where_they_may_be() -> None:
     def code(**facts: Any) -> str:
-        return diagnose(measured(num_workers=0, load_cpu_ms=40.0, prefetch_factor=None, **facts)).remedies[0].code
+        return decide(measured(num_workers=0, load_cpu_ms=40.0, prefetch_factor=None, **facts)).remedies[0].code
 
     assert code(may_persist=True) == "num_workers=1, persistent_workers=True"
     assert code(may_persist=False) == "num_workers=1"
@@ -458,7 +458,7 @@ def test_new_workers_are_persistent_where_they_may_be() -> None:
 def test_new_workers_pin_their_batches_for_a_device() -> None:
     def code(**facts: Any) -> str:
         run = {"num_workers": 0, "load_cpu_ms": 40.0, "prefetch_factor": None, "pin_memory": False}
-        return diagnose(measured(**{**run, "device_type": "cuda", **facts})).remedies[0].code
+        return decide(measured(**{**run, "device_type": "cuda", **facts})).remedies[0].code
 
     assert code() == "num_workers=1, pin_memory=True"
     assert code(may_persist=True) == "num_workers=1, persistent_workers=True, pin_memory=True"
@@ -477,7 +477,7 @@ def test_new_workers_pin_their_batches_for_a_device() -> None:
 )
 def test_crop_remedy_uses_the_number_of_workers_chosen(trials: Any, workers: int) -> None:
     found = {"crops": CROPS, "tried": tried(*trials) if trials else ()}
-    (remedy,) = [one for one in diagnose(measured(**WHOLE, found=found)).remedies if one.form == "replacement"]
+    (remedy,) = [one for one in decide(measured(**WHOLE, found=found)).remedies if one.form == "replacement"]
     assert f"LoaderSettings(num_workers={workers})" in remedy.code
     assert remedy.changes == f"decodes_whole=False,num_workers={workers}"
 
@@ -492,7 +492,7 @@ def test_crop_remedy_uses_the_number_of_workers_chosen(trials: Any, workers: int
 )
 def test_zero_workers_are_not_advised_with_settings_that_need_workers(facts: dict[str, Any], code: str | None) -> None:
     loader_code = LoaderCode(words="", overrides=(("num_workers", "--data.num_workers"),))
-    found = diagnose(measured(**CONTRACTS["fewer workers"].run, loader_code=loader_code, **facts))
+    found = decide(measured(**CONTRACTS["fewer workers"].run, loader_code=loader_code, **facts))
     assert [one.code for one in found.remedies] == ([code] if code else [])
 
 
@@ -500,7 +500,7 @@ def test_zero_workers_are_not_advised_with_settings_that_need_workers(facts: dic
 
 
 def test_why_not_lists_more_workers_tried_without_gain() -> None:
-    found = diagnose(measured(found={"tried": tried((2, 90.0), (3, 95.0), (4, 89.0))}, loaders=BUSY))
+    found = decide(measured(found={"tried": tried((2, 90.0), (3, 95.0), (4, 89.0))}, loaders=BUSY))
     assert found.remedies == ()
     assert found.why_not == ("more workers: 89.0 ms a step at best in the trials, as it is 90.0 ms",)
 
@@ -512,28 +512,28 @@ def test_why_not_lists_crops_with_little_gain() -> None:
         "crops": CropTrial(folder="birds", whole_ms=1.85, crop_ms=1.51),
         "tried": tried((0, 50.0), (1, 60.0)),
     }
-    found = diagnose(measured(**run, found=experiments))
+    found = decide(measured(**run, found=experiments))
     assert found.remedies == ()
     assert found.why_not[-1] == "decoding only the crops: 1.85 -> 1.51 ms of CPU for a sample, no clear gain"
     worth_it = experiments | {"crops": CropTrial(folder="birds", whole_ms=1.85, crop_ms=0.5)}
-    found = diagnose(measured(**run, found=worth_it))
+    found = decide(measured(**run, found=worth_it))
     assert [remedy.form for remedy in found.remedies] == ["replacement"]
     assert not [reason for reason in found.why_not if "crops" in reason]
 
 
 def test_a_stream_with_ready_batches_gets_no_note_on_more_workers() -> None:
     ready = measured(step=20.0, data=3.0, loaders=READY, num_workers=1, map_style=False)
-    assert diagnose(ready).cause == "hand-over"
-    assert not any("divide itself" in note for note in diagnose(ready).notes)
+    assert decide(ready).cause == "hand-over"
+    assert not any("divide itself" in note for note in decide(ready).notes)
 
 
 def test_workers_are_not_advised_for_a_stream_that_may_not_shard_itself() -> None:
     stream = measured(num_workers=0, load_cpu_ms=40.0, map_style=False)
-    found = diagnose(stream)
+    found = decide(stream)
     assert found.remedies == ()
     assert "every sample could come twice" in found.notes[0]
     assert "thread" not in str(found.notes)
-    seen = diagnose(measured(num_workers=0, load_cpu_ms=40.0, map_style=False, shards_by_worker=True))
+    seen = decide(measured(num_workers=0, load_cpu_ms=40.0, map_style=False, shards_by_worker=True))
     assert [one.changes for one in seen.remedies] == ["num_workers=1"]
 
 
@@ -542,7 +542,7 @@ def test_workers_are_not_advised_for_a_dataset_that_a_fork_breaks(experiments: A
     run: dict[str, Any] = {"num_workers": 0, "load_cpu_ms": 40.0, "found": experiments or None}
     reason = "dataset.pool (concurrent.futures.ThreadPoolExecutor) belongs to this process"
     assert _changes(run) == [f"num_workers={2 if experiments else 1}"]
-    found = diagnose(measured(**run, why_no_workers=reason))
+    found = decide(measured(**run, why_no_workers=reason))
     assert found.remedies == ()
     assert found.notes[0] == f"no workers, though they would load while the model trains: {reason}"
 
@@ -554,25 +554,25 @@ def test_notes_mention_a_worker_search_that_ran_out_of_time() -> None:
         ("the fastest of 2 tried; the time ended the search", True),
         ("the fastest of 2 tried", False),
     ):
-        found = diagnose(measured(num_workers=0, found={"tried": trials, "why_chosen": why}))
+        found = decide(measured(num_workers=0, found={"tried": trials, "why_chosen": why}))
         assert (said in found.notes) is expected
 
 
 @pytest.mark.parametrize("data", [40.0, 0.0], ids=["data-bound", "fed"])
 def test_notes_begin_with_an_epoch_that_was_cut_short(data: float) -> None:
-    found = diagnose(measured(data=data, cut_short=(40, 80)))
+    found = decide(measured(data=data, cut_short=(40, 80)))
     assert found.notes[0].startswith("the loader ended after 40 of 80 batches, so Lightning ran no validation")
-    assert not any("ended after" in note for note in diagnose(measured(data=data)).notes)
+    assert not any("ended after" in note for note in decide(measured(data=data)).notes)
 
 
 def test_a_slow_user_callback_gives_a_note_and_no_remedy() -> None:
     """Nobody can know whether it may be left out: a moving average of the weights may not."""
     places = (HookCode(name=SLOW, at="train.py:12"),)
     for known, said in [(places, f"{SLOW} (train.py:12)"), ((), SLOW)]:
-        found = diagnose(measured(data=0.0, other=25.0, **THEIRS | {"hook_code": known}))
+        found = decide(measured(data=0.0, other=25.0, **THEIRS | {"hook_code": known}))
         assert (found.cause, found.remedies) == ("hooks", ())
         assert found.notes[0].startswith(f"{said} takes 20.0 of 100.0 ms a step")
-    found = diagnose(measured(data=0.0, other=25.0, **THEIRS))
+    found = decide(measured(data=0.0, other=25.0, **THEIRS))
     assert found.remedies == ()
     assert found.notes[0].endswith("(every_n_steps=50)")
 
@@ -586,7 +586,7 @@ def test_trainer_arguments_of_a_cli_are_changed_on_the_command_line() -> None:
             "--trainer.callbacks+=lightning.pytorch.callbacks.TQDMProgressBar --trainer.callbacks.refresh_rate=50",
         ),
     ]:
-        (remedy,) = diagnose(measured(data=0.0, other=25.0, loader_code=loader_code, **run)).remedies
+        (remedy,) = decide(measured(data=0.0, other=25.0, loader_code=loader_code, **run)).remedies
         assert (remedy.form, remedy.code) == ("override", code)
         assert remedy.where.endswith("50 on the command line")
 
@@ -594,29 +594,29 @@ def test_trainer_arguments_of_a_cli_are_changed_on_the_command_line() -> None:
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 @pytest.mark.parametrize("name", ["prefetch callback", "rare progress bar", "rarer checkpoints"])
 def test_callbacks_are_imported_from_the_lightning_package_in_use(name: str, package: str) -> None:
-    (remedy,) = diagnose(measured(**(CONTRACTS[name].run | {"package": package}))).remedies
+    (remedy,) = decide(measured(**(CONTRACTS[name].run | {"package": package}))).remedies
     ours = "lightning_feed" if package == "lightning.pytorch" else "lightning_feed.pl"
     source = ours if name == "prefetch callback" else f"{package}.callbacks"
     assert f"with `from {source} import " in remedy.where
 
 
 def test_toy_steps_give_one_note_and_no_remedy() -> None:
-    found = diagnose(measured(step=1.0, data=0.4, num_workers=0, load_cpu_ms=0.4, map_style=False))
+    found = decide(measured(step=1.0, data=0.4, num_workers=0, load_cpu_ms=0.4, map_style=False))
     assert (found.remedies, found.why_not) == ((), ())
     assert found.notes == ("Steps of 1.0 ms: Python overhead dominates; use larger batches.",)
 
 
-def test_a_progress_bar_already_refreshed_rarely_gives_only_a_note() -> None:
-    found = diagnose(measured(data=0.0, other=25.0, hooks=BAR, bar_refresh_rate=100))
+def test_a_rarely_refreshed_progress_bar_gets_a_note_and_no_remedy() -> None:
+    found = decide(measured(data=0.0, other=25.0, hooks=BAR, bar_refresh_rate=100))
     assert found.remedies == ()
     assert found.notes[0].endswith("takes 20.0 of 100.0 ms a step; Trainer(enable_progress_bar=False) saves it")
-    assert "ProgressBar" not in str(diagnose(measured(data=0.0, other=25.0, hooks=BAR, bar_refresh_rate=1)).notes)
+    assert "ProgressBar" not in str(decide(measured(data=0.0, other=25.0, hooks=BAR, bar_refresh_rate=1)).notes)
 
 
 def test_workers_are_not_advised_while_a_dataset_still_fills_its_cache() -> None:
     before = {"num_workers": 0, "load_cpu_ms": 40.0, "load_queue_ms": 0.0}
-    assert diagnose(measured(**before)).remedies
-    found = diagnose(measured(keeps="dataset.kept", **before))
+    assert decide(measured(**before)).remedies
+    found = decide(measured(keeps="dataset.kept", **before))
     assert found.remedies == ()
     step = next_step(found)
     assert step.startswith("train for a second epoch before you change workers: dataset.kept keeps what was read")
@@ -638,7 +638,7 @@ OWN_DATA = LoaderCode(words="your training DataLoader (Data.train_dataloader, da
 def test_notes_advise_wrap_if_handing_batches_over_takes_the_time(
     loader_code: LoaderCode, data: float, said: bool
 ) -> None:
-    found = diagnose(measured(data=data, loader_code=loader_code, **HANDED_OVER))
+    found = decide(measured(data=data, loader_code=loader_code, **HANDED_OVER))
     assert (
         any(note.startswith("FastDataModule.wrap(Data(...)) hands batches over in place") for note in found.notes)
         is said

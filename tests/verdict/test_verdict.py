@@ -7,7 +7,7 @@ from verdict.cases import BUSY, loop_facts, measured
 
 from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements
 from lightning_feed.measure.stats import StarvationStats
-from lightning_feed.verdict.decide import diagnose
+from lightning_feed.verdict.decide import decide
 from lightning_feed.verdict.diagnosis import Diagnosis
 from lightning_feed.verdict.shares import toy_sentence
 
@@ -32,7 +32,7 @@ def _stats(other: float = 0, data: float = 0, h2d: float = 0, compute: float = 1
 
 
 def _diagnose(facts: LoopFacts | None = None, **parts: Any) -> Diagnosis:
-    return diagnose(Measurements(stats=_stats(**parts), facts=facts or LoopFacts()))
+    return decide(Measurements(stats=_stats(**parts), facts=facts or LoopFacts()))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_bottleneck_follows_from_the_shares_of_the_step(other: float, data: floa
 )
 def test_grade_follows_from_the_share_of_data_waits(data: float, grade: str) -> None:
     stats = _stats(data=data, compute=100 - data) if data < 100 else _stats(data=100, compute=1e-9)
-    assert diagnose(Measurements(stats=stats)).grade == grade
+    assert decide(Measurements(stats=stats)).grade == grade
 
 
 def test_a_few_steps_give_no_verdict() -> None:
@@ -83,7 +83,7 @@ def test_a_few_steps_give_no_verdict() -> None:
 
 
 def test_zero_steps_give_no_verdict() -> None:
-    assert diagnose(Measurements(stats=StarvationStats(steps=0, confidence="low"))).bottleneck == "unknown"
+    assert decide(Measurements(stats=StarvationStats(steps=0, confidence="low"))).bottleneck == "unknown"
 
 
 def test_every_part_over_its_limit_gets_evidence_and_advice() -> None:
@@ -130,12 +130,12 @@ def test_evidence_mentions_hidden_waits_and_lost_steps() -> None:
     [(9.2, 0.0, "medium"), (10.8, 0.0, "medium"), (8.0, 0.0, "high"), (12.0, 0.0, "high"), (0.0, 4.8, "medium")],
 )
 def test_a_share_close_to_its_limit_lowers_confidence(other: float, h2d: float, confidence: str) -> None:
-    assert diagnose(measured(data=0.0, other=other, h2d=h2d)).confidence == confidence
+    assert decide(measured(data=0.0, other=other, h2d=h2d)).confidence == confidence
 
 
 @pytest.mark.parametrize(("step", "toy", "noted"), [(1.9, True, False), (2.1, False, True), (4.1, False, False)])
 def test_steps_slightly_longer_than_toys_get_a_note_on_larger_batches(step: float, toy: bool, noted: bool) -> None:
-    found = diagnose(measured(data=0.3 * step, step=step, loaders=BUSY))
+    found = decide(measured(data=0.3 * step, step=step, loaders=BUSY))
     assert (toy_sentence(step) is not None) == toy
     assert any("larger batches may gain more" in note for note in found.notes) == noted
 
@@ -143,7 +143,7 @@ def test_steps_slightly_longer_than_toys_get_a_note_on_larger_batches(step: floa
 def test_notes_begin_with_the_longest_part() -> None:
     hooks = [HookTime(name="[Callback]Slow.on_train_batch_end", ms_per_step=12.0)]
     pinned = {"device_type": "cuda", "pin_memory": False}
-    small = diagnose(measured(data=0.0, other=12.0, h2d=30.0, hooks=hooks, **pinned))
-    large = diagnose(measured(data=0.0, other=30.0, h2d=12.0, hooks=hooks, **pinned))
+    small = decide(measured(data=0.0, other=12.0, h2d=30.0, hooks=hooks, **pinned))
+    large = decide(measured(data=0.0, other=30.0, h2d=12.0, hooks=hooks, **pinned))
     assert [note.split()[0] for note in small.notes] == ["batches", "[Callback]Slow.on_train_batch_end"]
     assert [note.split()[0] for note in large.notes] == ["[Callback]Slow.on_train_batch_end", "batches"]

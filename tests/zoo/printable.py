@@ -9,7 +9,7 @@ from verdict.cases import changed_facts
 from lightning_feed.measure.experiment_results import ExperimentResults, TriedSetting
 from lightning_feed.measure.measurements import HookTime, HostTimes, LoopFacts, Measurements
 from lightning_feed.measure.stats import LoaderStats, StarvationStats
-from lightning_feed.verdict.decide import diagnose
+from lightning_feed.verdict.decide import decide
 from lightning_feed.verdict.diagnosis import Remedy
 
 BUSY = {"workers_on_cpu_pct": 90.0, "workers_run_queue_pct": 5.0, "workers_blocked_pct": 5.0}
@@ -22,7 +22,7 @@ def every_remedy(facts: LoopFacts) -> list[Remedy]:
     """The first of each way to set the same things: with two workers, and not with one, too."""
     found: dict[tuple[Any, str], Remedy] = {}
     for measured in _slow_runs(replace(facts, others_cpu_pct=None, free_shm_bytes=None, host=HostTimes())):
-        for remedy in diagnose(measured).remedies:
+        for remedy in decide(measured).remedies:
             found.setdefault((remedy.form, re.sub(r"=\w+", "", remedy.code)), remedy)
     return list(found.values())
 
