@@ -77,7 +77,7 @@ def test_reports_are_printed_after_200_steps_and_at_the_end_of_a_fit(
 def test_a_repeated_verdict_is_printed_in_short(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(starvation_reports, "diagnose", lambda _: sample())
+    monkeypatch.setattr(starvation_reports, "decide", lambda _: sample())
     _fit({}, make_loader(210))
     first, second = capsys.readouterr().out.split("FEED  ")[1:]
     assert [line.split()[0] for line in second.splitlines()] == ["highly", "files", "next:"]
@@ -89,7 +89,7 @@ def test_a_repeated_verdict_is_printed_in_short(
 def test_short_and_later_fits_print_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(starvation_reports, "diagnose", lambda _: sample())
+    monkeypatch.setattr(starvation_reports, "decide", lambda _: sample())
     lines = []
     for batches in (29, 30, 210, 29):
         _fit({}, make_loader(batches))

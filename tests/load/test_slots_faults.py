@@ -215,7 +215,7 @@ def test_address_space_limit_falls_back_to_torch_hand_over(workers):
     assert in_slots == [False, False]
     (message,) = said
     assert "as torch does it" in message
-    assert "more than half of those that are left (ulimit -v)" in message
+    assert "more than half of what `ulimit -v` leaves" in message
 
 
 def test_file_size_limit_falls_back_to_torch_hand_over():
