@@ -170,7 +170,7 @@ def callbacks_of(trainer: AnyTrainer) -> "list[Callback]":
 
 
 def profiler_of(trainer: AnyTrainer) -> "Profiler":
-    """The profiler, to which the loops announce their actions."""
+    """The Trainer's profiler, which the loops notify of their actions."""
     return trainer.profiler  # type: ignore[attr-defined, no-any-return]
 
 

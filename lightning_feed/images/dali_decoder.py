@@ -349,7 +349,7 @@ class DaliImageDecoder:
         """Find the images that make DALI fail. The host decodes these images from now on.
 
         Raises:
-            LoaderError: if DALI can decode each image separately.
+            LoaderError: if DALI can decode each image by itself, so that none is to blame.
         """
         for_dali = [
             image for waiting in now for position, image in enumerate(waiting.images) if position not in waiting.on_host

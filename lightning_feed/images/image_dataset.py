@@ -360,7 +360,7 @@ def decode_rest(
 ) -> Tensor:
     """Fill positions of a batch with images decoded by the CPU, or their ``on_error`` replacements.
 
-    The host waits for no copy.
+    Copies to the device are asynchronous: the host does not wait for them.
 
     Args:
         positions: positions of the images that are still to be decoded.

@@ -112,7 +112,7 @@ _sessions = itertools.count()
 
 
 class RankExchange:
-    """One rank's side of the exchange. All ranks send at the same steps; only rank 0 reads.
+    """One rank's side of the exchange of step times. All ranks send at the same steps; only rank 0 reads.
 
     A window's keys are used again two windows later, so that the store does not grow. A value counts only if it names
     the requested window, and steps are matched by their numbers. So if ranks are out of step, figures may be missing,

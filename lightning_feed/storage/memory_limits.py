@@ -1,4 +1,4 @@
-"""Limits of the memory that this process may still take: of the machine, and of its container."""
+"""Limits of the memory that this process may still take: those of the machine, and those of its container."""
 
 from collections.abc import Iterator
 from pathlib import Path

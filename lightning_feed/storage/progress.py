@@ -1,4 +1,4 @@
-"""Progress bars of copying and packing."""
+"""Progress bars for copying and packing."""
 
 import sys
 from typing import Any
