@@ -71,7 +71,7 @@ def _ray() -> Any:
 
 
 def connect(address: str | None, num_workers: int) -> Any:
-    """Connect this process to the requested Ray cluster. Returns the module ``ray``."""
+    """Connect this process to a Ray cluster, unless it is connected already. Returns the module ``ray``."""
     ray = _ray()
     if not ray.is_initialized():
         own: dict[str, Any] = {}
@@ -99,11 +99,6 @@ def connect(address: str | None, num_workers: int) -> Any:
         raise LoaderError(
             "This process was forked from one that uses Ray, and Ray does not work after a fork. Start loading only "
             "after the fork, or start the ranks in new processes (strategy='ddp')."
-        )
-    if address not in (None, "auto", used):
-        raise LoaderError(
-            f"This process uses the Ray cluster at {used} already, and RAY_ADDRESS={address} is another one. A "
-            f"process can use only one cluster: set RAY_ADDRESS={used}, or call ray.shutdown() first."
         )
     return ray
 

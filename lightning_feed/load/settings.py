@@ -164,7 +164,7 @@ class LoaderSettings:
 def workers_of(settings: LoaderSettings) -> Literal["process", "thread"] | RayCluster:
     """Return the ``workers`` argument for a FeedLoader."""
     if settings.workers == "ray":
-        return RayCluster(os.environ.get("RAY_ADDRESS"))
+        return RayCluster(os.environ.get("RAY_ADDRESS") or None)
     return settings.workers
 
 

@@ -183,9 +183,10 @@ def test_missing_ray_raises_an_error_with_the_pip_command(monkeypatch):
         iter(on_ray(Rows()))
 
 
-def test_address_of_a_second_ray_cluster_is_refused():
-    with pytest.raises(LoaderError, match=r"uses the Ray cluster at .* already, and RAY_ADDRESS=10.0.0.9:6379 is"):
-        iter(FeedLoader(Rows(), num_workers=1, workers=RayCluster("10.0.0.9:6379")))
+def test_a_connection_in_use_is_used_whatever_the_address():
+    loader = FeedLoader(Rows(), batch_size=2, num_workers=1, workers=RayCluster("10.0.0.9:6379"))
+    plain = FeedLoader(Rows(), batch_size=2, num_workers=0)
+    assert len(list(loader)) == len(plain)
 
 
 def test_failed_connection_to_a_cluster_raises_an_error_with_the_reason(monkeypatch):
