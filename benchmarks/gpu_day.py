@@ -155,7 +155,7 @@ def tables(results: dict[str, Any]) -> str:
             columns = list(result["rows"][0])
             lines += ["", f"{name}: {result['what']}", ""]
             lines += [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-            cells = [[number_text(row[column]) for column in columns] for row in result["rows"]]
+            cells = [[number_text(row.get(column)) for column in columns] for row in result["rows"]]
             lines += [f"| {' | '.join(row)} |" for row in cells]
     return "\n".join(lines) + "\n"
 

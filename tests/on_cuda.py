@@ -93,7 +93,7 @@ class FreshStreams(DeviceStream):
 
     @contextmanager
     def issue(self) -> Iterator[None]:
-        self._stream = torch.cuda.Stream(self._device)
+        self.stream = torch.cuda.Stream(self._device)
         with super().issue():
             yield
 

@@ -1,19 +1,30 @@
 """Device events that mark the end of copies from host memory that torch's allocator does not manage."""
 
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
 
-copy_streams: WeakSet[Any] = WeakSet()
-"""Streams on which batches are copied, besides the current stream."""
+
+class CopiesBatches(Protocol):
+    """What copies batches on a stream of its own."""
+
+    stream: Any
+
+
+copying: WeakSet[CopiesBatches] = WeakSet()
+"""All objects that copy batches on another than the current stream.
+
+These are not the streams themselves: torch 2.11 frees a stream without clearing the weak references to it, which then
+lead to other memory.
+"""
 
 
 class CopyFence:
     """Records events after all copies that were issued so far, and checks if the device has passed them.
 
     Torch's allocator for page-locked memory records such events for its own memory. For our memory, events on the
-    current stream and on each of ``copy_streams`` are enough, because batches are copied only on these streams.
+    current stream and on the stream of each of ``copying`` are enough, because batches are copied only on these.
 
     Args:
         backend: module of the device, like ``torch.cuda``.
@@ -28,7 +39,7 @@ class CopyFence:
         if self._backend.is_current_stream_capturing():
             return [None]  # an event would become a part of the graph; passed() records the events later
         events = []
-        for stream in {self._backend.current_stream(self._device), *copy_streams}:
+        for stream in {self._backend.current_stream(self._device), *(copier.stream for copier in copying)}:
             event = self._backend.Event()
             event.record(stream)
             events.append(event)

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import collate as torch_collate
+from torch.utils.data._utils import pin_memory as torch_pinning
 
 from lightning_feed.errors import LoaderError
 from lightning_feed.load.kinds import Batch, Sample
@@ -55,7 +56,8 @@ class SlotCollate:
             return self.collate(samples)
         slot = self._take()
         if slot is None:
-            return _SentBatch(self.memory.number, None, 0, bytes(ForkingPickler.dumps(self.collate(samples))))
+            content = bytes(ForkingPickler.dumps(self.collate(samples)))
+            return _SentBatch(_Sent(self.memory.number, None, used=0, content=content, left_out=True))
         writer = _SlotWriter(self.memory, slot, self._touched.get(slot, 0))
         try:
             with _StackInto(writer):
@@ -67,8 +69,9 @@ class SlotCollate:
         self._touched[slot] = writer.touched
         if not writer.used:
             self.memory.give_back(slot)
-            return batch
-        return _SentBatch(self.memory.number, slot, writer.used, content)
+            slot = None
+        sent = _Sent(self.memory.number, slot, used=writer.used, content=content, left_out=writer.left_out)
+        return _SentBatch(sent)
 
     def _take(self) -> int | None:
         """Take a free slot. Returns None if there is none.
@@ -101,6 +104,8 @@ class _SlotWriter:
         self._allocating = threading.Lock()  # a collate function may stack in several threads
         self.used = 0
         self.touched = touched
+        self.left_out = False
+        """True if the batch has something to pin that is not in the slot."""
         self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
         """Storages in the slot, with their offsets in the slot, by the address of torch's storage object."""
 
@@ -132,7 +137,9 @@ class _SlotWriter:
     def pickled(self, batch: Batch) -> bytes:
         """Put the batch's tensors into the slot, and pickle the rest."""
         file = io.BytesIO()
-        _Pickler(file, self._place).dump(batch)
+        pickler = _Pickler(file, self._place)
+        pickler.dump(batch)
+        self.left_out = pickler.left_out
         return file.getvalue()
 
     def _place(self, tensor: Tensor) -> tuple[Any, ...] | None:
@@ -172,12 +179,15 @@ class _Pickler(ForkingPickler):
     def __init__(self, file: io.BytesIO, place: Callable[[Tensor], tuple[Any, ...] | None]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self._place = place
+        self.left_out = False
 
     def reducer_override(self, thing: Any) -> Any:
         if type(thing) is Tensor:
             placed = self._place(thing)
             if placed is not None:
                 return _tensor, placed
+        # Tensors that are not in the slot, and objects of other classes that torch's pin_memory pins.
+        self.left_out |= hasattr(type(thing), "pin_memory")
         return NotImplemented
 
 
@@ -201,7 +211,7 @@ class _StackInto:
 
 def _stack_into(slot: _SlotWriter, batch: list[Tensor], *, collate_fn_map: Any = None) -> Tensor:
     """Stack tensors, as torch's ``collate_tensor_fn`` does in a worker, but into a slot."""
-    first = batch[0]
+    first = batch[0][...]  # a plain tensor if samples are torchvision's images, which it stacks to plain tensors
     if is_plain(first):
         memory = slot.allocate(len(batch) * first.nbytes)
         if memory is not None:
@@ -213,35 +223,49 @@ def _stack_into(slot: _SlotWriter, batch: list[Tensor], *, collate_fn_map: Any =
 # --- reading a batch, in the training process -------------------------------------------------------------------------
 
 
+class _Sent(NamedTuple):
+    """What a worker sends for a batch."""
+
+    number: int
+    """Number of the :class:`SlotMemory`."""
+    slot: int | None
+    """The batch's slot; None if it has none, so that the batch is sent as torch sends it."""
+    used: int
+    """Number of bytes used in the slot."""
+    content: bytes
+    """The pickled batch, without the tensors in the slot."""
+    left_out: bool
+    """True if the batch has something to pin that is not in the slot."""
+
+
 class _SentBatch:
     """A batch on its way to the training process. Unpickling this object there makes the batch: see :func:`_open`."""
 
-    def __init__(self, *arguments: Any) -> None:
-        self._arguments = arguments
+    def __init__(self, sent: _Sent) -> None:
+        self._sent = sent
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _open, self._arguments
+        return _open, (self._sent,)
 
 
-def _open(number: int, slot: int | None, used: int, content: bytes) -> Batch:
-    """Make a batch whose tensors stay in its slot. Nothing is copied.
-
-    Args:
-        number: number of the :class:`SlotMemory`.
-        slot: the batch's slot; None if no slot was free, so that the batch is sent as torch sends it.
-        used: number of bytes used in the slot.
-        content: the pickled batch, without the tensors in the slot.
+def _open(sent: _Sent) -> Batch:
+    """Make a batch whose tensors stay in its slot. Nothing is copied, except for pinning what is not in the slot.
 
     Raises:
         LoaderError: the workers of the batch have ended.
     """
-    memory = memories.get(number)
+    memory = memories.get(sent.number)
     if memory is None:
         raise LoaderError("A batch came from workers that have ended. Begin a new pass with iter(loader).")
     memory.poll()
-    if slot is None:
-        return pickle.loads(content)
-    return _Unpickler(io.BytesIO(content), _LeasedSlot(memory.lease(slot, used))).load()
+    if sent.slot is None:
+        batch = pickle.loads(sent.content)
+    else:
+        leased = _LeasedSlot(memory.lease(sent.slot, sent.used))
+        batch = _Unpickler(io.BytesIO(sent.content), leased).load()
+    if sent.left_out and memory.registers:
+        return torch_pinning.pin_memory(batch)
+    return batch
 
 
 class _LeasedSlot:

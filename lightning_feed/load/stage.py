@@ -133,7 +133,7 @@ def collate_pinned(samples: list[Sample]) -> Batch:
 
 
 def _stack_pinned(batch: list[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
-    first = batch[0]
+    first = batch[0][...]  # a plain tensor if samples are torchvision's images, which it stacks to plain tensors
     if not is_plain(first):
         stacked: torch.Tensor = torch_collate.default_collate_fn_map[torch.Tensor](batch, collate_fn_map=collate_fn_map)
         return stacked

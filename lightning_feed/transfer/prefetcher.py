@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from lightning_feed.load.copy_fence import copy_streams
+from lightning_feed.load.copy_fence import copying
 from lightning_feed.load.machine import STREAM_BACKENDS as STREAM_BACKENDS
 from lightning_feed.load.trace import traced
 from lightning_feed.transfer.batch_tree import bytes_off_host, off_host, record_stream
@@ -79,8 +79,8 @@ class DeviceStream(SideStream):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._backend: Any = torch.get_device_module(device)
-        self._stream = self._backend.Stream(device=device)
-        copy_streams.add(self._stream)
+        self.stream = self._backend.Stream(device=device)
+        copying.add(self)
         self._handed_over: deque[Reached] = deque()
         """Events of batches that the device is not known to have reached, oldest first."""
         self._batches = 0
@@ -92,13 +92,13 @@ class DeviceStream(SideStream):
 
     def issue(self) -> AbstractContextManager[object]:
         """Return a context manager that sends work to the side stream."""
-        context: AbstractContextManager[object] = self._backend.stream(self._stream)
+        context: AbstractContextManager[object] = self._backend.stream(self.stream)
         return context
 
     def mark(self) -> Any:
         """Return an event after all work issued so far."""
         event = self._spare_marks.pop() if self._spare_marks else self._backend.Event()
-        event.record(self._stream)
+        event.record(self.stream)
         return event
 
     def hand_over(self, batch: object, mark: object) -> None:
@@ -126,9 +126,9 @@ class DeviceStream(SideStream):
     def follow_compute(self, batch: object = None) -> None:
         """Make later work on this stream wait for all work queued on the compute stream so far. ``batch`` may then be
         read on this stream."""
-        self._stream.wait_stream(self._backend.current_stream(self._device))
+        self.stream.wait_stream(self._backend.current_stream(self._device))
         if off_host(batch):
-            record_stream(batch, self._stream)
+            record_stream(batch, self.stream)
 
     def limit_run_ahead(self) -> None:
         """Wait while the device is too far behind the last batch handed over: see ``RUN_AHEAD``."""

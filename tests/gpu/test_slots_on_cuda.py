@@ -1,11 +1,16 @@
 """Batches in slots on a CUDA device: page-locked, and never changed while they are copied."""
 
+import gc
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
+from slot_memory import memory_of
 from torch.utils.data import Dataset
 
-from lightning_feed.load import slots
-from lightning_feed.load.copy_fence import CopyFence, copy_streams
+from lightning_feed.load import slot_loaders
+from lightning_feed.load.copy_fence import CopyFence, copying
 from lightning_feed.load.loader import FeedLoader
 
 pytestmark = pytest.mark.gpu
@@ -22,6 +27,13 @@ class Numbered(Dataset):
 
     def __getitem__(self, index):
         return torch.full(SIDE, float(index))
+
+
+@dataclass(eq=False)
+class Copier:
+    """Copies batches on a stream of its own."""
+
+    stream: Any
 
 
 def loader(**options):
@@ -46,25 +58,35 @@ def copied(stream):
             del batch
             if len(results) == 16:
                 torch.cuda.synchronize()
-                wrong += sum(one[0].mean().item() != first for first, one in results)
+                wrong += sum(batch[0].mean().item() != number for number, batch in results)
                 results.clear()
     return wrong
 
 
 def test_slot_batches_are_pinned_by_registering_and_not_by_a_pin_thread():
     passed = iter(loader())
-    assert slots.memory_of(passed.source).registers
+    assert memory_of(passed.source).registers
     assert passed.source._pin_memory is False
     assert all(batch.is_pinned() for batch in passed)
 
 
 @pytest.mark.parametrize("where", ["the current stream", "a stream of ours"])
 def test_a_batch_is_not_changed_while_it_is_copied(where):
-    stream = torch.cuda.current_stream()
+    copier = Copier(torch.cuda.current_stream())
     if where == "a stream of ours":
-        stream = torch.cuda.Stream()
-        copy_streams.add(stream)
-    assert copied(stream) == 0
+        copier.stream = torch.cuda.Stream()
+        copying.add(copier)
+    assert copied(copier.stream) == 0
+
+
+def test_the_fence_forgets_a_stream_that_is_gone():
+    copiers = [Copier(torch.cuda.Stream()) for _ in range(8)]
+    copying.update(copiers)
+    before = len(CopyFence().events())
+    copiers.clear()
+    gc.collect()
+    torch.zeros(8).tolist()  # takes memory that was freed
+    assert len(CopyFence().events()) == before - 8
 
 
 def test_without_the_fence_batches_change_while_they_are_copied(monkeypatch):
@@ -73,7 +95,7 @@ def test_without_the_fence_batches_change_while_they_are_copied(monkeypatch):
 
 
 def test_batches_are_pinned_by_torch_if_the_driver_refuses_to_register(monkeypatch):
-    monkeypatch.setattr(slots, "can_register", lambda: False)
+    monkeypatch.setattr(slot_loaders, "can_register", lambda: False)
     passed = iter(loader())
     assert passed.source._pin_memory is True
     assert all(batch.is_pinned() for batch in passed)

@@ -9,12 +9,14 @@ import signal
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from slot_memory import memory_of
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
+from torchvision import tv_tensors
 
 from lightning_feed.load import slot_batches, slots
 from lightning_feed.load.copy_fence import CopyFence
@@ -130,6 +132,63 @@ def test_streams_and_single_samples_in_slots_equal_those_of_torch(dataset, batch
     options = {"dataset": dataset, "batch_size": batch_size, "num_workers": 1}
     ours, torchs = ([described(batch) for batch in batches(way, **options)] for way in ("slots", "torch"))
     assert ours == torchs
+
+
+class Images(Dataset):
+    """torchvision's images: what its transforms `v2.ToImage` and `v2.ToDtype` make."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return tv_tensors.Image(torch.full((3, 5, 5), float(index))), index
+
+
+@pytest.mark.parametrize("kind", ["Tensor", "TVTensor"])
+def test_torchvision_images_in_slots_equal_those_of_torch(kind):
+    with tv_tensors.set_return_type(kind):
+        ours, torchs = ([described(batch) for batch in batches(way, Images())] for way in ("slots", "torch"))
+    assert ours == torchs
+
+
+def test_torchvision_images_are_stacked_in_slots():
+    for pixels, labels in batches("slots", Images()):
+        assert not pixels.is_shared()  # torch's own way
+        assert not labels.is_shared()
+
+
+@dataclass
+class Pinning(Holder):
+    """A batch class that pins itself."""
+
+    def pin_memory(self):
+        return Pinning(self.pixels, "pinned")
+
+
+LEFT_OUT = {
+    "images": ([tv_tensors.Image(torch.ones(3, 4, 4))] * 2, None),
+    "shared": ([torch.ones(3)] * 2, lambda samples: SHARED),
+    "nothing in a slot": ([torch.ones(3)] * 2, lambda samples: torch.empty(0)),
+    "a class that pins": ([torch.ones(3)] * 2, lambda samples: Pinning(torch.ones(3), "as made")),
+}
+
+
+@pytest.mark.parametrize(("name", "pins"), [(name, name != "images") for name in LEFT_OUT])
+def test_what_is_not_in_a_registered_slot_is_pinned_by_torch(name, pins, monkeypatch):
+    pinned = []
+    monkeypatch.setattr(SlotMemory, "registers", True)
+    monkeypatch.setattr(slot_batches.torch_pinning, "pin_memory", lambda batch: pinned.append(batch) or "pinned")
+    dataset, collate = LEFT_OUT[name]
+    (batch,) = batches("slots", dataset, batch_size=2, num_workers=1, collate_fn=collate)
+    assert (batch == "pinned") is pins
+    assert len(pinned) == pins
+
+
+def test_a_batch_that_finds_no_free_slot_is_pinned_by_torch(monkeypatch):
+    monkeypatch.setattr(SlotMemory, "registers", True)
+    monkeypatch.setattr(SlotMemory, "take", lambda _: None)
+    monkeypatch.setattr(slot_batches.torch_pinning, "pin_memory", lambda batch: "pinned")
+    assert list(batches("slots", batch_size=12, num_workers=1)) == ["pinned", "pinned"]
 
 
 def test_tensors_that_share_a_storage_still_share_it_after_hand_over():
@@ -388,7 +447,7 @@ class FakeDevice:
 @pytest.fixture
 def device(monkeypatch):
     fake = FakeDevice()
-    monkeypatch.setattr("lightning_feed.load.copy_fence.copy_streams", {"copies"})
+    monkeypatch.setattr("lightning_feed.load.copy_fence.copying", [SimpleNamespace(stream="copies")])
     monkeypatch.setattr(slots, "_register", lambda *_: True)
     monkeypatch.setattr(slots, "_unregister", lambda _: None)
     return fake

@@ -82,6 +82,9 @@ class Wait(NamedTuple):
 class Stream:
     """A queue of work of the device with the number ``index``."""
 
+    __slots__ = ("_device", "busy", "free_at", "held_up", "index", "name", "seen")
+    # No "__weakref__": torch 2.11 frees a stream without clearing the weak references to it.
+
     def __init__(self, device: SimulatedDevice, name: str, index: int = 0) -> None:
         self._device = device
         self.index = index
