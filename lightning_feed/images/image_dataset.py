@@ -1,7 +1,6 @@
 """Images of a folder or a pack as a dataset, decoded in the workers or left encoded for a backend."""
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple, TypeGuard, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, default_collate
 
 from lightning_feed.errors import DatasetError, DecodeError, SettingsError
 from lightning_feed.images.crop import CropSpec, EvalRecipe, Recipe, SourceImage, TrainRecipe, crop_image
@@ -229,20 +228,7 @@ def collate_images(samples: list[Any]) -> Any:
 def _stack(images: tuple[Any, ...]) -> Any:
     if not all(_is_channels_last(image) and image.shape == images[0].shape for image in images):
         return default_collate(list(images))
-    channels, height, width = images[0].shape
-    batch = _empty(len(images), height, width, channels)
-    for position, image in enumerate(images):
-        batch[position] = image.permute(1, 2, 0)
-    return batch.permute(0, 3, 1, 2)
-
-
-def _empty(*shape: int) -> Tensor:
-    """Return an empty uint8 tensor on the host. In a worker its memory is shared with training, as in torch's own
-    collate."""
-    if get_worker_info() is None:
-        return torch.empty(shape, dtype=torch.uint8, device="cpu")
-    storage = torch.UntypedStorage._new_shared(math.prod(shape), device="cpu")
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).view(shape)
+    return default_collate([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
 
 
 def _is_channels_last(image: object) -> bool:
@@ -328,12 +314,11 @@ class EncodedBatch:
 
 
 def collate_encoded(samples: list[Any]) -> EncodedBatch:
-    """Make a batch from samples. In a worker process, its memory is shared with the training process."""
+    """Make a batch from samples."""
     images: list[EncodedSample] = fill_skipped(samples)
     flat = [np.frombuffer(image.data, np.uint8) for image in images]
     offsets = torch.tensor([0, *(len(data) for data in flat)], device="cpu").cumsum(0)
-    files = _empty(int(offsets[-1]))
-    np.concatenate(flat, out=files.numpy())
+    files = torch.from_numpy(np.concatenate(flat))
     rows = [
         (*i.size, *i.crop.region, *i.crop.resized, *i.crop.window, int(i.crop.flipped), i.label, i.index)
         for i in images

@@ -19,6 +19,8 @@ from torchvision.transforms import v2
 import lightning_feed
 from lightning_feed import ImageFolderDataModule, LoaderSettings
 from lightning_feed.errors import DatasetError, SettingsError
+from lightning_feed.images.image_dataset import collate_encoded, collate_images
+from lightning_feed.load.loader import FeedLoader
 
 HERE = LoaderSettings(num_workers=0)
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
@@ -124,6 +126,19 @@ def test_a_batch_is_converted_to_float_once(photos: Path, with_aspects: bool) ->
     with Conversions():
         module.device_transform((images, torch.zeros(4), *([torch.ones(4)] if with_aspects else [])), "train")
     assert made == [(4, 3, 32, 32)]
+
+
+@pytest.mark.parametrize("encoded", [False, True])
+def test_batches_of_workers_lie_in_slots_and_not_in_shared_memory_of_torch(encoded: bool, photos: Path) -> None:
+    module = ImageFolderDataModule(photos, 4, image_size=32, loader=HERE)
+    module.prepare_data()
+    module.setup("fit")
+    dataset = module.dataset("train")
+    dataset.encoded = encoded
+    collate = collate_encoded if encoded else collate_images
+    for batch in FeedLoader(dataset, batch_size=4, num_workers=1, collate_fn=collate):
+        tensors = [batch.files, batch.labels] if encoded else batch
+        assert not any(tensor.is_shared() for tensor in tensors)
 
 
 def test_a_user_transform_is_applied_and_its_floats_are_not_normalized(photos: Path) -> None:
