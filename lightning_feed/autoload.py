@@ -43,7 +43,7 @@ def _callbacks_from(module: str) -> list[Any]:
         return []
     if value not in ("1", "tune"):
         raise SettingsError(
-            f"{VARIABLE}={value!r} is not known. Set it to 1 to add PrefetchCallback and GPUStarvationCallback to "
+            f"{VARIABLE}={value!r} is not valid. Set it to 1 to add PrefetchCallback and GPUStarvationCallback to "
             "every Trainer, to tune to have AutotuneCallback choose the workers as well, or unset it."
         )
     feed = import_module(module)

@@ -57,7 +57,7 @@ def test_each_value_of_the_environment_variable_gives_its_callbacks(
 
 def test_an_unknown_value_of_the_environment_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_FEED", "true")
-    with pytest.raises(SettingsError, match=r"LIGHTNING_FEED='true' is not known\. Set it to 1"):
+    with pytest.raises(SettingsError, match=r"LIGHTNING_FEED='true' is not valid\. Set it to 1"):
         autoload.callbacks()
     with pytest.raises(SettingsError):
         autoload.pl_callbacks()

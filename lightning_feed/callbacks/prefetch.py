@@ -89,7 +89,7 @@ class PrefetchCallback(ExactResume):
             )
         if isinstance(host_keys, str):
             raise SettingsError(
-                f"PrefetchCallback(host_keys={host_keys!r}) would be taken letter by letter. Write ({host_keys!r},)."
+                f"PrefetchCallback(host_keys={host_keys!r}) would be read as a list of letters. Write ({host_keys!r},)."
             )
         super().__init__()
         self.depth = depth

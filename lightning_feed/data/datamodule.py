@@ -43,7 +43,7 @@ def check_whole(name: str, value: object, unit: str) -> None:
         SettingsError: the argument is anything else.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise SettingsError(f"{name}={value!r} is not possible. Give {unit}, 1 or more.")
+        raise SettingsError(f"{name}={value!r} is not valid. Give {unit}, 1 or more.")
 
 
 @dataclass

@@ -54,7 +54,7 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         SettingsError: the value is none of the choices, which the message lists.
     """
     if value not in choices:
-        raise SettingsError(f"{name}={value!r} is not a choice. Use one of {', '.join(map(repr, choices))}.")
+        raise SettingsError(f"{name}={value!r} is not valid. Use one of {', '.join(map(repr, choices))}.")
 
 
 def name_of(backend: object) -> Backend:

@@ -109,7 +109,7 @@ def make_decoder(
             raise SettingsError('decoder="auto" times the decoders on some of your images: pass samples.')
         return _choose(samples, regions=regions, clock=clock)
     if name not in _MAKERS:
-        raise SettingsError(f"decoder={name!r} is not known. Choose one of {', '.join(map(repr, DECODER_NAMES))}.")
+        raise SettingsError(f"decoder={name!r} is not valid. Use one of {', '.join(map(repr, DECODER_NAMES))}.")
     return Choice(decoder=with_fallback(_MAKERS[name]()), name=name, reason=f"decoder={name!r}, as requested")
 
 

@@ -187,7 +187,7 @@ class UserTransform:
                 f"transform={transform!r} cannot be called. Pass a torchvision transform, or a function."
             )
         if kind not in ("auto", "tensor", "pil"):
-            raise SettingsError(f"kind={kind!r} is not a choice. Use 'auto', 'tensor' or 'pil'.")
+            raise SettingsError(f"kind={kind!r} is not valid. Use 'auto', 'tensor' or 'pil'.")
         self.transform = transform
         self.takes_pil = kind == "pil" or (kind == "auto" and not _takes_tensors(transform))
         crop = cropping_step(transform)

@@ -47,7 +47,7 @@ class DaliOptions:
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "gpu"):
-            raise SettingsError(f"DaliOptions(device={self.device!r}) is not possible. Use 'cpu' or 'gpu'.")
+            raise SettingsError(f"DaliOptions(device={self.device!r}) is not valid. Use 'cpu' or 'gpu'.")
         if self.threads != "auto":
             _check_whole("threads", self.threads)
         _check_whole("prefetch", self.prefetch)
@@ -68,7 +68,7 @@ class DaliOptions:
 
 def _check_whole(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise SettingsError(f"DaliOptions({name}={value!r}) is not possible. Use a whole number, 1 or more.")
+        raise SettingsError(f"DaliOptions({name}={value!r}) is not valid. Use a whole number, 1 or more.")
 
 
 def _is_size(sides: tuple[int, ...]) -> bool:

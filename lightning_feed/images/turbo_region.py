@@ -177,7 +177,7 @@ class TurboJpeg:
     def _new_handle(self) -> int:
         handle: int | None = self._quick.tj3Init(_INIT_DECOMPRESS)
         if handle is None:
-            raise MemoryError("libjpeg-turbo could not make a decompressor")
+            raise MemoryError("libjpeg-turbo could not create a decompressor")
         self._quick.tj3Set(handle, _STOP_ON_WARNING, 1)
         return handle
 

@@ -47,9 +47,9 @@ class BadSamples:
 
     def __init__(self, on_error: OnError = "raise", max_failures: int = 100) -> None:
         if on_error not in ("raise", "skip", "substitute"):
-            raise SettingsError(f"on_error={on_error!r} is not a choice. Use 'raise', 'skip' or 'substitute'.")
+            raise SettingsError(f"on_error={on_error!r} is not valid. Use 'raise', 'skip' or 'substitute'.")
         if isinstance(max_failures, bool) or not isinstance(max_failures, int) or max_failures < 0:
-            raise SettingsError(f"max_failures={max_failures!r} is not possible. Use a whole number, 0 or more.")
+            raise SettingsError(f"max_failures={max_failures!r} is not valid. Use a whole number, 0 or more.")
         self.on_error = on_error
         self.max_failures = max_failures
         self._counts = SharedCounts("failed")
@@ -159,7 +159,7 @@ def check_drop_keys(keys: Any, owner: str) -> tuple[str, ...]:
         SettingsError: ``keys`` is a plain string, each letter of which would be taken for a key.
     """
     if isinstance(keys, str):
-        raise SettingsError(f"{owner}(drop_keys={keys!r}) would be taken letter by letter. Write ({keys!r},).")
+        raise SettingsError(f"{owner}(drop_keys={keys!r}) would be read as a list of letters. Write ({keys!r},).")
     return tuple(keys)
 
 

@@ -115,7 +115,7 @@ class LoaderSettings:
         for name, allowed in _ALLOWED.items():
             value = getattr(self, name)
             if value not in allowed:
-                raise SettingsError(f"{name}={value!r} is not possible. Use {allowed}.")
+                raise SettingsError(f"{name}={value!r} is not valid. Use {allowed}.")
         self._check_timeout()
         self._refuse_without_effect()
         if self.workers == "ray" and not isinstance(self.num_workers, int):
@@ -158,7 +158,7 @@ class LoaderSettings:
     def _check_timeout(self) -> None:
         seconds: object = self.timeout_s
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < math.inf:
-            raise SettingsError(f"timeout_s={seconds!r} is not possible. Use seconds, or 0 to wait for ever.")
+            raise SettingsError(f"timeout_s={seconds!r} is not valid. Use seconds, or 0 to wait for ever.")
 
 
 def workers_of(settings: LoaderSettings) -> Literal["process", "thread"] | RayCluster:

@@ -147,7 +147,7 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ArchiveError(f"{target.parent} cannot be made: {error.strerror}. Choose another DEST.") from error
+        raise ArchiveError(f"{target.parent} cannot be created: {error.strerror}. Choose another DEST.") from error
     workshop = Workshop(target, "packing")
     with workshop.claimed(wait=False):
         _check_target(target, root, force=force)  # again, because another process may have packed there since
@@ -198,11 +198,11 @@ def verify_pack(path: str | Path) -> int:
 
 def _check_settings(format: str, short_side: int | None, on_error: str) -> None:
     if format not in FORMATS:
-        raise SettingsError(f"format={format!r} is not possible. Use one of {', '.join(map(repr, FORMATS))}.")
+        raise SettingsError(f"format={format!r} is not valid. Use one of {', '.join(map(repr, FORMATS))}.")
     if on_error not in ("raise", "skip"):
-        raise SettingsError(f"on_error={on_error!r} is not possible. Use 'raise' or 'skip'.")
+        raise SettingsError(f"on_error={on_error!r} is not valid. Use 'raise' or 'skip'.")
     if short_side is not None and (type(short_side) is not int or short_side < 1):
-        raise SettingsError(f"short_side={short_side!r} is not possible. Use pixels, 1 or more.")
+        raise SettingsError(f"short_side={short_side!r} is not valid. Use pixels, 1 or more.")
 
 
 def _check_target(target: Path, root: Path, *, force: bool) -> None:
@@ -211,9 +211,9 @@ def _check_target(target: Path, root: Path, *, force: bool) -> None:
     if not os.path.lexists(target):
         return
     if not is_pack(target):
-        raise ArchiveError(f"{target} exists and is not a pack, so it is not replaced. Choose another DEST.")
+        raise ArchiveError(f"{target} already exists and is not a pack, so it is not replaced. Choose another DEST.")
     if not force:
-        raise ArchiveError(f"{target} exists. Choose another DEST, or --force (force=True) to replace it.")
+        raise ArchiveError(f"{target} already exists. Choose another DEST, or pass --force (force=True) to replace it.")
 
 
 def _sources_in(root: Path) -> dict[str, FolderSource]:

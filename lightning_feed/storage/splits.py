@@ -55,7 +55,7 @@ class Splits:
     def __post_init__(self) -> None:
         value = self.val_fraction
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-            raise SettingsError(f"val_fraction={value!r} is not possible. Use a share from 0 to below 1.")
+            raise SettingsError(f"val_fraction={value!r} is not valid. Use a share from 0 to below 1.")
 
     def source(self, root: Path, split: str) -> SampleSource | None:
         """Return the samples of ``split`` under ``root``; None if the split does not exist.

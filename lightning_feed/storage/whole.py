@@ -59,7 +59,7 @@ class Workshop:
             raise
         except OSError as error:
             raise ArchiveError(
-                f"{self.folder} cannot be made or written to: {error.strerror}. Choose another DEST."
+                f"{self.folder} cannot be created or written to: {error.strerror}. Choose another DEST."
             ) from error
         try:
             self._clear()

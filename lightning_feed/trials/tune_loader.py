@@ -72,7 +72,7 @@ class Goal:
 
     def __post_init__(self) -> None:
         if not _is_positive(self.budget_s):
-            raise SettingsError(f"budget_s={self.budget_s!r} is not possible. Use a number of seconds above 0.")
+            raise SettingsError(f"budget_s={self.budget_s!r} is not valid. Use a number of seconds above 0.")
 
 
 def _is_positive(value: object) -> bool:

@@ -118,7 +118,7 @@ def test_host_keys_skip_the_transfer_even_where_nothing_is_prefetched() -> None:
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [({"drop_keys": "meta"}, "letter by letter")],
+    [({"drop_keys": "meta"}, "list of letters")],
 )
 def test_drop_keys_given_as_a_string_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(SettingsError, match=says):

@@ -216,7 +216,7 @@ def test_a_second_instance_stays_inactive_and_silent(caplog: pytest.LogCaptureFi
         ({"depth": -1}, "1 or more"),
         ({"depth": True}, "whole number"),
         ({"depth": 1.5}, "whole number"),
-        ({"host_keys": "meta"}, "letter by letter"),
+        ({"host_keys": "meta"}, "list of letters"),
     ],
 )
 def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -309,5 +309,5 @@ def test_invalid_arguments_are_refused_by_name(given: dict[str, Any], photos: Pa
 
 
 def test_an_unknown_decoder_is_refused_at_construction(photos: Path) -> None:
-    with pytest.raises(SettingsError, match=r"decoder='jpegli' is not a choice\. Use one of 'auto'"):
+    with pytest.raises(SettingsError, match=r"decoder='jpegli' is not valid\. Use one of 'auto'"):
         ImageFolderDataModule(photos, decoder="jpegli")

@@ -120,7 +120,7 @@ def test_a_working_folder_that_others_may_have_made_is_refused(kind: str, files:
     place = planted(tmp_path, kind)
     before = sorted(place.iterdir())
     with pytest.raises(
-        ArchiveError, match=r"x\.pack\.packing cannot be made .*(is not a folder|another user|others may)"
+        ArchiveError, match=r"x\.pack\.packing cannot be created .*(is not a folder|another user|others may)"
     ):
         pack(files, tmp_path / "x.pack")
     assert sorted(place.iterdir()) == before
@@ -169,7 +169,7 @@ def test_a_pack_in_a_setgid_folder_belongs_to_its_group(files: Path, tmp_path: P
 @pytest.mark.parametrize("dest", ["a file/x.pack", "x" * 300, "/proc/x.pack"])
 def test_a_dest_that_cannot_be_written_is_reported(dest: str, files: Path, tmp_path: Path) -> None:
     (tmp_path / "a file").touch()
-    with pytest.raises(ArchiveError, match=r"cannot be made.*: .* Choose another DEST"):
+    with pytest.raises(ArchiveError, match=r"cannot be created.*: .* Choose another DEST"):
         pack(files, tmp_path / dest)
 
 
@@ -260,7 +260,7 @@ def test_packing_from_python_works_without_standard_error(
 
 def test_only_packs_are_replaced_and_only_with_force(files: Path, tmp_path: Path) -> None:
     pack(files, tmp_path / "x.pack")
-    with pytest.raises(ArchiveError, match=r"exists. Choose another DEST, or --force"):
+    with pytest.raises(ArchiveError, match=r"already exists. Choose another DEST, or pass --force"):
         pack(files, tmp_path / "x.pack")
     (files / "dog" / "00.jpg").unlink()
     assert pack(files, tmp_path / "x.pack", force=True).samples == 39
@@ -298,7 +298,7 @@ def test_a_pack_that_appears_during_packing_is_not_replaced(
         return listed(*given)
 
     monkeypatch.setattr(packing, "_sources_in", slowly)
-    with pytest.raises(ArchiveError, match=r"x\.pack exists\. Choose another DEST"):
+    with pytest.raises(ArchiveError, match=r"x\.pack already exists\. Choose another DEST"):
         pack(files, tmp_path / "x.pack")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "x.pack"]
 

@@ -213,7 +213,7 @@ def test_auto_needs_samples(samples: list[bytes] | None) -> None:
 
 
 def test_an_unknown_decoder_name_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"decoder='fast' is not known. Choose one of 'auto', 'turbo-region'"):
+    with pytest.raises(SettingsError, match=r"decoder='fast' is not valid. Use one of 'auto', 'turbo-region'"):
         make_decoder("fast")
 
 

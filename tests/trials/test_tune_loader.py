@@ -152,7 +152,7 @@ def test_tuning_raises_an_error_if_no_setting_runs(trials: Trials, monkeypatch: 
 
 @pytest.mark.parametrize("budget_s", [0.0, -1, float("inf"), float("nan"), "10s", True])
 def test_invalid_budgets_are_refused(budget_s: Any) -> None:
-    with pytest.raises(SettingsError, match="is not possible"):
+    with pytest.raises(SettingsError, match="is not valid"):
         Goal(budget_s=budget_s)
 
 
