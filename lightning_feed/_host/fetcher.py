@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_feed._host.types import AnyTrainer
+from lightning_feed._host.types import AnyTrainer, Checkpoint, LoaderStates
 
 
 @dataclass
@@ -18,7 +18,7 @@ class Fetched:
     error: Exception | None = None
     fetched: int = 0
     done: bool = False
-    states: list[dict[str, Any]] | None = None
+    states: LoaderStates | None = None
     """The stateful loaders' states to save once this batch is trained; None if their current states are to be saved."""
     ahead: bool = False
     """True if the batch was drawn before the loop asked for it."""
@@ -43,14 +43,14 @@ class FetcherTap:
         """True if a run was resumed from the end of an epoch: it draws no batch before the next ``iter()``."""
         self.on_hand_out: Callable[[Fetched], None] | None = None
         self.track_states = any(is_stateful(loader) for loader in fetcher.combined_loader.flattened)
-        self.trained_states: list[dict[str, Any]] | None = None
+        self.trained_states: LoaderStates | None = None
         """Loader states after the last batch that the loop received; None if those are the loaders' current states."""
         self.progress: Any = None
         """The training loop's counters of batches (``batch_progress``); None in other loops."""
-        self._before: list[dict[str, Any]] | None = None
+        self._before: LoaderStates | None = None
         self._processed_before = -1
 
-    def hand_out(self, item: Fetched, before: list[dict[str, Any]] | None) -> None:
+    def hand_out(self, item: Fetched, before: LoaderStates | None) -> None:
         """Note that the loop takes a batch. ``before`` holds the loader states before that batch was drawn."""
         self._before = before
         self.trained_states = item.states
@@ -59,7 +59,7 @@ class FetcherTap:
         if self.on_hand_out is not None:
             self.on_hand_out(item)
 
-    def states_to_save(self) -> list[dict[str, Any]] | None:
+    def states_to_save(self) -> LoaderStates | None:
         """The loader states for a checkpoint saved now; None if the loaders' current states are to be saved.
 
         If a signal or an error interrupted a step, these are the states before its batch, so that a resumed run trains
@@ -68,7 +68,7 @@ class FetcherTap:
         is_in_hand = self.progress is not None and self.progress.total.processed == self._processed_before
         return self._before if is_in_hand else self.trained_states
 
-    def present_states(self) -> list[dict[str, Any]] | None:
+    def present_states(self) -> LoaderStates | None:
         """The current states of the stateful loaders; None if there is no such loader."""
         if not self.track_states:
             return None
@@ -196,16 +196,16 @@ def more_to_draw(fetcher: Any) -> bool:
 # --- loader states in checkpoints --------------------------------------------------------------------------------
 
 
-def checkpoint_loader_states(checkpoint: dict[str, Any]) -> list[dict[str, Any]] | None:
+def checkpoint_loader_states(checkpoint: Checkpoint) -> LoaderStates | None:
     """The training loaders' states in a checkpoint; None if the checkpoint has none.
 
     Checked against Lightning 2.4.0 and 2.6.6 (``loops/fit_loop.py: on_save_checkpoint``).
     """
-    states: list[dict[str, Any]] | None = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader")
+    states: LoaderStates | None = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader")
     return states
 
 
-def write_loader_states(checkpoint: dict[str, Any], states: list[dict[str, Any]]) -> None:
+def write_loader_states(checkpoint: Checkpoint, states: LoaderStates) -> None:
     """Replace the loader states in a checkpoint by ``states``, or remove them if ``states`` is empty."""
     fit_loop = checkpoint["loops"]["fit_loop"]["state_dict"]
     if states:
@@ -214,7 +214,7 @@ def write_loader_states(checkpoint: dict[str, Any], states: list[dict[str, Any]]
         fit_loop.pop("combined_loader", None)
 
 
-def epoch_is_trained(checkpoint: dict[str, Any]) -> bool:
+def epoch_is_trained(checkpoint: Checkpoint) -> bool:
     """True if a checkpoint was saved after the last batch of an epoch.
 
     Lightning then also restores the loaders' states, but does not call ``iter()``: a loader that continues from there
@@ -228,7 +228,7 @@ def epoch_is_trained(checkpoint: dict[str, Any]) -> bool:
     return bool(progress["is_last_batch"] and current["ready"] == current["processed"])
 
 
-def batches_to_skip(checkpoint: dict[str, Any]) -> int:
+def batches_to_skip(checkpoint: Checkpoint) -> int:
     """Number of batches already trained in a checkpoint's unfinished epoch; 0 if the epoch is finished."""
     fit_loop = checkpoint["loops"]["fit_loop"]
     epochs = fit_loop["epoch_progress"]["current"]
@@ -237,7 +237,7 @@ def batches_to_skip(checkpoint: dict[str, Any]) -> int:
     return int(batches["processed"]) if is_unfinished else 0
 
 
-def end_epoch(checkpoint: dict[str, Any]) -> bool:
+def end_epoch(checkpoint: Checkpoint) -> bool:
     """Mark an epoch whose batches are all trained as finished, so that a resumed run starts the next one at batch 0.
 
     Lightning compares the saved batch count with the loader's current length, which may differ. An epoch whose
@@ -265,7 +265,7 @@ def end_epoch(checkpoint: dict[str, Any]) -> bool:
     return True
 
 
-def reopen_epoch(checkpoint: dict[str, Any]) -> None:
+def reopen_epoch(checkpoint: Checkpoint) -> None:
     """Let a resumed run finish an epoch that ``max_steps``, ``max_time`` or ``should_stop`` interrupted.
 
     Lightning counts such an epoch as finished, and would train the rest as a separate epoch.
@@ -277,7 +277,7 @@ def reopen_epoch(checkpoint: dict[str, Any]) -> None:
             count["completed"] = count["processed"]
 
 
-def count_the_batch_in_hand(trainer: AnyTrainer, checkpoint: dict[str, Any]) -> None:
+def count_the_batch_in_hand(trainer: AnyTrainer, checkpoint: Checkpoint) -> None:
     """Count the batch whose ``on_train_batch_end`` was running when an older Lightning saved a checkpoint.
 
     ``ModelCheckpoint(every_n_train_steps=...)`` saves in that hook. Lightning 2.6.6 counts the batch, but 2.4.0 would
@@ -294,7 +294,7 @@ def count_the_batch_in_hand(trainer: AnyTrainer, checkpoint: dict[str, Any]) -> 
             count["completed"] += 1
 
 
-def load_states_once(trainer: AnyTrainer, states: list[dict[str, Any]]) -> None:
+def load_states_once(trainer: AnyTrainer, states: LoaderStates) -> None:
     """Restore the training loaders' ``states`` when the loaders are made, once.
 
     Lightning itself restores them only in the middle of an epoch.
