@@ -108,6 +108,8 @@ class _SlotWriter:
         """True if the batch has something to pin that is not in the slot."""
         self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
         """Storages in the slot, with their offsets in the slot, by the address of torch's storage object."""
+        self._stacked: dict[int, torch.UntypedStorage] = {}
+        """Storages that torch has made for this batch, in shared memory, by the same address."""
 
     def allocate(self, count: int) -> Tensor | None:
         """Make a tensor of ``count`` bytes in the slot. Returns None if there is no memory for it."""
@@ -134,10 +136,15 @@ class _SlotWriter:
     def _note(self, storage: torch.UntypedStorage, kept: torch.UntypedStorage, offset: int) -> None:
         self._storages[storage._cdata] = (kept, offset)
 
+    def note_stacked(self, stacked: Tensor) -> None:
+        """Note a tensor that torch has stacked for this batch."""
+        storage = stacked.untyped_storage()
+        self._stacked[storage._cdata] = storage
+
     def pickled(self, batch: Batch) -> bytes:
         """Put the batch's tensors into the slot, and pickle the rest."""
         file = io.BytesIO()
-        pickler = _Pickler(file, self._place)
+        pickler = _Pickler(file, self._place, self._place_stacked)
         pickler.dump(batch)
         self.left_out = pickler.left_out
         return file.getvalue()
@@ -148,18 +155,32 @@ class _SlotWriter:
         if not is_plain(tensor):
             return None
         storage = tensor.untyped_storage()
+        if storage.nbytes() > max(_LARGE_BYTES, _SMALL_PART * tensor.nbytes):
+            return None  # a few rows of a whole dataset, say, which torch shares once for all batches
+        if storage.is_shared() and storage._cdata not in self._stacked:
+            return None  # shared by the user: torch shares it with the training process, too
+        placed = self._place_storage(storage)
+        if placed is None:
+            return None
+        return *placed, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+    def _place_stacked(self, storage: torch.UntypedStorage) -> tuple[int, int] | None:
+        """Put the storage of a subclass of Tensor into the slot if torch has made it for this batch. Returns the
+        arguments of :meth:`_LeasedSlot.storage`, or None."""
+        if storage._cdata not in self._stacked or not storage.nbytes():
+            return None
+        return self._place_storage(storage)
+
+    def _place_storage(self, storage: torch.UntypedStorage) -> tuple[int, int] | None:
+        """Put a storage into the slot, unless it is there already. Returns its offset and size, or None if there is no
+        memory for it."""
         if storage._cdata not in self._storages:
-            if storage.is_shared():
-                return None  # shared by the user: torch shares it with the training process, too
-            if storage.nbytes() > max(_LARGE_BYTES, _SMALL_PART * tensor.nbytes):
-                return None  # a few rows of a whole dataset, say, which torch shares once for all batches
             copied = self.allocate(storage.nbytes())
             if copied is None:
                 return None
             copied.copy_(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
             self._note(storage, storage, self._storages[copied.untyped_storage()._cdata][1])
-        offset = self._storages[storage._cdata][1]
-        return offset, storage.nbytes(), tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+        return self._storages[storage._cdata][1], storage.nbytes()
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -174,11 +195,17 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 class _Pickler(ForkingPickler):
-    """Pickles a batch, except for the tensors that ``place`` puts into a slot."""
+    """Pickles a batch, except for the tensors and storages that ``place`` and ``place_storage`` put into a slot."""
 
-    def __init__(self, file: io.BytesIO, place: Callable[[Tensor], tuple[Any, ...] | None]) -> None:
+    def __init__(
+        self,
+        file: io.BytesIO,
+        place: Callable[[Tensor], tuple[Any, ...] | None],
+        place_storage: Callable[[torch.UntypedStorage], tuple[int, int] | None],
+    ) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self._place = place
+        self._place_storage = place_storage
         self.left_out = False
 
     def reducer_override(self, thing: Any) -> Any:
@@ -186,6 +213,10 @@ class _Pickler(ForkingPickler):
             placed = self._place(thing)
             if placed is not None:
                 return _tensor, placed
+        elif type(thing) is torch.UntypedStorage:
+            placed = self._place_storage(thing)
+            if placed is not None:
+                return _storage, placed
         # Tensors that are not in the slot, and objects of other classes that torch's pin_memory pins.
         self.left_out |= hasattr(type(thing), "pin_memory")
         return NotImplemented
@@ -217,6 +248,8 @@ def _stack_into(slot: _SlotWriter, batch: list[Tensor], *, collate_fn_map: Any =
         if memory is not None:
             return torch.stack(batch, 0, out=memory.view(first.dtype).view(len(batch), *first.shape))
     stacked: Tensor = torch_collate.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
+    if stacked.layout is torch.strided and stacked.device.type == "cpu":
+        slot.note_stacked(stacked)
     return stacked
 
 
@@ -288,15 +321,24 @@ class _LeasedSlot:
 
         The slot holds several storages, not one, because saving one tensor must not save the others.
         """
+        return torch.empty(0, dtype=dtype, device="cpu").set_(self.storage(start, count), offset, shape, stride)
+
+    def storage(self, start: int, count: int) -> torch.UntypedStorage:
+        """Make a storage of the ``count`` bytes of the slot from ``start`` on."""
         storage = self._storages.get(start)
         if storage is None:
             whole = torch.frombuffer(self._leased, dtype=torch.uint8, count=count, offset=start)
             storage = self._storages[start] = whole.untyped_storage()
-        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, stride)
+        return storage
 
 
 def _tensor(*_: object) -> Tensor:
     """Placeholder for :meth:`_LeasedSlot.tensor` in a pickled batch."""
+    raise LoaderError("This batch can only be opened by the loader that it was made for.")
+
+
+def _storage(*_: object) -> torch.UntypedStorage:
+    """Placeholder for :meth:`_LeasedSlot.storage` in a pickled batch."""
     raise LoaderError("This batch can only be opened by the loader that it was made for.")
 
 
@@ -308,4 +350,6 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == __name__ and name == _tensor.__name__:
             return self._lease.tensor
+        if module == __name__ and name == _storage.__name__:
+            return self._lease.storage
         return super().find_class(module, name)

@@ -134,27 +134,42 @@ def test_streams_and_single_samples_in_slots_equal_those_of_torch(dataset, batch
     assert ours == torchs
 
 
-class Images(Dataset):
-    """torchvision's images: what its transforms `v2.ToImage` and `v2.ToDtype` make."""
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return tv_tensors.Image(torch.full((3, 5, 5), float(index))), index
+class Scan(torch.Tensor):
+    """A subclass with attributes, such as MONAI's MetaTensor."""
 
 
+def scans(samples):
+    scan = default_collate([sample["x"].as_subclass(Scan) for sample in samples])
+    scan.spacing = 0.5
+    return scan, scan[1:], scan[:0]
+
+
+SUBCLASSES = {
+    "torchvision's images": ([tv_tensors.Image(torch.full((3, 5, 5), float(i))) for i in range(8)], None),
+    "with attributes": (Numbers(8), scans),
+}
+
+
+@pytest.mark.parametrize("name", SUBCLASSES)
 @pytest.mark.parametrize("kind", ["Tensor", "TVTensor"])
-def test_torchvision_images_in_slots_equal_those_of_torch(kind):
+def test_subclasses_of_tensor_in_slots_equal_those_of_torch(name, kind):
+    dataset, collate = SUBCLASSES[name]
     with tv_tensors.set_return_type(kind):
-        ours, torchs = ([described(batch) for batch in batches(way, Images())] for way in ("slots", "torch"))
+        ways = [list(batches(way, dataset, collate_fn=collate)) for way in ("slots", "torch")]
+    ours, torchs = ([described(batch) for batch in way] for way in ways)
     assert ours == torchs
+    if name == "with attributes":
+        assert [part.spacing for part, *_ in ways[0]] == [0.5, 0.5]
 
 
-def test_torchvision_images_are_stacked_in_slots():
-    for pixels, labels in batches("slots", Images()):
-        assert not pixels.is_shared()  # torch's own way
-        assert not labels.is_shared()
+@pytest.mark.parametrize("name", SUBCLASSES)
+@pytest.mark.parametrize("kind", ["Tensor", "TVTensor"])
+def test_subclasses_of_tensor_lie_in_slots(name, kind):
+    dataset, collate = SUBCLASSES[name]
+    with tv_tensors.set_return_type(kind):
+        for batch in batches("slots", dataset, collate_fn=collate):
+            pixels = batch[0] if isinstance(batch, tuple) else batch
+            assert not pixels.is_shared()  # as it is if torch hands it over
 
 
 @dataclass
