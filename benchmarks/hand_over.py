@@ -24,7 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from torchvision import tv_tensors
 
+from lightning_feed.images.image_dataset import collate_images
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.processes import shut_down_workers, worker_processes
 
@@ -34,6 +36,8 @@ SIDES = ("torch", "slots", "threads")
 SIZES_MB = (0.1, 1.0, 10.0, 38.5, 100.0)
 PREFETCH = 2
 PAGE = 4096
+WIDTH = 256
+"""Of images, in pixels."""
 LEAST_BATCHES = 8
 RUN_S = 0.3
 FILLING_S = 0.15
@@ -48,24 +52,26 @@ class Case:
     workers: int = 2
     tensors: int = 1
     dtype: str = "uint8"
-    own_collate: bool = False
+    kind: str = "tensors"
+    """``tensors``, or one of ``KINDS``."""
 
     def __str__(self) -> str:
         what = f"{self.mb:g} MB, {self.dtype}"
         if self.tensors > 1:
             what += f", {self.tensors} tensors"
-        if self.own_collate:
-            what += ", the user's collate"
+        if self.kind != "tensors":
+            what += f", {self.kind}"
         return f"{what} | {self.workers}"
 
 
+KINDS = (USERS, TORCHVISION, OURS) = ("the user's collate", "torchvision's images", "ImageFolderDataModule's images")
 CASES = (
     *(Case(mb, workers) for mb in SIZES_MB for workers in (1, 2, 4)),
     *(Case(mb, dtype="float32") for mb in SIZES_MB),
     *(Case(mb, tensors=tensors) for mb in (1.0, 38.5) for tensors in (8, 64)),
-    *(Case(mb, own_collate=True) for mb in (1.0, 38.5, 100.0)),
+    *(Case(mb, kind=kind) for kind in KINDS for mb in (1.0, 38.5, 100.0)),
 )
-QUICK = (Case(0.1), Case(1.0), Case(38.5), Case(38.5, tensors=64), Case(38.5, own_collate=True))
+QUICK = (Case(0.1), Case(1.0), Case(38.5), Case(38.5, tensors=64), *(Case(38.5, kind=kind) for kind in KINDS))
 
 
 class Given(Dataset[list[Tensor]]):
@@ -75,6 +81,10 @@ class Given(Dataset[list[Tensor]]):
         dtype = getattr(torch, case.dtype)
         numbers = int(case.mb * 1e6 / SAMPLES / case.tensors / dtype.itemsize)
         self.sample = [torch.ones(numbers, dtype=dtype) for _ in range(case.tensors)]
+        if case.kind in (TORCHVISION, OURS):
+            height = numbers // (3 * WIDTH)
+            image = torch.ones(height, WIDTH, 3, dtype=dtype).permute(2, 0, 1)  # channels last, as decoded
+            self.sample = [tv_tensors.Image(image.contiguous()) if case.kind == TORCHVISION else image]
 
     def __len__(self) -> int:
         return 1_000_000
@@ -99,8 +109,10 @@ class Figures:
 
 def make_loader(case: Case, side: str) -> DataLoader[Any]:
     options: dict[str, Any] = {"batch_size": SAMPLES, "num_workers": case.workers, "prefetch_factor": PREFETCH}
-    if case.own_collate:
+    if case.kind == USERS:
         options["collate_fn"] = by_hand
+    elif case.kind == OURS:
+        options["collate_fn"] = collate_images
     if side == "torch":
         return DataLoader(Given(case), **options)
     return FeedLoader(Given(case), workers="thread" if side == "threads" else "process", **options)
@@ -109,7 +121,7 @@ def make_loader(case: Case, side: str) -> DataLoader[Any]:
 def touch(batch: Any) -> None:
     """Read each page of a batch."""
     for tensor in batch.values() if isinstance(batch, dict) else batch:
-        tensor.view(-1)[:: PAGE // tensor.element_size()].sum()
+        torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())[:: PAGE // tensor.element_size()].sum()
 
 
 def run(case: Case, side: str) -> Figures:
