@@ -5,6 +5,7 @@ from typing import Literal
 
 from lightning_feed.measure.experiment_results import ExperimentResults
 from lightning_feed.measure.stats import LoaderStats, LoaderSteps, RankStats, StarvationStats
+from lightning_feed.measure.timeline import Timeline
 from lightning_feed.measure.wall import WallStats
 
 
@@ -266,6 +267,8 @@ class Measurements:
     """Figures of each loader, for a validation, test or prediction with several loaders; else empty."""
     wall: WallStats | None = None
     """Wall-time parts of the whole run; None if not measured."""
+    timeline: Timeline | None = None
+    """The waiting over the run, and the histogram of its step times; None without steps."""
     validation: LoopMeasurements | None = None
     """Measurements of the validation within a fit."""
     experiments: ExperimentResults = field(default_factory=ExperimentResults)

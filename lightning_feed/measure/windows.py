@@ -7,6 +7,7 @@ import torch
 
 from lightning_feed.measure.stats import SOME_STEPS, Additive, StarvationStats, grade_confidence
 from lightning_feed.measure.step_meter import StepTimes
+from lightning_feed.measure.timeline import TimelineSums
 
 REPLICATES = 500
 Z = 1.959964
@@ -263,6 +264,8 @@ class Ledger:
     period: int = 1
     fresh: list[StepTimes] = field(default_factory=list)
     """Steps not summed yet, appended by the meter."""
+    timeline: TimelineSums = field(default_factory=TimelineSums)
+    """The course of the whole run."""
     _warm_up_left: int = field(init=False)
     _sums: Sums = field(default_factory=Sums)
     _warm_up: Sums = field(default_factory=Sums)
@@ -290,6 +293,7 @@ class Ledger:
             self._warm_up_left -= warming
             if step.counted:
                 self._sums.add(step)
+                self.timeline.add(step.data_ns, step.step_ns)
                 if warming:
                     self._warm_up.add(step)
                 else:
