@@ -119,7 +119,7 @@ def _histogram(bins: Sequence[Bin]) -> Chart:
             Tick((math.log2(value) - math.log2(shortest_ms)) / octaves, f"{value:g}")
             for value in _times(shortest_ms, longest_ms)
         ],
-        across_label="ms a step, log scale" if longest_ms > _NARROW * shortest_ms else "ms a step",
+        across_label="ms a step, log scale",
         up=[Tick(value / most, f"{value:,.0f}".replace(",", " ")) for value in _round_values(0, most, 3)],
         up_label="steps",
         words=f"Half of the steps take up to {_ms(_quantile(bins, 0.5))} ms, 95 % up to {_ms(_quantile(bins, 0.95))} "

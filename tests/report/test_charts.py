@@ -41,7 +41,6 @@ def test_times_of_several_magnitudes_have_a_logarithmic_axis() -> None:
         Bin(from_ms=900.0, to_ms=1200.0, steps=1, starved_pct=100.0),
     )
     _, times = _charts(replace(sample_timeline(), bins=bins))
-    assert times.across_label == "ms a step, log scale"
     assert [tick.text for tick in times.across] == ["10", "100", "1000"]
     bins = (replace(bins[0], from_ms=1e-6, to_ms=2e-6), replace(bins[1], from_ms=5e11, to_ms=1e12))
     _, times = _charts(replace(sample_timeline(), bins=bins))

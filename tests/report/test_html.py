@@ -195,7 +195,7 @@ def test_tables_are_folded_and_what_matters_is_open() -> None:
 
 def test_charts_have_axes_with_units_and_words() -> None:
     waiting, times = re.findall(r'<svg class="chart".*?</svg>', as_html(sample_report()), re.DOTALL)
-    for drawn, axes in ((waiting, ("% of the time", "step")), (times, ("steps", "ms a step"))):
+    for drawn, axes in ((waiting, ("% of the time", "step")), (times, ("steps", "ms a step, log scale"))):
         chart = ElementTree.fromstring(drawn)
         assert chart.get("role") == "img"
         assert chart.findtext("title")
