@@ -36,6 +36,8 @@ _REMARK = 17
 """Number of characters of a rate and of a time in front of a bar, and of the longest remark behind the bar."""
 WIDE = 120
 """Characters of a line: enough for every line of the pipeline."""
+_LOWEST_PER_S = 1e-9
+"""Lower rates are left out."""
 Kind = Literal["stage", "part", "fit", "if"]
 _Row = tuple[Kind, str, float | None, str]
 """Kind and name of a bar, its rate in batches per second, and the way the rate was measured."""
@@ -91,9 +93,8 @@ def read_pipeline(diagnosis: Diagnosis) -> Pipeline | None:
     bars = []
     for kind, name, batches_per_s, note in rows:
         per_s = (size or 1) * (batches_per_s or 0.0)
-        batch_ms = rate(batches_per_s, 1)
-        if 0 < per_s < math.inf and batch_ms is not None and 0 < batch_ms < math.inf:
-            bars.append(Bar(name, per_s, batch_ms, kind, note))
+        if _LOWEST_PER_S < per_s < math.inf:
+            bars.append(Bar(name, per_s, 1e3 * (size or 1) / per_s, kind, note))
     if not any(bar.kind in ("stage", "part") for bar in bars):
         return None
     return Pipeline(rate_unit(size), _mark(bars, diagnosis))
