@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lightning_feed.measure.experiment_results import ExperimentResults
-from lightning_feed.measure.stats import LoaderStats, LoaderSteps, RankStats, StarvationStats
-from lightning_feed.measure.timeline import Timeline
+from lightning_feed.measure.stats import LoaderStats, LoaderSteps, RankStats, StarvationStats, Timeline
 from lightning_feed.measure.wall import WallStats
 
 

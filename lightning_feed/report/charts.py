@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from lightning_feed.measure.timeline import Bin, Stretch, Timeline
+from lightning_feed.measure.stats import Bin, Stretch, Timeline
 from lightning_feed.wording import plural
 
 FEWEST_STEPS = 10

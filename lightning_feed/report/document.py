@@ -15,8 +15,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 from lightning_feed.errors import ReportError
 from lightning_feed.measure.experiment_results import ExperimentResults
 from lightning_feed.measure.measurements import HookTime, LoopFacts, LoopMeasurements, Measurements
-from lightning_feed.measure.stats import Confidence, LoaderStats, LoaderSteps, RankStats, StarvationStats
-from lightning_feed.measure.timeline import Timeline
+from lightning_feed.measure.stats import Confidence, LoaderStats, LoaderSteps, RankStats, StarvationStats, Timeline
 from lightning_feed.measure.wall import WallStats
 from lightning_feed.report.report import (
     Environment,

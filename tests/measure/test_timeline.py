@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from lightning_feed.measure.stats import Timeline
 from lightning_feed.measure.step_meter import StepTimes
-from lightning_feed.measure.timeline import MOST_BINS, MOST_STRETCHES, Timeline, TimelineSums
-from lightning_feed.measure.windows import Ledger
+from lightning_feed.measure.windows import MOST_BINS, MOST_STRETCHES, Ledger, TimelineSums
 
 MS = 1e6
 """Nanoseconds in a millisecond."""

@@ -7,8 +7,7 @@ from verdict.cases import changed_facts, loop_facts
 
 from lightning_feed.measure.experiment_results import ExperimentResults, FunctionCost, KeyBytes, NamedCost, TriedSetting
 from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements
-from lightning_feed.measure.stats import LoaderStats, RankStats, StarvationStats
-from lightning_feed.measure.timeline import Bin, Stretch, Timeline
+from lightning_feed.measure.stats import Bin, LoaderStats, RankStats, StarvationStats, Stretch, Timeline
 from lightning_feed.report.document import make_report
 from lightning_feed.report.report import Environment, Report, RunIdentity
 from lightning_feed.verdict.diagnosis import Diagnosis, Remedy

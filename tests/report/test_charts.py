@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from report.sample_reports import sample_timeline
 
-from lightning_feed.measure.timeline import Bin, Stretch, Timeline
+from lightning_feed.measure.stats import Bin, Stretch, Timeline
 from lightning_feed.report.charts import Chart, charts
 
 
