@@ -80,6 +80,7 @@ def read_pipeline(diagnosis: Diagnosis) -> Pipeline | None:
     results = measured.experiments
     sizes = (results.batch_size, measured.facts.loader.batch_size)
     size = next((size for size in sizes if size is not None and size > 0), None)
+    samples = size or 1
     model_per_s = None if model_disturbed(measured) else results.model_per_s
     rows: list[_Row] = [
         *_sample_parts(results.costs, measured.facts, size),
@@ -92,9 +93,9 @@ def read_pipeline(diagnosis: Diagnosis) -> Pipeline | None:
     ]
     bars = []
     for kind, name, batches_per_s, note in rows:
-        per_s = (size or 1) * (batches_per_s or 0.0)
+        per_s = samples * (batches_per_s or 0.0)
         if _LOWEST_PER_S < per_s < math.inf:
-            bars.append(Bar(name, per_s, 1e3 * (size or 1) / per_s, kind, note))
+            bars.append(Bar(name, per_s, 1e3 * samples / per_s, kind, note))
     if not any(bar.kind in ("stage", "part") for bar in bars):
         return None
     return Pipeline(rate_unit(size), _mark(bars, diagnosis))
@@ -528,7 +529,7 @@ def _settings_rows(report: Report) -> list[Row]:
     if loader.batch_size is not None:
         batch.append(f"{loader.batch_size} samples")
     if facts.batch.size_bytes is not None:
-        batch.append(f"{facts.batch.size_bytes / 1e6:.2f} MB")
+        batch.append(size_text(facts.batch.size_bytes))
     return _known(
         ("written", report.written_at.replace("T", " ")),
         ("ranks", facts.world_size),
