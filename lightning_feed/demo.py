@@ -513,8 +513,9 @@ def _images_of(data: Path | None, out: Path, images: int) -> ImageFolder:
 def demo_page(outcome: Outcome, reports: Mapping[str, Report]) -> str:
     """The HTML page of the demo: the steps of all runs as bars, the gain, the first report's advice, and the table."""
     advice = [section for section in advice_sections(reports["plain"].diagnosis, ()) if section.form == "remedies"]
+    fix = "the fix of the first report" if _advice(reports["plain"]) is not None else "ImageFolderDataModule"
     return page_template("demo.html").render(
-        title=f"{outcome['ratio']:.2f} times as fast with the fix of the first report",
+        title=f"{outcome['ratio']:.2f} times as fast with {fix}",
         colour=mark_colour(reports["advised"].diagnosis),
         what=_what(outcome),
         tiles=[(_in_words(outcome[name]["step_ms"], ".1f"), "ms", f"a step of {name}") for name in RUNS],

@@ -340,6 +340,7 @@ class StarvationRun:
             ranks=self._ranks_so_far(),
             by_loader=measured.by_loader,
             wall=self._wall.stats(),
+            timeline=self.main.ledger.timeline.timeline(),
             validation=validation.measurements(prefetch_active=None) if validation is not None else None,
         )
 

@@ -264,6 +264,7 @@ class PlainRun:
             stats=replace(measured.stats, h2d_ms=None, other_ms=None),
             facts=replace(measured.facts, others_cpu_pct=others_cpu_pct),
             loaders=measured.loaders,
+            timeline=self._loop.ledger.timeline.timeline(),
         )
 
     # --- reports ------------------------------------------------------------------------------------------------------

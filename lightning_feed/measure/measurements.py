@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lightning_feed.measure.experiment_results import ExperimentResults
-from lightning_feed.measure.stats import LoaderStats, LoaderSteps, RankStats, StarvationStats
+from lightning_feed.measure.stats import LoaderStats, LoaderSteps, RankStats, StarvationStats, Timeline
 from lightning_feed.measure.wall import WallStats
 
 
@@ -266,6 +266,8 @@ class Measurements:
     """Figures of each loader, for a validation, test or prediction with several loaders; else empty."""
     wall: WallStats | None = None
     """Wall-time parts of the whole run; None if not measured."""
+    timeline: Timeline | None = None
+    """The waiting over the run, and the histogram of its step times; None without steps."""
     validation: LoopMeasurements | None = None
     """Measurements of the validation within a fit."""
     experiments: ExperimentResults = field(default_factory=ExperimentResults)

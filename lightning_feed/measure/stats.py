@@ -221,6 +221,43 @@ class LoaderSteps:
     """Mean time the device had nothing to do because the host was blocked in this loader."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """Consecutive steps of a run."""
+
+    steps: int
+    """Number of steps."""
+    step_ms: float
+    """Mean time of a step."""
+    starved_pct: float
+    """Share of the stretch's time in which the device waited for data, 0 to 100."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bin:
+    """The steps of a run whose times lie in one range."""
+
+    from_ms: float
+    """Lower end of the range."""
+    to_ms: float
+    """Upper end of the range."""
+    steps: int
+    """Number of steps."""
+    starved_pct: float
+    """Share of these steps' time in which the device waited for data, 0 to 100."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """The counted steps of a run in order, and by their times. The warm-up is included."""
+
+    stretches: tuple[Stretch, ...]
+    """The run in up to 64 stretches of as many steps each; the last may be shorter."""
+    bins: tuple[Bin, ...]
+    """Histogram of the step times, in up to 40 ranges from the shortest step to the longest. The ends of each range are
+    in the same ratio. Ranges without steps are left out."""
+
+
 def grade_confidence(*, steps: int, lost: int, settled: bool, trusted_clock: bool) -> Confidence:
     """The confidence in figures.
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 from lightning_feed.errors import ReportError
 from lightning_feed.measure.experiment_results import ExperimentResults
 from lightning_feed.measure.measurements import HookTime, LoopFacts, LoopMeasurements, Measurements
-from lightning_feed.measure.stats import Confidence, LoaderStats, LoaderSteps, RankStats, StarvationStats
+from lightning_feed.measure.stats import Confidence, LoaderStats, LoaderSteps, RankStats, StarvationStats, Timeline
 from lightning_feed.measure.wall import WallStats
 from lightning_feed.report.report import (
     Environment,
@@ -74,6 +74,7 @@ class Parts:
     hooks: tuple[HookTime, ...]
     by_loader: tuple[LoaderSteps, ...] = ()
     wall: WallStats | None = None
+    timeline: Timeline | None = None
     validation: LoopMeasurements | None = None
     diagnosed: bool
     """True if ``diagnose`` ran. Otherwise all experiments are null."""
@@ -108,6 +109,7 @@ def _parts_of(report: Report) -> Parts:
         hooks=measured.hooks,
         by_loader=measured.by_loader,
         wall=measured.wall,
+        timeline=measured.timeline,
         validation=measured.validation,
         diagnosed=measured.diagnosed,
         experiments=measured.experiments,
@@ -124,6 +126,7 @@ def _diagnosis_of(parts: Parts) -> Diagnosis:
         hooks=parts.hooks,
         by_loader=parts.by_loader,
         wall=parts.wall,
+        timeline=parts.timeline,
         validation=parts.validation,
         diagnosed=parts.diagnosed,
         experiments=parts.experiments,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_feed.errors import ReportError
 from lightning_feed.report import sections
+from lightning_feed.report.charts import charts
 from lightning_feed.report.document import NAME, as_json, make_report
 from lightning_feed.report.next_step import ARGUMENTS, next_step, other_notes
 from lightning_feed.report.report import (
@@ -250,7 +251,8 @@ def mark_colour(diagnosis: Diagnosis) -> str:
 def as_html(report: Report) -> str:
     """A page with the verdict, the step as a stacked bar, the remedies, the pipeline, and all other findings.
 
-    The page loads nothing, runs no script, and is readable in light and dark mode, on a phone and on paper.
+    The page loads nothing, and is readable in light and dark mode, on a phone and on paper. Its only script adds the
+    buttons that copy code.
     """
     diagnosis = report.diagnosis
     verdict, waits = headline_parts(diagnosis)
@@ -262,6 +264,7 @@ def as_html(report: Report) -> str:
         subtitle=" ".join(_sentence(words) for words in (waits, trust(diagnosis)) if words),
         tiles=_tiles(report),
         sections=[*_first_sections(report), *sections.other_sections(report)],
+        charts=charts(diagnosis.measurements.timeline),
     )
 
 
@@ -269,6 +272,12 @@ def in_backquotes(words: str) -> list[tuple[str, str]]:
     """The parts of a sentence: (text, "") for text, and ("", code) for code between backquotes."""
     parts = enumerate(re.split("`([^`]+)`", words))
     return [("", part) if index % 2 else (part, "") for index, part in parts if part]
+
+
+def unbroken(words: str) -> str:
+    """A sentence in which no line break comes between a figure and its unit."""
+    units = r"%|/s\b|(?:[kMG]?B|[KMG]iB|m?s|x|CPUs?|samples?|steps?|workers?)\b"
+    return re.sub(rf"(?<=\d) (?={units})", "\N{NO-BREAK SPACE}", words)
 
 
 def in_frame(page: str) -> str:
@@ -291,7 +300,8 @@ def page_template(name: str) -> "Template":
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    return environment.get_template(name, globals={"in_rate": in_rate, "in_backquotes": in_backquotes})
+    environment.filters["unbroken"] = unbroken
+    return environment.get_template(name, globals={"in_rate": in_rate, "in_ms": in_ms, "in_backquotes": in_backquotes})
 
 
 def _tiles(report: Report) -> list[tuple[str, str, str]]:

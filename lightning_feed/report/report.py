@@ -13,6 +13,7 @@ from lightning_feed.extras import installed_version
 from lightning_feed.load.machine import read_machine
 from lightning_feed.measure.measurements import LoopFacts
 from lightning_feed.measure.stats import RankStats
+from lightning_feed.storage.file_system import file_system
 from lightning_feed.verdict.decide import share_text
 from lightning_feed.verdict.diagnosis import Diagnosis, Remedy
 from lightning_feed.verdict.shares import LOOP_WORDS, Shares, grade_of, shares_of, toy_sentence
@@ -49,6 +50,8 @@ class Environment:
     """Memory that was available to the process when the report was written."""
     free_shm_bytes: int | None = None
     """Free space of /dev/shm when the report was written."""
+    file_system: str | None = None
+    """Type and kind of the file system of the working folder: ``ext4, local``."""
     start_method: str | None = None
     """Start method of worker processes: ``fork``, ``forkserver`` or ``spawn``."""
 
@@ -124,6 +127,7 @@ def read_environment(root: Path = Path("/")) -> Environment:
         cpu_reason=machine.cpu_reason,
         available_memory_bytes=machine.available_memory_bytes,
         free_shm_bytes=machine.free_shm_bytes,
+        file_system=_file_system(root),
         start_method=machine.start_method,
     )
 
@@ -168,6 +172,14 @@ def rate(step_ms: float | None, batch_size: int | None) -> float | None:
     if not step_ms or batch_size is None:
         return None
     return 1000 * batch_size / step_ms
+
+
+def _file_system(root: Path) -> str | None:
+    try:
+        kinds = file_system(".", root)
+    except OSError:  # the working folder was deleted
+        return None
+    return ", ".join(filter(None, kinds)) or None
 
 
 def _cpu_model(root: Path) -> str | None:

@@ -23,31 +23,35 @@ from lightning_feed.measure.wall import WallStats
 from lightning_feed.report.report import Report, cause_text, if_free, needs_trial, rate, takes_turns
 from lightning_feed.verdict.diagnosis import Bottleneck, Diagnosis, Remedy
 from lightning_feed.verdict.shares import in_ms, model_disturbed
-from lightning_feed.wording import in_rate, plural, rate_unit, source_line
+from lightning_feed.wording import in_rate, plural, rate_unit, size_text, source_line
 
 # --- the pipeline from disk to model ------------------------------------------------------------------------------
 
 _CHARACTERS = 32
 _FEWEST_CHARACTERS = 8
 """Length of the longest bar in characters, in a wide and in a narrow terminal."""
-_RATE = 13
+_RATE = 11
+_TIME = 8
 _REMARK = 17
-"""Number of characters of a rate in front of a bar, and of the longest remark behind the bar."""
+"""Number of characters of a rate and of a time in front of a bar, and of the longest remark behind the bar."""
 WIDE = 120
 """Characters of a line: enough for every line of the pipeline."""
-_CUT = 3
-"""The longest bar stands for this many times the lowest rate, and longer bars are cut, because the fastest part may be
-100 times as fast."""
+_LOWEST_PER_S = 1e-9
+"""Lower rates are left out."""
 Kind = Literal["stage", "part", "fit", "if"]
 _Row = tuple[Kind, str, float | None, str]
 """Kind and name of a bar, its rate in batches per second, and the way the rate was measured."""
 
 
 class Bar(NamedTuple):
-    """A rate in the pipeline's unit."""
+    """The speed of a part. Its bar is as long as its time for a batch, because the fastest part may be 1,000 times as
+    fast as the slowest, which matters most."""
 
     name: str
     per_s: float
+    """Rate in the pipeline's unit."""
+    batch_ms: float
+    """Time for a batch."""
     kind: Kind
     """``stage``: every sample passes this stage. ``part``: a part of the loader that shares the workers with others.
     ``fit``: the fit as it ran. ``if``: the loader under other conditions."""
@@ -63,8 +67,11 @@ class Pipeline(NamedTuple):
     unit: str
     """``samples/s``, or ``batches/s`` if the batch size is not known."""
     bars: Sequence[Bar]
-    full_per_s: float
-    """The rate of the longest bar."""
+
+    @property
+    def longest_ms(self) -> float:
+        """The time of the longest bar."""
+        return max(bar.batch_ms for bar in self.bars)
 
 
 def read_pipeline(diagnosis: Diagnosis) -> Pipeline | None:
@@ -73,6 +80,7 @@ def read_pipeline(diagnosis: Diagnosis) -> Pipeline | None:
     results = measured.experiments
     sizes = (results.batch_size, measured.facts.loader.batch_size)
     size = next((size for size in sizes if size is not None and size > 0), None)
+    samples = size or 1
     model_per_s = None if model_disturbed(measured) else results.model_per_s
     rows: list[_Row] = [
         *_sample_parts(results.costs, measured.facts, size),
@@ -85,29 +93,27 @@ def read_pipeline(diagnosis: Diagnosis) -> Pipeline | None:
     ]
     bars = []
     for kind, name, batches_per_s, note in rows:
-        per_s = (size or 1) * (batches_per_s or 0.0)
-        if 0 < per_s < math.inf:
-            bars.append(Bar(name, per_s, kind, note))
-    rates = [bar.per_s for bar in bars if bar.kind in ("stage", "part")]
-    if not rates:
+        per_s = samples * (batches_per_s or 0.0)
+        if _LOWEST_PER_S < per_s < math.inf:
+            bars.append(Bar(name, per_s, 1e3 * samples / per_s, kind, note))
+    if not any(bar.kind in ("stage", "part") for bar in bars):
         return None
-    return Pipeline(rate_unit(size), _mark(bars, diagnosis), min(max(rates), _CUT * min(rates)))
+    return Pipeline(rate_unit(size), _mark(bars, diagnosis))
 
 
 def pipeline_text(pipeline: Pipeline, width: int = WIDE) -> list[str]:
     """The pipeline as bars of characters, a line for each."""
     leads = {"stage": "", "part": "  ", "fit": "", "if": "if: loader, "}
-    beside = _RATE + 2 + 2 + _REMARK  # the rate, the spaces around the bar, and the remark
+    beside = _RATE + _TIME + 2 + 2 + _REMARK  # the rate, the time, the spaces around the bar, and the remark
     names = [_short(leads[bar.kind] + bar.name, width - beside - _FEWEST_CHARACTERS) for bar in pipeline.bars]
-    title = f"Pipeline ({pipeline.unit})"
-    column = max(len(title) - _RATE, *map(len, names))
+    title = f"Pipeline ({pipeline.unit}, ms a batch)"
+    column = max(map(len, names))
     longest = min(_CHARACTERS, max(_FEWEST_CHARACTERS, width - column - beside))
     lines = [title]
     for name, bar in zip(names, pipeline.bars, strict=True):
-        drawn = "#" * max(1, round(longest * min(1.0, bar.per_s / pipeline.full_per_s)))
-        if bar.per_s > pipeline.full_per_s:
-            drawn = drawn[:-1] + ">"
-        line = f"{name:{column}}{in_rate(bar.per_s):>{_RATE}}  {drawn:{longest}}  {_remark(bar)}"
+        drawn = "#" * max(1, round(longest * bar.batch_ms / pipeline.longest_ms))
+        time = in_ms(bar.batch_ms, bar.batch_ms)
+        line = f"{name:{column}}{in_rate(bar.per_s):>{_RATE}}{time:>{_TIME}}  {drawn:{longest}}  {_remark(bar)}"
         lines.append(line.rstrip())
     return lines
 
@@ -231,6 +237,8 @@ class Section:
     note: str = ""
     """A sentence below the rows."""
     pipeline: Pipeline | None = None
+    folded: bool = False
+    """True if a page shows only the title until the reader opens the section."""
 
     def console_lines(self, width: int) -> Iterator[str]:
         """The lines for the console, broken to fit the width."""
@@ -316,6 +324,7 @@ def _wall_section(wall: WallStats) -> Section:
         rows,
         ("part of the run", "s", "%"),
         console=[f"wall  {wall.wall_s:.{digits}f} s = {' | '.join(parts)}"],
+        folded=wall.seconds("train") > wall.wall_s / 2,
     )
 
 
@@ -329,7 +338,7 @@ def _validation_sections(validation: LoopMeasurements, *, shown: bool) -> Iterat
         for steps in validation.by_loader
     ]
     section = _parts_section("validation step", validation.stats, copies=copies, end="".join(waits))
-    yield section if shown else replace(section, console=())
+    yield section if shown else replace(section, console=(), folded=True)
 
 
 # --- advice -------------------------------------------------------------------------------------------------------
@@ -400,11 +409,8 @@ def pipeline_sections(diagnosis: Diagnosis) -> Iterator[Section]:
     pipeline = read_pipeline(diagnosis)
     if pipeline is None:
         return
-    note = ""
-    if any(bar.per_s > pipeline.full_per_s for bar in pipeline.bars):
-        note = f"Bars end at {in_rate(pipeline.full_per_s)} {pipeline.unit}; longer ones are cut."
-    title = f"Pipeline: {pipeline.unit} that each part could do"
-    yield Section(title, (), form="pipeline", note=note, pipeline=pipeline)
+    note = "All bars have one scale: the time for a batch. The longest of the stages limits training."
+    yield Section("Pipeline: time of each part for a batch", (), form="pipeline", note=note, pipeline=pipeline)
 
 
 def measured_sections(measured: Measurements) -> Iterator[Section]:
@@ -427,7 +433,7 @@ def _rank_rows(ranks: RankStats) -> list[Row]:
 
 def _table(title: str, rows: Sequence[Row], header: Row = (), console: str = "") -> Iterator[Section]:
     if rows:
-        yield Section(title, rows, header, console=console or ())
+        yield Section(title, rows, header, console=console or (), folded=True)
 
 
 def _figures(*rows: tuple[str, float | None, str]) -> list[Row]:
@@ -511,38 +517,60 @@ def other_sections(report: Report) -> Iterator[Section]:
     yield from pipeline_sections(diagnosis)
     yield from time_sections(diagnosis.measurements)
     yield from measured_sections(diagnosis.measurements)
-    yield Section("Run and machine", _run_rows(report), form="pairs")
+    yield Section("Settings", _settings_rows(report), form="pairs")
+    yield Section("Machine", _machine_rows(report), form="pairs")
 
 
-def _run_rows(report: Report) -> list[Row]:
-    """(name, value) for the known settings of the run and of its machine."""
+def _settings_rows(report: Report) -> list[Row]:
+    """(name, value) for the known settings of the run."""
     facts = report.diagnosis.measurements.facts
     loader = facts.loader
-    machine = report.environment
     batch = []
     if loader.batch_size is not None:
         batch.append(f"{loader.batch_size} samples")
     if facts.batch.size_bytes is not None:
-        batch.append(f"{facts.batch.size_bytes / 1e6:.2f} MB")
-    rows = (
-        ("written", report.written_at),
-        ("device", machine.device or facts.device_type),
-        ("CPU", machine.cpu),
-        ("usable CPUs", machine.usable_cpus if facts.usable_cpus is None else facts.usable_cpus),
+        batch.append(size_text(facts.batch.size_bytes))
+    return _known(
+        ("written", report.written_at.replace("T", " ")),
         ("ranks", facts.world_size),
         ("batch", ", ".join(batch) or None),
         ("workers", loader.num_workers),
         ("prefetch factor", loader.prefetch_factor),
         ("pinned memory", loader.pin_memory),
         ("persistent workers", loader.persistent_workers),
+        ("threads of torch", facts.torch_threads),
         ("decoder", facts.datamodule.decoder),
         ("backend", facts.datamodule.backend),
-        ("lightning_feed", machine.lightning_feed),
-        ("Lightning", facts.trainer.lightning or machine.lightning or machine.pytorch_lightning),
-        ("torch", machine.torch),
-        ("Python", machine.python),
-        ("platform", machine.platform),
     )
+
+
+def _machine_rows(report: Report) -> list[Row]:
+    """(name, value) for what is known of the machine, and for the versions."""
+    facts = report.diagnosis.measurements.facts
+    machine = report.environment
+    cpus = machine.usable_cpus if facts.usable_cpus is None else facts.usable_cpus
+    shm_bytes = machine.free_shm_bytes if facts.free_shm_bytes is None else facts.free_shm_bytes
+    return _known(
+        ("device", machine.device or facts.device_type),
+        ("CPU", machine.cpu),
+        ("usable CPUs", cpus),
+        ("memory available", _size(machine.available_memory_bytes)),
+        ("free in /dev/shm", _size(shm_bytes)),
+        ("file system", machine.file_system),
+        ("platform", machine.platform),
+        ("Python", machine.python),
+        ("torch", machine.torch),
+        ("Lightning", facts.trainer.lightning or machine.lightning or machine.pytorch_lightning),
+        ("lightning_feed", machine.lightning_feed),
+    )
+
+
+def _size(size_bytes: int | None) -> str | None:
+    return None if size_bytes is None else size_text(size_bytes)
+
+
+def _known(*rows: tuple[str, str | int | None]) -> list[Row]:
+    """Rows (name, value as text) without unknown values."""
     words = {True: "yes", False: "no"}
     return [
         (name, words[value] if isinstance(value, bool) else str(value)) for name, value in rows if value is not None

@@ -7,7 +7,7 @@ from verdict.cases import changed_facts, loop_facts
 
 from lightning_feed.measure.experiment_results import ExperimentResults, FunctionCost, KeyBytes, NamedCost, TriedSetting
 from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements
-from lightning_feed.measure.stats import LoaderStats, RankStats, StarvationStats
+from lightning_feed.measure.stats import Bin, LoaderStats, RankStats, StarvationStats, Stretch, Timeline
 from lightning_feed.report.document import make_report
 from lightning_feed.report.report import Environment, Report, RunIdentity
 from lightning_feed.verdict.diagnosis import Diagnosis, Remedy
@@ -59,6 +59,18 @@ def sample_facts(**changes: Any) -> LoopFacts:
     return changed_facts(facts, **changes)
 
 
+def sample_timeline() -> Timeline:
+    """A run that waits more and more; its slow steps are those that wait."""
+    return Timeline(
+        stretches=tuple(Stretch(steps=103, step_ms=87.2, starved_pct=pct) for pct in (20.0, 30.0, 40.0, 46.0)),
+        bins=(
+            Bin(from_ms=40.0, to_ms=60.0, steps=200, starved_pct=0.0),
+            Bin(from_ms=60.0, to_ms=90.0, steps=12, starved_pct=25.0),
+            Bin(from_ms=90.0, to_ms=135.0, steps=200, starved_pct=50.0),
+        ),
+    )
+
+
 def sample_experiments() -> ExperimentResults:
     return ExperimentResults(
         batch_size=32,
@@ -106,6 +118,7 @@ def sample(*, stats: StarvationStats | None = None, facts: LoopFacts | None = No
         loaders=LoaderStats(workers_on_cpu_pct=91.0, workers_run_queue_pct=4.0, workers_blocked_pct=5.0),
         ranks=RankStats(world_size=2, steps=412, starved_pct=35.0, slow_rank=1, data_idle_ms_by_rank=(11.0, 29.6)),
         hooks=(HookTime(name="[Callback]ModelCheckpoint.on_train_batch_end", ms_per_step=2.4),),
+        timeline=sample_timeline(),
         experiments=sample_experiments(),
         diagnosed=True,
     )

@@ -13,6 +13,7 @@ from report.sample_reports import (
     nothing_measured,
     sample,
     sample_experiments,
+    sample_facts,
     sample_report,
 )
 
@@ -20,6 +21,7 @@ from lightning_feed.measure.experiment_results import KeyBytes, NamedCost
 from lightning_feed.measure.measurements import HookTime
 from lightning_feed.report.files import as_html
 from lightning_feed.report.report import Report
+from lightning_feed.report.sections import read_pipeline
 from lightning_feed.verdict.diagnosis import Bottleneck, Diagnosis, Grade, Remedy
 
 
@@ -47,8 +49,8 @@ class _Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] != "style":
-            self.words.append(data)
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.words.append(data.replace("\N{NO-BREAK SPACE}", " "))
 
     def _note(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
@@ -56,7 +58,7 @@ class _Page(HTMLParser):
 
 
 def _words(found: Diagnosis) -> str:
-    return " ".join(_Page(as_html(sample_report(found))).words)
+    return "".join(_Page(as_html(sample_report(found))).words)
 
 
 def test_html_page_shows_the_content_of_the_report() -> None:
@@ -112,7 +114,7 @@ def test_html_page_puts_what_to_change_before_why() -> None:
 def test_html_page_formats_code_and_prefixes_rejected_fixes_with_not() -> None:
     found = sample(notes=("`lightning-feed tune` tries it",), why_not=("more workers: no gain",), remedies=())
     page = as_html(sample_report(found))
-    assert "<li><code>lightning-feed tune</code> tries it</li>" in page
+    assert "<li><code><span>lightning-feed</span> <span>tune</span></code> tries it</li>" in page
     assert "<li>not more workers: no gain</li>" in page
     assert "`" not in page
 
@@ -126,9 +128,10 @@ def test_html_page_names_a_share_at_most_three_times() -> None:
 def test_html_page_loads_nothing_from_outside() -> None:
     text = as_html(sample_report())
     page = _Page(text)
-    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    assert not {"link", "img", "iframe", "object"} & set(page.tags)
+    assert page.tags.count("script") == 1  # it makes the buttons that copy
     assert not {"src", "href", "srcset"} & {name for name, _ in page.attributes}
-    assert not re.search(r"https?:|url\(|@import", text)
+    assert not re.search(r"https?:|url\(|@import|fetch\(", text)
 
 
 def test_html_step_bar_adds_up_to_100_percent() -> None:
@@ -141,6 +144,63 @@ def test_html_step_bar_adds_up_to_100_percent() -> None:
     ends = [start + float(one.get("width") or 0) for start, one in zip(starts, bars, strict=True)]
     assert ends[-1] == pytest.approx(100, abs=0.25)
     assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
+
+
+def _boxes(text: str) -> list[ElementTree.Element]:
+    return [ElementTree.fromstring(box) for box in re.findall(r'<div class="copyable box">.*?</div>', text, re.DOTALL)]
+
+
+def test_each_fix_is_in_a_box_whose_text_is_the_code() -> None:
+    found = sample()
+    codes = ["".join(box.itertext()) for box in _boxes(as_html(sample_report(found)))]
+    assert codes == [remedy.code for remedy in found.remedies]
+
+
+def test_code_has_no_place_for_a_line_break_but_at_spaces() -> None:
+    (box, *_) = _boxes(as_html(sample_report(sample(remedies=(Remedy(code="num_workers=2, a-b=c/d", why="w"),)))))
+    assert [word.text for word in box.iter("span")] == ["num_workers=2,", "a-b=c/d"]
+    style = as_html(sample_report())
+    assert "code span { white-space: pre; }" in style
+    assert "anywhere" not in re.findall(r"^(?:code|pre|:not\(pre\)).*$", style, re.MULTILINE)
+
+
+def test_a_fix_to_be_tried_first_is_no_code_to_paste() -> None:
+    facts = sample_facts(device_type="cpu", num_workers=0)
+    remedy = Remedy(code="num_workers=2", why="", changes="num_workers=2")
+    found = sample(facts=facts, confidence="low", remedies=(remedy,))
+    found = replace(found, measurements=replace(found.measurements, diagnosed=False))
+    text = as_html(sample_report(found))
+    assert "<b>try num_workers=2</b>" in text
+    assert _boxes(text) == []
+
+
+def test_pipeline_bars_are_as_long_as_the_time_of_a_batch() -> None:
+    text = as_html(sample_report())
+    drawn = re.findall(r'<rect class="\w+" x="0" y="0" width="([\d.]+)" height="10"/></svg>', text)
+    widths = [float(width) for width in drawn]
+    pipeline = read_pipeline(sample())
+    assert pipeline is not None
+    assert widths == pytest.approx([100 * bar.batch_ms / pipeline.longest_ms for bar in pipeline.bars], abs=0.01)
+    assert max(widths) == 100
+
+
+def test_tables_are_folded_and_what_matters_is_open() -> None:
+    text = as_html(sample_report())
+    folded = re.findall("<summary>(.*?)</summary>", text)
+    shown = re.findall("<h2>(.*?)</h2>", text)
+    assert {"Ranks", "Slowest hooks", "What one sample costs"} <= set(folded)
+    assert {"What to change", "Waiting for data over the run", "Step times", "Why", "Settings", "Machine"} <= set(shown)
+    assert not set(shown) & set(folded)
+
+
+def test_charts_have_axes_with_units_and_words() -> None:
+    waiting, times = re.findall(r'<svg class="chart".*?</svg>', as_html(sample_report()), re.DOTALL)
+    for drawn, axes in ((waiting, ("% of the time", "step")), (times, ("steps", "ms a step, log scale"))):
+        chart = ElementTree.fromstring(drawn)
+        assert chart.get("role") == "img"
+        assert chart.findtext("title")
+        assert chart.findtext("desc")
+        assert set(axes) <= {text.text for text in chart.iter("text")}
 
 
 def test_hostile_names_are_escaped_in_html() -> None:
@@ -161,11 +221,11 @@ def test_hostile_names_are_escaped_in_html() -> None:
         report, written_at=HOSTILE, environment=replace(report.environment, cpu=HOSTILE, lightning_feed=HOSTILE)
     )
     page = _Page(as_html(hostile))
-    assert "script" not in page.tags
+    assert page.tags.count("script") == 1  # our own
     assert (
         "".join(page.words).count(HOSTILE) == 13
     )  # every place that was given it; a bar has the last line of the code
-    assert page.tags.count("title") == 5  # of the page, and of the four parts of a step
+    assert page.tags.count("title") == 5 + 2 + 4 + 3  # page, four parts of a step, two charts, and their columns
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -120,7 +120,7 @@ def test_text_report_without_a_verdict_still_shows_the_experiments() -> None:
     measured = replace(alone.measurements, experiments=sample_experiments(), diagnosed=True, facts=sample_facts())
     text = as_text(replace(alone, measurements=measured))
     assert text.startswith("FEED  no verdict: ")
-    assert "Pipeline (samples/s)" in text
+    assert "Pipeline (samples/s, ms a batch)" in text
     assert "costs decode: 9.80 ms; RandomResizedCrop: 3.20 ms; read: 1.90 ms; ColorJitter: 1.40 ms" in text
     assert "tried 6 workers: 87.0 ms; 12 workers: 58.0 ms" in text
     assert "batch its samples, in one process: 390.0 ms; collating them: 41.0 ms; start of the loader: 0.40 s" in text
@@ -370,7 +370,8 @@ def test_read_pipeline_computes_the_rate_of_each_stage() -> None:
     assert _narrowest(pipeline) == ["decode", "loader"]
     assert _rates(pipeline, "fit") == {"fit as it ran": pytest.approx(32_000 / 87.2)}
     assert _rates(pipeline, "if")["files in memory"] == pytest.approx(412.8)
-    assert pipeline.full_per_s == pytest.approx(3 * 371.2)
+    assert pipeline.longest_ms == pytest.approx(87.2)  # of the fit
+    assert {bar.name: bar.batch_ms for bar in pipeline.bars}["loader"] == pytest.approx(32_000 / 371.2)
 
 
 def test_only_the_stage_that_the_headline_names_is_marked() -> None:
@@ -410,11 +411,17 @@ def test_decode_rate_without_workers_is_that_of_one_process() -> None:
 def test_pipeline_text_draws_a_bar_for_each_stage() -> None:
     pipeline = _pipeline(batch_size=32, loader_per_s=10.0, model_per_s=20.0, ceiling_per_s=1e4)
     lines = pipeline_text(pipeline)
-    assert lines[0] == "Pipeline (samples/s)"
-    assert lines[1].split() == ["collate,", "send", "320", "000", "#" * 31 + ">"]
-    assert lines[2].split() == ["loader", "320", "#" * 11, "<-", "bottleneck"]  # a third of 32, as 3 times it is full
-    assert lines[3].split() == ["model", "640", "#" * 21]
-    assert lines[4].split() == ["fit", "as", "it", "ran", "367", "#" * 12]
+    assert lines[0] == "Pipeline (samples/s, ms a batch)"
+    assert lines[1].split() == ["collate,", "send", "320", "000", "0.10", "#"]
+    assert lines[2].split() == ["loader", "320", "100.0", "#" * 32, "<-", "bottleneck"]
+    assert lines[3].split() == ["model", "640", "50.0", "#" * 16]
+    assert lines[4].split() == ["fit", "as", "it", "ran", "367", "87.2", "#" * 28]
+
+
+def test_pipeline_bars_have_one_scale() -> None:
+    pipeline = _pipeline(batch_size=1, loader_per_s=130.0, model_per_s=178.0, ceiling_per_s=2e5)
+    lengths = {line.split()[0]: line.count("#") for line in pipeline_text(pipeline)[1:]}
+    assert lengths["loader"] / lengths["model"] == pytest.approx(178 / 130, rel=0.1)
 
 
 # --- Markdown -----------------------------------------------------------------------------------------------------
