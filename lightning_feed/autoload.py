@@ -49,7 +49,9 @@ def _callbacks_from(module: str) -> list[Any]:
     feed = import_module(module)
     starvation = feed.GPUStarvationCallback()
     starvation.any_logger = False  # some packages have a logger of their own, and show its figures to users
-    added = [feed.PrefetchCallback(), starvation]
+    prefetch = feed.PrefetchCallback()
+    prefetch.was_asked_for = False
+    added = [prefetch, starvation]
     if value == "tune":
         added.insert(0, feed.AutotuneCallback())
     return added

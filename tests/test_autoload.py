@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.demos.boring_classes import BoringModel
+from recording import quiet_trainer
 
 import lightning_feed
 from lightning_feed import autoload, pl
@@ -61,6 +63,17 @@ def test_an_unknown_value_of_the_environment_variable_is_refused(monkeypatch: py
         autoload.callbacks()
     with pytest.raises(SettingsError):
         autoload.pl_callbacks()
+
+
+def test_a_callback_that_nobody_asked_for_does_not_say_that_it_does_nothing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LIGHTNING_FEED", "1")
+    callbacks = autoload.callbacks()
+    monkeypatch.delenv("LIGHTNING_FEED")  # the Trainer would add them again
+    with caplog.at_level("INFO", "lightning_feed"):
+        quiet_trainer(callbacks, max_steps=2, default_root_dir=tmp_path).fit(BoringModel())
+    assert "does nothing" not in caplog.text
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])

@@ -93,6 +93,8 @@ class PrefetchCallback(ExactResume):
             )
         super().__init__()
         self.depth = depth
+        self.was_asked_for = True
+        """False if LIGHTNING_FEED added this callback. Then no line says why it does nothing."""
         self.host_keys = tuple(host_keys)
         self.drop_keys = check_drop_keys(drop_keys, "PrefetchCallback")
         self._active = False
@@ -241,7 +243,8 @@ class PrefetchCallback(ExactResume):
         self._lean = None
 
     def _stand_aside(self, trainer: Trainer, why: str) -> None:
-        self._once.say(trainer, logging.INFO, f"PrefetchCallback does nothing: {why}.")
+        if self.was_asked_for:
+            self._once.say(trainer, logging.INFO, f"PrefetchCallback does nothing: {why}.")
 
     # --- looking ahead ------------------------------------------------------------------------------------------------
 

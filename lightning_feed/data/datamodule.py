@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, final
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, final
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -43,7 +43,28 @@ def check_whole(name: str, value: object, unit: str) -> None:
         SettingsError: the argument is anything else.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise SettingsError(f"{name}={value!r} is not valid. Give {unit}, 1 or more.")
+        raise SettingsError(f"{name}={value!r} is not valid. Give {unit}, a whole number of 1 or more.")
+
+
+_ARGUMENTS = {
+    "make_dataset": ("split",),
+    "collate": ("samples", "split"),
+    "sampler": ("dataset", "split"),
+    "device_transform": ("batch", "split"),
+}
+"""The methods that a subclass may write, and their arguments."""
+
+
+class _NotInitialised:
+    """Stands for the state of a data module whose ``__init__`` was not called."""
+
+    def __get__(self, module: object, kind: type) -> "_NotInitialised":
+        if module is None:
+            return self
+        raise SettingsError(
+            f"{kind.__name__}.__init__ does not call super().__init__(). Write super().__init__(batch_size=...) as its "
+            "first line."
+        )
 
 
 @dataclass
@@ -97,6 +118,7 @@ class FeedDataModule:
     """
 
     trainer: AnyTrainer | None
+    _feed = cast("_State", _NotInitialised())
     _feed_seed: int | None = None
     """Seed of the run's training order; None until it is first used, or loaded from a checkpoint."""
 
@@ -113,6 +135,7 @@ class FeedDataModule:
         **misplaced: NoReturn,
     ) -> None:
         self._feed_refuse(misplaced)
+        self._feed_check_methods()
         check_whole("batch_size", batch_size, "the samples in a batch")
         if eval_batch_size not in (None, "even"):
             check_whole("eval_batch_size", eval_batch_size, "the samples in a batch")
@@ -311,17 +334,23 @@ class FeedDataModule:
                 raise SettingsError(f"{name} is a setting of the loaders. {where}")
             raise SettingsError(f"{owner} has no argument {name}.")
 
+    def _feed_check_methods(self) -> None:
+        """Check that the methods of a subclass take the arguments that they are called with."""
+        for name, arguments in _ARGUMENTS.items():
+            try:
+                inspect.signature(getattr(self, name)).bind(*arguments)
+            except TypeError as error:
+                line = f"def {name}({', '.join(('self', *arguments))})"
+                raise SettingsError(
+                    f"{type(self).__name__}.{name} cannot be called: {error}. Write it as {line}."
+                ) from error
+
     # --- datasets -----------------------------------------------------------------------------------------------------
 
     def _feed_datasets(self, split: str) -> SplitDatasets:
         if split not in SPLITS:
             raise SettingsError(f"There is no split {split!r}. Use one of {', '.join(map(repr, SPLITS))}.")
         if split not in self._feed.datasets:
-            if not inspect.signature(self.make_dataset).parameters:
-                raise DatasetError(
-                    f"{type(self).__name__}.make_dataset takes no split. Write it as def make_dataset(self, split): it "
-                    "is called with 'train', 'val', 'test' or 'predict'."
-                )
             structure = self.make_dataset(split)
             named = [] if structure is None else name_datasets(structure, split)
             self._feed.datasets[split] = SplitDatasets(structure, named)
@@ -461,7 +490,13 @@ class FeedDataModule:
         moved = release(moved)
         split = _SPLITS_OF_STAGE[_host.stage_now(trainer)][0]
         with traced("device_transform"):
-            return self.device_transform(self._feed_on_device(moved, split), split)
+            transformed = self.device_transform(self._feed_on_device(moved, split), split)
+        if transformed is None and moved is not None:
+            raise LoaderError(
+                f"{type(self).__name__}.device_transform returned None, so there is nothing to train on. End it with "
+                "`return batch`."
+            )
+        return transformed
 
 
 class FastDataModule(FeedDataModule, LightningDataModule):

@@ -98,7 +98,9 @@ def parts_of(loader: object) -> tuple[LoaderPart, ...]:
         inner = stages[0] if isinstance(stages, list) and len(stages) == 1 else part  # a WebLoader that adds nothing
         if not isinstance(inner, DataLoader):
             name = type(inner).__name__
-            raise LoaderError(f"a {name} is not a torch DataLoader, so it cannot be rebuilt with changes")
+            raise LoaderError(
+                f"an object of class {name} is not a torch DataLoader, so it cannot be rebuilt with changes"
+            )
         parts.append(LoaderPart(".".join(map(str, path)), inner))
     if not parts:
         raise LoaderError("It contains no loader.")

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 import lightning_feed
 from lightning_feed import _host
 from lightning_feed.data import datamodule
-from lightning_feed.errors import DatasetError, MissingExtraError, SettingsError
+from lightning_feed.errors import DatasetError, LoaderError, MissingExtraError, SettingsError
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.settings import LoaderSettings
 
@@ -432,13 +432,37 @@ def test_a_missing_make_dataset_is_reported_with_its_signature() -> None:
         trainer().fit(module(), datamodule=lightning_feed.FastDataModule())
 
 
-def test_a_make_dataset_without_a_split_argument_is_reported() -> None:
-    class NoSplit(lightning_feed.FastDataModule):
-        def make_dataset(self) -> Any:  # type: ignore[override]
-            return Rows(4)
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("make_dataset", r"def make_dataset\(self, split\)"),
+        ("collate", r"def collate\(self, samples, split\)"),
+        ("sampler", r"def sampler\(self, dataset, split\)"),
+        ("device_transform", r"def device_transform\(self, batch, split\)"),
+    ],
+)
+def test_a_method_that_does_not_take_its_arguments_is_refused_at_construction(name: str, line: str) -> None:
+    short = type("Short", (Data,), {name: lambda self: None})
+    with pytest.raises(SettingsError, match=rf"Short\.{name} cannot be called.* Write it as {line}"):
+        short({"train": Rows(4)})
 
-    with pytest.raises(DatasetError, match=r"NoSplit\.make_dataset takes no split.* def make_dataset\(self, split\)"):
-        NoSplit().setup("fit")
+
+def test_a_device_transform_that_returns_nothing_ends_the_fit() -> None:
+    class Forgetful(Data):
+        def device_transform(self, batch: Any, split: str) -> Any:
+            batch * 2
+
+    with pytest.raises(LoaderError, match=r"Forgetful\.device_transform returned None.*`return batch`"):
+        trainer().fit(module(), datamodule=Forgetful({"train": Rows(4)}))
+
+
+def test_a_data_module_that_does_not_call_super_init_says_so() -> None:
+    class Bare(lightning_feed.FastDataModule):
+        def __init__(self) -> None:
+            self.size = 3
+
+    with pytest.raises(SettingsError, match=r"Bare\.__init__ does not call super\(\)\.__init__\(\)"):
+        trainer().fit(module(), datamodule=Bare())
 
 
 def test_a_missing_training_dataset_is_reported() -> None:

@@ -97,7 +97,10 @@ def test_custom_iterables_get_only_the_loader_and_keys_experiments() -> None:
     assert [(key.name, key.bytes_per_batch) for key in results.keys] == [("x", 24)]
     left_out = dict(results.left_out)
     assert set(left_out) == set(STEPS) - {"loader", "keys"}
-    assert left_out["transforms"] == "a Batches is not a torch DataLoader, so it cannot be rebuilt with changes"
+    assert (
+        left_out["transforms"]
+        == "an object of class Batches is not a torch DataLoader, so it cannot be rebuilt with changes"
+    )
     used_up = iter(Batches())
     results = _measure(used_up)
     assert "iterated only once" in dict(results.left_out)["loader"]
