@@ -233,7 +233,7 @@ def redraw_tour() -> None:
 
 def words_of(page: str) -> str:
     """The words on a page, without what is shown under the pointer."""
-    body = re.sub(r"<style>.*</style>|<svg.*?</svg>", " ", page, flags=re.DOTALL)
+    body = re.sub(r"<(style|script)>.*?</\1>|<svg.*?</svg>", " ", page, flags=re.DOTALL)
     return one_line(html.unescape(re.sub("<[^>]*>", " ", body)))
 
 
