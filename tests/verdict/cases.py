@@ -16,6 +16,11 @@ GROUPS = ("loader", "batch", "host", "datamodule", "trainer")
 """Fields of LoopFacts that hold further facts."""
 
 
+def under(limit: float) -> float:
+    """A value that is slightly below a threshold."""
+    return 0.998 * limit
+
+
 def changed_facts(facts: LoopFacts, **changes: Any) -> LoopFacts:
     """Facts with other values, each by the name of its field, whichever group it belongs to."""
     for name, value in changes.items():

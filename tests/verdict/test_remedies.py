@@ -9,16 +9,23 @@ import lightning.pytorch.callbacks
 import pytest
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
-from verdict.cases import ASLEEP, BUSY, READY, measured
+from verdict.cases import ASLEEP, BUSY, READY, measured, under
 
 import lightning_feed
 from lightning_feed.measure.experiment_results import CropTrial, TriedSetting
-from lightning_feed.measure.measurements import HookCode, HookTime, LoaderCode
+from lightning_feed.measure.measurements import OTHERS_PCT, HookCode, HookTime, LoaderCode
 from lightning_feed.measure.wall import WallPart, WallStats
 from lightning_feed.report.next_step import next_step
 from lightning_feed.verdict.decide import RUN_RULES, decide
 from lightning_feed.verdict.diagnosis import Form, Remedy
-from lightning_feed.verdict.remedies import LEAST_PCT, RULES
+from lightning_feed.verdict.remedies import RULES
+from lightning_feed.verdict.thresholds import (
+    HEAD_OF_LINE_PCT,
+    LEAST_GAIN_PCT,
+    LEAST_UNSURE_GAIN_PCT,
+    MODERATE_PCT,
+    MOST_REMEDIES,
+)
 
 
 def tried(own: tuple[int, float], *others: tuple[int, float], spread: float = 0.01) -> tuple[TriedSetting, ...]:
@@ -144,7 +151,7 @@ CONTRACTS = {
             "results are told apart by it": {"stage": "predict"},
             "one worker": {"num_workers": 1},
             "workers are never idle": {"loaders": BUSY | {"head_of_line_pct": 50.0}},
-            "little is lost to the order": {"loaders": ASLEEP | {"head_of_line_pct": 24.0}},
+            "little is lost to the order": {"loaders": ASLEEP | {"head_of_line_pct": under(HEAD_OF_LINE_PCT)}},
         },
     ),
     "files in memory": Contract(
@@ -267,7 +274,7 @@ def test_each_remedy_is_given_when_its_conditions_hold(name: str) -> None:
     assert remedy.code == contract.code
     assert remedy.least_step_ms == (contract.step_ms if contract.step_ms is None else pytest.approx(contract.step_ms))
     assert remedy.most_gain_pct is not None
-    assert LEAST_PCT <= remedy.most_gain_pct <= 100
+    assert LEAST_GAIN_PCT <= remedy.most_gain_pct <= 100
     assert remedy.form in get_args(Form)
     assert remedy.why
     assert remedy.where
@@ -352,7 +359,7 @@ def test_remedies_are_sorted_by_gain_and_at_most_three() -> None:
     ]
     assert gains == sorted(gains, reverse=True)
     more = decide(measured(**run, log_every_n_steps=1))
-    assert len(more.remedies) == 3
+    assert len(more.remedies) == MOST_REMEDIES
 
 
 @pytest.mark.parametrize(
@@ -360,15 +367,16 @@ def test_remedies_are_sorted_by_gain_and_at_most_three() -> None:
     [(5.0, 13.0, "high", True), (1.0, 41.0, "high", False), (None, None, "low", False), (None, None, "high", True)],
 )
 def test_a_gain_within_noise_gives_no_remedy(low: Any, high: Any, confidence: str, printed: bool) -> None:
+    late_ms = (LEAST_GAIN_PCT + LEAST_UNSURE_GAIN_PCT) / 2 + 1  # saved at most, of 100 ms
     stats = {"starved_low_pct": low, "starved_high_pct": high, "confidence": confidence}
-    late = measured(loaders=ASLEEP | {"head_of_line_pct": 25.0}, step=100, data=9.0, stats=stats)  # it saves 9 %
+    late = measured(loaders=ASLEEP | {"head_of_line_pct": HEAD_OF_LINE_PCT}, step=100, data=late_ms, stats=stats)
     assert bool(decide(late).remedies) is printed
 
 
 def test_a_small_gain_gives_no_remedy_if_other_programs_use_the_cpus() -> None:
-    late = {"loaders": ASLEEP | {"head_of_line_pct": 25.0}, "data": 9.0}
-    assert decide(measured(**late, others_cpu_pct=19.0)).remedies
-    assert decide(measured(**late, others_cpu_pct=21.0)).remedies == ()
+    late = {"loaders": ASLEEP | {"head_of_line_pct": HEAD_OF_LINE_PCT}, "data": 9.0}
+    assert decide(measured(**late, others_cpu_pct=under(OTHERS_PCT))).remedies
+    assert decide(measured(**late, others_cpu_pct=OTHERS_PCT)).remedies == ()
 
 
 def test_trials_with_a_wide_spread_give_no_remedy() -> None:
@@ -630,7 +638,7 @@ OWN_DATA = LoaderCode(words="your training DataLoader (Data.train_dataloader, da
     ("loader_code", "data", "said"),
     [
         (OWN_DATA, 40.0, True),
-        (OWN_DATA, 9.0, False),  # too little to change a program for
+        (OWN_DATA, under(MODERATE_PCT), False),  # too little to change a program for
         (replace(OWN_DATA, datamodule=""), 40.0, False),
         (replace(OWN_DATA, form="settings"), 40.0, False),  # its workers do so already
     ],

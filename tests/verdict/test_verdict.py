@@ -3,13 +3,23 @@
 from typing import Any
 
 import pytest
-from verdict.cases import BUSY, loop_facts, measured
+from verdict.cases import BUSY, loop_facts, measured, under
 
 from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements
-from lightning_feed.measure.stats import StarvationStats
+from lightning_feed.measure.stats import MIN_STEPS, StarvationStats
 from lightning_feed.verdict.decide import decide
 from lightning_feed.verdict.diagnosis import Diagnosis
 from lightning_feed.verdict.shares import toy_sentence
+from lightning_feed.verdict.thresholds import (
+    CLOSE_SHARE,
+    COPY_PCT,
+    DATA_PCT,
+    FRAMEWORK_PCT,
+    HEADLINE_PCT,
+    HIGH_PCT,
+    MODERATE_PCT,
+    TOY_STEP_MS,
+)
 
 
 def _stats(other: float = 0, data: float = 0, h2d: float = 0, compute: float = 100, **changes: Any) -> StarvationStats:
@@ -38,14 +48,14 @@ def _diagnose(facts: LoopFacts | None = None, **parts: Any) -> Diagnosis:
 @pytest.mark.parametrize(
     ("other", "data", "h2d", "bottleneck"),
     [
-        (10, 0, 0, "framework"),
-        (9.9, 0, 0, "compute"),
-        (0, 0, 5, "compute"),  # a small part is no headline
-        (0, 0, 10, "copy"),
-        (0, 0, 4.9, "compute"),
-        (0, 5, 0, "compute"),
-        (0, 10, 0, "data"),
-        (0, 4.9, 0, "compute"),
+        (FRAMEWORK_PCT, 0, 0, "framework"),
+        (under(FRAMEWORK_PCT), 0, 0, "compute"),
+        (0, 0, COPY_PCT, "compute"),  # a small part is no headline
+        (0, 0, HEADLINE_PCT, "copy"),
+        (0, 0, under(COPY_PCT), "compute"),
+        (0, DATA_PCT, 0, "compute"),
+        (0, HEADLINE_PCT, 0, "data"),
+        (0, under(DATA_PCT), 0, "compute"),
         (0, 0, 0, "compute"),
         (10, 10, 10, "framework"),  # the first of equals
         (0, 10, 10, "copy"),
@@ -62,12 +72,12 @@ def test_bottleneck_follows_from_the_shares_of_the_step(other: float, data: floa
     ("data", "grade"),
     [
         (0, "OK"),
-        (4.9, "OK"),
-        (5, "slightly data-bound"),
-        (9.9, "slightly data-bound"),
-        (10, "moderately data-bound"),
-        (19.9, "moderately data-bound"),
-        (20, "highly data-bound"),
+        (under(DATA_PCT), "OK"),
+        (DATA_PCT, "slightly data-bound"),
+        (under(MODERATE_PCT), "slightly data-bound"),
+        (MODERATE_PCT, "moderately data-bound"),
+        (under(HIGH_PCT), "moderately data-bound"),
+        (HIGH_PCT, "highly data-bound"),
         (100, "highly data-bound"),
     ],
 )
@@ -77,9 +87,9 @@ def test_grade_follows_from_the_share_of_data_waits(data: float, grade: str) -> 
 
 
 def test_a_few_steps_give_no_verdict() -> None:
-    found = _diagnose(data=90, steps=9)
+    found = _diagnose(data=90, steps=MIN_STEPS - 1)
     assert (found.bottleneck, found.grade, found.confidence, found.remedies) == ("unknown", "not measured", "low", ())
-    assert "9 steps were measured" in found.evidence[0]
+    assert f"{MIN_STEPS - 1} steps were measured" in found.evidence[0]
 
 
 def test_zero_steps_give_no_verdict() -> None:
@@ -127,13 +137,27 @@ def test_evidence_mentions_hidden_waits_and_lost_steps() -> None:
 
 @pytest.mark.parametrize(
     ("other", "h2d", "confidence"),
-    [(9.2, 0.0, "medium"), (10.8, 0.0, "medium"), (8.0, 0.0, "high"), (12.0, 0.0, "high"), (0.0, 4.8, "medium")],
+    [
+        (FRAMEWORK_PCT * (1 - 0.9 * CLOSE_SHARE), 0.0, "medium"),
+        (FRAMEWORK_PCT * (1 + 0.9 * CLOSE_SHARE), 0.0, "medium"),
+        (FRAMEWORK_PCT * (1 - 1.1 * CLOSE_SHARE), 0.0, "high"),
+        (FRAMEWORK_PCT * (1 + 1.1 * CLOSE_SHARE), 0.0, "high"),
+        (0.0, COPY_PCT * (1 - 0.9 * CLOSE_SHARE), "medium"),
+    ],
 )
 def test_a_share_close_to_its_limit_lowers_confidence(other: float, h2d: float, confidence: str) -> None:
     assert decide(measured(data=0.0, other=other, h2d=h2d)).confidence == confidence
 
 
-@pytest.mark.parametrize(("step", "toy", "noted"), [(1.9, True, False), (2.1, False, True), (4.1, False, False)])
+@pytest.mark.parametrize(
+    ("step", "toy", "noted"),
+    [
+        (under(TOY_STEP_MS), True, False),
+        (TOY_STEP_MS, False, True),
+        (under(2 * TOY_STEP_MS), False, True),
+        (2 * TOY_STEP_MS, False, False),
+    ],
+)
 def test_steps_slightly_longer_than_toys_get_a_note_on_larger_batches(step: float, toy: bool, noted: bool) -> None:
     found = decide(measured(data=0.3 * step, step=step, loaders=BUSY))
     assert (toy_sentence(step) is not None) == toy
