@@ -102,8 +102,8 @@ def _of(on_cpu: float, run_queue: float, **more: Any) -> dict[str, Any]:
 
 
 def _cause(*args: Any, **more: Any) -> tuple[str, str]:
-    found = decide(_measured(*args, **more))
-    return found.bottleneck, found.cause
+    diagnosis = decide(_measured(*args, **more))
+    return diagnosis.bottleneck, diagnosis.cause
 
 
 RANKS = RankStats(
@@ -210,11 +210,11 @@ def test_slow_epoch_starts_make_a_run_data_bound(
 
 def test_a_slow_rank_makes_the_run_data_bound_for_all_ranks() -> None:
     """This rank waits for no data, but for the gradients of the one that does."""
-    found = decide(_measured(FED, TWO, ranks=RANKS))
-    assert (found.bottleneck, found.cause, found.grade) == ("data", "one rank", "highly data-bound")
-    assert "rank 2 of 3 waits longest" in " ".join(found.evidence)
-    assert "30.0 of 100.0 ms (30 %) waiting for data, the slowest rank of each step" in found.evidence
-    assert (found.remedies, found.notes) == ((), ("rank 2 alone is slow: compare the nodes' disks and CPUs",))
+    diagnosis = decide(_measured(FED, TWO, ranks=RANKS))
+    assert (diagnosis.bottleneck, diagnosis.cause, diagnosis.grade) == ("data", "one rank", "highly data-bound")
+    assert "rank 2 of 3 waits longest" in " ".join(diagnosis.evidence)
+    assert "30.0 of 100.0 ms (30 %) waiting for data, the slowest rank of each step" in diagnosis.evidence
+    assert (diagnosis.remedies, diagnosis.notes) == ((), ("rank 2 alone is slow: compare the nodes' disks and CPUs",))
     balanced = replace(RANKS, slow_rank=None)
     assert _cause(DATA, TWO, _of(90, 5), ranks=balanced) == ("data", "cpu")
     assert _cause(FED, TWO, ranks=replace(RANKS, starved_pct=under(DATA_PCT))) == ("compute", "compute")
@@ -256,9 +256,9 @@ def test_experiments_decide_causes_that_running_figures_cannot(
 
 def test_a_run_is_not_data_bound_if_the_model_alone_takes_the_whole_step() -> None:
     gpu = TWO | CUDA
-    found = decide(_measured(DATA, gpu, _of(90, 5), {"model_per_s": 10 / MODEL_SHARE}))
-    assert (found.bottleneck, found.cause, found.grade) == ("compute", "compute", "OK")
-    assert "faster loading would not help here" in " ".join(found.evidence)
+    diagnosis = decide(_measured(DATA, gpu, _of(90, 5), {"model_per_s": 10 / MODEL_SHARE}))
+    assert (diagnosis.bottleneck, diagnosis.cause, diagnosis.grade) == ("compute", "compute", "OK")
+    assert "faster loading would not help here" in " ".join(diagnosis.evidence)
     assert _cause(DATA, gpu, _of(90, 5), {"model_per_s": 10 / under(MODEL_SHARE)}) == ("data", "cpu")
     assert _cause(DATA, gpu, _of(90, 5), {"model_per_s": 0.0}) == ("data", "cpu")
     several = decide(_measured({"data": 40, "other": 20, "compute": 40}, gpu, {}, {"model_per_s": 10.0}))
@@ -278,15 +278,15 @@ def test_a_run_on_a_cpu_stays_data_bound_whatever_the_model_alone_takes() -> Non
 def test_a_run_stays_data_bound_if_the_model_alone_is_slower_than_its_steps(alone_ms: float, acquits: bool) -> None:
     gpu = TWO | CUDA
     measured = _measured(DATA, gpu, _of(90, 5), {"model_per_s": 1000 / alone_ms, "loader_per_s": 10.0})
-    found = decide(measured)
-    assert found.bottleneck == ("compute" if acquits else "data")
-    assert found.measurements == measured
+    diagnosis = decide(measured)
+    assert diagnosis.bottleneck == ("compute" if acquits else "data")
+    assert diagnosis.measurements == measured
     if acquits:
         return
-    assert (found.cause, found.grade, found.confidence) == ("cpu", "highly data-bound", "medium")
-    assert f"the model alone took {alone_ms:.1f} ms, more than the 100.0 ms of a step" in found.evidence[-1]
+    assert (diagnosis.cause, diagnosis.grade, diagnosis.confidence) == ("cpu", "highly data-bound", "medium")
+    assert f"the model alone took {alone_ms:.1f} ms, more than the 100.0 ms of a step" in diagnosis.evidence[-1]
     without = decide(_measured(DATA, gpu, _of(90, 5), {"loader_per_s": 10.0}))
-    assert found.remedies == without.remedies
+    assert diagnosis.remedies == without.remedies
 
 
 @pytest.mark.parametrize(
@@ -303,9 +303,9 @@ def test_a_run_stays_data_bound_if_the_model_alone_is_slower_than_its_steps(alon
 def test_compute_has_low_confidence_if_steps_far_exceed_the_model_alone(
     compute: float, loaders: dict[str, Any], cause: str, confidence: str
 ) -> None:
-    found = decide(_measured({"compute": compute}, TWO, loaders, {"model_per_s": 10.0}))
-    assert (found.bottleneck, found.cause, found.confidence) == ("compute", cause, confidence)
-    said = " ".join(found.evidence)
+    diagnosis = decide(_measured({"compute": compute}, TWO, loaders, {"model_per_s": 10.0}))
+    assert (diagnosis.bottleneck, diagnosis.cause, diagnosis.confidence) == ("compute", cause, confidence)
+    said = " ".join(diagnosis.evidence)
     assert (f"the model alone takes 100.0 of the {compute:.1f} ms of the step itself" in said) == (confidence == "low")
     assert ("some task waits for a CPU" in said) == (cause == "oversubscribed")
 
@@ -372,20 +372,20 @@ def test_cause_of_time_between_steps_follows_from_facts_and_hooks(
 
 
 def test_device_syncs_are_named_with_advice_if_framework_bound() -> None:
-    found = decide(_measured(OTHER, CUDA | {"syncs": tuple(SYNCS)}))
-    assert all(any(what in line for line in found.evidence) for what in SYNCS.values())
-    assert found.remedies == ()
-    assert "precision" in " ".join(found.notes)
+    diagnosis = decide(_measured(OTHER, CUDA | {"syncs": tuple(SYNCS)}))
+    assert all(any(what in line for line in diagnosis.evidence) for what in SYNCS.values())
+    assert diagnosis.remedies == ()
+    assert "precision" in " ".join(diagnosis.notes)
     fed = decide(_measured(FED, CUDA | {"syncs": tuple(SYNCS)}))
     assert not any(what in line for line in fed.evidence for what in SYNCS.values())
 
 
 def test_evidence_names_the_most_expensive_hooks() -> None:
     hooks = _hooks(20.0, 8.0, 4.0, 1.0)
-    found = decide(_measured(OTHER, hooks=hooks))
-    assert "[Callback]Slow.on_train_batch_end takes 20.0 ms a step" in found.evidence
-    assert not any("takes 1.0 ms" in line for line in found.evidence)
-    assert found.notes[0].startswith("[Callback]Slow.on_train_batch_end takes 20.0 of 100.0 ms a step")
+    diagnosis = decide(_measured(OTHER, hooks=hooks))
+    assert "[Callback]Slow.on_train_batch_end takes 20.0 ms a step" in diagnosis.evidence
+    assert not any("takes 1.0 ms" in line for line in diagnosis.evidence)
+    assert diagnosis.notes[0].startswith("[Callback]Slow.on_train_batch_end takes 20.0 of 100.0 ms a step")
 
 
 @pytest.mark.parametrize(
@@ -445,7 +445,7 @@ _COUNT = st.none() | st.integers(0, 64)
 
 def _frozen(kind: Any, **known: Any) -> Any:
     """Instances of a dataclass of percentages, each of which may be None."""
-    return st.builds(kind, **({one.name: _PCT for one in fields(kind)} | known))
+    return st.builds(kind, **({field.name: _PCT for field in fields(kind)} | known))
 
 
 _FACTS = st.builds(
@@ -548,13 +548,13 @@ def _anything(draw: Any) -> Measurements:
 @settings(max_examples=150, deadline=None)
 @given(_anything())
 def test_diagnose_gives_a_sound_verdict_for_any_measurements(measured: Measurements) -> None:
-    found = decide(measured)
-    assert found.evidence
-    assert decide(measured) == found
-    if found.bottleneck == "unknown":
-        assert (found.remedies, found.confidence) == ((), "low")
+    diagnosis = decide(measured)
+    assert diagnosis.evidence
+    assert decide(measured) == diagnosis
+    if diagnosis.bottleneck == "unknown":
+        assert (diagnosis.remedies, diagnosis.confidence) == ((), "low")
         return
-    _is_sound(found)
+    _is_sound(diagnosis)
 
 
 @pytest.mark.parametrize(
@@ -569,11 +569,11 @@ def test_evidence_names_what_takes_most_of_a_batch(samples: float, collate: floa
         FunctionCost(name="A.get", file="/x/a.py", line=3, calls=None, stage="samples", ms_per_batch=3.0),
         FunctionCost(name="pad", file="/x/text.py", line=7, calls=None, stage="collate", ms_per_batch=2.0),
     )
-    found = {"samples_ms": samples, "collate_ms": collate}
-    assert said in decide(_measured(DATA, TWO, _of(90, 5), found | {"functions": functions})).evidence
-    unnamed = decide(_measured(DATA, TWO, _of(90, 5), found)).evidence
+    experiments = {"samples_ms": samples, "collate_ms": collate}
+    assert said in decide(_measured(DATA, TWO, _of(90, 5), experiments | {"functions": functions})).evidence
+    unnamed = decide(_measured(DATA, TWO, _of(90, 5), experiments)).evidence
     assert said.partition(", most")[0] in unnamed
-    assert not any("one process" in line for line in decide(_measured(FED, TWO, {}, found)).evidence)
+    assert not any("one process" in line for line in decide(_measured(FED, TWO, {}, experiments)).evidence)
 
 
 @pytest.mark.parametrize(
@@ -595,16 +595,16 @@ def test_evidence_describes_the_workers_of_the_loader(
     assert decide(_measured(DATA, facts, loaders)).evidence[-1].endswith(said)
 
 
-def _is_sound(found: Diagnosis) -> None:
-    step = found.stats.step_ms
+def _is_sound(diagnosis: Diagnosis) -> None:
+    step = diagnosis.stats.step_ms
     assert step is not None
     order = ["low", "medium", "high"]
-    assert order.index(found.confidence) <= order.index(found.stats.confidence)
-    assert len({remedy.code for remedy in found.remedies}) == len(found.remedies)
-    gains = [remedy.most_gain_pct for remedy in found.remedies]
+    assert order.index(diagnosis.confidence) <= order.index(diagnosis.stats.confidence)
+    assert len({remedy.code for remedy in diagnosis.remedies}) == len(diagnosis.remedies)
+    gains = [remedy.most_gain_pct for remedy in diagnosis.remedies]
     assert len(gains) <= MOST_REMEDIES
     assert gains == sorted(gains, key=lambda gain: -(gain or 0.0))
-    for remedy in found.remedies:
+    for remedy in diagnosis.remedies:
         assert remedy.form is not None
         assert remedy.changes
         assert remedy.where
@@ -613,5 +613,5 @@ def _is_sound(found: Diagnosis) -> None:
         assert remedy.most_gain_pct is not None
         assert LEAST_GAIN_PCT <= remedy.most_gain_pct <= 100 * (1 + 1e-9)
         assert remedy.least_step_ms is None or 0 <= remedy.least_step_ms <= step * (1 + 1e-9), remedy
-    assert len(found.notes) <= MOST_NOTES
-    assert not any("\n" in line for line in (*found.notes, *found.why_not))
+    assert len(diagnosis.notes) <= MOST_NOTES
+    assert not any("\n" in line for line in (*diagnosis.notes, *diagnosis.why_not))
