@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 
 @pytest.fixture(autouse=True)
@@ -181,6 +182,10 @@ LIGHTNINGS_ADVICE = (
 """What Lightning says of fits that are small on purpose, and of the recording module."""
 
 
+LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
+"""Packages that take long to import."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Hide CUDA devices from every run but those of tests with the mark ``gpu``: ``-m gpu``.
 
@@ -201,12 +206,16 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell's background job ignores Ctrl-C, and all that it starts does: tests send it.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    preload = LIGHTNING
     # What "forkserver" pickles for a process is what "spawn" does, and the process need not import torch and Lightning,
-    # which takes 13 s here. The programs of the zoo come from the same server.
+    # which takes 13 s here.
     if "slow" in marks and "not slow" not in marks:
         from zoo.harness import PRELOADED
 
-        multiprocessing.set_forkserver_preload(PRELOADED)
+        multiprocessing.set_forkserver_preload(list(LIGHTNING))
+        preload = PRELOADED
+    if not hasattr(config, "workerinput"):
+        warm.open_session(preload)
     # Ray gives its workers so low a priority that they starve beside other tests.
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Reports are as wide as the terminal: tests look for sentences in them.

@@ -1,12 +1,11 @@
 """Switching on by environment: real Trainers of both packages, built in a program that never names this one."""
 
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 import lightning_feed
 from lightning_feed import autoload, pl
@@ -27,7 +26,7 @@ for value in ("", "1", "tune"):
 
 
 def test_trainers_get_callbacks_as_the_environment_variable_says() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)
+    done = warm.run(["-c", PROGRAM])
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "[]",
