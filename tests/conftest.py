@@ -224,6 +224,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """One worker more than CPUs for ``-n auto``, since many tests wait for processes that they have started."""
+    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else 1 + len(os.sched_getaffinity(0))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Keep the garbage collector off while the tests are imported, and away from all that they import.
