@@ -1,6 +1,8 @@
 """What several test files share."""
 
+import functools
 import gc
+import itertools
 import multiprocessing
 import os
 import signal
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 
 @pytest.fixture(autouse=True)
@@ -35,10 +38,30 @@ def quiet() -> Any:
     return GPUStarvationCallback(every_n_steps=5, report=False)
 
 
+_cache_numbers = itertools.count()
+
+
 @pytest.fixture(autouse=True)
 def _no_memory_between_tests(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What is remembered between runs goes to a folder of the test's own, not to the home of whoever runs it."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    """What is remembered between runs goes to a folder of the test's own, not to the home of whoever runs it.
+
+    The folder is not made here: few tests need it, and ``mktemp`` looks through all folders that it has made before.
+    """
+    folder = tmp_path_factory.getbasetemp() / "caches" / str(next(_cache_numbers))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _entry_points_are_read_once() -> Iterator[None]:
+    """Each Trainer looks for callbacks in the entry points of all installed packages, a fifth of the time of a short
+    fit."""
+    from lightning.fabric.utilities import registry
+    from lightning_fabric.utilities import registry as registry_of_pl
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (registry, registry_of_pl):
+            patch.setattr(module, "entry_points", functools.cache(module.entry_points))
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -74,14 +97,22 @@ def _forks_may_go_backward() -> None:
         torch.ones(1, requires_grad=True).sum().backward()
 
 
+CHECK_S = 0.5
+"""Seconds between two looks of torch at what it waits for; 5 by default."""
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _short_waits_for_lost_workers() -> Iterator[None]:
     """A DataLoader's pass that is collected as part of a cycle has its queues closed before it can tell its workers to
-    end, so torch waits 5 s for each of them and then kills it. Tests that raise and break off leave hundreds."""
-    from torch.utils.data import _utils
+    end, so torch waits 5 s for each of them and then kills it. Tests that raise and break off leave hundreds.
+
+    As often, torch looks whether a worker that sends no batch is alive."""
+    from torch.utils.data import _utils, dataloader
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.5)
+        for module in (_utils, _utils.worker, _utils.pin_memory):
+            patch.setattr(module, "MP_STATUS_CHECK_INTERVAL", CHECK_S)
+        patch.setattr(dataloader._MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (CHECK_S,))
         yield
 
 
@@ -151,6 +182,10 @@ LIGHTNINGS_ADVICE = (
 """What Lightning says of fits that are small on purpose, and of the recording module."""
 
 
+LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
+"""Packages that take long to import."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Hide CUDA devices from every run but those of tests with the mark ``gpu``: ``-m gpu``.
 
@@ -171,18 +206,44 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell's background job ignores Ctrl-C, and all that it starts does: tests send it.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    preload = LIGHTNING
     # What "forkserver" pickles for a process is what "spawn" does, and the process need not import torch and Lightning,
-    # which takes 13 s here. The programs of the zoo come from the same server.
+    # which takes 13 s here.
     if "slow" in marks and "not slow" not in marks:
         from zoo.harness import PRELOADED
 
-        multiprocessing.set_forkserver_preload(PRELOADED)
+        multiprocessing.set_forkserver_preload(list(LIGHTNING))
+        preload = PRELOADED
+    if not hasattr(config, "workerinput"):
+        warm.open_session(preload)
     # Ray gives its workers so low a priority that they starve beside other tests.
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Reports are as wide as the terminal: tests look for sentences in them.
     os.environ["COLUMNS"] = "500"
     # cuBLAS is deterministic with this only, and reads it once.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """One worker more than CPUs for ``-n auto``, since many tests wait for processes that they have started."""
+    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else 1 + len(os.sched_getaffinity(0))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep the garbage collector off while the tests are imported, and away from all that they import.
+
+    Tests collect garbage to see what is left of a run, and ``diagnose`` does after each short fit: half a second each
+    time, if it looks at all that torch, Lightning and pytest hold. And forked processes copy what it looks at.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,12 +1,11 @@
 """Switching on by environment: real Trainers of both packages, built in a program that never names this one."""
 
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from lightning.pytorch.demos.boring_classes import BoringModel
 from recording import quiet_trainer
 
@@ -29,7 +28,7 @@ for value in ("", "1", "tune"):
 
 
 def test_trainers_get_callbacks_as_the_environment_variable_says() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)
+    done = warm.run(["-c", PROGRAM])
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "[]",

@@ -8,8 +8,6 @@ import re
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import termios
 import threading
 import time
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 from lightning_feed import cli, demo
 from lightning_feed.demo import (
@@ -175,11 +174,7 @@ def test_the_demo_warns_at_the_start_if_the_machine_is_busy(
 # --- as a program of its own ----------------------------------------------------------------------------------------
 
 WAIT_S = 120
-COMMAND = [sys.executable, "-m", "lightning_feed", "demo"]
-
-
-def _start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
-    return subprocess.Popen([*COMMAND, *arguments], text=True, start_new_session=True, **options)
+COMMAND = ("-m", "lightning_feed", "demo")
 
 
 def _read(screen: int, into: list[bytes]) -> None:
@@ -195,22 +190,21 @@ def test_the_demo_draws_progress_on_stderr_and_prints_figures_on_stdout(tmp_path
     """On one CPU, as `taskset -c 0` gives it."""
     screen, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))  # a new one has no columns to draw in
-    one = {min(os.sched_getaffinity(0))}
-    demo = _start(
-        *("--data", str(class_folders), "--out", str(tmp_path), "--json"),
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-        preexec_fn=lambda: os.sched_setaffinity(0, one),
-    )
+    with (tmp_path / "printed").open("w") as printed:
+        demo = warm.start(
+            [*COMMAND, "--data", class_folders, "--out", tmp_path, "--json"],
+            streams=(theirs, printed.fileno(), theirs),
+            cpus={min(os.sched_getaffinity(0))},
+        )
     os.close(theirs)
     drawn: list[bytes] = []
     reader = threading.Thread(target=_read, args=(screen, drawn))
     reader.start()
-    printed, _ = demo.communicate(timeout=WAIT_S)
+    status = demo.wait(WAIT_S)
     reader.join(WAIT_S)
     os.close(screen)
-    assert demo.returncode == 0, b"".join(drawn).decode()
-    outcome = json.loads(printed)
+    assert status == 0, b"".join(drawn).decode()
+    outcome = json.loads((tmp_path / "printed").read_text())
     assert outcome["cpus"] == 1
     for name in RUNS:
         assert f"{name:8}: 100%".encode() in b"".join(drawn)
@@ -223,17 +217,15 @@ def test_ctrl_c_ends_the_demo_with_one_line(while_: str, tmp_path: Path, class_f
     out = tmp_path / "out"
     given = [] if while_ == "making images" else ["--data", str(class_folders)]
     awaited = ".unfinished-*/*/*.jpg" if while_ == "making images" else "logs/plain/version_0/events.out.*"
-    with (tmp_path / "said").open("w+") as said:
-        demo = _start(*given, "--out", str(out), stdout=said, stderr=said)
-        latest = time.monotonic() + WAIT_S
-        while not list(out.glob(awaited)):
-            assert demo.poll() is None
-            assert time.monotonic() < latest
-            time.sleep(0.1)
-        os.killpg(demo.pid, signal.SIGINT)  # as a terminal does it: to all of its processes
-        assert demo.wait(WAIT_S) == 130
-        said.seek(0)
-        assert said.read().splitlines()[-1] == "lightning-feed: stopped"
-        said.seek(0)
-        assert "Traceback" not in said.read()
+    demo = warm.start_into(tmp_path / "said", [*COMMAND, *given, "--out", out])
+    latest = time.monotonic() + WAIT_S
+    while not list(out.glob(awaited)):
+        assert demo.poll() is None
+        assert time.monotonic() < latest
+        time.sleep(0.1)
+    os.killpg(demo.pid, signal.SIGINT)  # as a terminal does it: to all of its processes
+    assert demo.wait(WAIT_S) == 130
+    said = (tmp_path / "said").read_text()
+    assert said.splitlines()[-1] == "lightning-feed: stopped"
+    assert "Traceback" not in said
     assert not list(out.glob(".unfinished-*"))

@@ -1,23 +1,19 @@
 """The examples run as a user runs them, on small input. What they measure is not judged here."""
 
 import re
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def _run(script: str, *arguments: str, cwd: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / script), *arguments],
-        capture_output=True, text=True, cwd=cwd, timeout=240, check=False,
-    )  # fmt: skip
+    done = warm.run([EXAMPLES / script, *arguments], cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

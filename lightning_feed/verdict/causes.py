@@ -12,44 +12,34 @@ from typing import TypeGuard
 
 from lightning_feed.measure.measurements import SYNCS, HookTime, Measurements
 from lightning_feed.verdict.diagnosis import Cause
-from lightning_feed.verdict.shares import (
+from lightning_feed.verdict.shares import Shares, in_ms, model_alone_ms
+from lightning_feed.verdict.thresholds import (
+    BLOCKED_PCT,
+    BUSY_PCT,
+    CPU_PRESSURE_PCT,
     DATA_PCT,
+    DISK_MB_PER_S,
+    FASTER_RATIO,
+    HANDOVER_PCT,
+    HEAD_OF_LINE_PCT,
+    HOOKS_NAMED,
+    IO_PRESSURE_PCT,
+    LAUNCH_SHARE,
+    MANY_TENSORS,
+    MODEL_FAR_RATIO,
+    NAMED_SHARE,
+    NO_FASTER_RATIO,
+    PIN_SHARE,
+    QUEUE_READY_SHARE,
+    QUEUE_SHARE,
+    READY_WAIT_SHARE,
     RUN_QUEUE_PCT,
-    Shares,
-    in_ms,
-    model_alone_ms,
+    SMALL_TENSOR_BYTES,
+    THROTTLED_PCT,
+    WARM_PCT,
 )
 
-HEAD_OF_LINE_PCT = 25.0
-"""Smallest ``head_of_line_pct`` for the cause ``head of line``."""
-PIN_SHARE = 0.5
-"""Smallest mean wait for the pin thread, as a share of the mean wait for a batch, for the cause ``pin thread``."""
-THROTTLED_PCT = 20.0
-CPU_PRESSURE_PCT = 30.0
-BUSY_PCT = 70.0
-BLOCKED_PCT = 50.0
-"""Smallest shares of the workers' time, in percent, from which workers count as busy (on a CPU, or ready to run) and as
-blocked."""
-READY_SHARE = 0.5
-"""Smallest share of the queue that is ready on average, for the cause ``jitter``. Workers in lockstep deliver batches
-in bursts, and then the queue is less than half full: (workers - 1) / 2 of at least ``workers`` batches are ready. Also
-the smallest share of waiting in which the training thread lacked a CPU, for the cause ``oversubscribed``."""
-HANDOVER_PCT = 80.0
-"""Smallest ``handover_pct`` for the cause ``hand-over``. It is high, because even taking a ready batch needs a
-millisecond: if the queue is empty only sometimes, much of the waiting still begins with batches ready."""
-QUEUE_SHARE = 0.1
-"""Smallest time spent waiting for a CPU that the evidence mentions, as a share of the loading time."""
-WARM_PCT = 80.0
-"""Smallest share of bytes read from the page cache, in percent, from which the disk is not the cause."""
-DISK_MB_PER_S = 0.05
-"""Rate of reading from storage below which workers do not wait for storage: even a slow disk with 100 random reads of
-4 kB a second delivers more."""
-IO_PRESSURE_PCT = 20.0
 DALI_DECODES = "DALI decodes on the GPU, so this time includes its decoding"
-FASTER = 1.25
-NO_FASTER = 1.1
-"""Speed-up of the loader when the work of a stage is left out: from ``FASTER``, the stage is the cause; below
-``NO_FASTER``, it is not."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +162,7 @@ def _ready_without_cpu(measured: Measurements, shares: Shares) -> Reason | None:
     wait_ms = measured.stats.next_wait_ms
     if _never_idle(measured) or not measured.facts.loader.num_workers:
         return None
-    if not wait_ms or not _reaches(queue_ms, READY_SHARE * wait_ms):
+    if not wait_ms or not _reaches(queue_ms, READY_WAIT_SHARE * wait_ms):
         return None
     waited = f"{in_ms(queue_ms, shares.step_ms)} of {in_ms(wait_ms, shares.step_ms)} ms"
     return Reason("oversubscribed", [f"the training thread waits {waited} for a CPU, to take a batch that is ready"])
@@ -194,7 +184,7 @@ def _idle_workers(measured: Measurements, _: Shares) -> Reason | None:
     if _reaches(loaders.handover_pct, HANDOVER_PCT):
         ready = f"batches were ready in {loaders.handover_pct:.0f} % of the waiting"
         return Reason("hand-over", [f"{ready}: handing one over takes most of {wait_ms:.1f} ms"])
-    if loaders.queue_capacity and _reaches(loaders.queue_ready, READY_SHARE * loaders.queue_capacity):
+    if loaders.queue_capacity and _reaches(loaders.queue_ready, QUEUE_READY_SHARE * loaders.queue_capacity):
         ready = f"{loaders.queue_ready:.1f} of {loaders.queue_capacity:.0f} batches are ready on average"
         return Reason("jitter", [f"{ready}, but sometimes none is"])
     return None
@@ -231,9 +221,9 @@ def _never_idle(measured: Measurements) -> bool:
 def _blocked(measured: Measurements) -> Reason:
     """The cause, if workers are blocked: they wait for storage, or for something else."""
     gain = _gain(measured, measured.experiments.cached_bytes_per_s)
-    if _reaches(gain, FASTER):
+    if _reaches(gain, FASTER_RATIO):
         return Reason("cold reads", [f"with its files in memory, the loader is {gain:.1f} x as fast"])
-    if gain is not None and gain < NO_FASTER:
+    if gain is not None and gain < NO_FASTER_RATIO:
         return Reason("waiting", ["with its files in memory, the loader is no faster"])
     return _cold_reads(measured) or _waiting(measured)
 
@@ -271,7 +261,7 @@ def _experiments(measured: Measurements, _: Shares) -> Reason | None:
     cached = _gain(measured, results.cached_bytes_per_s)
     ceiling = _gain(measured, results.ceiling_per_s)
     wall_ms = sum(cost.wall_ms for cost in results.costs)
-    if _reaches(cached, FASTER):
+    if _reaches(cached, FASTER_RATIO):
         return Reason("cold reads", [f"with its files in memory, the loader is {cached:.1f} x as fast"])
     if wall_ms > 0:
         cpu_pct = 100 * sum(cost.cpu_ms for cost in results.costs) / wall_ms
@@ -280,7 +270,7 @@ def _experiments(measured: Measurements, _: Shares) -> Reason | None:
             return Reason("cpu", [takes])
         if cpu_pct <= 100 - BLOCKED_PCT and cached is not None:
             return Reason("waiting", [takes, "with its files in memory, the loader is no faster"])
-    if ceiling is not None and ceiling < NO_FASTER:
+    if ceiling is not None and ceiling < NO_FASTER_RATIO:
         limit = "constant samples load no faster: collating and sending batches is the limit"
         return Reason("cpu", [limit], sure=False)
     return None
@@ -304,19 +294,6 @@ DATA_RULES: tuple[Callable[[Measurements, Shares], Reason | None], ...] = (
 
 # --- the other parts of a step ------------------------------------------------------------------------------------
 
-NAMED_SHARE = 0.5
-"""Smallest share of the time between steps spent in hooks for which hooks are the cause, even if the host is known to
-wait for the device in each step."""
-HOOKS_NAMED = 3
-SMALL_BYTES = 64 * 1024
-MANY_TENSORS = 8
-"""A batch counts as many small tensors if it has at least ``MANY_TENSORS``, of at most ``SMALL_BYTES`` on average."""
-LAUNCH_SHARE = 0.9
-"""Smallest CPU time of the training thread for the cause ``launch``, as a share of the time that the device computes
-outside the backward pass."""
-FAR = 1.5
-"""Smallest ratio of ``compute_ms`` to the step time of the model alone for which the model is not the cause. A smaller
-ratio may come from workers that run on the model's CPUs."""
 WAITING_HOOKS = ("ProgressBar", "ThroughputMonitor")
 """Callbacks of Lightning that wait for the device, to read a metric or to measure: their time counts as waiting for the
 device, not as work of a hook."""
@@ -362,7 +339,7 @@ def _slow_copies(measured: Measurements) -> Reason | None:
         return Reason("unpinned", ["batches are in pageable memory"])
     tensors = measured.facts.batch.tensors or 0
     size_bytes = measured.facts.batch.size_bytes
-    if size_bytes is not None and tensors >= MANY_TENSORS and size_bytes <= tensors * SMALL_BYTES:
+    if size_bytes is not None and tensors >= MANY_TENSORS and size_bytes <= tensors * SMALL_TENSOR_BYTES:
         each_kb = size_bytes / tensors / 1024
         return Reason("small tensors", [f"a batch has {tensors} tensors of {each_kb:.1f} kB"])
     if pinned and not measured.stats.prefetch_active:
@@ -383,7 +360,7 @@ def compute_cause(measured: Measurements, shares: Shares) -> Reason:
     """The cause, if computing takes most of a step: work on the device, or the host's work to launch it."""
     step_ms = shares.step_ms
     alone_ms = model_alone_ms(measured)
-    if alone_ms is not None and (measured.stats.compute_ms or 0.0) >= FAR * alone_ms:
+    if alone_ms is not None and (measured.stats.compute_ms or 0.0) >= MODEL_FAR_RATIO * alone_ms:
         return _not_the_model(measured, step_ms, alone_ms)
     evidence = []
     if shares.compute_bound_confirmed:

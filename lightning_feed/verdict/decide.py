@@ -10,13 +10,10 @@ from lightning_feed.measure.stats import MIN_STEPS, Confidence
 from lightning_feed.measure.wall import WallStats
 from lightning_feed.verdict.causes import Reason, compute_cause, copy_cause, data_cause, framework_cause
 from lightning_feed.verdict.diagnosis import Bottleneck, Diagnosis, Remedy
-from lightning_feed.verdict.notes import MOST, SHARD, cut_short, notes_for, why_not
-from lightning_feed.verdict.remedies import DATALOADER, LEAST_PCT, Finding, largest, remedies_for, trainer_remedy
+from lightning_feed.verdict.notes import SHARD, cut_short, notes_for, why_not
+from lightning_feed.verdict.remedies import DATALOADER, Finding, largest, remedies_for, trainer_remedy
 from lightning_feed.verdict.shares import (
-    DATA_PCT,
-    HIGH_PCT,
     LOOP_WORDS,
-    MODERATE_PCT,
     Shares,
     StepPart,
     grade_of,
@@ -26,6 +23,19 @@ from lightning_feed.verdict.shares import (
     model_disturbed,
     shares_of,
     toy_sentence,
+)
+from lightning_feed.verdict.thresholds import (
+    BESIDE_LEAST_S,
+    BESIDE_MOST_SHARE,
+    BESIDE_NOTED_SHARE,
+    DATA_PCT,
+    HIGH_PCT,
+    LEAST_GAIN_PCT,
+    MODERATE_PCT,
+    MOST_NOTES,
+    RARER_FACTORS,
+    SLACK_SHARE,
+    SLOW_START_S,
 )
 from lightning_feed.wording import plural, source_line
 
@@ -44,7 +54,7 @@ def decide(measured: Measurements) -> Diagnosis:
     limit = _limit_of(measured)
     if limit is None:
         note = _beside_training(measured)
-        return replace(steps, notes=(note, *steps.notes)[:MOST]) if note else steps
+        return replace(steps, notes=(note, *steps.notes)[:MOST_NOTES]) if note else steps
     validation = measured.validation
     if limit == "checkpoints" or validation is None:
         return _of_the_run(limit, steps, None)
@@ -98,7 +108,7 @@ def _with_advice(diagnosis: Diagnosis, finding: Finding) -> Diagnosis:
         remedies = remedies_for(finding)
     reasons = why_not(finding, remedies)
     notes = [note for note in notes_for(finding, remedies) if not (reasons and note == SHARD)]
-    return replace(diagnosis, remedies=remedies, notes=(*stripped, *notes)[:MOST], why_not=reasons)
+    return replace(diagnosis, remedies=remedies, notes=(*stripped, *notes)[:MOST_NOTES], why_not=reasons)
 
 
 def _stripped(finding: Finding) -> tuple[str, ...]:
@@ -176,12 +186,6 @@ def _confidence(measured: Measurements, shares: Shares, reason: Reason) -> Confi
     if not reason.sure:
         confidence = _LOWER[confidence]
     return confidence
-
-
-SLOW_START_S = 1.0
-"""Smallest time to the first batch of an epoch that the evidence mentions, in seconds."""
-SLACK_SHARE = 0.01
-"""Smallest hidden wait that the evidence mentions, as a share of a step."""
 
 
 def _evidence(measured: Measurements, shares: Shares, reasons: Sequence[Reason]) -> tuple[str, ...]:
@@ -276,27 +280,19 @@ def _of_step(ms: float | None, step_ms: float, pct: float) -> str:
 # --- where most of a run is not training --------------------------------------------------------------------------
 
 Limit = Literal["validation", "checkpoints"]
-LEAST_S = 2.0
-"""Number of seconds that validation and checkpoints must take together to get a verdict or a note."""
-NOTED_SHARE = 0.15
-"""Share of the wall time that validation and checkpoints must take together to get a note."""
-AT_MOST = 0.25
-"""Share of the training time that validation or checkpoints should take at most after the advised change."""
-FACTORS = (2, 5, 10)
-"""Factors by which validation may run less often."""
 
 
 def _limit_of(measured: Measurements) -> Limit | None:
     """The longer of validation and checkpoints; None if training with its epoch starts takes longer than both together.
 
-    Also None if both together take less than :data:`LEAST_S`.
+    Also None if both together take less than :data:`BESIDE_LEAST_S`.
     """
     wall = measured.wall
     if wall is None or measured.facts.stage != "fit":
         return None
     validation = wall.seconds("validation")
     checkpoints = wall.seconds("checkpoints")
-    if validation + checkpoints < max(LEAST_S, wall.seconds("train", "epoch starts")):
+    if validation + checkpoints < max(BESIDE_LEAST_S, wall.seconds("train", "epoch starts")):
         return None
     return "validation" if validation >= checkpoints else "checkpoints"
 
@@ -307,7 +303,7 @@ def _beside_training(measured: Measurements) -> str:
     if wall is None or measured.facts.stage != "fit":
         return ""
     taken_s = wall.seconds("validation") + wall.seconds("checkpoints")
-    return share_text(measured) if taken_s >= max(LEAST_S, NOTED_SHARE * wall.wall_s) else ""
+    return share_text(measured) if taken_s >= max(BESIDE_LEAST_S, BESIDE_NOTED_SHARE * wall.wall_s) else ""
 
 
 def share_text(measured: Measurements) -> str:
@@ -327,7 +323,7 @@ def share_text(measured: Measurements) -> str:
             waited_pct = 100 * min(1.0, measured.validation.waited_s / validation_s)
             share += f", and waits for data {waited_pct:.0f} % of its time"
         shares.append(share)
-    if checkpoints_s >= validation_s or 100 * checkpoints_s >= LEAST_PCT * wall.wall_s:
+    if checkpoints_s >= validation_s or 100 * checkpoints_s >= LEAST_GAIN_PCT * wall.wall_s:
         shares.append(f"checkpoints take {100 * checkpoints_s / wall.wall_s:.0f} % of the run")
     if checkpoints_s > validation_s:
         shares.reverse()
@@ -359,7 +355,7 @@ def _of_the_run(limit: Limit, steps: Diagnosis, validation: Diagnosis | None) ->
             notes=validation.notes,
             why_not=validation.why_not,
         )
-    return replace(diagnosis, evidence=tuple(evidence), remedies=largest(remedies, LEAST_PCT))
+    return replace(diagnosis, evidence=tuple(evidence), remedies=largest(remedies, LEAST_GAIN_PCT))
 
 
 def _in_the_run(remedy: Remedy, wall: WallStats) -> Remedy:
@@ -392,15 +388,15 @@ def rarer_validation(measured: Measurements, wall: WallStats) -> Remedy | None:
 
 
 def _rarer_factor(wall: WallStats) -> int | None:
-    """The smallest of :data:`FACTORS` with which validation takes little time beside training.
+    """The smallest of :data:`RARER_FACTORS` with which validation takes little time beside training.
 
     At least one validation remains. If no such factor makes validation short enough, the largest one is returned; None
     if there was only one validation.
     """
-    factors = [factor for factor in FACTORS if factor <= wall.times("validation")]
+    factors = [factor for factor in RARER_FACTORS if factor <= wall.times("validation")]
     training_s = wall.seconds("train", "epoch starts")
     for factor in factors:
-        if wall.seconds("validation") / factor <= AT_MOST * training_s:
+        if wall.seconds("validation") / factor <= BESIDE_MOST_SHARE * training_s:
             return factor
     return factors[-1] if factors else None
 
@@ -441,7 +437,7 @@ def rarer_checkpoints(measured: Measurements, wall: WallStats) -> Remedy | None:
         return None
     if (facts.loader_code or DATALOADER).trainer_key:
         return None  # a command line can add callbacks, but not change them
-    factor = min(largest_factor, max(2, math.ceil(taken_s / (AT_MOST * training_s))))
+    factor = min(largest_factor, max(2, math.ceil(taken_s / (BESIDE_MOST_SHARE * training_s))))
     rarer = interval * factor
     return Remedy(
         code=f"ModelCheckpoint(every_n_train_steps={rarer})",

@@ -7,13 +7,12 @@ from lightning_feed.measure.experiment_results import NOT_TRANSFORMS, step_of
 from lightning_feed.measure.measurements import SYNCS, HookTime, LoopFacts
 from lightning_feed.trials.search import OUT_OF_TIME
 from lightning_feed.verdict import bounds
-from lightning_feed.verdict.causes import MANY_TENSORS
 from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Remedy
-from lightning_feed.verdict.remedies import LEAST_PCT, MADE_ON_CPU, Finding, least_gain_pct, may_have_workers
-from lightning_feed.verdict.shares import MODERATE_PCT, TOY_STEP_MS, in_ms
+from lightning_feed.verdict.remedies import MADE_ON_CPU, Finding, least_gain_pct, may_have_workers
+from lightning_feed.verdict.shares import in_ms
+from lightning_feed.verdict.thresholds import LEAST_GAIN_PCT, MANY_TENSORS, MODERATE_PCT, MOST_NOTES, TOY_STEP_MS
 from lightning_feed.wording import in_rate, rate_unit
 
-MOST = 3
 SHARD = (
     "the dataset is an IterableDataset that may not divide its samples among workers, so no number of workers is "
     "advised: with num_workers=2 every sample could come twice"
@@ -37,7 +36,7 @@ def notes_for(finding: Finding, remedies: tuple[Remedy, ...]) -> tuple[str, ...]
     for part in finding.causes:
         notes += _notes_on(part, finding, remedies)
     notes += _short_steps(finding)
-    return tuple(dict.fromkeys(notes))[:MOST]
+    return tuple(dict.fromkeys(notes))[:MOST_NOTES]
 
 
 def _notes_on(part: Bottleneck, finding: Finding, remedies: tuple[Remedy, ...]) -> Notes:
@@ -99,7 +98,7 @@ def _crops_in_vain(finding: Finding) -> str:
     least_ms = bounds.with_crops(finding.measured, finding.shares)
     if trial is None or least_ms is None:
         return ""
-    if finding.shares.step_ms - least_ms >= LEAST_PCT / 100 * finding.step_with_start_ms:
+    if finding.shares.step_ms - least_ms >= LEAST_GAIN_PCT / 100 * finding.step_with_start_ms:
         return ""
     return f"decoding only the crops: {trial.whole_ms:.2f} -> {trial.crop_ms:.2f} ms of CPU for a sample, no clear gain"
 

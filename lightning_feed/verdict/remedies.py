@@ -12,7 +12,14 @@ from lightning_feed.load.settings import PINNING_DEVICES, TORCH_PREFETCH
 from lightning_feed.measure.measurements import HookTime, LoaderCode, LoaderFacts, LoopFacts, Measurements
 from lightning_feed.verdict import bounds
 from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Form, Remedy
-from lightning_feed.verdict.shares import DATA_PCT, LOOP_WORDS, Shares, in_ms
+from lightning_feed.verdict.shares import LOOP_WORDS, Shares, in_ms
+from lightning_feed.verdict.thresholds import (
+    DATA_PCT,
+    LEAST_GAIN_PCT,
+    LEAST_UNSURE_GAIN_PCT,
+    MOST_REMEDIES,
+    RARELY_STEPS,
+)
 
 DATALOADER = LoaderCode(words="your training DataLoader")
 OUR_SETTINGS = LoaderCode(words="loader=LoaderSettings(...) of your data module", form="settings")
@@ -418,8 +425,6 @@ def _our_package(finding: Finding) -> str:
 
 # --- the transfer, callbacks and loggers --------------------------------------------------------------------------
 
-RARELY = 50
-"""Steps between two updates of the progress bar, or two calls of the loggers."""
 _BARS = ("TQDMProgressBar", "RichProgressBar")
 _LOGGING = re.compile(r"^logger .*\.log_metrics$")
 
@@ -456,7 +461,7 @@ def rare_progress_bar(finding: Finding) -> Remedy | None:
     """Remedy: draw the progress bar rarely, if it is drawn often and takes time between the steps."""
     rate = finding.facts.trainer.bar_refresh_rate
     drawn = [hook for hook in finding.measured.hooks if _bar_of(hook) is not None]
-    if "framework" not in finding.causes or not rate or rate >= RARELY or not drawn:
+    if "framework" not in finding.causes or not rate or rate >= RARELY_STEPS or not drawn:
         return None
     takes_ms = _sum_ms(drawn)
     remedy = _callback_remedy(
@@ -464,10 +469,10 @@ def rare_progress_bar(finding: Finding) -> Remedy | None:
         f"{finding.facts.trainer.package}.callbacks",
         str(_bar_of(drawn[0])),
         f"drawing it takes {takes_ms:.2f} ms a step",
-        argument=f"refresh_rate={RARELY}",
-        change=f"refresh_rate: {rate} -> {RARELY} ",
+        argument=f"refresh_rate={RARELY_STEPS}",
+        change=f"refresh_rate: {rate} -> {RARELY_STEPS} ",
     )
-    return replace(remedy, least_step_ms=_rarer_ms(finding, takes_ms, rate), changes=f"bar_refresh_rate={RARELY}")
+    return replace(remedy, least_step_ms=_rarer_ms(finding, takes_ms, rate), changes=f"bar_refresh_rate={RARELY_STEPS}")
 
 
 def _bar_of(hook: HookTime) -> str | None:
@@ -479,11 +484,11 @@ def log_rarely(finding: Finding) -> Remedy | None:
     """Remedy: log rarely, if loggers are called often and take time between the steps."""
     interval = finding.facts.trainer.log_every_n_steps
     calls = [hook for hook in finding.measured.hooks if _LOGGING.search(hook.name)]
-    if "framework" not in finding.causes or not interval or interval >= RARELY or not calls:
+    if "framework" not in finding.causes or not interval or interval >= RARELY_STEPS or not calls:
         return None
     takes_ms = _sum_ms(calls)
     why = f"{calls[0].name} takes {takes_ms:.2f} ms a step"
-    remedy = trainer_remedy(finding.loader_code, "log_every_n_steps", interval, RARELY, why)
+    remedy = trainer_remedy(finding.loader_code, "log_every_n_steps", interval, RARELY_STEPS, why)
     return replace(remedy, least_step_ms=_rarer_ms(finding, takes_ms, interval))
 
 
@@ -492,17 +497,13 @@ def _sum_ms(hooks: list[HookTime]) -> float:
 
 
 def _rarer_ms(finding: Finding, takes_ms: float, interval: int) -> float:
-    """Step time if something that is done every ``interval`` steps is done only every 50 steps."""
+    """Step time if something that is done every ``interval`` steps is done only every ``RARELY_STEPS`` steps."""
     between_ms = finding.measured.stats.other_ms or 0.0
-    return bounds.without(finding.shares, min(takes_ms, between_ms) * (1 - interval / RARELY))
+    return bounds.without(finding.shares, min(takes_ms, between_ms) * (1 - interval / RARELY_STEPS))
 
 
 # --- which of them are printed ------------------------------------------------------------------------------------
 
-LEAST_PCT = 5.0
-LEAST_UNSURE_PCT = 10.0
-"""Smallest saving of a printed remedy, in % of an epoch; ``LEAST_UNSURE_PCT`` applies if confidence is low."""
-MOST = 3
 RULES = (
     more_workers, fewer_workers, persistent_workers, any_order, files_in_memory, crops_only, pinned_memory,
     prefetch_callback, rare_progress_bar, log_rarely,
@@ -527,7 +528,7 @@ def largest(remedies: list[Remedy], least_pct: float) -> tuple[Remedy, ...]:
     best: dict[str, Remedy] = {}
     for remedy in gains:
         best.setdefault(remedy.changes.partition("=")[0], remedy)
-    return tuple(best.values())[:MOST]
+    return tuple(best.values())[:MOST_REMEDIES]
 
 
 def _gain_pct(finding: Finding, remedy: Remedy) -> float | None:
@@ -541,5 +542,5 @@ def least_gain_pct(finding: Finding) -> float:
     """Smallest saving of a printed remedy: 5 %, or 10 % if confidence is low, or more if the noise is larger."""
     low, high = finding.measured.stats.interval_pct or (0.0, 0.0)
     is_unsure = finding.measured.stats.confidence == "low" or finding.facts.crowded
-    least_pct = LEAST_UNSURE_PCT if is_unsure else LEAST_PCT
+    least_pct = LEAST_UNSURE_GAIN_PCT if is_unsure else LEAST_GAIN_PCT
     return max(least_pct, (high - low) / 2, (finding.measured.experiments.noise_pct or 0.0) / 2)

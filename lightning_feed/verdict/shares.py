@@ -6,27 +6,22 @@ from typing import Literal, NamedTuple
 from lightning_feed.measure.measurements import Measurements
 from lightning_feed.measure.stats import MIN_STEPS
 from lightning_feed.verdict.diagnosis import Grade
+from lightning_feed.verdict.thresholds import (
+    CLOSE_SHARE,
+    COPY_PCT,
+    DATA_PCT,
+    FRAMEWORK_PCT,
+    HEADLINE_PCT,
+    HIGH_PCT,
+    MODEL_MOST_SHARE,
+    MODEL_SHARE,
+    MODERATE_PCT,
+    RUN_QUEUE_PCT,
+    SHORT_STEP_MS,
+    TOY_STEP_MS,
+)
 
 StepPart = Literal["framework", "copy", "data"]
-
-FRAMEWORK_PCT = 10.0
-COPY_PCT = 5.0
-DATA_PCT = 5.0
-"""Limits of the parts of a step, in percent: a part at its limit or above is a bottleneck."""
-CLOSE_TO_LIMIT = 0.1
-"""Distance from a limit, as a share of the limit, below which confidence is lower."""
-SMALL_PCT = 10.0
-"""Share of a step, in percent: a smaller part is not the headline if computing takes more."""
-MODERATE_PCT = 10.0
-HIGH_PCT = 20.0
-"""Further limits of the grade; 5 and 20 are the limits in TensorFlow's input-pipeline analyzer."""
-MODEL_SHARE = 0.95
-MODEL_MOST = 1.1
-"""If the model alone takes ``MODEL_SHARE`` of a step or more, a faster loader gains nothing. More than ``MODEL_MOST``
-of a step is impossible: something disturbed that experiment."""
-
-RUN_QUEUE_PCT = 30.0
-"""Smallest share of a thread's or worker's time, in percent, spent waiting for a CPU that counts as a lack of CPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +53,7 @@ class Shares:
             return ("compute",)
         pcts: dict[StepPart, float] = {"framework": self.framework_pct, "copy": self.copy_pct, "data": self.data_pct}
         largest_pct = pcts[self.over[0]]
-        if largest_pct < SMALL_PCT and largest_pct < 100 - sum(pcts.values()):
+        if largest_pct < HEADLINE_PCT and largest_pct < 100 - sum(pcts.values()):
             return ("compute", *self.over)
         return self.over
 
@@ -74,7 +69,7 @@ class Shares:
 
 
 def _is_close(pct: float, limit_pct: float) -> bool:
-    return abs(pct - limit_pct) < CLOSE_TO_LIMIT * limit_pct
+    return abs(pct - limit_pct) < CLOSE_SHARE * limit_pct
 
 
 def shares_of(measured: Measurements) -> Shares | None:
@@ -173,7 +168,7 @@ def model_disturbed(measured: Measurements) -> bool:
     """True if the model alone took longer than the steps that contain it, so that its figure is useless."""
     alone_ms = model_alone_ms(measured)
     step_ms = measured.stats.step_ms
-    return alone_ms is not None and step_ms is not None and alone_ms > MODEL_MOST * step_ms
+    return alone_ms is not None and step_ms is not None and alone_ms > MODEL_MOST_SHARE * step_ms
 
 
 def _model_explains_wait(measured: Measurements, waiting: _Waiting, epoch_pct: float | None) -> bool:
@@ -184,14 +179,11 @@ def _model_explains_wait(measured: Measurements, waiting: _Waiting, epoch_pct: f
         return False
     if alone_ms is None or not step_ms or measured.facts.device_type == "cpu":
         return False  # on a CPU nothing is queued ahead, so waiting is never part of the step itself
-    return MODEL_SHARE * step_ms <= alone_ms <= MODEL_MOST * step_ms
+    return MODEL_SHARE * step_ms <= alone_ms <= MODEL_MOST_SHARE * step_ms
 
 
 LOOP_WORDS = {"fit": "training", "validate": "validation", "test": "test", "predict": "prediction"}
 """Stage -> the word for its loop."""
-SHORT_STEP_MS = 10.0
-TOY_STEP_MS = 2.0
-"""Shorter steps belong to toy models: no loader setting makes them faster."""
 
 
 def in_ms(value: float | None, step_ms: float) -> str:

@@ -1,7 +1,6 @@
 """A data module loads the files of the package that it uses, and no others."""
 
-import subprocess
-import sys
+import warm
 
 FIT = """
 import sys, warnings
@@ -32,7 +31,8 @@ if __name__ == "__main__":
 
 
 def test_a_fit_on_data_in_memory_imports_few_modules_and_nothing_remote() -> None:
-    done = subprocess.run([sys.executable, "-c", FIT], capture_output=True, text=True, check=True)
+    done = warm.run(["-c", FIT])
+    assert done.returncode == 0, done.stderr
     loaded = done.stdout.split("\n")[-2].split()
     assert len(loaded) <= 48, loaded
     assert [name for name in loaded if any(word in name for word in ("dali", "ray", "remote"))] == []

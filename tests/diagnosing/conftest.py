@@ -1,8 +1,5 @@
 """What the tests of diagnose() share."""
 
-import gc
-from collections.abc import Iterator
-
 import pytest
 
 from lightning_feed.diagnosing import run
@@ -19,15 +16,6 @@ def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many steps as a verdict needs."""
     monkeypatch.setattr(run, "QUICK_RUN_STEPS", 20)
     monkeypatch.setattr(run, "QUICK_REPLAY_STEPS", 40)
-
-
-@pytest.fixture(autouse=True, scope="package")
-def _quick_collections() -> Iterator[None]:
-    """Each fit collects garbage: it is not to look at all that pytest and torch hold."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,15 +1,13 @@
 """``lightning-feed diagnose`` and ``tune`` on programs as users write them, most in a process of its own."""
 
 import json
-import multiprocessing
 import os
-import runpy
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 PARTS = """
 from pathlib import Path
@@ -186,18 +184,11 @@ ran("the rest")
 """
 )
 ENDS = {
-    "finally": "try: fit()\nfinally: ran('finally')",
-    "except": "try: fit()\nexcept BaseException: ran('except')",
-    "suppress": "with contextlib.suppress(BaseException): fit()\nran('what follows')",
     "with": "@contextlib.contextmanager\ndef closes():\n    yield\n    ran('with')\nwith closes(): fit()",
-    "loop": "while True:\n    try: fit()\n    except BaseException: ran('loop')",
-    "twice": "fit()\nran('second fit')\nfit()",
-    "atexit": "atexit.register(ran, 'atexit')\nfit()",
-    "os._exit": "try: fit()\nfinally: os._exit(0)",
-    "stdout closed": "sys.stdout.close()\nfit()",
     "stdout's file closed": "os.close(1)\nfile = open('log', 'w')\nassert file.fileno() == 1\nfit()",
     "another thread": "threading.Thread(target=threading.Event().wait).start()\nfit()\nran('what follows')",
 }
+"""What surrounds a fit, other than all that does in the careless program."""
 
 
 @pytest.fixture
@@ -222,27 +213,9 @@ def project(tmp_path: Path) -> Path:
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """As ``python -m lightning_feed`` does, in a process that has imported Lightning already."""
-    process = multiprocessing.get_context("forkserver").Process(target=_command, args=(folder, arguments))
-    process.start()
-    process.join(300)
-    assert process.exitcode is not None
-    out, err = (folder.with_name(name).read_text() for name in (OUT, ERR))
-    return subprocess.CompletedProcess(arguments, process.exitcode, out, err)
+    return warm.run(["-m", "lightning_feed", *arguments], cwd=folder)
 
 
-def _command(folder: Path, arguments: tuple[str, ...]) -> None:
-    os.chdir(folder)
-    for stream, name in ((1, OUT), (2, ERR)):
-        os.dup2(os.open(f"../{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", 1)
-    multiprocessing.set_start_method("fork", force=True)  # this process was told to use "forkserver" for its own
-    sys.path.insert(0, str(folder))
-    sys.argv = ["lightning_feed", *arguments]
-    runpy.run_module("lightning_feed", run_name="__main__", alter_sys=True)
-
-
-OUT, ERR = "printed.out", "printed.err"
-"""Beside the folder of the program, which is looked through."""
 QUICK = ("diagnose", "--quick", "--only", "model")
 END = "This training, and what follows it, was not run."
 
@@ -280,13 +253,23 @@ def test_failed_diagnosis_runs_no_code_after_the_fit(project: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [QUICK, ("tune",)], ids=["diagnose", "tune"])
 @pytest.mark.parametrize("name", ENDS)
-def test_program_ends_at_its_fit_whatever_code_surrounds_it(name: str, command: tuple[str, ...], project: Path) -> None:
+def test_program_ends_at_its_fit_whatever_code_surrounds_it(name: str, project: Path) -> None:
     (project / "careless.py").write_text(BEGIN + ENDS[name])
-    done = run(project, *command, "careless.py")
+    done = run(project, *QUICK, "careless.py")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("FEED  " if command is QUICK else "workers"), done.stdout
+    assert done.stdout.startswith("FEED  "), done.stdout
+    assert done.stderr.endswith(f"{END}\n")
+    assert not (project / "ran").exists(), (project / "ran").read_text()
+    assert (project / "final.pt").read_text() == "trained for a week"
+
+
+@pytest.mark.slow
+def test_tune_runs_no_code_of_a_program_after_its_fit(project: Path) -> None:
+    (project / "careless.py").write_text(CARELESS)
+    done = run(project, "tune", "careless.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("workers"), done.stdout
     assert done.stderr.endswith(f"{END}\n")
     assert not (project / "ran").exists(), (project / "ran").read_text()
     assert (project / "final.pt").read_text() == "trained for a week"

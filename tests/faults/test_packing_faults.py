@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import warm
 
 from lightning_feed.errors import ArchiveError
 from lightning_feed.storage import PackedDataset, pack, packing, whole
@@ -74,8 +75,7 @@ packing.pack(sys.argv[1], sys.argv[2], format=sys.argv[3])
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_packing_restarts_after_being_killed(format: Any, files: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED, str(files), str(tmp_path / "x.pack"), format]
-    assert subprocess.run(command, check=False, timeout=120).returncode == -signal.SIGKILL
+    assert warm.run(["-c", KILLED, files, tmp_path / "x.pack", format]).returncode == -signal.SIGKILL
     assert sorted(path.name for path in tmp_path.iterdir()) == [".x.pack.packing", "files"]
     (files / "dog" / "99.jpg").write_bytes(b"new")
     pack(files, tmp_path / "x.pack", format=format, verify=True)

@@ -188,16 +188,27 @@ def test_special_files_are_not_staged(source: Path, dest: Path, tmp_path: Path, 
 
 def test_copy_threads_stop_after_the_first_error(source: Path, dest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (source / "large").open("wb") as file:
-        file.truncate(1 << 32)
+        file.truncate(4 * staging._CHUNK_BYTES)
     real = staging._LocalSource._copy_file
+    copied: list[int] = []
 
-    def copy_file(origin: object, path: str, *rest: object) -> None:
+    class WaitsForTheError:
+        """A progress bar: after its first chunk, the large file goes on when the other has failed."""
+
+        def __init__(self, origin: staging._LocalSource) -> None:
+            self.origin = origin
+
+        def update(self, size: int) -> None:
+            copied.append(size)
+            assert self.origin._stop.wait(60)
+
+    def copy_file(origin: staging._LocalSource, path: str, copy: str, bar: object) -> None:
         if path.endswith("1.jpg"):
             raise OSError(5, "Input/output error", path)
-        real(origin, path, *rest)  # type: ignore[arg-type]
+        real(origin, path, copy, WaitsForTheError(origin) if path.endswith("large") else bar)
 
-    monkeypatch.setattr(staging, "check_room", lambda *_: None)
     monkeypatch.setattr(staging._LocalSource, "_copy_file", copy_file)
     with pytest.raises(ArchiveError, match=r"1\.jpg: Input/output error"):
         stage(source, dest)
+    assert copied in ([], [staging._CHUNK_BYTES])  # nothing if the other file failed before
     assert not list((dest / ".birds.staging").glob("whole*"))

@@ -6,7 +6,6 @@ import math
 import os
 import pickle
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import warm
 from images.made_images import BROKEN, WHOLE, encoded
 from lightning.pytorch.utilities.memory import is_oom_error
 from made_samples import dataset, jpegs, photo
@@ -407,7 +407,5 @@ held.append(held)
 def test_a_program_ends_cleanly_in_the_middle_of_a_pass() -> None:
     """DALI ends its pipelines before Python lets go of the pass."""
     paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run(
-        [sys.executable, "-c", LEAVES_A_PASS], env=os.environ | paths, capture_output=True, text=True, check=False
-    )
+    ended = warm.run(["-c", LEAVES_A_PASS], env=os.environ | paths)
     assert (ended.returncode, ended.stderr) == (0, "")

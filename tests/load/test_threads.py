@@ -28,7 +28,7 @@ def threaded(dataset, *, num_workers=2, **options):
 def _no_thread_is_left():
     yield
     if _feeds():
-        gc.collect()  # half a second each time
+        gc.collect()
     for thread in _feeds():
         thread.join(10)  # told to end, but waited for only by the thread that started them
     assert _feeds() == []

@@ -76,7 +76,7 @@ def _workers(request):
         request.getfixturevalue("one_ray")
     yield
     if feeds():
-        gc.collect()  # half a second each time
+        gc.collect()
     for thread in feeds():
         thread.join(10)  # told to end, but waited for only by the thread that started them
     assert feeds() == []

@@ -3,13 +3,12 @@
 import os
 import pty
 import re
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 pytestmark = pytest.mark.slow  # a kernel, and terminals with programs of their own
 
@@ -71,7 +70,7 @@ def test_progress_bars_do_not_interrupt_a_report_in_a_terminal(bar: str, tmp_pat
     script.write_text(FIT.replace("BAR", bar))
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "300", "LINES": "40"}
-    process = subprocess.Popen([sys.executable, script], stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    process = warm.start([script], streams=(theirs, theirs, theirs), env=environment)
     os.close(theirs)
     screen = b""
     while True:

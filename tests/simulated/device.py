@@ -30,11 +30,13 @@ the backward pass is queued by the thread that asked for it: autograd's own thre
 
 from __future__ import annotations  # the device has a method of the name `Stream`, as torch.cuda has
 
-import traceback
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import count, cycle
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -407,7 +409,7 @@ class SimulatedDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        if _is_composite(func):
             with self:  # under inference mode operations come here that are made of others
                 done = func.decompose(*args, **kwargs)
             if done is not NotImplemented:
@@ -418,7 +420,7 @@ class SimulatedDevice(TorchDispatchMode):
             with self.device(index):
                 return self.__torch_dispatch__(func, types, args, kwargs)
         pin = kwargs.pop("pin_memory", None)
-        name = str(func)
+        name = _name(func)
         looked = self._look(name, func, args, kwargs, ins) if ins else NotImplemented
         if looked is not NotImplemented:
             return looked
@@ -435,7 +437,9 @@ class SimulatedDevice(TorchDispatchMode):
         if name.startswith(ALLOCATES):
             self._allocate(name, outs)
             return out
-        written = _on_device([value for value, to_write in _arguments(func, args, kwargs) if to_write])
+        written = _on_device(
+            [args[place] if place < len(args) else kwargs.get(argument) for place, argument in _written(func)]
+        )
         written += _on_device([args[place] for place in WRITES_UNMARKED.get(name, ()) if len(args) > place])
         self._allocate(name, outs)
         source = args[1] if name.startswith("aten.copy_") else args[0] if args else None
@@ -622,19 +626,53 @@ def outside(span: Span, busy: Iterable[Span]) -> int:
     return (end - start) - sum(max(0, min(end, until) - max(start, since)) for since, until in busy)
 
 
+# What follows is called for each operation, so it is written for speed.
+PLAIN = (int, float, str, type(None), torch.dtype, torch.device)
+
+
 def _on_device(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.device.type == DEVICE.type]
+    there: list[Tensor] = []
+    _collect(values, there)
+    return there
 
 
+def _collect(value: Any, there: list[Tensor]) -> None:
+    if isinstance(value, Tensor):
+        if value.is_meta:
+            there.append(value)
+    elif type(value) in (tuple, list):
+        for element in value:
+            _collect(element, there)
+    elif type(value) is dict:
+        for element in value.values():
+            _collect(element, there)
+    elif not isinstance(value, PLAIN):
+        there += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_meta]
+
+
+@cache
+def _name(func: Any) -> str:
+    return str(func)
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+@cache
 def _is_view(func: Any) -> bool:
-    return any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+    return any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
 
 
-def _arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Any, bool]]:
-    """Each argument, and whether the operation writes to it."""
-    for place, argument in enumerate(func._schema.arguments):
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
-        yield value, argument.alias_info is not None and argument.alias_info.is_write
+@cache
+def _written(func: Any) -> list[tuple[int, str]]:
+    """Place and name of each argument that the operation writes to."""
+    return [
+        (place, argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 def _is_non_blocking(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -644,7 +682,10 @@ def _is_non_blocking(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
 
 def _caller() -> str:
     """Where outside of this file and of torch the host was when it had to wait."""
-    for frame in reversed(traceback.extract_stack()):
-        if "/torch/" not in frame.filename and not frame.filename.endswith("simulated/device.py"):
-            return f"{frame.filename}:{frame.lineno} {frame.name}"
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "/torch/" not in file and not file.endswith("simulated/device.py"):
+            return f"{file}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
     return ""

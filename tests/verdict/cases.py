@@ -16,6 +16,11 @@ GROUPS = ("loader", "batch", "host", "datamodule", "trainer")
 """Fields of LoopFacts that hold further facts."""
 
 
+def under(limit: float) -> float:
+    """A value that is slightly below a threshold."""
+    return 0.998 * limit
+
+
 def changed_facts(facts: LoopFacts, **changes: Any) -> LoopFacts:
     """Facts with other values, each by the name of its field, whichever group it belongs to."""
     for name, value in changes.items():
@@ -39,7 +44,7 @@ def measured(
     step: float = 100.0,
     stats: dict[str, Any] | None = None,
     loaders: dict[str, Any] | None = None,
-    found: dict[str, Any] | None = None,
+    experiments: dict[str, Any] | None = None,
     hooks: Any = (),
     ranks: Any = None,
     wall: Any = None,
@@ -63,8 +68,8 @@ def measured(
         stats=StarvationStats(**(figures | (stats or {}))),
         facts=loop_facts(**(ROOM | facts)),
         loaders=LoaderStats(**(loaders or {})),
-        experiments=ExperimentResults(**(found or {})),
-        diagnosed=found is not None,
+        experiments=ExperimentResults(**(experiments or {})),
+        diagnosed=experiments is not None,
         hooks=tuple(hooks),
         ranks=ranks,
         wall=wall,

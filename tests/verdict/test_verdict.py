@@ -3,13 +3,23 @@
 from typing import Any
 
 import pytest
-from verdict.cases import BUSY, loop_facts, measured
+from verdict.cases import BUSY, loop_facts, measured, under
 
 from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements
-from lightning_feed.measure.stats import StarvationStats
+from lightning_feed.measure.stats import MIN_STEPS, StarvationStats
 from lightning_feed.verdict.decide import decide
 from lightning_feed.verdict.diagnosis import Diagnosis
 from lightning_feed.verdict.shares import toy_sentence
+from lightning_feed.verdict.thresholds import (
+    CLOSE_SHARE,
+    COPY_PCT,
+    DATA_PCT,
+    FRAMEWORK_PCT,
+    HEADLINE_PCT,
+    HIGH_PCT,
+    MODERATE_PCT,
+    TOY_STEP_MS,
+)
 
 
 def _stats(other: float = 0, data: float = 0, h2d: float = 0, compute: float = 100, **changes: Any) -> StarvationStats:
@@ -38,14 +48,14 @@ def _diagnose(facts: LoopFacts | None = None, **parts: Any) -> Diagnosis:
 @pytest.mark.parametrize(
     ("other", "data", "h2d", "bottleneck"),
     [
-        (10, 0, 0, "framework"),
-        (9.9, 0, 0, "compute"),
-        (0, 0, 5, "compute"),  # a small part is no headline
-        (0, 0, 10, "copy"),
-        (0, 0, 4.9, "compute"),
-        (0, 5, 0, "compute"),
-        (0, 10, 0, "data"),
-        (0, 4.9, 0, "compute"),
+        (FRAMEWORK_PCT, 0, 0, "framework"),
+        (under(FRAMEWORK_PCT), 0, 0, "compute"),
+        (0, 0, COPY_PCT, "compute"),  # a small part is no headline
+        (0, 0, HEADLINE_PCT, "copy"),
+        (0, 0, under(COPY_PCT), "compute"),
+        (0, DATA_PCT, 0, "compute"),
+        (0, HEADLINE_PCT, 0, "data"),
+        (0, under(DATA_PCT), 0, "compute"),
         (0, 0, 0, "compute"),
         (10, 10, 10, "framework"),  # the first of equals
         (0, 10, 10, "copy"),
@@ -54,20 +64,20 @@ def _diagnose(facts: LoopFacts | None = None, **parts: Any) -> Diagnosis:
     ],
 )
 def test_bottleneck_follows_from_the_shares_of_the_step(other: float, data: float, h2d: float, bottleneck: str) -> None:
-    found = _diagnose(other=other, data=data, h2d=h2d, compute=100 - other - data - h2d)
-    assert found.bottleneck == bottleneck
+    diagnosis = _diagnose(other=other, data=data, h2d=h2d, compute=100 - other - data - h2d)
+    assert diagnosis.bottleneck == bottleneck
 
 
 @pytest.mark.parametrize(
     ("data", "grade"),
     [
         (0, "OK"),
-        (4.9, "OK"),
-        (5, "slightly data-bound"),
-        (9.9, "slightly data-bound"),
-        (10, "moderately data-bound"),
-        (19.9, "moderately data-bound"),
-        (20, "highly data-bound"),
+        (under(DATA_PCT), "OK"),
+        (DATA_PCT, "slightly data-bound"),
+        (under(MODERATE_PCT), "slightly data-bound"),
+        (MODERATE_PCT, "moderately data-bound"),
+        (under(HIGH_PCT), "moderately data-bound"),
+        (HIGH_PCT, "highly data-bound"),
         (100, "highly data-bound"),
     ],
 )
@@ -77,9 +87,14 @@ def test_grade_follows_from_the_share_of_data_waits(data: float, grade: str) -> 
 
 
 def test_a_few_steps_give_no_verdict() -> None:
-    found = _diagnose(data=90, steps=9)
-    assert (found.bottleneck, found.grade, found.confidence, found.remedies) == ("unknown", "not measured", "low", ())
-    assert "9 steps were measured" in found.evidence[0]
+    diagnosis = _diagnose(data=90, steps=MIN_STEPS - 1)
+    assert (diagnosis.bottleneck, diagnosis.grade, diagnosis.confidence, diagnosis.remedies) == (
+        "unknown",
+        "not measured",
+        "low",
+        (),
+    )
+    assert f"{MIN_STEPS - 1} steps were measured" in diagnosis.evidence[0]
 
 
 def test_zero_steps_give_no_verdict() -> None:
@@ -87,15 +102,15 @@ def test_zero_steps_give_no_verdict() -> None:
 
 
 def test_every_part_over_its_limit_gets_evidence_and_advice() -> None:
-    found = _diagnose(loop_facts(num_workers=0, usable_cpus=4), other=12, data=60, h2d=6, compute=22)
-    assert [line.split(")")[0] for line in found.evidence[:3]] == [
+    diagnosis = _diagnose(loop_facts(num_workers=0, usable_cpus=4), other=12, data=60, h2d=6, compute=22)
+    assert [line.split(")")[0] for line in diagnosis.evidence[:3]] == [
         "60.0 of 100.0 ms (60 %",
         "12.0 of 100.0 ms (12 %",
         "6.0 of 100.0 ms (6 %",
     ]
-    assert [remedy.changes for remedy in found.remedies] == ["num_workers=2"]
-    assert any("profiler" in note for note in found.notes)
-    assert any("transfer hooks" in note for note in found.notes)
+    assert [remedy.changes for remedy in diagnosis.remedies] == ["num_workers=2"]
+    assert any("profiler" in note for note in diagnosis.notes)
+    assert any("transfer hooks" in note for note in diagnosis.notes)
 
 
 def test_evidence_names_a_slow_epoch_start() -> None:
@@ -104,10 +119,10 @@ def test_evidence_names_a_slow_epoch_start() -> None:
 
 def test_notes_name_device_syncs_between_steps() -> None:
     several = LoopFacts(device_type="cuda", world_size=2, syncs=("prog_bar", "sigterm_broadcast"))
-    found = _diagnose(several, other=20, compute=80)
-    assert found.remedies == ()
+    diagnosis = _diagnose(several, other=20, compute=80)
+    assert diagnosis.remedies == ()
     assert [
-        word in note for word, note in zip(("prog_bar=False", "no switch", "profiler"), found.notes, strict=True)
+        word in note for word, note in zip(("prog_bar=False", "no switch", "profiler"), diagnosis.notes, strict=True)
     ] == [
         True,
         True,
@@ -120,24 +135,38 @@ def test_a_verdict_from_low_confidence_figures_has_low_confidence() -> None:
 
 
 def test_evidence_mentions_hidden_waits_and_lost_steps() -> None:
-    found = _diagnose(next_wait_ms=30.0, hidden_wait_ms=30.0, lost_steps=7)
-    assert "30.0 of 30.0 ms in next(loader) are hidden: the device computes meanwhile" in found.evidence
-    assert "7 steps could not be measured on the device" in found.evidence
+    diagnosis = _diagnose(next_wait_ms=30.0, hidden_wait_ms=30.0, lost_steps=7)
+    assert "30.0 of 30.0 ms in next(loader) are hidden: the device computes meanwhile" in diagnosis.evidence
+    assert "7 steps could not be measured on the device" in diagnosis.evidence
 
 
 @pytest.mark.parametrize(
     ("other", "h2d", "confidence"),
-    [(9.2, 0.0, "medium"), (10.8, 0.0, "medium"), (8.0, 0.0, "high"), (12.0, 0.0, "high"), (0.0, 4.8, "medium")],
+    [
+        (FRAMEWORK_PCT * (1 - 0.9 * CLOSE_SHARE), 0.0, "medium"),
+        (FRAMEWORK_PCT * (1 + 0.9 * CLOSE_SHARE), 0.0, "medium"),
+        (FRAMEWORK_PCT * (1 - 1.1 * CLOSE_SHARE), 0.0, "high"),
+        (FRAMEWORK_PCT * (1 + 1.1 * CLOSE_SHARE), 0.0, "high"),
+        (0.0, COPY_PCT * (1 - 0.9 * CLOSE_SHARE), "medium"),
+    ],
 )
 def test_a_share_close_to_its_limit_lowers_confidence(other: float, h2d: float, confidence: str) -> None:
     assert decide(measured(data=0.0, other=other, h2d=h2d)).confidence == confidence
 
 
-@pytest.mark.parametrize(("step", "toy", "noted"), [(1.9, True, False), (2.1, False, True), (4.1, False, False)])
+@pytest.mark.parametrize(
+    ("step", "toy", "noted"),
+    [
+        (under(TOY_STEP_MS), True, False),
+        (TOY_STEP_MS, False, True),
+        (under(2 * TOY_STEP_MS), False, True),
+        (2 * TOY_STEP_MS, False, False),
+    ],
+)
 def test_steps_slightly_longer_than_toys_get_a_note_on_larger_batches(step: float, toy: bool, noted: bool) -> None:
-    found = decide(measured(data=0.3 * step, step=step, loaders=BUSY))
+    diagnosis = decide(measured(data=0.3 * step, step=step, loaders=BUSY))
     assert (toy_sentence(step) is not None) == toy
-    assert any("larger batches may gain more" in note for note in found.notes) == noted
+    assert any("larger batches may gain more" in note for note in diagnosis.notes) == noted
 
 
 def test_notes_begin_with_the_longest_part() -> None:

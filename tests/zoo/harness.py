@@ -8,26 +8,33 @@ among them, or of several loaders, whose shuffles draw their seeds in another or
 """
 
 import json
-import multiprocessing
 import os
 import pickle
 import runpy
 import shutil
 import signal
+import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import warm
 
 HERE = Path(__file__).parent
 RECORDER = HERE / "recorder"
 PRELOADED = ["lightning.pytorch", "pytorch_lightning", "timm", "albumentations", "torch_geometric.nn", "transformers"]
 """Imported once, in the process that all programs are forked from."""
+PROGRAM = f"""
+import sys
+sys.path.insert(0, {str(HERE.parent)!r})
+from zoo.harness import main
+sys.path.pop(0)
+main(*sys.argv[1:])
+"""
 LIMIT_S, OTHER_RANKS_S = 240.0, 30.0
 
 
@@ -99,7 +106,7 @@ def run(
     out.mkdir()
     environment = {
         **(project.environment if size == "quick" else {}),
-        "PYTHONPATH": str(RECORDER),
+        "PYTHONPATH": os.pathsep.join([str(RECORDER), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "OMP_NUM_THREADS": "1",  # of two, one waits for the other where programs outnumber the CPUs
         "LIGHTNING_FEED": "1" if feed else "0",
         "NO_ALBUMENTATIONS_UPDATE": "1",
@@ -108,15 +115,13 @@ def run(
         "ZOO_DIGESTS": "1000" if size == "quick" else "15",
     }
     argv = [str(folder / project.program), *(project.quick if size == "quick" else project.full), *overrides]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=_program, args=(folder, argv, environment))
-    process.start()
-    process.join(LIMIT_S)
-    exit_code = process.exitcode
-    if exit_code is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.join()
+    program = warm.start_into(folder / "printed.txt", ["-c", PROGRAM, *argv], cwd=folder, env=os.environ | environment)
+    exit_code: int | None = None
+    try:
+        exit_code = program.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(program.pid, signal.SIGKILL)
+        program.wait()
     patience = time.monotonic() + OTHER_RANKS_S  # the program of rank 0 does not wait for those of the others
     while exit_code == 0 and len(list(out.glob("rank*.json"))) < project.ranks and time.monotonic() < patience:
         time.sleep(0.1)
@@ -130,27 +135,15 @@ def run(
     )
 
 
-def _program(folder: Path, argv: list[str], environment: dict[str, str]) -> None:
-    """What the new process does. It leads a group of its own, so that none of its processes is left behind."""
-    os.setsid()
-    with (folder / "printed.txt").open("w") as printed:
-        for stream in (1, 2):
-            os.dup2(printed.fileno(), stream)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
-    multiprocessing.set_start_method("fork", force=True)  # this process was told to use "forkserver" for its own
-    os.chdir(folder)
-    os.environ.update(environment)
-    sys.path[:0] = [str(folder), str(RECORDER)]
-    sys.argv = argv
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # torch was imported before this was known
-    try:
-        if argv[0].endswith(".ipynb"):
-            _notebook(Path(argv[0]))
-        else:
-            runpy.run_path(argv[0], run_name="__main__")
-    except BaseException:
-        traceback.print_exc()
-        raise
+def main(*argv: str) -> None:
+    """Run a program or a notebook in this process, which was started for it."""
+    sys.argv = list(argv)
+    sys.path.insert(0, str(Path(argv[0]).parent))
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # torch was imported before this was known
+    if argv[0].endswith(".ipynb"):
+        _notebook(Path(argv[0]))
+    else:
+        runpy.run_path(argv[0], run_name="__main__")
 
 
 def _notebook(path: Path) -> None:
