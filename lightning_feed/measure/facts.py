@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
+import torch
 from torch.utils.data import IterableDataset, Subset
 
 from lightning_feed.load.fork_safety import why_no_workers
@@ -76,9 +77,14 @@ def training_loader_facts(loaders: Sequence[AnyLoader], *, reloaded: bool) -> Lo
 
 
 def batch_facts(batch: Batch) -> BatchFacts:
-    """The number of tensors in a batch, and their size in bytes."""
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors(batch)]
-    return BatchFacts(size_bytes=sum(sizes), tensors=len(sizes))
+    """The number of tensors in a batch, their size in bytes, and where the largest one is."""
+    leaves = list(tensors(batch))
+    sizes = [leaf.numel() * leaf.element_size() for leaf in leaves]
+    pinned = None
+    if leaves and torch.cuda.is_initialized():
+        largest = leaves[sizes.index(max(sizes))]
+        pinned = largest.is_pinned() if largest.device.type == "cpu" else None
+    return BatchFacts(size_bytes=sum(sizes), tensors=len(sizes), pinned=pinned)
 
 
 def batches_ahead(loaders: Sequence[AnyLoader]) -> int:

@@ -101,6 +101,8 @@ class BatchFacts:
     """Bytes of all tensors of a training batch on the host."""
     tensors: int | None = None
     """Number of tensors of a training batch."""
+    pinned: bool | None = None
+    """True if the batch's largest tensor is in pinned memory; None if it is not on the host, or without CUDA."""
 
 
 @dataclass(frozen=True, kw_only=True)

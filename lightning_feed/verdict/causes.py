@@ -334,7 +334,10 @@ def _beside_the_copy(measured: Measurements) -> Reason | None:
 
 
 def _slow_copies(measured: Measurements) -> Reason | None:
-    pinned = measured.facts.loader.pin_memory
+    pinned = _is_pinned(measured)
+    if pinned is False and measured.facts.loader.pin_memory:
+        asked = "pin_memory=True has left the batches in pageable memory: their class needs a method pin_memory()"
+        return Reason("unpinned", [asked])
     if pinned is False:
         return Reason("unpinned", ["batches are in pageable memory"])
     tensors = measured.facts.batch.tensors or 0
@@ -347,10 +350,19 @@ def _slow_copies(measured: Measurements) -> Reason | None:
     return None
 
 
+def _is_pinned(measured: Measurements) -> bool | None:
+    """True if batches are in pinned memory: as seen, or as the loader is set if no batch was seen, or if a batch has
+    files that the device decodes, which nothing pins."""
+    seen = measured.facts.batch.pinned
+    if seen is None or measured.facts.datamodule.backend not in (None, "torch"):
+        return measured.facts.loader.pin_memory
+    return seen
+
+
 def _link(measured: Measurements) -> Reason:
     h2d_ms = measured.stats.h2d_ms
     size_bytes = measured.facts.batch.size_bytes
-    if measured.facts.loader.pin_memory and h2d_ms and size_bytes:
+    if _is_pinned(measured) and h2d_ms and size_bytes:
         rate = size_bytes / h2d_ms * 1e-6
         return Reason("link", [f"batches are copied ahead, and still {rate:.1f} GB/s are not enough"])
     return Reason("unknown", ["it is not known if batches are pinned"], sure=False)

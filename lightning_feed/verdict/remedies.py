@@ -432,7 +432,7 @@ _LOGGING = re.compile(r"^logger .*\.log_metrics$")
 def pinned_memory(finding: Finding) -> Remedy | None:
     """Remedy: pin memory, if training waits for copies from pageable memory."""
     unpinned = finding.causes.get("copy") == "unpinned" and finding.facts.device_type != "cpu"
-    if not unpinned or not finding.can_set("pin_memory"):
+    if not unpinned or finding.loader.pin_memory or not finding.can_set("pin_memory"):
         return None
     step_ms = bounds.without(finding.shares, finding.measured.stats.h2d_ms or 0.0)
     return loader_remedy(finding, {"pin_memory": True}, "the host waits for copies from pageable memory", step_ms)

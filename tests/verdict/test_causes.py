@@ -317,6 +317,10 @@ def test_compute_has_low_confidence_if_steps_far_exceed_the_model_alone(
         (CUDA, {}, None, "unknown"),
         (CUDA | {"pin_memory": False}, {}, None, "unpinned"),
         (CUDA | {"pin_memory": True}, {}, None, "not overlapped"),
+        (CUDA | {"pin_memory": True, "pinned": True}, {}, None, "not overlapped"),
+        (CUDA | {"pin_memory": True, "pinned": False}, {}, None, "unpinned"),  # seen counts more than believed
+        (CUDA | {"pin_memory": False, "pinned": True}, {}, None, "not overlapped"),
+        (CUDA | {"backend": "dali-gpu", "pin_memory": True, "pinned": False}, {}, None, "not overlapped"),
         (CUDA | {"pin_memory": True}, {"prefetch_active": False}, None, "not overlapped"),
         (CUDA | {"pin_memory": True}, {"prefetch_active": True}, None, "unknown"),
         (
