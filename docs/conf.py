@@ -4,6 +4,7 @@ Sphinx, since the docstrings use its roles and it checks their targets, and sinc
 alternative, says in every build that it ends in May 2027.
 """
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,13 +40,30 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 
 CHILDREN = {
-    "index": ["start", "how-to/diagnose", "choose", "recipes", "reference/api", "explanation"],
-    "start": ["how-to/loggers", "how-to/ddp"],
-    "choose": ["how-to/tune", "how-to/images", "how-to/storage", "how-to/batches_in_place"],
-    "reference/api": ["reference/datamodule", "reference/callbacks", "reference/command-line", "reference/report"],
-    "explanation": ["benchmarks"],
+    "index": {
+        "Start": "start",
+        "Diagnose": "how-to/diagnose",
+        "Fix": "choose",
+        "Recipes": "recipes",
+        "Reference": "reference/api",
+        "How it works": "explanation",
+    },
+    "start": {"Loggers": "how-to/loggers", "Several GPUs": "how-to/ddp"},
+    "choose": {
+        "Tune": "how-to/tune",
+        "Images": "how-to/images",
+        "Storage": "how-to/storage",
+        "Batches": "how-to/batches_in_place",
+    },
+    "reference/api": {
+        "Data modules": "reference/datamodule",
+        "Callbacks": "reference/callbacks",
+        "Command line": "reference/command-line",
+        "Reports": "reference/report",
+    },
+    "explanation": {"Benchmarks": "benchmarks"},
 }
-"""Page -> the pages below it in the sidebar. Not in the pages themselves: on GitHub they would show the directive."""
+"""Page -> the pages below it in the sidebar, by title. In the pages themselves GitHub would show the directive."""
 
 SEARCHED = {
     "start": {"slow": "# Start:", "GPU utilization": "# Start:"},
@@ -61,11 +79,9 @@ MADE = {
 }
 """Comment in a page -> what takes its place."""
 
-REPORT = "![The report of a run: the verdict, the parts of a step as a bar, the next step, and what to change]"
-
 
 def complete_page(_: Sphinx, page: str, source: list[str]) -> None:
-    """Add what only the site has: tables of the code, entries for the search, the sidebar, and a dark picture."""
+    """Add what only the site has: tables of the code, entries for the search, and the sidebar."""
     for comment, make in MADE.items():
         if comment in source[0]:
             source[0] = source[0].replace(comment, make())
@@ -74,14 +90,21 @@ def complete_page(_: Sphinx, page: str, source: list[str]) -> None:
         line, _, rest = after.partition("\n")
         source[0] = f"{before}{found}{line}\n\n```{{index}} ! {words}\n```\n{rest}"
     if page == "index":
-        light, dark = (
-            f"{REPORT}(images/{name}.png){{.only-{kind}}}"
-            for name, kind in (("report", "light"), ("report-dark", "dark"))
-        )
-        source[0] = "---\nhide-toc: true\n---\n" + source[0].replace(f"{REPORT}(images/report.png)", light + dark)
+        source[0] = f"---\nhide-toc: true\n---\n{source[0]}"
     if page in CHILDREN:
-        pages = "\n".join(f"/{child}" for child in CHILDREN[page])
+        pages = "\n".join(f"{title} </{child}>" for title, child in CHILDREN[page].items())
         source[0] += f"\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"
+
+
+def break_code(*event: Any) -> None:
+    """Let code in the cells of tables break after its punctuation, for narrow screens."""
+    context = event[3]
+    if "body" in context:
+        context["body"] = re.sub(r'(?<=<span class="pre">)[^<]+', _with_breaks, context["body"])
+
+
+def _with_breaks(code: re.Match[str]) -> str:
+    return re.sub(r"(?<=[\w\])])([_/=.,([]+)(?=\w)", r"\1<wbr>", code[0])
 
 
 def skip_hooks(*event: Any) -> bool | None:
@@ -93,4 +116,5 @@ def skip_hooks(*event: Any) -> bool | None:
 def setup(app: Sphinx) -> None:
     """Sphinx calls this."""
     app.connect("source-read", complete_page)
+    app.connect("html-page-context", break_code)
     app.connect("autodoc-skip-member", skip_hooks)
