@@ -1,6 +1,7 @@
 """Tables that the documentation build makes of the code: the tags that loggers get, and the options of the commands."""
 
 import argparse
+import re
 from collections.abc import Iterator
 from dataclasses import fields
 
@@ -14,7 +15,7 @@ def tags() -> str:
     """Every tag of ``tags="all"`` with its meaning, from the docstrings of the figures."""
     kinds = (StarvationStats, RankStats, LoaderStats, GpuStats)
     meanings = {
-        one.metadata["tag"]: report_tables.meaning(kind, one.name)
+        one.metadata["tag"]: report_tables.meaning(kind, one.name).replace("null", "absent")
         for kind in kinds
         for one in fields(kind)
         if one.metadata
@@ -32,13 +33,20 @@ def commands() -> str:
 def _section(name: str, parser: argparse.ArgumentParser) -> str:
     usage = parser.format_usage().removeprefix("usage: ").strip()
     rows = "\n".join(f"| `{option}` | {meaning} |" for option, meaning in _options(parser))
-    return f"## `{name}`\n\n{parser.description}\n\n```text\n{usage}\n```\n\n| option | meaning |\n|---|---|\n{rows}\n"
+    words = _text(parser.description or "")
+    return f"## `{name}`\n\n{words}\n\n```text\n{usage}\n```\n\n| option | meaning |\n|---|---|\n{rows}\n"
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
     for one in parser._actions:
         name = " ".join(filter(None, (one.option_strings[-1] if one.option_strings else "", _value(one))))
-        yield name, (one.help or "").replace("|", "\\|")
+        if name != "--help":
+            yield name, _text(one.help or "").replace("|", "\\|")
+
+
+def _text(words: str) -> str:
+    """Words of the command line in Markdown."""
+    return re.sub(r"(?<!\S)--[a-z-]+", r"`\g<0>`", words).replace("<", "\\<")
 
 
 def _value(action: argparse.Action) -> str:

@@ -35,6 +35,7 @@ myst_enable_extensions = ["attrs_inline", "colon_fence"]
 myst_heading_anchors = 4
 
 autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented_params"
 autodoc_member_order = "bysource"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
@@ -107,6 +108,12 @@ def _with_breaks(code: re.Match[str]) -> str:
     return re.sub(r"(?<=[\w\])])([_/=.,([]+)(?=\w)", r"\1<wbr>", code[0])
 
 
+def keep_colons(*event: Any) -> None:
+    """Let napoleon read the docstring of a field as text, and not what is before its first colon as a type."""
+    if event[1] in ("attribute", "property", "data"):
+        event[5][:0] = ["..", ""]  # an empty comment, as the first line
+
+
 def skip_hooks(*event: Any) -> bool | None:
     """Leave out of the API page what the Trainer calls, and not the user: the hooks of Lightning."""
     name = event[2]
@@ -117,4 +124,5 @@ def setup(app: Sphinx) -> None:
     """Sphinx calls this."""
     app.connect("source-read", complete_page)
     app.connect("html-page-context", break_code)
+    app.connect("autodoc-process-docstring", keep_colons, priority=400)  # before napoleon's
     app.connect("autodoc-skip-member", skip_hooks)
