@@ -108,8 +108,9 @@ def _with_breaks(code: re.Match[str]) -> str:
     return re.sub(r"(?<=[\w\])])([_/=.,([]+)(?=\w)", r"\1<wbr>", code[0])
 
 
-def keep_colons(*event: Any) -> None:
-    """Let napoleon read the docstring of a field as text, and not what is before its first colon as a type."""
+def prepare_docstring(*event: Any) -> None:
+    """Link the pages that a docstring names. Of a field, let napoleon read no type before the first colon."""
+    event[5][:] = [re.sub(r"docs/([\w/-]+)\.md", r":doc:`/\1`", line) for line in event[5]]
     if event[1] in ("attribute", "property", "data"):
         event[5][:0] = ["..", ""]  # an empty comment, as the first line
 
@@ -124,5 +125,5 @@ def setup(app: Sphinx) -> None:
     """Sphinx calls this."""
     app.connect("source-read", complete_page)
     app.connect("html-page-context", break_code)
-    app.connect("autodoc-process-docstring", keep_colons, priority=400)  # before napoleon's
+    app.connect("autodoc-process-docstring", prepare_docstring, priority=400)  # before napoleon's
     app.connect("autodoc-skip-member", skip_hooks)

@@ -155,6 +155,17 @@ def test_links_on_the_pages_lead_to_existing_files() -> None:
         assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == [], page
 
 
+def test_pages_that_the_package_names_exist() -> None:
+    named = {
+        page
+        for file in (ROOT / "lightning_feed").rglob("*.py")
+        for page in re.findall(r"\bdocs/[\w/-]+\.md", file.read_text())
+        if "docs/examples" not in page
+    }
+    assert named
+    assert {page for page in named if not (ROOT / page).exists()} == set()
+
+
 def test_every_page_is_linked_from_the_home() -> None:
     home = ROOT / "docs/index.md"
     linked = {(home.parent / link).resolve() for link in re.findall(r"\]\(([^)#\s]+\.md)\)", home.read_text())}
