@@ -1,4 +1,4 @@
-"""The pictures of docs/gallery.md, and the outputs of examples/tour.ipynb: all of real runs.
+"""The pictures of the pages in docs, and the outputs of examples/tour.ipynb: all of real runs.
 
     python docs/make_gallery.py             # new runs, and all pictures of them: about five minutes
     python docs/make_gallery.py --redraw    # the same pictures and outputs with today's words: some seconds

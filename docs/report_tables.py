@@ -37,7 +37,7 @@ def _collect(kind: type, name: str, sections: dict[type, tuple[str, str]]) -> No
 def _table(kind: type) -> str:
     rows = ["| key | value | meaning |", "|---|---|---|"]
     for name, hint in get_type_hints(kind).items():
-        rows.append(f"| `{name}` | {_value(hint)} | {_meaning(kind, name)} |")
+        rows.append(f"| `{name}` | {_value(hint)} | {meaning(kind, name)} |")
     return "\n".join(rows) + "\n"
 
 
@@ -52,7 +52,8 @@ def _value(hint: Any) -> str:
     return PLAIN.get(hint, "object")
 
 
-def _meaning(kind: type, name: str) -> str:
+def meaning(kind: type, name: str) -> str:
+    """The docstring of a field, as a cell of a Markdown table."""
     for base in (Diagnosis if kind is Verdict else kind).__mro__:
         if name in inspect.get_annotations(base):
             docs = ModuleAnalyzer.for_module(base.__module__).find_attr_docs()

@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from lightning_feed import GPUStarvationCallback, LoaderSettings, PrefetchCallback, cli, errors
+import lightning_feed
+from lightning_feed import LoaderSettings, cli, errors
 from lightning_feed.measure.loop import FIRST_STEPS
-from lightning_feed.measure.stats import MIN_STEPS, SOME_STEPS, tag_table
+from lightning_feed.measure.stats import MIN_STEPS, SOME_STEPS, choose_tags, tag_table
 from lightning_feed.measure.windows import WARM_UP_STEPS
 from lightning_feed.report.document import read_document
 from lightning_feed.report.files import as_text
@@ -154,11 +155,21 @@ def test_links_on_the_pages_lead_to_existing_files() -> None:
         assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == [], page
 
 
-def test_every_page_is_linked_from_the_index() -> None:
-    index = ROOT / "docs/README.md"
-    linked = {(index.parent / link).resolve() for link in re.findall(r"\]\(([^)#\s]+)\)", index.read_text())}
-    fronts = (index, index.with_name("index.md"))  # of the same pages on GitHub and on the site
-    assert {page for page in PAGES if page.parent != ROOT and page not in fronts} == linked
+def test_pages_that_the_package_names_exist() -> None:
+    named = {
+        page
+        for file in (ROOT / "lightning_feed").rglob("*.py")
+        for page in re.findall(r"\bdocs/[\w/-]+\.md", file.read_text())
+        if "docs/examples" not in page
+    }
+    assert named
+    assert {page for page in named if not (ROOT / page).exists()} == set()
+
+
+def test_every_page_is_linked_from_the_home() -> None:
+    home = ROOT / "docs/index.md"
+    linked = {(home.parent / link).resolve() for link in re.findall(r"\]\(([^)#\s]+\.md)\)", home.read_text())}
+    assert {page for page in PAGES if page.parent != ROOT and page != home} == linked
 
 
 def test_code_lines_on_the_pages_have_at_most_80_characters() -> None:
@@ -216,12 +227,58 @@ def test_the_sidebar_is_short_and_collapsed(site: Path) -> None:
     assert "checked" not in re.sub("toctree-checkbox", "", sidebar)
 
 
+REFERENCE = ("api", "datamodule", "callbacks", "command-line", "report")
+
+
+@pytest.fixture(scope="module")
+def documented(site: Path) -> set[str]:
+    """The names that the reference pages describe, as in ``FastDataModule.make_dataset``."""
+    pages = "".join((site / "reference" / page / "index.html").read_text() for page in REFERENCE)
+    names = re.findall(r'<dt class="sig[^>]*id="lightning_feed\.([^"]+)"', pages)
+    return {name.removeprefix("errors.") for name in names}
+
+
 @_of_the_site
-def test_the_api_page_has_no_hooks_of_lightning(site: Path) -> None:
-    page = (site / "reference/api/index.html").read_text()
-    names = set(re.findall(r'<dt class="sig[^>]*id="lightning_feed\.([^"]+)"', page))
-    assert {"FastDataModule.make_dataset", "FastDataModule.wrap", "GPUStarvationCallback.report"} <= names
-    assert not [name for name in names if re.search(r"\.(on_|setup|teardown|transfer_batch)", name)]
+def test_the_reference_describes_public_names_without_hooks_of_lightning(documented: set[str]) -> None:
+    assert set(lightning_feed.__all__) <= documented
+    assert {"FastDataModule.make_dataset", "FastDataModule.wrap", "GPUStarvationCallback.report"} <= documented
+    assert not [name for name in documented if re.search(r"\.(on_|setup|teardown|transfer_batch)", name)]
+
+
+@_of_the_site
+def test_the_reference_describes_every_setting_and_every_error(documented: set[str]) -> None:
+    assert {f"LoaderSettings.{field.name}" for field in dataclasses.fields(LoaderSettings)} <= documented
+    classes = [value for value in vars(errors).values() if isinstance(value, type)]
+    assert {one.__name__ for one in classes if issubclass(one, errors.FeedError)} <= documented
+
+
+@_of_the_site
+def test_the_command_line_page_describes_every_option(site: Path) -> None:
+    page = (site / "reference/command-line/index.html").read_text()
+    (commands,) = (one for one in cli.make_parser()._actions if isinstance(one, argparse._SubParsersAction))
+    for name, parser in commands.choices.items():
+        section = page[page.index(f'<section id="{name}">') :].partition("</section>")[0]
+        options = re.findall(r'<span class="pre">(-[-\w]+)</span>', section)
+        named = {one.option_strings[-1] for one in parser._actions if one.option_strings}
+        assert named - {"--help"} <= set(options), name
+
+
+@_of_the_site
+def test_the_page_on_loggers_describes_every_tag(site: Path) -> None:
+    page = (site / "how-to/loggers/index.html").read_text().replace("<wbr>", "")
+    rows = re.findall(
+        r'<tr[^>]*><td><p><code[^>]*><span class="pre">(feed\w*/\w+)</span></code></p></td>\s*<td><p>(?=\w)', page
+    )
+    assert rows == list(tag_table())
+
+
+@_of_the_site
+def test_no_page_shows_a_comment_for_the_build(site: Path) -> None:
+    for page in PAGES[1:]:
+        for comment in re.findall(r"<!-- .+? -->", page.read_text()):
+            path = page.relative_to(ROOT / "docs").with_suffix("")
+            built = site / "index.html" if path.name == "index" else site / path / "index.html"
+            assert comment not in built.read_text()
 
 
 @_of_the_site
@@ -242,53 +299,6 @@ def test_the_site_search_finds_the_right_page_first(site: Path, words: str, page
     assert (index["docnames"][number], main) == (page, True)
 
 
-# --- tables -------------------------------------------------------------------------------------------------------
-
-
-def _first_column(text: str) -> list[str]:
-    """The code names in the first column of all tables in a text."""
-    return [name for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)]
-
-
-def _section(page: str, heading: str) -> str:
-    text = (ROOT / page).read_text()
-    (body,) = re.findall(rf"^## {re.escape(heading)}.*?\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    return str(body)
-
-
-def test_settings_table_names_every_field_and_its_default() -> None:
-    rows = re.findall(
-        r"^\| `(\w+)` \| `(.+?)` \|", _section("docs/reference/datamodule.md", "`LoaderSettings`"), re.MULTILINE
-    )
-    fields = {field.name: field.default for field in dataclasses.fields(LoaderSettings)}
-    assert {name: importlib.import_module("ast").literal_eval(default) for name, default in rows} == fields
-
-
-@pytest.mark.parametrize("callback", [PrefetchCallback, GPUStarvationCallback])
-def test_callback_tables_name_every_argument(callback: type) -> None:
-    parameters = inspect.signature(callback).parameters
-    written = ", ".join(str(p.replace(annotation=inspect.Parameter.empty)) for p in parameters.values()).replace(
-        "'", '"'
-    )
-    assert f"## `{callback.__name__}({written})`" in (ROOT / "docs/reference/callbacks.md").read_text()
-    assert _first_column(_section("docs/reference/callbacks.md", f"`{callback.__name__}(")) == list(parameters)
-
-
-def test_every_error_is_in_the_reference() -> None:
-    headings = re.findall(r"^### `(\w+)`$", (ROOT / "docs/reference/api.md").read_text(), re.MULTILINE)
-    classes = [value for value in vars(errors).values() if isinstance(value, type)]
-    assert headings == [one.__name__ for one in classes if issubclass(one, errors.FeedError)]
-
-
-def test_command_tables_name_every_option() -> None:
-    (commands,) = (one for one in cli.make_parser()._actions if isinstance(one, argparse._SubParsersAction))
-    for name, parser in commands.choices.items():
-        shown = [one for one in parser._actions if one.option_strings and one.help != argparse.SUPPRESS]
-        options = {one.option_strings[-1] for one in shown} - {"--help", "-m"}
-        named = _first_column(_section("docs/reference/command-line.md", f"`lightning-feed {name}"))
-        assert {one.split()[0] for one in named if one.startswith("--")} == options, name
-
-
 # --- the report ---------------------------------------------------------------------------------------------------
 
 
@@ -303,9 +313,11 @@ def test_every_key_of_the_report_has_a_row_with_its_meaning() -> None:
     assert [name for name, value, meaning in rows if not value or not meaning] == []
 
 
-# --- the gate -----------------------------------------------------------------------------------------------------
+# --- tags ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_tag_table_on_the_page_matches_the_code() -> None:
-    named = _first_column(_section("docs/how-to/loggers.md", "All tags"))
-    assert [name for name in named if name.startswith("feed")] == list(tag_table())
+def test_the_page_on_loggers_names_exactly_the_core_tags() -> None:
+    text = (ROOT / "docs/how-to/loggers.md").read_text()
+    section = text[text.index("## All tags") :].partition("`GPUStarvationCallback(tags=")[0]
+    core = choose_tags(dict.fromkeys(tag_table(), 1.0), "core")
+    assert set(re.findall(r"`(feed\w*/\w+)`", section)) == set(core)

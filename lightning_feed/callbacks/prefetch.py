@@ -57,7 +57,7 @@ class PrefetchCallback(ExactResume):
     copies the next batch.
 
     If you override ``transfer_batch_to_device``, it may read only the batch, and objects that nothing else uses: the
-    step may be changing all other objects at that time (see docs/how-to/copy-less.md).
+    step may be changing all other objects at that time (see docs/how-to/batches_in_place.md).
 
     Nothing is prefetched, and one INFO line says so, on devices other than CUDA and XPU, with loaders that yield device
     tensors, and in loops whose ``training_step`` takes ``dataloader_iter``.

@@ -86,7 +86,7 @@ class LoaderSettings:
     workers: Literal["process", "thread", "ray"] = "process"
     """Kind of workers. Threads start at once and share memory with training, but only code that releases the GIL runs
     in parallel: decoders in C, reading files, torch. ``"ray"``: tasks on the machines of a Ray cluster. See
-    docs/how-to/threads.md."""
+    docs/how-to/tune.md."""
     prefetch_factor: int | Literal["auto"] = "auto"
     """Batches that each worker loads ahead."""
     pin_memory: bool | Literal["auto"] = "auto"
