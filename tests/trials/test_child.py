@@ -34,6 +34,17 @@ def test_work_in_a_child_changes_nothing_in_the_parent() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_reading_in_a_child_moves_no_file_of_the_parent(tmp_path: Path) -> None:
+    (tmp_path / "raster").write_bytes(b"0123456789")
+    file = os.open(tmp_path / "raster", os.O_RDONLY)  # as a C library holds it: no Python object knows its path
+    try:
+        os.read(file, 3)
+        assert run_in_children(lambda: os.read(file, 4), count=2, timeout_s=60) == [b"3456", b"3456"]
+        assert os.read(file, 4) == b"3456"
+    finally:
+        os.close(file)
+
+
 def test_package_errors_raised_in_a_child_keep_their_class() -> None:
     def work() -> None:
         raise DatasetError("sample 3 is cut short")
