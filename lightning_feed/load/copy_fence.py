@@ -7,7 +7,7 @@ import torch
 
 
 class CopiesBatches(Protocol):
-    """What copies batches on a stream of its own."""
+    """An object that copies batches on a stream of its own."""
 
     stream: Any
 

@@ -1,10 +1,8 @@
 """Trials in forked children, so that nothing in the training process changes and nothing has to be restored."""
 
-import fcntl
 import gc
 import os
 import signal
-import stat
 import threading
 import time
 import warnings
@@ -12,13 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
 from torch import multiprocessing
 
 from lightning_feed.errors import FeedError, LoaderError
+from lightning_feed.load.open_files import read_alone
 
 Result = TypeVar("Result")
 _GRACE_S = 2.0
@@ -122,28 +120,10 @@ class _Child(Generic[Result]):
         self._process.join()
 
 
-def _read_files_alone() -> None:
-    """Give this process a position of its own in each regular file that it has open for reading.
-
-    A forked process shares the positions of open files, so reading here would move them in the training process: also
-    those of files that C libraries hold, such as rasters.
-    """
-    for link in list(Path("/proc/self/fd").iterdir()):
-        file = int(link.name)
-        with suppress(OSError):  # the descriptor of the listing itself, and files that may not be opened again
-            flags = fcntl.fcntl(file, fcntl.F_GETFL)
-            if not stat.S_ISREG(os.fstat(file).st_mode) or flags & os.O_ACCMODE != os.O_RDONLY:
-                continue
-            again = os.open(link, flags)
-            os.lseek(again, os.lseek(file, 0, os.SEEK_CUR), os.SEEK_SET)
-            os.dup2(again, file, inheritable=os.get_inheritable(file))
-            os.close(again)
-
-
 def _answer(work: Callable[[], Result], sender: Connection) -> None:
     gc.freeze()  # garbage of the training process that holds CUDA events would end this process when collected
     os.setpgid(0, 0)  # so that its workers can be ended with it
-    _read_files_alone()
+    read_alone()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it, and ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)

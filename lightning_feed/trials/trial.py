@@ -18,6 +18,7 @@ from lightning_feed.errors import DatasetError, LoaderError
 from lightning_feed.load.fork_safety import growing, kept_items
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.machine import THREAD_BYTES, WORKER_BYTES, Footprint, Machine, exceeded_limit
+from lightning_feed.load.open_files import moved_file, positions
 from lightning_feed.load.processes import ended_worker, worker_processes
 from lightning_feed.load.settings import Setting
 from lightning_feed.load.slot_loaders import uses_slots
@@ -179,13 +180,20 @@ def _measure(loader: DataLoader[Batch], setting: Setting, work: TrainingWork, li
     endless = not isinstance(loader.dataset, IterableDataset)
     copy = clone_loader(loader, Changes(setting=tried, endless=endless))
     kept = kept_items(loader.dataset)
+    before = positions()
     began_s = time.perf_counter()
     iterator = iter(copy)
     try:
         trial = _Steps(setting, iterator, burst_of(copy), began_s).measure(ImitatedTraining(work).train, limits)
-        if setting.num_workers:
-            return trial
-        return replace(trial, keeps=growing(kept, loader.dataset))
+        if not setting.num_workers:
+            return replace(trial, keeps=growing(kept, loader.dataset))
+        shared = moved_file(before)
+        if shared and setting.workers == "process":
+            raise LoaderError(
+                f"{shared} was open before the workers began, and they share its position. Open it in the first call "
+                "of __getitem__ to use workers."
+            )
+        return trial
     except (DatasetError, LoaderError):
         raise
     except Exception as error:

@@ -147,6 +147,33 @@ def test_dataset_error_is_raised_without_workers_and_a_reason_with_workers() -> 
     assert "(Raises) failed: OSError: the file is cut short" in str(trial.infeasible)
 
 
+class OfAFile(Numbers):
+    """Reads from a file that was open before the workers began, as C libraries hold files."""
+
+    def __init__(self, file: int, *, moves: bool) -> None:
+        super().__init__()
+        self.read = (lambda index: os.read(file, 8)) if moves else (lambda index: os.pread(file, 8, 8 * index))
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.frombuffer(bytearray(self.read(index)), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_workers_that_share_the_position_of_an_open_file_are_infeasible(moves: bool, tmp_path: Path) -> None:
+    path = tmp_path / "raster"
+    path.write_bytes(bytes(8 * 10_000))
+    file = os.open(path, os.O_RDONLY)
+    try:
+        loader = DataLoader(OfAFile(file, moves=moves), batch_size=4)
+        assert run_trial(loader, NONE, NO_WORK, QUICK).infeasible is None
+        with_workers = run_trial(loader, TWO, NO_WORK, QUICK).infeasible
+        assert (with_workers or "").startswith(f"{path} was open before the workers began") is moves
+        assert (with_workers is None) is not moves
+        assert os.lseek(file, 0, os.SEEK_CUR) == 0
+    finally:
+        os.close(file)
+
+
 def test_hanging_loader_makes_the_setting_infeasible() -> None:
     trial = run_trial(DataLoader(Hangs(), batch_size=4), TWO, NO_WORK, TrialLimits(max_s=0.5, patience_s=0.5))
     assert trial.infeasible == "it gave no batch within 1 s"
