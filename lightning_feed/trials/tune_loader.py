@@ -218,7 +218,8 @@ class _Run:
             reason += f"; no worker processes: {why_none}"
         infeasible = [trial for trial in choice.trials if trial.infeasible]
         if infeasible:
-            reason += f"; num_workers={infeasible[-1].setting.num_workers} could not run: {str(infeasible[-1].infeasible).rstrip('.')}"
+            most = infeasible[-1]
+            reason += f"; num_workers={most.setting.num_workers} could not run: {str(most.infeasible).rstrip('.')}"
         return Tuned(
             setting=self._completed(setting, own),
             own=own,
