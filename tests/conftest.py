@@ -288,5 +288,5 @@ def pytest_sessionfinish() -> None:
         return
     from tqdm.std import tqdm
 
-    for bar in [thing for thing in gc.get_objects() if issubclass(type(thing), tqdm)]:  # isinstance asks proxies
+    for bar in [value for value in gc.get_objects() if issubclass(type(value), tqdm)]:  # isinstance asks proxies
         bar.disable = True

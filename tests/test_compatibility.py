@@ -96,7 +96,7 @@ def web_set(folder: Path) -> Any:
             with webdataset.TarWriter(shard) as sink:
                 for index in range(6 * number, 6 * number + 6):
                     sink.write({"__key__": f"{index:03}", "json": json.dumps(index).encode()})
-    return webdataset.WebDataset(shards, shardshuffle=False).decode().map(lambda found: sample(found["json"]))
+    return webdataset.WebDataset(shards, shardshuffle=False).decode().map(lambda row: sample(row["json"]))
 
 
 def web_loader(folder: Path) -> Any:

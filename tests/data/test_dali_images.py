@@ -103,8 +103,8 @@ def test_batch_structure_dtype_and_layout_match_the_torch_backend(photos: Path) 
             batches.append((raw, module.device_transform(raw, "val")))
         for theirs, ours in zip(*batches, strict=True):
             assert type(ours) is type(theirs)
-            for one, other in zip(ours, theirs, strict=True):
-                assert (one.dtype, one.shape, one.stride(), one.device) == (
+            for mine, other in zip(ours, theirs, strict=True):
+                assert (mine.dtype, mine.shape, mine.stride(), mine.device) == (
                     other.dtype,
                     other.shape,
                     other.stride(),
