@@ -246,9 +246,15 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests with the mark ``gpu`` have less time, and fits that are small on purpose."""
+    """Tests with the mark ``gpu`` have less time, and fits that are small on purpose.
+
+    Tests that need a forkserver share one, since its imports take longer than the tests.
+    """
     for item in items:
+        if "forkserver" in item.name:
+            item.add_marker(pytest.mark.xdist_group("forkserver"))
         if item.get_closest_marker("gpu") is None:
             continue
         if item.get_closest_marker("timeout") is None:
@@ -282,5 +288,5 @@ def pytest_sessionfinish() -> None:
         return
     from tqdm.std import tqdm
 
-    for bar in [thing for thing in gc.get_objects() if issubclass(type(thing), tqdm)]:  # isinstance asks proxies
+    for bar in [value for value in gc.get_objects() if issubclass(type(value), tqdm)]:  # isinstance asks proxies
         bar.disable = True

@@ -96,7 +96,7 @@ def web_set(folder: Path) -> Any:
             with webdataset.TarWriter(shard) as sink:
                 for index in range(6 * number, 6 * number + 6):
                     sink.write({"__key__": f"{index:03}", "json": json.dumps(index).encode()})
-    return webdataset.WebDataset(shards, shardshuffle=False).decode().map(lambda found: sample(found["json"]))
+    return webdataset.WebDataset(shards, shardshuffle=False).decode().map(lambda row: sample(row["json"]))
 
 
 def web_loader(folder: Path) -> Any:
@@ -271,7 +271,7 @@ def steps_are_measured(kind: Kind, folder: Path) -> None:
 
 def it_is_diagnosed(kind: Kind, folder: Path) -> None:
     loader = kind.loader(folder)
-    diagnosis = diagnose(quiet_trainer([]), Recording(), train_dataloaders=loader, budget_s=1)
+    diagnosis = diagnose(quiet_trainer([]), Recording(), train_dataloaders=loader, budget_s=4)
     results = diagnosis.measurements.experiments
     assert results.model_per_s is not None
     assert results.loader_per_s is not None

@@ -61,4 +61,4 @@ def test_the_tour_notebook_runs_and_shows_its_committed_output(tmp_path: Path) -
 def _shown(notebook: Any) -> list[list[str]]:
     """The kinds of all outputs, cell by cell."""
     outputs = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
-    return [sorted({kind for one in each for kind in one.get("data", [one.output_type])}) for each in outputs]
+    return [sorted({kind for output in each for kind in output.get("data", [output.output_type])}) for each in outputs]

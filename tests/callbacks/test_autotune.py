@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from lightning_feed.load.order import EpochOrder
 from lightning_feed.load.slot_loaders import uses_slots
 from lightning_feed.storage.private_files import cache_folder
 from lightning_feed.trials import tune_loader
+from lightning_feed.trials.training_work import TrainingWork
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -57,6 +59,14 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> Trials:
     monkeypatch.setattr(tune_loader, "run_trial", made)
     monkeypatch.setattr(autotune_module, "MEASURED_STEPS", MEASURED - 20)  # the warm-up is 20 steps
     monkeypatch.setattr(autotune_module, "PROVING_STEPS", 10**6)
+    work_of = autotune_module.work_of
+
+    def short_work(measured: Any) -> TrainingWork | None:
+        """On a busy machine a step takes 50 ms, for which two made-up workers would be enough."""
+        work = work_of(measured)
+        return work and replace(work, step_s=min(work.step_s, 0.01), cpu_s=min(work.cpu_s, 0.01))
+
+    monkeypatch.setattr(autotune_module, "work_of", short_work)
     machine = Machine(
         usable_cpus=2,
         cpu_reason="made up",

@@ -139,7 +139,7 @@ def test_the_progress_bar_shows_the_starved_percentage(bar: Callable[[], Any], q
 def test_waiting_inside_the_prefetcher_counts_as_data_and_not_as_other(quiet: GPUStarvationCallback) -> None:
     logger = Memory()
     trainer = make_trainer(CpuPrefetch(), quiet, logger=logger)
-    trainer.fit(BoringModel(), DataLoader(Slow(30, 5)))
+    trainer.fit(BoringModel(), DataLoader(Slow(30, 20)))
     stats = quiet.report().stats
     assert stats.prefetch_active is True
     assert stats.starved_pct is not None

@@ -120,7 +120,7 @@ def test_a_step_that_takes_dataloader_iter_is_measured(quiet: GPUStarvationCallb
             return self.step(batch)
 
     trainer = make_trainer(quiet)
-    trainer.fit(OwnFetch(), DataLoader(Slow(30, 5)))
+    trainer.fit(OwnFetch(), DataLoader(Slow(30, 20)))
     stats = quiet.report().stats
     assert stats.h2d_ms == 0.0
     assert stats.starved_pct is not None

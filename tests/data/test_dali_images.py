@@ -103,8 +103,8 @@ def test_batch_structure_dtype_and_layout_match_the_torch_backend(photos: Path) 
             batches.append((raw, module.device_transform(raw, "val")))
         for theirs, ours in zip(*batches, strict=True):
             assert type(ours) is type(theirs)
-            for one, other in zip(ours, theirs, strict=True):
-                assert (one.dtype, one.shape, one.stride(), one.device) == (
+            for mine, other in zip(ours, theirs, strict=True):
+                assert (mine.dtype, mine.shape, mine.stride(), mine.device) == (
                     other.dtype,
                     other.shape,
                     other.stride(),
@@ -352,6 +352,7 @@ def tell_growth(photos: Path, told: Any) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 @pytest.mark.slow
+@pytest.mark.xdist_group("forkserver")
 def test_fifty_pipeline_rebuilds_do_not_leak_memory(photos: Path) -> None:
     """Seen: less than 2 MB; 42 MB where each pipeline is left behind, which is planted to see the bound break."""
     fresh = multiprocessing.get_context("forkserver")

@@ -3,6 +3,7 @@
 import pytest
 
 from lightning_feed.diagnosing import run
+from lightning_feed.diagnosing.session import Session
 
 SMALL_FITS = (
     "ignore:.*does not have many workers",
@@ -13,9 +14,11 @@ SMALL_FITS = (
 
 @pytest.fixture(autouse=True)
 def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many steps as a verdict needs."""
+    """As many steps as a verdict needs, and a third of a second of a loader alone where 3 s are planned."""
     monkeypatch.setattr(run, "QUICK_RUN_STEPS", 20)
     monkeypatch.setattr(run, "QUICK_REPLAY_STEPS", 40)
+    counted_s = Session.counted_s
+    monkeypatch.setattr(Session, "counted_s", lambda session, share=1.0: min(0.3, counted_s(session, share)))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

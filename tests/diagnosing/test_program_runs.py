@@ -318,7 +318,7 @@ def test_ctrl_c_does_not_reach_the_program(project: Path) -> None:
 def test_programs_are_diagnosed_without_running_their_training(
     arguments: tuple[str, ...], end: str, batch_size: int, project: Path
 ) -> None:
-    before = {str(one) for one in project.rglob("*")}
+    before = {str(path) for path in project.rglob("*")}
     done = run(project, *QUICK, *arguments)
     assert done.returncode == 0, done.stderr
     assert "FEED  " in done.stdout
@@ -328,7 +328,7 @@ def test_programs_are_diagnosed_without_running_their_training(
     ]
     report = json.loads((project / "feed_diagnosis" / "feed_report.json").read_text())
     assert report["run"]["loader"]["batch_size"] == batch_size
-    new = {str(one.relative_to(project)) for one in project.rglob("*") if str(one) not in before}
+    new = {str(path.relative_to(project)) for path in project.rglob("*") if str(path) not in before}
     of_hydra = {"out", "out/.hydra", "out/with_hydra.log"}
     assert {name for name in new if "__pycache__" not in name and not name.startswith("out/.hydra/")} - of_hydra == {
         "feed_diagnosis",
@@ -350,9 +350,9 @@ def test_tune_requires_the_name_of_one_of_several_loaders(project: Path) -> None
     ) in done.stderr
     done = run(project, "tune", "--loader", "lm", "--json", "two.py")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["batch_size"] == 8
-    assert found["work"]["step_s"] > 0
+    result = json.loads(done.stdout)
+    assert result["batch_size"] == 8
+    assert result["work"]["step_s"] > 0
     assert done.stderr.splitlines()[-1].endswith(END)
 
 

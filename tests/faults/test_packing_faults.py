@@ -39,8 +39,8 @@ def files(tmp_path: Path) -> Path:
 
 
 def right(packed: Path, files: Path) -> bool:
-    source, found = FolderSource(files, scan_classes(files)), PackedDataset(packed)
-    return [found[index] for index in range(len(found))] == [
+    source, dataset = FolderSource(files, scan_classes(files)), PackedDataset(packed)
+    return [dataset[index] for index in range(len(dataset))] == [
         (source.read(index), source.labels[index]) for index in range(len(source))
     ]
 

@@ -41,8 +41,8 @@ LOUD = "PNG cut"
 """DALI fails at it."""
 
 
-def psnr_db(found: Tensor, expected: Tensor) -> float:
-    error = (found.double() - expected.double()).pow(2).mean().item()
+def psnr_db(ours: Tensor, expected: Tensor) -> float:
+    error = (ours.double() - expected.double()).pow(2).mean().item()
     return math.inf if error == 0 else 10 * math.log10(255**2 / error)
 
 
@@ -83,10 +83,10 @@ def fail(monkeypatch: pytest.MonkeyPatch, where: str, said: str) -> list[int]:
     return calls
 
 
-def assert_like_torch(found: list[Any], given: list[EncodedBatch], made: ImageDataset, db: float = 40) -> None:
+def assert_like_torch(decoded: list[Any], given: list[EncodedBatch], made: ImageDataset, db: float = 40) -> None:
     """Structure, shape, dtype, memory, order and labels are the same, and pixels nearly."""
-    assert len(found) == len(given)
-    for ours, batch in zip(found, given, strict=True):
+    assert len(decoded) == len(given)
+    for ours, batch in zip(decoded, given, strict=True):
         theirs = decode_on_cpu(batch, made)
         assert type(ours) is type(theirs) is list
         assert [part.shape for part in ours] == [part.shape for part in theirs]
@@ -104,9 +104,9 @@ def assert_like_torch(found: list[Any], given: list[EncodedBatch], made: ImageDa
 def test_dali_batches_match_the_torch_backend_in_order_and_length(recipe: Any, prefetch: int) -> None:
     made = dataset(jpegs(11), recipe)
     given = batches(made, 4)
-    found = list(decoder(made, prefetch=prefetch).run(iter(given)))
-    assert [len(labels) for _, labels in found] == [4, 4, 3]
-    assert_like_torch(found, given, made)
+    decoded = list(decoder(made, prefetch=prefetch).run(iter(given)))
+    assert [len(labels) for _, labels in decoded] == [4, 4, 3]
+    assert_like_torch(decoded, given, made)
 
 
 @pytest.mark.parametrize("recipe", [TRAIN, EVAL])
@@ -126,8 +126,8 @@ def test_windows_and_flips_match_the_torch_backend_to_the_pixel() -> None:
     assert_like_torch(list(decoder(made).run(iter(given))), given, made)
     cut = dataset([encoded(_image(pixels), "PNG")], EvalRecipe(size=31, short_side=64))  # 16.5 is rounded to 16
     given = batches(cut, 1)
-    found = list(decoder(cut).run(iter(given)))
-    assert torch.equal(found[0][0], decode_on_cpu(given[0], cut)[0])
+    decoded = list(decoder(cut).run(iter(given)))
+    assert torch.equal(decoded[0][0], decode_on_cpu(given[0], cut)[0])
 
 
 def _image(pixels: np.ndarray) -> Any:
@@ -137,8 +137,8 @@ def _image(pixels: np.ndarray) -> Any:
 
 
 def test_why_on_host_names_the_images_that_dali_does_not_decode() -> None:
-    found = {name: why_on_host(data) for name, data in {**WHOLE, **BROKEN}.items()}
-    assert {name: why for name, why in found.items() if why} == {
+    reasons = {name: why_on_host(data) for name, data in {**WHOLE, **BROKEN}.items()}
+    assert {name: why for name, why in reasons.items() if why} == {
         "CMYK": "a CMYK JPEG",
         "bytes after the end": (after := "a JPEG that is cut short, or has data after its end marker"),
         "16 bit PNG": "a PNG of 16 bits a channel",
@@ -203,21 +203,21 @@ def test_a_pass_continues_where_it_was_after_a_release() -> None:
     ours = decoder(made)
     given = batches(made, 2)
     run = ours.run(iter(given))
-    found = [next(run)]
+    decoded = [next(run)]
     ours.release()
     assert ours._pipeline is None
-    assert_like_torch(found + list(run), given, made)
+    assert_like_torch(decoded + list(run), given, made)
     assert ours.built == 2
 
 
 def test_interleaved_passes_do_not_mix_their_batches() -> None:
     made = dataset(jpegs(12))
     ours = decoder(made)
-    one, other = batches(made, 2, seed=1), batches(made, 3, seed=2)
-    first, second = ours.run(iter(one)), ours.run(iter(other))
-    found = [(next(first), next(second)) for _ in range(4)]
-    assert_like_torch([each for each, _ in found] + list(first), one, made)
-    assert_like_torch([each for _, each in found] + list(second), other, made)
+    small, large = batches(made, 2, seed=1), batches(made, 3, seed=2)
+    first, second = ours.run(iter(small)), ours.run(iter(large))
+    decoded = [(next(first), next(second)) for _ in range(4)]
+    assert_like_torch([each for each, _ in decoded] + list(first), small, made)
+    assert_like_torch([each for _, each in decoded] + list(second), large, made)
 
 
 def test_an_error_of_the_loader_is_raised_and_the_next_pass_is_complete() -> None:
@@ -228,11 +228,11 @@ def test_an_error_of_the_loader_is_raised_and_the_next_pass_is_complete() -> Non
         yield from given[:3]
         raise OSError("the disk is gone")
 
-    ours, found = decoder(made), []
+    ours, decoded = decoder(made), []
     run = ours.run(failing())
     with pytest.raises(OSError, match="the disk is gone"):
-        found.extend(iter(lambda: next(run), None))
-    assert_like_torch(found, given[: len(found)], made)
+        decoded.extend(iter(lambda: next(run), None))
+    assert_like_torch(decoded, given[: len(decoded)], made)
     assert_like_torch(list(ours.run(iter(given))), given, made)
 
 
@@ -282,10 +282,10 @@ def test_replacement_images_equal_those_of_the_torch_backend(broken: str, on_err
     made = dataset(files, EVAL, on_error=on_error)
     given = batches(made, 3)
     ours = decoder(made)
-    found = list(ours.run(iter(given)))
+    decoded = list(ours.run(iter(given)))
     assert made.bad_samples.failures == 1
     assert ours.built == (2 if broken == LOUD else 1)
-    assert_like_torch(found, given, made)
+    assert_like_torch(decoded, given, made)
     assert_like_torch(list(ours.run(iter(given))), given, made)
     assert ours.built == (2 if broken == LOUD else 1)  # it is known by now
 
@@ -378,15 +378,15 @@ def test_closing_a_pass_of_the_parent_in_a_forked_process_does_not_hang() -> Non
     """The threads of its pipeline are not there: to wait for what is on its way would never end."""
     made = dataset(jpegs(8))
     given = batches(made, 2)
-    found = decoder(made)
-    going = found.run(iter(given))
+    ours = decoder(made)
+    going = ours.run(iter(given))
     first = next(going)
     pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(20)
         going.close()
-        os._exit(1 if found._pipeline is None else 0)
+        os._exit(1 if ours._pipeline is None else 0)
     assert os.waitpid(pid, 0)[1] == 0
     assert_like_torch([first, *going], given, made)
 

@@ -329,14 +329,14 @@ def test_early_breaks_free_the_slots():
 
 def test_two_simultaneous_passes_do_not_share_memory():
     loader = batches("slots", Numbers(40), num_workers=1)
-    for one, other in zip(loader, loader, strict=True):
-        assert one["i"].tolist() == other["i"].tolist()
-        assert (one["x"] == other["x"]).all()
-        one["x"].zero_()
-        assert (other["x"][:, 0, 0] == other["i"]).all()
+    for first, second in zip(loader, loader, strict=True):
+        assert first["i"].tolist() == second["i"].tolist()
+        assert (first["x"] == second["x"]).all()
+        first["x"].zero_()
+        assert (second["x"][:, 0, 0] == second["i"]).all()
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_spawned_workers_have_slots(method):
     loader = batches("slots", multiprocessing_context=method, num_workers=1)
     passed = iter(loader)

@@ -353,10 +353,10 @@ def test_two_loaders_used_in_parallel_do_not_share_memory():
     small = loader_of([1000] * 60, num_workers=2, persistent_workers=True)
     large = loader_of([2 * MB] * 60, persistent_workers=True)
     for _ in range(2):
-        for number, (one, other) in enumerate(zip(small, large, strict=True)):
-            assert (value_of(one), value_of(other)) == (number, number)
-            one.fill_(255)
-            assert value_of(other) == number
+        for number, (first, second) in enumerate(zip(small, large, strict=True)):
+            assert (value_of(first), value_of(second)) == (number, number)
+            first.fill_(255)
+            assert value_of(second) == number
 
 
 class FailingHalfway:

@@ -97,9 +97,9 @@ def test_batches_equal_those_of_a_dataloader(kind, number):
     torch.manual_seed(7)
     plain = epochs(DataLoader(dataset(), **given()))
     torch.manual_seed(7)
-    found = epochs(loader_of(kind, dataset(), **given(), **options))
+    loaded = epochs(loader_of(kind, dataset(), **given(), **options))
     same = 1 if "persistent_workers" in options else 2  # torch seeds persistent workers once, and draws less from then
-    assert found[:same] == plain[:same]
+    assert loaded[:same] == plain[:same]
 
 
 @every_worker
@@ -286,8 +286,8 @@ def test_no_threads_or_processes_outlive_their_pass(kind, how, background):
         list(batches)
     else:
         del batches
-    for one in running() - before:
-        one.join(10)
+    for runner in running() - before:
+        runner.join(10)
     assert running() <= before
 
 

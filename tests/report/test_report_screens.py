@@ -40,9 +40,9 @@ def _run_cells(*cells: str) -> list[list[Any]]:
         import nbformat
         from nbclient import NotebookClient
 
-        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(one) for one in cells])
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
         NotebookClient(notebook, timeout=120, iopub_timeout=60, kernel_name="python3").execute()
-    return [one.outputs for one in notebook.cells]
+    return [cell.outputs for cell in notebook.cells]
 
 
 def test_a_notebook_shows_reports_as_html_pages() -> None:
@@ -52,7 +52,9 @@ def test_a_notebook_shows_reports_as_html_pages() -> None:
         FIT.replace("BAR", "RichProgressBar"), "starvation.report()", "repr(_)", where, TUNE
     )
     shown = [
-        one.data for one in fit if one.output_type == "display_data" and "FEED  " in one.data.get("text/plain", "")
+        output.data
+        for output in fit
+        if output.output_type == "display_data" and "FEED  " in output.data.get("text/plain", "")
     ]
     assert len(shown) == 2  # after 200 steps, and at the end
     for page in (shown[-1], report[0].data):
@@ -83,7 +85,7 @@ def test_progress_bars_do_not_interrupt_a_report_in_a_terminal(bar: str, tmp_pat
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.decode(errors="replace"))
     reports = re.findall(r"FEED  .*?next: [^\r\n]*", plain, re.DOTALL)
     assert len(reports) == 2
-    assert not any("Epoch" in one for one in reports)
+    assert not any("Epoch" in report for report in reports)
     for report in reports:
         starts = [line.split()[0] for line in re.split(r"[\r\n]+(?! )", report)]
         assert set(starts) <= {*STARTS, "files"}, starts  # on a busy machine it cannot tell, and shows fewer lines

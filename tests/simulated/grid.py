@@ -45,7 +45,7 @@ class Case(NamedTuple):
         return max(exposed, self.copy, self.load)
 
 
-class Found(NamedTuple):
+class Outcome(NamedTuple):
     """What came of a run."""
 
     step_ms: float
@@ -57,7 +57,7 @@ class Found(NamedTuple):
     races: list[str]
 
 
-def run(case: Case, depth: int | None) -> Found:
+def run(case: Case, depth: int | None) -> Outcome:
     """Train; without PrefetchCallback where ``depth`` is None."""
     device = SimulatedDevice(copy_bytes_per_ms=BYTES / case.copy)
     model = Model(device, case.compute, synchronise=case.synchronises)
@@ -73,7 +73,7 @@ def run(case: Case, depth: int | None) -> Found:
     began = model.ended_at[-stats.steps - 1]
     ended = model.ended_at[-1]
     last = -1 - (depth or 0)  # the steps at the end have nothing left to fetch ahead
-    return Found(
+    return Outcome(
         step_ms=(model.ended_at[last] - began) / (stats.steps + last + 1) / MS,
         starved_pct=stats.starved_pct,
         truly_starved_pct=100 * idle_ns(device, loader, began) / (ended - began),

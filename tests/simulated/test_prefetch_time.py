@@ -29,10 +29,10 @@ CASES = [
 @pytest.mark.parametrize("depth", [None, 1, 2])
 def test_step_time_and_reported_starvation_match_theory(case: Case, depth: int | None) -> None:
     expected = case.plain_ms() if depth is None else case.prefetched_ms(depth)
-    found = run(case, depth)
-    assert found.races == []
-    assert found.step_ms == pytest.approx(expected, rel=0.02)
-    assert found.starved_pct == pytest.approx(found.truly_starved_pct, abs=1)
+    outcome = run(case, depth)
+    assert outcome.races == []
+    assert outcome.step_ms == pytest.approx(expected, rel=0.02)
+    assert outcome.starved_pct == pytest.approx(outcome.truly_starved_pct, abs=1)
 
 
 @pytest.mark.parametrize("durations", [(11, 5, 2), (11, 11, 2), (5, 2, 2), (5, 11, 2)])

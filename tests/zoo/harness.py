@@ -55,12 +55,12 @@ class Project:
 
 def projects() -> dict[str, Project]:
     """All of them, by name."""
-    found = {}
+    rows = {}
     for path in sorted((HERE / "projects").iterdir()):
         row = json.loads((path / "row.json").read_text())
         lists = {key: tuple(row[key]) for key in ("quick", "full") if key in row}
-        found[path.name] = Project(name=path.name, **(row | lists))
-    return found
+        rows[path.name] = Project(name=path.name, **(row | lists))
+    return rows
 
 
 def copy_of(project: Project, folder: Path) -> Path:

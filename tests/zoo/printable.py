@@ -20,11 +20,11 @@ READY = {"handover_pct": 95.0, "queue_ready": 3.9, "queue_capacity": 4.0, **ASLE
 
 def every_remedy(facts: LoopFacts) -> list[Remedy]:
     """The first of each way to set the same things: with two workers, and not with one, too."""
-    found: dict[tuple[Any, str], Remedy] = {}
+    kinds: dict[tuple[Any, str], Remedy] = {}
     for measured in _slow_runs(replace(facts, others_cpu_pct=None, free_shm_bytes=None, host=HostTimes())):
         for remedy in decide(measured).remedies:
-            found.setdefault((remedy.form, re.sub(r"=\w+", "", remedy.code)), remedy)
-    return list(found.values())
+            kinds.setdefault((remedy.form, re.sub(r"=\w+", "", remedy.code)), remedy)
+    return list(kinds.values())
 
 
 def _tried(own: int, chosen: int) -> tuple[TriedSetting, ...]:
