@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stderr is None:  # closed by the caller: else the next file to be opened would get file descriptor 2
         sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - until the process ends
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names may hold what the output cannot encode
+        sys.stdout.reconfigure(errors="backslashreplace")  # names may have characters that the output cannot encode
     # Each command imports what it needs itself: Lightning takes seconds, and --help should not.
     return _run(partial(arguments.run, arguments))
 

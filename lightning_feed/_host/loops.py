@@ -66,7 +66,7 @@ def epochs_processed(trainer: AnyTrainer) -> int:
 
 
 def next_epoch(trainer: AnyTrainer, epoch: int) -> int | None:
-    """Index of the epoch after ``epoch``; None outside a fit, after its last epoch, and if it reloads its loaders."""
+    """Index of the epoch after ``epoch``; None outside a fit, after its last epoch, and if loaders are reloaded."""
     if trainer.state.fn != "fit" or trainer.sanity_checking or reload_interval(trainer):
         return None
     last = trainer.max_epochs

@@ -86,7 +86,7 @@ class AutotuneCallback(Callback):
     def __init__(self, max_workers: int | None = None, *, budget_s: float = 30.0) -> None:
         if max_workers is not None and (type(max_workers) is not int or not 1 <= max_workers <= MOST):
             raise SettingsError(
-                f"AutotuneCallback(max_workers={max_workers!r}): give the most workers that it may use, a whole number "
+                f"AutotuneCallback(max_workers={max_workers!r}): give the largest number of workers, a whole number "
                 f"from 1 to {MOST}, or leave it out to let CPUs and memory decide."
             )
         Goal(budget_s=budget_s)  # raises if it is not a valid budget
@@ -128,7 +128,7 @@ class AutotuneCallback(Callback):
     # --- hooks --------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Wait for the training loader."""
+        """Prepare to replace the training loader that Lightning makes for this fit."""
         if stage == "fit":
             self._guard = self._new_guard()
             self._guard.measure(self._begin, trainer)

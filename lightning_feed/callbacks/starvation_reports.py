@@ -107,5 +107,5 @@ class RunReports:
 
 
 def _conclusion(diagnosis: Diagnosis) -> tuple[str, ...]:
-    """The verdict and the next step of a report. A report with the same ones as the last is printed in short form."""
+    """The verdict and the next step. If both are the same as in the last report, a report is printed in short form."""
     return diagnosis.bottleneck, diagnosis.cause, diagnosis.grade, next_step(diagnosis)

@@ -333,8 +333,8 @@ class FeedDataModule:
         module = self.trainer.lightning_module
         if module is not None and not _host.is_overridden(module, "validation_step"):
             logger.warning(
-                "make_dataset('val') returns data that is not used, since %s has no validation_step. Write one, or "
-                "return None for 'val'.",
+                "make_dataset('val') returns data that is not used, since %s has no validation_step. Write a "
+                "validation_step, or return None for 'val'.",
                 type(module).__name__,
             )
 

@@ -281,7 +281,11 @@ def _decode_many(images: list[EncodedSample], dataset: ImageDataset, decode: Dec
 
 
 def _try(files: list[Tensor], decode: DecodeJpegs) -> tuple[list[Tensor | None], RuntimeError | None]:
-    """Decode all files. If any file may have caused an error, return None for each file, and the error."""
+    """Decode all files in one call. If the call fails, return None for each file, and the error.
+
+    The error does not name the file that caused it. Errors that no file can have caused, such as too little memory, are
+    raised.
+    """
     try:
         return [*decode(files)], None
     except RuntimeError as error:

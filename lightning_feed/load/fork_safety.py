@@ -157,7 +157,7 @@ def plain_values(dataset: object) -> dict[str, object]:
 
 
 def why_no_workers(dataset: object) -> str:
-    """Return the reason why a dataset that is loaded without workers must not be given any. Empty if none was found."""
+    """Return the reason why a dataset must not be loaded by worker processes. Empty if no reason was found."""
     hazards = find_hazards(dataset)
     if not hazards:
         return ""

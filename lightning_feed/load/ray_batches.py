@@ -28,7 +28,7 @@ from lightning_feed.load.worker import disable_opencv_threads
 CHECK_S = 1.0
 """Seconds between a busy worker's checks that its pass is still open."""
 OPEN_S = 0.1
-"""Seconds for which the last check that a pass is open is trusted, because each check queries the head node."""
+"""Seconds between two checks that a pass is still open. Checks are rare, because each one queries the head node."""
 
 
 class Job(NamedTuple):

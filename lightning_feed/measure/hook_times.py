@@ -126,7 +126,7 @@ class HookTimes:
 
     @contextmanager
     def timed(self, name: str, action: AbstractContextManager[T]) -> Iterator[T]:
-        """Run ``action``, and time it."""
+        """Enter the context manager ``action``, and measure how long it stays open."""
         with action as value:
             self.measure(self.enter, name)
             try:
@@ -268,7 +268,7 @@ def tap_profiler(
 
 
 def _take_out(own: dict[str, Any], taps: dict[str, Any], shadowed: dict[str, Any]) -> None:
-    """Restore what the taps replaced, except where another tool has wrapped a tap."""
+    """Put back the profiler's own methods in place of the taps, except where another tool has wrapped a tap."""
     for name, tap in taps.items():
         if own.get(name) is tap:
             del own[name]

@@ -57,12 +57,15 @@ class WorkerTime(Additive):
     """Bytes fetched from storage, by read() or through mapped files."""
 
     def share_pct(self, part_ns: float) -> float | None:
-        """Percentage of the workers' time that ``part_ns`` makes up, 0 to 100; None if no worker was read twice."""
+        """``part_ns`` as a percentage of the workers' time, 0 to 100; None without two readings of the same worker."""
         return 100 * part_ns / self.wall_ns if self.wall_ns else None
 
     @property
     def blocked_ns(self) -> float:
-        """Time neither on a CPU nor ready to run. The clocks differ a little, so a difference below 0 counts as 0."""
+        """Time for which the workers were blocked: the rest of the wall time, without time on a CPU or ready to run.
+
+        0 if the rest is negative: the kernel's clock and the wall clock differ a little.
+        """
         return max(0.0, self.wall_ns - self.on_cpu_ns - self.run_queue_ns)
 
     @property

@@ -244,7 +244,7 @@ class Sums(Additive):
     backward_ns: float = 0
     optimizer_ns: float = 0
     undivided_ns: float = 0
-    """Time other than waiting of the steps that are not divided."""
+    """Step time without the wait for data, over the steps that are not divided into their parts."""
     host_wait_ns: int = 0
     lost: int = 0
     """Number of steps not measured."""
@@ -271,7 +271,7 @@ class Sums(Additive):
 
     @property
     def divided_ns(self) -> float:
-        """Time other than waiting of the steps that are divided."""
+        """Step time without the wait for data, over the steps that are divided into their parts."""
         return self.other_ns + self.h2d_ns + self.compute_ns
 
     def stats(
@@ -316,8 +316,12 @@ class Sums(Additive):
         return stats
 
     def with_parts(self, stats: StarvationStats, rest_ms: float) -> StarvationStats:
-        """Divide ``rest_ms``, the mean time other than waiting, in the ratio of the parts in these steps, and add these
-        parts to ``stats``."""
+        """Add the parts of a step to ``stats``: ``rest_ms``, divided in the ratio of the parts in these steps.
+
+        Args:
+            stats: the figures without parts.
+            rest_ms: the mean step time without the wait for data.
+        """
         if not self.divided_ns:
             return stats if rest_ms else replace(stats, other_ms=0.0, h2d_ms=0.0, compute_ms=0.0)
         stats = replace(

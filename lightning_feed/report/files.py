@@ -91,7 +91,7 @@ def as_short_text(
     width: int | None = None,
     arguments: str = ARGUMENTS,
 ) -> str:
-    """The verdict and the next step, for a report of which all else was shown before."""
+    """The verdict and the next step, for a report whose other sections were shown before."""
     step = next_step(report.diagnosis, report.run, arguments=arguments)
     return _in_lines(_first_line(report.diagnosis), step, (), beside, width)
 
@@ -108,7 +108,7 @@ def as_line(report: Report, written: Sequence[Path] = ()) -> str:
 
 
 def _judged(diagnosis: Diagnosis) -> bool:
-    """True if there is a verdict, and steps are not so short that there is no advice to give."""
+    """True if there is a verdict, and steps are long enough for advice."""
     return diagnosis.bottleneck != "unknown" and diagnosis.stats.step_ms is not None and not is_toy(diagnosis)
 
 
