@@ -76,7 +76,7 @@ SOURCES = (
 def make_images(out: Path, count: int) -> Path:
     """Write ``count`` JPEGs of 768 to 1,024 pixels a side, one class folder per source photograph; reuse finished ones.
 
-    The folder appears under its name only when it is complete: it is written beside it and renamed.
+    The folder is written under a temporary name beside its final path, and renamed when it is complete.
 
     Args:
         out: the folder for ``pictures-<count>``.

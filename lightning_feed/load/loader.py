@@ -420,7 +420,7 @@ class FeedLoader(DataLoader[Batch]):
         return TorchBatches(self._torch_iterator(self._map_loader()), position)
 
     def _draw_seed(self) -> None:
-        """Draw the seed that the loader replaced by this one, if any, would draw for its workers."""
+        """Draw the seed that the replaced loader, if there is one, would draw for its workers."""
         if self.draws is not None:
             with drawing_device(self.draws.generator):
                 self.draws.draw_seed()

@@ -257,7 +257,7 @@ def _stack_into(slot: _SlotWriter, batch: list[Tensor], *, collate_fn_map: Any =
 
 
 class _Sent(NamedTuple):
-    """What a worker sends for a batch."""
+    """The message that a worker sends for a batch."""
 
     number: int
     """Number of the :class:`SlotMemory`."""

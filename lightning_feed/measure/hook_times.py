@@ -18,8 +18,8 @@ FIRST_COUNT = 5
 """Number of steps before the first timed step, and number of steps that are then timed in a row, so that short runs
 have timed steps, too."""
 EVERY = 47
-"""Number of steps from one timed step to the next after those: a prime, so that work done every 10 or 50 steps is
-sampled in proportion."""
+"""Number of steps from one timed step to the next, after the first timed steps. A prime, so that work done every 10 or
+50 steps is sampled in proportion."""
 LEAST_MS = 0.05
 """Hooks that take less time per step are not reported: most of them do nothing."""
 OWN = "]GPUStarvationCallback."

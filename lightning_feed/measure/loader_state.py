@@ -35,7 +35,7 @@ class QueueState(NamedTuple):
     """Batches of one iterator at one moment."""
 
     ready: int
-    """Batches ready (pinned, if requested) but not returned yet. The next one in order may not be among them."""
+    """Batches ready (pinned, if requested) but not returned yet. The next batch in order may not be among them."""
     unpinned: int | None
     """Batches waiting for the pin thread, without the one being pinned; None without a pin thread."""
     taken: int

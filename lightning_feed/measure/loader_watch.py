@@ -298,7 +298,7 @@ class LoaderWatch:
         return self._probes != probes  # equal if all iterators are unknown
 
     def _unchanged(self, iterators: list[Any]) -> bool:
-        """True if the iterators are those of the last time."""
+        """True if the iterators are the same as at the last call."""
         if self._identities != [id(iterator) for iterator in iterators]:
             return False
         pairs = zip(iterators, self._probes, strict=True)

@@ -512,7 +512,7 @@ class StepMeter:
             self._switch(self._stack.pop())
 
     def _switch(self, category: int, *, marks: bool = True) -> None:
-        """Begin a category. With ``marks=False`` no mark is set: on the device, the category before goes on."""
+        """Begin a category. With ``marks=False`` no mark is set: on the device, the last category continues."""
         now = self._clock()
         self._spent[self._category] += now - self._last
         self._last = now

@@ -219,10 +219,10 @@ WARM_UP_STEPS = 20
 FEW_STEPS = 20
 """With fewer steps after the warm-up, a report includes the warm-up and has low confidence."""
 CHANGED = 2.0
-"""Factor between the waits of two epochs from which these epochs are not averaged: the dataset, or the page cache, may
-keep what was read, or a disk may have become slow."""
+"""Epochs are not averaged if the wait in one is at least this many times the wait in the other: the dataset, or the
+page cache, may keep what was read, or a disk may have become slow."""
 CHANGED_SHARE = 0.1
-"""Smallest difference between these waits, as a share of a step, from which the epochs are not averaged."""
+"""Epochs are averaged if their waits differ by less than this share of a step."""
 UNFOLDED_STEPS = 1024
 """Largest number of steps kept individually if no window is ever closed."""
 
@@ -399,7 +399,7 @@ class Ledger:
         self._pairs_of_epoch = PairSums()
 
     def changed_wait_ms(self) -> tuple[float, float] | None:
-        """Mean waits in a step, before the present epoch and in it; None if both are alike, or if there are few steps.
+        """Mean waits in a step, before and in the present epoch; None if they do not differ, or if there are few steps.
 
         The waits differ if one is at least twice as long as the other, and the difference is a tenth of a step or more.
         """

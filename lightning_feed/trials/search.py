@@ -154,7 +154,7 @@ class _Search:
                 return
 
     def refine(self) -> None:
-        """Try numbers between those tried: around the fastest, then down to the smallest that is as fast."""
+        """Try numbers of workers between tried ones: around the fastest, then below the smallest that is as fast."""
         for number in self._around_the_fastest():
             self._try_workers(number)
         while (smaller := self._below_the_smallest()) is not None:
