@@ -259,8 +259,8 @@ def _diagnose(arguments: argparse.Namespace) -> None:
 def _tune(arguments: argparse.Namespace) -> None:
     """Find num_workers and the other loader settings, by a few trials.
 
-    Programs are as for diagnose. Finds the smallest setting with which training steps are nearly as short as with the
-    best. Takes about 30 s. The result is remembered.
+    The program is given as for diagnose. Finds the fewest workers with which training steps are nearly as short as with
+    the best setting. Takes about 30 s. The result is remembered.
     """
     from lightning_feed.extras import require
     from lightning_feed.tuning.run import run_tune, tuned_document, tuned_text, write_plot

@@ -247,7 +247,7 @@ class AutotuneCallback(Callback):
             self._do_nothing(trainer, why_not)
             return None
         tuned_loader = TunedLoader(trainer, loader)
-        goal = self._goal(trainer, TrainingWork(step_s=1.0))  # any work will do: the key has only whether there is work
+        goal = self._goal(trainer, TrainingWork(step_s=1.0))  # any work will do: the key says only if there is work
         earlier: Tuned | None = None
         if trainer.local_rank == 0:
             earlier = Store().load(key_of(loader, goal, read_machine()))

@@ -35,8 +35,8 @@ class Job(NamedTuple):
     """The arguments of a task."""
 
     keys: tuple[str, ...]
-    """Key of this loader's plan, then the keys of the other plans that its training process uses. Workers drop that
-    process's other plans."""
+    """Keys of the plans that the training process uses, that of this loader first. Workers drop all other plans of
+    that process."""
     report_s: float
     """Seconds between two reports of a busy worker."""
     grace_s: float

@@ -108,7 +108,7 @@ class WorkerClock:
     _last: dict[str, WorkerReading] = field(default_factory=dict)
 
     def take(self, workers: Workers, now_ns: int) -> WorkerTime:
-        """Return the times since the last call, for workers that were read then. ``now_ns``: the current time."""
+        """Return the times since the last reading, of workers that were read then. ``now_ns``: the current time."""
         before = self._last
         self._last = self._read(workers, now_ns)
         times = [_between(before[folder], after) for folder, after in self._last.items() if folder in before]

@@ -120,7 +120,7 @@ class TorchProbe(Probe):
         self._head_of_line_ns = 0.0
 
     def waited(self, wait_ns: int) -> None:
-        """Add a wait, weighted by the share of workers that were idle at its end, as an earlier batch was missing."""
+        """Add a wait, weighted by the share of workers that were idle then because an earlier batch was missing."""
         self._head_of_line_ns += wait_ns * self._ask(idle_share, 0.0)
 
     def head_of_line_ns(self) -> float | None:

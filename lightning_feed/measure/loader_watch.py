@@ -246,7 +246,7 @@ class LoaderWatch:
         return self._sums - self._settled
 
     def total(self) -> LoaderStats:
-        """The figures of :meth:`settled`."""
+        """The figures since the start, or since the warm-up ended."""
         return self.settled().to_stats()
 
     def close(self) -> None:

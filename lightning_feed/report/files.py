@@ -223,7 +223,7 @@ def _code(words: str) -> str:
 
 
 def _fence(text: str, least: int = 1) -> str:
-    """Backquotes to enclose a text: ``least`` of them, or one more than the longest run of backquotes in the text."""
+    """Backquotes to enclose a text: at least ``least``, and more than the longest run of backquotes in the text."""
     return "`" * max(least, 1 + max(map(len, re.findall("`+", text)), default=0))
 
 

@@ -266,7 +266,7 @@ def _can_change_workers(finding: Finding) -> bool:
 
 
 def _kept_workers(finding: Finding) -> Settings:
-    """``persistent_workers=True``, for a loader that gets its first workers, if they can persist; else no setting."""
+    """``persistent_workers=True`` if the new workers can persist, and do not persist already; else no setting."""
     if finding.loader_code.form == "settings":  # LoaderSettings keep them by default
         return {}
     if finding.loader.persistent_workers is True or not finding.loader.may_persist:
