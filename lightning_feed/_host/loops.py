@@ -174,5 +174,5 @@ def step_to_log(trainer: AnyTrainer, every: int) -> int | None:
 
 
 def steps_logged(trainer: AnyTrainer) -> int:
-    """The number under which loggers log the next step. Checked against Lightning 2.4.0 and 2.6.6, as above."""
+    """The number under which loggers log the next step. Checked against Lightning 2.4.0 and 2.6.6."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped

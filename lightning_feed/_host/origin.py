@@ -29,7 +29,7 @@ def package_of(first: object, *others: object) -> ModuleType:
         if other_package != PACKAGES[package]:
             raise SettingsError(
                 f"{type(first).__name__} comes from {PACKAGES[package]} and {type(other).__name__} from "
-                f"{other_package}, but the packages do not accept each other's objects. Import both from one."
+                f"{other_package}, but neither package accepts the other's objects. Import both from one package."
             )
     return import_module(PACKAGES[package])
 

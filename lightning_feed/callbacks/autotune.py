@@ -318,7 +318,7 @@ class AutotuneCallback(Callback):
         return tune_for_fit(self._loader.original, trainer, self._goal(trainer, slowest_work(works)))
 
     def _apply(self, trainer: AnyTrainer, tuned: Tuned) -> None:
-        """Use the result, and measure from then on if training itself is as fast with it."""
+        """Use the result. If this changes the loader, the next steps of training are compared with those before."""
         assert self._loader is not None
         self._announce(trainer, tuned)
         if tuned.setting != self._loader.setting and self._loader.switch(tuned.setting):

@@ -447,8 +447,8 @@ class FeedDataModule:
         own = getattr(type(self), _TRANSFER)
         if trainer is None:
             raise LoaderError(
-                f"{_TRANSFER}() works only with a Trainer, which knows the split of the batch. Without one, move the "
-                "batch to the device yourself, and call device_transform(batch, split)."
+                f"{_TRANSFER}() works only with a Trainer, which knows the split of the batch. Without a Trainer, move "
+                "the batch to the device yourself, and call device_transform(batch, split)."
             )
         with traced("device_copy"):
             if _host.defined_by_lightning(own) and _host.is_overridden(trainer.lightning_module, _TRANSFER):

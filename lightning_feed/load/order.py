@@ -102,7 +102,7 @@ class DrawsOf:
         return True
 
     def walk(self, indices: Iterator[Index], length: int | None) -> Iterator[Index]:
-        """Yield ``indices``, drawn as far ahead as the loader draws them. If none are drawn ahead, stop at
+        """Yield ``indices``, drawn as far ahead as the loader draws them. A loader that draws none ahead stops at
         ``length``."""
         if not self._ahead:
             yield from islice(indices, length)

@@ -356,7 +356,7 @@ def check_starved(report: Report, *, above_pct: float) -> str:
 
 
 class _Wait(NamedTuple):
-    """A share of time spent waiting for data, and words for the time that it is a share of."""
+    """A percentage of time spent waiting for data, and in words the time of which it is a percentage."""
 
     pct: float
     of: str

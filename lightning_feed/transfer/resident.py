@@ -201,7 +201,7 @@ def _shapes_of(sample: object, index: int) -> dict[str, str]:
 
 
 def _sample_to_keep(dataset: AnyDataset, index: int) -> Any:
-    """Return the result of the dataset's ``sample_to_keep``, which does not augment; without it, the usual sample."""
+    """Return the result of ``sample_to_keep``, which does not augment. For a dataset without it, ``dataset[index]``."""
     if isinstance(dataset, Subset):
         return _sample_to_keep(dataset.dataset, dataset.indices[index])
     if isinstance(dataset, ConcatDataset):

@@ -231,7 +231,7 @@ class _Search:
         return self._try(self._space.own.with_workers(number))
 
     def _by_number(self) -> dict[int, Trial]:
-        """The fastest trial for each number of workers that could run, by number."""
+        """Number of workers -> its fastest trial. Numbers that could not run are left out."""
         trials = sorted(self._trials.values(), key=lambda trial: -trial.step_s)
         return {trial.setting.num_workers: trial for trial in trials if trial.steps_s}
 

@@ -219,7 +219,7 @@ def _may_add_workers(finding: Finding) -> bool:
 
 
 def _tried_remedy(finding: Finding, why: str, settings: Settings) -> Remedy | None:
-    """Remedy: the setting that the trials chose; None if the present setting did not run in them."""
+    """Remedy: the setting that the trials chose; None if the trials did not measure the present setting."""
     results = finding.measured.experiments
     own = results.tried_as("own")
     chosen = results.tried_as("chosen")
