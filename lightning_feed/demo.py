@@ -132,7 +132,7 @@ def _varied_jpeg(photograph: Image.Image, seed: int) -> bytes:
 
 
 def find_images(root: Path, most: int) -> ImageFolder:
-    """The images of a folder of class folders. If there are more than ``most``, takes that number evenly from all.
+    """The images of a folder of class folders. If there are more than ``most``, takes ``most`` images, evenly spaced.
 
     Raises:
         SettingsError: when ``most`` is below 1.

@@ -99,7 +99,7 @@ class RunReports:
         return "full" if is_new else "short"
 
     def _is_worth_a_line(self, run: StarvationRun, *, ended: bool) -> bool:
-        """True if at most one line is to be printed: for a fit after another in this process, or one of few steps."""
+        """True if at most one line is to be printed: for a fit of few steps, and all but this process's first fit."""
         if run.stage != "fit":
             return False
         follows_others = bool(_shown_fits - {self._identity.id})

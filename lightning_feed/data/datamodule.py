@@ -61,7 +61,7 @@ class _State:
     """The splits whose loaders were made."""
 
     def copy(self) -> "_State":
-        """Return a copy for a copy of the data module: same settings and folder, no datasets."""
+        """Return the state for a copy of the data module: the same settings and folder, without datasets."""
         return _State(self.loaders.copy(), self.data_dir, self.stage_to, self.folder)
 
 
@@ -389,7 +389,7 @@ class FeedDataModule:
     # --- what an ImageFolderDataModule changes ------------------------------------------------------------------------
 
     def _feed_decode(self, split: str) -> BatchDecoder | None:
-        """Return the decoder that the loader runs on the batches from its workers; None to run none."""
+        """Return the decoder that the loader runs on the batches from its workers; None if they need no decoding."""
         return None
 
     def _feed_on_device(self, batch: object, split: str) -> object:

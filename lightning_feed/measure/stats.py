@@ -249,7 +249,7 @@ class Bin:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """The counted steps of a run in order, and by their times. The warm-up is included."""
+    """The counted steps of a run, in their order and in a histogram of their times. The warm-up is included."""
 
     stretches: tuple[Stretch, ...]
     """The run in up to 64 stretches of as many steps each; the last may be shorter."""
