@@ -243,7 +243,7 @@ class StarvationRun:
     # --- what the loop announces --------------------------------------------------------------------------------------
 
     def _tap(self) -> Callable[[], None]:
-        """Tap the profiler actions of :func:`_host.actions` and of PrefetchCallback. Returns a function to undo that."""
+        """Tap the profiler actions of :func:`_host.actions` and of PrefetchCallback. Returns a function to undo it."""
         tap = self._guard.tap
         begins: Calls = {
             "fetch": self._fetch_began,
