@@ -61,7 +61,7 @@ class NvmlSampler:
                     while readings and not self._stopped.wait(self._period_s):
                         self._sample(readings, pynvml)
                     if not readings:
-                        logger.info("No GPU figures from NVML: NVML has none for the GPU %s", self._uuid)
+                        logger.info("No GPU figures from NVML: it has none for the GPU %s", self._uuid)
             finally:
                 pynvml.nvmlShutdown()
         except Exception as error:  # noqa: BLE001  # a failure to measure must not end training, but is logged
