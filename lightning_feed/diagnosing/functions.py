@@ -134,7 +134,7 @@ def time_batches(part: LoaderPart, max_s: float) -> tuple[dict[Stage, float], li
         number = -1
         with sampled(tally):
             began = time.perf_counter()
-            for number, _ in enumerate(chain(plain, plain)):  # twice: there may be only one batch
+            for number, _ in enumerate(chain(plain, plain)):  # twice: the loader may have only one batch
                 tally.enter("samples", time.perf_counter())
                 if number == 0:
                     tally.clear()

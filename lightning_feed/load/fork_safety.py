@@ -150,7 +150,7 @@ def plain_values(dataset: object) -> dict[str, object]:
     while inner is not None and path.count(".") < _DEEPEST:
         for base in reversed(type(inner).__mro__):
             values |= {f"{path}.{name}": value for name, value in vars(base).items() if not name.startswith("__")}
-        inner = getattr(inner, "__dict__", {}).get("dataset")  # as a Subset has one
+        inner = getattr(inner, "__dict__", {}).get("dataset")  # the attribute in which a Subset holds its dataset
         path += ".dataset"
     values |= {held.path: held.value for held in _objects_in(dataset)}
     return {path: value for path, value in values.items() if isinstance(value, _PLAIN)}

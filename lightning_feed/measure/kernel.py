@@ -62,9 +62,9 @@ class WorkerTime(Additive):
 
     @property
     def blocked_ns(self) -> float:
-        """Time for which the workers were blocked: the rest of the wall time, without time on a CPU or ready to run.
+        """Time for which the workers were blocked: the wall time, less the times on a CPU and ready to run.
 
-        0 if the rest is negative: the kernel's clock and the wall clock differ a little.
+        A difference below 0 counts as 0: the kernel's clock and the wall clock differ a little.
         """
         return max(0.0, self.wall_ns - self.on_cpu_ns - self.run_queue_ns)
 

@@ -240,7 +240,7 @@ _COLOURS: dict[Grade, str] = {
 
 def mark_colour(diagnosis: Diagnosis) -> str:
     """The colour of the mark on a page, as a CSS class."""
-    others_limit = diagnosis.bottleneck == "compute" and diagnosis.cause == "oversubscribed"  # other programs
+    others_limit = diagnosis.bottleneck == "compute" and diagnosis.cause == "oversubscribed"  # by other programs
     if diagnosis.bottleneck == "unknown" or others_limit:
         return "other"
     if diagnosis.grade == "OK" and diagnosis.bottleneck != "compute":
