@@ -124,7 +124,7 @@ class TorchProbe(Probe):
         self._head_of_line_ns += wait_ns * self._ask(idle_share, 0.0)
 
     def head_of_line_ns(self) -> float | None:
-        """The sum made by :meth:`waited`."""
+        """The sum of the weighted waits, in nanoseconds: see :meth:`waited`."""
         return self._head_of_line_ns
 
     def _state(self, it: AnyIterator) -> QueueState:
