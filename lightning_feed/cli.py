@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stderr is None:  # closed by the caller: else the next file to be opened would get file descriptor 2
         sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - until the process ends
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names may hold what the output cannot encode
+        sys.stdout.reconfigure(errors="backslashreplace")  # names may have characters that the output cannot encode
     # Each command imports what it needs itself: Lightning takes seconds, and --help should not.
     return _run(partial(arguments.run, arguments))
 
@@ -259,8 +259,8 @@ def _diagnose(arguments: argparse.Namespace) -> None:
 def _tune(arguments: argparse.Namespace) -> None:
     """Find num_workers and the other loader settings, by a few trials.
 
-    Programs are as for diagnose. Finds the smallest setting with which training steps are nearly as short as with the
-    best. Takes about 30 s. The result is remembered.
+    The program is given as for diagnose. Finds the fewest workers with which training steps are nearly as short as with
+    the best setting. Takes about 30 s. The result is remembered.
     """
     from lightning_feed.extras import require
     from lightning_feed.tuning.run import run_tune, tuned_document, tuned_text, write_plot

@@ -76,7 +76,7 @@ SOURCES = (
 def make_images(out: Path, count: int) -> Path:
     """Write ``count`` JPEGs of 768 to 1,024 pixels a side, one class folder per source photograph; reuse finished ones.
 
-    The folder appears under its name only when it is complete: it is written beside it and renamed.
+    The folder is written under a temporary name beside its final path, and renamed when it is complete.
 
     Args:
         out: the folder for ``pictures-<count>``.
@@ -132,7 +132,7 @@ def _varied_jpeg(photograph: Image.Image, seed: int) -> bytes:
 
 
 def find_images(root: Path, most: int) -> ImageFolder:
-    """The images of a folder of class folders. If there are more than ``most``, takes that number evenly from all.
+    """The images of a folder of class folders. If there are more than ``most``, takes ``most`` images, evenly spaced.
 
     Raises:
         SettingsError: when ``most`` is below 1.

@@ -23,11 +23,11 @@ class Fetched:
     ahead: bool = False
     """True if the batch was drawn before the loop asked for it."""
     staged: Any = None
-    """The batch as the prefetcher staged it; None if it was not staged."""
+    """The copy of the batch to the device, issued by the prefetcher; None if the batch was not copied ahead."""
 
 
 class FetcherTap:
-    """State of an adopted fetcher: batches drawn ahead of the loop, and the matching loader states."""
+    """State of a fetcher after :func:`adopt_fetcher`: batches drawn ahead of the loop, and matching loader states."""
 
     def __init__(self, fetcher: Any) -> None:
         # Weak: the fetcher holds its tap, and a reference cycle would keep the loader's workers alive.
@@ -176,7 +176,7 @@ def adopt_fetcher(fetcher: Any) -> FetcherTap | None:
 
 
 def tap_of(fetcher: object) -> FetcherTap | None:
-    """The tap of a fetcher; None if the fetcher was not adopted."""
+    """The FetcherTap of a fetcher; None if :func:`adopt_fetcher` was not called for it."""
     tap: FetcherTap | None = getattr(fetcher, "_feed_tap", None)
     return tap
 

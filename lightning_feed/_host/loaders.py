@@ -64,7 +64,7 @@ def train_loader_source(trainer: AnyTrainer) -> Any:
 
 
 def replace_train_loader(trainer: AnyTrainer, loader: object) -> None:
-    """Let training take its batches from another loader, from the next iterator that Lightning makes.
+    """Replace the training loader. The change takes effect when Lightning makes the next iterator.
 
     Lightning makes an epoch's iterator after ``on_train_epoch_start``, except in a fit's first epoch, whose iterator
     already exists then. Checked against Lightning 2.4.0 and 2.6.6 (``utilities/combined_loader.py``).

@@ -66,7 +66,7 @@ def epochs_processed(trainer: AnyTrainer) -> int:
 
 
 def next_epoch(trainer: AnyTrainer, epoch: int) -> int | None:
-    """Index of the epoch after ``epoch``; None outside a fit, after its last epoch, and if it reloads its loaders."""
+    """Index of the epoch after ``epoch``; None outside a fit, after its last epoch, and if loaders are reloaded."""
     if trainer.state.fn != "fit" or trainer.sanity_checking or reload_interval(trainer):
         return None
     last = trainer.max_epochs
@@ -174,5 +174,5 @@ def step_to_log(trainer: AnyTrainer, every: int) -> int | None:
 
 
 def steps_logged(trainer: AnyTrainer) -> int:
-    """The number under which loggers log the next step. Checked against Lightning 2.4.0 and 2.6.6, as above."""
+    """The number under which loggers log the next step. Checked against Lightning 2.4.0 and 2.6.6."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped

@@ -17,7 +17,7 @@ def package_of(first: object, *others: object) -> ModuleType:
             ``first``: the packages do not accept each other's objects.
     """
     if isinstance(first, type):
-        raise SettingsError(f"{first.__name__} is a class. Pass an object of it: {first.__name__}(...).")
+        raise SettingsError(f"{first.__name__} is a class. Pass an object of this class: {first.__name__}(...).")
     package = package_of_class(type(first))
     if package is None:
         raise SettingsError(
@@ -29,13 +29,13 @@ def package_of(first: object, *others: object) -> ModuleType:
         if other_package != PACKAGES[package]:
             raise SettingsError(
                 f"{type(first).__name__} comes from {PACKAGES[package]} and {type(other).__name__} from "
-                f"{other_package}, but the packages do not accept each other's objects. Import both from one."
+                f"{other_package}, but neither package accepts the other's objects. Import both from one package."
             )
     return import_module(PACKAGES[package])
 
 
 def package_of_class(kind: type) -> str | None:
-    """The key of ``PACKAGES`` that a class or one of its bases comes from; None if they come from neither package."""
+    """The package (a key of ``PACKAGES``) that defines a class or one of its bases; None if neither package does."""
     packages = (base.__module__.partition(".")[0] for base in kind.__mro__)
     return next((package for package in packages if package in PACKAGES), None)
 

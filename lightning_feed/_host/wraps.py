@@ -108,10 +108,10 @@ def wrap_train_source(trainer: AnyTrainer, around: Callable[..., Any]) -> Wrap:
 
 
 def wrap_epoch_start(trainer: AnyTrainer, around: Callable[..., Any]) -> Wrap:
-    """Call ``around(original, fetcher)`` in place of the function that makes the iterators of an epoch after the first.
+    """Call ``around(original, fetcher)`` in place of the function that makes an epoch's iterators.
 
-    That function runs after all ``on_train_epoch_start`` hooks. Checked against Lightning 2.4.0 and 2.6.6
-    (``loops/training_epoch_loop.py: _TrainingEpochLoop.on_run_start``).
+    That function runs after all ``on_train_epoch_start`` hooks. In a fit's first epoch it makes no iterators. Checked
+    against Lightning 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py: _TrainingEpochLoop.on_run_start``).
     """
     return Wrap(trainer.fit_loop.epoch_loop, "on_run_start", around)
 

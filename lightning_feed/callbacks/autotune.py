@@ -86,7 +86,7 @@ class AutotuneCallback(Callback):
     def __init__(self, max_workers: int | None = None, *, budget_s: float = 30.0) -> None:
         if max_workers is not None and (type(max_workers) is not int or not 1 <= max_workers <= MOST):
             raise SettingsError(
-                f"AutotuneCallback(max_workers={max_workers!r}): give the most workers that it may use, a whole number "
+                f"AutotuneCallback(max_workers={max_workers!r}): give the largest number of workers, a whole number "
                 f"from 1 to {MOST}, or leave it out to let CPUs and memory decide."
             )
         Goal(budget_s=budget_s)  # raises if it is not a valid budget
@@ -128,7 +128,7 @@ class AutotuneCallback(Callback):
     # --- hooks --------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Wait for the training loader."""
+        """Prepare to replace the training loader that Lightning makes for this fit."""
         if stage == "fit":
             self._guard = self._new_guard()
             self._guard.measure(self._begin, trainer)
@@ -247,7 +247,7 @@ class AutotuneCallback(Callback):
             self._do_nothing(trainer, why_not)
             return None
         tuned_loader = TunedLoader(trainer, loader)
-        goal = self._goal(trainer, TrainingWork(step_s=1.0))  # any work will do: the key has only whether there is work
+        goal = self._goal(trainer, TrainingWork(step_s=1.0))  # any work will do: the key says only if there is work
         earlier: Tuned | None = None
         if trainer.local_rank == 0:
             earlier = Store().load(key_of(loader, goal, read_machine()))
@@ -318,7 +318,7 @@ class AutotuneCallback(Callback):
         return tune_for_fit(self._loader.original, trainer, self._goal(trainer, slowest_work(works)))
 
     def _apply(self, trainer: AnyTrainer, tuned: Tuned) -> None:
-        """Use the result, and measure from then on if training itself is as fast with it."""
+        """Use the result. If this changes the loader, the next steps of training are compared with those before."""
         assert self._loader is not None
         self._announce(trainer, tuned)
         if tuned.setting != self._loader.setting and self._loader.switch(tuned.setting):

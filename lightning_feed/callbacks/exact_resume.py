@@ -97,7 +97,7 @@ class ExactResume(Callback):
             raise ResumeError(DAMAGED)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Follow the fetcher from its first batch.
+        """Track the loader states from the first batch.
 
         Raises:
             LoaderError: the ranks have different numbers of batches, so training would hang.
@@ -122,7 +122,7 @@ class ExactResume(Callback):
             begin_epoch(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Follow the new fetcher if the loaders were reloaded."""
+        """Track the states of the new loaders if the loaders were reloaded."""
         self._adopt(trainer, [])
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]) -> None:
@@ -142,12 +142,12 @@ class ExactResume(Callback):
         if epoch_is_trained(checkpoint):
             states = list(map(_state_at_end, filter(is_stateful, loaders), states))
         if self._is_uneven and any(isinstance(loader, FeedLoader) for loader in loaders):
-            states = []  # the position of one rank is not that of the others
+            states = []  # one rank's position is not valid for the other ranks
         write_loader_states(checkpoint, states)
 
     @staticmethod
     def _adopt(trainer: Trainer, before: list[dict[str, object]]) -> FetcherTap | None:
-        """Follow the training fetcher. ``before`` holds the states to save until its first batch is trained."""
+        """Track the training fetcher. ``before`` holds the states to save until its first batch is trained."""
         fetcher = _host.train_fetcher(trainer)
         if fetcher is None:
             return None
@@ -191,9 +191,9 @@ def check_equal_ranks(trainer: AnyTrainer) -> bool:
         "each step, so the run would hang for ever when the shortest epoch is over. Give all ranks as many samples "
         f"(leave the sampler to Lightning, or cut the shards), or set limit_train_batches={min(lengths)}."
     )
-    has_timer = any(_host.has_class(callback, "Timer") for callback in _host.callbacks_of(trainer))  # of max_time
+    has_timer = any(_host.has_class(callback, "Timer") for callback in _host.callbacks_of(trainer))  # made by max_time
     if trainer.max_steps == -1 and not has_timer:
         raise LoaderError(message)
     if trainer.is_global_zero:
-        logger.warning("%s Unless max_steps or max_time end it before.", message)
+        logger.warning("%s The run does not hang if max_steps or max_time ends it before.", message)
     return False

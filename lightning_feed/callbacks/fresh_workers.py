@@ -95,7 +95,7 @@ class FreshWorkers(Callback):
         if names:
             logger.warning(
                 "The program has changed its training set (%s) as the first epoch began, but Lightning had started the "
-                "workers before, so this epoch is loaded without the change. Make it in "
+                "workers before, so this epoch is loaded without the change. Change the training set in "
                 "train_dataloader(), where trainer.current_epoch is known, or earlier.",
                 ", ".join(names),
             )

@@ -38,7 +38,7 @@ _AFTER_BACKWARD_BEGAN = (
 )
 """Methods that run between ``on_before_backward`` and the end of the batch, with automatic optimisation."""
 LOOK_AHEAD = "[PrefetchCallback].look_ahead"
-"""The profiler action around fetching and staging the next batch."""
+"""The profiler action around fetching the next batch and issuing its copy to the device."""
 HAND_OUT = "[PrefetchCallback].hand_out"
 """The profiler action in which the loop takes a batch fetched ahead. The fetch was announced when it happened."""
 _TRANSFER = "transfer_batch_to_device"
@@ -99,7 +99,7 @@ class PrefetchCallback(ExactResume):
         self.drop_keys = check_drop_keys(drop_keys, "PrefetchCallback")
         self._active = False
         self._was_active = False
-        """Value of ``active`` in the training loop, to return to after a validation."""
+        """Value of ``active`` in the training loop, restored after a validation within the fit."""
         self._stream: SideStream | None = None
         self._device: torch.device | None = None
         self._lean: LeanTransfer | None = None
@@ -107,10 +107,10 @@ class PrefetchCallback(ExactResume):
         self._is_staging = False
         """True while a batch is transferred ahead of its step."""
         self._in_hand: Staged | None = None
-        """The staged batch that the loop has taken, until it asks for its transfer."""
+        """The batch copied ahead that the loop has taken, but has not yet transferred."""
         self._wraps: list[_host.Wrap] = []
         self._triggers: dict[str, bool] = {}
-        """For each hook, True if the next batch is drawn in it."""
+        """For each hook, True if the next batch is drawn in this hook."""
         self._once = Once(logger)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -124,23 +124,23 @@ class PrefetchCallback(ExactResume):
         return self._active
 
     def open_stream(self, device: torch.device) -> SideStream | None:
-        """Open the stream to copy on; None lets the callback do nothing. Override for a device unknown to torch."""
+        """Open the stream for copies. With None, the callback does nothing. Override for a device unknown to torch."""
         return open_stream(device)
 
     # --- begin and end ------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Adopt the training fetcher."""
+        """Begin to prefetch from the training loop's fetcher."""
         super().on_train_start(trainer, pl_module)
         self._begin(trainer, "fit")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Adopt the new fetcher after loaders are reloaded. Runs resumed mid-epoch skip this hook."""
+        """Prefetch from the new fetcher after loaders are reloaded. Runs resumed mid-epoch skip this hook."""
         super().on_train_epoch_start(trainer, pl_module)
         self._begin(trainer, "fit")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Adopt the fetcher of this validation, test or prediction."""
+        """Begin to prefetch from the fetcher of this validation, test or prediction."""
         self._begin(trainer, _host.stage_now(trainer))
 
     on_test_start = on_predict_start = on_validation_start
@@ -182,7 +182,7 @@ class PrefetchCallback(ExactResume):
             self._set_trigger(trainer, BATCH_ENDS[stage])
 
     def _adopt_live(self, trainer: AnyTrainer) -> FetcherTap | None:
-        """The tap of the running loop's fetcher; None if nothing can be prefetched."""
+        """Prepare the running loop's fetcher for prefetching. Returns its tap; None if nothing can be prefetched."""
         tap = adopt_fetcher(_host.live_fetcher(trainer))
         if tap is None:
             keys = " (and drop_keys and host_keys do nothing there)" if self.drop_keys or self.host_keys else ""
@@ -305,7 +305,7 @@ class PrefetchCallback(ExactResume):
         return not (step_pending and self._stream.is_capturing())
 
     def _draw(self, trainer: AnyTrainer, tap: FetcherTap) -> bool:
-        """Draw one batch ahead and stage it; False if no further batch may be drawn before the loop takes it."""
+        """Draw one batch ahead and copy it to the device; False if no batch may be drawn before the loop takes one."""
         assert self._prefetcher is not None
         item = tap.look_ahead()
         if item.error is not None:
@@ -336,7 +336,7 @@ class PrefetchCallback(ExactResume):
         return original(batch) if self._in_hand is None else batch
 
     def _batch_hook(self, trainer: Trainer, original: Original, name: str, batch: object, *args: Any) -> Any:
-        """Replace Lightning's calls of the transfer hooks. A staged batch needs only ``on_after_batch_transfer``."""
+        """Replace Lightning's calls of transfer hooks. A batch copied ahead needs only ``on_after_batch_transfer``."""
         if name == _TRANSFER:
             return self._transfer(trainer, original, batch, *args)
         if name == "on_before_batch_transfer":
@@ -356,7 +356,7 @@ class PrefetchCallback(ExactResume):
         if self._is_staging:
             return send(batch)
         if self._prefetcher is not None and not _is_closed(tap_of(_host.live_fetcher(trainer))):
-            return self._prefetcher.pass_on(batch, send)  # batches that are not staged share what `original` keeps
+            return self._prefetcher.pass_on(batch, send)  # on the side stream, like batches copied ahead
         with traced("transfer"):
             return send(batch)
 
@@ -377,7 +377,7 @@ class PrefetchCallback(ExactResume):
             return
         tap.checked.add(dataloader_idx)
         if off_host(batch):
-            # the loop still receives the batches staged so far
+            # the loop still receives the batches that were copied ahead
             tap.closed = True
             tap.owner = None
             self._active = False

@@ -125,7 +125,7 @@ def _trainer_facts(trainer: AnyTrainer, stage: Stage) -> TrainerFacts:
 
 
 def _validation_schedule(trainer: AnyTrainer) -> tuple[int | None, int | None]:
-    """Return (epochs, batches) between two validations. Both are None if these must not grow, or if time decides."""
+    """Return (epochs, batches) between two validations. Both None if the interval must not grow, or is a time."""
     every = trainer.check_val_every_n_epoch
     between = trainer.val_check_batch
     if between is None:

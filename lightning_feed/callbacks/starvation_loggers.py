@@ -68,7 +68,7 @@ class LoggerOutput:
             experiment.add_custom_scalars(custom_scalar_layout(self._which))
 
     def log(self, figures: dict[str, float], step: int) -> None:
-        """Log those figures, by tag, that ``which`` chooses."""
+        """Log the figures whose tags ``which`` includes."""
         chosen = choose_tags(figures, self._which)
         self.for_each("log its figures to", lambda logger: self._pace_of(logger).log(logger, chosen, step))
 

@@ -99,7 +99,7 @@ class RunReports:
         return "full" if is_new else "short"
 
     def _is_worth_a_line(self, run: StarvationRun, *, ended: bool) -> bool:
-        """True if at most one line is to be printed: for a fit after another in this process, or one of few steps."""
+        """True if at most one line is to be printed: for a fit of few steps, and all but this process's first fit."""
         if run.stage != "fit":
             return False
         follows_others = bool(_shown_fits - {self._identity.id})
@@ -107,5 +107,5 @@ class RunReports:
 
 
 def _conclusion(diagnosis: Diagnosis) -> tuple[str, ...]:
-    """The verdict and the next step of a report. A report with the same ones as the last is printed in short form."""
+    """The verdict and the next step. If both are the same as in the last report, a report is printed in short form."""
     return diagnosis.bottleneck, diagnosis.cause, diagnosis.grade, next_step(diagnosis)

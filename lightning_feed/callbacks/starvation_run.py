@@ -243,7 +243,7 @@ class StarvationRun:
     # --- what the loop announces --------------------------------------------------------------------------------------
 
     def _tap(self) -> Callable[[], None]:
-        """Follow the profiler actions of :func:`_host.actions` and PrefetchCallback. Returns a function to undo it."""
+        """Tap the profiler actions of :func:`_host.actions` and of PrefetchCallback. Returns a function to undo it."""
         tap = self._guard.tap
         begins: Calls = {
             "fetch": self._fetch_began,
@@ -391,7 +391,7 @@ class StarvationRun:
         self._final = self.measurements()
 
     def time_logger(self, logger: object) -> None:
-        """Time the calls of a logger's methods between the steps, under the logger's name."""
+        """Measure the time of a logger's calls between the steps. Reports list these calls by the logger's class."""
         for name in ("log_metrics", "save"):
             if callable(getattr(logger, name, None)):
                 around = partial(self._hooks.call, f"logger {type(logger).__name__}.{name}")

@@ -93,7 +93,7 @@ class WatchedLoader(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         run = self._run
         began = run.clock()
-        batches = iter(self._loader)  # at once, as without us: this draws a random number and starts the workers
+        batches = iter(self._loader)  # now, as without the wrapper: this draws a random number and starts the workers
         return batches if run.closed else self._measured(batches, run.clock() - began)
 
     def _measured(self, batches: Iterator[T], started_ns: int) -> Iterator[T]:

@@ -170,7 +170,7 @@ class Loaders(ChosenSettings):
         )
 
     def copy(self) -> "Loaders":
-        """Return a copy for a copy of the data module."""
+        """Return the Loaders object for a copy of the data module."""
         return replace(self, chosen=dict(self.chosen), even={}, resident={})
 
 

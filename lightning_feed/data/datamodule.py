@@ -82,7 +82,7 @@ class _State:
     """The splits whose loaders were made."""
 
     def copy(self) -> "_State":
-        """Return a copy for a copy of the data module: same settings and folder, no datasets."""
+        """Return the state for a copy of the data module: the same settings and folder, without datasets."""
         return _State(self.loaders.copy(), self.data_dir, self.stage_to, self.folder)
 
 
@@ -362,8 +362,8 @@ class FeedDataModule:
         module = self.trainer.lightning_module
         if module is not None and not _host.is_overridden(module, "validation_step"):
             logger.warning(
-                "make_dataset('val') returns data that is not used, since %s has no validation_step. Write one, or "
-                "return None for 'val'.",
+                "make_dataset('val') returns data that is not used, since %s has no validation_step. Write a "
+                "validation_step, or return None for 'val'.",
                 type(module).__name__,
             )
 
@@ -418,7 +418,7 @@ class FeedDataModule:
     # --- what an ImageFolderDataModule changes ------------------------------------------------------------------------
 
     def _feed_decode(self, split: str) -> BatchDecoder | None:
-        """Return the decoder that the loader runs on the batches from its workers; None to run none."""
+        """Return the decoder that the loader runs on the batches from its workers; None if they need no decoding."""
         return None
 
     def _feed_on_device(self, batch: object, split: str) -> object:
@@ -476,8 +476,8 @@ class FeedDataModule:
         own = getattr(type(self), _TRANSFER)
         if trainer is None:
             raise LoaderError(
-                f"{_TRANSFER}() works only with a Trainer, which knows the split of the batch. Without one, move the "
-                "batch to the device yourself, and call device_transform(batch, split)."
+                f"{_TRANSFER}() works only with a Trainer, which knows the split of the batch. Without a Trainer, move "
+                "the batch to the device yourself, and call device_transform(batch, split)."
             )
         with traced("device_copy"):
             if _host.defined_by_lightning(own) and _host.is_overridden(trainer.lightning_module, _TRANSFER):

@@ -19,7 +19,7 @@ def device_of(trainer: Trainer | None) -> torch.device:
 
 
 def once_for_all_ranks(trainer: Trainer | None, decide: Callable[[], Chosen]) -> Chosen:
-    """Call ``decide`` on rank 0, and return its result on all ranks: all must do the same, but packages may differ.
+    """Call ``decide`` on rank 0, and return its result on all ranks, which may have different packages installed.
 
     Raises:
         FeedError: on the other ranks, if ``decide`` raises on rank 0. Its class is that of rank 0's error if that is a
@@ -74,5 +74,5 @@ class PassEnds(Callback):
         self.datamodule._feed_release()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Free all resources after an error, when Lightning does not call ``teardown``."""
+        """Free all resources after an error, because Lightning does not call ``teardown`` then."""
         self.datamodule._feed_release()

@@ -189,12 +189,12 @@ def _as_it_is(loader: DataLoader[object], settings: LoaderSettings) -> LoaderSet
 def _why_kept(loader: DataLoader[object], *, is_stream: bool) -> str:
     """Return the reason for keeping the number of workers. Empty if the number is chosen here."""
     if is_stream:
-        return "as the loader has it: each worker of an IterableDataset reads the part that it takes for its own"
+        return "as the loader has it: each worker of an IterableDataset decides which samples it reads"
     context: Any = loader.multiprocessing_context
     start_method = context.get_start_method() if context is not None else read_machine().start_method
     why = why_not_sent(loader, start_method)
     if not why and not loader.num_workers:
-        # With a worker_init_fn of the user's, generators and files in workers are the user's affair.
+        # A worker_init_fn of the user is expected to seed the generators and open the files in workers.
         has_own_init = loader.worker_init_fn is not None
         why = why_no_workers(loader.dataset) if has_own_init else why_not_renewed(loader.dataset)
     return f"as the loader has it: {why}" if why else ""

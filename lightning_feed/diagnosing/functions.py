@@ -25,7 +25,7 @@ from lightning_feed.trials.loader_rate import Heartbeat
 _SAMPLING_S = 0.001
 """Time between two samples of the stack."""
 _SWITCH_S = 0.0001
-"""Longest wait of the sampling thread for the GIL. After a longer wait, it would see code that ran later."""
+"""Longest wait of the sampling thread for the GIL. After a longer wait, the thread would sample code that ran later."""
 _MOST_FUNCTIONS = 6
 _LEAST_SHARE = 0.05
 """Smallest share of a batch's time for a function to be reported."""
@@ -134,7 +134,7 @@ def time_batches(part: LoaderPart, max_s: float) -> tuple[dict[Stage, float], li
         number = -1
         with sampled(tally):
             began = time.perf_counter()
-            for number, _ in enumerate(chain(plain, plain)):  # twice: there may be only one batch
+            for number, _ in enumerate(chain(plain, plain)):  # twice: the loader may have only one batch
                 tally.enter("samples", time.perf_counter())
                 if number == 0:
                     tally.clear()

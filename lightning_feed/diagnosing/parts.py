@@ -62,7 +62,7 @@ class LoaderPart:
         return len(first[0]) if first else 1
 
     def changes(self) -> Changes:
-        """The changes with which the loader can be measured for long: its sampler begins again at its end."""
+        """The changes for measuring the loader for any length of time: its sampler begins again at its end."""
         return Changes(endless=not self.stream)
 
     def first_batches(self, count: int) -> list[Batch]:

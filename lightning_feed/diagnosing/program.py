@@ -67,8 +67,8 @@ def run_until_fit(program: Program, take: Callable[[Fit], int]) -> NoReturn:
 
     Args:
         program: the program to run.
-        take: called inside the program's call of ``fit``, with the standard streams from before the program. Returns
-            the exit code of the process. Errors in ``take`` are printed with their traceback.
+        take: called inside the program's call of ``fit``. stdin, stdout and stderr are then as before the program
+            ran. Returns the exit code of the process. Errors in ``take`` are printed with their traceback.
 
     Raises:
         SettingsError: there is no such program, or this process is one of several ranks.

@@ -1,4 +1,4 @@
-"""The proof of a setting that trials have found: training itself, with the new setting and with the user's."""
+"""The check of a setting that trials have found: training itself, with the new setting and with the user's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -73,7 +73,7 @@ def _step_ms(session: Session, make: Callable[[Any], Any], setting: Setting, sec
 
 
 def proven(tuned: Tuned, proof: Proof) -> Tuned:
-    """The tuning result after its proof: with the user's own setting if the chosen one did not make steps shorter."""
+    """The tuning result after this check: with the user's own setting if the chosen one did not make steps shorter."""
     figures = f"training itself took {proof.own_ms:.3g} ms a step with {tuned.own}, {proof.chosen_ms:.3g} with"
     reason = f"{figures} {tuned.setting}"
     if proof.holds:

@@ -118,7 +118,7 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
         budget_s = QUICK_BUDGET_S if quick else BUDGET_S
     _check(only, budget_s)
     if out is not None:
-        check_writable(Path(out))  # do not lose a minute of experiments at the end
+        check_writable(Path(out))  # before a minute of experiments, not after it
     session = _open(trainer, model, datamodule, train_dataloaders)
     stopped = _run(session, _Plan(only, budget_s, quick=quick))
     diagnosis = decide(measurements_of(session))
@@ -254,7 +254,7 @@ class _Experiments:
         try:
             session.tear_down()
         except Exception as error:  # noqa: BLE001  # what was measured is worth more
-            session.leave_out("teardown", f"the data module's failed: {in_a_line(error)}")
+            session.leave_out("teardown", f"the data module's teardown failed: {in_a_line(error)}")
         self._bar.update(self._bar.total - self._bar.n)
 
     def _run_as_it_is(self) -> None:
@@ -277,7 +277,7 @@ class _Experiments:
             session.leave_out(MODEL, "training_step takes dataloader_iter, and fetches for itself")
             return
         if not session.device_batches.batches:
-            session.leave_out(MODEL, "the run as it is gave no batch")
+            session.leave_out(MODEL, "the unchanged run gave no batch")
             return
         batches, limits = self._batches_and_limits()
         self._show("model: the same batches on the device again and again", RUN_SHARE)
@@ -288,7 +288,7 @@ class _Experiments:
             return
         session.note(model_per_s=per_s)
         if per_s is None:
-            session.leave_out(MODEL, "too few steps in the available time: allow more, or leave --quick out")
+            session.leave_out(MODEL, "too few steps in the available time: allow more time, or leave --quick out")
 
     def _batches_and_limits(self) -> tuple[list[Batch], Limits]:
         """Choose the run's batches to replay, only one if there is no time for more, and the length of the fit."""

@@ -77,7 +77,10 @@ class Site:
 
 @contextmanager
 def replaced(transforms: Mapping[Site, Any]) -> Iterator[None]:
-    """Context manager to replace the transform at each site. The new transform gets the same arguments."""
+    """Context manager to replace transforms, given by the attributes that hold them.
+
+    A new transform is called with the arguments that the dataset passes to the old one.
+    """
     originals = {site: site.held for site in transforms}
     try:
         for site, transform in transforms.items():

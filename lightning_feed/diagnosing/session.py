@@ -197,7 +197,7 @@ class Session:
         return None
 
     def counted_s(self, share: float = 1.0) -> float:
-        """Seconds to measure in a share of the experiment's time. The rest of it is for start-up and warm-up."""
+        """Seconds to measure, in a share of the experiment's time. The rest of it is for start-up and warm-up."""
         return max(0.1, min(3.0, 0.4 * share * self.share_s))
 
     def rate(self, change: Callable[[LoaderPart], Changes] = LoaderPart.changes, **options: Any) -> float:

@@ -48,7 +48,10 @@ class Limits:
 
 
 class ShortFit:
-    """Ends a fit in time. Mixed into the ``Callback`` of the Trainer's package, as Lightning requires of callbacks."""
+    """Ends a fit when its time is over.
+
+    Mixed into the ``Callback`` of the Trainer's package, as Lightning requires of callbacks.
+    """
 
     def __init__(self, session: Session, limits: Limits) -> None:
         self.session = session
@@ -121,7 +124,7 @@ class ReplayFit(ShortFit):
             )
 
     def on_train_batch_end(self, trainer: AnyTrainer, *args: object) -> None:
-        """Note the time at which the step ended, and end the fit in time."""
+        """Note the time at which the step ended, and end the fit when its time is over."""
         self.pace.stamp()
         super().on_train_batch_end(trainer, *args)
 

@@ -236,8 +236,8 @@ def psnr_db(image: Pixels, reference: Pixels) -> float:
 
 _CMYK: Final = "CMYK JPEG"
 REASONS: Final = (*KINDS, _CMYK)
-"""Reasons by which images left to Pillow are counted: their kinds. CMYK JPEGs are counted separately; other JPEGs that
-are counted are corrupt, but readable by Pillow."""
+"""Kinds of images by which images left to Pillow are counted. CMYK JPEGs have their own kind; all other counted JPEGs
+are corrupt, but readable by Pillow."""
 
 
 class FallbackDecoder(Decoder):

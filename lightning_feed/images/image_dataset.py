@@ -304,7 +304,7 @@ class EncodedBatch:
         ]
 
     def to(self, device: Any, non_blocking: bool = False) -> "EncodedBatch":  # noqa: FBT001, FBT002  # torch's own form
-        """Return the batch for a device. Pinned labels never wait, although Lightning omits ``non_blocking``."""
+        """Return the batch for a device. Pinned labels are copied non-blocking, even without ``non_blocking``."""
         labels = self.labels.to(device, non_blocking=non_blocking or self.labels.is_pinned())
         return replace(self, labels=labels, device=labels.device)
 

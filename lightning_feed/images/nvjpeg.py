@@ -281,7 +281,11 @@ def _decode_many(images: list[EncodedSample], dataset: ImageDataset, decode: Dec
 
 
 def _try(files: list[Tensor], decode: DecodeJpegs) -> tuple[list[Tensor | None], RuntimeError | None]:
-    """Decode all files. If any file may have caused an error, return None for each file, and the error."""
+    """Decode all files in one call. If the call fails, return None for each file, and the error.
+
+    The error does not name the file that caused it. Errors that no file can have caused, such as too little memory, are
+    raised.
+    """
     try:
         return [*decode(files)], None
     except RuntimeError as error:
@@ -311,9 +315,9 @@ def crop_on_device(
     result is off by less than a third of a grey level (measured), so it ends within one level of torchvision's. TF32,
     which ``torch.set_float32_matmul_precision`` allows for float32, is no more precise and takes twice the memory.
 
-    ``quality="fast"`` omits the antialiasing if an image shrinks to no less than half. The CPU always omits it, because
-    it decodes at a smaller scale first. Always omitting it here, from whole images, would be less accurate (26 dB from
-    ``"exact"`` instead of the CPU's 33 dB, measured on 60 photographs 6 to 11 times as large as the result).
+    ``quality="fast"`` omits the antialiasing if an image shrinks by a factor of 2 or less. The CPU always omits it,
+    because it decodes at a smaller scale first. Always omitting it here, from whole images, would be less accurate (26
+    dB from ``"exact"`` instead of the CPU's 33 dB, measured on 60 photographs 6 to 11 times as large as the result).
 
     Args:
         wholes: images by their position in the batch: uint8, shape (3, H, W).

@@ -94,7 +94,7 @@ class BadSamples:
             return
         self._counts.add("failed")
         failures = self.failures
-        logger.warning("%s on_error=%r: the run goes on. (%d so far)", error, self.on_error, failures)
+        logger.warning("%s on_error=%r: the run goes on. Unreadable samples so far: %d", error, self.on_error, failures)
         if failures > self.max_failures:
             raise DatasetError(
                 f"{plural(failures, 'sample')} could not be read (max_failures={self.max_failures}). The last "

@@ -7,21 +7,21 @@ import torch
 
 
 class CopiesBatches(Protocol):
-    """An object that copies batches on a stream of its own."""
+    """An object that copies batches on its own stream."""
 
     stream: Any
 
 
 copying: WeakSet[CopiesBatches] = WeakSet()
-"""All objects that copy batches on another than the current stream.
+"""All objects that copy batches on a stream other than the current stream.
 
-These are not the streams themselves: torch 2.11 frees a stream without clearing the weak references to it, which then
-lead to other memory.
+The set holds these objects, not their streams: torch 2.11 frees a stream without clearing the weak references to it,
+which then point to other memory.
 """
 
 
 class CopyFence:
-    """Records events after all copies that were issued so far, and checks if the device has passed them.
+    """Records events after all copies issued so far, and checks if the device has passed these events.
 
     Torch's allocator for page-locked memory records such events for its own memory. For our memory, events on the
     current stream and on the stream of each of ``copying`` are enough, because batches are copied only on these.
@@ -37,7 +37,7 @@ class CopyFence:
     def events(self) -> list[Any]:
         """Record and return the events. Called in the thread that drops a batch."""
         if self._backend.is_current_stream_capturing():
-            return [None]  # an event would become a part of the graph; passed() records the events later
+            return [None]  # the CUDA graph would contain the event; passed() records the events later
         events = []
         for stream in {self._backend.current_stream(self._device), *(copier.stream for copier in copying)}:
             event = self._backend.Event()

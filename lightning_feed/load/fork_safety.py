@@ -150,14 +150,14 @@ def plain_values(dataset: object) -> dict[str, object]:
     while inner is not None and path.count(".") < _DEEPEST:
         for base in reversed(type(inner).__mro__):
             values |= {f"{path}.{name}": value for name, value in vars(base).items() if not name.startswith("__")}
-        inner = getattr(inner, "__dict__", {}).get("dataset")  # as a Subset has one
+        inner = getattr(inner, "__dict__", {}).get("dataset")  # the attribute in which a Subset holds its dataset
         path += ".dataset"
     values |= {held.path: held.value for held in _objects_in(dataset)}
     return {path: value for path, value in values.items() if isinstance(value, _PLAIN)}
 
 
 def why_no_workers(dataset: object) -> str:
-    """Return the reason why a dataset that is loaded without workers must not be given any. Empty if none was found."""
+    """Return the reason why a dataset must not be loaded by worker processes. Empty if no reason was found."""
     hazards = find_hazards(dataset)
     if not hazards:
         return ""

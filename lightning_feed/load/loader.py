@@ -215,12 +215,12 @@ class FeedLoader(DataLoader[Batch]):
         return LoaderPass(stages, maker, position, background, self.watch)
 
     def _give_out(self, position: Pass) -> None:
-        """Let the index source give out the indices of a pass, and record the present configuration."""
+        """Make the index source yield the indices of a pass, and record the present configuration."""
         self._configuration = self._state_before_any_pass()
         self._index.position = position
 
     def may_draw_again(self) -> bool:
-        """True if the samplers are known to repeat the order of the latest pass when it is drawn again."""
+        """True if the samplers are known to repeat the order of the latest pass from their states at its start."""
         if self._position is None or not self._keeps_order():
             return False
         starts = self._position.samplers
@@ -420,7 +420,7 @@ class FeedLoader(DataLoader[Batch]):
         return TorchBatches(self._torch_iterator(self._map_loader()), position)
 
     def _draw_seed(self) -> None:
-        """Draw the seed that the loader replaced by this one, if any, would draw for its workers."""
+        """Draw the seed that the replaced loader, if there is one, would draw for its workers."""
         if self.draws is not None:
             with drawing_device(self.draws.generator):
                 self.draws.draw_seed()

@@ -95,7 +95,7 @@ class LoaderPass(Iterator[Batch]):
         return self._maker.where()
 
     def _ended(self, end: StopIteration) -> FeedError | None:
-        """End the pass after a StopIteration. Returns the error to raise, or None if the data have ended."""
+        """End the pass after a StopIteration. Returns the error to raise, or None if all batches were yielded."""
         position = self.position
         if position.refusal is not None or self.taken >= position.requested:
             self.close()

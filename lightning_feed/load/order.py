@@ -78,9 +78,9 @@ def drawing_device(generator: object) -> torch.device:
 class DrawsOf:
     """The random draws of a loader and its samplers, to be repeated by a clone with other worker settings.
 
-    Torch draws a seed for the workers when a pass begins, unless they are alive already. With workers, torch asks the
-    sampler for indices until it ends, and at its end torch's RandomSampler draws once more from the user's generator.
-    Without workers, a loop that knows the loader's length stops before this last draw (torch 2.6 to 2.15).
+    When a pass begins, torch draws a seed for the workers, unless the workers are alive already. With workers, torch
+    draws from the sampler until the sampler ends, and at its end torch's RandomSampler draws once more from the user's
+    generator. Without workers, a loop that knows the loader's length stops before this last draw (torch 2.6 to 2.15).
 
     Args:
         loader: a DataLoader.
@@ -102,7 +102,7 @@ class DrawsOf:
         return True
 
     def walk(self, indices: Iterator[Index], length: int | None) -> Iterator[Index]:
-        """Yield ``indices``, drawn as far ahead as the loader draws them. If none are drawn ahead, stop at
+        """Yield ``indices``, drawn as far ahead as the loader draws them. A loader that draws none ahead stops at
         ``length``."""
         if not self._ahead:
             yield from islice(indices, length)

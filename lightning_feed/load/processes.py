@@ -80,7 +80,7 @@ class TorchBatches(Maker):
         iterator = self._iterator
         if getattr(iterator, "_workers", None):
             return _open_tasks(iterator, self._position)
-        work = "The training process loads it itself"
+        work = "The training process itself loads the batch"
         newest = self._position.newest()
         if newest is not None:
             work += f", at {shortened(newest)}"

@@ -28,15 +28,15 @@ from lightning_feed.load.worker import disable_opencv_threads
 CHECK_S = 1.0
 """Seconds between a busy worker's checks that its pass is still open."""
 OPEN_S = 0.1
-"""Seconds for which the last check that a pass is open is trusted, because each check queries the head node."""
+"""Seconds between two checks that a pass is still open. Checks are rare, because each one queries the head node."""
 
 
 class Job(NamedTuple):
     """The arguments of a task."""
 
     keys: tuple[str, ...]
-    """Key of this loader's plan, then the keys of the other plans that its training process uses. Workers drop that
-    process's other plans."""
+    """Keys of the plans that the training process uses, that of this loader first. Workers drop all other plans of
+    that process."""
     report_s: float
     """Seconds between two reports of a busy worker."""
     grace_s: float

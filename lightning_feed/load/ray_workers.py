@@ -113,7 +113,7 @@ def _knock(address: str) -> None:
 def _warn_of_few(cpus: float, workers: int) -> None:
     if cpus < workers:
         logger.warning(
-            "The Ray cluster has %g CPUs for num_workers=%d: it cannot make more batches at the same time.",
+            "The Ray cluster has %g CPUs for num_workers=%d: it makes at most one batch on each CPU at the same time.",
             cpus,
             workers,
         )

@@ -52,12 +52,12 @@ class Recommendation:
 
     setting: Setting
     reasons: dict[str, str]
-    """Reason for each value, by name. ``workers`` is included only if it is not the default."""
+    """Reason for each value, by the name of the setting. ``workers`` is included only if it is not the default."""
     warnings: tuple[str, ...] = ()
     """Warnings: risks of the user's values, and limits that no choice could satisfy."""
 
     def describe(self) -> str:
-        """Return one line per value, with the reason."""
+        """Return one line for each setting, with its value and the reason for the value."""
         return "\n".join(f"{name}={getattr(self.setting, name)}: {reason}" for name, reason in self.reasons.items())
 
 
@@ -136,7 +136,7 @@ def _wanted_workers(machine: Machine, settings: LoaderSettings, workload: Worklo
 
 
 def _why_none(settings: LoaderSettings, workload: Workload) -> str:
-    """Return the reason for loading in the training process. Empty if workers are better, or were asked for."""
+    """Return the reason for loading in the training process. Empty if workers are better, or if settings need them."""
     if settings.asking_for_workers():
         return ""
     if workload.why_no_workers:
@@ -176,8 +176,15 @@ class _Limits:
         self._workload = workload
 
     def largest_within(self, workers: int, prefetch: int) -> tuple[int, int]:
-        """Reduce the batches ahead of each worker, then the workers, until both are within the limits, or as far as the
-        user's values allow. Returns the workers, and the batches ahead of each."""
+        """Reduce ``prefetch``, then ``workers``, until both are within the limits. The user's values are not reduced.
+
+        Args:
+            workers: number of workers.
+            prefetch: number of batches that each worker loads ahead.
+
+        Returns:
+            The reduced ``workers`` and ``prefetch``.
+        """
         fewest_workers = 1 if self._settings.asking_for_workers() else 0
         while self.exceeded_by(workers, prefetch):
             if self._settings.prefetch_factor == "auto" and prefetch > 1:

@@ -22,7 +22,8 @@ from lightning_feed.load.slots import SlotMemory, memories
 
 _WAITS = 20
 _WAIT_S = 0.00005
-"""Seconds of each of a worker's ``_WAITS`` waits for another slot, before it uses a slot that is not usually needed."""
+"""Seconds of one wait for a free slot. A worker waits up to ``_WAITS`` times before it uses a slot beyond the usual
+number."""
 _ALIGNMENT = 64
 """Bytes to which tensors are aligned, as in torch's allocator for the CPU."""
 _GROWTH = mmap.PAGESIZE * 64
@@ -257,7 +258,7 @@ def _stack_into(slot: _SlotWriter, batch: list[Tensor], *, collate_fn_map: Any =
 
 
 class _Sent(NamedTuple):
-    """The message of a worker that has made a batch."""
+    """The message that a worker sends for a batch."""
 
     number: int
     """Number of the :class:`SlotMemory`."""

@@ -14,8 +14,8 @@ from lightning_feed.load.slots import SlotMemory, can_register
 logger = logging.getLogger(__name__)
 
 _SPARE_SLOTS = 2
-"""Slots for each worker beyond those for its ``prefetch_factor`` batches, for batches that the training loop keeps a
-while."""
+"""Number of spare slots for each worker, besides a slot for each of its ``prefetch_factor`` batches. Spare slots hold
+batches that the training loop keeps for a while."""
 
 
 def use_slots(loader: DataLoader[Batch], *, held: int = 0) -> None:

@@ -31,7 +31,7 @@ PATIENCE_S = 10.0
 it loads a sample."""
 CLOSED = "This pass over the loader was closed. Begin a new pass with iter(loader)."
 COLLATING = -1
-"""Value that stands for collating, where otherwise a sample's position in the batch is given."""
+"""Used in place of a sample's position in the batch, for the collating of the batch."""
 
 
 class Stage(Iterator[Batch]):

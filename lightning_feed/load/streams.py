@@ -11,11 +11,10 @@ _DIVIDING_PACKAGES = ("litdata", "streaming")
 
 
 def divides_among_workers(loader: AnyLoader) -> bool | None:
-    """Return True if a loader's stream is known to divide its samples among workers, and False if it is not known to.
+    """Return True if a loader's stream is known to divide its samples among workers, and False if this is unknown.
     Returns None if the dataset is not a stream.
 
-    With a stream that is not known to do so, each worker may yield all samples. Only running the user's code could
-    answer this.
+    If this is unknown, each worker may yield all samples. Only running the user's code could answer the question.
     """
     dataset = getattr(loader, "dataset", None)
     if not isinstance(dataset, IterableDataset):

@@ -95,7 +95,7 @@ class LateBatch:
         if self._since == since:  # still the same wait
             logger.warning(
                 "No batch of %s has arrived for %.0f s. %s\nThe run keeps waiting. LoaderSettings(timeout_s=...) "
-                "ends it if workers take longer.",
+                "ends the run if workers take longer.",
                 self._watch.name,
                 now - since,
                 where,

@@ -28,8 +28,8 @@ from lightning_feed.load.fork_safety import renew
 from lightning_feed.load.kinds import Batch
 
 ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
-"""Environment variables that set the threads of libraries. A library reads its variable when loaded, so they affect
-only libraries that the dataset imports later."""
+"""Environment variables that set the number of threads of a library. A library reads its variable when it is loaded, so
+the variables affect only libraries that the dataset imports later."""
 _STACK_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7
 _STACK_FILE = "lightning_feed_stack"
 _POLL_S = 0.02

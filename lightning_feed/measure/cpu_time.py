@@ -114,7 +114,7 @@ def _others_pct(before: CpuTicks | None, after: CpuTicks | None, usable_cpus: in
 
 # --- the training thread ----------------------------------------------------------------------------------------------
 
-# bound here: programs patch `time`
+# not looked up later: programs patch `time`
 thread_clock = time.thread_time_ns
 process_clock = time.process_time_ns
 

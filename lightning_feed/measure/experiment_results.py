@@ -129,7 +129,7 @@ class ExperimentResults:
     tried: tuple[TriedSetting, ...] = ()
     """Settings of the loader that were tried, in the order of their numbers of workers."""
     why_chosen: str = ""
-    """The reason for the setting that was chosen of those tried, in one sentence."""
+    """The reason for the choice among the tried settings, in one sentence."""
     own_fit_ms: float | None = None
     """Step time of training itself with the user's own setting, to compare with ``chosen_fit_ms``."""
     chosen_fit_ms: float | None = None

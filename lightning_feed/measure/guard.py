@@ -87,7 +87,7 @@ class Guard:
         if not self._quiet and reason not in self._logged:
             self._logged.add(reason)
             say(logger, logging.WARNING, printable_lines(f"{self._owner} {what} ({reason}). {then}"))
-        with contextlib.suppress(Exception):  # as in say
+        with contextlib.suppress(Exception):  # as in `say`, a logging handler may raise
             logger.debug("%s %s:", self._owner, what, exc_info=error)
 
 

@@ -18,8 +18,8 @@ FIRST_COUNT = 5
 """Number of steps before the first timed step, and number of steps that are then timed in a row, so that short runs
 have timed steps, too."""
 EVERY = 47
-"""Number of steps from one timed step to the next after those: a prime, so that work done every 10 or 50 steps is
-sampled in proportion."""
+"""Number of steps from one timed step to the next, after the first timed steps. A prime, so that work done every 10 or
+50 steps is sampled in proportion."""
 LEAST_MS = 0.05
 """Hooks that take less time per step are not reported: most of them do nothing."""
 OWN = "]GPUStarvationCallback."
@@ -126,7 +126,7 @@ class HookTimes:
 
     @contextmanager
     def timed(self, name: str, action: AbstractContextManager[T]) -> Iterator[T]:
-        """Run ``action``, and time it."""
+        """Enter the context manager ``action``, and measure how long it stays open."""
         with action as value:
             self.measure(self.enter, name)
             try:
@@ -268,7 +268,7 @@ def tap_profiler(
 
 
 def _take_out(own: dict[str, Any], taps: dict[str, Any], shadowed: dict[str, Any]) -> None:
-    """Restore what the taps replaced, except where another tool has wrapped a tap."""
+    """Put back the profiler's own methods in place of the taps, except where another tool has wrapped a tap."""
     for name, tap in taps.items():
         if own.get(name) is tap:
             del own[name]

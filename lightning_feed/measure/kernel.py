@@ -57,12 +57,15 @@ class WorkerTime(Additive):
     """Bytes fetched from storage, by read() or through mapped files."""
 
     def share_pct(self, part_ns: float) -> float | None:
-        """Percentage of the workers' time that ``part_ns`` makes up, 0 to 100; None if no worker was read twice."""
+        """``part_ns`` as a percentage of the workers' time, 0 to 100; None without two readings of the same worker."""
         return 100 * part_ns / self.wall_ns if self.wall_ns else None
 
     @property
     def blocked_ns(self) -> float:
-        """Time neither on a CPU nor ready to run. The clocks differ a little, so a difference below 0 counts as 0."""
+        """Time for which the workers were blocked: the wall time, less the times on a CPU and ready to run.
+
+        A difference below 0 counts as 0: the kernel's clock and the wall clock differ a little.
+        """
         return max(0.0, self.wall_ns - self.on_cpu_ns - self.run_queue_ns)
 
     @property
@@ -105,7 +108,7 @@ class WorkerClock:
     _last: dict[str, WorkerReading] = field(default_factory=dict)
 
     def take(self, workers: Workers, now_ns: int) -> WorkerTime:
-        """Return the times since the last call, for workers that were read then. ``now_ns``: the current time."""
+        """Return the times since the last reading, of workers that were read then. ``now_ns``: the current time."""
         before = self._last
         self._last = self._read(workers, now_ns)
         times = [_between(before[folder], after) for folder, after in self._last.items() if folder in before]

@@ -111,7 +111,7 @@ def _keys_of_settings(config: Mapping[str, object]) -> tuple[tuple[str, str], ..
 
 
 def _keys_of_loaders(config: Mapping[str, object], loaders: Sequence[AnyLoader]) -> tuple[tuple[str, str], ...]:
-    """Return (setting, key) for each setting that has exactly one key with its value in LightningCLI's arguments.
+    """Return (setting, key) for each setting whose name and value are at exactly one key of LightningCLI's arguments.
 
     Returns nothing if num_workers has no such key.
     """

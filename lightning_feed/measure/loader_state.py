@@ -35,7 +35,7 @@ class QueueState(NamedTuple):
     """Batches of one iterator at one moment."""
 
     ready: int
-    """Batches ready (pinned, if requested) but not returned yet. The next one in order may not be among them."""
+    """Batches ready (pinned, if requested) but not returned yet. The next batch in order may not be among them."""
     unpinned: int | None
     """Batches waiting for the pin thread, without the one being pinned; None without a pin thread."""
     taken: int
@@ -120,11 +120,11 @@ class TorchProbe(Probe):
         self._head_of_line_ns = 0.0
 
     def waited(self, wait_ns: int) -> None:
-        """Add a wait, weighted by the share of workers that were idle at its end, as an earlier batch was missing."""
+        """Add a wait, weighted by the share of workers that were idle then because an earlier batch was missing."""
         self._head_of_line_ns += wait_ns * self._ask(idle_share, 0.0)
 
     def head_of_line_ns(self) -> float | None:
-        """The sum made by :meth:`waited`."""
+        """The sum of the weighted waits, in nanoseconds: see :meth:`waited`."""
         return self._head_of_line_ns
 
     def _state(self, it: AnyIterator) -> QueueState:

@@ -176,7 +176,8 @@ class LoaderWatch:
         self._settled = LoaderSums()
         self._at_epoch = LoaderSums()
         self._before = LoaderSums()
-        """The four sums: now, at the end of the warm-up, at the start of the epoch, and at the start of the window."""
+        """The sums until now, until the end of the warm-up, until the start of the epoch, and until the start of the
+        window."""
         self._first = True
         """True until a fetch of this epoch has ended."""
         self._last: _Fetch | None = None
@@ -222,7 +223,7 @@ class LoaderWatch:
             self._workers.meet(self._all_workers(), now)
 
     def _late_ns(self) -> float | None:
-        """Time waited so far with a later batch ready, for the loaders that count it."""
+        """Nanoseconds waited so far while a later batch was ready, over the loaders that measure this; else None."""
         known = [ns for probe in self._live if (ns := probe.head_of_line_ns()) is not None]
         return sum(known) if known else None
 
@@ -245,7 +246,7 @@ class LoaderWatch:
         return self._sums - self._settled
 
     def total(self) -> LoaderStats:
-        """The figures of :meth:`settled`."""
+        """The figures since the start, or since the warm-up ended."""
         return self.settled().to_stats()
 
     def close(self) -> None:
@@ -297,7 +298,7 @@ class LoaderWatch:
         return self._probes != probes  # equal if all iterators are unknown
 
     def _unchanged(self, iterators: list[Any]) -> bool:
-        """True if the iterators are those of the last time."""
+        """True if the iterators are the same as at the last call."""
         if self._identities != [id(iterator) for iterator in iterators]:
             return False
         pairs = zip(iterators, self._probes, strict=True)

@@ -27,7 +27,7 @@ clock = time.monotonic
 
 @dataclass
 class LoopSums(Additive):
-    """All sums of one loop."""
+    """Sums of one loop: over its steps, and over its loaders."""
 
     steps: Sums
     loaders: LoaderSums
@@ -142,7 +142,7 @@ class MeasuredLoop:
     # --- figures ------------------------------------------------------------------------------------------------------
 
     def settled(self) -> LoopSums | None:
-        """Sums since the warm-up; None during the warm-up."""
+        """Sums over the steps and the loaders since the warm-up ended; None during the warm-up."""
         return LoopSums(self.ledger.settled(), self.loaders.settled()) if self._settled else None
 
     def by_loader(self) -> tuple[LoaderSteps, ...]:

@@ -154,7 +154,7 @@ class RankExchange:
         self._works = True
 
     def add(self, steps: Iterable[StepTimes]) -> None:
-        """Keep ``steps`` for the next :meth:`send`. Needed only if the caller drops these steps before that."""
+        """Keep ``steps`` for the next :meth:`send`. Needed only if the caller drops these steps before then."""
         self._fresh += step_rows(steps)
         del self._fresh[: -3 * MOST_STEPS]
 

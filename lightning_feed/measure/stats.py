@@ -249,7 +249,7 @@ class Bin:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """The counted steps of a run in order, and by their times. The warm-up is included."""
+    """The counted steps of a run, in their order and in a histogram of their times. The warm-up is included."""
 
     stretches: tuple[Stretch, ...]
     """The run in up to 64 stretches of as many steps each; the last may be shorter."""
@@ -323,7 +323,7 @@ LOOP_FIELDS = ("starved_pct", "step_ms", "compute_ms", "h2d_ms", "data_idle_ms",
 
 
 def loop_tags(stage: str, stats: StarvationStats, by_loader: Sequence[LoaderSteps] = ()) -> dict[str, float]:
-    """The measured figures of a validation, test or prediction by tag; with several loaders, also for each by name."""
+    """The measured figures of a validation, test or prediction, by tag. Each of several loaders has its own, too."""
     section = LOOPS[stage]
     tags = _measured({f"{section}/{name.removeprefix('epoch_')}": vars(stats)[name] for name in LOOP_FIELDS})
     for loader in by_loader:

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 Clock = Callable[[], int]
 """Current time in whole nanoseconds."""
 
-host_clock: Clock = time.perf_counter_ns  # bound here: programs, and Lightning's tests, patch `time`
+host_clock: Clock = time.perf_counter_ns  # not looked up later: programs, and Lightning's tests, patch `time`
 
 RING_SIZE = 1024
 """Events per loop. A training step takes 2, and one whose parts are marked up to 9: the host can be some 300 steps
@@ -205,7 +205,7 @@ class EventRing:
 
 
 def _intervals(marks: list[DeviceEvent], categories: list[int]) -> list[tuple[int, float]] | None:
-    """(category, nanoseconds) between neighbouring marks that have passed; None if they cannot be compared."""
+    """(category, nanoseconds) of each interval between neighbouring events; None if events cannot be compared."""
     try:
         return [
             (category, before.elapsed_time(after) * 1e6)
@@ -310,7 +310,7 @@ class StepTimes(NamedTuple):
     backward_ns: float = 0.0
     optimizer_ns: float = 0.0
     undivided_ns: float = 0.0
-    """All time except ``data_ns``, for a step that was not divided into its parts, which are then 0."""
+    """All time except ``data_ns``, for a step that was not divided into its parts. The parts are then 0."""
 
     @property
     def step_ns(self) -> float:
@@ -500,7 +500,7 @@ class StepMeter:
         self._read(self._ring, min(READS_PER_STEP, self._ring.passed))
 
     def look_ahead_began(self) -> None:
-        """Note that a prefetcher starts to fetch and stage the next batch."""
+        """Note that a prefetcher starts to fetch the next batch and to copy it to the device."""
         self._stack.append(self._category)
         self._looking_ahead = True
         self._switch(H2D, marks=False)
@@ -512,7 +512,7 @@ class StepMeter:
             self._switch(self._stack.pop())
 
     def _switch(self, category: int, *, marks: bool = True) -> None:
-        """Begin a category. With ``marks=False`` no mark is set: on the device, the category before goes on."""
+        """Begin a category. With ``marks=False`` no mark is set: on the device, the last category continues."""
         now = self._clock()
         self._spent[self._category] += now - self._last
         self._last = now

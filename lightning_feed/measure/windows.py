@@ -219,10 +219,10 @@ WARM_UP_STEPS = 20
 FEW_STEPS = 20
 """With fewer steps after the warm-up, a report includes the warm-up and has low confidence."""
 CHANGED = 2.0
-"""Factor between the waits of two epochs from which these epochs are not averaged: the dataset, or the page cache, may
-keep what was read, or a disk may have become slow."""
+"""Epochs are not averaged if the wait in one is at least this many times the wait in the other: the dataset, or the
+page cache, may keep what was read, or a disk may have become slow."""
 CHANGED_SHARE = 0.1
-"""Smallest difference between these waits, as a share of a step, from which the epochs are not averaged."""
+"""Epochs are averaged if their waits differ by less than this share of a step."""
 UNFOLDED_STEPS = 1024
 """Largest number of steps kept individually if no window is ever closed."""
 
@@ -244,7 +244,7 @@ class Sums(Additive):
     backward_ns: float = 0
     optimizer_ns: float = 0
     undivided_ns: float = 0
-    """Time other than waiting of the steps that are not divided."""
+    """Step time without the wait for data, over the steps that are not divided into their parts."""
     host_wait_ns: int = 0
     lost: int = 0
     """Number of steps not measured."""
@@ -271,7 +271,7 @@ class Sums(Additive):
 
     @property
     def divided_ns(self) -> float:
-        """Time other than waiting of the steps that are divided."""
+        """Step time without the wait for data, over the steps that are divided into their parts."""
         return self.other_ns + self.h2d_ns + self.compute_ns
 
     def stats(
@@ -316,8 +316,12 @@ class Sums(Additive):
         return stats
 
     def with_parts(self, stats: StarvationStats, rest_ms: float) -> StarvationStats:
-        """Divide ``rest_ms``, the mean time other than waiting, in the ratio of the parts in these steps, and add these
-        parts to ``stats``."""
+        """Add the parts of a step to ``stats``: ``rest_ms``, divided in the ratio of the parts in these steps.
+
+        Args:
+            stats: the figures without parts.
+            rest_ms: the mean step time without the wait for data.
+        """
         if not self.divided_ns:
             return stats if rest_ms else replace(stats, other_ms=0.0, h2d_ms=0.0, compute_ms=0.0)
         stats = replace(
@@ -395,7 +399,7 @@ class Ledger:
         self._pairs_of_epoch = PairSums()
 
     def changed_wait_ms(self) -> tuple[float, float] | None:
-        """Mean waits in a step, before the present epoch and in it; None if both are alike, or if there are few steps.
+        """Mean waits in a step, before and in the present epoch; None if they do not differ, or if there are few steps.
 
         The waits differ if one is at least twice as long as the other, and the difference is a tenth of a step or more.
         """

@@ -292,7 +292,7 @@ def _result(comparison: Comparison, times: float) -> str:
     if rates is not None:
         return f"{result}: {rates[0]:.1f} -> {rates[1]:.1f} samples/s"
     steps = _known(comparison.figures, "step_ms")
-    assert steps is not None, "the factor is of one or the other"
+    assert steps is not None, "the factor is a ratio of rates or of step times"
     return f"{result}: step {steps[0]:.1f} -> {steps[1]:.1f} ms"
 
 
@@ -356,7 +356,7 @@ def check_starved(report: Report, *, above_pct: float) -> str:
 
 
 class _Wait(NamedTuple):
-    """A share of time spent waiting for data, and words for the time that it is a share of."""
+    """A percentage of time spent waiting for data, and in words the time of which it is a percentage."""
 
     pct: float
     of: str

@@ -91,7 +91,7 @@ def as_short_text(
     width: int | None = None,
     arguments: str = ARGUMENTS,
 ) -> str:
-    """The verdict and the next step, for a report of which all else was shown before."""
+    """The verdict and the next step, for a report whose other sections were shown before."""
     step = next_step(report.diagnosis, report.run, arguments=arguments)
     return _in_lines(_first_line(report.diagnosis), step, (), beside, width)
 
@@ -108,7 +108,7 @@ def as_line(report: Report, written: Sequence[Path] = ()) -> str:
 
 
 def _judged(diagnosis: Diagnosis) -> bool:
-    """True if there is a verdict, and steps are not so short that there is no advice to give."""
+    """True if there is a verdict, and steps are long enough for advice."""
     return diagnosis.bottleneck != "unknown" and diagnosis.stats.step_ms is not None and not is_toy(diagnosis)
 
 
@@ -223,7 +223,7 @@ def _code(words: str) -> str:
 
 
 def _fence(text: str, least: int = 1) -> str:
-    """Backquotes to enclose a text: ``least`` of them, or one more than the longest run of backquotes in the text."""
+    """Backquotes to enclose a text: at least ``least``, and more than the longest run of backquotes in the text."""
     return "`" * max(least, 1 + max(map(len, re.findall("`+", text)), default=0))
 
 
@@ -240,7 +240,7 @@ _COLOURS: dict[Grade, str] = {
 
 def mark_colour(diagnosis: Diagnosis) -> str:
     """The colour of the mark on a page, as a CSS class."""
-    others_limit = diagnosis.bottleneck == "compute" and diagnosis.cause == "oversubscribed"  # other programs
+    others_limit = diagnosis.bottleneck == "compute" and diagnosis.cause == "oversubscribed"  # by other programs
     if diagnosis.bottleneck == "unknown" or others_limit:
         return "other"
     if diagnosis.grade == "OK" and diagnosis.bottleneck != "compute":

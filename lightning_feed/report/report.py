@@ -211,7 +211,7 @@ def headline(diagnosis: Diagnosis) -> str:
 
 
 def headline_parts(diagnosis: Diagnosis) -> tuple[str, str]:
-    """The verdict, and words for the share of time that it rests on, which may be empty."""
+    """The verdict, and in words the share of time that supports it; the second is empty if there is no such share."""
     stats = diagnosis.stats
     facts = diagnosis.measurements.facts
     if facts.loader.repeated:
@@ -339,7 +339,7 @@ def _waits_of_ranks(ranks: RankStats) -> str:
 
 
 def _basis(diagnosis: Diagnosis) -> Literal["steps", "ranks", "epochs"]:
-    """The waiting that the grade rests on: in this rank's steps, in all ranks' steps, or for epochs' first batches."""
+    """The waiting that decides the grade: in this rank's steps, in all ranks' steps, or for epochs' first batches."""
     ranks = diagnosis.measurements.ranks
     if diagnosis.cause == "one rank" and ranks is not None and ranks.starved_pct is not None:
         return "ranks"

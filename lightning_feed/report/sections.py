@@ -44,8 +44,8 @@ _Row = tuple[Kind, str, float | None, str]
 
 
 class Bar(NamedTuple):
-    """The speed of a part. Its bar is as long as its time for a batch, because the fastest part may be 1,000 times as
-    fast as the slowest, which matters most."""
+    """The speed of a part. Its bar shows the time for a batch, not the rate: the fastest part may be 1,000 times as
+    fast as the slowest, and the slowest matters most."""
 
     name: str
     per_s: float
@@ -164,8 +164,10 @@ _STAGE_NAMED: dict[Bottleneck, str] = {"data": "loader", "copy": "copy", "comput
 
 
 def _mark(bars: list[Bar], diagnosis: Diagnosis) -> list[Bar]:
-    """Mark the narrowest of several stages if the headline names it, and the loader's slowest part if the loader is the
-    narrowest."""
+    """Mark the slowest of several stages if the headline names this stage. If the loader limits, mark its slowest part.
+
+    The loader limits if training waits for data, or if nothing is known to limit it, and no other stage is slower.
+    """
     narrowest = _slowest_of(bars, "stage")
     slowest_part = _slowest_of(bars, "part")
     stage_of_headline = "" if takes_turns(diagnosis) else _STAGE_NAMED.get(diagnosis.bottleneck)

@@ -217,7 +217,7 @@ def _check_target(target: Path, root: Path, *, force: bool) -> None:
 
 
 def _sources_in(root: Path) -> dict[str, FolderSource]:
-    """Return the folder of each part of the pack."""
+    """Return the source files of each part of the pack: of each split, or of ``all`` if there are no split folders."""
     if not has_splits(root):
         return {ALL: FolderSource(root, scan_classes(root))}
     sources = {split: folder_of_split(root, split) for split in SPLITS}

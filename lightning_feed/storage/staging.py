@@ -316,7 +316,7 @@ class _UrlSource:
             if self._system.isfile(self._root):
                 return {"": self._stamp("", self._system.info(self._root))}
             found = self._system.find(self._root, detail=True)
-        except Exception as error:  # each file system has its own
+        except Exception as error:  # each file system has its own errors
             raise ArchiveError(f"{self.name} cannot be listed: {self._describe(error)}.") from error
         listing = {path[len(self._root) :].lstrip("/"): info for path, info in found.items()}
         # Some object stores list a folder as an object with the folder's name and no bytes.
@@ -334,7 +334,7 @@ class _UrlSource:
             self._system.get(paths, [_below(whole, name) for name in listing], callback=bar)
         except OSError:
             raise
-        except Exception as error:  # each file system has its own
+        except Exception as error:  # each file system has its own errors
             raise ArchiveError(f"{self.name} cannot be copied: {self._describe(error)}.") from error
 
     def _describe(self, error: Exception) -> str:

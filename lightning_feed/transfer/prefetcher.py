@@ -167,7 +167,7 @@ class Staged:
 
 
 class Prefetcher:
-    """Stages batches on a side stream.
+    """Copies batches to the device ahead of their steps, on a side stream.
 
     Args:
         stream: the side stream for the copies.
@@ -198,7 +198,7 @@ class Prefetcher:
             return Staged(error=error)
 
     def pass_on(self, batch: object, copy: Callable[[object], object]) -> Any:
-        """Copy a batch that was not staged, in program order: after all queued work, before all later work.
+        """Copy a batch that was not copied ahead, in program order: after all queued work, before all later work.
 
         The copy uses the side stream, like all others: state that ``copy`` keeps between batches (a constant for a new
         shape, a running statistic) is then made, read and freed on one stream.

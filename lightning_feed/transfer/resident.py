@@ -201,7 +201,7 @@ def _shapes_of(sample: object, index: int) -> dict[str, str]:
 
 
 def _sample_to_keep(dataset: AnyDataset, index: int) -> Any:
-    """Return the result of the dataset's ``sample_to_keep``, which does not augment; without it, the usual sample."""
+    """Return the result of ``sample_to_keep``, which does not augment. For a dataset without it, ``dataset[index]``."""
     if isinstance(dataset, Subset):
         return _sample_to_keep(dataset.dataset, dataset.indices[index])
     if isinstance(dataset, ConcatDataset):
@@ -226,7 +226,7 @@ def _check_kind(dataset: object) -> None:
     elif not hasattr(dataset, "sample_to_keep") and not isinstance(dataset, TensorDataset):
         logger.warning(
             "The samples of %s are kept on the device as they are now. A random augmentation would be the same in "
-            "each epoch: write a method sample_to_keep(index) without it, and augment in device_transform.",
+            "each epoch: write a method sample_to_keep(index) that does not augment, and augment in device_transform.",
             type(dataset).__name__,
         )
 

@@ -160,7 +160,7 @@ def _refuse_kept_iterator(loader: DataLoader[Batch]) -> None:
         if name not in _KNOWN and hasattr(value, "__next__") and not isinstance(value, type):
             raise LoaderError(
                 f"The loader ({type(loader).__name__}) keeps an iterator in its attribute {name!r}, so it cannot be "
-                "tried without taking batches from it. Try it with a plain DataLoader."
+                "tried without taking batches from it. Use a plain DataLoader for the trials."
             )
 
 

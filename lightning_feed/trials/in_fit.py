@@ -141,7 +141,9 @@ def _once_per_node(tune: Callable[[], Tuned], trainer: Any) -> Tuned:
         raise failure
     for node, of_node in answers:
         if isinstance(of_node, str):  # raise on all nodes: ranks that train would wait for ranks that do not
-            raise LoaderError(f"The rank that tunes the loaders of node {node} failed: {of_node} See its own error.")
+            raise LoaderError(
+                f"The rank that tunes the loaders of node {node} failed: {of_node} See that rank's error."
+            )
     tuned: Tuned = next(of_node for node, of_node in answers if node == trainer.node_rank and of_node is not None)
     return tuned
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 _END = object()
 _WHOLE_PASSES = -1
-"""In place of a number of warm-up rounds: nothing is discarded, and whole passes are counted."""
+"""Used in place of a number of warm-up rounds, if no round is to be discarded and whole passes are to be counted."""
 _POLL_S = 0.2
 _SOON_S = 1.0
 """Seconds for a call to end after a request to stop."""

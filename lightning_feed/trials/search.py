@@ -120,8 +120,8 @@ class _Search:
     def explore(self) -> None:
         """Try the user's setting, then 0 workers, 1 worker, enough workers, and more for as long as steps get shorter.
 
-        'Enough' is how many could feed the model if each were as fast as one worker alone, at most one per CPU. If they
-        are no faster than 1 worker, the numbers that follow grow from 2.
+        Enough workers is the number that could feed the model if each were as fast as one worker alone; at most one per
+        CPU. If steps are no shorter with enough workers than with 1 worker, the numbers that follow grow from 2.
         """
         self._try(self._space.own)
         self._try_workers(0)
@@ -154,7 +154,7 @@ class _Search:
                 return
 
     def refine(self) -> None:
-        """Try numbers between those tried: around the fastest, then down to the smallest that is as fast."""
+        """Try numbers of workers between tried ones: around the fastest, then below the smallest that is as fast."""
         for number in self._around_the_fastest():
             self._try_workers(number)
         while (smaller := self._below_the_smallest()) is not None:
@@ -181,9 +181,9 @@ class _Search:
                 self._try(setting)
 
     def choose(self, *, finished: bool) -> Choice | None:
-        """Choose the user's setting if it is as fast as the fastest, else the smallest setting that is.
+        """Choose the user's setting if it is as fast as the fastest, else the smallest setting that is as fast.
 
-        The user's setting also stays if the smallest was not faster in each turn. Returns None if no setting could run.
+        The user's setting also stays if the smallest was not faster in each turn. None if no setting could run.
         """
         best = self._smallest_of_the_fastest()
         if best is None:
@@ -231,7 +231,7 @@ class _Search:
         return self._try(self._space.own.with_workers(number))
 
     def _by_number(self) -> dict[int, Trial]:
-        """The fastest trial for each number of workers that could run, by number."""
+        """Number of workers -> its fastest trial. Numbers that could not run are left out."""
         trials = sorted(self._trials.values(), key=lambda trial: -trial.step_s)
         return {trial.setting.num_workers: trial for trial in trials if trial.steps_s}
 
@@ -247,7 +247,10 @@ class _Search:
         return min((trial for trial in trials if trial.step_s <= limit_s), key=lambda trial: _size(trial.setting))
 
     def _finalists(self) -> list[Setting]:
-        """The settings that compete: the user's unless it is hopeless, the smallest of the fastest, and close ones."""
+        """The settings that compete: the user's, the smallest as fast as the fastest, and others nearly as fast.
+
+        The user's setting does not compete if it is much slower than the fastest.
+        """
         smallest = self._smallest_of_the_fastest()
         if smallest is None:
             return []
@@ -280,7 +283,7 @@ class _Search:
             yield self._most
 
     def _around_the_fastest(self) -> Iterator[int]:
-        """Numbers of workers in the middle between the fastest number and its neighbours, until these are close."""
+        """Numbers of workers halfway between the fastest and the nearest tried numbers, until these are close."""
         for _ in range(REFINEMENTS):
             trials = self._by_number()
             numbers = sorted(number for number in trials if number)
@@ -296,7 +299,7 @@ class _Search:
             yield untried[0]
 
     def _below_the_smallest(self) -> int | None:
-        """A number between the smallest number of workers that is as fast as the fastest, and the next smaller tried.
+        """A number of workers to try: between the smallest as fast as the fastest, and the next smaller one tried.
 
         Returns None if there is nothing to try between the two.
         """

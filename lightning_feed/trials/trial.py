@@ -243,11 +243,11 @@ class _Steps:
         return self._measured_s() >= limits.min_s and self._measured_batches() >= limits.min_rounds * self._burst
 
     def _first(self) -> int:
-        """Position of the batch with which measuring begins: after one round, or sooner if there are too few."""
+        """Position of the batch with which measuring begins: after one round, or sooner if there are few batches."""
         return min(self._burst, max(0, len(self._stamps_s) - 2))
 
     def _measured_batches(self) -> int:
-        """Batches in whole rounds since measuring began; all of them if not even one round is complete."""
+        """Number of batches in complete rounds since measuring began; of all batches if no round is complete."""
         batches = max(0, len(self._stamps_s) - 1 - self._first())
         return batches // self._burst * self._burst or batches
 

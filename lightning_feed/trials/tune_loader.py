@@ -133,7 +133,7 @@ class Tuned:
 
 
 def _what_is_tried(setting: Setting) -> Setting:
-    """A setting without the values that no trial changes."""
+    """A setting with default values for ``pin_memory`` and ``persistent_workers``, which no trial changes."""
     return replace(setting, pin_memory=False, persistent_workers=False)
 
 

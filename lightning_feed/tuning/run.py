@@ -429,7 +429,7 @@ def sweep_loader(loader: DataLoader[Batch], grid: Iterable[int], on_trial: Calla
 def open_target_session(
     target: object, model: object, trainer: object, name: str | None = None
 ) -> Iterator[tuple[Session, DataLoader[Batch]]]:
-    """Open a target's training loader for training. On exit, everything is restored.
+    """Open a session, and find a target's training loader, as a context manager. On exit, everything is restored.
 
     Args:
         target: a data module, which is prepared and set up; loaders; or ``model``, if it has ``train_dataloader``.

@@ -405,7 +405,8 @@ def _launching_ms(measured: Measurements) -> float | None:
 
 
 def _not_the_model(measured: Measurements, step_ms: float, alone_ms: float) -> Reason:
-    """The cause of a step that computes much longer than the model alone: other tasks use the CPUs, or unknown."""
+    """The cause if a step computes much longer than the model alone: ``oversubscribed`` if tasks wait for CPUs, else
+    ``unknown``."""
     pressure_pct = measured.loaders.cpu_pressure_pct
     evidence = (
         f"the model alone takes {in_ms(alone_ms, step_ms)} of the {in_ms(measured.stats.compute_ms, step_ms)} ms of "

@@ -226,7 +226,7 @@ def _may_add_workers(finding: Finding) -> bool:
 
 
 def _tried_remedy(finding: Finding, why: str, settings: Settings) -> Remedy | None:
-    """Remedy: the setting that the trials chose; None if the present setting did not run in them."""
+    """Remedy: the setting that the trials chose; None if the trials did not measure the present setting."""
     results = finding.measured.experiments
     own = results.tried_as("own")
     chosen = results.tried_as("chosen")
@@ -273,7 +273,7 @@ def _can_change_workers(finding: Finding) -> bool:
 
 
 def _kept_workers(finding: Finding) -> Settings:
-    """``persistent_workers=True``, for a loader that gets its first workers, if they can persist; else no setting."""
+    """``persistent_workers=True`` if the new workers can persist, and do not persist already; else no setting."""
     if finding.loader_code.form == "settings":  # LoaderSettings keep them by default
         return {}
     if finding.loader.persistent_workers is True or not finding.loader.may_persist:

@@ -165,7 +165,7 @@ def model_alone_ms(measured: Measurements) -> float | None:
 
 
 def model_disturbed(measured: Measurements) -> bool:
-    """True if the model alone took longer than the steps that contain it, so that its figure is useless."""
+    """True if the model alone took longer than whole steps, which is impossible: the experiment was disturbed."""
     alone_ms = model_alone_ms(measured)
     step_ms = measured.stats.step_ms
     return alone_ms is not None and step_ms is not None and alone_ms > MODEL_MOST_SHARE * step_ms

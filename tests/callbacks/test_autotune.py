@@ -376,7 +376,7 @@ def test_a_second_fit_forgets_the_moves_of_the_first(trials: Trials) -> None:
     assert callback.moves == ()
 
 
-def test_a_second_callback_stands_aside(trials: Trials, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_autotune_callback_does_nothing(trials: Trials, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="lightning_feed.callbacks.autotune")
     first = AutotuneCallback(max_workers=3)
     second = AutotuneCallback()

@@ -148,7 +148,9 @@ def test_a_resumed_run_continues_the_step_axis(quiet: GPUStarvationCallback, tmp
     assert logger.steps == [14, 19]
 
 
-def test_a_second_instance_stands_aside(quiet: GPUStarvationCallback, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_starvation_callback_does_nothing(
+    quiet: GPUStarvationCallback, caplog: pytest.LogCaptureFixture
+) -> None:
     second = GPUStarvationCallback(every_n_steps=5)
     logger = Memory()
     trainer = make_trainer(quiet, second, logger=logger, max_epochs=1)

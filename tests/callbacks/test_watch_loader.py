@@ -158,7 +158,7 @@ def test_loops_in_two_threads_are_measured_as_separate_runs(
     assert caplog.text == ""
 
 
-def test_a_failing_meter_stops_measuring_but_not_the_loop(
+def test_an_error_in_measuring_stops_the_measuring_but_not_the_loop(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*args: Any) -> None:

@@ -144,7 +144,7 @@ def test_trainer_limits_act_as_with_the_torch_backend(photos: Path, options: dic
     assert_nearly_the_same(ours[1], theirs[1])
 
 
-def test_a_module_settled_on_dali_gpu_runs_the_same_on_the_cpu(photos: Path) -> None:
+def test_a_data_module_that_chose_dali_gpu_trains_the_same_on_the_cpu(photos: Path) -> None:
     """As after a training on the GPU, with a second Trainer for the CPU: images are normalised there, too."""
 
     def settled() -> dict[str, Any]:

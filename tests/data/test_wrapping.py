@@ -244,7 +244,7 @@ def test_a_dataset_that_cannot_be_pickled_gets_no_workers(monkeypatch: pytest.Mo
     ("given", "said"),
     [
         (lambda: FastDataModule.wrap(Rows()), r"A Rows cannot be wrapped.*LightningDataModule\.from_datasets"),
-        (lambda: FastDataModule.wrap(Plain), r"Plain is a class\. Pass an object of it: Plain\(\.\.\.\)"),
+        (lambda: FastDataModule.wrap(Plain), r"Plain is a class\. Pass an object of this class: Plain\(\.\.\.\)"),
         (lambda: FastDataModule.wrap(FastDataModule()), "already chooses its loaders itself"),
         (lambda: FastDataModule.wrap(FastDataModule.wrap(Plain())), "already chooses its loaders itself"),
         (lambda: FastDataModule.wrap(Plain(), loader=LoaderSettings(drop_last=True)), "drop_last=True would have no"),

@@ -99,7 +99,7 @@ def wants_the_data_set(worker: int) -> None:
     assert info.dataset.scale == 3
 
 
-def test_ceiling_gives_collate_fn_and_worker_init_fn_their_usual_inputs() -> None:
+def test_constant_samples_give_collate_fn_and_worker_init_fn_usual_inputs() -> None:
     session = session_of(
         DataLoader(Dicts(), batch_size=4, num_workers=1, collate_fn=pop_and_collate, worker_init_fn=wants_the_data_set)
     )
@@ -119,7 +119,7 @@ def test_constant_stream_is_endless_and_has_no_state() -> None:
     assert null.size == 60
 
 
-def test_ceiling_excludes_the_work_of_the_dataset() -> None:
+def test_rate_with_constant_samples_excludes_the_work_of_the_dataset() -> None:
     session = session_of(DataLoader(Images(Slow(0.003)), batch_size=4))
     measure_ceiling(session)
     assert (session.results.ceiling_per_s or 0) > 2 / (4 * 0.003)
@@ -133,7 +133,7 @@ class Choosy(DataLoader[Any]):
         return super().__iter__()
 
 
-def test_loader_that_requires_its_own_dataset_class_has_no_ceiling() -> None:
+def test_loader_that_requires_its_own_dataset_class_gets_no_constant_samples() -> None:
     session = session_of(Choosy(Images(), batch_size=4))
     with pytest.raises(
         NotMeasurable, match="a Choosy does not accept constant samples as its dataset: this is no data"

@@ -371,7 +371,7 @@ def test_batch_that_cannot_be_inspected_is_left_out_with_a_reason() -> None:
     loader = DataLoader(range(40), batch_size=4, collate_fn=lambda some: Closed(torch.ones(len(some), 4)))  # type: ignore[arg-type]  # a range is a dataset
     found = short_diagnosis(make_trainer(), Careful(), train_dataloaders=loader)
     assert found.stats.steps >= 10
-    assert "the run as it is gave no batch" in dict(found.measurements.experiments.left_out)["model"]
+    assert "the unchanged run gave no batch" in dict(found.measurements.experiments.left_out)["model"]
 
 
 # --- the loader alone ---------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def test_a_batch_is_not_changed_while_it_is_copied(where):
     assert copied(copier.stream) == 0
 
 
-def test_the_fence_forgets_a_stream_that_is_gone():
+def test_copy_fence_records_no_event_on_a_deleted_stream():
     copiers = [Copier(torch.cuda.Stream()) for _ in range(8)]
     copying.update(copiers)
     before = len(CopyFence().events())
@@ -89,7 +89,7 @@ def test_the_fence_forgets_a_stream_that_is_gone():
     assert len(CopyFence().events()) == before - 8
 
 
-def test_without_the_fence_batches_change_while_they_are_copied(monkeypatch):
+def test_batches_change_during_their_copy_if_a_slot_is_freed_too_early(monkeypatch):
     monkeypatch.setattr(CopyFence, "passed", lambda *_: True)
     assert copied(torch.cuda.current_stream()) > 0
 

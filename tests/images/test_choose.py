@@ -162,7 +162,7 @@ def test_auto_times_region_decoding_if_regions_will_be_decoded(clock: Clock, rac
     assert "random crops" in choice.reason
 
 
-def test_auto_charges_refused_samples_at_the_time_of_pillow(clock: Clock, racing: Racing) -> None:
+def test_auto_adds_the_time_of_pillow_for_samples_a_decoder_refuses(clock: Clock, racing: Racing) -> None:
     racing(some=Timed(clock, 0.001, refuses=(SAMPLES[0],)), none=Timed(clock, 0.001, refuses=tuple(SAMPLES)))
     choice = _auto(clock)
     assert choice.table["some"].ms == pytest.approx((3 + 1 + 1) / 3)

@@ -148,7 +148,7 @@ def test_a_region_smaller_than_a_pixel_of_the_scale_is_not_scaled(decoder: Turbo
     assert snap(region, (61, 47), scale_for(region, (61, 47), (1, 1))) == Region(12, 22, 2, 2)
 
 
-def test_a_scaled_region_covers_the_box_given_by_snap(decoder: TurboRegionDecoder) -> None:
+def test_a_scaled_region_is_the_box_rounded_to_whole_pixels_of_the_scale(decoder: TurboRegionDecoder) -> None:
     """Against Pillow's shrunken cut of the same box: a shift by one pixel costs more than 10 dB."""
     pixels_in = waves(3, 600, 500)
     data = encoded(Image.fromarray(pixels_in), quality=95, subsampling=0)
@@ -171,7 +171,7 @@ def test_a_scaled_region_covers_the_box_given_by_snap(decoder: TurboRegionDecode
             assert psnr_db(pixels, shifted) < psnr_db(pixels, shrunk) - 10
 
 
-def test_snap_keeps_regions_inside_the_image_and_at_its_edges() -> None:
+def test_boxes_rounded_to_a_scale_stay_inside_the_image_and_at_its_edges() -> None:
     assert snap(Region(0, 0, 61, 47), (61, 47), 4) == Region(0, 0, 61, 47)
     assert snap(Region(3, 5, 58, 42), (61, 47), 4) == Region(4, 6, 57, 41)
     assert snap(Region(3, 5, 10, 10), (61, 47), 8) == Region(3, 5, 10, 10)

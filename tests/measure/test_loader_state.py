@@ -76,7 +76,7 @@ def keep(iterator: Imitated, *numbers: int) -> None:
         iterator._task_info[number] += ("kept",)
 
 
-def test_head_of_line_time_is_the_wait_times_the_share_of_idle_workers() -> None:
+def test_head_of_line_ns_is_the_wait_times_the_share_of_idle_workers() -> None:
     iterator = Imitated()
     probe = TorchProbe(iterator)
     probe.waited(10)
@@ -88,7 +88,7 @@ def test_head_of_line_time_is_the_wait_times_the_share_of_idle_workers() -> None
     assert probe.head_of_line_ns() == pytest.approx(10 / 2)  # one of two workers
 
 
-def test_no_head_of_line_time_is_counted_at_the_end_of_the_data() -> None:
+def test_head_of_line_ns_does_not_grow_at_the_end_of_the_data() -> None:
     iterator = Imitated()
     probe = TorchProbe(iterator)
     keep(iterator, 1, 3, 5)

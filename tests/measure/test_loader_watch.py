@@ -189,7 +189,7 @@ def test_a_new_iterator_within_an_epoch_restarts_the_counts(tmp_path: Path) -> N
     assert "_try_get_data" not in vars(first)
 
 
-def test_take_returns_the_window_and_total_everything_since_settle(tmp_path: Path) -> None:
+def test_take_covers_the_window_and_total_all_since_the_warm_up(tmp_path: Path) -> None:
     iterator = Imitated()
     loop = Loop(tmp_path, iterator)
 

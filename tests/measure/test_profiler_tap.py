@@ -48,7 +48,9 @@ def _use(profiler: Any) -> None:
 
 @pytest.mark.parametrize("does_nothing", [True, False])
 @pytest.mark.parametrize("kind", [Recorder, Idle])
-def test_tap_hears_wanted_actions_and_untap_restores_the_profiler(kind: type[Recorder], does_nothing: bool) -> None:
+def test_tap_reports_the_given_actions_and_untap_restores_the_profiler(
+    kind: type[Recorder], does_nothing: bool
+) -> None:
     profiler, heard = kind(), []
     before = dict(vars(profiler))
     untap = tap_profiler(
@@ -83,7 +85,7 @@ def test_a_failing_action_still_calls_its_stop_callback() -> None:
     assert heard == ["stop"]
 
 
-def test_a_tool_that_wraps_the_tapped_profiler_hears_every_action() -> None:
+def test_a_tool_that_wraps_the_tapped_profiler_sees_every_action() -> None:
     profiler, heard, theirs = Idle(), [], []
     untap = tap_profiler(profiler, {"wanted": lambda: heard.append("start")}, {}, does_nothing=True)
     inner = profiler.start

@@ -113,7 +113,7 @@ def test_a_step_that_waits_for_the_device_hides_no_data_wait() -> None:
     assert watched(8, Waits(20)).starved_pct > 20
 
 
-def test_no_waiting_raises_on_a_device_sync() -> None:
+def test_the_no_waiting_callback_raises_on_a_device_sync() -> None:
     """The control of ``NoWaiting``."""
     with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
         watched(0, Waits(5), NoWaiting())

@@ -120,7 +120,7 @@ def test_page_cache_share_is_none_if_disk_reads_exceed_requested_bytes(tmp_path:
     assert (time.read_mb_per_s, time.disk_mb_per_s) == pytest.approx((50, 50))
 
 
-def test_meet_takes_a_first_reading_of_new_workers_only(tmp_path: Path) -> None:
+def test_meet_reads_the_counters_of_new_workers_only(tmp_path: Path) -> None:
     clock = WorkerClock(tmp_path)
     write_worker(tmp_path, 1, {1: (0, 0)})
     clock.meet(Workers(pids=(1,)), 0)

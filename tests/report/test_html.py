@@ -156,7 +156,7 @@ def test_each_fix_is_in_a_box_whose_text_is_the_code() -> None:
     assert codes == [remedy.code for remedy in found.remedies]
 
 
-def test_code_has_no_place_for_a_line_break_but_at_spaces() -> None:
+def test_code_can_be_broken_only_at_spaces() -> None:
     (box, *_) = _boxes(as_html(sample_report(sample(remedies=(Remedy(code="num_workers=2, a-b=c/d", why="w"),)))))
     assert [word.text for word in box.iter("span")] == ["num_workers=2,", "a-b=c/d"]
     style = as_html(sample_report())
@@ -164,7 +164,7 @@ def test_code_has_no_place_for_a_line_break_but_at_spaces() -> None:
     assert "anywhere" not in re.findall(r"^(?:code|pre|:not\(pre\)).*$", style, re.MULTILINE)
 
 
-def test_a_fix_to_be_tried_first_is_no_code_to_paste() -> None:
+def test_a_fix_to_be_tried_first_has_no_code_to_paste() -> None:
     facts = sample_facts(device_type="cpu", num_workers=0)
     remedy = Remedy(code="num_workers=2", why="", changes="num_workers=2")
     found = sample(facts=facts, confidence="low", remedies=(remedy,))
@@ -184,7 +184,7 @@ def test_pipeline_bars_are_as_long_as_the_time_of_a_batch() -> None:
     assert max(widths) == 100
 
 
-def test_tables_are_folded_and_what_matters_is_open() -> None:
+def test_html_page_folds_tables_and_shows_causes_and_remedies() -> None:
     text = as_html(sample_report())
     folded = re.findall("<summary>(.*?)</summary>", text)
     shown = re.findall("<h2>(.*?)</h2>", text)

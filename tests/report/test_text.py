@@ -128,7 +128,7 @@ def test_text_report_without_a_verdict_still_shows_the_experiments() -> None:
     assert "skip  cached-files: an iterable dataset decides itself" in text
 
 
-def test_toy_steps_are_reported_in_one_sentence() -> None:
+def test_steps_dominated_by_python_are_reported_in_one_sentence() -> None:
     found = _bare(stats=sample_stats(step_ms=0.71))
     assert as_text(found).splitlines() == [
         "FEED  Steps of 0.7 ms: Python overhead dominates; use larger batches.",

@@ -184,7 +184,7 @@ def test_sampling_exactly_every_eighth_step_would_miss_the_optimizer(monkeypatch
     assert stats.optimizer_ms == 0
 
 
-def test_one_step_in_eight_is_divided_at_any_period_and_phase() -> None:
+def test_one_step_in_eight_is_divided_into_parts_at_any_period_and_phase() -> None:
     numbers = range(step_meter.FIRST_DIVIDED + 1, 20_000)
     for period in range(1, 33):
         for phase in range(period):

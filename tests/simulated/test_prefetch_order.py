@@ -149,7 +149,7 @@ def test_unchanged_prefetching_has_no_race(model: type[Model]) -> None:
     assert races(model) == []
 
 
-def test_a_transfer_on_the_compute_stream_races_with_staged_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_on_the_compute_stream_races_with_copies_on_the_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """As before: the first batch of an epoch, and the first after a validation, went over the compute stream."""
     monkeypatch.setattr(Prefetcher, "pass_on", lambda self, batch, copy: copy(batch))
     assert any("on side" in race for race in races())

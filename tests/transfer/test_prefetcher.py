@@ -26,7 +26,7 @@ def to_device(batch: torch.Tensor) -> torch.Tensor:
     return batch.to(DEVICE, non_blocking=True)
 
 
-def test_an_exception_while_staging_is_raised_when_the_batch_is_taken() -> None:
+def test_an_exception_while_copying_ahead_is_raised_when_the_batch_is_taken() -> None:
     prefetcher = Prefetcher(SideStream())
 
     def fails(batch: Any) -> Any:
@@ -58,7 +58,7 @@ def test_an_error_of_earlier_device_work_is_noted_as_such(
         assert "work that was queued earlier" in "".join(caught.value.__notes__)
 
 
-def test_a_keyboard_interrupt_while_staging_is_raised_at_once() -> None:
+def test_a_keyboard_interrupt_while_copying_ahead_is_raised_at_once() -> None:
     def interrupted(batch: Any) -> Any:
         raise KeyboardInterrupt
 

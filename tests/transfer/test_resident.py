@@ -325,7 +325,7 @@ def test_a_sample_of_another_shape_or_dtype_is_reported_by_index(
 
 
 @pytest.mark.parametrize("leaf", ["text", None, np.array([object()]), np.array(["text"])])
-def test_values_that_cannot_be_on_a_device_are_reported_by_place(leaf: Any) -> None:
+def test_values_that_cannot_be_on_a_device_are_reported_by_path(leaf: Any) -> None:
     with pytest.raises(DatasetError, match=rf"Sample 0 has a {type(leaf).__name__} at sample\['name'\]"):
         load_resident(Rows(3, lambda index: {"image": torch.zeros(2), "name": leaf}), device=CPU)
 
@@ -339,7 +339,7 @@ def test_a_collate_without_one_row_per_sample_is_refused(collate: Callable[[list
         load_resident(Rows(12, lambda index: index), device=CPU, collate_fn=collate)
 
 
-def test_freezing_possibly_random_samples_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_keeping_possibly_augmented_samples_on_the_device_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         load_resident(Subset(Rows(3), [0, 1]), device=CPU)
     assert "The samples of Rows are kept on the device as they are now" in caplog.text

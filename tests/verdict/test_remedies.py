@@ -257,7 +257,7 @@ CONTRACTS = {
 }
 
 
-def test_every_rule_has_a_contract() -> None:
+def test_every_remedy_rule_has_its_test_case() -> None:
     rules = [*RULES, *RUN_RULES]
     assert list(CONTRACTS) == [rule.__name__.replace("_", " ") for rule in rules]
 
@@ -513,13 +513,13 @@ def test_zero_workers_are_not_advised_with_settings_that_need_workers(facts: dic
 # --- notes, and what would not help -------------------------------------------------------------------------------
 
 
-def test_why_not_lists_more_workers_tried_without_gain() -> None:
+def test_why_not_field_lists_more_workers_that_were_tried_without_gain() -> None:
     diagnosis = decide(measured(experiments={"tried": tried((2, 90.0), (3, 95.0), (4, 89.0))}, loaders=BUSY))
     assert diagnosis.remedies == ()
     assert diagnosis.why_not == ("more workers: 89.0 ms a step at best in the trials, as it is 90.0 ms",)
 
 
-def test_why_not_lists_crops_with_little_gain() -> None:
+def test_why_not_field_lists_decoding_only_crops_with_little_gain() -> None:
     """The report of the fit had sent to a diagnosis for them."""
     run: dict[str, Any] = {"num_workers": 0, "usable_cpus": 1, "data": 25.0, "load_cpu_ms": 25.0, "load_queue_ms": 0.0}
     experiments = {
@@ -614,7 +614,7 @@ def test_callbacks_are_imported_from_the_lightning_package_in_use(name: str, pac
     assert f"with `from {source} import " in remedy.where
 
 
-def test_toy_steps_give_one_note_and_no_remedy() -> None:
+def test_steps_dominated_by_python_get_one_note_and_no_remedy() -> None:
     diagnosis = decide(measured(step=1.0, data=0.4, num_workers=0, load_cpu_ms=0.4, map_style=False))
     assert (diagnosis.remedies, diagnosis.why_not) == ((), ())
     assert diagnosis.notes == ("Steps of 1.0 ms: Python overhead dominates; use larger batches.",)

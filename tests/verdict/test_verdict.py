@@ -163,7 +163,7 @@ def test_a_share_close_to_its_limit_lowers_confidence(other: float, h2d: float, 
         (2 * TOY_STEP_MS, False, False),
     ],
 )
-def test_steps_slightly_longer_than_toys_get_a_note_on_larger_batches(step: float, toy: bool, noted: bool) -> None:
+def test_short_steps_get_a_note_on_larger_batches(step: float, toy: bool, noted: bool) -> None:
     diagnosis = decide(measured(data=0.3 * step, step=step, loaders=BUSY))
     assert (toy_sentence(step) is not None) == toy
     assert any("larger batches may gain more" in note for note in diagnosis.notes) == noted
