@@ -42,23 +42,20 @@ def pct(name: str) -> str:
 
 STATEMENTS = {
     "docs/explanation.md": [
-        f"{pct('FRAMEWORK_PCT')} between the steps, {pct('COPY_PCT')} for the copy, {pct('DATA_PCT')} for data",
+        f"from {pct('FRAMEWORK_PCT')} for `other`, {pct('COPY_PCT')} for the copy and {pct('DATA_PCT')} for data on",
         f"unless it is below {pct('HEADLINE_PCT')} and the step itself takes more",
         f"workers wait for a CPU {pct('RUN_QUEUE_PCT')} of their time",
         f"{pct('HEAD_OF_LINE_PCT')} of the wait is lost to a slow batch",
         f"batches are ready in {pct('HANDOVER_PCT')} of the wait",
         f"that take {OTHERS_PCT:.0f} % of the CPUs or more, confidence is low",
-        f"wait for a CPU {pct('RUN_QUEUE_PCT')} of their time, and waiting for data would be the verdict",
+        f"the threads that load then wait for a CPU {pct('RUN_QUEUE_PCT')} of their time",
     ],
     "docs/start.md": [
-        f"`data` is a bottleneck from {pct('DATA_PCT')} of the step, `copy` from {pct('COPY_PCT')}, "
-        f"`other` from {pct('FRAMEWORK_PCT')}"
+        f"for {thresholds.DATA_PCT:.0f}, {thresholds.MODERATE_PCT:.0f} or {pct('HIGH_PCT')} of each step or more",
     ],
     "docs/how-to/diagnose.md": [
-        f"Each may save at least {pct('LEAST_GAIN_PCT')} of an epoch's time ({pct('LEAST_UNSURE_GAIN_PCT')} at low "
-        "confidence",
-        f"computes {thresholds.MODEL_FAR_RATIO} times as long as `model` or longer, confidence is low",
-        f"From {OTHERS_PCT:.0f} % on they may change every figure",
+        f"cannot save {pct('LEAST_GAIN_PCT')} of an epoch, or {pct('LEAST_UNSURE_GAIN_PCT')} when confidence is low",
+        f"from {OTHERS_PCT:.0f} % of these CPUs on they may change every figure",
     ],
 }
 
