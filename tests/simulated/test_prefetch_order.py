@@ -159,7 +159,7 @@ def test_unrecorded_tensors_of_a_user_hook_cause_a_race(monkeypatch: pytest.Monk
     """Without `record_stream` their memory may be handed out again while the side stream reads it."""
 
     def follow_compute(self: Any, batch: Any = None) -> None:
-        self._stream.wait_stream(self._backend.current_stream())
+        self.stream.wait_stream(self._backend.current_stream())
 
     monkeypatch.setattr(DeviceStream, "follow_compute", follow_compute)
     assert any("handed out again" in race for race in races(Prepares, depth=2))
