@@ -76,7 +76,7 @@ def main() -> None:
         for name, page in pages().items():
             file = Path(folder, f"{name}.html")
             file.write_text(page, encoding="utf-8")
-            shot.take(file.as_uri(), name, words_of(page), dark=name.endswith("dark"))
+            shot.take(file.as_uri(), name, words_of(page))
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -202,7 +202,6 @@ def pages() -> dict[str, str]:
     outcome, reports = kept_demo()
     return {
         "report": as_html(reports["plain"]),
-        "report-dark": as_html(reports["advised"]),
         "demo": demo.demo_page(outcome, reports),
     }
 
@@ -264,9 +263,7 @@ class Screenshots:
         quiet = ("--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync")
         self._command = [browser, "--headless", "--no-sandbox", "--hide-scrollbars", "--no-first-run", *quiet]
 
-    def take(
-        self, address: str, name: str, words: str, *, size: tuple[int, int] = (1000, 960), dark: bool = False
-    ) -> None:
+    def take(self, address: str, name: str, words: str, *, size: tuple[int, int] = (1000, 1240)) -> None:
         """Save the upper part of a page as ``<name>.png``, with the words of the page in it."""
         path = IMAGES / f"{name}.png"
         with tempfile.TemporaryDirectory() as profile:
@@ -275,7 +272,6 @@ class Screenshots:
                 f"--user-data-dir={profile}",
                 "--virtual-time-budget=30000",  # charts are drawn by scripts
                 f"--screenshot={path}",
-                *(["--blink-settings=preferredColorScheme=0"] if dark else []),
             ]
             subprocess.run([*self._command, *options, address], check=True, capture_output=True, timeout=WAIT_S)
         text = PngInfo()

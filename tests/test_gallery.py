@@ -45,7 +45,7 @@ def test_terminal_pictures_show_the_current_output(name: str, gallery: ModuleTyp
     assert gallery.one_line(_lines(IMAGES / f"terminal-{name}.svg")) == printed, AGAIN
 
 
-@pytest.mark.parametrize("name", ["report", "report-dark", "demo"])
+@pytest.mark.parametrize("name", ["report", "demo"])
 def test_screenshots_of_pages_show_their_current_text(name: str, gallery: ModuleType) -> None:
     with Image.open(IMAGES / f"{name}.png") as picture:
         assert picture.info["words"] == gallery.words_of(gallery.pages()[name]), AGAIN

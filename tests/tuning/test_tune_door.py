@@ -135,7 +135,11 @@ def test_tune_accepts_a_loader_with_or_without_a_model(tunes: Tunes) -> None:
 @pytest.mark.parametrize(
     ("target", "options", "said"),
     [
-        (Rows(), {}, "an object of class Rows is not a torch DataLoader, .* Pass a LightningDataModule, or torch DataLoaders"),
+        (
+            Rows(),
+            {},
+            "an object of class Rows is not a torch DataLoader, .* Pass a LightningDataModule, or torch DataLoaders",
+        ),
         (Two(), {}, "2 training loaders: a, b. Tune them one by one: .*, loader='a' in a call"),
         (Two(), {"loader": "c"}, "2 training loaders: a, b. None is named 'c'"),
         (Data(), {"loader": "a"}, "there is only one training loader"),
