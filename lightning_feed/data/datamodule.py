@@ -119,6 +119,8 @@ class FeedDataModule:
 
     trainer: AnyTrainer | None
     _feed = cast("_State", _NotInitialised())
+    _feed_without_validation = "return None from make_dataset('val')"
+    """What to do where no validation data is wanted."""
     _feed_seed: int | None = None
     """Seed of the run's training order; None until it is first used, or loaded from a checkpoint."""
 
@@ -362,9 +364,9 @@ class FeedDataModule:
         module = self.trainer.lightning_module
         if module is not None and not _host.is_overridden(module, "validation_step"):
             logger.warning(
-                "make_dataset('val') returns data that is not used, since %s has no validation_step. Write a "
-                "validation_step, or return None for 'val'.",
+                "The validation data is not used, since %s has no validation_step. Write a validation_step, or %s.",
                 type(module).__name__,
+                self._feed_without_validation,
             )
 
     # --- loaders ------------------------------------------------------------------------------------------------------

@@ -49,6 +49,8 @@ Channels: TypeAlias = Sequence[float]
 class FeedImageFolder(FeedDataModule):
     """ImageFolderDataModule without its base class, which depends on the Lightning package."""
 
+    _feed_without_validation = "set val_fraction=0 to train on all images of a folder without splits"
+
     def __init__(  # noqa: PLR0913 - each is a decision of the user's, all but the first have a default
         self,
         root: str | Path,

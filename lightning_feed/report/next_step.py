@@ -155,7 +155,8 @@ class _Adviser:
             return ""
         if self.program.is_notebook or not self.program.name:
             return f"{_TUNE}: it tries numbers of workers, and takes the fastest"
-        return f"`LIGHTNING_FEED=tune {self.program.typed}` tries numbers of workers, and takes the fastest"
+        command = f"{self._few_threads()}LIGHTNING_FEED=tune {self.program.typed}"
+        return f"`{command}` tries numbers of workers, and takes the fastest"
 
     def _to_a_verdict(self) -> str:
         results = self.measured.experiments
@@ -278,7 +279,7 @@ class _Adviser:
         free_cpus = max(1, int((self.facts.usable_cpus or 1) * free_share))
         if threads <= free_cpus:
             return ""
-        fewer = f"OMP_NUM_THREADS={free_cpus} {self.program.typed}"
+        fewer = f"OMP_NUM_THREADS={free_cpus} LIGHTNING_FEED=1 {self.program.typed}"
         if self.program.is_notebook:
             fewer = f"torch.set_num_threads({free_cpus})"
         return f"try `{fewer}`, since torch's {threads} threads wait for each other"

@@ -204,7 +204,8 @@ def test_next_step_commands_contain_the_name_of_the_program(run: RunIdentity, di
         (
             {},
             RUN,
-            "try `OMP_NUM_THREADS=3 python train.py --epochs 2`, since torch's 8 threads wait for each other",
+            "try `OMP_NUM_THREADS=3 LIGHTNING_FEED=1 python train.py --epochs 2`, since torch's 8 threads wait for "
+            "each other",
         ),
         (
             {"usable_cpus": 2},
