@@ -1,5 +1,6 @@
 """FastDataModule: builds loaders that fit the machine from a dataset for each split."""
 
+import difflib
 import inspect
 import logging
 import os
@@ -334,7 +335,9 @@ class FeedDataModule:
             if name in LoaderSettings.__dataclass_fields__:
                 where = f"Write {owner}(..., loader=LoaderSettings({name}={value!r}))."
                 raise SettingsError(f"{name} is a setting of the loaders. {where}")
-            raise SettingsError(f"{owner} has no argument {name}.")
+            alike = difflib.get_close_matches(name, inspect.signature(type(self)).parameters, n=1)
+            hint = f" Did you mean {alike[0]}?" if alike else ""
+            raise SettingsError(f"{owner} has no argument {name}.{hint}")
 
     def _feed_check_methods(self) -> None:
         """Check that the methods of a subclass take the arguments that they are called with."""

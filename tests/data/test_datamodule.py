@@ -526,7 +526,7 @@ def test_invalid_batch_sizes_are_refused(value: Any) -> None:
     ("given", "words"),
     [
         ({"num_workers": 2}, r"Write Data\(\.\.\., loader=LoaderSettings\(num_workers=2\)\)"),
-        ({"colour": "red"}, "Data has no argument colour"),
+        ({"colour": "red"}, r"Data has no argument colour\.$"),
     ],
 )
 def test_misplaced_and_unknown_arguments_are_refused_with_advice(given: dict[str, Any], words: str) -> None:

@@ -308,6 +308,11 @@ def test_invalid_arguments_are_refused_by_name(given: dict[str, Any], photos: Pa
         ImageFolderDataModule(photos, **given).dataset("train")
 
 
+def test_a_misspelled_argument_is_refused_with_the_one_that_was_meant(photos: Path) -> None:
+    with pytest.raises(SettingsError, match=r"has no argument img_size\. Did you mean image_size\?"):
+        ImageFolderDataModule(photos, img_size=32)
+
+
 def test_an_unknown_decoder_is_refused_at_construction(photos: Path) -> None:
     with pytest.raises(SettingsError, match=r"decoder='jpegli' is not valid\. Use one of 'auto'"):
         ImageFolderDataModule(photos, decoder="jpegli")
