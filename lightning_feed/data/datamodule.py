@@ -108,8 +108,18 @@ class Collate:
     split: str
 
     def __call__(self, samples: list[object]) -> Any:
-        """Make a batch. Runs in the workers."""
-        return self.datamodule.collate(samples, self.split)
+        """Make a batch. Runs in the workers.
+
+        Raises:
+            LoaderError: the data module's ``collate`` returned None.
+        """
+        batch = self.datamodule.collate(samples, self.split)
+        if batch is None:
+            name = type(self.datamodule).__name__
+            raise LoaderError(
+                f"{name}.collate returned None, so there is nothing to train on. End it with `return batch`."
+            )
+        return batch
 
 
 class FeedDataModule:

@@ -276,3 +276,12 @@ class Measurements:
     """The results of a diagnosis; empty after a plain fit."""
     diagnosed: bool = False
     """True if ``diagnose`` ran. A plain fit can still be diagnosed to learn more."""
+
+    @property
+    def between_ms(self) -> float:
+        """Mean time between the steps, in milliseconds. Where nothing is copied, the time of the transfer is part of
+        it, since that is only Lightning's own."""
+        between_ms = self.stats.other_ms or 0.0
+        if self.facts.copies_nothing:
+            between_ms += self.stats.h2d_ms or 0.0
+        return between_ms

@@ -243,7 +243,7 @@ def _of_the_other_parts(diagnosis: Diagnosis, waits: str) -> tuple[str, str]:
     if diagnosis.bottleneck == "compute":
         return _of_the_step_itself(diagnosis), waits
     verdict = f"{diagnosis.bottleneck}-bound"
-    part_ms = stats.other_ms
+    part_ms: float | None = diagnosis.measurements.between_ms
     where = "between the steps"
     if diagnosis.bottleneck == "copy":
         part_ms = stats.h2d_ms

@@ -265,7 +265,7 @@ def _making(measured: Measurements) -> list[str]:
 def _part(measured: Measurements, shares: Shares, part: StepPart) -> str:
     step_ms = shares.step_ms
     if part == "framework":
-        return f"{_of_step(measured.stats.other_ms, step_ms, shares.framework_pct)} between the steps"
+        return f"{_of_step(measured.between_ms, step_ms, shares.framework_pct)} between the steps"
     if part == "copy":
         return f"{_of_step(measured.stats.h2d_ms, step_ms, shares.copy_pct)} in the transfer to the device"
     # Not ``data_pct``, which may be the share of epochs' first batches: these belong to no step.

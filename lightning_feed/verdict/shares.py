@@ -103,10 +103,8 @@ _LIMITS: dict[StepPart, float] = {"framework": FRAMEWORK_PCT, "copy": COPY_PCT, 
 
 def _other_parts(measured: Measurements, step_ms: float, copy_pct: float) -> dict[StepPart, float]:
     """The shares of the time between steps and of the copy."""
-    between_pct = 100 * (measured.stats.other_ms or 0.0) / step_ms
-    if measured.facts.copies_nothing:  # the time of the transfer is only Lightning's small overhead
-        return {"framework": between_pct + copy_pct, "copy": 0.0}
-    return {"framework": between_pct, "copy": copy_pct}
+    between_pct = 100 * measured.between_ms / step_ms
+    return {"framework": between_pct, "copy": 0.0 if measured.facts.copies_nothing else copy_pct}
 
 
 class _Waiting(NamedTuple):

@@ -456,6 +456,17 @@ def test_a_device_transform_that_returns_nothing_ends_the_fit() -> None:
         trainer().fit(module(), datamodule=Forgetful({"train": Rows(4)}))
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_collate_that_returns_nothing_ends_the_fit(workers: int) -> None:
+    class Forgetful(Data):
+        def collate(self, samples: Any, split: str) -> Any:
+            torch.utils.data.default_collate(samples)
+
+    data = Forgetful({"train": Rows(4)}, loader=LoaderSettings(num_workers=workers))
+    with pytest.raises(LoaderError, match=r"Forgetful\.collate returned None.*`return batch`"):
+        trainer().fit(module(), datamodule=data)
+
+
 def test_a_data_module_that_does_not_call_super_init_says_so() -> None:
     class Bare(lightning_feed.FastDataModule):
         def __init__(self) -> None:

@@ -7,6 +7,7 @@ from verdict.cases import BUSY, loop_facts, measured, under
 
 from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements
 from lightning_feed.measure.stats import MIN_STEPS, StarvationStats
+from lightning_feed.report.report import headline
 from lightning_feed.verdict.decide import decide
 from lightning_feed.verdict.diagnosis import Diagnosis
 from lightning_feed.verdict.shares import toy_sentence
@@ -176,3 +177,11 @@ def test_notes_begin_with_the_longest_part() -> None:
     large = decide(measured(data=0.0, other=30.0, h2d=12.0, hooks=hooks, **pinned))
     assert [note.split()[0] for note in small.notes] == ["batches", "[Callback]Slow.on_train_batch_end"]
     assert [note.split()[0] for note in large.notes] == ["[Callback]Slow.on_train_batch_end", "batches"]
+
+
+def test_time_between_steps_and_its_share_are_one_figure() -> None:
+    run = measured(data=0.0, h2d=20.0, other=30.0, device_type="cpu", batch_hooks=False, num_workers=2)
+    diagnosis = decide(run)
+    assert diagnosis.bottleneck == "framework"
+    assert "50.0 of 100.0 ms (50 %) between the steps" in diagnosis.evidence
+    assert "50 % of each step between the steps" in headline(diagnosis)
