@@ -263,7 +263,7 @@ class Screenshots:
         quiet = ("--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync")
         self._command = [browser, "--headless", "--no-sandbox", "--hide-scrollbars", "--no-first-run", *quiet]
 
-    def take(self, address: str, name: str, words: str, *, size: tuple[int, int] = (1000, 1240)) -> None:
+    def take(self, address: str, name: str, words: str, *, size: tuple[int, int] = (1000, 1300)) -> None:
         """Save the upper part of a page as ``<name>.png``, with the words of the page in it."""
         path = IMAGES / f"{name}.png"
         with tempfile.TemporaryDirectory() as profile:
