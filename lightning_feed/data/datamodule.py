@@ -131,7 +131,7 @@ class FeedDataModule:
     trainer: AnyTrainer | None
     _feed = cast("_State", _NotInitialised())
     _feed_without_validation = "return None from make_dataset('val')"
-    """What to do where no validation data is wanted."""
+    """Advice for a run without validation."""
     _feed_seed: int | None = None
     """Seed of the run's training order; None until it is first used, or loaded from a checkpoint."""
 
