@@ -335,6 +335,7 @@ def test_queued_batches_of_an_abandoned_pass_are_not_loaded(how, tmp_path):
         batches.close()
     del batches
     gc.collect()
+    time.sleep(2 * ray_batches.OPEN_S)  # workers check only so often if the pass is still open
     (tmp_path / "go").touch()
     ray.get(asked, timeout=60)
     assert {path.name for path in tmp_path.iterdir()} <= {"go", "0", "1"}
