@@ -97,7 +97,7 @@ class SplitDatasets:
     """The datasets in the structure, with the names that reports and errors use."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Collate:
     """``datamodule.collate`` for one split, as a ``collate_fn``.
 
@@ -106,19 +106,20 @@ class Collate:
 
     datamodule: "FeedDataModule"
     split: str
+    has_made_batches: bool = False
+    """True once this process has made a batch."""
 
     def __call__(self, samples: list[object]) -> Any:
-        """Make a batch. Runs in the workers.
+        """Make a batch. Runs in the workers. A later batch may be None: Lightning then skips the step, with a warning.
 
         Raises:
-            LoaderError: the data module's ``collate`` returned None.
+            LoaderError: the data module's ``collate`` returned None for the first batch.
         """
         batch = self.datamodule.collate(samples, self.split)
-        if batch is None:
+        if batch is None and not self.has_made_batches:
             name = type(self.datamodule).__name__
-            raise LoaderError(
-                f"{name}.collate returned None, so there is nothing to train on. End it with `return batch`."
-            )
+            raise LoaderError(f"{name}.collate returned None in place of the first batch. End it with `return batch`.")
+        self.has_made_batches = True
         return batch
 
 
@@ -508,8 +509,7 @@ class FeedDataModule:
             transformed = self.device_transform(self._feed_on_device(moved, split), split)
         if transformed is None and moved is not None:
             raise LoaderError(
-                f"{type(self).__name__}.device_transform returned None, so there is nothing to train on. End it with "
-                "`return batch`."
+                f"{type(self).__name__}.device_transform returned None in place of a batch. End it with `return batch`."
             )
         return transformed
 

@@ -24,16 +24,20 @@ def read_alone() -> None:
             os.close(again)
 
 
-def positions() -> dict[int, int]:
-    """The position of each file that this process has open for reading, by descriptor."""
-    return {file: os.lseek(file, 0, os.SEEK_CUR) for file, _ in _files()}
+def positions() -> dict[tuple[int, Path], int]:
+    """The position of each file that this process has open for reading, by descriptor and path."""
+    by_file = {}
+    for file, _ in _files():
+        with suppress(OSError):  # closed meanwhile
+            by_file[file, (_OPEN / str(file)).readlink()] = os.lseek(file, 0, os.SEEK_CUR)
+    return by_file
 
 
-def moved_file(before: Mapping[int, int]) -> str:
+def moved_file(before: Mapping[tuple[int, Path], int]) -> str:
     """Return the path of a file whose position has changed since :func:`positions`. Empty if there is none."""
     for file, position in positions().items():
         if before.get(file, position) != position:
-            return str((_OPEN / str(file)).readlink())
+            return str(file[1])
     return ""
 
 

@@ -57,7 +57,7 @@ def charts(timeline: Timeline | None) -> list[Chart]:
     if timeline is None:
         return []
     stretches = [stretch for stretch in timeline.stretches if stretch.steps > 0 and _is_share(stretch.starved_pct)]
-    bins = [one for one in timeline.bins if one.steps > 0 and _is_share(one.starved_pct) and _is_range(one)]
+    bins = [bucket for bucket in timeline.bins if bucket.steps > 0 and _is_drawable(bucket)]
     if min(_steps(stretches), _steps(bins)) < FEWEST_STEPS:
         return []
     return [_waiting_chart(stretches), _histogram(bins)]
@@ -67,8 +67,8 @@ def _is_share(pct: float) -> bool:
     return 0 <= pct <= 100
 
 
-def _is_range(one: Bin) -> bool:
-    return _SHORTEST_MS <= one.from_ms < one.to_ms <= _LONGEST_MS
+def _is_drawable(bucket: Bin) -> bool:
+    return _is_share(bucket.starved_pct) and _SHORTEST_MS <= bucket.from_ms < bucket.to_ms <= _LONGEST_MS
 
 
 def _steps(groups: Iterable[Stretch | Bin]) -> int:
@@ -99,19 +99,20 @@ def _waiting_chart(stretches: Sequence[Stretch]) -> Chart:
 
 
 def _histogram(bins: Sequence[Bin]) -> Chart:
-    bins = sorted(bins, key=lambda one: one.from_ms)
+    bins = sorted(bins, key=lambda bucket: bucket.from_ms)
     shortest_ms = bins[0].from_ms
-    longest_ms = max(one.to_ms for one in bins)
+    longest_ms = max(bucket.to_ms for bucket in bins)
     octaves = math.log2(longest_ms) - math.log2(shortest_ms) or 1.0
-    most = max(one.steps for one in bins)
+    most = max(bucket.steps for bucket in bins)
     columns = []
-    for one in bins:
-        height = one.steps / most
-        waiting = height * one.starved_pct / 100
-        words = f"{_ms(one.from_ms)} to {_ms(one.to_ms)} ms: {plural(one.steps, 'step')}"
-        words += f", {one.starved_pct:.0f} % of their time waiting for data"
-        left = (math.log2(one.from_ms) - math.log2(shortest_ms)) / octaves
-        columns.append(Column(left, math.log2(one.to_ms / one.from_ms) / octaves, waiting, height - waiting, words))
+    for bucket in bins:
+        height = bucket.steps / most
+        waiting = height * bucket.starved_pct / 100
+        words = f"{_ms(bucket.from_ms)} to {_ms(bucket.to_ms)} ms: {plural(bucket.steps, 'step')}"
+        words += f", {bucket.starved_pct:.0f} % of their time waiting for data"
+        left = (math.log2(bucket.from_ms) - math.log2(shortest_ms)) / octaves
+        width = math.log2(bucket.to_ms / bucket.from_ms) / octaves
+        columns.append(Column(left, width, waiting, height - waiting, words))
     return Chart(
         title="Step times",
         columns=columns,
@@ -130,8 +131,8 @@ def _histogram(bins: Sequence[Bin]) -> Chart:
 def _quantile(bins: Sequence[Bin], share: float) -> float:
     """The upper end of the bin in which this share of the steps is reached."""
     wanted = share * _steps(bins)
-    counts = accumulate(one.steps for one in bins)
-    return next(one.to_ms for one, count in zip(bins, counts, strict=True) if count >= wanted)
+    counts = accumulate(bucket.steps for bucket in bins)
+    return next(bucket.to_ms for bucket, count in zip(bins, counts, strict=True) if count >= wanted)
 
 
 def _ms(value: float) -> str:

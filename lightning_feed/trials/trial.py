@@ -187,8 +187,10 @@ def _measure(loader: DataLoader[Batch], setting: Setting, work: TrainingWork, li
         trial = _Steps(setting, iterator, burst_of(copy), began_s).measure(ImitatedTraining(work).train, limits)
         if not setting.num_workers:
             return replace(trial, keeps=growing(kept, loader.dataset))
-        shared = moved_file(before)
-        if shared and setting.workers == "process":
+        shared = ""
+        if setting.workers == "process":
+            shared = moved_file(before)
+        if shared:
             raise LoaderError(
                 f"{shared} was open before the workers began, and they share its position. Open it in the first call "
                 "of __getitem__ to use workers."

@@ -467,6 +467,20 @@ def test_a_collate_that_returns_nothing_ends_the_fit(workers: int) -> None:
         trainer().fit(module(), datamodule=data)
 
 
+def test_a_collate_may_return_nothing_for_a_later_batch() -> None:
+    class Picky(Data):
+        def collate(self, samples: Any, split: str) -> Any:
+            batch = torch.utils.data.default_collate(samples)
+            return None if self.asked_again() else batch
+
+        def asked_again(self) -> bool:
+            self.batches = getattr(self, "batches", 0) + 1
+            return self.batches == 3
+
+    loader = Picky({"val": Rows(12)}).val_dataloader()
+    assert [batch is None for batch in loader] == [False, False, True]
+
+
 def test_a_data_module_that_does_not_call_super_init_says_so() -> None:
     class Bare(lightning_feed.FastDataModule):
         def __init__(self) -> None:
