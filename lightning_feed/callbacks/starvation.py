@@ -186,7 +186,7 @@ class GPUStarvationCallback(Callback):
                 f"GPUStarvationCallback: device '{device}' has no timing events. Times are measured on the host, which "
                 "does not see queued work, so confidence is low.",
             )
-        run.nvml = self._guard.attempt("read the GPU's figures", self._start_nvml, trainer, device)
+        run.nvml = self._guard.attempt("read the GPU's figures", self._start_nvml, trainer, device, run)
         bar = trainer.progress_bar_callback
         if bar is not None:
             self._guard.attempt("show its figure in the progress bar", self._join_bar, run, bar)
@@ -346,12 +346,13 @@ class GPUStarvationCallback(Callback):
             return {}
         return {"feed": f"{last.starved_pct:.0f}%"}
 
-    def _start_nvml(self, trainer: Trainer, device: torch.device) -> NvmlSampler | None:
+    def _start_nvml(self, trainer: Trainer, device: torch.device, run: StarvationRun) -> NvmlSampler | None:
         if not self.reads_gpu or not trainer.is_global_zero or device.type == "cpu":
             return None
         if device.type != "cuda" or torch.version.hip is not None:
             self._once.say(trainer, logging.INFO, f"No GPU figures from NVML: training runs on {device.type}.")
             return None
-        sampler = NvmlSampler(str(torch.cuda.get_device_properties(device).uuid))
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        sampler = NvmlSampler(uuid, is_steady=lambda: run.trains_steadily)
         sampler.start()
         return sampler

@@ -101,6 +101,11 @@ class StarvationRun:
         """True if times come from the clock of the device that computes; False if from the host's clock instead."""
         return self.main.ledger.trusted_clock
 
+    @property
+    def trains_steadily(self) -> bool:
+        """True within the steps of an epoch, after the warm-up. Read by the thread of :attr:`nvml`, too."""
+        return self._wall.part == "train" and self.main.is_settled
+
     def _stop_nvml(self) -> None:
         if self.nvml is not None:
             self.nvml.stop()
@@ -114,6 +119,7 @@ class StarvationRun:
             names=_host.loader_names(self._trainer, stage) if stage != "fit" else (),
         )
         self.also_undo(loop.loaders.close)
+        self.also_undo(loop.drop_sample)
         return loop
 
     def _begin(self, loop: MeasuredLoop, stage: Stage, since: int | None = None) -> None:
@@ -175,11 +181,12 @@ class StarvationRun:
 
     def leave_out_step(self) -> None:
         """Do not count the current training step: it contains work other than training."""
-        self.main.meter.leave_out_step()
+        self.main.leave_out_step()
         self._hooks.leave_out_step()
 
     def restart(self) -> None:
         """Measure the main loop afresh: its loader has changed."""
+        self.main.drop_sample()
         self.main.loaders.close()
         self.main = self._make_loop(self.stage)
         self._current = self.main
@@ -189,6 +196,7 @@ class StarvationRun:
         """Note that Lightning iterates the validation loaders next."""
         if self._current is self.main:
             self.main.meter.close_step()
+            self.main.drop_sample()
             self._wall.enter("validation")
             self.main.cpu.pause()
             self._validation_since = host_clock()
@@ -284,6 +292,7 @@ class StarvationRun:
 
     def _epoch_ended(self) -> None:
         self.main.meter.close_step()
+        self.main.drop_sample()
         self._wall.go_on("rest")
         if self.stage == "fit" and sys.exc_info()[0] is None:  # not if Ctrl-C or an error ends the epoch
             self._cut_short = _host.epoch_cut_short(self._trainer) or self._cut_short
@@ -340,6 +349,7 @@ class StarvationRun:
             ranks=self._ranks_so_far(),
             by_loader=measured.by_loader,
             wall=self._wall.stats(),
+            device_busy_pct=None if self.nvml is None else self.nvml.steady_util_pct(),
             timeline=self.main.ledger.timeline.timeline(),
             validation=validation.measurements(prefetch_active=None) if validation is not None else None,
         )

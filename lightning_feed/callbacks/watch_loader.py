@@ -239,18 +239,19 @@ class PlainRun:
             loop.loaders.take()
         steps = loop.meter.finished
         if steps >= MIN_STEPS and self._schedule.due(steps):
-            loop.meter.leave_out_step()  # the step that begins now contains the report
+            loop.leave_out_step()  # the step that begins now contains the report
             self._report(steps)
 
     def epoch_ended(self) -> None:
         """End an epoch, which may have been left early."""
         _open.pop(self, None)
         self.loop.meter.close_step()
+        self.loop.drop_sample()
         self.loop.cpu.pause()
 
     def leave_out_step(self) -> None:
         """Do not count the current step: it contains another loop."""
-        self.loop.meter.leave_out_step()
+        self.loop.leave_out_step()
 
     def measurements(self) -> Measurements:
         """All measurements so far, without the warm-up."""
@@ -310,6 +311,7 @@ class PlainRun:
 
     def _stop(self) -> None:
         if self._loop is not None:
+            self._loop.drop_sample()
             self._loop.loaders.close()
         _open.pop(self, None)
 

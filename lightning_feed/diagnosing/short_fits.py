@@ -143,6 +143,7 @@ def _as_callback(session: Session, kind: type[ShortFit]) -> Any:
 def run_as_it_is(session: Session, limits: Limits) -> None:
     """Run a fit with the user's loaders. Records measurements and batches in the session."""
     meter = _meter(session)
+    meter.reads_gpu = True
     short_fit = _as_callback(session, UnchangedFit)(session, limits)
 
     loaders = None

@@ -8,15 +8,18 @@ from typing import Any
 
 from lightning_feed.load.kinds import Batch
 from lightning_feed.measure.cpu_time import CpuTimes
+from lightning_feed.measure.device_waits import WaitFinder
 from lightning_feed.measure.facts import batch_facts
 from lightning_feed.measure.loader_watch import LoaderSums, LoaderWatch
 from lightning_feed.measure.measurements import LoopFacts, LoopMeasurements
 from lightning_feed.measure.stats import Additive, LoaderSteps
-from lightning_feed.measure.step_meter import Clock, EventRing, StepMeter, StepTimes, host_clock
+from lightning_feed.measure.step_meter import Clock, EventRing, StepMeter, StepTimes, host_clock, is_one_in
 from lightning_feed.measure.windows import UNFOLDED_STEPS, WARM_UP_STEPS, Ledger, Sums
 
 READ_EVERY_NS = 250_000_000
 """Shortest time between readings of the workers' kernel counters, however often windows are logged."""
+SAMPLE_EVERY = 4
+"""On average, one step of this many is watched for waits for the device, until enough were."""
 FIRST_STEPS = 200
 FIRST_S = 60.0
 """Steps and seconds to the first report, whichever is sooner."""
@@ -70,6 +73,9 @@ class MeasuredLoop:
         self.meter.on_epoch_start = self.ledger.epoch_started
         self.meter.begin(epoch=False)
         self.loaders = LoaderWatch(find, clock=clock, read_every_ns=READ_EVERY_NS)
+        self._waits: WaitFinder | None = None
+        if ring is not None:
+            self._waits = WaitFinder(facts.device_type, in_users_loop=facts.loop == "plain")
         self._by_loader: dict[int, Sums] = {}
         self._waited_ns = 0.0
         self._waited_ms: tuple[float, float] | None = None
@@ -79,6 +85,7 @@ class MeasuredLoop:
 
     def begins(self, facts: LoopFacts, since: int | None = None) -> None:
         """Begin the loop again, at ``since`` by the host's clock, or now if None. Its loaders may have changed."""
+        self.drop_sample()
         ran = self.meter.finished - self._began_at
         self._began_at = self.meter.finished
         # An iterable dataset may have no length: assume that an epoch is as long as the epoch before.
@@ -104,6 +111,21 @@ class MeasuredLoop:
             self.cpu.leave_out_earlier_epochs()
             self.loaders.leave_out_earlier_epochs()
 
+    @property
+    def is_settled(self) -> bool:
+        """True once the warm-up has ended."""
+        return self._settled
+
+    def leave_out_step(self) -> None:
+        """Do not count the current step: it contains work other than the loop's."""
+        self.meter.leave_out_step()
+        self.drop_sample()
+
+    def drop_sample(self) -> None:
+        """Stop watching the current step for waits for the device."""
+        if self._waits is not None:
+            self._waits.drop()
+
     def look_at(self, batch: Batch) -> None:
         """Add the number of tensors in a batch, and their size, to the facts."""
         self.batch_seen = True
@@ -115,7 +137,15 @@ class MeasuredLoop:
             self._settled = True
             self.cpu.settle(self.meter.finished)
             self.loaders.settle()
+        if self._waits is not None:
+            self._sample_waits(self._waits)
         return len(self.ledger.fresh) >= UNFOLDED_STEPS
+
+    def _sample_waits(self, waits: WaitFinder) -> None:
+        """End the sample of the step that has ended, and begin one if the step that follows is to be sampled."""
+        waits.end()
+        if self._settled and waits.wants_more and is_one_in(self.meter.finished + 1, SAMPLE_EVERY):
+            waits.begin()
 
     def fetch_began(self) -> None:
         """Note that the loop requests a batch from the loaders."""
@@ -161,7 +191,12 @@ class MeasuredLoop:
         self._leave_out_earlier_epochs()
         return LoopMeasurements(
             stats=self.ledger.total(prefetch_active=prefetch_active, lost=self.meter.lost),
-            facts=replace(self.facts, waited_ms=self._waited_ms, host=self.cpu.per_step(self.meter.finished)),
+            facts=replace(
+                self.facts,
+                waited_ms=self._waited_ms,
+                waits=None if self._waits is None else self._waits.waits(),
+                host=self.cpu.per_step(self.meter.finished),
+            ),
             loaders=self.loaders.total(),
             by_loader=self.by_loader(),
             waited_s=self._waited_ns * 1e-9,

@@ -169,6 +169,29 @@ OTHERS_PCT = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeviceWait:
+    """A line at which the host waits for the device, such as ``loss.item()``, seen in some sampled steps."""
+
+    file: str
+    """The line's file."""
+    line: int
+    """Number of the line in its file, from 1."""
+    code: str = ""
+    """The source line without indentation; empty if unknown."""
+    is_users: bool = True
+    """True for a line of the user's program; False for one of a library that the user's step did not call."""
+    steps: int
+    """Number of sampled steps in which the host waited here."""
+    of_steps: int
+    """Number of sampled steps."""
+
+    @property
+    def in_most_steps(self) -> bool:
+        """True if the host waits here in most steps, rather than now and then."""
+        return 2 * self.steps > self.of_steps
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoopFacts:
     """Facts about the run, other than its times. Unknown facts are None."""
 
@@ -200,6 +223,9 @@ class LoopFacts:
     """True if a hook of the user other than ``device_transform`` can change a batch during its transfer."""
     syncs: tuple[str, ...] = ()
     """Reasons why the host waits for the device in each step: keys of :data:`SYNCS`."""
+    waits: tuple[DeviceWait, ...] | None = None
+    """Lines at which the host was seen to wait for the device, those of most steps first; None if no step was sampled,
+    as on the CPU."""
     loader: LoaderFacts = field(default_factory=LoaderFacts)
     batch: BatchFacts = field(default_factory=BatchFacts)
     host: HostTimes = field(default_factory=HostTimes)
@@ -268,6 +294,9 @@ class Measurements:
     """Figures of each loader, for a validation, test or prediction with several loaders; else empty."""
     wall: WallStats | None = None
     """Wall-time parts of the whole run; None if not measured."""
+    device_busy_pct: float | None = None
+    """Share of the training steps' time in which the GPU ran any kernel, in percent, as NVML measures it, after the
+    warm-up; None if unknown."""
     timeline: Timeline | None = None
     """The waiting over the run, and the histogram of its step times; None without steps."""
     validation: LoopMeasurements | None = None

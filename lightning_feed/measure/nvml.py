@@ -13,6 +13,8 @@ from lightning_feed.measure.stats import GpuStats
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
+LEAST_SAMPLES = 2
+"""Smallest number of samples for a mean over a run."""
 JOIN_S = 5.0
 MIB = 1 << 20
 
@@ -22,15 +24,22 @@ class NvmlSampler:
 
     Args:
         uuid: the device's UUID from torch. Its index in NVML may be another one because of ``CUDA_VISIBLE_DEVICES``.
+        is_steady: returns True while the run trains, and nothing else runs. Called by the sampling thread.
         period_s: seconds between two samples.
     """
 
-    def __init__(self, uuid: str, *, period_s: float = PERIOD_S) -> None:
+    def __init__(self, uuid: str, *, is_steady: Callable[[], bool] = lambda: True, period_s: float = PERIOD_S) -> None:
         self._uuid = uuid
+        self._is_steady = is_steady
         self._period_s = period_s
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._sums: dict[str, tuple[float, int]] = {}
+        self._was_steady = False
+        """True if the run trained steadily at the last sample."""
+        self._steady_util_pct = 0.0
+        """Sum of the utilization over all samples within steady training."""
+        self._steady_samples = 0
         self._thread = threading.Thread(target=self._run, name="lightning-feed-nvml", daemon=True)
 
     def start(self) -> None:
@@ -52,6 +61,17 @@ class NvmlSampler:
             return None
         return GpuStats(**{name: total / count for name, (total, count) in sums.items()})
 
+    def steady_util_pct(self) -> float | None:
+        """Mean GPU utilization in percent, over all samples within steady training; None if there are too few.
+
+        It is the share of the time in which at least one kernel ran (NVML's documentation of
+        ``nvmlDeviceGetUtilizationRates``), over the last second or less. So a sample counts if the run trained steadily
+        at the sample before it, too.
+        """
+        with self._lock:
+            samples = self._steady_samples
+            return self._steady_util_pct / samples if samples >= LEAST_SAMPLES else None
+
     def _run(self) -> None:
         try:
             pynvml = importlib.import_module("pynvml")
@@ -68,6 +88,8 @@ class NvmlSampler:
             logger.info("No GPU figures from NVML: %s: %s", type(error).__name__, error)
 
     def _sample(self, readings: dict[str, Callable[[], float]], pynvml: Any) -> None:
+        was_steady = self._was_steady
+        self._was_steady = self._is_steady()
         for name, read in list(readings.items()):
             try:
                 value = read()
@@ -81,6 +103,9 @@ class NvmlSampler:
             with self._lock:
                 total, count = self._sums.get(name, (0.0, 0))
                 self._sums[name] = total + value, count + 1
+                if name == "util_pct" and was_steady and self._was_steady:
+                    self._steady_util_pct += value
+                    self._steady_samples += 1
 
 
 def find_handle(pynvml: Any, uuid: str) -> Any:

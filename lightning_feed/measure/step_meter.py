@@ -279,7 +279,12 @@ def is_divided(number: int) -> bool:
     often as it occurs. If every 8th step were chosen, such work might be measured always or never. The choice depends
     only on the number, so that all ranks make the same.
     """
-    return number <= FIRST_DIVIDED or number * _GOLDEN % 2**32 < 2**32 // DIVIDE_EVERY
+    return number <= FIRST_DIVIDED or is_one_in(number, DIVIDE_EVERY)
+
+
+def is_one_in(number: int, every: int) -> bool:
+    """True for one number in ``every``, spread evenly over all numbers and over the multiples of any number."""
+    return number * _GOLDEN % 2**32 < 2**32 // every
 
 
 class StepTimes(NamedTuple):

@@ -31,6 +31,7 @@ the backward pass is queued by the thread that asked for it: autograd's own thre
 from __future__ import annotations  # the device has a method of the name `Stream`, as torch.cuda has
 
 import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -269,6 +270,7 @@ class SimulatedDevice(TorchDispatchMode):
         self._copying_until = [0] * DEVICES
         self._queued: deque[int] = deque(maxlen=LAUNCH_QUEUE)
         self._captures = False
+        self._sync_debug_mode = 0
 
     # --- the device module --------------------------------------------------------------------------------------------
 
@@ -323,6 +325,14 @@ class SimulatedDevice(TorchDispatchMode):
     def is_current_stream_capturing(self) -> bool:
         return self._captures
 
+    def get_sync_debug_mode(self) -> int:
+        return self._sync_debug_mode
+
+    def set_sync_debug_mode(self, mode: int | str) -> None:
+        """Torch's modes by number and name (torch/cuda/__init__.py)."""
+        self._sync_debug_mode = mode if isinstance(mode, int) else ("default", "warn", "error").index(mode)
+        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
+
     def synchronize(self, device: Any = None) -> None:
         index = self._index_of(device)
         for stream in {self.defaults[index], self._currents[index], *self._pools}:
@@ -341,6 +351,10 @@ class SimulatedDevice(TorchDispatchMode):
     def wait_for(self, event: Event, what: str) -> None:
         """The host waits for an event."""
         assert event.at is not None
+        if self._sync_debug_mode and what not in NOT_CHECKED:
+            if self._sync_debug_mode == 2:
+                raise RuntimeError("called a synchronizing CUDA operation")
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
         blocked_ns = max(0, event.at - self.now)
         self.waits.append(Wait(what, blocked_ns, _caller()))
         self.waited += 1
@@ -576,6 +590,7 @@ class SimulatedDevice(TorchDispatchMode):
 def simulated(device: SimulatedDevice) -> Iterator[SimulatedDevice]:
     """While entered, ``meta`` is an accelerator: torch's device module, and a backend that prefetching knows."""
     from lightning_feed.measure import step_meter as clocks
+    from lightning_feed.measure import user_code
 
     with _patched() as patch:
         find = torch.get_device_module
@@ -596,6 +611,7 @@ def simulated(device: SimulatedDevice) -> Iterator[SimulatedDevice]:
             return device.pin(made) if pin_memory else made
 
         patch(torch, "tensor", tensor)
+        patch(user_code, "_TORCH", (*user_code._TORCH, __file__))  # its frames stand for torch's own
         for module in (streams, clocks):
             if hasattr(module, "STREAM_BACKENDS"):
                 patch(module, "STREAM_BACKENDS", (*streams.STREAM_BACKENDS, DEVICE.type))

@@ -1,0 +1,197 @@
+"""Finds the lines at which the host waits for the device, in a few steps of a run.
+
+In these steps torch warns of each operation that synchronises (``torch.cuda.set_sync_debug_mode``). A filter of our own
+takes these warnings in, so that nobody sees them, and notes the line that was running. Torch does not warn of
+``torch.cuda.synchronize``, which is therefore wrapped during these steps; and not of events, of ``torch.distributed``
+and of other libraries, whose waits are not found.
+"""
+
+import linecache
+import logging
+import sys
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_feed.measure.measurements import DeviceWait
+from lightning_feed.measure.user_code import is_torchs, is_users
+
+logger = logging.getLogger(__name__)
+
+SAMPLED_STEPS = 16
+"""Largest number of sampled steps in a loop."""
+_SYNCHRONISES = "called a synchronizing CUDA operation"
+_ANNOUNCES = "Synchronization debug mode is a prototype"
+"""Beginnings of torch's warnings: at an operation that synchronises, and at the first change of the mode
+(c10/cuda/CUDAFunctions.cpp and torch/csrc/cuda/Module.cpp, torch 2.6 to 2.14)."""
+_OFF, _WARN = 0, 1
+"""Modes of ``torch.cuda.set_sync_debug_mode``."""
+_LONGEST_CODE = 60
+"""Characters of a source line that reports show."""
+
+
+class _Place(NamedTuple):
+    """A line of a file."""
+
+    file: str
+    line: int
+    is_users: bool
+
+
+class WaitFinder:
+    """Notes where the training thread waits for the device in the sampled steps.
+
+    Between the samples nothing differs from a run without this class. A sample changes nothing if the user has set a
+    synchronisation debug mode. Other threads' waits are not noted.
+
+    The filter is put into ``warnings.filters`` without ``warnings.filterwarnings``, because that function makes Python
+    show all warnings again that it has shown once.
+
+    Args:
+        device_type: type of the device that computes. Waits are found on devices whose module has
+            ``set_sync_debug_mode``, as CUDA's has.
+        in_users_loop: True if the user's own code runs the loop; False if a Trainer, called by the user's code, does.
+    """
+
+    def __init__(self, device_type: str, *, in_users_loop: bool = False) -> None:
+        self._backend: Any = torch.get_device_module(device_type)
+        self._in_users_loop = in_users_loop
+        self._steps = 0
+        """Number of finished samples."""
+        self._seen: Counter[_Place] = Counter()
+        """Number of samples in which the host waited at each place."""
+        self._fresh: set[_Place] = set()
+        """Places of the current sample."""
+        self._callers: set[int] = set()
+        """Identities of the frames of the user that are around the loop."""
+        self._undo: Callable[[], None] | None = None
+
+    @property
+    def wants_more(self) -> bool:
+        """True if another step should be sampled."""
+        return self._steps < SAMPLED_STEPS and hasattr(self._backend, "set_sync_debug_mode")
+
+    def begin(self) -> None:
+        """Begin a sample. It lasts until :meth:`end` or :meth:`drop`."""
+        if self._backend.get_sync_debug_mode() != _OFF:
+            return
+        self._fresh.clear()
+        if not self._in_users_loop:
+            self._callers = {id(frame) for frame in _frames(sys._getframe()) if is_users(frame.f_code.co_filename)}
+        self._undo = _watch(self._backend, self._note)
+
+    def end(self) -> None:
+        """End the sample, and count it. Does nothing without a sample."""
+        if self._undo is not None:
+            self.drop()
+            self._steps += 1
+            self._seen.update(self._fresh)
+
+    def drop(self) -> None:
+        """End the sample without counting it. Does nothing without a sample."""
+        undo = self._undo
+        self._undo = None
+        if undo is not None:
+            undo()
+
+    def _note(self, frame: FrameType) -> None:
+        place = self._place_of(frame)
+        if place is not None:
+            self._fresh.add(place)
+
+    def _place_of(self, frame: FrameType) -> _Place | None:
+        """The innermost line of the user within the loop; else the innermost line outside torch."""
+        library: _Place | None = None
+        for each in _frames(frame):
+            file = each.f_code.co_filename
+            if id(each) in self._callers:
+                break
+            if is_users(file):
+                return _Place(file, each.f_lineno, is_users=True)
+            if library is None and not is_torchs(file):
+                library = _Place(file, each.f_lineno, is_users=False)
+        return library
+
+    def waits(self) -> tuple[DeviceWait, ...] | None:
+        """The lines at which the host waited, those of most samples first; None without a sample."""
+        if not self._steps:
+            return None
+        return tuple(
+            DeviceWait(
+                file=place.file,
+                line=place.line,
+                code=linecache.getline(place.file, place.line).strip()[:_LONGEST_CODE],
+                is_users=place.is_users,
+                steps=steps,
+                of_steps=self._steps,
+            )
+            for place, steps in self._seen.most_common()
+        )
+
+
+def _frames(frame: FrameType | None) -> list[FrameType]:
+    """A frame and its callers, the innermost first."""
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def _watch(backend: Any, note: Callable[[FrameType], None]) -> Callable[[], None]:
+    """Call ``note`` with the frame of this thread's Python code whenever it waits for the device.
+
+    Returns:
+        A function that puts everything back.
+    """
+    pattern = _Pattern(threading.get_ident(), note)
+    entry: Any = ("ignore", pattern, Warning, None, 0)
+    filters: list[Any] = warnings.filters  # type: ignore[assignment]  # a tuple to some type checkers, a list in Python
+    filters.insert(0, entry)
+    synchronize = backend.synchronize
+
+    def noting(*args: Any, **named: Any) -> Any:
+        pattern.note(sys._getframe(1))
+        return synchronize(*args, **named)
+
+    backend.set_sync_debug_mode(_WARN)
+    backend.synchronize = noting
+
+    def undo() -> None:
+        if backend.synchronize is noting:
+            backend.synchronize = synchronize
+        if backend.get_sync_debug_mode() == _WARN:  # else the user has changed it meanwhile
+            backend.set_sync_debug_mode(_OFF)
+        if entry in filters:
+            filters.remove(entry)
+
+    return undo
+
+
+class _Pattern:
+    """Stands for the pattern of a warning filter: Python asks it about the text of each warning, where it is raised."""
+
+    def __init__(self, thread: int, note: Callable[[FrameType], None]) -> None:
+        self._thread = thread
+        self._note = note
+
+    def match(self, text: str) -> bool:
+        """True for torch's warnings of this mode, which nobody then sees."""
+        if text.startswith(_SYNCHRONISES):
+            self.note(sys._getframe(1))
+            return True
+        return text.startswith(_ANNOUNCES)
+
+    def note(self, frame: FrameType) -> None:
+        """Note a wait of the thread. Nothing is raised: this runs within the user's operation."""
+        if threading.get_ident() != self._thread:
+            return
+        try:
+            self._note(frame)
+        except Exception as error:  # noqa: BLE001  # what cannot be noted is not known, and training goes on
+            logger.debug("A wait for the device was not noted: %r", error)

@@ -1,0 +1,263 @@
+"""Lines at which the host waits for the device: found in a few steps, and nothing of the user's is changed."""
+
+import inspect
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from simulated.device import SimulatedDevice
+from simulated.training import Model, SimulatedLoader, evaluate, fit
+from torch import Tensor
+
+from lightning_feed import GPUStarvationCallback
+from lightning_feed.measure.device_waits import SAMPLED_STEPS
+from lightning_feed.measure.measurements import DeviceWait
+
+STEPS = 100
+
+
+class Reads(Model):
+    """Reads its loss in each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.kept = loss.item()
+        return loss
+
+
+class Synchronises(Model):
+    """Waits for the whole device in each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.sim.synchronize()
+        return loss
+
+
+class ReadsInAFunction(Model):
+    """The line that waits is in a function that the step calls."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        read(loss)
+        return loss
+
+
+def read(loss: Tensor) -> float:
+    return loss.item()
+
+
+class ReadsRarely(Model):
+    """Reads its loss in every 40th step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx % 40 == 0:
+            loss.item()
+        return loss
+
+
+class ReadsBetweenSteps(Model):
+    """Reads a tensor of the device after each step."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        outputs["loss"].cpu()
+
+
+def line_of(owner: Any, text: str) -> int:
+    """Number of the line with ``text`` in this file, in the source of ``owner``."""
+    lines, first = inspect.getsourcelines(owner)
+    return next(first + number for number, line in enumerate(lines) if text in line)
+
+
+def waits_of(kind: type[Model], *, steps: int = STEPS, **options: Any) -> tuple[DeviceWait, ...]:
+    device = SimulatedDevice()
+    starvation = GPUStarvationCallback(report=False)
+    fit(device, kind(device), SimulatedLoader(device, steps), starvation, **options)
+    assert device.get_sync_debug_mode() == 0
+    waits = starvation.report().measurements.facts.waits
+    assert waits is not None
+    return waits
+
+
+@pytest.mark.parametrize(
+    ("kind", "owner", "code"),
+    [
+        (Reads, Reads, "self.kept = loss.item()"),
+        (Synchronises, Synchronises, "self.sim.synchronize()"),
+        (ReadsInAFunction, read, "return loss.item()"),
+        (ReadsBetweenSteps, ReadsBetweenSteps, 'outputs["loss"].cpu()'),
+    ],
+)
+def test_the_line_that_waits_in_each_step_is_found(kind: type[Model], owner: Any, code: str) -> None:
+    [wait] = waits_of(kind)
+    assert wait == DeviceWait(
+        file=__file__,
+        line=line_of(owner, code),
+        code=code,
+        is_users=True,
+        steps=SAMPLED_STEPS,
+        of_steps=SAMPLED_STEPS,
+    )
+    assert wait.in_most_steps
+
+
+def test_a_step_that_does_not_wait_has_no_lines() -> None:
+    assert waits_of(Model) == ()
+
+
+def test_a_line_that_waits_now_and_then_is_not_taken_for_one_of_each_step() -> None:
+    assert not any(wait.in_most_steps for wait in waits_of(ReadsRarely))
+
+
+def test_a_metric_in_the_progress_bar_waits_in_lightning_and_not_at_the_line_that_began_the_fit() -> None:
+    class Shows(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss, prog_bar=True)
+            return loss
+
+    waits = waits_of(Shows)
+    assert [wait.is_users for wait in waits if wait.in_most_steps] == [False]
+    assert "/lightning/" in waits[0].file
+
+
+def test_no_step_is_sampled_during_the_warm_up_or_on_the_cpu() -> None:
+    device = SimulatedDevice()
+    starvation = GPUStarvationCallback(report=False)
+    fit(device, Reads(device), SimulatedLoader(device, 12), starvation)
+    assert starvation.report().measurements.facts.waits is None
+
+
+@pytest.mark.filterwarnings("ignore:predict returned None")
+def test_waits_of_a_validation_are_found() -> None:
+    class Validates(Model):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.net.weight.sum().item()
+
+    device = SimulatedDevice()
+    starvation = GPUStarvationCallback(report=False)
+    evaluate(device, "validate", Validates(device), SimulatedLoader(device, STEPS), starvation)
+    [wait] = starvation.report("validate").measurements.facts.waits or ()
+    assert wait.code == "self.net.weight.sum().item()"
+
+
+# --- nothing of the user's changes ------------------------------------------------------------------------------------
+
+
+class Warns(Reads):
+    """Warns in each step, at one line."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        warnings.warn("of the user", UserWarning, stacklevel=1)
+        return super().training_step(batch, batch_idx)
+
+
+def shown_warnings(*callbacks: Any) -> list[str]:
+    """The warnings that a fit shows if each line may warn once, as Python's usual filters have it."""
+    shown: list[str] = []
+    device = SimulatedDevice()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", message="of the user|called a synchronizing|Synchronization debug mode")
+        warnings.showwarning = lambda message, *_, **__: shown.append(str(message))
+        globals().pop("__warningregistry__", None)
+        fit(device, Warns(device), SimulatedLoader(device, STEPS), *callbacks)
+    return shown
+
+
+def test_warnings_are_shown_as_without_measuring() -> None:
+    assert shown_warnings() == ["of the user"]
+    assert shown_warnings(GPUStarvationCallback(report=False)) == ["of the user"]
+
+
+def test_the_warning_filters_are_the_same_object_with_the_same_entries_afterwards() -> None:
+    before = warnings.filters
+    entries = list(before)
+    waits_of(Reads)
+    assert warnings.filters is before
+    assert list(warnings.filters) == entries
+
+
+@pytest.mark.parametrize("mode", ["warn", "error"])
+def test_a_debug_mode_of_the_user_is_left_alone(mode: str) -> None:
+    modes = set()
+
+    class Debugs(Model):
+        def on_train_start(self) -> None:
+            self.sim.set_sync_debug_mode(mode)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            super().on_train_batch_start(batch, batch_idx)
+            modes.add(self.sim.get_sync_debug_mode())
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.net.weight.sum()
+
+        def on_train_epoch_end(self) -> None:
+            self.sim.set_sync_debug_mode("default")
+
+    device = SimulatedDevice()
+    starvation = GPUStarvationCallback(report=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode")
+        fit(device, Debugs(device), SimulatedLoader(device, STEPS), starvation)
+    assert modes == {("default", "warn", "error").index(mode)}
+    assert starvation.report().measurements.facts.waits is None
+
+
+def test_a_debug_mode_that_the_user_sets_within_a_sampled_step_stays() -> None:
+    modes = []
+
+    class Sets(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if self.sim.get_sync_debug_mode() == 1:
+                self.sim.set_sync_debug_mode("error")
+            return self.net.weight.sum()
+
+        def on_train_epoch_end(self) -> None:
+            modes.append(self.sim.get_sync_debug_mode())
+            self.sim.set_sync_debug_mode("default")
+
+    device = SimulatedDevice()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode")
+        fit(device, Sets(device), SimulatedLoader(device, STEPS), GPUStarvationCallback(report=False))
+    assert modes == [2]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_in_a_sampled_step_leaves_nothing_behind(error: type[BaseException]) -> None:
+    class Fails(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if self.sim.get_sync_debug_mode() == 1:
+                raise error
+            return super().training_step(batch, batch_idx)
+
+    device = SimulatedDevice()
+    entries = list(warnings.filters)
+    with pytest.raises((error, SystemExit)):
+        fit(device, Fails(device), SimulatedLoader(device, STEPS), GPUStarvationCallback(report=False))
+    assert device.get_sync_debug_mode() == 0
+    assert list(warnings.filters) == entries
+    assert "synchronize" not in vars(device) or device.synchronize.__func__ is SimulatedDevice.synchronize
+
+
+def test_weights_are_the_same_with_sampled_steps() -> None:
+    def values(*callbacks: Any) -> list[float]:
+        device = SimulatedDevice()
+        model = Reads(device)
+        fit(device, model, SimulatedLoader(device, STEPS), *callbacks)
+        return model.seen
+
+    assert values() == values(GPUStarvationCallback(report=False))
+
+
+def test_torch_warns_as_the_simulated_device_does() -> None:
+    """The texts that the filter recognises are in the installed torch."""
+    libraries = [path.read_bytes() for path in (Path(torch.__file__).parent / "lib").glob("libc10_cuda.so")]
+    if not libraries:
+        pytest.skip("this torch was built without CUDA")
+    assert any(b"called a synchronizing CUDA operation" in library for library in libraries)
