@@ -73,7 +73,7 @@ PARTS = (
     _part("gpu_checks.py", "memory", "few batches lie on the device", 20, 60),
     _part("gpu_checks.py", "same", "weights are the same to the bit", 30, 90),
     _part("gpu_checks.py", "nvjpeg", "decoding on the device is fast", 20, 60),
-    _part("gpu_scripts.py", "overhead", "host time that the callbacks cost", 60, 120),
+    _part("gpu_scripts.py", "overhead", "host time that the callbacks cost", 110, 170),
     _part("gpu_scripts.py", "gpu-tests", "the tests that need a device", 100, 240),
     _part("gpu_checks.py", "overlap", "a step takes no longer than its slowest part", 90, 240),
 )

@@ -1,22 +1,24 @@
-"""Cost of the callbacks for the host: microseconds a step, on a model so small that nothing hides them.
+"""Cost of the callbacks for the host: microseconds a step, on steps of about a millisecond that nothing hides.
 
-Fits with and without a callback take turns, so that a machine that gets slower does so for all. Each round gives a
-difference to the fit beside it; shown are the median over the rounds and [least, most], by the CPU time of the training
-thread and by the wall. What counts is the difference of the least CPU times of all rounds: other programs only add.
+The model has as many small layers as make the host work for a millisecond in a step; a device needs less for them. A
+round has one long fit of each row. The fits are in threads that take turns of 50 steps, one at a time: machines, and
+virtual ones above all, change their speed by tens of per cent from one second to the next, and so they do it to all.
+Each turn gives a difference to the turn of the fit beside it; shown are the median over all turns and [first, third
+quartile], by the CPU time of the training thread and by the wall. The median of the CPU times is held against the goal.
 
 * ``an empty callback``  over a plain fit: what Lightning takes to call any callback at all
-* ``GPUStarvationCallback``  over an empty one, with windows logged every 50 steps to a logger that drops them; goal
-  <= 30 us of CPU time
-* ``PrefetchCallback``  over an empty one, with a stream that does nothing, so that the whole injection runs on the CPU;
-  goal <= 60 us of CPU time
+* ``GPUStarvationCallback``  over an empty one, with windows logged every 50 steps to a logger that drops them
+* ``PrefetchCallback``  over an empty one; on the CPU with a stream that does nothing, so that the whole injection runs
+* ``both``  over an empty one; goal <= 60 us of CPU time
 * ``FeedLoader``  over torch's DataLoader, a batch of two small samples in the training process, with all that a data
   module sets: seeded order, counting, the watchdog; goal <= 15 us of CPU time
 
-On a CUDA device the first rows are measured there too, events and streams included.
+On a CUDA device the first rows are measured there, events and streams included, and the calls of torch that the
+callbacks make are timed one by one.
 
 A round that would not end within ``--seconds`` is left out; the first one always runs. Starting takes a few more.
 
-    python benchmarks/overhead.py [--seconds 40] [--rounds 10] [--steps 500] [--device cpu|cuda] [--json FILE]
+    python benchmarks/overhead.py [--seconds 60] [--rounds 10] [--steps 2000] [--device cpu|cuda] [--json FILE]
 """
 
 import argparse
@@ -26,9 +28,11 @@ import logging
 import os
 import platform
 import statistics
+import threading
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,20 +50,70 @@ from lightning_feed.load.watchdog import Watch
 from lightning_feed.transfer.prefetcher import SideStream
 
 WARM_UP = 100
-GOALS_US = {"GPUStarvationCallback": 30.0, "PrefetchCallback": 60.0, "FeedLoader": 15.0}
+TURN = 50
+"""Steps of a fit until the next one takes its turn. There is one window in them."""
+STEP_US = 1000.0
+"""Time of a plain step that the number of layers is chosen for."""
+GOALS_US = {"both": 60.0, "FeedLoader": 15.0}
 
 
-class Tiny(LightningModule):
-    """Takes the thread's CPU time and the wall time at the start of each step."""
+class Turns:
+    """Lets fits in several threads take turns: one trains for some steps while the others wait.
 
-    def __init__(self) -> None:
+    Args:
+        count: number of fits.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._waiting = list(range(count))
+        """The fits that are not over, the one whose turn it is first."""
+        self._changed = threading.Condition()
+
+    def wait(self, fit: int) -> None:
+        """Wait for the turn of a fit."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting[0] == fit)
+
+    def pass_on(self, fit: int) -> None:
+        """End the turn of a fit, and wait for its next one."""
+        with self._changed:
+            self._waiting.append(self._waiting.pop(0))
+            self._changed.notify_all()
+        self.wait(fit)
+
+    def leave(self) -> None:
+        """End the turn of a fit that is over."""
+        with self._changed:
+            self._waiting.pop(0)
+            self._changed.notify_all()
+
+
+class Layers(LightningModule):
+    """Takes the thread's CPU time and the wall time at the start and the end of each turn.
+
+    Args:
+        layers: number of small layers.
+        turns: shared with the other fits.
+        fit: number of this fit.
+    """
+
+    def __init__(self, layers: int, turns: Turns, fit: int) -> None:
         super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-        self.stamps: list[tuple[int, int]] = []
+        self.net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(layers)))
+        self.turns, self.fit = turns, fit
+        self.blocks: list[tuple[float, float]] = []
+        """Mean CPU and wall time of a step, in microseconds, for each turn."""
+        self.began = (0, 0)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.stamps.append((time.thread_time_ns(), time.perf_counter_ns()))
-        return self.layer(batch).sum()
+        if batch_idx % TURN == 0:
+            now = (time.thread_time_ns(), time.perf_counter_ns())
+            if batch_idx:
+                cpu_ns, wall_ns = now[0] - self.began[0], now[1] - self.began[1]
+                self.blocks.append((cpu_ns / TURN / 1e3, wall_ns / TURN / 1e3))
+            self.turns.pass_on(self.fit)
+            self.began = (time.thread_time_ns(), time.perf_counter_ns())
+        return self.net(batch).sum()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.0)
@@ -109,28 +163,40 @@ ROWS: dict[str, Callable[[], list[Callback]]] = {
 }
 
 
-def step_us(callbacks: list[Callback], steps: int, device: str) -> tuple[float, float]:
-    """Mean CPU and wall time between the starts of two steps, windows and logging included."""
-    model = Tiny()
-    trainer = Trainer(
-        accelerator=device,
-        devices=1,
-        max_epochs=1,
-        callbacks=callbacks,
-        logger=Drop(),
-        log_every_n_steps=50,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+def train(model: Layers, callbacks: list[Callback], steps: int, device: str) -> None:
+    """Run one fit, with windows and logging, beginning when its turn comes."""
+    model.turns.wait(model.fit)
+    try:
+        trainer = Trainer(
+            accelerator=device,
+            devices=1,
+            max_epochs=1,
+            callbacks=callbacks,
+            logger=Drop(),
+            log_every_n_steps=TURN,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(model, Batches(steps, device))
+    finally:
+        model.turns.leave()
+
+
+def steps_us(rows: list[str], steps: int, device: str, layers: int) -> dict[str, list[tuple[float, float]]]:
+    """Mean CPU and wall time of a step for each row and turn, without the first turns."""
+    turns = Turns(len(rows))
+    models = {row: Layers(layers, turns, fit) for fit, row in enumerate(rows)}
     gc.collect()
     gc.disable()
     try:
-        trainer.fit(model, Batches(steps + WARM_UP, device))
+        with ThreadPoolExecutor(len(rows)) as threads:
+            fits = [threads.submit(train, models[row], ROWS[row](), steps + 1, device) for row in rows]
+            for fit in fits:
+                fit.result()
     finally:
         gc.enable()
-    first, last, count = model.stamps[WARM_UP], model.stamps[-1], len(model.stamps) - 1 - WARM_UP
-    return (last[0] - first[0]) / count / 1e3, (last[1] - first[1]) / count / 1e3
+    return {row: model.blocks[WARM_UP // TURN :] for row, model in models.items()}
 
 
 def feed_loader(dataset: Any) -> FeedLoader:
@@ -160,34 +226,92 @@ def batch_us(make: Callable[[Any], DataLoader[Any]], batches: int) -> tuple[floa
     return found
 
 
+def layers_for(device: str) -> int:
+    """The number of layers with which a plain step takes :data:`STEP_US`, or one if it takes longer anyway."""
+    few_us, many_us = (
+        statistics.median(cpu_us for cpu_us, _ in steps_us([PLAIN], 6 * TURN, device, layers)[PLAIN])
+        for layers in (1, 21)
+    )
+    return 1 + max(0, round(20 * (STEP_US - few_us) / max(1.0, many_us - few_us)))
+
+
 def spread(values: list[float]) -> str:
-    """Median, least and most."""
-    return f"{statistics.median(values):+8.1f} [{min(values):+7.1f}, {max(values):+7.1f}]"
+    """Median, and first and third quartile."""
+    first, median, third = statistics.quantiles(values, n=4)
+    return f"{median:+8.1f} [{first:+7.1f}, {third:+7.1f}]"
 
 
 def measure(rounds: int, steps: int, seconds: float, device: str) -> dict[str, list[tuple[float, float]]]:
-    """Mean CPU and wall time of a step, for each row and round."""
+    """Mean CPU and wall time of a step or a batch, for each row and turn."""
     found: dict[str, list[tuple[float, float]]] = {row: [] for row in (*ROWS, *LOADERS)}
     began_s = time.monotonic()
-    step_us([], 100, device)  # what the first fit of a process pays
+    layers = layers_for(device)
     longest_s = 0.0
     for done in range(rounds):
         round_began_s = time.monotonic()
         if done and round_began_s + longest_s > began_s + seconds:
             break
-        for row, make in ROWS.items():
-            found[row].append(step_us(make(), steps, device))
-        for row, loader in LOADERS.items():
-            found[row].append(batch_us(loader, steps))
+        rows = list(ROWS)
+        rows = [*rows[done % len(rows) :], *rows[: done % len(rows)]]
+        for row, blocks in steps_us(rows, steps, device, layers).items():
+            found[row] += blocks
+        for _ in range(steps // 500):
+            for row, loader in LOADERS.items():
+                found[row].append(batch_us(loader, 500))
         longest_s = max(longest_s, time.monotonic() - round_began_s)
+    return found
+
+
+def calls_us(device: str, times: int = 2000) -> dict[str, float]:
+    """CPU time of each call of torch that the callbacks make on a device in a steady step."""
+    if device != "cuda":
+        return {}
+    side = torch.cuda.Stream()
+    main_stream = torch.cuda.current_stream()
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    last.record()
+    last.synchronize()
+    pinned = torch.ones(2, 4).pin_memory()
+    tensor = pinned.to("cuda")
+
+    def switch() -> None:
+        with torch.cuda.stream(side):
+            pass
+
+    calls: dict[str, Callable[[], object]] = {
+        "Event.record": first.record,
+        "Event.query": last.query,
+        "Event.elapsed_time": lambda: first.elapsed_time(last),
+        "torch.cuda.current_stream": torch.cuda.current_stream,
+        "with torch.cuda.stream": switch,
+        "Stream.wait_event": lambda: main_stream.wait_event(last),
+        "Tensor.record_stream": lambda: tensor.record_stream(side),
+        "Tensor.to, pinned": lambda: pinned.to("cuda", non_blocking=True),
+        "time.perf_counter_ns": time.perf_counter_ns,
+        "time.thread_time_ns": time.thread_time_ns,
+    }
+    found = {}
+    for name, call in calls.items():
+        torch.cuda.synchronize()
+        rounds = []
+        for _ in range(5):
+            first.record()
+            last.record()
+            torch.cuda.synchronize()
+            began = time.thread_time_ns()
+            for _ in range(times // 5):
+                call()
+            rounds.append((time.thread_time_ns() - began) / (times // 5) / 1e3)
+        found[name] = statistics.median(rounds)
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=40.0, help="for all rounds together")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for all rounds together")
     parser.add_argument("--rounds", type=int, default=10, help="at most")
-    parser.add_argument("--steps", type=int, default=500, help="of each fit, behind 100 that do not count")
+    parser.add_argument("--steps", type=int, default=2000, help="of each fit, behind 100 that do not count")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
@@ -201,30 +325,35 @@ def main() -> None:
         f"Python {platform.python_version()}, torch {torch.__version__}, lightning {lightning.__version__}"
     )
     rounds = measure(options.rounds, options.steps, options.seconds, options.device)
-    print(f"{len(rounds[PLAIN])} rounds of {options.steps} steps")
-    print(f"{'':24} {'least CPU':>9} {'CPU time, us':>28} {'wall, us':>28}")
-    plain, rows = [cpu for cpu, _ in rounds[PLAIN]], []
-    print(f"{'plain step':24} {min(plain):9.1f} {spread(plain)} {spread([us for _, us in rounds[PLAIN]])}")
+    print(f"{len(rounds[PLAIN])} turns of {TURN} steps for each row")
+    print(f"{'':24} {'CPU time, us':>28} {'wall, us':>28}")
+    rows = []
+    for row in (PLAIN, "DataLoader"):
+        cpu, wall = ([figures[at] for figures in rounds[row]] for at in (0, 1))
+        print(f"{row:24} {spread(cpu)} {spread(wall)}")
     over = {row: PLAIN if row == EMPTY else EMPTY for row in ROWS if row != PLAIN}
     for row, beside in {**over, "FeedLoader": "DataLoader"}.items():
         pairs = list(zip(rounds[row], rounds[beside], strict=True))
         cpu, wall = ([with_it[at] - without[at] for with_it, without in pairs] for at in (0, 1))
-        least = min(rounds[row])[0] - min(rounds[beside])[0]
+        median = statistics.median(cpu)
         goal = GOALS_US.get(row)
-        verdict = "" if goal is None else f"  goal <= {goal:.0f} us: {'met' if least <= goal else 'MISSED'}"
-        print(f"{row:24} {least:+9.1f} {spread(cpu)} {spread(wall)}{verdict}")
+        verdict = "" if goal is None else f"  goal <= {goal:.0f} us: {'met' if median <= goal else 'MISSED'}"
+        print(f"{row:24} {spread(cpu)} {spread(wall)}{verdict}")
         rows.append(
             {
                 "callbacks": row,
                 "over": beside,
-                "least_us": least,
+                "median_us": median,
                 "added_cpu_us": cpu,
                 "added_us": wall,
                 "goal_us": goal,
             }
         )
+    calls = calls_us(options.device)
+    for name, us in calls.items():
+        print(f"{name:28} {us:6.2f} us of CPU time a call")
     if options.json is not None:
-        options.json.write_text(json.dumps({"plain": rounds[PLAIN], "rows": rows}, indent=1))
+        options.json.write_text(json.dumps({"plain": rounds[PLAIN], "rows": rows, "calls_us": calls}, indent=1))
 
 
 if __name__ == "__main__":
