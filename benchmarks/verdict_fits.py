@@ -47,11 +47,28 @@ class QueuedDevice:
     def __init__(self, ahead: int = 2) -> None:
         self.free_at = time.perf_counter_ns()
         self._ahead = ahead
+        self._busy_ns = 0
+        self._began_at: int | None = None
 
     def launch(self, ms: float) -> None:
         """Queue work. The host goes on at once, unless the queue is full."""
         self._sleep_until(self.free_at - round((self._ahead - 1) * ms * MS))
+        if self._began_at is None:
+            self._began_at = time.perf_counter_ns()
+        self._busy_ns += round(ms * MS)
         self.free_at = max(self.free_at, time.perf_counter_ns()) + round(ms * MS)
+
+    def steady_util_pct(self) -> float | None:
+        """What NVML would show: the share of the time since the first work in which the device had any."""
+        if self._began_at is None:
+            return None
+        return min(100.0, 100 * self._busy_ns / (time.perf_counter_ns() - self._began_at))
+
+    def take(self) -> None:
+        """No figures of a window."""
+
+    def stop(self) -> None:
+        """Nothing runs."""
 
     def synchronize(self) -> None:
         """Wait for all that is queued, as ``.item()`` does."""
@@ -87,7 +104,9 @@ class QueuedDevice:
             )
 
         ring = EventRing(self.event, RING_SIZE)
+        nvml = self if scenario.is_gpu else None
         with (
+            mock.patch.object(GPUStarvationCallback, "_start_nvml", return_value=nvml),
             mock.patch.object(starvation_run, "open_ring", return_value=ring),
             mock.patch.object(starvation_run, "facts_of", facts_of),
         ):

@@ -74,7 +74,9 @@ class WaitFinder:
     @property
     def wants_more(self) -> bool:
         """True if another step should be sampled."""
-        return self._steps < SAMPLED_STEPS and hasattr(self._backend, "set_sync_debug_mode")
+        if self._steps >= SAMPLED_STEPS or not hasattr(self._backend, "set_sync_debug_mode"):
+            return False
+        return bool(self._backend.is_initialized())
 
     def begin(self) -> None:
         """Begin a sample. It lasts until :meth:`end` or :meth:`drop`."""
@@ -128,7 +130,7 @@ class WaitFinder:
                 code=linecache.getline(place.file, place.line).strip()[:_LONGEST_CODE],
                 is_users=place.is_users,
                 steps=steps,
-                of_steps=self._steps,
+                sampled_steps=self._steps,
             )
             for place, steps in self._seen.most_common()
         )

@@ -182,13 +182,13 @@ class DeviceWait:
     """True for a line of the user's program; False for one of a library that the user's step did not call."""
     steps: int
     """Number of sampled steps in which the host waited here."""
-    of_steps: int
+    sampled_steps: int
     """Number of sampled steps."""
 
     @property
     def in_most_steps(self) -> bool:
         """True if the host waits here in most steps, rather than now and then."""
-        return 2 * self.steps > self.of_steps
+        return 2 * self.steps > self.sampled_steps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,6 +76,8 @@ class Parts:
     wall: WallStats | None = None
     timeline: Timeline | None = None
     validation: LoopMeasurements | None = None
+    device_busy_pct: float | None = None
+    """Share of the training steps' time in which the GPU ran any kernel, in percent, by NVML."""
     diagnosed: bool
     """True if ``diagnose`` ran. Otherwise all experiments are null."""
     experiments: ExperimentResults
@@ -111,6 +113,7 @@ def _parts_of(report: Report) -> Parts:
         wall=measured.wall,
         timeline=measured.timeline,
         validation=measured.validation,
+        device_busy_pct=measured.device_busy_pct,
         diagnosed=measured.diagnosed,
         experiments=measured.experiments,
         remedies=diagnosis.remedies,
@@ -128,6 +131,7 @@ def _diagnosis_of(parts: Parts) -> Diagnosis:
         wall=parts.wall,
         timeline=parts.timeline,
         validation=parts.validation,
+        device_busy_pct=parts.device_busy_pct,
         diagnosed=parts.diagnosed,
         experiments=parts.experiments,
     )

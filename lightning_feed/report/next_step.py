@@ -233,10 +233,10 @@ class _Adviser:
         fewer_threads = self._fewer_threads()
         if fewer_threads:
             return f"the loader keeps up; {fewer_threads}"
-        if cause in ("oversubscribed", "unknown"):  # the model alone is much faster than the step
+        if cause in ("oversubscribed", "unknown"):  # the model alone is faster, or the GPU is idle within the step
             return self._first_note(_WITHOUT_NOTE["framework"])
         notes = self._notes()
-        if cause == "launch" and notes:
+        if cause in ("launch", "synchronisation") and notes:
             return notes[0]
         wall = self.measured.wall
         if wall is not None and len(notes) < len(self.diagnosis.notes):

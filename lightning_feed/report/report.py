@@ -195,7 +195,8 @@ def _cpu_model(root: Path) -> str | None:
 
 _OF_THE_STEP = {
     "compute": "limited by the model",
-    "launch": "limited by Python, which hardly issues the GPU's work as fast as it is done",
+    "launch": "limited by Python, which issues the GPU's work more slowly than the GPU does it",
+    "synchronisation": "limited by waits for the GPU, in which it gets no further work",
 }
 """Cause -> words for the verdict, for the bottleneck ``compute``."""
 _OF_THE_RUN = ("validation", "checkpoints")

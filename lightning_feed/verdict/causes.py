@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 from lightning_feed.measure.measurements import SYNCS, HookTime, Measurements
+from lightning_feed.verdict.device_use import has_idle_device, idle_share, waits_in_each_step
 from lightning_feed.verdict.diagnosis import Cause
 from lightning_feed.verdict.shares import Shares, in_ms, model_alone_ms
 from lightning_feed.verdict.thresholds import (
@@ -27,6 +28,7 @@ from lightning_feed.verdict.thresholds import (
     LAUNCH_SHARE,
     MANY_TENSORS,
     MODEL_FAR_RATIO,
+    MOSTLY_IDLE_SHARE,
     NAMED_SHARE,
     NO_FASTER_RATIO,
     PIN_SHARE,
@@ -380,28 +382,37 @@ def compute_cause(measured: Measurements, shares: Shares) -> Reason:
             f"the model alone takes {in_ms(alone_ms, step_ms)} ms a step with one batch repeated: "
             "faster loading would not help here"
         )
-    launch_ms = _launching_ms(measured)
-    if launch_ms is None:
+    if measured.facts.device_type == "cpu" or not has_idle_device(measured):
         return Reason("compute", evidence)
-    computes = f"the training thread computes {in_ms(launch_ms, step_ms)} ms a step"
-    return Reason("launch", [*evidence, f"{computes} to launch the work of the device"], sure=False)
+    return _idle_device(measured, step_ms, evidence)
 
 
-def _launching_ms(measured: Measurements) -> float | None:
-    """CPU time of the training thread in a step, if it is about as long as the device's work; else None.
+def _idle_device(measured: Measurements, step_ms: float, evidence: list[str]) -> Reason:
+    """The cause, if the device is idle for a part of the step itself: the host limits it.
+
+    A thread that waits for the device spins, so it looks busy. So its CPU time shows that it launches only as far as
+    it cannot have waited: if it waits in each step, the device must be idle for most of the step.
+    """
+    share = idle_share(measured) or 0.0
+    evidence = [*evidence, f"the GPU is idle {100 * share:.0f} % of the step itself"]
+    waits = bool(waits_in_each_step(measured.facts)) or bool(measured.facts.syncs)
+    if waits and share < MOSTLY_IDLE_SHARE:
+        return Reason("synchronisation", evidence, sure=False)
+    if _launches_all_the_time(measured):
+        computes = f"the training thread computes {in_ms(measured.facts.host.cpu_ms, step_ms)} ms a step"
+        return Reason("launch", [*evidence, f"{computes} to launch the work of the device"], sure=False)
+    return Reason("unknown", [*evidence, "the training thread is not busy meanwhile"], sure=False)
+
+
+def _launches_all_the_time(measured: Measurements) -> bool:
+    """True if the training thread is on a CPU during nearly all of the step itself, without the backward pass.
 
     The training thread launches the forward pass and the optimizer, and waits for the backward pass, which has a thread
-    of its own (https://docs.pytorch.org/docs/stable/notes/autograd.html#multithreaded-autograd). So the time of the
-    backward pass is left out. A thread that waits for the device spins, so it looks busy: if a synchronisation is
-    known, its CPU time proves nothing, and the result is None.
+    of its own (https://docs.pytorch.org/docs/stable/notes/autograd.html#multithreaded-autograd).
     """
-    facts = measured.facts
-    cpu_ms = facts.host.cpu_ms
-    compute_ms = measured.stats.compute_ms or 0.0
-    if facts.device_type == "cpu" or facts.syncs or cpu_ms is None or not compute_ms:
-        return None
-    own_ms = compute_ms - (measured.stats.backward_ms or 0.0)
-    return cpu_ms if cpu_ms >= LAUNCH_SHARE * own_ms else None
+    cpu_ms = measured.facts.host.cpu_ms
+    own_ms = (measured.stats.compute_ms or 0.0) - (measured.stats.backward_ms or 0.0)
+    return cpu_ms is not None and cpu_ms >= LAUNCH_SHARE * own_ms
 
 
 def _not_the_model(measured: Measurements, step_ms: float, alone_ms: float) -> Reason:

@@ -9,6 +9,7 @@ from lightning_feed.measure.measurements import LoopFacts, Measurements
 from lightning_feed.measure.stats import MIN_STEPS, Confidence
 from lightning_feed.measure.wall import WallStats
 from lightning_feed.verdict.causes import Reason, compute_cause, copy_cause, data_cause, framework_cause
+from lightning_feed.verdict.device_use import wait_text, waits_in_each_step
 from lightning_feed.verdict.diagnosis import Bottleneck, Diagnosis, Remedy
 from lightning_feed.verdict.notes import SHARD, cut_short, notes_for, why_not
 from lightning_feed.verdict.remedies import DATALOADER, Finding, largest, remedies_for, trainer_remedy
@@ -36,6 +37,7 @@ from lightning_feed.verdict.thresholds import (
     RARER_FACTORS,
     SLACK_SHARE,
     SLOW_START_S,
+    WAITS_NAMED,
 )
 from lightning_feed.wording import plural, source_line
 
@@ -213,6 +215,7 @@ def _beside(measured: Measurements, step_ms: float) -> list[str]:
         hidden = in_ms(stats.hidden_wait_ms, step_ms)
         wait = in_ms(stats.next_wait_ms, step_ms)
         evidence.append(f"{hidden} of {wait} ms in next(loader) are hidden: the device computes meanwhile")
+    evidence += [wait_text(wait, measured) for wait in waits_in_each_step(facts)[:WAITS_NAMED]]
     if facts.waited_ms is not None:
         before, since = (in_ms(ms, step_ms) for ms in facts.waited_ms)
         evidence.append(

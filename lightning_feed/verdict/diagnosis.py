@@ -27,8 +27,9 @@ batches), ``pin thread``, ``oversubscribed`` (more runnable threads than CPUs, o
 augmenting), ``cold reads`` (from a local or network disk), ``waiting`` (not for storage: locks, sleeping),
 ``hand-over`` (batches are ready, and handing them over takes the time), ``jitter`` (loading is fast enough on average,
 but not always), ``one rank`` (the other ranks wait for it).
-compute: ``compute``, or ``launch`` (the host issues work hardly faster than the device does it). If the model alone is
-much faster than the step: ``oversubscribed`` (tasks wait for a CPU), or ``unknown``.
+compute: ``compute``; or, if the device was seen idle within the step itself, ``launch`` (the host issues work more
+slowly than the device does it), ``synchronisation`` (the host waits for the device, and issues nothing meanwhile), or
+``unknown``. If the model alone is much faster than the step: ``oversubscribed`` (tasks wait for a CPU), or ``unknown``.
 """
 
 

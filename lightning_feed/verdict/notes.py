@@ -4,14 +4,15 @@ import re
 from typing import TypeGuard
 
 from lightning_feed.measure.experiment_results import NOT_TRANSFORMS, step_of
-from lightning_feed.measure.measurements import SYNCS, HookTime, LoopFacts
+from lightning_feed.measure.measurements import SYNCS, DeviceWait, HookTime, LoopFacts
 from lightning_feed.trials.search import OUT_OF_TIME
 from lightning_feed.verdict import bounds
+from lightning_feed.verdict.device_use import has_idle_device, waits_in_each_step
 from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Remedy
 from lightning_feed.verdict.remedies import MADE_ON_CPU, Finding, least_gain_pct, may_have_workers
 from lightning_feed.verdict.shares import in_ms
 from lightning_feed.verdict.thresholds import LEAST_GAIN_PCT, MANY_TENSORS, MODERATE_PCT, MOST_NOTES, TOY_STEP_MS
-from lightning_feed.wording import in_rate, rate_unit
+from lightning_feed.wording import in_rate, rate_unit, source_line
 
 SHARD = (
     "the dataset is an IterableDataset that may not divide its samples among workers, so no number of workers is "
@@ -46,7 +47,7 @@ def _notes_on(part: Bottleneck, finding: Finding, remedies: tuple[Remedy, ...]) 
         return _copy(finding)
     if part == "data":
         return _data(finding, remedies)
-    return _launch(finding)
+    return _step_itself(finding)
 
 
 def cut_short(facts: LoopFacts) -> Notes:
@@ -266,8 +267,12 @@ def _framework(finding: Finding, remedies: tuple[Remedy, ...]) -> Notes:
         slow_hook = [_slow_hook(finding, hook) for hook in users[:1]]
     if finding.facts.device_type == "cpu":
         return slow_hook
-    syncs = [f"{SYNCS[name]}: {way}" for name, way in _WAYS_OUT.items() if name in finding.facts.syncs]
-    return syncs + slow_hook
+    return _syncs(finding) + slow_hook
+
+
+def _syncs(finding: Finding) -> Notes:
+    """The known reasons for which the host waits for the device, each with a way to avoid it."""
+    return [f"{SYNCS[name]}: {way}" for name, way in _WAYS_OUT.items() if name in finding.facts.syncs]
 
 
 def _is_treated(hook: HookTime, remedies: tuple[Remedy, ...]) -> bool:
@@ -304,14 +309,29 @@ def _copy(finding: Finding) -> Notes:
     return []
 
 
-def _launch(finding: Finding) -> Notes:
-    if finding.causes.get("compute") != "launch":
-        return []
-    return [
-        "the loader is not the limit: "
-        'torch.compile(model, mode="reduce-overhead") launches many operations at once, '
-        "as CUDA graphs do, and larger batches launch fewer for each sample"
-    ]
+def _step_itself(finding: Finding) -> Notes:
+    """Notes on a step itself that the host limits."""
+    cause = finding.causes.get("compute")
+    if cause == "launch":
+        return [
+            "the loader is not the limit: "
+            'torch.compile(model, mode="reduce-overhead") launches many operations at once, '
+            "as CUDA graphs do, and larger batches launch fewer for each sample"
+        ]
+    if cause == "synchronisation":
+        lines = [wait for wait in waits_in_each_step(finding.facts) if wait.is_users]
+        return [_rarer_wait(wait) for wait in lines[:1]] + _syncs(finding)
+    if cause == "unknown" and has_idle_device(finding.measured):
+        return [
+            "the GPU waits for something else that the step does on the host: "
+            'Trainer(profiler="advanced") names the function'
+        ]
+    return []
+
+
+def _rarer_wait(wait: DeviceWait) -> str:
+    line = source_line(wait.file, wait.line)
+    return f"{line}: read the value in every 50th step, or keep it on the GPU with .detach()"
 
 
 def _short_steps(finding: Finding) -> Notes:

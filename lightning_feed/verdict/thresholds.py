@@ -89,14 +89,22 @@ MANY_TENSORS = 8
 """Number of tensors from which a batch counts as many small tensors, if they are small on average."""
 SMALL_TENSOR_BYTES = 64 * 1024
 """Largest mean size of a tensor, in bytes, that counts as small."""
+BUSY_DEVICE_SHARE = 0.9
+"""Smallest share of the step itself in which the device runs kernels that counts as busy all the time. NVML showed 97
+to 100 % for a ResNet-50 on an H200, and 16 to 47 % for steps that the host limits."""
+MOSTLY_IDLE_SHARE = 0.5
+"""Smallest share of the step itself in which the device is idle from which a wait for the device is not the cause: the
+host can wait at most as long as the device is busy."""
 LAUNCH_SHARE = 0.9
-"""Smallest CPU time of the training thread for the cause ``launch``, as a share of the time that the device computes
-outside the backward pass."""
+"""Smallest CPU time of the training thread for the cause ``launch``, as a share of the time of the step itself without
+the backward pass. The device must have been seen idle, too."""
 
 # --- evidence -----------------------------------------------------------------------------------------------------
 
 SLOW_START_S = 1.0
 """Smallest time to the first batch of an epoch that the evidence mentions, in seconds."""
+WAITS_NAMED = 2
+"""Number of lines that wait for the device that the evidence names."""
 SLACK_SHARE = 0.01
 """Smallest hidden wait that the evidence mentions, as a share of a step."""
 

@@ -158,12 +158,15 @@ class FakeSampler:
     def take(self) -> GpuStats:
         return GpuStats(util_pct=97.0, mem_used_mib=1024.0)
 
+    def steady_util_pct(self) -> float:
+        return 96.0
+
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_nvml_figures_are_logged_and_the_sampling_thread_stops(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     samplers: list[FakeSampler] = []
 
-    def make(uuid: str) -> FakeSampler:
+    def make(uuid: str, is_steady: Any) -> FakeSampler:
         samplers.append(FakeSampler(uuid))
         return samplers[-1]
 
@@ -178,7 +181,7 @@ def test_nvml_figures_are_logged_and_the_sampling_thread_stops(broken: bool, mon
     starvation = GPUStarvationCallback(every_n_steps=5, report=False, tags="all")
     logger = Memory()
     start = starvation._start_nvml
-    monkeypatch.setattr(starvation, "_start_nvml", lambda trainer, _: start(trainer, torch.device("cuda", 0)))
+    monkeypatch.setattr(starvation, "_start_nvml", lambda trainer, _, run: start(trainer, torch.device("cuda", 0), run))
     trainer = make_trainer(starvation, logger=logger)
     with pytest.raises(RuntimeError, match="on purpose") if broken else nullcontext():
         trainer.fit(Model(), make_loader())
@@ -186,6 +189,7 @@ def test_nvml_figures_are_logged_and_the_sampling_thread_stops(broken: bool, mon
     assert (sampler.uuid, sampler.started, sampler.stopped) == ("uuid of torch", 1, 1)
     gpu = {tag: value for tag, value in logger.rows[0][1].items() if tag.startswith("feed_gpu")}
     assert gpu == {"feed_gpu/util_pct": 97.0, "feed_gpu/mem_used_mib": 1024.0}
+    assert starvation.report().measurements.device_busy_pct == 96.0
 
 
 def test_a_cpu_run_logs_nothing_about_nvml(caplog: pytest.LogCaptureFixture) -> None:

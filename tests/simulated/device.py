@@ -325,6 +325,9 @@ class SimulatedDevice(TorchDispatchMode):
     def is_current_stream_capturing(self) -> bool:
         return self._captures
 
+    def is_initialized(self) -> bool:
+        return True
+
     def get_sync_debug_mode(self) -> int:
         return self._sync_debug_mode
 

@@ -99,7 +99,7 @@ def test_the_line_that_waits_in_each_step_is_found(kind: type[Model], owner: Any
         code=code,
         is_users=True,
         steps=SAMPLED_STEPS,
-        of_steps=SAMPLED_STEPS,
+        sampled_steps=SAMPLED_STEPS,
     )
     assert wait.in_most_steps
 

@@ -16,12 +16,13 @@ from lightning_feed.measure.experiment_results import (
     NamedCost,
     TriedSetting,
 )
-from lightning_feed.measure.measurements import SYNCS, HookTime, Measurements
+from lightning_feed.measure.measurements import SYNCS, DeviceWait, HookTime, Measurements
 from lightning_feed.measure.stats import LoaderStats, RankStats, StarvationStats
 from lightning_feed.verdict.decide import decide
 from lightning_feed.verdict.diagnosis import Diagnosis
 from lightning_feed.verdict.thresholds import (
     BLOCKED_PCT,
+    BUSY_DEVICE_SHARE,
     BUSY_PCT,
     CPU_PRESSURE_PCT,
     DATA_PCT,
@@ -392,24 +393,71 @@ def test_evidence_names_the_most_expensive_hooks() -> None:
     assert diagnosis.notes[0].startswith("[Callback]Slow.on_train_batch_end takes 20.0 of 100.0 ms a step")
 
 
+READS = DeviceWait(file="train.py", line=82, code="loss.item()", steps=16, sampled_steps=16)
+"""A line that waits for the device in each step."""
+SPINS = CUDA | {"cpu_ms": 100.0}
+"""The training thread is on a CPU all the time: it launches, or waits for the device."""
+
+
 @pytest.mark.parametrize(
-    ("facts", "cause"),
+    ("facts", "busy_pct", "cause"),
     [
-        (CUDA | {"cpu_ms": 100 * LAUNCH_SHARE}, "launch"),
-        (CUDA | {"cpu_ms": under(100 * LAUNCH_SHARE)}, "compute"),
-        ({"cpu_ms": 100.0}, "compute"),  # the CPU is the device
-        (CUDA | {"cpu_ms": 100.0, "syncs": ("grad_scaler",)}, "compute"),  # it may be spinning
-        (CUDA, "compute"),
+        (CUDA | {"cpu_ms": 100 * LAUNCH_SHARE}, 40.0, "launch"),
+        (CUDA | {"cpu_ms": under(100 * LAUNCH_SHARE)}, 40.0, "unknown"),
+        ({"cpu_ms": 100.0}, 40.0, "compute"),  # the CPU is the device
+        (SPINS, 100 * BUSY_DEVICE_SHARE, "compute"),  # a host that is far ahead waits for the device, and spins
+        (SPINS, under(100 * BUSY_DEVICE_SHARE), "launch"),
+        (SPINS, None, "compute"),  # the device was not seen idle
+        (SPINS | {"waits": (READS,)}, 97.0, "compute"),
+        (SPINS | {"waits": (READS,)}, 60.0, "synchronisation"),
+        (SPINS | {"waits": (READS,)}, 16.0, "launch"),  # it can have waited for 16 ms at most
+        (SPINS | {"waits": (replace(READS, steps=3),)}, 60.0, "launch"),  # not in each step
+        (SPINS | {"syncs": ("grad_scaler",)}, 60.0, "synchronisation"),
+        (CUDA | {"cpu_ms": 30.0, "waits": (READS,)}, 25.0, "unknown"),  # time.sleep, other processes, ...
+        (CUDA, 97.0, "compute"),
     ],
 )
-def test_a_fed_device_is_limited_by_launches_or_by_compute(facts: dict[str, Any], cause: str) -> None:
-    assert _cause(FED, facts) == ("compute", cause)
+def test_the_cause_of_a_long_step_follows_the_device_and_the_training_thread(
+    facts: dict[str, Any], busy_pct: float | None, cause: str
+) -> None:
+    measured = _measured(FED, facts, device_busy_pct=busy_pct)
+    diagnosis = decide(measured)
+    assert (diagnosis.bottleneck, diagnosis.cause) == ("compute", cause)
 
 
 def test_launch_bound_check_adds_backward_time_to_cpu_time() -> None:
-    measured = _measured(FED, CUDA | {"cpu_ms": 50.0})
-    assert decide(measured).cause == "compute"
+    measured = _measured(FED, CUDA | {"cpu_ms": 50.0}, device_busy_pct=40.0)
+    assert decide(measured).cause == "unknown"
     assert decide(replace(measured, stats=replace(measured.stats, backward_ms=45.0))).cause == "launch"
+
+
+@pytest.mark.parametrize(
+    ("busy_pct", "cost"),
+    [
+        (97.0, ", which costs nothing: the GPU is busy 97 % of the step itself"),
+        (70.0, ", which costs up to 30 % of a step: the GPU is busy 70 % of the step itself"),
+        (16.0, ", which costs up to 16 % of a step: the GPU is busy 16 % of the step itself"),
+        (None, ""),
+    ],
+)
+def test_evidence_names_the_line_that_waits_and_what_it_costs(busy_pct: float | None, cost: str) -> None:
+    diagnosis = decide(_measured(FED, SPINS | {"waits": (READS,)}, device_busy_pct=busy_pct))
+    assert f"train.py:82 waits for the GPU in each step (`loss.item()`){cost}" in diagnosis.evidence
+
+
+def test_the_wait_is_named_beside_another_bottleneck_too() -> None:
+    parts = {"data": 40.0, "compute": 60.0}
+    diagnosis = decide(_measured(parts, CUDA | {"waits": (READS,)}, device_busy_pct=55.0))
+    assert diagnosis.bottleneck == "data"
+    cost = "which costs nothing: the GPU is busy 92 % of the step itself"
+    assert f"train.py:82 waits for the GPU in each step (`loss.item()`), {cost}" in diagnosis.evidence
+
+
+def test_a_wait_that_costs_time_is_advised_against_with_its_line() -> None:
+    diagnosis = decide(_measured(FED, SPINS | {"waits": (READS,)}, device_busy_pct=70.0))
+    assert diagnosis.notes[0].startswith("train.py:82: read the value in every 50th step")
+    busy = decide(_measured(FED, SPINS | {"waits": (READS,)}, device_busy_pct=97.0))
+    assert not any("train.py:82" in note for note in busy.notes)
 
 
 # --- confidence ---------------------------------------------------------------------------------------------------

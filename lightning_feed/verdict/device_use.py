@@ -1,0 +1,57 @@
+"""The device's busy share of the step itself, and the possible cost of the host's waits for it."""
+
+from lightning_feed.measure.measurements import DeviceWait, LoopFacts, Measurements
+from lightning_feed.verdict.thresholds import BUSY_DEVICE_SHARE
+from lightning_feed.wording import source_line
+
+
+def idle_share(measured: Measurements) -> float | None:
+    """Smallest possible share of ``compute_ms`` in which the device runs no kernel; None if unknown.
+
+    NVML measures the device's busy time in whole steps. Here all of it counts as part of ``compute_ms``, as far as it
+    fits, so the device may be idle for longer.
+    """
+    stats = measured.stats
+    busy_pct = measured.device_busy_pct
+    if busy_pct is None or not stats.compute_ms or not stats.step_ms:
+        return None
+    busy_ms = stats.step_ms * busy_pct / 100
+    return max(0.0, 1 - busy_ms / stats.compute_ms)
+
+
+def has_idle_device(measured: Measurements) -> bool:
+    """True if the device was seen idle within the step itself."""
+    share = idle_share(measured)
+    return share is not None and share > 1 - BUSY_DEVICE_SHARE
+
+
+def waits_in_each_step(facts: LoopFacts) -> list[DeviceWait]:
+    """The lines at which the host waits for the device in most steps, those of the user first."""
+    waits = [wait for wait in facts.waits or () if wait.in_most_steps]
+    return sorted(waits, key=lambda wait: not wait.is_users)
+
+
+def wait_cost_pct(measured: Measurements) -> float | None:
+    """Largest possible cost of the host's waits for the device, in percent of a step; None if unknown.
+
+    While the device is idle, the host does not wait for it. So without any wait, the step itself would still take as
+    long as the device is busy, and as long as it is idle now: whichever is longer.
+    """
+    share = idle_share(measured)
+    stats = measured.stats
+    if share is None or not stats.compute_ms or not stats.step_ms:
+        return None
+    return 100 * min(share, 1 - share) * stats.compute_ms / stats.step_ms
+
+
+def wait_text(wait: DeviceWait, measured: Measurements) -> str:
+    """The sentence on a wait in each step, and on its cost."""
+    text = f"{source_line(wait.file, wait.line)} waits for the GPU in each step"
+    if wait.code:
+        text += f" (`{wait.code}`)"
+    share = idle_share(measured)
+    cost_pct = wait_cost_pct(measured)
+    if share is None or cost_pct is None:
+        return text
+    costs = f"up to {cost_pct:.0f} % of a step" if has_idle_device(measured) else "nothing"
+    return f"{text}, which costs {costs}: the GPU is busy {100 * (1 - share):.0f} % of the step itself"
