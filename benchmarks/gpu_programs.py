@@ -22,6 +22,8 @@ from gpu_claims import Claim, Report, at_most, run_part
 from pictures import make_picture
 
 from lightning_feed.load.machine import read_machine
+from lightning_feed.report.document import read_document
+from lightning_feed.report.next_step import next_step
 
 PROGRAM = Path(__file__).with_name("gpu_program.py")
 ON_DEVICE = torch.cuda.is_available()
@@ -34,9 +36,13 @@ DIFFERENT_PHOTOS = 64
 CPUS = read_machine().usable_cpus
 LIMIT_S = 90.0
 """Of one program."""
+HUGE_BATCH = 25 if ON_DEVICE else 4
+"""Samples of 4 MB."""
 NO_WORKERS = "jpegs, no workers"
 GOOD = "jpegs, good settings"
 TUNED = "jpegs, tuned"
+HUGE = "huge batches"
+HUGE_TUNED = "huge batches, tuned"
 ALIKE = 1.1
 """Factor within which two runs of the same settings are equally fast."""
 
@@ -53,6 +59,10 @@ class Run:
     """Verdicts that are right: ``bottleneck/cause`` or ``bottleneck``. Empty: any is."""
     needs_device: bool = False
     """The expected verdict is one of a CUDA device only."""
+    next_step: str = ""
+    """Words of the advice that is right; empty: any is."""
+    evidence: str = ""
+    """Words of the evidence that is right; empty: any is."""
 
 
 def runs(photos: Path) -> list[Run]:
@@ -60,14 +70,37 @@ def runs(photos: Path) -> list[Run]:
     jpegs = ("jpegs", "--data", str(photos), "--batch", str(BATCH), "--size", str(SIZE))
     one_epoch = ("--steps", str(STEPS))
     three_epochs = ("--steps", str(3 * STEPS))
-    huge = ("huge", "--batch", str(BATCH), "--steps", str(STEPS), "--workers", "2")
+    huge = ("huge", "--batch", str(HUGE_BATCH), "--workers", str(min(8, CPUS)), "--pageable")
     launches = ("launches", "--batch", "32", "--steps", "200", "--workers", "2")
+    reads = ("reads", "--batch", str(2 * BATCH), "--steps", str(2 * STEPS), "--workers", str(min(8, CPUS)))
+    folder = ("folder", "--data", str(photos), "--batch", str(4 * BATCH), "--size", str(SIZE))
     return [
         Run(name=NO_WORKERS, arguments=(*jpegs, *one_epoch), expected=("data/no workers",)),
         Run(name=GOOD, arguments=(*jpegs, *one_epoch, "--workers", str(CPUS))),
         Run(name=TUNED, arguments=(*jpegs, *three_epochs), feed="tune"),  # what is found holds from the next epoch on
-        Run(name="huge batches", arguments=huge, expected=("data", "copy"), needs_device=True),
-        Run(name="tiny kernels", arguments=launches, expected=("compute/launch", "framework"), needs_device=True),
+        Run(
+            name=HUGE,
+            arguments=(*huge, "--steps", str(2 * STEPS)),
+            expected=("data", "copy"),
+            needs_device=True,
+            next_step="LIGHTNING_FEED=tune",
+        ),
+        Run(name=HUGE_TUNED, arguments=(*huge, "--steps", str(6 * STEPS)), feed="tune"),
+        Run(name="tiny kernels", arguments=launches, expected=("compute/launch",), needs_device=True),
+        Run(
+            name="the loss is read",
+            arguments=reads,
+            expected=("compute/compute",),
+            needs_device=True,
+            evidence="waits for the GPU in each step (`self.last_loss = loss.item()`), which costs nothing",
+        ),
+        Run(
+            name="our folder",
+            arguments=(*folder, "--steps", str(STEPS)),
+            expected=("data/cpu", "data/oversubscribed"),
+            needs_device=True,
+            next_step="diagnose",
+        ),
     ]
 
 
@@ -84,9 +117,9 @@ def programs(report: Report, _: float) -> None:
                 report.add(Claim(claim=f"verdict, {run.name}", passed=False, detail=str(error)))
                 continue
             reported = json.loads((folder / "feed_report.json").read_text())
-            report.add(verdict_claim(run, reported))
+            report.add(verdict_claim(run, reported), *advice_claims(run, folder))
             add_row(report, run.name, reported, steps_ms[run.name])
-        for name, other in ((GOOD, NO_WORKERS), (TUNED, NO_WORKERS), (TUNED, GOOD)):
+        for name, other in ((GOOD, NO_WORKERS), (TUNED, NO_WORKERS), (TUNED, GOOD), (HUGE_TUNED, HUGE)):
             ratio = steps_ms.get(name, math.nan) / steps_ms.get(other, math.nan)
             report.add(at_most(f"step, {name}, over that of {other}", ratio, ALIKE))
         diagnose(report, photos, Path(scratch) / "diagnosis")
@@ -149,6 +182,21 @@ def verdict_claim(run: Run, reported: dict[str, Any], how: str = "") -> Claim:
         passed = named in run.expected or verdict["bottleneck"] in run.expected
     goal = " or ".join(run.expected)
     return Claim(claim=f"verdict, {run.name}{how}", measured=named, goal=goal, passed=passed)
+
+
+def advice_claims(run: Run, folder: Path) -> list[Claim]:
+    """What the report advises next, and what it rests on, where a run says what is right."""
+    read = read_document(folder)
+    claims = []
+    if run.next_step:
+        advised = next_step(read.diagnosis, read.run)
+        passed = run.next_step in advised if ON_DEVICE else None
+        claims.append(Claim(claim=f"next, {run.name}", measured=advised, goal=run.next_step, passed=passed))
+    if run.evidence:
+        evidence = "; ".join(read.diagnosis.evidence)
+        passed = run.evidence in evidence if ON_DEVICE else None
+        claims.append(Claim(claim=f"evidence, {run.name}", measured=evidence, goal=run.evidence, passed=passed))
+    return claims
 
 
 def add_row(report: Report, name: str, reported: dict[str, Any], step_ms: float) -> None:
