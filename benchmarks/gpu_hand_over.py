@@ -26,6 +26,8 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from lightning_feed import FastDataModule, ImageFolderDataModule, LoaderSettings, PrefetchCallback
+from lightning_feed.errors import FeedError
+from lightning_feed.images.dali_binding import require_dali
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import read_machine
 
@@ -176,6 +178,9 @@ def images(report: Report, photos: Path, end_s: float) -> None:
     }
     if ON_DEVICE:
         sides["ImageFolderDataModule, nvjpeg"] = lambda: image_folder(photos, "nvjpeg", "slots")
+    if ON_DEVICE and has_dali():
+        sides["ImageFolderDataModule, dali-gpu"] = lambda: image_folder(photos, "dali-gpu", "slots")
+        sides["ImageFolderDataModule, dali-cpu"] = lambda: image_folder(photos, "dali-cpu", "slots")
     pixels = torch.zeros(BATCH, 3, SIZE, SIZE, dtype=torch.uint8, device=DEVICE)
     labels = torch.zeros(BATCH, dtype=torch.int64, device=DEVICE)
     alone = fitted(models.resnet18(num_classes=2), Same((pixels, labels)))
@@ -195,6 +200,15 @@ def images(report: Report, photos: Path, end_s: float) -> None:
     best = min(1e3 * BATCH / alone.step_ms, made)
     ratio = statistics.median(rates[OURS]) / best
     report.add(at_least("ImageFolderDataModule over the model alone, or making", ratio, 0.95))
+
+
+def has_dali() -> bool:
+    """True if DALI can be imported."""
+    try:
+        require_dali(gpu=True)
+    except FeedError:
+        return False
+    return True
 
 
 def making_rate(photos: Path) -> float:

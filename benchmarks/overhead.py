@@ -279,12 +279,17 @@ def calls_us(device: str, times: int = 2000) -> dict[str, float]:
         with torch.cuda.stream(side):
             pass
 
+    def enter() -> None:
+        with side:  # type: ignore[attr-defined]  # of newer versions of torch
+            pass
+
     calls: dict[str, Callable[[], object]] = {
         "Event.record": first.record,
         "Event.query": last.query,
         "Event.elapsed_time": lambda: first.elapsed_time(last),
         "torch.cuda.current_stream": torch.cuda.current_stream,
         "with torch.cuda.stream": switch,
+        "with Stream": enter,
         "Stream.wait_event": lambda: main_stream.wait_event(last),
         "Tensor.record_stream": lambda: tensor.record_stream(side),
         "Tensor.to, pinned": lambda: pinned.to("cuda", non_blocking=True),
