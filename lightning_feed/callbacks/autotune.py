@@ -179,7 +179,7 @@ class AutotuneCallback(Callback):
         if self._waits_for_steps:
             if self._guard.attempt("see what the dataset keeps", self._must_wait, trainer, run):
                 return
-            self._run_trials(trainer, run)
+            self._guard.measure(self._run_trials, trainer, run)
         else:
             self._guard.measure(self._check, trainer, run)
         if self._unproven is None:
@@ -192,10 +192,12 @@ class AutotuneCallback(Callback):
 
     def _run_trials(self, trainer: Trainer, run: StarvationRun) -> None:
         self._waits_for_steps = False
-        tuned = self._guard.attempt("tune the training loader", self._tune, trainer, run)
-        if tuned is not None:
-            self._guard.measure(self._apply, trainer, tuned)
-        self._guard.measure(self._leave_out_trials, run)
+        with run.trials():
+            tuned = self._guard.attempt("tune the training loader", self._tune, trainer, run)
+            if tuned is not None:
+                self._apply(trainer, tuned)
+            if self._moves:  # later steps have another loader
+                run.restart()
 
     @guarded
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -366,12 +368,6 @@ class AutotuneCallback(Callback):
     def _note_move(self, trainer: AnyTrainer, setting: Setting, reason: str) -> None:
         self._moves.append(Move(epoch=trainer.current_epoch, setting=setting, reason=reason))
         self._log(trainer, setting)
-
-    def _leave_out_trials(self, run: StarvationRun) -> None:
-        """Leave out the current step, which contains the trials. Measure afresh if later steps have another loader."""
-        if self._moves:
-            run.restart()
-        run.leave_out_step()
 
     # --- output -------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import multiprocessing
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from trial_steps import THREE_ARE_BEST, Trials
 
 from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings, _host
 from lightning_feed.callbacks import autotune as autotune_module
+from lightning_feed.callbacks import starvation as starvation_module
+from lightning_feed.callbacks import starvation_run as starvation_run_module
 from lightning_feed.callbacks.autotune import AutotuneCallback
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.errors import DatasetError, SettingsError
@@ -33,6 +36,8 @@ from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.order import EpochOrder
 from lightning_feed.load.slot_loaders import uses_slots
+from lightning_feed.measure.loop import MeasuredLoop
+from lightning_feed.measure.wall import WallClock
 from lightning_feed.storage.private_files import cache_folder
 from lightning_feed.trials import tune_loader
 from lightning_feed.trials.training_work import TrainingWork
@@ -283,6 +288,43 @@ def test_the_starvation_report_restarts_once_after_the_trials(trials: Trials, mo
     watching = LambdaCallback(on_train_batch_start=lambda *_: watched.append(starvation.measured_fit))
     fit([AutotuneCallback(max_workers=3), starvation, watching], plain(batch_size=1), max_epochs=2)
     assert runs == [watched[0]]
+
+
+TRIAL_S = 31
+
+
+@pytest.mark.parametrize("best", [1, 3], ids=["kept", "changed"])
+@pytest.mark.parametrize("is_tuned_first", [True, False])
+def test_the_time_of_trials_is_a_part_of_the_wall_time_and_of_no_step(
+    *, is_tuned_first: bool, best: int, trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reading of the clock takes 1 us, and a trial 31 s."""
+    now_ns = 0
+
+    def clock() -> int:
+        nonlocal now_ns
+        now_ns += 1000
+        return now_ns
+
+    def slow_trial(*args: Any, **kwargs: Any) -> Any:
+        nonlocal now_ns
+        now_ns += TRIAL_S * 10**9
+        return trials(*args, **kwargs)
+
+    monkeypatch.setattr(tune_loader, "run_trial", slow_trial)
+    monkeypatch.setattr(starvation_module, "WallClock", partial(WallClock, clock))
+    monkeypatch.setattr(starvation_run_module, "MeasuredLoop", partial(MeasuredLoop, clock=clock))
+    trials.steps_s = {0: 0.1, 1: 0.09, 2: 0.05, best: 0.03}
+    starvation = GPUStarvationCallback(report=False)
+    callbacks = [AutotuneCallback(max_workers=3, budget_s=1000), starvation]
+    fit(callbacks if is_tuned_first else callbacks[::-1], plain(batch_size=1, num_workers=1), max_epochs=2)
+    measured = starvation.report().measurements
+    assert measured.wall is not None
+    assert measured.wall.times("trials") == 1
+    assert measured.wall.seconds("trials") == pytest.approx(TRIAL_S * len(trials.settings), abs=0.1)
+    assert measured.wall.run_s < 1
+    assert measured.timeline is not None
+    assert max(steps.to_ms for steps in measured.timeline.bins) < 1000
 
 
 @pytest.mark.parametrize("made", LOADERS)
