@@ -10,6 +10,7 @@ from torch.utils.data import IterableDataset, Subset
 
 from lightning_feed.load.fork_safety import why_no_workers
 from lightning_feed.load.kinds import AnyDataset, AnyLoader, Batch
+from lightning_feed.load.slot_loaders import may_use_slots, uses_slots
 from lightning_feed.load.streams import divides_among_workers
 from lightning_feed.measure.measurements import BatchFacts, LoaderFacts
 from lightning_feed.transfer.batch_tree import tensors
@@ -51,6 +52,8 @@ def loader_facts(loaders: Sequence[AnyLoader]) -> LoaderFacts:
         persistent_workers=getattr(slowest, "persistent_workers", None),
         in_order=getattr(slowest, "in_order", None),
         workers=_kind_of_workers(slowest),
+        in_place=_in_place(loaders),
+        may_use_slots=any(loader.num_workers and may_use_slots(loader) for loader in loaders),
     )
 
 
@@ -129,6 +132,12 @@ def _kind_of_workers(loader: AnyLoader) -> Literal["process", "thread"] | None:
     if not loader.num_workers:
         return None
     return "thread" if getattr(loader, "workers", None) == "thread" else "process"
+
+
+def _in_place(loaders: Sequence[AnyLoader]) -> bool | None:
+    """True if all worker processes leave their batches in slots; None without worker processes."""
+    with_processes = [loader for loader in loaders if _kind_of_workers(loader) == "process"]
+    return all(map(uses_slots, with_processes)) if with_processes else None
 
 
 def _decodes_whole(dataset: AnyDataset) -> bool:

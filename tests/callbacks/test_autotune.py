@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+import math
 import multiprocessing
 import pickle
 from collections.abc import Callable
@@ -35,7 +36,6 @@ from lightning_feed.load import build
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.order import EpochOrder
-from lightning_feed.load.slot_loaders import uses_slots
 from lightning_feed.measure.loop import MeasuredLoop
 from lightning_feed.measure.wall import WallClock
 from lightning_feed.storage.private_files import cache_folder
@@ -210,8 +210,73 @@ def test_tuned_loaders_hand_batches_over_in_slots(loaders: Any, trials: Trials) 
             in_slots.append(memory_of(getattr(iterator, "source", iterator)) is not None)
 
     fit([AutotuneCallback(max_workers=3), Looks()], loaders, max_epochs=3)
-    assert all(in_slots[MEASURED:])
-    assert all(uses_slots(loader) for loader in trials.loaders)
+    before = MEASURED - 1  # this callback comes after the trials in the last of these steps
+    assert in_slots == [False] * before + [True] * (18 - before)  # the user's own is measured as it is
+    own, *others = trials.settings
+    assert not own.in_place
+    assert [setting.in_place for setting in others] == [setting.num_workers > 0 for setting in others]
+
+
+ONE = {0: 0.1, 1: 0.03}
+"""One worker is best, and more are not tried."""
+
+
+def place_of(trainer: Any) -> bool:
+    """True if the iterator that gives the batches has its workers leave them in slots."""
+    (iterator,) = _host.loop_iterators(trainer, "fit")
+    return memory_of(getattr(iterator, "source", iterator)) is not None
+
+
+@pytest.mark.parametrize(
+    ("share", "seen", "after_ms", "kept"),
+    [
+        (0.5, "by the trials", 9.0, True),
+        (0.5, "by the trials", 9.9, False),  # no more than repeated measurements differ
+        (1.0, "by training only", 9.0, True),
+        (1.0, "by training only", 9.9, False),
+        (1.0, "by none: the device does not pin", 9.0, False),
+        (1.0, "by none: training never waits", 9.0, False),
+    ],
+)
+def test_the_users_number_of_workers_hands_over_in_place_if_training_gains(
+    share: float,
+    seen: str,
+    after_ms: float,
+    kept: bool,
+    trials: Trials,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="lightning_feed")
+    trials.steps_s = ONE
+    trials.in_place_share = share
+    if "pin" not in seen:
+        monkeypatch.setattr(autotune_module, "REGISTERING_DEVICES", ("cpu",))
+    if "never" in seen:
+        monkeypatch.setattr(autotune_module, "ALIKE", math.inf)
+    steps_ms = iter([10.0, after_ms])
+    monkeypatch.setattr(autotune_module, "PROVING_STEPS", MEASURED - 20)
+    monkeypatch.setattr(autotune_module, "mean_step_ms", lambda run: next(steps_ms))
+    places = []
+    looking = LambdaCallback(on_train_batch_end=lambda trainer, *_: places.append(place_of(trainer)))
+    loaders = plain(batch_size=1, num_workers=1)
+    expected, _, _ = fit([], loaders, max_epochs=2)
+    callback = AutotuneCallback(max_workers=1)
+    changed, _, error = fit([callback, looking], loaders, max_epochs=2)
+    assert error is None
+    assert by_hook(changed.events) == by_hook(expected.events)
+    assert places[0] is False
+    assert any(places) is ("none" not in seen)
+    assert places[-1] is kept
+    assert {move.setting.num_workers for move in callback.moves} <= {1}
+    (saved,) = (cache_folder() / "tuning").iterdir()
+    tuned = json.loads(saved.read_text())["tuned"]
+    assert tuned["setting"]["in_place"] is kept
+    if "none" not in seen:
+        figures = f"training itself took 10 ms a step with num_workers=1, prefetch_factor=2 and {after_ms:.3g}"
+        assert tuned["reason"] == f"{figures} with num_workers=1, prefetch_factor=2, in place"
+        what = "keeps" if kept else "goes back to"
+        assert own_lines(caplog)[-1].startswith(f"AutotuneCallback, epoch 0, {what} num_workers=1, prefetch_factor=2")
 
 
 def test_a_loader_with_in_order_false_changes_only_between_epochs(trials: Trials) -> None:
@@ -226,8 +291,9 @@ def test_one_log_line_names_the_new_setting_and_its_reason(trials: Trials, caplo
     fit([callback := AutotuneCallback(max_workers=3)], plain(), max_epochs=2, logger=log)
     (line,) = own_lines(caplog)
     assert line.startswith(
-        "AutotuneCallback, epoch 0: num_workers 0 -> 3, prefetch_factor None -> 2, persistent_workers False -> True: "
-        "the fastest of 4 tried (num_workers=0: 100 ms a step, num_workers=3, prefetch_factor=2: 30 ms a step). "
+        "AutotuneCallback, epoch 0: num_workers 0 -> 3, prefetch_factor None -> 2, persistent_workers False -> True, "
+        "batches in place: the fastest of 4 tried "
+        "(num_workers=0: 100 ms a step, num_workers=3, prefetch_factor=2, in place: 30 ms a step). "
     )
     (move,) = callback.moves
     assert (move.epoch, move.setting.num_workers, move.setting.persistent_workers) == (0, 3, True)
@@ -249,7 +315,7 @@ def test_the_users_setting_is_kept_when_no_other_is_faster(trials: Trials, caplo
     watching = Watching()
     fit([callback := AutotuneCallback(max_workers=3), watching], plain(num_workers=1), max_epochs=3)
     assert own_lines(caplog) == [
-        "AutotuneCallback keeps num_workers=1, prefetch_factor=2: none of 3 tried makes steps more than 3% shorter."
+        "AutotuneCallback keeps num_workers=1, prefetch_factor=2: none of 4 tried makes steps more than 3% shorter."
     ]
     assert callback.moves == ()
     assert watching.last == [1] * 3
