@@ -539,6 +539,7 @@ def _settings_rows(report: Report) -> list[Row]:
         ("workers", loader.num_workers),
         ("prefetch factor", loader.prefetch_factor),
         ("pinned memory", loader.pin_memory),
+        ("batches in place", loader.in_place),
         ("persistent workers", loader.persistent_workers),
         ("threads of torch", facts.torch_threads),
         ("decoder", facts.datamodule.decoder),

@@ -228,7 +228,8 @@ def _beside(measured: Measurements, step_ms: float) -> list[str]:
 
 
 def _loading(measured: Measurements) -> list[str]:
-    """Evidence: the number of workers, and the shares of their time on a CPU, waiting for a CPU, and blocked."""
+    """Evidence: the number of workers, if they hand batches over in place, and the shares of their time on a CPU,
+    waiting for a CPU, and blocked."""
     workers = measured.facts.loader.num_workers
     if workers is None:
         return []
@@ -237,6 +238,8 @@ def _loading(measured: Measurements) -> list[str]:
     text = f"the loader has {plural(workers, 'worker')}"
     if measured.facts.usable_cpus is not None:
         text += f" on {plural(measured.facts.usable_cpus, 'CPU')}"
+    if measured.facts.loader.in_place:
+        text += ", with batches in place"
     on_cpu = measured.loaders.workers_on_cpu_pct
     queue = measured.loaders.workers_run_queue_pct
     blocked = measured.loaders.workers_blocked_pct
