@@ -258,6 +258,8 @@ class AutotuneCallback(Callback):
         earlier: Tuned | None = None
         if trainer.local_rank == 0:
             earlier = Store().load(key_of(loader, goal, read_machine()))
+            if earlier is not None and earlier.setting == earlier.own and earlier.in_place is not None:
+                earlier = None  # that run ended before training had compared them
         results = gather(trainer, (trainer.node_rank, earlier))
         by_node = {node: tuned for node, tuned in results if tuned is not None}
         if by_node.keys() == {node for node, _ in results}:
@@ -330,7 +332,10 @@ class AutotuneCallback(Callback):
     def _apply(self, trainer: AnyTrainer, tuned: Tuned) -> None:
         """Use the result. If this changes the loader, the next steps of training are compared with those before."""
         assert self._loader is not None
-        tuned = self._beyond_trials(trainer, tuned)
+        from_trials = tuned
+        tuned = self._beyond_trials(trainer, from_trials)
+        if tuned is from_trials:
+            self._save(trainer, tuned)
         self._announce(trainer, tuned)
         if tuned.setting == self._loader.setting:
             return
@@ -368,9 +373,7 @@ class AutotuneCallback(Callback):
         least_factor = ALIKE if tuned.setting.in_place and not tuned.own.in_place else 1.0
         holds = least_factor * after_ms <= before_ms
         proven = replace(tuned, setting=tuned.setting if holds else tuned.own, reason=reason)
-        if trainer.local_rank == 0:
-            key = key_of(self._loader.original, self._goal(trainer, tuned.work), read_machine())
-            Store().save(key, proven)
+        self._save(trainer, proven)
         what = "keeps" if holds else "goes back to"
         self._say(trainer, f"AutotuneCallback, epoch {trainer.current_epoch}, {what} {proven.setting}: {reason}.")
         if holds:
@@ -378,6 +381,13 @@ class AutotuneCallback(Callback):
         self._note_move(trainer, proven.setting, reason)
         self._loader.switch(proven.setting)
         run.restart()
+
+    def _save(self, trainer: AnyTrainer, tuned: Tuned) -> None:
+        """Save a result for the next run, in which nothing is left to compare."""
+        assert self._loader is not None
+        if trainer.local_rank == 0:
+            key = key_of(self._loader.original, self._goal(trainer, tuned.work), read_machine())
+            Store().save(key, replace(tuned, in_place=None))
 
     def _announce(self, trainer: AnyTrainer, tuned: Tuned) -> None:
         """Say which setting the training loader has from here on, and why."""

@@ -87,7 +87,8 @@ class Tuned:
     own: Setting
     """The user's setting."""
     in_place: Setting | None = None
-    """The best setting with batches in place, if the user's worker processes do not leave them in slots; else None."""
+    """The best setting with batches in place, if the user's worker processes do not leave them in slots, and training
+    itself has not compared the two yet; else None."""
     reason: str
     """The reason for the setting, in one sentence."""
     trials: tuple[Trial, ...]

@@ -279,6 +279,22 @@ def test_the_users_number_of_workers_hands_over_in_place_if_training_gains(
         assert own_lines(caplog)[-1].startswith(f"AutotuneCallback, epoch 0, {what} num_workers=1, prefetch_factor=2")
 
 
+@pytest.mark.parametrize("is_cuda", [True, False])
+def test_the_next_run_tries_again_if_training_could_not_compare(
+    *, is_cuda: bool, trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first fit ends before the proof. Where nothing has to be proven, its result is remembered."""
+    trials.steps_s = ONE
+    if is_cuda:
+        monkeypatch.setattr(autotune_module, "REGISTERING_DEVICES", ("cpu",))
+        monkeypatch.setattr(autotune_module, "ALIKE", 1.0)  # any wait is worth it
+    counts = []
+    for _ in range(2):
+        fit([AutotuneCallback(max_workers=1)], plain(batch_size=1, num_workers=1), max_epochs=1)
+        counts.append(len(trials.settings))
+    assert (counts[1] > counts[0]) is is_cuda
+
+
 def test_a_loader_with_in_order_false_changes_only_between_epochs(trials: Trials) -> None:
     watching = Watching()
     fit([AutotuneCallback(max_workers=3), watching], plain(num_workers=2, in_order=False), max_epochs=3)
