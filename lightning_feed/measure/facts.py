@@ -10,7 +10,6 @@ from torch.utils.data import IterableDataset, Subset
 
 from lightning_feed.load.fork_safety import why_no_workers
 from lightning_feed.load.kinds import AnyDataset, AnyLoader, Batch
-from lightning_feed.load.slot_loaders import may_use_slots, uses_slots
 from lightning_feed.load.streams import divides_among_workers
 from lightning_feed.measure.measurements import BatchFacts, LoaderFacts
 from lightning_feed.transfer.batch_tree import tensors
@@ -44,6 +43,7 @@ def loader_facts(loaders: Sequence[AnyLoader]) -> LoaderFacts:
     )
     if len(with_workers) < len(loaders):
         return facts
+    in_place, may_use_slots = _hand_over(loaders)
     return replace(
         facts,
         num_workers=slowest.num_workers,
@@ -52,8 +52,8 @@ def loader_facts(loaders: Sequence[AnyLoader]) -> LoaderFacts:
         persistent_workers=getattr(slowest, "persistent_workers", None),
         in_order=getattr(slowest, "in_order", None),
         workers=_kind_of_workers(slowest),
-        in_place=_in_place(loaders),
-        may_use_slots=any(loader.num_workers and may_use_slots(loader) for loader in loaders),
+        in_place=in_place,
+        may_use_slots=may_use_slots,
     )
 
 
@@ -134,10 +134,14 @@ def _kind_of_workers(loader: AnyLoader) -> Literal["process", "thread"] | None:
     return "thread" if getattr(loader, "workers", None) == "thread" else "process"
 
 
-def _in_place(loaders: Sequence[AnyLoader]) -> bool | None:
-    """True if all worker processes leave their batches in slots; None without worker processes."""
+def _hand_over(loaders: Sequence[AnyLoader]) -> tuple[bool | None, bool | None]:
+    """The fields ``in_place`` and ``may_use_slots`` of LoaderFacts."""
     with_processes = [loader for loader in loaders if _kind_of_workers(loader) == "process"]
-    return all(map(uses_slots, with_processes)) if with_processes else None
+    if not with_processes:
+        return None, None
+    from lightning_feed.load.slot_loaders import may_use_slots, uses_slots  # here: without workers they are not needed
+
+    return all(map(uses_slots, with_processes)), any(map(may_use_slots, with_processes))
 
 
 def _decodes_whole(dataset: AnyDataset) -> bool:

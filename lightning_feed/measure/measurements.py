@@ -66,7 +66,8 @@ class LoaderFacts:
     """True if the worker processes of all training loaders leave their batches in slots, where they stay; None without
     worker processes."""
     may_use_slots: bool | None = None
-    """True if worker processes of a training loader send their batches as torch does, and could leave them in slots."""
+    """True if worker processes of a training loader send their batches as torch does, and could leave them in slots;
+    None without worker processes."""
     batch_size: int | None = None
     """Samples in a batch, on one rank."""
     map_style: bool | None = None
