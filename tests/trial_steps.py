@@ -16,6 +16,8 @@ class Trials:
         self.loaders: list[Any] = []
         self.settings: list[Setting] = []
         self.works: list[Any] = []
+        self.in_place_share = 1.0
+        """Time of a step with batches in place, as a share of ``steps_s``."""
 
     def __call__(self, loader: Any, setting: Setting, work: Any, limits: Any, *, ranks: int = 1) -> Trial:
         self.loaders.append(loader)
@@ -24,4 +26,6 @@ class Trials:
         step_s = self.steps_s[min(setting.num_workers, max(self.steps_s))]
         if isinstance(step_s, Exception):
             raise step_s
+        if setting.in_place:
+            step_s *= self.in_place_share
         return Trial(setting=setting, steps_s=(step_s,), start_s=0.1)

@@ -20,7 +20,7 @@ from lightning_feed.load.kinds import AnyLoader, Batch
 from lightning_feed.load.loader_tree import walk_loaders
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.rank_store import gather
-from lightning_feed.load.settings import MOST, Setting
+from lightning_feed.load.settings import MOST, REGISTERING_DEVICES, Setting
 from lightning_feed.measure.guard import Guard, Once, check_instance, guarded, say
 from lightning_feed.transfer.resident import ResidentLoader
 from lightning_feed.trials.in_fit import (
@@ -30,6 +30,7 @@ from lightning_feed.trials.in_fit import (
     why_fixed,
     work_of,
 )
+from lightning_feed.trials.search import ALIKE
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.tune_loader import Goal, Store, Tuned, key_of
 
@@ -55,10 +56,12 @@ class AutotuneCallback(Callback):
     """Finds the number of workers with which training is fastest, and sets it.
 
     The callback measures the first training steps, then tries your setting and others in forked processes that imitate
-    these steps, and continues the same epoch with the fastest setting. Nothing changes unless a setting makes steps
-    more than 3 % shorter, and is faster than yours in each of up to three turns. If steps of training itself then take
-    longer than before, the callback returns to your setting. The result is remembered for this machine, model and data,
-    and the next run begins with it.
+    these steps, and continues the same epoch with the fastest setting. Worker processes of all others hand their
+    batches over in place. Nothing changes unless a setting makes steps more than 3 % shorter, and is faster than yours
+    in each of up to three turns. On CUDA, batches in place are tried even if the trials gain nothing, because trials
+    neither pin batches nor copy them to the device. If steps of training itself then take longer than before, or are
+    less than 3 % shorter with batches in place, the callback returns to your setting. The result is remembered for this
+    machine, model and data, and the next run begins with it.
 
     Samples come in the same order as without the callback. Random numbers drawn inside workers (augmentation) differ
     with the number of workers, as they do if you set it by hand.
@@ -113,6 +116,8 @@ class AutotuneCallback(Callback):
         """Number of finished steps before which no trial runs; infinite if none may run in this epoch."""
         self._before_ms: float | None = None
         """Mean time of a step before the trials, in milliseconds."""
+        self._input_pct = 0.0
+        """Share of a step before the trials that waited for data or for its copy: the longest of all ranks."""
         self._unproven: Tuned | None = None
         """The result in use, until training steps were measured with it and compared with the user's setting."""
 
@@ -179,7 +184,7 @@ class AutotuneCallback(Callback):
         if self._waits_for_steps:
             if self._guard.attempt("see what the dataset keeps", self._must_wait, trainer, run):
                 return
-            self._run_trials(trainer, run)
+            self._guard.measure(self._run_trials, trainer, run)
         else:
             self._guard.measure(self._check, trainer, run)
         if self._unproven is None:
@@ -192,10 +197,12 @@ class AutotuneCallback(Callback):
 
     def _run_trials(self, trainer: Trainer, run: StarvationRun) -> None:
         self._waits_for_steps = False
-        tuned = self._guard.attempt("tune the training loader", self._tune, trainer, run)
-        if tuned is not None:
-            self._guard.measure(self._apply, trainer, tuned)
-        self._guard.measure(self._leave_out_trials, run)
+        with run.trials():
+            tuned = self._guard.attempt("tune the training loader", self._tune, trainer, run)
+            if tuned is not None:
+                self._apply(trainer, tuned)
+            if self._moves:  # later steps have another loader
+                run.restart()
 
     @guarded
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -251,6 +258,8 @@ class AutotuneCallback(Callback):
         earlier: Tuned | None = None
         if trainer.local_rank == 0:
             earlier = Store().load(key_of(loader, goal, read_machine()))
+            if earlier is not None and earlier.setting == earlier.own and earlier.in_place is not None:
+                earlier = None  # that run ended before training had compared them
         results = gather(trainer, (trainer.node_rank, earlier))
         by_node = {node: tuned for node, tuned in results if tuned is not None}
         if by_node.keys() == {node for node, _ in results}:
@@ -313,19 +322,44 @@ class AutotuneCallback(Callback):
 
     def _tune(self, trainer: AnyTrainer, run: StarvationRun) -> Tuned | None:
         assert self._loader is not None
+        measured = run.main.measurements(prefetch_active=None)
         self._before_ms = mean_step_ms(run)
-        works = gather(trainer, work_of(run.main.measurements(prefetch_active=None)))
+        ranks = gather(trainer, (work_of(measured), measured.stats.input_pct))
+        self._input_pct = max(input_pct or 0.0 for _, input_pct in ranks)
+        works = [work for work, _ in ranks]
         return tune_for_fit(self._loader.original, trainer, self._goal(trainer, slowest_work(works)))
 
     def _apply(self, trainer: AnyTrainer, tuned: Tuned) -> None:
         """Use the result. If this changes the loader, the next steps of training are compared with those before."""
         assert self._loader is not None
+        from_trials = tuned
+        tuned = self._beyond_trials(trainer, from_trials)
+        if tuned is from_trials:
+            self._save(trainer, tuned)
         self._announce(trainer, tuned)
-        if tuned.setting != self._loader.setting and self._loader.switch(tuned.setting):
+        if tuned.setting == self._loader.setting:
+            return
+        if self._loader.switch(tuned.setting):
             self._unproven = tuned
 
+    def _beyond_trials(self, trainer: AnyTrainer, tuned: Tuned) -> Tuned:
+        """The result, or batches in place if the trials chose the user's setting, but may have missed what they gain.
+
+        Trials do not pin batches, and do not copy them to the device, so only training itself can show this gain.
+        """
+        device_type = trainer.strategy.root_device.type
+        if tuned.setting != tuned.own or tuned.in_place is None or device_type not in REGISTERING_DEVICES:
+            return tuned
+        if self._input_pct < 100 * (ALIKE - 1) or not tuned.own.in_order:  # such an epoch cannot change its loader
+            return tuned
+        reason = f"trials neither pin batches nor copy them, which takes up to {self._input_pct:.0f} % of a step"
+        return replace(tuned, setting=tuned.in_place, reason=f"{reason}, so training itself compares")
+
     def _check(self, trainer: AnyTrainer, run: StarvationRun) -> None:
-        """Go back to the user's setting if steps of training itself have become longer."""
+        """Say what training itself has gained. Go back to the user's setting if that is too little.
+
+        Steps must not be longer. With batches in place they must be shorter, because the trials cannot show that.
+        """
         tuned = self._unproven
         self._unproven = None
         assert tuned is not None
@@ -333,19 +367,27 @@ class AutotuneCallback(Callback):
         ranks = gather(trainer, (self._before_ms, mean_step_ms(run)))
         before_ms = max((before or math.inf) for before, _ in ranks)  # the slowest rank counts
         after_ms = max((after or 0.0) for _, after in ranks)
-        if after_ms <= before_ms:
-            return
         reason = (
             f"training itself took {before_ms:.3g} ms a step with {tuned.own} and {after_ms:.3g} with {tuned.setting}"
         )
-        back = replace(tuned, setting=tuned.own, reason=reason)
-        self._note_move(trainer, back.setting, reason)
-        self._say(trainer, f"AutotuneCallback, epoch {trainer.current_epoch}: back to {back.setting}: {reason}.")
+        least_factor = ALIKE if tuned.setting.in_place and not tuned.own.in_place else 1.0
+        holds = least_factor * after_ms <= before_ms
+        proven = replace(tuned, setting=tuned.setting if holds else tuned.own, reason=reason)
+        self._save(trainer, proven)
+        what = "keeps" if holds else "goes back to"
+        self._say(trainer, f"AutotuneCallback, epoch {trainer.current_epoch}, {what} {proven.setting}: {reason}.")
+        if holds:
+            return
+        self._note_move(trainer, proven.setting, reason)
+        self._loader.switch(proven.setting)
+        run.restart()
+
+    def _save(self, trainer: AnyTrainer, tuned: Tuned) -> None:
+        """Save a result for the next run, in which nothing is left to compare."""
+        assert self._loader is not None
         if trainer.local_rank == 0:
             key = key_of(self._loader.original, self._goal(trainer, tuned.work), read_machine())
-            Store().save(key, back)
-        self._loader.switch(back.setting)
-        run.restart()
+            Store().save(key, replace(tuned, in_place=None))
 
     def _announce(self, trainer: AnyTrainer, tuned: Tuned) -> None:
         """Say which setting the training loader has from here on, and why."""
@@ -366,12 +408,6 @@ class AutotuneCallback(Callback):
     def _note_move(self, trainer: AnyTrainer, setting: Setting, reason: str) -> None:
         self._moves.append(Move(epoch=trainer.current_epoch, setting=setting, reason=reason))
         self._log(trainer, setting)
-
-    def _leave_out_trials(self, run: StarvationRun) -> None:
-        """Leave out the current step, which contains the trials. Measure afresh if later steps have another loader."""
-        if self._moves:
-            run.restart()
-        run.leave_out_step()
 
     # --- output -------------------------------------------------------------------------------------------------------
 
@@ -402,4 +438,7 @@ def mean_step_ms(run: StarvationRun) -> float | None:
 def _described(before: Setting, after: Setting) -> str:
     names = ("num_workers", "workers", "prefetch_factor", "persistent_workers", "pin_memory")
     changed = [(name, getattr(before, name), getattr(after, name)) for name in names]
-    return ", ".join(f"{name} {old} -> {new}" for name, old, new in changed if old != new)
+    changes = [f"{name} {old} -> {new}" for name, old, new in changed if old != new]
+    if after.in_place and not before.in_place:
+        changes.append("batches in place")
+    return ", ".join(changes)

@@ -1,8 +1,8 @@
 """One run of a Trainer, measured from its start to its end."""
 
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -183,6 +183,23 @@ class StarvationRun:
         """Do not count the current training step: it contains work other than training."""
         self.main.leave_out_step()
         self._hooks.leave_out_step()
+
+    @contextmanager
+    def trials(self) -> Iterator[None]:
+        """Count the time of trials, for which training pauses, neither as training nor in any step."""
+        self.leave_out_step()  # ends the step before, also on the device
+        self._wall.enter("trials")
+        self.main.cpu.pause()
+        self.main.loaders.pause()
+        try:
+            yield
+        finally:
+            self._wall.leave()
+            self.main.cpu.go_on()
+            self.main.loaders.go_on()
+            if self.nvml is not None:
+                self.nvml.take()  # the device was idle
+            self.leave_out_step()  # the main loop may be another one since then
 
     def restart(self) -> None:
         """Measure the main loop afresh: its loader has changed."""

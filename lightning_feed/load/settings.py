@@ -19,6 +19,8 @@ TORCH_PREFETCH = 2
 """Batches that each worker loads ahead by default in torch."""
 PINNING_DEVICES = ("cuda", "xpu")
 """Device types whose copies from page-locked memory can overlap with computing."""
+REGISTERING_DEVICES = ("cuda",)
+"""Device types whose driver page-locks slots, so that no thread has to pin batches in them."""
 
 
 @dataclass(frozen=True)
@@ -180,10 +182,14 @@ class Setting:
     workers: Literal["process", "thread", "ray"] = "process"
     """Kind of the workers."""
     in_order: bool = True
+    in_place: bool = False
+    """True if worker processes leave their batches in slots. :func:`recommend` leaves it out."""
 
     @classmethod
     def of(cls, loader: "DataLoader[Any]") -> "Setting":
         """Read the present values of a loader."""
+        from lightning_feed.load.slot_loaders import uses_slots  # here, because that module imports torch
+
         if not loader.num_workers:
             return cls(num_workers=0, pin_memory=loader.pin_memory)
         return cls(
@@ -193,6 +199,7 @@ class Setting:
             persistent_workers=loader.persistent_workers,
             pin_memory=loader.pin_memory,
             in_order=getattr(loader, "in_order", True),
+            in_place=uses_slots(loader),
         )
 
     @property
@@ -206,6 +213,8 @@ class Setting:
             text += f", workers={self.workers!r}"
         if self.prefetch_factor:
             text += f", prefetch_factor={self.prefetch_factor}"
+        if self.in_place:
+            text += ", in place"
         return text
 
     def with_workers(self, number: int, *, persistent: bool = False) -> "Setting":

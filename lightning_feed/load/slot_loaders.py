@@ -87,8 +87,27 @@ def put_in_slots(loader: DataLoader[Batch]) -> None:
     Changes nothing if the subclass overrides ``_get_iterator``, or if the loader has ``hand_over="torch"``.
     """
     kind: Any = type(loader)
-    if kind._get_iterator is DataLoader._get_iterator and getattr(loader, "hand_over", "slots") == "slots":
+    if _can_be_put(loader):
         loader.__class__ = in_slots(kind)
+
+
+def take_out_of_slots(loader: DataLoader[Batch]) -> None:
+    """Undo :func:`put_in_slots`: the next worker processes hand their batches over as torch does."""
+    loader.__class__ = plain_kind_of(loader)
+
+
+def _can_be_put(loader: DataLoader[Batch]) -> bool:
+    kind: Any = type(loader)
+    is_plain = kind._get_iterator is DataLoader._get_iterator
+    return is_plain and getattr(loader, "hand_over", "slots") == "slots"
+
+
+def may_use_slots(loader: object) -> bool:
+    """True if the worker processes of a loader could leave their batches in slots, but do not: see
+    :func:`put_in_slots`."""
+    if not HAS_SLOTS or not isinstance(loader, DataLoader) or getattr(loader, "workers", "process") != "process":
+        return False
+    return not uses_slots(loader) and _can_be_put(loader)
 
 
 def uses_slots(loader: DataLoader[Batch]) -> bool:

@@ -43,6 +43,7 @@ def loader_facts(loaders: Sequence[AnyLoader]) -> LoaderFacts:
     )
     if len(with_workers) < len(loaders):
         return facts
+    in_place, may_use_slots = _hand_over(loaders)
     return replace(
         facts,
         num_workers=slowest.num_workers,
@@ -51,6 +52,8 @@ def loader_facts(loaders: Sequence[AnyLoader]) -> LoaderFacts:
         persistent_workers=getattr(slowest, "persistent_workers", None),
         in_order=getattr(slowest, "in_order", None),
         workers=_kind_of_workers(slowest),
+        in_place=in_place,
+        may_use_slots=may_use_slots,
     )
 
 
@@ -129,6 +132,16 @@ def _kind_of_workers(loader: AnyLoader) -> Literal["process", "thread"] | None:
     if not loader.num_workers:
         return None
     return "thread" if getattr(loader, "workers", None) == "thread" else "process"
+
+
+def _hand_over(loaders: Sequence[AnyLoader]) -> tuple[bool | None, bool | None]:
+    """The fields ``in_place`` and ``may_use_slots`` of LoaderFacts."""
+    with_processes = [loader for loader in loaders if _kind_of_workers(loader) == "process"]
+    if not with_processes:
+        return None, None
+    from lightning_feed.load.slot_loaders import may_use_slots, uses_slots  # here: without workers they are not needed
+
+    return all(map(uses_slots, with_processes)), any(map(may_use_slots, with_processes))
 
 
 def _decodes_whole(dataset: AnyDataset) -> bool:

@@ -249,6 +249,17 @@ class LoaderWatch:
         """The figures since the start, or since the warm-up ended."""
         return self.settled().to_stats()
 
+    def pause(self) -> None:
+        """Stop counting, because training stops for a while."""
+        self._read()
+
+    def go_on(self) -> None:
+        """Count again from the next fetch, because training continues. Leaves out all that happened in the pause."""
+        now = self._clock()
+        self._workers.take(self._all_workers(), now)
+        self._pressure.take(now)
+        self._last = None
+
     def close(self) -> None:
         """Forget the iterators. Figures remain available."""
         self._probes = []

@@ -62,6 +62,12 @@ class LoaderFacts:
     """True if batches come in the order of the sampler."""
     workers: Literal["process", "thread"] | None = None
     """Kind of workers."""
+    in_place: bool | None = None
+    """True if the worker processes of all training loaders leave their batches in slots, where they stay; None without
+    worker processes."""
+    may_use_slots: bool | None = None
+    """True if worker processes of a training loader send their batches as torch does, and could leave them in slots;
+    None without worker processes."""
     batch_size: int | None = None
     """Samples in a batch, on one rank."""
     map_style: bool | None = None

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Part = Literal[
-    "train", "validation", "test", "predict", "checkpoints", "epoch starts", "sanity check", "set-up", "rest"
+    "train", "trials", "validation", "test", "predict", "checkpoints", "epoch starts", "sanity check", "set-up", "rest"
 ]
 PARTS: tuple[Part, ...] = get_args(Part)
 """Parts of a run's wall time, in the order of reports.
 
 train: from the first batch of each epoch to the end of its last step, with hooks and loggers between the steps.
+trials: AutotuneCallback tries settings, and training pauses.
 validation, test, predict: the whole loop, including the start of its workers. checkpoints: saving them at any time.
 epoch starts: until the first batch of each training epoch arrives. set-up: from the call of ``trainer.fit`` (or
 ``trainer.validate``, and so on) to the loop, without the sanity check. rest: between and after the epochs.
@@ -39,6 +40,11 @@ class WallStats:
     """Total in seconds: the sum of the parts."""
     parts: tuple[WallPart, ...]
     """Parts that occurred, in the order of :data:`PARTS`."""
+
+    @property
+    def run_s(self) -> float:
+        """Total in seconds, without trials, which are not the user's run."""
+        return self.wall_s - self.seconds("trials")
 
     def seconds(self, *names: Part) -> float:
         """Total seconds of these parts; 0.0 for parts that did not occur."""

@@ -113,6 +113,7 @@ def _settings(report: Report) -> dict[str, Setting]:
         "num_workers": loader.num_workers,
         "prefetch_factor": loader.prefetch_factor,
         "pin_memory": loader.pin_memory,
+        "in_place": loader.in_place,
         "persistent_workers": loader.persistent_workers,
         "in_order": loader.in_order,
         "workers": loader.workers,

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from lightning_feed.measure.stats import MIN_STEPS
 from lightning_feed.measure.wall import Part
-from lightning_feed.report.report import RunIdentity, is_toy, may_be_tuned, takes_turns
+from lightning_feed.report.report import RunIdentity, is_toy, takes_turns
 from lightning_feed.verdict.decide import share_text
 from lightning_feed.verdict.diagnosis import Cause, Diagnosis, Remedy
 from lightning_feed.verdict.notes import second_epoch
+from lightning_feed.verdict.remedies import IN_PLACE, may_be_tuned
 from lightning_feed.verdict.shares import LOOP_WORDS, in_ms
 from lightning_feed.wording import source_line
 
@@ -118,7 +119,7 @@ class _Adviser:
         if diagnosis.bottleneck == "unknown":
             return self._to_a_verdict()
         if diagnosis.remedies:
-            return self._try_workers() or _fix(diagnosis.remedies[0])
+            return self._try_settings() or _fix(diagnosis.remedies[0])
         if self._rest_may_limit():
             return self._measure_the_rest()
         if diagnosis.bottleneck == "data":
@@ -148,15 +149,20 @@ class _Adviser:
         left_out = self.measured.experiments.stripped
         return f"{self.program.train_measured} to measure what was left out here ({left_out})"
 
-    def _try_workers(self) -> str:
-        """The command that tries numbers of workers, if the first fix is a number not yet tried; else empty."""
-        names_workers = self.diagnosis.remedies[0].changes.startswith("num_workers=")
-        if not names_workers or self.measured.diagnosed or not may_be_tuned(self.facts):
+    def _try_settings(self) -> str:
+        """The command that tries numbers of workers, or batches in place, if the first fix is one of these and was not
+        tried yet; else empty."""
+        changes = self.diagnosis.remedies[0].changes
+        names_workers = changes.startswith("num_workers=") and not self.measured.diagnosed
+        if not (names_workers or changes == IN_PLACE) or not may_be_tuned(self.facts):
             return ""
+        tries = "tries numbers of workers, and takes the fastest"
+        if changes == IN_PLACE:
+            tries = "hands batches over in place, tries numbers of workers, and takes the fastest"
         if self.program.is_notebook or not self.program.name:
-            return f"{_TUNE}: it tries numbers of workers, and takes the fastest"
+            return f"{_TUNE}: it {tries}"
         command = f"{self._few_threads()}LIGHTNING_FEED=tune {self.program.typed}"
-        return f"`{command}` tries numbers of workers, and takes the fastest"
+        return f"`{command}` {tries}"
 
     def _to_a_verdict(self) -> str:
         results = self.measured.experiments

@@ -11,11 +11,11 @@ from typing import ClassVar, Literal
 
 from lightning_feed.extras import installed_version
 from lightning_feed.load.machine import read_machine
-from lightning_feed.measure.measurements import LoopFacts
 from lightning_feed.measure.stats import RankStats
 from lightning_feed.storage.file_system import file_system
 from lightning_feed.verdict.decide import share_text
 from lightning_feed.verdict.diagnosis import Diagnosis, Remedy
+from lightning_feed.verdict.remedies import may_be_tuned
 from lightning_feed.verdict.shares import LOOP_WORDS, Shares, grade_of, shares_of, toy_sentence
 from lightning_feed.wording import plural
 
@@ -262,14 +262,6 @@ def is_toy(diagnosis: Diagnosis) -> bool:
     judged = diagnosis.bottleneck not in (*_OF_THE_RUN, "unknown")
     is_faulty = facts.loader.repeated or facts.cut_short is not None  # a fault matters more than short steps
     return judged and not is_faulty and toy_sentence(diagnosis.stats.step_ms) is not None
-
-
-def may_be_tuned(facts: LoopFacts) -> bool:
-    """True for a loader of a fit that AutotuneCallback can tune, if it was not among the fit's callbacks."""
-    loader = facts.loader
-    in_fit = facts.loop == "trainer" and facts.stage == "fit" and not facts.trainer.tuned
-    is_safe = not loader.why_no_workers and not loader.keeps
-    return in_fit and is_safe and loader.map_style is not False and len(loader.every_num_workers) <= 1
 
 
 def needs_trial(diagnosis: Diagnosis, remedy: Remedy) -> bool:

@@ -311,7 +311,7 @@ def time_sections(measured: Measurements) -> Iterator[Section]:
         yield _wall_section(wall)
     if validation is not None:
         by_loader = by_loader or validation.by_loader
-        is_large = wall is not None and 100 * wall.seconds("validation") >= VALIDATION_PCT * wall.wall_s
+        is_large = wall is not None and 100 * wall.seconds("validation") >= VALIDATION_PCT * wall.run_s
         yield from _validation_sections(validation, shown=is_large)
     rows = [(steps.name, str(steps.steps), f"{steps.step_ms:.2f}", f"{steps.data_idle_ms:.2f}") for steps in by_loader]
     yield from _table("Loader by loader", rows, ("loader", "steps", "ms a step", "waiting for data"))
@@ -326,7 +326,7 @@ def _wall_section(wall: WallStats) -> Section:
         rows,
         ("part of the run", "s", "%"),
         console=[f"wall  {wall.wall_s:.{digits}f} s = {' | '.join(parts)}"],
-        folded=wall.seconds("train") > wall.wall_s / 2,
+        folded=wall.seconds("train") > wall.run_s / 2,
     )
 
 
@@ -539,6 +539,7 @@ def _settings_rows(report: Report) -> list[Row]:
         ("workers", loader.num_workers),
         ("prefetch factor", loader.prefetch_factor),
         ("pinned memory", loader.pin_memory),
+        ("batches in place", loader.in_place),
         ("persistent workers", loader.persistent_workers),
         ("threads of torch", facts.torch_threads),
         ("decoder", facts.datamodule.decoder),

@@ -15,6 +15,7 @@ from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import drawing_device
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import TORCH_PREFETCH, Setting
+from lightning_feed.load.slot_loaders import put_in_slots, take_out_of_slots
 
 _KNOWN = ("_iterator", "dataset", "sampler", "batch_sampler")
 _WORKER = re.compile(r"in DataLoader worker process (\d+)")
@@ -107,11 +108,26 @@ def clone_loader(loader: DataLoader[Batch], changes: Changes | None = None) -> D
         values["next_iter_state"] = None
     if isinstance(loader, FeedLoader):
         values |= {"order": None, "watch": None}
-    if changes.setting is not None:
-        values |= vars(changes.setting)
-        if not isinstance(loader, FeedLoader) or not changes.setting.num_workers:
-            del values["workers"]
-    return twin_of(loader, **values)
+    if changes.setting is None:
+        return twin_of(loader, **values)
+    values |= vars(changes.setting)
+    del values["in_place"]
+    if not isinstance(loader, FeedLoader) or not changes.setting.num_workers:
+        del values["workers"]
+    clone = twin_of(loader, **values)
+    set_hand_over(clone, changes.setting)
+    return clone
+
+
+def set_hand_over(loader: DataLoader[Batch], setting: Setting) -> None:
+    """Let the worker processes of torch's DataLoader hand batches over as a setting says. A FeedLoader stays as it
+    is."""
+    if isinstance(loader, FeedLoader) or not setting.num_workers:
+        return
+    if setting.in_place:
+        put_in_slots(loader)
+    else:
+        take_out_of_slots(loader)
 
 
 def burst_of(loader: DataLoader[Batch]) -> int:

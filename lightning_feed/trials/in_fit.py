@@ -19,10 +19,10 @@ from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import DrawsOf, size_of
 from lightning_feed.load.processes import shut_down_workers
 from lightning_feed.load.rank_store import connected, gather
-from lightning_feed.load.settings import RayCluster, Setting
-from lightning_feed.load.slot_loaders import plain_kind_of, put_in_slots
+from lightning_feed.load.settings import REGISTERING_DEVICES, RayCluster, Setting
+from lightning_feed.load.slot_loaders import plain_kind_of
 from lightning_feed.measure.measurements import LoopMeasurements, Measurements
-from lightning_feed.trials.cloning import twin_of
+from lightning_feed.trials.cloning import set_hand_over, twin_of
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.tune_loader import Goal, Store, Tuned, tune_loader
 
@@ -76,11 +76,13 @@ def work_of(measured: LoopMeasurements | Measurements) -> TrainingWork | None:
     if facts.loader.num_workers == 0:  # this thread loads, too
         cpu_ms -= facts.host.load_cpu_ms or 0.0
     on_device = facts.device_type != "cpu"
+    saves_copy = facts.device_type in REGISTERING_DEVICES and facts.loader.may_use_slots
     return TrainingWork(
         step_s=1e-3 * step_ms,
         cpu_s=1e-3 * min(step_ms, max(0.0, cpu_ms)),
         threads=1 if on_device else torch.get_num_threads(),
         on_device=on_device,
+        copy_s=1e-3 * min(step_ms, stats.h2d_ms or 0.0) if saves_copy else 0.0,
     )
 
 
@@ -152,7 +154,7 @@ def _once_per_node(tune: Callable[[], Tuned], trainer: Any) -> Tuned:
 
 
 def with_setting(loader: DataLoader[Batch], setting: Setting) -> DataLoader[Batch]:
-    """A copy of a loader with other workers and the same order of samples. The copy's worker processes use slots.
+    """A copy of a loader with other workers and the same order of samples.
 
     A separate generator seeds the copy's workers. The seed that the given loader would draw for its workers is still
     drawn, so that samplers and model draw the same numbers afterwards.
@@ -183,8 +185,7 @@ def with_setting(loader: DataLoader[Batch], setting: Setting) -> DataLoader[Batc
     twin = twin_of(loader, **values)
     if isinstance(twin, FeedLoader) and isinstance(loader, FeedLoader):
         twin.follow(loader)
-    else:
-        put_in_slots(twin)
+    set_hand_over(twin, setting)
     return twin
 
 
@@ -224,6 +225,7 @@ def rest_of_epoch(loader: DataLoader[Batch], iterator: AnyIterator, setting: Set
     values: dict[str, Any] = {name: Rest(indices, setting.batches_ahead), "generator": _seeds_for(loader)}
     values |= {"num_workers": setting.num_workers, "prefetch_factor": setting.prefetch_factor}
     rest = twin_of(loader, **values, pin_memory=setting.pin_memory, persistent_workers=False)
+    set_hand_over(rest, setting)
     return RestOfEpoch(rest, iter(rest))
 
 

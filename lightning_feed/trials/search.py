@@ -1,9 +1,10 @@
 """The search for the setting of a loader with which training is fastest. The search itself uses no clock and no loader.
 
-A trial measures the time of a training step with a setting. Short trials explore numbers of workers: the user's own, 0,
-1, as many as could feed the model, more for as long as steps get shorter, then numbers in between. The best settings
-compete in further turns, one after the other in each turn, so that other programs on the machine disturb all of them
-alike. If the time is over before the search is, the most promising numbers have been tried.
+A trial measures the time of a training step with a setting. Short trials explore numbers of workers: the user's own,
+the same with batches in place, 0, 1, as many as could feed the model, more for as long as steps get shorter, then
+numbers in between. The best settings compete in further turns, one after the other in each turn, so that other programs
+on the machine disturb all of them alike. If the time is over before the search is, the most promising numbers have been
+tried.
 """
 
 import math
@@ -75,6 +76,8 @@ class Space:
     """Largest number of workers to try."""
     model_s: float = 0.0
     """Time of a training step that never waits for data; 0.0 if unknown."""
+    in_place: bool = False
+    """True if worker processes can leave batches in slots. Then they do so in all settings but the user's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,10 +123,14 @@ class _Search:
     def explore(self) -> None:
         """Try the user's setting, then 0 workers, 1 worker, enough workers, and more for as long as steps get shorter.
 
+        If the user's workers could leave batches in slots, but do not, as many workers that do so are tried second.
         Enough workers is the number that could feed the model if each were as fast as one worker alone; at most one per
         CPU. If steps are no shorter with enough workers than with 1 worker, the numbers that follow grow from 2.
         """
-        self._try(self._space.own)
+        own = self._space.own
+        self._try(own)
+        if own.num_workers and self._with_workers(own.num_workers) != own:
+            self._try(self._with_workers(own.num_workers))
         self._try_workers(0)
         if not self._most:
             return
@@ -228,7 +235,12 @@ class _Search:
         trial = self._by_number().get(number)
         if trial is not None:
             return trial.step_s
-        return self._try(self._space.own.with_workers(number))
+        return self._try(self._with_workers(number))
+
+    def _with_workers(self, number: int) -> Setting:
+        """The user's setting with a number of workers, and with batches in place if possible."""
+        setting = self._space.own.with_workers(number)
+        return replace(setting, in_place=self._space.in_place and number > 0)
 
     def _by_number(self) -> dict[int, Trial]:
         """Number of workers -> its fastest trial. Numbers that could not run are left out."""

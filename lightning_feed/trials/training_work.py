@@ -4,7 +4,7 @@ import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _BLOCK = bytes(1 << 18)
 """Bytes of one piece of work: about 0.1 ms, long enough for zlib to release the GIL."""
@@ -22,6 +22,15 @@ class TrainingWork:
     """Threads that compute."""
     on_device: bool = False
     """True if a device computes the step while the training thread goes on to the next batch."""
+    copy_s: float = 0.0
+    """The part of ``step_s`` in which the step waits for the copy of a batch that is not in place, and that batches in
+    place may save. A trial cannot copy to the device."""
+
+    @property
+    def in_place(self) -> "TrainingWork":
+        """The work of a step with batches in place, if their copies take no time of it."""
+        step_s = max(0.0, self.step_s - self.copy_s)
+        return replace(self, step_s=step_s, cpu_s=min(self.cpu_s, step_s), copy_s=0.0)
 
 
 class ImitatedTraining:

@@ -21,7 +21,6 @@ from lightning_feed.load.machine import THREAD_BYTES, WORKER_BYTES, Footprint, M
 from lightning_feed.load.open_files import moved_file, positions
 from lightning_feed.load.processes import ended_worker, worker_processes
 from lightning_feed.load.settings import Setting
-from lightning_feed.load.slot_loaders import uses_slots
 from lightning_feed.trials.child import run_in_children
 from lightning_feed.trials.cloning import Changes, background_of, burst_of, clone_loader, original_error
 from lightning_feed.trials.search import Trial
@@ -60,8 +59,6 @@ class Feasible:
     """Batches that the loader's background thread keeps ready."""
     start_method: str = "fork"
     """Start method of the loader's workers."""
-    in_slots: bool = False
-    """True if the loader's worker processes leave batches in slots; False if in /dev/shm, with a file per tensor."""
 
     def broken(self, setting: Setting, trials: Sequence[Trial] = ()) -> str:
         """Describe the limit that a setting would break. Empty if all limits hold.
@@ -83,13 +80,16 @@ class Feasible:
             batch_bytes=batch_bytes,
             size=f"{plural(batches, 'batch', 'batches')} of {batch_bytes / 1e6:.3g} MB",
             worker_bytes=THREAD_BYTES if has_threads else self._worker_bytes(trials),
-            in_shm=not has_threads and not self.in_slots,
+            in_shm=not has_threads and not setting.in_place,
             sharers=self.local_ranks,
         )
         exceeded = exceeded_limit(self.machine, footprint)
         if exceeded or has_threads:
             return exceeded
-        return self._too_many_files(workers, batches, trials)
+        tensors = 0
+        if multiprocessing.get_sharing_strategy() == "file_descriptor" and not setting.in_place:
+            tensors = max((trial.batch_tensors or 0 for trial in trials), default=0)
+        return self._too_many_files(workers, batches, tensors)
 
     def _worker_bytes(self, trials: Sequence[Trial]) -> int:
         """Memory of a worker process, measured if possible."""
@@ -100,10 +100,7 @@ class Feasible:
         ]
         return max(measured, default=WORKER_BYTES[self.start_method])
 
-    def _too_many_files(self, workers: int, batches: int, trials: Sequence[Trial]) -> str:
-        tensors = 0
-        if multiprocessing.get_sharing_strategy() == "file_descriptor" and not self.in_slots:
-            tensors = max((trial.batch_tensors or 0 for trial in trials), default=0)
+    def _too_many_files(self, workers: int, batches: int, tensors: int) -> str:
         needed = workers * WORKER_FILES + batches * tensors
         if needed + OTHER_FILES <= self.open_files:
             return ""
@@ -125,7 +122,6 @@ def feasible(loader: DataLoader[Batch], machine: Machine, local_ranks: int = 1) 
         local_ranks=local_ranks,
         background=background_of(loader),
         start_method=start_method,
-        in_slots=uses_slots(loader),
     )
 
 
@@ -179,6 +175,8 @@ def _measure(loader: DataLoader[Batch], setting: Setting, work: TrainingWork, li
     tried = replace(setting, pin_memory=False, persistent_workers=False)
     endless = not isinstance(loader.dataset, IterableDataset)
     copy = clone_loader(loader, Changes(setting=tried, endless=endless))
+    if setting.in_place:
+        work = work.in_place
     kept = kept_items(loader.dataset)
     before = positions()
     began_s = time.perf_counter()

@@ -8,7 +8,7 @@ import platform
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from pathlib import Path
@@ -21,16 +21,15 @@ from lightning_feed.errors import LoaderError, SettingsError
 from lightning_feed.extras import installed_version
 from lightning_feed.load.fork_safety import may_change
 from lightning_feed.load.kinds import AnyDataset, Batch
-from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine, read_machine
 from lightning_feed.load.order import size_of
 from lightning_feed.load.settings import PINNING_DEVICES, Setting
-from lightning_feed.load.slot_loaders import put_in_slots
+from lightning_feed.load.slot_loaders import may_use_slots, uses_slots
 from lightning_feed.load.worker import why_not_sent
 from lightning_feed.storage.memory_limits import read_text
 from lightning_feed.storage.private_files import cache_folder, read_json, write_json
-from lightning_feed.trials.cloning import background_of, twin_of
-from lightning_feed.trials.search import Choice, OutOfTime, Space, Trial, find_setting
+from lightning_feed.trials.cloning import background_of
+from lightning_feed.trials.search import ALIKE, Choice, OutOfTime, Space, Trial, find_setting
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.trial import TrialLimits, feasible, run_trial
 from lightning_feed.wording import throughput
@@ -66,7 +65,7 @@ class Goal:
     may_persist: bool = True
     """True if workers may stay alive between epochs. False if the Trainer reloads the loaders."""
     in_slots: bool = False
-    """True if worker processes will leave their batches in slots in training, even those of torch's own DataLoader."""
+    """True if even worker processes of torch's own DataLoader may leave their batches in slots in training."""
     budget_s: float = 30.0
     """Seconds for the trials. After that time no trial starts."""
 
@@ -87,6 +86,9 @@ class Tuned:
     """The setting to use."""
     own: Setting
     """The user's setting."""
+    in_place: Setting | None = None
+    """The best setting with batches in place, if the user's worker processes do not leave them in slots, and training
+    itself has not compared the two yet; else None."""
     reason: str
     """The reason for the setting, in one sentence."""
     trials: tuple[Trial, ...]
@@ -186,9 +188,6 @@ class _Run:
         clock: Callable[[], float],
     ) -> None:
         self.loader = loader
-        if goal.in_slots and not isinstance(loader, FeedLoader):
-            self.loader = twin_of(loader)
-            put_in_slots(self.loader)
         self.goal = goal
         self.machine = machine
         self._on_trial = on_trial
@@ -203,11 +202,13 @@ class _Run:
         own = Setting.of(self.loader)
         cpus = (self.machine.cpu_time or self.machine.usable_cpus) / self.goal.local_ranks
         why_none = why_not_sent(self.loader, self._feasible.start_method)
+        in_place = uses_slots(self.loader) or (self.goal.in_slots and may_use_slots(self.loader))
         space = Space(
             own=own,
             cpus=cpus,
             most_workers=0 if why_none else self._most_workers(cpus),
-            model_s=self.goal.work.step_s,
+            model_s=(self.goal.work.in_place if in_place else self.goal.work).step_s,
+            in_place=in_place,
         )
         choice = find_setting(space, self._try)
         if choice is None:
@@ -220,9 +221,14 @@ class _Run:
         if infeasible:
             most = infeasible[-1]
             reason += f"; num_workers={most.setting.num_workers} could not run: {str(most.infeasible).rstrip('.')}"
+        best_in_place = _best_in_place(choice.trials, own)
+        if setting.in_place and self.goal.work.copy_s:
+            copy = f"the copy to the device, {1e3 * self.goal.work.copy_s:.3g} ms of a step"
+            reason += f"; in place, {copy}, counts as hidden until training itself has shown it"
         return Tuned(
             setting=self._completed(setting, own),
             own=own,
+            in_place=best_in_place and self._completed(best_in_place, own),
             reason=reason,
             trials=choice.trials,
             work=self.goal.work,
@@ -260,6 +266,17 @@ class _Run:
         if self.goal.most_workers is not None:
             return self.goal.most_workers
         return max(MOST_WORKERS // self.goal.local_ranks, int(_WORKERS_PER_CPU * cpus), 1)
+
+
+def _best_in_place(trials: Sequence[Trial], own: Setting) -> Setting | None:
+    """The smallest of the fastest settings with batches in place: see :attr:`Tuned.in_place`. None if none was tried,
+    or if the dataset stores what it reads."""
+    if own.in_place or not own.num_workers or any(trial.keeps for trial in trials):
+        return None
+    tried = [trial for trial in trials if trial.setting.in_place and trial.steps_s]
+    limit_s = ALIKE * min((trial.step_s for trial in tried), default=0.0)
+    alike = [trial.setting for trial in tried if trial.step_s <= limit_s]
+    return min(alike, key=lambda setting: (setting.num_workers, setting.prefetch_factor or 0), default=None)
 
 
 def _unless_dataset_keeps(choice: Choice, own: Setting) -> tuple[Setting, str]:
@@ -352,6 +369,7 @@ def _tuned(saved: dict[str, Any]) -> Tuned:
     values = dict(saved)
     values["setting"] = Setting(**saved["setting"])
     values["own"] = Setting(**saved["own"])
+    values["in_place"] = saved["in_place"] and Setting(**saved["in_place"])
     values["work"] = TrainingWork(**saved["work"])
     values["trials"] = tuple(map(_trial, saved["trials"]))
     values["remembered"] = True

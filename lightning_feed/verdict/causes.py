@@ -337,6 +337,8 @@ def _beside_the_copy(measured: Measurements) -> Reason | None:
 
 def _slow_copies(measured: Measurements) -> Reason | None:
     pinned = _is_pinned(measured)
+    if pinned is False and measured.facts.loader.pin_memory and measured.facts.loader.in_place:
+        return Reason("unpinned", ["batches are in place, but the driver has not locked their memory"])
     if pinned is False and measured.facts.loader.pin_memory:
         asked = "pin_memory=True has left the batches in pageable memory: their class needs a method pin_memory()"
         return Reason("unpinned", [asked])

@@ -231,7 +231,8 @@ def _beside(measured: Measurements, step_ms: float) -> list[str]:
 
 
 def _loading(measured: Measurements) -> list[str]:
-    """Evidence: the number of workers, and the shares of their time on a CPU, waiting for a CPU, and blocked."""
+    """Evidence: the number of workers, if they hand batches over in place, and the shares of their time on a CPU,
+    waiting for a CPU, and blocked."""
     workers = measured.facts.loader.num_workers
     if workers is None:
         return []
@@ -240,6 +241,8 @@ def _loading(measured: Measurements) -> list[str]:
     text = f"the loader has {plural(workers, 'worker')}"
     if measured.facts.usable_cpus is not None:
         text += f" on {plural(measured.facts.usable_cpus, 'CPU')}"
+    if measured.facts.loader.in_place:
+        text += ", with batches in place"
     on_cpu = measured.loaders.workers_on_cpu_pct
     queue = measured.loaders.workers_run_queue_pct
     blocked = measured.loaders.workers_blocked_pct
@@ -306,7 +309,7 @@ def _beside_training(measured: Measurements) -> str:
     if wall is None or measured.facts.stage != "fit":
         return ""
     taken_s = wall.seconds("validation") + wall.seconds("checkpoints")
-    return share_text(measured) if taken_s >= max(BESIDE_LEAST_S, BESIDE_NOTED_SHARE * wall.wall_s) else ""
+    return share_text(measured) if taken_s >= max(BESIDE_LEAST_S, BESIDE_NOTED_SHARE * wall.run_s) else ""
 
 
 def share_text(measured: Measurements) -> str:
@@ -315,19 +318,19 @@ def share_text(measured: Measurements) -> str:
     Checkpoints are added if they take much time.
     """
     wall = measured.wall
-    if wall is None or wall.wall_s <= 0:
+    if wall is None or wall.run_s <= 0:
         return ""  # an older report
     validation_s = wall.seconds("validation")
     checkpoints_s = wall.seconds("checkpoints")
     shares = []
     if validation_s:
-        share = f"validation takes {100 * validation_s / wall.wall_s:.0f} % of the run"
+        share = f"validation takes {100 * validation_s / wall.run_s:.0f} % of the run"
         if measured.validation is not None:
             waited_pct = 100 * min(1.0, measured.validation.waited_s / validation_s)
             share += f", and waits for data {waited_pct:.0f} % of its time"
         shares.append(share)
-    if checkpoints_s >= validation_s or 100 * checkpoints_s >= LEAST_GAIN_PCT * wall.wall_s:
-        shares.append(f"checkpoints take {100 * checkpoints_s / wall.wall_s:.0f} % of the run")
+    if checkpoints_s >= validation_s or 100 * checkpoints_s >= LEAST_GAIN_PCT * wall.run_s:
+        shares.append(f"checkpoints take {100 * checkpoints_s / wall.run_s:.0f} % of the run")
     if checkpoints_s > validation_s:
         shares.reverse()
     return "; ".join(shares)
@@ -363,7 +366,7 @@ def _of_the_run(limit: Limit, steps: Diagnosis, validation: Diagnosis | None) ->
 
 def _in_the_run(remedy: Remedy, wall: WallStats) -> Remedy:
     """Convert a remedy for the validation loader: its saving becomes a share of the run."""
-    gain_pct = (remedy.most_gain_pct or 0.0) * wall.seconds("validation") / wall.wall_s
+    gain_pct = (remedy.most_gain_pct or 0.0) * wall.seconds("validation") / wall.run_s
     return replace(remedy, why=f"in validation: {remedy.why}", least_step_ms=None, most_gain_pct=gain_pct)
 
 
@@ -386,7 +389,7 @@ def rarer_validation(measured: Measurements, wall: WallStats) -> Remedy | None:
     code = measured.facts.loader_code or DATALOADER
     return replace(
         trainer_remedy(code, change.setting, change.before, change.after, why),
-        most_gain_pct=100 * taken_s * (1 - 1 / change.factor) / wall.wall_s,
+        most_gain_pct=100 * taken_s * (1 - 1 / change.factor) / wall.run_s,
     )
 
 
@@ -448,7 +451,7 @@ def rarer_checkpoints(measured: Measurements, wall: WallStats) -> Remedy | None:
         where=f"every_n_train_steps: {interval} -> {rarer} in callbacks=[...] of your Trainer, with `from "
         f"{facts.trainer.package}.callbacks import ModelCheckpoint`",
         why=f"each of {times} checkpoints took {taken_s / times:.2f} s",
-        most_gain_pct=100 * taken_s * (1 - 1 / factor) / wall.wall_s,
+        most_gain_pct=100 * taken_s * (1 - 1 / factor) / wall.run_s,
         changes=f"every_n_train_steps={rarer}",
     )
 

@@ -9,9 +9,9 @@ from lightning_feed.trials.search import OUT_OF_TIME
 from lightning_feed.verdict import bounds
 from lightning_feed.verdict.device_use import has_idle_device, waits_in_each_step
 from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Remedy
-from lightning_feed.verdict.remedies import MADE_ON_CPU, Finding, least_gain_pct, may_have_workers
+from lightning_feed.verdict.remedies import IN_PLACE, MADE_ON_CPU, Finding, least_gain_pct, may_have_workers
 from lightning_feed.verdict.shares import in_ms
-from lightning_feed.verdict.thresholds import LEAST_GAIN_PCT, MANY_TENSORS, MODERATE_PCT, MOST_NOTES, TOY_STEP_MS
+from lightning_feed.verdict.thresholds import LEAST_GAIN_PCT, MANY_TENSORS, MOST_NOTES, TOY_STEP_MS
 from lightning_feed.wording import in_rate, rate_unit, source_line
 
 SHARD = (
@@ -44,7 +44,7 @@ def _notes_on(part: Bottleneck, finding: Finding, remedies: tuple[Remedy, ...]) 
     if part == "framework":
         return _framework(finding, remedies)
     if part == "copy":
-        return _copy(finding)
+        return _copy(finding, remedies)
     if part == "data":
         return _data(finding, remedies)
     return _step_itself(finding)
@@ -122,7 +122,7 @@ def _data(finding: Finding, remedies: tuple[Remedy, ...]) -> Notes:
         if cause in _MADE_IN_YOUR_CODE and _may_diagnose(finding) and not whole_images:
             notes.append(f"{_DIAGNOSE} finds the lines of your code that take the time")
         notes += _without_remedy(finding, cause)
-    notes += _hints(finding, cause)
+    notes += _hints(finding, cause, remedies)
     if finding.facts.datamodule.backend in ("dali-cpu", "dali-gpu"):
         notes.append('the workers wait, and DALI decodes what they read: compare with backend="torch"')
     return notes + _transforms(finding)
@@ -165,7 +165,7 @@ def _is_worth_it(step_ms: float | None, finding: Finding) -> TypeGuard[float]:
     return 100 * (finding.shares.step_ms - step_ms) / finding.step_with_start_ms >= least_gain_pct(finding)
 
 
-def _hints(finding: Finding, cause: Cause) -> Notes:
+def _hints(finding: Finding, cause: Cause, remedies: tuple[Remedy, ...]) -> Notes:
     """Notes on a cause, with or without a remedy."""
     ranks = finding.measured.ranks
     depth = finding.loader.prefetch_factor
@@ -174,22 +174,15 @@ def _hints(finding: Finding, cause: Cause) -> Notes:
     if cause == "jitter" and depth is not None:
         more = f"More prefetched batches may cover the slow ones: try prefetch_factor={2 * depth}"
         return [f"the loader is fast enough on average. {more}"]
-    if cause == "hand-over":
-        return _in_place(finding)
-    if cause == "pin thread":
+    if cause == "pin thread" and not _come_in_place(remedies):
         fewer_bytes = "send fewer bytes, such as uint8 images for device_transform"
-        return [f"one thread pins all batches and cannot keep up: {fewer_bytes}", *_in_place(finding)]
+        return [f"one thread pins all batches and cannot keep up: {fewer_bytes}"]
     return []
 
 
-def _in_place(finding: Finding) -> Notes:
-    """Note on ``FastDataModule.wrap``, whose workers hand batches over without copying, if the user's loader has worker
-    processes and comes from a data module that can be wrapped."""
-    code = finding.loader_code
-    is_theirs = code.datamodule and code.form != "settings" and finding.loader.workers == "process"
-    if not is_theirs or finding.shares.data_pct < MODERATE_PCT:
-        return []
-    return [f"FastDataModule.wrap({code.datamodule}(...)) hands batches over in place, and no thread has to pin them"]
+def _come_in_place(remedies: tuple[Remedy, ...]) -> bool:
+    """True if batches in place are a remedy. Nothing else is then said about the same causes."""
+    return any(remedy.changes == IN_PLACE for remedy in remedies)
 
 
 def _without_remedy(finding: Finding, cause: Cause) -> Notes:
@@ -295,18 +288,28 @@ def _slow_hook(finding: Finding, hook: HookTime) -> str:
     return f"{name} ({code.at}) {takes}; {way}"
 
 
-def _copy(finding: Finding) -> Notes:
+def _copy(finding: Finding, remedies: tuple[Remedy, ...]) -> Notes:
     cause = finding.causes["copy"]
     if finding.facts.device_type == "cpu":
         hook = "device_transform" if finding.facts.datamodule.device_transform else "your transfer hooks"
         return [f"nothing is copied on a CPU, so this is {hook}: move it to the dataset, and workers do it meanwhile"]
-    if cause == "unpinned":
-        return ["batches are in pageable memory, so the host has to wait while they are copied: try pin_memory=True"]
+    if cause == "unpinned" and not _come_in_place(remedies):
+        return _unpinned(finding)
     if cause == "small tensors" and finding.measured.stats.prefetch_active:
         return ["each of the many small tensors is copied separately: combine them into one tensor in collate"]
     if cause == "decoding on the GPU":
         return ['to compare decoders: ImageFolderDataModule(backend="torch"), or "dali-gpu"']
     return []
+
+
+def _unpinned(finding: Finding) -> Notes:
+    """Note on batches in pageable memory that do not come in place, or whose slots are not page-locked."""
+    waits = "batches are in pageable memory, so the host has to wait while they are copied"
+    if not finding.loader.pin_memory:
+        return [f"{waits}: try pin_memory=True"]
+    if finding.loader.in_place:
+        return [f"{waits}: allow more locked memory (`ulimit -l`), or use smaller batches"]
+    return [f"{waits}: give their class a method pin_memory(), or use dicts and lists of tensors"]
 
 
 def _step_itself(finding: Finding) -> Notes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lightning_feed.load.machine import SHM_SHARE
-from lightning_feed.load.settings import PINNING_DEVICES, TORCH_PREFETCH
+from lightning_feed.load.settings import PINNING_DEVICES, REGISTERING_DEVICES, TORCH_PREFETCH
 from lightning_feed.measure.measurements import HookTime, LoaderCode, LoaderFacts, LoopFacts, Measurements
 from lightning_feed.verdict import bounds
 from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Form, Remedy
@@ -282,10 +282,15 @@ def _kept_workers(finding: Finding) -> Settings:
 
 
 def _pinned_with_workers(finding: Finding) -> Settings:
-    """``pin_memory=True``, if the device copies from pinned memory and the loader does not pin; else no setting."""
+    """``pin_memory=True``, if the device copies from pinned memory, and the loader does not pin; else no setting.
+
+    Also no setting if batches in place are a remedy, which pin without a thread.
+    """
     if finding.facts.device_type not in PINNING_DEVICES or finding.loader_code.form == "settings":
         return {}
     if finding.loader.pin_memory is not False or not finding.can_set_with_workers("pin_memory"):
+        return {}
+    if batches_in_place(finding) is not None:
         return {}
     return {"pin_memory": True}
 
@@ -425,14 +430,82 @@ def _our_package(finding: Finding) -> str:
 
 # --- the transfer, callbacks and loggers --------------------------------------------------------------------------
 
+_COPIED_ON_THE_WAY: tuple[Cause, ...] = ("unpinned", "not overlapped", "link")
+"""Causes of an exposed copy that page-locked batches in place may remove. On a slow link, copies within the host may be
+what delays the copy to the device."""
+_HANDED_OVER: tuple[Cause, ...] = ("hand-over", "pin thread")
+"""Causes of waiting for data that batches in place may remove."""
 _BARS = ("TQDMProgressBar", "RichProgressBar")
 _LOGGING = re.compile(r"^logger .*\.log_metrics$")
 
 
+def batches_in_place(finding: Finding) -> Remedy | None:
+    """Remedy: batches in place, if training waits for worker processes to hand batches over, for pinning, or for a copy
+    that page-locked slots may speed up.
+
+    Returns None if AutotuneCallback was in the fit, which has compared both ways. A data module is wrapped; for any
+    other loader, AutotuneCallback changes the hand-over.
+    """
+    saved_ms = _saved_in_place_ms(finding)
+    if not saved_ms or not _may_come_in_place(finding):
+        return None
+    why = "workers leave batches where training reads them: nothing copies or pins them on the way"
+    remedy = _wrapped(finding, why)
+    if remedy is None and may_be_tuned(finding.facts):
+        remedy = _callback_remedy(finding, _our_package(finding), "AutotuneCallback", why)
+    if remedy is None:
+        return None
+    return replace(remedy, least_step_ms=bounds.without(finding.shares, saved_ms), changes=IN_PLACE)
+
+
+IN_PLACE = "hand_over='slots'"
+"""``changes`` of the remedy that hands batches over in place."""
+
+
+def _saved_in_place_ms(finding: Finding) -> float:
+    """The time of a step that batches in place may save at most."""
+    saved_ms = 0.0
+    if finding.causes.get("copy") in _COPIED_ON_THE_WAY and finding.facts.device_type in REGISTERING_DEVICES:
+        saved_ms += finding.measured.stats.h2d_ms or 0.0
+    if finding.data in _HANDED_OVER:
+        saved_ms += finding.shares.data_ms
+    return saved_ms
+
+
+def _may_come_in_place(finding: Finding) -> bool:
+    """True for a fit whose worker processes could leave batches in slots, and for which this was not tried."""
+    facts = finding.facts
+    was_tried = facts.trainer.tuned and facts.loader.map_style is not False and facts.loader.count == 1
+    return bool(facts.loader.may_use_slots) and facts.loop == "trainer" and facts.stage == "fit" and not was_tried
+
+
+def _wrapped(finding: Finding, why: str) -> Remedy | None:
+    """Remedy: the user's data module, wrapped. None without one, and for one that a command line sets up."""
+    code = finding.loader_code
+    if not code.datamodule or code.trainer_key or code.form == "settings":
+        return None
+    return Remedy(
+        code=f"from {_our_package(finding)} import FastDataModule\nFastDataModule.wrap({code.datamodule}(...))",
+        form="replacement",
+        where=f"as the datamodule of trainer.fit, in place of {code.datamodule}(...)",
+        why=why,
+    )
+
+
+def may_be_tuned(facts: LoopFacts) -> bool:
+    """True for a loader of a fit that AutotuneCallback can tune, if it was not among the fit's callbacks."""
+    loader = facts.loader
+    in_fit = facts.loop == "trainer" and facts.stage == "fit" and not facts.trainer.tuned
+    is_safe = not loader.why_no_workers and not loader.keeps
+    return in_fit and is_safe and loader.map_style is not False and len(loader.every_num_workers) <= 1
+
+
 def pinned_memory(finding: Finding) -> Remedy | None:
-    """Remedy: pin memory, if training waits for copies from pageable memory."""
+    """Remedy: pin memory, if training waits for copies from pageable memory, and batches cannot come in place."""
     unpinned = finding.causes.get("copy") == "unpinned" and finding.facts.device_type != "cpu"
     if not unpinned or finding.loader.pin_memory or not finding.can_set("pin_memory"):
+        return None
+    if batches_in_place(finding) is not None:
         return None
     step_ms = bounds.without(finding.shares, finding.measured.stats.h2d_ms or 0.0)
     return loader_remedy(finding, {"pin_memory": True}, "the host waits for copies from pageable memory", step_ms)
@@ -505,8 +578,8 @@ def _rarer_ms(finding: Finding, takes_ms: float, interval: int) -> float:
 # --- which of them are printed ------------------------------------------------------------------------------------
 
 RULES = (
-    more_workers, fewer_workers, persistent_workers, any_order, files_in_memory, crops_only, pinned_memory,
-    prefetch_callback, rare_progress_bar, log_rarely,
+    more_workers, fewer_workers, persistent_workers, any_order, files_in_memory, crops_only, batches_in_place,
+    pinned_memory, prefetch_callback, rare_progress_bar, log_rarely,
 )  # fmt: skip
 """Rules: each returns a remedy with a bound, or None. If two remedies save the same, the earlier rule's comes first."""
 

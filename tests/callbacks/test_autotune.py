@@ -3,10 +3,12 @@
 import copy
 import json
 import logging
+import math
 import multiprocessing
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from trial_steps import THREE_ARE_BEST, Trials
 
 from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings, _host
 from lightning_feed.callbacks import autotune as autotune_module
+from lightning_feed.callbacks import starvation as starvation_module
+from lightning_feed.callbacks import starvation_run as starvation_run_module
 from lightning_feed.callbacks.autotune import AutotuneCallback
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.errors import DatasetError, SettingsError
@@ -32,7 +36,8 @@ from lightning_feed.load import build
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.order import EpochOrder
-from lightning_feed.load.slot_loaders import uses_slots
+from lightning_feed.measure.loop import MeasuredLoop
+from lightning_feed.measure.wall import WallClock
 from lightning_feed.storage.private_files import cache_folder
 from lightning_feed.trials import tune_loader
 from lightning_feed.trials.training_work import TrainingWork
@@ -205,8 +210,89 @@ def test_tuned_loaders_hand_batches_over_in_slots(loaders: Any, trials: Trials) 
             in_slots.append(memory_of(getattr(iterator, "source", iterator)) is not None)
 
     fit([AutotuneCallback(max_workers=3), Looks()], loaders, max_epochs=3)
-    assert all(in_slots[MEASURED:])
-    assert all(uses_slots(loader) for loader in trials.loaders)
+    assert not any(in_slots[: MEASURED - 1])  # the user's own loader is measured as it is
+    assert all(in_slots[MEASURED + 2 :])
+    own, *others = trials.settings
+    assert not own.in_place
+    assert [setting.in_place for setting in others] == [setting.num_workers > 0 for setting in others]
+
+
+ONE = {0: 0.1, 1: 0.03}
+"""One worker is best, and more are not tried."""
+
+
+def place_of(trainer: Any) -> bool:
+    """True if the iterator that gives the batches has its workers leave them in slots."""
+    (iterator,) = _host.loop_iterators(trainer, "fit")
+    return memory_of(getattr(iterator, "source", iterator)) is not None
+
+
+@pytest.mark.parametrize(
+    ("share", "seen", "after_ms", "kept"),
+    [
+        (0.5, "by the trials", 9.0, True),
+        (0.5, "by the trials", 9.9, False),  # no more than repeated measurements differ
+        (1.0, "by training only", 9.0, True),
+        (1.0, "by training only", 9.9, False),
+        (1.0, "by none: the device does not pin", 9.0, False),
+        (1.0, "by none: training never waits", 9.0, False),
+    ],
+)
+def test_the_users_number_of_workers_hands_over_in_place_if_training_gains(
+    share: float,
+    seen: str,
+    after_ms: float,
+    kept: bool,
+    trials: Trials,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="lightning_feed")
+    trials.steps_s = ONE
+    trials.in_place_share = share
+    if "pin" not in seen:
+        monkeypatch.setattr(autotune_module, "REGISTERING_DEVICES", ("cpu",))
+    if "never" in seen:
+        monkeypatch.setattr(autotune_module, "ALIKE", math.inf)
+    steps_ms = iter([10.0, after_ms])
+    monkeypatch.setattr(autotune_module, "PROVING_STEPS", MEASURED - 20)
+    monkeypatch.setattr(autotune_module, "mean_step_ms", lambda run: next(steps_ms))
+    places = []
+    looking = LambdaCallback(on_train_batch_end=lambda trainer, *_: places.append(place_of(trainer)))
+    loaders = plain(batch_size=1, num_workers=1)
+    expected, _, _ = fit([], loaders, max_epochs=2)
+    callback = AutotuneCallback(max_workers=1)
+    changed, _, error = fit([callback, looking], loaders, max_epochs=2)
+    assert error is None
+    assert by_hook(changed.events) == by_hook(expected.events)
+    assert places[0] is False
+    assert any(places) is ("none" not in seen)
+    assert places[-1] is kept
+    assert {move.setting.num_workers for move in callback.moves} <= {1}
+    (saved,) = (cache_folder() / "tuning").iterdir()
+    tuned = json.loads(saved.read_text())["tuned"]
+    assert tuned["setting"]["in_place"] is kept
+    if "none" not in seen:
+        figures = f"training itself took 10 ms a step with num_workers=1, prefetch_factor=2 and {after_ms:.3g}"
+        assert tuned["reason"] == f"{figures} with num_workers=1, prefetch_factor=2, in place"
+        what = "keeps" if kept else "goes back to"
+        assert own_lines(caplog)[-1].startswith(f"AutotuneCallback, epoch 0, {what} num_workers=1, prefetch_factor=2")
+
+
+@pytest.mark.parametrize("is_cuda", [True, False])
+def test_the_next_run_tries_again_if_training_could_not_compare(
+    *, is_cuda: bool, trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first fit ends before the proof. Where nothing has to be proven, its result is remembered."""
+    trials.steps_s = ONE
+    if is_cuda:
+        monkeypatch.setattr(autotune_module, "REGISTERING_DEVICES", ("cpu",))
+        monkeypatch.setattr(autotune_module, "ALIKE", 1.0)  # any wait is worth it
+    counts = []
+    for _ in range(2):
+        fit([AutotuneCallback(max_workers=1)], plain(batch_size=1, num_workers=1), max_epochs=1)
+        counts.append(len(trials.settings))
+    assert (counts[1] > counts[0]) is is_cuda
 
 
 def test_a_loader_with_in_order_false_changes_only_between_epochs(trials: Trials) -> None:
@@ -221,8 +307,9 @@ def test_one_log_line_names_the_new_setting_and_its_reason(trials: Trials, caplo
     fit([callback := AutotuneCallback(max_workers=3)], plain(), max_epochs=2, logger=log)
     (line,) = own_lines(caplog)
     assert line.startswith(
-        "AutotuneCallback, epoch 0: num_workers 0 -> 3, prefetch_factor None -> 2, persistent_workers False -> True: "
-        "the fastest of 4 tried (num_workers=0: 100 ms a step, num_workers=3, prefetch_factor=2: 30 ms a step). "
+        "AutotuneCallback, epoch 0: num_workers 0 -> 3, prefetch_factor None -> 2, persistent_workers False -> True, "
+        "batches in place: the fastest of 4 tried "
+        "(num_workers=0: 100 ms a step, num_workers=3, prefetch_factor=2, in place: 30 ms a step). "
     )
     (move,) = callback.moves
     assert (move.epoch, move.setting.num_workers, move.setting.persistent_workers) == (0, 3, True)
@@ -244,7 +331,7 @@ def test_the_users_setting_is_kept_when_no_other_is_faster(trials: Trials, caplo
     watching = Watching()
     fit([callback := AutotuneCallback(max_workers=3), watching], plain(num_workers=1), max_epochs=3)
     assert own_lines(caplog) == [
-        "AutotuneCallback keeps num_workers=1, prefetch_factor=2: none of 3 tried makes steps more than 3% shorter."
+        "AutotuneCallback keeps num_workers=1, prefetch_factor=2: none of 4 tried makes steps more than 3% shorter."
     ]
     assert callback.moves == ()
     assert watching.last == [1] * 3
@@ -283,6 +370,43 @@ def test_the_starvation_report_restarts_once_after_the_trials(trials: Trials, mo
     watching = LambdaCallback(on_train_batch_start=lambda *_: watched.append(starvation.measured_fit))
     fit([AutotuneCallback(max_workers=3), starvation, watching], plain(batch_size=1), max_epochs=2)
     assert runs == [watched[0]]
+
+
+TRIAL_S = 31
+
+
+@pytest.mark.parametrize("best", [1, 3], ids=["kept", "changed"])
+@pytest.mark.parametrize("is_tuned_first", [True, False])
+def test_the_time_of_trials_is_a_part_of_the_wall_time_and_of_no_step(
+    *, is_tuned_first: bool, best: int, trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reading of the clock takes 1 us, and a trial 31 s."""
+    now_ns = 0
+
+    def clock() -> int:
+        nonlocal now_ns
+        now_ns += 1000
+        return now_ns
+
+    def slow_trial(*args: Any, **kwargs: Any) -> Any:
+        nonlocal now_ns
+        now_ns += TRIAL_S * 10**9
+        return trials(*args, **kwargs)
+
+    monkeypatch.setattr(tune_loader, "run_trial", slow_trial)
+    monkeypatch.setattr(starvation_module, "WallClock", partial(WallClock, clock))
+    monkeypatch.setattr(starvation_run_module, "MeasuredLoop", partial(MeasuredLoop, clock=clock))
+    trials.steps_s = {0: 0.1, 1: 0.09, 2: 0.05, best: 0.03}
+    starvation = GPUStarvationCallback(report=False)
+    callbacks = [AutotuneCallback(max_workers=3, budget_s=1000), starvation]
+    fit(callbacks if is_tuned_first else callbacks[::-1], plain(batch_size=1, num_workers=1), max_epochs=2)
+    measured = starvation.report().measurements
+    assert measured.wall is not None
+    assert measured.wall.times("trials") == 1
+    assert measured.wall.seconds("trials") == pytest.approx(TRIAL_S * len(trials.settings), abs=0.1)
+    assert measured.wall.run_s < 1
+    assert measured.timeline is not None
+    assert max(steps.to_ms for steps in measured.timeline.bins) < 1000
 
 
 @pytest.mark.parametrize("made", LOADERS)

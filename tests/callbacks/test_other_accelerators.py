@@ -4,6 +4,7 @@ import logging
 from types import SimpleNamespace
 from typing import Any
 
+import accelerators
 import pytest
 import torch
 from accelerators import OnCpu, SaysDevice, Xpu, register
@@ -89,3 +90,33 @@ def test_xpu_batches_are_prefetched_and_timed_by_xpu_events(
     assert xpu.timing_events > 0
     stats = starvation.report().stats
     assert (stats.steps + EPOCHS, stats.lost_steps) == (EPOCHS * BATCHES, 0)
+
+
+@pytest.mark.parametrize("is_measured_first", [True, False])
+def test_trials_lengthen_no_step_on_a_device(*, is_measured_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event takes 1 us, and the trials 31 s: neither the step before nor the step after has them."""
+    register(monkeypatch, "xpu", Xpu())
+    now_s = 0.0
+
+    def clock() -> float:
+        nonlocal now_s
+        now_s += 1e-6
+        return now_s
+
+    monkeypatch.setattr(accelerators, "time", SimpleNamespace(monotonic=clock))
+    starvation = GPUStarvationCallback(report=False)
+
+    class Tries(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            nonlocal now_s
+            run = starvation.measured_fit
+            if batch_idx == BATCHES // 2 and run is not None:
+                with run.trials():
+                    now_s += 31.0
+
+    callbacks: list[Callback] = [starvation, Tries()]
+    fit("xpu", callbacks if is_measured_first else callbacks[::-1])
+    measured = starvation.report().measurements
+    assert measured.timeline is not None
+    assert sum(steps.steps for steps in measured.timeline.bins) == EPOCHS * (BATCHES - 2)  # nor the first of an epoch
+    assert max(steps.to_ms for steps in measured.timeline.bins) < 1

@@ -414,7 +414,7 @@ def test_lightning_can_rebuild_a_changed_loader_for_several_ranks(kind: Any) -> 
 def test_a_tuned_copy_hands_batches_over_as_the_wrapped_loader_does(hand_over: Any) -> None:
     settings = LoaderSettings(num_workers=2, hand_over=hand_over)
     loader = FastDataModule.wrap(Gives(DataLoader(Rows(), batch_size=6)), loader=settings).train_dataloader()
-    tuned = with_setting(loader, Setting(num_workers=1, prefetch_factor=2))
+    tuned = with_setting(loader, Setting.of(loader).with_workers(1))
     assert [uses_slots(loader), uses_slots(tuned)] == [hand_over == "slots"] * 2
     for batches in (iter(loader), iter(tuned)):
         assert (memory_of(batches) is not None) is (hand_over == "slots")

@@ -11,9 +11,12 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from measure.small_fits import make_trainer
 from torch.utils.data import DataLoader, Dataset, Subset
+from torchdata.stateful_dataloader import StatefulDataLoader
 from torchvision.datasets import ImageFolder
 
 from lightning_feed import GPUStarvationCallback
+from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.slot_loaders import put_in_slots
 from lightning_feed.measure.facts import loader_facts
 from lightning_feed.measure.measurements import LoopFacts, Measurements
 from lightning_feed.measure.stats import LoaderStats
@@ -105,3 +108,32 @@ def test_decodes_whole_is_true_for_image_folders_cropped_after_decoding(class_fo
     assert decodes_whole(None) is False
     assert decodes_whole(crop, DecodesItself) is False
     assert loader_facts([DataLoader(Photos())]).decodes_whole is False
+
+
+def _in_slots(loader: DataLoader[Any]) -> DataLoader[Any]:
+    put_in_slots(loader)
+    return loader
+
+
+WITH_WORKERS: dict[str, Any] = {"batch_size": 2, "num_workers": 1}
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 under torch 2.13 and later
+@pytest.mark.parametrize(
+    ("make", "in_place", "may_use_slots"),
+    [
+        (lambda: [DataLoader(Photos(), **WITH_WORKERS)], False, True),
+        (lambda: [_in_slots(DataLoader(Photos(), **WITH_WORKERS))], True, False),
+        (lambda: [FeedLoader(Photos(), **WITH_WORKERS)], True, False),
+        (lambda: [FeedLoader(Photos(), hand_over="torch", **WITH_WORKERS)], False, False),  # as the user wants it
+        (lambda: [FeedLoader(Photos(), workers="thread", **WITH_WORKERS)], None, None),
+        (lambda: [DataLoader(Photos(), batch_size=2)], None, None),
+        (lambda: [StatefulDataLoader(Photos(), **WITH_WORKERS)], False, False),
+        (lambda: [FeedLoader(Photos(), **WITH_WORKERS), DataLoader(Photos(), **WITH_WORKERS)], False, True),
+    ],
+)
+def test_loader_facts_say_whether_batches_are_in_place_or_could_be(
+    make: Any, in_place: bool | None, may_use_slots: bool | None
+) -> None:
+    facts = loader_facts(make())
+    assert (facts.in_place, facts.may_use_slots) == (in_place, may_use_slots)

@@ -92,6 +92,20 @@ def test_epoch_starts_and_gaps_do_not_lower_the_production_rate(tmp_path: Path) 
     assert stats.produced_per_s == pytest.approx(100)
 
 
+def test_a_pause_of_training_does_not_lower_the_production_rate(tmp_path: Path) -> None:
+    iterator = Imitated()
+    loop = Loop(tmp_path, iterator)
+    loop.fetch()
+    for steps in (3, 4):
+        for _ in range(steps):
+            loop.step(10)
+            loop.fetch()
+        loop.watch.pause()
+        loop.step(5000)
+        loop.watch.go_on()
+    assert loop.watch.take().produced_per_s == pytest.approx(100)
+
+
 def test_head_of_line_pct_is_the_share_of_waiting_lost_to_batch_order(tmp_path: Path) -> None:
     iterator = Imitated()
     loop = Loop(tmp_path, iterator)

@@ -6,14 +6,16 @@ from typing import Any, get_args
 
 import pytest
 from report.sample_reports import nothing_measured, sample, sample_facts, sample_stats
+from verdict.cases import READY, measured
 
 from lightning_feed.measure.experiment_results import ExperimentResults, FunctionCost, NamedCost
+from lightning_feed.measure.measurements import LoaderCode
 from lightning_feed.measure.wall import WallPart, WallStats
 from lightning_feed.report.document import make_report
 from lightning_feed.report.files import as_html, as_markdown, as_text
 from lightning_feed.report.next_step import next_step
 from lightning_feed.report.report import RunIdentity
-from lightning_feed.verdict.decide import share_text
+from lightning_feed.verdict.decide import decide, share_text
 from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Diagnosis, Grade, Remedy
 
 RUN = RunIdentity(program="train.py", has_arguments=True)
@@ -279,3 +281,88 @@ def test_a_note_used_as_the_next_step_is_printed_once() -> None:
     text = as_text(_found(cause="jitter", notes=("try a larger prefetch_factor", "another")))
     assert text.count("try a larger prefetch_factor") == 1
     assert "note  another" in text
+
+
+BY_TORCH: dict[str, Any] = {
+    "num_workers": 8,
+    "usable_cpus": 16,
+    "workers": "process",
+    "device_type": "cuda",
+    "size_bytes": 100_000_000,
+    "may_use_slots": True,
+    "in_place": False,
+    "pin_memory": False,
+    "pinned": False,
+    "loader_code": LoaderCode(
+        words="your training DataLoader (Birds.train_dataloader, train.py:9)", datamodule="Birds"
+    ),
+    "stats": {"prefetch_active": True},
+}
+"""Eight workers that send large batches as torch does, seen with LIGHTNING_FEED=1."""
+PINNED = {"pin_memory": True, "pinned": True}
+IN_PLACE = PINNED | {"may_use_slots": False, "in_place": True}
+TUNED = {"tuned": True}
+WRAPPED = {"loader_code": LoaderCode(words="the LoaderSettings(...)", form="settings", datamodule="Birds")}
+COPIES: dict[str, Any] = {"step": 33.2, "data": 1.0, "h2d": 24.0}
+WAITS: dict[str, Any] = {"step": 10.3, "data": 6.0, "loaders": READY}
+TRY_IN_PLACE = (
+    "`LIGHTNING_FEED=tune python train.py` hands batches over in place, tries numbers of workers, and takes the fastest"
+)
+OTHER_NUMBERS = f"{TUNE}: it tries other numbers of workers"
+SEND_LESS = "send fewer bytes: a smaller dtype, such as uint8 images, or smaller batches"
+HAND_LESS = "batches are ready in time, and handing one over takes 6.0 ms: fewer or smaller tensors take less"
+KEEPS_UP = "nothing, the loader keeps up"
+PIN = "pin_memory: False -> True in your training DataLoader (Birds.train_dataloader, train.py:9): `pin_memory=True`"
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [(COPIES, TRY_IN_PLACE), (IN_PLACE | TUNED | COPIES | {"data": 0.0, "h2d": 0.0}, KEEPS_UP)],
+        [(COPIES, TRY_IN_PLACE), (IN_PLACE | TUNED | COPIES, SEND_LESS)],
+        [(COPIES, TRY_IN_PLACE), (IN_PLACE | TUNED | WAITS, HAND_LESS)],
+        [(WAITS, TRY_IN_PLACE), (IN_PLACE | TUNED | WAITS, HAND_LESS)],
+        [(PINNED | COPIES, TRY_IN_PLACE), (IN_PLACE | TUNED | COPIES, SEND_LESS)],
+        # The user wraps the data module instead.
+        [
+            (WAITS, TRY_IN_PLACE),
+            (IN_PLACE | WRAPPED | WAITS, OTHER_NUMBERS),
+            (IN_PLACE | WRAPPED | TUNED | WAITS, HAND_LESS),
+        ],
+        # Training is no faster with batches in place.
+        [
+            (COPIES, TRY_IN_PLACE),
+            (TUNED | COPIES, PIN),
+            (TUNED | PINNED | COPIES, SEND_LESS),
+        ],
+        [(WAITS, TRY_IN_PLACE), (TUNED | WAITS, HAND_LESS)],
+        # Batches cannot come in place.
+        [({"may_use_slots": False} | COPIES, PIN), ({"may_use_slots": False} | PINNED | COPIES, SEND_LESS)],
+    ],
+)
+def test_following_each_next_step_leads_neither_in_a_circle_nor_to_a_dead_end(runs: list[Any]) -> None:
+    steps = []
+    for run, expected in runs:
+        diagnosis = decide(measured(**BY_TORCH | run))
+        step = next_step(diagnosis, RunIdentity(program="train.py"))
+        assert step == expected
+        steps.append(step)
+    assert len(set(steps)) == len(steps)
+    assert steps[-1] in (SEND_LESS, HAND_LESS, KEEPS_UP)
+
+
+def test_batches_in_place_come_first_after_a_diagnosis_and_in_a_notebook_too() -> None:
+    diagnosed = decide(measured(**BY_TORCH | COPIES, experiments={}))
+    assert next_step(diagnosed, RunIdentity(program="train.py")) == TRY_IN_PLACE
+    assert next_step(diagnosed, RunIdentity(program="notebook")) == (
+        f"{TUNE}: it hands batches over in place, tries numbers of workers, and takes the fastest"
+    )
+
+
+def test_the_text_says_what_batches_in_place_save_at_most() -> None:
+    lines = as_text(decide(measured(**BY_TORCH | COPIES)), RunIdentity(program="train.py")).splitlines()
+    first = next(index for index, line in enumerate(lines) if line.startswith("fix"))
+    assert lines[first] == "fix   as the datamodule of trainer.fit, in place of Birds(...)"
+    assert "FastDataModule.wrap(Birds(...))" in lines[first + 2]
+    assert "at most 3.61 x as fast" in " ".join(lines)
+    assert not any("pin_memory" in line for line in lines)

@@ -137,6 +137,33 @@ def test_larger_prefetch_factors_are_tried_only_for_uneven_batches() -> None:
     assert {setting.prefetch_factor for setting in even.tried} == {None, 2}
 
 
+def in_place(setting: Setting) -> Setting:
+    return replace(setting, in_place=True)
+
+
+@pytest.mark.parametrize(("place_s", "best"), [({8: 0.010, 2: 0.012}, 8), ({8: 0.010, 2: 0.006}, 2)])
+def test_batches_in_place_win_also_with_the_users_number_of_workers(place_s: dict[int, float], best: int) -> None:
+    tried: list[Setting] = []
+
+    def run(setting: Setting) -> Trial:
+        tried.append(setting)
+        step_s = place_s.get(setting.num_workers, 0.02) if setting.in_place else 0.033
+        return Trial(setting=setting, steps_s=(step_s,))
+
+    choice = find_setting(Space(own=workers(8), cpus=16, most_workers=32, in_place=True), run)
+    assert choice is not None
+    assert choice.setting == in_place(workers(best))
+    assert tried[:3] == [workers(8), in_place(workers(8)), workers(0)]
+    assert all(setting.in_place for setting in tried[3:])
+
+
+def test_batches_in_place_are_not_tried_twice_if_the_users_own_are() -> None:
+    machine = FakeMachine("linear", 4)
+    space = Space(own=in_place(workers(2)), cpus=4, most_workers=8, in_place=True)
+    assert find_setting(space, machine.run) is not None
+    assert machine.tried[:2] == [in_place(workers(2)), workers(0)]
+
+
 def test_search_adds_no_workers_once_the_model_is_fed() -> None:
     machine = FakeMachine("linear", 192, model_s=0.2)
     search(machine)

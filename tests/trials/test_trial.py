@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,9 +19,11 @@ from lightning_feed.errors import DatasetError, LoaderError
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.settings import Setting
+from lightning_feed.load.slot_loaders import uses_slots
+from lightning_feed.trials import trial as trial_module
 from lightning_feed.trials.search import Trial
-from lightning_feed.trials.training_work import TrainingWork
-from lightning_feed.trials.trial import Feasible, TrialLimits, feasible, run_trial, worker_memory
+from lightning_feed.trials.training_work import ImitatedTraining, TrainingWork
+from lightning_feed.trials.trial import Feasible, TrialLimits, run_trial, worker_memory
 
 # torchdata 0.11 calls a function that torch 2.15 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -207,8 +209,13 @@ PROBE = Trial(
 )
 
 
-def setting(workers: int, prefetch: int = 2, kind: str = "process") -> Setting:
-    return Setting(num_workers=workers, prefetch_factor=prefetch, workers=kind)  # type: ignore[arg-type]
+def setting(workers: int, prefetch: int = 2, kind: str = "process", *, in_place: bool = False) -> Setting:
+    return Setting(
+        num_workers=workers,
+        prefetch_factor=prefetch,
+        workers=kind,  # type: ignore[arg-type]
+        in_place=in_place,
+    )
 
 
 def test_small_dev_shm_limits_workers_and_prefetch_factor() -> None:
@@ -227,12 +234,47 @@ def test_small_dev_shm_limits_workers_and_prefetch_factor() -> None:
 def test_slots_are_not_limited_by_dev_shm_or_open_files() -> None:
     many = replace(PROBE, batch_tensors=100)
     assert LIMITS.broken(setting(5), [many])
-    assert replace(LIMITS, in_slots=True).broken(setting(5), [many]) == ""
+    assert LIMITS.broken(setting(5, in_place=True), [many]) == ""
+
+
+def test_a_setting_says_whether_batches_are_in_slots() -> None:
     options = {"num_workers": 2, "batch_size": 4}
-    assert feasible(FeedLoader(Numbers(), **options), MACHINE).in_slots
-    assert not feasible(FeedLoader(Numbers(), hand_over="torch", **options), MACHINE).in_slots
-    assert not feasible(FeedLoader(Numbers(), workers="thread", **options), MACHINE).in_slots
-    assert not feasible(DataLoader(Numbers(), **options), MACHINE).in_slots
+    assert Setting.of(FeedLoader(Numbers(), **options)).in_place
+    assert not Setting.of(FeedLoader(Numbers(), hand_over="torch", **options)).in_place
+    assert not Setting.of(FeedLoader(Numbers(), workers="thread", **options)).in_place
+    assert not Setting.of(DataLoader(Numbers(), **options)).in_place
+    assert not Setting.of(FeedLoader(Numbers(), batch_size=4)).in_place  # nothing is handed over
+
+
+class Noted(ImitatedTraining):
+    """Notes its work, and does none."""
+
+    works: ClassVar[list[TrainingWork]] = []
+
+    def __init__(self, work: TrainingWork) -> None:
+        self.works.append(work)
+        super().__init__(NO_WORK)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_batches_in_place_are_tried_in_slots_and_without_the_wait_for_their_copy(
+    *, in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, where the test sees the loader."""
+    monkeypatch.setattr(trial_module, "run_in_children", lambda measure, **_: [measure()])
+    monkeypatch.setattr(trial_module, "ImitatedTraining", Noted)
+    monkeypatch.setattr(Noted, "works", [])
+    copies: list[DataLoader[Any]] = []
+    clone = trial_module.clone_loader
+    monkeypatch.setattr(trial_module, "clone_loader", lambda *args: copies.append(clone(*args)) or copies[-1])
+    work = TrainingWork(step_s=0.03, cpu_s=0.025, copy_s=0.02, on_device=True)
+    wanted = setting(1, in_place=in_place)
+    loader = DataLoader(Numbers(), batch_size=4)
+    assert run_trial(loader, wanted, work, QUICK).steps_s
+    assert uses_slots(copies[0]) is in_place
+    assert not uses_slots(loader)
+    expected = TrainingWork(step_s=pytest.approx(0.01), cpu_s=pytest.approx(0.01), on_device=True)
+    assert Noted.works == [expected if in_place else work]
 
 
 def test_memory_limit_uses_measured_or_else_estimated_worker_memory() -> None:

@@ -175,6 +175,7 @@ TUNED = Tuned(
     setting=SETTING,
     reason="by decree",
     own=Setting(num_workers=0),
+    in_place=replace(SETTING, in_place=True),
     trials=(Trial(setting=SETTING, steps_s=(0.1, 0.2), start_s=0.1),),
     work=TrainingWork(step_s=0.05),
     remembered=True,

@@ -320,6 +320,7 @@ def test_compute_has_low_confidence_if_steps_far_exceed_the_model_alone(
         (CUDA | {"pin_memory": True}, {}, None, "not overlapped"),
         (CUDA | {"pin_memory": True, "pinned": True}, {}, None, "not overlapped"),
         (CUDA | {"pin_memory": True, "pinned": False}, {}, None, "unpinned"),  # seen counts more than believed
+        (CUDA | {"pin_memory": True, "pinned": False, "in_place": True}, {}, None, "unpinned"),
         (CUDA | {"pin_memory": False, "pinned": True}, {}, None, "not overlapped"),
         (CUDA | {"backend": "dali-gpu", "pin_memory": True, "pinned": False}, {}, None, "not overlapped"),
         (CUDA | {"pin_memory": True}, {"prefetch_active": False}, None, "not overlapped"),
@@ -509,6 +510,9 @@ _FACTS = st.builds(
     persistent_workers=st.none() | st.booleans(),
     in_order=st.none() | st.booleans(),
     workers=st.sampled_from([None, "process", "thread"]),
+    in_place=st.none() | st.booleans(),
+    may_use_slots=st.none() | st.booleans(),
+    tuned=st.none() | st.booleans(),
     ours=st.none() | st.booleans(),
     size_bytes=st.none() | st.integers(0, 1 << 30),
     tensors=_COUNT,
@@ -654,6 +658,7 @@ def _is_sound(diagnosis: Diagnosis) -> None:
     assert order.index(diagnosis.confidence) <= order.index(diagnosis.stats.confidence)
     assert len({remedy.code for remedy in diagnosis.remedies}) == len(diagnosis.remedies)
     gains = [remedy.most_gain_pct for remedy in diagnosis.remedies]
+    changes = [remedy.changes for remedy in diagnosis.remedies]
     assert len(gains) <= MOST_REMEDIES
     assert gains == sorted(gains, key=lambda gain: -(gain or 0.0))
     for remedy in diagnosis.remedies:
@@ -665,5 +670,6 @@ def _is_sound(diagnosis: Diagnosis) -> None:
         assert remedy.most_gain_pct is not None
         assert LEAST_GAIN_PCT <= remedy.most_gain_pct <= 100 * (1 + 1e-9)
         assert remedy.least_step_ms is None or 0 <= remedy.least_step_ms <= step * (1 + 1e-9), remedy
+    assert len({*changes} & {"hand_over='slots'", "pin_memory=True"}) <= 1
     assert len(diagnosis.notes) <= MOST_NOTES
     assert not any("\n" in line for line in (*diagnosis.notes, *diagnosis.why_not))

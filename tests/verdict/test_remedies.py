@@ -23,7 +23,6 @@ from lightning_feed.verdict.thresholds import (
     HEAD_OF_LINE_PCT,
     LEAST_GAIN_PCT,
     LEAST_UNSURE_GAIN_PCT,
-    MODERATE_PCT,
     MOST_REMEDIES,
 )
 
@@ -55,6 +54,8 @@ IMAGES: dict[str, Any] = {
     "backend": "torch",
     "ours": True,
 }
+BY_TORCH: dict[str, Any] = {"workers": "process", "in_place": False, "may_use_slots": True}
+"""Worker processes hand batches over as torch does, but need not."""
 COLD = ASLEEP | {"page_cache_pct": 10.0, "disk_mb_per_s": 30.0}
 STARTS: dict[str, Any] = {"batches_per_epoch": 5, "persistent_workers": False, "may_persist": True}
 SLOW_START: dict[str, Any] = {"data": 0.0, "stats": {"epoch_start_s": 0.7}}
@@ -181,6 +182,25 @@ CONTRACTS = {
             "validation": {"stage": "validate"},
         },
     ),
+    "batches in place": Contract(
+        run={"data": 0.0, "h2d": 40.0, **CUDA, "pin_memory": False, **BY_TORCH},
+        changes="hand_over='slots'",
+        code="AutotuneCallback()",
+        step_ms=60.0,
+        without={
+            "in place already": {"may_use_slots": False, "in_place": True},
+            "a loader that iterates in its own way": {"may_use_slots": False},
+            "tried": {"tuned": True},
+            "a stream, which is not tuned": {"map_style": False},
+            "several loaders, which are not tuned": {"every_num_workers": (2, 2)},
+            "a driver that does not lock slots": {"device_type": "xpu"},
+            "a loop of the user's own": {"loop": "plain"},
+            "validation": {"stage": "validate"},
+            "nvJPEG decodes": {"backend": "nvjpeg"},
+            "small tensors, each a copy of its own": {"pin_memory": True, "tensors": 100, "size_bytes": 100_000},
+            "hidden": {"h2d": 2.0},
+        },
+    ),
     "pinned memory": Contract(
         run={
             "data": 0.0,
@@ -195,6 +215,7 @@ CONTRACTS = {
             "pinned already": {"pin_memory": True},
             "no GPU": {"device_type": "cpu"},
             "hidden": {"h2d": 2.0},
+            "batches can come in place": BY_TORCH,
         },
     ),
     "prefetch callback": Contract(
@@ -636,24 +657,54 @@ def test_workers_are_not_advised_while_a_dataset_still_fills_its_cache() -> None
     assert step.startswith("train for a second epoch before you change workers: dataset.kept keeps what was read")
 
 
-HANDED_OVER = {"workers": "process", "loaders": READY}
 OWN_DATA = LoaderCode(words="your training DataLoader (Data.train_dataloader, data.py:41)", datamodule="Data")
+WRAP = "from lightning_feed import FastDataModule\nFastDataModule.wrap(Data(...))"
+PINNING = READY | {"handover_pct": 0.0, "pin_lag_ms": 38.0}
 
 
 @pytest.mark.parametrize(
-    ("loader_code", "data", "said"),
+    ("run", "code", "saved_ms"),
     [
-        (OWN_DATA, 40.0, True),
-        (OWN_DATA, under(MODERATE_PCT), False),  # too little to change a program for
-        (replace(OWN_DATA, datamodule=""), 40.0, False),
-        (replace(OWN_DATA, form="settings"), 40.0, False),  # its workers do so already
+        ({"loaders": READY}, WRAP, 40.0),
+        ({"loaders": PINNING, **CUDA}, WRAP, 40.0),
+        ({"loaders": READY, "h2d": 20.0, **CUDA, "pin_memory": False}, WRAP, 60.0),
+        ({"data": 0.0, "h2d": 20.0, **CUDA}, WRAP, 20.0),
+        ({"loaders": BUSY, "h2d": 20.0, **CUDA, "pin_memory": False}, WRAP, 20.0),  # making batches is another matter
+        ({"loaders": READY, "map_style": False}, WRAP, 40.0),  # a stream
+        ({"loaders": READY, "map_style": False, "tuned": True}, WRAP, 40.0),
+        ({"loaders": READY, "loader_code": replace(OWN_DATA, datamodule="")}, "AutotuneCallback()", 40.0),
+        (
+            {"loaders": READY, "loader_code": replace(OWN_DATA, trainer_key="--trainer.")},
+            "--trainer.callbacks+=lightning_feed.AutotuneCallback",
+            40.0,
+        ),
     ],
 )
-def test_notes_advise_wrap_if_handing_batches_over_takes_the_time(
-    loader_code: LoaderCode, data: float, said: bool
+def test_batches_in_place_save_at_most_what_handing_over_and_copying_takes(
+    run: dict[str, Any], code: str, saved_ms: float
 ) -> None:
-    diagnosis = decide(measured(data=data, loader_code=loader_code, **HANDED_OVER))
-    assert (
-        any(note.startswith("FastDataModule.wrap(Data(...)) hands batches over in place") for note in diagnosis.notes)
-        is said
-    )
+    diagnosis = decide(measured(**({"loader_code": OWN_DATA, **BY_TORCH} | run)))
+    remedy = next(remedy for remedy in diagnosis.remedies if remedy.changes == "hand_over='slots'")
+    assert (remedy.code, remedy.least_step_ms) == (code, pytest.approx(100.0 - saved_ms))
+    if saved_ms > 20:
+        assert remedy == diagnosis.remedies[0]
+    assert not any("pin_memory" in text for text in (*[each.code for each in diagnosis.remedies], *diagnosis.notes))
+    assert not any("fewer bytes" in note for note in diagnosis.notes)
+
+
+def test_the_callback_that_copies_ahead_comes_after_batches_in_place() -> None:
+    diagnosis = decide(measured(data=0.0, h2d=40.0, **CUDA, **BY_TORCH))
+    assert [remedy.changes for remedy in diagnosis.remedies] == ["hand_over='slots'", "prefetch_callback=True"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"pin_memory": False, "stage": "validate"}, "try pin_memory=True"),
+        ({"pin_memory": True}, "give their class a method pin_memory(), or use dicts and lists of tensors"),
+        ({"pin_memory": True, "in_place": True}, "allow more locked memory (`ulimit -l`), or use smaller batches"),
+    ],
+)
+def test_notes_say_why_batches_are_in_pageable_memory(facts: dict[str, Any], said: str) -> None:
+    diagnosis = decide(measured(data=0.0, h2d=40.0, **CUDA | {"pinned": False} | facts))
+    assert diagnosis.notes[0].endswith(said)

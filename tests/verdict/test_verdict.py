@@ -7,6 +7,7 @@ from verdict.cases import BUSY, loop_facts, measured, under
 
 from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements
 from lightning_feed.measure.stats import MIN_STEPS, StarvationStats
+from lightning_feed.measure.wall import Part, WallPart, WallStats
 from lightning_feed.report.report import headline
 from lightning_feed.verdict.decide import decide
 from lightning_feed.verdict.diagnosis import Diagnosis
@@ -185,3 +186,12 @@ def test_time_between_steps_and_its_share_are_one_figure() -> None:
     assert diagnosis.bottleneck == "framework"
     assert "50.0 of 100.0 ms (50 %) between the steps" in diagnosis.evidence
     assert "50 % of each step between the steps" in headline(diagnosis)
+
+
+def test_trials_are_no_part_of_the_run_in_shares() -> None:
+    parts: dict[Part, float] = {"train": 10.0, "trials": 60.0, "validation": 30.0}
+    wall = WallStats(wall_s=100.0, parts=tuple(WallPart(name=name, seconds=s, times=1) for name, s in parts.items()))
+    assert wall.run_s == 40.0
+    diagnosis = decide(measured(data=0.0, wall=wall))
+    assert diagnosis.bottleneck == "validation"
+    assert diagnosis.evidence == ("validation takes 75 % of the run",)
