@@ -367,6 +367,8 @@ class AutotuneCallback(Callback):
         ranks = gather(trainer, (self._before_ms, mean_step_ms(run)))
         before_ms = max((before or math.inf) for before, _ in ranks)  # the slowest rank counts
         after_ms = max((after or 0.0) for _, after in ranks)
+        if not after_ms or before_ms == math.inf:
+            return  # too few steps could be measured
         reason = (
             f"training itself took {before_ms:.3g} ms a step with {tuned.own} and {after_ms:.3g} with {tuned.setting}"
         )

@@ -149,6 +149,8 @@ def apply(remedy: Any, folder: Path, program: str) -> list[str]:
     elif form == "datamodule":
         name = _between(r"(?:\(|makes your )(\w+)\)?$", where)
         source.set_keywords(_only(source.calls(name), name), code)
+    elif form == "replacement" and "FastDataModule.wrap(" in code:
+        _wrap(source, code, where)
     else:
         raise CannotApply(f"no form: {form!r} for {code!r}")
     source.save()
@@ -298,6 +300,15 @@ def _add_callback(source: Source, code: str) -> None:
         raise CannotApply("callbacks of the Trainer are no list")
     kept = [ast.unparse(one) for one in given.elts if not (isinstance(one, ast.Call) and _name(one.func) == kind)]
     source.set_keywords(trainer, f"callbacks=[{', '.join([*kept, code])}]")
+
+
+def _wrap(source: Source, code: str, where: str) -> None:
+    """Put the call that makes the data module into the call of ``wrap`` in the last line of the code."""
+    name = _between(r"in place of (\w+)\(\.\.\.\)", where)
+    path, number, node = _only(source.calls(name), name)
+    call = code.splitlines()[-1]
+    source.replace((path, number), node, call.replace(f"{name}(...)", ast.unparse(node)))
+    source.import_names((path, number), call)
 
 
 def _set_settings(source: Source, code: str, where: str) -> None:

@@ -76,6 +76,8 @@ def test_apply_refuses_an_ambiguous_loader_call(tmp_path: Path) -> None:
          "Data(batch_size=8, stage_to='/dev/shm')"),
         ("settings", "num_workers=4", "num_workers: 2 -> 4 in loader=LoaderSettings(...) of your Data",
          "Data(batch_size=8, loader=LoaderSettings(num_workers=4))"),
+        ("replacement", "from lightning_feed import FastDataModule\nFastDataModule.wrap(Data(...))",
+         "as the datamodule of trainer.fit, in place of Data(...)", "FastDataModule.wrap(Data(batch_size=8))"),
     ],
 )  # fmt: skip
 def test_apply_puts_each_form_of_remedy_where_it_belongs(

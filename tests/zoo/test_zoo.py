@@ -104,6 +104,7 @@ def test_every_remedy_can_be_applied_as_printed(project: Project, folder: Path) 
 
 def _compatible(remedies: list[Remedy]) -> list[list[Remedy]]:
     """Each way to set the loader by itself, since they exclude each other, and all other remedies with the first."""
-    of_loaders = [remedy for remedy in remedies if "workers" in remedy.code or "in_order" in remedy.code]
+    ways = ("workers", "in_order", "wrap(")
+    of_loaders = [remedy for remedy in remedies if any(way in remedy.code for way in ways)]
     others = [remedy for remedy in remedies if remedy not in of_loaders]
     return [[*of_loaders[:1], *others], *([remedy] for remedy in of_loaders[1:])]
