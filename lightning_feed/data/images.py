@@ -24,10 +24,10 @@ from lightning_feed.images.dali_binding import DaliOptions, decode_threads
 from lightning_feed.images.dali_decoder import DaliImageDecoder, PipelineSpec
 from lightning_feed.images.image_dataset import EncodedBatch, ImageDataset, collate_encoded, collate_images
 from lightning_feed.images.nvjpeg import decode_batch
+from lightning_feed.load import machine
 from lightning_feed.load.collate import BadSamples, OnError
 from lightning_feed.load.decoding import BatchDecoder
 from lightning_feed.load.kinds import Batch
-from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import mix_seed
 from lightning_feed.load.settings import LoaderSettings
 from lightning_feed.measure.measurements import DataModuleFacts
@@ -212,7 +212,7 @@ class FeedImageFolder(FeedDataModule):
         device = device_of(trainer)
         if self._images_dali is not None:
             return self._images_dali_decoder(split, images, device, self._images_dali)
-        if trainer is not None and device.type == "cuda":  # CUDA does not survive a later fork
+        if trainer is not None and device.type in machine.DECODING_BACKENDS:  # CUDA does not survive a later fork
             backends.require_nvjpeg(device)
         return None  # decoded in the transfer to the device
 
@@ -243,10 +243,10 @@ class FeedImageFolder(FeedDataModule):
         if split in self._images_decoders:
             self._images_decoders[split].release()
         ranks = 1 if trainer is None else trainer.num_devices
-        threads, reason = decode_threads(options, read_machine(), ranks)
+        threads, reason = decode_threads(options, machine.read_machine(), ranks)
         if not self._images_decoders:
             logger.info("DALI decodes with %d CPU threads for each pipeline: %s", threads, reason)
-        pin = device.type == "cuda" and self._feed.loaders.settings.pin_memory is not False
+        pin = device.type in machine.DECODING_BACKENDS and self._feed.loaders.settings.pin_memory is not False
         spec = PipelineSpec(
             batch_size=1,
             device=device if options.device == "gpu" else torch.device("cpu"),

@@ -15,6 +15,7 @@ from lightning_feed.images.choose import Choice, make_decoder
 from lightning_feed.images.dali_binding import DaliOptions, require_dali
 from lightning_feed.images.image_dataset import holds_pixels
 from lightning_feed.images.nvjpeg import nvjpeg
+from lightning_feed.load import machine
 from lightning_feed.storage.folder import SampleSource
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ def check_available(backend: str, device: torch.device) -> None:
             version than torch.
         MissingExtraError: DALI is not installed.
     """
-    if backend in GPU_BACKENDS and device.type != "cuda":
+    if backend in GPU_BACKENDS and device.type not in machine.DECODING_BACKENDS:
         raise SettingsError(
             f'backend={backend!r} decodes on a CUDA device, and training runs on {device.type}. Use backend="torch" '
             'or "dali-cpu".'

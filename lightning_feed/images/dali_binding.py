@@ -189,7 +189,7 @@ def take_output(pipeline: Any, device: torch.device) -> Tensor:
     Raises:
         RuntimeError: the error of an operator.
     """
-    stream = (torch.cuda.current_stream(device),) if device.type == "cuda" else ()
+    stream = () if device.type == "cpu" else (torch.get_device_module(device).current_stream(device),)
     outputs = pipeline.share_outputs(*stream)
     try:
         return from_dlpack(outputs[0].as_tensor())
@@ -212,7 +212,7 @@ def raise_if_no_memory(error: Exception, device: torch.device) -> None:
     """
     if any(text in str(error).lower() for text in _NO_MEMORY):
         advice = "Use a smaller batch_size, DaliOptions(prefetch=1) or fewer DaliOptions(threads=...)."
-        if device.type == "cuda":
+        if device.type != "cpu":
             raise torch.OutOfMemoryError(f"CUDA out of memory in DALI: {reason_of(error)} {advice}") from error
         raise LoaderError(f"DALI does not have enough memory. It said: {reason_of(error)} {advice}") from error
 
