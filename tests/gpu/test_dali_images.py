@@ -2,16 +2,17 @@
 
 import gc
 import logging
-import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from images.made_images import BROKEN, WHOLE
-from made_samples import jpegs
+from dali_batches import active_in, assert_nearly_the_same, write
+from images.made_images import BROKEN, WHOLE, encoded
+from made_samples import jpegs, photo
 from on_cuda import Seen, fitted, spin, warm_up
+from PIL import Image
 from torch import Tensor
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings, PrefetchCallback
@@ -23,11 +24,6 @@ pytest.importorskip("nvidia.dali")
 pytestmark = pytest.mark.gpu
 
 THREADS = LoaderSettings(num_workers=2, workers="thread", seed=1)
-
-
-def active_in(module: Any) -> tuple[str, ...]:
-    """The splits that have a pipeline now."""
-    return tuple(sorted(split for split, decoder in module._images_decoders.items() if decoder.active))
 
 
 class Noting(Seen):
@@ -56,15 +52,6 @@ def photos(tmp_path: Path) -> Path:
     return write(tmp_path / "photos", train=jpegs(10, subsampling=0), val=jpegs(5, subsampling=0))
 
 
-def write(root: Path, **splits: list[bytes]) -> Path:
-    for split, files in splits.items():
-        for index, data in enumerate(files):
-            folder = root / split / "ab"[index % 2]
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{index}.jpg").write_bytes(data)
-    return root
-
-
 def made(photos: Path, backend: Any = "dali-gpu", **options: Any) -> ImageFolderDataModule:
     given = {"batch_size": 4, "image_size": 32, "decoder": "pillow", "loader": THREADS, **options}
     return ImageFolderDataModule(photos, backend=backend, **given)
@@ -73,22 +60,6 @@ def made(photos: Path, backend: Any = "dali-gpu", **options: Any) -> ImageFolder
 def fit(module: ImageFolderDataModule, *callbacks: Any, **options: Any) -> Noting:
     model: Noting = fitted(Noting(module), module, *callbacks, **options)
     return model
-
-
-def steps_off(ours: Tensor, theirs: Tensor) -> Tensor:
-    """How far normalised images are apart, in steps of uint8."""
-    return (ours - theirs).abs() * 255 * torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
-
-
-def assert_nearly_the_same(
-    ours: list[tuple[Tensor, Tensor]], theirs: list[tuple[Tensor, Tensor]], db: float = 35
-) -> None:
-    assert len(ours) == len(theirs) > 0
-    for (images, labels), (expected, true_labels) in zip(ours, theirs, strict=True):
-        assert torch.equal(labels, true_labels)
-        assert images.shape == expected.shape
-        for one, other in zip(images, expected, strict=True):
-            assert 10 * math.log10(255**2 / max(steps_off(one, other).pow(2).mean().item(), 1e-9)) > db
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -180,9 +151,6 @@ def test_other_image_kinds_among_jpegs_match_the_torch_backend(photos: Path, nam
 
 
 def test_an_image_larger_than_largest_image_is_decoded_correctly(photos: Path) -> None:
-    from images.made_images import encoded
-    from made_samples import photo
-
     (photos / "val" / "a" / "0.jpg").write_bytes(encoded(photo(3000, 4000)))
     module = made(photos, DaliOptions(device="gpu", largest_image=(64, 64)))
     assert_nearly_the_same(fit(module).batches("val"), fit(made(photos, "torch")).batches("val"))
@@ -201,6 +169,7 @@ def test_a_broken_image_is_named_or_replaced(photos: Path, broken: str) -> None:
 def test_fifty_rebuilds_do_not_grow_device_memory(photos: Path) -> None:
     module = made(photos, image_size=224)
     loader = module.val_dataloader()
+    decoder = module._images_decoders["val"]
 
     def used_mb() -> float:
         gc.collect()
@@ -212,22 +181,19 @@ def test_fifty_rebuilds_do_not_grow_device_memory(photos: Path) -> None:
     def validate() -> None:
         for images, _ in loader:
             assert images.is_cuda
-        assert not loader.decode.active
+        assert active_in(module) == ()
 
     for _ in range(5):
         validate()
     before = used_mb()
     for _ in range(50):
         validate()
-    assert loader.decode.built == 55
+    assert decoder.built == 55
     assert used_mb() - before < 32
 
 
 def test_black_and_white_images_are_normalised_exactly(photos: Path) -> None:
     """Of a black image and a white one, known to the last bit but rounding."""
-    from images.made_images import encoded
-    from PIL import Image
-
     for value in (0, 255):
         picture = Image.fromarray(np.full((40, 40, 3), value, np.uint8))
         (photos / "val" / "a" / f"{value}.png").write_bytes(encoded(picture, "PNG"))

@@ -406,7 +406,7 @@ class SimulatedDevice(TorchDispatchMode):
         """The values that a tensor got from the host, as they were when its copy was queued."""
         content = self._block(tensor).content
         assert content is not None, "it was not copied from the host"
-        whole = content.contiguous().view(torch.uint8).flatten().clone().view(tensor.dtype)
+        whole = content.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8).view(tensor.dtype)
         return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
