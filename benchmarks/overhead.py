@@ -59,7 +59,8 @@ class Tiny(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.stamps.append((time.thread_time_ns(), time.perf_counter_ns()))
-        return self.layer(batch).sum()
+        loss: Tensor = self.layer(batch).sum()
+        return loss
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.0)

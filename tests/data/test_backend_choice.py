@@ -188,6 +188,6 @@ def test_nvjpeg_is_not_tried_for_other_backends_or_without_a_trainer(
     birds.train_dataloader()
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(twin="data/test_backend_choice.py::test_nvjpeg_is_tried_on_one_small_jpeg_before_training")
 def test_nvjpeg_is_available_on_a_gpu() -> None:
     require_nvjpeg(torch.device("cuda", 0))

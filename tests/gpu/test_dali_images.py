@@ -21,8 +21,6 @@ from lightning_feed.images.dali_binding import DaliOptions, upsamples_like_libjp
 
 pytest.importorskip("nvidia.dali")
 
-pytestmark = pytest.mark.gpu
-
 THREADS = LoaderSettings(num_workers=2, workers="thread", seed=1)
 
 
@@ -62,6 +60,7 @@ def fit(module: ImageFolderDataModule, *callbacks: Any, **options: Any) -> Notin
     return model
 
 
+@pytest.mark.gpu(twin="simulated/test_dali_images.py::test_dali_batches_of_a_fit_match_those_of_the_torch_backend")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_dali_batches_of_a_fit_match_those_of_the_torch_backend(photos: Path, dtype: torch.dtype) -> None:
     ours, theirs = fit(made(photos, dtype=dtype)), fit(made(photos, "torch", dtype=dtype))
@@ -71,6 +70,7 @@ def test_dali_batches_of_a_fit_match_those_of_the_torch_backend(photos: Path, dt
     assert [len(labels) for _, labels in ours.batches()] == [4, 4, 2] * 2
 
 
+@pytest.mark.gpu(no_twin="the chroma is upsampled by nvJPEG, and by libjpeg on the CPU")
 def test_images_with_subsampled_chroma_match_those_of_the_torch_backend(tmp_path: Path) -> None:
     """Repeated chroma is 28 dB from interpolated chroma on these pictures (libjpeg-turbo, crops as here)."""
     root = write(tmp_path / "photos", train=jpegs(10), val=jpegs(5))
@@ -80,6 +80,7 @@ def test_images_with_subsampled_chroma_match_those_of_the_torch_backend(tmp_path
     assert_nearly_the_same(ours.batches("val"), theirs.batches("val"), db)
 
 
+@pytest.mark.gpu(no_twin="the warnings were those of nvImageCodec's GPU decoders")
 def test_decoding_writes_nothing_to_stderr(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """nvImageCodec wrote a warning for every image with subsampled chroma."""
     module = made(write(tmp_path / "photos", train=jpegs(256), val=jpegs(2)), batch_size=64)
@@ -90,6 +91,7 @@ def test_decoding_writes_nothing_to_stderr(tmp_path: Path, capfd: pytest.Capture
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.gpu(twin="simulated/test_dali_images.py::test_dali_batches_of_a_fit_match_those_of_the_torch_backend")
 def test_prefetch_callback_does_nothing_for_batches_already_on_the_device(
     photos: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -102,6 +104,7 @@ def test_prefetch_callback_does_nothing_for_batches_already_on_the_device(
     assert_nearly_the_same(ours.batches(), fit(made(photos)).batches())
 
 
+@pytest.mark.gpu(twin="simulated/test_every_setting.py::test_a_value_of_a_setting_reaches_the_device")
 def test_dali_cpu_batches_are_prefetched_and_match_the_torch_backend(photos: Path) -> None:
     callback = PrefetchCallback()
     ours = fit(made(photos, "dali-cpu"), callback)
@@ -109,6 +112,9 @@ def test_dali_cpu_batches_are_prefetched_and_match_the_torch_backend(photos: Pat
     assert_nearly_the_same(ours.batches(), fit(made(photos, "torch")).batches())
 
 
+@pytest.mark.gpu(
+    twin="images/test_dali_decoder.py::test_kept_batches_do_not_change_after_the_pipeline_continues_and_ends"
+)
 def test_batches_in_use_are_not_overwritten_by_the_pipeline(photos: Path) -> None:
     """They are read late, and let go before that, while the pipeline goes on through several epochs."""
     module = made(photos)
@@ -130,6 +136,9 @@ def test_batches_in_use_are_not_overwritten_by_the_pipeline(photos: Path) -> Non
     assert len(set(expected)) == 2
 
 
+@pytest.mark.gpu(
+    twin="simulated/test_dali_images.py::test_validation_pipeline_exists_only_during_validation_unless_kept"
+)
 @pytest.mark.parametrize("limit", [1, None])
 @pytest.mark.parametrize("keep", [False, True])
 def test_validation_pipeline_exists_only_during_validation_unless_kept(
@@ -143,6 +152,7 @@ def test_validation_pipeline_exists_only_during_validation_unless_kept(
     assert active_in(module) == ()
 
 
+@pytest.mark.gpu(twin="simulated/test_dali_images.py::test_images_of_other_kinds_among_jpegs_are_trained_on")
 @pytest.mark.parametrize("name", ["CMYK", "greyscale", "RGBA PNG", "WebP", "16 bit PNG", "one pixel", "EXIF-rotated"])
 def test_other_image_kinds_among_jpegs_match_the_torch_backend(photos: Path, name: str) -> None:
     (photos / "val" / "a" / "0.jpg").write_bytes(WHOLE[name])
@@ -150,12 +160,14 @@ def test_other_image_kinds_among_jpegs_match_the_torch_backend(photos: Path, nam
     assert_nearly_the_same(ours.batches("val"), theirs.batches("val"))
 
 
+@pytest.mark.gpu(twin="simulated/test_dali_images.py::test_an_image_larger_than_largest_image_is_decoded_correctly")
 def test_an_image_larger_than_largest_image_is_decoded_correctly(photos: Path) -> None:
     (photos / "val" / "a" / "0.jpg").write_bytes(encoded(photo(3000, 4000)))
     module = made(photos, DaliOptions(device="gpu", largest_image=(64, 64)))
     assert_nearly_the_same(fit(module).batches("val"), fit(made(photos, "torch")).batches("val"))
 
 
+@pytest.mark.gpu(twin="simulated/test_dali_images.py::test_a_broken_image_is_named_or_replaced")
 @pytest.mark.parametrize("broken", ["JPEG cut in the middle", "PNG cut"])
 def test_a_broken_image_is_named_or_replaced(photos: Path, broken: str) -> None:
     (photos / "train" / "a" / "2.jpg").write_bytes(BROKEN[broken])
@@ -166,6 +178,7 @@ def test_a_broken_image_is_named_or_replaced(photos: Path, broken: str) -> None:
     assert module.failures() == 2
 
 
+@pytest.mark.gpu(twin="data/test_dali_images.py::test_fifty_pipeline_rebuilds_do_not_leak_memory")
 def test_fifty_rebuilds_do_not_grow_device_memory(photos: Path) -> None:
     module = made(photos, image_size=224)
     loader = module.val_dataloader()
@@ -192,6 +205,7 @@ def test_fifty_rebuilds_do_not_grow_device_memory(photos: Path) -> None:
     assert used_mb() - before < 32
 
 
+@pytest.mark.gpu(twin="images/test_dali_pipeline.py::test_dali_normalisation_matches_the_device_transform")
 def test_black_and_white_images_are_normalised_exactly(photos: Path) -> None:
     """Of a black image and a white one, known to the last bit but rounding."""
     for value in (0, 255):
