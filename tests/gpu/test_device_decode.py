@@ -1,6 +1,5 @@
 """nvJPEG on a CUDA device: the pixels of the CPU within a bound, bounded memory, right beside other streams."""
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +108,6 @@ def test_device_memory_does_not_grow_over_200_batches() -> None:
     batch = batch_of(made).to(CUDA)
 
     def in_use() -> tuple[int, int]:
-        gc.collect()
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info(CUDA)
         return torch.cuda.memory_reserved(CUDA), total - free
@@ -193,7 +191,6 @@ def test_resizing_takes_bounded_memory() -> None:
     wholes = dict.fromkeys(range(16), noise(3000, 4000).to(CUDA))
     crops = dict.fromkeys(wholes, RECIPES[1].spec(3000, 4000))
     resized(wholes, crops)  # cuBLAS keeps some memory for good
-    gc.collect()  # or what earlier tests left could be freed below
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

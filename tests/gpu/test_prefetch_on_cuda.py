@@ -113,7 +113,6 @@ class Busy(LightningModule):
 
 
 @pytest.mark.gpu(twin="simulated/test_prefetch_time.py::test_copies_overlap_with_compute_as_far_as_theory_allows")
-@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11, from the second profile of a process on
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "plain"])
 def test_copies_overlap_the_steps_only_with_the_callback(ours: bool) -> None:
     """By the profiler's trace; without the callback every copy waits for the step before it: the control."""
@@ -176,7 +175,7 @@ def growth(callback: PrefetchCallback) -> float:
         def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
             reserved.append(torch.cuda.memory_reserved())
 
-    gc.collect()  # or memory that earlier tests left would serve in place of new memory
+    gc.collect()
     torch.cuda.empty_cache()
     fitted(Busy(5), pinned_loader(8, MEGABYTES), callback, Reads(), max_epochs=8)
     return (reserved[-1] - reserved[0]) / (MEGABYTES << 20)
