@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,7 @@ def main() -> None:
     print(
         f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} CPUs, "
         f"load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}, torch {torch.__version__}, "
-        f"Pillow {Image.__version__}; {options.rounds} rounds of {len(samples)} images\n"
+        f"Pillow {version('pillow')}; {options.rounds} rounds of {len(samples)} images\n"
     )
     print("| both | images/s | CPU ms | x | PSNR dB, least / median |\n|---|---|---|---|---|")
     first_ms = statistics.median(next(iter(cpu_ms.values())))

@@ -64,7 +64,8 @@ class Model(LightningModule):
 
     def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
         time.sleep(STEP_S)
-        return self.layer(batch.flatten()[:1].float()).mean()
+        loss: torch.Tensor = self.layer(batch.flatten()[:1].float()).mean()
+        return loss
 
     def validation_step(self, batch: torch.Tensor, _: int) -> None:
         time.sleep(STEP_S)

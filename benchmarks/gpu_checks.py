@@ -323,7 +323,8 @@ def _copy_ms(batch: list[Tensor], repeats: int = 20) -> float:
             tensor.cuda(non_blocking=True)
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / repeats
+    elapsed_ms: float = start.elapsed_time(end)
+    return elapsed_ms / repeats
 
 
 # --- nvJPEG -----------------------------------------------------------------------------------------------------------

@@ -53,7 +53,8 @@ class Classifier(LightningModule):
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
-        self.net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        module: Any = net  # torch 2.6 has no type for what follows
+        self.net = module.to(memory_format=torch.channels_last)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         pixels, labels = batch

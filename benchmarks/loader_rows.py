@@ -44,7 +44,7 @@ def opencv(data: bytes) -> Tensor:
     import cv2
 
     cv2.setNumThreads(0)
-    image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR)
+    image: Any = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR)
     top, left, rows, columns = _random_box(*image.shape[:2])
     cut = image[top : top + rows, left : left + columns]
     image = cv2.resize(cut, (224, 224), interpolation=cv2.INTER_LINEAR)
@@ -59,7 +59,7 @@ def simplejpeg_v2(data: bytes) -> Tensor:
     top, left, rows, columns = _random_box(*image.shape[:2])
     cut = np.ascontiguousarray(image[top : top + rows, left : left + columns])
     # As a batch of one, torchvision's resize stays in channels last, which is its fastest way.
-    made = v2.functional.resize(torch.from_numpy(cut)[None].permute(0, 3, 1, 2), [224, 224], antialias=True)
+    made: Tensor = v2.functional.resize(torch.from_numpy(cut)[None].permute(0, 3, 1, 2), [224, 224], antialias=True)
     if random.random() < 0.5:
         made = made.flip(-1)
     return made[0].permute(1, 2, 0)
@@ -84,7 +84,8 @@ class Files(Dataset[Any]):
 
 
 def collate_channels_last(samples: list[Tensor]) -> Tensor:
-    return default_collate(samples).permute(0, 3, 1, 2)  # default_collate stacks right into shared memory
+    stacked: Tensor = default_collate(samples)  # right into shared memory
+    return stacked.permute(0, 3, 1, 2)
 
 
 def one_worker_thread(_: int) -> None:
@@ -136,7 +137,8 @@ def pillow(job: Job, *, floats: bool) -> Feed:
 
 
 def _open_torchvision(path: Path) -> Tensor:
-    return tv_io.decode_image(str(path), tv_io.ImageReadMode.RGB)
+    image: Tensor = tv_io.decode_image(str(path), tv_io.ImageReadMode.RGB)
+    return image
 
 
 def torchvision_v2(job: Job) -> Feed:
@@ -174,19 +176,23 @@ def dali(job: Job, *, antialias: bool) -> Feed:
 
     It is told how many batches to prepare. With ``run()`` the first two of an epoch are prepared before it starts.
     """
-    from nvidia.dali import fn, pipeline_def, types
+    import nvidia.dali
 
+    fn: Any = nvidia.dali.fn
+    types: Any = nvidia.dali.types
     kind = types.INTERP_TRIANGULAR if antialias else types.INTERP_LINEAR
     size = [job.size, job.size]
 
-    @pipeline_def(batch_size=job.batch_size, num_threads=job.workers, device_id=None, prefetch_queue_depth=2)
     def graph() -> Any:
         encoded, _ = fn.readers.file(file_root=str(job.folder / "train"), random_shuffle=True)
         images = fn.decoders.image_random_crop(encoded, device="cpu", output_type=types.RGB)
         images = fn.resize(images, size=size, interp_type=kind, antialias=antialias)
         return fn.flip(images, horizontal=fn.random.coin_flip())
 
-    pipeline = graph()
+    pipeline_of: Any = nvidia.dali.pipeline_def(
+        batch_size=job.batch_size, num_threads=job.workers, device_id=None, prefetch_queue_depth=2
+    )
+    pipeline = pipeline_of(graph)()
     pipeline.build()
     total, first = len(job.files), True
 

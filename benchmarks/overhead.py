@@ -113,7 +113,8 @@ class Layers(LightningModule):
                 self.blocks.append((cpu_ns / TURN / 1e3, wall_ns / TURN / 1e3))
             self.turns.pass_on(self.fit)
             self.began = (time.thread_time_ns(), time.perf_counter_ns())
-        return self.net(batch).sum()
+        loss: Tensor = self.net(batch).sum()
+        return loss
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.0)
@@ -280,7 +281,7 @@ def calls_us(device: str, times: int = 2000) -> dict[str, float]:
             pass
 
     def enter() -> None:
-        with side:  # type: ignore[attr-defined]  # of newer versions of torch
+        with side:  # only in newer versions of torch
             pass
 
     calls: dict[str, Callable[[], object]] = {

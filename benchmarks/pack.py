@@ -48,9 +48,9 @@ def measure(arguments: argparse.Namespace, work: Path) -> None:
     index = scan_classes(root)
     # Opened anew for each epoch: pages that a process has mapped cannot be dropped.
     sides: dict[str, tuple[Callable[[], Any], Path]] = {"folder": (lambda: FolderSource(root, index), root)}
-    for name in FORMATS:
-        pack(root, work / name, format=name)
-        sides[name] = (partial(PackedDataset, work / name), work / name)
+    for form in FORMATS:
+        pack(root, work / form, format=form)
+        sides[form] = (partial(PackedDataset, work / form), work / form)
     count = len(index)
     order = np.random.default_rng(0).permutation(count)
     seconds: dict[tuple[str, str], list[float]] = {}

@@ -12,7 +12,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
 
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torchvision import models
 
-MODELS = {
+MODELS: dict[str, tuple[int, Callable[[], nn.Module]]] = {
     "two convolutions, batches of 4": (
         4,
         lambda: nn.Sequential(

@@ -100,9 +100,10 @@ class HeavyTailed(Dataset[Tensor]):
         return self.size
 
     def __getitem__(self, index: int) -> Tensor:
-        for turn in range(40 if index % 60 == 0 else 1):
-            pixels = self.packed.decode(index + turn)
-        return torch.from_numpy(pixels.copy())
+        turns = 40 if index % 60 == 0 else 1
+        for turn in range(turns - 1):
+            self.packed.decode(index + turn)
+        return torch.from_numpy(self.packed.decode(index + turns - 1).copy())
 
 
 class InMemory(Dataset[tuple[Tensor, int]]):

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from verdict_work import Cost, Nothing, Samples, Sleep, Spin
 
 from lightning_feed import GPUStarvationCallback
-from lightning_feed.callbacks import starvation_run
+from lightning_feed.callbacks import starvation_facts, starvation_run
 from lightning_feed.measure.measurements import LoopFacts
 from lightning_feed.measure.step_meter import RING_SIZE, EventRing
 from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Diagnosis
@@ -89,7 +89,7 @@ class QueuedDevice:
     @contextmanager
     def measured(self, scenario: "Scenario") -> Iterator[None]:
         """While entered, GPUStarvationCallback measures by this device's events."""
-        usual = starvation_run.facts_of
+        usual = starvation_facts.facts_of
 
         def facts_of(*arguments: Any, **options: Any) -> LoopFacts:
             facts: LoopFacts = usual(*arguments, **options)

@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,9 +37,12 @@ def profiled(into: list[Trace]) -> Iterator[None]:
     """Profile a block."""
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        yield
-        torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        # Torch 2.11 warns from the second profile of a process on.
+        warnings.filterwarnings("ignore", ".*Profiler clears events")
+        with torch.profiler.profile(activities=activities) as profile:
+            yield
+            torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "trace.json"
         profile.export_chrome_trace(str(file))

@@ -17,17 +17,17 @@ from lightning_feed.data.image_run import PassEnds, device_of, once_for_all_rank
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.extras import require
 from lightning_feed.images import backends
-from lightning_feed.images.backends import DALI_BACKENDS, Backend, BackendChoice, check_choice
+from lightning_feed.images.backends import Backend, BackendChoice, check_choice
 from lightning_feed.images.choose import DECODER_NAMES, Choice, make_decoder
 from lightning_feed.images.crop import QUALITIES, EvalRecipe, Quality, Recipe, SquareRecipe, TrainRecipe, UserTransform
 from lightning_feed.images.dali_binding import DaliOptions, decode_threads
 from lightning_feed.images.dali_decoder import DaliImageDecoder, PipelineSpec
 from lightning_feed.images.image_dataset import EncodedBatch, ImageDataset, collate_encoded, collate_images
 from lightning_feed.images.nvjpeg import decode_batch
+from lightning_feed.load import machine
 from lightning_feed.load.collate import BadSamples, OnError
 from lightning_feed.load.decoding import BatchDecoder
 from lightning_feed.load.kinds import Batch
-from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import mix_seed
 from lightning_feed.load.settings import LoaderSettings
 from lightning_feed.measure.measurements import DataModuleFacts
@@ -86,7 +86,7 @@ class FeedImageFolder(FeedDataModule):
         self.dtype = dtype
         self.decoder = decoder
         self.quality = quality
-        self.backend = backends.name_of(backend)
+        self.backend, self._images_dali = backends.resolve(backend)
         self.on_error = on_error
         self.max_failures = max_failures
         short_side = round(image_size * 256 / 224)  # as in torchvision's reference evaluation
@@ -103,7 +103,6 @@ class FeedImageFolder(FeedDataModule):
                 "transform out (crop and flip are then done on the device), or leave on_device out."
             )
         backends.check_backend(self.backend, quality, self._images_only_torch())
-        self._images_dali = backend if isinstance(backend, DaliOptions) else DaliOptions()
         self._images_decoders: dict[str, DaliImageDecoder] = {}
         self._images_threads = loader is None
         self._images_backend: BackendChoice | None = None
@@ -211,15 +210,15 @@ class FeedImageFolder(FeedDataModule):
             return None
         images = self._images_encoded(split)
         device = device_of(trainer)
-        if backend in DALI_BACKENDS:
-            return self._images_dali_decoder(split, images, device, backend)
-        if trainer is not None and device.type == "cuda":  # CUDA does not survive a later fork
+        if self._images_dali is not None:
+            return self._images_dali_decoder(split, images, device, self._images_dali)
+        if trainer is not None and device.type in machine.DECODING_BACKENDS:  # CUDA does not survive a later fork
             backends.require_nvjpeg(device)
         return None  # decoded in the transfer to the device
 
     def _feed_attach(self) -> None:
         super()._feed_attach()
-        if self.trainer is None or self.backend not in DALI_BACKENDS:
+        if self.trainer is None or self._images_dali is None:
             return
         callbacks = _host.callbacks_of(self.trainer)
         if not any(isinstance(callback, PassEnds) and callback.datamodule is self for callback in callbacks):
@@ -227,8 +226,9 @@ class FeedImageFolder(FeedDataModule):
 
     def _feed_pass_ended(self, split: str) -> None:
         """Release the split's DALI pipeline at the end of a pass, unless the options keep it."""
-        if split in self._images_decoders and not self._images_dali.keep_eval_pipelines:
-            self._images_decoders[split].release()
+        decoder = self._images_decoders.get(split)
+        if decoder is not None and not decoder.spec.options.keep_eval_pipelines:
+            decoder.release()
 
     def _feed_release(self) -> None:
         """Free the loaders' resources after the Trainer has finished."""
@@ -236,22 +236,20 @@ class FeedImageFolder(FeedDataModule):
             decoder.release()  # a reused loader builds a new pipeline
 
     def _images_dali_decoder(
-        self, split: str, images: ImageDataset, device: torch.device, backend: str
+        self, split: str, images: ImageDataset, device: torch.device, options: DaliOptions
     ) -> DaliImageDecoder:
         """Make a DALI decoder for the batches of a split. Frees the previous decoder."""
         trainer = self.trainer
-        options = self._images_dali
         if split in self._images_decoders:
             self._images_decoders[split].release()
-        gpu = backend == "dali-gpu"
         ranks = 1 if trainer is None else trainer.num_devices
-        threads, reason = decode_threads(options, read_machine(), ranks, gpu=gpu)
+        threads, reason = decode_threads(options, machine.read_machine(), ranks)
         if not self._images_decoders:
             logger.info("DALI decodes with %d CPU threads for each pipeline: %s", threads, reason)
-        pin = device.type == "cuda" and self._feed.loaders.settings.pin_memory is not False
+        pin = device.type in machine.DECODING_BACKENDS and self._feed.loaders.settings.pin_memory is not False
         spec = PipelineSpec(
             batch_size=1,
-            device=device if gpu else torch.device("cpu"),
+            device=device if options.device == "gpu" else torch.device("cpu"),
             threads=threads,
             options=options,
             mean=self.mean,

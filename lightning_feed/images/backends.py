@@ -15,6 +15,7 @@ from lightning_feed.images.choose import Choice, make_decoder
 from lightning_feed.images.dali_binding import DaliOptions, require_dali
 from lightning_feed.images.image_dataset import holds_pixels
 from lightning_feed.images.nvjpeg import nvjpeg
+from lightning_feed.load import machine
 from lightning_feed.storage.folder import SampleSource
 
 logger = logging.getLogger(__name__)
@@ -57,16 +58,23 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise SettingsError(f"{name}={value!r} is not valid. Use one of {', '.join(map(repr, choices))}.")
 
 
-def name_of(backend: object) -> Backend:
-    """Return the name of a backend, which may be given as :class:`DaliOptions`.
+def resolve(backend: object) -> tuple[Backend, DaliOptions | None]:
+    """Return the name of a backend, and the options of DALI for the device in that name. The options are None for a
+    backend without DALI.
+
+    Args:
+        backend: a name, or the options of DALI, whose device decides the name.
 
     Raises:
         SettingsError: there is no such backend.
     """
     if isinstance(backend, DaliOptions):
-        return "dali-gpu" if backend.device == "gpu" else "dali-cpu"
+        return ("dali-gpu" if backend.device == "gpu" else "dali-cpu"), backend
     check_choice("backend", backend, get_args(Backend))
-    return cast("Backend", backend)
+    name = cast("Backend", backend)
+    if name not in DALI_BACKENDS:
+        return name, None
+    return name, DaliOptions(device="gpu" if name == "dali-gpu" else "cpu")
 
 
 def check_backend(backend: Backend, quality: str, only_torch: Iterable[str] = ()) -> None:
@@ -98,7 +106,7 @@ def check_available(backend: str, device: torch.device) -> None:
             version than torch.
         MissingExtraError: DALI is not installed.
     """
-    if backend in GPU_BACKENDS and device.type != "cuda":
+    if backend in GPU_BACKENDS and device.type not in machine.DECODING_BACKENDS:
         raise SettingsError(
             f'backend={backend!r} decodes on a CUDA device, and training runs on {device.type}. Use backend="torch" '
             'or "dali-cpu".'

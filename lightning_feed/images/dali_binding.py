@@ -75,16 +75,13 @@ def _is_size(sides: tuple[int, ...]) -> bool:
     return len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides)
 
 
-def decode_threads(
-    options: DaliOptions, machine: Machine, local_ranks: int = 1, *, gpu: bool = False
-) -> tuple[int, str]:
+def decode_threads(options: DaliOptions, machine: Machine, local_ranks: int = 1) -> tuple[int, str]:
     """Return the CPU threads of a pipeline, and the reason for that number.
 
     Args:
         options: the user's options.
         machine: the limits of this process.
         local_ranks: training processes that share the CPUs.
-        gpu: True if a GPU decodes.
     """
     if options.threads != "auto":
         return options.threads, "as requested"
@@ -92,7 +89,7 @@ def decode_threads(
     reason = f"{machine.usable_cpus} {machine.cpu_reason}"
     if local_ranks > 1:
         reason += f", divided among {local_ranks} ranks"
-    if gpu and share - 1 > _GPU_THREADS:
+    if options.device == "gpu" and share - 1 > _GPU_THREADS:
         return _GPU_THREADS, f"{reason}, and no more than {_GPU_THREADS} beside a GPU"
     return max(1, share - 1), f"{reason}, less one for training"
 
@@ -192,7 +189,7 @@ def take_output(pipeline: Any, device: torch.device) -> Tensor:
     Raises:
         RuntimeError: the error of an operator.
     """
-    stream = (torch.cuda.current_stream(device),) if device.type == "cuda" else ()
+    stream = () if device.type == "cpu" else (torch.get_device_module(device).current_stream(device),)
     outputs = pipeline.share_outputs(*stream)
     try:
         return from_dlpack(outputs[0].as_tensor())
@@ -215,7 +212,7 @@ def raise_if_no_memory(error: Exception, device: torch.device) -> None:
     """
     if any(text in str(error).lower() for text in _NO_MEMORY):
         advice = "Use a smaller batch_size, DaliOptions(prefetch=1) or fewer DaliOptions(threads=...)."
-        if device.type == "cuda":
+        if device.type != "cpu":
             raise torch.OutOfMemoryError(f"CUDA out of memory in DALI: {reason_of(error)} {advice}") from error
         raise LoaderError(f"DALI does not have enough memory. It said: {reason_of(error)} {advice}") from error
 

@@ -48,6 +48,11 @@ class PipelineSpec:
     half: bool
     """True for float16 from the GPU; else float32."""
 
+    @property
+    def on_gpu(self) -> bool:
+        """True if a GPU decodes."""
+        return self.device.type != "cpu"
+
 
 class ImagePipeline:
     """Decodes batches in the order they are fed, up to ``prefetch`` at a time.
@@ -157,7 +162,7 @@ def _numbers(crops: Sequence[CropSpec]) -> dict[str, npt.NDArray[np.generic]]:
 
 
 def _build(spec: PipelineSpec) -> Any:
-    gpu = spec.device.type == "cuda"
+    gpu = spec.on_gpu
     index = spec.device.index
     dali = binding.require_dali(gpu=gpu)
     fn = dali.fn
@@ -165,7 +170,7 @@ def _build(spec: PipelineSpec) -> Any:
     pipeline = dali.Pipeline(
         batch_size=spec.batch_size,
         num_threads=spec.threads,
-        device_id=torch.cuda.current_device() if gpu and index is None else index,
+        device_id=torch.get_device_module(spec.device).current_device() if gpu and index is None else index,
         prefetch_queue_depth=spec.options.prefetch,
         exec_dynamic=True,
         seed=0,  # nothing is drawn here, so any seed will do
@@ -416,7 +421,7 @@ class DaliImageDecoder:
             self.release()
         if self._pipeline is None:
             options = self.spec.options
-            if self.spec.device.type == "cuda" and options.largest_image is None:
+            if self.spec.on_gpu and options.largest_image is None:
                 options = replace(options, largest_image=largest_of_some(self.dataset))
             self.spec = replace(self.spec, batch_size=max(size, self.spec.batch_size), options=options)
             self._pipeline = self._build(self.spec)

@@ -14,6 +14,7 @@ from lightning_feed.images.crop import CropSpec, Quality
 from lightning_feed.images.decoders import Region, refuse_bomb
 from lightning_feed.images.header import FRAME_HEADERS, JPEG, Encoded, as_array, ends_like_jpeg, jpeg_segments, kind_of
 from lightning_feed.images.image_dataset import EncodedBatch, EncodedSample, ImageDataset, decode_on_cpu, decode_rest
+from lightning_feed.load import machine
 from lightning_feed.load.trace import traced
 
 _BASELINE = 0xC0
@@ -206,7 +207,7 @@ def decode_batch(batch: EncodedBatch, dataset: ImageDataset, decode: DecodeJpegs
         LoaderError: if nvJPEG fails on every file.
     """
     if decode is None:
-        if batch.device.type != "cuda":
+        if batch.device.type not in machine.DECODING_BACKENDS:
             return decode_on_cpu(batch, dataset)
         decode = nvjpeg(batch.device)
     images = batch.images()

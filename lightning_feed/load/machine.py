@@ -26,6 +26,8 @@ STREAM_BACKENDS = ("cuda", "xpu")
 ``torch.mps`` has classes with these names from torch 2.15 on, but only one queue, and its events take no stream. Other
 backends (HPU, XLA) have their modules in separate packages.
 """
+DECODING_BACKENDS = ("cuda",)
+"""Device types that decode images, with nvJPEG or DALI."""
 
 
 @dataclass(frozen=True, kw_only=True)

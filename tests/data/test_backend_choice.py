@@ -3,7 +3,7 @@
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from lightning_feed.data import images
 from lightning_feed.data.image_run import once_for_all_ranks
 from lightning_feed.errors import DatasetError, LoaderError, MissingExtraError, SettingsError
 from lightning_feed.images import backends
-from lightning_feed.images.backends import check_backend, name_of, require_nvjpeg
+from lightning_feed.images.backends import Backend, check_backend, require_nvjpeg, resolve
 from lightning_feed.images.dali_binding import DaliOptions
 
 CUDA = torch.device("cuda")
@@ -114,9 +114,18 @@ def test_dali_options_without_effect_are_refused() -> None:
         check_backend("dali-gpu", "near")
 
 
+@pytest.mark.parametrize("name", get_args(Backend))
+def test_a_name_of_dali_has_options_for_its_device_and_other_names_have_none(name: Backend) -> None:
+    expected = {"dali-cpu": DaliOptions(), "dali-gpu": DaliOptions(device="gpu")}
+    assert resolve(name) == (name, expected.get(name))
+
+
 def test_dali_options_select_the_cpu_or_gpu_backend() -> None:
-    assert name_of(DaliOptions(threads=2)) == "dali-cpu"
-    assert name_of(DaliOptions(device="gpu", largest_image=(10, 20), hw_decoder_load=0.5)) == "dali-gpu"
+    for name, options in (
+        ("dali-cpu", DaliOptions(threads=2)),
+        ("dali-gpu", DaliOptions(device="gpu", largest_image=(10, 20), hw_decoder_load=0.5)),
+    ):
+        assert resolve(options) == (name, options)
     check_backend("torch", "fast")
 
 
@@ -179,6 +188,6 @@ def test_nvjpeg_is_not_tried_for_other_backends_or_without_a_trainer(
     birds.train_dataloader()
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(twin="data/test_backend_choice.py::test_nvjpeg_is_tried_on_one_small_jpeg_before_training")
 def test_nvjpeg_is_available_on_a_gpu() -> None:
     require_nvjpeg(torch.device("cuda", 0))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dali_batches import active_in
 from images.made_images import BROKEN
 from PIL import Image
 from recording import NullStreamPrefetch, Recording, assert_same_run, quiet_trainer
@@ -165,11 +166,6 @@ def test_prefetching_leaves_a_dali_run_the_same(photos: Path) -> None:
 @pytest.mark.parametrize(("callbacks", "count"), [(list, 0), (list, 5), (lambda: [NullStreamPrefetch()], 2)])
 def test_a_dali_run_resumes_bit_exactly_in_mid_epoch(photos: Path, callbacks: Any, count: int, tmp_path: Path) -> None:
     assert_resumes_exactly(data(photos, loader=THREADS), callbacks, tmp_path / "run.ckpt", count=count, max_epochs=3)
-
-
-def active_in(module: Any) -> tuple[str, ...]:
-    """The splits that have a pipeline now."""
-    return tuple(sorted(split for split, decoder in module._images_decoders.items() if decoder._pipeline is not None))
 
 
 class NotesPipelines(Recording):

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.gpu
-
 SCRIPT = """
 import sys, traceback, warnings
 import torch
@@ -50,6 +48,7 @@ print("by lightning_feed:", [name for name in first_use if "lightning_feed" in n
 """
 
 
+@pytest.mark.gpu(no_twin="only where there is a driver can anything initialise it")
 def test_cpu_training_does_not_use_the_gpu(class_folders: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(class_folders)],

@@ -2,16 +2,17 @@
 
 import gc
 import logging
-import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from images.made_images import BROKEN, WHOLE
-from made_samples import jpegs
+from dali_batches import active_in, assert_nearly_the_same, write
+from images.made_images import BROKEN, WHOLE, encoded
+from made_samples import jpegs, photo
 from on_cuda import Seen, fitted, spin, warm_up
+from PIL import Image
 from torch import Tensor
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings, PrefetchCallback
@@ -20,14 +21,7 @@ from lightning_feed.images.dali_binding import DaliOptions, upsamples_like_libjp
 
 pytest.importorskip("nvidia.dali")
 
-pytestmark = pytest.mark.gpu
-
 THREADS = LoaderSettings(num_workers=2, workers="thread", seed=1)
-
-
-def active_in(module: Any) -> tuple[str, ...]:
-    """The splits that have a pipeline now."""
-    return tuple(sorted(split for split, decoder in module._images_decoders.items() if decoder.active))
 
 
 class Noting(Seen):
@@ -56,15 +50,6 @@ def photos(tmp_path: Path) -> Path:
     return write(tmp_path / "photos", train=jpegs(10, subsampling=0), val=jpegs(5, subsampling=0))
 
 
-def write(root: Path, **splits: list[bytes]) -> Path:
-    for split, files in splits.items():
-        for index, data in enumerate(files):
-            folder = root / split / "ab"[index % 2]
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{index}.jpg").write_bytes(data)
-    return root
-
-
 def made(photos: Path, backend: Any = "dali-gpu", **options: Any) -> ImageFolderDataModule:
     given = {"batch_size": 4, "image_size": 32, "decoder": "pillow", "loader": THREADS, **options}
     return ImageFolderDataModule(photos, backend=backend, **given)
@@ -75,22 +60,7 @@ def fit(module: ImageFolderDataModule, *callbacks: Any, **options: Any) -> Notin
     return model
 
 
-def steps_off(ours: Tensor, theirs: Tensor) -> Tensor:
-    """How far normalised images are apart, in steps of uint8."""
-    return (ours - theirs).abs() * 255 * torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
-
-
-def assert_nearly_the_same(
-    ours: list[tuple[Tensor, Tensor]], theirs: list[tuple[Tensor, Tensor]], db: float = 35
-) -> None:
-    assert len(ours) == len(theirs) > 0
-    for (images, labels), (expected, true_labels) in zip(ours, theirs, strict=True):
-        assert torch.equal(labels, true_labels)
-        assert images.shape == expected.shape
-        for one, other in zip(images, expected, strict=True):
-            assert 10 * math.log10(255**2 / max(steps_off(one, other).pow(2).mean().item(), 1e-9)) > db
-
-
+@pytest.mark.gpu(twin="simulated/test_dali_images.py::test_dali_batches_of_a_fit_match_those_of_the_torch_backend")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_dali_batches_of_a_fit_match_those_of_the_torch_backend(photos: Path, dtype: torch.dtype) -> None:
     ours, theirs = fit(made(photos, dtype=dtype)), fit(made(photos, "torch", dtype=dtype))
@@ -100,6 +70,7 @@ def test_dali_batches_of_a_fit_match_those_of_the_torch_backend(photos: Path, dt
     assert [len(labels) for _, labels in ours.batches()] == [4, 4, 2] * 2
 
 
+@pytest.mark.gpu(no_twin="the chroma is upsampled by nvJPEG, and by libjpeg on the CPU")
 def test_images_with_subsampled_chroma_match_those_of_the_torch_backend(tmp_path: Path) -> None:
     """Repeated chroma is 28 dB from interpolated chroma on these pictures (libjpeg-turbo, crops as here)."""
     root = write(tmp_path / "photos", train=jpegs(10), val=jpegs(5))
@@ -109,6 +80,7 @@ def test_images_with_subsampled_chroma_match_those_of_the_torch_backend(tmp_path
     assert_nearly_the_same(ours.batches("val"), theirs.batches("val"), db)
 
 
+@pytest.mark.gpu(no_twin="the warnings were those of nvImageCodec's GPU decoders")
 def test_decoding_writes_nothing_to_stderr(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """nvImageCodec wrote a warning for every image with subsampled chroma."""
     module = made(write(tmp_path / "photos", train=jpegs(256), val=jpegs(2)), batch_size=64)
@@ -119,6 +91,7 @@ def test_decoding_writes_nothing_to_stderr(tmp_path: Path, capfd: pytest.Capture
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.gpu(twin="simulated/test_dali_images.py::test_dali_batches_of_a_fit_match_those_of_the_torch_backend")
 def test_prefetch_callback_does_nothing_for_batches_already_on_the_device(
     photos: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -131,6 +104,7 @@ def test_prefetch_callback_does_nothing_for_batches_already_on_the_device(
     assert_nearly_the_same(ours.batches(), fit(made(photos)).batches())
 
 
+@pytest.mark.gpu(twin="simulated/test_every_setting.py::test_a_value_of_a_setting_reaches_the_device")
 def test_dali_cpu_batches_are_prefetched_and_match_the_torch_backend(photos: Path) -> None:
     callback = PrefetchCallback()
     ours = fit(made(photos, "dali-cpu"), callback)
@@ -138,6 +112,9 @@ def test_dali_cpu_batches_are_prefetched_and_match_the_torch_backend(photos: Pat
     assert_nearly_the_same(ours.batches(), fit(made(photos, "torch")).batches())
 
 
+@pytest.mark.gpu(
+    twin="images/test_dali_decoder.py::test_kept_batches_do_not_change_after_the_pipeline_continues_and_ends"
+)
 def test_batches_in_use_are_not_overwritten_by_the_pipeline(photos: Path) -> None:
     """They are read late, and let go before that, while the pipeline goes on through several epochs."""
     module = made(photos)
@@ -159,6 +136,9 @@ def test_batches_in_use_are_not_overwritten_by_the_pipeline(photos: Path) -> Non
     assert len(set(expected)) == 2
 
 
+@pytest.mark.gpu(
+    twin="simulated/test_dali_images.py::test_validation_pipeline_exists_only_during_validation_unless_kept"
+)
 @pytest.mark.parametrize("limit", [1, None])
 @pytest.mark.parametrize("keep", [False, True])
 def test_validation_pipeline_exists_only_during_validation_unless_kept(
@@ -172,6 +152,7 @@ def test_validation_pipeline_exists_only_during_validation_unless_kept(
     assert active_in(module) == ()
 
 
+@pytest.mark.gpu(twin="simulated/test_dali_images.py::test_images_of_other_kinds_among_jpegs_are_trained_on")
 @pytest.mark.parametrize("name", ["CMYK", "greyscale", "RGBA PNG", "WebP", "16 bit PNG", "one pixel", "EXIF-rotated"])
 def test_other_image_kinds_among_jpegs_match_the_torch_backend(photos: Path, name: str) -> None:
     (photos / "val" / "a" / "0.jpg").write_bytes(WHOLE[name])
@@ -179,15 +160,14 @@ def test_other_image_kinds_among_jpegs_match_the_torch_backend(photos: Path, nam
     assert_nearly_the_same(ours.batches("val"), theirs.batches("val"))
 
 
+@pytest.mark.gpu(twin="simulated/test_dali_images.py::test_an_image_larger_than_largest_image_is_decoded_correctly")
 def test_an_image_larger_than_largest_image_is_decoded_correctly(photos: Path) -> None:
-    from images.made_images import encoded
-    from made_samples import photo
-
     (photos / "val" / "a" / "0.jpg").write_bytes(encoded(photo(3000, 4000)))
     module = made(photos, DaliOptions(device="gpu", largest_image=(64, 64)))
     assert_nearly_the_same(fit(module).batches("val"), fit(made(photos, "torch")).batches("val"))
 
 
+@pytest.mark.gpu(twin="simulated/test_dali_images.py::test_a_broken_image_is_named_or_replaced")
 @pytest.mark.parametrize("broken", ["JPEG cut in the middle", "PNG cut"])
 def test_a_broken_image_is_named_or_replaced(photos: Path, broken: str) -> None:
     (photos / "train" / "a" / "2.jpg").write_bytes(BROKEN[broken])
@@ -198,9 +178,11 @@ def test_a_broken_image_is_named_or_replaced(photos: Path, broken: str) -> None:
     assert module.failures() == 2
 
 
+@pytest.mark.gpu(twin="data/test_dali_images.py::test_fifty_pipeline_rebuilds_do_not_leak_memory")
 def test_fifty_rebuilds_do_not_grow_device_memory(photos: Path) -> None:
     module = made(photos, image_size=224)
     loader = module.val_dataloader()
+    decoder = module._images_decoders["val"]
 
     def used_mb() -> float:
         gc.collect()
@@ -212,22 +194,20 @@ def test_fifty_rebuilds_do_not_grow_device_memory(photos: Path) -> None:
     def validate() -> None:
         for images, _ in loader:
             assert images.is_cuda
-        assert not loader.decode.active
+        assert active_in(module) == ()
 
     for _ in range(5):
         validate()
     before = used_mb()
     for _ in range(50):
         validate()
-    assert loader.decode.built == 55
+    assert decoder.built == 55
     assert used_mb() - before < 32
 
 
+@pytest.mark.gpu(twin="images/test_dali_pipeline.py::test_dali_normalisation_matches_the_device_transform")
 def test_black_and_white_images_are_normalised_exactly(photos: Path) -> None:
     """Of a black image and a white one, known to the last bit but rounding."""
-    from images.made_images import encoded
-    from PIL import Image
-
     for value in (0, 255):
         picture = Image.fromarray(np.full((40, 40, 3), value, np.uint8))
         (photos / "val" / "a" / f"{value}.png").write_bytes(encoded(picture, "PNG"))

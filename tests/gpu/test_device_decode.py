@@ -18,14 +18,12 @@ from lightning_feed.images.crop import CropSpec, EvalRecipe, TrainRecipe
 from lightning_feed.images.image_dataset import decode_on_cpu
 from lightning_feed.images.nvjpeg import MOST_BYTES, crop_on_device, decode_batch, nvjpeg
 
-pytestmark = pytest.mark.gpu
-
 CUDA = torch.device("cuda", 0)
 LEAST_DB = 35
 """nvJPEG rounds its inverse DCT and spreads subsampled chroma otherwise than libjpeg, in the hardware most of all.
 libjpeg's crudest way, with the fast DCT and chroma that is only repeated, is at 44 dB or more on these images after the
 recipe; 9 dB are left for chroma that is put half a pixel elsewhere. Two images of a batch are below 12 dB apart."""
-RECIPES = [TrainRecipe(size=64), EvalRecipe(size=64, short_side=73)]
+RECIPES: list[TrainRecipe | EvalRecipe] = [TrainRecipe(size=64), EvalRecipe(size=64, short_side=73)]
 
 
 def on_gpu(made: Any, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -44,6 +42,7 @@ def large_jpegs(count: int, **options: Any) -> list[bytes]:
     ]
 
 
+@pytest.mark.gpu(twin="images/test_device_decode.py::test_device_batches_equal_those_of_the_cpu_with_the_same_decoder")
 @pytest.mark.parametrize("recipe", RECIPES, ids=["train", "eval"])
 @pytest.mark.parametrize(
     "options",
@@ -60,6 +59,7 @@ def test_gpu_pixels_match_cpu_pixels_within_a_bound(recipe: Any, options: dict[s
     assert made.cpu_fallback.as_dict() == {}
 
 
+@pytest.mark.gpu(twin="images/test_device_decode.py::test_unsupported_images_are_decoded_on_the_cpu_and_logged_once")
 @pytest.mark.parametrize("recipe", RECIPES, ids=["train", "eval"])
 def test_formats_left_to_the_cpu_match_its_pixels_exactly(recipe: Any) -> None:
     names = ["palette PNG", "WebP", "CMYK", "RGB inside", "16 bit PNG", "greyscale", "EXIF-rotated", "GIF"]
@@ -79,6 +79,7 @@ def test_formats_left_to_the_cpu_match_its_pixels_exactly(recipe: Any) -> None:
 CUT_SHORT = BROKEN["JPEG cut in the middle"]
 
 
+@pytest.mark.gpu(twin="images/test_device_decode.py::test_a_corrupt_image_is_named")
 def test_a_corrupt_image_is_named_and_the_next_batch_is_unaffected() -> None:
     files = large_jpegs(4)
     made = dataset([*files, CUT_SHORT], RECIPES[1], decoder="pillow")
@@ -89,6 +90,7 @@ def test_a_corrupt_image_is_named_and_the_next_batch_is_unaffected() -> None:
     assert psnr_db(images.numpy(), expected.numpy()) > LEAST_DB
 
 
+@pytest.mark.gpu(twin="images/test_device_decode.py::test_a_corrupt_image_is_handled_by_on_error")
 def test_a_file_that_nvjpeg_refuses_leaves_the_rest_of_its_batch_intact() -> None:
     files = large_jpegs(4)
     made = dataset([*files[:2], torn(files[2]), files[3]], RECIPES[1], decoder="pillow", on_error="skip")
@@ -100,6 +102,7 @@ def test_a_file_that_nvjpeg_refuses_leaves_the_rest_of_its_batch_intact() -> Non
         assert psnr_db(images[place].numpy(), expected[place].numpy()) > LEAST_DB
 
 
+@pytest.mark.gpu(no_twin="nvJPEG allocates by itself, which only the driver sees")
 def test_device_memory_does_not_grow_over_200_batches() -> None:
     made = dataset([*large_jpegs(15), WHOLE["WebP"]], RECIPES[0])
     batch = batch_of(made).to(CUDA)
@@ -140,6 +143,7 @@ def resized(wholes: dict[int, Tensor], crops: dict[int, CropSpec]) -> Tensor:
     return pixels
 
 
+@pytest.mark.gpu(twin="images/test_device_decode.py::test_crop_image_is_within_a_grey_level_of_torchvision")
 def test_gpu_crops_are_within_a_grey_level_of_those_of_torchvision() -> None:
     wholes, crops = random_crops()
     found = resized(wholes, crops).permute(0, 3, 1, 2).int().cpu()
@@ -149,6 +153,9 @@ def test_gpu_crops_are_within_a_grey_level_of_those_of_torchvision() -> None:
         assert (found[place] - coarse).abs().max() > 50, cut  # the control
 
 
+@pytest.mark.gpu(
+    twin="simulated/test_images_and_resident_data.py::test_decoding_makes_only_waits_that_torchs_sync_debug_mode_allows"
+)
 def test_resizing_adds_no_device_sync() -> None:
     wholes, crops = random_crops()
     expected = resized(wholes, crops)  # makes the memory that is used again below
@@ -162,6 +169,9 @@ def test_resizing_adds_no_device_sync() -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.gpu(
+    twin="simulated/test_images_and_resident_data.py::test_decoding_makes_only_waits_that_torchs_sync_debug_mode_allows"
+)
 def test_decoding_passes_the_sync_debug_mode_of_torch() -> None:
     """The host does wait for nvJPEG, by an event, and torchvision does by a call of its own."""
     made = dataset([*large_jpegs(3), WHOLE["WebP"]], RECIPES[1])
@@ -175,6 +185,7 @@ def test_decoding_passes_the_sync_debug_mode_of_torch() -> None:
     assert images.is_cuda
 
 
+@pytest.mark.gpu(twin="images/test_device_decode.py::test_boxes_of_any_shape_are_resized_in_bounded_memory")
 def test_resizing_takes_bounded_memory() -> None:
     """For boxes that take four times as much in all; one image stands for all of them."""
     wholes = dict.fromkeys(range(16), noise(3000, 4000).to(CUDA))
@@ -210,6 +221,9 @@ def times_corrupted(decode: Any, files: list[Tensor]) -> int:
     return found
 
 
+@pytest.mark.gpu(
+    twin="simulated/test_images_and_resident_data.py::test_decoding_on_the_device_is_race_free_with_and_without_prefetching"
+)
 def test_decoding_does_not_overwrite_memory_that_queued_kernels_read() -> None:
     """Nor where the pool of streams gives ours to somebody else. The control is torchvision's call alone."""
     files = [torch.frombuffer(bytearray(encoded(photo(375, 500, k))), dtype=torch.uint8) for k in range(8)]
@@ -223,6 +237,7 @@ def test_decoding_does_not_overwrite_memory_that_queued_kernels_read() -> None:
         pytest.skip("torchvision's decoder keeps the order of streams on this GPU, so the guard is unproven")
 
 
+@pytest.mark.gpu(twin="simulated/test_images_and_resident_data.py::test_decoding_runs_in_parallel_with_the_step")
 def test_decoding_waits_for_no_other_stream() -> None:
     """The step's kernels may still run when the batch is there."""
     made = dataset(large_jpegs(8), RECIPES[0])
@@ -266,6 +281,7 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
+@pytest.mark.gpu(twin="data/test_image_backends.py::test_prefetched_nvjpeg_batches_equal_those_of_the_torch_backend")
 def test_prefetched_batches_equal_those_without_the_callback(photos: Path) -> None:
     prefetch = PrefetchCallback()
     ahead, plain = fit(photos, "nvjpeg", prefetch), fit(photos, "nvjpeg")
@@ -276,6 +292,7 @@ def test_prefetched_batches_equal_those_without_the_callback(photos: Path) -> No
         assert torch.equal(ours[1], theirs[1])
 
 
+@pytest.mark.gpu(twin="simulated/test_every_setting.py::test_a_value_of_a_setting_reaches_the_device")
 def test_nvjpeg_batches_of_a_fit_match_those_of_the_torch_backend(photos: Path) -> None:
     for ours, theirs in zip(fit(photos, "nvjpeg", PrefetchCallback()), fit(photos, "torch"), strict=True):
         assert torch.equal(ours[1], theirs[1])

@@ -12,8 +12,6 @@ from torch import Tensor
 from lightning_feed import ImageFolderDataModule, LoaderSettings, PrefetchCallback
 from lightning_feed.data.images import IMAGENET_MEAN, IMAGENET_STD, _scaling
 
-pytestmark = pytest.mark.gpu
-
 
 def as_tensor(image: Any) -> Tensor:
     """The image as it is: all are of one size, and nothing is random."""
@@ -31,6 +29,7 @@ def made(photos: Path, **options: Any) -> ImageFolderDataModule:
     return ImageFolderDataModule(photos, batch_size=4, image_size=32, val_fraction=0.0, decoder="pillow", **options)
 
 
+@pytest.mark.gpu(twin="simulated/test_every_setting.py::test_a_value_of_a_setting_reaches_the_device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("workers", ["process", "thread"])
 def test_prefetched_batches_match_those_made_on_the_cpu(class_folders: Path, dtype: torch.dtype, workers: Any) -> None:
@@ -43,6 +42,9 @@ def test_prefetched_batches_match_those_made_on_the_cpu(class_folders: Path, dty
         assert torch.equal(labels, host_labels)
 
 
+@pytest.mark.gpu(
+    twin="simulated/test_images_and_resident_data.py::test_decoding_makes_only_waits_that_torchs_sync_debug_mode_allows"
+)
 def test_normalisation_constants_are_made_without_a_device_sync() -> None:
     try:
         torch.cuda.set_sync_debug_mode("error")
@@ -53,6 +55,7 @@ def test_normalisation_constants_are_made_without_a_device_sync() -> None:
     assert torch.equal(torch.stack([scale, offset]).cpu(), torch.stack(expected))
 
 
+@pytest.mark.gpu(twin="data/test_images.py::test_a_dataset_on_the_device_gets_new_crops_in_each_epoch")
 def test_a_dataset_on_the_device_is_cropped_anew_in_each_epoch(class_folders: Path) -> None:
     batches = fit(made(class_folders, on_device=True), PrefetchCallback())
     assert len(batches) == 6

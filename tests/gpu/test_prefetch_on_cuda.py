@@ -3,6 +3,7 @@
 Each claim has a control beside it: a fit with one fault, or without the callback, in which the same check must fail.
 """
 
+import gc
 from typing import Any
 
 import pytest
@@ -26,8 +27,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed import PrefetchCallback
 from lightning_feed.transfer.prefetcher import DeviceStream
-
-pytestmark = pytest.mark.gpu
 
 # --- no batch is read too early or too late ---------------------------------------------------------------------------
 
@@ -58,7 +57,8 @@ class Checks(LightningModule):
         spin(self.late_ms)
         values = batch.pop("x").float()  # the last reference to the copied memory goes before the device has read it
         self.wrong.append((values != batch_idx).any())
-        return self.weight * values.mean()
+        loss: Tensor = self.weight * values.mean()
+        return loss
 
     def configure_optimizers(self) -> Any:
         return optim.SGD(self.parameters(), lr=1e-9)
@@ -73,6 +73,7 @@ def count_wrong(callback: PrefetchCallback, late_ms: float = 0, workers: int = 0
     return sum(int(one) for one in model.wrong)
 
 
+@pytest.mark.gpu(twin="simulated/test_faulty_streams.py::test_races_are_found_only_in_the_streams_with_a_fault")
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_prefetched_batches_are_never_corrupted(depth: int, workers: int) -> None:
@@ -82,6 +83,7 @@ def test_prefetched_batches_are_never_corrupted(depth: int, workers: int) -> Non
     assert count_wrong(slow, workers=workers) == 0
 
 
+@pytest.mark.gpu(twin="simulated/test_faulty_streams.py::test_races_are_found_only_in_the_streams_with_a_fault")
 @pytest.mark.parametrize(("stream", "late_ms"), [(Unrecorded, 20), (Unordered, 0)])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_corruption_check_detects_a_faulty_stream(stream: Any, late_ms: float, depth: int) -> None:
@@ -103,13 +105,14 @@ class Busy(LightningModule):
         total = batch.sum()
         del batch
         spin(self.ms)
-        return self.weight * total
+        loss: Tensor = self.weight * total
+        return loss
 
     def configure_optimizers(self) -> Any:
         return optim.SGD(self.parameters(), lr=1e-9)
 
 
-@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11, from the second profile of a process on
+@pytest.mark.gpu(twin="simulated/test_prefetch_time.py::test_copies_overlap_with_compute_as_far_as_theory_allows")
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "plain"])
 def test_copies_overlap_the_steps_only_with_the_callback(ours: bool) -> None:
     """By the profiler's trace; without the callback every copy waits for the step before it: the control."""
@@ -141,11 +144,15 @@ def streams_of_transfers(*callbacks: Callback) -> tuple[set[int], set[int]]:
 
         def validation_step(self, batch: Any, batch_idx: int) -> None: ...
 
-    train, val = (DataLoader(torch.randn(count, 64), batch_size=16, pin_memory=True) for count in (160, 48))
+    loaders: Any = (DataLoader([*torch.randn(count, 64)], batch_size=16, pin_memory=True) for count in (160, 48))  # type: ignore[arg-type]
+    train, val = loaders
     fitted(Notes(1), train, *callbacks, val=val, val_check_interval=4)
     return transfer, after
 
 
+@pytest.mark.gpu(
+    twin="simulated/test_prefetch_order.py::test_batches_use_the_side_stream_and_user_hooks_the_compute_stream"
+)
 def test_batches_use_the_side_stream_and_user_hooks_the_compute_stream() -> None:
     compute = {torch.cuda.current_stream().cuda_stream}
     assert streams_of_transfers() == (compute, compute)
@@ -168,11 +175,15 @@ def growth(callback: PrefetchCallback) -> float:
         def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
             reserved.append(torch.cuda.memory_reserved())
 
+    gc.collect()
     torch.cuda.empty_cache()
     fitted(Busy(5), pinned_loader(8, MEGABYTES), callback, Reads(), max_epochs=8)
     return (reserved[-1] - reserved[0]) / (MEGABYTES << 20)
 
 
+@pytest.mark.gpu(
+    twin="simulated/test_prefetch_time.py::test_prefetched_memory_is_bounded_when_validation_interrupts_training"
+)
 def test_memory_does_not_grow_with_epochs() -> None:
     warm_up()
     assert growth(PrefetchCallback()) <= 1.5  # one more batch may be on its way than in the first epoch
@@ -188,6 +199,7 @@ class Waits(Busy):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.gpu(twin="simulated/test_prefetch_time.py::test_the_host_waits_only_when_it_is_too_far_ahead")
 def test_prefetching_adds_no_device_sync() -> None:
     """torch's own check covers ``.item()``, blocking copies and streams that are synchronised; the control waits so."""
     warm_up()
@@ -222,6 +234,9 @@ class Graphs(Busy):
         return super().training_step(batch.x.to(self.device), batch_idx)
 
 
+@pytest.mark.gpu(
+    twin="simulated/test_prefetch_bad_input.py::test_graph_batches_on_device_host_or_both_train_without_races"
+)
 @pytest.mark.parametrize("divided", [False, True])
 def test_graph_batches_with_host_tensors_are_prefetched(divided: bool) -> None:
     graph = Graph(torch.ones(8), torch.zeros(2, 2))

@@ -50,11 +50,11 @@ def test_decode_threads_are_the_share_of_cpus_of_a_rank_minus_one(cpus: int, ran
 @pytest.mark.parametrize(("cpus", "ranks", "threads"), [(2, 1, 1), (8, 1, 7), (64, 1, 8), (64, 8, 7), (128, 4, 8)])
 def test_decode_threads_are_at_most_eight_beside_a_gpu(cpus: int, ranks: int, threads: int) -> None:
     """Each has buffers of its own for the largest image, on the device too."""
-    found, reason = decode_threads(DaliOptions(), machine(cpus), ranks, gpu=True)
+    found, reason = decode_threads(DaliOptions(device="gpu"), machine(cpus), ranks)
     assert found == threads
     assert ("beside a GPU" in reason) == (cpus // ranks > 9)
 
 
 def test_requested_decode_threads_are_used_as_given() -> None:
     assert decode_threads(DaliOptions(threads=7), machine(2), 2) == (7, "as requested")
-    assert decode_threads(DaliOptions(threads=70), machine(2), 2, gpu=True) == (70, "as requested")
+    assert decode_threads(DaliOptions(device="gpu", threads=70), machine(2), 2) == (70, "as requested")

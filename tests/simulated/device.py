@@ -255,7 +255,7 @@ class SimulatedDevice(TorchDispatchMode):
         self.waits: list[Wait] = []
         self.copied: list[tuple[Stream, Span]] = []
         """When the copy engine was at work, and for which stream."""
-        self.kernels = self.copies = self.events = self.waited = 0
+        self.kernels = self.copies = self.events = self.waited = self.registrations = 0
         self._copy_bytes_per_ms = copy_bytes_per_ms
         self._launch_ns = launch_ns
         self._numbers = count(1)
@@ -267,6 +267,8 @@ class SimulatedDevice(TorchDispatchMode):
         self._blocks: dict[int, Block] = {}
         self._pools: dict[Stream, Pool] = {}
         self._pinned: dict[int, StorageWeakRef] = {}
+        self.registered: dict[int, int] = {}
+        """Bytes of page-locked memory that torch's allocator does not manage, by their address."""
         self._copying_until = [0] * DEVICES
         self._queued: deque[int] = deque(maxlen=LAUNCH_QUEUE)
         self._captures = False
@@ -372,7 +374,17 @@ class SimulatedDevice(TorchDispatchMode):
 
     def is_pinned(self, tensor: Tensor) -> bool:
         ref = self._pinned.get(tensor.untyped_storage()._cdata)
-        return ref is not None and not ref.expired()
+        if ref is not None and not ref.expired():
+            return True
+        return not tensor.is_meta and any(
+            start <= tensor.data_ptr() < start + size for start, size in self.registered.items()
+        )
+
+    def register(self, address: int, size: int) -> bool:
+        """As ``cudaHostRegister``; says that it was done."""
+        self.registered[address] = size
+        self.registrations += 1
+        return True
 
     def event(self) -> Event:
         """A timing event."""
@@ -411,7 +423,7 @@ class SimulatedDevice(TorchDispatchMode):
         """The values that a tensor got from the host, as they were when its copy was queued."""
         content = self._block(tensor).content
         assert content is not None, "it was not copied from the host"
-        whole = content.contiguous().view(torch.uint8).flatten().clone().view(tensor.dtype)
+        whole = content.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8).view(tensor.dtype)
         return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
@@ -591,7 +603,9 @@ class SimulatedDevice(TorchDispatchMode):
 
 @contextmanager
 def simulated(device: SimulatedDevice) -> Iterator[SimulatedDevice]:
-    """While entered, ``meta`` is an accelerator: torch's device module, and a backend that prefetching knows."""
+    """While entered, ``meta`` is an accelerator: torch's device module, and a backend that prefetching, pinning and
+    decoding know."""
+    from lightning_feed.load import copy_fence, machine, recommend, slot_loaders, slots
     from lightning_feed.measure import step_meter as clocks
     from lightning_feed.measure import user_code
 
@@ -618,10 +632,19 @@ def simulated(device: SimulatedDevice) -> Iterator[SimulatedDevice]:
         for module in (streams, clocks):
             if hasattr(module, "STREAM_BACKENDS"):
                 patch(module, "STREAM_BACKENDS", (*streams.STREAM_BACKENDS, DEVICE.type))
+        for module, name in ((machine, "DECODING_BACKENDS"), (recommend, "PINNING_DEVICES")):
+            patch(module, name, (*getattr(module, name), DEVICE.type))
+        patch(slot_loaders, "can_register", lambda: True)
+        patch(slots, "_register", device.register)
+        patch(slots, "_unregister", device.registered.pop)
+        patch(copy_fence.CopyFence.__init__, "__defaults__", (device,))
         defaults = dict(StepMeter.__init__.__kwdefaults__ or {})
         patch(StepMeter.__init__, "__kwdefaults__", {**defaults, "clock": device.clock})
         with device:
             yield device
+        for memory in slots.memories.values():  # the driver has nothing to forget of those that outlive this device
+            if memory.registers:
+                memory._registered.clear()
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Images decoded by the device, and datasets that stay there: through a Trainer on the simulated device."""
 
-import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from images.made_images import WHOLE
 from made_samples import batch_of, dataset, jpegs
 from simulated.device import DEVICE, NOT_CHECKED, SimulatedDevice, simulated
+from simulated.image_decoders import image_decoders
 from simulated.training import Model, SimulatedLoader, fit
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
@@ -27,7 +27,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
     pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`"),
 ]
-DECODE_MS = 4.0
 
 
 class Images(Model):
@@ -54,21 +53,10 @@ class Images(Model):
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
+def device() -> Iterator[SimulatedDevice]:
     made = SimulatedDevice()
-
-    def decode(files: list[Tensor], mode: int, where: torch.device) -> list[Tensor]:
-        return made.decode([(3, *size_of(file)) for file in files], DECODE_MS)
-
-    monkeypatch.setattr(torch.ops.image, "decode_jpegs_cuda", decode, raising=False)
-    return made
-
-
-def size_of(file: Tensor) -> tuple[int, int]:
-    """(height, width) of a baseline JPEG."""
-    data = bytes(file.tolist())
-    height, width = struct.unpack(">HH", data[data.index(b"\xff\xc0") + 5 :][:4])
-    return height, width
+    with image_decoders(made):
+        yield made
 
 
 def train(model: Images, *callbacks: Any) -> list[str]:

@@ -1,17 +1,20 @@
 """PrefetchCallback on the simulated device: everything is ordered, for any setting; whatever is left out is found."""
 
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.plugins import MixedPrecision
-from simulated.device import DEVICE, SimulatedDevice
+from simulated.device import DEVICE, SimulatedDevice, Stream, simulated
 from simulated.training import Model, SimulatedLoader, fit
 from torch import Tensor
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
+from lightning_feed.load import copy_fence
+from lightning_feed.load.copy_fence import CopyFence
 from lightning_feed.transfer.prefetcher import DeviceStream, Prefetcher
 
 pytestmark = [
@@ -168,3 +171,43 @@ def test_unrecorded_tensors_of_a_user_hook_cause_a_race(monkeypatch: pytest.Monk
 def test_a_side_stream_that_does_not_wait_for_compute_causes_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceStream, "follow_compute", lambda self, batch=None: None)
     assert any("without waiting for compute" in race for race in races(Prepares))
+
+
+def test_batches_use_the_side_stream_and_user_hooks_the_compute_stream() -> None:
+    """With a validation inside."""
+    device = SimulatedDevice()
+    transfer: set[Stream] = set()
+    after: set[Stream] = set()
+
+    class Notes(Model):
+        def transfer_batch_to_device(self, batch: Any, where: torch.device, dataloader_idx: int) -> Any:
+            transfer.add(device.current_stream())
+            return super().transfer_batch_to_device(batch, where, dataloader_idx)
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            after.add(device.current_stream())
+            return batch
+
+    def run(*callbacks: Any) -> tuple[set[Stream], set[Stream]]:
+        transfer.clear()
+        after.clear()
+        loaders = (SimulatedLoader(device, count) for count in (10, 3))
+        fit(device, Notes(device), next(loaders), *callbacks, val=next(loaders), val_check_interval=4, max_epochs=2)
+        return {*transfer}, {*after}
+
+    assert run() == ({device.compute}, {device.compute})
+    sides, computes = run(PrefetchCallback())
+    assert len(sides) == 1
+    assert sides != {device.compute}
+    assert computes == {device.compute}
+
+
+def test_copy_fence_records_no_event_on_a_deleted_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimulatedDevice()
+    monkeypatch.setattr(copy_fence, "copying", WeakSet())
+    with simulated(device):
+        copiers = [DeviceStream(DEVICE) for _ in range(8)]
+        copy_fence.copying.update(copiers)
+        assert len(CopyFence().events()) == 1 + 8
+        copiers.clear()
+        assert len(CopyFence().events()) == 1

@@ -348,7 +348,9 @@ def test_keeping_possibly_augmented_samples_on_the_device_logs_a_warning(caplog:
     assert caplog.text == ""
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(
+    twin="simulated/test_images_and_resident_data.py::test_a_resident_dataset_is_gathered_on_the_device_and_copied_once"
+)
 def test_batches_on_cuda_are_gathered_without_synchronization() -> None:
     device = torch.device("cuda", 0)
     rows = Rows(64)

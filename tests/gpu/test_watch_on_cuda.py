@@ -15,8 +15,6 @@ from lightning_feed.measure.nvml import NvmlSampler
 from lightning_feed.measure.stats import GpuStats
 from lightning_feed.measure.windows import WARM_UP_STEPS
 
-pytestmark = pytest.mark.gpu
-
 STEPS = 60
 
 
@@ -70,6 +68,7 @@ def watched(data_ms: float, model: LightningModule, *others: Callback) -> Any:
 # --- against a trace --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.gpu(twin="simulated/test_prefetch_time.py::test_step_time_and_reported_starvation_match_theory")
 @pytest.mark.parametrize(("data_ms", "compute_ms"), [(8, 20), (20, 5), (12, 10)])
 def test_starved_share_matches_a_profiler_trace(data_ms: float, compute_ms: float) -> None:
     """Within 2 points of what the profiler saw of the same run: the host was fetching, and the device did nothing."""
@@ -93,6 +92,7 @@ def test_starved_share_matches_a_profiler_trace(data_ms: float, compute_ms: floa
 # --- against work of known length -------------------------------------------------------------------------------------
 
 
+@pytest.mark.gpu(twin="simulated/test_prefetch_time.py::test_step_time_and_reported_starvation_match_theory")
 def test_queued_work_hides_the_wait() -> None:
     stats = watched(8, Busy(20), NoWaiting())
     assert stats.starved_pct == pytest.approx(0, abs=2)
@@ -102,29 +102,34 @@ def test_queued_work_hides_the_wait() -> None:
     assert stats.lost_steps == 0
 
 
+@pytest.mark.gpu(twin="simulated/test_prefetch_time.py::test_step_time_and_reported_starvation_match_theory")
 def test_a_drained_device_waits_for_data() -> None:
     stats = watched(20, Busy(5), NoWaiting())
     assert stats.compute_ms == pytest.approx(5, abs=2.5)  # and what the host takes to launch it
     assert 60 < stats.starved_pct < 90
 
 
+@pytest.mark.gpu(twin="simulated/test_prefetch_time.py::test_step_time_and_reported_starvation_match_theory")
 def test_a_step_that_waits_for_the_device_hides_no_data_wait() -> None:
     """The control of queued work: with ``.item()`` in the step nothing is queued while the host fetches."""
     assert watched(8, Waits(20)).starved_pct > 20
 
 
+@pytest.mark.gpu(no_twin="torch itself raises, for CUDA only")
 def test_the_no_waiting_callback_raises_on_a_device_sync() -> None:
     """The control of ``NoWaiting``."""
     with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
         watched(0, Waits(5), NoWaiting())
 
 
+@pytest.mark.gpu(twin="simulated/test_prefetch_time.py::test_step_time_and_reported_starvation_match_theory")
 def test_a_look_ahead_hides_the_copy_and_the_wait_still_counts_as_data() -> None:
     stats = watched(20, Busy(5), PrefetchCallback(), NoWaiting())
     assert stats.prefetch_active is True
     assert 60 < stats.starved_pct < 90
 
 
+@pytest.mark.gpu(twin="simulated/test_calls.py::test_parts_sampled_in_some_steps_match_those_of_all_steps")
 def test_step_parts_add_up_to_the_step_time() -> None:
     stats = watched(5, Busy(5))
     parts = (stats.compute_ms, stats.h2d_ms, stats.data_idle_ms, stats.other_ms)
@@ -151,6 +156,7 @@ def sampled(work: Any, seconds: float = 2) -> GpuStats:
     return stats
 
 
+@pytest.mark.gpu(twin="measure/test_nvml.py::test_gpu_stats_are_the_means_of_the_nvml_samples")
 def test_nvml_tells_a_busy_device_from_an_idle_one() -> None:
     """And knows the device by the UUID of torch."""
     factor = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)

@@ -13,8 +13,6 @@ from lightning_feed import GPUStarvationCallback
 from lightning_feed.measure.device_waits import SAMPLED_STEPS
 from lightning_feed.verdict.diagnosis import Diagnosis
 
-pytestmark = pytest.mark.gpu
-
 STEPS = 120
 
 
@@ -49,7 +47,7 @@ class Step(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         spin(self.ms)
-        loss = self.net(batch).sum()
+        loss: Tensor = self.net(batch).sum()
         if self.read is not None:
             self.read(loss)
         return loss
@@ -82,6 +80,7 @@ def diagnosed(model: Step, steps: int = STEPS) -> Diagnosis:
     return starvation.report()
 
 
+@pytest.mark.gpu(twin="simulated/test_device_waits.py::test_the_line_that_waits_in_each_step_is_found")
 @pytest.mark.parametrize("read", [reads_item, copies, branches, synchronises])
 def test_the_line_that_waits_in_each_step_is_found_on_a_device(read: Any) -> None:
     [wait] = diagnosed(Step(read)).measurements.facts.waits or ()
@@ -90,10 +89,12 @@ def test_the_line_that_waits_in_each_step_is_found_on_a_device(read: Any) -> Non
     assert wait.steps == wait.sampled_steps == SAMPLED_STEPS
 
 
+@pytest.mark.gpu(twin="simulated/test_device_waits.py::test_a_step_that_does_not_wait_has_no_lines")
 def test_a_step_that_launches_only_waits_nowhere() -> None:
     assert diagnosed(Step()).measurements.facts.waits == ()
 
 
+@pytest.mark.gpu(twin="simulated/test_device_waits.py::test_an_error_in_a_sampled_step_leaves_nothing_behind")
 def test_the_debug_mode_the_filters_and_synchronize_are_as_before() -> None:
     filters = warnings.filters
     before = list(filters)
@@ -105,6 +106,9 @@ def test_the_debug_mode_the_filters_and_synchronize_are_as_before() -> None:
     assert list(filters) == before
 
 
+@pytest.mark.gpu(
+    twin="verdict/test_causes.py::test_the_cause_of_a_long_step_follows_the_device_and_the_training_thread"
+)
 def test_a_busy_device_is_not_launch_bound_although_the_host_spins() -> None:
     """The host is far ahead, or waits in ``item()``: the training thread is on a CPU all the time."""
     for read in (None, reads_item):
@@ -114,6 +118,9 @@ def test_a_busy_device_is_not_launch_bound_although_the_host_spins() -> None:
         assert (diagnosis.bottleneck, diagnosis.cause) == ("compute", "compute")
 
 
+@pytest.mark.gpu(
+    twin="verdict/test_causes.py::test_the_cause_of_a_long_step_follows_the_device_and_the_training_thread"
+)
 def test_tiny_layers_are_launch_bound() -> None:
     diagnosis = diagnosed(Step(ms=0.01, layers=200), steps=200)
     assert diagnosis.measurements.device_busy_pct is not None

@@ -7,7 +7,6 @@ import torch
 from diagnosing.small_runs import make_parts, make_trainer, short_diagnosis
 
 pytestmark = [
-    pytest.mark.gpu,
     # The fits are small on purpose.
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:The number of training batches"),
@@ -15,6 +14,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.gpu(twin="diagnosing/test_restore.py::test_diagnosis_before_training_leaves_everything_unchanged")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_diagnosis_on_cuda_keeps_weights_and_random_states(device: str) -> None:
     Module, Data = make_parts()
