@@ -1,0 +1,68 @@
+"""Remedies that make the samples of an ImageFolderDataModule with less work, as far as ``diagnose`` has tried them."""
+
+import shlex
+
+from lightning_feed.measure.experiment_results import LighterSample, PackedImages, pack_options
+from lightning_feed.measure.measurements import Measurements
+from lightning_feed.verdict.diagnosis import Remedy
+from lightning_feed.wording import size_text
+
+TRIES_LIGHTER_SAMPLES = "tries ways with less work for each sample"
+"""What ``diagnose`` does for a run of an ImageFolderDataModule."""
+
+
+def may_try_lighter_samples(measured: Measurements) -> bool:
+    """True for a fit whose workers decode the images of an ImageFolderDataModule, and that was not diagnosed yet."""
+    facts = measured.facts
+    decodes = facts.datamodule.quality is not None and facts.datamodule.backend == "torch"
+    return decodes and facts.loop == "trainer" and facts.stage == "fit" and not measured.diagnosed
+
+
+def lighter_sample_remedy(trial: LighterSample, measured: Measurements) -> Remedy:
+    """The remedy that makes a change that was tried. The caller adds the bound of the step time."""
+    name = measured.facts.loader_code.datamodule if measured.facts.loader_code is not None else ""
+    call = f"in the call that makes your {name or 'ImageFolderDataModule'}"
+    costs = f"{trial.then_ms:.2f} ms of CPU for a sample instead of {trial.now_ms:.2f}"
+    pack = trial.pack
+    if pack is not None:
+        options = pack_options(pack.short_side, decoded=pack.decoded)
+        return Remedy(
+            code=f"lightning-feed pack {shlex.quote(pack.root)} {shlex.quote(pack.path)}{options}",
+            form="command",
+            where=f"root: {pack.root} -> {pack.path} {call}, after this command",
+            why=f"{costs}; {_stored_as(pack)}",
+            changes=f"root={pack.path}",
+        )
+    present = measured.facts.datamodule
+    setting, before, after, effect = {
+        "decoder": ("decoder", present.decoder, "auto", f"this takes the fastest accurate one, here {trial.decoder}"),
+        "nvjpeg": ("backend", present.backend, "nvjpeg", "the GPU decodes, and pixels differ a little"),
+        "fast": ("quality", present.quality, "fast", "images are resized without antialiasing, which changes pixels"),
+    }[trial.change]
+    return Remedy(
+        code=f'{setting}="{after}"',
+        form="datamodule",
+        where=f"{setting}: {before} -> {after} {call}",
+        why=f"{costs}; {effect}",
+        changes=f"{setting}={after}",
+    )
+
+
+def name_of_change(trial: LighterSample) -> str:
+    """A change that was tried, as typed: ``quality="fast"``, ``pack --decoded``."""
+    if trial.pack is not None:
+        return f"pack{pack_options(trial.pack.short_side, decoded=trial.pack.decoded)}"
+    return {
+        "decoder": f'decoder="{trial.decoder}"',
+        "nvjpeg": 'backend="nvjpeg"',
+        "fast": 'quality="fast"',
+    }[trial.change]
+
+
+def _stored_as(pack: PackedImages) -> str:
+    """What the pack holds, its size, and how training changes, in words."""
+    holds = "pixels are" if pack.decoded else "images are"
+    text = f"{holds} stored in {size_text(pack.pack_bytes)} beside the {size_text(pack.folder_bytes)} of files"
+    if pack.short_side is not None:
+        text += f", {pack.short_side} pixels on the shorter side, so crops of small regions are less sharp"
+    return text
