@@ -335,7 +335,7 @@ class _Trial:
         pack = PackedImages(
             root=root,
             path=str(path.with_name(f"{path.name}{_suffix(changes)}")),
-            short_side=changes.short_side,
+            short_side_px=changes.short_side,
             decoded=changes.decoded,
             folder_bytes=samples * self._read_bytes // self._read,
             pack_bytes=samples * stored.total_bytes // self._read,

@@ -76,7 +76,7 @@ class PackedImages:
     """The folder to pack."""
     path: str
     """The pack to make, beside the folder."""
-    short_side: int | None = None
+    short_side_px: int | None = None
     """Largest length of the shorter side of a stored image, in pixels; None to keep the size of all images."""
     decoded: bool = False
     """True to store pixels, False to store files."""

@@ -25,7 +25,7 @@ def lighter_sample_remedy(trial: LighterSample, measured: Measurements) -> Remed
     costs = f"{trial.then_ms:.2f} ms of CPU for a sample instead of {trial.now_ms:.2f}"
     pack = trial.pack
     if pack is not None:
-        options = pack_options(pack.short_side, decoded=pack.decoded)
+        options = pack_options(pack.short_side_px, decoded=pack.decoded)
         return Remedy(
             code=f"lightning-feed pack {shlex.quote(pack.root)} {shlex.quote(pack.path)}{options}",
             form="command",
@@ -51,7 +51,7 @@ def lighter_sample_remedy(trial: LighterSample, measured: Measurements) -> Remed
 def name_of_change(trial: LighterSample) -> str:
     """A change that was tried, as typed: ``quality="fast"``, ``pack --decoded``."""
     if trial.pack is not None:
-        return f"pack{pack_options(trial.pack.short_side, decoded=trial.pack.decoded)}"
+        return f"pack{pack_options(trial.pack.short_side_px, decoded=trial.pack.decoded)}"
     return {
         "decoder": f'decoder="{trial.decoder}"',
         "nvjpeg": 'backend="nvjpeg"',
@@ -63,6 +63,6 @@ def _stored_as(pack: PackedImages) -> str:
     """What the pack holds, its size, and how training changes, in words."""
     holds = "pixels are" if pack.decoded else "images are"
     text = f"{holds} stored in {size_text(pack.pack_bytes)} beside the {size_text(pack.folder_bytes)} of files"
-    if pack.short_side is not None:
-        text += f", {pack.short_side} pixels on the shorter side, so crops of small regions are less sharp"
+    if pack.short_side_px is not None:
+        text += f", {pack.short_side_px} pixels on the shorter side, so crops of small regions are less sharp"
     return text
