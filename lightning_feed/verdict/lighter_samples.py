@@ -8,7 +8,7 @@ from lightning_feed.verdict.diagnosis import Remedy
 from lightning_feed.wording import size_text
 
 TRIES_LIGHTER_SAMPLES = "tries ways with less work for each sample"
-"""What ``diagnose`` does for a run of an ImageFolderDataModule."""
+"""Words for the experiments of ``diagnose`` with an ImageFolderDataModule."""
 
 
 def may_try_lighter_samples(measured: Measurements) -> bool:
@@ -49,7 +49,7 @@ def lighter_sample_remedy(trial: LighterSample, measured: Measurements) -> Remed
 
 
 def name_of_change(trial: LighterSample) -> str:
-    """A change that was tried, as typed: ``quality="fast"``, ``pack --decoded``."""
+    """Name of a change that was tried, as typed: ``quality="fast"``, ``pack --decoded``."""
     if trial.pack is not None:
         return f"pack{pack_options(trial.pack.short_side_px, decoded=trial.pack.decoded)}"
     return {
@@ -60,7 +60,7 @@ def name_of_change(trial: LighterSample) -> str:
 
 
 def _stored_as(pack: PackedImages) -> str:
-    """What the pack holds, its size, and how training changes, in words."""
+    """Words for the content and the size of a pack, and for the effect of smaller images."""
     holds = "pixels are" if pack.decoded else "images are"
     text = f"{holds} stored in {size_text(pack.pack_bytes)} beside the {size_text(pack.folder_bytes)} of files"
     if pack.short_side_px is not None:
