@@ -87,12 +87,12 @@ class _Stored:
 class _Change:
     """A change, and the samples made with it."""
 
-    kind: Literal["decoder", "nvjpeg", "fast", "pack"]
+    setting: Literal["decoder", "backend", "quality", "root"]
+    value: str
+    """The new value of the setting, as in :class:`LighterSample`."""
     code: str
     """Name of the change in the list of experiments that were left out."""
     dataset: ImageDataset
-    decoder: str = ""
-    """Name of the other decoder; empty for other changes."""
     stored: _Stored | None = None
     """The source of ``dataset``, if the change is a pack."""
 
@@ -209,21 +209,29 @@ class _Trial:
         if not isinstance(recipe, TrainRecipe) or recipe.quality == "fast":
             return None
         require("cv2", extra="images", why=code)
-        return _Change(kind="fast", code=code, dataset=self._twin(recipe=replace(recipe, quality="fast")))
+        return _Change(
+            setting="quality", value="fast", code=code, dataset=self._twin(recipe=replace(recipe, quality="fast"))
+        )
 
     def _decoder(self, name: str, code: str) -> _Change:
         dataset = self._twin(decoder=make_decoder(name).decoder)
-        return _Change(kind="decoder", code=code, dataset=dataset, decoder=name)
+        return _Change(setting="decoder", value=name, code=code, dataset=dataset)
 
     def _nvjpeg(self, code: str) -> _Change:
         datamodule = self.session.datamodule
         check_backend("nvjpeg", datamodule.quality, datamodule._images_only_torch())
         require_nvjpeg(self.session.device)
-        return _Change(kind="nvjpeg", code=code, dataset=self._twin(encoded=True))
+        return _Change(setting="backend", value="nvjpeg", code=code, dataset=self._twin(encoded=True))
 
     def _pack(self, changes: ImageChanges, code: str) -> _Change:
         stored = _Stored(self._images.source, changes)
-        return _Change(kind="pack", code=code, dataset=self._twin(stored), stored=stored)
+        path = f"{self._root()}{_suffix(changes)}"
+        return _Change(setting="root", value=path, code=code, dataset=self._twin(stored), stored=stored)
+
+    def _root(self) -> Path:
+        """The folder of images, with a name to which the name of a pack can be added."""
+        root = Path(self.session.datamodule._feed.data_dir)
+        return root if root.name not in ("", "..") else root.resolve()
 
     def _short_side(self) -> int | None:
         """The shorter side of images in a pack that are large enough for the crops; None if the size of the crops is
@@ -252,7 +260,7 @@ class _Trial:
                 except Exception as error:  # noqa: BLE001  # the other changes do not need this one
                     self._leave_out(change.code, f"it failed: {in_a_line(error)}")
                     continue
-                if change.kind == "nvjpeg" and len(self._encoded) < _MOST_DECODED:
+                if change.setting == "backend" and len(self._encoded) < _MOST_DECODED:
                     self._encoded.append(sample)
             self.count += self._timer.on
             self._timer.on = True
@@ -290,7 +298,7 @@ class _Trial:
             except Exception as error:  # noqa: BLE001  # the other changes do not need this one
                 self._leave_out(change.code, f"it failed: {in_a_line(error)}")
             else:
-                if change.kind != "decoder":
+                if change.setting != "decoder":
                     yield result
                     continue
                 decoders.append(result)
@@ -304,44 +312,43 @@ class _Trial:
             NotMeasurable: the pack would make no image smaller, or there is no room for it.
         """
         device_ms = None
-        if change.kind == "nvjpeg":
+        if change.setting == "backend":
             device_ms = decoding_ms(self._encoded, change.dataset, self.session.device)
         return LighterSample(
-            change=change.kind,
+            setting=change.setting,
+            value=change.value,
             now_ms=self._cpu_ms(_OWN),
             then_ms=self._cpu_ms(change.code),
             device_ms=device_ms,
-            decoder=change.decoder,
-            pack=None if change.stored is None else self._packed(change.stored),
+            pack=None if change.stored is None else self._packed(change.stored, change.value),
         )
 
     def _cpu_ms(self, step: str) -> float:
         return self._timer.steps[step].cpu_ns / self.count / 1e6
 
-    def _packed(self, stored: _Stored) -> PackedImages:
-        """The pack with such samples, with sizes estimated from them.
+    def _packed(self, stored: _Stored, path: str) -> PackedImages:
+        """The pack with such samples at a path, with sizes estimated from them.
 
         Raises:
             NotMeasurable: the pack would make no image smaller, or there is no room for it.
         """
         changes = stored.changes
-        root = str(self.session.datamodule._feed.data_dir)
+        root = str(self._root())
         if changes.short_side is not None and not stored.resized:
             raise NotMeasurable(f"no image of those looked at is larger than {changes.short_side} pixels")
-        if "://" in root:
-            raise NotMeasurable(f"{root} is not a folder on this machine")
-        path = Path(root)
+        if "://" in str(self.session.datamodule._feed.data_dir):
+            raise NotMeasurable("the images are at a URL, and a pack is made from a folder")
         samples = len(_unchosen(self._images.source))
         pack = PackedImages(
             root=root,
-            path=str(path.with_name(f"{path.name}{_suffix(changes)}")),
+            path=path,
             short_side_px=changes.short_side,
             decoded=changes.decoded,
             folder_bytes=samples * self._read_bytes // self._read,
             pack_bytes=samples * stored.total_bytes // self._read,
         )
         size = size_text(pack.pack_bytes)
-        room_bytes = find_room(path.absolute().parent).left_bytes
+        room_bytes = find_room(Path(path).absolute().parent).left_bytes
         memory_bytes = self.session.machine.available_memory_bytes
         if pack.pack_bytes > room_bytes:
             raise NotMeasurable(f"it would take {size}, and {size_text(room_bytes)} are free beside {root}")

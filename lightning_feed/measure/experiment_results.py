@@ -93,19 +93,18 @@ class LighterSample:
     The random numbers of a sample are the same with the change and without it.
     """
 
-    change: Literal["decoder", "nvjpeg", "fast", "pack"]
-    """``decoder``: another decoder. ``nvjpeg``: decoding on the device. ``fast``: resizing without antialiasing.
-    ``pack``: reading from ``pack``."""
+    setting: Literal["decoder", "backend", "quality", "root"]
+    """The argument of the data module that is changed."""
+    value: str
+    """Its new value: the name of another decoder, ``nvjpeg``, ``fast``, or the path of ``pack``."""
     now_ms: float
     """CPU time per sample as configured."""
     then_ms: float
     """CPU time per sample with the change, without the work of the device."""
     device_ms: float | None = None
     """Wall time per sample for decoding on the device; None for other changes."""
-    decoder: str = ""
-    """Name of the other decoder; empty for other changes."""
     pack: PackedImages | None = None
-    """The pack to read from; None for other changes."""
+    """The pack that is the new root; None for other changes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Remedies that make the samples of an ImageFolderDataModule with less work, as far as ``diagnose`` has tried them."""
 
+import json
 import shlex
 
 from lightning_feed.measure.experiment_results import LighterSample, PackedImages, pack_options
@@ -33,30 +34,33 @@ def lighter_sample_remedy(trial: LighterSample, measured: Measurements) -> Remed
             why=f"{costs}; {_stored_as(pack)}",
             changes=f"root={pack.path}",
         )
-    present = measured.facts.datamodule
-    setting, before, after, effect = {
-        "decoder": ("decoder", present.decoder, "auto", f"this takes the fastest accurate one, here {trial.decoder}"),
-        "nvjpeg": ("backend", present.backend, "nvjpeg", "the GPU decodes, and pixels differ a little"),
-        "fast": ("quality", present.quality, "fast", "images are resized without antialiasing, which changes pixels"),
-    }[trial.change]
+    value = trial.value
+    effect = _EFFECTS.get(trial.setting, "")
+    if trial.setting == "decoder":  # which refuses a decoder whose pixels differ
+        value = "auto"
+        effect = f"this takes the fastest accurate one, here {trial.value}"
+    present = vars(measured.facts.datamodule).get(trial.setting)
     return Remedy(
-        code=f'{setting}="{after}"',
+        code=f"{trial.setting}={json.dumps(value)}",
         form="datamodule",
-        where=f"{setting}: {before} -> {after} {call}",
-        why=f"{costs}; {effect}",
-        changes=f"{setting}={after}",
+        where=f"{trial.setting}: {present or 'not set'} -> {value} {call}",
+        why=f"{costs}; {effect}" if effect else costs,
+        changes=f"{trial.setting}={value}",
     )
+
+
+_EFFECTS = {
+    "backend": "the GPU decodes, and pixels differ a little",
+    "quality": "images are resized without antialiasing, which changes pixels",
+}
+"""Setting -> what its new value changes."""
 
 
 def name_of_change(trial: LighterSample) -> str:
     """Name of a change that was tried, as typed: ``quality="fast"``, ``pack --decoded``."""
     if trial.pack is not None:
         return f"pack{pack_options(trial.pack.short_side_px, decoded=trial.pack.decoded)}"
-    return {
-        "decoder": f'decoder="{trial.decoder}"',
-        "nvjpeg": 'backend="nvjpeg"',
-        "fast": 'quality="fast"',
-    }[trial.change]
+    return f"{trial.setting}={json.dumps(trial.value)}"
 
 
 def _stored_as(pack: PackedImages) -> str:

@@ -426,21 +426,22 @@ def faster_decoder(finding: Finding) -> Remedy | None:
 
 def decoding_on_the_gpu(finding: Finding) -> Remedy | None:
     """Remedy: nvJPEG decodes the images of an ImageFolderDataModule, if reading without decoding was timed."""
-    return _lighter_samples(finding, "nvjpeg")
+    return _lighter_samples(finding, "backend")
 
 
 def fast_resizing(finding: Finding) -> Remedy | None:
     """Remedy: an ImageFolderDataModule resizes without antialiasing, if both were timed."""
-    return _lighter_samples(finding, "fast")
+    return _lighter_samples(finding, "quality")
 
 
 def packed_images(finding: Finding) -> Remedy | None:
     """Remedy: an ImageFolderDataModule reads from a pack of smaller images or of pixels, if such samples were timed."""
-    return _lighter_samples(finding, "pack")
+    return _lighter_samples(finding, "root")
 
 
-def _lighter_samples(finding: Finding, change: str) -> Remedy | None:
-    """The remedy of this kind that gains most, of those that were tried; None if making samples is not the cause."""
+def _lighter_samples(finding: Finding, setting: str) -> Remedy | None:
+    """The remedy that changes this setting and gains most, of those that were tried; None if making samples is not the
+    cause."""
     if finding.data not in MADE_ON_CPU or finding.facts.stage != "fit":
         return None
     remedies = [
@@ -449,7 +450,7 @@ def _lighter_samples(finding: Finding, change: str) -> Remedy | None:
             least_step_ms=bounds.with_lighter_samples(finding.measured, finding.shares, trial),
         )
         for trial in finding.measured.experiments.lighter
-        if trial.change == change
+        if trial.setting == setting
     ]
     return min(
         remedies, key=lambda remedy: math.inf if remedy.least_step_ms is None else remedy.least_step_ms, default=None

@@ -119,8 +119,8 @@ def test_a_decoder_set_by_hand_is_compared_with_the_others(class_folders: Path) 
     session = _session(class_folders, decoder="pillow")
     (name,) = [name for name in _tried(session) if name.startswith("decoder")]
     assert name != 'decoder="pillow"'
-    measured = [trial for trial in session.results.lighter if trial.change == "decoder"]
-    assert [trial.decoder for trial in measured] == [name.split('"')[1]]
+    measured = [trial for trial in session.results.lighter if trial.setting == "decoder"]
+    assert [trial.value for trial in measured] == [name.split('"')[1]]
 
 
 def test_own_transform_without_a_crop_gives_no_smaller_images(class_folders: Path) -> None:
@@ -157,7 +157,7 @@ def test_nvjpeg_leaves_reading_and_the_header_to_the_cpu(class_folders: Path, mo
     monkeypatch.setattr(lighter_samples, "decoding_ms", stand_in)
     session = _session(class_folders, device="cuda")
     assert 'backend="nvjpeg"' in _tried(session)
-    (trial,) = [trial for trial in session.results.lighter if trial.change == "nvjpeg"]
+    (trial,) = [trial for trial in session.results.lighter if trial.setting == "backend"]
     assert trial.device_ms == 0.25
     assert checked == [torch.device("cuda")]
     assert decoded[0] >= 2

@@ -491,15 +491,16 @@ _TRIED = st.builds(
 )
 _LIGHTER = st.builds(
     LighterSample,
-    change=st.sampled_from(["decoder", "nvjpeg", "fast"]),
+    setting=st.sampled_from(["decoder", "backend", "quality", "root"]),
+    value=st.just("new"),
     now_ms=_MS,
     then_ms=_MS,
     device_ms=st.none() | _MS,
-    decoder=st.just("turbo"),
     pack=st.none(),
 ) | st.builds(
     LighterSample,
-    change=st.just("pack"),
+    setting=st.just("root"),
+    value=st.just("a.pack"),
     now_ms=_MS,
     then_ms=_MS,
     pack=st.builds(

@@ -72,10 +72,10 @@ PACK = PackedImages(
     folder_bytes=2**20,
     pack_bytes=3 * 2**20,
 )
-DECODER = LighterSample(change="decoder", now_ms=4.0, then_ms=2.0, decoder="turbo-region")
-NVJPEG = LighterSample(change="nvjpeg", now_ms=4.0, then_ms=0.4, device_ms=5.0)
-FAST = LighterSample(change="fast", now_ms=4.0, then_ms=3.2)
-PACKED = LighterSample(change="pack", now_ms=4.0, then_ms=1.0, pack=PACK)
+DECODER = LighterSample(setting="decoder", value="turbo-region", now_ms=4.0, then_ms=2.0)
+NVJPEG = LighterSample(setting="backend", value="nvjpeg", now_ms=4.0, then_ms=0.4, device_ms=5.0)
+FAST = LighterSample(setting="quality", value="fast", now_ms=4.0, then_ms=3.2)
+PACKED = LighterSample(setting="root", value=PACK.path, now_ms=4.0, then_ms=1.0, pack=PACK)
 DECODING: dict[str, Any] = {
     "loaders": BUSY,
     "num_workers": 15,
