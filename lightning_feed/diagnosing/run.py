@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 from lightning_feed import _host
 from lightning_feed._host import AnyTrainer
-from lightning_feed.diagnosing import functions, less_work, rates, samples
+from lightning_feed.diagnosing import functions, less_work, lighter_samples, rates, samples
 from lightning_feed.diagnosing.batches import own_loaders
 from lightning_feed.diagnosing.failures import (
     DiagnosisFailed,
@@ -43,7 +43,7 @@ MODEL = "model"
 LOADER_EXPERIMENTS = {
     "loader": ("loader", "keys", "workers"),
     "cached-files": ("cached-files",),
-    "transforms": ("transforms", "functions", "no-transforms", "crops"),
+    "transforms": ("transforms", "functions", "no-transforms", "crops", "lighter-samples"),
     "constant-samples": ("constant-samples",),
 }
 """The experiments with the loader alone, and the parts of each."""
@@ -387,6 +387,7 @@ STEPS = {
     "transforms": Experiment("reading, decoding and each transform", samples.measure_costs, 1.3),
     "no-transforms": Experiment("transforms left out", less_work.measure_without_transforms, 1.0),
     "crops": Experiment("only the crops decoded", less_work.measure_crops, 1.0),
+    "lighter-samples": Experiment("less work for each sample", lighter_samples.measure_lighter_samples, 1.5),
     "cached-files": Experiment("files in memory", rates.measure_files_in_memory, 3.0, needs_rate=True),
     "workers": Experiment("other numbers of workers", rates.measure_workers, 6.0),
 }

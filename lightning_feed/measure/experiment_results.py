@@ -69,6 +69,45 @@ class CropTrial:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PackedImages:
+    """A pack of the images of an ImageFolderDataModule that does not exist yet, and its estimated size."""
+
+    root: str
+    """The folder to pack."""
+    path: str
+    """The pack to make, beside the folder."""
+    short_side_px: int | None = None
+    """Largest length of the shorter side of a stored image, in pixels; None to keep the size of all images."""
+    decoded: bool = False
+    """True to store pixels, False to store files."""
+    folder_bytes: int
+    """Bytes of the folder's training images."""
+    pack_bytes: int
+    """Bytes of the training images in the pack."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LighterSample:
+    """A change of an ImageFolderDataModule with which a sample takes less work, made in turns with the present samples.
+
+    The random numbers of a sample are the same with the change and without it.
+    """
+
+    setting: Literal["decoder", "backend", "quality", "root"]
+    """The argument of the data module that is changed."""
+    value: str
+    """Its new value: the name of another decoder, ``nvjpeg``, ``fast``, or the path of ``pack``."""
+    now_ms: float
+    """CPU time per sample as configured."""
+    then_ms: float
+    """CPU time per sample with the change, without the work of the device."""
+    device_ms: float | None = None
+    """Wall time per sample for decoding on the device; None for other changes."""
+    pack: PackedImages | None = None
+    """The pack that is the new root; None for other changes."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TriedSetting:
     """A setting of the loader that was tried, with a consumer that works as long on a batch as a training step does.
 
@@ -115,6 +154,8 @@ class ExperimentResults:
     crops: CropTrial | None = None
     """Comparison of decoding an image folder's images whole and decoding only their crops. None if the loader does not
     decode images whole and then crop them."""
+    lighter: tuple[LighterSample, ...] = ()
+    """Changes of an ImageFolderDataModule with which a sample may take less work."""
     costs: tuple[NamedCost, ...] = ()
     """Costs per sample: of reading, of decoding, and of every transform by name."""
     samples_ms: float | None = None
@@ -164,3 +205,9 @@ class ExperimentResults:
 def step_of(name: str) -> str:
     """Name of a cost without its loader's name: ``load`` for ``"a: load"``."""
     return name.rpartition(": ")[2]
+
+
+def pack_options(short_side: int | None, *, decoded: bool) -> str:
+    """The options of ``lightning-feed pack`` for such a pack, each after a space."""
+    size = "" if short_side is None else f" --size {short_side}"
+    return f"{' --decoded' if decoded else ''}{size}"

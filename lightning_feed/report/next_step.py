@@ -8,9 +8,10 @@ from lightning_feed.measure.wall import Part
 from lightning_feed.report.report import RunIdentity, is_toy, takes_turns
 from lightning_feed.verdict.decide import share_text
 from lightning_feed.verdict.diagnosis import Cause, Diagnosis, Remedy
+from lightning_feed.verdict.lighter_samples import TRIES_LIGHTER_SAMPLES, may_try_lighter_samples
 from lightning_feed.verdict.notes import second_epoch
-from lightning_feed.verdict.remedies import IN_PLACE, may_be_tuned
-from lightning_feed.verdict.shares import LOOP_WORDS, in_ms
+from lightning_feed.verdict.remedies import IN_PLACE, MADE_ON_CPU, may_be_tuned
+from lightning_feed.verdict.shares import LOOP_WORDS, in_ms, workers_fill_cpus
 from lightning_feed.wording import source_line
 
 ENOUGH_STEPS = 30
@@ -118,6 +119,8 @@ class _Adviser:
             return "use larger batches: no other setting makes steps this short faster"
         if diagnosis.bottleneck == "unknown":
             return self._to_a_verdict()
+        if self._should_try_lighter_samples():
+            return self._fewer_threads() or self._diagnose(TRIES_LIGHTER_SAMPLES)
         if diagnosis.remedies:
             return self._try_settings() or _fix(diagnosis.remedies[0])
         if self._rest_may_limit():
@@ -127,6 +130,15 @@ class _Adviser:
         if diagnosis.bottleneck == "compute":
             return self._for_compute()
         return self._first_note(_WITHOUT_NOTE[diagnosis.bottleneck])
+
+    def _should_try_lighter_samples(self) -> bool:
+        """True for a fit whose workers take all CPUs, while other settings may make its samples with less work."""
+        return self._cpus_are_busy() and may_try_lighter_samples(self.measured)
+
+    def _cpus_are_busy(self) -> bool:
+        """True if making batches on the CPU is the bottleneck, and workers take all CPUs already."""
+        is_made_on_cpu = self.diagnosis.bottleneck == "data" and self.diagnosis.cause in MADE_ON_CPU
+        return is_made_on_cpu and workers_fill_cpus(self.measured)
 
     def with_command(self, note: str) -> str:
         """A note in which the general command is replaced by the command for this program."""
@@ -219,7 +231,7 @@ class _Adviser:
             return self._for_hand_over()
         if self.facts.loop == "trainer" and self.facts.stage == "fit":
             return self._diagnose("finds the lines of your code that take the time")
-        if takes_turns(self.diagnosis) and self._workers_in_vain():
+        if (takes_turns(self.diagnosis) and self._workers_in_vain()) or self._cpus_are_busy():
             return "make a batch with less work"
         return "`lightning_feed.tune(loader)` tries other settings of this loader"
 

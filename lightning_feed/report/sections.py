@@ -13,6 +13,7 @@ from lightning_feed.measure.experiment_results import (
     ExperimentResults,
     FunctionCost,
     KeyBytes,
+    LighterSample,
     NamedCost,
     TriedSetting,
     step_of,
@@ -22,6 +23,7 @@ from lightning_feed.measure.stats import LoaderStats, RankStats, StarvationStats
 from lightning_feed.measure.wall import WallStats
 from lightning_feed.report.report import Report, cause_text, if_free, needs_trial, rate, takes_turns
 from lightning_feed.verdict.diagnosis import Bottleneck, Diagnosis, Remedy
+from lightning_feed.verdict.lighter_samples import name_of_change
 from lightning_feed.verdict.shares import in_ms, model_disturbed
 from lightning_feed.wording import in_rate, plural, rate_unit, size_text, source_line
 
@@ -473,6 +475,7 @@ def _experiments(results: ExperimentResults) -> Iterator[Section]:
     )
     yield from _table("What one sample costs", cost_rows, ("", "wall time", "CPU time"), "costs")
     yield from _table("Where in your code a batch is made", function_rows, console="code")
+    yield from _table("Ways to make a sample", list(map(_lighter_row, results.lighter)), ("", "CPU time"), "less")
     yield from _table("Workers tried", list(map(_tried_row, results.tried)), ("", "step", "in its turns", ""), "tried")
     yield from _table("What one batch takes", batch_rows, console="batch")
     yield from _table("Parts of a batch", _key_rows(results.keys))
@@ -487,6 +490,13 @@ def _tried_row(setting: TriedSetting) -> Row:
     if setting.own:
         role = "as it is"
     return (plural(setting.num_workers, "worker"), f"{step} ms", f"{shortest} to {longest} ms", role)
+
+
+def _lighter_row(trial: LighterSample) -> Row:
+    row = f"{trial.now_ms:.2f} -> {trial.then_ms:.2f} ms"
+    if trial.device_ms is not None:
+        row += f", and {trial.device_ms:.2f} ms on the device"
+    return (name_of_change(trial), row)
 
 
 def _function_text(cost: FunctionCost) -> str:

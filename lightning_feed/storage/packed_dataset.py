@@ -311,9 +311,7 @@ class PackedDataset(Dataset[Any]):
             sample = self._open().read(index)
             if not self.manifest.decoded:
                 return sample
-            height, width = np.frombuffer(sample, "<u4", count=2)
-            pixels = np.frombuffer(sample, np.uint8, offset=_SHAPE_BYTES)
-            return pixels.reshape(int(height), int(width), 3)
+            return pixels_of(sample)
         except FeedError:
             raise
         except Exception as error:
@@ -366,3 +364,10 @@ class PackedDataset(Dataset[Any]):
 def with_shape(pixels: npt.NDArray[np.uint8]) -> bytes:
     """Return pixels, uint8 (H, W, 3), as the bytes that a pack of pixels holds."""
     return np.array(pixels.shape[:2], "<u4").tobytes() + pixels.tobytes()
+
+
+def pixels_of(sample: Encoded) -> npt.NDArray[np.uint8]:
+    """Return the pixels, uint8 (H, W, 3), in the bytes that :func:`with_shape` returned."""
+    height, width = np.frombuffer(sample, "<u4", count=2)
+    pixels = np.frombuffer(sample, np.uint8, offset=_SHAPE_BYTES)
+    return pixels.reshape(int(height), int(width), 3)

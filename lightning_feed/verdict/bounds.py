@@ -4,6 +4,7 @@ A step takes at least as long as its work other than loading, and at least as lo
 a trial can measure how close to its bound a change comes, because more workers share CPUs, memory and storage.
 """
 
+from lightning_feed.measure.experiment_results import LighterSample
 from lightning_feed.measure.measurements import LoopFacts, Measurements
 from lightning_feed.verdict.shares import Shares, model_alone_ms
 
@@ -69,6 +70,21 @@ def with_crops(measured: Measurements, shares: Shares) -> float | None:
     if trial is None or not trial.whole_ms:
         return None
     return with_loading_time(measured, shares, _share_of_batch(measured, trial.crop_ms / trial.whole_ms))
+
+
+def with_lighter_samples(measured: Measurements, shares: Shares, trial: LighterSample) -> float | None:
+    """Lower bound of the step time if samples take as little work as in a trial; None if the present time is unknown.
+
+    A step also takes at least as long as the device needs to decode a batch, if it does.
+    """
+    if not trial.now_ms:
+        return None
+    share = _share_of_batch(measured, min(1.0, trial.then_ms / trial.now_ms))
+    least_ms = with_loading_time(measured, shares, share)
+    batch_size = measured.facts.loader.batch_size
+    if least_ms is None or trial.device_ms is None or batch_size is None:
+        return least_ms
+    return max(least_ms, batch_size * trial.device_ms)
 
 
 def _share_of_batch(measured: Measurements, share_of_samples: float) -> float:

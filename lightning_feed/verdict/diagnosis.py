@@ -33,7 +33,7 @@ slowly than the device does it), ``synchronisation`` (the host waits for the dev
 """
 
 
-Form = Literal["arguments", "settings", "datamodule", "replacement", "override", "trainer", "callback"]
+Form = Literal["arguments", "settings", "datamodule", "replacement", "override", "trainer", "callback", "command"]
 """The kind of text in a remedy's ``code``, so that programs can apply it, too.
 
 ``arguments``: keyword arguments for the call that makes the training loader. They replace present values.
@@ -42,6 +42,7 @@ its second argument. ``datamodule``: arguments for the call that makes the data 
 Trainer. ``override``: text for the command line of LightningCLI. ``callback``: a callback to add to the Trainer's
 callbacks; if a callback of its class is present, the present callback gets these arguments. ``replacement``: a data
 module for ``trainer.fit`` in place of the training loader, with ``...`` for parts that the user has to fill in.
+``command``: a shell command to run once; ``where`` has the change to make afterwards.
 """
 
 

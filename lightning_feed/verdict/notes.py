@@ -9,6 +9,7 @@ from lightning_feed.trials.search import OUT_OF_TIME
 from lightning_feed.verdict import bounds
 from lightning_feed.verdict.device_use import has_idle_device, waits_in_each_step
 from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Remedy
+from lightning_feed.verdict.lighter_samples import TRIES_LIGHTER_SAMPLES, may_try_lighter_samples
 from lightning_feed.verdict.remedies import IN_PLACE, MADE_ON_CPU, Finding, least_gain_pct, may_have_workers
 from lightning_feed.verdict.shares import in_ms
 from lightning_feed.verdict.thresholds import LEAST_GAIN_PCT, MANY_TENSORS, MOST_NOTES, TOY_STEP_MS
@@ -120,7 +121,9 @@ def _data(finding: Finding, remedies: tuple[Remedy, ...]) -> Notes:
     notes += whole_images
     if not remedies:
         if cause in _MADE_IN_YOUR_CODE and _may_diagnose(finding) and not whole_images:
-            notes.append(f"{_DIAGNOSE} finds the lines of your code that take the time")
+            lighter = cause in MADE_ON_CPU and may_try_lighter_samples(finding.measured)
+            what = TRIES_LIGHTER_SAMPLES if lighter else "finds the lines of your code that take the time"
+            notes.append(f"{_DIAGNOSE} {what}")
         notes += _without_remedy(finding, cause)
     notes += _hints(finding, cause, remedies)
     if finding.facts.datamodule.backend in ("dali-cpu", "dali-gpu"):

@@ -12,7 +12,8 @@ from lightning_feed.load.settings import PINNING_DEVICES, REGISTERING_DEVICES, T
 from lightning_feed.measure.measurements import HookTime, LoaderCode, LoaderFacts, LoopFacts, Measurements
 from lightning_feed.verdict import bounds
 from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Form, Remedy
-from lightning_feed.verdict.shares import LOOP_WORDS, Shares, in_ms
+from lightning_feed.verdict.lighter_samples import lighter_sample_remedy
+from lightning_feed.verdict.shares import LOOP_WORDS, Shares, in_ms, workers_fill_cpus
 from lightning_feed.verdict.thresholds import (
     DATA_PCT,
     LEAST_GAIN_PCT,
@@ -182,9 +183,9 @@ def more_workers(finding: Finding) -> Remedy | None:
     """Remedy: more workers, if training waits for batches that take time to make.
 
     The remedy names the number of workers that the trials chose; without trials, the smallest number with which loading
-    could keep up, at most one worker for each CPU. Returns None for an iterable dataset that does not divide its
-    samples among workers, for a dataset that does not survive a fork or keeps what it reads, and if /dev/shm has no
-    room for the batches.
+    could keep up, at most one worker for each CPU, if enough CPUs are free. Returns None for an iterable dataset that
+    does not divide its samples among workers, for a dataset that does not survive a fork or keeps what it reads, and if
+    /dev/shm has no room for the batches.
     """
     number = workers_to_name(finding)
     if number is None:
@@ -208,8 +209,8 @@ def workers_to_name(finding: Finding) -> int | None:
     chosen = finding.measured.experiments.tried_as("chosen")
     if chosen is not None:
         number: int | None = chosen.num_workers
-    elif finding.facts.trainer.tuned:  # AutotuneCallback chose by trials, which measure more than this run
-        return None
+    elif finding.facts.trainer.tuned or workers_fill_cpus(finding.measured):
+        return None  # AutotuneCallback chose by trials, which measure more than this run; or no CPU is free
     else:
         number = _enough_workers(finding)
     if number is None or number <= (finding.loader.num_workers or 0) or not _fits(finding, number):
@@ -423,6 +424,44 @@ def crops_only(finding: Finding) -> Remedy | None:
     )
 
 
+def faster_decoder(finding: Finding) -> Remedy | None:
+    """Remedy: another decoder for an ImageFolderDataModule whose decoder the user named, if both were timed."""
+    return _lighter_samples(finding, "decoder")
+
+
+def decoding_on_the_gpu(finding: Finding) -> Remedy | None:
+    """Remedy: nvJPEG decodes the images of an ImageFolderDataModule, if reading without decoding was timed."""
+    return _lighter_samples(finding, "backend")
+
+
+def fast_resizing(finding: Finding) -> Remedy | None:
+    """Remedy: an ImageFolderDataModule resizes without antialiasing, if both were timed."""
+    return _lighter_samples(finding, "quality")
+
+
+def packed_images(finding: Finding) -> Remedy | None:
+    """Remedy: an ImageFolderDataModule reads from a pack of smaller images or of pixels, if such samples were timed."""
+    return _lighter_samples(finding, "root")
+
+
+def _lighter_samples(finding: Finding, setting: str) -> Remedy | None:
+    """The remedy that changes this setting and gains most, of those that were tried; None if making samples is not the
+    cause."""
+    if finding.data not in MADE_ON_CPU or finding.facts.stage != "fit":
+        return None
+    remedies = [
+        replace(
+            lighter_sample_remedy(trial, finding.measured),
+            least_step_ms=bounds.with_lighter_samples(finding.measured, finding.shares, trial),
+        )
+        for trial in finding.measured.experiments.lighter
+        if trial.setting == setting
+    ]
+    return min(
+        remedies, key=lambda remedy: math.inf if remedy.least_step_ms is None else remedy.least_step_ms, default=None
+    )
+
+
 def _our_package(finding: Finding) -> str:
     """The module of this package whose classes fit the package of the user's Trainer."""
     return "lightning_feed" if finding.facts.trainer.package == "lightning.pytorch" else "lightning_feed.pl"
@@ -579,7 +618,8 @@ def _rarer_ms(finding: Finding, takes_ms: float, interval: int) -> float:
 
 RULES = (
     more_workers, fewer_workers, persistent_workers, any_order, files_in_memory, crops_only, batches_in_place,
-    pinned_memory, prefetch_callback, rare_progress_bar, log_rarely,
+    faster_decoder, decoding_on_the_gpu, fast_resizing, packed_images, pinned_memory, prefetch_callback,
+    rare_progress_bar, log_rarely,
 )  # fmt: skip
 """Rules: each returns a remedy with a bound, or None. If two remedies save the same, the earlier rule's comes first."""
 

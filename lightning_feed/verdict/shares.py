@@ -11,6 +11,7 @@ from lightning_feed.verdict.thresholds import (
     COPY_PCT,
     DATA_PCT,
     FRAMEWORK_PCT,
+    FREE_CPUS_SHARE,
     HEADLINE_PCT,
     HIGH_PCT,
     MODEL_MOST_SHARE,
@@ -131,6 +132,17 @@ def lacked_cpu(measured: Measurements) -> bool:
     if wait_ms > 0:
         queue_pct = max(queue_pct, 100 * (measured.facts.host.load_queue_ms or 0.0) / wait_ms)
     return measured.facts.crowded and queue_pct >= RUN_QUEUE_PCT
+
+
+def workers_fill_cpus(measured: Measurements) -> bool:
+    """True if the workers and the training thread leave hardly any CPU of this rank free, so that more workers cannot
+    gain much. False without workers, or if the number of workers or of CPUs is unknown."""
+    loader = measured.facts.loader
+    workers = sum(loader.every_num_workers) or loader.num_workers
+    cpus = measured.facts.usable_cpus
+    if not workers or cpus is None:
+        return False
+    return cpus - workers - 1 < FREE_CPUS_SHARE * cpus
 
 
 def grade_of(data_pct: float) -> Grade:

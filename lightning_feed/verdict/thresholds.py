@@ -121,6 +121,9 @@ RARER_FACTORS = (2, 5, 10)
 
 # --- remedies and notes -------------------------------------------------------------------------------------------
 
+FREE_CPUS_SHARE = 1 / 8
+"""Smallest share of this rank's CPUs, beside those of the workers and of the training thread, for which more workers
+are a remedy that was not tried. With fewer free CPUs, more workers gain a few percent at most."""
 LEAST_GAIN_PCT = 5.0
 """Smallest saving of a printed remedy, in percent of an epoch."""
 LEAST_UNSURE_GAIN_PCT = 10.0

@@ -73,7 +73,7 @@ def test_figures_that_are_not_finite_are_null() -> None:
 
 # --- units --------------------------------------------------------------------------------------------------------
 
-UNITS = ("_ms", "_s", "_pct", "_bytes", "_per_batch", "_per_step", "_cpus", "_workers", "_tensors", "_per_epoch")
+UNITS = ("_ms", "_s", "_pct", "_bytes", "_per_batch", "_per_step", "_cpus", "_workers", "_tensors", "_per_epoch", "_px")
 PLAIN_NUMBERS = {
     "torch_threads",
     "tensors",

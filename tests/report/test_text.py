@@ -22,7 +22,7 @@ from report.sample_reports import (
 )
 from verdict.cases import loop_facts, measured
 
-from lightning_feed.measure.experiment_results import ExperimentResults, KeyBytes
+from lightning_feed.measure.experiment_results import ExperimentResults, KeyBytes, LighterSample, PackedImages
 from lightning_feed.measure.measurements import HookTime, Measurements
 from lightning_feed.measure.stats import Confidence
 from lightning_feed.report.files import (
@@ -126,6 +126,24 @@ def test_text_report_without_a_verdict_still_shows_the_experiments() -> None:
     assert "batch its samples, in one process: 390.0 ms; collating them: 41.0 ms; start of the loader: 0.40 s" in text
     assert "code  Birds.__getitem__ (birds.py:41), calling ColorJitter: 120.0 ms a batch" in text
     assert "skip  cached-files: an iterable dataset decides itself" in text
+
+
+def test_text_report_lists_the_ways_with_less_work_for_a_sample() -> None:
+    pack = PackedImages(
+        root="birds", path="birds-256.pack", short_side_px=256, decoded=False, folder_bytes=2**20, pack_bytes=2**19
+    )
+    lighter = (
+        LighterSample(setting="quality", value="fast", now_ms=2.4, then_ms=1.7),
+        LighterSample(setting="backend", value="nvjpeg", now_ms=2.4, then_ms=0.3, device_ms=0.11),
+        LighterSample(setting="root", value=pack.path, now_ms=2.4, then_ms=0.6, pack=pack),
+    )
+    found = sample()
+    measured = replace(found.measurements, experiments=ExperimentResults(lighter=lighter))
+    text = as_text(replace(found, measurements=measured), width=300)
+    assert (
+        'less  quality="fast": 2.40 -> 1.70 ms; backend="nvjpeg": 2.40 -> 0.30 ms, and 0.11 ms on the device; '
+        "pack --size 256: 2.40 -> 0.60 ms\n"
+    ) in text
 
 
 def test_steps_dominated_by_python_are_reported_in_one_sentence() -> None:

@@ -13,7 +13,9 @@ from lightning_feed.measure.experiment_results import (
     ExperimentResults,
     FunctionCost,
     KeyBytes,
+    LighterSample,
     NamedCost,
+    PackedImages,
     TriedSetting,
 )
 from lightning_feed.measure.measurements import SYNCS, DeviceWait, HookTime, Measurements
@@ -539,6 +541,30 @@ _TRIED = st.builds(
     own=st.booleans(),
     chosen=st.booleans(),
 )
+_LIGHTER = st.builds(
+    LighterSample,
+    setting=st.sampled_from(["decoder", "backend", "quality", "root"]),
+    value=st.just("new"),
+    now_ms=_MS,
+    then_ms=_MS,
+    device_ms=st.none() | _MS,
+    pack=st.none(),
+) | st.builds(
+    LighterSample,
+    setting=st.just("root"),
+    value=st.just("a.pack"),
+    now_ms=_MS,
+    then_ms=_MS,
+    pack=st.builds(
+        PackedImages,
+        root=st.just("a"),
+        path=st.just("a.pack"),
+        short_side_px=st.none() | st.just(256),
+        decoded=st.booleans(),
+        folder_bytes=st.just(1),
+        pack_bytes=st.just(1),
+    ),
+)
 _EXPERIMENTS = _frozen(
     ExperimentResults,
     batch_size=_COUNT,
@@ -552,6 +578,7 @@ _EXPERIMENTS = _frozen(
     keys=st.lists(st.builds(KeyBytes, name=st.just("k"), bytes_per_batch=st.just(1))).map(tuple),
     functions=st.just(()),
     crops=st.none() | st.builds(CropTrial, folder=st.just("f"), val_fraction=st.none(), whole_ms=_MS, crop_ms=_MS),
+    lighter=st.lists(_LIGHTER, max_size=4).map(tuple),
     left_out=st.just(()),
 )
 _RANKS = st.none() | st.builds(

@@ -2,20 +2,25 @@
 pasted."""
 
 import ast
+import shlex
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import lightning.pytorch.callbacks
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 from verdict.cases import ASLEEP, BUSY, READY, measured, under
 
 import lightning_feed
-from lightning_feed.measure.experiment_results import CropTrial, TriedSetting
+from lightning_feed import cli
+from lightning_feed.measure.experiment_results import CropTrial, LighterSample, PackedImages, TriedSetting
 from lightning_feed.measure.measurements import OTHERS_PCT, HookCode, HookTime, LoaderCode
 from lightning_feed.measure.wall import WallPart, WallStats
 from lightning_feed.report.next_step import next_step
+from lightning_feed.report.report import RunIdentity
 from lightning_feed.verdict.decide import RUN_RULES, decide
 from lightning_feed.verdict.diagnosis import Form, Remedy
 from lightning_feed.verdict.remedies import RULES
@@ -60,6 +65,35 @@ COLD = ASLEEP | {"page_cache_pct": 10.0, "disk_mb_per_s": 30.0}
 STARTS: dict[str, Any] = {"batches_per_epoch": 5, "persistent_workers": False, "may_persist": True}
 SLOW_START: dict[str, Any] = {"data": 0.0, "stats": {"epoch_start_s": 0.7}}
 CROPS = CropTrial(folder="birds", val_fraction=0.1, whole_ms=4.0, crop_ms=2.0)
+PACK = PackedImages(
+    root="birds",
+    path="birds-256.pixels",
+    short_side_px=256,
+    decoded=True,
+    folder_bytes=2**20,
+    pack_bytes=3 * 2**20,
+)
+DECODER = LighterSample(setting="decoder", value="turbo-region", now_ms=4.0, then_ms=2.0)
+NVJPEG = LighterSample(setting="backend", value="nvjpeg", now_ms=4.0, then_ms=0.4, device_ms=5.0)
+FAST = LighterSample(setting="quality", value="fast", now_ms=4.0, then_ms=3.2)
+PACKED = LighterSample(setting="root", value=PACK.path, now_ms=4.0, then_ms=1.0, pack=PACK)
+DECODING: dict[str, Any] = {
+    "loaders": BUSY,
+    "num_workers": 15,
+    "usable_cpus": 16,
+    "batch_size": 8,
+    "backend": "torch",
+    "quality": "exact",
+    "decoder": "pillow",
+    "ours": True,
+}
+"""Fifteen workers on sixteen CPUs decode the images of an ImageFolderDataModule."""
+NOT_DECODING: dict[str, Any] = {
+    "nothing waits for decoding": {"data": 0.0},
+    "reads take the time": {"loaders": ASLEEP},
+    "it was not tried": {"experiments": {}},
+    "validation": {"stage": "validate"},
+}
 WHOLE: dict[str, Any] = {"loaders": BUSY, "usable_cpus": 2, "cpu_ms": 0.0, "batch_size": 8}
 BAR = (HookTime(name="[Callback]TQDMProgressBar.on_train_batch_end", ms_per_step=20.0),)
 SLOW = "[Callback]Slow.on_train_batch_end"
@@ -201,6 +235,35 @@ CONTRACTS = {
             "hidden": {"h2d": 2.0},
         },
     ),
+    "faster decoder": Contract(
+        run=DECODING | {"experiments": {"lighter": (DECODER,)}},
+        changes="decoder=auto",
+        code='decoder="auto"',
+        step_ms=60.0,
+        without=NOT_DECODING | {"no faster": {"experiments": {"lighter": (replace(DECODER, then_ms=3.9),)}}},
+    ),
+    "decoding on the gpu": Contract(
+        run=DECODING | {"experiments": {"lighter": (NVJPEG,)}},
+        changes="backend=nvjpeg",
+        code='backend="nvjpeg"',
+        step_ms=60.0,
+        without=NOT_DECODING
+        | {"the device takes as long": {"experiments": {"lighter": (replace(NVJPEG, device_ms=12.5),)}}},
+    ),
+    "fast resizing": Contract(
+        run=DECODING | {"experiments": {"lighter": (FAST,)}},
+        changes="quality=fast",
+        code='quality="fast"',
+        step_ms=80.0,
+        without=NOT_DECODING | {"no faster": {"experiments": {"lighter": (replace(FAST, then_ms=3.9),)}}},
+    ),
+    "packed images": Contract(
+        run=DECODING | {"experiments": {"lighter": (PACKED,)}},
+        changes="root=birds-256.pixels",
+        code="lightning-feed pack birds birds-256.pixels --decoded --size 256",
+        step_ms=60.0,
+        without=NOT_DECODING | {"no faster": {"experiments": {"lighter": (replace(PACKED, then_ms=3.9),)}}},
+    ),
     "pinned memory": Contract(
         run={
             "data": 0.0,
@@ -338,6 +401,10 @@ def _paste(remedy: Remedy) -> None:
     elif remedy.form == "replacement":
         ours = {name: getattr(lightning_feed, name) for name in ("ImageFolderDataModule", "LoaderSettings")}
         exec(remedy.code.replace("...", "str"), ours)
+    elif remedy.form == "command":
+        command, *arguments = shlex.split(remedy.code)
+        assert command == "lightning-feed"
+        cli.make_parser().parse_args(arguments)
     elif remedy.form == "settings":
         lightning_feed.LoaderSettings(**_keywords(remedy.code))
     elif remedy.form == "trainer":
@@ -529,6 +596,101 @@ def test_zero_workers_are_not_advised_with_settings_that_need_workers(facts: dic
     loader_code = LoaderCode(words="", overrides=(("num_workers", "--data.num_workers"),))
     diagnosis = decide(measured(**CONTRACTS["fewer workers"].run, loader_code=loader_code, **facts))
     assert [remedy.code for remedy in diagnosis.remedies] == ([code] if code else [])
+
+
+# --- where all CPUs work ------------------------------------------------------------------------------------------
+
+CPUS_TAKEN = [(1, 1), (1, 2), (2, 2), (3, 4), (7, 8), (14, 16), (15, 16), (16, 16), (64, 16), (170, 192), (190, 192)]
+"""Workers on CPUs, which leave hardly a CPU free beside the training thread."""
+CPUS_FREE = [(1, 3), (1, 4), (2, 4), (4, 16), (13, 16), (100, 192), (165, 192)]
+LESS_WORK = ("decoder", "backend", "quality", "root")
+"""Settings of an ImageFolderDataModule that give a sample less work."""
+SCARCE = {"workers_on_cpu_pct": 50.0, "workers_run_queue_pct": 45.0, "workers_blocked_pct": 5.0}
+
+
+def _next(run: dict[str, Any]) -> str:
+    return next_step(decide(measured(**run)), RunIdentity(program="train.py"))
+
+
+@pytest.mark.parametrize("loaders", [BUSY, SCARCE], ids=["cpu", "oversubscribed"])
+@pytest.mark.parametrize(("workers", "cpus"), CPUS_TAKEN)
+def test_workers_that_take_all_cpus_are_not_added_to(workers: int, cpus: int, loaders: Any) -> None:
+    taken = {"loaders": loaders, "num_workers": workers, "usable_cpus": cpus}
+    assert not any(change.startswith("num_workers=") for change in _changes(taken))
+    diagnosed = "`lightning-feed diagnose train.py`"
+    assert _next(taken) == f"{diagnosed} finds the lines of your code that take the time"
+    images = DECODING | taken
+    assert _next(images) == f"{diagnosed} tries ways with less work for each sample"
+    other_remedy = images | CUDA | {"h2d": 30.0}
+    assert _changes(other_remedy) == ["prefetch_callback=True"]
+    assert _next(other_remedy) == _next(images)
+    assert _next(taken | {"loop": "plain"}) == "make a batch with less work"
+
+
+@pytest.mark.parametrize(("workers", "cpus"), CPUS_FREE)
+def test_workers_are_advised_while_a_sizeable_number_of_cpus_is_free(workers: int, cpus: int) -> None:
+    free = DECODING | {"data": 80.0, "num_workers": workers, "usable_cpus": cpus}
+    (change,) = _changes(free)
+    assert change.startswith("num_workers=")
+    assert workers < int(change.partition("=")[2]) <= cpus
+    assert _next(free).startswith("`LIGHTNING_FEED=tune python train.py`")
+
+
+def test_workers_of_all_loaders_count_as_taking_cpus() -> None:
+    """Three loaders with five workers each."""
+    run = {"loaders": BUSY, "num_workers": 5, "usable_cpus": 16}
+    assert _changes(run | {"every_num_workers": (5,)})
+    assert _changes(run | {"every_num_workers": (5, 5, 5)}) == []
+
+
+@given(
+    taken=st.sampled_from(CPUS_TAKEN),
+    loaders=st.sampled_from([BUSY, SCARCE]),
+    data=st.floats(30.0, 90.0),
+    trials=st.lists(
+        st.tuples(st.sampled_from([DECODER, NVJPEG, FAST, PACKED]), st.floats(0.0, 1.2)), min_size=1, max_size=6
+    ),
+)
+def test_the_first_remedy_for_images_on_busy_cpus_is_less_work(
+    taken: Any, loaders: Any, data: float, trials: Any
+) -> None:
+    """If any way that was tried takes a tenth of the work or more away, and no number of workers was faster."""
+    workers, cpus = taken
+    lighter = tuple(replace(trial, then_ms=share * trial.now_ms) for trial, share in trials)
+    experiments = {"lighter": lighter, "tried": tried((workers, 100.0), (workers + 1, 99.0))}
+    run = DECODING | {"loaders": loaders, "data": data, "num_workers": workers, "usable_cpus": cpus}
+    remedies = decide(measured(**run, experiments=experiments)).remedies
+    if min(share for _, share in trials) <= 0.9:
+        assert remedies[0].changes.partition("=")[0] in LESS_WORK
+    for remedy in remedies:
+        assert remedy.changes.partition("=")[0] in LESS_WORK
+        assert remedy.least_step_ms is not None
+        assert remedy.least_step_ms >= 100.0 - data - 1e-6
+
+
+def test_less_work_is_sorted_by_gain_and_says_what_it_changes() -> None:
+    small = replace(PACK, path="birds-256.pack", decoded=False)
+    trials = (FAST, DECODER, NVJPEG, replace(PACKED, then_ms=3.0, pack=small), replace(PACKED, then_ms=3.0))
+    diagnosis = decide(measured(**DECODING | {"data": 95.0}, experiments={"lighter": trials}))
+    assert [(remedy.code, remedy.where, remedy.why) for remedy in diagnosis.remedies] == [
+        (
+            'backend="nvjpeg"',
+            "backend: torch -> nvjpeg in the call that makes your ImageFolderDataModule",
+            "0.40 ms of CPU for a sample instead of 4.00; the GPU decodes, and pixels differ a little",
+        ),
+        (
+            'decoder="auto"',
+            "decoder: pillow -> auto in the call that makes your ImageFolderDataModule",
+            "2.00 ms of CPU for a sample instead of 4.00; this takes the fastest accurate one, here turbo-region",
+        ),
+        (
+            "lightning-feed pack birds birds-256.pack --size 256",
+            "root: birds -> birds-256.pack in the call that makes your ImageFolderDataModule, after this command",
+            "3.00 ms of CPU for a sample instead of 4.00; images are stored in 3.0 MiB beside the 1.0 MiB of files, "
+            "256 pixels on the shorter side, so crops of small regions are less sharp",
+        ),
+    ]
+    assert [remedy.least_step_ms for remedy in diagnosis.remedies] == pytest.approx([40.0, 50.0, 75.0])
 
 
 # --- notes, and what would not help -------------------------------------------------------------------------------
