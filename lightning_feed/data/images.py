@@ -246,10 +246,11 @@ class FeedImageFolder(FeedDataModule):
         threads, reason = decode_threads(options, machine.read_machine(), ranks)
         if not self._images_decoders:
             logger.info("DALI decodes with %d CPU threads for each pipeline: %s", threads, reason)
-        pin = device.type in machine.DECODING_BACKENDS and self._feed.loaders.settings.pin_memory is not False
+        can_decode = device.type in machine.DECODING_BACKENDS
+        pin = can_decode and self._feed.loaders.settings.pin_memory is not False
         spec = PipelineSpec(
             batch_size=1,
-            device=device if options.device == "gpu" else torch.device("cpu"),
+            device=device if can_decode and options.device == "gpu" else torch.device("cpu"),
             threads=threads,
             options=options,
             mean=self.mean,
