@@ -154,7 +154,7 @@ MUTANTS = {
         DeviceStream, "hand_over", WITH_DEVICE, WITHOUT, copies_run_beside_the_steps, "step on compute of device 1"
     ),
     "a mark on another stream": Mutant(
-        DeviceStream, "mark", "record(self._stream)", "record()", copies_run_beside_the_steps, "step on compute"
+        DeviceStream, "mark", "record(self.stream)", "record()", copies_run_beside_the_steps, "step on compute"
     ),
     "a stream of the current device": Mutant(
         DeviceStream, "__init__", "Stream(device=device)", "Stream()", copies_run_beside_the_steps, "compute stream"
@@ -162,7 +162,7 @@ MUTANTS = {
     "no stream is entered": Mutant(
         DeviceStream,
         "issue",
-        "self._backend.stream(self._stream)",
+        "self._backend.stream(self.stream)",
         "nullcontext()",
         copies_run_beside_the_steps,
         "compute stream",
@@ -170,13 +170,13 @@ MUTANTS = {
     "the side stream does not follow": Mutant(
         DeviceStream,
         "follow_compute",
-        f"self._stream.wait_stream(self._backend.{WITH_DEVICE})",
+        f"self.stream.wait_stream(self._backend.{WITH_DEVICE})",
         "pass",
         batches_are_ordered,
         UNORDERED,
     ),
     "what was prepared is not recorded": Mutant(
-        DeviceStream, "follow_compute", "record_stream(batch, self._stream)", "pass", batches_are_ordered, "handed out"
+        DeviceStream, "follow_compute", "record_stream(batch, self.stream)", "pass", batches_are_ordered, "handed out"
     ),
     "the side stream follows the current device": Mutant(
         DeviceStream, "follow_compute", WITH_DEVICE, WITHOUT, batches_are_ordered, UNORDERED
