@@ -4,17 +4,19 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_feed.load.kinds import Batch
 from lightning_feed.measure.cpu_time import CpuTimes
-from lightning_feed.measure.device_waits import WaitFinder
 from lightning_feed.measure.facts import batch_facts
 from lightning_feed.measure.loader_watch import LoaderSums, LoaderWatch
 from lightning_feed.measure.measurements import LoopFacts, LoopMeasurements
 from lightning_feed.measure.stats import Additive, LoaderSteps
 from lightning_feed.measure.step_meter import Clock, EventRing, StepMeter, StepTimes, host_clock, is_one_in
 from lightning_feed.measure.windows import UNFOLDED_STEPS, WARM_UP_STEPS, Ledger, Sums
+
+if TYPE_CHECKING:
+    from lightning_feed.measure.device_waits import WaitFinder
 
 READ_EVERY_NS = 250_000_000
 """Shortest time between readings of the workers' kernel counters, however often windows are logged."""
@@ -73,9 +75,7 @@ class MeasuredLoop:
         self.meter.on_epoch_start = self.ledger.epoch_started
         self.meter.begin(epoch=False)
         self.loaders = LoaderWatch(find, clock=clock, read_every_ns=READ_EVERY_NS)
-        self._waits: WaitFinder | None = None
-        if ring is not None:
-            self._waits = WaitFinder(facts.device_type, in_users_loop=facts.loop == "plain")
+        self._waits = None if ring is None else _wait_finder(facts)
         self._by_loader: dict[int, Sums] = {}
         self._waited_ns = 0.0
         self._waited_ms: tuple[float, float] | None = None
@@ -141,7 +141,7 @@ class MeasuredLoop:
             self._sample_waits(self._waits)
         return len(self.ledger.fresh) >= UNFOLDED_STEPS
 
-    def _sample_waits(self, waits: WaitFinder) -> None:
+    def _sample_waits(self, waits: "WaitFinder") -> None:
         """End the sample of the step that has ended, and begin one if the step that follows is to be sampled."""
         waits.end()
         if self._settled and waits.wants_more and is_one_in(self.meter.finished + 1, SAMPLE_EVERY):
@@ -201,6 +201,12 @@ class MeasuredLoop:
             by_loader=self.by_loader(),
             waited_s=self._waited_ns * 1e-9,
         )
+
+
+def _wait_finder(facts: LoopFacts) -> "WaitFinder":
+    from lightning_feed.measure.device_waits import WaitFinder  # here: a loop on the CPU waits for no device
+
+    return WaitFinder(facts.device_type, in_users_loop=facts.loop == "plain")
 
 
 def _seconds() -> float:

@@ -84,6 +84,8 @@ def _reaches(value: float | None, limit: float) -> TypeGuard[float]:
 def _epoch_start(measured: Measurements, shares: Shares) -> Reason | None:
     if not _reaches(shares.epoch_pct, max(DATA_PCT, 100 * shares.data_ms / shares.step_ms)):
         return None
+    if measured.facts.loader.persistent_workers and _never_idle(measured):
+        return None  # no worker starts, and all are busy: an epoch's first batch is made as slowly as the others
     epoch = f"an epoch of {measured.facts.batches_per_epoch} steps"
     before = f"before its first batch ({measured.stats.epoch_start_s:.2f} s)"
     return Reason("epoch start", [f"{shares.epoch_pct:.0f} % of {epoch} passes {before}"])

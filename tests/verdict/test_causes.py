@@ -211,6 +211,15 @@ def test_slow_epoch_starts_make_a_run_data_bound(
     assert _cause(parts, facts) == expected
 
 
+def test_busy_workers_that_persist_are_the_cause_of_a_slow_epoch_start_too() -> None:
+    """No worker starts: the first batch takes as long to make as the others."""
+    facts = {"num_workers": 15, "usable_cpus": 16, "batches_per_epoch": 16}
+    parts = {"data": 19, "compute": 81, "epoch_start_s": 0.6}
+    assert _cause(parts, facts | {"persistent_workers": True}, _of(95, 0)) == ("data", "cpu")
+    assert _cause(parts, facts | {"persistent_workers": False}, _of(95, 0)) == ("data", "epoch start")
+    assert _cause(parts, facts | {"persistent_workers": True}, _of(20, 0)) == ("data", "epoch start")
+
+
 def test_a_slow_rank_makes_the_run_data_bound_for_all_ranks() -> None:
     """This rank waits for no data, but for the gradients of the one that does."""
     diagnosis = decide(_measured(FED, TWO, ranks=RANKS))
