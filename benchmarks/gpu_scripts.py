@@ -30,7 +30,7 @@ def device_tests(report: Report, limit_s: float) -> None:
     files = [path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text()]
     files.sort(key=lambda path: (path.parent.name != "gpu", path))  # the claims first, should time run out
     session_s = max(LEAST_S, limit_s - MARGIN_S)
-    options = ["-m", "gpu", "-n", "0", "-q", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
+    options = ["-m", "gpu", "-n", "0", "-v", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
     limits = ["--timeout=120", f"--session-timeout={session_s:.0f}"]
     environment = {**os.environ, "LIGHTNING_FEED_REQUIRE_GPU": "1"}
     command = [sys.executable, "-m", "pytest", *map(str, files), *options, *limits]

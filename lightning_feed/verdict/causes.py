@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
-from lightning_feed.measure.measurements import SYNCS, HookTime, Measurements
+from lightning_feed.measure.measurements import SYNCS, HookTime, LoaderFacts, Measurements
 from lightning_feed.verdict.device_use import has_idle_device, idle_share, waits_in_each_step
 from lightning_feed.verdict.diagnosis import Cause
 from lightning_feed.verdict.shares import Shares, in_ms, model_alone_ms
@@ -339,13 +339,8 @@ def _beside_the_copy(measured: Measurements) -> Reason | None:
 
 def _slow_copies(measured: Measurements) -> Reason | None:
     pinned = _is_pinned(measured)
-    if pinned is False and measured.facts.loader.pin_memory and measured.facts.loader.in_place:
-        return Reason("unpinned", ["batches are in place, but the driver has not locked their memory"])
-    if pinned is False and measured.facts.loader.pin_memory:
-        asked = "pin_memory=True has left the batches in pageable memory: their class needs a method pin_memory()"
-        return Reason("unpinned", [asked])
     if pinned is False:
-        return Reason("unpinned", ["batches are in pageable memory"])
+        return Reason("unpinned", [_why_unpinned(measured.facts.loader)])
     tensors = measured.facts.batch.tensors or 0
     size_bytes = measured.facts.batch.size_bytes
     if size_bytes is not None and tensors >= MANY_TENSORS and size_bytes <= tensors * SMALL_TENSOR_BYTES:
@@ -354,6 +349,14 @@ def _slow_copies(measured: Measurements) -> Reason | None:
     if pinned and not measured.stats.prefetch_active:
         return Reason("not overlapped", ["batches are copied on the stream that computes"])
     return None
+
+
+def _why_unpinned(loader: LoaderFacts) -> str:
+    if not loader.pin_memory:
+        return "batches are in pageable memory"
+    if loader.in_place:
+        return "batches are in place, but the driver has not locked their memory"
+    return "pin_memory=True has left the batches in pageable memory: their class needs a method pin_memory()"
 
 
 def _is_pinned(measured: Measurements) -> bool | None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from simulated.device import SimulatedDevice
+from simulated.device import DEVICE, SimulatedDevice, simulated
 from simulated.training import Model, SimulatedLoader, evaluate, fit
 from torch import Tensor
 
-from lightning_feed import GPUStarvationCallback
+from lightning_feed import GPUStarvationCallback, watch_loader
 from lightning_feed.measure.device_waits import SAMPLED_STEPS
 from lightning_feed.measure.measurements import DeviceWait
 
@@ -142,6 +142,20 @@ def test_waits_of_a_validation_are_found() -> None:
     evaluate(device, "validate", Validates(device), SimulatedLoader(device, STEPS), starvation)
     [wait] = starvation.report("validate").measurements.facts.waits or ()
     assert wait.code == "self.net.weight.sum().item()"
+
+
+def test_the_waiting_line_of_a_loop_without_a_trainer_is_found() -> None:
+    device = SimulatedDevice()
+    with simulated(device):
+        loader: Any = watch_loader(SimulatedLoader(device, STEPS), device=DEVICE, report=False)
+        loss = torch.ones(4, device=DEVICE)
+        for _ in loader:
+            loss.sum().item()
+        measured = loader.report().measurements
+        loader.close()
+    [wait] = measured.facts.waits or ()
+    assert (wait.file, wait.code, wait.steps) == (__file__, "loss.sum().item()", SAMPLED_STEPS)
+    assert device.get_sync_debug_mode() == 0
 
 
 # --- nothing of the user's changes ------------------------------------------------------------------------------------
