@@ -271,7 +271,7 @@ def steps_are_measured(kind: Kind, folder: Path) -> None:
 
 def it_is_diagnosed(kind: Kind, folder: Path) -> None:
     loader = kind.loader(folder)
-    diagnosis = diagnose(quiet_trainer([]), Recording(), train_dataloaders=loader, budget_s=4)
+    diagnosis = diagnose(quiet_trainer([]), Recording(), train_dataloaders=loader, budget_s=8)
     results = diagnosis.measurements.experiments
     assert results.model_per_s is not None
     assert results.loader_per_s is not None
