@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 
@@ -49,8 +49,8 @@ class WaitFinder:
     Between the samples nothing differs from a run without this class. A sample changes nothing if the user has set a
     synchronisation debug mode. Other threads' waits are not noted.
 
-    The filter is put into ``warnings.filters`` without ``warnings.filterwarnings``, because that function makes Python
-    show all warnings again that it has shown once.
+    ``warnings.filters`` is replaced without ``warnings.filterwarnings``, because that function makes Python show all
+    warnings again that it has shown once.
 
     Args:
         device_type: type of the device that computes. Waits are found on devices whose module has
@@ -152,9 +152,9 @@ def _watch(backend: Any, note: Callable[[FrameType], None]) -> Callable[[], None
         A function that puts everything back.
     """
     pattern = _Pattern(threading.get_ident(), note)
-    entry: Any = ("ignore", pattern, Warning, None, 0)
-    filters: list[Any] = warnings.filters  # type: ignore[assignment]  # a tuple to some type checkers, a list in Python
-    filters.insert(0, entry)
+    usual: list[Any] = warnings.filters  # type: ignore[assignment]  # a tuple to some type checkers, a list in Python
+    filters = _Filters([("ignore", pattern, Warning, None, 0), *usual])
+    warnings.filters = filters
     synchronize = backend.synchronize
 
     def noting(*args: Any, **named: Any) -> Any:
@@ -169,10 +169,27 @@ def _watch(backend: Any, note: Callable[[FrameType], None]) -> Callable[[], None
             backend.synchronize = synchronize
         if backend.get_sync_debug_mode() == _WARN:  # else the user has changed it meanwhile
             backend.set_sync_debug_mode(_OFF)
-        if entry in filters:
-            filters.remove(entry)
+        usual[:] = filters[1:]  # with what the user has added meanwhile
+        if warnings.filters is filters:
+            warnings.filters = usual
 
     return undo
+
+
+class _Filters(list[Any]):
+    """Warning filters of which the first stays the first, also in the copy that ``warnings.catch_warnings`` makes.
+
+    Otherwise a filter of the user for all warnings, such as ``simplefilter("error")`` within a step, would meet those of
+    torch.
+    """
+
+    def insert(self, index: SupportsIndex, entry: Any) -> None:
+        """Insert an entry behind the first, as functions of ``warnings`` do."""
+        super().insert(int(index) + 1, entry)
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        return _Filters(found) if isinstance(key, slice) else found
 
 
 class _Pattern:

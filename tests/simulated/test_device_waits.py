@@ -195,6 +195,38 @@ def test_the_warning_filters_are_the_same_object_with_the_same_entries_afterward
     assert list(warnings.filters) == entries
 
 
+@pytest.mark.parametrize("action", ["error", "always"])
+def test_a_filter_of_the_user_within_a_step_does_not_meet_the_warnings_of_torch(action: Any) -> None:
+    shown: list[Any] = []
+
+    class Filters(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            with warnings.catch_warnings(record=action == "always") as caught:
+                warnings.simplefilter(action)
+                loss.item()
+            shown.extend(caught or ())
+            return loss
+
+    [wait] = waits_of(Filters)
+    assert (wait.code, wait.steps) == ("loss.item()", SAMPLED_STEPS)
+    assert shown == []
+
+
+def test_a_filter_that_the_user_adds_within_a_sampled_step_stays() -> None:
+    class Adds(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if self.sim.get_sync_debug_mode() == 1:
+                warnings.filterwarnings("ignore", message="added in a step")
+            return super().training_step(batch, batch_idx)
+
+    with warnings.catch_warnings():
+        waits_of(Adds)
+        added = [entry for entry in warnings.filters if "added in a step" in str(entry[1])]
+        assert len(added) == 1
+        assert type(warnings.filters) is list
+
+
 @pytest.mark.parametrize("mode", ["warn", "error"])
 def test_a_debug_mode_of_the_user_is_left_alone(mode: str) -> None:
     modes = set()
