@@ -64,6 +64,9 @@ class QueuedDevice:
             return None
         return min(100.0, 100 * self._busy_ns / (time.perf_counter_ns() - self._began_at))
 
+    def forget_steps(self) -> None:
+        """The queue is worked off all the same."""
+
     def take(self) -> None:
         """No figures of a window."""
 

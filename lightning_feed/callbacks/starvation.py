@@ -353,6 +353,6 @@ class GPUStarvationCallback(Callback):
             self._once.say(trainer, logging.INFO, f"No GPU figures from NVML: training runs on {device.type}.")
             return None
         uuid = str(torch.cuda.get_device_properties(device).uuid)
-        sampler = NvmlSampler(uuid, is_steady=lambda: run.trains_steadily)
+        sampler = NvmlSampler(uuid, stretch=lambda: run.stretch_of_steps)
         sampler.start()
         return sampler

@@ -102,9 +102,12 @@ class StarvationRun:
         return self.main.ledger.trusted_clock
 
     @property
-    def trains_steadily(self) -> bool:
-        """True within the steps of an epoch, after the warm-up. Read by the thread of :attr:`nvml`, too."""
-        return self._wall.part == "train" and self.main.is_settled
+    def stretch_of_steps(self) -> int | None:
+        """Number of the present stretch of steps without a break; None outside of them, and in the warm-up.
+
+        Read by the thread of :attr:`nvml`.
+        """
+        return self._wall.changes if self._wall.part == "train" and self.main.is_settled else None
 
     def _stop_nvml(self) -> None:
         if self.nvml is not None:
@@ -206,6 +209,8 @@ class StarvationRun:
         self.main.drop_sample()
         self.main.loaders.close()
         self.main = self._make_loop(self.stage)
+        if self.nvml is not None:
+            self.nvml.forget_steps()
         self._current = self.main
         self._hooks.restart()
 
@@ -366,10 +371,16 @@ class StarvationRun:
             ranks=self._ranks_so_far(),
             by_loader=measured.by_loader,
             wall=self._wall.stats(),
-            device_busy_pct=None if self.nvml is None else self.nvml.steady_util_pct(),
+            device_busy_pct=self._device_busy_pct(measured.facts),
             timeline=self.main.ledger.timeline.timeline(),
             validation=validation.measurements(prefetch_active=None) if validation is not None else None,
         )
+
+    def _device_busy_pct(self, facts: LoopFacts) -> float | None:
+        """The device's utilization in the measured steps; None if these are only some of the epochs."""
+        if self.nvml is None or facts.waited_ms is not None:
+            return None
+        return self.nvml.steady_util_pct()
 
     def _with_facts_of_the_run(self, facts: LoopFacts) -> LoopFacts:
         """Add the facts that become known only while the loop runs."""

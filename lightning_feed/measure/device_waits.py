@@ -179,8 +179,8 @@ def _watch(backend: Any, note: Callable[[FrameType], None]) -> Callable[[], None
 class _Filters(list[Any]):
     """Warning filters of which the first stays the first, also in the copy that ``warnings.catch_warnings`` makes.
 
-    Otherwise a filter of the user for all warnings, such as ``simplefilter("error")`` within a step, would meet those of
-    torch.
+    Otherwise a filter of the user for all warnings, such as ``simplefilter("error")`` within a step, would meet those
+    of torch.
     """
 
     def insert(self, index: SupportsIndex, entry: Any) -> None:

@@ -24,22 +24,21 @@ class NvmlSampler:
 
     Args:
         uuid: the device's UUID from torch. Its index in NVML may be another one because of ``CUDA_VISIBLE_DEVICES``.
-        is_steady: returns True while the run trains, and nothing else runs. Called by the sampling thread.
+        stretch: returns the number of the present stretch of steps without a break, such as a validation; None outside
+            of the steps. Called by the sampling thread.
         period_s: seconds between two samples.
     """
 
-    def __init__(self, uuid: str, *, is_steady: Callable[[], bool] = lambda: True, period_s: float = PERIOD_S) -> None:
+    def __init__(self, uuid: str, *, stretch: Callable[[], int | None] = lambda: 0, period_s: float = PERIOD_S) -> None:
         self._uuid = uuid
-        self._is_steady = is_steady
+        self._stretch = stretch
         self._period_s = period_s
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._sums: dict[str, tuple[float, int]] = {}
-        self._was_steady = False
-        """True if the run trained steadily at the last sample."""
-        self._steady_util_pct = 0.0
-        """Sum of the utilization over all samples within steady training."""
-        self._steady_samples = 0
+        self._last_stretch: int | None = None
+        """The stretch of steps at the last sample."""
+        self.forget_steps()
         self._thread = threading.Thread(target=self._run, name="lightning-feed-nvml", daemon=True)
 
     def start(self) -> None:
@@ -61,12 +60,18 @@ class NvmlSampler:
             return None
         return GpuStats(**{name: total / count for name, (total, count) in sums.items()})
 
+    def forget_steps(self) -> None:
+        """Begin :meth:`steady_util_pct` anew."""
+        with self._lock:
+            self._steady_util_pct = 0.0
+            self._steady_samples = 0
+
     def steady_util_pct(self) -> float | None:
-        """Mean GPU utilization in percent, over all samples within steady training; None if there are too few.
+        """Mean GPU utilization in percent, over all samples within stretches of steps; None if there are too few.
 
         It is the share of the time in which at least one kernel ran (NVML's documentation of
-        ``nvmlDeviceGetUtilizationRates``), over the last second or less. So a sample counts if the run trained steadily
-        at the sample before it, too.
+        ``nvmlDeviceGetUtilizationRates``), over the last second or less. So a sample counts if the sample before it was
+        in the same stretch.
         """
         with self._lock:
             samples = self._steady_samples
@@ -88,8 +93,9 @@ class NvmlSampler:
             logger.info("No GPU figures from NVML: %s: %s", type(error).__name__, error)
 
     def _sample(self, readings: dict[str, Callable[[], float]], pynvml: Any) -> None:
-        was_steady = self._was_steady
-        self._was_steady = self._is_steady()
+        before = self._last_stretch
+        self._last_stretch = self._stretch()
+        is_steady = before is not None and before == self._last_stretch
         for name, read in list(readings.items()):
             try:
                 value = read()
@@ -103,7 +109,7 @@ class NvmlSampler:
             with self._lock:
                 total, count = self._sums.get(name, (0.0, 0))
                 self._sums[name] = total + value, count + 1
-                if name == "util_pct" and was_steady and self._was_steady:
+                if name == "util_pct" and is_steady:
                     self._steady_util_pct += value
                     self._steady_samples += 1
 

@@ -70,6 +70,8 @@ class WallClock:
         """The parts to return to, the innermost last."""
         self._spent: Counter[Part] = Counter()
         self._times: Counter[Part] = Counter({"set-up": 1})
+        self.changes = 0
+        """Number of times that another part began."""
 
     @property
     def part(self) -> Part:
@@ -105,6 +107,7 @@ class WallClock:
 
     def _switch(self, part: Part) -> None:
         now = self._clock()
+        self.changes += part != self._part
         self._spent[self._part] += now - self._last
         self._last = now
         self._part = part

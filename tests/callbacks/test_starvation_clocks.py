@@ -147,13 +147,16 @@ class FakeSampler:
 
     def __init__(self, uuid: str) -> None:
         self.uuid = uuid
-        self.started = self.stopped = 0
+        self.started = self.stopped = self.forgotten = 0
 
     def start(self) -> None:
         self.started += 1
 
     def stop(self) -> None:
         self.stopped += 1
+
+    def forget_steps(self) -> None:
+        self.forgotten += 1
 
     def take(self) -> GpuStats:
         return GpuStats(util_pct=97.0, mem_used_mib=1024.0)
@@ -166,7 +169,7 @@ class FakeSampler:
 def test_nvml_figures_are_logged_and_the_sampling_thread_stops(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     samplers: list[FakeSampler] = []
 
-    def make(uuid: str, is_steady: Any) -> FakeSampler:
+    def make(uuid: str, stretch: Any) -> FakeSampler:
         samplers.append(FakeSampler(uuid))
         return samplers[-1]
 
@@ -190,6 +193,22 @@ def test_nvml_figures_are_logged_and_the_sampling_thread_stops(broken: bool, mon
     gpu = {tag: value for tag, value in logger.rows[0][1].items() if tag.startswith("feed_gpu")}
     assert gpu == {"feed_gpu/util_pct": 97.0, "feed_gpu/mem_used_mib": 1024.0}
     assert starvation.report().measurements.device_busy_pct == 96.0
+
+
+def test_utilization_of_steps_with_another_loader_is_forgotten() -> None:
+    """Steps before AutotuneCallback changed the loader are not those that the report is about."""
+    starvation = GPUStarvationCallback(report=False)
+    sampler = FakeSampler("any")
+
+    class Restarts(lightning.pytorch.Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            run: Any = starvation.measured_fit
+            if args[-1] == 5:
+                run.nvml = sampler
+                run.restart()
+
+    run_fit(starvation, others=(Restarts(),), logger=Memory())
+    assert sampler.forgotten == 1
 
 
 def test_a_cpu_run_logs_nothing_about_nvml(caplog: pytest.LogCaptureFixture) -> None:

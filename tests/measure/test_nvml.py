@@ -151,18 +151,20 @@ def test_gpu_stats_are_the_means_of_the_nvml_samples(sampled: Callable[..., Any]
     assert (nvml.open, nvml.samples) == (0, 0)
 
 
-def test_utilization_counts_only_between_two_samples_of_steady_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_utilization_counts_only_between_two_samples_of_one_stretch_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml()
-    utils = iter([10, 20, 30, 40, 50, 60])
+    utils = iter([10, 20, 30, 40, 50, 60, 70])
     nvml.nvmlDeviceGetUtilizationRates = lambda _: SimpleNamespace(gpu=next(utils))  # type: ignore[method-assign]
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    steady = iter([False, True, True, False, True, True])
-    sampler = NvmlSampler(UUID, is_steady=lambda: next(steady), period_s=0)
-    left = iter([False] * 6 + [True])
+    stretches = iter([None, 1, 1, None, 3, 3, 4])  # between 3 and 4 there was a break that no sample saw
+    sampler = NvmlSampler(UUID, stretch=lambda: next(stretches), period_s=0)
+    left = iter([False] * 7 + [True])
     monkeypatch.setattr(sampler._stopped, "wait", lambda _: next(left))
     sampler.start()
     sampler._thread.join(10)
-    assert sampler.steady_util_pct() == 45  # of the third sample, 30, and the last, 60
+    assert sampler.steady_util_pct() == 45  # of the third sample, 30, and the sixth, 60
+    sampler.forget_steps()
+    assert sampler.steady_util_pct() is None
 
 
 def test_one_sample_gives_no_utilization_of_the_run(sampled: Callable[..., Any]) -> None:
