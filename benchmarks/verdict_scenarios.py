@@ -163,7 +163,7 @@ SCENARIOS: dict[str, Scenario] = {
         device_ms=20, queued=True, callbacks=lambda: [Synchronize(), SlowHook("on_train_batch_end", Sleep(8))]
     ),
     "rank 1 of 2 slow": _one_rank(1),
-    "small kernels": _on_device("launch", ("compute", "launch"), device_ms=2.0, host_ms=12.0),
+    "small kernels": _on_device("launch", ("compute", "launch"), device_ms=4.0, host_ms=24.0),
     "a little longer to launch than to compute": _on_device("launch", ("compute", "launch"), host_ms=12.0),
     "healthy device": _on_device("compute", ("compute", "compute"), host_ms=4.0),
     "healthy device, its loss is read": _on_device(
