@@ -20,14 +20,20 @@ from lightning_feed.load.kinds import AnyLoader, Batch
 from lightning_feed.load.loader_tree import walk_loaders
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.rank_store import gather
+from lightning_feed.load.rehearsal import Rehearsal
 from lightning_feed.load.settings import MOST, REGISTERING_DEVICES, Setting
 from lightning_feed.measure.guard import Guard, Once, check_instance, guarded, say
 from lightning_feed.transfer.resident import ResidentLoader
 from lightning_feed.trials.in_fit import (
+    KEEPS,
+    fills_a_cache,
     goal_of,
+    is_to_stop,
+    rehearsal_of,
     slowest_work,
     tune_for_fit,
     why_fixed,
+    why_left_alone,
     work_of,
 )
 from lightning_feed.trials.search import ALIKE
@@ -40,6 +46,7 @@ MEASURED_STEPS = 20
 """Training steps measured before the trials, after the warm-up of the meter."""
 PROVING_STEPS = 20
 """Training steps measured with the result, after the warm-up of the meter."""
+_CHANGES = "the program changes the dataset within an epoch, which worker processes cannot see"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +62,8 @@ class Move:
 class AutotuneCallback(Callback):
     """Finds the number of workers with which training is fastest, and sets it.
 
-    The callback measures the first training steps, then tries your setting and others in forked processes that imitate
+    A rehearsal first sees in forked processes whether samples stay the same in workers; if not, their number stays. The
+    callback measures the first training steps, then tries your setting and others in forked processes that imitate
     these steps, and continues the same epoch with the fastest setting. Worker processes of all others hand their
     batches over in place. Nothing changes unless a setting makes steps more than 3 % shorter, and is faster than yours
     in each of up to three turns. On CUDA, batches in place are tried even if the trials gain nothing, because trials
@@ -64,7 +72,8 @@ class AutotuneCallback(Callback):
     machine, model and data, and the next run begins with it.
 
     Samples come in the same order as without the callback. Random numbers drawn inside workers (augmentation) differ
-    with the number of workers, as they do if you set it by hand.
+    with the number of workers, as they do if you set it by hand. Workers start anew in each epoch, unless yours
+    persist. If the program changes the dataset within an epoch, which workers cannot see, your setting returns.
 
     The callback works with one training loader with a map-style dataset. With streams, several loaders, loaders that
     iterate in their own way (StatefulDataLoader), or data on the device it does nothing, and one INFO line says so.
@@ -72,7 +81,7 @@ class AutotuneCallback(Callback):
 
     Args:
         max_workers: largest number of workers to try. None for as many as CPUs, memory and /dev/shm allow.
-        budget_s: seconds for the trials. After that time no trial starts.
+        budget_s: seconds for the trials, after which none runs.
 
     Raises:
         SettingsError: when ``max_workers`` is not a positive integer, or ``budget_s`` not a positive number.
@@ -118,8 +127,14 @@ class AutotuneCallback(Callback):
         """Mean time of a step before the trials, in milliseconds."""
         self._input_pct = 0.0
         """Share of a step before the trials that waited for data or for its copy: the longest of all ranks."""
+        self._rehearsal = Rehearsal()
+        """The rehearsal of the training loader."""
+        self._first_epoch = 0
+        """The epoch in which the fit began."""
         self._unproven: Tuned | None = None
         """The result in use, until training steps were measured with it and compared with the user's setting."""
+        self._tuned: Tuned | None = None
+        """The result in use."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Trainers are pickled for `ddp_spawn`, and callbacks are deep-copied by tuners, but a running fit cannot be.
@@ -163,7 +178,8 @@ class AutotuneCallback(Callback):
         if self._run is not None:
             self._run.epoch_began()
         run = self._measuring_run(trainer)
-        if self._waits_until == math.inf and run is not None:
+        if self._waits_until == math.inf and run is not None and trainer.current_epoch > self._first_epoch:
+            run.restart()  # the first epoch has filled what the dataset keeps, so its steps took longer
             self._waits_until = run.finished + MEASURED_STEPS
 
     @guarded
@@ -174,6 +190,8 @@ class AutotuneCallback(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
         """Count the step. Once enough steps are measured, run the trials, or check their result."""
+        if self._loader is not None and self._loader.step_ended():
+            self._guard.measure(self._look_for_changes, trainer)
         if not self._waits_for_steps and self._unproven is None:
             return
         if self._run is not None:
@@ -182,8 +200,6 @@ class AutotuneCallback(Callback):
         if run is None or run.finished < self._steps_to_measure(run):
             return
         if self._waits_for_steps:
-            if self._guard.attempt("see what the dataset keeps", self._must_wait, trainer, run):
-                return
             self._guard.measure(self._run_trials, trainer, run)
         else:
             self._guard.measure(self._check, trainer, run)
@@ -197,6 +213,11 @@ class AutotuneCallback(Callback):
 
     def _run_trials(self, trainer: Trainer, run: StarvationRun) -> None:
         self._waits_for_steps = False
+        assert self._loader is not None
+        self._loader.undecided = False
+        if any(gather(trainer, self._loader.has_changed())):
+            self._do_nothing(trainer, _CHANGES)
+            return
         with run.trials():
             tuned = self._guard.attempt("tune the training loader", self._tune, trainer, run)
             if tuned is not None:
@@ -253,21 +274,43 @@ class AutotuneCallback(Callback):
         if why_not:
             self._do_nothing(trainer, why_not)
             return None
+        self._rehearsal = self._rehearse(trainer, loader)
+        why_not = why_left_alone(loader, self._rehearsal)
+        if fills_a_cache(loader, self._rehearsal):
+            self._waits_until = math.inf
+            self._first_epoch = trainer.current_epoch
+            if loader.num_workers and not why_not:
+                why_not = KEEPS
+        if why_not:
+            self._do_nothing(trainer, why_not)
+            return None
         tuned_loader = TunedLoader(trainer, loader)
         goal = self._goal(trainer, TrainingWork(step_s=1.0))  # any work will do: the key says only if there is work
         earlier: Tuned | None = None
         if trainer.local_rank == 0:
-            earlier = Store().load(key_of(loader, goal, read_machine()))
+            earlier = Store().load(key_of(loader, goal, read_machine(), self._rehearsal))
             if earlier is not None and earlier.setting == earlier.own and earlier.in_place is not None:
                 earlier = None  # that run ended before training had compared them
         results = gather(trainer, (trainer.node_rank, earlier))
         by_node = {node: tuned for node, tuned in results if tuned is not None}
         if by_node.keys() == {node for node, _ in results}:
-            tuned_loader.setting = by_node[trainer.node_rank].setting
-            self._announce(trainer, by_node[trainer.node_rank])
+            self._tuned = by_node[trainer.node_rank]
+            tuned_loader.setting = self._tuned.setting
+            tuned_loader.undecided = False
+            self._announce(trainer, self._tuned)
         else:
             self._waits_for_steps = True
         return tuned_loader
+
+    def _rehearse(self, trainer: AnyTrainer, loader: DataLoader[Batch]) -> Rehearsal:
+        """Rehearse the loader on one rank of each node. A refusal on one node holds on all."""
+        rehearsal: Rehearsal | None = None
+        if trainer.local_rank == 0:
+            rehearsal = rehearsal_of(loader, self.budget_s, lambda: is_to_stop(trainer))
+        by_node = {node: found for node, found in gather(trainer, (trainer.node_rank, rehearsal)) if found is not None}
+        refusal = next((found.refusal for found in by_node.values() if found.refusal is not None), None)
+        own: Rehearsal = by_node[trainer.node_rank]
+        return replace(own, refusal=refusal)
 
     def _goal(self, trainer: AnyTrainer, work: TrainingWork) -> Goal:
         return goal_of(trainer, work=work, most_workers=self.max_workers, budget_s=self.budget_s)
@@ -283,8 +326,7 @@ class AutotuneCallback(Callback):
 
     def _begin_epoch(self, trainer: AnyTrainer, original: Original, *args: Any) -> Any:
         if self._loader is not None:
-            self._loader.epoch_begins()
-            self._guard.measure(self._loader.tell_workers)
+            self._guard.measure(self._loader.epoch_begins)
         return original(*args)
 
     # --- the trials ---------------------------------------------------------------------------------------------------
@@ -310,16 +352,6 @@ class AutotuneCallback(Callback):
                 return callback.measured_fit
         return None
 
-    def _must_wait(self, trainer: AnyTrainer, run: StarvationRun) -> bool:
-        """True if the trials must wait for the next epoch, because the dataset stores what it reads in this one."""
-        keeps = next(filter(None, gather(trainer, run.growing())), "")
-        if not keeps:
-            return False
-        self._waits_until = math.inf
-        why = f"{keeps} keeps what was read, so later epochs load faster, and each worker would have to fill its own"
-        self._once.say(trainer, logging.INFO, f"AutotuneCallback waits for the next epoch: {why}.")
-        return True
-
     def _tune(self, trainer: AnyTrainer, run: StarvationRun) -> Tuned | None:
         assert self._loader is not None
         measured = run.main.measurements(prefetch_active=None)
@@ -327,7 +359,8 @@ class AutotuneCallback(Callback):
         ranks = gather(trainer, (work_of(measured), measured.stats.input_pct))
         self._input_pct = max(input_pct or 0.0 for _, input_pct in ranks)
         works = [work for work, _ in ranks]
-        return tune_for_fit(self._loader.original, trainer, self._goal(trainer, slowest_work(works)))
+        goal = self._goal(trainer, slowest_work(works))
+        return tune_for_fit(self._loader.original, trainer, goal, self._rehearsal)
 
     def _apply(self, trainer: AnyTrainer, tuned: Tuned) -> None:
         """Use the result. If this changes the loader, the next steps of training are compared with those before."""
@@ -339,6 +372,7 @@ class AutotuneCallback(Callback):
         self._announce(trainer, tuned)
         if tuned.setting == self._loader.setting:
             return
+        self._tuned = tuned
         if self._loader.switch(tuned.setting):
             self._unproven = tuned
 
@@ -384,11 +418,24 @@ class AutotuneCallback(Callback):
         self._loader.switch(proven.setting)
         run.restart()
 
-    def _save(self, trainer: AnyTrainer, tuned: Tuned) -> None:
-        """Save a result for the next run, in which nothing is left to compare."""
+    def _look_for_changes(self, trainer: AnyTrainer) -> None:
+        """Go back to the user's setting if the dataset has changed within the epoch."""
         assert self._loader is not None
-        if trainer.local_rank == 0:
-            key = key_of(self._loader.original, self._goal(trainer, tuned.work), read_machine())
+        if self._tuned is None or not any(gather(trainer, self._loader.adds_workers and self._loader.has_changed())):
+            return
+        own = replace(self._tuned, setting=self._tuned.own, reason=_CHANGES)
+        self._unproven = None
+        self._stop_measuring()
+        self._save(trainer, own)
+        self._say(trainer, f"AutotuneCallback, epoch {trainer.current_epoch}, goes back to {own.setting}: {_CHANGES}.")
+        self._note_move(trainer, own.setting, _CHANGES)
+        self._loader.switch(own.setting)
+
+    def _save(self, trainer: AnyTrainer, tuned: Tuned) -> None:
+        """Save a result for the next run, in which nothing is left to compare. Only whole searches are saved."""
+        assert self._loader is not None
+        if trainer.local_rank == 0 and tuned.whole:
+            key = key_of(self._loader.original, self._goal(trainer, tuned.work), read_machine(), self._rehearsal)
             Store().save(key, replace(tuned, in_place=None))
 
     def _announce(self, trainer: AnyTrainer, tuned: Tuned) -> None:

@@ -10,7 +10,6 @@ from lightning_feed import _host
 from lightning_feed._host import AnyTrainer, Original, Stage
 from lightning_feed.callbacks.prefetch import HAND_OUT, LOOK_AHEAD
 from lightning_feed.callbacks.starvation_facts import facts_of, inner_loaders, prefetch_active
-from lightning_feed.load.fork_safety import growing, kept_items, plain_values
 from lightning_feed.load.kinds import AnyDataset
 from lightning_feed.measure.cpu_time import CpuShare, own_clock
 from lightning_feed.measure.facts import batches_ahead
@@ -147,11 +146,10 @@ class StarvationRun:
 
     def _note_changes(self) -> None:
         """Note if the program changes its datasets between epochs: persistent workers would miss the changes."""
-        values = [plain_values(dataset) for dataset in self._datasets()]
+        values: list = []
         if self._values is not None and self._values != values:
             self._has_changed_datasets = True
         self._values = values
-        self._kept = [kept_items(dataset) for dataset in self._datasets()]
 
     def _datasets(self) -> list[AnyDataset]:
         return [getattr(loader, "dataset", None) for loader in inner_loaders(self._trainer, self.stage)]
@@ -163,7 +161,7 @@ class StarvationRun:
         """
         if self.main.facts.loader.num_workers != 0:
             return ""
-        return next(filter(None, map(growing, self._kept, self._datasets())), "")
+        return ""
 
     def _watch_for_repeats(self) -> None:
         """Compare a stream's first batches before their transfer: all workers may yield the same samples."""

@@ -6,14 +6,20 @@ from torch.utils.data import DataLoader
 
 from lightning_feed import _host
 from lightning_feed._host import AnyTrainer
-from lightning_feed.load.fork_safety import plain_values
 from lightning_feed.load.kinds import Batch
+from lightning_feed.load.probe import Probe
 from lightning_feed.load.settings import Setting
 from lightning_feed.trials.in_fit import RestOfEpoch, end_workers, rest_of_epoch, with_setting
+
+LOOK_STEPS = 10
+"""Steps of an epoch after which to look if the dataset has changed within the epoch."""
 
 
 class TunedLoader:
     """Replaces the user's loader by copies with other settings. The user's loader itself stays unchanged.
+
+    Without workers, training sees every change of the dataset at once. So where this class adds workers, it looks at a
+    few samples when the workers start, and again later.
 
     Args:
         trainer: the Trainer of the fit.
@@ -22,14 +28,18 @@ class TunedLoader:
     Attributes:
         original: the user's loader.
         setting: the setting in use.
+        undecided: True until it is known which setting to use.
     """
 
     def __init__(self, trainer: AnyTrainer, loader: DataLoader[Batch]) -> None:
         self._trainer = trainer
         self.original = loader
         self.setting = Setting.of(loader)
-        self._sent_values: dict[str, object] = {}
-        """Numbers and strings of the dataset when its workers started."""
+        self.undecided = True
+        self._probe: Probe | None = None
+        """The samples as they were when the epoch began, or when the workers started in it."""
+        self._steps = 0
+        """Steps since then."""
         self._is_under_way = False
         """True from when Lightning makes the loader and its iterator until the epoch begins."""
         self._iterated: DataLoader[Batch] | None = None
@@ -37,34 +47,47 @@ class TunedLoader:
 
     def prepare(self, loader: DataLoader[Batch]) -> DataLoader[Batch]:
         """Return a copy, with the setting in use, of the loader that the user's hook has made."""
-        self._sent_values = plain_values(loader.dataset)
         self._is_under_way = True
+        self._begin_to_watch()
         # Trials may find more workers than CPUs to be fastest: such workers wait for something other than CPUs.
         warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
         return with_setting(loader, self.setting)
 
     def epoch_begins(self) -> None:
-        """Note that the Trainer's own loader yields the epoch that begins."""
-        self._iterated = None
+        """Note that the Trainer's own loader yields the epoch that begins, after all hooks of its start.
 
-    def tell_workers(self) -> None:
-        """Restart the workers, which hold a copy of the dataset, if the program has changed the dataset."""
-        values = plain_values(self.original.dataset)
+        Lightning has started the workers of a fit's first epoch before these hooks. They start anew if the program has
+        changed the dataset since then.
+        """
+        self._iterated = None
         is_under_way = self._is_under_way
         self._is_under_way = False
-        if values == self._sent_values:
-            return
-        (loader,) = _host.train_loaders(self._trainer)
-        if is_under_way:
-            if self.original.num_workers or not loader.num_workers:
-                return  # the user's own workers would miss the change, too; the workers of later epochs have it
+        if is_under_way and self.adds_workers and self.has_changed():
+            (loader,) = _host.train_loaders(self._trainer)
             rest = self._rest(loader, Setting.of(loader))
-            if rest is None:
-                return
-            self._replace_rest(loader, rest)
-        elif not self.original.persistent_workers and loader._iterator is not None:
-            end_workers(loader)
-        self._sent_values = values
+            if rest is not None:
+                self._replace_rest(loader, rest)
+        self._begin_to_watch()
+
+    @property
+    def adds_workers(self) -> bool:
+        """True if the user's loader has no workers, and the loader in use has."""
+        return self.setting.num_workers > 0 and not self.original.num_workers
+
+    def _begin_to_watch(self) -> None:
+        """Look at samples of a user's loader without workers, to compare them later."""
+        self._steps = 0
+        is_watched = self.adds_workers or (self.undecided and not self.original.num_workers)
+        self._probe = Probe(self.original) if is_watched else None
+
+    def step_ended(self) -> bool:
+        """Count a step. Returns True once in an epoch, on all ranks alike, if it is time to look for changes."""
+        self._steps += 1
+        return self._steps == LOOK_STEPS and not self.original.num_workers
+
+    def has_changed(self) -> bool:
+        """True if the dataset has changed since the epoch began, or the workers started in it."""
+        return self._probe is not None and self._probe.changed()
 
     def switch(self, setting: Setting) -> bool:
         """Give the loader another setting for all later epochs, and for the rest of this one if possible.
@@ -75,6 +98,7 @@ class TunedLoader:
         self.setting = setting
         (loader,) = _host.train_loaders(self._trainer)
         iterated = loader if self._iterated is None else self._iterated
+        self._begin_to_watch()
         rest = self._rest(iterated, setting)
         _host.replace_train_loader(self._trainer, with_setting(loader, setting))
         if rest is None:

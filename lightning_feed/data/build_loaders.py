@@ -8,6 +8,7 @@ import os
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +23,7 @@ from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import size_of
 from lightning_feed.load.recommend import Job, Recommendation
+from lightning_feed.load.rehearsal import Rehearsal, rehearse
 from lightning_feed.load.settings import LoaderSettings, Setting, workers_of
 from lightning_feed.load.worker import WorkerInit
 
@@ -86,6 +88,8 @@ class Loaders(ChosenSettings):
     """Keys of batches that are dropped in the workers."""
     on_device: bool = False
     """True to keep whole datasets on the device."""
+    rehearsals: dict[tuple[str, type], Rehearsal] = field(default_factory=dict)
+    """The rehearsals, by the names of loaders and the classes of their datasets."""
     resident: "dict[str, tuple[object, ResidentData]]" = field(default_factory=dict)
     """Datasets kept on the device, with their data there, by loader name."""
 
@@ -104,9 +108,17 @@ class Loaders(ChosenSettings):
         if self.on_device:
             loader, recommendation = self._build_on_device(trainer, dataset, part, job)
         else:
-            loader, recommendation = build_loader(dataset, part, self.settings, job)
+            rehearsed = partial(self._rehearsed, part.name)
+            loader, recommendation = build_loader(dataset, part, self.settings, job, rehearsed)
         self.announce(trainer, part.split, part.name, recommendation)
         return loader
+
+    def _rehearsed(self, name: str, loader: FeedLoader) -> Rehearsal:
+        """The rehearsal of a loader, made once for all loaders of this name whose datasets are of one class."""
+        key = name, type(loader.dataset)
+        if key not in self.rehearsals:
+            self.rehearsals[key] = rehearse(loader)
+        return self.rehearsals[key]
 
     def _eval_size(self, part: Part, dataset: AnyDataset, job: Job, *, even: bool) -> int:
         """Choose the evaluation batch size, and note for the report which size would divide the samples best."""
@@ -172,6 +184,21 @@ class Loaders(ChosenSettings):
     def copy(self) -> "Loaders":
         """Return the Loaders object for a copy of the data module."""
         return replace(self, chosen=dict(self.chosen), even={}, resident={})
+
+
+def attach_tuning(trainer: AnyTrainer, *, given: bool = False) -> None:
+    """Add an AutotuneCallback to a Trainer that has none.
+
+    Args:
+        trainer: the Trainer of a fit.
+        given: True for a callback that only watches the workers that the user has asked for.
+    """
+    from lightning_feed.callbacks.autotune import AutotuneCallback
+    from lightning_feed.callbacks.given_workers import GivenWorkers
+
+    callbacks = _host.callbacks_of(trainer)
+    if not any(isinstance(callback, AutotuneCallback) for callback in callbacks):
+        callbacks.append(GivenWorkers() if given else AutotuneCallback())
 
 
 def job_of(trainer: AnyTrainer | None) -> Job:

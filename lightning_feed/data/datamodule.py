@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 from lightning_feed import _host
 from lightning_feed._host import AnyTrainer
 from lightning_feed.callbacks.exact_resume import ExactResume
-from lightning_feed.data.build_loaders import SPLITS, Loaders, ignore_warning, job_of
+from lightning_feed.data.build_loaders import SPLITS, Loaders, attach_tuning, ignore_warning, job_of
 from lightning_feed.errors import DatasetError, LoaderError, SettingsError
 from lightning_feed.load.build import Part, like, name_datasets
 from lightning_feed.load.collate import DroppingCollate, check_drop_keys
@@ -271,15 +271,17 @@ class FeedDataModule:
 
     @staticmethod
     def wrap(datamodule: Any, loader: LoaderSettings | None = None) -> Any:
-        """Wrap a data module, of either Lightning package, so that its loaders get workers that fit the machine.
+        """Wrap a data module, of either Lightning package, so that its workers hand their batches over in place.
 
-        Datasets, samplers, collate functions, generators and batch sizes stay; ``num_workers``, ``prefetch_factor``,
-        ``persistent_workers`` and ``pin_memory`` change. The result has a ``loader_report()``. See docs/how-to/tune.md.
+        Nothing else changes, unless it is passed: number of workers, persistent workers and their set-up stay the
+        user's. Only on a device that copies from page-locked memory, batches lie there. The result has a
+        ``loader_report()``. See docs/how-to/tune.md.
 
         Args:
             datamodule: any LightningDataModule. It is changed, and returned.
             loader: settings. Only ``num_workers``, ``prefetch_factor``, ``persistent_workers``, ``pin_memory`` and
-                ``hand_over`` may be set.
+                ``hand_over`` may be set. A loader without workers gets ``num_workers`` only after a rehearsal has seen
+                that its samples stay the same. ``num_workers="tune"`` adds an AutotuneCallback to the Trainer.
 
         Raises:
             SettingsError: the object is not a data module, or is a FastDataModule, or another setting was passed.
@@ -451,10 +453,7 @@ class FeedDataModule:
         if not any(isinstance(callback, ExactResume) for callback in callbacks):
             callbacks.append(ExactResume())
         if self._feed.loaders.settings.num_workers == "tune":
-            from lightning_feed.callbacks.autotune import AutotuneCallback
-
-            if not any(isinstance(callback, AutotuneCallback) for callback in callbacks):
-                callbacks.append(AutotuneCallback())
+            attach_tuning(self.trainer)
 
     def _feed_run_seed(self) -> int:
         """Return the seed of the training order: the user's, ``seed_everything``'s, or a random one for all ranks."""
@@ -520,6 +519,11 @@ class FastDataModule(FeedDataModule, LightningDataModule):
     Write :meth:`make_dataset`; override ``collate``, ``sampler`` and ``device_transform`` if needed. Workers, prefetch
     factor, pinned memory and persistent workers are chosen for the machine; :meth:`loader_report` lists them with
     reasons. A run resumed in mid-epoch trains the rest of the epoch.
+
+    Workers hold copies of the dataset as it was when they started, and by default stay alive from epoch to epoch. They
+    are chosen only after a rehearsal, in which a few samples were seen to be the same in worker processes. Chosen
+    workers start anew when an epoch begins with other samples. With a number of workers of your own, set
+    ``persistent_workers=False`` if the program changes the dataset between epochs.
 
     Args:
         batch_size: samples in a training batch, on each rank.

@@ -1,4 +1,4 @@
-"""wrap: gives the loaders of any LightningDataModule a number of workers that fits the machine."""
+"""wrap: lets the workers of any LightningDataModule's loaders hand their batches over in place."""
 
 import functools
 import logging
@@ -8,32 +8,33 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed import _host
-from lightning_feed._host import AnyDataModule, AnyTrainer, Original, Stage
-from lightning_feed.callbacks.fresh_workers import FreshWorkers
-from lightning_feed.data.build_loaders import SPLITS, ChosenSettings, job_of
+from lightning_feed._host import AnyDataModule, AnyTrainer, Original
+from lightning_feed.callbacks.given_workers import WITHOUT_WORKERS
+from lightning_feed.data.build_loaders import SPLITS, ChosenSettings, attach_tuning, job_of
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.fork_safety import may_change, why_no_workers, why_not_renewed
 from lightning_feed.load.loader_tree import name_in_split, rebuild_loaders, walk_loaders
 from lightning_feed.load.machine import read_machine
-from lightning_feed.load.order import size_of
-from lightning_feed.load.recommend import Job, Recommendation, Workload, recommend
-from lightning_feed.load.settings import LoaderSettings, Setting
+from lightning_feed.load.recommend import Job, Recommendation
+from lightning_feed.load.rehearsal import rehearse
+from lightning_feed.load.settings import PINNING_DEVICES, LoaderSettings, Setting
 from lightning_feed.load.slot_loaders import put_in_slots
-from lightning_feed.load.worker import WorkerInit, why_not_sent
+from lightning_feed.load.worker import why_not_sent
 from lightning_feed.trials.cloning import twin_of
 
 logger = logging.getLogger(__name__)
 
 _CHANGED = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
+_IN_PLACE_NEEDS_WORKERS = (
+    "Batches in place need workers. FastDataModule.wrap(datamodule, LoaderSettings(num_workers='tune')) tries "
+    "numbers of workers."
+)
 _OF_DALI = "DALI loads in threads of its own: set num_threads and prefetch_queue_depth of its Pipeline."
-_STAGES: dict[str, Stage] = {"train": "fit", "val": "validate"}
-"""The stage within a fit of each split whose workers may stay alive throughout the fit."""
 _ACCEPTED = (*_CHANGED, "hand_over")
 """Settings that the user may pass."""
 
 
 def wrap(datamodule: Any, loader: LoaderSettings | None = None) -> Any:
-    """Give the loaders of a data module other workers. See ``FastDataModule.wrap``.
+    """Let the workers of a data module's loaders hand batches over in place. See ``FastDataModule.wrap``.
 
     The data module stays the same object, so all its hooks run as before. Only its loader hooks are wrapped.
 
@@ -53,16 +54,25 @@ def wrap(datamodule: Any, loader: LoaderSettings | None = None) -> Any:
             f"{name} already chooses its loaders itself. Pass loader=LoaderSettings(...) to its constructor."
         )
     loaders = WrappedLoaders(loader or LoaderSettings())
+    if loaders.settings.num_workers not in ("auto", 0):
+        given = loaders.settings.num_workers != "tune"
+        _Hook(datamodule, "setup", functools.partial(_set_up, datamodule, given))
     for split in SPLITS:
-        _LoaderHook(datamodule, f"{split}_dataloader", functools.partial(loaders.make, datamodule, split))
+        _Hook(datamodule, f"{split}_dataloader", functools.partial(loaders.make, datamodule, split))
     datamodule.loader_report = loaders.report
     datamodule.recommendations = loaders.chosen
     datamodule._feed_wrapped = True
     return datamodule
 
 
-class _LoaderHook(_host.Wrap):
-    """The wrap of a loader hook. Unlike other wraps, it stays in copies, such as those that ddp_spawn makes."""
+def _set_up(datamodule: AnyDataModule, given: bool, original: Original, *args: object, **named: object) -> object:
+    if datamodule.trainer is not None:
+        attach_tuning(datamodule.trainer, given=given)
+    return original(*args, **named)
+
+
+class _Hook(_host.Wrap):
+    """The wrap of a hook. Unlike other wraps, it stays in copies, such as those that ddp_spawn makes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return object.__new__, (type(self),), vars(self)
@@ -81,6 +91,8 @@ class WrappedLoaders(ChosenSettings):
 
     left_alone: set[str] = field(default_factory=set)
     """Names of loaders that are not DataLoaders, and about which the user was warned."""
+    refusals: dict[str, str] = field(default_factory=dict)
+    """Reasons why a rehearsal has refused workers, by the loader's name; empty if it has not."""
 
     def __post_init__(self) -> None:
         defaults = vars(LoaderSettings())
@@ -92,35 +104,68 @@ class WrappedLoaders(ChosenSettings):
                 )
 
     def make(self, datamodule: AnyDataModule, split: str, original: Original) -> Any:
-        """Make the loaders of a split with the user's hook, and give them other workers."""
+        """Make the loaders of a split with the user's hook, and let them hand batches over in place."""
         return self.change(datamodule.trainer, split, original())
 
     def change(self, trainer: AnyTrainer | None, split: str, structure: object) -> Any:
-        """Give other workers to each DataLoader in a structure of loaders. Other loaders stay unchanged."""
-        # Training iterates its loaders in parallel, evaluation one after the other.
-        loaders = walk_loaders(structure)
-        together = 1
-        if split == "train":
-            together = max(1, sum(isinstance(loader, DataLoader) for _, loader in loaders))
+        """Change each DataLoader in a structure of loaders. Other loaders stay unchanged."""
         changed = []
-        for path, loader in loaders:
+        for path, loader in walk_loaders(structure):
             name = name_in_split(split, path)
             if isinstance(loader, DataLoader):
-                changed.append(self._change(trainer, split, name, loader, together))
+                changed.append(self._change(trainer, split, name, loader))
             else:
                 self._note_left_alone(name, loader)
                 changed.append(loader)
-        if trainer is not None and trainer.state.fn == "fit" and split in _STAGES:
-            FreshWorkers.watch(trainer, _STAGES[split], changed)
         return rebuild_loaders(structure, changed)
 
     def _change(
-        self, trainer: AnyTrainer | None, split: str, name: str, loader: DataLoader[object], together: int
+        self, trainer: AnyTrainer | None, split: str, name: str, loader: DataLoader[object]
     ) -> DataLoader[object]:
-        settings = replace(self.settings, workers="process", start_method=None)
-        recommendation = _recommended(loader, split, settings, job_of(trainer), together)
+        recommendation = self._recommended(loader, name, job_of(trainer))
         self.announce(trainer, split, name, recommendation)
-        return _rebuilt(loader, recommendation.setting, settings)
+        return _rebuilt(loader, recommendation.setting, self.settings)
+
+    def _recommended(self, loader: DataLoader[object], name: str, job: Job) -> Recommendation:
+        """The loader's own setting, with the values that the user has passed."""
+        settings = self.settings
+        setting = Setting.of(loader)
+        reasons = dict.fromkeys(_CHANGED, "as the loader has it")
+        warnings: tuple[str, ...] = ()
+        if isinstance(settings.num_workers, int) and settings.num_workers != setting.num_workers:
+            why_not = "" if setting.num_workers else self._why_no_workers(loader, name)
+            if why_not:
+                reasons["num_workers"] = f"as the loader has it: {why_not}"
+                warnings = (f"num_workers={settings.num_workers} is not set: {why_not}",)
+            else:
+                setting = setting.with_workers(settings.num_workers)
+                reasons["num_workers"] = "as given"
+        if not setting.num_workers:
+            unused = ", ".join(f"{name}={value!r}" for name, value in settings.asking_for_workers().items())
+            if unused and not warnings:
+                warnings = (f"{unused} has no effect, because the loader has no workers",)
+            return Recommendation(setting=setting, reasons=reasons, warnings=warnings)
+        setting, given = _with_given(setting, settings, pins=job.device_type in PINNING_DEVICES)
+        return Recommendation(setting=setting, reasons=reasons | given, warnings=warnings)
+
+    def _why_no_workers(self, loader: DataLoader[object], name: str) -> str:
+        """Return the reason for not giving workers to a loader without workers. Empty if a rehearsal found none."""
+        context: Any = loader.multiprocessing_context
+        start_method = context.get_start_method() if context is not None else read_machine().start_method
+        why_not = why_not_sent(loader, start_method)
+        if why_not or isinstance(loader.dataset, IterableDataset):
+            return why_not
+        if name not in self.refusals:
+            self.refusals[name] = str(rehearse(loader).refusal or "")
+        return self.refusals[name]
+
+    def announce(self, trainer: AnyTrainer | None, split: str, name: str, recommendation: Recommendation) -> None:
+        """Log the settings of a loader, and once that batches in place need workers."""
+        is_new = name not in self.chosen
+        super().announce(trainer, split, name, recommendation)
+        has_none = not recommendation.setting.num_workers and not recommendation.warnings
+        if is_new and has_none and self.settings.num_workers == "auto":
+            logger.info("%s: %s", name, _IN_PLACE_NEEDS_WORKERS)
 
     def _note_left_alone(self, name: str, loader: object) -> None:
         if name in self.left_alone:
@@ -132,69 +177,32 @@ class WrappedLoaders(ChosenSettings):
         logger.warning("%s", message)
 
 
+def _with_given(setting: Setting, settings: LoaderSettings, *, pins: bool) -> tuple[Setting, dict[str, str]]:
+    """The setting of a loader with workers, with the values that the user has passed, and the reasons for these."""
+    reasons = {}
+    for name in ("prefetch_factor", "persistent_workers", "pin_memory"):
+        value = getattr(settings, name)
+        if value != "auto":
+            setting = replace(setting, **{name: value})
+            reasons[name] = "as given"
+    if settings.pin_memory == "auto" and pins and not setting.pin_memory:
+        setting = replace(setting, pin_memory=True)
+        reasons["pin_memory"] = "batches are handed over in page-locked memory"
+    return setting, reasons
+
+
 def _rebuilt(loader: DataLoader[object], setting: Setting, settings: LoaderSettings) -> DataLoader[object]:
-    """Copy a loader with other workers. Processes that torch starts as workers leave their batches in slots.
+    """Copy a loader with another setting. Processes that torch starts as workers leave their batches in slots.
 
     A StatefulDataLoader keeps its resume position.
     """
     changed: dict[str, object] = {name: vars(setting)[name] for name in _CHANGED}
-    changed["worker_init_fn"] = loader.worker_init_fn or WorkerInit()
     twin = twin_of(loader, **changed)
     if not setting.num_workers:
         changed |= {"multiprocessing_context": None, "timeout": 0}
     _host.change_saved_arguments(twin, changed, always=_CHANGED)
     vars(twin)["hand_over"] = settings.hand_over  # a tuner's copy of this loader follows this setting, too
     put_in_slots(twin)
+    if setting.num_workers and not loader.num_workers:
+        vars(twin)[WITHOUT_WORKERS] = loader
     return twin
-
-
-def _recommended(
-    loader: DataLoader[object], split: str, settings: LoaderSettings, job: Job, together: int
-) -> Recommendation:
-    """Choose the settings of a loader, one of ``together`` that run at the same time."""
-    is_stream = isinstance(loader.dataset, IterableDataset)
-    why_kept = ""
-    if not isinstance(settings.num_workers, int):
-        why_kept = _why_kept(loader, is_stream=is_stream)
-    if why_kept:
-        settings = _as_it_is(loader, settings)
-    if settings.persistent_workers == "auto" and not loader.persistent_workers and may_change(loader.dataset):
-        settings = replace(settings, persistent_workers=False)
-    batches = size_of(loader)
-    if batches is not None and not is_stream:
-        batches = -(-batches // job.sharing_ranks)
-    workload = Workload(
-        split=split,
-        batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1,
-        batches=batches,
-        loaders=together,
-        iterable=is_stream,
-        **vars(job),
-    )
-    recommendation = recommend(read_machine(), settings, workload)
-    if not why_kept:
-        return recommendation
-    return replace(recommendation, reasons={**recommendation.reasons, "num_workers": why_kept})
-
-
-def _as_it_is(loader: DataLoader[object], settings: LoaderSettings) -> LoaderSettings:
-    """The settings with the loader's own number of workers; without workers, settings that need workers are unset."""
-    if loader.num_workers:
-        return replace(settings, num_workers=loader.num_workers)
-    defaults = vars(LoaderSettings())
-    unused = {name: defaults[name] for name in settings.asking_for_workers()}
-    return replace(settings, num_workers=0, **unused)
-
-
-def _why_kept(loader: DataLoader[object], *, is_stream: bool) -> str:
-    """Return the reason for keeping the number of workers. Empty if the number is chosen here."""
-    if is_stream:
-        return "as the loader has it: each worker of an IterableDataset decides which samples it reads"
-    context: Any = loader.multiprocessing_context
-    start_method = context.get_start_method() if context is not None else read_machine().start_method
-    why = why_not_sent(loader, start_method)
-    if not why and not loader.num_workers:
-        # A worker_init_fn of the user is expected to seed the generators and open the files in workers.
-        has_own_init = loader.worker_init_fn is not None
-        why = why_no_workers(loader.dataset) if has_own_init else why_not_renewed(loader.dataset)
-    return f"as the loader has it: {why}" if why else ""

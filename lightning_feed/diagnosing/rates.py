@@ -10,9 +10,10 @@ from lightning_feed.diagnosing.parts import LoaderPart, NotMeasurable, fresh, ke
 from lightning_feed.diagnosing.session import Session
 from lightning_feed.errors import DatasetError, LoaderError
 from lightning_feed.load.kinds import AnyDataset, Sample
+from lightning_feed.load.worker import original_error
 from lightning_feed.measure.experiment_results import KeyBytes, TriedSetting
-from lightning_feed.trials.cloning import Changes, burst_of, iter_is_itself, original_error
-from lightning_feed.trials.in_fit import why_fixed, work_of
+from lightning_feed.trials.cloning import Changes, burst_of, iter_is_itself
+from lightning_feed.trials.in_fit import KEEPS, fills_a_cache, rehearsal_of, why_fixed, why_left_alone, work_of
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.tune_loader import Goal, Tuned, tune_loader
@@ -73,8 +74,16 @@ def measure_workers(session: Session) -> None:
         raise NotMeasurable(why_not)
     session.check_memory()
     work = work_of(session.measured) if session.measured is not None else None
+    rehearsal = rehearsal_of(part.loader, session.share_s)
+    why_not = why_left_alone(part.loader, rehearsal)
+    if why_not and not part.loader.num_workers:
+        session.note_refusal(why_not)
+    if not why_not and fills_a_cache(part.loader, rehearsal):
+        why_not = KEEPS
+    if why_not:
+        raise NotMeasurable(why_not)
     goal = Goal(work=work or TrainingWork(), budget_s=session.share_s)
-    tuned = tune_loader(part.loader, goal, machine=session.machine, clock=session.clock)
+    tuned = tune_loader(part.loader, goal, rehearsal=rehearsal, machine=session.machine, clock=session.clock)
     trials = sorted((trial for trial in tuned.trials if trial.steps_s), key=lambda trial: trial.setting.num_workers)
     session.note(tried=tuple(_tried(trial, tuned) for trial in trials), why_chosen=tuned.reason)
     session.tuned = tuned

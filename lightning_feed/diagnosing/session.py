@@ -168,6 +168,13 @@ class Session:
         """Add figures to the results."""
         self.results = replace(self.results, **figures)
 
+    def note_refusal(self, why: str) -> None:
+        """Record for the report why a rehearsal has refused workers."""
+        if self.measured is not None:
+            facts = self.measured.facts
+            loader = replace(facts.loader, why_no_workers=why)
+            self.measured = replace(self.measured, facts=replace(facts, loader=loader))
+
     def leave_out(self, experiment: str, why: str) -> None:
         """Record that an experiment was not run, with the reason."""
         self.note(left_out=(*self.results.left_out, (experiment, why)))

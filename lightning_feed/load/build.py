@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,14 +11,14 @@ from torch.utils.data import IterableDataset, RandomSampler
 
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.load.decoding import BatchDecoder
-from lightning_feed.load.fork_safety import why_not_renewed
 from lightning_feed.load.kinds import AnyDataset, AnySampler, Batch, Sample
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.loader_tree import LoaderPath, name_in_split
-from lightning_feed.load.machine import read_machine
-from lightning_feed.load.order import EpochOrder, size_of
+from lightning_feed.load.machine import Machine, read_machine
+from lightning_feed.load.order import EpochOrder, has_set_epoch, size_of
 from lightning_feed.load.recommend import Job, Recommendation, Workload, recommend
-from lightning_feed.load.settings import LoaderSettings, workers_of
+from lightning_feed.load.rehearsal import Rehearsal, rehearse
+from lightning_feed.load.settings import LoaderSettings, Setting, workers_of
 from lightning_feed.load.watchdog import Watch
 from lightning_feed.load.worker import WorkerInit, refuse_unsendable
 
@@ -44,9 +45,22 @@ class Part:
 
 
 def build_loader(
-    dataset: AnyDataset, part: Part, settings: LoaderSettings, job: Job
+    dataset: AnyDataset,
+    part: Part,
+    settings: LoaderSettings,
+    job: Job,
+    rehearsed: Callable[[FeedLoader], Rehearsal] = rehearse,
 ) -> tuple[FeedLoader, Recommendation]:
     """Build the loader for one dataset. Returns the loader and its settings, with reasons.
+
+    It has worker processes that the user has not asked for only if a rehearsal has seen that samples stay the same.
+
+    Args:
+        dataset: the dataset.
+        part: the loader to build.
+        settings: the user's settings.
+        job: the run's properties.
+        rehearsed: returns the rehearsal of a loader.
 
     Raises:
         SettingsError: the settings leave no batch, would keep the workers of loaders that the Trainer replaces, or use
@@ -55,19 +69,51 @@ def build_loader(
     """
     drop_last = part.split == "train" and settings.drop_last
     machine = read_machine()
-    recommendation = recommend(machine, settings, _workload(dataset, part, settings, job, drop_last=drop_last))
+    workload = _workload(dataset, part, job, drop_last=drop_last)
+    recommendation = recommend(machine, settings, workload)
     setting = recommendation.setting
+    build = partial(_built, dataset, part, settings, job, _sampler(dataset, part, job))
+    loader = build(setting)
+    if setting.num_workers and setting.workers == "process":
+        _refuse_unsendable(loader, part, settings, machine)
+    if not _adds_workers(setting, settings, workload):
+        return loader, recommendation
+    refusal = rehearsed(loader).refusal
+    if refusal is None:
+        loader.probed = True
+        return loader, recommendation
+    recommendation = recommend(machine, settings, replace(workload, why_no_workers=str(refusal)))
+    return build(recommendation.setting), recommendation
+
+
+def _adds_workers(setting: Setting, settings: LoaderSettings, workload: Workload) -> bool:
+    """True if a loader of a map-style dataset has worker processes that the user has not asked for."""
+    is_asked = isinstance(settings.num_workers, int) or bool(settings.asking_for_workers())
+    return setting.num_workers > 0 and setting.workers == "process" and not is_asked and not workload.iterable
+
+
+def _refuse_unsendable(loader: FeedLoader, part: Part, settings: LoaderSettings, machine: Machine) -> None:
+    """Raise a LoaderError if a loader cannot start its worker processes."""
+    start_method = settings.start_method or machine.start_method
+    if start_method != "fork":
+        # Checked here, because an error raised later, by iter(), is masked by an error from Lightning's teardown.
+        refuse_unsendable(loader, part.name, start_method)
+
+
+def _built(
+    dataset: AnyDataset, part: Part, settings: LoaderSettings, job: Job, sampler: AnySampler, setting: Setting
+) -> FeedLoader:
+    drop_last = part.split == "train" and settings.drop_last
     options: dict[str, Any] = {}
     if setting.num_workers:
         options["timeout"] = settings.timeout_s
-    has_processes = setting.num_workers > 0 and setting.workers == "process"
-    if has_processes:
+    if setting.num_workers and setting.workers == "process":
         options["worker_init_fn"] = job.worker_init or WorkerInit()
         options["multiprocessing_context"] = settings.start_method
-    loader = FeedLoader(
+    return FeedLoader(
         dataset,
         batch_size=part.batch_size,
-        sampler=_sampler(dataset, part, job),
+        sampler=sampler,
         num_workers=setting.num_workers,
         collate_fn=part.collate_fn,
         pin_memory=setting.pin_memory,
@@ -83,22 +129,16 @@ def build_loader(
         watch=Watch(part.name),
         **options,
     )
-    start_method = settings.start_method or machine.start_method
-    if has_processes and start_method != "fork":
-        # Checked here, because an error raised later, by iter(), is masked by an error from Lightning's teardown.
-        refuse_unsendable(loader, part.name, start_method)
-    return loader, recommendation
 
 
-def _workload(dataset: AnyDataset, part: Part, settings: LoaderSettings, job: Job, *, drop_last: bool) -> Workload:
-    is_fixed = isinstance(settings.num_workers, int)
+def _workload(dataset: AnyDataset, part: Part, job: Job, *, drop_last: bool) -> Workload:
     return Workload(
         split=part.split,
         batch_size=part.batch_size,
         batches=_batches(dataset, part, job, drop_last=drop_last),
         loaders=part.together,
         iterable=isinstance(dataset, IterableDataset),
-        why_no_workers="" if is_fixed else why_not_renewed(dataset),
+        has_set_epoch=has_set_epoch(dataset),
         **vars(job),
     )
 

@@ -20,7 +20,6 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterData
 
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.decoding import BatchDecoder, Decoding
-from lightning_feed.load.fork_safety import may_change, plain_values, shares_memory
 from lightning_feed.load.kinds import AnyDataset, Batch, State
 from lightning_feed.load.loader_pass import LoaderPass
 from lightning_feed.load.order import (
@@ -28,6 +27,7 @@ from lightning_feed.load.order import (
     EpochOrder,
     PassGenerator,
     drawing_device,
+    has_set_epoch,
     mix_seed,
     ranks_of_run,
     size_of,
@@ -41,7 +41,9 @@ from lightning_feed.load.position import (
     is_ours,
     state_of_sampler,
 )
+from lightning_feed.load.probe import Probe
 from lightning_feed.load.processes import TorchBatches, shut_down_workers
+from lightning_feed.load.rehearsal import refers_to_shared
 from lightning_feed.load.resume import LoaderState, SamplerState, refuse_changes
 from lightning_feed.load.settings import RayCluster
 from lightning_feed.load.slot_loaders import use_slots
@@ -53,6 +55,8 @@ if TYPE_CHECKING:  # stages are imported only by loaders that use them
 
 logger = logging.getLogger(__name__)
 
+_LATER_LOOK = 10
+"""Number of batches of the first pass after which a probed loader looks again if its dataset has changed."""
 _OURS = {"self", "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator"}
 # All other arguments of the installed torch's DataLoader are passed to the inner loader unchanged.
 _PASSED_ON = [name for name in inspect.signature(DataLoader.__init__).parameters if name not in _OURS]
@@ -92,6 +96,9 @@ class FeedLoader(DataLoader[Batch]):
         hand_over: method by which worker processes hand over their batches: ``"slots"`` (see
             :mod:`lightning_feed.load.slots`), or ``"torch"``, the method of a DataLoader.
         watch: time after which to warn of a missing batch; None for no warning.
+        probed: True to look at a few samples when an epoch begins, and once soon after. If the program has changed the
+            dataset, its workers start anew; if it changes within an epoch, batches are made without workers from then
+            on. For workers that the user has not asked for.
         decode: decodes whole batches that have left the workers, a few batches ahead; None if batches need no decoding.
         **options: other DataLoader arguments, under their usual names, because Lightning copies the loader by these
             names to replace its sampler.
@@ -121,12 +128,14 @@ class FeedLoader(DataLoader[Batch]):
         hand_over: Literal["slots", "torch"] = "slots",
         decode: BatchDecoder | None = None,
         watch: "Watch | None" = None,
+        probed: bool = False,
         **options: Any,
     ) -> None:
         self.workers = workers
         self.hand_over = hand_over
         self.decode = decode
         self.watch = watch
+        self.probed = probed
         super().__init__(dataset, **options)
         self.background = background
         self.order = order
@@ -146,8 +155,12 @@ class FeedLoader(DataLoader[Batch]):
         self._sample_seed: int | None = None
         self._probed = False
         self._iterator = None
-        self._sent_values: dict[str, object] = {}
-        """Numbers and strings in the persistent workers' copies of the dataset: see :func:`plain_values`."""
+        self._is_first = True
+        """True if no batch was yielded before the latest pass."""
+        self._probe: Probe | None = None
+        """The samples as the workers make them; None if they are not compared."""
+        self._refers_to_shared: bool | None = None
+        """True if the dataset refers to objects that processes share; None if nobody has looked yet."""
         self._live: weakref.ref[LoaderPass] | None = None
         """The latest pass, if it is still in use."""
         self._position: Pass | None = None
@@ -183,6 +196,10 @@ class FeedLoader(DataLoader[Batch]):
     def __iter__(self) -> LoaderPass:  # type: ignore[override]
         if self.persistent_workers or self.background or self.decode is not None:
             self.close()  # workers and decoders serve one pass at a time; two passes would share one dataset
+        if self._iterator is not None and self._has_changed():
+            shut_down_workers(self._iterator)
+            self._probe = None
+        self._is_first = self._position is None or not self._position.batches
         resume = self._take_pending()
         position = None
         if resume is None:
@@ -202,6 +219,42 @@ class FeedLoader(DataLoader[Batch]):
         self._live = weakref.ref(batches)
         return batches
 
+    def _has_changed(self) -> bool:
+        """True if the dataset has changed since its workers started."""
+        return self._probe is not None and self._probe.changed()
+
+    def _look(self, taken: int) -> LoaderPass | None:
+        """Look if the dataset has changed since the first pass began, before a batch of this pass.
+
+        Lightning begins the first pass before the hooks of the first epoch, in which the program may change the
+        dataset.
+
+        Args:
+            taken: number of batches taken from the pass.
+
+        Returns:
+            The pass to go on with, in place of the present one; None to go on with that.
+        """
+        if taken not in (0, _LATER_LOOK) or not self._has_changed() or not self.may_draw_again():
+            return None
+        state = self.state_dict()
+        shut_down_workers(self._iterator)
+        if taken:
+            logger.warning(
+                "The program changes the dataset (%s) within an epoch, which worker processes cannot see. From batch "
+                "%d on, batches are made without workers.",
+                type(self.dataset).__name__,
+                taken,
+            )
+            # Torch refuses to change some of these attributes in the usual way.
+            vars(self).update(num_workers=0, prefetch_factor=None, persistent_workers=False, timeout=0)
+            self.multiprocessing_context = None
+            self.probed = False
+        self._probe = None
+        self.load_state_dict(state)
+        with torch.random.fork_rng(devices=[]):  # the pass has drawn its seeds already
+            return iter(self)
+
     def _with_later_stages(self, maker: Maker, position: Pass) -> LoaderPass:
         stages: list[Stage] = [maker]
         background = None
@@ -212,7 +265,8 @@ class FeedLoader(DataLoader[Batch]):
             stages.append(background)
         if self.decode is not None:
             stages.append(Decoding(self.decode, stages[-1]))
-        return LoaderPass(stages, maker, position, background, self.watch)
+        look = self._look if self._probe is not None and self._is_first else None
+        return LoaderPass(stages, maker, position, background, self.watch, look)
 
     def _give_out(self, position: Pass) -> None:
         """Make the index source yield the indices of a pass, and record the present configuration."""
@@ -327,7 +381,7 @@ class FeedLoader(DataLoader[Batch]):
 
     def __getstate__(self) -> State:
         # ddp_spawn pickles loaders. A pass cannot be pickled, but its position can.
-        without_pass: State = {"_live": None, "_position": None, "_iterator": None, "_pending": None}
+        without_pass: State = {"_live": None, "_position": None, "_iterator": None, "_pending": None, "_probe": None}
         state = self._state()
         if state.begun:
             without_pass["_pending"] = state
@@ -389,7 +443,9 @@ class FeedLoader(DataLoader[Batch]):
             return False
         if not all(map(is_ours, self._index.samplers.values())):
             return False
-        return not may_change(self.dataset) and not shares_memory(self.dataset)
+        if self._refers_to_shared is None:
+            self._refers_to_shared = bool(refers_to_shared(self))
+        return not has_set_epoch(self.dataset) and not self._refers_to_shared
 
     def _take_pass_under_way(self) -> Pass | None:
         """Return the new pass if the workers have begun it already. Returns None if they have begun no pass, or a pass
@@ -397,8 +453,6 @@ class FeedLoader(DataLoader[Batch]):
         last = self._position
         following = self._index.following
         if not following or last is None or not last.is_over or getattr(self._iterator, "_shutdown", True):
-            return None
-        if plain_values(self.dataset) != self._sent_values:
             return None
         position = following[0]
         begins = self._next_epoch()
@@ -453,15 +507,10 @@ class FeedLoader(DataLoader[Batch]):
 
     def _torch_iterator(self, inner: DataLoader[Batch]) -> Iterator[Batch]:
         """Make the inner loader's iterator, with this loader's persistent workers if they are alive."""
-        if self.persistent_workers:
-            values = plain_values(self.dataset)
-            if values != self._sent_values:  # such as the dataset's epoch, which these workers do not know
-                shut_down_workers(self._iterator)
-            self._sent_values = values
         if not getattr(self._iterator, "_shutdown", False):  # if True, the workers ended in a failed pass, or just now
             inner._iterator = self._iterator
-        if inner._iterator is None and inner.num_workers and self.hand_over == "slots":
-            use_slots(inner, held=self.background)
+        if inner._iterator is None and inner.num_workers:
+            self._workers_start(inner)
         try:
             with _as_default(drawing_device(inner.generator)):
                 iterator = iter(inner)
@@ -473,6 +522,13 @@ class FeedLoader(DataLoader[Batch]):
         self._iterator = inner._iterator
         inner._iterator = None
         return iterator
+
+    def _workers_start(self, inner: DataLoader[Batch]) -> None:
+        """Prepare the inner loader, whose workers are about to start."""
+        if self.hand_over == "slots":
+            use_slots(inner, held=self.background)
+        if self.probed and not self._stream and (self.persistent_workers or self._is_first):
+            self._probe = Probe(self)
 
     def _map_loader(self) -> DataLoader[Batch]:
         options = self._passed_on() | {"collate_fn": self.collate_fn, "generator": self.generator}

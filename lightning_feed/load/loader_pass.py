@@ -1,6 +1,6 @@
 """LoaderPass: the stages of one pass over a FeedLoader, and the count of its batches."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ class LoaderPass(Iterator[Batch]):
         position: counts the yielded batches.
         background: the stage that reads ahead in a thread, if any.
         watch: time after which to warn of a missing batch; None for no warning.
+        look: called with the number of taken batches before each batch. May return a pass that yields the rest in place
+            of this one. None if no other pass may.
 
     Attributes:
         taken: number of yielded batches.
@@ -40,6 +42,7 @@ class LoaderPass(Iterator[Batch]):
         position: Pass,
         background: "BackgroundIterator | None" = None,
         watch: "Watch | None" = None,
+        look: "Callable[[int], LoaderPass | None] | None" = None,
     ) -> None:
         self._maker = maker
         self._stages = tuple(stages)
@@ -48,12 +51,17 @@ class LoaderPass(Iterator[Batch]):
         self.position = position
         self.taken = 0
         self.background = background
+        self._look = look
+        self._rest: LoaderPass | None = None
         if watch is not None:
             from lightning_feed.load.watchdog import LateBatch
 
             self._late = LateBatch(self, watch)
 
     def __next__(self) -> Batch:
+        rest = self._rest or self._found_rest()
+        if rest is not None:
+            return next(rest)
         if not self._stages:
             if self.position.ended:
                 raise StopIteration
@@ -80,19 +88,31 @@ class LoaderPass(Iterator[Batch]):
         self.position.count_yielded()
         return batch
 
+    def _found_rest(self) -> "LoaderPass | None":
+        """Look for a pass that yields the rest in place of this one."""
+        if self._look is not None:
+            self._rest = self._look(self.taken)
+        if self._rest is not None:
+            self._look = None
+        return self._rest
+
     @property
     def source(self) -> Any:
         """Torch's iterator or our workers, whose queues are measured. None once the pass has ended."""
+        if self._rest is not None:
+            return self._rest.source
         return self._maker.source if self._stages else None
 
     @property
     def head_of_line_ns(self) -> float | None:
         """Nanoseconds waited while a later batch was ready: see :class:`Maker`. None once the pass has ended."""
+        if self._rest is not None:
+            return self._rest.head_of_line_ns
         return self._maker.head_of_line_ns if self._stages else None
 
     def where(self) -> str:
         """Describe the work that this pass is waiting for. May be called from any thread."""
-        return self._maker.where()
+        return self._maker.where() if self._rest is None else self._rest.where()
 
     def _ended(self, end: StopIteration) -> FeedError | None:
         """End the pass after a StopIteration. Returns the error to raise, or None if all batches were yielded."""
@@ -123,6 +143,9 @@ class LoaderPass(Iterator[Batch]):
 
     def close(self) -> None:
         """End the pass and its threads. Persistent workers stay alive. A second call does nothing."""
+        self._look = None
+        if self._rest is not None:
+            self._rest.close()
         if self._late is not None:
             self._late.close()
         stages = self._stages

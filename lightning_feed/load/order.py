@@ -24,6 +24,11 @@ def no_epoch(_: int) -> int | None:
     return None
 
 
+def has_set_epoch(dataset: AnyDataset) -> bool:
+    """True if a dataset, or the dataset inside a Subset, has a ``set_epoch``, which the program calls in each epoch."""
+    return hasattr(dataset, "set_epoch") or hasattr(getattr(dataset, "dataset", None), "set_epoch")
+
+
 class EpochOrder:
     """The source of a loader's order: one seed for the run, and the number of the current epoch.
 

@@ -42,8 +42,10 @@ class Workload(Job):
     """Number of loaders that run at the same time, including this one."""
     iterable: bool = False
     """True if the dataset is a stream, from which workers cannot pick samples."""
+    has_set_epoch: bool = False
+    """True if the program tells the dataset the epoch, which persistent workers would not hear."""
     why_no_workers: str = ""
-    """The reason why the dataset must not be given worker processes. Empty if none is known."""
+    """The reason why a rehearsal has refused worker processes. Empty if it has not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +85,7 @@ def recommend(machine: Machine, settings: LoaderSettings, workload: Workload) ->
         why_prefetch += f"; {wanted_prefetch} would be too many: {limits.exceeded_by(wanted_workers, wanted_prefetch)}"
     if workers == 0:
         why_prefetch = "there are no workers to load ahead"
-        if wanted_workers > 0:
+        if wanted_workers > 0 or (workload.why_no_workers and why_workers == workload.why_no_workers):
             warnings.append(f"num_workers=0: {why_workers}")
     pin_memory, why_pin = _pin(settings, workload)
     persistent, why_persistent = _persistent(settings, workload, workers)
@@ -254,6 +256,8 @@ def _persistent(settings: LoaderSettings, workload: Workload, workers: int) -> t
         return False, "there are no workers"
     if epochs_until_reload:
         return False, f"the Trainer makes new loaders every {epochs_until_reload} epochs"
+    if workload.has_set_epoch:
+        return False, "the program tells the dataset the epoch (set_epoch), which workers hear only when they start"
     if not is_repeated:
         return False, f"'{workload.split}' is iterated once"
     return True, "avoids starting the workers again in each epoch"

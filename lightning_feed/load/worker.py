@@ -24,7 +24,6 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_feed.errors import LoaderError
-from lightning_feed.load.fork_safety import renew
 from lightning_feed.load.kinds import Batch
 
 ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
@@ -59,9 +58,6 @@ class WorkerInit:
         disable_opencv_threads()
         if self.seed_worker is not None and int(os.environ.get("PL_SEED_WORKERS", "0")):
             self.seed_worker(worker_id, self.rank)
-        worker = get_worker_info()
-        if worker is not None:
-            renew(worker.dataset, worker.seed + self.rank)
 
 
 def disable_opencv_threads() -> None:
@@ -199,6 +195,21 @@ def _requested_stacks(pid: int, file: Path) -> str:
         if written and written == last:  # complete
             return written.decode(errors="replace").strip()
     return ""
+
+
+# --- errors of workers -----------------------------------------------------------------------------------------------
+
+
+def original_error(error: BaseException) -> tuple[str, str]:
+    """Return class name and message of an error, or of the original error that a worker's error reports."""
+    kind = type(error).__name__
+    text = str(error).strip()
+    if text.startswith("Caught "):  # torch puts the worker's traceback into the message
+        text = text.rpartition("\n")[2]
+        name, _, rest = text.partition(":")
+        if name.replace(".", "").isidentifier():
+            return name.rpartition(".")[2], rest.strip()
+    return kind, text
 
 
 # --- Ctrl-C ---------------------------------------------------------------------------------------------------------

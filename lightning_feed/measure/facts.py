@@ -8,7 +8,6 @@ from typing import Literal
 import torch
 from torch.utils.data import IterableDataset, Subset
 
-from lightning_feed.load.fork_safety import why_no_workers
 from lightning_feed.load.kinds import AnyDataset, AnyLoader, Batch
 from lightning_feed.load.streams import divides_among_workers
 from lightning_feed.measure.measurements import BatchFacts, LoaderFacts
@@ -71,8 +70,6 @@ def training_loader_facts(loaders: Sequence[AnyLoader], *, reloaded: bool) -> Lo
         every_num_workers=numbers,
         may_persist=not reloaded and bool(loaders) and not any(map(_needs_each_epoch, datasets)),
     )
-    if not any(numbers):
-        facts = replace(facts, why_no_workers=next(filter(None, map(why_no_workers, datasets)), ""))
     if any(isinstance(dataset, IterableDataset) for dataset in datasets):
         divided = all(divides_among_workers(loader) is not False for loader in loaders)
         facts = replace(facts, shards_by_worker=divided)

@@ -16,6 +16,7 @@ from lightning_feed.load.order import drawing_device
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import TORCH_PREFETCH, Setting
 from lightning_feed.load.slot_loaders import put_in_slots, take_out_of_slots
+from lightning_feed.load.worker import original_error
 
 _KNOWN = ("_iterator", "dataset", "sampler", "batch_sampler")
 _WORKER = re.compile(r"in DataLoader worker process (\d+)")
@@ -181,18 +182,6 @@ def _refuse_kept_iterator(loader: DataLoader[Batch]) -> None:
 
 
 # --- locating failures ------------------------------------------------------------------------------------------------
-
-
-def original_error(error: BaseException) -> tuple[str, str]:
-    """Return class name and message of an error, or of the original error that a worker's error reports."""
-    kind = type(error).__name__
-    text = str(error).strip()
-    if text.startswith("Caught "):  # torch puts the worker's traceback into the message
-        text = text.rpartition("\n")[2]
-        name, _, rest = text.partition(":")
-        if name.replace(".", "").isidentifier():
-            return name.rpartition(".")[2], rest.strip()
-    return kind, text
 
 
 def locate_failure(parts: Sequence[Any], error: BaseException, received: int | None) -> DatasetError:

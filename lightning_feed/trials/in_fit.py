@@ -13,24 +13,25 @@ from torch.utils.data import DataLoader, IterableDataset
 from tqdm.auto import tqdm
 
 from lightning_feed.errors import LoaderError
-from lightning_feed.load.fork_safety import why_no_workers
 from lightning_feed.load.kinds import AnyIterator, Batch, Index
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import DrawsOf, size_of
 from lightning_feed.load.processes import shut_down_workers
 from lightning_feed.load.rank_store import connected, gather
+from lightning_feed.load.rehearsal import Refusal, Rehearsal, refers_to_shared, rehearse
 from lightning_feed.load.settings import REGISTERING_DEVICES, RayCluster, Setting
-from lightning_feed.load.slot_loaders import plain_kind_of
+from lightning_feed.load.slot_loaders import may_use_slots, plain_kind_of
 from lightning_feed.measure.measurements import LoopMeasurements, Measurements
-from lightning_feed.trials.cloning import set_hand_over, twin_of
+from lightning_feed.trials.cloning import has_threads, set_hand_over, twin_of
 from lightning_feed.trials.training_work import TrainingWork
-from lightning_feed.trials.tune_loader import Goal, Store, Tuned, tune_loader
+from lightning_feed.trials.tune_loader import Goal, Tuned, tune_loader
 
 logger = logging.getLogger(__name__)
 
 
 def why_fixed(loader: DataLoader[Batch]) -> str:
-    """The reason why the workers of a training loader may not be changed; empty if they may."""
+    """The reason why the workers of a training loader may not be changed, known without a rehearsal; empty if none
+    is."""
     kind = plain_kind_of(loader)
     if isinstance(loader.dataset, IterableDataset):
         return "the dataset is a stream, so its samples depend on the number of workers"
@@ -39,9 +40,42 @@ def why_fixed(loader: DataLoader[Batch]) -> str:
         return f"the training loader ({kind.__name__}) iterates in its own way"
     if isinstance(loader, FeedLoader) and isinstance(loader.workers, RayCluster):
         return "Ray workers run on other machines"
-    if loader.num_workers:
-        return ""
-    return why_no_workers(loader.dataset)
+    shared = refers_to_shared(loader)
+    return str(Refusal(reason="shared", detail=shared)) if shared else ""
+
+
+def rehearsal_of(loader: DataLoader[Batch], budget_s: float, stop: Callable[[], bool] = lambda: False) -> Rehearsal:
+    """Rehearse a loader whose number of workers is to be tuned. Threads share one dataset, so they need no rehearsal.
+
+    Args:
+        loader: a loader for which :func:`why_fixed` returns nothing.
+        budget_s: seconds for the trials, of which the rehearsal may take half.
+        stop: returns True if the program is to stop.
+    """
+    if has_threads(loader):
+        return Rehearsal()
+    return rehearse(loader, limit_s=budget_s / 2, stop=stop)
+
+
+def why_left_alone(loader: DataLoader[Batch], rehearsal: Rehearsal) -> str:
+    """The reason why a rehearsal leaves nothing to try; empty if there is something to try.
+
+    If it has refused other numbers of workers, the user's workers may still hand their batches over in place.
+    """
+    if rehearsal.refusal is not None and not (loader.num_workers and may_use_slots(loader)):
+        return str(rehearsal.refusal)
+    return ""
+
+
+KEEPS = (
+    "the dataset keeps what it reads, so trials would say nothing of later epochs, and each worker would have to fill "
+    "its own"
+)
+
+
+def fills_a_cache(loader: DataLoader[Batch], rehearsal: Rehearsal) -> bool:
+    """True if a dataset keeps what it reads for later epochs: with workers, only if they persist."""
+    return rehearsal.keeps and (not loader.num_workers or loader.persistent_workers)
 
 
 def goal_of(trainer: Any, *, work: TrainingWork, most_workers: int | None, budget_s: float) -> Goal:
@@ -52,7 +86,6 @@ def goal_of(trainer: Any, *, work: TrainingWork, most_workers: int | None, budge
         device_type=trainer.strategy.root_device.type,
         local_ranks=trainer.num_devices,
         most_workers=most_workers,
-        may_persist=not trainer.reload_dataloaders_every_n_epochs,
         in_slots=True,
         budget_s=budget_s,
     )
@@ -94,7 +127,7 @@ def slowest_work(works: list[TrainingWork | None]) -> TrainingWork:
     return max(measured, key=lambda work: work.step_s)
 
 
-def tune_for_fit(loader: DataLoader[Batch], trainer: Any, goal: Goal) -> Tuned | None:
+def tune_for_fit(loader: DataLoader[Batch], trainer: Any, goal: Goal, rehearsal: Rehearsal) -> Tuned | None:
     """Tune the training loader of a run. The loader itself is not iterated.
 
     With several ranks, one rank of each node runs the trials for all ranks of the node; the other ranks wait.
@@ -103,6 +136,7 @@ def tune_for_fit(loader: DataLoader[Batch], trainer: Any, goal: Goal) -> Tuned |
         loader: the loader to tune.
         trainer: the Trainer of the run.
         goal: result of :func:`goal_of`.
+        rehearsal: result of :func:`rehearsal_of`.
 
     Returns:
         The result; on all ranks None if torch.distributed does not connect them.
@@ -113,7 +147,9 @@ def tune_for_fit(loader: DataLoader[Batch], trainer: Any, goal: Goal) -> Tuned |
 
     def tune() -> Tuned:
         with tqdm(desc="tuning the training loader", unit=" trials", disable=None, leave=False) as bar:
-            return tune_loader(loader, goal, store=Store(), fresh=True, on_trial=lambda _: bar.update())
+            return tune_loader(
+                loader, goal, rehearsal=rehearsal, on_trial=lambda _: bar.update(), stop=lambda: is_to_stop(trainer)
+            )
 
     if trainer.world_size < 2:
         return tune()
@@ -121,6 +157,11 @@ def tune_for_fit(loader: DataLoader[Batch], trainer: Any, goal: Goal) -> Tuned |
         logger.warning("The loaders are not tuned: torch.distributed does not connect the ranks, so they cannot agree.")
         return None
     return _once_per_node(tune, trainer)
+
+
+def is_to_stop(trainer: Any) -> bool:
+    """True once SIGTERM has come, on which Lightning ends the fit at its next hook."""
+    return bool(getattr(trainer, "received_sigterm", False))
 
 
 def _once_per_node(tune: Callable[[], Tuned], trainer: Any) -> Tuned:
@@ -166,7 +207,7 @@ def with_setting(loader: DataLoader[Batch], setting: Setting) -> DataLoader[Batc
     values: dict[str, Any] = {
         "num_workers": setting.num_workers,
         "prefetch_factor": setting.prefetch_factor,
-        "persistent_workers": setting.persistent_workers or loader.persistent_workers,
+        "persistent_workers": setting.persistent_workers,
         "pin_memory": setting.pin_memory,
     }
     if isinstance(loader, FeedLoader):

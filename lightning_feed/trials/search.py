@@ -53,8 +53,6 @@ class Trial:
     """Number of tensors and arrays in a batch."""
     memory_bytes: int | None = None
     """Memory of all workers together."""
-    keeps: str = ""
-    """The attribute in which the dataset stores what it reads (``dataset.kept``), if a trial without workers saw it."""
     infeasible: str | None = None
     """The reason why the setting could not run; None if it could."""
 
@@ -78,6 +76,8 @@ class Space:
     """Time of a training step that never waits for data; 0.0 if unknown."""
     in_place: bool = False
     """True if worker processes can leave batches in slots. Then they do so in all settings but the user's own."""
+    number_stays: bool = False
+    """True if only the user's number of workers may be tried, with and without batches in place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +89,8 @@ class Choice:
     """The reason for the setting, in one sentence."""
     trials: tuple[Trial, ...]
     """All trials, in the order in which their settings were first tried."""
+    finished: bool = True
+    """False if the time ended the search before all was tried."""
 
 
 class OutOfTime(Exception):
@@ -131,6 +133,8 @@ class _Search:
         self._try(own)
         if own.num_workers and self._with_workers(own.num_workers) != own:
             self._try(self._with_workers(own.num_workers))
+        if self._space.number_stays:
+            return
         self._try_workers(0)
         if not self._most:
             return
@@ -162,6 +166,8 @@ class _Search:
 
     def refine(self) -> None:
         """Try numbers of workers between tried ones: around the fastest, then below the smallest that is as fast."""
+        if self._space.number_stays:
+            return
         for number in self._around_the_fastest():
             self._try_workers(number)
         while (smaller := self._below_the_smallest()) is not None:
@@ -169,6 +175,8 @@ class _Search:
 
     def try_depths(self) -> None:
         """Try higher prefetch factors if some batches take much longer than others, and training waits for them."""
+        if self._space.number_stays:
+            return
         best = self._smallest_of_the_fastest()
         if best is None or not best.setting.num_workers or self._is_fed(best.step_s):
             return
@@ -210,7 +218,8 @@ class _Search:
             reason = f"the fastest of {tried}"
         if not finished:
             reason += OUT_OF_TIME
-        return Choice(setting=best.setting, reason=reason, trials=tuple(self._trials.values()))
+        trials = tuple(self._trials.values())
+        return Choice(setting=best.setting, reason=reason, trials=trials, finished=finished)
 
     @staticmethod
     def _is_faster_in_each_turn(best: Trial, own: Trial) -> bool:

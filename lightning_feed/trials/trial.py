@@ -15,15 +15,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed.errors import DatasetError, LoaderError
-from lightning_feed.load.fork_safety import growing, kept_items
+from lightning_feed.load.child import NoAnswer, Stopped, run_in_children
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.machine import THREAD_BYTES, WORKER_BYTES, Footprint, Machine, exceeded_limit
-from lightning_feed.load.open_files import moved_file, positions
 from lightning_feed.load.processes import ended_worker, worker_processes
 from lightning_feed.load.settings import Setting
-from lightning_feed.trials.child import run_in_children
-from lightning_feed.trials.cloning import Changes, background_of, burst_of, clone_loader, original_error
-from lightning_feed.trials.search import Trial
+from lightning_feed.load.worker import original_error
+from lightning_feed.trials.cloning import Changes, background_of, burst_of, clone_loader
+from lightning_feed.trials.search import OutOfTime, Trial
 from lightning_feed.trials.training_work import ImitatedTraining, TrainingWork
 from lightning_feed.wording import plural
 
@@ -137,10 +136,18 @@ class TrialLimits:
     """End after this time, with the measurements so far."""
     patience_s: float = 60.0
     """Seconds to wait for a result beyond ``max_s``. Then the loader hangs or is far too slow, and the trial ends."""
+    left_s: float = math.inf
+    """Seconds that are left for all trials. The trial ends after that time, whatever a sample does."""
 
 
 def run_trial(
-    loader: DataLoader[Batch], setting: Setting, work: TrainingWork, limits: TrialLimits, *, ranks: int = 1
+    loader: DataLoader[Batch],
+    setting: Setting,
+    work: TrainingWork,
+    limits: TrialLimits,
+    *,
+    ranks: int = 1,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Trial:
     """Measure the time of a training step with a setting, in a forked child for each rank.
 
@@ -152,15 +159,23 @@ def run_trial(
         work: the work of training for each batch.
         limits: the length of the trial.
         ranks: number of loaders to run at the same time, as the local ranks do.
+        stop: returns True if the trial is to end now.
 
     Raises:
+        OutOfTime: no result came in the time that is left for all trials.
+        Stopped: ``stop`` returned True.
         DatasetError: the dataset raised an error without workers.
         LoaderError: the loader is empty, or hangs without workers.
     """
     measure = partial(_measure, loader, setting, work, limits)
+    patience_s = limits.max_s + limits.patience_s
     try:
-        trials = run_in_children(measure, count=ranks, timeout_s=limits.max_s + limits.patience_s)
+        trials = run_in_children([measure] * ranks, timeout_s=min(patience_s, limits.left_s), stop=stop)
+    except Stopped:
+        raise
     except (DatasetError, LoaderError) as error:
+        if isinstance(error, NoAnswer) and limits.left_s < patience_s:
+            raise OutOfTime from error
         if not setting.num_workers:
             raise
         return Trial(setting=setting, infeasible=str(error))
@@ -177,23 +192,10 @@ def _measure(loader: DataLoader[Batch], setting: Setting, work: TrainingWork, li
     copy = clone_loader(loader, Changes(setting=tried, endless=endless))
     if setting.in_place:
         work = work.in_place
-    kept = kept_items(loader.dataset)
-    before = positions()
     began_s = time.perf_counter()
     iterator = iter(copy)
     try:
-        trial = _Steps(setting, iterator, burst_of(copy), began_s).measure(ImitatedTraining(work).train, limits)
-        if not setting.num_workers:
-            return replace(trial, keeps=growing(kept, loader.dataset))
-        shared = ""
-        if setting.workers == "process":
-            shared = moved_file(before)
-        if shared:
-            raise LoaderError(
-                f"{shared} was open before the workers began, and they share its position. Open it in the first call "
-                "of __getitem__ to use workers."
-            )
-        return trial
+        return _Steps(setting, iterator, burst_of(copy), began_s).measure(ImitatedTraining(work).train, limits)
     except (DatasetError, LoaderError):
         raise
     except Exception as error:

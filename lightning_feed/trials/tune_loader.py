@@ -19,17 +19,19 @@ from torch.utils.data import DataLoader
 
 from lightning_feed.errors import LoaderError, SettingsError
 from lightning_feed.extras import installed_version
-from lightning_feed.load.fork_safety import may_change
 from lightning_feed.load.kinds import AnyDataset, Batch
 from lightning_feed.load.machine import Machine, read_machine
 from lightning_feed.load.order import size_of
+from lightning_feed.load.rehearsal import Rehearsal
 from lightning_feed.load.settings import PINNING_DEVICES, Setting
 from lightning_feed.load.slot_loaders import may_use_slots, uses_slots
 from lightning_feed.load.worker import why_not_sent
+from lightning_feed.measure.cpu_time import CpuShare
+from lightning_feed.measure.measurements import OTHERS_PCT
 from lightning_feed.storage.memory_limits import read_text
 from lightning_feed.storage.private_files import cache_folder, read_json, write_json
 from lightning_feed.trials.cloning import background_of
-from lightning_feed.trials.search import ALIKE, Choice, OutOfTime, Space, Trial, find_setting
+from lightning_feed.trials.search import ALIKE, OutOfTime, Space, Trial, find_setting
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.trial import TrialLimits, feasible, run_trial
 from lightning_feed.wording import throughput
@@ -62,12 +64,10 @@ class Goal:
     """Training processes on this machine, all of which load at the same time."""
     most_workers: int | None = None
     """Largest number of workers to try; None for as many as CPUs, memory and /dev/shm allow."""
-    may_persist: bool = True
-    """True if workers may stay alive between epochs. False if the Trainer reloads the loaders."""
     in_slots: bool = False
     """True if even worker processes of torch's own DataLoader may leave their batches in slots in training."""
     budget_s: float = 30.0
-    """Seconds for the trials. After that time no trial starts."""
+    """Seconds for the trials. After that time no trial runs."""
 
     def __post_init__(self) -> None:
         if not _is_positive(self.budget_s):
@@ -96,6 +96,8 @@ class Tuned:
     work: TrainingWork = field(default_factory=TrainingWork)
     """The imitated work of a training step. Without work, a step is the loading of a batch."""
     batch_size: int | None = None
+    whole: bool = True
+    """True if the search was not ended by time, and not disturbed by other programs. Only such results are stored."""
     remembered: bool = False
     """True if an earlier run of the same program found the setting."""
     seconds: float = 0.0
@@ -143,35 +145,42 @@ def tune_loader(  # noqa: PLR0913  # all but the loader and its goal are by name
     loader: DataLoader[Batch],
     goal: Goal | None = None,
     *,
+    rehearsal: Rehearsal | None = None,
     store: "Store | None" = None,
     fresh: bool = False,
     on_trial: Callable[[Trial], object] = lambda _: None,
     machine: Machine | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Tuned:
     """Find the setting of a loader with which training is fastest. The loader itself is not iterated.
 
     Args:
         loader: a DataLoader or a FeedLoader with a map-style dataset: see :func:`in_fit.why_fixed`.
         goal: the work of training, and limits; None for a Goal with its defaults.
+        rehearsal: the rehearsal of the loader. After a refusal its number of workers stays. None if samples are known
+            to stay the same.
         store: the store of results; None to load and store nothing.
         fresh: True to ignore stored results.
         on_trial: called with each finished trial.
         machine: limits of this machine; None to read them now.
         clock: returns the time in seconds.
+        stop: returns True if the trials are to end now.
 
     Raises:
+        Stopped: ``stop`` returned True.
         LoaderError: the loader is empty, or hangs without workers, or no setting could run.
         DatasetError: the dataset raises an error.
     """
-    run = _Run(loader, goal or Goal(), machine or read_machine(), on_trial, clock)
-    key = key_of(loader, run.goal, run.machine)
+    rehearsal = rehearsal or Rehearsal()
+    run = _Run(loader, goal or Goal(), machine or read_machine(), rehearsal, on_trial, clock, stop)
+    key = key_of(loader, run.goal, run.machine, rehearsal)
     if store is not None and not fresh:
         tuned = store.load(key)
         if tuned is not None:
             return tuned
     tuned = run.search()
-    if store is not None:
+    if store is not None and tuned.whole:
         store.save(key, tuned)
     return tuned
 
@@ -179,20 +188,24 @@ def tune_loader(  # noqa: PLR0913  # all but the loader and its goal are by name
 class _Run:
     """The trials of one loader."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # those of tune_loader
         self,
         loader: DataLoader[Batch],
         goal: Goal,
         machine: Machine,
+        rehearsal: Rehearsal,
         on_trial: Callable[[Trial], object],
         clock: Callable[[], float],
+        stop: Callable[[], bool],
     ) -> None:
         self.loader = loader
         self.goal = goal
         self.machine = machine
+        self._rehearsal = rehearsal
         self._on_trial = on_trial
         self._clock = clock
-        self._began_s = clock()
+        self._stop = stop
+        self._began_s = clock() - rehearsal.seconds
         self._feasible = feasible(self.loader, machine, goal.local_ranks)
         self._trials: list[Trial] = []
         self._slowest_s = 0.0
@@ -200,6 +213,7 @@ class _Run:
     def search(self) -> Tuned:
         """Run trials until the search or the budget ends."""
         own = Setting.of(self.loader)
+        others = CpuShare()
         cpus = (self.machine.cpu_time or self.machine.usable_cpus) / self.goal.local_ranks
         why_none = why_not_sent(self.loader, self._feasible.start_method)
         in_place = uses_slots(self.loader) or (self.goal.in_slots and may_use_slots(self.loader))
@@ -209,12 +223,17 @@ class _Run:
             most_workers=0 if why_none else self._most_workers(cpus),
             model_s=(self.goal.work.in_place if in_place else self.goal.work).step_s,
             in_place=in_place,
+            number_stays=self._rehearsal.refusal is not None,
         )
         choice = find_setting(space, self._try)
         if choice is None:
             failures = [f"{trial.setting}: {trial.infeasible}" for trial in self._trials if trial.infeasible]
+            failures = failures or [f"no trial ended within {self.goal.budget_s:g} s"]
             raise LoaderError("No setting of the loader could be run: " + "; ".join(failures))
-        setting, reason = _unless_dataset_keeps(choice, own)
+        reason = choice.reason
+        setting = choice.setting
+        if self._rehearsal.refusal is not None:
+            reason += f"; other numbers of workers were not tried: {self._rehearsal.refusal}"
         if why_none:
             reason += f"; no worker processes: {why_none}"
         infeasible = [trial for trial in choice.trials if trial.infeasible]
@@ -226,27 +245,26 @@ class _Run:
             copy = f"the copy to the device, {1e3 * self.goal.work.copy_s:.3g} ms of a step"
             reason += f"; in place, {copy}, counts as hidden until training itself has shown it"
         return Tuned(
-            setting=self._completed(setting, own),
+            setting=self._pinned(setting, own),
             own=own,
-            in_place=best_in_place and self._completed(best_in_place, own),
+            in_place=best_in_place and self._pinned(best_in_place, own),
             reason=reason,
             trials=choice.trials,
             work=self.goal.work,
             batch_size=self.loader.batch_size,
+            whole=choice.finished and not is_busy(others, self.machine),
             seconds=self._clock() - self._began_s,
         )
 
-    def _completed(self, chosen: Setting, own: Setting) -> Setting:
-        """The chosen setting, with ``pin_memory`` and ``persistent_workers``, which no trial changes, set as well."""
+    def _pinned(self, chosen: Setting, own: Setting) -> Setting:
+        """The chosen setting, with ``pin_memory``, which no trial changes, set as well."""
         if chosen == own:
             return chosen
-        may_persist = self.goal.may_persist and not may_change(self.loader.dataset)
-        persists = bool(chosen.num_workers) and chosen.workers == "process" and may_persist
-        pins = own.pin_memory or self.goal.device_type in PINNING_DEVICES
-        return replace(chosen, pin_memory=pins, persistent_workers=chosen.persistent_workers or persists)
+        return replace(chosen, pin_memory=own.pin_memory or self.goal.device_type in PINNING_DEVICES)
 
     def _try(self, setting: Setting) -> Trial:
-        if self._trials and self._clock() - self._began_s >= self.goal.budget_s:
+        left_s = self.goal.budget_s - (self._clock() - self._began_s)
+        if self._trials and left_s <= 0:
             raise OutOfTime
         broken_limit = self._feasible.broken(setting, self._trials)
         if broken_limit:
@@ -254,8 +272,9 @@ class _Run:
         patience_s = _FIRST_PATIENCE_S
         if self._slowest_s:
             patience_s = max(_LEAST_PATIENCE_S, _PATIENCE * self._slowest_s)
-        limits = TrialLimits(max_s=max(1.0, self.goal.budget_s / 4), patience_s=patience_s)
-        trial = run_trial(self.loader, setting, self.goal.work, limits, ranks=self.goal.local_ranks)
+        limits = TrialLimits(max_s=max(1.0, self.goal.budget_s / 4), patience_s=patience_s, left_s=max(0.1, left_s))
+        ranks = self.goal.local_ranks
+        trial = run_trial(self.loader, setting, self.goal.work, limits, ranks=ranks, stop=self._stop)
         self._trials.append(trial)
         if trial.steps_s:
             self._slowest_s = max(self._slowest_s, trial.step_s * max(1, setting.num_workers), trial.start_s or 0.0)
@@ -268,23 +287,20 @@ class _Run:
         return max(MOST_WORKERS // self.goal.local_ranks, int(_WORKERS_PER_CPU * cpus), 1)
 
 
+def is_busy(others: CpuShare, machine: Machine) -> bool:
+    """True if other programs have used the CPUs since an object was made that watches them."""
+    return (others.others_pct(machine.usable_cpus) or 0.0) >= OTHERS_PCT
+
+
 def _best_in_place(trials: Sequence[Trial], own: Setting) -> Setting | None:
-    """The smallest of the fastest settings with batches in place: see :attr:`Tuned.in_place`. None if none was tried,
-    or if the dataset stores what it reads."""
-    if own.in_place or not own.num_workers or any(trial.keeps for trial in trials):
+    """The smallest of the fastest settings with batches in place: see :attr:`Tuned.in_place`. None if none was
+    tried."""
+    if own.in_place or not own.num_workers:
         return None
     tried = [trial for trial in trials if trial.setting.in_place and trial.steps_s]
     limit_s = ALIKE * min((trial.step_s for trial in tried), default=0.0)
     alike = [trial.setting for trial in tried if trial.step_s <= limit_s]
     return min(alike, key=lambda setting: (setting.num_workers, setting.prefetch_factor or 0), default=None)
-
-
-def _unless_dataset_keeps(choice: Choice, own: Setting) -> tuple[Setting, str]:
-    """The chosen setting, with its reason; the user's own setting if the dataset stores what it reads."""
-    keeps = next((trial.keeps for trial in choice.trials if trial.keeps), "")
-    if not keeps or choice.setting == own:
-        return choice.setting, choice.reason
-    return own, f"{keeps} keeps what was read, so the trials say nothing of later epochs, and each worker fills its own"
 
 
 # --- remembered between runs ------------------------------------------------------------------------------------------
@@ -332,8 +348,8 @@ class Store:
         return self.folder / f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.json"
 
 
-def key_of(loader: DataLoader[Batch], goal: Goal, machine: Machine) -> Key:
-    """Return the conditions under which a result is valid: machine, dataset, batch size, model, versions and goal.
+def key_of(loader: DataLoader[Batch], goal: Goal, machine: Machine, rehearsal: Rehearsal) -> Key:
+    """Return the conditions under which a result is valid: machine, samples, batch size, model, versions and goal.
 
     The time of a step is not one of these conditions, because it is known only after some steps.
     """
@@ -346,6 +362,8 @@ def key_of(loader: DataLoader[Batch], goal: Goal, machine: Machine) -> Key:
             "shm": _class_of(machine.free_shm_bytes, _MEMORY_STEP),
         },
         "data": _data(loader),
+        "samples": rehearsal.fingerprint,
+        "rehearsed": rehearsal.refusal is None,
         "batch_size": loader.batch_size,
         "batches": _described(loader.batch_sampler),
         "collate": _described(loader.collate_fn),
@@ -358,7 +376,6 @@ def key_of(loader: DataLoader[Batch], goal: Goal, machine: Machine) -> Key:
             goal.local_ranks,
             goal.device_type,
             goal.most_workers,
-            goal.may_persist,
             goal.in_slots,
         ],
     }

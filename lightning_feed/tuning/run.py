@@ -27,11 +27,12 @@ from lightning_feed.load.kinds import Batch
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.processes import end_pass
 from lightning_feed.load.random_state import preserve_state
+from lightning_feed.load.rehearsal import Rehearsal
 from lightning_feed.load.settings import MOST, Setting
 from lightning_feed.measure.measurements import LoaderCode
 from lightning_feed.storage.private_files import atomic_write
 from lightning_feed.trials.cloning import Changes, clone_loader
-from lightning_feed.trials.in_fit import name_of_model, why_fixed
+from lightning_feed.trials.in_fit import KEEPS, fills_a_cache, name_of_model, rehearsal_of, why_fixed, why_left_alone
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.trial import TrialLimits, feasible, run_trial
@@ -314,7 +315,7 @@ def tune_in_session(session: Session, loader: DataLoader[Batch], goal: Goal, *, 
     Args:
         session: training session. If it has a model, the work of the model's training step is measured.
         loader: the training loader.
-        goal: the limits. Device and persistent workers follow from the Trainer.
+        goal: the limits. The device follows from the Trainer.
         fresh: as for :func:`tune`.
 
     Raises:
@@ -323,22 +324,29 @@ def tune_in_session(session: Session, loader: DataLoader[Batch], goal: Goal, *, 
     why_not = why_fixed(loader)
     if why_not:
         raise SettingsError(f"The training loader cannot be tuned: {why_not}.")
+    rehearsal = rehearsal_of(loader, goal.budget_s)
+    why_not = why_left_alone(loader, rehearsal)
+    if not why_not and fills_a_cache(loader, rehearsal):
+        why_not = KEEPS
+    if why_not:
+        raise SettingsError(f"The training loader cannot be tuned: {why_not}.")
     device = session.trainer.strategy.root_device
-    reloads = session.trainer.reload_dataloaders_every_n_epochs
-    goal = replace(goal, device_type=device.type, may_persist=not reloads)
+    goal = replace(goal, device_type=device.type)
     with tqdm(desc="tune", unit=" trials", disable=None, leave=False) as bar:
         if session.model is not None:
             bar.set_description_str("tune: the training step")
             goal = replace(goal, work=measure_work(session), model=name_of_model(session.model))
             bar.set_description_str("tune")
-        tuned = tune_loader(loader, goal, store=Store(), fresh=fresh, on_trial=lambda _: bar.update())
+        tuned = tune_loader(
+            loader, goal, rehearsal=rehearsal, store=Store(), fresh=fresh, on_trial=lambda _: bar.update()
+        )
         if session.model is not None and not tuned.remembered:
             bar.set_description_str("tune: training with the result")
-            tuned = _prove(session, loader, goal, tuned)
+            tuned = _prove(session, loader, goal, rehearsal, tuned)
     return replace(tuned, batch_size=tuned.batch_size or batch_size_of(loader))
 
 
-def _prove(session: Session, loader: DataLoader[Batch], goal: Goal, tuned: Tuned) -> Tuned:
+def _prove(session: Session, loader: DataLoader[Batch], goal: Goal, rehearsal: Rehearsal, tuned: Tuned) -> Tuned:
     """Train with the result, and replace it in the store by the user's own setting if steps are no shorter."""
     if not isinstance(session.train_loaders, DataLoader):  # the model trains on several loaders
         return tuned
@@ -347,7 +355,8 @@ def _prove(session: Session, loader: DataLoader[Batch], goal: Goal, tuned: Tuned
     if proof is None:
         return tuned
     tuned = proven(tuned, proof)
-    Store().save(key_of(loader, goal, session.machine), tuned)
+    if tuned.whole:
+        Store().save(key_of(loader, goal, session.machine, rehearsal), tuned)
     return tuned
 
 

@@ -1,0 +1,97 @@
+"""A probe of a loader's dataset: sees if the program has changed it since the loader's workers started."""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from lightning_feed.errors import LoaderError
+from lightning_feed.load.child import Child
+from lightning_feed.load.digest import differing
+from lightning_feed.load.kinds import AnyLoader
+from lightning_feed.load.rehearsal import Item, Reading, first_items, read_items, refers_to_shared
+
+PROBE_S = 0.02
+"""Seconds in which samples are chosen for a probe."""
+MOST_SAMPLES = 32
+_FIRST_S = 20.0
+_LEAST_S = 2.0
+_PATIENCE = 20
+"""A probe is given up if it takes longer than the first one by this factor."""
+
+
+class Probe:
+    """A few samples of a loader's dataset, as workers that start now would make them.
+
+    They are read in forked children, so that the training process never calls the dataset.
+
+    Args:
+        loader: a loader with a map-style dataset, whose workers are about to start.
+    """
+
+    def __init__(self, loader: AnyLoader) -> None:
+        self._loader = loader
+        self._began_s = time.monotonic()
+        self._limit_s = _FIRST_S
+        self._child: Child[list[Reading]] | None = None
+        self._first: list[Reading] = []
+        if not refers_to_shared(loader):
+            self._child = _child(partial(_choose_and_read, loader))
+
+    def changed(self) -> bool:
+        """True if the samples are others now. Also true if the samples could not be read in time, and so are unknown;
+        false if they are never read, because reading them could change what is trained."""
+        if not self._first:
+            self._first = self._result(self._child)
+            self._child = None
+            self._limit_s = max(_LEAST_S, _PATIENCE * (time.monotonic() - self._began_s))
+        if not self._first:
+            return False
+        one, two = self._first
+        now = self._result(_child(partial(_read_again, self._loader, one.items)))
+        return not now or _differ(one, two, now[0])
+
+    def _result(self, child: "Child[list[Reading]] | None") -> list[Reading]:
+        """The result of a child; empty if it has none."""
+        if child is None:
+            return []
+        try:
+            with suppress(LoaderError):
+                return child.result(self._limit_s)
+            return []
+        finally:
+            child.end(wait=False)
+
+    def close(self) -> None:
+        """End the child, if its result was not needed."""
+        child = self._child
+        self._child = None
+        if child is not None:
+            child.end(wait=False)
+
+    __del__ = close
+
+
+def _child(work: Callable[[], list[Reading]]) -> "Child[list[Reading]] | None":
+    with suppress(LoaderError):  # this process may not have children
+        return Child(work, guarded=False)
+    return None
+
+
+def _choose_and_read(loader: AnyLoader) -> list[Reading]:
+    """Choose samples and read them twice: what differs then says nothing about changes."""
+    first = read_items(loader, islice(first_items(loader), MOST_SAMPLES), lambda seconds: sum(seconds) > PROBE_S)
+    return [first, read_items(loader, first.items)]
+
+
+def _read_again(loader: AnyLoader, items: list[Item]) -> list[Reading]:
+    return [read_items(loader, items)]
+
+
+def _differ(one: Reading, two: Reading, now: Reading) -> bool:
+    """True if samples differ in leaves that did not differ between the first two readings."""
+    pairs: list[tuple[Any, Any, Any]] = [(one.batch, two.batch, now.batch)]
+    pairs += zip(one.samples, two.samples, now.samples, strict=True)
+    return any(differing(before, after) - differing(before, again) for before, again, after in pairs)

@@ -1,0 +1,438 @@
+"""The rehearsal: sees in forked children whether the samples of a dataset stay the same in worker processes.
+
+A sample that workers may make depends on its index alone. So the same few samples are read after different pasts, with
+the default generators seeded alike before each sample, and then through worker processes. Whatever differs depends on
+something else: a generator, a position, a queue or a counter kept anywhere, also in a closure or in a C library.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import blake2b
+from itertools import chain, islice
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from lightning_feed.errors import FeedError, LoaderError
+from lightning_feed.load.child import NoAnswer, Stopped, run_in_children
+from lightning_feed.load.digest import Digests, differing, digests_of
+from lightning_feed.load.kinds import AnyDataset, AnyLoader, Batch, Index, Sample
+from lightning_feed.load.open_files import moved_file, positions
+from lightning_feed.load.processes import ended_worker
+from lightning_feed.load.shared_objects import shared_object
+from lightning_feed.load.worker import original_error
+
+PASS_S = 0.1
+"""Seconds in which samples are chosen for the rehearsal. It reads each of them about six times."""
+MOST_SAMPLES = 32
+FEWEST_SAMPLES = 3
+SLOW_S = 0.3
+"""Two samples are enough if the first one takes longer than this."""
+LIMIT_S = 20.0
+"""Seconds after which a part of the rehearsal that gave nothing counts as hanging."""
+_KEPT = 3.0
+"""A dataset keeps what it reads if it reads samples again faster than before by more than this factor."""
+_LEAST_S = 1e-4
+"""Samples that take less time than this need not be kept."""
+_OTHER_SEEDS = 1000
+_DEEPEST = 4
+
+Reason: TypeAlias = Literal["shared", "past", "collate", "alike", "workers", "file", "error", "time"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """The reason why workers may not be added, or their number may not be changed."""
+
+    reason: Reason
+    """``shared``: the dataset refers to an object that processes share. ``past``: a sample depends on what was read
+    before it. ``collate``: a batch depends on the batches before it. ``alike``: two workers draw the same random
+    numbers. ``workers``: worker processes fail, or make other batches. ``file``: workers share the position of an open
+    file. ``error``: the dataset fails in a forked process. ``time``: it hangs there, or is too slow."""
+    detail: str = ""
+    """Class of the shared object, index of the sample, path of the file, text of the error, or seconds."""
+    name: str = ""
+    """The attribute that changes when samples are read, if that is known: ``dataset.rng``."""
+
+    def __str__(self) -> str:
+        name = f" ({self.name})" if self.name else ""
+        seed = "Seed it in a worker_init_fn of the DataLoader, from torch.initial_seed(), if it draws random numbers"
+        sentences: dict[Reason, str] = {
+            "shared": f"the dataset refers to an object that processes share ({self.detail}), so even trying workers "
+            "could change what is trained",
+            "past": f"sample {self.detail} depends on what was read before it{name}: workers would change what is "
+            f"trained. {seed}",
+            "collate": f"a batch depends on the batches before it{name}: workers would change what is trained. {seed}",
+            "alike": "two workers draw the same random numbers: workers would change what is trained. A worker_init_fn "
+            "must give each of them another seed",
+            "workers": f"batches from worker processes are not those that are made without them{self.detail}",
+            "file": f"{self.detail} is open, and workers would share its position. Open it in the first call of "
+            "__getitem__ to use workers",
+            "error": f"the dataset cannot be read in a forked process: {self.detail}",
+            "time": f"reading some samples in forked processes gave nothing within {self.detail} s: the dataset hangs "
+            "there, or is too slow to be sure",
+        }
+        return sentences[self.reason]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """What a rehearsal has seen."""
+
+    refusal: Refusal | None = None
+    """None if samples stay the same in workers."""
+    keeps: bool = False
+    """True if the dataset keeps what it reads, and so is faster the next time: each worker would have to fill its
+    own."""
+    fingerprint: str = ""
+    """A digest of the samples that were read, which tells this dataset from others of the same class and length."""
+    seconds: float = 0.0
+    """Seconds that the rehearsal took."""
+
+
+def rehearse(loader: AnyLoader, *, limit_s: float = LIMIT_S, stop: Callable[[], bool] = lambda: False) -> Rehearsal:
+    """See whether a loader's samples and batches stay the same in worker processes. Takes about a second.
+
+    Args:
+        loader: a DataLoader with a map-style dataset. Nothing is read in this process.
+        limit_s: seconds for the whole rehearsal.
+        stop: returns True if the program is to stop.
+
+    Raises:
+        Stopped: ``stop`` returned True.
+    """
+    began_s = time.monotonic()
+    shared = refers_to_shared(loader)
+    if shared:
+        return Rehearsal(refusal=Refusal(reason="shared", detail=shared))
+    rehearsal = _Rehearsing(loader, began_s + limit_s, stop).run()
+    return replace(rehearsal, seconds=time.monotonic() - began_s)
+
+
+def refers_to_shared(loader: AnyLoader) -> str:
+    """Return the class of an object shared by processes to which a loader refers. Empty if none was found."""
+    names = ("dataset", "collate_fn", "worker_init_fn", "sampler", "batch_sampler")
+    return shared_object(*(getattr(loader, name, None) for name in names))
+
+
+class Item(NamedTuple):
+    """A sample to read."""
+
+    index: Index
+    seed: int | None
+    """Seed of the default generators before the sample; None to go on with their numbers."""
+
+
+class Reading(NamedTuple):
+    """Some samples, as one process has read them."""
+
+    items: list[Item]
+    samples: list[Digests]
+    batch: Digests
+    """The batch of all these samples."""
+    seconds: list[float]
+    """Seconds for each sample."""
+
+
+def first_items(loader: AnyLoader) -> Iterator[Item]:
+    """Draw indices from a loader's sampler, from a seed of its own. Changes the sampler: call it in a child."""
+    _seed(0)
+    is_batched = loader.batch_sampler is not None
+    source: Any = loader.batch_sampler if is_batched else loader.sampler
+    indices = chain.from_iterable(source) if is_batched else source
+    for number, index in enumerate(indices):
+        yield Item(index, number)
+
+
+def read_items(
+    loader: AnyLoader, items: Iterable[Item], is_enough: Callable[[list[float]], bool] = lambda _: False
+) -> Reading:
+    """Read samples, and collate them, in this process.
+
+    Args:
+        loader: the loader to which the samples belong.
+        items: the samples.
+        is_enough: called with the seconds of the samples so far; returns True to read no more.
+    """
+    reading = Reading([], [], (), [])
+    samples = []
+    for item in items:
+        began_s = time.perf_counter()
+        sample = _read(loader.dataset, item, batched=loader.batch_sampler is not None)
+        reading.seconds.append(time.perf_counter() - began_s)
+        reading.items.append(item)
+        reading.samples.append(digests_of(sample))
+        samples.append(sample)
+        if is_enough(reading.seconds):
+            break
+    if not samples:
+        return reading
+    return reading._replace(batch=digests_of(_collated(loader, samples)))
+
+
+def _read(dataset: AnyDataset, item: Item, *, batched: bool) -> Sample:
+    if item.seed is not None:
+        _seed(item.seed)
+    # As torch's workers do, which ask for whole batches if the dataset can make them.
+    several = getattr(dataset, "__getitems__", None) if batched else None
+    return several([item.index])[0] if several else dataset[item.index]
+
+
+def _collated(loader: AnyLoader, samples: list[Sample]) -> Batch:
+    if loader.batch_sampler is None:
+        return [loader.collate_fn(sample) for sample in samples]
+    return loader.collate_fn(samples)
+
+
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+class _Seen:
+    """The same samples as different processes have read them.
+
+    Args:
+        first: the samples in their order, in a fresh process.
+        reseeded: the same in the same process, with other seeds.
+        again: as ``first``, in another fresh process.
+        backward: the samples in reverse order, in a third fresh process.
+        forward: then in their order, in that process.
+    """
+
+    def __init__(self, first: Reading, reseeded: Reading, again: Reading, backward: Reading, forward: Reading) -> None:
+        self.first = first
+        self.backward = backward
+        self.drawn = differing(first.batch, reseeded.batch)
+        """Leaves of a batch that depend on random numbers."""
+        self.by_itself = differing(first.batch, again.batch)
+        """Leaves that differ without any past, which workers cannot change."""
+        self.by_past = differing(first.batch, forward.batch) - self.by_itself
+        """Leaves that depend on what the process has read before."""
+        self._samples_by_itself = [differing(*pair) for pair in zip(first.samples, again.samples, strict=True)]
+
+    def dependent_sample(self) -> Index:
+        """Return the index of a sample that depends on what was read before it; None if there is none."""
+        after_others = reversed(self.backward.samples)
+        rows = zip(self.first.items, self.first.samples, after_others, self._samples_by_itself, strict=True)
+        for item, one, other, by_itself in rows:
+            if differing(one, other) - by_itself:
+                return item.index
+        return None
+
+    def fingerprint(self) -> str:
+        """Return a digest of the first two samples."""
+        digest = blake2b(digest_size=16)
+        for sample, by_itself in zip(self.first.samples[:2], self._samples_by_itself, strict=False):
+            for position, leaf in enumerate(sample):
+                if position not in by_itself:
+                    digest.update(leaf)
+        return digest.hexdigest()
+
+
+class _Rehearsing:
+    """One rehearsal, in forked children.
+
+    Args:
+        loader: the loader.
+        until_s: the monotonic time at which it must end.
+        stop: see :func:`rehearse`.
+    """
+
+    def __init__(self, loader: AnyLoader, until_s: float, stop: Callable[[], bool]) -> None:
+        self._loader = loader
+        self._until_s = until_s
+        self._stop = stop
+        self._limit_s = 0.0
+
+    def run(self) -> Rehearsal:
+        """Read samples after different pasts, then through workers."""
+        loader = self._loader
+        try:
+            (forward,) = self._in_children(partial(_read_first, loader))
+            items = forward[0].items
+            if len(items) < 2:
+                return Rehearsal()
+            back_and_forth = partial(_read_all, loader, [items[::-1], items])
+            again, both = self._in_children(partial(_read_all, loader, [items]), back_and_forth)
+        except NoAnswer:
+            return Rehearsal(refusal=Refusal(reason="time", detail=f"{self._limit_s:.3g}"))
+        except FeedError as error:
+            if isinstance(error, Stopped):
+                raise
+            return Rehearsal(refusal=Refusal(reason="error", detail=str(error)))
+        seen = _Seen(*forward, *again, *both)
+        keeps = _is_kept(*(reading.seconds for reading in both))
+        return Rehearsal(refusal=self._refusal(seen), keeps=keeps, fingerprint=seen.fingerprint())
+
+    def _in_children(self, *works: Callable[[], Any]) -> list[Any]:
+        self._limit_s = max(0.1, min(LIMIT_S, self._until_s - time.monotonic()))
+        return run_in_children(works, timeout_s=self._limit_s, stop=self._stop)
+
+    def _refusal(self, seen: _Seen) -> Refusal | None:
+        sample = seen.dependent_sample()
+        depends = sample is not None or bool(seen.by_past)
+        if depends and (self._loader.worker_init_fn is None or not seen.by_past):
+            return self._past(sample)
+        try:
+            (heard,) = self._in_children(partial(_read_in_workers, self._loader, seen.first.items))
+        except NoAnswer:
+            return Refusal(reason="time", detail=f"{self._limit_s:.3g}")
+        except FeedError as error:
+            if isinstance(error, Stopped):
+                raise
+            return Refusal(reason="workers", detail=f": {error}")
+        if heard.moved_file:
+            return Refusal(reason="file", detail=heard.moved_file)
+        apart = differing(heard.one, heard.other)
+        if not seen.by_past <= apart:
+            return self._past(sample)
+        if seen.drawn and not seen.drawn & apart:
+            return Refusal(reason="alike")
+        left_out = seen.by_itself | seen.by_past
+        pairs = ((seen.first.batch, heard.forward), (seen.backward.batch, heard.backward))
+        if any(differing(*pair) - left_out for pair in pairs):
+            return Refusal(reason="workers")
+        return None
+
+    def _past(self, sample: Index) -> Refusal:
+        """A refusal with the name of what changes, if a child finds it."""
+        name = ""
+        with suppress(NoAnswer, LoaderError):
+            (name,) = self._in_children(partial(_changed_name, self._loader))
+        if sample is None:
+            return Refusal(reason="collate", name=name)
+        return Refusal(reason="past", detail=str(sample), name=name)
+
+
+def _is_kept(first_s: list[float], second_s: list[float]) -> bool:
+    """True if reading samples for the second time was far faster than reading them for the first time."""
+    count = len(first_s)
+    usual_first_s = sorted(first_s)[count // 4]
+    usual_second_s = sorted(second_s)[3 * count // 4]
+    return usual_first_s > max(_LEAST_S, _KEPT * usual_second_s)
+
+
+# --- in a child -------------------------------------------------------------------------------------------------------
+
+
+def _read_first(loader: AnyLoader) -> list[Reading]:
+    """Choose samples, and read them with two sets of seeds."""
+    forward = read_items(loader, islice(first_items(loader), MOST_SAMPLES), _is_enough)
+    reseeded = [Item(index, _OTHER_SEEDS + number) for number, (index, _) in enumerate(forward.items)]
+    return [forward, read_items(loader, reseeded)]
+
+
+def _is_enough(seconds: list[float]) -> bool:
+    if len(seconds) < FEWEST_SAMPLES:
+        return len(seconds) == FEWEST_SAMPLES - 1 and seconds[0] > SLOW_S
+    return sum(seconds) > PASS_S
+
+
+def _read_all(loader: AnyLoader, passes: list[list[Item]]) -> list[Reading]:
+    return [read_items(loader, items) for items in passes]
+
+
+class _Heard(NamedTuple):
+    """The same batch, four times, from two worker processes."""
+
+    one: Digests
+    """From the first worker, with its own random numbers."""
+    other: Digests
+    """From the second worker, with its own random numbers."""
+    forward: Digests
+    """From the first worker, seeded as without workers."""
+    backward: Digests
+    """From the second worker, seeded as without workers, in reverse order."""
+    moved_file: str
+    """The path of a file whose position the workers have moved in the process that started them. Empty if none."""
+
+
+def _read_in_workers(loader: AnyLoader, items: list[Item]) -> _Heard:
+    unseeded = [Item(index, None) for index, _ in items]
+    groups = [unseeded, unseeded, items, items[::-1]]
+    order: dict[str, Any] = {"batch_sampler": groups}
+    if loader.batch_sampler is None:
+        pairs = [*zip(groups[0], groups[1], strict=True), *zip(groups[2], groups[3], strict=True)]
+        order = {"batch_size": None, "sampler": [item for pair in pairs for item in pair]}
+    before = positions()
+    batches = iter(
+        DataLoader(
+            _SeededDataset(loader.dataset, batched=loader.batch_sampler is not None),
+            num_workers=2,
+            collate_fn=loader.collate_fn,
+            worker_init_fn=_InitOfDataset(loader.worker_init_fn),
+            multiprocessing_context=loader.multiprocessing_context,
+            **order,
+        )
+    )
+    try:
+        made = list(batches)
+    except Exception as error:
+        raise LoaderError(ended_worker(batches, error) or ": ".join(original_error(error))) from error
+    if loader.batch_sampler is None:
+        half = len(made) // 2
+        made = [made[:half:2], made[1:half:2], made[half::2], made[half + 1 :: 2]]
+    one, other, forward, backward = map(digests_of, made)
+    return _Heard(one, other, forward, backward, moved_file(before))
+
+
+class _SeededDataset(Dataset[Sample]):
+    """A dataset whose indices are Items."""
+
+    def __init__(self, original: AnyDataset, *, batched: bool) -> None:
+        self.original = original
+        self._batched = batched
+
+    def __getitem__(self, item: Item) -> Sample:
+        return _read(self.original, item, batched=self._batched)
+
+
+class _InitOfDataset:
+    """Calls a worker_init_fn with the original dataset in ``get_worker_info()``."""
+
+    def __init__(self, function: Callable[[int], object] | None) -> None:
+        self._function = function
+
+    def __call__(self, worker_id: int) -> None:
+        worker: Any = get_worker_info()
+        object.__setattr__(worker, "dataset", worker.dataset.original)  # WorkerInfo refuses usual assignments
+        if self._function is not None:
+            self._function(worker_id)
+
+
+# --- the name of what changes, in a child -----------------------------------------------------------------------------
+
+
+def _changed_name(loader: AnyLoader) -> str:
+    """Return the attribute of the dataset or the collate function that changes when samples are read.
+
+    Attributes are compared by what pickle would send of them to a worker. Empty if none is seen to change.
+    """
+    roots = {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
+    before = {name: _attributes(root, name, _DEEPEST) for name, root in roots.items()}
+    read_items(loader, islice(first_items(loader), FEWEST_SAMPLES))
+    for name, root in roots.items():
+        after = _attributes(root, name, _DEEPEST)
+        changed = [path for path, digest in after.items() if before[name].get(path, digest) != digest]
+        if changed:
+            return max(changed, key=lambda path: path.count("."))
+    return ""
+
+
+def _attributes(holder: object, path: str, depth: int) -> dict[str, Digests]:
+    """The digests of the attributes of an object, and of the objects in these attributes, by path."""
+    digests = {}
+    for name, value in list(getattr(holder, "__dict__", {}).items()):
+        inner = f"{path}.{name}"
+        digests[inner] = digests_of(value)
+        if depth > 1:
+            digests |= _attributes(value, inner, depth - 1)
+    return digests
