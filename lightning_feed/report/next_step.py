@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 from lightning_feed.measure.stats import MIN_STEPS
 from lightning_feed.measure.wall import Part
-from lightning_feed.report.report import RunIdentity, is_toy, takes_turns
+from lightning_feed.report.report import RunIdentity, is_toy, should_try_workers, takes_turns
 from lightning_feed.verdict.decide import share_text
 from lightning_feed.verdict.diagnosis import Cause, Diagnosis, Remedy
 from lightning_feed.verdict.lighter_samples import TRIES_LIGHTER_SAMPLES, may_try_lighter_samples
-from lightning_feed.verdict.notes import second_epoch
 from lightning_feed.verdict.remedies import IN_PLACE, MADE_ON_CPU, may_be_tuned
 from lightning_feed.verdict.shares import LOOP_WORDS, in_ms, workers_fill_cpus
 from lightning_feed.wording import source_line
@@ -121,8 +120,10 @@ class _Adviser:
             return self._to_a_verdict()
         if self._should_try_lighter_samples():
             return self._fewer_threads() or self._diagnose(TRIES_LIGHTER_SAMPLES)
+        if should_try_workers(diagnosis) and may_be_tuned(self.facts):
+            return self._tune("tries numbers of workers if samples stay the same, and takes the fastest")
         if diagnosis.remedies:
-            return self._try_settings() or _fix(diagnosis.remedies[0])
+            return self._in_place() or _fix(diagnosis.remedies[0])
         if self._rest_may_limit():
             return self._measure_the_rest()
         if diagnosis.bottleneck == "data":
@@ -161,20 +162,17 @@ class _Adviser:
         left_out = self.measured.experiments.stripped
         return f"{self.program.train_measured} to measure what was left out here ({left_out})"
 
-    def _try_settings(self) -> str:
-        """The command that tries numbers of workers, or batches in place, if the first fix is one of these and was not
-        tried yet; else empty."""
-        changes = self.diagnosis.remedies[0].changes
-        names_workers = changes.startswith("num_workers=") and not self.measured.diagnosed
-        if not (names_workers or changes == IN_PLACE) or not may_be_tuned(self.facts):
+    def _in_place(self) -> str:
+        """The command that tries batches in place, if these are the first fix and can be tried; else empty."""
+        if self.diagnosis.remedies[0].changes != IN_PLACE or not may_be_tuned(self.facts):
             return ""
-        tries = "tries numbers of workers, and takes the fastest"
-        if changes == IN_PLACE:
-            tries = "hands batches over in place, tries numbers of workers, and takes the fastest"
+        return self._tune("hands batches over in place, tries numbers of workers, and takes the fastest")
+
+    def _tune(self, what: str) -> str:
+        """The command that trains with trials of the loader's settings, and what it does."""
         if self.program.is_notebook or not self.program.name:
-            return f"{_TUNE}: it {tries}"
-        command = f"{self._few_threads()}LIGHTNING_FEED=tune {self.program.typed}"
-        return f"`{command}` {tries}"
+            return f"{_TUNE}: it {what}"
+        return f"`{self._few_threads()}LIGHTNING_FEED=tune {self.program.typed}` {what}"
 
     def _to_a_verdict(self) -> str:
         results = self.measured.experiments
@@ -195,8 +193,6 @@ class _Adviser:
         fewer_threads = self._fewer_threads()
         if fewer_threads:
             return fewer_threads
-        if self.facts.loader.keeps:
-            return second_epoch(self.facts.loader.keeps)
         if not takes_turns(self.diagnosis):
             return self._faster_loading()
         turns = f"loading and {LOOP_WORDS[self.facts.stage]} take turns"

@@ -14,8 +14,8 @@ from lightning_feed.load.machine import read_machine
 from lightning_feed.measure.stats import RankStats
 from lightning_feed.storage.file_system import file_system
 from lightning_feed.verdict.decide import share_text
-from lightning_feed.verdict.diagnosis import Diagnosis, Remedy
-from lightning_feed.verdict.remedies import may_be_tuned
+from lightning_feed.verdict.diagnosis import Diagnosis
+from lightning_feed.verdict.remedies import may_try_workers
 from lightning_feed.verdict.shares import LOOP_WORDS, Shares, grade_of, shares_of, toy_sentence
 from lightning_feed.wording import plural
 
@@ -264,22 +264,19 @@ def is_toy(diagnosis: Diagnosis) -> bool:
     return judged and not is_faulty and toy_sentence(diagnosis.stats.step_ms) is not None
 
 
-def needs_trial(diagnosis: Diagnosis, remedy: Remedy) -> bool:
-    """True for a remedy whose number of workers was not tried, if confidence is not high: it should be tried first.
-
-    An upper bound of its gain follows from the run, but not the gain, which may be negative: workers take CPUs from
-    training.
-    """
-    untried = remedy.changes.startswith("num_workers=") and not diagnosis.measurements.diagnosed
-    return untried and diagnosis.confidence != "high" and may_be_tuned(diagnosis.measurements.facts)
+def should_try_workers(diagnosis: Diagnosis) -> bool:
+    """True if waiting for batches that take time to make is the bottleneck, and more workers, which were not tried, may
+    help."""
+    return diagnosis.bottleneck == "data" and may_try_workers(diagnosis.measurements, diagnosis.cause)
 
 
 def takes_turns(diagnosis: Diagnosis) -> bool:
-    """True if the training process itself loads, and workers are no remedy. Loading and training then take turns, and
-    neither is the bottleneck."""
+    """True if the training process itself loads, and workers are no remedy and not to be tried. Loading and training
+    then take turns, and neither is the bottleneck."""
     loads_itself = diagnosis.measurements.facts.loader.num_workers == 0
     workers_help = any(remedy.changes.startswith("num_workers=") for remedy in diagnosis.remedies)
-    return diagnosis.bottleneck == "data" and loads_itself and not workers_help
+    may_help = workers_help or should_try_workers(diagnosis)
+    return diagnosis.bottleneck == "data" and loads_itself and not may_help
 
 
 def trust(diagnosis: Diagnosis) -> str:

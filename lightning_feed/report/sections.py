@@ -21,7 +21,7 @@ from lightning_feed.measure.experiment_results import (
 from lightning_feed.measure.measurements import LoopFacts, LoopMeasurements, Measurements
 from lightning_feed.measure.stats import LoaderStats, RankStats, StarvationStats
 from lightning_feed.measure.wall import WallStats
-from lightning_feed.report.report import Report, cause_text, if_free, needs_trial, rate, takes_turns
+from lightning_feed.report.report import Report, cause_text, if_free, rate, takes_turns
 from lightning_feed.verdict.diagnosis import Bottleneck, Diagnosis, Remedy
 from lightning_feed.verdict.lighter_samples import name_of_change
 from lightning_feed.verdict.shares import in_ms, model_disturbed
@@ -374,8 +374,7 @@ def _list(title: str, lines: Sequence[str], console: Sequence[str] = ()) -> Iter
 
 def _remedy_row(remedy: Remedy, diagnosis: Diagnosis) -> Row:
     why = f"{remedy.where}: {remedy.why}" if remedy.where else remedy.why
-    code = f"try {remedy.changes}" if needs_trial(diagnosis, remedy) else remedy.code
-    return (code, why, _at_most(remedy, diagnosis))
+    return (remedy.code, why, _at_most(remedy, diagnosis))
 
 
 def _at_most(remedy: Remedy, diagnosis: Diagnosis) -> str:
@@ -395,9 +394,6 @@ def _remedy_lines(diagnosis: Diagnosis) -> Iterator[str | CodeLine]:
     for remedy in diagnosis.remedies:
         gain = _at_most(remedy, diagnosis)
         comment = f"{remedy.why} ({gain})" if gain else remedy.why
-        if needs_trial(diagnosis, remedy):
-            yield f"try   {remedy.where}: {comment}"
-            continue
         if remedy.where:
             yield f"{lead}{remedy.where}"
             lead = " " * 8

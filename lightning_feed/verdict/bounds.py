@@ -38,32 +38,6 @@ def with_loading_time(measured: Measurements, shares: Shares, factor: float) -> 
     return max(data_free_ms(measured, shares), without(shares, (1 - factor) * wait_ms))
 
 
-def with_workers(measured: Measurements, shares: Shares, number: int) -> float | None:
-    """Lower bound of the step time with ``number`` workers.
-
-    The bound is the longer of two times: the step without waiting for data, and the loading time of one process divided
-    by ``number``. It is never longer than the present step. Returns None if the loading time is unknown.
-    """
-    loading_ms = loading_time_ms(measured, shares)
-    if loading_ms is None:
-        return None
-    return min(shares.step_ms, max(data_free_ms(measured, shares), loading_ms / number))
-
-
-def loading_time_ms(measured: Measurements, shares: Shares) -> float | None:
-    """Time that one process needs to make a batch; None if unknown.
-
-    Without workers, this is the time in ``next(loader)``. If training waits for workers, together they finish one batch
-    in each step, so each worker needs ``num_workers`` steps for a batch.
-    """
-    workers = measured.facts.loader.num_workers
-    if workers is None:
-        return None
-    if workers == 0:
-        return measured.stats.next_wait_ms
-    return workers * shares.step_ms
-
-
 def with_crops(measured: Measurements, shares: Shares) -> float | None:
     """Lower bound of the step time if only the crops of images are decoded; None if decoding crops was not timed."""
     trial = measured.experiments.crops

@@ -10,7 +10,14 @@ from lightning_feed.verdict import bounds
 from lightning_feed.verdict.device_use import has_idle_device, waits_in_each_step
 from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Remedy
 from lightning_feed.verdict.lighter_samples import TRIES_LIGHTER_SAMPLES, may_try_lighter_samples
-from lightning_feed.verdict.remedies import IN_PLACE, MADE_ON_CPU, Finding, least_gain_pct, may_have_workers
+from lightning_feed.verdict.remedies import (
+    IN_PLACE,
+    MADE_ON_CPU,
+    Finding,
+    least_gain_pct,
+    may_have_workers,
+    may_try_workers,
+)
 from lightning_feed.verdict.shares import in_ms
 from lightning_feed.verdict.thresholds import LEAST_GAIN_PCT, MANY_TENSORS, MOST_NOTES, TOY_STEP_MS
 from lightning_feed.wording import in_rate, rate_unit, source_line
@@ -119,7 +126,7 @@ def _data(finding: Finding, remedies: tuple[Remedy, ...]) -> Notes:
     notes += _undivided(finding, cause)
     whole_images = _whole_images(finding, cause)
     notes += whole_images
-    if not remedies:
+    if not remedies and not may_try_workers(finding.measured, cause):
         if cause in _MADE_IN_YOUR_CODE and _may_diagnose(finding) and not whole_images:
             lighter = cause in MADE_ON_CPU and may_try_lighter_samples(finding.measured)
             what = TRIES_LIGHTER_SAMPLES if lighter else "finds the lines of your code that take the time"
@@ -132,28 +139,16 @@ def _data(finding: Finding, remedies: tuple[Remedy, ...]) -> Notes:
 
 
 def _undivided(finding: Finding, cause: Cause) -> Notes:
-    """Note on a dataset that does not survive a fork, that keeps what it reads, or whose samples several workers would
-    repeat. There is no note on repeated samples if batches are ready when training asks for them."""
+    """Note on a dataset that does not survive a fork, or whose samples several workers would repeat.
+
+    There is no note on repeated samples if batches are ready when training asks for them.
+    """
     loader = finding.loader
     if loader.why_no_workers:
         return [f"no workers, though they would load while the model trains: {loader.why_no_workers}"]
-    if loader.keeps:
-        return [second_epoch(loader.keeps)]
-    if cause != "hand-over" and (loader.num_workers or 0) <= 1 and not may_have_workers(finding):
+    if cause != "hand-over" and (loader.num_workers or 0) <= 1 and not may_have_workers(loader):
         return [SHARD]
     return []
-
-
-def second_epoch(keeps: str) -> str:
-    """Note on a dataset that keeps what it reads, for the epoch in which it reads everything for the first time.
-
-    Args:
-        keeps: the attribute in which the dataset keeps it, as in ``LoaderFacts.keeps``.
-    """
-    return (
-        f"train for a second epoch before you change workers: {keeps} keeps what was read, and each worker would "
-        "have to fill its own"
-    )
 
 
 def _may_diagnose(finding: Finding) -> bool:

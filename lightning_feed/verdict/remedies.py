@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lightning_feed.load.machine import SHM_SHARE
 from lightning_feed.load.settings import PINNING_DEVICES, REGISTERING_DEVICES, TORCH_PREFETCH
 from lightning_feed.measure.measurements import HookTime, LoaderCode, LoaderFacts, LoopFacts, Measurements
 from lightning_feed.verdict import bounds
@@ -180,50 +179,51 @@ MADE_ON_CPU: tuple[Cause, ...] = ("cpu", "no workers", "oversubscribed")
 
 
 def more_workers(finding: Finding) -> Remedy | None:
-    """Remedy: more workers, if training waits for batches that take time to make.
+    """Remedy: more workers, if training waits for batches that take time to make, and the trials chose more workers.
 
-    The remedy names the number of workers that the trials chose; without trials, the smallest number with which loading
-    could keep up, at most one worker for each CPU, if enough CPUs are free. Returns None for an iterable dataset that
-    does not divide its samples among workers, for a dataset that does not survive a fork or keeps what it reads, and if
-    /dev/shm has no room for the batches.
+    Returns None for an iterable dataset that does not divide its samples among workers, and for a dataset that does not
+    survive a fork.
     """
-    number = workers_to_name(finding)
-    if number is None:
+    loader = finding.loader
+    chosen = finding.measured.experiments.tried_as("chosen")
+    if finding.data not in _MADE_SLOWLY or chosen is None or not _may_add_workers(loader):
+        return None
+    if chosen.num_workers <= (loader.num_workers or 0) or not _are_alike(loader):
         return None
     why = "more workers make more batches at once"
-    settings: Settings = {}
-    if finding.loader.num_workers == 0:
+    if loader.num_workers == 0:
         why = "batches are made while the model trains"
-        settings = _kept_workers(finding)
-    settings |= _pinned_with_workers(finding)
-    if finding.measured.experiments.tried:
-        return _tried_remedy(finding, why, settings)
-    step_ms = bounds.with_workers(finding.measured, finding.shares, number)
-    return loader_remedy(finding, {"num_workers": number} | settings, why, step_ms)
+    return _tried_remedy(finding, why, _pinned_with_workers(finding))
 
 
-def workers_to_name(finding: Finding) -> int | None:
-    """The number of workers that the report names; None if more workers are no remedy."""
-    if finding.data not in _MADE_SLOWLY or not _may_add_workers(finding):
-        return None
-    chosen = finding.measured.experiments.tried_as("chosen")
-    if chosen is not None:
-        number: int | None = chosen.num_workers
-    elif finding.facts.trainer.tuned or workers_fill_cpus(finding.measured):
-        return None  # AutotuneCallback chose by trials, which measure more than this run; or no CPU is free
-    else:
-        number = _enough_workers(finding)
-    if number is None or number <= (finding.loader.num_workers or 0) or not _fits(finding, number):
-        return None
-    return number
+def may_try_workers(measured: Measurements, cause: Cause | None) -> bool:
+    """True if training waits for batches that take time to make, and more workers, which were not tried, may help.
 
-
-def _may_add_workers(finding: Finding) -> bool:
-    """True if the number of worker processes is known, and may grow."""
-    loader = finding.loader
-    if loader.num_workers is None or loader.workers == "thread" or not finding.facts.usable_cpus:
+    Args:
+        measured: the measurements of the run.
+        cause: the cause of waiting for data; None if there is no waiting.
+    """
+    if measured.diagnosed or measured.facts.trainer.tuned or cause not in _MADE_SLOWLY:
         return False
-    return may_have_workers(finding) and _can_change_workers(finding)
+    return _may_add_workers(measured.facts.loader) and not workers_fill_cpus(measured)
+
+
+def _may_add_workers(loader: LoaderFacts) -> bool:
+    """True if the number of worker processes is known, and may grow."""
+    return loader.num_workers is not None and loader.workers != "thread" and may_have_workers(loader)
+
+
+def may_have_workers(loader: LoaderFacts) -> bool:
+    """True if several workers yield the same samples as one worker, and the dataset is safe in them.
+
+    An iterable dataset must divide its samples among workers. The dataset must survive a fork.
+    """
+    return not loader.why_no_workers and (loader.map_style is not False or loader.shards_by_worker is True)
+
+
+def _are_alike(loader: LoaderFacts) -> bool:
+    """True if all training loaders have the same number of workers."""
+    return len(set(loader.every_num_workers)) <= 1
 
 
 def _tried_remedy(finding: Finding, why: str, settings: Settings) -> Remedy | None:
@@ -244,44 +244,6 @@ def _tried_remedy(finding: Finding, why: str, settings: Settings) -> Remedy | No
     )
 
 
-def _enough_workers(finding: Finding) -> int | None:
-    """The smallest number of workers with which loading could keep up, at most one for each CPU; None if unknown."""
-    if finding.loader.num_workers and finding.measured.loaders.workers_on_cpu_pct is None:
-        return None  # the workers were not observed
-    loading_ms = bounds.loading_time_ms(finding.measured, finding.shares)
-    training_ms = bounds.data_free_ms(finding.measured, finding.shares)
-    if loading_ms is None or training_ms <= 0:
-        return None
-    largest_number = max(1, (finding.facts.usable_cpus or 1) // finding.loader.count)
-    return min(largest_number, math.ceil(loading_ms / training_ms))
-
-
-def may_have_workers(finding: Finding) -> bool:
-    """True if several workers yield the same samples as one worker, and the dataset is safe in them.
-
-    An iterable dataset must divide its samples among workers. The dataset must survive a fork, and not keep what it
-    reads.
-    """
-    loader = finding.loader
-    if loader.why_no_workers or loader.keeps:
-        return False
-    return loader.map_style is not False or loader.shards_by_worker is True
-
-
-def _can_change_workers(finding: Finding) -> bool:
-    """True if num_workers can be set, and all training loaders have the same number of workers."""
-    return finding.can_set("num_workers") and len(set(finding.loader.every_num_workers)) <= 1
-
-
-def _kept_workers(finding: Finding) -> Settings:
-    """``persistent_workers=True`` if the new workers can persist, and do not persist already; else no setting."""
-    if finding.loader_code.form == "settings":  # LoaderSettings keep them by default
-        return {}
-    if finding.loader.persistent_workers is True or not finding.loader.may_persist:
-        return {}
-    return {"persistent_workers": True} if finding.can_set_with_workers("persistent_workers") else {}
-
-
 def _pinned_with_workers(finding: Finding) -> Settings:
     """``pin_memory=True``, if the device copies from pinned memory, and the loader does not pin; else no setting.
 
@@ -296,21 +258,9 @@ def _pinned_with_workers(finding: Finding) -> Settings:
     return {"pin_memory": True}
 
 
-def _fits(finding: Finding, workers: int) -> bool:
-    """True if /dev/shm has room for the batches that the workers keep ready: without room, a worker dies."""
-    loader = finding.loader
-    free_bytes = finding.facts.free_shm_bytes
-    batch_bytes = finding.facts.batch.size_bytes
-    if free_bytes is None or batch_bytes is None or finding.loader_code.form == "settings":
-        return True  # batches of our loaders are elsewhere
-    more_workers = loader.count * (workers - (loader.num_workers or 0))
-    batches_of_each = (loader.prefetch_factor or TORCH_PREFETCH) + 1
-    return more_workers * batches_of_each * batch_bytes <= SHM_SHARE * free_bytes
-
-
 def fewer_workers(finding: Finding) -> Remedy | None:
     """Remedy: fewer workers, or none, if training waits for data and a trial with fewer workers was faster."""
-    if finding.data in (None, "epoch start", "one rank") or not _can_change_workers(finding):
+    if finding.data in (None, "epoch start", "one rank") or not _are_alike(finding.loader):
         return None
     chosen = finding.measured.experiments.tried_as("chosen")
     if chosen is None or chosen.num_workers >= (finding.loader.num_workers or 0):
@@ -346,8 +296,9 @@ def _without_workers(finding: Finding) -> Settings | None:
 def persistent_workers(finding: Finding) -> Remedy | None:
     """Remedy: persistent workers, if training waits in each epoch for workers to start and make the first batch.
 
-    Returns None if anything new, such as a call of ``set_epoch``, has to reach the workers in each epoch. The saving is
-    the time to the first batch of an epoch, less the time to make one batch.
+    Returns None if a dataset has a ``set_epoch``, which would have to reach the workers in each epoch. Whether the
+    program changes a dataset in another way is not known. The saving is the time to the first batch of an epoch, less
+    the time to make one batch.
     """
     epoch_pct = finding.shares.epoch_pct
     if finding.data is None or epoch_pct is None or epoch_pct < DATA_PCT or not _may_persist(finding):
@@ -355,8 +306,9 @@ def persistent_workers(finding: Finding) -> Remedy | None:
     start_s = finding.measured.stats.epoch_start_s or 0.0
     # A worker makes a batch in at most num_workers steps.
     making_s = 1e-3 * (finding.loader.num_workers or 0) * finding.shares.step_ms
-    saved_ms = 1e3 * max(0.0, start_s - making_s) / (finding.facts.batches_per_epoch or 1)
-    why = f"workers are started again for each epoch, whose first batch takes {start_s:.2f} s"
+    saved_s = max(0.0, start_s - making_s)
+    saved_ms = 1e3 * saved_s / (finding.facts.batches_per_epoch or 1)
+    why = f"saves {saved_s:.2f} s an epoch, in which workers start again, if nothing changes the dataset meanwhile"
     remedy = loader_remedy(finding, {"persistent_workers": True}, why)
     return replace(remedy, most_gain_pct=100 * saved_ms / finding.step_with_start_ms)
 
@@ -366,7 +318,7 @@ def _may_persist(finding: Finding) -> bool:
     loader = finding.loader
     if not loader.num_workers or loader.persistent_workers is not False or not loader.may_persist:
         return False
-    return finding.facts.trainer.max_epochs != 1 and finding.can_set("persistent_workers")
+    return finding.facts.trainer.max_epochs != 1 and finding.loader_code.form != "callback"
 
 
 def any_order(finding: Finding) -> Remedy | None:
@@ -535,8 +487,7 @@ def may_be_tuned(facts: LoopFacts) -> bool:
     """True for a loader of a fit that AutotuneCallback can tune, if it was not among the fit's callbacks."""
     loader = facts.loader
     in_fit = facts.loop == "trainer" and facts.stage == "fit" and not facts.trainer.tuned
-    is_safe = not loader.why_no_workers and not loader.keeps
-    return in_fit and is_safe and loader.map_style is not False and len(loader.every_num_workers) <= 1
+    return in_fit and not loader.why_no_workers and loader.map_style is not False and len(loader.every_num_workers) <= 1
 
 
 def pinned_memory(finding: Finding) -> Remedy | None:

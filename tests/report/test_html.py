@@ -13,7 +13,6 @@ from report.sample_reports import (
     nothing_measured,
     sample,
     sample_experiments,
-    sample_facts,
     sample_report,
 )
 
@@ -162,16 +161,6 @@ def test_code_can_be_broken_only_at_spaces() -> None:
     style = as_html(sample_report())
     assert "code span { white-space: pre; }" in style
     assert "anywhere" not in re.findall(r"^(?:code|pre|:not\(pre\)).*$", style, re.MULTILINE)
-
-
-def test_a_fix_to_be_tried_first_has_no_code_to_paste() -> None:
-    facts = sample_facts(device_type="cpu", num_workers=0)
-    remedy = Remedy(code="num_workers=2", why="", changes="num_workers=2")
-    found = sample(facts=facts, confidence="low", remedies=(remedy,))
-    found = replace(found, measurements=replace(found.measurements, diagnosed=False))
-    text = as_html(sample_report(found))
-    assert "<b>try num_workers=2</b>" in text
-    assert _boxes(text) == []
 
 
 def test_pipeline_bars_are_as_long_as_the_time_of_a_batch() -> None:

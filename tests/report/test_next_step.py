@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 from report.sample_reports import nothing_measured, sample, sample_facts, sample_stats
-from verdict.cases import READY, measured
+from verdict.cases import BUSY, READY, measured
 
 from lightning_feed.measure.experiment_results import ExperimentResults, FunctionCost, NamedCost
 from lightning_feed.measure.measurements import LoaderCode
@@ -46,27 +46,33 @@ MODEL_ONLY: dict[str, Any] = {"bottleneck": "compute", "cause": "compute", "grad
 
 
 TUNE = "train with LIGHTNING_FEED=tune, or with `AutotuneCallback()`"
+TRY_NUMBERS = (
+    "`LIGHTNING_FEED=tune python train.py --epochs 2` tries numbers of workers if samples stay the same, and takes the "
+    "fastest"
+)
+PROFILER = '`Trainer(profiler="simple")` names the callback or hook that takes the time between the steps'
+TUNED_FACTS = sample_facts(tuned=True)
+TWO_LINES = Remedy(code="def a():\n    b", where="in Model", why="")
 
 
 @pytest.mark.parametrize(
     ("found", "step"),
     [
-        (
-            _found(remedies=(WORKERS,)),
-            "`LIGHTNING_FEED=tune python train.py --epochs 2` tries numbers of workers, and takes the fastest",
-        ),
+        (_found(cause="cpu"), TRY_NUMBERS),
+        (_found(cause="cpu", notes=("a note",)), TRY_NUMBERS),
+        (_found(cause="cpu", remedies=(TWO_LINES,)), TRY_NUMBERS),
+        (_found(cause="no workers", facts=sample_facts(**ON_CPU)), TRY_NUMBERS),
         (_found(ExperimentResults(), remedies=(WORKERS,)), f"{WORKERS.where}: `num_workers=2`"),
-        (_found(facts=sample_facts(tuned=True), remedies=(WORKERS,)), f"{WORKERS.where}: `num_workers=2`"),
+        (_found(cause="jitter", remedies=(TWO_LINES,)), "paste the first fix, in Model"),
+        (_found(cause="cpu", facts=TUNED_FACTS), f"`lightning-feed diagnose train.py -- --epochs 2` {FINDS}"),
         (
-            _found(remedies=(Remedy(code="def a():\n    b", where="in Model", why=""),)),
-            "paste the first fix, in Model",
+            _found(cause="cpu", facts=TUNED_FACTS, notes=("a note",)),
+            f"`lightning-feed diagnose train.py -- --epochs 2` {FINDS}",
         ),
-        (_found(cause="cpu"), f"`lightning-feed diagnose train.py -- --epochs 2` {FINDS}"),
-        (_found(cause="cpu", notes=("a note",)), f"`lightning-feed diagnose train.py -- --epochs 2` {FINDS}"),
         (_found(cause="jitter", notes=("a note",)), "a note"),
         (_found(cause="jitter"), f"`lightning-feed diagnose train.py -- --epochs 2` {FINDS}"),
         (
-            _found(cause="no workers", facts=sample_facts(**ON_CPU), why_not=("more workers: no gain",)),
+            _found(cause="no workers", facts=sample_facts(**ON_CPU, tuned=True), why_not=("more workers: no gain",)),
             "loading and training take turns, and workers would gain nothing; "
             f"`lightning-feed diagnose train.py -- --epochs 2` {FINDS}",
         ),
@@ -89,7 +95,8 @@ TUNE = "train with LIGHTNING_FEED=tune, or with `AutotuneCallback()`"
             "`lightning_feed.tune(loader)` tries other settings of this loader",
         ),
         (
-            _found(cause="cpu", facts=sample_facts(others_cpu_pct=60.0)),  # which measures what helps beside them
+            # Diagnosing measures what helps beside other programs.
+            _found(cause="cpu", facts=replace(TUNED_FACTS, others_cpu_pct=60.0)),
             "`lightning-feed diagnose train.py -- --epochs 2` finds the lines of your code that take the time",
         ),
         (
@@ -134,10 +141,7 @@ TUNE = "train with LIGHTNING_FEED=tune, or with `AutotuneCallback()`"
             "CSVLogger)",
         ),
         (_found(**{**MODEL_ONLY, "cause": "launch"}, notes=("compile",)), "compile"),
-        (
-            _found(**{**MODEL_ONLY, "cause": "unknown"}),
-            '`Trainer(profiler="simple")` names the callback or hook that takes the time between the steps',
-        ),
+        (_found(**{**MODEL_ONLY, "cause": "unknown"}), PROFILER),
         (
             _found(bottleneck="framework", cause="hooks", notes=("Slow.on_train_batch_end takes 4 ms",)),
             "Slow.on_train_batch_end takes 4 ms",
@@ -196,7 +200,7 @@ def test_next_step_without_a_fix_names_the_most_expensive_part() -> None:
     ],
 )
 def test_next_step_commands_contain_the_name_of_the_program(run: RunIdentity, diagnosed: str, trained: str) -> None:
-    assert diagnosed in next_step(_found(cause="cpu"), run)
+    assert diagnosed in next_step(_found(cause="cpu", facts=TUNED_FACTS), run)
     assert trained in next_step(_found(LEFT_OUT, **MODEL_ONLY), run)
 
 
@@ -228,10 +232,12 @@ def test_commands_keep_omp_num_threads_of_a_run_beside_other_programs() -> None:
     """Without them, the diagnosis would only find that torch has too many threads."""
     busy: dict[str, Any] = {"device_type": "cpu", "usable_cpus": 2, "torch_threads": 1, "others_cpu_pct": 60.0}
     for changed, threads in (({}, "OMP_NUM_THREADS=1 "), ({"others_cpu_pct": 0.0}, ""), ({"device_type": "cuda"}, "")):
-        found = _found(cause="cpu", facts=sample_facts(**busy | changed))
-        assert next_step(found, RUN, arguments="-b 2").startswith(
-            f"`{threads}lightning-feed diagnose train.py -- -b 2`"
-        )
+        for facts, command in (
+            (busy | {"tuned": True}, "lightning-feed diagnose train.py -- -b 2"),
+            (busy | {"num_workers": 0}, "LIGHTNING_FEED=tune python train.py -b 2"),
+        ):
+            found = _found(cause="cpu", facts=sample_facts(**facts | changed))
+            assert next_step(found, RUN, arguments="-b 2").startswith(f"`{threads}{command}`")
 
 
 @pytest.mark.parametrize("bottleneck", get_args(Bottleneck))
@@ -258,7 +264,7 @@ def test_text_report_gives_each_command_once_with_the_program_name() -> None:
     earlier = "`lightning-feed diagnose your_script.py -- ARGUMENTS` finds the lines of your code that take the time"
     crops = "each image is decoded whole: `lightning-feed diagnose your_script.py -- ARGUMENTS` times the crops"
     for notes, last in (((earlier,), f"train.py` {FINDS}"), ((crops, earlier), "train.py` times the crops")):
-        text = as_text(_found(cause="cpu", notes=notes), RunIdentity(program="train.py"))
+        text = as_text(_found(cause="cpu", facts=TUNED_FACTS, notes=notes), RunIdentity(program="train.py"))
         assert "your_script.py" not in text
         assert text.endswith(last)
         assert text.count("train.py") == len(notes)
@@ -270,11 +276,9 @@ def test_text_report_gives_each_command_once_with_the_program_name() -> None:
 def test_next_step_never_suggests_tune_for_a_dataset_that_a_fork_breaks(cause: Cause) -> None:
     facts = {"num_workers": 0, "persistent_workers": None, "prefetch_factor": None}
     reason = "dataset.pool (concurrent.futures.ThreadPoolExecutor) belongs to this process"
-    for remedies in ((), (WORKERS,)):
-        plain = _found(facts=sample_facts(**facts), cause=cause, remedies=remedies)
-        assert "tune" in next_step(plain, RUN) or (cause != "hand-over" and not remedies)
-        broken = _found(facts=sample_facts(**facts, why_no_workers=reason), cause=cause, remedies=remedies)
-        assert "tune" not in next_step(broken, RUN)
+    assert "tune" in next_step(_found(facts=sample_facts(**facts), cause=cause), RUN)
+    broken = _found(facts=sample_facts(**facts, why_no_workers=reason), cause=cause)
+    assert "tune" not in next_step(broken, RUN)
 
 
 def test_a_note_used_as_the_next_step_is_printed_once() -> None:
@@ -312,6 +316,15 @@ OTHER_NUMBERS = f"{TUNE}: it tries other numbers of workers"
 SEND_LESS = "send fewer bytes: a smaller dtype, such as uint8 images, or smaller batches"
 HAND_LESS = "batches are ready in time, and handing one over takes 6.0 ms: fewer or smaller tensors take less"
 KEEPS_UP = "nothing, the loader keeps up"
+BUSY_RUN: dict[str, Any] = PINNED | {"step": 60.0, "data": 40.0, "loaders": BUSY}
+DIAGNOSED: dict[str, Any] = {"experiments": {}}
+ALONE: dict[str, Any] = {"num_workers": 0, "workers": None, "may_use_slots": None, "in_place": None}
+TURNS = "loading and training take turns; "
+BROKEN = {"why_no_workers": "a rehearsal gave other samples"}
+ANY_NUMBER = TRY_NUMBERS.replace(" --epochs 2", "")
+FIND_LINES = f"`lightning-feed diagnose train.py` {FINDS}"
+LESS_WORK = "make a batch with less work: no loader setting is known to help"
+NO_WORKERS = "no workers, though they would load while the model trains: a rehearsal gave other samples"
 PIN = "pin_memory: False -> True in your training DataLoader (Birds.train_dataloader, train.py:9): `pin_memory=True`"
 
 
@@ -336,6 +349,23 @@ PIN = "pin_memory: False -> True in your training DataLoader (Birds.train_datalo
             (TUNED | PINNED | COPIES, SEND_LESS),
         ],
         [(WAITS, TRY_IN_PLACE), (TUNED | WAITS, HAND_LESS)],
+        # More workers may help.
+        [(BUSY_RUN, ANY_NUMBER), (TUNED | BUSY_RUN, FIND_LINES), (DIAGNOSED | BUSY_RUN, LESS_WORK)],
+        [
+            (BUSY_RUN | ALONE, ANY_NUMBER),
+            (TUNED | BUSY_RUN | ALONE, f"{TURNS}{FIND_LINES}"),
+            (BROKEN | DIAGNOSED | BUSY_RUN | ALONE, f"{TURNS}{NO_WORKERS}"),
+        ],
+        [(BUSY_RUN | {"every_num_workers": (8, 8)}, FIND_LINES), (DIAGNOSED | BUSY_RUN, LESS_WORK)],
+        [
+            (BUSY_RUN, ANY_NUMBER),
+            (BUSY_RUN | {"num_workers": 14}, FIND_LINES),
+            (DIAGNOSED | BUSY_RUN | {"num_workers": 14}, LESS_WORK),
+        ],
+        [
+            (COPIES | BUSY_RUN | {"step": 80.0}, ANY_NUMBER),
+            (IN_PLACE | TUNED | COPIES, SEND_LESS),
+        ],
         # Batches cannot come in place.
         [({"may_use_slots": False} | COPIES, PIN), ({"may_use_slots": False} | PINNED | COPIES, SEND_LESS)],
     ],
@@ -348,7 +378,7 @@ def test_following_each_next_step_leads_neither_in_a_circle_nor_to_a_dead_end(ru
         assert step == expected
         steps.append(step)
     assert len(set(steps)) == len(steps)
-    assert steps[-1] in (SEND_LESS, HAND_LESS, KEEPS_UP)
+    assert steps[-1].removeprefix(TURNS) in (SEND_LESS, HAND_LESS, KEEPS_UP, LESS_WORK, NO_WORKERS)
 
 
 def test_batches_in_place_come_first_after_a_diagnosis_and_in_a_notebook_too() -> None:

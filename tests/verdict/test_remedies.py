@@ -23,7 +23,7 @@ from lightning_feed.report.next_step import next_step
 from lightning_feed.report.report import RunIdentity
 from lightning_feed.verdict.decide import RUN_RULES, decide
 from lightning_feed.verdict.diagnosis import Form, Remedy
-from lightning_feed.verdict.remedies import RULES
+from lightning_feed.verdict.remedies import RULES, may_try_workers
 from lightning_feed.verdict.thresholds import (
     HEAD_OF_LINE_PCT,
     LEAST_GAIN_PCT,
@@ -51,6 +51,8 @@ def tried(own: tuple[int, float], *others: tuple[int, float], spread: float = 0.
     )
 
 
+FASTER = tried((2, 100.0), (4, 60.0))
+"""Four workers were tried, and are faster than the run's two."""
 CUDA: dict[str, Any] = {"device_type": "cuda", "pin_memory": True}
 IMAGES: dict[str, Any] = {
     "decoder": "turbo",
@@ -134,19 +136,19 @@ class Contract:
 
 CONTRACTS = {
     "more workers": Contract(
-        run={"loaders": BUSY},
+        run={"loaders": BUSY, "experiments": {"tried": FASTER}},
         changes="num_workers=4",
         code="num_workers=4",
-        step_ms=60.0,
+        step_ms=None,
         without={
-            "nothing is known of the workers": {"loaders": {}},
+            "no number was tried": {"experiments": {}},
+            "nothing was tried": {"experiments": None},
             "training is fed": {"data": 1.0},
-            "all CPUs are taken": {"usable_cpus": 2},
             "a stream that was not seen to divide itself": {"map_style": False},
-            "no room for the batches": {"free_shm_bytes": 1 << 20, "size_bytes": 1 << 20},
+            "a fork breaks the dataset": {"why_no_workers": "dataset.pool belongs to this process"},
             "threads": {"workers": "thread"},
-            "they were tried": {"experiments": {"tried": tried((2, 100.0), (4, 99.0))}},
-            "an AutotuneCallback has tried": {"tuned": True},
+            "two loaders with unlike numbers": {"every_num_workers": (2, 3)},
+            "they gained nothing": {"experiments": {"tried": tried((2, 100.0), (4, 99.0))}},
             "batches are ready": {"loaders": READY},
             "steps of a first try": {"step": 1.0, "data": 0.4},
         },
@@ -174,6 +176,7 @@ CONTRACTS = {
             "epochs are long": {"batches_per_epoch": 5000},
             "the start is that of a batch": {"stats": {"epoch_start_s": 0.21}},
             "no workers": {"num_workers": 0},
+            "a library makes the loader": {"loader_code": LoaderCode(words="made by timm", form="callback")},
         },
     ),
     "any order": Contract(
@@ -517,7 +520,7 @@ def test_trials_with_a_wide_spread_give_no_remedy() -> None:
 def test_remedy_text_follows_from_where_the_loader_is_made(
     loader_code: LoaderCode | None, form: str, code: str, where: str
 ) -> None:
-    (remedy,) = decide(measured(loaders=BUSY, loader_code=loader_code)).remedies
+    (remedy,) = decide(measured(loaders=BUSY, experiments={"tried": FASTER}, loader_code=loader_code)).remedies
     assert (remedy.form, remedy.code, remedy.where) == (form, code, where)
 
 
@@ -544,32 +547,34 @@ def test_settings_that_autotune_does_not_set_give_no_remedy() -> None:
     assert decide(measured(loaders=ASLEEP | {"head_of_line_pct": 50.0}, loader_code=loader_code)).remedies == ()
 
 
-def test_new_workers_are_persistent_where_they_may_be() -> None:
-    def code(**facts: Any) -> str:
-        return decide(measured(num_workers=0, load_cpu_ms=40.0, prefetch_factor=None, **facts)).remedies[0].code
+def _code_of_new_workers(**facts: Any) -> str:
+    """Code of the remedy for a loader without workers, for which three workers are faster in trials."""
+    run = {"num_workers": 0, "load_cpu_ms": 40.0, "prefetch_factor": None}
+    experiments = {"tried": tried((0, 100.0), (3, 40.0))}
+    return decide(measured(**{**run, "experiments": experiments, **facts})).remedies[0].code
 
-    assert code(may_persist=True) == "num_workers=1, persistent_workers=True"
-    assert code(may_persist=False) == "num_workers=1"
-    assert code(ours=True, may_persist=True) == "num_workers=1"  # a FastDataModule chooses that itself
-    one_key = LoaderCode(words="", overrides=(("num_workers", "--data.num_workers"),))
-    assert code(loader_code=one_key, may_persist=True) == "--data.num_workers=1"
+
+def test_new_workers_are_not_made_persistent() -> None:
+    assert _code_of_new_workers(may_persist=True, persistent_workers=False) == "num_workers=3"
 
 
 def test_new_workers_pin_their_batches_for_a_device() -> None:
     def code(**facts: Any) -> str:
-        run = {"num_workers": 0, "load_cpu_ms": 40.0, "prefetch_factor": None, "pin_memory": False}
-        return decide(measured(**{**run, "device_type": "cuda", **facts})).remedies[0].code
+        return _code_of_new_workers(**{"pin_memory": False, "device_type": "cuda", **facts})
 
-    assert code() == "num_workers=1, pin_memory=True"
-    assert code(may_persist=True) == "num_workers=1, persistent_workers=True, pin_memory=True"
-    assert code(num_workers=2, loaders=BUSY) == "num_workers=4, pin_memory=True"
-    assert code(experiments={"tried": tried((0, 100.0), (3, 40.0))}) == "num_workers=3, pin_memory=True"
+    assert code() == "num_workers=3, pin_memory=True"
+    assert code(num_workers=2, loaders=BUSY, experiments={"tried": FASTER}) == "num_workers=4, pin_memory=True"
     for without in ({"device_type": "cpu"}, {"pin_memory": True}, {"pin_memory": None}, {"ours": True}):
-        assert code(**without) == "num_workers=1"
+        assert code(**without) == "num_workers=3"
     one_key = LoaderCode(words="", overrides=(("num_workers", "--data.num_workers"),))
-    assert code(loader_code=one_key) == "--data.num_workers=1"
+    assert code(loader_code=one_key) == "--data.num_workers=3"
     two_keys = LoaderCode(words="", overrides=(*one_key.overrides, ("pin_memory", "--data.pin")))
-    assert code(loader_code=two_keys) == "--data.num_workers=1 --data.pin=true"
+    assert code(loader_code=two_keys) == "--data.num_workers=3 --data.pin=true"
+
+
+def test_persistent_workers_are_advised_with_the_seconds_they_save_and_their_condition() -> None:
+    (remedy,) = decide(measured(**SLOW_START, **STARTS)).remedies
+    assert remedy.why == "saves 0.50 s an epoch, in which workers start again, if nothing changes the dataset meanwhile"
 
 
 @pytest.mark.parametrize(
@@ -627,20 +632,81 @@ def test_workers_that_take_all_cpus_are_not_added_to(workers: int, cpus: int, lo
     assert _next(taken | {"loop": "plain"}) == "make a batch with less work"
 
 
+TRY_NUMBERS = (
+    "`LIGHTNING_FEED=tune python train.py` tries numbers of workers if samples stay the same, and takes the fastest"
+)
+
+
 @pytest.mark.parametrize(("workers", "cpus"), CPUS_FREE)
-def test_workers_are_advised_while_a_sizeable_number_of_cpus_is_free(workers: int, cpus: int) -> None:
+def test_more_workers_are_to_be_tried_while_a_sizeable_number_of_cpus_is_free(workers: int, cpus: int) -> None:
     free = DECODING | {"data": 80.0, "num_workers": workers, "usable_cpus": cpus}
-    (change,) = _changes(free)
-    assert change.startswith("num_workers=")
-    assert workers < int(change.partition("=")[2]) <= cpus
-    assert _next(free).startswith("`LIGHTNING_FEED=tune python train.py`")
+    assert _changes(free) == []
+    assert _next(free) == TRY_NUMBERS
+
+
+UNTRIED: dict[str, dict[str, Any]] = {
+    "busy workers": {"loaders": BUSY},
+    "waiting workers": {"loaders": ASLEEP},
+    "workers that read from a disk": {"loaders": COLD},
+    "workers that nobody observed": {},
+    "no workers": {"num_workers": 0, "load_cpu_ms": 40.0},
+    "another remedy, for the transfer": {"loaders": BUSY, "h2d": 30.0, **CUDA},
+}
+"""Training waits for batches that take time to make, and no number of workers was tried."""
+
+
+@pytest.mark.parametrize("name", UNTRIED)
+def test_the_next_step_tries_numbers_of_workers_that_no_remedy_names(name: str) -> None:
+    diagnosis = decide(measured(**UNTRIED[name]))
+    assert not any("num_workers" in remedy.code for remedy in diagnosis.remedies)
+    assert not any("diagnose" in note for note in diagnosis.notes)
+    assert next_step(diagnosis, RunIdentity(program="train.py")) == TRY_NUMBERS
+    assert next_step(diagnosis, RunIdentity(program="notebook")) == (
+        "train with LIGHTNING_FEED=tune, or with `AutotuneCallback()`: it tries numbers of workers if samples stay the "
+        "same, and takes the fastest"
+    )
+
+
+@pytest.mark.parametrize("run", [UNTRIED["busy workers"], UNTRIED["no workers"]], ids=["workers", "no workers"])
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"data": 1.0},
+        {"experiments": {}},
+        {"tuned": True},
+        {"why_no_workers": "dataset.pool belongs to this process"},
+        {"map_style": False},
+        {"map_style": False, "shards_by_worker": True},
+        {"every_num_workers": (2, 2)},
+        {"workers": "thread"},
+        {"num_workers": None},
+        {"stage": "validate"},
+        {"loop": "plain"},
+        {"loaders": READY, "num_workers": 2},
+    ],
+    ids=str,
+)
+def test_numbers_of_workers_are_not_to_be_tried_where_they_cannot_be_or_were(
+    run: dict[str, Any], facts: dict[str, Any]
+) -> None:
+    diagnosis = decide(measured(**run | facts))
+    assert not any("num_workers" in remedy.code for remedy in diagnosis.remedies)
+    assert "tries numbers of workers" not in next_step(diagnosis, RunIdentity(program="train.py"))
+
+
+def test_a_loader_that_autotune_cannot_tune_is_diagnosed() -> None:
+    for facts in ({"map_style": False, "shards_by_worker": True}, {"every_num_workers": (2, 2)}):
+        assert _next({"loaders": BUSY, **facts}).startswith("`lightning-feed diagnose train.py` finds the lines")
+    assert (
+        _next({"loaders": BUSY, "loop": "plain"}) == "`lightning_feed.tune(loader)` tries other settings of this loader"
+    )
 
 
 def test_workers_of_all_loaders_count_as_taking_cpus() -> None:
     """Three loaders with five workers each."""
     run = {"loaders": BUSY, "num_workers": 5, "usable_cpus": 16}
-    assert _changes(run | {"every_num_workers": (5,)})
-    assert _changes(run | {"every_num_workers": (5, 5, 5)}) == []
+    assert may_try_workers(measured(**run, every_num_workers=(5,)), "cpu")
+    assert not may_try_workers(measured(**run, every_num_workers=(5, 5, 5)), "cpu")
 
 
 @given(
@@ -730,15 +796,15 @@ def test_workers_are_not_advised_for_a_stream_that_may_not_shard_itself() -> Non
     assert diagnosis.remedies == ()
     assert "every sample could come twice" in diagnosis.notes[0]
     assert "thread" not in str(diagnosis.notes)
-    seen = decide(measured(num_workers=0, load_cpu_ms=40.0, map_style=False, shards_by_worker=True))
-    assert [remedy.changes for remedy in seen.remedies] == ["num_workers=1"]
+    divided = decide(measured(num_workers=0, load_cpu_ms=40.0, map_style=False, shards_by_worker=True))
+    assert not any("every sample" in note for note in divided.notes)
 
 
 @pytest.mark.parametrize("experiments", [{}, {"tried": tried((0, 100.0), (2, 50.0))}], ids=["a fit", "diagnose"])
 def test_workers_are_not_advised_for_a_dataset_that_a_fork_breaks(experiments: Any) -> None:
     run: dict[str, Any] = {"num_workers": 0, "load_cpu_ms": 40.0, "experiments": experiments or None}
     reason = "dataset.pool (concurrent.futures.ThreadPoolExecutor) belongs to this process"
-    assert _changes(run) == [f"num_workers={2 if experiments else 1}"]
+    assert _changes(run) == (["num_workers=2"] if experiments else [])
     diagnosis = decide(measured(**run, why_no_workers=reason))
     assert diagnosis.remedies == ()
     assert diagnosis.notes[0] == f"no workers, though they would load while the model trains: {reason}"
@@ -808,15 +874,6 @@ def test_a_rarely_refreshed_progress_bar_gets_a_note_and_no_remedy() -> None:
     assert diagnosis.remedies == ()
     assert diagnosis.notes[0].endswith("takes 20.0 of 100.0 ms a step; Trainer(enable_progress_bar=False) saves it")
     assert "ProgressBar" not in str(decide(measured(data=0.0, other=25.0, hooks=BAR, bar_refresh_rate=1)).notes)
-
-
-def test_workers_are_not_advised_while_a_dataset_still_fills_its_cache() -> None:
-    before = {"num_workers": 0, "load_cpu_ms": 40.0, "load_queue_ms": 0.0}
-    assert decide(measured(**before)).remedies
-    diagnosis = decide(measured(keeps="dataset.kept", **before))
-    assert diagnosis.remedies == ()
-    step = next_step(diagnosis)
-    assert step.startswith("train for a second epoch before you change workers: dataset.kept keeps what was read")
 
 
 OWN_DATA = LoaderCode(words="your training DataLoader (Data.train_dataloader, data.py:41)", datamodule="Data")

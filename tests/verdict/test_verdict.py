@@ -103,14 +103,14 @@ def test_zero_steps_give_no_verdict() -> None:
     assert decide(Measurements(stats=StarvationStats(steps=0, confidence="low"))).bottleneck == "unknown"
 
 
-def test_every_part_over_its_limit_gets_evidence_and_advice() -> None:
+def test_every_part_over_its_limit_gets_evidence_and_parts_of_the_step_get_notes() -> None:
     diagnosis = _diagnose(loop_facts(num_workers=0, usable_cpus=4), other=12, data=60, h2d=6, compute=22)
     assert [line.split(")")[0] for line in diagnosis.evidence[:3]] == [
         "60.0 of 100.0 ms (60 %",
         "12.0 of 100.0 ms (12 %",
         "6.0 of 100.0 ms (6 %",
     ]
-    assert [remedy.changes for remedy in diagnosis.remedies] == ["num_workers=2"]
+    assert diagnosis.remedies == ()
     assert any("profiler" in note for note in diagnosis.notes)
     assert any("transfer hooks" in note for note in diagnosis.notes)
 

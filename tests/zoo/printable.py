@@ -21,7 +21,7 @@ READY = {"handover_pct": 95.0, "queue_ready": 3.9, "queue_capacity": 4.0, **ASLE
 def every_remedy(facts: LoopFacts) -> list[Remedy]:
     """The first of each way to set the same things: with two workers, and not with one, too."""
     kinds: dict[tuple[Any, str], Remedy] = {}
-    for measured in _slow_runs(replace(facts, others_cpu_pct=None, free_shm_bytes=None, host=HostTimes())):
+    for measured in _slow_runs(replace(facts, others_cpu_pct=None, host=HostTimes())):
         for remedy in decide(measured).remedies:
             kinds.setdefault((remedy.form, re.sub(r"=\w+", "", remedy.code)), remedy)
     return list(kinds.values())
@@ -42,8 +42,10 @@ def _slow_runs(facts: LoopFacts) -> list[Measurements]:
     found: dict[str, Any] = {"loader_per_s": 10.0, "model_per_s": 100.0}
     fewer = {"tried": _tried(workers, max(1, workers // 2))} if workers > 1 else {}
     none = {"tried": _tried(workers, 0)}
+    may_be_tried = facts.loader.map_style and facts.loader.count == 1
+    more = {"tried": _tried(workers, workers + 2)} if may_be_tried else {}
     return [
-        _run(roomy, data=60, loaders=BUSY),
+        _run(roomy, data=60, loaders=BUSY, found=found | more),
         _run(narrow, data=60, loaders=CROWDED, found=found | fewer),
         _run(roomy, data=60, loaders=READY, found=found | none),
         _run(replace(roomy, batches_per_epoch=20), data=1, stats={"epoch_start_s": 4.0}, loaders=ASLEEP),
