@@ -10,7 +10,6 @@ from lightning_feed import _host
 from lightning_feed._host import AnyTrainer, Original, Stage
 from lightning_feed.callbacks.prefetch import HAND_OUT, LOOK_AHEAD
 from lightning_feed.callbacks.starvation_facts import facts_of, inner_loaders, prefetch_active
-from lightning_feed.load.kinds import AnyDataset
 from lightning_feed.measure.cpu_time import CpuShare, own_clock
 from lightning_feed.measure.facts import batches_ahead
 from lightning_feed.measure.guard import Guard
@@ -78,11 +77,6 @@ class StarvationRun:
         self._cut_short: tuple[int, int] | None = None
         """(batches received, batches expected) of an epoch that ended before its length; None if none did."""
         self._repeats: RepeatedBatches | None = None
-        self._values: list[dict[str, object]] | None = None
-        """Numbers and strings of the datasets when the epoch began."""
-        self._has_changed_datasets = False
-        self._kept: list[dict[str, int]] = []
-        """Lengths of the datasets' containers when the epoch began."""
 
     def start(self) -> None:
         """Start measuring."""
@@ -142,26 +136,6 @@ class StarvationRun:
         self._hooks.leave_out_step()
         if self._repeats is None:
             self._watch_for_repeats()
-        self._guard.attempt("compare its dataset with that of the last epoch", self._note_changes)
-
-    def _note_changes(self) -> None:
-        """Note if the program changes its datasets between epochs: persistent workers would miss the changes."""
-        values: list = []
-        if self._values is not None and self._values != values:
-            self._has_changed_datasets = True
-        self._values = values
-
-    def _datasets(self) -> list[AnyDataset]:
-        return [getattr(loader, "dataset", None) for loader in inner_loaders(self._trainer, self.stage)]
-
-    def growing(self) -> str:
-        """Name of the attribute in which a dataset stores what it reads, if it grew in this epoch; else empty.
-
-        Always empty for loaders with workers, whose copies of the dataset are not seen here.
-        """
-        if self.main.facts.loader.num_workers != 0:
-            return ""
-        return ""
 
     def _watch_for_repeats(self) -> None:
         """Compare a stream's first batches before their transfer: all workers may yield the same samples."""
@@ -382,16 +356,10 @@ class StarvationRun:
 
     def _with_facts_of_the_run(self, facts: LoopFacts) -> LoopFacts:
         """Add the facts that become known only while the loop runs."""
-        loader = replace(
-            facts.loader,
-            repeated=None if self._repeats is None else self._repeats.repeated,
-            keeps=self._guard.attempt("see what its dataset keeps", self.growing) or "",
-        )
-        if self._has_changed_datasets:
-            loader = replace(loader, may_persist=False)
+        repeated = None if self._repeats is None else self._repeats.repeated
         return replace(
             facts,
-            loader=loader,
+            loader=replace(facts.loader, repeated=repeated),
             others_cpu_pct=None if self._cpus is None else self._cpus.others_pct(facts.usable_cpus),
             syncs=self._syncs(self.main.facts),
             cut_short=self._cut_short,

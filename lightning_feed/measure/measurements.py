@@ -82,16 +82,13 @@ class LoaderFacts:
     why_no_workers: str = ""
     """The reason why the dataset of a loader without workers would not survive a fork into workers; empty if none was
     found."""
-    keeps: str = ""
-    """The attribute in which the dataset of a loader without workers keeps what it reads, such as ``dataset.kept``, if
-    this attribute grew in the present epoch; else empty."""
     shards_by_worker: bool | None = None
     """True if the iterable datasets come from packages known to divide their samples among workers."""
     repeated: bool | None = None
     """True if the workers of an iterable dataset were seen to give the same batches; None if this was not checked."""
     may_persist: bool | None = None
-    """True if workers may persist between epochs: the loaders are not replaced, and nothing new, such as a call of
-    ``set_epoch``, has to reach the workers."""
+    """True if workers could persist between epochs: the loaders are not replaced, and no dataset is iterable or has a
+    ``set_epoch``. Other changes that the program makes to a dataset are not seen."""
 
     @property
     def count(self) -> int:

@@ -767,27 +767,3 @@ def test_unsupported_loaders_are_left_untuned_with_one_log_line(
     assert why in line
     assert by_hook(same.events) == by_hook(expected.events)
     assert all(map(torch.equal, same.parameters(), expected.parameters()))
-
-
-class Keeps(Numbers):
-    """Keeps what it has read."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.kept: dict[int, torch.Tensor] = {}
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index not in self.kept:
-            self.kept[index] = super().__getitem__(index)
-        return self.kept[index]
-
-
-def test_trials_wait_until_a_caching_dataset_has_filled_its_cache(
-    trials: Trials, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, logger="lightning_feed")
-    watching = Watching()
-    loader = DataLoader(Keeps(SAMPLES), BATCH, shuffle=True)
-    fit([AutotuneCallback(max_workers=3), watching], lambda: {"train_dataloaders": loader}, max_epochs=3)
-    assert own_lines(caplog)[0].startswith("AutotuneCallback waits for the next epoch: dataset.kept keeps what was")
-    assert watching.seen == [[0] * 6, [0] + [3] * 5, [3] * 6]

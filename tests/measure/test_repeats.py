@@ -114,21 +114,3 @@ def test_the_report_of_a_fit_begins_with_repeated_samples(
     assert ("next: divide the stream in its `__iter__`" in text) == bool(repeated)
     assert not (repeated and found.remedies)
     assert "batch_to_device" not in vars(trainer.strategy)  # nothing of ours is left
-
-
-class Curriculum(Indexed):
-    level = 0
-
-
-@pytest.mark.parametrize("changes", [True, False])
-def test_may_persist_is_false_if_the_program_changes_its_dataset(changes: bool) -> None:
-    class Teaching(Net):
-        def on_train_epoch_start(self) -> None:
-            if changes:
-                dataset.level = self.current_epoch
-
-    dataset = Curriculum()
-    starvation = GPUStarvationCallback(report=False)
-    trainer = _trainer(starvation, max_epochs=4)
-    trainer.fit(Teaching(), DataLoader(dataset, batch_size=10))
-    assert starvation.report().measurements.facts.loader.may_persist is not changes
