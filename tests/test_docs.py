@@ -24,6 +24,7 @@ from lightning_feed.measure.windows import WARM_UP_STEPS
 from lightning_feed.report.document import read_document
 from lightning_feed.report.files import as_text
 from lightning_feed.report.next_step import ENOUGH_STEPS
+from lightning_feed.verdict.decide import decide
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -186,7 +187,8 @@ def test_the_readme_has_at_most_100_lines() -> None:
 
 def test_the_readme_report_matches_the_run_in_its_picture() -> None:
     report = read_document(ROOT / "docs/images/runs/plain.json")
-    printed = as_text(report.diagnosis, report.run, width=80).splitlines()
+    today = decide(report.diagnosis.measurements)
+    printed = as_text(today, report.run, width=80).splitlines()
     (shown,) = _blocks(ROOT / "README.md", "text")
     assert [line for line in shown.splitlines() if line != "..." and line not in printed] == []
 
