@@ -204,7 +204,7 @@ class _Pickler(ForkingPickler):
         place: Callable[[Tensor], tuple[Any, ...] | None],
         place_storage: Callable[[torch.UntypedStorage], tuple[int, int] | None],
     ) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        super().__init__(file)  # the protocol of torch; a later one sends read-only arrays as such
         self._place = place
         self._place_storage = place_storage
         self.left_out = False

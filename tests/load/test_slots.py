@@ -1,5 +1,6 @@
 """Batches in slots equal those that torch sends, whatever they are made of, and whatever the user keeps."""
 
+import array
 import collections
 import copy
 import gc
@@ -9,12 +10,12 @@ import signal
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from slot_memory import memory_of
+from PIL import Image
+from slot_memory import FakeDevice, memory_of
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 from torchvision import tv_tensors
 
@@ -132,6 +133,66 @@ def test_streams_and_single_samples_in_slots_equal_those_of_torch(dataset, batch
     options = {"dataset": dataset, "batch_size": batch_size, "num_workers": 1}
     ours, torchs = ([described(batch) for batch in batches(way, **options)] for way in ("slots", "torch"))
     assert ours == torchs
+
+
+def read_only(values):
+    values.flags.writeable = False
+    return values
+
+
+ARRAYS = {
+    "from a buffer": lambda: np.frombuffer(bytes(range(16)), np.uint8),
+    "of an image": lambda: np.asarray(Image.new("RGB", (4, 4), (1, 2, 3))),
+    "read-only": lambda: read_only(np.arange(4.0)),
+    "writable": lambda: np.arange(4.0),
+    "transposed": lambda: np.arange(6).reshape(2, 3).T,
+    "view of a read-only one": lambda: read_only(np.arange(6))[::2],
+    "of objects": lambda: np.array([1, "two", [3.0]], dtype=object),
+    "of records": lambda: read_only(np.array([(1, 2.0)], dtype=[("a", int), ("b", float)])),
+    "scalar": lambda: np.float64(1.5),
+    "buffers": lambda: [b"bytes", bytearray(b"array"), array.array("d", [1.0])],
+    "nested": lambda: {"a": [np.frombuffer(b"abcd", np.uint8), {"b": (read_only(np.ones(2)),)}], "x": torch.ones(2)},
+    "twice": lambda: [np.frombuffer(b"abcd", np.uint8)] * 2,
+}
+
+
+class Made(Dataset):
+    """One sample, made in the worker."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return self.make()
+
+
+def with_flags(value):
+    """What a user can see of a sample with arrays."""
+    if isinstance(value, np.ndarray):
+        flags = value.flags
+        return value.dtype, value.tolist(), flags.writeable, flags.owndata, flags.c_contiguous, flags.f_contiguous
+    if isinstance(value, dict):
+        return {key: with_flags(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        same = [value[0] is part for part in value]
+        return type(value), same, [with_flags(part) for part in value]
+    return type(value), described(value)
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_arrive_as_those_of_a_plain_dataloader(name):
+    options = {"batch_size": 2, "num_workers": 1, "collate_fn": list}
+    dataset = Made(ARRAYS[name])
+    plain = DataLoader(dataset, **options)
+    ours = DataLoader(dataset, **options)
+    ours.__class__ = in_slots(DataLoader)
+    (expected,) = plain
+    for loader in (ours, FeedLoader(dataset, **options)):
+        (batch,) = loader
+        assert with_flags(batch) == with_flags(expected)
 
 
 class Scan(torch.Tensor):
@@ -425,48 +486,9 @@ def test_dataloader_subclass_of_the_user_gets_slots():
 # --- copies to a device -----------------------------------------------------------------------------------------------
 
 
-class FakeDevice:
-    """Streams whose work ends when the test says so."""
-
-    def __init__(self):
-        self.capturing = False
-        self.reached = collections.Counter()
-        self.streams = ["main", "copies"]
-
-    def current_device(self):
-        return 0
-
-    def current_stream(self, _device):
-        return "main"
-
-    def is_current_stream_capturing(self):
-        return self.capturing
-
-    def Event(self):
-        device = self
-
-        class Event:
-            def record(self, stream):
-                assert not device.capturing
-                self.stream = stream
-                self.at = device.reached[stream] + 1
-
-            def query(self):
-                return device.reached[self.stream] >= self.at
-
-            def synchronize(self):
-                device.reached[self.stream] = max(self.at, device.reached[self.stream])
-
-        return Event()
-
-
 @pytest.fixture
 def device(monkeypatch):
-    fake = FakeDevice()
-    monkeypatch.setattr("lightning_feed.load.copy_fence.copying", [SimpleNamespace(stream="copies")])
-    monkeypatch.setattr(slots, "_register", lambda *_: True)
-    monkeypatch.setattr(slots, "_unregister", lambda _: None)
-    return fake
+    return FakeDevice(monkeypatch)
 
 
 def test_slot_is_freed_only_when_every_stream_has_finished_its_copies(device):
