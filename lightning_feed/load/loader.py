@@ -47,6 +47,7 @@ from lightning_feed.load.rehearsal import refers_to_shared
 from lightning_feed.load.resume import LoaderState, SamplerState, refuse_changes
 from lightning_feed.load.settings import RayCluster
 from lightning_feed.load.slot_loaders import use_slots
+from lightning_feed.load.slots import own_forks
 from lightning_feed.load.stage import Maker, OwnPass, Stage
 from lightning_feed.load.worker import refuse_unsendable
 
@@ -207,7 +208,8 @@ class FeedLoader(DataLoader[Batch]):
         if position is None:
             position = self._new_position(resume)
             self._give_out(position)
-            maker = self._maker(position)
+            with own_forks():
+                maker = self._maker(position)
             position.begin(self._index.samplers)  # no effect if torch has requested an index already
         else:
             self._give_out(position)

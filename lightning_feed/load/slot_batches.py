@@ -18,7 +18,7 @@ from torch.utils.data._utils import pin_memory as torch_pinning
 
 from lightning_feed.errors import LoaderError
 from lightning_feed.load.kinds import Batch, Sample
-from lightning_feed.load.slots import SlotMemory, memories
+from lightning_feed.load.slots import SlotMemory, memory_with
 
 _WAITS = 20
 _WAIT_S = 0.00005
@@ -288,7 +288,7 @@ def _open(sent: _Sent) -> Batch:
     Raises:
         LoaderError: the workers of the batch have ended.
     """
-    memory = memories.get(sent.number)
+    memory = memory_with(sent.number)
     if memory is None:
         raise LoaderError("A batch came from workers that have ended. Begin a new pass with iter(loader).")
     memory.poll()

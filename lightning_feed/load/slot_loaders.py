@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.machine import HAS_SLOTS
 from lightning_feed.load.slot_batches import SlotCollate
-from lightning_feed.load.slots import SlotMemory, can_register
+from lightning_feed.load.slots import SlotMemory, can_register, own_forks
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,8 @@ def in_slots(kind: Any) -> type[DataLoader[Batch]]:
             if self.num_workers:
                 use_slots(self)
             try:
-                return super()._get_iterator()
+                with own_forks():
+                    return super()._get_iterator()
             finally:
                 self.collate_fn = collate
                 self.pin_memory = pin

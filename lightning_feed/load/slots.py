@@ -3,7 +3,8 @@
 Torch's workers put each tensor of a batch into new shared memory: the kernel clears its pages, a file descriptor is
 sent, the training process maps the pages, and a thread copies them into page-locked memory. Here, the workers share
 slots that exist before they start. A worker collates into a free slot and sends the slot's number; the training process
-reads the slot in place. The slot is free again once nothing refers to the batch any more.
+reads the slot in place. The slot is free again once nothing refers to the batch any more, in this process or in one
+that the program has forked meanwhile.
 
 The memory is a file that exists only in memory (``memfd_create``), not in /dev/shm, so the size of /dev/shm does not
 limit it, and no descriptor is sent with a batch. The file has a fixed, large range of addresses for each slot; the
@@ -22,10 +23,13 @@ import ctypes
 import itertools
 import logging
 import mmap
+import operator
 import os
+import select
 import threading
 import weakref
-from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -34,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_feed.load.machine import HAS_SLOTS
+from lightning_feed.load.worker import resend_ctrl_c, signal_proof
 from lightning_feed.storage.memory_limits import read_text
 
 if TYPE_CHECKING:
@@ -52,6 +57,28 @@ SLOT_BYTES = 4 * 2**30
 slot has no room are sent as torch sends them."""
 _FREE = 0
 _TAKEN = 1
+_CALL_WHEN_DROPPED = operator.methodcaller("when_dropped")
+
+
+class _Reference(weakref.ref[Any]):
+    """A weak reference that calls its attribute ``when_dropped`` when nothing refers to the object any more.
+
+    The call is made in C, without any Python code. Python code would handle a signal that has arrived meanwhile, and
+    Python drops errors raised here, such as the KeyboardInterrupt of Ctrl-C. ``weakref.finalize`` is Python code.
+    """
+
+    __slots__ = ("readers", "when_dropped")
+
+    when_dropped: Callable[[], object]
+    readers: "list[_Child]"
+    """Processes that may read the object."""
+
+
+def _refer(thing: object, when_dropped: Callable[[], object]) -> _Reference:
+    reference = _Reference(thing, _CALL_WHEN_DROPPED)
+    reference.when_dropped = when_dropped
+    reference.readers = []
+    return reference
 
 
 class SlotMemory:
@@ -70,28 +97,37 @@ class SlotMemory:
     """
 
     def __init__(self, count: int, fence: "CopyFence | None" = None) -> None:
-        self._registered: dict[int, int] = {}
-        """Number of bytes registered for copies to a device, by slot."""
         self._refused: int | None = None
         """The smallest number of bytes that the driver has refused to register. None if it has refused none."""
         self.count = count
         self._pages_of_flags = -(-2 * count // mmap.PAGESIZE) * mmap.PAGESIZE
         self._size = self._pages_of_flags + count * SLOT_BYTES
-        self._map_file(_new_file(self._size))
-        self._owner = os.getpid()
         self._fence = fence
-        self._copying: deque[tuple[int, list[Any]]] = deque()
-        """Slots whose batch was dropped while the device may still be copying from them, with the events after these
-        copies."""
-        self._polling = threading.Lock()
         self.number = next(_numbers)
-        memories[self.number] = self
+        self._map_file(_new_file(self._size))
 
     def _map_file(self, file: int) -> None:
+        self._views: dict[int, _Reference] = {}
+        """References to the memory of slots that this worker process writes, by slot."""
+        self._leases: dict[int, _Reference] = {}
+        """References to the batches in slots that this training process reads, by slot. A dropped batch's reference
+        stays until the slot has its next batch."""
+        self._dropped: dict[int, list[Any]] = {}
+        """Slots whose batch was dropped while the device or a child process may still read them. The values are the
+        events after the device's copies."""
+        self._registered: dict[int, int] = {}
+        """Number of bytes registered for copies to a device, by the address of the slot."""
+        self._polling = threading.Lock()
         self._file = file
+        for number, reference in list(_references.items()):
+            if reference() is None:
+                _references.pop(number, None)
+        end = signal_proof(partial(_end, [file], self._fence, self._registered, self._dropped))
+        _references[self.number] = _refer(self, end)
         # Costs no memory, even with vm.overcommit_memory=2: "For a file backed map: SHARED or READ-only - 0 cost (the
         # file is the map not swap)", Documentation/mm/overcommit-accounting.rst. Pages cost memory once they are taken.
         self._map = mmap.mmap(file, self._size)
+        self._first_address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         if hasattr(mmap, "MADV_DONTDUMP"):
             self._map.madvise(mmap.MADV_DONTDUMP)  # a core dump would contain the unused addresses
 
@@ -99,21 +135,12 @@ class SlotMemory:
         # Only for spawned workers: forked ones inherit the memory.
         assert get_spawning_popen() is not None, "slots are shared only with worker processes"
         kept = ("count", "_pages_of_flags", "_size", "number")
-        return {**{name: getattr(self, name) for name in kept}, "_file": DupFd(self._file)}
+        return {**{name: getattr(self, name) for name in kept}, "_file": DupFd(self._file), "_fence": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         file = state.pop("_file").detach()
-        self.__dict__.update(state, _owner=None, _registered={})
+        self.__dict__.update(state)
         self._map_file(file)
-
-    def __del__(self) -> None:
-        if self._registered and self._fence is not None and self._owner == os.getpid():
-            for _, events in self._copying:  # these copies must not lose their memory
-                self._fence.wait(events)
-            for slot in self._registered:
-                _unregister(self._address(slot))
-        if hasattr(self, "_file"):
-            os.close(self._file)
 
     @property
     def registers(self) -> bool:
@@ -130,7 +157,7 @@ class SlotMemory:
         return self._pages_of_flags + slot * SLOT_BYTES
 
     def _address(self, slot: int) -> int:
-        return ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + self.start_of(slot)
+        return self._first_address + self.start_of(slot)
 
     # --- in a worker process ------------------------------------------------------------------------------------------
 
@@ -165,27 +192,33 @@ class SlotMemory:
         start = self.start_of(slot)
         view = memoryview(self._map)[start : start + SLOT_BYTES]
         self._map[self.count + slot] = _TAKEN
-        weakref.finalize(view, self._drop, slot).atexit = False
+        self._views[slot] = _refer(view, partial(operator.setitem, self._map, self.count + slot, _FREE))
         return view
-
-    def _drop(self, slot: int) -> None:
-        self._map[self.count + slot] = _FREE
 
     # --- in the training process --------------------------------------------------------------------------------------
 
     def lease(self, slot: int, used: int) -> memoryview:
         """Return the used part of a slot. The slot is free again when nothing refers to this part, or to tensors in it,
-        any more, and the device has copied them."""
+        any more, the device has copied them, and the processes have ended that were forked meanwhile."""
         if self._fence is not None:
             self._register(slot, used)
         start = self.start_of(slot)
         leased = memoryview(self._map)[start : start + used]
-        weakref.finalize(leased, self._end_lease, slot).atexit = False
+        when_dropped: Callable[[], object] = partial(operator.setitem, self._map, slot, _FREE)
+        if self._fence is not None and self._address(slot) in self._registered:
+            when_dropped = signal_proof(partial(self._note_copies, slot, self._fence))
+            _copied[self.number, slot] = self
+        self._leases[slot] = _refer(leased, when_dropped)
         return leased
+
+    def _note_copies(self, slot: int, fence: "CopyFence") -> None:
+        _copied.pop((self.number, slot), None)
+        self._dropped[slot] = fence.events()  # last: a signal after this must not make it happen again
 
     def _register(self, slot: int, used: int) -> None:
         """Register a slot with the driver, so that copies from it are fast and do not wait."""
-        before = self._registered.get(slot, 0)
+        address = self._address(slot)
+        before = self._registered.get(address, 0)
         if used <= before or (self._refused is not None and used >= self._refused):
             return
         wanted = used
@@ -193,11 +226,11 @@ class SlotMemory:
             # A copy must not cross two registered ranges, so a range that grows is registered anew. A quarter more is
             # registered than needed, so that batches of varying sizes do not cause a new registration each time.
             wanted += used // 4
-            _unregister(self._address(slot))
-            del self._registered[slot]
+            _unregister(address)
+            del self._registered[address]
         size = -(-wanted // mmap.PAGESIZE) * mmap.PAGESIZE
-        if _register(self._address(slot), min(size, SLOT_BYTES)):
-            self._registered[slot] = size
+        if _register(address, min(size, SLOT_BYTES)):
+            self._registered[address] = size
             return
         if self._refused is None:
             logger.warning(
@@ -207,29 +240,84 @@ class SlotMemory:
             )
         self._refused = used
 
-    def _end_lease(self, slot: int) -> None:
-        if os.getpid() != self._owner:
-            return  # a forked copy of the batch
-        if slot in self._registered and self._fence is not None:
-            self._copying.append((slot, self._fence.events()))
-        else:
-            self.give_back(slot)
-
     def poll(self) -> None:
-        """Free the slots of dropped batches that the device has finished copying."""
-        if not self._copying or self._fence is None or not self._polling.acquire(blocking=False):
+        """Free the slots of dropped batches that neither the device nor a child process reads any more."""
+        if _children:
+            _note_ended_children()
+        if not self._dropped or not self._polling.acquire(blocking=False):
             return
         try:
-            while self._copying and self._fence.passed(self._copying[0][1]):
-                slot, _ = self._copying.popleft()
+            for slot in list(self._dropped):
+                if not all(child.has_ended for child in self._leases[slot].readers):
+                    continue
+                if self._fence is not None and not self._fence.passed(self._dropped[slot]):
+                    break  # nor has it passed the events after later copies
+                del self._dropped[slot]
                 self.give_back(slot)
         finally:
             self._polling.release()
 
+    # --- around a fork of the training process ------------------------------------------------------------------------
 
-_numbers = itertools.count()
-memories: weakref.WeakValueDictionary[int, SlotMemory] = weakref.WeakValueDictionary()
-"""All SlotMemories of this process, by number. A batch sent by a worker refers to its memory by this number."""
+    def is_leased(self) -> bool:
+        """True if the program may refer to a batch in a slot."""
+        return any(lease() is not None for lease in list(self._leases.values()))
+
+    def keep_leases(self, child: "_Child | None") -> None:
+        """Let no batch that is in use now free its slot by itself: :meth:`poll` does so later.
+
+        Args:
+            child: the forked process, which must have ended by then; None if it does not read these batches.
+        """
+        for slot, lease in list(self._leases.items()):
+            if lease() is None:
+                continue
+            if self._address(slot) not in self._registered:
+                lease.when_dropped = partial(operator.setitem, self._dropped, slot, [])
+            if child is not None:
+                lease.readers = [child, *(other for other in lease.readers if not (other.has_ended or other is child))]
+
+    def forget_leases(self) -> None:
+        """Let this forked process free no slot, and unregister none."""
+        self._leases.clear()
+        self._views.clear()
+        self._dropped.clear()
+        self._registered.clear()
+
+
+_numbers = itertools.count(os.getpid() << 32)  # a spawned worker has memories with the numbers of its parent
+_references: dict[int, _Reference] = {}
+"""References to all SlotMemories of this process, by number, and to some that are gone. A WeakValueDictionary would run
+Python code when a memory is dropped."""
+_copied: dict[tuple[int, int], SlotMemory] = {}
+"""Memories by number and slot, for slots that hold a batch and are registered. Such a memory must outlive its loader,
+because the driver must not lose the memory of a copy."""
+
+
+def memory_with(number: int) -> SlotMemory | None:
+    """Return the SlotMemory to which a batch refers by its number. None if it is gone."""
+    reference = _references.get(number)
+    return None if reference is None else reference()
+
+
+def memories() -> list[SlotMemory]:
+    """Return all SlotMemories of this process."""
+    found = [reference() for reference in list(_references.values())]
+    return [memory for memory in found if memory is not None]
+
+
+def _end(
+    files: list[int], fence: "CopyFence | None", registered: dict[int, int], dropped: dict[int, list[Any]]
+) -> None:
+    """Close the file of a SlotMemory, and unregister its slots. A second call does what the first one has left."""
+    if fence is not None and registered:
+        for events in dropped.values():  # these copies must not lose their memory
+            fence.wait(events)
+    while registered:
+        address, _ = registered.popitem()
+        _unregister(address)
+    while files:
+        os.close(files.pop())
 
 
 def _check_addresses(size: int) -> None:
@@ -293,3 +381,102 @@ def can_register() -> bool:
         return False
     _unregister(address)
     return True
+
+
+# --- forks ------------------------------------------------------------------------------------------------------------
+
+
+class _Child:
+    """A process that the program has forked, with its descendants. These may read the batches that were in use then.
+
+    The child has the write end of a pipe, and its descendants inherit it. The system closes the pipe when the last of
+    them ends, or starts another program.
+    """
+
+    has_ended = False
+
+
+_UNNOTED = _Child()
+"""Stands for children whose end is not noted. Their batches are kept for good."""
+
+
+class _Fork(threading.local):
+    """The fork that a thread is making."""
+
+    is_ours = False
+    child = _UNNOTED
+    write_end: int | None = None
+
+
+_fork = _Fork()
+_children: dict[int, _Child] = {}
+"""Children that have not ended, by the read end of their pipe."""
+_noting = threading.Lock()
+
+
+@contextlib.contextmanager
+def own_forks() -> Iterator[None]:
+    """Context manager in which this thread forks only processes that never read the batches of this process."""
+    before = _fork.is_ours
+    _fork.is_ours = True
+    try:
+        yield
+    finally:
+        _fork.is_ours = before
+
+
+@resend_ctrl_c()
+def _before_fork() -> None:
+    if not _fork.is_ours and any(memory.is_leased() for memory in memories()):
+        _note_ended_children()
+        with contextlib.suppress(OSError):  # too many open files
+            read_end, _fork.write_end = os.pipe()
+            _fork.child = _children[read_end] = _Child()
+    _keep_leases()
+
+
+def _keep_leases() -> None:
+    for memory in memories():
+        memory.keep_leases(None if _fork.is_ours else _fork.child)
+
+
+@resend_ctrl_c()
+def _after_fork_in_parent() -> None:
+    _keep_leases()  # also of batches that other threads have received since
+    _fork.child = _UNNOTED
+    if _fork.write_end is not None:
+        os.close(_fork.write_end)
+        _fork.write_end = None
+
+
+def _after_fork_in_child() -> None:
+    global _noting
+    for memory in memories():
+        memory.forget_leases()
+    _copied.clear()
+    _fork.__dict__.clear()  # leaves the write end open
+    _noting = threading.Lock()  # another thread of the parent may have held it
+    while _children:
+        read_end, _ = _children.popitem()
+        with contextlib.suppress(OSError):  # the program has closed all files
+            os.close(read_end)
+
+
+def _note_ended_children() -> None:
+    if not _noting.acquire(blocking=False):
+        return
+    try:
+        closed = select.poll()
+        for read_end in list(_children):
+            closed.register(read_end, 0)  # POLLHUP is always reported
+        for read_end, event in closed.poll(0):
+            child = _children.pop(read_end)
+            if event & select.POLLHUP:
+                child.has_ended = True
+                os.close(read_end)
+    finally:
+        _noting.release()
+
+
+if HAS_SLOTS:
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

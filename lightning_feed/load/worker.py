@@ -11,6 +11,8 @@ import socket
 import sys
 import threading
 import time
+import traceback
+from _thread import interrupt_main
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -212,15 +214,81 @@ def original_error(error: BaseException) -> tuple[str, str]:
     return kind, text
 
 
-# --- Ctrl-C ---------------------------------------------------------------------------------------------------------
+# --- signals in finalizers --------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def resend_ctrl_c() -> Iterator[None]:
-    """Send a Ctrl-C in a finalizer or ``__del__`` again, a moment later, because Python drops errors raised there."""
+    """Send a signal in a finalizer or ``__del__`` again, a moment later, because Python drops the error that the
+    signal's handler raises there, such as the KeyboardInterrupt of Ctrl-C."""
     try:
         yield
-    except KeyboardInterrupt:
+    except BaseException as error:
+        number = _signal_behind(error)
+        if number is None:
+            raise
         with contextlib.suppress(RuntimeError):  # no new threads at interpreter shutdown
             main = threading.main_thread().ident
-            threading.Timer(_RESEND_S, signal.pthread_kill, (main, signal.SIGINT)).start()
+            threading.Timer(_RESEND_S, signal.pthread_kill, (main, number)).start()
+
+
+def signal_proof(work: Callable[[], object]) -> Callable[[], object]:
+    """Return a function for the callback of a weak reference that calls ``work`` and loses no signal.
+
+    A signal's handler may run at the first instruction of a function, before any ``try`` in it. So ``work`` is called
+    by a generator that has entered its ``try`` before. The handler's error is raised anew in the program: the signal
+    is sent again in C, after all Python code.
+
+    Args:
+        work: called again from its beginning if a signal's handler raises an error in it.
+    """
+    waiting = _working(work)
+    next(waiting)
+    return partial(next, map(interrupt_main, waiting), None)
+
+
+def _working(work: Callable[[], object]) -> Iterator[Any]:
+    """Wait, call ``work``, and yield the signal that has arrived, if any."""
+    is_waiting = True
+    arrived: tuple[signal.Signals, BaseException] | None = None
+    while True:
+        try:
+            if is_waiting:
+                is_waiting = False
+                yield 0
+            work()
+            break
+        except GeneratorExit:  # the function is not needed any more
+            raise
+        except BaseException as error:
+            number = _signal_behind(error)
+            if number is None:
+                raise
+            arrived = number, error
+    if arrived is not None:
+        _raise_at_next(*arrived)
+        yield arrived[0]
+
+
+def _raise_at_next(number: signal.Signals, error: BaseException) -> None:
+    """Raise an error when a signal arrives next, instead of calling the signal's handler, which has been called."""
+    handler = signal.getsignal(number)
+
+    def raise_once(*_: object) -> None:
+        signal.signal(number, handler)
+        raise error
+
+    signal.signal(number, raise_once)
+
+
+def _signal_behind(error: BaseException) -> signal.Signals | None:
+    """Return the signal whose handler has raised an error. None if no handler has raised it."""
+    codes = {}
+    for number in signal.valid_signals():
+        handler = signal.getsignal(number)
+        if callable(handler):
+            codes[getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None)] = number
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code in codes:
+            return codes[frame.f_code]
+    return signal.SIGINT if isinstance(error, KeyboardInterrupt) else None  # whose default handler is not Python code

@@ -642,7 +642,7 @@ def simulated(device: SimulatedDevice) -> Iterator[SimulatedDevice]:
         patch(StepMeter.__init__, "__kwdefaults__", {**defaults, "clock": device.clock})
         with device:
             yield device
-        for memory in slots.memories.values():  # the driver has nothing to forget of those that outlive this device
+        for memory in slots.memories():  # the driver has nothing to forget of those that outlive this device
             if memory.registers:
                 memory._registered.clear()
 
