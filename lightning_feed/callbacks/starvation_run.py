@@ -10,6 +10,7 @@ from lightning_feed import _host
 from lightning_feed._host import AnyTrainer, Original, Stage
 from lightning_feed.callbacks.prefetch import HAND_OUT, LOOK_AHEAD
 from lightning_feed.callbacks.starvation_facts import facts_of, inner_loaders, prefetch_active
+from lightning_feed.load.streams import RepeatedBatches
 from lightning_feed.measure.cpu_time import CpuShare, own_clock
 from lightning_feed.measure.facts import batches_ahead
 from lightning_feed.measure.guard import Guard
@@ -18,7 +19,6 @@ from lightning_feed.measure.loop import MeasuredLoop
 from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements
 from lightning_feed.measure.nvml import NvmlSampler
 from lightning_feed.measure.ranks import RankExchange, open_rank_exchange
-from lightning_feed.measure.repeats import RepeatedBatches
 from lightning_feed.measure.stats import GpuStats, RankStats, StarvationStats, loop_tags, to_tags
 from lightning_feed.measure.step_meter import BACKWARD, FORWARD, OPTIMIZER, host_clock, open_ring
 from lightning_feed.measure.wall import Part, WallClock

@@ -9,7 +9,7 @@ use is ``_iterator``, where torch keeps persistent workers and Lightning looks f
 import inspect
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pickle import PicklingError
@@ -29,6 +29,7 @@ from lightning_feed.load.order import (
     drawing_device,
     has_set_epoch,
     mix_seed,
+    rank_of_run,
     ranks_of_run,
     size_of,
 )
@@ -49,6 +50,7 @@ from lightning_feed.load.settings import RayCluster
 from lightning_feed.load.slot_loaders import use_slots
 from lightning_feed.load.slots import own_forks
 from lightning_feed.load.stage import Maker, OwnPass, Stage
+from lightning_feed.load.streams import RepeatsWarning, may_repeat
 from lightning_feed.load.worker import refuse_unsendable
 
 if TYPE_CHECKING:  # stages are imported only by loaders that use them
@@ -155,6 +157,7 @@ class FeedLoader(DataLoader[Batch]):
         self._index = IndexSource(inner, samplers, self.draws)
         self._sample_seed: int | None = None
         self._probed = False
+        self._repeats: RepeatsWarning | None = None
         self._iterator = None
         self._is_first = True
         """True if no batch was yielded before the latest pass."""
@@ -469,11 +472,22 @@ class FeedLoader(DataLoader[Batch]):
         if self._stream:
             if isinstance(self.dataset, IterDataPipe):  # torch shards and seeds DataPipes by their class
                 return TorchBatches(super().__iter__(), position)
-            return TorchBatches(self._torch_iterator(self._stream_loader(position)), position)
+            see = self._watch_for_repeats(position)
+            return TorchBatches(self._torch_iterator(self._stream_loader(position)), position, see)
         self._draw_seed()
         if self._has_own_workers:
             return self._own_workers(position)
         return TorchBatches(self._torch_iterator(self._map_loader()), position)
+
+    def _watch_for_repeats(self, position: Pass) -> Callable[[Batch], None] | None:
+        """Return a function that compares the first batches of the workers, all of which may give the same samples.
+        Returns None if there is nothing to compare, or if this was done before."""
+        is_known = self._repeats is not None and self._repeats.is_settled
+        if is_known or position.epoch or rank_of_run() or not may_repeat(self):
+            return None
+        name = "This loader" if self.watch is None else self.watch.name
+        self._repeats = RepeatsWarning(name, self.num_workers)
+        return self._repeats.see
 
     def _draw_seed(self) -> None:
         """Draw the seed that the replaced loader, if there is one, would draw for its workers."""

@@ -4,7 +4,7 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -28,11 +28,13 @@ class TorchBatches(Maker):
     Args:
         iterator: made by a DataLoader.
         position: position of the pass.
+        see: called with each batch; None to call nothing.
     """
 
-    def __init__(self, iterator: Iterator[Batch], position: Pass) -> None:
+    def __init__(self, iterator: Iterator[Batch], position: Pass, see: Callable[[Batch], None] | None = None) -> None:
         self._iterator: AnyIterator = iterator
         self._position = position
+        self._see = see
         self._taken = 0
         self._thread = 0
         self._shut_down = False
@@ -45,6 +47,8 @@ class TorchBatches(Maker):
         batch = next(self._iterator)
         self.head_of_line_ns += idle_share(self._iterator) * (time.perf_counter_ns() - began)
         self._taken += 1
+        if self._see is not None:
+            self._see(batch)
         return batch
 
     @property

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from lightning_feed import GPUStarvationCallback
-from lightning_feed.measure.repeats import RepeatedBatches
+from lightning_feed.load.streams import RepeatedBatches
 from lightning_feed.report.files import as_text
 
 
@@ -21,10 +22,12 @@ def _number(value: float) -> Tensor:
 @pytest.mark.parametrize(
     ("batches", "found"),
     [
-        ([1, 1, 2], True),
+        ([1, 1, 2, 2], True),
         ([1, 2], False),
+        ([1, 1, 2, 3], False),
         ([1, 1, 1], False),  # constant samples
-        ([1, 1], None),
+        ([1, 1, 2], None),
+        ([float("nan"), float("nan"), 2, 2], True),
         ([], None),
     ],
 )
@@ -37,17 +40,37 @@ def test_batches_repeated_by_two_workers_are_found(batches: list[float], found: 
 
 def test_repeats_are_found_even_if_the_step_changes_its_batch() -> None:
     repeats = RepeatedBatches(3)
-    for value in (1, 1, 1, 2):
+    for value in (1, 1, 1, 2, 2, 2):
         batch = _number(value)
         repeats.see(batch)
         batch.zero_()
     assert repeats.repeated is True
 
 
-def test_batches_without_tensors_are_not_reported_as_repeated() -> None:
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        (lambda value: [f"text {value}"], True),
+        (lambda value: {"x": [np.full(3, value)]}, True),
+        (lambda value: (value, "a"), True),
+        (lambda value: torch.full((3,), value).to_sparse(), False),  # not compared
+        (lambda value: object(), False),
+        (lambda value: [], False),
+    ],
+)
+def test_batches_of_any_kind_are_compared_if_they_have_values(kind: Any, found: bool) -> None:
     repeats = RepeatedBatches(2)
-    for _ in range(3):
-        repeats.see(["text"])
+    for value in (1.0, 1.0, 2.0, 2.0):
+        repeats.see(kind(value))
+    assert repeats.repeated is found
+
+
+def test_images_that_differ_anywhere_but_at_their_borders_are_not_repeats() -> None:
+    repeats = RepeatedBatches(2)
+    for value in (1, 2):
+        image = torch.zeros(4, 3, 64, 64)
+        image[3, :, 20:40, 20:40] = value
+        repeats.see(image)
     assert repeats.repeated is False
 
 
