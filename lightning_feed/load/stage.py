@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import pin_memory
@@ -20,7 +19,7 @@ from lightning_feed.errors import LoaderError
 from lightning_feed.load.kinds import Batch, Index, Sample
 from lightning_feed.load.order import mix_seed, rank_of_run
 from lightning_feed.load.slot_batches import is_plain
-from lightning_feed.load.worker import resend_ctrl_c
+from lightning_feed.load.worker import WrappedError, resend_ctrl_c
 
 logger = logging.getLogger(__name__)
 
@@ -214,14 +213,11 @@ def collating(index: Index) -> str:
     return f"collating the samples of index {shortened(index)}"
 
 
-def with_place(error: BaseException, where: str) -> ExceptionWrapper:
+def with_place(error: BaseException, where: str) -> WrappedError:
     """Wrap an error to be raised again, in its own type, with its original location."""
     if isinstance(error, StopIteration):  # would be taken for the end of the epoch
         error = LoaderError(f"StopIteration was raised {where}. The dataset must not raise it.")
-    kind = type(error)
-    if hasattr(error, "exceptions"):  # an ExceptionGroup (Python 3.11) cannot be made from text alone
-        kind = RuntimeError
-    return ExceptionWrapper((kind, error, error.__traceback__), where=where)
+    return WrappedError((type(error), error, error.__traceback__), where=where)
 
 
 def stack_here(ident: int | None) -> str:

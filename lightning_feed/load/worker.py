@@ -1,4 +1,4 @@
-"""Worker processes: set-up, pickling, and the stack of a hanging worker."""
+"""Worker processes: set-up, pickling, errors that are groups, and the stack of a hanging worker."""
 
 import contextlib
 import faulthandler
@@ -20,10 +20,12 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 
 from lightning_feed.errors import LoaderError
 from lightning_feed.load.kinds import Batch
@@ -60,6 +62,8 @@ class WorkerInit:
         disable_opencv_threads()
         if self.seed_worker is not None and int(os.environ.get("PL_SEED_WORKERS", "0")):
             self.seed_worker(worker_id, self.rank)
+        if get_worker_info() is not None:
+            vars(torch_worker)["ExceptionWrapper"] = WrappedError
 
 
 def disable_opencv_threads() -> None:
@@ -141,6 +145,58 @@ class _DryPickler(ForkingPickler):
         if is_array and not thing.dtype.hasobject:
             return int, ()
         return NotImplemented
+
+
+# --- errors that are groups ------------------------------------------------------------------------------------------
+
+
+class WrappedError(ExceptionWrapper):
+    """An error of a worker, to be raised again in the training process, where an ExceptionGroup keeps its exceptions.
+
+    Torch's own class raises an error anew from its text. For a group this is a TypeError without any of the text (torch
+    2.6 to 2.15). Worker processes use this class in place of torch's.
+
+    Args:
+        exc_info: as in ``sys.exc_info()``; None for the error that is being handled.
+        where: place of the error.
+    """
+
+    def __init__(self, exc_info: Any = None, where: str = "in background") -> None:
+        torch_init: Any = super().__init__  # has no types
+        torch_init(exc_info, where)
+        error: Any = (exc_info or sys.exc_info())[1]
+        self._parts = pickle.dumps([_sendable(part) for part in error.exceptions]) if _is_group(error) else None
+
+    def reraise(self) -> NoReturn:
+        """Raise the error with its original text."""
+        parts: Any = self._parts
+        if parts is None:
+            raise_anew: Any = super().reraise
+            raise_anew()
+        text = f"Caught {self.exc_type.__name__} {self.where}.\nOriginal error:\n{self.exc_msg}"
+        try:
+            error = self.exc_type(text, pickle.loads(parts))
+        except Exception:  # noqa: BLE001  # a class of the user may need other arguments, or may not be found here
+            error = RuntimeError(text)
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame
+
+
+def _is_group(error: object) -> bool:
+    """True for an ExceptionGroup: of Python 3.11, or of the package ``exceptiongroup``."""
+    return hasattr(error, "exceptions") and hasattr(error, "derive")
+
+
+def _sendable(error: Any) -> Any:
+    """Copy an error by pickling it. One that cannot be copied so becomes a RuntimeError of its text."""
+    try:
+        if _is_group(error):
+            error = error.derive([_sendable(part) for part in error.exceptions])
+        return pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001  # raised by code of the user
+        return RuntimeError("".join(traceback.format_exception_only(error)).strip())
 
 
 # --- stacks of a hanging worker ------------------------------------------------------------------------------------

@@ -188,7 +188,7 @@ def test_samples_before_a_failed_one_are_still_loaded():
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="ExceptionGroup is new in Python 3.11")
 def test_an_exception_group_keeps_its_text():
     error = ExceptionGroup("two reads failed", [OSError("disk"), TimeoutError("net")])  # noqa: F821
-    with pytest.raises(RuntimeError, match=r"(?s)in thread worker.*two reads failed.*OSError: disk"):
+    with pytest.raises(ExceptionGroup, match=r"(?s)in thread worker.*two reads failed.*OSError: disk"):  # noqa: F821
         epochs(threaded(Failing(error), batch_size=4))
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.worker import ONE_THREAD, WorkerInit, why_not_picklable
 
 
@@ -51,6 +52,61 @@ def test_workers_have_one_thread_each(start_method: str, recwarn: pytest.Warning
     [(threads, variables)] = list(loader)
     assert threads.tolist() == [1, 1]
     assert variables.tolist() == [len(ONE_THREAD)] * 2
+
+
+class Codes(Exception):
+    """An error that can be pickled, but not made anew from its pickle."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{text}, code {code}")
+
+
+class Group(Dataset[int]):
+    """Raises an ExceptionGroup, as tasks in ``asyncio.TaskGroup`` do."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        inner = ExceptionGroup("of the disk", [OSError(5, "disk"), Codes(7, "header")])  # noqa: F821
+        raise self.outer("two reads failed", [TimeoutError("net"), inner])
+
+    outer: Any = None
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="ExceptionGroup is new in Python 3.11")
+@pytest.mark.parametrize("options", [{}, {"hand_over": "torch"}, {"workers": "thread"}])
+def test_an_exception_group_keeps_its_exceptions_and_its_text(options: Any) -> None:
+    dataset = Group()
+    dataset.outer = ExceptionGroup  # noqa: F821
+    if "workers" not in options:
+        options = {**options, "worker_init_fn": WorkerInit()}
+    with pytest.raises(ExceptionGroup) as caught:  # noqa: F821
+        list(FeedLoader(dataset, num_workers=1, **options))
+    net, inner = caught.value.exceptions
+    disk, header = inner.exceptions
+    assert type(net) is TimeoutError
+    assert (type(disk), disk.errno) == (OSError, 5)
+    assert (type(header), str(header)) == (RuntimeError, f"{__name__}.Codes: header, code 7")
+    for words in ("two reads failed", "TimeoutError: net", "in __getitem__", "worker"):
+        assert words in str(caught.value)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="ExceptionGroup is new in Python 3.11")
+def test_a_group_that_cannot_be_made_anew_is_raised_as_its_text() -> None:
+    class Own(ExceptionGroup[Exception]):  # noqa: F821
+        def __new__(cls, text: str, parts: Any, *code: int) -> Any:
+            if not code:
+                raise ValueError("a code is needed")
+            return super().__new__(cls, text, parts)
+
+        def __init__(self, *_: Any) -> None:
+            pass
+
+    dataset = Group()
+    dataset.outer = lambda text, parts: Own(text, parts, 3)
+    with pytest.raises(RuntimeError, match=r"(?s)Caught Own in thread worker .*two reads failed.*TimeoutError: net"):
+        list(FeedLoader(dataset, num_workers=1, workers="thread"))
 
 
 class Deadly:
