@@ -56,7 +56,7 @@ def wrap(datamodule: Any, loader: LoaderSettings | None = None) -> Any:
     loaders = WrappedLoaders(loader or LoaderSettings())
     if loaders.settings.num_workers not in ("auto", 0):
         given = loaders.settings.num_workers != "tune"
-        _Hook(datamodule, "setup", functools.partial(_set_up, datamodule, given))
+        _Hook(datamodule, "setup", functools.partial(_set_up, datamodule, given=given))
     for split in SPLITS:
         _Hook(datamodule, f"{split}_dataloader", functools.partial(loaders.make, datamodule, split))
     datamodule.loader_report = loaders.report
@@ -65,7 +65,7 @@ def wrap(datamodule: Any, loader: LoaderSettings | None = None) -> Any:
     return datamodule
 
 
-def _set_up(datamodule: AnyDataModule, given: bool, original: Original, *args: object, **named: object) -> object:
+def _set_up(datamodule: AnyDataModule, original: Original, *args: object, given: bool, **named: object) -> object:
     if datamodule.trainer is not None:
         attach_tuning(datamodule.trainer, given=given)
     return original(*args, **named)

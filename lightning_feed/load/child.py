@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -11,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Generic, NoReturn, TypeVar
 
 import torch
@@ -19,6 +21,7 @@ from torch import multiprocessing
 from lightning_feed.errors import FeedError, LoaderError
 from lightning_feed.load.collate import relayed
 from lightning_feed.load.open_files import read_alone
+from lightning_feed.load.slots import own_forks
 
 Result = TypeVar("Result")
 _GRACE_S = 2.0
@@ -126,7 +129,8 @@ class Child(Generic[Result]):
         self._process = context.Process(target=partial(_run, work, sender, guarded=guarded), daemon=False)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
-            self._process.start()
+            with own_forks():
+                self._process.start()
         sender.close()
 
     def result(self, timeout_s: float, stop: Callable[[], bool] = lambda: False) -> Result:
@@ -217,10 +221,10 @@ def _work(work: Callable[[], Result], sender: Connection) -> NoReturn:
 
 def _be_silent() -> None:
     """Send everything that this process and those that it starts print to nowhere."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
-    os.close(nowhere)
+    nowhere = Path(os.devnull).open("w")  # noqa: SIM115  # for as long as this process lives
+    os.dup2(nowhere.fileno(), 1)
+    os.dup2(nowhere.fileno(), 2)
+    sys.stdout = sys.stderr = nowhere  # in notebooks, these write elsewhere
 
 
 def _answer(work: Callable[[], Result], sender: Connection) -> None:

@@ -376,6 +376,9 @@ def _read_in_workers(loader: AnyLoader, items: list[Item]) -> _Heard:
     try:
         made = list(batches)
     except Exception as error:
+        moved = moved_file(before)  # the reason for an error of the code that reads the file
+        if moved:
+            return _Heard((), (), (), (), moved)
         raise LoaderError(ended_worker(batches, error) or ": ".join(original_error(error))) from error
     if loader.batch_sampler is None:
         half = len(made) // 2

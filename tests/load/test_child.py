@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from lightning_feed.errors import DatasetError, LoaderError
-from lightning_feed.trials.child import run_in_children
+from lightning_feed.load.child import run_in_children
 
 
 def test_children_run_in_separate_processes_and_all_answer() -> None:
-    pids = run_in_children(os.getpid, count=3, timeout_s=20)
+    pids = run_in_children([os.getpid] * 3, timeout_s=20)
     assert len({os.getpid(), *pids}) == 4
 
 
@@ -29,7 +29,7 @@ def test_work_in_a_child_changes_nothing_in_the_parent() -> None:
         torch.manual_seed(3)
         return len(numbers)
 
-    assert run_in_children(work, count=1, timeout_s=20) == [2]
+    assert run_in_children([work], timeout_s=20) == [2]
     assert numbers == [1]
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -39,7 +39,7 @@ def test_reading_in_a_child_moves_no_file_of_the_parent(tmp_path: Path) -> None:
     file = os.open(tmp_path / "raster", os.O_RDONLY)  # as a C library holds it: no Python object knows its path
     try:
         os.read(file, 3)
-        assert run_in_children(lambda: os.read(file, 4), count=2, timeout_s=60) == [b"3456", b"3456"]
+        assert run_in_children([lambda: os.read(file, 4)] * 2, timeout_s=60) == [b"3456", b"3456"]
         assert os.read(file, 4) == b"3456"
     finally:
         os.close(file)
@@ -50,12 +50,12 @@ def test_package_errors_raised_in_a_child_keep_their_class() -> None:
         raise DatasetError("sample 3 is cut short")
 
     with pytest.raises(DatasetError, match="sample 3 is cut short"):
-        run_in_children(work, count=2, timeout_s=20)
+        run_in_children([work] * 2, timeout_s=20)
 
 
 def test_other_errors_raised_in_a_child_become_loader_errors() -> None:
     with pytest.raises(LoaderError, match="ZeroDivisionError: division by zero"):
-        run_in_children(lambda: 1 / 0, count=1, timeout_s=20)
+        run_in_children([lambda: 1 / 0], timeout_s=20)
 
 
 def test_hanging_child_is_killed_with_its_own_children() -> None:
@@ -69,8 +69,8 @@ def test_hanging_child_is_killed_with_its_own_children() -> None:
         os.write(writing, f"{grandchild}\n".encode())
         time.sleep(60)
 
-    with pytest.raises(LoaderError, match="it gave no batch within 1 s"):
-        run_in_children(work, count=1, timeout_s=1)
+    with pytest.raises(LoaderError, match="it gave nothing within 1 s"):
+        run_in_children([work], timeout_s=1)
     grandchild = int(os.read(reading, 20))
     os.close(reading)
     os.close(writing)
@@ -79,7 +79,7 @@ def test_hanging_child_is_killed_with_its_own_children() -> None:
 
 def test_killed_child_is_reported_with_its_exit_code() -> None:
     with pytest.raises(LoaderError, match=r"its process ended early \(exit code -9\)"):
-        run_in_children(lambda: os.kill(os.getpid(), signal.SIGKILL), count=1, timeout_s=20)
+        run_in_children([lambda: os.kill(os.getpid(), signal.SIGKILL)], timeout_s=20)
 
 
 class Deadly:
@@ -99,7 +99,7 @@ def test_garbage_of_the_parent_is_not_collected_in_a_child() -> None:
     gc.disable()
     try:
         Deadly()
-        assert run_in_children(gc.collect, count=1, timeout_s=20)
+        assert run_in_children([gc.collect], timeout_s=20)
     finally:
         gc.enable()
         gc.collect()
@@ -124,7 +124,7 @@ def test_ctrl_c_during_a_fork_reaches_the_parent() -> None:
     os.register_at_fork(after_in_parent=lambda: signal.raise_signal(after_fork.pop()) if after_fork else None)
     began_s = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        run_in_children(lambda: time.sleep(60), count=2, timeout_s=60)
+        run_in_children([lambda: time.sleep(60)] * 2, timeout_s=60)
     assert multiprocessing.active_children() == []
     assert time.monotonic() - began_s < 30  # none of the children was waited for
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -133,4 +133,4 @@ def test_ctrl_c_during_a_fork_reaches_the_parent() -> None:
 def test_run_in_children_works_outside_the_main_thread() -> None:
     """Only the main thread may set a signal handler."""
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(run_in_children, lambda: 3, count=1, timeout_s=20).result() == [3]
+        assert pool.submit(run_in_children, [lambda: 3], timeout_s=20).result() == [3]

@@ -197,6 +197,7 @@ def test_dataset_change_between_epochs_reaches_the_next_epoch(tmp_path: Path) ->
     data = Logged(tmp_path / "log")
     epochs = Epochs()
     loader = loader_of(data, epochs.order(), "sequential")
+    loader.probed = True
     assert as_lists(loader)[0] == [0, 1, 2, 3]
     wait_for(tmp_path / "log", SIZE + 1)
     data.level = 100

@@ -19,11 +19,11 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, Sequent
 from trials.machines import FakeMachine, workers
 
 from lightning_feed.errors import DatasetError, LoaderError
+from lightning_feed.load.child import run_in_children
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.settings import Setting
 from lightning_feed.trials import tune_loader as tune_module
-from lightning_feed.trials.child import run_in_children
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.trial import TrialLimits, run_trial
 from lightning_feed.trials.tune_loader import Goal, Tuned, tune_loader
@@ -149,16 +149,16 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("impatient")
 def test_sample_that_hangs_beyond_the_budget_ends_the_tuning() -> None:
-    with pytest.raises(LoaderError, match="it gave no batch within 2 s"):
+    with pytest.raises(LoaderError, match="no trial ended within 1 s"):
         tune_loader(DataLoader(Sleeps(only_in_workers=False), 2), Goal(budget_s=1.0))
     assert multiprocessing.active_children() == []
 
 
 @pytest.mark.usefixtures("impatient")
 def test_settings_with_hanging_workers_are_not_chosen() -> None:
-    tuned = tune_loader(DataLoader(Sleeps(only_in_workers=True), 2), Goal(budget_s=1.0))
+    tuned = tune_loader(DataLoader(Sleeps(only_in_workers=True), 2), Goal(budget_s=12.0))
     assert tuned.setting.num_workers == 0
-    assert "num_workers=1 could not run: it gave no batch within 2 s" in tuned.reason
+    assert "num_workers=1 could not run: it gave nothing within 4 s" in tuned.reason
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -224,14 +224,14 @@ def test_trial_works_in_a_program_that_ignores_sigchld(setting: Setting) -> None
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         return run_trial(DataLoader(Numbers(), 2), setting, TrainingWork(), QUICK)
 
-    (trial,) = run_in_children(program, count=1, timeout_s=60)
+    (trial,) = run_in_children([program], timeout_s=60)
     assert trial.infeasible is None
 
 
 def test_tuning_works_in_a_forked_process() -> None:
     loader = DataLoader(Numbers(), 2)
     goal = Goal(budget_s=1.0, most_workers=1)
-    (tuned,) = run_in_children(lambda: tune_loader(loader, goal), count=1, timeout_s=60)
+    (tuned,) = run_in_children([lambda: tune_loader(loader, goal)], timeout_s=60)
     assert isinstance(tuned, Tuned)
 
 
@@ -250,7 +250,7 @@ def test_tuning_in_a_daemon_process_raises_a_loader_error() -> None:
     assert here.poll(30)
     said = here.recv()
     daemon.join()
-    assert said.startswith("LoaderError: No trial can run, because this process is a daemon")
+    assert said.startswith("LoaderError: Nothing can be tried here, because this process is a daemon")
 
 
 # --- devices, start methods, CPUs -------------------------------------------------------------------------------------

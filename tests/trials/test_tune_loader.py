@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,15 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from trials.machines import FakeMachine, workers
 
 from lightning_feed.errors import LoaderError, SettingsError
+from lightning_feed.load.child import Stopped
 from lightning_feed.load.machine import Machine
+from lightning_feed.load.rehearsal import Refusal, Rehearsal
 from lightning_feed.load.settings import Setting
 from lightning_feed.storage import private_files
 from lightning_feed.trials import tune_loader as door
 from lightning_feed.trials.in_fit import name_of_model
 from lightning_feed.trials.search import Trial
 from lightning_feed.trials.training_work import TrainingWork
-from lightning_feed.trials.trial import TrialLimits, run_trial
 from lightning_feed.trials.tune_loader import Goal, Store, Tuned, key_of, tune_loader
 
 MACHINE = Machine(
@@ -42,11 +44,17 @@ class Trials:
     def clock(self) -> float:
         return self.now_s
 
-    def run(self, loader: Any, setting: Setting, work: TrainingWork, limits: Any, *, ranks: int) -> Trial:
+    def run(self, loader: Any, setting: Setting, work: TrainingWork, limits: Any, *, ranks: int, **_: Any) -> Trial:
         self.ranks.append(ranks)
         self.limits.append(limits)
         self.now_s += self.seconds
         return self.machine.run(setting)
+
+
+@pytest.fixture(autouse=True)
+def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other programs of the machine that runs the tests do not matter."""
+    monkeypatch.setattr(door, "is_busy", lambda *_: False)
 
 
 @pytest.fixture
@@ -72,10 +80,12 @@ def test_tuning_reports_every_trial_and_keeps_it_in_the_result(trials: Trials) -
     assert tuned.in_words(tuned.trial_of(tuned.setting)) == "160 samples/s"
 
 
-def test_tuning_sets_persistent_workers_and_pin_memory_where_useful(trials: Trials) -> None:
-    assert tune(trials).setting == workers(4, persistent_workers=True)
-    on_gpu = tune(trials, goal=Goal(device_type="cuda", may_persist=False)).setting
+def test_tuning_pins_where_useful_and_makes_no_workers_persistent(trials: Trials) -> None:
+    assert tune(trials).setting == workers(4)
+    on_gpu = tune(trials, goal=Goal(device_type="cuda")).setting
     assert (on_gpu.persistent_workers, on_gpu.pin_memory) == (False, True)
+    persistent = DataLoader(LOADER.dataset, batch_size=4, num_workers=1, persistent_workers=True)
+    assert tune(trials, persistent).setting == workers(4, persistent_workers=True)
 
 
 def test_time_budget_ends_the_search(trials: Trials) -> None:
@@ -199,8 +209,13 @@ class Raises(Numbers):
         raise OSError("cut short")
 
 
-def key(loader: DataLoader[Any], goal: Goal | None = None, machine: Machine = BIG_MACHINE) -> str:
-    return json.dumps(key_of(loader, goal or Goal(), machine), sort_keys=True)
+def key(
+    loader: DataLoader[Any],
+    goal: Goal | None = None,
+    machine: Machine = BIG_MACHINE,
+    rehearsal: Rehearsal = Rehearsal(),  # noqa: B008  # frozen
+) -> str:
+    return json.dumps(key_of(loader, goal or Goal(), machine, rehearsal), sort_keys=True)
 
 
 def test_saved_result_is_loaded_by_its_key_only(tmp_path: Path) -> None:
@@ -272,7 +287,7 @@ def test_result_key_differs_for_every_relevant_change() -> None:
         key(loader, Goal(work=TrainingWork(step_s=1.0))),
         key(loader, Goal(local_ranks=2)),
         key(loader, Goal(device_type="cuda")),
-        key(loader, Goal(may_persist=False)),
+        key(loader, rehearsal=Rehearsal(fingerprint="of other samples")),
         key(loader, Goal(model=name_of_model(torch.nn.Linear(2, 3)))),
         key(loader, Goal(model=name_of_model(torch.nn.Linear(2, 4)))),
         key(loader, Goal(model=name_of_model(torch.nn.LazyLinear(2)))),  # has no size yet
@@ -293,30 +308,52 @@ def test_result_key_is_stable_under_small_changes() -> None:
     assert key(loader, machine=a_little_less) == key(loader)
 
 
-class Keeps(Dataset[Any]):
-    def __init__(self) -> None:
-        self.kept: dict[int, torch.Tensor] = {}
+def test_a_refusal_leaves_the_number_of_workers_and_tries_only_batches_in_place(trials: Trials) -> None:
+    refused = Rehearsal(refusal=Refusal(reason="past", detail="17", name="dataset.rng"))
+    loader = DataLoader(LOADER.dataset, batch_size=4, num_workers=2)
+    tuned = tune(trials, loader, Goal(in_slots=True), rehearsal=refused)
+    assert {setting.num_workers for setting in trials.machine.tried} == {2}
+    assert {setting.in_place for setting in trials.machine.tried} == {True, False}
+    assert "sample 17 depends on what was read before it (dataset.rng)" in tuned.reason
 
+
+@pytest.mark.parametrize("why", ["time", "other programs"])
+def test_a_search_that_was_cut_short_or_disturbed_is_not_stored(
+    why: str, trials: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "is_busy", lambda *_: why == "other programs")
+    store = Store(tmp_path)
+    budget_s = 2.0 if why == "time" else 1000.0
+    assert not tune(trials, goal=Goal(budget_s=budget_s), store=store).whole
+    ran = len(trials.ranks)
+    assert not tune(trials, goal=Goal(budget_s=budget_s), store=store).remembered
+    assert len(trials.ranks) > ran
+
+
+def test_the_rehearsal_counts_as_time_of_the_search(trials: Trials) -> None:
+    trials.seconds = 7.0
+    assert len(tune(trials, goal=Goal(budget_s=21), rehearsal=Rehearsal(seconds=10.0)).trials) == 2
+    assert trials.limits[-1].left_s == pytest.approx(4.0)
+
+
+class Slow(Dataset[int]):
     def __len__(self) -> int:
         return 100
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index not in self.kept:
-            self.kept[index] = torch.ones(2)
-        return self.kept[index]
+    def __getitem__(self, index: int) -> int:
+        time.sleep(60)
+        return index
 
 
-def test_users_setting_is_kept_for_a_dataset_that_caches_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = DataLoader(Keeps(), batch_size=4)
-    limits = TrialLimits(min_s=0.0, min_rounds=20, max_s=20.0)
+def test_the_budget_holds_whatever_a_sample_does() -> None:
+    began_s = time.monotonic()
+    with pytest.raises(LoaderError, match="no trial ended within 1 s"):
+        tune_loader(DataLoader(Slow(), batch_size=2), Goal(budget_s=1.0))
+    assert time.monotonic() - began_s < 30  # a batch takes two minutes
 
-    def run(_: Any, setting: Setting, *__: Any, **___: Any) -> Trial:
-        if setting.num_workers:
-            return Trial(setting=setting, steps_s=(0.001,))
-        return replace(run_trial(loader, setting, TrainingWork(), limits), steps_s=(1.0,))
 
-    monkeypatch.setattr(door, "run_trial", run)
-    tuned = tune_loader(loader, Goal(budget_s=5.0))
-    assert tuned.setting == tuned.own
-    assert tuned.reason.startswith("dataset.kept keeps what was read, so the trials say nothing of later epochs")
-    assert loader.dataset.kept == {}  # type: ignore[attr-defined]
+def test_a_program_that_is_to_stop_ends_the_trials() -> None:
+    began_s = time.monotonic()
+    with pytest.raises(Stopped):
+        tune_loader(DataLoader(Slow(), batch_size=2), Goal(budget_s=100.0), stop=lambda: True)
+    assert time.monotonic() - began_s < 30

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed.errors import DatasetError, LoaderError
 from lightning_feed.load import rank_store
+from lightning_feed.load.rehearsal import Rehearsal
 from lightning_feed.load.settings import Setting
 from lightning_feed.trials import in_fit
 from lightning_feed.trials.search import Trial
@@ -45,7 +46,7 @@ def tune_on_a_rank(rank: int, how: str) -> dict[str, Any]:
     in_fit.tune_loader = tune_loader
     trainer = SimpleNamespace(world_size=2, local_rank=rank, node_rank=0)
     try:
-        tuned = in_fit.tune_for_fit(DataLoader(Rows()), trainer, Goal(local_ranks=2))
+        tuned = in_fit.tune_for_fit(DataLoader(Rows()), trainer, Goal(local_ranks=2), Rehearsal())
     except (DatasetError, LoaderError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     assert tuned is not None
@@ -106,5 +107,5 @@ def test_each_node_uses_its_own_tuning_result(node: int, monkeypatch: pytest.Mon
 
 def test_ranks_not_connected_by_torch_distributed_do_not_tune(caplog: pytest.LogCaptureFixture) -> None:
     trainer = SimpleNamespace(world_size=2)
-    assert in_fit.tune_for_fit(DataLoader(Rows()), trainer, Goal()) is None
+    assert in_fit.tune_for_fit(DataLoader(Rows()), trainer, Goal(), Rehearsal()) is None
     assert "torch.distributed does not connect the ranks" in caplog.text
