@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,7 @@ class Child:
         told, self._tell = os.pipe()
         self._pid = os.fork()
         if self._pid == 0:
+            signal.alarm(60)  # should the test fail
             status = 2
             try:
                 os.read(told, 1)
@@ -119,8 +121,8 @@ def test_held_batches_stay_as_they_are_in_forked_children(kind):
 def test_another_loader_of_kept_batches_yields_them_unchanged():
     loader = loader_of("FeedLoader")
     kept = [batch for number, batch in enumerate(loader) if number < 3]
-    again = iter(DataLoader(kept, batch_size=None, num_workers=1, prefetch_factor=1))
-    del kept
+    again = iter(DataLoader(kept, batch_size=None, sampler=[0, 1, 2], num_workers=1, prefetch_factor=1))
+    kept.clear()  # the worker of the other loader still has its copy
     for _ in loader:
         pass
     assert [is_batch(batch, number) for number, batch in enumerate(again)] == [True] * 3
@@ -146,9 +148,8 @@ def test_a_child_that_drops_a_batch_frees_no_slot(ours, on_device, device):
         held.memory.poll()
         return held.memory._map[0] == 1
 
-    slots._fork.is_ours = ours
-    child = Child(drop)
-    slots._fork.is_ours = False
+    with own_forks() if ours else nullcontext():
+        child = Child(drop)
     assert child.end()
     assert not held.is_free()
 
@@ -203,6 +204,7 @@ def test_a_slot_is_not_free_while_a_grandchild_may_read_it():
 
     def fork_again():
         if os.fork() == 0:
+            signal.alarm(60)
             os.read(wait, 1)
             os._exit(0)
         return True
