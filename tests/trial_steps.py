@@ -19,7 +19,7 @@ class Trials:
         self.in_place_share = 1.0
         """Time of a step with batches in place, as a share of ``steps_s``."""
 
-    def __call__(self, loader: Any, setting: Setting, work: Any, limits: Any, *, ranks: int = 1) -> Trial:
+    def __call__(self, loader: Any, setting: Setting, work: Any, limits: Any, **_: Any) -> Trial:
         self.loaders.append(loader)
         self.settings.append(setting)
         self.works.append(work)

@@ -23,11 +23,11 @@ from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import size_of
 from lightning_feed.load.recommend import Job, Recommendation
-from lightning_feed.load.rehearsal import Rehearsal, rehearse
 from lightning_feed.load.settings import LoaderSettings, Setting, workers_of
 from lightning_feed.load.worker import WorkerInit
 
 if TYPE_CHECKING:
+    from lightning_feed.load.rehearsal import Rehearsal
     from lightning_feed.transfer.resident import ResidentData
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Loaders(ChosenSettings):
     """Keys of batches that are dropped in the workers."""
     on_device: bool = False
     """True to keep whole datasets on the device."""
-    rehearsals: dict[tuple[str, type], Rehearsal] = field(default_factory=dict)
+    rehearsals: "dict[tuple[str, type], Rehearsal]" = field(default_factory=dict)
     """The rehearsals, by the names of loaders and the classes of their datasets."""
     resident: "dict[str, tuple[object, ResidentData]]" = field(default_factory=dict)
     """Datasets kept on the device, with their data there, by loader name."""
@@ -113,8 +113,10 @@ class Loaders(ChosenSettings):
         self.announce(trainer, part.split, part.name, recommendation)
         return loader
 
-    def _rehearsed(self, name: str, loader: FeedLoader) -> Rehearsal:
+    def _rehearsed(self, name: str, loader: FeedLoader) -> "Rehearsal":
         """The rehearsal of a loader, made once for all loaders of this name whose datasets are of one class."""
+        from lightning_feed.load.rehearsal import rehearse  # only if workers are chosen
+
         key = name, type(loader.dataset)
         if key not in self.rehearsals:
             self.rehearsals[key] = rehearse(loader)

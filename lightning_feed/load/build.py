@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import IterableDataset, RandomSampler
@@ -17,10 +17,12 @@ from lightning_feed.load.loader_tree import LoaderPath, name_in_split
 from lightning_feed.load.machine import Machine, read_machine
 from lightning_feed.load.order import EpochOrder, has_set_epoch, size_of
 from lightning_feed.load.recommend import Job, Recommendation, Workload, recommend
-from lightning_feed.load.rehearsal import Rehearsal, rehearse
 from lightning_feed.load.settings import LoaderSettings, Setting, workers_of
 from lightning_feed.load.watchdog import Watch
 from lightning_feed.load.worker import WorkerInit, refuse_unsendable
+
+if TYPE_CHECKING:
+    from lightning_feed.load.rehearsal import Rehearsal
 
 _SAMPLES = (tuple, list, dict, str, bytes, torch.Tensor)
 """Types with ``__getitem__`` and ``__len__`` that are samples, not datasets."""
@@ -49,7 +51,7 @@ def build_loader(
     part: Part,
     settings: LoaderSettings,
     job: Job,
-    rehearsed: Callable[[FeedLoader], Rehearsal] = rehearse,
+    rehearsed: "Callable[[FeedLoader], Rehearsal]",
 ) -> tuple[FeedLoader, Recommendation]:
     """Build the loader for one dataset. Returns the loader and its settings, with reasons.
 

@@ -42,9 +42,7 @@ from lightning_feed.load.position import (
     is_ours,
     state_of_sampler,
 )
-from lightning_feed.load.probe import Probe
 from lightning_feed.load.processes import TorchBatches, shut_down_workers
-from lightning_feed.load.rehearsal import refers_to_shared
 from lightning_feed.load.resume import LoaderState, SamplerState, refuse_changes
 from lightning_feed.load.settings import RayCluster
 from lightning_feed.load.slot_loaders import use_slots
@@ -53,7 +51,8 @@ from lightning_feed.load.stage import Maker, OwnPass, Stage
 from lightning_feed.load.streams import RepeatsWarning, may_repeat
 from lightning_feed.load.worker import refuse_unsendable
 
-if TYPE_CHECKING:  # stages are imported only by loaders that use them
+if TYPE_CHECKING:  # imported only by loaders that use them
+    from lightning_feed.load.probe import Probe
     from lightning_feed.load.watchdog import Watch
 
 logger = logging.getLogger(__name__)
@@ -449,6 +448,8 @@ class FeedLoader(DataLoader[Batch]):
         if not all(map(is_ours, self._index.samplers.values())):
             return False
         if self._refers_to_shared is None:
+            from lightning_feed.load.rehearsal import refers_to_shared
+
             self._refers_to_shared = bool(refers_to_shared(self))
         return not has_set_epoch(self.dataset) and not self._refers_to_shared
 
@@ -544,6 +545,8 @@ class FeedLoader(DataLoader[Batch]):
         if self.hand_over == "slots":
             use_slots(inner, held=self.background)
         if self.probed and not self._stream and (self.persistent_workers or self._is_first):
+            from lightning_feed.load.probe import Probe
+
             self._probe = Probe(self)
 
     def _map_loader(self) -> DataLoader[Batch]:

@@ -83,7 +83,7 @@ class Refusal:
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """What a rehearsal has seen."""
+    """Result of a rehearsal."""
 
     refusal: Refusal | None = None
     """None if samples stay the same in workers."""

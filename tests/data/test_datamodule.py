@@ -633,14 +633,20 @@ def test_workers_see_dataset_changes_made_between_epochs(loader: LoaderSettings)
         assert not workers[1] & workers[2]
 
 
+class Graded(Rows):
+    level = 0
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([float(self.level)])
+
+
 def test_workers_stay_alive_while_the_dataset_is_unchanged() -> None:
-    lessons = {"train": Lesson(8)}
-    data = Data(lessons, 4, loader=LoaderSettings(num_workers=1))
-    loader = data.train_dataloader()
+    lessons = {"train": Graded(8)}
+    loader = Data(lessons, 4, loader=LoaderSettings()).train_dataloader()  # its workers are chosen, and so probed
     pids = []
     for level in (0, 0, 1, 1):
         lessons["train"].level = level
         assert {int(row[0]) for batch in loader for row in batch} == {level}
         pids.append([child.pid for child in multiprocessing.active_children()])
     assert pids[0] == pids[1] != pids[2] == pids[3]
-    assert [len(each) for each in pids] == [1] * 4
+    assert [len(each) for each in pids] == [loader.num_workers] * 4

@@ -1,9 +1,11 @@
-"""``FastDataModule.wrap``: any data module of either package, with other workers and nothing else changed."""
+"""``FastDataModule.wrap``: any data module of either package, with batches in place and nothing else changed."""
 
 import copy
 import importlib
+import logging
 import multiprocessing
 import pickle
+import random
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, seed_everything
+from lightning.pytorch import LightningDataModule, seed_everything
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities import CombinedLoader
 from measure.test_ranks_gloo import in_ranks
@@ -29,7 +31,8 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_feed import AutotuneCallback, FastDataModule, LoaderSettings
+from lightning_feed import AutotuneCallback, FastDataModule, LoaderSettings, _host
+from lightning_feed.callbacks.tuned_loader import LOOK_STEPS
 from lightning_feed.data import wrapping
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.settings import Setting
@@ -46,14 +49,16 @@ pytestmark = [
 
 
 class Rows(Dataset[torch.Tensor]):
-    def __init__(self, size: int = 24) -> None:
+    def __init__(self, size: int = 24, *, noise: float = 0.01) -> None:
         self.size = size
+        self.noise = noise
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((32,), float(index)) + torch.rand(32) / 100
+        row = torch.full((32,), float(index))
+        return row + self.noise * torch.rand(32) if self.noise else row
 
 
 class Stream(IterableDataset[torch.Tensor]):
@@ -136,20 +141,84 @@ def test_a_wrapped_data_module_keeps_its_hooks_state_and_hyperparameters(tmp_pat
     assert "load {'seen': 3}" in data.called
 
 
-@pytest.mark.parametrize("settings", [TWO, LoaderSettings(num_workers=0)])
-def test_a_wrapped_fit_matches_an_unwrapped_one_with_the_same_workers(settings: LoaderSettings) -> None:
-    class Hand(Plain):
-        def train_dataloader(self) -> Any:
-            workers = {"num_workers": 2, "prefetch_factor": 3} if settings.num_workers else {}
-            return DataLoader(self.rows, batch_size=4, shuffle=True, collate_fn=stack, worker_init_fn=begin, **workers)
+class Hand(Plain):
+    """Its samples draw random numbers in the workers, of which there are ``workers``."""
 
-    def weights(data: Any) -> dict[str, torch.Tensor]:
-        seed_everything(3, verbose=False)
-        model = BoringModel()
-        quiet_trainer([], max_epochs=2).fit(model, datamodule=data)
-        return {**model.state_dict(), "next": torch.rand(3)}
+    workers = 0
+    noise = 0.01
 
-    torch.testing.assert_close(weights(FastDataModule.wrap(Plain(), loader=settings)), weights(Hand()), rtol=0, atol=0)
+    def train_dataloader(self) -> Any:
+        rows = Rows(noise=self.noise)
+        return DataLoader(rows, 4, shuffle=True, collate_fn=stack, worker_init_fn=begin, num_workers=self.workers)
+
+
+def weights(data: Any) -> dict[str, torch.Tensor]:
+    seed_everything(3, verbose=False)
+    model = BoringModel()
+    quiet_trainer([], max_epochs=2).fit(model, datamodule=data)
+    return {**model.state_dict(), "next": torch.rand(3)}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_wrapped_fit_trains_the_same_as_an_unwrapped_one(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hand, "workers", workers)
+    torch.testing.assert_close(weights(FastDataModule.wrap(Hand())), weights(Hand()), rtol=0, atol=0)
+
+
+def test_a_fit_with_added_workers_trains_the_same_samples_in_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hand, "noise", 0.0)
+    torch.testing.assert_close(weights(FastDataModule.wrap(Hand(), loader=TWO)), weights(Hand()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("persists", [True, False])
+def test_wrapping_keeps_all_that_concerns_the_workers(*, persists: bool) -> None:
+    context = multiprocessing.get_context("spawn")
+    options: dict[str, Any] = {"worker_init_fn": begin, "multiprocessing_context": context, "prefetch_factor": 5}
+    loader = changed(DataLoader(Rows(), 4, num_workers=2, persistent_workers=persists, **options), LoaderSettings())
+    assert (loader.num_workers, loader.persistent_workers, loader.prefetch_factor) == (2, persists, 5)
+    assert loader.worker_init_fn is begin
+    assert loader.multiprocessing_context is context
+
+
+def test_without_workers_one_line_says_that_batches_in_place_need_some(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="lightning_feed")
+    data = FastDataModule.wrap(Gives(DataLoader(Rows())))
+    for _ in range(2):
+        assert data.train_dataloader().num_workers == 0
+    lines = [record.getMessage() for record in caplog.records if "Batches in place need workers" in record.getMessage()]
+    assert len(lines) == 1
+    assert "LoaderSettings(num_workers='tune')" in lines[0]
+
+
+class Draws(Rows):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = random.Random(0)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, self.rng.random()])
+
+
+def test_workers_are_not_added_to_a_dataset_that_a_rehearsal_refuses(caplog: pytest.LogCaptureFixture) -> None:
+    data = FastDataModule.wrap(Gives(DataLoader(Draws(), 4)), LoaderSettings(num_workers=2))
+    for _ in range(2):
+        assert data.train_dataloader().num_workers == 0
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("train: num_workers=2 is not set: sample ")
+    assert "depends on what was read before it (dataset.rng)" in warnings[0]
+    assert "(dataset.rng)" in data.loader_report()
+
+
+def test_settings_that_need_workers_are_said_to_have_no_effect_without_any(caplog: pytest.LogCaptureFixture) -> None:
+    FastDataModule.wrap(Gives(DataLoader(Rows())), LoaderSettings(prefetch_factor=4)).train_dataloader()
+    assert "prefetch_factor=4 has no effect, because the loader has no workers" in caplog.text
+
+
+def test_num_workers_tune_adds_an_autotune_callback() -> None:
+    trainer = quiet_trainer([], max_epochs=1)
+    trainer.fit(BoringModel(), datamodule=FastDataModule.wrap(Plain(), LoaderSettings(num_workers="tune")))
+    assert sum(type(callback) is AutotuneCallback for callback in _host.callbacks_of(trainer)) == 1
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -197,7 +266,7 @@ def test_streams_keep_their_number_of_workers() -> None:
     auto = LoaderSettings()
     assert changed(DataLoader(Stream(), batch_size=2), auto).num_workers == 0
     assert changed(DataLoader(Stream(), batch_size=2, num_workers=2), auto).num_workers == 2
-    assert changed(DataLoader(Rows(), batch_size=2), auto).num_workers >= 1
+    assert changed(DataLoader(Stream(), batch_size=2), TWO).num_workers == 2
 
 
 def test_loaders_in_dicts_lists_and_combined_loaders_are_changed() -> None:
@@ -235,7 +304,7 @@ def test_a_dataset_that_cannot_be_pickled_gets_no_workers(monkeypatch: pytest.Mo
 
     machine = replace(wrapping.read_machine(), start_method="spawn")
     monkeypatch.setattr(wrapping, "read_machine", lambda: machine)
-    data = FastDataModule.wrap(Gives(DataLoader(Local())))
+    data = FastDataModule.wrap(Gives(DataLoader(Local())), LoaderSettings(num_workers=2))
     assert data.train_dataloader().num_workers == 0
     assert "cannot be sent to worker processes" in data.loader_report()
 
@@ -314,41 +383,61 @@ class Learns(BoringModel):
             self.pids.append({child.pid for child in multiprocessing.active_children()})
 
 
-KEPT = LoaderSettings(num_workers=1, persistent_workers=True)
+ONE = LoaderSettings(num_workers=1)
 
 
-@pytest.mark.parametrize("tuned", [True, False])
-def test_persistent_workers_see_dataset_changes_made_between_epochs(*, tuned: bool) -> None:
+def test_added_workers_see_dataset_changes_made_between_epochs() -> None:
     model = Learns()
-    callbacks: list[Callback] = [AutotuneCallback()] if tuned else []  # which does nothing, with two loaders
-    trainer = quiet_trainer(callbacks, max_epochs=4)
-    trainer.fit(model, datamodule=FastDataModule.wrap(Lessons(), KEPT))
+    trainer = quiet_trainer([], max_epochs=4)
+    trainer.fit(model, datamodule=FastDataModule.wrap(Lessons(), ONE))
     assert model.levels == {"train": [0, 0, 1, 1], "val": [0, 0, 1, 1]}
-    assert [len(pids) for pids in model.pids] == [3] * 4  # of two training loaders and one for validation
-    assert model.pids[0] == model.pids[1]
-    assert not model.pids[1] & model.pids[2]
-    assert model.pids[2] == model.pids[3]
-    loop = trainer.fit_loop.epoch_loop
-    assert "on_run_start" not in vars(loop)
-    assert "reset" not in vars(loop.val_loop)
 
 
-def test_a_dataset_change_that_first_epoch_workers_miss_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    model = Learns()
-    trainer = quiet_trainer([], max_epochs=3)
-    trainer.fit(model, datamodule=FastDataModule.wrap(Lessons(first=5), KEPT))
-    assert model.levels["train"] == [0, 5, 6]
-    messages = [record.getMessage() for record in caplog.records if "workers before" in record.getMessage()]
-    assert len(messages) == 1
-    assert messages[0].startswith("The program has changed its training set (Lesson) as the first epoch began")
+class Course(Lessons):
+    """Has one training loader."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.lesson, 4)
 
 
-def test_reloaded_loaders_see_the_current_state_of_the_dataset(caplog: pytest.LogCaptureFixture) -> None:
+class Listens(Learns):
+    """Sees the levels of all batches."""
+
+    def __init__(self, *, teaches: bool = False) -> None:
+        super().__init__()
+        self.teaches = teaches
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.levels["train"].append(float(batch[0, 0]))
+        if self.teaches:
+            self.trainer.datamodule.lesson.level += 1  # type: ignore[attr-defined]
+        return BoringModel.training_step(self, batch, batch_idx)
+
+
+def test_added_workers_see_a_dataset_change_as_the_first_epoch_begins() -> None:
+    """Lightning starts the workers of the first epoch before its hooks."""
+    model = Listens()
+    trainer = quiet_trainer([], max_epochs=2)
+    trainer.fit(model, datamodule=FastDataModule.wrap(Course(first=5), ONE))
+    assert model.levels["train"] == [5] * 12
+    assert "on_run_start" not in vars(trainer.fit_loop.epoch_loop)
+
+
+def test_added_workers_go_if_the_dataset_changes_within_an_epoch(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="lightning_feed")
+    course = Course()
+    course.lesson = Lesson(80)
+    model = Listens(teaches=True)
+    quiet_trainer([], max_epochs=1).fit(model, datamodule=FastDataModule.wrap(course, ONE))
+    assert model.levels["train"][LOOK_STEPS:] == list(range(LOOK_STEPS, 20))
+    assert "goes back to num_workers=0: the program changes the dataset within an epoch" in caplog.text
+
+
+def test_reloaded_loaders_see_the_current_state_of_the_dataset() -> None:
     model = Learns()
     trainer = quiet_trainer([], max_epochs=4, reload_dataloaders_every_n_epochs=1)
     trainer.fit(model, datamodule=FastDataModule.wrap(Lessons(), LoaderSettings(num_workers=1)))
     assert model.levels["train"] == [0, 0, 1, 1]
-    assert "workers before" not in caplog.text
 
 
 class Sharded(LightningDataModule):
