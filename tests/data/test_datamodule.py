@@ -647,6 +647,6 @@ def test_workers_stay_alive_while_the_dataset_is_unchanged() -> None:
     for level in (0, 0, 1, 1):
         lessons["train"].level = level
         assert {int(row[0]) for batch in loader for row in batch} == {level}
-        pids.append([child.pid for child in multiprocessing.active_children()])
+        pids.append([worker.pid for worker in loader._iterator._workers])
     assert pids[0] == pids[1] != pids[2] == pids[3]
     assert [len(each) for each in pids] == [loader.num_workers] * 4
