@@ -30,7 +30,7 @@ _POLL_S = 0.1
 """Seconds after which a parent looks if it is to stop, and a guard if its parent still lives."""
 
 
-class Stopped(LoaderError):
+class Stopped(Exception):
     """Raised in place of a result if the parent is to stop."""
 
 

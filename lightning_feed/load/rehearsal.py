@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_feed.errors import FeedError, LoaderError
-from lightning_feed.load.child import NoAnswer, Stopped, run_in_children
+from lightning_feed.load.child import NoAnswer, run_in_children
 from lightning_feed.load.digest import Digests, differing, digests_of
 from lightning_feed.load.kinds import AnyDataset, AnyLoader, Batch, Index, Sample
 from lightning_feed.load.open_files import moved_file, positions
@@ -265,8 +265,6 @@ class _Rehearsing:
         except NoAnswer:
             return Rehearsal(refusal=Refusal(reason="time", detail=f"{self._limit_s:.3g}"))
         except FeedError as error:
-            if isinstance(error, Stopped):
-                raise
             return Rehearsal(refusal=Refusal(reason="error", detail=str(error)))
         seen = _Seen(*forward, *again, *both)
         keeps = _is_kept(*(reading.seconds for reading in both))
@@ -286,21 +284,12 @@ class _Rehearsing:
         except NoAnswer:
             return Refusal(reason="time", detail=f"{self._limit_s:.3g}")
         except FeedError as error:
-            if isinstance(error, Stopped):
-                raise
             return Refusal(reason="workers", detail=f": {error}")
         if heard.moved_file:
             return Refusal(reason="file", detail=heard.moved_file)
-        apart = differing(heard.one, heard.other)
-        if not seen.by_past <= apart:
+        if not seen.by_past <= differing(heard.one, heard.other):  # not reseeded in each worker
             return self._past(sample)
-        if seen.drawn and not seen.drawn & apart:
-            return Refusal(reason="alike")
-        left_out = seen.by_itself | seen.by_past
-        pairs = ((seen.first.batch, heard.forward), (seen.backward.batch, heard.backward))
-        if any(differing(*pair) - left_out for pair in pairs):
-            return Refusal(reason="workers")
-        return None
+        return _refusal_of(seen, heard)
 
     def _past(self, sample: Index) -> Refusal:
         """A refusal with the name of what changes, if a child finds it."""
@@ -310,6 +299,18 @@ class _Rehearsing:
         if sample is None:
             return Refusal(reason="collate", name=name)
         return Refusal(reason="past", detail=str(sample), name=name)
+
+
+def _refusal_of(seen: _Seen, heard: "_Heard") -> Refusal | None:
+    """The refusal if batches from workers are drawn alike, or are not those that are made without workers."""
+    apart = differing(heard.one, heard.other)
+    if seen.drawn and not seen.drawn & apart:
+        return Refusal(reason="alike")
+    left_out = seen.by_itself | seen.by_past
+    pairs = ((seen.first.batch, heard.forward), (seen.backward.batch, heard.backward))
+    if any(differing(*pair) - left_out for pair in pairs):
+        return Refusal(reason="workers")
+    return None
 
 
 def _is_kept(first_s: list[float], second_s: list[float]) -> bool:

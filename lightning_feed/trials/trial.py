@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed.errors import DatasetError, LoaderError
-from lightning_feed.load.child import NoAnswer, Stopped, run_in_children
+from lightning_feed.load.child import NoAnswer, run_in_children
 from lightning_feed.load.kinds import Batch
 from lightning_feed.load.machine import THREAD_BYTES, WORKER_BYTES, Footprint, Machine, exceeded_limit
 from lightning_feed.load.processes import ended_worker, worker_processes
@@ -171,8 +171,6 @@ def run_trial(
     patience_s = limits.max_s + limits.patience_s
     try:
         trials = run_in_children([measure] * ranks, timeout_s=min(patience_s, limits.left_s), stop=stop)
-    except Stopped:
-        raise
     except (DatasetError, LoaderError) as error:
         if isinstance(error, NoAnswer) and limits.left_s < patience_s:
             raise OutOfTime from error

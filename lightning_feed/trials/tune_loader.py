@@ -8,7 +8,7 @@ import platform
 import re
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from pathlib import Path
@@ -31,7 +31,7 @@ from lightning_feed.measure.measurements import OTHERS_PCT
 from lightning_feed.storage.memory_limits import read_text
 from lightning_feed.storage.private_files import cache_folder, read_json, write_json
 from lightning_feed.trials.cloning import background_of
-from lightning_feed.trials.search import ALIKE, OutOfTime, Space, Trial, find_setting
+from lightning_feed.trials.search import ALIKE, Choice, OutOfTime, Space, Trial, find_setting
 from lightning_feed.trials.training_work import TrainingWork
 from lightning_feed.trials.trial import TrialLimits, feasible, run_trial
 from lightning_feed.wording import throughput
@@ -227,34 +227,38 @@ class _Run:
         )
         choice = find_setting(space, self._try)
         if choice is None:
-            failures = [f"{trial.setting}: {trial.infeasible}" for trial in self._trials if trial.infeasible]
-            failures = failures or [f"no trial ended within {self.goal.budget_s:g} s"]
-            raise LoaderError("No setting of the loader could be run: " + "; ".join(failures))
-        reason = choice.reason
-        setting = choice.setting
-        if self._rehearsal.refusal is not None:
-            reason += f"; other numbers of workers were not tried: {self._rehearsal.refusal}"
-        if why_none:
-            reason += f"; no worker processes: {why_none}"
-        infeasible = [trial for trial in choice.trials if trial.infeasible]
-        if infeasible:
-            most = infeasible[-1]
-            reason += f"; num_workers={most.setting.num_workers} could not run: {str(most.infeasible).rstrip('.')}"
+            raise self._nothing_ran()
         best_in_place = _best_in_place(choice.trials, own)
-        if setting.in_place and self.goal.work.copy_s:
-            copy = f"the copy to the device, {1e3 * self.goal.work.copy_s:.3g} ms of a step"
-            reason += f"; in place, {copy}, counts as hidden until training itself has shown it"
         return Tuned(
-            setting=self._pinned(setting, own),
+            setting=self._pinned(choice.setting, own),
             own=own,
             in_place=best_in_place and self._pinned(best_in_place, own),
-            reason=reason,
+            reason="; ".join([choice.reason, *self._limits_of(choice, why_none)]),
             trials=choice.trials,
             work=self.goal.work,
             batch_size=self.loader.batch_size,
             whole=choice.finished and not is_busy(others, self.machine),
             seconds=self._clock() - self._began_s,
         )
+
+    def _nothing_ran(self) -> LoaderError:
+        failures = [f"{trial.setting}: {trial.infeasible}" for trial in self._trials if trial.infeasible]
+        failures = failures or [f"no trial ended within {self.goal.budget_s:g} s"]
+        return LoaderError("No setting of the loader could be run: " + "; ".join(failures))
+
+    def _limits_of(self, choice: Choice, why_none: str) -> Iterator[str]:
+        """The limits of the search, for the reason."""
+        if self._rehearsal.refusal is not None:
+            yield f"other numbers of workers were not tried: {self._rehearsal.refusal}"
+        if why_none:
+            yield f"no worker processes: {why_none}"
+        infeasible = [trial for trial in choice.trials if trial.infeasible]
+        if infeasible:
+            most = infeasible[-1]
+            yield f"num_workers={most.setting.num_workers} could not run: {str(most.infeasible).rstrip('.')}"
+        if choice.setting.in_place and self.goal.work.copy_s:
+            copy = f"the copy to the device, {1e3 * self.goal.work.copy_s:.3g} ms of a step"
+            yield f"in place, {copy}, counts as hidden until training itself has shown it"
 
     def _pinned(self, chosen: Setting, own: Setting) -> Setting:
         """The chosen setting, with ``pin_memory``, which no trial changes, set as well."""
