@@ -76,8 +76,8 @@ class AutotuneCallback(Callback):
     persist. If the program changes the dataset within an epoch, which workers cannot see, your setting returns.
 
     The callback works with one training loader with a map-style dataset. With streams, several loaders, loaders that
-    iterate in their own way (StatefulDataLoader), or data on the device it does nothing, and one INFO line says so.
-    After a failed trial the loader stays as it is.
+    iterate in their own way (StatefulDataLoader), datasets that refer to what processes share, or data on the device it
+    does nothing, and one INFO line says so. After a failed trial the loader stays as it is.
 
     Args:
         max_workers: largest number of workers to try. None for as many as CPUs, memory and /dev/shm allow.

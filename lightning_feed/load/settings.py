@@ -83,8 +83,9 @@ class LoaderSettings:
 
     num_workers: int | Literal["auto", "tune"] = "auto"
     """Workers of each loader; 0 loads in the training process. ``"auto"``: about one for each CPU of this rank, 1 for
-    an iterable dataset. ``"tune"``: when a fit begins, tries a few numbers of workers, and a few values of other
-    settings that are left to ``"auto"``, and remembers the result."""
+    an iterable dataset, 0 if a rehearsal sees that samples would not stay the same. ``"tune"``: when a fit begins,
+    tries a few numbers of workers, and a few values of other settings that are left to ``"auto"``, and remembers the
+    result."""
     workers: Literal["process", "thread", "ray"] = "process"
     """Kind of workers. Threads start at once and share memory with training, but only code that releases the GIL runs
     in parallel: decoders in C, reading files, torch. ``"ray"``: tasks on the machines of a Ray cluster. See

@@ -277,13 +277,16 @@ def tune(  # all but the target are by name, and have a default
 
     With a model, finds the setting with which its training steps are shortest; without a model, the setting with which
     the loader is fastest. Your own setting stays unless another makes steps more than 3 % shorter, and is faster in
-    each of up to three turns. The result is stored for the machine, model, dataset, batch size and package versions.
+    each of up to three turns. A rehearsal sees first whether samples stay the same in workers; if not, their number
+    stays. The result is stored for the machine, model, samples, batch size and package versions, unless the time ended
+    the search or other programs were busy. Samples are read in copies of this process: see docs/how-to/tune.md for
+    datasets with effects outside.
 
     Args:
         target: a LightningDataModule, which is prepared and set up for "fit", or torch DataLoaders.
         model: the LightningModule. Its training step is measured on one batch for some seconds.
         trainer: the Trainer for the settings of the run. Loaders for all its local ranks are tried at once.
-        budget_s: seconds for the trials. After that time no trial starts.
+        budget_s: seconds for the rehearsal and the trials. After that time no trial runs.
         fresh: True to ignore remembered results.
         loader: key or number of the loader to tune, such as ``"cls"``, if there are several.
 
@@ -299,7 +302,7 @@ def tune(  # all but the target are by name, and have a default
         >>> from torch.utils.data import DataLoader
         >>> from lightning_feed import tune
         >>> loader = DataLoader(range(10_000), batch_size=100)
-        >>> tune(loader, budget_s=1, fresh=True).own.num_workers
+        >>> tune(loader, budget_s=10, fresh=True).own.num_workers
         0
     """
     goal = Goal(budget_s=budget_s)
