@@ -20,7 +20,7 @@ from lightning_feed.load.kinds import AnyLoader, Batch
 from lightning_feed.load.loader_tree import walk_loaders
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.rank_store import gather
-from lightning_feed.load.rehearsal import Rehearsal
+from lightning_feed.load.rehearsal import Refusal, Rehearsal
 from lightning_feed.load.settings import MOST, REGISTERING_DEVICES, Setting
 from lightning_feed.measure.guard import Guard, Once, check_instance, guarded, say
 from lightning_feed.transfer.resident import ResidentLoader
@@ -306,7 +306,10 @@ class AutotuneCallback(Callback):
         """Rehearse the loader on one rank of each node. A refusal on one node holds on all."""
         rehearsal: Rehearsal | None = None
         if trainer.local_rank == 0:
-            rehearsal = rehearsal_of(loader, self.budget_s, lambda: is_to_stop(trainer))
+            try:
+                rehearsal = rehearsal_of(loader, self.budget_s, lambda: is_to_stop(trainer))
+            except Exception as error:  # noqa: BLE001  # the other ranks wait
+                rehearsal = Rehearsal(refusal=Refusal(reason="error", detail=f"{type(error).__name__}: {error}"))
         by_node = {node: found for node, found in gather(trainer, (trainer.node_rank, rehearsal)) if found is not None}
         refusal = next((found.refusal for found in by_node.values() if found.refusal is not None), None)
         own: Rehearsal = by_node[trainer.node_rank]

@@ -88,8 +88,8 @@ class Loaders(ChosenSettings):
     """Keys of batches that are dropped in the workers."""
     on_device: bool = False
     """True to keep whole datasets on the device."""
-    rehearsals: "dict[tuple[str, type], Rehearsal]" = field(default_factory=dict)
-    """The rehearsals, by the names of loaders and the classes of their datasets."""
+    rehearsals: "dict[str, tuple[AnyDataset, Rehearsal]]" = field(default_factory=dict)
+    """Datasets with their rehearsals, by loader name."""
     resident: "dict[str, tuple[object, ResidentData]]" = field(default_factory=dict)
     """Datasets kept on the device, with their data there, by loader name."""
 
@@ -114,13 +114,13 @@ class Loaders(ChosenSettings):
         return loader
 
     def _rehearsed(self, name: str, loader: FeedLoader) -> "Rehearsal":
-        """The rehearsal of a loader, made once for all loaders of this name whose datasets are of one class."""
+        """The rehearsal of a loader, made once for each dataset."""
         from lightning_feed.load.rehearsal import rehearse  # only if workers are chosen
 
-        key = name, type(loader.dataset)
-        if key not in self.rehearsals:
-            self.rehearsals[key] = rehearse(loader)
-        return self.rehearsals[key]
+        held = self.rehearsals.get(name)
+        if held is None or held[0] is not loader.dataset:
+            held = self.rehearsals[name] = loader.dataset, rehearse(loader)
+        return held[1]
 
     def _eval_size(self, part: Part, dataset: AnyDataset, job: Job, *, even: bool) -> int:
         """Choose the evaluation batch size, and note for the report which size would divide the samples best."""
@@ -185,7 +185,7 @@ class Loaders(ChosenSettings):
 
     def copy(self) -> "Loaders":
         """Return the Loaders object for a copy of the data module."""
-        return replace(self, chosen=dict(self.chosen), even={}, resident={})
+        return replace(self, chosen=dict(self.chosen), even={}, rehearsals={}, resident={})
 
 
 def attach_tuning(trainer: AnyTrainer, *, given: bool = False) -> None:
@@ -199,6 +199,7 @@ def attach_tuning(trainer: AnyTrainer, *, given: bool = False) -> None:
     from lightning_feed.callbacks.given_workers import GivenWorkers
 
     callbacks = _host.callbacks_of(trainer)
+    callbacks[:] = [callback for callback in callbacks if type(callback) is not GivenWorkers]  # of an earlier fit
     if not any(isinstance(callback, AutotuneCallback) for callback in callbacks):
         callbacks.append(GivenWorkers() if given else AutotuneCallback())
 

@@ -12,6 +12,7 @@ from lightning_feed._host import AnyDataModule, AnyTrainer, Original
 from lightning_feed.callbacks.given_workers import WITHOUT_WORKERS
 from lightning_feed.data.build_loaders import SPLITS, ChosenSettings, attach_tuning, job_of
 from lightning_feed.errors import SettingsError
+from lightning_feed.load.kinds import AnyDataset
 from lightning_feed.load.loader_tree import name_in_split, rebuild_loaders, walk_loaders
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.recommend import Job, Recommendation
@@ -91,8 +92,8 @@ class WrappedLoaders(ChosenSettings):
 
     left_alone: set[str] = field(default_factory=set)
     """Names of loaders that are not DataLoaders, and about which the user was warned."""
-    refusals: dict[str, str] = field(default_factory=dict)
-    """Reasons why a rehearsal has refused workers, by the loader's name; empty if it has not."""
+    refusals: dict[str, tuple[AnyDataset, str]] = field(default_factory=dict)
+    """Datasets with the reason why a rehearsal has refused workers, by the loader's name; empty if it has not."""
 
     def __post_init__(self) -> None:
         defaults = vars(LoaderSettings())
@@ -155,9 +156,10 @@ class WrappedLoaders(ChosenSettings):
         why_not = why_not_sent(loader, start_method)
         if why_not or isinstance(loader.dataset, IterableDataset):
             return why_not
-        if name not in self.refusals:
-            self.refusals[name] = str(rehearse(loader).refusal or "")
-        return self.refusals[name]
+        held = self.refusals.get(name)
+        if held is None or held[0] is not loader.dataset:
+            held = self.refusals[name] = loader.dataset, str(rehearse(loader).refusal or "")
+        return held[1]
 
     def announce(self, trainer: AnyTrainer | None, split: str, name: str, recommendation: Recommendation) -> None:
         """Log the settings of a loader, and once that batches in place need workers."""

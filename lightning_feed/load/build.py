@@ -51,7 +51,7 @@ def build_loader(
     part: Part,
     settings: LoaderSettings,
     job: Job,
-    rehearsed: "Callable[[FeedLoader], Rehearsal]",
+    rehearsed: "Callable[[FeedLoader], Rehearsal] | None" = None,
 ) -> tuple[FeedLoader, Recommendation]:
     """Build the loader for one dataset. Returns the loader and its settings, with reasons.
 
@@ -62,7 +62,7 @@ def build_loader(
         part: the loader to build.
         settings: the user's settings.
         job: the run's properties.
-        rehearsed: returns the rehearsal of a loader.
+        rehearsed: returns the rehearsal of a loader; None to rehearse it now.
 
     Raises:
         SettingsError: the settings leave no batch, would keep the workers of loaders that the Trainer replaces, or use
@@ -80,7 +80,9 @@ def build_loader(
         _refuse_unsendable(loader, part, settings, machine)
     if not _adds_workers(setting, settings, workload):
         return loader, recommendation
-    refusal = rehearsed(loader).refusal
+    from lightning_feed.load.rehearsal import rehearse  # only if workers are chosen
+
+    refusal = (rehearsed or rehearse)(loader).refusal
     if refusal is None:
         loader.probed = True
         return loader, recommendation

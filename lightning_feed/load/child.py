@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -68,8 +69,7 @@ def run_in_children(
     children: list[Child[Result]] = []
     try:
         for work in works:
-            with _ctrl_c_waits():
-                children.append(Child(work))
+            children.append(Child(work))  # those that have started are ended if one cannot start
         return [child.result(deadline_s - time.monotonic(), stop) for child in children]
     except NoAnswer as error:
         raise NoAnswer(f"it gave nothing within {timeout_s:.3g} s") from error
@@ -123,24 +123,32 @@ class Child(Generic[Result]):
             )
         if not hasattr(os, "fork"):
             raise LoaderError("Nothing can be tried here, because this system cannot fork processes.")
-        self._receiver, sender = multiprocessing.Pipe(duplex=False)
         context = multiprocessing.get_context("fork")
-        # Not a daemon: daemons may not have worker processes.
-        self._process = context.Process(target=partial(_run, work, sender, guarded=guarded), daemon=False)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
-            with own_forks():
+        try:
+            self._receiver, sender = multiprocessing.Pipe(duplex=False)
+            # Daemons may not have processes of their own. The others are waited for when the program ends.
+            run = partial(_run, work, sender, guarded=guarded)
+            self._process = context.Process(target=run, daemon=not guarded)
+            with warnings.catch_warnings(), own_forks(), _ctrl_c_waits():
+                warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
                 self._process.start()
+        except OSError as error:  # no memory, no process, or no open file is left
+            raise LoaderError(f"This process cannot be forked: {error}") from error
+        except KeyboardInterrupt:  # raised once the process has started
+            self.end()
+            raise
         sender.close()
 
     def result(self, timeout_s: float, stop: Callable[[], bool] = lambda: False) -> Result:
         """Wait for the result of the work. Raises as :func:`run_in_children`."""
         self._wait(timeout_s, stop)
         try:
-            answer: _Answer[Result] = self._receiver.recv()
+            answer: _Answer[Result] = pickle.loads(self._receiver.recv_bytes())
         except EOFError as error:
             self._process.join(_GRACE_S)
             raise LoaderError(f"its process ended early (exit code {self._process.exitcode})") from error
+        except Exception as error:  # of code of the user's classes, or of a connection that broke
+            raise LoaderError(f"its result cannot be read: {type(error).__name__}: {error}") from error
         if answer.result is None:
             raise (answer.kind or LoaderError)(answer.text)
         return answer.result
@@ -168,6 +176,9 @@ class Child(Generic[Result]):
             with suppress(ProcessLookupError, PermissionError):  # it has not begun, or has ended with all its workers
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
+        if self._process.pid is not None:
+            with suppress(ProcessLookupError, PermissionError):  # it may have begun its group, and forked, just now
+                os.killpg(self._process.pid, signal.SIGKILL)
         if wait:
             self._process.join()
 
@@ -229,8 +240,10 @@ def _be_silent() -> None:
 
 def _answer(work: Callable[[], Result], sender: Connection) -> None:
     try:
-        sender.send(_Answer(result=work()))
+        # Not with multiprocessing's pickler, which leaves tensors in this process for the other one to fetch.
+        content = pickle.dumps(_Answer(result=work()))
     except FeedError as error:
-        sender.send(_Answer(kind=type(error), text=str(error)))
+        content = pickle.dumps(_Answer(kind=type(error), text=str(error)))
     except Exception as error:  # noqa: BLE001  # of the user's code: raised in the parent
-        sender.send(_Answer(text=f"{type(error).__name__}: {error}"))
+        content = pickle.dumps(_Answer(text=f"{type(error).__name__}: {error}"))
+    sender.send_bytes(content)

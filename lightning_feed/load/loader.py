@@ -239,7 +239,14 @@ class FeedLoader(DataLoader[Batch]):
         Returns:
             The pass to go on with, in place of the present one; None to go on with that.
         """
-        if taken not in (0, _LATER_LOOK) or not self._has_changed() or not self.may_draw_again():
+        if taken not in (0, _LATER_LOOK) or not self._has_changed():
+            return None
+        if not self.may_draw_again():
+            logger.warning(
+                "The program has changed the dataset (%s) since its worker processes started, and its sampler cannot "
+                "repeat its order, so this epoch goes on without the change. Set num_workers=0.",
+                type(self.dataset).__name__,
+            )
             return None
         state = self.state_dict()
         shut_down_workers(self._iterator)

@@ -1,6 +1,5 @@
 """A probe of a loader's dataset: sees if the program has changed it since the loader's workers started."""
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -11,15 +10,17 @@ from lightning_feed.errors import LoaderError
 from lightning_feed.load.child import Child
 from lightning_feed.load.digest import differing
 from lightning_feed.load.kinds import AnyLoader
+from lightning_feed.load.order import size_of
 from lightning_feed.load.rehearsal import Item, Reading, first_items, read_items, refers_to_shared
 
 PROBE_S = 0.02
 """Seconds in which samples are chosen for a probe."""
 MOST_SAMPLES = 32
 _FIRST_S = 20.0
+"""Seconds after which a probe is given up."""
 _LEAST_S = 2.0
 _PATIENCE = 20
-"""A probe is given up if it takes longer than the first one by this factor."""
+"""A probe is given up sooner if it takes longer than the first one by this factor, and ``_LEAST_S``."""
 
 
 class Probe:
@@ -33,8 +34,8 @@ class Probe:
 
     def __init__(self, loader: AnyLoader) -> None:
         self._loader = loader
-        self._began_s = time.monotonic()
         self._limit_s = _FIRST_S
+        self._size = size_of(loader.dataset)
         self._child: Child[list[Reading]] | None = None
         self._first: list[Reading] = []
         if not refers_to_shared(loader):
@@ -46,9 +47,12 @@ class Probe:
         if not self._first:
             self._first = self._result(self._child)
             self._child = None
-            self._limit_s = max(_LEAST_S, _PATIENCE * (time.monotonic() - self._began_s))
+            taken_s = sum(sum(reading.seconds) for reading in self._first)
+            self._limit_s = min(_FIRST_S, max(_LEAST_S, _PATIENCE * taken_s))
         if not self._first:
             return False
+        if size_of(self._loader.dataset) != self._size:
+            return True
         one, two = self._first
         now = self._result(_child(partial(_read_again, self._loader, one.items)))
         return not now or _differ(one, two, now[0])

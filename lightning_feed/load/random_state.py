@@ -51,13 +51,14 @@ class DefaultGenerators:
     def __init__(self) -> None:
         self._before = {name: generator.read() for name, generator in self._known.items()}
 
+    def read(self) -> dict[str, bytes]:
+        """Return the states of the generators when this object was made, by name."""
+        return {name: pickle.dumps(state) for name, state in self._before.items()}
+
     def used(self) -> list[str]:
         """Return the names of the generators used since this object was made."""
-        return [
-            name
-            for name, generator in self._known.items()
-            if pickle.dumps(generator.read()) != pickle.dumps(self._before[name])
-        ]
+        before = self.read()
+        return [name for name, generator in self._known.items() if pickle.dumps(generator.read()) != before[name]]
 
     def restore(self) -> list[str]:
         """Restore the generators used since this object was made. Returns their names."""

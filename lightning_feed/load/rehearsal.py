@@ -7,6 +7,7 @@ something else: a generator, a position, a queue or a counter kept anywhere, als
 
 import random
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from lightning_feed.load.digest import Digests, differing, digests_of
 from lightning_feed.load.kinds import AnyDataset, AnyLoader, Batch, Index, Sample
 from lightning_feed.load.open_files import moved_file, positions
 from lightning_feed.load.processes import ended_worker
+from lightning_feed.load.random_state import DefaultGenerators
 from lightning_feed.load.shared_objects import shared_object
 from lightning_feed.load.worker import original_error
 
@@ -40,7 +42,7 @@ _KEPT = 3.0
 """A dataset keeps what it reads if it reads samples again faster than before by more than this factor."""
 _LEAST_S = 1e-4
 """Samples that take less time than this need not be kept."""
-_OTHER_SEEDS = 1000
+_NOT_COLLATED = "not collated"
 _DEEPEST = 4
 
 Reason: TypeAlias = Literal["shared", "past", "collate", "alike", "workers", "file", "error", "time"]
@@ -173,7 +175,8 @@ def read_items(
             break
     if not samples:
         return reading
-    return reading._replace(batch=digests_of(_collated(loader, samples)))
+    batch = _collated(samples, loader.collate_fn, batched=loader.batch_sampler is not None)
+    return reading._replace(batch=digests_of(batch))
 
 
 def _read(dataset: AnyDataset, item: Item, *, batched: bool) -> Sample:
@@ -181,13 +184,18 @@ def _read(dataset: AnyDataset, item: Item, *, batched: bool) -> Sample:
         _seed(item.seed)
     # As torch's workers do, which ask for whole batches if the dataset can make them.
     several = getattr(dataset, "__getitems__", None) if batched else None
-    return several([item.index])[0] if several else dataset[item.index]
+    if not several:
+        return dataset[item.index]
+    made = several([item.index])
+    return made[0] if isinstance(made, list) else made
 
 
-def _collated(loader: AnyLoader, samples: list[Sample]) -> Batch:
-    if loader.batch_sampler is None:
-        return [loader.collate_fn(sample) for sample in samples]
-    return loader.collate_fn(samples)
+def _collated(samples: list[Sample], collate: Callable[[Any], Batch], *, batched: bool) -> Batch:
+    """Collate samples. They need not be a batch of the user's, so a function that refuses them says nothing."""
+    try:
+        return collate(samples) if batched else [collate(sample) for sample in samples]
+    except Exception:  # noqa: BLE001  # of the user's code
+        return _NOT_COLLATED
 
 
 def _seed(seed: int) -> None:
@@ -201,17 +209,14 @@ class _Seen:
 
     Args:
         first: the samples in their order, in a fresh process.
-        reseeded: the same in the same process, with other seeds.
         again: as ``first``, in another fresh process.
         backward: the samples in reverse order, in a third fresh process.
         forward: then in their order, in that process.
     """
 
-    def __init__(self, first: Reading, reseeded: Reading, again: Reading, backward: Reading, forward: Reading) -> None:
+    def __init__(self, first: Reading, again: Reading, backward: Reading, forward: Reading) -> None:
         self.first = first
         self.backward = backward
-        self.drawn = differing(first.batch, reseeded.batch)
-        """Leaves of a batch that depend on random numbers."""
         self.by_itself = differing(first.batch, again.batch)
         """Leaves that differ without any past, which workers cannot change."""
         self.by_past = differing(first.batch, forward.batch) - self.by_itself
@@ -256,8 +261,8 @@ class _Rehearsing:
         """Read samples after different pasts, then through workers."""
         loader = self._loader
         try:
-            (forward,) = self._in_children(partial(_read_first, loader))
-            items = forward[0].items
+            ((first, drawn_from),) = self._in_children(partial(_read_first, loader))
+            items = first.items
             if len(items) < 2:
                 return Rehearsal()
             back_and_forth = partial(_read_all, loader, [items[::-1], items])
@@ -266,15 +271,15 @@ class _Rehearsing:
             return Rehearsal(refusal=Refusal(reason="time", detail=f"{self._limit_s:.3g}"))
         except FeedError as error:
             return Rehearsal(refusal=Refusal(reason="error", detail=str(error)))
-        seen = _Seen(*forward, *again, *both)
+        seen = _Seen(first, *again, *both)
         keeps = _is_kept(*(reading.seconds for reading in both))
-        return Rehearsal(refusal=self._refusal(seen), keeps=keeps, fingerprint=seen.fingerprint())
+        return Rehearsal(refusal=self._refusal(seen, drawn_from), keeps=keeps, fingerprint=seen.fingerprint())
 
     def _in_children(self, *works: Callable[[], Any]) -> list[Any]:
         self._limit_s = max(0.1, min(LIMIT_S, self._until_s - time.monotonic()))
         return run_in_children(works, timeout_s=self._limit_s, stop=self._stop)
 
-    def _refusal(self, seen: _Seen) -> Refusal | None:
+    def _refusal(self, seen: _Seen, drawn_from: set[str]) -> Refusal | None:
         sample = seen.dependent_sample()
         depends = sample is not None or bool(seen.by_past)
         if depends and (self._loader.worker_init_fn is None or not seen.by_past):
@@ -289,7 +294,11 @@ class _Rehearsing:
             return Refusal(reason="file", detail=heard.moved_file)
         if not seen.by_past <= differing(heard.one, heard.other):  # not reseeded in each worker
             return self._past(sample)
-        return _refusal_of(seen, heard)
+        if drawn_from & heard.alike:
+            return Refusal(reason="alike")
+        left_out = seen.by_itself | seen.by_past
+        pairs = ((seen.first.batch, heard.forward), (seen.backward.batch, heard.backward))
+        return Refusal(reason="workers") if any(differing(*pair) - left_out for pair in pairs) else None
 
     def _past(self, sample: Index) -> Refusal:
         """A refusal with the name of what changes, if a child finds it."""
@@ -299,18 +308,6 @@ class _Rehearsing:
         if sample is None:
             return Refusal(reason="collate", name=name)
         return Refusal(reason="past", detail=str(sample), name=name)
-
-
-def _refusal_of(seen: _Seen, heard: "_Heard") -> Refusal | None:
-    """The refusal if batches from workers are drawn alike, or are not those that are made without workers."""
-    apart = differing(heard.one, heard.other)
-    if seen.drawn and not seen.drawn & apart:
-        return Refusal(reason="alike")
-    left_out = seen.by_itself | seen.by_past
-    pairs = ((seen.first.batch, heard.forward), (seen.backward.batch, heard.backward))
-    if any(differing(*pair) - left_out for pair in pairs):
-        return Refusal(reason="workers")
-    return None
 
 
 def _is_kept(first_s: list[float], second_s: list[float]) -> bool:
@@ -324,11 +321,12 @@ def _is_kept(first_s: list[float], second_s: list[float]) -> bool:
 # --- in a child -------------------------------------------------------------------------------------------------------
 
 
-def _read_first(loader: AnyLoader) -> list[Reading]:
-    """Choose samples, and read them with two sets of seeds."""
-    forward = read_items(loader, islice(first_items(loader), MOST_SAMPLES), _is_enough)
-    reseeded = [Item(index, _OTHER_SEEDS + number) for number, (index, _) in enumerate(forward.items)]
-    return [forward, read_items(loader, reseeded)]
+def _read_first(loader: AnyLoader) -> tuple[Reading, set[str]]:
+    """Choose samples and read them. Also returns the names of the default generators from which they draw."""
+    reading = read_items(loader, islice(first_items(loader), MOST_SAMPLES), _is_enough)
+    generators = DefaultGenerators()
+    read_items(loader, [Item(index, None) for index, _ in reading.items[:2]])
+    return reading, set(generators.used())
 
 
 def _is_enough(seconds: list[float]) -> bool:
@@ -352,26 +350,25 @@ class _Heard(NamedTuple):
     """From the first worker, seeded as without workers."""
     backward: Digests
     """From the second worker, seeded as without workers, in reverse order."""
+    alike: set[str]
+    """Names of the default generators that began in the same state in both workers."""
     moved_file: str
     """The path of a file whose position the workers have moved in the process that started them. Empty if none."""
 
 
 def _read_in_workers(loader: AnyLoader, items: list[Item]) -> _Heard:
     unseeded = [Item(index, None) for index, _ in items]
-    groups = [unseeded, unseeded, items, items[::-1]]
-    order: dict[str, Any] = {"batch_sampler": groups}
-    if loader.batch_sampler is None:
-        pairs = [*zip(groups[0], groups[1], strict=True), *zip(groups[2], groups[3], strict=True)]
-        order = {"batch_size": None, "sampler": [item for pair in pairs for item in pair]}
+    is_batched = loader.batch_sampler is not None
+    init = _InitOfDataset(loader.worker_init_fn)
     before = positions()
     batches = iter(
         DataLoader(
-            _SeededDataset(loader.dataset, batched=loader.batch_sampler is not None),
+            _SeededDataset(loader.dataset, batched=is_batched),
+            batch_sampler=[unseeded, unseeded, items, items[::-1]],
             num_workers=2,
-            collate_fn=loader.collate_fn,
-            worker_init_fn=_InitOfDataset(loader.worker_init_fn),
+            collate_fn=partial(_collated, collate=loader.collate_fn, batched=is_batched),
+            worker_init_fn=init,
             multiprocessing_context=loader.multiprocessing_context,
-            **order,
         )
     )
     try:
@@ -379,13 +376,10 @@ def _read_in_workers(loader: AnyLoader, items: list[Item]) -> _Heard:
     except Exception as error:
         moved = moved_file(before)  # the reason for an error of the code that reads the file
         if moved:
-            return _Heard((), (), (), (), moved)
+            return _Heard((), (), (), (), set(), moved)
         raise LoaderError(ended_worker(batches, error) or ": ".join(original_error(error))) from error
-    if loader.batch_sampler is None:
-        half = len(made) // 2
-        made = [made[:half:2], made[1:half:2], made[half::2], made[half + 1 :: 2]]
     one, other, forward, backward = map(digests_of, made)
-    return _Heard(one, other, forward, backward, moved_file(before))
+    return _Heard(one, other, forward, backward, init.alike(), moved_file(before))
 
 
 class _SeededDataset(Dataset[Sample]):
@@ -400,16 +394,24 @@ class _SeededDataset(Dataset[Sample]):
 
 
 class _InitOfDataset:
-    """Calls a worker_init_fn with the original dataset in ``get_worker_info()``."""
+    """Calls a worker_init_fn with the original dataset in ``get_worker_info()``. Notes the states of generators."""
 
     def __init__(self, function: Callable[[int], object] | None) -> None:
         self._function = function
+        self._states = torch.zeros((2, len(DefaultGenerators().read())), dtype=torch.int64).share_memory_()
 
     def __call__(self, worker_id: int) -> None:
         worker: Any = get_worker_info()
         object.__setattr__(worker, "dataset", worker.dataset.original)  # WorkerInfo refuses usual assignments
         if self._function is not None:
             self._function(worker_id)
+        states = DefaultGenerators().read().values()
+        self._states[worker_id] = torch.tensor([zlib.crc32(state) for state in states])
+
+    def alike(self) -> set[str]:
+        """Return the names of the default generators that began in the same state in both workers."""
+        are_equal = (self._states[0] == self._states[1]).tolist()
+        return {name for name, is_equal in zip(DefaultGenerators().read(), are_equal, strict=True) if is_equal}
 
 
 # --- the name of what changes, in a child -----------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from multiprocessing.synchronize import Condition, Event, SemLock
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from lightning_feed.load.counts import SharedCounts
 
@@ -45,8 +46,10 @@ _SHARED = (
 )
 """Connections, and classes of multiprocessing. The values of ``multiprocessing.RawValue`` and ``RawArray`` are of
 classes of ctypes."""
-_NOT_FOLLOWED = (types.ModuleType, types.CodeType, type, logging.Logger, torch.nn.Module, SharedCounts)
+_NOT_FOLLOWED = (types.ModuleType, types.CodeType, type, logging.Logger, torch.nn.Module, DataLoader, SharedCounts)
 """Classes of objects whose references are not followed: they lead to the whole program, or are ours."""
+_NOT_FOLLOWED_MODULES = ("lightning.", "pytorch_lightning.", "lightning_fabric.", "torch.utils.data.dataloader")
+"""Modules whose objects are not followed: a Trainer leads to the queues of its loaders' workers."""
 _MOST_OBJECTS = 20_000
 _MOST_PARTS = 100
 """Largest number of parts of one object that are looked at: a list may hold all samples."""
@@ -64,7 +67,7 @@ def shared_object(*roots: object) -> str:
         holder = waiting.popleft()
         if _is_shared(holder):
             return type(holder).__qualname__
-        if issubclass(type(holder), _NOT_FOLLOWED):
+        if issubclass(type(holder), _NOT_FOLLOWED) or type(holder).__module__.startswith(_NOT_FOLLOWED_MODULES):
             continue
         for value in _names_beside(holder):
             if _is_shared(value):
@@ -83,7 +86,7 @@ def _is_shared(value: object) -> bool:
 
 
 def _lies_in_shared_memory(tensor: Any) -> bool:
-    return bool(torch.Tensor.is_shared(tensor))  # type: ignore[no-untyped-call]  # torch does not annotate it
+    return tensor.device.type == "cpu" and bool(torch.Tensor.is_shared(tensor))  # type: ignore[no-untyped-call]  # torch does not annotate it
 
 
 def _parts_of(holder: object) -> Iterable[object]:

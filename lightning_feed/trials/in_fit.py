@@ -44,6 +44,10 @@ def why_fixed(loader: DataLoader[Batch]) -> str:
     return str(Refusal(reason="shared", detail=shared)) if shared else ""
 
 
+LEAST_REHEARSAL_S = 5.0
+"""Seconds that a rehearsal may take, even if the budget is smaller."""
+
+
 def rehearsal_of(loader: DataLoader[Batch], budget_s: float, stop: Callable[[], bool] = lambda: False) -> Rehearsal:
     """Rehearse a loader whose number of workers is to be tuned. Threads share one dataset, so they need no rehearsal.
 
@@ -54,7 +58,7 @@ def rehearsal_of(loader: DataLoader[Batch], budget_s: float, stop: Callable[[], 
     """
     if has_threads(loader):
         return Rehearsal()
-    return rehearse(loader, limit_s=budget_s / 2, stop=stop)
+    return rehearse(loader, limit_s=max(LEAST_REHEARSAL_S, budget_s / 2), stop=stop)
 
 
 def why_left_alone(loader: DataLoader[Batch], rehearsal: Rehearsal) -> str:

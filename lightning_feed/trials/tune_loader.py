@@ -205,7 +205,7 @@ class _Run:
         self._on_trial = on_trial
         self._clock = clock
         self._stop = stop
-        self._began_s = clock() - rehearsal.seconds
+        self._began_s = clock() - min(rehearsal.seconds, goal.budget_s / 2)  # the rest of the time is for trials
         self._feasible = feasible(self.loader, machine, goal.local_ranks)
         self._trials: list[Trial] = []
         self._slowest_s = 0.0

@@ -202,7 +202,7 @@ def fit_with_a_broken_rank(rank: int, broken: int) -> Any:
             if rank == broken and trainer.current_epoch == 1 and starvation._run is not None:
                 starvation._run.main.meter.finished = None  # type: ignore[assignment]
                 assert autotune._loader is not None
-                autotune._loader.tell_workers = None  # type: ignore[method-assign, assignment]
+                autotune._loader.epoch_begins = None  # type: ignore[method-assign, assignment]
 
     torch.manual_seed(0)
     model = BoringModel()
