@@ -9,6 +9,7 @@ from torch.utils.data import Dataset, IterableDataset
 from lightning_feed.diagnosing.parts import LoaderPart, NotMeasurable, fresh, key_bytes
 from lightning_feed.diagnosing.session import Session
 from lightning_feed.errors import DatasetError, LoaderError
+from lightning_feed.load.child import NoAnswer
 from lightning_feed.load.kinds import AnyDataset, Sample
 from lightning_feed.load.worker import original_error
 from lightning_feed.measure.experiment_results import KeyBytes, TriedSetting
@@ -83,7 +84,10 @@ def measure_workers(session: Session) -> None:
     if why_not:
         raise NotMeasurable(why_not)
     goal = Goal(work=work or TrainingWork(), budget_s=session.share_s)
-    tuned = tune_loader(part.loader, goal, rehearsal=rehearsal, machine=session.machine, clock=session.clock)
+    try:
+        tuned = tune_loader(part.loader, goal, rehearsal=rehearsal, machine=session.machine, clock=session.clock)
+    except NoAnswer as error:
+        raise NotMeasurable(str(error)) from error
     trials = sorted((trial for trial in tuned.trials if trial.steps_s), key=lambda trial: trial.setting.num_workers)
     session.note(tried=tuple(_tried(trial, tuned) for trial in trials), why_chosen=tuned.reason)
     session.tuned = tuned

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_feed.errors import LoaderError, SettingsError
 from lightning_feed.extras import installed_version
+from lightning_feed.load.child import NoAnswer
 from lightning_feed.load.kinds import AnyDataset, Batch
 from lightning_feed.load.machine import Machine, read_machine
 from lightning_feed.load.order import size_of
@@ -46,6 +47,8 @@ _WORKERS_PER_CPU = 2
 _PATIENCE = 20
 """A loader is taken to hang if a batch takes longer than this many times the longest step so far."""
 _LEAST_PATIENCE_S = 5.0
+_FIRST_TRIAL_S = 3.0
+"""Seconds for the first trial, even if the budget is smaller."""
 _FIRST_PATIENCE_S = 60.0
 """Seconds to wait for the first trial: spawned workers may take long to import."""
 
@@ -243,7 +246,8 @@ class _Run:
 
     def _nothing_ran(self) -> LoaderError:
         failures = [f"{trial.setting}: {trial.infeasible}" for trial in self._trials if trial.infeasible]
-        failures = failures or [f"no trial ended within {self.goal.budget_s:g} s"]
+        if not failures:
+            return NoAnswer(f"No setting of the loader could be run: no trial ended within {self.goal.budget_s:g} s")
         return LoaderError("No setting of the loader could be run: " + "; ".join(failures))
 
     def _limits_of(self, choice: Choice, why_none: str) -> Iterator[str]:
@@ -270,13 +274,15 @@ class _Run:
         left_s = self.goal.budget_s - (self._clock() - self._began_s)
         if self._trials and left_s <= 0:
             raise OutOfTime
+        if not self._trials:
+            left_s = max(_FIRST_TRIAL_S, left_s)
         broken_limit = self._feasible.broken(setting, self._trials)
         if broken_limit:
             return Trial(setting=setting, infeasible=broken_limit)
         patience_s = _FIRST_PATIENCE_S
         if self._slowest_s:
             patience_s = max(_LEAST_PATIENCE_S, _PATIENCE * self._slowest_s)
-        limits = TrialLimits(max_s=max(1.0, self.goal.budget_s / 4), patience_s=patience_s, left_s=max(0.1, left_s))
+        limits = TrialLimits(max_s=max(1.0, self.goal.budget_s / 4), patience_s=patience_s, left_s=left_s)
         ranks = self.goal.local_ranks
         trial = run_trial(self.loader, setting, self.goal.work, limits, ranks=ranks, stop=self._stop)
         self._trials.append(trial)
